@@ -1,0 +1,69 @@
+"""The one place that asks what exists: compute capability, FA-2 providers, versions."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+from collections.abc import Mapping
+from functools import lru_cache
+
+from nsa.config import nearest_name
+from nsa.routing import Capability
+
+# Marketing names as NVML reports them, for planning without the card.
+KNOWN_GPUS: Mapping[str, tuple[str, tuple[int, int]]] = {
+    "a100": ("NVIDIA A100-SXM4-80GB", (8, 0)),
+    "rtx4090": ("NVIDIA GeForce RTX 4090", (8, 9)),
+    "l40s": ("NVIDIA L40S", (8, 9)),
+    "h100": ("NVIDIA H100 80GB HBM3", (9, 0)),
+    "h200": ("NVIDIA H200", (9, 0)),
+}
+TORCH_VARLEN_SINCE = (2, 11)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_version() -> str:
+    """Installed torch's version, without importing it; '0' where it is missing."""
+    return _version("torch") or "0"
+
+
+def fa2_provider() -> tuple[str | None, str]:
+    """(provider and version, '') or (None, reason): the flash_attn package first, else PyTorch's own FA-2 build."""
+    installed = _version("flash-attn")
+    if installed and importlib.util.find_spec("flash_attn"):
+        return f"flash_attn {installed}", ""
+    version = torch_version()
+    numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
+    if numbers >= TORCH_VARLEN_SINCE:
+        return f"torch.varlen {version}", ""
+    return None, f"flash_attn is not installed and torch {version} is older than 2.11; pip install 'nsa-perfbench[flash]'"
+
+
+@lru_cache(maxsize=16)
+def probe(device: str = "cpu") -> Capability:
+    """What the device offers ('cpu', 'cuda', 'cuda:1'). Touches CUDA only for a CUDA device."""
+    provider, reason = fa2_provider()
+    if not device.startswith("cuda"):
+        return Capability(device, device, None, provider, reason, torch_version())
+    import torch
+
+    properties = torch.cuda.get_device_properties(device)
+    return Capability(device, properties.name, (properties.major, properties.minor), provider, reason, torch_version())
+
+
+def assumed(gpu: str) -> Capability:
+    """The capability of a machine that is not at hand: 'none' or 'cpu', or one of KNOWN_GPUS (case and spaces ignored)."""
+    provider, reason = fa2_provider()
+    name = gpu.lower().replace(" ", "").replace("-", "")
+    if name in ("none", "cpu"):
+        return Capability("cpu", "cpu", None, provider, reason, torch_version())
+    if name not in KNOWN_GPUS:
+        raise ValueError(f"gpu={gpu!r} is not known{nearest_name(name, ['none', *KNOWN_GPUS])}")
+    marketing, sm = KNOWN_GPUS[name]
+    return Capability("cuda", marketing, sm, provider, reason, torch_version())

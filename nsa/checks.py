@@ -1,0 +1,66 @@
+"""Arguments of the public functions, checked before anything runs: each ValueError says got, wanted, next step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool = True) -> None:
+    """q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV]; with ``whole``, S must reach q_start + T."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted four dimensions [B, tokens, heads, D]; unflatten the heads")
+        if x.dtype not in DTYPES or x.dtype != q.dtype:
+            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; wanted one floating dtype for all; cast them first")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; wanted one device; move them first")
+    if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: wanted equal batches, and k and v alike up to "
+            "their last dimension; check the layout [B, tokens, heads, D]"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; wanted them equal; only v's may differ")
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(f"{q.shape[2]} query heads over {k.shape[2]} kv heads; wanted a whole multiple; check num_heads, num_kv_heads")
+    start(q, q_start)
+    if whole and isinstance(q_start, int) and k.shape[1] < q_start + q.shape[1]:
+        raise ValueError(
+            f"k holds {k.shape[1]} tokens; queries at {q_start} .. {q_start + q.shape[1] - 1} want {q_start + q.shape[1]}; "
+            "pass every key up to the last query, or a smaller q_start"
+        )
+
+
+def start(q: Tensor, q_start: int | Tensor) -> None:
+    if isinstance(q_start, Tensor):
+        if q_start.shape != q.shape[:1] or q_start.dtype != torch.int64:
+            raise ValueError(f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64 [{q.shape[0]}]")
+    elif q_start < 0:
+        raise ValueError(f"q_start={q_start}; wanted the position of the first query, >= 0; 0 begins a sequence")
+
+
+def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
+    """int32 [B, T, HKV, N] beside q and k."""
+    wanted = (*q.shape[:2], k.shape[2])
+    if blocks.ndim != 4 or tuple(blocks.shape[:3]) != wanted or blocks.dtype != torch.int32 or blocks.device != q.device:
+        raise ValueError(
+            f"blocks is {blocks.dtype} {tuple(blocks.shape)} on {blocks.device}; wanted int32 [{', '.join(map(str, wanted))}, N] "
+            f"on {q.device}; nsa.select_blocks returns such"
+        )
+
+
+def block_contents(blocks: Tensor, num_keys: int, sel_block: int) -> None:
+    """Strict mode: ascending, unique, in range, -1 only at the end. Synchronises."""
+    highest = -(-num_keys // sel_block) - 1
+    real = blocks >= 0
+    padded_then_real = (~real[..., :-1] & real[..., 1:]).any()
+    unsorted = (real[..., 1:] & (blocks[..., 1:] <= blocks[..., :-1])).any()
+    outside = ((blocks < -1) | (blocks > highest)).any()
+    if bool(padded_then_real | unsorted | outside):
+        raise ValueError(
+            f"blocks must ascend without repetition within 0 .. {highest}, with -1 only at the end; got "
+            f"{blocks.min().item()} .. {blocks.max().item()}, out of order or repeated; sort and de-duplicate each row"
+        )

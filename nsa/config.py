@@ -1,0 +1,212 @@
+"""Geometry and options of NSA, frozen and validated at birth. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Self
+
+BRANCHES = ("cmp", "sel", "win")
+PHI_KINDS = ("mean",)
+GATE_KINDS = ("sigmoid", "softmax")
+ROPE_KINDS = ("interleaved", "half")
+CMP_ROPE_KINDS = ("auto", "before", "after")
+
+# The paper's letters and the founding reports' YAML names.
+NSA_ALIASES: Mapping[str, str] = {
+    "l": "cmp_block",
+    "d": "cmp_stride",
+    "l_sel": "sel_block",
+    "n_sel": "num_selected",
+    "w": "window",
+}
+MODEL_ALIASES: Mapping[str, str] = {
+    "n_layers": "num_layers",
+    "n_heads": "num_heads",
+    "n_kv_groups": "num_kv_heads",
+    "d_k": "head_dim",
+    "d_v": "v_head_dim",
+}
+
+
+def _positive(owner: str, **values: int) -> None:
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{owner}.{name}={value!r} must be a whole number >= 1; set it to one")
+
+
+def _one_of(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{owner}.{name}={value!r} is not known; choose one of {', '.join(choices)}")
+
+
+def nearest_name(name: str, valid: list[str]) -> str:
+    """Return ``'; did you mean X?'`` or the list of all valid names."""
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; valid names: {', '.join(sorted(valid))}"
+
+
+def _resolve_keys(owner: str, data: Mapping[str, Any], known: list[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+    resolved: dict[str, Any] = {}
+    for key, value in data.items():
+        name = aliases.get(key, key)
+        if name not in known:
+            raise ValueError(f"{owner} has no key {key!r}{nearest_name(key, [*known, *aliases])}")
+        if name in resolved:
+            raise ValueError(f"{owner}.{name} is given twice ({key!r} is another name for it); keep one")
+        resolved[name] = value
+    return resolved
+
+
+@dataclass(frozen=True, slots=True)
+class NSAConfig:
+    """Geometry and options of one NSA layer (arXiv 2502.11089; defaults are the paper's section 4.1).
+
+    All sizes are in tokens, except ``num_selected``, ``num_initial`` and ``num_local``, which count selection blocks.
+    ``cmp_rope='auto'`` means ``before`` for phi = mean. Raises ValueError naming the field, what it got and what fits.
+    """
+
+    cmp_block: int = 32
+    cmp_stride: int = 16
+    sel_block: int = 64
+    num_selected: int = 16
+    window: int = 512
+    num_initial: int = 1
+    num_local: int = 2
+    phi: str = "mean"
+    gate: str = "sigmoid"
+    gate_temperature: float = 1.0
+    cmp_rope: str = "auto"
+    rope: str = "interleaved"
+    rope_base: float = 10_000.0
+    rope_scale: float = 1.0
+    share_kv: bool = False
+    branches: tuple[str, ...] = BRANCHES
+
+    def __post_init__(self) -> None:
+        _positive(
+            "NSAConfig",
+            cmp_block=self.cmp_block,
+            cmp_stride=self.cmp_stride,
+            sel_block=self.sel_block,
+            num_selected=self.num_selected,
+            window=self.window,
+            num_local=self.num_local,
+        )
+        if self.num_initial < 0:
+            raise ValueError(f"NSAConfig.num_initial={self.num_initial} must be >= 0; 1 is the paper's value")
+        for name in ("cmp_block", "sel_block"):
+            size = getattr(self, name)
+            if size % self.cmp_stride:
+                nearest = max(1, round(size / self.cmp_stride)) * self.cmp_stride
+                raise ValueError(f"NSAConfig.{name}={size} must be a multiple of cmp_stride={self.cmp_stride}; try {nearest}")
+        forced = self.num_initial + self.num_local
+        if self.num_selected < forced:
+            raise ValueError(
+                f"NSAConfig.num_selected={self.num_selected} cannot hold num_initial + num_local = {forced} forced blocks; "
+                f"raise num_selected to at least {forced}"
+            )
+        _one_of("NSAConfig", "phi", self.phi, PHI_KINDS)
+        _one_of("NSAConfig", "gate", self.gate, GATE_KINDS)
+        _one_of("NSAConfig", "rope", self.rope, ROPE_KINDS)
+        _one_of("NSAConfig", "cmp_rope", self.cmp_rope, CMP_ROPE_KINDS)
+        for name in ("gate_temperature", "rope_base", "rope_scale"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"NSAConfig.{name}={value!r} must be > 0; the default is fine for most uses")
+        object.__setattr__(self, "branches", tuple(self.branches))
+        if not self.branches or len(set(self.branches)) != len(self.branches):
+            raise ValueError(f"NSAConfig.branches={self.branches!r} must name each branch once, and at least one of {BRANCHES}")
+        for branch in self.branches:
+            _one_of("NSAConfig", "branches", branch, BRANCHES)
+
+    @property
+    def rotates_before_compression(self) -> bool:
+        return self.cmp_rope in ("auto", "before")  # auto is `before` for mean, the only phi so far
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Self:
+        """Build from YAML keys, the paper's letters included; an unknown key is a ValueError with the nearest name."""
+        return cls(**_resolve_keys("nsa", data, [f.name for f in fields(cls)], NSA_ALIASES))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a decoder-only language model whose attention is NSA (or, in its dense twin, causal attention).
+
+    ``num_heads`` are query heads; ``num_heads % num_kv_heads`` must be 0. ``v_head_dim=None`` means ``head_dim``.
+    """
+
+    dim: int = 768
+    num_layers: int = 12
+    num_heads: int = 12
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    vocab_size: int = 256
+    mlp_ratio: int = 4
+    nsa: NSAConfig = field(default_factory=NSAConfig)
+
+    def __post_init__(self) -> None:
+        check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
+        _positive("ModelConfig", dim=self.dim, num_layers=self.num_layers, vocab_size=self.vocab_size, mlp_ratio=self.mlp_ratio)
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.v_head_dim is None else self.v_head_dim
+
+    @classmethod
+    def from_mapping(cls, data: Mapping[str, Any]) -> Self:
+        """Build from YAML keys (``preset:`` names a base, ``nsa:`` is a mapping); unknown keys are ValueErrors."""
+        data = dict(data)
+        base = preset(data.pop("preset")) if "preset" in data else cls()
+        known = [f.name for f in fields(cls)]
+        resolved = _resolve_keys("model", data, known, MODEL_ALIASES)
+        if "nsa" in resolved:
+            if not isinstance(resolved["nsa"], Mapping):
+                raise ValueError(f"model.nsa={resolved['nsa']!r} must be a mapping such as {{l: 32, d: 16}}")
+            nsa_keys = [f.name for f in fields(NSAConfig)]
+            resolved["nsa"] = replace(base.nsa, **_resolve_keys("nsa", resolved["nsa"], nsa_keys, NSA_ALIASES))
+        return cls(**{name: getattr(base, name) for name in known} | resolved)
+
+    def to_mapping(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def sha256(self) -> str:
+        """Hash of every resolved value, so that a toy config never runs under a big one's name."""
+        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
+
+
+def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
+    """Raise ValueError unless the heads form whole groups and head_dim can be rotated in pairs."""
+    _positive("model", num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    if num_heads % num_kv_heads:
+        nearest = max(1, round(num_heads / num_kv_heads)) * num_kv_heads
+        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}; try num_heads={nearest}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} must be even: RoPE rotates pairs; try {head_dim + 1}")
+
+
+PRESETS: Mapping[str, ModelConfig] = {
+    # The founding reports' model: 78.3 M parameters and small per-group gates, softmax as there.
+    "m7c_125m": ModelConfig(nsa=NSAConfig(gate="softmax")),
+    # Small enough for a CPU, and with blocks that compete from 81 tokens on.
+    "tiny": ModelConfig(
+        dim=64,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        nsa=NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24),
+    ),
+}
+
+
+def preset(name: str) -> ModelConfig:
+    """Return the preset ``name``; ValueError names the nearest one."""
+    if name not in PRESETS:
+        raise ValueError(f"no model preset {name!r}{nearest_name(name, list(PRESETS))}")
+    return PRESETS[name]

@@ -1,0 +1,34 @@
+"""The dense twin of NSAAttention: the same dims, one K and V, full causal attention. What a user would pick instead."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nsa import capability, dispatch
+from nsa.config import ModelConfig
+from nsa.ops.positions import query_positions
+from nsa.rope import angles, rotate
+from nsa.routing import Problem, route_dense
+
+
+class DenseAttention(nn.Module):
+    """Causal grouped-query attention with RoPE: x [B, T, M] -> y [B, T, M]. ``kind`` as in nsa.routing.DENSE_KINDS."""
+
+    def __init__(self, model: ModelConfig, kind: str = "dense") -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+        self.q_proj = nn.Linear(model.dim, model.num_heads * model.head_dim, bias=False)
+        self.k_proj = nn.Linear(model.dim, model.num_kv_heads * model.head_dim, bias=False)
+        self.v_proj = nn.Linear(model.dim, model.num_kv_heads * model.value_dim, bias=False)
+        self.o_proj = nn.Linear(model.num_heads * model.value_dim, model.dim, bias=False)
+
+    def forward(self, x_BTM: Tensor) -> Tensor:
+        model, (B, T, _) = self.model, x_BTM.shape
+        q, k = (p(x_BTM).unflatten(-1, (-1, model.head_dim)) for p in (self.q_proj, self.k_proj))
+        v = self.v_proj(x_BTM).unflatten(-1, (-1, model.value_dim))
+        position = query_positions(0, T, x_BTM.device)
+        theta = angles(position, model.head_dim, base=model.nsa.rope_base, scale=model.nsa.rope_scale)
+        q, k = (rotate(x, theta, kind=model.nsa.rope) for x in (q, k))
+        problem = Problem.of(model, batch=B, tokens=T, dtype=str(q.dtype).removeprefix("torch."))
+        route = route_dense(self.kind, problem, capability.probe(str(x_BTM.device)))
+        return self.o_proj(dispatch.dense(route, q, k, v, scale=model.head_dim**-0.5).flatten(2))

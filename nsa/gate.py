@@ -1,0 +1,44 @@
+"""Branch gates. ``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` the founding reports'."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from nsa.config import BRANCHES
+
+
+class SigmoidGate(nn.Module):
+    """Independent gates [B, T, HQ, 3] in (0, 1) from x [B, T, M]."""
+
+    def __init__(self, dim: int, num_heads: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(dim, num_heads * len(BRANCHES))
+
+    def forward(self, x_BTM: Tensor, q_BTQD: Tensor) -> Tensor:
+        return self.proj(x_BTM).unflatten(-1, (q_BTQD.shape[2], len(BRANCHES))).sigmoid()
+
+
+class SoftmaxGate(nn.Module):
+    """One MLP per kv group on the group's mean query (before RoPE); softmax(logits / temperature) over the active branches."""
+
+    def __init__(self, num_kv_heads: int, head_dim: int, *, temperature: float, branches: tuple[str, ...]) -> None:
+        super().__init__()
+        self.temperature = temperature
+        self.columns = [BRANCHES.index(b) for b in branches]
+        self.up = nn.Parameter(torch.empty(num_kv_heads, head_dim, head_dim))
+        self.down = nn.Parameter(torch.empty(num_kv_heads, head_dim, len(BRANCHES)))
+        bound = head_dim**-0.5
+        nn.init.uniform_(self.up, -bound, bound)
+        nn.init.uniform_(self.down, -bound, bound)
+
+    def forward(self, x_BTM: Tensor, q_BTQD: Tensor) -> Tensor:
+        G = self.up.shape[0]
+        mean_BTGD = q_BTQD.unflatten(2, (G, -1)).mean(3)
+        hidden = nn.functional.silu(torch.einsum("btgd,gdh->btgh", mean_BTGD, self.up))
+        logits = torch.einsum("btgh,ghn->btgn", hidden, self.down).float() / self.temperature
+        if len(self.columns) < len(BRANCHES):
+            off = [c for c in range(len(BRANCHES)) if c not in self.columns]
+            logits = logits.index_fill(-1, torch.tensor(off, device=logits.device), -torch.inf)
+        gates = logits.softmax(-1).to(q_BTQD.dtype)
+        return gates[:, :, :, None].expand(-1, -1, -1, q_BTQD.shape[2] // G, -1).flatten(2, 3)

@@ -1,0 +1,1 @@
+"""Implementations. Nothing here decides anything: ``nsa.dispatch`` is the only caller."""

@@ -1,0 +1,53 @@
+"""PyTorch's scaled_dot_product_attention behind the project's layout; the only file that may say `is_causal`.
+
+B batch, T query tokens, S key tokens, G kv heads, H query heads per kv head, D head dim.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+_BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
+
+
+def grouped(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Tensor, *, scale: float) -> Tensor:
+    """Attention under a boolean mask [B or 1, G or 1, T, S]; every row must allow a key. Returns [B, T, HQ, DV].
+
+    A group's heads share K, V and mask as expanded views: the memory-efficient kernel takes stride 0, and nothing
+    is repeated. (`enable_gqa` with a mask falls to the unfused kernel on CUDA.)
+    """
+    B, T, num_heads, _ = q_BTQD.shape
+    S, G = k_BSGD.shape[1:3]
+    H = num_heads // G
+    q = q_BTQD.unflatten(2, (G, H)).permute(0, 2, 3, 1, 4).reshape(B * G, H, T, -1)
+    k = k_BSGD.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1)
+    v = v_BSGD.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1)
+    if mask.shape[0] != 1 or mask.shape[1] != 1:
+        mask = mask.expand(B, G, T, S).reshape(B * G, 1, T, S)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=_additive(mask, q).expand(B * G, H, T, S), scale=scale)
+    return o.unflatten(0, (B, G)).permute(0, 3, 1, 2, 4).reshape(B, T, num_heads, -1)
+
+
+def rows(q_RHD: Tensor, k_RLD: Tensor, v_RLD: Tensor, mask_RL: Tensor | None, *, scale: float) -> Tensor:
+    """One query position a row: its H heads over the row's own L keys. Returns [R, H, DV]."""
+    mask = None if mask_RL is None else mask_RL[:, None, None]
+    return F.scaled_dot_product_attention(q_RHD[:, None], k_RLD[:, None], v_RLD[:, None], attn_mask=mask, scale=scale)[:, 0]
+
+
+def _additive(mask: Tensor, q: Tensor) -> Tensor:
+    # SDPA turns a boolean mask into this itself, but after expanding it: H copies, 1.6 GB a layer at 1 x 8,192.
+    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+
+
+def causal(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, scale: float, kernel: str) -> Tensor:
+    """Full causal attention of T queries over the same T keys; ``kernel`` sdpa lets PyTorch choose, flash and cudnn demand."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BTGD, v_BTGD))
+    chosen = sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else nullcontext()
+    with chosen:  # T == S, so top-left and bottom-right alignment are one
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    return o.transpose(1, 2)

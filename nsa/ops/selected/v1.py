@@ -1,0 +1,64 @@
+"""Path `v1`: token ranges built in Python, rows bucketed by length, one attention call a bucket."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from nsa.ops import sdpa
+
+Range = tuple[int, int]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
+) -> Tensor:
+    """See ``nsa.ops.selected.AttendFn``. Copies every row's keys, and syncs to read ``blocks``."""
+    del fa2
+    B, T, G, _ = blocks.shape
+    S = k.shape[1]
+    starts = q_start.tolist() if isinstance(q_start, Tensor) else [q_start] * B
+    buckets: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    for row, row_blocks in enumerate(blocks.flatten(0, 2).tolist()):
+        b, t, g = row // (T * G), row // G % T, row % G
+        ranges = _merge(row_blocks, sel_block, min(starts[b] + t + 1, S))
+        tokens = [(b * S + s) * G + g for start, stop in ranges for s in range(start, stop)]
+        buckets[len(tokens)].append((row, tokens))
+    return _attend_buckets(q, k, v, buckets, G, scale)
+
+
+def _merge(blocks: list[int], sel_block: int, limit: int) -> list[Range]:
+    """Half-open token ranges of ascending blocks below ``limit``, neighbours joined."""
+    ranges: list[Range] = []
+    for j in blocks:
+        start, stop = j * sel_block, min((j + 1) * sel_block, limit)
+        if j < 0 or start >= stop:
+            continue
+        if ranges and ranges[-1][1] == start:
+            ranges[-1] = (ranges[-1][0], stop)
+        else:
+            ranges.append((start, stop))
+    return ranges
+
+
+def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: dict[int, list[tuple[int, list[int]]]], G: int, scale: float) -> Tensor:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    # Gathering from a wide copy makes autograd add up the many rows' dK and dV in fp32.
+    k_ND, v_ND = (x.to(wide).reshape(-1, x.shape[-1]) for x in (k, v))
+    q_RHD = q.unflatten(2, (G, -1)).flatten(0, 2)
+    order: list[int] = []
+    outputs: list[Tensor] = []
+    for length, bucket in sorted(buckets.items()):
+        rows = torch.tensor([row for row, _ in bucket], device=q.device)
+        order += [row for row, _ in bucket]
+        q_bucket = q_RHD[rows]
+        if length == 0:
+            outputs.append(q_bucket[..., :0].sum(-1, keepdim=True).expand(-1, -1, v.shape[-1]))
+            continue
+        tokens = torch.tensor([tokens for _, tokens in bucket], device=q.device)
+        outputs.append(sdpa.rows(q_bucket, k_ND[tokens].to(k.dtype), v_ND[tokens].to(v.dtype), None, scale=scale))
+    back = torch.empty(len(order), dtype=torch.int64)
+    back[torch.tensor(order)] = torch.arange(len(order))
+    return torch.cat(outputs)[back.to(q.device)].reshape(*q.shape[:3], v.shape[-1])

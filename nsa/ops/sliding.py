@@ -1,0 +1,77 @@
+"""Sliding branch: keys t - w + 1 .. t, exactly w of them. No S x w copy: K and V are tiled by windows, twice their size.
+
+B batch, T query tokens, S key tokens, Q query heads, G kv heads, D head dim, w window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.ops import flash, sdpa
+
+
+def attend(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_start: int | Tensor, scale: float, fa2: str | None) -> Tensor:
+    """Returns o [B, T, HQ, DV]; ``fa2`` is the provider that serves it, None for SDPA over tiles."""
+    if fa2 is not None:
+        assert isinstance(q_start, int)
+        return _flash(q_BTQD, k_BSGD, v_BSGD, window=window, q_start=q_start, scale=scale, provider=fa2)
+    T = q_BTQD.shape[1]
+    before_k, new_k, known = _split(k_BSGD, q_start, T, window)
+    before_v, new_v, _ = _split(v_BSGD, q_start, T, window)
+    head = min(T, window)
+    first = sdpa.grouped(
+        q_BTQD[:, :head],
+        torch.cat([before_k, new_k[:, :head]], 1),
+        torch.cat([before_v, new_v[:, :head]], 1),
+        _band(head, before_k.shape[1], window, q_BTQD.device) & known,
+        scale=scale,
+    )
+    if head == T:
+        return first
+    return torch.cat([first, _later_tiles(q_BTQD, new_k, new_v, window=window, scale=scale)], 1)
+
+
+def _band(rows: int, before: int, window: int, device: torch.device) -> Tensor:
+    """Boolean [1, 1, rows, before + rows]: key j lies at j - before relative to row 0."""
+    row = torch.arange(rows, device=device)[:, None]
+    key = torch.arange(before + rows, device=device) - before
+    return ((key <= row) & (key > row - window))[None, None]
+
+
+def _split(x_BSGD: Tensor, q_start: int | Tensor, T: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens before the chunk that its window can reach, the chunk's own, and which of both exist [B or 1, 1, 1, L]."""
+    device = x_BSGD.device
+    if isinstance(q_start, int):
+        before = min(window - 1, q_start)
+        known = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        return x_BSGD[:, q_start - before : q_start], x_BSGD[:, q_start : q_start + T], known
+    before = window - 1
+    position_BL = q_start.to(device)[:, None] + torch.arange(-before, T, device=device)
+    index = position_BL.clamp(min=0)[:, :, None, None].expand(-1, -1, *x_BSGD.shape[2:])
+    near = x_BSGD.gather(1, index)
+    known = (position_BL >= 0)[:, None, None, : before + min(T, window)]
+    return near[:, :before], near[:, before:], known
+
+
+def _later_tiles(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: int, scale: float) -> Tensor:
+    """Rows from ``window`` on: tile i of the queries over tiles i - 1 and i of the keys, all in one call."""
+    B, T = q_BTQD.shape[:2]
+    pad = -T % window
+    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, window)) for x in (q_BTQD, k_BTGD, v_BTGD))
+    pair_k, pair_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
+    # The tile before begins one key earlier than the window reaches; the band drops it.
+    o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, _band(window, window, window, q_BTQD.device), scale=scale)
+    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window]
+
+
+def _flash(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_start: int, scale: float, provider: str) -> Tensor:
+    B, T = q_BTQD.shape[:2]
+    before = min(window - 1, q_start)
+    near_k, near_v = (x[:, q_start - before : q_start + T] for x in (k_BSGD, v_BSGD))
+    L = before + T
+    cu_q, cu_k = (torch.arange(B + 1, device=q_BTQD.device, dtype=torch.int32) * n for n in (T, L))
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_BTQD, near_k, near_v))
+    o = flash.varlen(provider, q, k, v, cu_q, cu_k, T, L, scale=scale, window=(window - 1, 0))
+    return o.unflatten(0, (B, T))
