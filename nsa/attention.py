@@ -60,6 +60,8 @@ class NSAAttention(nn.Module):
 
     def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:
         """Slices [B, T, G, D] for cmp, sel and win; the same one thrice where K and V are shared."""
-        G = self.num_kv_heads
-        first = [0, 0, 0] if self.num_kv == 1 else [0, G, 2 * G]
-        return [x[:, :, i : i + G] for x, i in zip((cmp_BTND, rest_BTND, rest_BTND), first, strict=True)]
+        if self.num_kv == 1:
+            return [cmp_BTND, rest_BTND, rest_BTND]
+        # split, not slices: its backward is one concatenation instead of three zero-filled copies
+        _, sel, win = rest_BTND.split(self.num_kv_heads, dim=2)
+        return [cmp_BTND.split(self.num_kv_heads, dim=2)[0], sel, win]

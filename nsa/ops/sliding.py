@@ -21,10 +21,12 @@ def attend(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_sta
     before_k, new_k, known = _split(k_BSGD, q_start, T, window)
     before_v, new_v, _ = _split(v_BSGD, q_start, T, window)
     head = min(T, window)
+    # split, not slices: its backward is one concatenation instead of zero-filled copies
+    head_q, head_k, head_v = (x.split([head, T - head], 1)[0] for x in (q_BTQD, new_k, new_v))
     first = sdpa.grouped(
-        q_BTQD[:, :head],
-        torch.cat([before_k, new_k[:, :head]], 1),
-        torch.cat([before_v, new_v[:, :head]], 1),
+        head_q,
+        torch.cat([before_k, head_k], 1),
+        torch.cat([before_v, head_v], 1),
         _band(head, before_k.shape[1], window, q_BTQD.device) & known,
         scale=scale,
     )
@@ -46,7 +48,8 @@ def _split(x_BSGD: Tensor, q_start: int | Tensor, T: int, window: int) -> tuple[
     if isinstance(q_start, int):
         before = min(window - 1, q_start)
         known = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
-        return x_BSGD[:, q_start - before : q_start], x_BSGD[:, q_start : q_start + T], known
+        _, near, new, _ = x_BSGD.split([q_start - before, before, T, x_BSGD.shape[1] - q_start - T], 1)
+        return near, new, known
     before = window - 1
     position_BL = q_start.to(device)[:, None] + torch.arange(-before, T, device=device)
     index = position_BL.clamp(min=0)[:, :, None, None].expand(-1, -1, *x_BSGD.shape[2:])

@@ -1,8 +1,9 @@
-"""Path `v1`: token ranges built in Python, rows bucketed by length, one attention call a bucket."""
+"""Path `v1`: token ranges built in Python, rows bucketed by length in blocks, one attention call a bucket."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +21,18 @@ def attend(
     B, T, G, _ = blocks.shape
     S = k.shape[1]
     starts = q_start.tolist() if isinstance(q_start, Tensor) else [q_start] * B
-    buckets: dict[int, list[tuple[int, list[int]]]] = defaultdict(list)
+    buckets: dict[int, list[_Row]] = defaultdict(list)
     for row, row_blocks in enumerate(blocks.flatten(0, 2).tolist()):
         b, t, g = row // (T * G), row // G % T, row % G
         ranges = _merge(row_blocks, sel_block, min(starts[b] + t + 1, S))
         tokens = [(b * S + s) * G + g for start, stop in ranges for s in range(start, stop)]
-        buckets[len(tokens)].append((row, tokens))
+        buckets[-(-len(tokens) // sel_block) * sel_block].append(_Row(row, tokens))
     return _attend_buckets(q, k, v, buckets, G, scale)
+
+
+class _Row(NamedTuple):
+    row: int
+    tokens: list[int]  # indices into K of all batch rows and kv heads, flattened
 
 
 def _merge(blocks: list[int], sel_block: int, limit: int) -> list[Range]:
@@ -43,22 +49,29 @@ def _merge(blocks: list[int], sel_block: int, limit: int) -> list[Range]:
     return ranges
 
 
-def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: dict[int, list[tuple[int, list[int]]]], G: int, scale: float) -> Tensor:
+def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: dict[int, list[_Row]], G: int, scale: float) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     # Gathering from a wide copy makes autograd add up the many rows' dK and dV in fp32.
     k_ND, v_ND = (x.to(wide).reshape(-1, x.shape[-1]) for x in (k, v))
     q_RHD = q.unflatten(2, (G, -1)).flatten(0, 2)
     order: list[int] = []
     outputs: list[Tensor] = []
-    for length, bucket in sorted(buckets.items()):
-        rows = torch.tensor([row for row, _ in bucket], device=q.device)
-        order += [row for row, _ in bucket]
-        q_bucket = q_RHD[rows]
-        if length == 0:
+    for width, bucket in sorted(buckets.items()):
+        rows = [row for row, _ in bucket]
+        order += rows
+        q_bucket = q_RHD[torch.tensor(rows, device=q.device)]
+        if width == 0:
             outputs.append(q_bucket[..., :0].sum(-1, keepdim=True).expand(-1, -1, v.shape[-1]))
             continue
-        tokens = torch.tensor([tokens for _, tokens in bucket], device=q.device)
-        outputs.append(sdpa.rows(q_bucket, k_ND[tokens].to(k.dtype), v_ND[tokens].to(v.dtype), None, scale=scale))
+        tokens, visible = _pad(bucket, width, q.device)
+        outputs.append(sdpa.rows(q_bucket, k_ND[tokens].to(k.dtype), v_ND[tokens].to(v.dtype), visible, scale=scale))
     back = torch.empty(len(order), dtype=torch.int64)
     back[torch.tensor(order)] = torch.arange(len(order))
     return torch.cat(outputs)[back.to(q.device)].reshape(*q.shape[:3], v.shape[-1])
+
+
+def _pad(bucket: list[_Row], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(tokens int64 [rows, width], visible bool [rows, width]); a filler repeats the row's first token, unseen."""
+    tokens = torch.tensor([row + row[:1] * (width - len(row)) for _, row in bucket], device=device)
+    lengths = torch.tensor([len(row) for _, row in bucket], device=device)
+    return tokens, torch.arange(width, device=device) < lengths[:, None]

@@ -1,0 +1,69 @@
+"""`nox` runs every check a change must pass. One environment, built by the session `dev`, serves all the others."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10"
+nox.options.sessions = ["lint", "types", "contracts", "tests", "smoke"]
+nox.options.reuse_existing_virtualenvs = True
+nox.options.error_on_external_run = True
+
+MATRIX = "matrices/cpu.yaml"
+_bin: list[str] = []  # the folder of `dev`'s programs, known once it has run
+
+
+def _run(session: nox.Session, program: str, *arguments: str) -> None:
+    session.run(str(Path(_bin[0]) / program), *arguments, external=True)
+
+
+@nox.session
+def dev(session: nox.Session) -> None:
+    """The shared environment: this checkout, editable, with the development tools."""
+    session.install("-c", "constraints.txt", "-e", ".[dev]")
+    _bin[:] = [session.bin]
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def lint(session: nox.Session) -> None:
+    """ruff; the laws that it cannot express are in tests/test_laws.py."""
+    _run(session, "ruff", "check", ".")
+    _run(session, "ruff", "format", "--check", ".")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def types(session: nox.Session) -> None:
+    """mypy: strict on perfbench and on nsa's pure modules."""
+    _run(session, "mypy")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def contracts(session: nox.Session) -> None:
+    """import-linter: who may import whom."""
+    _run(session, "lint-imports")
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def tests(session: nox.Session) -> None:
+    """Everything that needs no GPU."""
+    _run(session, "pytest", "-q", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def smoke(session: nox.Session) -> None:
+    """Measure, promote, measure again, gate: on this machine, against a baseline made a minute ago."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs, baseline = Path(folder, "runs"), Path(folder, "baseline.json")
+        _run(session, "perfbench", "run", MATRIX, "--out", str(runs))
+        (first,) = runs.iterdir()
+        _run(session, "perfbench", "baseline", "promote", str(first), "--to", str(baseline))
+        _run(session, "perfbench", "check", MATRIX, "--baseline", str(baseline), "--out", str(runs))
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def gpu(session: nox.Session) -> None:
+    """Tests that need a CUDA device; without one they fail."""
+    _run(session, "pytest", "-q", "--require", "gpu", "tests/gpu", *session.posargs)

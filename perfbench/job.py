@@ -1,0 +1,46 @@
+"""What a measuring process is told: one cell, one replicate, nothing from the environment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from perfbench.result import Expect, RouteLine
+
+
+class MeasureOptions(BaseModel):
+    """How long and how often to time; the matrix's `measure:` section."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    warmup_s: float = Field(default=2.0, ge=0)  # goes on until steady, at most 4 times as long and 5 s
+    min_sample_ms: float = Field(default=50.0, gt=0)
+    processes: int = Field(default=5, ge=1)  # replicates of every cell
+    max_s: float = Field(default=10.0, gt=0)  # timed window of one replicate
+    samples: int | None = Field(default=None, ge=1)  # a fixed number of samples instead of filling max_s
+
+
+class Injection(BaseModel):
+    """A planted fault, for demonstrations: stored in the manifest, never promotable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    kind: str  # slowdown | oom | hang | segv
+    percent: float | None = None  # slowdown only
+    cell_id: str
+
+
+class Job(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    cell_id: str
+    replicate: int
+    axes: dict[str, str | int]  # workload, seq_len, path, fa2, batch, dtype: every axis, defaults included
+    config_sha256: str
+    model: dict[str, Any]  # ModelConfig.to_mapping(), resolved
+    measure: MeasureOptions
+    timeout_s: float
+    plan: RouteLine
+    expect: Expect
+    device: str  # 'cpu' or 'cuda'
+    seed: int
+    profile: bool  # one untimed step under torch.profiler, once per cell
+    injection: Injection | None = None

@@ -1,0 +1,268 @@
+"""One replicate of one cell, in a process of its own: prove, warm up, time, witness. Runs inside the child."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from nsa import capability, engagement, settings
+from nsa.config import ModelConfig
+from nsa.routing import Problem, Route, plan, route_dense
+from perfbench import parity, physics, witness, workload
+from perfbench.axes import torch_dtype_name
+from perfbench.clock import Clock
+from perfbench.job import Job
+from perfbench.plan import route_line
+from perfbench.result import Replicate, Status, Telemetry
+from perfbench.telemetry import Sampler
+
+WARMUP_CAP_S = 5.0  # and never more than four times the asked warm-up
+WARMUP_SAMPLE_S = 0.02
+STEADY_SLOPE_PER_S = 0.001
+MIN_SAMPLES = 3
+MAX_SAMPLES = 1000
+
+
+@dataclass(slots=True)
+class Stop(Exception):
+    """The replicate ends without a speed."""
+
+    status: Status
+    reason: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
+    """Measure ``job``. Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through."""
+    begin = time.monotonic()
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        status, reason, facts = Status.OK, "", _measure(job, clock, sampler)
+    except Stop as stop:
+        status, reason, facts = stop.status, stop.reason, stop.facts
+    return Replicate(
+        cell_id=job.cell_id,
+        replicate=job.replicate,
+        axes=job.axes,
+        config_sha256=job.config_sha256,
+        status=status,
+        reason=reason,
+        started_utc=started,
+        wall_s=time.monotonic() - begin,
+        **facts,
+    )
+
+
+def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
+    model = ModelConfig.from_mapping(job.model)
+    route = actual_route(job, model)
+    facts: dict[str, Any] = {"route": route_line(route)}
+    facts["parity"] = _prove(job, model, route, facts)
+
+    work = workload.build(job)
+    cold_start_s, engaged = _first_step(work)
+    facts |= {"cold_start_s": cold_start_s, "engaged": engaged}
+    if fault := wrong_path(route.counters, job.plan.counters, engaged, job.expect.engaged, job.expect.forbidden):
+        raise Stop(Status.WRONG_PATH, "; ".join([fault, *route.notes]), facts)
+
+    step_s = _warm_up(work.step, clock, job.measure.warmup_s)
+    step = _slowed(work.step, step_s, job, clock)
+    timed = _time(step, step_s, job, clock, sampler)
+    facts |= timed.facts(work.tokens_per_step)
+    if fault := wrong_path(route.counters, job.plan.counters, timed.engaged, job.expect.engaged, job.expect.forbidden):
+        raise Stop(Status.WRONG_PATH, "; ".join([fault, *route.notes]), _without_speed(facts))
+
+    if job.device == "cuda":
+        facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    if job.profile:
+        facts["profile"] = witness.profile(work.step, route, job.device, timed.step_s)
+        facts["host_bound"] = witness.is_host_bound(facts["profile"])
+        if facts["profile"].witness_ok is False:
+            raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
+    facts["physics"] = _physics(job, model, timed.step_s, clock)
+    return facts
+
+
+def actual_route(job: Job, model: ModelConfig) -> Route:
+    """What this process will run: the plan is checked against it, not copied from it."""
+    path, fa2 = str(job.axes["path"]), str(job.axes["fa2"])
+    batch, tokens = int(job.axes["batch"]), int(job.axes["seq_len"])
+    dtype, here = torch_dtype_name(str(job.axes["dtype"])), capability.probe(_indexed(job.device))
+    if path.startswith("dense"):
+        return route_dense(path, Problem.of(model, batch=batch, tokens=tokens, dtype=dtype), here)
+    return plan(settings.current().request(path, fa2), model, batch=batch, tokens=tokens, dtype=dtype, capability=here)
+
+
+def wrong_path(
+    counters: tuple[str, ...], planned: list[str], engaged: dict[str, int], expected: list[str], forbidden: list[str]
+) -> str | None:
+    """Why what ran is not what was planned or expected; None where it is."""
+    ran = sorted(engaged)
+    if sorted(set(counters)) != sorted(set(planned)):
+        return f"this process routes to {sorted(set(counters))}, the plan said {sorted(set(planned))}"
+    if set(ran) != set(planned):
+        return f"engaged {ran}, the plan said {sorted(set(planned))}"
+    if missing := [name for name in expected if name not in engaged]:
+        return f"expected {', '.join(missing)} to be engaged, what ran is {ran}"
+    if present := [name for name in forbidden if name in engaged]:
+        return f"{', '.join(present)} is forbidden here, and it ran"
+    return None
+
+
+def _indexed(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> Any:
+    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
+    path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] == "train"
+    try:
+        line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, train=train, seed=job.seed)
+    except parity.RouteDiffers as error:
+        raise Stop(Status.PARITY, str(error), facts) from error
+    if not line.ok:
+        raise Stop(Status.PARITY, f"differs from the fp64 oracle: {line.worst}", facts | {"parity": line})
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return line
+
+
+def _first_step(work: workload.Workload) -> tuple[float, dict[str, int]]:
+    """Seconds of the first step (compilation, handles, allocator), and what it engaged."""
+    begin = time.perf_counter()
+    with engagement.collect() as engaged:
+        work.step()
+    _synchronize()
+    return time.perf_counter() - begin, engaged.counts
+
+
+def _warm_up(step: Callable[[], None], clock: Clock, warmup_s: float) -> float:
+    """Run until the time is up and the last half is level (or the cap is reached); returns seconds a step."""
+    cap_s = min(WARMUP_CAP_S, 4 * warmup_s)
+    begin, first_s = clock.now(), clock.time_steps(step, 1)
+    steps = max(1, int(WARMUP_SAMPLE_S / max(first_s, 1e-9)))
+    times = [clock.time_steps(step, steps) / steps]
+    while (elapsed := clock.now() - begin) < cap_s:
+        if elapsed >= warmup_s and is_level(times[len(times) // 2 :]):
+            break
+        times.append(clock.time_steps(step, steps) / steps)
+    return statistics.median(times[len(times) // 2 :])
+
+
+def is_level(times_s: list[float]) -> bool:
+    """|slope| below the larger of 0.1 % of the mean a second and two standard errors (least squares over elapsed time)."""
+    n = len(times_s)
+    if n < 4:
+        return False
+    at = list(itertools.accumulate(times_s))
+    mean_at, mean = statistics.fmean(at), statistics.fmean(times_s)
+    spread = sum((a - mean_at) ** 2 for a in at)
+    slope = sum((a - mean_at) * (t - mean) for a, t in zip(at, times_s, strict=True)) / spread
+    residual = sum((t - mean - slope * (a - mean_at)) ** 2 for a, t in zip(at, times_s, strict=True))
+    standard_error = math.sqrt(residual / (n - 2) / spread)
+    return bool(abs(slope) < max(STEADY_SLOPE_PER_S * mean, 2 * standard_error))
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    samples_s: list[float]
+    steps_per_sample: int
+    engaged: dict[str, int]
+    telemetry: Telemetry
+
+    @property
+    def step_s(self) -> float:
+        return statistics.median(self.samples_s) / self.steps_per_sample
+
+    def facts(self, tokens_per_step: int) -> dict[str, Any]:
+        return {
+            "samples_s": self.samples_s,
+            "steps_per_sample": self.steps_per_sample,
+            "tokens_per_step": tokens_per_step,
+            "tok_per_s": tokens_per_step / self.step_s,
+            "engaged": self.engaged,
+            "telemetry": self.telemetry,
+        }
+
+
+def _time(step: Callable[[], None], step_s: float, job: Job, clock: Clock, sampler: Sampler) -> Timed:
+    """Samples of at least min_sample_ms, for max_s or a fixed number, while NVML and the counters watch."""
+    options = job.measure
+    steps = max(1, -(-int(options.min_sample_ms * 1e6) // max(1, int(step_s * 1e9))))
+    samples: list[float] = []
+    with sampler.window() as window, engagement.collect() as engaged:
+        begin = clock.now()
+        while len(samples) < (options.samples or MAX_SAMPLES):
+            if options.samples is None and len(samples) >= MIN_SAMPLES and clock.now() - begin >= options.max_s:
+                break
+            samples.append(clock.time_steps(step, steps))
+    return Timed(samples, steps, engaged.counts, window.result)
+
+
+def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> Callable[[], None]:
+    """The step itself; with an injected slowdown, followed by real extra work of that share of its time."""
+    if job.injection is None or job.injection.kind != "slowdown":
+        return step
+    assert job.injection.percent is not None
+    unit = _gemm(512, job)
+    clock.time_steps(unit, 10)
+    unit_s = clock.time_steps(unit, 100) / 100
+    count = max(1, round(job.injection.percent / 100 * step_s / unit_s))
+
+    def slowed() -> None:
+        step()
+        for _ in range(count):
+            unit()
+
+    return slowed
+
+
+def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Any:
+    shape: dict[str, Any] = {
+        "workload": str(job.axes["workload"]),
+        "batch": int(job.axes["batch"]),
+        "tokens": int(job.axes["seq_len"]),
+        "dense": str(job.axes["path"]).startswith("dense"),
+    }
+    on_gpu = job.device == "cuda"
+    size = 8192 if on_gpu else 1024
+    gemm, repeats = _gemm(size, job), 20 if on_gpu else 5
+    clock.time_steps(gemm, 5)
+    gemm_s = min(clock.time_steps(gemm, repeats) for _ in range(3)) / repeats
+    return physics.judge_step(
+        flops=physics.step_flops(model, **shape),
+        min_bytes=physics.step_min_bytes(model, dtype=str(job.axes["dtype"]), **shape),
+        step_s=step_s,
+        gemm_flops_per_s=2 * size**3 / gemm_s,
+        device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
+        is_gpu=on_gpu,
+    )
+
+
+def _gemm(size: int, job: Job) -> Callable[[], None]:
+    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
+    a, b = (torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    return multiply
+
+
+def _without_speed(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key not in ("tok_per_s", "samples_s")}
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,97 @@
+"""Closed-form work of one step and the floor that the hardware sets. Pure: no torch, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from nsa.blocks import BlockGrid
+from nsa.config import ModelConfig
+from perfbench.result import Physics
+
+BYTES_OF = {"bf16": 2, "fp16": 2, "fp32": 4}
+IMPOSSIBLE_FLOP_FACTOR = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Datasheet numbers of a card; an unknown card has none, never another card's."""
+
+    bytes_per_s: float
+    l2_bytes: int
+
+
+# By the marketing name that NVML reports. Sources: NVIDIA's datasheets and architecture white papers.
+CARDS: Mapping[str, Card] = {
+    "NVIDIA A100-SXM4-40GB": Card(1.555e12, 40 << 20),
+    "NVIDIA A100-SXM4-80GB": Card(2.039e12, 40 << 20),
+    "NVIDIA A100 80GB PCIe": Card(1.935e12, 40 << 20),
+    "NVIDIA H100 80GB HBM3": Card(3.35e12, 50 << 20),
+    "NVIDIA H100 PCIe": Card(2.0e12, 50 << 20),
+    "NVIDIA H200": Card(4.8e12, 50 << 20),
+    "NVIDIA L40S": Card(0.864e12, 96 << 20),
+    "NVIDIA GeForce RTX 4090": Card(1.008e12, 72 << 20),
+}
+
+
+@lru_cache(maxsize=256)
+def attention_pairs(model: ModelConfig, tokens: int, *, dense: bool) -> int:
+    """(query, key) pairs per query head of one sequence, over the branches that are computed."""
+    pairs = BlockGrid.of(model.nsa).pairs(tokens)
+    return pairs["dense"] if dense else sum(pairs[branch] for branch in model.nsa.branches)
+
+
+def linear_parameters(model: ModelConfig, *, dense: bool) -> int:
+    """Weights that every token is multiplied with: projections, gate, MLP and head; not the embedding."""
+    copies = 1 if dense or model.nsa.share_kv else 3
+    per_head = model.head_dim + model.value_dim
+    attention = model.dim * (model.num_heads * per_head + copies * model.num_kv_heads * per_head)
+    gate = 0
+    if not dense and model.nsa.gate == "sigmoid":
+        gate = model.dim * model.num_heads * 3
+    elif not dense:
+        gate = model.num_kv_heads * model.head_dim * (model.head_dim + 3)
+    mlp = 2 * model.mlp_ratio * model.dim**2
+    return model.num_layers * (attention + gate + mlp) + model.dim * model.vocab_size
+
+
+def step_flops(model: ModelConfig, *, workload: str, batch: int, tokens: int, dense: bool) -> float:
+    """Multiply-adds counted as two. A training step is three forwards: one, and two products a weight in the backward."""
+    per_pair = 2 * model.num_heads * (model.head_dim + model.value_dim) * model.num_layers
+    forward = batch * (2 * linear_parameters(model, dense=dense) * tokens + per_pair * attention_pairs(model, tokens, dense=dense))
+    return float(forward * (3 if workload == "train" else 1))
+
+
+def step_min_bytes(model: ModelConfig, *, workload: str, batch: int, tokens: int, dtype: str, dense: bool) -> float:
+    """Least traffic: each weight read once and the logits written; training also writes weights and both Adam moments."""
+    weights = linear_parameters(model, dense=dense) * BYTES_OF[dtype]
+    if workload == "train":
+        return float(6 * weights)  # weight, first and second moment: each read and written
+    return float(weights + batch * tokens * model.vocab_size * BYTES_OF[dtype])
+
+
+def judge_step(*, flops: float, min_bytes: float, step_s: float, gemm_flops_per_s: float | None, device_name: str, is_gpu: bool) -> Physics:
+    """Rates, floor and notes of a measured step."""
+    card = CARDS.get(device_name)
+    notes = []
+    if card is None:
+        notes.append(f"no datasheet entry for {device_name!r}: bandwidth ceiling is null" if is_gpu else "CPU: bandwidth ceiling is null")
+    floors = []
+    if gemm_flops_per_s:
+        floors.append(flops / gemm_flops_per_s)
+    if card:
+        floors.append(min_bytes / card.bytes_per_s)
+    floor_s = max(floors, default=None)
+    return Physics(
+        flops=flops,
+        min_bytes=min_bytes,
+        flops_per_s=flops / step_s,
+        bytes_per_s=min_bytes / step_s,
+        gemm_flops_per_s=gemm_flops_per_s,
+        datasheet_bytes_per_s=card.bytes_per_s if card else None,
+        l2_bytes=card.l2_bytes if card else None,
+        floor_s=floor_s,
+        floor_fraction=None if floor_s is None else floor_s / step_s,
+        notes=notes,
+    )

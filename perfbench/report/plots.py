@@ -1,0 +1,212 @@
+"""Pictures: tok/s against seq_len for each path, and GPU utilisation for each cell. Figures are built without pyplot's globals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfbench.report.rows import PATH_ORDER, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+DPI = 120
+# Okabe and Ito's colours: told apart by colour-blind readers, and by marker in black and white.
+COLOURS = {"reference": "#999999", "v1": "#E69F00", "v2": "#0072B2", "masked": "#D55E00", "triton": "#009E73", "auto": "#CC79A7"}
+OTHER_COLOUR = "#56B4E9"
+MARKERS = {"reference": "v", "v1": "s", "v2": "o", "masked": "^", "triton": "D", "auto": "P"}
+DENSE_LINES = {"dense": "--", "dense_flash": "-.", "dense_cudnn": (0, (3, 1, 1, 1, 1, 1))}
+FA2_LINES = {"on": "-", "off": ":", "auto": "-"}
+INK, GRID = "#333333", "#e4e4e4"
+MAX_BARS = 80  # a taller picture is no longer looked at; the table has all of them
+Series = tuple[str, str]  # path, fa2
+
+
+def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
+    """Write tok/s against seq_len, one panel for each workload; False where no cell has a speed."""
+    panels = _panels(rows)
+    if not any(row.tok_per_s is not None for row in rows):
+        return False
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    figure = _figure(6.6 * columns, 4.7 * lines + 1.2)
+    grid = figure.subplots(lines, columns, squeeze=False)
+    handles: dict[Series, Any] = {}
+    failed = False
+    for axes, (name, members) in zip(grid.flat, panels.items(), strict=False):
+        failed |= _panel(axes, name, members, handles)
+    for axes in list(grid.flat)[len(panels) :]:
+        axes.set_axis_off()
+    ordered = sorted(handles, key=_series_order)
+    labels, artists = [_series_name(*series) for series in ordered], [handles[series] for series in ordered]
+    if failed:
+        labels, artists = [*labels, "no number (see the table)"], [*artists, _cross()]
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
+    figure.legend(artists, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    _save(figure, target)
+    return True
+
+
+def utilisation(rows: Sequence[Row], target: Path, title: str) -> int:
+    """Write one bar for each measured cell; return how many, 0 (and no file) where no cell has a utilisation."""
+    shown = [row for row in rows if row.utilisation_pct is not None][:MAX_BARS]
+    if not shown:
+        return 0
+    varying = _varying(rows)
+    figure = _figure(8.4, 1.5 + 0.215 * len(shown))
+    axes = figure.subplots()
+    places = range(len(shown))
+    axes.barh(places, [row.utilisation_pct or 0.0 for row in shown], height=0.7, color=[_colour(row) for row in shown])
+    busy = [(place, row.busy_pct) for place, row in zip(places, shown, strict=True) if row.busy_pct is not None]
+    if busy:
+        label = "GPU busy fraction of the profiled step"
+        ys, xs = [place for place, _ in busy], [min(value, 100.0) for _, value in busy]
+        axes.plot(xs, ys, linestyle="none", marker="D", markersize=4.5, markerfacecolor="white", markeredgecolor=INK, label=label)
+        figure.legend(loc="outside lower center", frameon=False, fontsize=9)
+    for place, row in zip(places, shown, strict=True):
+        text = f"{row.utilisation_pct:.0f} %" + ("  host bound" if row.bound == "host" else "")
+        axes.text(101.5, place, text, va="center", fontsize=8, color="#b00020" if row.bound == "host" else INK)
+    axes.set_yticks(list(places), [_literal(_label(row, varying)) for row in shown], fontsize=8)
+    axes.set_xlim(0, 100)
+    axes.set_ylim(len(shown) - 0.4, -0.6)
+    axes.set_xlabel("GPU utilisation while timing (NVML), %", color=INK)
+    _clean(axes, "x")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
+    _save(figure, target)
+    return len(shown)
+
+
+def _figure(width: float, height: float) -> Figure:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
+
+
+def _save(figure: Figure, target: Path) -> None:
+    figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})  # no version stamp: same data, same bytes
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    names = dict.fromkeys(name for row in rows for name in row.cell.axes)
+    order = ("workload", "batch", "dtype", "seq_len", "path", "fa2")
+    several = [name for name in names if len({row.cell.axes.get(name) for row in rows}) > 1]
+    return sorted(several, key=lambda name: (order.index(name) if name in order else len(order), name))
+
+
+def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by workload, and by whatever else varies beside path, FA-2 and length."""
+    names = [name for name in _varying(rows) if name not in ("path", "fa2", "seq_len")]
+    panels: dict[str, list[Row]] = {}
+    for row in rows:
+        parts = [str(row.cell.axes.get("workload", ""))]
+        parts += [f"{name}={row.cell.axes.get(name)}" for name in names if name != "workload"]
+        panels.setdefault(", ".join(parts), []).append(row)
+    return panels
+
+
+def _panel(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -> bool:
+    series: dict[Series, list[Row]] = {}
+    for row in rows:
+        series.setdefault((str(row.cell.axes.get("path")), str(row.cell.axes.get("fa2"))), []).append(row)
+    lost = []
+    for (path, fa2), members in sorted(series.items(), key=lambda item: _series_order(item[0])):
+        points = sorted((row for row in members if row.tok_per_s is not None), key=lambda row: int(row.cell.axes["seq_len"]))
+        lost += [row for row in members if row.tok_per_s is None]
+        if points:
+            handles[path, fa2] = _draw(axes, path, fa2, points, [int(row.cell.axes["seq_len"]) for row in members])
+    lengths = sorted({int(row.cell.axes["seq_len"]) for row in rows})
+    _scales(axes, lengths, any(row.tok_per_s is not None for row in rows))
+    for row in lost:
+        axes.plot(
+            int(row.cell.axes["seq_len"]), 0.025, transform=axes.get_xaxis_transform(), marker="x", color=_colour(row), markersize=8, mew=2
+        )
+    axes.set_title(_literal(name), loc="left", fontsize=11, color=INK)
+    _clean(axes, "both")
+    return bool(lost)
+
+
+def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int]) -> Any:
+    """Draw one series; a length without a number breaks the line, so that nothing is interpolated over it."""
+    known = {int(row.cell.axes["seq_len"]): row for row in points}
+    xs, gap = sorted(lengths), float("nan")
+    ys = [known[x].tok_per_s or gap if x in known else gap for x in xs]
+    low = [known[x].low or gap if x in known else gap for x in xs]
+    high = [known[x].high or gap if x in known else gap for x in xs]
+    colour = _colour(points[0])
+    dense = path.startswith("dense")
+    style: Any = DENSE_LINES.get(path, "--") if dense else FA2_LINES.get(fa2, "-")
+    fill = "white" if fa2 == "off" or dense else colour
+    if len(points) > 1:
+        axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
+    else:
+        axes.vlines(xs, low, high, color=colour, alpha=0.5, linewidth=5)
+    marker = "." if dense else MARKERS.get(path, "X")
+    (line,) = axes.plot(xs, ys, linestyle=style, color=colour, marker=marker, markersize=6.5, markerfacecolor=fill, linewidth=1.8)
+    return line
+
+
+def _scales(axes: Axes, lengths: list[int], numbers: bool) -> None:
+    from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([f"{length:,}" for length in lengths], fontsize=9, rotation=30 if len(lengths) > 7 else 0)
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    axes.set_xlabel("seq_len (tokens)", color=INK)
+    axes.set_ylabel("tok/s", color=INK)
+    if not numbers:
+        axes.set_yticks([])
+        return
+    axes.set_yscale("log", base=2)
+    low, high = axes.get_ylim()
+    axes.set_ylim(low / 1.6, high * 1.15)  # room below for the crosses of cells without a number
+    decades = high / low
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if decades < 2000 else (1,)))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _cross() -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], linestyle="none", marker="x", color=INK, markersize=8, mew=2)
+
+
+def _clean(axes: Axes, grid: Any) -> None:
+    axes.grid(True, axis=grid, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=INK, length=0)
+    for side in ("top", "right", "left", "bottom"):
+        axes.spines[side].set_visible(side in ("left", "bottom"))
+        axes.spines[side].set_color("#999999")
+
+
+def _colour(row: Row) -> str:
+    return "black" if row.is_dense else COLOURS.get(str(row.cell.axes.get("path")), OTHER_COLOUR)
+
+
+def _series_order(series: Series) -> tuple[int, str, str]:
+    path, fa2 = series
+    rank = PATH_ORDER.index(path) if path in PATH_ORDER else len(PATH_ORDER)
+    return rank, path, {"on": "0", "off": "1"}.get(fa2, fa2)
+
+
+def _series_name(path: str, fa2: str) -> str:
+    return _literal(path if path.startswith("dense") else f"{path}, FA-2 {fa2}")
+
+
+def _label(row: Row, varying: list[str]) -> str:
+    axes = row.cell.axes
+    values = {name: axes[name] for name in varying if name in axes}
+    parts = [f"{value:,}" if name == "seq_len" and isinstance(value, int) else str(value) for name, value in values.items()]
+    if "fa2" in varying and axes.get("fa2") is not None:
+        parts[-1] = "" if axes["fa2"] == "n/a" else f"FA-2 {axes['fa2']}"
+    return "  ".join(part for part in parts if part) or row.cell.cell_id
+
+
+def _literal(text: str) -> str:
+    return text.replace("$", r"\$")  # matplotlib reads dollars as formulas

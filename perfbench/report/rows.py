@@ -1,0 +1,207 @@
+"""One row of the matrix for each judged cell: medians over replicates, ratios to the dense twin, and a reason for each null."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from perfbench.gate import usable
+from perfbench.judgement import CellVerdict, Judgement
+from perfbench.result import PlannedCell, Profile, Replicate, Run, Telemetry
+from perfbench.verdict import Verdict
+
+UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
+PATH_ORDER = ("reference", "v1", "v2", "masked", "triton", "auto", "adaptive", "dense", "dense_flash", "dense_cudnn")
+GIB = 2**30
+LAUNCH_BOUND_GROWTH = 1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
+Key = tuple[tuple[str, str | int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What the report says about one cell. ``nulls`` maps a column's name to why it is empty."""
+
+    cell: CellVerdict
+    planned: PlannedCell | None
+    statuses: dict[str, int]
+    tok_per_s: float | None = None
+    low: float | None = None
+    high: float | None = None
+    x_dense: float | None = None
+    floor_pct: float | None = None
+    bound: str | None = None
+    utilisation_pct: float | None = None
+    busy_pct: float | None = None
+    memory_gib: float | None = None
+    parity_ratio: float | None = None
+    engaged: dict[str, int] = field(default_factory=dict)
+    physics_notes: list[str] = field(default_factory=list)
+    stderr_tail: str = ""
+    nulls: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def verdict(self) -> str:
+        return "MEASURED" if self.cell.verdict is None else self.cell.verdict.value
+
+    @property
+    def step_s(self) -> float | None:
+        if self.tok_per_s is None:
+            return None
+        return int(self.cell.axes.get("seq_len", 0)) * int(self.cell.axes.get("batch", 1)) / self.tok_per_s
+
+    @property
+    def is_dense(self) -> bool:
+        return str(self.cell.axes.get("path", "")).startswith("dense")
+
+
+def rows_of(run: Run, judgement: Judgement) -> list[Row]:
+    """Rows in reading order: workload, length, path, FA-2."""
+    by_cell: dict[str, list[Replicate]] = {}
+    for replicate in run.replicates:
+        by_cell.setdefault(replicate.cell_id, []).append(replicate)
+    planned = {cell.cell_id: cell for cell in run.manifest.cells}
+    dense = _dense_speeds(judgement.cells)
+    on_cpu = run.manifest.environment.gpu_slug == "cpu"
+    rows = [_row(cell, planned.get(cell.cell_id), by_cell.get(cell.cell_id, []), dense, on_cpu) for cell in judgement.cells]
+    if judgement.baseline is not None:
+        for row in rows:
+            if row.tok_per_s is not None and row.cell.change_pct is None:
+                row.nulls["change"] = row.cell.reason
+    return sorted(rows, key=_reading_order)
+
+
+def null_reasons(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
+    """Every (column, reason) of the empty fields, with the cells that it holds for; the commonest first."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for column, reason in row.nulls.items():
+            groups.setdefault((column, reason), []).append(row.cell.cell_id)
+    return sorted(((c, r, ids) for (c, r), ids in groups.items()), key=lambda item: (-len(item[2]), item[0], item[1]))
+
+
+def launch_bound(rows: Iterable[Row]) -> list[str]:
+    """Cells whose time hardly grows although their length doubles: they pay for launches, not for tokens."""
+    series: dict[Key, list[Row]] = {}
+    for row in rows:
+        if row.step_s is not None:
+            series.setdefault(_without(row.cell.axes, "seq_len"), []).append(row)
+    found = []
+    for same in series.values():
+        same.sort(key=lambda row: int(row.cell.axes["seq_len"]))
+        for short, long in pairwise(same):
+            assert short.step_s is not None and long.step_s is not None
+            doubled = int(long.cell.axes["seq_len"]) >= 2 * int(short.cell.axes["seq_len"])
+            if doubled and long.step_s < LAUNCH_BOUND_GROWTH * short.step_s:
+                times = f"{long.step_s * 1e3:.3g} ms a step against {short.step_s * 1e3:.3g} ms at seq_len={short.cell.axes['seq_len']}"
+                found.append(f"{long.cell.cell_id}: {times}")
+    return found
+
+
+def _without(axes: Mapping[str, str | int], *names: str) -> Key:
+    return tuple(sorted((name, value) for name, value in axes.items() if name not in names))
+
+
+def _dense_speeds(cells: Iterable[CellVerdict]) -> dict[Key, float]:
+    return {
+        _without(cell.axes, "path", "fa2"): cell.cand_tok_per_s
+        for cell in cells
+        if cell.axes.get("path") == "dense" and cell.cand_tok_per_s is not None
+    }
+
+
+def _reading_order(row: Row) -> tuple[int, str, int, int, str, int, str]:
+    axes = row.cell.axes
+    path = str(axes.get("path", ""))
+    rank = PATH_ORDER.index(path) if path in PATH_ORDER else len(PATH_ORDER)
+    workload = str(axes.get("workload", ""))
+    fa2_off = 1 if axes.get("fa2") == "off" else 0
+    return (0 if workload == "train" else 1, workload, int(axes.get("seq_len", 0)), rank, path, fa2_off, row.cell.cell_id)
+
+
+def _row(cell: CellVerdict, planned: PlannedCell | None, rows: list[Replicate], dense: Mapping[Key, float], on_cpu: bool) -> Row:
+    statuses: dict[str, int] = {}
+    for one in rows:
+        statuses[one.status.value] = statuses.get(one.status.value, 0) + 1
+    parity = next((one.parity for one in rows if one.parity is not None), None)
+    ratios = [ratio for one in rows if one.parity for ratio in one.parity.tensors.values()]
+    if parity is not None and not ratios and parity.tolerance > 0:
+        ratios = [parity.max_error / parity.tolerance]
+    engaged = next((dict(one.engaged) for one in rows if one.engaged), {})
+    tail = next((one.stderr_tail for one in rows if one.stderr_tail), "")
+    nulls = {} if ratios else {"parity": "no parity check was recorded"}
+    good = usable(rows)
+    if cell.cand_tok_per_s is None or not good:
+        nulls["every number"] = f"{'not published' if cell.verdict in UNTRUE else 'no speed'}: {cell.verdict}"
+        proof = max(ratios, default=None)
+        return Row(cell, planned, statuses, parity_ratio=proof, engaged=engaged, stderr_tail=tail, nulls=nulls)
+    twin = dense.get(_without(cell.axes, "path", "fa2"))
+    utilisation = _median(good, lambda one: one.telemetry.utilisation_pct if one.telemetry else None)
+    floor = _median(good, lambda one: one.physics.floor_fraction if one.physics else None)
+    memory = [one.peak_memory_bytes for one in good if one.peak_memory_bytes is not None]
+    profiles = [one.profile for one in good if one.profile is not None]
+    busy = next((one.busy_fraction for one in profiles if one.busy_fraction is not None), None)
+    host_bound = [one.host_bound for one in good if one.host_bound is not None]
+    bound = None if not host_bound else "host" if any(host_bound) else "GPU"
+    speeds = [one.tok_per_s for one in good if one.tok_per_s is not None]
+    notes = dict.fromkeys(note for one in good if one.physics for note in one.physics.notes)
+    nulls |= _nulls(good, twin, floor, bound, utilisation, memory, on_cpu, profiles)
+    return Row(
+        cell=cell,
+        planned=planned,
+        statuses=statuses,
+        tok_per_s=cell.cand_tok_per_s,
+        low=min(speeds),
+        high=max(speeds),
+        x_dense=None if twin is None else cell.cand_tok_per_s / twin,
+        floor_pct=None if floor is None else 100 * floor,
+        bound=bound,
+        utilisation_pct=utilisation,
+        busy_pct=None if busy is None else 100 * busy,
+        memory_gib=max(memory) / GIB if memory else None,
+        parity_ratio=max(ratios, default=None),
+        engaged=engaged,
+        physics_notes=list(notes),
+        stderr_tail=tail,
+        nulls=nulls,
+    )
+
+
+def _nulls(
+    good: list[Replicate],
+    twin: float | None,
+    floor: float | None,
+    bound: str | None,
+    utilisation: float | None,
+    memory: list[int],
+    on_cpu: bool,
+    profiles: list[Profile],
+) -> dict[str, str]:
+    found = {}
+    if len(good) == 1:
+        found["spread"] = "one process only"
+    if twin is None:
+        found["x dense"] = "no measured path=dense cell with the same other axes"
+    if floor is None:
+        notes = [note for one in good if one.physics for note in one.physics.notes]
+        found["% of floor"] = notes[0] if notes else "no floor was computed"
+    if bound is None:
+        unprofiled = "the profile has no busy fraction" if profiles else "no profiled step"
+        found["bound"] = "a CPU has no device to wait for" if on_cpu else unprofiled
+    if utilisation is None:
+        found["utilisation"] = _absent(good)
+    if not memory:
+        found["memory"] = "a CPU run records no device memory" if on_cpu else "no peak was recorded"
+    return found
+
+
+def _absent(good: list[Replicate]) -> str:
+    samples: list[Telemetry] = [one.telemetry for one in good if one.telemetry is not None]
+    reasons = [one.absent["utilisation_pct"] for one in samples if one.absent.get("utilisation_pct")]
+    return reasons[0] if reasons else "no telemetry was recorded"
+
+
+def _median(rows: Iterable[Replicate], get: Callable[[Replicate], float | None]) -> float | None:
+    values = [value for value in map(get, rows) if value is not None]
+    return median(values) if values else None

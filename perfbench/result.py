@@ -1,0 +1,231 @@
+"""The run file: one manifest line, then one line per replicate. Everything printed is rendered from it.
+
+SI units, units in key names, raw samples kept, NaN and infinity forbidden. Unknown fields survive a round trip.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 1
+METHOD_VERSION = 1  # raise it whenever a number would change although the measured code did not
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class Status(StrEnum):
+    """How a replicate ended. Only OK carries a speed."""
+
+    OK = "ok"
+    PARITY = "parity"  # differs from the oracle; never timed
+    WRONG_PATH = "wrong_path"  # engagement differs from the plan, or violates `expect`
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASH = "crash"  # exit by exception or signal
+    SKIPPED = "skipped"  # not tried: a shorter sequence of the same path ran out of memory
+
+
+class BranchLine(_Record):
+    """One branch of the Route, as ``nsa.routing.BranchRoute``."""
+
+    branch: str
+    implementation: str
+    kernel: str
+    provider: str
+    reason: str
+    syncs: bool
+    repeatable: bool
+
+
+class RouteLine(_Record):
+    """The Route as data; ``counters`` are those that must be engaged, and no others of these branches."""
+
+    branches: list[BranchLine]
+    counters: list[str]
+    rejected: list[dict[str, str]] = []
+    notes: list[str] = []
+
+
+class Expect(_Record):
+    """Routing that the matrix demands of a cell."""
+
+    engaged: list[str] = []
+    forbidden: list[str] = []
+
+
+class PlannedCell(_Record):
+    cell_id: str
+    axes: dict[str, str | int]
+    config_sha256: str
+    route: RouteLine
+    expect: Expect = Expect()
+
+
+class Environment(_Record):
+    """Where a run was made. ``gpu_*``, ``driver`` and ``cuda`` are null on a CPU."""
+
+    gpu_slug: str  # 'h100-80gb-hbm3', 'cpu'
+    device_name: str  # marketing name of the GPU, or of the processor
+    gpu_uuid_sha256: str | None
+    driver: str | None
+    cuda: str | None
+    torch: str
+    triton: str | None
+    flash_provider: str | None
+    python: str
+    platform: str
+    cpu_name: str
+    cpu_count: int
+    clock_policy: str
+    nsa_settings: dict[str, str] = {}
+
+    def fingerprint(self) -> dict[str, str | None]:
+        """What must agree before two speeds may be compared."""
+        keys = ("gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider")
+        return {key: getattr(self, key) for key in keys}
+
+
+class Source(_Record):
+    """The measured code: a commit, and the hash of uncommitted changes (null: clean). ``reason`` where git is missing."""
+
+    commit: str | None
+    dirty_sha256: str | None
+    branch: str | None = None
+    reason: str | None = None
+
+
+class Manifest(_Record):
+    kind: Literal["manifest"] = "manifest"
+    schema_version: int = SCHEMA_VERSION
+    method_version: int = METHOD_VERSION
+    run_id: str
+    created_utc: str
+    argv: list[str]
+    seed: int
+    injections: list[str]
+    source: Source
+    matrix_name: str
+    matrix_path: str
+    matrix_text: str
+    matrix_sha256: str
+    replicates: int
+    only: list[str] = []
+    cells: list[PlannedCell]
+    excluded: list[dict[str, Any]] = []
+    environment: Environment
+
+
+class Resumed(_Record):
+    """Appended when a run goes on, perhaps on another card of the same model."""
+
+    kind: Literal["resumed"] = "resumed"
+    resumed_utc: str
+    argv: list[str]
+    environment: Environment
+    only: list[str] = []
+
+
+class ParityLine(_Record):
+    """Comparison with the fp64 oracle at the cell's own geometry, heads and dtype, on sampled rows."""
+
+    ok: bool
+    tokens: int
+    rows: int
+    max_error: float
+    tolerance: float
+    tensors: dict[str, float] = {}  # 'o', 'dq', ... -> error / tolerance
+    worst: str  # tensor and place of the largest error / tolerance
+
+
+class Telemetry(_Record):
+    """NVML during the timed window; every null has its reason in ``absent``."""
+
+    utilisation_pct: float | None = None
+    memory_utilisation_pct: float | None = None
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    memory_used_bytes: int | None = None
+    energy_j: float | None = None
+    clock_event_reasons: list[str] = []  # e.g. 'sw_power_cap', 'hw_thermal_slowdown'
+    throttled: bool | None = None  # thermal or hardware slowdown while timing
+    num_samples: int = 0
+    window_s: float = 0.0
+    sampler_cost_pct: float | None = None  # thread CPU time over wall time
+    absent: dict[str, str] = {}
+
+
+class Profile(_Record):
+    """One untimed step under torch.profiler: the second witness."""
+
+    kernels: dict[str, float] = {}  # the 12 longest: name -> device seconds
+    kernel_count: int
+    device_time_s: float
+    wall_s: float
+    busy_fraction: float | None
+    host_syncs: int
+    witness_ok: bool | None  # kernel names show what the Route names; null where nothing can witness it
+    witness: str
+
+
+class Physics(_Record):
+    """Closed-form work of one step, and how near the measured time is to the hardware's floor."""
+
+    flops: float
+    min_bytes: float
+    flops_per_s: float
+    bytes_per_s: float
+    gemm_flops_per_s: float | None  # measured in this process, same dtype
+    datasheet_bytes_per_s: float | None  # null for a card that is not in the table
+    l2_bytes: int | None
+    floor_s: float | None
+    floor_fraction: float | None  # floor_s / measured seconds: 1 is the limit
+    notes: list[str] = []
+
+
+class Replicate(_Record):
+    """One child process of one cell."""
+
+    kind: Literal["replicate"] = "replicate"
+    cell_id: str
+    replicate: int
+    axes: dict[str, str | int]
+    config_sha256: str
+    status: Status
+    reason: str = ""
+    started_utc: str
+    wall_s: float
+    steps_per_sample: int = 0
+    tokens_per_step: int = 0
+    samples_s: list[float] = []
+    tok_per_s: float | None = Field(default=None, gt=0)
+    cold_start_s: float | None = None
+    peak_memory_bytes: int | None = None
+    host_bound: bool | None = None
+    route: RouteLine | None = None
+    engaged: dict[str, int] = {}
+    parity: ParityLine | None = None
+    telemetry: Telemetry | None = None
+    profile: Profile | None = None
+    physics: Physics | None = None
+    device_uuid_sha256: str | None = None
+    stderr_tail: str = ""
+
+
+class Run(BaseModel):
+    """A run file as read: ``torn`` says that its last line was cut off and dropped."""
+
+    model_config = ConfigDict(frozen=True)
+    manifest: Manifest
+    resumed: list[Resumed] = []
+    replicates: list[Replicate] = []
+    torn: bool = False
+
+    def of_cell(self, cell_id: str) -> list[Replicate]:
+        return [r for r in self.replicates if r.cell_id == cell_id]

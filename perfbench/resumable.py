@@ -1,0 +1,59 @@
+"""Whether a run may go on: the same cells, configurations, routes, software and code, or a message that says what differs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from perfbench.axes import Cell, select
+from perfbench.matrix import Matrix, parse
+from perfbench.plan import Plan
+from perfbench.result import Environment, Manifest, PlannedCell, Source
+from perfbench.verdict import Exit, PerfbenchError
+
+
+def selected(cells: Sequence[PlannedCell], only: Sequence[str]) -> list[PlannedCell]:
+    """The cells that `--only` keeps, in the plan's order; USAGE where a term is malformed or keeps none."""
+    by_cell = {Cell(**cell.axes): cell for cell in cells}  # type: ignore[arg-type]  # the plan wrote these axes
+    try:
+        return [by_cell[cell] for cell in select(by_cell, only)]
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
+
+
+def check_cells(manifest: Manifest, plan: Plan, matrix: Matrix, only: Sequence[str], path: Path) -> None:
+    """Refuse (USAGE) to mix two configurations, routes or ways of timing in one run."""
+    planned = {cell.cell_id: cell for cell in manifest.cells}
+    for cell in selected(plan.cells, only):
+        before = planned.get(cell.cell_id)
+        if before is None:
+            problem = f"the run was planned without cell {cell.cell_id}"
+        elif before.config_sha256 != cell.config_sha256:
+            problem = f"the configuration of cell {cell.cell_id} has changed since the run began"
+        elif before.route.counters != cell.route.counters:
+            problem = f"cell {cell.cell_id} was planned as {before.route.counters} and now routes to {cell.route.counters}"
+        else:
+            continue
+        raise PerfbenchError(Exit.USAGE, f"{path}: {problem}. Next: undo the change, or start a new run")
+    if manifest.matrix_sha256 != matrix.sha256:
+        measure = parse(manifest.matrix_text, f"{path} (its matrix)").measure
+        if measure != matrix.measure:
+            raise PerfbenchError(Exit.USAGE, f"{path} measures with {measure}, the matrix now says {matrix.measure}. Next: start a new run")
+
+
+def check_same_ground(manifest: Manifest, environment: Environment, source: Source, path: Path) -> None:
+    """Refuse another kind of machine or software (ENVIRONMENT), and another state of the code (USAGE)."""
+    then, here = manifest.environment.fingerprint(), environment.fingerprint()
+    if changed := [f"{key} was {then[key]} and is {here[key]}" for key in then if then[key] != here[key]]:
+        problem = f"{path} cannot go on here: {'; '.join(changed)}"
+        raise PerfbenchError(Exit.ENVIRONMENT, f"{problem}. Next: resume it on the same model and software, or start a new run")
+    before = manifest.source
+    if (before.commit, before.dirty_sha256) != (source.commit, source.dirty_sha256):
+        problem = f"{path} measures {_code(before)}, and the code here is {_code(source)}"
+        raise PerfbenchError(Exit.USAGE, f"{problem}. Next: restore that code, or start a new run")
+
+
+def _code(source: Source) -> str:
+    if source.commit is None:
+        return f"of unknown origin ({source.reason})"
+    return f"{source.commit[:12]} with changes {source.dirty_sha256[:8]}" if source.dirty_sha256 else source.commit[:12]

@@ -1,0 +1,260 @@
+"""Runs a plan: every replicate in a random order drawn from a stored seed, each row on the disk before the next one.
+
+Block r holds replicate r of every cell, so that a drift of the machine meets all cells alike.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from nsa.config import nearest_name
+from perfbench import gpu, nvml, runfile
+from perfbench.environment import TargetFit
+from perfbench.isolate import Executor, ForkServerExecutor, failed, utc_now
+from perfbench.job import Injection, Job
+from perfbench.matrix import Matrix
+from perfbench.plan import Plan
+from perfbench.progress import Progress, SilentProgress
+from perfbench.result import Environment, Manifest, PlannedCell, Replicate, Resumed, Run, Source, Status
+from perfbench.resumable import check_cells, check_same_ground, selected
+from perfbench.runfile import RunWriter
+from perfbench.verdict import Exit, PerfbenchError
+
+_INJECTION = re.compile(r"(?:(slowdown)=([0-9.]+)%|(oom|hang|segv))@(.*)", re.DOTALL)
+
+__all__ = ["Finished", "parse_injection", "prepared", "run", "selected"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A run that ended by itself; ``missing`` lists the replicates that the budget left out."""
+
+    folder: Path
+    run: Run
+    missing: list[tuple[str, int]] = field(default_factory=list)
+
+
+@contextmanager
+def prepared(fit: TargetFit, measure: str = "perfbench.measure:measure", *, module: Any | None = None) -> Iterator[Executor]:
+    """The executor for a machine that ``check_target`` accepted: on a GPU, alone on it and with its lock held.
+
+    ``module`` stands in for pynvml.
+    """
+    with ExitStack() as stack:
+        used: Callable[[], int | None] = _nothing_known
+        if fit.gpu is not None:
+            stack.enter_context(gpu.gpu_lock(fit.gpu.uuid))
+            gpu.refuse_busy(fit.gpu, module)
+            stack.enter_context(nvml.session(module))  # held open: without persistence mode each opening wakes the driver anew
+            used = partial(gpu.used_memory, fit.gpu.uuid, module)
+        yield stack.enter_context(ForkServerExecutor(measure, used_memory=used))
+
+
+def _nothing_known() -> None:
+    """A CPU run has no GPU memory to wait for."""
+
+
+def run(
+    plan: Plan,
+    matrix: Matrix,
+    executor: Executor,
+    *,
+    runs_dir: Path,
+    environment: Environment,
+    source: Source,
+    argv: list[str],
+    seed: int,
+    only: Sequence[str] = (),
+    injections: Sequence[str] = (),
+    budget_s: float | None = None,
+    resume: Path | None = None,
+    progress: Progress | None = None,
+    now: Callable[[], float] = time.monotonic,
+) -> Finished:
+    """Measure what ``only`` selects of ``plan``, in a new folder under ``runs_dir`` or going on with ``resume``.
+
+    ``plan`` holds every cell of the matrix, so that a later slice can join the run. A resumed run keeps its own seed,
+    injections and number of replicates. INTERRUPTED with the command to go on after Ctrl-C; nothing written is lost.
+    """
+    chosen = {cell.cell_id for cell in selected(plan.cells, only)}
+    faults = [parse_injection(text, [cell.cell_id for cell in plan.cells]) for text in injections]
+    with ExitStack() as stack:
+        if resume is None:
+            manifest, rows = _manifest(plan, matrix, environment, source, argv, seed, list(only), list(injections)), list[Replicate]()
+            writer = stack.enter_context(runfile.create(runs_dir, manifest))
+        else:
+            if faults:
+                raise PerfbenchError(Exit.USAGE, "--inject cannot join a run that has begun. Next: leave --resume away")
+            writer, found = runfile.open_for_resume(resume)
+            stack.enter_context(writer)
+            check_cells(found.manifest, plan, matrix, only, writer.path)
+            check_same_ground(found.manifest, environment, source, writer.path)
+            manifest, rows = found.manifest, list(found.replicates)
+            faults = [parse_injection(text, [cell.cell_id for cell in manifest.cells]) for text in manifest.injections]
+            writer.append(Resumed(resumed_utc=utc_now(), argv=argv, environment=environment, only=list(only)))
+        sweep = _Sweep(manifest, matrix, executor, writer, rows, faults, progress or SilentProgress())
+        missing = sweep.run(chosen, None if budget_s is None else now() + budget_s, now)
+    return Finished(writer.folder, runfile.read(writer.folder), missing)
+
+
+def parse_injection(text: str, cell_ids: Sequence[str]) -> Injection:
+    """`slowdown=10%@CELL`, `oom@CELL`, `hang@CELL` or `segv@CELL`; USAGE names the nearest cell."""
+    found = _INJECTION.fullmatch(text)
+    if not found:
+        raise PerfbenchError(Exit.USAGE, f"--inject {text!r} is not slowdown=10%@CELL, oom@CELL, hang@CELL or segv@CELL; write one of them")
+    slowdown, amount, fault, cell_id = found.groups()
+    if cell_id not in cell_ids:
+        raise PerfbenchError(Exit.USAGE, f"--inject {text!r}: the plan has no cell {cell_id!r}{nearest_name(cell_id, list(cell_ids))}")
+    if not slowdown:
+        return Injection(kind=fault, cell_id=cell_id)
+    percent = float(amount) if re.fullmatch(r"\d{1,4}(\.\d+)?", amount) else 0.0
+    if not 0 < percent <= 1000:
+        raise PerfbenchError(Exit.USAGE, f"--inject {text!r}: got {amount} %, wanted more than 0 and at most 1000; write e.g. slowdown=10%")
+    return Injection(kind=slowdown, percent=percent, cell_id=cell_id)
+
+
+def _manifest(
+    plan: Plan, matrix: Matrix, environment: Environment, source: Source, argv: list[str], seed: int, only: list[str], injections: list[str]
+) -> Manifest:
+    now = datetime.now(UTC)
+    return Manifest(
+        run_id=runfile.new_run_id(now, environment.gpu_slug, source.commit),
+        created_utc=now.isoformat(timespec="seconds"),
+        argv=argv,
+        seed=seed,
+        injections=injections,
+        source=source,
+        matrix_name=matrix.name,
+        matrix_path=matrix.path,
+        matrix_text=matrix.text,
+        matrix_sha256=matrix.sha256,
+        replicates=plan.replicates,
+        only=only,
+        cells=plan.cells,
+        excluded=[{"cell_id": one.cell_id, "reason": one.reason} for one in plan.excluded],
+        environment=environment,
+    )
+
+
+@dataclass
+class _Sweep:
+    """One pass over the missing replicates; ``rows`` are all that the run holds so far."""
+
+    manifest: Manifest
+    matrix: Matrix
+    executor: Executor
+    writer: RunWriter
+    rows: list[Replicate]
+    faults: list[Injection]
+    progress: Progress
+
+    def run(self, chosen: Collection[str], deadline: float | None, now: Callable[[], float]) -> list[tuple[str, int]]:
+        """Returns the replicates that the budget left unmeasured."""
+        todo = self._todo(chosen)
+        total = len(chosen) * self.manifest.replicates
+        self.progress.start(total, total - len(todo))
+        try:
+            return self._measure(todo, deadline, now)
+        except KeyboardInterrupt:
+            raise PerfbenchError(Exit.INTERRUPTED, self._how_to_go_on(len(todo))) from None
+        finally:
+            self.progress.stop()
+
+    def _todo(self, chosen: Collection[str]) -> list[tuple[PlannedCell, int]]:
+        """What is not measured yet, block by block, each block in its own order."""
+        finished = {(row.cell_id, row.replicate) for row in self.rows}
+        order: list[tuple[PlannedCell, int]] = []
+        for block in range(self.manifest.replicates):
+            # All cells are shuffled, not only the chosen, so that a resumed or sliced run keeps the order of a whole one.
+            shuffled = list(self.manifest.cells)
+            random.Random(f"{self.manifest.seed}-{block}").shuffle(shuffled)
+            order += [(cell, block) for cell in shuffled if cell.cell_id in chosen and (cell.cell_id, block) not in finished]
+        return [(cell, block) for cell, block in order if not self._has_failed(cell.cell_id)]
+
+    def _measure(self, todo: list[tuple[PlannedCell, int]], deadline: float | None, now: Callable[[], float]) -> list[tuple[str, int]]:
+        current = -1
+        for done, (cell, block) in enumerate(todo):
+            if self._has_failed(cell.cell_id):
+                continue  # one row says it; repeating it would only cost GPU minutes
+            if deadline is not None and now() >= deadline:
+                return self._over_budget(todo[done:])
+            if block != current:
+                self.executor.new_block()
+                current = block
+            self.progress.begin(cell.cell_id, block)
+            job = self._job(cell, block)
+            row = self._smaller_ran_out(cell, job) or self.executor.execute(job)
+            self.rows.append(row)
+            self.writer.append(row)
+            later = sum(1 for other, _ in todo[done + 1 :] if other.cell_id == cell.cell_id)
+            self.progress.finished(row, covers=1 + (later if row.status is not Status.OK else 0))
+        return []
+
+    def _over_budget(self, rest: list[tuple[PlannedCell, int]]) -> list[tuple[str, int]]:
+        missing = [(cell.cell_id, block) for cell, block in rest if not self._has_failed(cell.cell_id)]
+        shown = ", ".join(f"{cell_id} #{block}" for cell_id, block in missing[:10])
+        more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
+        self.progress.note(f"the budget is spent; not measured: {shown}{more}. Go on with --resume {shlex.quote(str(self.writer.folder))}")
+        return missing
+
+    def _has_failed(self, cell_id: str) -> bool:
+        return any(row.cell_id == cell_id and row.status is not Status.OK for row in self.rows)
+
+    def _smaller_ran_out(self, cell: PlannedCell, job: Job) -> Replicate | None:
+        """A SKIPPED row where a shorter sequence of the same path ran out of memory, and this one has never succeeded."""
+        if self.matrix.limits.oom != "record_and_skip_larger" or any(row.cell_id == cell.cell_id for row in self.rows):
+            return None
+        for row in self.rows:
+            if row.status is Status.OOM and _same_but_shorter(row.axes, cell.axes):
+                return failed(job, Status.SKIPPED, f"not tried: {row.cell_id} ran out of memory (limits.oom: record_and_skip_larger)")
+        return None
+
+    def _job(self, cell: PlannedCell, replicate: int) -> Job:
+        return Job(
+            cell_id=cell.cell_id,
+            replicate=replicate,
+            axes=cell.axes,
+            config_sha256=cell.config_sha256,
+            model=self.matrix.model.to_mapping(),
+            measure=self.matrix.measure,
+            timeout_s=self.matrix.limits.timeout_s,
+            plan=cell.route,
+            expect=cell.expect,
+            device="cpu" if self.manifest.environment.gpu_slug == "cpu" else "cuda",
+            seed=random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31),
+            profile=replicate == 0,
+            injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
+        )
+
+    def _how_to_go_on(self, planned: int) -> str:
+        command = [*_without_resume(self.manifest.argv), "--resume", str(self.writer.folder)]
+        return f"interrupted with {len(self.rows)} finished replicates in {self.writer.folder}. Next: {shlex.join(command)}"
+
+
+def _same_but_shorter(axes: Mapping[str, Any], than: Mapping[str, Any]) -> bool:
+    others = {key: value for key, value in axes.items() if key != "seq_len"} == {k: v for k, v in than.items() if k != "seq_len"}
+    return others and axes["seq_len"] < than["seq_len"]
+
+
+def _without_resume(argv: Sequence[str]) -> list[str]:
+    """The command without what a resumed run brings along itself."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+        elif word in ("--resume", "--inject", "--seed"):
+            skip = True
+        elif not word.startswith(("--resume=", "--inject=", "--seed=")):
+            kept.append(word)
+    return kept

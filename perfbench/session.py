@@ -1,0 +1,231 @@
+"""What each command does, in the order in which it does it: plan, measure, judge, render. The commands' only glue."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, Any
+
+import nsa
+import nsa.settings
+from nsa.capability import assumed, fa2_provider, torch_version
+from nsa.routing import Capability
+from perfbench import matrix as matrices
+from perfbench import plan as plans
+from perfbench.verdict import Exit, PerfbenchError
+
+if TYPE_CHECKING:
+    from perfbench.environment import TargetFit
+    from perfbench.judgement import Judgement
+    from perfbench.matrix import Matrix
+    from perfbench.plan import Plan
+    from perfbench.result import Run
+
+BASELINES = Path("reports/baselines")
+CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The options of `run` and `check`; ``argv`` goes into the manifest."""
+
+    argv: list[str]
+    only: list[str] = field(default_factory=list)
+    resume: Path | None = None
+    budget_s: float | None = None
+    seed: int | None = None
+    out: Path = Path("reports/runs")
+    source_commit: str | None = None
+    inject: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run, what was judged of it, and where it lies."""
+
+    run: Run
+    judgement: Judgement
+    folder: Path
+
+    def write_report(self, out: Path | None = None) -> list[Path]:
+        from perfbench import report
+
+        return report.render(self.run, self.judgement, out or self.folder)
+
+    def table(self) -> str:
+        from perfbench import environment, report
+
+        colour = sys.stdout.isatty() and not environment.no_color()
+        return report.terminal_table(self.run, self.judgement, width=get_terminal_size((120, 24)).columns, colour=colour)
+
+    def to_json(self) -> str:
+        from perfbench import report
+
+        return json.dumps({"run_dir": str(self.folder), **report.to_json(self.judgement)}, indent=2)
+
+
+def plan(path: Path, only: list[str], gpu: str | None, as_json: bool) -> str:
+    """The plan of a matrix for its target, or for another GPU that need not be here."""
+    matrix = matrices.load(path)
+    try:
+        capability = assumed(gpu or matrix.target.gpu)
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, f"{error}. Next: name one of them with --gpu") from None
+    built = plans.build(matrix, only=only, capability=capability, settings=_settings())
+    return json.dumps(plans.to_json(built), indent=2) if as_json else plans.render_text(built, matrix)
+
+
+def measure(path: Path, options: RunOptions) -> Path | None:
+    """Measure a matrix on this machine and return the run folder; None where the matrix skips this machine."""
+    from perfbench import environment, runner
+    from perfbench.progress import progress_for
+
+    matrix = matrices.load(path)
+    fit = environment.check_target(matrix.target)
+    if fit.warning:
+        _warn(fit.warning)
+    if fit.skip:
+        return None
+    plan = _whole_plan(matrix, options.only, _capability(fit))
+    for warning in plan.warnings:
+        _warn(warning)
+    with runner.prepared(fit) as executor:
+        finished = runner.run(
+            plan,
+            matrix,
+            executor,
+            runs_dir=options.out,
+            environment=environment.collect(fit.device),
+            source=environment.source(CHECKOUT, options.source_commit),
+            argv=options.argv,
+            seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
+            only=options.only,
+            injections=options.inject,
+            budget_s=options.budget_s,
+            resume=options.resume,
+            progress=progress_for(no_color=environment.no_color()),
+        )
+    return finished.folder
+
+
+def judge(run_path: Path) -> Outcome:
+    """Judge a run by itself: the hard gates, without any baseline."""
+    from perfbench import gate, runfile
+
+    run = runfile.read(run_path)
+    return Outcome(run, gate.judge(run, None, _matrix_of(run).gate), _folder(run_path))
+
+
+def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
+    """Judge a run by the baseline of its GPU and matrix, or by the one that is named."""
+    from perfbench import baseline, gate, runfile
+
+    run = runfile.read(run_path)
+    found = baseline.read(baseline_path or _baseline_path(run))
+    return Outcome(run, gate.judge(run, found, _matrix_of(run).gate, strict=strict), _folder(run_path))
+
+
+def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
+    """Say before the minutes are spent that the baseline cannot judge; the run is kept and can be promoted."""
+    from perfbench import baseline, environment
+    from perfbench.judgement import BaselineProblem
+
+    if baseline_path is None:
+        matrix = matrices.load(matrix_path)
+        fit = environment.check_target(matrix.target)
+        baseline_path = baseline.path_for(BASELINES, "cpu" if fit.gpu is None else fit.gpu.slug, matrix.name)
+    found = baseline.read(baseline_path)
+    if isinstance(found, BaselineProblem):
+        _warn(f"{found.message}. Measuring all the same; the run can be promoted")
+
+
+def promote(run_path: Path, to: Path | None, allow_dirty: bool) -> str:
+    """Make a green run the baseline of its GPU and matrix."""
+    from perfbench import baseline, runfile
+
+    run = runfile.read(run_path)
+    return str(baseline.promote(run, to or _baseline_path(run), allow_dirty=allow_dirty))
+
+
+def show_baseline(path: Path, as_json: bool) -> str:
+    from perfbench import baseline
+
+    found = baseline.load(path)
+    return found.model_dump_json(indent=2) if as_json else baseline.show(found)
+
+
+def schema(kind: str) -> dict[str, Any]:
+    """JSON Schema of a matrix file, or of one line of a run file."""
+    if kind == "matrix":
+        return matrices.json_schema()
+    from pydantic import TypeAdapter
+
+    from perfbench.result import Manifest, Replicate, Resumed
+
+    return TypeAdapter(Manifest | Resumed | Replicate).json_schema()
+
+
+def doctor(as_json: bool) -> tuple[str, Exit]:
+    """What a run would find here, and ENVIRONMENT where something is bad."""
+    from perfbench import doctor as doctors
+
+    lines = doctors.diagnose(root=CHECKOUT)
+    text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else doctors.render_text(lines)
+    return text, doctors.exit_code(lines)
+
+
+def _settings() -> nsa.settings.Settings:
+    try:
+        return nsa.settings.current()
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
+
+
+def _whole_plan(matrix: Matrix, only: list[str], capability: Capability) -> Plan:
+    """Every cell, so that a later slice can join the run; or the selected ones, where others cannot be routed here."""
+    try:
+        return plans.build(matrix, only=[], capability=capability, settings=_settings())
+    except PerfbenchError:
+        if not only:
+            raise
+        return plans.build(matrix, only=only, capability=capability, settings=_settings())
+
+
+def _capability(fit: TargetFit) -> Capability:
+    """The machine as routing sees it, asked of NVML: the parent imports no torch and touches no CUDA."""
+    if fit.gpu is None:
+        return assumed("none")
+    from perfbench import nvml
+
+    with nvml.session() as opened:
+        handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", fit.gpu.uuid)
+        sm, missing = (None, missing) if missing else nvml.query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
+    if missing or sm is None:
+        raise PerfbenchError(
+            Exit.ENVIRONMENT, f"NVML cannot tell the compute capability of {fit.gpu.name}: {missing}. Next: `perfbench doctor`"
+        )
+    provider, reason = fa2_provider()
+    return Capability("cuda", fit.gpu.name, (int(sm[0]), int(sm[1])), provider, reason, torch_version())
+
+
+def _matrix_of(run: Run) -> Matrix:
+    """The matrix that the run was made with, as its manifest keeps it."""
+    return matrices.parse(run.manifest.matrix_text, run.manifest.matrix_path)
+
+
+def _baseline_path(run: Run) -> Path:
+    from perfbench import baseline
+
+    return baseline.path_for(BASELINES, run.manifest.environment.gpu_slug, run.manifest.matrix_name)
+
+
+def _folder(run_path: Path) -> Path:
+    return run_path if run_path.is_dir() else run_path.parent
+
+
+def _warn(text: str) -> None:
+    print(f"perfbench: warning: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,84 @@
+"""The second witness: one untimed step under torch.profiler must show the kernels that the Route names."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from nsa.routing import Route
+from perfbench.result import Profile
+
+HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
+NUM_LONGEST = 12
+# What must appear among the names of device kernels for each kernel that a Route can name on CUDA. (cuDNN's own say
+# "flash_fprop", so plain "flash" would not tell them apart.)
+KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
+# Every route that goes through SDPA calls this operator, on any device.
+SDPA_OPERATOR = "aten::scaled_dot_product_attention"
+SYNC_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+
+
+def profile(step: Callable[[], None], route: Route, device: str, step_s: float) -> Profile:
+    """Profile one step; ``step_s`` is its unprofiled time, against which the device is busy or waits."""
+    on_gpu = device == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    begin = time.perf_counter()
+    with torch.profiler.profile(activities=activities, acc_events=True) as recorded:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    wall_s = time.perf_counter() - begin
+    kernels, operators = _split(recorded)
+    device_time_s = sum(seconds for seconds, _ in kernels.values())
+    ok, sentence = testify(route, set(kernels), set(operators), on_gpu)
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
+    return Profile(
+        kernels={name[:160]: seconds for name, (seconds, _) in longest},
+        kernel_count=sum(count for _, count in kernels.values()),
+        device_time_s=device_time_s,
+        wall_s=wall_s,
+        busy_fraction=device_time_s / step_s if on_gpu else None,
+        host_syncs=sum(operators.get(name, 0) for name in SYNC_CALLS),
+        witness_ok=ok,
+        witness=sentence,
+    )
+
+
+def is_host_bound(profiled: Profile) -> bool | None:
+    """True where the device waits for the host; None on a CPU."""
+    return None if profiled.busy_fraction is None else profiled.busy_fraction < HOST_BOUND_BELOW
+
+
+def testify(route: Route, kernels: set[str], operators: set[str], on_gpu: bool) -> tuple[bool | None, str]:
+    """Whether the names seen agree with the Route, and the sentence that says so."""
+    named = {branch.kernel for branch in route.branches}
+    if "sdpa" in named and SDPA_OPERATOR not in operators:
+        return False, f"the Route names sdpa, and the profiler saw no {SDPA_OPERATOR}"
+    if not on_gpu:
+        return True, "operators agree with the Route (CPU: no kernel names)"
+    for kernel in sorted(named & set(KERNEL_MARKS)):
+        if not any(KERNEL_MARKS[kernel] in name.lower() for name in kernels):
+            return False, f"the Route names {kernel}, and no device kernel is called *{KERNEL_MARKS[kernel]}*"
+    fused = named & set(KERNEL_MARKS)
+    dense = any(branch.branch == "dense" for branch in route.branches)
+    if not fused and not dense and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels):
+        return False, "the Route names no FA-2, and an FA-2 kernel ran"  # SDPA cannot use it under a mask
+    return True, f"kernel names agree with the Route ({', '.join(sorted(named))})"
+
+
+def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]:
+    """Device kernels (name -> seconds, count) and host-side events (name -> count)."""
+    kernels: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    operators: dict[str, int] = defaultdict(int)
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            seconds, count = kernels[event.name]
+            kernels[event.name] = (seconds + event.device_time * 1e-6, count + 1)
+        else:
+            operators[event.name] += 1
+    return dict(kernels), dict(operators)

@@ -1,0 +1,113 @@
+"""Configs are frozen, validated at birth, and say got, want and what to do next."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from nsa.config import PRESETS, ModelConfig, NSAConfig, check_heads, preset
+
+
+def test_defaults_are_the_papers() -> None:
+    config = NSAConfig()
+    assert (config.cmp_block, config.cmp_stride, config.sel_block, config.num_selected, config.window) == (32, 16, 64, 16, 512)
+    assert (config.num_initial, config.num_local, config.phi, config.gate, config.rope) == (1, 2, "mean", "sigmoid", "interleaved")
+    assert config.rotates_before_compression
+
+
+def test_the_founding_preset() -> None:
+    model = preset("m7c_125m")
+    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (768, 12, 12, 2, 64)
+    assert model.nsa.gate == "softmax" and model.nsa.window == 512
+
+
+def test_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        NSAConfig().window = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"num_selected": 2}, ("num_selected=2", "num_initial + num_local = 3", "at least 3")),
+        ({"num_selected": 5, "num_initial": 2, "num_local": 4}, ("num_selected=5", "= 6")),
+        ({"cmp_block": 24}, ("cmp_block=24", "multiple of cmp_stride=16", "try 32")),
+        ({"sel_block": 70}, ("sel_block=70", "multiple of cmp_stride=16", "try 64")),
+        ({"window": 0}, ("window=0", ">= 1")),
+        ({"window": True}, ("window=True",)),
+        ({"cmp_stride": 2.0}, ("cmp_stride=2.0", "whole number")),
+        ({"num_local": 0}, ("num_local=0",)),
+        ({"num_initial": -1}, ("num_initial=-1",)),
+        ({"phi": "meen"}, ("phi='meen'", "mean")),
+        ({"gate": "tanh"}, ("gate='tanh'", "sigmoid", "softmax")),
+        ({"rope": "neox"}, ("rope='neox'", "half")),
+        ({"cmp_rope": "never"}, ("cmp_rope='never'", "before")),
+        ({"gate_temperature": 0.0}, ("gate_temperature=0.0", "> 0")),
+        ({"rope_base": float("nan")}, ("rope_base=nan",)),
+        ({"branches": ()}, ("branches=()",)),
+        ({"branches": ("cmp", "cmp")}, ("once",)),
+        ({"branches": ("cmp", "slide")}, ("'slide'", "win")),
+    ],
+)
+def test_bad_geometry_is_a_clear_error(kwargs: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        NSAConfig(**kwargs)  # type: ignore[arg-type]
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("heads", [(33, 2), (1, 2), (7, 3)])
+def test_heads_must_form_whole_groups(heads: tuple[int, int]) -> None:
+    """33 query heads over 2 KV heads: elsewhere accepted, with the last head never written."""
+    with pytest.raises(ValueError, match=f"num_heads={heads[0]} must be a multiple of num_kv_heads={heads[1]}"):
+        ModelConfig(num_heads=heads[0], num_kv_heads=heads[1])
+
+
+def test_head_dim_must_pair_up_for_rope() -> None:
+    with pytest.raises(ValueError, match="head_dim=5 must be even.*try 6"):
+        check_heads(2, 2, 5, 5)
+    check_heads(2, 2, 6, 5)
+
+
+def test_paper_letters_and_founding_names() -> None:
+    config = NSAConfig.from_mapping({"l": 8, "d": 4, "l_sel": 16, "n_sel": 5, "w": 24})
+    assert config == NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
+    model = ModelConfig.from_mapping({"n_layers": 1, "n_heads": 6, "n_kv_groups": 3, "d_k": 10, "d_v": 4, "nsa": {"w": 7}})
+    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim) == (1, 6, 3, 10, 4)
+    assert model.nsa.window == 7
+
+
+def test_a_preset_is_a_base_that_keys_override() -> None:
+    model = ModelConfig.from_mapping({"preset": "tiny", "num_layers": 5, "nsa": {"window": 9}})
+    assert model.num_layers == 5 and model.dim == PRESETS["tiny"].dim
+    assert model.nsa == dataclasses.replace(PRESETS["tiny"].nsa, window=9)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"num_head": 4}, ("'num_head'", "num_heads")),
+        ({"nsa": {"windw": 4}}, ("'windw'", "window")),
+        ({"nsa": {"w": 4, "window": 5}}, ("window", "twice")),
+        ({"nsa": 5}, ("nsa=5", "mapping")),
+        ({"preset": "tinny"}, ("'tinny'", "'tiny'")),
+    ],
+)
+def test_unknown_and_doubled_keys(data: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        ModelConfig.from_mapping(data)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_hash_covers_every_value() -> None:
+    base = preset("tiny")
+    assert base.sha256() == preset("tiny").sha256()
+    variants = [
+        dataclasses.replace(base, dim=65),
+        dataclasses.replace(base, v_head_dim=16),
+        dataclasses.replace(base, nsa=dataclasses.replace(base.nsa, window=25)),
+        dataclasses.replace(base, nsa=dataclasses.replace(base.nsa, branches=("cmp", "sel"))),
+    ]
+    assert len({m.sha256() for m in [base, *variants]}) == 5

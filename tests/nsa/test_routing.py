@@ -1,0 +1,227 @@
+"""The router: explicit requests are that path or a RouteError with every reason; auto is never slow, nor v1."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nsa.config import BRANCHES, preset
+from nsa.routing import (
+    DENSE_KINDS,
+    MASK_LIMIT_ELEMENTS,
+    SPECS,
+    Capability,
+    Path,
+    Problem,
+    Request,
+    RouteError,
+    fa2_reasons,
+    plan,
+    route,
+    route_dense,
+)
+
+H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
+NO_FA2 = dataclasses.replace(H100, fa2_provider=None, fa2_reason="flash_attn is not installed and torch 2.5 is older than 2.11")
+V100 = dataclasses.replace(H100, device_name="Tesla V100", sm=(7, 0))
+CPU = Capability("cpu", "cpu", None, "torch.varlen 2.13.0", "", "2.13.0")
+PROBLEM = Problem(1, 2048, 2048, 12, 2, 64, 64, "bfloat16")
+
+capabilities = st.builds(
+    Capability,
+    device=st.sampled_from(["cpu", "cuda"]),
+    device_name=st.just("any"),
+    sm=st.sampled_from([None, (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0)]),
+    fa2_provider=st.sampled_from([None, "flash_attn 2.8.3", "torch.varlen 2.11.0"]),
+    fa2_reason=st.just("no provider here"),
+    torch_version=st.just("2.13.0"),
+)
+problems = st.builds(
+    lambda groups, heads, **rest: Problem(num_heads=groups * heads, num_kv_heads=groups, **rest),
+    groups=st.sampled_from([1, 2, 4, 8]),
+    heads=st.sampled_from([1, 3, 6, 16]),
+    batch=st.sampled_from([1, 3, 8]),
+    q_tokens=st.sampled_from([1, 64, 2048, 65536]),
+    k_tokens=st.sampled_from([64, 2048, 65536, 131072]),
+    head_dim=st.sampled_from([16, 60, 64, 192, 300]),
+    v_head_dim=st.sampled_from([16, 60, 64, 100, 128]),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
+    branches=st.sampled_from([BRANCHES, ("sel",), ("cmp", "win"), ("win",), ("sel", "win")]),
+    ragged=st.booleans(),
+)
+fa2s = st.sampled_from(["on", "off", "auto"])
+
+
+def test_registry_specs_and_paths_are_one_set() -> None:
+    from nsa.ops.selected import PATHS
+
+    assert set(PATHS) == set(SPECS) == set(Path)
+    assert all(callable(attend) for attend in PATHS.values())
+
+
+def test_path_names_what_runs_only() -> None:
+    assert not {"auto", "dense", "adaptive"} & {path.value for path in Path}
+
+
+@given(problem=problems, capability=capabilities, fa2=fa2s, v2_allowed=st.booleans())
+def test_auto_is_never_slow_nor_v1(problem: Problem, capability: Capability, fa2: str, v2_allowed: bool) -> None:
+    try:
+        found = route(Request("auto", fa2, v2_allowed=v2_allowed), problem, capability)
+    except RouteError as refused:
+        assert fa2 == "on" or not v2_allowed, f"auto may refuse only what was asked for: {refused}"
+        return
+    assert tuple(b.branch for b in found.branches) == problem.branches
+    if "sel" not in problem.branches:
+        return
+    path = Path(found.branch("sel").implementation)
+    assert not SPECS[path].slow and path is not Path.V1
+    assert v2_allowed or path is not Path.V2
+    if path is Path.MASKED:
+        assert problem.mask_elements <= MASK_LIMIT_ELEMENTS
+        assert any(r.alternative == "v2" for r in found.rejected), "says why not the other fast path"
+
+
+@given(problem=problems, capability=capabilities, fa2=fa2s, path=st.sampled_from(list(Path)))
+def test_an_explicit_request_is_that_path_or_an_error(problem: Problem, capability: Capability, fa2: str, path: Path) -> None:
+    try:
+        found = route(Request(path, fa2), problem, capability)
+    except RouteError as refused:
+        assert fa2 == "on", f"only fa2=on can be refused here: {refused}"
+        return
+    for branch in found.branches:
+        assert branch.reason and branch.provider
+        assert branch.kernel != "fa2" or (fa2 != "off" and not fa2_reasons(problem, capability))
+    if "sel" in problem.branches:
+        assert found.branch("sel").implementation == path.value
+    if "cmp" in problem.branches:
+        assert found.branch("cmp").kernel != "fa2" and "staircase" in found.branch("cmp").reason
+
+
+@given(problem=problems, capability=capabilities)
+def test_fa2_on_is_served_by_fa2_wherever_it_can_be_or_refused(problem: Problem, capability: Capability) -> None:
+    reasons = fa2_reasons(problem, capability)
+    try:
+        found = route(Request("v2", "on"), problem, capability)
+    except RouteError as refused:
+        for reason in reasons if {"sel", "win"} & set(problem.branches) else []:
+            assert reason in str(refused)
+        assert reasons or problem.ragged
+        assert "Next:" in str(refused)
+        return
+    assert all(b.kernel == "fa2" for b in found.branches if b.branch != "cmp")
+
+
+@pytest.mark.parametrize("path", ["auto", "v2"])
+@pytest.mark.parametrize("branches", [("sel",), ("cmp", "sel"), ("sel", "win")])
+@pytest.mark.parametrize("capability", [CPU, NO_FA2, V100], ids=lambda c: c.device_name)
+def test_fa2_on_is_never_dropped_silently(path: str, branches: tuple[str, ...], capability: Capability) -> None:
+    with pytest.raises(RouteError, match="fa2=on"):
+        route(Request(path, "on"), dataclasses.replace(PROBLEM, branches=branches), capability)
+
+
+def test_a_refusal_lists_every_reason() -> None:
+    problem = dataclasses.replace(PROBLEM, head_dim=60, v_head_dim=300, dtype="float32")
+    broken = dataclasses.replace(NO_FA2, sm=(7, 0))
+    with pytest.raises(RouteError) as caught:
+        route(Request("v2", "on"), problem, broken)
+    for word in ("not installed", "SM 7.0 is below 8.0", "float32", "differ (60 and 300)", "head_dim 60", "v_head_dim 300", "fa2=off"):
+        assert word in str(caught.value)
+
+
+def test_fa2_on_for_the_compressed_branch_is_refused() -> None:
+    with pytest.raises(RouteError, match="compressed branch.*staircase"):
+        route(Request("auto", "on"), dataclasses.replace(PROBLEM, branches=("cmp",)), H100)
+
+
+@pytest.mark.parametrize("capability", [NO_FA2, V100, CPU], ids=lambda c: c.device_name)
+def test_fa2_auto_without_fa2_is_off_with_the_reason(capability: Capability) -> None:
+    found = route(Request("v2", "auto"), PROBLEM, capability)
+    assert {b.kernel for b in found.branches} == {"sdpa"}
+    said = {r.alternative: r.reason for r in found.rejected}
+    assert said["fa2 for sel.v2"] and said["fa2 for win"]
+
+
+def test_unequal_or_odd_head_dims_are_refused_to_fa2() -> None:
+    for change in ({"v_head_dim": 128}, {"head_dim": 60, "v_head_dim": 60}):
+        with pytest.raises(RouteError, match="head"):
+            route(Request("v2", "on"), dataclasses.replace(PROBLEM, **change), H100)
+
+
+@pytest.mark.parametrize(
+    ("path", "fa2", "capability", "tokens", "counters"),
+    [
+        ("auto", "auto", H100, 2048, {"cmp.sdpa", "sel.v2", "sel.fa2", "win.fa2"}),
+        ("auto", "off", H100, 2048, {"cmp.sdpa", "sel.masked", "sel.sdpa", "win.sdpa"}),
+        ("auto", "auto", CPU, 2048, {"cmp.sdpa", "sel.masked", "sel.sdpa", "win.sdpa"}),
+        ("auto", "auto", CPU, 65536, {"cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa"}),
+        ("adaptive", "off", H100, 1023, {"cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa"}),
+        ("adaptive", "off", H100, 1024, {"cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa"}),
+        ("reference", "off", CPU, 128, {"cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa"}),
+        ("masked", "on", H100, 2048, {"cmp.sdpa", "sel.masked", "sel.sdpa", "win.fa2"}),
+    ],
+)
+def test_the_table(path: str, fa2: str, capability: Capability, tokens: int, counters: set[str]) -> None:
+    problem = dataclasses.replace(PROBLEM, q_tokens=tokens, k_tokens=tokens)
+    assert set(route(Request(path, fa2), problem, capability).counters) == counters
+
+
+def test_mask_limit_is_where_design_says() -> None:
+    at = Problem(1, 2**15, 2**15, 12, 2, 64, 64, "float32")
+    assert at.mask_elements == MASK_LIMIT_ELEMENTS == 2**31
+    assert route(Request(), at, CPU).branch("sel").implementation == "masked"
+    over = dataclasses.replace(at, q_tokens=2**15 + 1)
+    assert route(Request(), over, CPU).branch("sel").implementation == "v2"
+
+
+def test_ranges_v2_forbidden_and_mask_too_large_refuses_with_both_reasons() -> None:
+    problem = Problem(1, 2**16, 2**16, 12, 2, 64, 64, "bfloat16")
+    with pytest.raises(RouteError, match="NSA_SEL_RANGES_V2=0 forbids v2.*exceeds"):
+        route(Request(v2_allowed=False), problem, H100)
+
+
+def test_syncs_and_repeatability_are_stated() -> None:
+    for path in (Path.REFERENCE, Path.V1):
+        assert route(Request(path, "off"), PROBLEM, H100).branch("sel").syncs
+    for path in (Path.MASKED, Path.V2):
+        assert not route(Request(path, "off"), PROBLEM, H100).branch("sel").syncs
+    assert route(Request("masked", "off"), PROBLEM, H100).branch("sel").repeatable
+    assert route(Request("v2", "off"), PROBLEM, CPU).branch("sel").repeatable
+
+
+def test_explain_answers_why_not_the_fast_one() -> None:
+    text = "\n".join(route(Request("auto", "auto", notes=("a note",)), PROBLEM, NO_FA2).explain())
+    for word in ("sel: masked", "not v2: flash_attn is not installed", "win: sdpa", "note: a note"):
+        assert word in text
+
+
+@pytest.mark.parametrize("kind", DENSE_KINDS)
+def test_dense_is_asked_for_by_name(kind: str) -> None:
+    found = route_dense(kind, PROBLEM, H100)
+    assert found.branch("dense").counters[0].startswith("dense.")
+    if kind != "dense":
+        with pytest.raises(RouteError, match=f"path={kind} cannot be served.*not CUDA"):
+            route_dense(kind, PROBLEM, CPU)
+
+
+def test_unknown_names_get_the_nearest() -> None:
+    with pytest.raises(RouteError, match="'v3'"):
+        Request("v3")
+    with pytest.raises(RouteError, match="dense_cudn.*dense_cudnn"):
+        route_dense("dense_cudn", PROBLEM, H100)
+    with pytest.raises(RouteError, match="no branch 'sel'"):
+        route(Request(), dataclasses.replace(PROBLEM, branches=("win",)), CPU).branch("sel")
+
+
+def test_plan_of_a_model() -> None:
+    found = plan(Request("masked", "on"), preset("m7c_125m"), batch=1, tokens=2048, dtype="bfloat16", capability=H100)
+    assert found == route(Request("masked", "on"), PROBLEM, H100)
+
+
+def test_routing_imports_no_torch() -> None:
+    code = "import sys, nsa.routing, nsa.settings, nsa.blocks, nsa.config; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

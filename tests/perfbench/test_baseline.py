@@ -1,0 +1,331 @@
+"""Baselines: whatever the bytes, a clear message and exit 9; only a whole, green, clean run becomes one."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfbench.axes import Cell
+from perfbench.baseline import Baseline, load, path_for, promote, read, show
+from perfbench.gate import BaselineProblem, judge
+from perfbench.policy import GatePolicy
+from perfbench.result import Run, Source, Status
+from perfbench.verdict import Exit, PerfbenchError, Verdict
+from tests.perfbench import builders as b
+
+TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
+DENSE = "path=dense,seq_len=2048,workload=train"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return path_for(tmp_path / "baselines", "h100-80gb-hbm3", "nsa-h100")
+
+
+def promoted(run: Run, path: Path, **options: Any) -> Baseline:
+    return promote(run, path, promoted_utc=b.UTC, **options).baseline
+
+
+def part(run: Run, workload: str, **manifest: Any) -> Run:
+    """The slice of a run that ``--only workload=...`` gives."""
+    cells = [cell for cell in run.manifest.cells if cell.axes["workload"] == workload]
+    rows = [row for row in run.replicates if row.axes["workload"] == workload]
+    return b.with_manifest(b.with_rows(run, rows), cells=cells, only=[f"workload={workload}"], **manifest)
+
+
+# --- promote and load -------------------------------------------------------------------------------------------------
+
+
+def test_a_promoted_run_loads_and_judges_itself_green(target: Path) -> None:
+    run = b.small_run(noise=0.01)
+    written = promoted(run, target)
+    loaded = load(target)
+    assert loaded == written and set(loaded.cells) == {cell.cell_id for cell in run.manifest.cells}
+    assert loaded.cells[TRAIN].tok_per_s == [row.tok_per_s for row in run.of_cell(TRAIN)]
+    assert loaded.cells[TRAIN].counters == sorted(run.manifest.cells[0].route.counters)
+    assert loaded.environment == run.manifest.environment.fingerprint()
+    assert judge(run, loaded, GatePolicy(), strict=True).exit_code is Exit.OK
+
+
+def test_the_bytes_are_deterministic_sorted_and_end_with_a_newline(target: Path) -> None:
+    run = b.small_run()
+    promoted(run, target)
+    first = target.read_bytes()
+    promoted(b.with_rows(run, list(reversed(run.replicates))), target)
+    assert target.read_bytes() == first and first.endswith(b"}\n") and b"\r" not in first
+    data = json.loads(first)
+    assert list(data) == sorted(data) and list(data["cells"]) == sorted(data["cells"])
+
+
+def test_nothing_but_the_file_is_left(target: Path) -> None:
+    promoted(b.small_run(), target)
+    assert [file.name for file in target.parent.iterdir()] == ["nsa-h100.json"]
+
+
+def test_a_failed_write_keeps_the_old_file_and_exits_2(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promoted(b.small_run(), target)
+    before = target.read_bytes()
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(PerfbenchError, match="No space left") as caught:
+        promoted(b.small_run(noise=0.01), target)
+    assert caught.value.exit_code is Exit.USAGE and target.read_bytes() == before
+    assert len(list(target.parent.iterdir())) == 1
+
+
+def test_an_unwritable_folder_exits_2(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PerfbenchError, match="cannot write the baseline") as caught:
+        promoted(b.small_run(), tmp_path / "file" / "x.json")
+    assert caught.value.exit_code in (Exit.USAGE, Exit.BASELINE)
+
+
+def test_unknown_fields_survive(target: Path) -> None:
+    promoted(b.small_run(), target)
+    data = json.loads(target.read_text())
+    data["later"] = {"x": 1}
+    target.write_text(json.dumps(data))
+    assert load(target).model_dump()["later"] == {"x": 1}
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda r: b.with_manifest(r, injections=["oom@cell"]), "injected faults"),
+        (lambda r: b.with_manifest(r, source=Source(commit=b.COMMIT, dirty_sha256="d" * 64)), "uncommitted changes"),
+        (lambda r: b.replace_rows(r, TRAIN, parity=None), "PARITY"),
+        (lambda r: b.replace_rows(r, TRAIN, engaged={}), "WRONG_PATH"),
+        (lambda r: b.replace_rows(r, TRAIN, samples_s=[1.0]), "IMPOSSIBLE"),
+        (lambda r: b.change_rows(r, TRAIN, lambda row: b.failed(r.manifest.cells[0], Status.OOM, row.replicate)), "FAILED"),
+        (lambda r: b.change_rows(r, TRAIN, lambda row: None), "MISSING"),
+        (lambda r: b.change_rows(r, TRAIN, lambda row: row if row.replicate else None), "2 of 3"),
+        (lambda r: b.with_rows(r, []), "nothing was measured"),
+        (lambda r: b.replace_rows(r, TRAIN, telemetry=b.telemetry(throttled=True)), "throttled"),
+        (
+            lambda r: b.change_rows(
+                r, TRAIN, lambda row: row.model_copy(update={"telemetry": b.telemetry(throttled=True)}) if row.replicate else row
+            ),
+            "1 of 3",
+        ),
+        (lambda r: b.resumed(r, environment=b.environment(driver="1")), "mix two machines"),
+    ],
+)
+def test_what_must_not_become_a_baseline(change: Callable[[Run], Run], words: str, target: Path) -> None:
+    with pytest.raises(PerfbenchError, match="cannot become a baseline") as caught:
+        promoted(change(b.small_run()), target)
+    assert caught.value.exit_code is Exit.USAGE and words in str(caught.value) and not target.exists()
+
+
+def test_a_dirty_tree_may_be_allowed_and_is_recorded(target: Path) -> None:
+    dirty = b.with_manifest(b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256="d" * 64))
+    promotion = promote(dirty, target, allow_dirty=True)
+    assert load(target).allow_dirty and load(target).source.dirty_sha256 == "d" * 64
+    assert "uncommitted changes" in str(promotion) and "with uncommitted changes" in show(load(target))
+
+
+def test_host_bound_is_kept_and_null_stays_null(target: Path) -> None:
+    run = b.replace_rows(b.small_run(), TRAIN, host_bound=True)
+    run = b.replace_rows(run, DENSE, host_bound=None)
+    cells = promoted(run, target).cells
+    assert (cells[TRAIN].host_bound, cells[DENSE].host_bound) == (True, None)
+
+
+# --- slices -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_slice_keeps_the_cells_that_it_did_not_select(target: Path) -> None:
+    promoted(b.small_run(), target)
+    newer = part(b.small_run(noise=0.01), "train", run_id="newer-run")
+    promotion = promote(newer, target)
+    baseline = load(target)
+    assert len(baseline.cells) == 4 and promotion.kept == sorted(c for c in baseline.cells if "forward" in c) and promotion.removed == []
+    assert {cell.run_id == "newer-run" for id_, cell in baseline.cells.items() if "train" in id_} == {True}
+    assert {cell.run_id == "newer-run" for id_, cell in baseline.cells.items() if "forward" in id_} == {False}
+    assert "kept 2 cells" in str(promotion)
+
+
+def test_a_slice_in_another_environment_keeps_nothing_and_says_so(target: Path) -> None:
+    promoted(b.small_run(), target)
+    promotion = promote(part(b.small_run(), "train", environment=b.environment(driver="580")), target)
+    assert promotion.kept == [] and len(promotion.removed) == 2 and len(load(target).cells) == 2
+    assert "removed 2 cells" in str(promotion) and "environment or method changed" in str(promotion)
+
+
+def test_a_slice_drops_what_it_selected_and_no_longer_has(target: Path) -> None:
+    promoted(b.small_run(), target)
+    newer = part(b.small_run(), "train")
+    cells = [cell for cell in newer.manifest.cells if cell.cell_id != TRAIN]
+    newer = b.with_manifest(b.with_rows(newer, [row for row in newer.replicates if row.cell_id != TRAIN]), cells=cells)
+    assert promote(newer, target).removed == [TRAIN]
+
+
+def test_a_whole_run_merges_nothing(target: Path) -> None:
+    promoted(b.small_run(), target)
+    other = b.make_run([b.planned_cell(Cell("train", 512, "dense"))])
+    promotion = promote(other, target)
+    assert list(load(target).cells) == ["path=dense,seq_len=512,workload=train"] and len(promotion.removed) == 4
+
+
+def test_a_damaged_file_is_replaced_by_a_whole_run_and_never_by_a_slice(target: Path) -> None:
+    target.parent.mkdir(parents=True)
+    target.write_text('{"schema_version": 1, "ce')
+    with pytest.raises(PerfbenchError, match="not overwritten") as caught:
+        promote(part(b.small_run(), "train"), target)
+    assert caught.value.exit_code is Exit.BASELINE
+    assert "replaced an unusable file" in str(promote(b.small_run(), target)) and len(load(target).cells) == 4
+
+
+def test_a_newer_file_is_never_overwritten(target: Path) -> None:
+    target.parent.mkdir(parents=True)
+    target.write_text('{"schema_version": 2}')
+    with pytest.raises(PerfbenchError, match="newer schema 2"):
+        promote(b.small_run(), target)
+    assert target.read_text() == '{"schema_version": 2}'
+
+
+# --- damaged files ----------------------------------------------------------------------------------------------------
+
+
+def damaged(path: Path, change: Callable[[dict[str, Any]], object]) -> BaselineProblem:
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+    problem = read(path)
+    assert isinstance(problem, BaselineProblem) and problem.verdict is Verdict.CORRUPT
+    with pytest.raises(PerfbenchError) as caught:
+        load(path)
+    assert caught.value.exit_code is Exit.BASELINE and str(caught.value) == problem.message
+    return problem
+
+
+def test_a_missing_file_is_no_baseline_and_says_how_to_make_one(target: Path) -> None:
+    problem = read(target)
+    assert isinstance(problem, BaselineProblem) and problem.verdict is Verdict.NO_BASELINE and "baseline promote" in problem.message
+    with pytest.raises(PerfbenchError) as caught:
+        load(target)
+    assert caught.value.exit_code is Exit.BASELINE
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[1, 2", b"\xff\xfe\x00", b"nul", b"{'a': 1}", b"[" * 100_000])
+def test_what_is_not_json(data: bytes, target: Path) -> None:
+    target.parent.mkdir(parents=True)
+    target.write_bytes(data)
+    problem = read(target)
+    assert isinstance(problem, BaselineProblem) and problem.verdict is Verdict.CORRUPT and "is not JSON" in problem.message
+
+
+def test_every_truncation_is_corrupt(target: Path) -> None:
+    promoted(b.small_run(), target)
+    whole = target.read_bytes()
+    for length in range(0, len(whole) - 2, 97):
+        target.write_bytes(whole[:length])
+        assert isinstance(read(target), BaselineProblem)
+
+
+def test_a_folder_is_corrupt_not_a_traceback(tmp_path: Path) -> None:
+    problem = read(tmp_path)
+    assert isinstance(problem, BaselineProblem) and "cannot be read" in problem.message
+
+
+@pytest.mark.parametrize("speeds", [[0.0], [-1.0], [float("nan")], [float("inf")], [], ["5"], [None], [True], [100.0, 0.0]])
+def test_a_speed_that_is_none(speeds: list[Any], target: Path) -> None:
+    promoted(b.small_run(), target)
+    problem = damaged(target, lambda data: data["cells"][TRAIN].update(tok_per_s=speeds))
+    assert "holds a speed that is none" in problem.message and TRAIN in problem.message
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("cells"),
+        lambda data: data.update(cells={}),
+        lambda data: data.update(cells=[1]),
+        lambda data: data.pop("schema_version"),
+        lambda data: data.update(schema_version="1"),
+        lambda data: data.update(schema_version=True),
+        lambda data: data.update(schema_version=0),
+        lambda data: data.update(environment=None),
+        lambda data: data["cells"][TRAIN].pop("config_sha256"),
+        lambda data: data["cells"][TRAIN]["axes"].pop("path"),
+        lambda data: data["cells"][TRAIN]["axes"].update(seq_len="2048"),
+    ],
+)
+def test_the_wrong_shape(change: Callable[[dict[str, Any]], object], target: Path) -> None:
+    promoted(b.small_run(), target)
+    assert "has the wrong shape" in damaged(target, change).message
+
+
+def test_a_newer_schema(target: Path) -> None:
+    promoted(b.small_run(), target)
+    assert "newer schema 2" in damaged(target, lambda data: data.update(schema_version=2)).message
+
+
+@given(data=st.binary(max_size=200))
+def test_no_bytes_make_a_traceback(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(data)
+    assert isinstance(read(path), BaselineProblem)
+
+
+@pytest.mark.parametrize("key", ["matrix_name", "promoted_utc", "environment", "cells"])
+def test_a_lone_surrogate_can_be_printed(key: str, target: Path) -> None:
+    promoted(b.small_run(), target)
+    data = json.loads(target.read_text())
+    data[key] = "\ud800" if isinstance(data[key], str) else {**data[key], "\ud800": "\ud800"}
+    target.write_text(json.dumps(data))
+    found = read(target)
+    (found.message if isinstance(found, BaselineProblem) else show(found)).encode("utf-8")
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+WHOLE = b.baseline_of(b.small_run()).model_dump(mode="json")
+
+
+@given(key=st.sampled_from(sorted(WHOLE)), value=JSON)
+def test_no_value_makes_a_traceback(key: str, value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "value.json"
+    path.write_text(json.dumps({**WHOLE, key: value}))
+    found = read(path)
+    message = found.message if isinstance(found, BaselineProblem) else show(found)
+    message.encode("utf-8")
+
+
+@given(field=st.sampled_from(sorted(WHOLE["cells"][TRAIN])), value=JSON)
+def test_no_cell_makes_a_traceback_in_the_gate(field: str, value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "cell.json"
+    cells = {**WHOLE["cells"], TRAIN: {**WHOLE["cells"][TRAIN], field: value}}
+    path.write_text(json.dumps({**WHOLE, "cells": cells}))
+    found = read(path)
+    if isinstance(found, Baseline):
+        judge(b.with_manifest(b.small_run(), only=["workload=train"]), found, GatePolicy())
+
+
+# --- names and text ---------------------------------------------------------------------------------------------------
+
+
+def test_path_for_keeps_plain_names_and_encodes_odd_ones(tmp_path: Path) -> None:
+    assert path_for(tmp_path, "cpu", "nsa-cpu") == tmp_path / "cpu" / "nsa-cpu.json"
+    odd = path_for(tmp_path, "cpu", "../a|b\n")
+    assert odd.parent == tmp_path / "cpu" and "/" not in odd.name and "\n" not in odd.name
+    with pytest.raises(PerfbenchError, match="GPU slug"):
+        path_for(tmp_path, "..", "x")
+
+
+def test_show_names_run_environment_and_every_cell() -> None:
+    text = show(b.baseline_of(b.small_run(noise=0.01)))
+    assert "run base-run" in text and "driver 570.86.10" in text and all(cell in text for cell in (TRAIN, DENSE))
+    assert text.splitlines()[4].split() == ["cell", "tok/s", "n", "spread", "bound"]

@@ -1,0 +1,65 @@
+"""Clocks: device time is read only after it is complete, and a fake passes time without waiting."""
+
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from perfbench.clock import Clock, CudaEventClock, FakeClock, PerfCounterClock, clock_for
+
+
+def test_the_cpu_clock_counts_every_step() -> None:
+    calls: list[int] = []
+
+    def step() -> None:
+        calls.append(1)
+        time.sleep(0.002)
+
+    clock: Clock = PerfCounterClock()
+    before = clock.now()
+    assert 0.006 <= clock.time_steps(step, 3) < 1.0
+    assert len(calls) == 3 and clock.now() - before >= 0.006
+
+
+def test_the_cuda_clock_waits_before_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            log.append("record")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Any) -> float:
+            log.append("read")
+            return 12.0
+
+    cuda = SimpleNamespace(Event=Event, synchronize=lambda: log.append("idle"))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert CudaEventClock().time_steps(lambda: log.append("step"), 2) == 0.012
+    assert log == ["idle", "record", "step", "step", "record", "wait", "read"]
+
+
+def test_the_fake_clock() -> None:
+    clock = FakeClock(0.5)
+    assert clock.time_steps(lambda: None, 4) == 2.0 and clock.now() == 2.0
+    clock.advance(1.0)
+    assert clock.now() == 3.0
+    varied = FakeClock(iter([0.1, 0.2, 0.3]))
+    assert varied.time_steps(lambda: None, 2) == pytest.approx(0.3) and varied.time_steps(lambda: None, 1) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("clock", [PerfCounterClock(), FakeClock()])
+def test_no_steps_are_no_time(clock: Clock) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        clock.time_steps(lambda: None, 0)
+
+
+def test_clock_for_each_device() -> None:
+    assert isinstance(clock_for("cpu"), PerfCounterClock) and isinstance(clock_for("cuda"), CudaEventClock)

@@ -1,0 +1,543 @@
+"""The gate: every verdict and every exit code, each from a green run with one thing broken."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from perfbench import report
+from perfbench.axes import Cell
+from perfbench.baseline import Baseline
+from perfbench.gate import BaselineProblem, Judgement, judge
+from perfbench.policy import GatePolicy
+from perfbench.result import Expect, Replicate, Run, Source, Status
+from perfbench.verdict import EXIT_OF, Exit, PerfbenchError, Verdict
+from tests.perfbench import builders as b
+
+POLICY = GatePolicy()
+TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
+FORWARD = "fa2=on,path=v2,seq_len=2048,workload=forward"
+DENSE = "path=dense,seq_len=2048,workload=train"
+
+
+def verdict_of(judgement: Judgement, cell_id: str) -> Verdict | None:
+    return next(cell.verdict for cell in judgement.cells if cell.cell_id == cell_id)
+
+
+def reason_of(judgement: Judgement, cell_id: str) -> str:
+    return next(cell.reason for cell in judgement.cells if cell.cell_id == cell_id)
+
+
+def finding_verdicts(judgement: Judgement) -> list[Verdict]:
+    return [finding.verdict for finding in judgement.findings]
+
+
+def edit(run: Run, cell_id: str, **changes: object) -> Run:
+    return b.change_rows(run, cell_id, lambda row: row.model_copy(update=changes))
+
+
+def only_rows(run: Run, cell_id: str, numbers: set[int]) -> Run:
+    return b.change_rows(run, cell_id, lambda row: row if row.replicate in numbers else None)
+
+
+def throttle(run: Run, cell_id: str, numbers: set[int]) -> Run:
+    hot = b.telemetry(throttled=True, clock_event_reasons=["hw_thermal_slowdown"])
+    return b.change_rows(run, cell_id, lambda row: row.model_copy(update={"telemetry": hot}) if row.replicate in numbers else row)
+
+
+def fail(run: Run, cell_id: str, status: Status, **fields: object) -> Run:
+    cell = next(c for c in run.manifest.cells if c.cell_id == cell_id)
+    return b.change_rows(run, cell_id, lambda row: b.failed(cell, status, row.replicate, **fields))
+
+
+# --- green ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_green_run_alone_is_measured_not_the_same() -> None:
+    judgement = judge(b.small_run(), None, POLICY)
+    assert judgement.exit_code is Exit.OK and judgement.headline.startswith("MEASURED, exit 0")
+    assert {cell.verdict for cell in judgement.cells} == {None}
+    assert all("no baseline was asked for" in cell.reason for cell in judgement.cells)
+
+
+def test_a_run_against_itself_is_the_same() -> None:
+    run = b.small_run(noise=0.01)
+    judgement = judge(run, b.baseline_of(run), POLICY, strict=True)
+    assert judgement.exit_code is Exit.OK and judgement.headline.startswith("SAME, exit 0: 4 of 4 cells")
+    assert judgement.counts == {"SAME": 4}
+    assert all(cell.compared and cell.change_pct == 0 and cell.replicates == 3 and cell.spread_pct for cell in judgement.cells)
+
+
+def test_same_inputs_same_bytes() -> None:
+    run = b.small_run(noise=0.01)
+    first, second = (report.to_json(judge(run, b.baseline_of(run), POLICY)) for _ in range(2))
+    assert first == second
+
+
+# --- speed ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "factor, verdict, exit_code",
+    [
+        (0.90, Verdict.REGRESSED, Exit.REGRESSED),
+        (0.969, Verdict.REGRESSED, Exit.REGRESSED),
+        (0.97, Verdict.SAME, Exit.OK),  # exactly the tolerance is not beyond it
+        (1.0, Verdict.SAME, Exit.OK),
+        (1.03, Verdict.SAME, Exit.OK),
+        (1.031, Verdict.FASTER, Exit.OK),
+    ],
+)
+def test_speed_against_the_tolerance(factor: float, verdict: Verdict, exit_code: Exit) -> None:
+    run = b.small_run()
+    judgement = judge(b.scale_rows(run, DENSE, factor), b.baseline_of(run), POLICY)
+    assert (verdict_of(judgement, DENSE), judgement.exit_code) == (verdict, exit_code)
+    assert verdict_of(judgement, TRAIN) is Verdict.SAME
+
+
+def test_the_median_is_judged_so_one_slow_process_is_not_a_regression() -> None:
+    run = b.small_run()
+    slow = b.replace_rows(run, TRAIN, tok_per_s=1000.0)
+    mixed = b.with_rows(run, [s if s.replicate == 0 else r for r, s in zip(run.replicates, slow.replicates, strict=True)])
+    assert judge(mixed, b.baseline_of(run), POLICY).exit_code is Exit.OK
+
+
+def test_regressed_headline_names_the_worst_cell_and_the_numbers() -> None:
+    run = b.small_run()
+    slower = b.scale_rows(b.scale_rows(run, DENSE, 0.80), TRAIN, 0.96)
+    headline = judge(slower, b.baseline_of(run), POLICY).headline
+    assert headline.startswith(f"REGRESSED, exit 3: 2 of 4 cells: {DENSE}: ") and "-20.00 %" in headline and "(and 1 more)" in headline
+
+
+@pytest.mark.parametrize("side", ["run", "baseline"])
+def test_a_slower_host_bound_cell_is_blind(side: str) -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    slower = b.scale_rows(run, TRAIN, 0.85)
+    if side == "run":
+        slower = edit(slower, TRAIN, host_bound=True)
+    else:
+        bound = base.cells[TRAIN].model_copy(update={"host_bound": True})
+        base = base.model_copy(update={"cells": {**base.cells, TRAIN: bound}})
+    judgement = judge(slower, base, POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.BLIND and judgement.exit_code is Exit.OK
+    assert "host bound" in reason_of(judgement, TRAIN) and judgement.headline.startswith("BLIND, exit 0")
+    assert judge(slower, base, POLICY, strict=True).exit_code is Exit.STRICT
+
+
+@pytest.mark.parametrize("side", ["run", "baseline"])
+def test_too_few_replicates_are_watch_and_strict_fails(side: str) -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    slower = b.scale_rows(run, TRAIN, 0.5)
+    if side == "run":
+        slower = only_rows(slower, TRAIN, {0, 1})
+    else:
+        short = base.cells[TRAIN].model_copy(update={"tok_per_s": base.cells[TRAIN].tok_per_s[:2]})
+        base = base.model_copy(update={"cells": {**base.cells, TRAIN: short}})
+    judgement = judge(slower, base, POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.WATCH and judgement.exit_code is Exit.OK
+    assert "2 replicates" in reason_of(judgement, TRAIN) or "2 in the baseline" in reason_of(judgement, TRAIN)
+    strict = judge(slower, base, POLICY, strict=True)
+    assert strict.exit_code is Exit.STRICT and "exit 7" in strict.headline
+
+
+def test_a_changed_route_is_named_beside_the_change() -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    rerouted = base.cells[TRAIN].model_copy(update={"counters": ["sel.masked"]})
+    base = base.model_copy(update={"cells": {**base.cells, TRAIN: rerouted}})
+    assert "the route changed from sel.masked to" in reason_of(judge(run, base, POLICY), TRAIN)
+
+
+# --- presence ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("new, verdict, exit_code", [("warn", Verdict.NEW, Exit.OK), ("fail", Verdict.FAILED, Exit.FAILED)])
+def test_a_cell_without_a_baseline(new: str, verdict: Verdict, exit_code: Exit) -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    base = base.model_copy(update={"cells": {k: v for k, v in base.cells.items() if k != TRAIN}})
+    judgement = judge(run, base, GatePolicy(new=new))  # type: ignore[arg-type]
+    assert (verdict_of(judgement, TRAIN), judgement.exit_code) == (verdict, exit_code)
+
+
+@pytest.mark.parametrize(
+    "missing, verdict, exit_code, strict",
+    [("fail", Verdict.MISSING, Exit.FAILED, Exit.FAILED), ("warn", Verdict.WATCH, Exit.OK, Exit.STRICT)],
+)
+def test_a_cell_of_the_baseline_that_left_the_plan(missing: str, verdict: Verdict, exit_code: Exit, strict: Exit) -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    cells = [cell for cell in run.manifest.cells if cell.cell_id != TRAIN]
+    smaller = b.with_manifest(only_rows(run, TRAIN, set()), cells=cells, excluded=[{"cell_id": TRAIN, "reason": "hours"}])
+    policy = GatePolicy(missing=missing)  # type: ignore[arg-type]
+    judgement = judge(smaller, base, policy)
+    assert (verdict_of(judgement, TRAIN), judgement.exit_code) == (verdict, exit_code)
+    assert "excluded: hours" in reason_of(judgement, TRAIN)
+    assert judge(smaller, base, policy, strict=True).exit_code is strict
+
+
+def test_a_planned_cell_without_a_row_is_missing_even_without_a_baseline() -> None:
+    judgement = judge(only_rows(b.small_run(), TRAIN, set()), None, GatePolicy(missing="warn"))
+    assert verdict_of(judgement, TRAIN) is Verdict.MISSING and judgement.exit_code is Exit.FAILED
+    assert "--resume" in reason_of(judgement, TRAIN)
+
+
+def test_a_selection_ignores_the_cells_outside_it() -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    cells = [cell for cell in run.manifest.cells if cell.axes["workload"] == "train"]
+    rows = [row for row in run.replicates if row.axes["workload"] == "train"]
+    part = b.with_manifest(b.with_rows(run, rows), cells=cells, only=["workload=train"])
+    judgement = judge(part, base, POLICY)
+    assert judgement.exit_code is Exit.OK and len(judgement.cells) == 2
+    assert judge(b.with_manifest(part, only=[]), base, POLICY).exit_code is Exit.FAILED  # the same rows without the selection
+
+
+def test_a_selection_still_misses_what_it_selected() -> None:
+    run = b.small_run()
+    part = b.with_manifest(only_rows(run, TRAIN, set()), only=["workload=train"])
+    part = b.with_manifest(part, cells=[c for c in run.manifest.cells if c.cell_id == DENSE])
+    part = b.with_rows(part, [row for row in part.replicates if row.cell_id == DENSE])
+    judgement = judge(part, b.baseline_of(run), POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.MISSING and len(judgement.cells) == 2
+
+
+def test_slices_of_one_plan_add_up() -> None:
+    run = b.small_run()
+    first = b.with_manifest(b.with_rows(run, [row for row in run.replicates if row.axes["workload"] == "train"]), only=["workload=train"])
+    assert judge(first, None, POLICY).exit_code is Exit.OK and len(judge(first, None, POLICY).cells) == 2
+    second = b.resumed(first, only=["workload=forward"])
+    assert judge(second, None, POLICY).exit_code is Exit.FAILED  # the second slice is asked for and has no rows
+    assert judge(b.with_rows(second, run.replicates), b.baseline_of(run), POLICY).exit_code is Exit.OK
+
+
+def test_an_unreadable_selection_is_an_error_with_a_message() -> None:
+    with pytest.raises(PerfbenchError, match="selection cannot be read"):
+        judge(b.with_manifest(b.small_run(), only=["wrkload=train"]), None, POLICY)
+
+
+def test_nothing_measured_is_never_green() -> None:
+    empty = b.with_manifest(b.with_rows(b.small_run(), []), cells=[])
+    for baseline in (None, b.baseline_of(b.small_run())):
+        judgement = judge(empty, baseline, GatePolicy(missing="warn"))
+        assert judgement.exit_code is Exit.FAILED and "nothing was measured" in judgement.headline
+    interrupted = judge(b.with_rows(b.small_run(), []), None, POLICY)
+    assert interrupted.exit_code is Exit.FAILED and "nothing was measured" in interrupted.headline
+
+
+def test_nothing_compared_is_never_green() -> None:
+    run = b.small_run()
+    other = b.make_run([b.planned_cell(Cell("train", 512, "masked", "off"))])
+    judgement = judge(run, b.baseline_of(other), GatePolicy(missing="warn"))
+    assert judgement.exit_code is Exit.FAILED and "nothing was compared" in judgement.headline
+    assert finding_verdicts(judgement) == [Verdict.FAILED]
+
+
+def test_rows_of_an_unplanned_cell_fail() -> None:
+    stranger = b.planned_cell(Cell("train", 512, "masked", "off"))
+    run = b.small_run()
+    judgement = judge(b.with_rows(run, [*run.replicates, b.replicate(stranger)]), None, POLICY)
+    assert judgement.exit_code is Exit.FAILED and stranger.cell_id in judgement.headline
+
+
+# --- hard gates -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [Status.OOM, Status.TIMEOUT, Status.CRASH, Status.SKIPPED])
+def test_a_replicate_that_did_not_finish_fails_the_cell(status: Status) -> None:
+    judgement = judge(fail(b.small_run(), TRAIN, status, reason=f"{'x' * 900} the end"), None, POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.FAILED and judgement.exit_code is Exit.FAILED
+    assert reason_of(judgement, TRAIN).startswith(status.value) and "the end (3 of 3 replicates)" in reason_of(judgement, TRAIN)
+    assert len(reason_of(judgement, TRAIN)) < 400
+    assert verdict_of(judgement, DENSE) is None  # the rest is judged
+
+
+def test_one_crash_among_good_replicates_is_not_hidden() -> None:
+    run = b.small_run()
+    cell = run.manifest.cells[0]
+    crashed = b.failed(cell, Status.CRASH, 1, stderr_tail="Traceback\nKeyError: 7\n")
+    judgement = judge(b.change_rows(run, cell.cell_id, lambda row: crashed if row.replicate == 1 else row), b.baseline_of(run), POLICY)
+    assert verdict_of(judgement, cell.cell_id) is Verdict.FAILED
+    assert "KeyError: 7 (1 of 3 replicates)" in reason_of(judgement, cell.cell_id)
+
+
+def test_an_ok_row_without_a_speed_fails() -> None:
+    assert verdict_of(judge(edit(b.small_run(), TRAIN, tok_per_s=None), None, POLICY), TRAIN) is Verdict.FAILED
+
+
+UNTRUE: dict[str, tuple[Callable[[Run], Run], Verdict, str]] = {
+    "parity status": (lambda r: fail(r, TRAIN, Status.PARITY, reason="o[0, 3]"), Verdict.PARITY, "o[0, 3]"),
+    "parity not ok": (lambda r: edit(r, TRAIN, parity=b.parity(ok=False)), Verdict.PARITY, "differs from the oracle"),
+    "parity over tolerance, though ok": (lambda r: edit(r, TRAIN, parity=b.parity(tensors={"dk": 1.4})), Verdict.PARITY, "dk 1.4"),
+    "parity absent": (lambda r: edit(r, TRAIN, parity=None), Verdict.PARITY, "without proof"),
+    "parity of no rows": (lambda r: edit(r, TRAIN, parity=b.parity(rows=0)), Verdict.PARITY, "0 rows"),
+    "wrong path status": (lambda r: fail(r, TRAIN, Status.WRONG_PATH, reason="engaged sel.v1"), Verdict.WRONG_PATH, "engaged sel.v1"),
+    "wrong path status without words": (lambda r: fail(r, TRAIN, Status.WRONG_PATH), Verdict.WRONG_PATH, "never ran"),
+    "nothing engaged": (lambda r: edit(r, TRAIN, engaged={}), Verdict.WRONG_PATH, "sel.v2"),
+    "counted zero": (lambda r: edit(r, TRAIN, engaged={**r.replicates[0].engaged, "sel.v2": 0}), Verdict.WRONG_PATH, "planned sel.v2"),
+    "another path too": (
+        lambda r: edit(r, TRAIN, engaged={**r.replicates[0].engaged, "sel.reference": 1}),
+        Verdict.WRONG_PATH,
+        "sel.reference ran, which the plan has not",
+    ),
+    "another route": (lambda r: edit(r, TRAIN, route=r.manifest.cells[1].route), Verdict.WRONG_PATH, "routed to dense"),
+    "no route": (lambda r: edit(r, TRAIN, route=None), Verdict.WRONG_PATH, "no route"),
+    "another config": (lambda r: edit(r, TRAIN, config_sha256="f" * 64), Verdict.WRONG_PATH, "measured config ffff"),
+    "the profiler disagrees": (
+        lambda r: edit(r, TRAIN, profile=b.profile(witness_ok=False, witness="no flash kernel")),
+        Verdict.WRONG_PATH,
+        "no flash kernel",
+    ),
+    "faster than the GEMM": (
+        lambda r: edit(r, TRAIN, physics=b.physics(1000.0, 2048, flops_per_s=736e12)),
+        Verdict.IMPOSSIBLE,
+        "GEMM in this process reached 700",
+    ),
+    "faster than the GEMM by its samples": (
+        lambda r: edit(r, TRAIN, physics=b.physics(1000.0, 2048, flops=1e18)),
+        Verdict.IMPOSSIBLE,
+        "TFLOP/s",
+    ),
+    "faster than the memory": (
+        lambda r: edit(r, TRAIN, physics=b.physics(1000.0, 2048, min_bytes=1e12, bytes_per_s=3.4e12)),
+        Verdict.IMPOSSIBLE,
+        "GB/s beyond the L2's 50 MiB",
+    ),
+    "tok/s edited": (lambda r: edit(r, TRAIN, tok_per_s=r.replicates[0].tok_per_s * 1.02), Verdict.IMPOSSIBLE, "its samples give"),
+    "no samples": (lambda r: edit(r, TRAIN, samples_s=[]), Verdict.IMPOSSIBLE, "0 samples"),
+    "a sample of no time": (lambda r: edit(r, TRAIN, samples_s=[0.1, 0.0]), Verdict.IMPOSSIBLE, "least 0 s"),
+    "no steps": (lambda r: edit(r, TRAIN, steps_per_sample=0), Verdict.IMPOSSIBLE, "0 steps per sample"),
+    "forward slower than training": (lambda r: b.scale_rows(r, FORWARD, 0.3), Verdict.IMPOSSIBLE, "slower than its whole training step"),
+}
+
+
+@pytest.mark.parametrize("name", UNTRUE)
+def test_what_is_not_true_is_red_and_has_no_number(name: str) -> None:
+    break_it, verdict, words = UNTRUE[name]
+    cell_id = FORWARD if name.startswith("forward") else TRAIN
+    run = b.small_run()
+    broken = break_it(run)
+    for baseline in (None, b.baseline_of(run)):
+        judgement = judge(broken, baseline, POLICY)
+        cell = next(cell for cell in judgement.cells if cell.cell_id == cell_id)
+        assert (cell.verdict, judgement.exit_code) == (verdict, EXIT_OF[verdict])
+        assert words in cell.reason and cell.cand_tok_per_s is None and cell.change_pct is None
+        assert f"perfbench run matrices/h100.yaml --only cell={cell_id}" == cell.reproduce
+        others = {c.verdict for c in judgement.cells if c.cell_id != cell_id}
+        assert others == {None if baseline is None else Verdict.SAME}
+
+
+@pytest.mark.parametrize(
+    "expect, words",
+    [
+        (Expect(engaged=["sel.masked"]), "expected sel.masked never ran"),
+        (Expect(forbidden=["win.fa2"]), "win.fa2 ran, which is forbidden here"),
+    ],
+)
+def test_expect_is_rechecked_from_the_row(expect: Expect, words: str) -> None:
+    cell = b.planned_cell(Cell("train", 2048, "v2", "on"), expect=expect)
+    judgement = judge(b.make_run([cell]), None, POLICY)
+    assert judgement.exit_code is Exit.WRONG_PATH and words in judgement.headline
+
+
+def test_what_the_hardware_allows_is_green() -> None:
+    run = b.small_run()
+
+    def exit_with(**changes: float | None) -> Exit:
+        speed = run.of_cell(TRAIN)[0].tok_per_s
+        assert speed is not None
+        return judge(edit(run, TRAIN, physics=b.physics(speed, 2048, **changes)), None, POLICY).exit_code
+
+    assert exit_with(flops_per_s=1.04 * 700e12) is Exit.OK
+    assert exit_with(min_bytes=40 * 2**20, bytes_per_s=9e12) is Exit.OK  # fits the L2
+    assert exit_with(min_bytes=60 * 2**20, bytes_per_s=9e12) is Exit.OK  # the 10 MiB beyond the L2 pass slowly enough
+    assert exit_with(min_bytes=200 * 2**20, bytes_per_s=9e12) is Exit.NOT_TRUE
+    unknown_card: dict[str, float | None] = {"gemm_flops_per_s": None, "datasheet_bytes_per_s": None}
+    assert exit_with(**unknown_card, flops_per_s=9e20, bytes_per_s=9e20) is Exit.OK
+
+
+def test_forward_is_compared_with_the_training_of_its_own_axes_only() -> None:
+    cells = [b.planned_cell(Cell("train", 512, "dense")), b.planned_cell(Cell("forward", 512, "reference", "off"))]
+    assert judge(b.make_run(cells), None, POLICY).exit_code is Exit.OK
+
+
+def test_several_troubles_of_one_cell_are_all_told_worst_first() -> None:
+    run = b.small_run()
+    cell = run.manifest.cells[0]
+    broken = edit(run, TRAIN, engaged={}, parity=b.parity(ok=False))
+    crash = b.failed(cell, Status.CRASH, 2, "signal 11")
+    judgement = judge(b.change_rows(broken, TRAIN, lambda row: crash if row.replicate == 2 else row), None, POLICY)
+    reason = reason_of(judgement, TRAIN)
+    assert verdict_of(judgement, TRAIN) is Verdict.PARITY and judgement.exit_code is Exit.NOT_TRUE
+    assert reason.startswith("differs from the oracle") and "WRONG_PATH: planned" in reason and "FAILED: crash: signal 11" in reason
+
+
+# --- environment ------------------------------------------------------------------------------------------------------
+
+
+def test_all_throttled_is_env() -> None:
+    judgement = judge(throttle(b.small_run(), TRAIN, {0, 1, 2}), None, POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.ENV and judgement.exit_code is Exit.ENVIRONMENT
+    assert "hw_thermal_slowdown" in reason_of(judgement, TRAIN)
+
+
+def test_some_throttled_are_discarded() -> None:
+    run = b.small_run(replicates=5)
+    slow = b.scale_rows(run, TRAIN, 0.5)
+    mixed = b.with_rows(run, [s if s.replicate < 2 else r for r, s in zip(run.replicates, slow.replicates, strict=True)])
+    judgement = judge(throttle(mixed, TRAIN, {0, 1}), b.baseline_of(run), POLICY)
+    cell = next(c for c in judgement.cells if c.cell_id == TRAIN)
+    assert cell.verdict is Verdict.SAME and cell.replicates == 3 and cell.change_pct == 0
+
+
+def test_too_few_left_after_throttling_is_unstable() -> None:
+    run = b.small_run()
+    hot = throttle(run, TRAIN, {0})
+    judgement = judge(hot, b.baseline_of(run), POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.UNSTABLE and judgement.exit_code is Exit.OK
+    assert judgement.headline.startswith("UNSTABLE, exit 0")
+    assert judge(hot, b.baseline_of(run), POLICY, strict=True).exit_code is Exit.STRICT
+
+
+@pytest.mark.parametrize("key, value", [("driver", "580.1"), ("torch", "2.14.0"), ("gpu_slug", "a100-sxm4-80gb"), ("flash_provider", None)])
+def test_another_fingerprint_is_incomparable_and_names_both_values(key: str, value: str | None) -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    elsewhere = b.with_manifest(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(**{key: value}))
+    judgement = judge(elsewhere, base, POLICY)
+    assert judgement.exit_code is Exit.ENVIRONMENT and {c.verdict for c in judgement.cells} == {Verdict.INCOMPARABLE}
+    assert f"{key}: {base.environment[key]} -> {value}" in judgement.headline
+
+
+def test_another_method_is_incomparable() -> None:
+    run = b.small_run()
+    judgement = judge(run, b.baseline_of(run, method_version=2), POLICY)
+    assert judgement.exit_code is Exit.ENVIRONMENT and "method_version: 2 -> 1" in judgement.headline and "update" in judgement.headline
+
+
+def test_python_and_clock_policy_do_not_make_a_run_incomparable() -> None:
+    run = b.small_run()
+    other = b.with_manifest(run, environment=b.environment(python="3.11.9", clock_policy="locked"))
+    assert judge(other, b.baseline_of(run), POLICY).exit_code is Exit.OK
+
+
+def test_another_config_of_one_cell_is_incomparable_for_that_cell_only() -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    changed = base.cells[TRAIN].model_copy(update={"config_sha256": "0" * 64})
+    judgement = judge(run, base.model_copy(update={"cells": {**base.cells, TRAIN: changed}}), POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE and verdict_of(judgement, DENSE) is Verdict.SAME
+    assert judgement.exit_code is Exit.ENVIRONMENT and "000000000000" in reason_of(judgement, TRAIN)
+
+
+def test_incomparable_does_not_hide_a_wrong_path() -> None:
+    run = b.small_run()
+    elsewhere = b.with_manifest(edit(run, TRAIN, engaged={}), environment=b.environment(driver="1"))
+    judgement = judge(elsewhere, b.baseline_of(run), POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.WRONG_PATH and judgement.exit_code is Exit.WRONG_PATH
+
+
+def test_resumed_on_another_card_of_the_same_model_is_fine_and_on_another_driver_is_env() -> None:
+    run = b.small_run()
+    assert judge(b.resumed(run, environment=b.environment(gpu_uuid_sha256="cd" * 32)), b.baseline_of(run), POLICY).exit_code is Exit.OK
+    mixed = judge(b.resumed(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(driver="1")), b.baseline_of(run), POLICY)
+    assert mixed.exit_code is Exit.ENVIRONMENT and finding_verdicts(mixed) == [Verdict.ENV] and "driver" in mixed.headline
+
+
+@pytest.mark.parametrize("verdict", [Verdict.NO_BASELINE, Verdict.CORRUPT])
+def test_a_baseline_that_cannot_judge(verdict: Verdict) -> None:
+    judgement = judge(b.small_run(), BaselineProblem(verdict, "no baseline at x.json"), POLICY)
+    assert judgement.exit_code is Exit.BASELINE and judgement.headline == f"{verdict}, exit 9: no baseline at x.json"
+    assert {cell.verdict for cell in judgement.cells} == {None}
+
+
+# --- several at once --------------------------------------------------------------------------------------------------
+
+
+def test_the_exit_code_follows_severity() -> None:
+    run = b.make_run(b.h100_cells())
+    base = b.baseline_of(run)
+    ids = [cell.cell_id for cell in run.manifest.cells]
+    assert verdict_of(judge(run, base, POLICY), ids[0]) is Verdict.SAME
+    steps: list[tuple[Callable[[Run], Run], Exit]] = [
+        (lambda r: throttle(r, ids[0], {0}), Exit.STRICT),
+        (lambda r: throttle(r, ids[1], {0, 1, 2}), Exit.ENVIRONMENT),
+        (lambda r: b.scale_rows(r, ids[2], 0.5), Exit.REGRESSED),
+        (lambda r: fail(r, ids[3], Status.OOM), Exit.FAILED),
+        (lambda r: edit(r, ids[4], engaged={}), Exit.WRONG_PATH),
+        (lambda r: edit(r, ids[5], parity=None), Exit.NOT_TRUE),
+    ]
+    for break_it, expected in steps:
+        run = break_it(run)
+        assert judge(run, base, POLICY, strict=True).exit_code is expected
+    final = judge(run, base, POLICY, strict=True)
+    assert {str(v) for v in ("PARITY", "WRONG_PATH", "FAILED", "REGRESSED", "ENV", "UNSTABLE")} <= set(final.counts)
+    assert final.headline.endswith("also 1 WRONG_PATH, 1 FAILED, 1 REGRESSED, 1 ENV, 1 UNSTABLE")
+
+
+def test_no_baseline_outranks_a_regression_but_not_a_failure() -> None:
+    problem = BaselineProblem(Verdict.NO_BASELINE, "none")
+    assert judge(fail(b.small_run(), TRAIN, Status.OOM), problem, POLICY).exit_code is Exit.FAILED
+
+
+def test_every_verdict_is_reached_in_this_file() -> None:
+    source = open(__file__, encoding="utf-8").read()  # noqa: SIM115
+    assert [v.name for v in Verdict if f"Verdict.{v.name}" not in source] == []
+    assert [e.name for e in set(EXIT_OF.values()) | {Exit.STRICT} if f"Exit.{e.name}" not in source] == []
+
+
+# --- properties -------------------------------------------------------------------------------------------------------
+
+
+@given(factor=st.floats(0.05, 20.0), count=st.integers(1, 6), tolerance=st.floats(0.5, 50.0))
+def test_speed_verdict_is_the_definition(factor: float, count: int, tolerance: float) -> None:
+    cell = b.planned_cell(Cell("train", 2048, "dense"))
+    run = b.make_run([cell], replicates=count)
+    judgement = judge(b.scale_rows(run, cell.cell_id, factor), b.baseline_of(run), GatePolicy(tolerance_pct=tolerance))
+    change = round(100 * (factor - 1), 6)
+    got = judgement.cells[0].verdict
+    if count < 3:
+        assert got is Verdict.WATCH
+    elif abs(abs(change) - tolerance) > 1e-5:
+        assert got is (Verdict.REGRESSED if change < -tolerance else Verdict.FASTER if change > tolerance else Verdict.SAME)
+
+
+@given(order=st.permutations(range(12)))
+def test_the_order_of_the_rows_does_not_matter(order: list[int]) -> None:
+    run = b.small_run(noise=0.02)
+    shuffled = b.with_rows(run, [run.replicates[i] for i in order])
+    assert report.to_json(judge(shuffled, b.baseline_of(run), POLICY)) == report.to_json(judge(run, b.baseline_of(run), POLICY))
+
+
+def test_a_repeated_replicate_counts_once() -> None:
+    run = b.small_run()
+    doubled: list[Replicate] = [row for row in run.replicates for _ in range(2)]
+    assert {cell.replicates for cell in judge(b.with_rows(run, doubled), None, POLICY).cells} == {3}
+
+
+def test_judging_reads_the_medians() -> None:
+    run = b.small_run(noise=0.05)
+    cell = next(c for c in judge(run, b.baseline_of(run), POLICY).cells if c.cell_id == TRAIN)
+    assert cell.cand_tok_per_s == median(row.tok_per_s for row in run.of_cell(TRAIN) if row.tok_per_s)
+
+
+def test_three_hundred_cells_are_judged_in_well_under_half_a_second() -> None:
+    cells = [b.planned_cell(Cell(w, 16 * (i + 1), "v2", "on")) for w in ("train", "forward") for i in range(150)]
+    run = b.make_run(cells, replicates=5)
+    base: Baseline = b.baseline_of(run)
+    begin = time.process_time()
+    judgement = judge(run, base, POLICY)
+    assert time.process_time() - begin < 0.5 and judgement.counts == {"SAME": 300}
+
+
+def test_a_dirty_baseline_is_told() -> None:
+    run = b.small_run()
+    judgement = judge(run, b.baseline_of(run, source=Source(commit=None, dirty_sha256="a" * 64, reason="no git")), POLICY)
+    assert judgement.baseline is not None and judgement.baseline.dirty and judgement.baseline.commit is None

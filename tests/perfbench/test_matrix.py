@@ -1,0 +1,232 @@
+"""Matrices: cells and their stable ids, --only, expectations, files, the schema."""
+
+import json
+import pathlib
+import time
+
+import pytest
+
+from nsa import routing
+from nsa.config import preset
+from perfbench import matrix as matrices
+from perfbench.matrix import AXES, Cell
+from perfbench.verdict import Exit, PerfbenchError
+from tests.perfbench.matrix_text import VALID, edited, parse
+
+ROOT = pathlib.Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "matrices").glob("*.yaml"))
+
+
+def ids(matrix: matrices.Matrix) -> list[str]:
+    return [cell.cell_id for cell in matrices.cells(matrix)[0]]
+
+
+# --- cells
+
+
+def test_product_minus_exclude_plus_include() -> None:
+    kept, excluded = matrices.cells(parse())
+    assert len(kept) == 2 * 3 * (2 + 2 + 1) - 4 + 2  # dense once for both values of fa2; reference for both workloads
+    assert [e.cell_id for e in excluded][:1] == ["fa2=on,path=v1,seq_len=512,workload=train"]
+    assert {e.reason for e in excluded} == {"too slow"}
+    assert len(excluded) == 4
+
+
+def test_cell_id_is_sorted_and_omits_defaults() -> None:
+    assert Cell("train", 128, "v2").cell_id == "path=v2,seq_len=128,workload=train"
+    assert Cell("train", 128, "v2", "on", 4, "fp32").cell_id == "batch=4,dtype=fp32,fa2=on,path=v2,seq_len=128,workload=train"
+
+
+def test_cell_id_percent_encodes_values() -> None:
+    assert Cell("a,b=c/d|\n", 1, "é").cell_id == "path=%C3%A9,seq_len=1,workload=a%2Cb%3Dc%2Fd%7C%0A"
+
+
+@pytest.mark.parametrize("path", routing.DENSE_KINDS)
+def test_dense_cells_record_fa2_as_not_applicable(path: str) -> None:
+    assert Cell("train", 8, path, "on") == Cell("train", 8, path, "off") == Cell("train", 8, path)
+    assert Cell("train", 8, path, "on").axes()["fa2"] == "n/a"
+    assert "fa2" not in Cell("train", 8, path, "on").cell_id
+
+
+def test_other_cells_cannot_record_not_applicable() -> None:
+    with pytest.raises(ValueError, match="belongs to dense paths"):
+        Cell("train", 8, "v2", "n/a")
+
+
+def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
+    axes = Cell("train", 128, "v2").axes()
+    assert axes == {"workload": "train", "seq_len": 128, "path": "v2", "fa2": "auto", "batch": 1, "dtype": "bf16"}
+    assert set(axes) == set(AXES)
+    assert set(AXES["path"].choices) == {*map(str, routing.Path), "auto", "adaptive", *routing.DENSE_KINDS}
+    assert [matrices.torch_dtype_name(d) for d in AXES["dtype"].choices] == ["bfloat16", "float16", "float32"]
+
+
+def test_include_returns_an_excluded_cell() -> None:
+    matrix = parse(edited("include:\n", "include:\n  - {path: v1, seq_len: 512, workload: train, fa2: off}\n"))
+    kept, excluded = matrices.cells(matrix)
+    assert "fa2=off,path=v1,seq_len=512,workload=train" in [c.cell_id for c in kept]
+    assert "fa2=off,path=v1,seq_len=512,workload=train" not in [e.cell_id for e in excluded]
+
+
+def test_every_reason_of_an_excluded_cell_is_given() -> None:
+    matrix = parse(edited("include:", "  - {path: v1, seq_len: [512], reason: not here}\ninclude:"))
+    assert {e.reason for e in matrices.cells(matrix)[1]} == {"too slow; not here"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "left"),
+    [
+        ('">=256"', {128}),
+        ('">256"', {128, 256}),
+        ('"<=256"', {512}),
+        ('"< 256"', {256, 512}),
+        ("256", {128, 512}),
+        ('[128, ">256"]', {256}),
+    ],
+)
+def test_comparisons_of_a_match(spec: str, left: set[int]) -> None:
+    matrix = parse(edited('{path: v1, seq_len: ">256", reason: "too slow"}', f"{{path: v1, seq_len: {spec}, reason: r}}"))
+    assert {c.seq_len for c in matrices.cells(matrix)[0] if c.path == "v1"} == left
+
+
+def test_expectations_are_the_union_of_matching_rules() -> None:
+    matrix = parse()
+    assert matrices.expect_for(matrix, Cell("train", 128, "v2", "on")).engaged == ["sel.v2", "sel.fa2", "win.fa2"]
+    assert matrices.expect_for(matrix, Cell("train", 128, "v2", "on")).forbidden == ["sel.v1"]
+    assert matrices.expect_for(matrix, Cell("train", 128, "v2", "off")).engaged == ["sel.v2"]
+    assert matrices.expect_for(matrix, Cell("train", 128, "dense")).engaged == []
+
+
+def test_config_hash_follows_what_is_measured_only() -> None:
+    cell = Cell("train", 128, "v2", "on")
+    base = matrices.config_sha256(parse(), cell)
+    assert matrices.config_sha256(parse(edited("processes: 3", "processes: 7")), cell) == base
+    assert matrices.config_sha256(parse(edited("model: tiny", "model: {preset: tiny}")), cell) == base
+    assert matrices.config_sha256(parse(edited("model: tiny", "model: {preset: tiny, num_layers: 3}")), cell) != base
+    assert matrices.config_sha256(parse(), Cell("train", 128, "v2", "off")) != base
+
+
+def test_inline_model() -> None:
+    matrix = parse(edited("model: tiny", "model: {preset: tiny, n_heads: 8, nsa: {w: 32, rope_base: 5000}}"))
+    assert (matrix.model.num_heads, matrix.model.nsa.window, matrix.model.nsa.rope_base) == (8, 32, 5000)
+    assert matrix.model.dim == preset("tiny").dim
+    assert matrix.model_name.startswith("inline-")
+    assert parse().model_name == "tiny"
+
+
+def test_the_text_is_kept_and_parses_again() -> None:
+    matrix = parse()
+    again = matrices.parse(matrix.text, matrix.path)
+    assert again == matrix
+    assert len(matrix.sha256) == 64
+
+
+def test_ten_thousand_cells_load_and_expand_in_two_seconds() -> None:
+    lengths = ", ".join(str(64 * i) for i in range(1, 1251))
+    text = edited("seq_len: [128, 256, 512]", f"seq_len: [{lengths}]")
+    text = text.replace("path: [v1, v2, dense]", "path: [v1, v2]").replace("exclude:", "exclude:\n  - {seq_len: 64, reason: r}")
+    start = time.perf_counter()
+    kept, excluded = matrices.cells(parse(text))
+    elapsed = time.perf_counter() - start
+    assert len(kept) + len(excluded) == 10_002
+    assert elapsed < 2
+
+
+# --- --only
+
+
+@pytest.mark.parametrize(
+    ("only", "count"),
+    [
+        ([], 28),
+        (["path=v2"], 12),
+        (["path=v2", "path=dense"], 18),
+        (["path=v2", "path=dense", "workload=train"], 9),
+        (["seq_len>=256", "path=v2"], 8),
+        (["seq_len=>=256", "path=v2"], 8),
+        (["seq_len=64"], 2),
+        (["fa2=n/a"], 6),
+        (["cell=path=dense,seq_len=128,workload=train"], 1),
+        (["cell=path=dense,seq_len=128,workload=train", "cell=path=dense,seq_len=256,workload=train"], 2),
+    ],
+)
+def test_only(only: list[str], count: int) -> None:
+    assert len(matrices.select(matrices.cells(parse())[0], only)) == count
+
+
+@pytest.mark.parametrize(
+    ("only", "message"),
+    [
+        (["paht=v2"], "did you mean 'path'"),
+        (["path=masqued"], "did you mean 'masked'"),
+        (["path=masked"], "they have path: dense, reference, v1, v2"),
+        (["seq_len=777", "seq_len=128"], "they have seq_len: 64, 128, 256, 512"),
+        (["seq_len=1e3"], "comparison such as"),
+        (["seq_len=true"], "comparison such as"),
+        (["path>=v2"], "got the text '>=v2'"),
+        (["path"], "is not AXIS=VALUE"),
+        ([""], "is not AXIS=VALUE"),
+        (["path=v2", "seq_len=64"], "no cell meets all of"),
+        (["cell=path=dense,seq_len=128,workload=trian"], "did you mean 'path=dense,seq_len=128,workload=train'"),
+    ],
+)
+def test_only_that_cannot_be_served(only: list[str], message: str) -> None:
+    with pytest.raises(PerfbenchError, match=message.replace("[", r"\[")) as caught:
+        matrices.select(matrices.cells(parse())[0], only)
+    assert caught.value.exit_code is Exit.USAGE
+
+
+# --- files
+
+
+def test_missing_unreadable_and_oversized_files(tmp_path: pathlib.Path) -> None:
+    large = tmp_path / "large.yaml"
+    large.write_bytes(b"#" * (2**20 + 1))
+    for path, message in (
+        (tmp_path / "absent.yaml", "No such file"),
+        (tmp_path, "Is a directory"),
+        ("a\0b", "cannot read"),
+        (large, "larger"),
+    ):
+        with pytest.raises(PerfbenchError, match=message) as caught:
+            matrices.load(path)
+        assert caught.value.exit_code is Exit.USAGE
+
+
+def test_bytes_that_are_not_utf8_are_located(tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "m.yaml"
+    file.write_bytes(b"version: 1\nname: \xe9\n")
+    with pytest.raises(PerfbenchError, match=r"m\.yaml:2: byte 0xe9 is not UTF-8"):
+        matrices.load(file)
+
+
+@pytest.mark.parametrize("change", [lambda t: "\ufeff" + t, lambda t: t.replace("\n", "\r\n")])
+def test_byte_order_mark_and_crlf_are_read(tmp_path: pathlib.Path, change) -> None:  # type: ignore[no-untyped-def]
+    file = tmp_path / "m.yaml"
+    file.write_bytes(change(VALID).encode())
+    assert ids(matrices.load(file)) == ids(parse())
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
+def test_shipped_matrices_load(path: pathlib.Path) -> None:
+    matrix = matrices.load(path)
+    assert matrix.name == path.stem
+    assert matrices.warnings(matrix) == []
+
+
+def test_shipped_matrices_are_all_there() -> None:
+    assert [p.stem for p in SHIPPED] == ["a100", "cpu", "h100-demo", "h100", "rtx4090"]
+
+
+# --- schema
+
+
+def test_json_schema_lists_every_axis_and_section() -> None:
+    schema = matrices.json_schema()
+    json.dumps(schema)
+    assert set(schema["properties"]["axes"]["properties"]) == set(AXES)
+    assert schema["properties"]["axes"]["required"] == ["workload", "seq_len", "path"]
+    assert schema["properties"]["axes"]["properties"]["fa2"]["items"] == {"enum": ["on", "off", "auto"]}
+    assert schema["additionalProperties"] is False
+    assert {"reason", *AXES} == set(schema["properties"]["exclude"]["items"]["properties"])
+    assert {"version", "name", "target", "model", "axes"} == set(schema["required"])

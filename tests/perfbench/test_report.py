@@ -1,0 +1,323 @@
+"""Reports: what a hurried reader must find, in order, in Markdown that renders; pictures exist only where there is data."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from markdown_it import MarkdownIt
+
+from perfbench import report
+from perfbench.axes import Cell
+from perfbench.gate import BaselineProblem, Judgement, judge
+from perfbench.policy import GatePolicy
+from perfbench.report import markdown
+from perfbench.report.markdown import Picture
+from perfbench.report.rows import rows_of
+from perfbench.report.text import block, cell_code, code, escape, number, plain, ratio
+from perfbench.result import Run, Source, Status
+from perfbench.verdict import Exit, PerfbenchError, Verdict
+from tests.perfbench import builders as b
+
+POLICY = GatePolicy()
+PNG = b"\x89PNG\r\n\x1a\n"
+TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
+FORWARD = "fa2=on,path=v2,seq_len=2048,workload=forward"
+DENSE = "path=dense,seq_len=2048,workload=train"
+RENDERER = MarkdownIt("commonmark").enable("table")
+
+
+def written(run: Run, judgement: Judgement) -> str:
+    """report.md as text, without the second that its pictures take."""
+    pictures = [Picture("throughput.png", True, "tok/s against seq_len", ""), Picture("utilisation.png", False, "utilisation", "not drawn")]
+    return markdown.text(run, judgement, rows_of(run, judgement), pictures)
+
+
+def alone(run: Run) -> str:
+    return written(run, judge(run, None, POLICY))
+
+
+def troubled() -> tuple[Run, Judgement]:
+    """One of everything: regressed, wrong path, out of memory, blind, new, missing, faster, excluded."""
+    run = b.make_run(b.h100_cells(), excluded=[{"cell_id": "path=v1,seq_len=8192,workload=train", "reason": "Python | loops:\nhours"}])
+    base = b.baseline_of(run)
+    cells = {cell.cell_id: cell for cell in run.manifest.cells}
+    run = b.scale_rows(run, "fa2=on,path=masked,seq_len=8192,workload=train", 0.9)
+    run = b.scale_rows(run, "fa2=on,path=v2,seq_len=8192,workload=forward", 1.2)
+    run = b.replace_rows(run, FORWARD, engaged={"cmp.sdpa": 12, "sel.reference": 12, "sel.loop": 12, "win.fa2": 12})
+    slow = b.scale_rows(run, TRAIN, 0.9)
+    run = b.change_rows(slow, TRAIN, lambda row: row.model_copy(update={"host_bound": True}))
+    lost = cells["fa2=off,path=v2,seq_len=8192,workload=train"]
+    run = b.change_rows(
+        run, lost.cell_id, lambda row: b.failed(lost, Status.OOM, row.replicate, "out of | memory", stderr_tail="```\nboom")
+    )
+    gone = "path=dense,seq_len=512,workload=forward"
+    planned = [cell for cell in run.manifest.cells if cell.cell_id != gone]
+    run = b.with_manifest(b.with_rows(run, [row for row in run.replicates if row.cell_id != gone]), cells=planned)
+    base = base.model_copy(update={"cells": {k: v for k, v in base.cells.items() if k != "path=dense,seq_len=512,workload=train"}})
+    return run, judge(run, base, POLICY)
+
+
+def test_the_first_line_is_the_verdict_the_exit_code_and_why() -> None:
+    run, judgement = troubled()
+    first = written(run, judgement).splitlines()[0]
+    assert first.startswith("# 🔴 WRONG_PATH, exit 4: 1 of 60 cells: ") and FORWARD in first and "sel.reference ran" in first
+    assert "also 1 FAILED, 1 MISSING, 1 REGRESSED, 1 NEW, 1 BLIND" in first
+
+
+def test_sections_come_in_the_order_of_urgency() -> None:
+    run, judgement = troubled()
+    headings = re.findall(r"^## (.*)$", written(run, judgement), re.MULTILINE)
+    assert headings == [
+        "Red",
+        "Routing violations",
+        "Warnings: watch, blind, unstable",
+        "New and missing cells",
+        "Improvements",
+        "Every cell",
+        "Pictures",
+        "Excluded",
+        "How to do it again",
+        "Method",
+    ]
+
+
+def test_every_red_has_its_reason_counters_and_the_command_for_this_one_cell() -> None:
+    run, judgement = troubled()
+    text = written(run, judgement)
+    violation = text[text.index("## Routing violations") : text.index("## Warnings")]
+    assert f"### WRONG_PATH (exit 4): `{FORWARD}`" in violation
+    assert "planned: `cmp.sdpa sel.v2 sel.fa2 win.fa2`; engaged: `cmp.sdpa=12 sel.loop=12 sel.reference=12 win.fa2=12`" in violation
+    assert f"`perfbench run matrices/h100.yaml --only cell={FORWARD}`" in violation
+    red = text[text.index("## Red") : text.index("## Routing")]
+    assert red.index("FAILED (exit 6)") < red.index("REGRESSED (exit 3)") and "-10.00 %" in red
+    assert "````text\n```\nboom\n````" in red  # the fence is longer than the one inside
+
+
+def test_a_cell_that_is_not_true_has_no_number_anywhere() -> None:
+    run, judgement = troubled()
+    text = written(run, judgement)
+    line = next(line for line in text.splitlines() if line.startswith(f"| `{FORWARD}`"))
+    assert line.split(" | ")[1:10] == ["-"] * 8 + ["0.22"] and "**WRONG_PATH**" in line
+    assert f"every number: not published: WRONG_PATH (`{FORWARD}`)" in text
+
+
+def test_the_matrix_shows_every_cell_once_with_its_ratio_to_dense() -> None:
+    run = b.make_run(b.h100_cells())
+    text = alone(run)
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == len({row.split(" | ")[0] for row in rows}) == 60
+    by_id = {row.split("`")[1]: row.strip("| ").split(" | ") for row in rows}
+    speed = {cell.cell_id: b.speed_of(cell) for cell in run.manifest.cells}
+    cells = by_id[TRAIN]
+    assert cells[1] == f"{speed[TRAIN]:,.0f}" and cells[3] == f"{speed[TRAIN] / speed[DENSE]:.2f}" and by_id[DENSE][3] == "1.00"
+    assert cells[2] == "0.00 % of 3" and cells[4:7] == ["8.0", "GPU", "93 %"] and cells[9] == "MEASURED"
+    assert cells[10] == "cmp.sdpa 48, sel.fa2 48, sel.v2 48, win.fa2 48"
+    assert float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][3]) > 0  # a tiny ratio is not rounded to 0.00
+    assert by_id["fa2=off,path=reference,seq_len=128,workload=train"][3] == "-"
+
+
+def test_the_fastest_path_of_each_length_is_at_the_top() -> None:
+    text = alone(b.make_run(b.h100_cells()))
+    top = text[: text.index("## Every cell")]
+    assert re.search(r"\| train, 8,192 \| v2, FA-2 on \| [\d,]+ \| [\d,]+ \| 0\.\d\d \|", top)
+    assert "**Is it right?** | 60 of 60 cells" in top and "NVIDIA H100 80GB HBM3" in top
+
+
+def test_null_is_a_dash_with_its_reason_and_never_zero(tmp_path: Path) -> None:
+    run = b.make_run(b.cpu_cells(), gpu=False)
+    text = report.render(run, judge(run, None, POLICY), tmp_path)[0].read_text(encoding="utf-8")
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == 18 and all(row[4:7] == ["-", "-", "-"] for row in rows)
+    assert "- utilisation: no NVIDIA GPU: NVML was not asked (every cell, 18 of them)" in text
+    assert "- % of floor: no floor" in text and "- bound: a CPU has no device" in text
+    assert "GPU utilisation for each cell: no picture, because no NVIDIA GPU: NVML was not asked." in text
+
+
+def test_pictures_are_png_and_named_in_the_report(tmp_path: Path) -> None:
+    run = b.make_run(b.h100_cells(), noise=0.02)
+    files = report.render(run, judge(run, None, POLICY), tmp_path)
+    assert [file.name for file in files] == ["report.md", "throughput.png", "utilisation.png"]
+    assert all(file.read_bytes().startswith(PNG) and file.stat().st_size > 10_000 for file in files[1:])
+    text = files[0].read_text()
+    assert "](throughput.png)" in text and "](utilisation.png)" in text
+    before = [file.read_bytes() for file in files]
+    assert before == [file.read_bytes() for file in report.render(run, judge(run, None, POLICY), tmp_path)]
+
+
+def test_no_empty_picture_and_no_stale_one(tmp_path: Path) -> None:
+    (tmp_path / "utilisation.png").write_bytes(b"of an earlier rendering")
+    run = b.make_run(b.cpu_cells()[:1], gpu=False)
+    files = report.render(run, judge(run, None, POLICY), tmp_path)
+    assert [file.name for file in files] == ["report.md", "throughput.png"] and not (tmp_path / "utilisation.png").exists()
+    nothing = b.with_rows(run, [])
+    assert [f.name for f in report.render(nothing, judge(nothing, None, POLICY), tmp_path)] == ["report.md"]
+    assert "no picture, because no cell has a speed" in (tmp_path / "report.md").read_text()
+
+
+def test_injections_are_loud_at_the_top() -> None:
+    run = b.small_run(injections=[f"slowdown=10%@{TRAIN}"])
+    lines = alone(run).splitlines()
+    assert lines[2] == "> [!CAUTION]" and "INJECTED FAULTS: slowdown=10%@" in lines[3]
+    assert report.terminal_table(run, judge(run, None, POLICY)).startswith("INJECTED FAULTS")
+    assert "INJECTED" not in alone(b.small_run())
+
+
+def test_the_reproduction_header_is_complete() -> None:
+    source = Source(commit=None, dirty_sha256="e" * 64, reason="git is missing")
+    environment = b.environment(nsa_settings={"NSA_USE_FA2": "1"})
+    run = b.with_manifest(b.small_run(), source=source, environment=environment, argv=["perfbench", "run", "a b.yaml"], only=["path=v2"])
+    text = alone(b.resumed(run, environment=environment))
+    tail = text[text.index("## How to do it again") :]
+    for fact in (
+        "perfbench run 'a b.yaml'",
+        "git is missing",
+        "yes, sha256 `eeeeeeeeeeeeeeee`",
+        run.manifest.matrix_sha256,
+        "seed 7",
+        "path=v2",
+        "570.86.10",
+        "13.0",
+        "2.13.0, 3.7.1, 3.12.3",
+        "torch.varlen 2.13.0",
+        "NSA_USE_FA2=1",
+        "clocks not locked",
+        "| resumed | 2026-01-02T03:04:05Z",
+        "| injections | none |",
+    ):
+        assert fact in tail, fact
+    assert "**with uncommitted changes**" in text
+
+
+def test_an_environment_that_differs_is_told_once_with_both_values() -> None:
+    run = b.small_run()
+    elsewhere = b.with_manifest(run, environment=b.environment(driver="580.1"))
+    text = written(elsewhere, judge(elsewhere, b.baseline_of(run), POLICY))
+    assert text.splitlines()[0].startswith("# 🔴 INCOMPARABLE, exit 8")
+    assert "driver: 570.86.10 -\\> 580.1" in text and text.count("- **INCOMPARABLE** every cell, 4 of them") == 1
+
+
+def test_a_missing_baseline_is_the_first_line() -> None:
+    run = b.small_run()
+    text = written(run, judge(run, BaselineProblem(Verdict.NO_BASELINE, "no baseline at x.json"), POLICY))
+    assert text.splitlines()[0] == "# 🔴 NO_BASELINE, exit 9: no baseline at x.json" and "the baseline cannot be used" in text
+
+
+def test_an_interrupted_run_lists_its_missing_cells_in_one_line() -> None:
+    run = b.make_run(b.h100_cells())
+    part = b.with_rows(run, run.replicates[:60])
+    text = alone(part)
+    assert "**MISSING**: 40 cells" in text and "- **MISSING** 40 cells: `" in text and text.count("###") == 2
+
+
+def test_time_that_does_not_grow_is_a_note() -> None:
+    short, long = (b.planned_cell(Cell("train", s, "dense")) for s in (512, 1024))
+    run = b.replace_rows(b.make_run([short, long]), long.cell_id, tok_per_s=b.speed_of(short) * 1.99)
+    text = alone(run)
+    assert "## Physics notes" in text and f"(launch bound): {long.cell_id}" in text
+    assert "launch bound)" not in alone(b.make_run([short, long]))
+
+
+def test_a_folder_that_cannot_be_written_exits_2(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PerfbenchError, match="cannot write the report") as caught:
+        report.render(b.small_run(), judge(b.small_run(), None, POLICY), tmp_path / "file")
+    assert caught.value.exit_code is Exit.USAGE
+
+
+# --- text that cannot break Markdown ----------------------------------------------------------------------------------
+
+NASTY = "a|b\nc\r\x1b[31m `x` ``y`` <script> *b* _i_ [l](u) # \\ $m$ ü 測 \u2028 \ud800"
+
+
+def test_nasty_values_keep_the_tables_whole() -> None:
+    run = b.small_run()
+    cell = run.manifest.cells[0]
+    run = b.change_rows(run, cell.cell_id, lambda row: b.failed(cell, Status.CRASH, row.replicate, NASTY.replace("\ud800", "")))
+    environment = b.environment(device_name=NASTY.replace("\ud800", ""), nsa_settings={"NSA_X": "a|b"})
+    run = b.with_manifest(run, environment=environment, excluded=[{"cell_id": "a|`b", "reason": "x|\ny"}], matrix_path="a|b `c`.yaml")
+    text = alone(run)
+    html = RENDERER.render(text)
+    assert "<script>" not in html and "\x1b" not in text
+    for table in re.findall(r"<table>.*?</table>", html, re.DOTALL):
+        columns = table.count("<th>") + table.count("<th ")
+        assert {row.count("<td") for row in table.split("<tr>")[2:]} <= {columns}
+    assert html.count("<tr>") == sum(line.startswith("|") for line in text.splitlines()) - html.count("<table>")
+
+
+@example("_emphasis_ and __strong__ and *a* ~~b~~ but_not_this")
+@given(st.text(st.characters(), max_size=40))
+def test_escaped_prose_renders_as_itself(text: str) -> None:
+    html = RENDERER.render(f"x{escape(text)}x")
+    assert html.count("<") == 2 and "\n" not in html.strip()  # one paragraph, no markup
+    plain(text).encode("utf-8")
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
+def test_a_code_span_in_a_table_stays_one_cell(text: str) -> None:
+    html = RENDERER.render(f"| a | b |\n| --- | --- |\n| {cell_code(text)} | z |\n")
+    assert html.count("<td>") == 2 and "<td>z</td>" in html
+    assert RENDERER.render(code(text)).count("<code>") == (1 if plain(text) else 0)
+
+
+@given(st.text(st.characters(), max_size=60))
+def test_a_block_cannot_be_left(text: str) -> None:
+    html = RENDERER.render(f"{block(text)}\n\nafter\n")
+    assert html.count("<pre>") == 1 and html.rstrip().endswith("<p>after</p>")
+
+
+@pytest.mark.parametrize(
+    "value, text", [(None, "-"), (0.0123, "0.0123"), (9.876, "9.88"), (99.96, "100"), (123456.7, "123,457"), (1e9, "1,000,000,000")]
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert number(value) == text
+
+
+@pytest.mark.parametrize("value, text", [(None, "-"), (0.0057, "0.0057"), (0.5, "0.50"), (1.0, "1.00"), (12.3, "12.30")])
+def test_ratios(value: float | None, text: str) -> None:
+    assert ratio(value) == text
+
+
+# --- json and terminal ------------------------------------------------------------------------------------------------
+
+
+def test_json_is_plain_and_complete() -> None:
+    judgement = troubled()[1]
+    data = json.loads(json.dumps(report.to_json(judgement), allow_nan=False))
+    assert data["exit_code"] == 4 and data["counts"]["WRONG_PATH"] == 1 and data["policy"]["tolerance_pct"] == 3.0
+    assert data["baseline"]["run_id"] == "base-run" and len(data["cells"]) == 60
+    wrong = next(cell for cell in data["cells"] if cell["verdict"] == "WRONG_PATH")
+    assert wrong["cand_tok_per_s"] is None and wrong["exit_code"] == 4 and wrong["reproduce"].startswith("perfbench run")
+    single = report.to_json(judge(b.small_run(), BaselineProblem(Verdict.CORRUPT, "broken"), POLICY))
+    assert single["baseline"] is None and single["findings"] == [{"verdict": "CORRUPT", "reason": "broken"}]
+    assert {cell["verdict"] for cell in single["cells"]} == {None}
+
+
+def test_the_terminal_shows_verdict_reds_and_every_cell() -> None:
+    run, judgement = troubled()
+    text = report.terminal_table(run, judgement, width=130)
+    assert text.startswith("WRONG_PATH, exit 4") and "\x1b" not in text
+    assert max(map(len, text.splitlines())) <= 130 and f"FAILED {'fa2=off,path=v2,seq_len=8192,workload=train'}: oom" in text
+    for cell in judgement.cells:
+        assert cell.cell_id in text
+    assert "\x1b[" in report.terminal_table(run, judgement, colour=True)
+    assert "change" not in report.terminal_table(b.small_run(), judge(b.small_run(), None, POLICY))
+
+
+def test_a_narrow_terminal_keeps_every_column() -> None:
+    run = b.small_run()
+    text = report.terminal_table(run, judge(run, b.baseline_of(run), POLICY), width=80)
+    assert max(map(len, text.splitlines())) <= 80 and text.count("SAME") >= 4 and "% floor" in text
+
+
+def test_the_report_loads_no_torch_and_its_package_nothing_heavy() -> None:
+    check = "import sys, perfbench.report; print([m for m in ('torch', 'matplotlib', 'rich', 'jinja2', 'pandas') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    check = "import sys, perfbench.report.files, perfbench.report.terminal; print([m for m in ('torch', 'scipy') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.strip() == "[]"
