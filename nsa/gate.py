@@ -22,10 +22,13 @@ class SigmoidGate(nn.Module):
 class SoftmaxGate(nn.Module):
     """One MLP per kv group on the group's mean query (before RoPE); softmax(logits / temperature) over the active branches."""
 
+    off_N: Tensor
+
     def __init__(self, num_kv_heads: int, head_dim: int, *, temperature: float, branches: tuple[str, ...]) -> None:
         super().__init__()
         self.temperature = temperature
-        self.columns = [BRANCHES.index(b) for b in branches]
+        self.all_on = len(branches) == len(BRANCHES)
+        self.register_buffer("off_N", torch.tensor([b not in branches for b in BRANCHES]), persistent=False)
         self.up = nn.Parameter(torch.empty(num_kv_heads, head_dim, head_dim))
         self.down = nn.Parameter(torch.empty(num_kv_heads, head_dim, len(BRANCHES)))
         bound = head_dim**-0.5
@@ -37,8 +40,7 @@ class SoftmaxGate(nn.Module):
         mean_BTGD = q_BTQD.unflatten(2, (G, -1)).mean(3)
         hidden = nn.functional.silu(torch.einsum("btgd,gdh->btgh", mean_BTGD, self.up))
         logits = torch.einsum("btgh,ghn->btgn", hidden, self.down).float() / self.temperature
-        if len(self.columns) < len(BRANCHES):
-            off = [c for c in range(len(BRANCHES)) if c not in self.columns]
-            logits = logits.index_fill(-1, torch.tensor(off, device=logits.device), -torch.inf)
+        if not self.all_on:
+            logits = logits.masked_fill(self.off_N, -torch.inf)
         gates = logits.softmax(-1).to(q_BTQD.dtype)
         return gates[:, :, :, None].expand(-1, -1, -1, q_BTQD.shape[2] // G, -1).flatten(2, 3)

@@ -246,6 +246,9 @@ def _fa2_serves(asked: str, problem: Problem, capability: Capability, extra: lis
 
 def _route_selected(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> BranchRoute:
     path, reason = _selected_path(request, problem, capability, rejected)
+    if request.fa2 == "on" and path is not Path.V2 and "win" not in problem.branches:
+        why = [f"path {path.value} cannot use it, and there is no window branch for it to serve"]
+        raise RouteError(_cannot("fa2=on", why, "use path=v2, or fa2=off"))
     spec = SPECS[path]
     kernel, provider = "sdpa", f"torch {capability.torch_version}"
     if path is Path.REFERENCE:
@@ -268,6 +271,8 @@ def _selected_path(request: Request, problem: Problem, capability: Capability, r
 
 def _auto_path(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> tuple[Path, str]:
     no_fa2 = ["fa2=off was asked for"] if request.fa2 == "off" else fa2_reasons(problem, capability)
+    if request.fa2 == "on" and no_fa2:
+        raise RouteError(_cannot("fa2=on", no_fa2, "use fa2=off, or fa2=auto to take FA-2 only where it can serve"))
     if not request.v2_allowed:
         no_fa2 = ["NSA_SEL_RANGES_V2=0 forbids v2"]
     if not no_fa2:

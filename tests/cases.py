@@ -156,6 +156,8 @@ def assert_bf16_rule(
     rows = zip(["o", *(f"d{n}" for n in names)], [o, *grads], [eager_o, *eager_grads], [true_o, *true_grads], strict=True)
     for what, got, rough, want in rows:
         bound = 2 * error(rough, want) + 2**-8 * magnitude(want)
+        # No narrower than the rule for fp32: a gradient of exactly 0 may come out as the rest of an fp32 subtraction.
+        bound = max(bound, 1e-5 * max(1.0, magnitude(want)))
         found = error(got, want)
         assert found <= bound, f"{what}: error {found:.3e} exceeds {bound:.3e} (eager bf16: {error(rough, want):.3e})"
 

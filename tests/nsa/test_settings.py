@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path as File
+
 import pytest
 
 from nsa.routing import Path, Request, RouteError
 from nsa.settings import MEANINGS, load
+
+ROOT = File(__file__).parents[2]
 
 
 def test_nothing_set_changes_nothing() -> None:
@@ -89,3 +95,52 @@ def test_unknown_arguments_are_route_errors() -> None:
         load({}).request("maskd")
     with pytest.raises(RouteError, match="fa2='maybe'"):
         load({}).request(fa2="maybe")
+
+
+# From the environment of a process to what runs in it.
+
+ATTEND = """
+import torch, nsa
+from nsa import engagement
+q, k = torch.randn(1, 20, 4, 8), torch.randn(1, 20, 2, 8)
+blocks = torch.tensor([0, 1, -1], dtype=torch.int32).expand(1, 20, 2, 3){change}
+with engagement.collect() as engaged:
+    nsa.selected_attention(q, k, k, blocks, sel_block=16, path="{path}")
+print(sorted(engaged.counts))
+"""
+
+
+def attend_in_a_process(environment: dict[str, str], *, path: str = "auto", change: str = "") -> subprocess.CompletedProcess[str]:
+    code = ATTEND.format(path=path, change=change)
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "path", "engaged"),
+    [
+        ({"NSA_FORCE_SEL_MASK": "1"}, "auto", "['sel.masked', 'sel.sdpa']"),
+        ({"NSA_SEL_RANGES_V2": "0"}, "v2", "['sel.sdpa', 'sel.v1']"),
+    ],
+)
+def test_the_environment_decides_what_runs(environment: dict[str, str], path: str, engaged: str) -> None:
+    done = attend_in_a_process(environment, path=path)
+    assert done.returncode == 0 and done.stdout.strip() == engaged, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "path", "word"),
+    [
+        ({"NSA_FORCE_SEL_MASK": "1"}, "v2", "NSA_FORCE_SEL_MASK=1"),
+        ({"NSA_FORCE_SEL_MSK": "1"}, "auto", "NSA_FORCE_SEL_MASK"),
+        ({"NSA_USE_FA2": "1"}, "v2", "not CUDA"),
+    ],
+)
+def test_the_environment_refuses_loudly(environment: dict[str, str], path: str, word: str) -> None:
+    done = attend_in_a_process(environment, path=path)
+    assert done.returncode == 1 and not done.stdout and word in done.stderr
+
+
+@pytest.mark.parametrize("change", [".flip(-1)", " * 0", " + 1", " * 50"], ids=["descending", "doubled", "unpadded", "out of range"])
+def test_strict_asserts_check_the_blocks(change: str) -> None:
+    done = attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}, change=change)
+    assert done.returncode == 1 and "ValueError" in done.stderr and "blocks" in done.stderr, done.stderr

@@ -130,11 +130,11 @@ def _attend_chunk(q_RHD: Tensor, k_PLD: Tensor, v_PLD: Tensor, chunk: _Chunk, sc
 
 def _boundaries(length_R: Tensor, heads: int, slot: int) -> tuple[Tensor, Tensor]:
     """cu_seqlens int32 [2 R + 1] of queries and keys: (row's H queries, its prefix), (no query, rest of the slot), ..."""
-    row = torch.arange(length_R.shape[0], device=length_R.device)
-    cu_q = torch.stack([row * heads, (row + 1) * heads], 1).flatten()
-    cu_k = torch.stack([row * slot, row * slot + length_R], 1).flatten()
-    end_q, end_k = row.new_tensor([row.shape[0] * heads, row.shape[0] * slot]).unbind()
-    return torch.cat([cu_q, end_q[None]]).int(), torch.cat([cu_k, end_k[None]]).int()
+    R = length_R.shape[0]
+    row = torch.arange(R + 1, device=length_R.device, dtype=torch.int32)
+    cu_q = torch.stack([row * heads, (row + 1) * heads], 1).flatten()[: 2 * R + 1]
+    cu_k = torch.stack([row * slot, row * slot + F.pad(length_R, (0, 1))], 1).flatten()[: 2 * R + 1]
+    return cu_q, cu_k.int()
 
 
 def _sum_by_block(part_PLD: Tensor, chunk: _Chunk, num_columns: int) -> Tensor:
