@@ -143,7 +143,7 @@ def _train_speeds(planned: list[PlannedCell], rows: Mapping[str, list[Replicate]
     speeds = {}
     for cell in planned:
         if cell.axes.get("workload") == "train" and (good := usable(rows.get(cell.cell_id, []))):
-            speeds[_twin_key(cell.axes)] = median(_speeds(good))
+            speeds[_twin_key(cell.axes)] = min(_speeds(good))
     return speeds
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perfbench.result import Expect, RouteLine
+from perfbench.result import Expect, ParityLine, RouteLine
 
 
 class MeasureOptions(BaseModel):
@@ -44,3 +44,4 @@ class Job(BaseModel):
     seed: int
     profile: bool  # one untimed step under torch.profiler, once per cell
     injection: Injection | None = None
+    proof: ParityLine | None = None  # of the same route, workload and dtype, made earlier in this run on this card

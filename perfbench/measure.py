@@ -21,7 +21,7 @@ from perfbench.axes import torch_dtype_name
 from perfbench.clock import Clock
 from perfbench.job import Job
 from perfbench.plan import route_line
-from perfbench.result import Replicate, Status, Telemetry
+from perfbench.result import ParityLine, Physics, Replicate, Status, Telemetry
 from perfbench.telemetry import Sampler
 
 WARMUP_CAP_S = 5.0  # and never more than four times the asked warm-up
@@ -29,6 +29,8 @@ WARMUP_SAMPLE_S = 0.02
 STEADY_SLOPE_PER_S = 0.001
 MIN_SAMPLES = 3
 MAX_SAMPLES = 1000
+# On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times beside another process.
+CPU_THREADS = 1
 
 
 @dataclass(slots=True)
@@ -62,6 +64,8 @@ def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
 
 
 def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
+    if job.device == "cpu":
+        torch.set_num_threads(CPU_THREADS)
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
@@ -121,7 +125,9 @@ def _indexed(device: str) -> str:
     return "cuda:0" if device == "cuda" else device
 
 
-def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> Any:
+def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> ParityLine:
+    if job.proof is not None:
+        return job.proof
     dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
     path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] == "train"
     try:
@@ -213,9 +219,10 @@ def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> 
     if job.injection is None or job.injection.kind != "slowdown":
         return step
     assert job.injection.percent is not None
-    unit = _gemm(512, job)
+    # Large enough on a GPU that its time is the device's and not the launch's: 512 lost three quarters of the slowdown.
+    unit = _gemm(4096 if job.device == "cuda" else 128, job)
     clock.time_steps(unit, 10)
-    unit_s = clock.time_steps(unit, 100) / 100
+    unit_s = clock.time_steps(unit, 50) / 50
     count = max(1, round(job.injection.percent / 100 * step_s / unit_s))
 
     def slowed() -> None:
@@ -226,7 +233,7 @@ def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> 
     return slowed
 
 
-def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Any:
+def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physics:
     shape: dict[str, Any] = {
         "workload": str(job.axes["workload"]),
         "batch": int(job.axes["batch"]),

@@ -139,6 +139,7 @@ class ParityLine(_Record):
     max_error: float
     tolerance: float
     tensors: dict[str, float] = {}  # 'o', 'dq', ... -> error / tolerance
+    proved_in: str | None = None  # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
     worst: str  # tensor and place of the largest error / tolerance
 
 

@@ -224,7 +224,8 @@ def _writing(path: Path) -> Iterator[None]:
     except FileExistsError:
         raise PerfbenchError(Exit.USAGE, f"{path} exists already, and no two runs share a folder. Next: run again, or --out DIR") from None
     except FileNotFoundError:
-        raise PerfbenchError(Exit.USAGE, f"{path} does not exist. Next: name a run folder, e.g. one under reports/runs") from None
+        step = "name a run folder, e.g. one under reports/runs, or choose another --out DIR"
+        raise PerfbenchError(Exit.USAGE, f"{path} does not exist. Next: {step}") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         step = "free space, then go on with --resume" if full else "choose a folder that you may write to with --out DIR"

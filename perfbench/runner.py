@@ -25,7 +25,7 @@ from perfbench.job import Injection, Job
 from perfbench.matrix import Matrix
 from perfbench.plan import Plan
 from perfbench.progress import Progress, SilentProgress
-from perfbench.result import Environment, Manifest, PlannedCell, Replicate, Resumed, Run, Source, Status
+from perfbench.result import Environment, Manifest, ParityLine, PlannedCell, Replicate, Resumed, Run, Source, Status
 from perfbench.resumable import check_cells, check_same_ground, selected
 from perfbench.runfile import RunWriter
 from perfbench.verdict import Exit, PerfbenchError
@@ -157,6 +157,7 @@ class _Sweep:
     rows: list[Replicate]
     faults: list[Injection]
     progress: Progress
+    proofs: dict[str, ParityLine] = field(default_factory=dict)
 
     def run(self, chosen: Collection[str], deadline: float | None, now: Callable[[], float]) -> list[tuple[str, int]]:
         """Returns the replicates that the budget left unmeasured."""
@@ -196,9 +197,19 @@ class _Sweep:
             row = self._smaller_ran_out(cell, job) or self.executor.execute(job)
             self.rows.append(row)
             self.writer.append(row)
+            self._keep_proof(cell, row)
             later = sum(1 for other, _ in todo[done + 1 :] if other.cell_id == cell.cell_id)
             self.progress.finished(row, covers=1 + (later if row.status is not Status.OK else 0))
         return []
+
+    def _keep_proof(self, cell: PlannedCell, row: Replicate) -> None:
+        """A proof holds for its route, not for a length (parity has a length of its own), and for this sitting's card only.
+
+        It costs 7 s of a fresh process on an H100 (cuDNN loads, and builds a plan for each shape), so it is made once.
+        """
+        if row.parity is not None and row.parity.ok and row.parity.proved_in is None:
+            proof = row.parity.model_copy(update={"proved_in": f"{row.cell_id} #{row.replicate}"})
+            self.proofs.setdefault(_proof_key(cell), proof)
 
     def _over_budget(self, rest: list[tuple[PlannedCell, int]]) -> list[tuple[str, int]]:
         missing = [(cell.cell_id, block) for cell, block in rest if not self._has_failed(cell.cell_id)]
@@ -234,11 +245,18 @@ class _Sweep:
             seed=random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31),
             profile=replicate == 0,
             injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
+            proof=self.proofs.get(_proof_key(cell)),
         )
 
     def _how_to_go_on(self, planned: int) -> str:
         command = [*_without_resume(self.manifest.argv), "--resume", str(self.writer.folder)]
         return f"interrupted with {len(self.rows)} finished replicates in {self.writer.folder}. Next: {shlex.join(command)}"
+
+
+def _proof_key(cell: PlannedCell) -> str:
+    """Everything that the parity check depends on besides the model: all axes but the lengths, and the route."""
+    axes = {name: value for name, value in cell.axes.items() if name not in ("seq_len", "batch")}
+    return f"{sorted(axes.items())} {sorted(cell.route.counters)}"
 
 
 def _same_but_shorter(axes: Mapping[str, Any], than: Mapping[str, Any]) -> bool:

@@ -12,21 +12,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+MASK_ALIGNMENT = 16
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
 def grouped(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Tensor, *, scale: float) -> Tensor:
     """Attention under a boolean mask [B or 1, G or 1, T, S]; every row must allow a key. Returns [B, T, HQ, DV].
 
-    A group's heads share K, V and mask as expanded views: the memory-efficient kernel takes stride 0, and nothing
-    is repeated. (`enable_gqa` with a mask falls to the unfused kernel on CUDA.)
+    A group's heads share the mask as an expanded view. `enable_gqa` with a mask falls to the unfused kernel on CUDA, and
+    the memory-efficient one returns wrong numbers for expanded K and V of some lengths (PyTorch issue 191937), so those
+    are copied per head there: O(S), beside the O(T S) mask.
     """
     B, T, num_heads, _ = q_BTQD.shape
     S, G = k_BSGD.shape[1:3]
     H = num_heads // G
     q = q_BTQD.unflatten(2, (G, H)).permute(0, 2, 3, 1, 4).reshape(B * G, H, T, -1)
-    k = k_BSGD.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1)
-    v = v_BSGD.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1)
+    k, v = (x.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1) for x in (k_BSGD, v_BSGD))
+    if q.is_cuda:
+        # Its kernels want masks aligned to 16 bytes; PyTorch would pad every head's expanded mask by itself.
+        pad = -S % MASK_ALIGNMENT
+        k, v, mask = F.pad(k, (0, 0, 0, pad)).contiguous(), F.pad(v, (0, 0, 0, pad)).contiguous(), F.pad(mask, (0, pad))
+        S += pad
     if mask.shape[0] != 1 or mask.shape[1] != 1:
         mask = mask.expand(B, G, T, S).reshape(B * G, 1, T, S)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=_additive(mask, q).expand(B * G, H, T, S), scale=scale)

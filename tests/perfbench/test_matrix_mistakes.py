@@ -84,10 +84,10 @@ MISTAKES = [
     ("model: tiny", "model: 3", "m.yaml:4: model: got 3, wanted a preset"),
     ("model: tiny", "model:", "m.yaml:4: model: got nothing, wanted a preset"),
     # sections
-    ("processes: 3", "processes: 0", "m.yaml:17: measure: processes=0 must be at least 1"),
+    ("processes: 3", "processes: 0", "m.yaml:17: measure.processes: got 0: input should be greater than or equal to 1"),
     ("processes: 3", "processes: '3'", "m.yaml:17: measure.processes: got the text '3'"),
     ("processes: 3", "processes: true", "m.yaml:17: measure.processes: got the truth value true"),
-    ("warmup_s: 1", "warmup_s: -1", "m.yaml:17: measure: warmup_s must be >= 0"),
+    ("warmup_s: 1", "warmup_s: -1", "m.yaml:17: measure.warmup_s: got -1: input should be greater than or equal to 0"),
     ("tolerance_pct: 5", "tolerance_pct: 0", "m.yaml:18: gate.tolerance_pct: got 0"),
     ("{gpu: none}", "{gpu: none, on_mismatch: refuze}", "got the text 'refuze', wanted refuse, warn, skip; did you mean 'refuse'?"),
     ("{gpu: none}", "{gpu: ~}", "m.yaml:3: target.gpu: got nothing"),
