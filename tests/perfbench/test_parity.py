@@ -1,0 +1,304 @@
+"""Proof before timing: green for every path, red for a fault planted in each part, and in the gradients alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import selection
+from nsa.config import ModelConfig, NSAConfig
+from nsa.ops import combine, compressed, sdpa, sliding
+from nsa.ops.selected import PATHS
+from nsa.routing import DENSE_KINDS, Path
+from perfbench import parity
+from perfbench.result import ParityLine
+from tests.perfbench.jobs import TINY, cell_of, route_of
+
+TOKENS = (5 + 4) * 16 + 1  # (n + 4) l' + 1 of the tiny geometry
+INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+Attend = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def prove(
+    path: str = "v2", *, model: ModelConfig = TINY, train: bool = True, dtype: torch.dtype = torch.float32, **changes: Any
+) -> ParityLine:
+    timed = route_of(cell_of(path, dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]), model)
+    fa2 = "n/a" if path in DENSE_KINDS else "off"
+    values: dict[str, Any] = {"path": path, "fa2": fa2, "dtype": dtype, "device": "cpu", "train": train, "seed": 3}
+    return parity.check(model, timed, **{**values, **changes})
+
+
+def wrong(line: ParityLine) -> set[str]:
+    """Tensors beyond their tolerance."""
+    assert line.ok == all(ratio <= 1 for ratio in line.tensors.values())
+    return {name for name, ratio in line.tensors.items() if ratio > 1}
+
+
+@pytest.mark.parametrize("path", [*Path, "auto", "adaptive"])
+def test_every_path_is_proved(path: str) -> None:
+    line = prove(path)
+    assert line.ok and wrong(line) == set(), line.worst
+    assert set(line.tensors) == {"o", "blocks", *(f"d{name}" for name in INPUTS)}
+    assert (line.tokens, line.rows, line.proved_in) == (TOKENS, 64, None)
+    assert 0 < line.max_error <= line.tolerance < 1e-3 and line.tensors["blocks"] == 0.0
+    assert max(line.tensors.values()) < 0.7, "the tolerance leaves room: this is no luck of one seed"
+
+
+def test_the_dense_twin_is_proved() -> None:
+    line = prove("dense")
+    assert line.ok and set(line.tensors) == {"o", "dq", "dk_sel", "dv_sel"} and (line.tokens, line.rows) == (TOKENS, 64)
+
+
+@pytest.mark.parametrize("path", ["v2", "dense"])
+def test_a_forward_cell_needs_no_gradients(path: str) -> None:
+    assert set(prove(path, train=False).tensors) - {"blocks"} == {"o"}
+
+
+@pytest.mark.parametrize("path", ["v2", "masked", "v1", "dense"])
+def test_bf16_is_judged_by_its_own_rounding(path: str) -> None:
+    line = prove(path, dtype=torch.bfloat16)
+    assert line.ok, line.worst
+    assert 1e-3 < line.tolerance < 0.3
+
+
+def variants() -> dict[str, NSAConfig]:
+    changes: list[dict[str, Any]] = [{"share_kv": True}, {"gate": "softmax"}, {"num_initial": 0}, {"num_local": 1}, {"window": 1}]
+    changes += [{"cmp_block": 16, "cmp_stride": 8}, {"sel_block": 8, "num_selected": 3}, {"rope": "half"}, {"cmp_rope": "after"}]
+    changes += [{"branches": branches} for branches in (("cmp",), ("sel",), ("win",), ("cmp", "win"), ("sel", "win"))]
+    return {str(change): replace(TINY.nsa, **change) for change in changes}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "forward"])
+@pytest.mark.parametrize("name", variants())
+def test_every_geometry_is_proved(name: str, train: bool) -> None:
+    """What the config allows, the proof must judge: a branch that is left out has gradients of exactly 0."""
+    line = prove("masked", model=replace(TINY, nsa=variants()[name]), train=train)
+    assert line.ok, line.worst
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(6, 1, (16, 16)), (3, 3, (12, 20)), (4, 2, (64, 64))])
+def test_heads_are_the_cells_own(heads: int, kv_heads: int, dims: tuple[int, int]) -> None:
+    model = replace(TINY, num_heads=heads, num_kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1])
+    assert prove("v2", model=model).ok
+
+
+# Faults. Each replaces what dispatch or the public function calls, as a bug in that file would.
+
+
+def in_path(monkeypatch: pytest.MonkeyPatch, path: Path, change: Callable[[Attend], Attend]) -> None:
+    monkeypatch.setitem(PATHS, path, change(PATHS[path]))  # type: ignore[arg-type]
+
+
+def one_key_too_many(attend: Attend) -> Attend:
+    return lambda *x, q_start, **options: attend(*x, q_start=q_start + 1, **options)
+
+
+def last_block_dropped(attend: Attend) -> Attend:
+    def dropped(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> Tensor:
+        return attend(q, k, v, torch.cat([blocks[..., :-1], torch.full_like(blocks[..., :1], -1)], -1), **options)
+
+    return dropped
+
+
+def a_little_too_sharp(attend: Attend) -> Attend:
+    return lambda *x, scale, **options: attend(*x, scale=scale * 1.001, **options)
+
+
+def heads_in_the_wrong_group(attend: Attend) -> Attend:
+    return lambda q, k, v, *rest, **options: attend(q, k.flip(2), v.flip(2), *rest, **options)
+
+
+SELECTED_FAULTS = [one_key_too_many, last_block_dropped, a_little_too_sharp, heads_in_the_wrong_group]
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "forward"])
+@pytest.mark.parametrize("fault", SELECTED_FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("path", [Path.V1, Path.V2, Path.MASKED])
+def test_a_fault_in_a_selected_path(monkeypatch: pytest.MonkeyPatch, path: Path, fault: Callable[[Attend], Attend], train: bool) -> None:
+    in_path(monkeypatch, path, fault)
+    line = prove(path, train=train)
+    assert not line.ok and "o" in wrong(line) and line.max_error > line.tolerance
+    assert not train or {"dk_sel", "dv_sel"} <= wrong(line) <= {"o", "dq", "dk_sel", "dv_sel", "dgates"}, "and only there"
+    others = [other for other in (Path.V1, Path.V2, Path.MASKED) if other is not path]
+    assert all(prove(other, train=False).ok for other in others), "it is this path's proof, not another's"
+
+
+@pytest.mark.parametrize("fault", SELECTED_FAULTS[:2], ids=lambda fault: fault.__name__)
+def test_a_fault_in_bf16(monkeypatch: pytest.MonkeyPatch, fault: Callable[[Attend], Attend]) -> None:
+    """bf16's tolerance is wide, and one key more or less is still far outside."""
+    in_path(monkeypatch, Path.V2, fault)
+    assert "o" in wrong(prove(Path.V2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("by", [1, -1])
+def test_a_window_of_another_length(monkeypatch: pytest.MonkeyPatch, by: int) -> None:
+    attend = sliding.attend
+    monkeypatch.setattr(sliding, "attend", lambda *x, window, **options: attend(*x, window=window + by, **options))
+    assert {"o", "dk_win", "dv_win"} <= wrong(prove()) <= {"o", "dq", "dk_win", "dv_win", "dgates"}
+
+
+def test_a_compressed_block_seen_before_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = compressed.attend
+    monkeypatch.setattr(compressed, "attend", lambda *x, block, **options: attend(*x, block=block - 1, **options))
+    assert {"o", "dk_cmp", "dv_cmp"} <= wrong(prove()) <= {"o", "dq", "dk_cmp", "dv_cmp", "dgates"}
+
+
+def test_blind_rows_that_are_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first compressed block ends, that branch is 0; a mean over everything would leak the future."""
+    attend = compressed.attend
+    monkeypatch.setattr(compressed, "attend", lambda q, k, v, **options: attend(q, k, v, **options) + 1e-3)
+    assert "o" in wrong(prove(train=False))
+
+
+def test_compression_over_the_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    from nsa import functional
+
+    compress = functional.compress
+    monkeypatch.setattr(functional, "compress", lambda x, *, config: compress(x.roll(1, 1), config=config))
+    assert "o" in wrong(prove(train=False))
+
+
+def test_gates_of_the_wrong_branch(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated_sum = combine.gated_sum
+    monkeypatch.setattr(combine, "gated_sum", lambda gates, outputs, columns: gated_sum(gates, outputs, [1, 0, 2]))
+    assert {"o", "dgates"} <= wrong(prove())
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_a_selection_that_is_off_by_one_block(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
+    choose = selection.choose
+
+    def shifted(*x: Any, **options: Any) -> Tensor:
+        blocks = choose(*x, **options)
+        return torch.where(blocks < 0, blocks, (blocks + shift).clamp(min=0)).int()
+
+    monkeypatch.setattr(selection, "choose", shifted)
+    line = prove(train=False)
+    assert not line.ok and "blocks" in wrong(line)
+
+
+def test_a_selection_that_skips_the_best_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over wrong blocks is right attention: only the comparison of the sets sees it."""
+    scores = selection.block_scores
+    monkeypatch.setattr(selection, "block_scores", lambda *x: -scores(*x))
+    line = prove()
+    assert wrong(line) == {"blocks"} and not line.ok and line.max_error > line.tolerance
+
+
+def test_equal_scores_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where two blocks score alike, either may be taken: rounding decides, not the code."""
+    choose = selection.choose
+    monkeypatch.setattr(parity.oracle, "select", lambda q, k, **options: _as_if_tied(choose, q, k, **options))
+    assert prove(train=False).tensors["blocks"] == 0.0
+
+
+def _as_if_tied(choose: Attend, q: Tensor, k: Tensor, *, positions: Tensor, config: NSAConfig, kv_len: int) -> tuple[Tensor, Tensor]:
+    blocks = torch.full((*q.shape[:2], k.shape[2], config.num_selected), 99)
+    return blocks, torch.full(blocks.shape[:3], parity.NEAR_TIE / 2, dtype=torch.float64)
+
+
+# Gradients alone: the output is right to the last bit.
+
+
+def gradient_times(x: Tensor, factor: float) -> Tensor:
+    return x.detach() + (x - x.detach()) * factor if factor else x.detach()
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 1.001, 2.0])
+@pytest.mark.parametrize("tensor", ["k", "v"])
+@pytest.mark.parametrize("branch", ["cmp", "sel", "win"])
+def test_a_wrong_gradient_alone(monkeypatch: pytest.MonkeyPatch, branch: str, tensor: str, factor: float) -> None:
+    """0 is a forgotten gradient (`detach`): it must be said like any other wrong number."""
+
+    def spoil(attend: Attend) -> Attend:
+        def spoiled(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor, **options: Any) -> Tensor:
+            k, v = (gradient_times(x, factor if name == tensor else 1.0) for name, x in (("k", k), ("v", v)))
+            return attend(q, k, v, *rest, **options)
+
+        return spoiled
+
+    if branch == "sel":
+        in_path(monkeypatch, Path.V2, spoil)
+    else:
+        module = {"cmp": compressed, "win": sliding}[branch]
+        monkeypatch.setattr(module, "attend", spoil(module.attend))
+    assert prove(train=False).ok, "the output is right"
+    assert wrong(prove()) == {f"d{tensor}_{branch}"}
+
+
+def test_gates_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated_sum = combine.gated_sum
+    monkeypatch.setattr(combine, "gated_sum", lambda gates, *rest: gated_sum(gradient_times(gates, 0.5), *rest))
+    assert prove(train=False).ok and wrong(prove()) == {"dgates"}
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "forward"])
+def test_the_dense_twin_is_judged(monkeypatch: pytest.MonkeyPatch, train: bool) -> None:
+    causal = sdpa.causal
+    monkeypatch.setattr(sdpa, "causal", lambda q, k, v, **options: causal(q, k.roll(1, 1), v.roll(1, 1), **options))
+    assert "o" in wrong(prove("dense", train=train))
+
+
+def test_a_wrong_gradient_of_the_dense_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    causal = sdpa.causal
+    monkeypatch.setattr(sdpa, "causal", lambda q, k, v, **options: causal(q, gradient_times(k, 1.01), v, **options))
+    assert wrong(prove("dense")) == {"dk_sel"}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_wrong_and_can_be_stored(monkeypatch: pytest.MonkeyPatch, value: float) -> None:
+    attend = compressed.attend
+    monkeypatch.setattr(compressed, "attend", lambda *x, **options: attend(*x, **options) + value)
+    line = prove(train=False)
+    assert not line.ok and line.tensors["o"] == 1e9
+    assert "NaN" not in json.dumps(line.model_dump()) and "Infinity" not in json.dumps(line.model_dump())
+
+
+@pytest.mark.parametrize("row", [0, 3, 4, 7, 8, 15, 16, 23, 24, 79, 80, TOKENS - 1])
+def test_a_fault_at_one_boundary_row(monkeypatch: pytest.MonkeyPatch, row: int) -> None:
+    """Both sides of stride, block, selection block, window and the end of "everything is selected", first and last."""
+
+    def spoil(attend: Attend) -> Attend:
+        bump = torch.zeros(1, TOKENS, 1, 1)
+        bump[:, row] = 1e-2
+        return lambda *x, **options: attend(*x, **options) + bump
+
+    in_path(monkeypatch, Path.V2, spoil)
+    assert all("o" in wrong(prove(train=False, seed=seed)) for seed in (1, 2)), "not by luck of a seed"
+
+
+def test_another_route_proves_nothing() -> None:
+    timed = route_of(cell_of("v1"))
+    with pytest.raises(parity.RouteDiffers, match=r"sel.v2.*sel.v1"):
+        parity.check(TINY, timed, path="v2", fa2="off", dtype=torch.float32, device="cpu", train=False, seed=3)
+    with pytest.raises(parity.RouteDiffers, match="dense.sdpa"):
+        parity.check(TINY, timed, path="dense", fa2="n/a", dtype=torch.float32, device="cpu", train=False, seed=3)
+
+
+def test_adaptive_is_proved_on_the_path_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the proof's own length it would take v1; the timed cell takes v2."""
+    timed = route_of(cell_of("adaptive", seq_len=2048))
+    assert timed.branch("sel").implementation == "v2"
+    in_path(monkeypatch, Path.V2, last_block_dropped)
+    line = parity.check(TINY, timed, path="adaptive", fa2="off", dtype=torch.float32, device="cpu", train=False, seed=3)
+    assert not line.ok
+    assert prove("adaptive", train=False).ok, "v1 at 64 tokens is untouched"
+
+
+def test_inputs_follow_the_seed() -> None:
+    assert prove(train=False) == prove(train=False)
+    assert prove(train=False).max_error != prove(train=False, seed=4).max_error
