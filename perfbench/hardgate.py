@@ -11,7 +11,7 @@ from perfbench.result import BranchLine, PlannedCell, Replicate, Status
 from perfbench.verdict import Verdict
 
 MAX_RATE_MISMATCH = 0.01  # stored tok/s against its own samples
-REASON_TAIL = 300  # the end of a traceback names the error
+REASON_CHARS = 300
 
 
 def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], train_tok_per_s: float | None) -> list[Finding]:
@@ -71,8 +71,8 @@ def _row_findings(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
 def _ended(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
     if row.status in (Status.OK, Status.PARITY):
         return
-    last = row.reason or (row.stderr_tail.strip().splitlines() or [""])[-1]
-    reason = last.strip()[-REASON_TAIL:]
+    # A reason begins with what happened; of a traceback the last line names the error.
+    reason = (row.reason or (row.stderr_tail.strip().splitlines() or [""])[-1]).strip()[:REASON_CHARS]
     if row.status is Status.WRONG_PATH:
         yield Finding(Verdict.WRONG_PATH, "path", reason or "; ".join(path_problems(cell, row)))
     else:
@@ -83,7 +83,7 @@ def _parity(row: Replicate) -> Iterator[Finding]:
     parity = row.parity
     if parity is None:
         if row.status is Status.PARITY:
-            yield Finding(Verdict.PARITY, "parity", row.reason[-REASON_TAIL:] or "differs from the oracle; no detail was recorded")
+            yield Finding(Verdict.PARITY, "parity", row.reason[:REASON_CHARS] or "differs from the oracle; no detail was recorded")
         elif row.status is Status.OK:
             yield Finding(Verdict.PARITY, "no proof", "timed without a parity check: a number without proof is not a result")
         return

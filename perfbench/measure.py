@@ -75,14 +75,14 @@ def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
     cold_start_s, engaged = _first_step(work)
     facts |= {"cold_start_s": cold_start_s, "engaged": engaged}
     if fault := wrong_path(route.counters, job.plan.counters, engaged, job.expect.engaged, job.expect.forbidden):
-        raise Stop(Status.WRONG_PATH, "; ".join([fault, *route.notes]), facts)
+        raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
 
     step_s = _warm_up(work.step, clock, job.measure.warmup_s)
     step = _slowed(work.step, step_s, job, clock)
     timed = _time(step, step_s, job, clock, sampler)
     facts |= timed.facts(work.tokens_per_step)
     if fault := wrong_path(route.counters, job.plan.counters, timed.engaged, job.expect.engaged, job.expect.forbidden):
-        raise Stop(Status.WRONG_PATH, "; ".join([fault, *route.notes]), _without_speed(facts))
+        raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
@@ -119,6 +119,11 @@ def wrong_path(
     if present := [name for name in forbidden if name in engaged]:
         return f"{', '.join(present)} is forbidden here, and it ran"
     return None
+
+
+def _with_reasons(fault: str, route: Route) -> str:
+    """The fault, and why the route is what it is: what was rejected, and which setting had a say."""
+    return "; ".join([fault, *(f"not {r.alternative}: {r.reason}" for r in route.rejected), *route.notes])
 
 
 def _indexed(device: str) -> str:

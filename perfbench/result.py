@@ -64,6 +64,7 @@ class PlannedCell(_Record):
     config_sha256: str
     route: RouteLine
     expect: Expect = Expect()
+    layers: int | None = None  # each counter is due once a layer and step; null in files older than this field
 
 
 class Environment(_Record):

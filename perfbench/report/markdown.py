@@ -156,6 +156,7 @@ def _by_severity(rows: Iterable[Row]) -> list[Row]:
 
 def _red(row: Row) -> dict[str, Any]:
     planned = " ".join(row.planned.route.counters) if row.planned else ""
+    route = row.planned.route if row.planned else None
     return {
         "verdict": row.verdict,
         "exit": int(EXIT_OF[Verdict(row.verdict)]),
@@ -163,6 +164,7 @@ def _red(row: Row) -> dict[str, Any]:
         "reason": row.cell.reason,
         "statuses": ", ".join(f"{count} {name}" for name, count in row.statuses.items()),
         "planned": planned,
+        "rejected": [f"not {r['alternative']}: {r['reason']}" for r in route.rejected] + route.notes if route else [],
         "engaged": " ".join(f"{name}={count}" for name, count in sorted(row.engaged.items())),
         "reproduce": row.cell.reproduce,
         "stderr": row.stderr_tail if row.cell.verdict is Verdict.FAILED else "",

@@ -252,9 +252,9 @@ def test_rows_of_an_unplanned_cell_fail() -> None:
 
 @pytest.mark.parametrize("status", [Status.OOM, Status.TIMEOUT, Status.CRASH, Status.SKIPPED])
 def test_a_replicate_that_did_not_finish_fails_the_cell(status: Status) -> None:
-    judgement = judge(fail(b.small_run(), TRAIN, status, reason=f"{'x' * 900} the end"), None, POLICY)
+    judgement = judge(fail(b.small_run(), TRAIN, status, reason=f"the start {'x' * 900}"), None, POLICY)
     assert verdict_of(judgement, TRAIN) is Verdict.FAILED and judgement.exit_code is Exit.FAILED
-    assert reason_of(judgement, TRAIN).startswith(status.value) and "the end (3 of 3 replicates)" in reason_of(judgement, TRAIN)
+    assert reason_of(judgement, TRAIN).startswith(f"{status.value}: the start") and "(3 of 3 replicates)" in reason_of(judgement, TRAIN)
     assert len(reason_of(judgement, TRAIN)) < 400
     assert verdict_of(judgement, DENSE) is None  # the rest is judged
 

@@ -7,7 +7,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,21 +84,13 @@ class Watch(FakeSampler):
         self.opened_s = self.closed_s = -1.0
         self.steps_before = -1
 
-    def window(self) -> AbstractContextManager[Window]:
-        return self._watched(super().window())
-
-    def _watched(self, inner: AbstractContextManager[Window]) -> AbstractContextManager[Window]:
-        from contextlib import contextmanager
-
-        @contextmanager
-        def watched() -> Iterator[Window]:
-            self.opened_s = self._clock.now()
-            self.steps_before = self._counter.steps if self._counter else -1
-            with inner as opened:
-                yield opened
-            self.closed_s = self._clock.now()
-
-        return watched()
+    @contextmanager
+    def window(self) -> Iterator[Window]:
+        self.opened_s = self._clock.now()
+        self.steps_before = self._counter.steps if self._counter else -1
+        with super().window() as opened:
+            yield opened
+        self.closed_s = self._clock.now()
 
 
 def run(asked: Job, clock: Any = None, sampler: Sampler | None = None) -> Replicate:
@@ -116,15 +108,18 @@ def assert_no_speed(row: Replicate) -> None:
 # A row that is in order.
 
 
-@pytest.mark.parametrize("kind", ["train", "forward"])
-@pytest.mark.parametrize("path", ["v1", "v2", "masked", "dense", "auto"])
+EVERY_PATH = [(path, "train") for path in ("v2", "masked", "dense")] + [(path, "forward") for path in ("v1", "v2", "auto", "dense")]
+
+
+@pytest.mark.parametrize(("path", "kind"), EVERY_PATH)
 def test_an_ok_row_is_complete_and_consistent(path: str, kind: str) -> None:
-    seconds = itertools.cycle([STEP_S, 2 * STEP_S, STEP_S])  # so that mean and median differ
+    seconds = itertools.cycle([STEP_S] * 4 + [8 * STEP_S])
     asked = job(path, kind, 96, batch=2, profile=True, measure={"samples": 4})
     begin = time.monotonic()
     row = run(asked, FakeClock(seconds))
     assert (row.status, row.reason) == (Status.OK, "")
     assert (row.cell_id, row.replicate, row.axes, row.config_sha256) == (asked.cell_id, 0, asked.axes, asked.config_sha256)
+    assert statistics.fmean(row.samples_s) != statistics.median(row.samples_s), "or the next lines could not tell them apart"
     assert len(row.samples_s) == 4 and row.tokens_per_step == 2 * 96 and row.steps_per_sample >= 1
     assert row.tok_per_s == pytest.approx(row.tokens_per_step * row.steps_per_sample / statistics.median(row.samples_s), rel=1e-12)
     assert row.route == asked.plan
@@ -238,9 +233,9 @@ def test_no_warm_up_still_sizes_the_samples(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_warmed_up_speed_sizes_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cold first steps, a hundred times slower, must not make samples a hundred times too short."""
+    """The cold first steps, many times slower, must not make samples many times too short."""
     stub(monkeypatch)
-    seconds = itertools.chain([100 * STEP_S], itertools.repeat(STEP_S))
+    seconds = itertools.chain([32 * STEP_S, 16 * STEP_S, 8 * STEP_S], itertools.repeat(STEP_S))
     row = run(job(proof=PROOF, measure={"min_sample_ms": 8 * STEP_S * 1e3, "warmup_s": 1.0}), FakeClock(seconds))
     assert row.steps_per_sample == 8
 
@@ -260,8 +255,8 @@ def test_is_level_amid_noise() -> None:
         return [0.02 * (1 + drift * 0.02 * i + noise * luck.gauss(0, 1)) for i in range(100)]
 
     assert sum(is_level(series(seed, 0.0)) for seed in range(100)) >= 85, "two standard errors: 95 of 100"
-    assert sum(is_level(series(seed, 0.1)) for seed in range(100)) == 0
-    assert sum(is_level(series(seed, -0.1)) for seed in range(100)) == 0
+    for drift in (0.02, -0.02, 0.2):  # the smaller ones are six standard errors
+        assert sum(is_level(series(seed, drift)) for seed in range(100)) <= 1
 
 
 # Another path than planned.
@@ -326,7 +321,7 @@ def test_what_runs_while_timing_is_what_counts(monkeypatch: pytest.MonkeyPatch, 
     stub(monkeypatch, engages=lambda number: planned if number < 5 else later)
     row = run(job(proof=PROOF, profile=True))
     assert row.status is Status.WRONG_PATH and "engaged" in row.reason and row.profile is None
-    assert row.engaged.get("sel.v2", 0) == 0 or "sel.v1" in row.engaged or "cmp.sdpa" not in row.engaged, "of the timed window"
+    assert set(row.engaged) == {counter for branch in later for counter in branch.counters}, "of the timed window"
     assert row.telemetry is not None, "facts are kept, the speed is not"
     assert_no_speed(row)
 
