@@ -13,6 +13,8 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted four dimensions [B, tokens, heads, D]; unflatten the heads")
+        if 0 in x.shape[:1] or (name == "q" and 0 in x.shape):
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted at least one sequence and one query; skip empty calls")
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; wanted one floating dtype for all; cast them first")
         if x.device != q.device:
@@ -38,8 +40,22 @@ def start(q: Tensor, q_start: int | Tensor) -> None:
     if isinstance(q_start, Tensor):
         if q_start.shape != q.shape[:1] or q_start.dtype != torch.int64:
             raise ValueError(f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64 [{q.shape[0]}]")
-    elif q_start < 0:
-        raise ValueError(f"q_start={q_start}; wanted the position of the first query, >= 0; 0 begins a sequence")
+    elif not isinstance(q_start, int) or q_start < 0:
+        raise ValueError(f"q_start={q_start!r}; wanted the position of the first query, an int >= 0; 0 begins a sequence")
+
+
+def sizes(**values: int) -> None:
+    """Block sizes and strides, in tokens."""
+    for name, value in values.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}; wanted a number of tokens >= 1; nsa.NSAConfig holds the paper's")
+
+
+def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """The three branches' K and V must have one shape: a route is for all of them."""
+    shapes = {branch: (tuple(k.shape), tuple(v.shape)) for branch, (k, v) in pairs.items()}
+    if len(set(shapes.values())) != 1:
+        raise ValueError(f"kv shapes (k, v) {shapes}; wanted the same for each branch; project them alike")
 
 
 def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:

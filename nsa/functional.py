@@ -48,6 +48,7 @@ def compressed_attention(
     sees no block gets exactly 0 and -inf.
     """
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
+    checks.sizes(block=block, stride=stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = route_for(q, k_cmp.shape[2], v_cmp.shape[3], k_cmp.shape[1], branches=("cmp",), q_start=q_start, path="auto", fa2="auto")
     o = dispatch.compressed(chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
@@ -81,8 +82,9 @@ def selected_attention(
     """
     checks.qkv(q, k, v, q_start=q_start)
     checks.blocks(blocks, q, k)
-    if settings.current().strict_asserts.value:
-        checks.block_contents(blocks, k.shape[1], sel_block)
+    checks.sizes(sel_block=sel_block)
+    _assert_blocks(blocks, k.shape[1], sel_block)
+    k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("sel",), q_start=q_start, path=path, fa2=fa2)
     return dispatch.selected(chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)
@@ -112,6 +114,8 @@ def nsa_attention(
     """
     for k, v in (kv_cmp, kv_sel, kv_win):
         checks.qkv(q, k, v, q_start=q_start)
+    checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
+    kv_cmp, kv_sel, kv_win = (_up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win))
     if gates.shape != (*q.shape[:3], len(BRANCHES)):
         raise ValueError(f"gates {tuple(gates.shape)}; wanted {(*q.shape[:3], len(BRANCHES))}: one for each of {BRANCHES}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -129,10 +133,24 @@ def nsa_attention(
         )
     if "sel" in config.branches:
         blocks = selection.choose(q, k_cmp, config=config, q_start=q_start, kv_len=S, scale=scale)
+        _assert_blocks(blocks, S, config.sel_block)
         outputs.append(dispatch.selected(chosen, q, *kv_sel, blocks, sel_block=config.sel_block, q_start=q_start, scale=scale))
     if "win" in config.branches:
         outputs.append(dispatch.window(chosen, q, *kv_win, size=config.window, q_start=q_start, scale=scale))
     return combine.gated_sum(gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
+
+
+def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
+    """Without the keys that no query can see (a cache's unused room), whose contents may be anything."""
+    if isinstance(q_start, Tensor):
+        return kv
+    end = q_start + q.shape[1]
+    return (kv[0][:, :end], kv[1][:, :end]) if kv[0].shape[1] > end else kv
+
+
+def _assert_blocks(blocks: Tensor, num_keys: int, sel_block: int) -> None:
+    if settings.current().strict_asserts.value:
+        checks.block_contents(blocks, num_keys, sel_block)
 
 
 def _rotate_blocks(k_cmp: Tensor, config: NSAConfig) -> Tensor:

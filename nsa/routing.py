@@ -99,12 +99,17 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for. ``notes`` say which setting changed it, so that the Route can repeat them."""
+    """What was asked for. ``notes`` say which setting changed it, so that the Route can repeat them.
+
+    An argument's fa2=on must find a branch to serve; ``fa2_from_environment`` means one for every branch that FA-2 can
+    express, which may be none.
+    """
 
     path: str = AUTO
     fa2: str = AUTO
     fa2_win: str = AUTO
     v2_allowed: bool = True
+    fa2_from_environment: bool = False
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -227,7 +232,7 @@ def _cannot(what: str, reasons: list[str], next_step: str) -> str:
 
 def _route_compressed(request: Request, problem: Problem, capability: Capability) -> BranchRoute:
     staircase = "its staircase mask is not expressible in FA-2"
-    if request.fa2 == "on" and problem.branches == ("cmp",):
+    if request.fa2 == "on" and problem.branches == ("cmp",) and not request.fa2_from_environment:
         raise RouteError(_cannot("fa2=on for the compressed branch", [staircase], "use fa2=off or fa2=auto"))
     return BranchRoute("cmp", "sdpa", "sdpa", f"torch {capability.torch_version}", f"SDPA over a boolean mask; {staircase}")
 
@@ -246,7 +251,7 @@ def _fa2_serves(asked: str, problem: Problem, capability: Capability, extra: lis
 
 def _route_selected(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> BranchRoute:
     path, reason = _selected_path(request, problem, capability, rejected)
-    if request.fa2 == "on" and path is not Path.V2 and "win" not in problem.branches:
+    if request.fa2 == "on" and path is not Path.V2 and "win" not in problem.branches and not request.fa2_from_environment:
         why = [f"path {path.value} cannot use it, and there is no window branch for it to serve"]
         raise RouteError(_cannot("fa2=on", why, "use path=v2, or fa2=off"))
     spec = SPECS[path]

@@ -23,7 +23,8 @@ def choose(q: Tensor, k_cmp: Tensor, *, config: NSAConfig, q_start: int | Tensor
     position_BT = query_positions(q_start, q.shape[1], q.device)
     if config.num_selected >= J:  # every candidate fits: no score can change the set
         return _all_candidates(q, k_cmp.shape[2], J, position_BT, config)
-    chunks = [_choose_chunk(q[:, rows], k_cmp, position_BT[:, rows], J, config, grid, scale) for rows in _query_slices(q, k_cmp)]
+    with torch.autocast(q.device.type, enabled=False):  # which would score in bf16
+        chunks = [_choose_chunk(q[:, rows], k_cmp, position_BT[:, rows], J, config, grid, scale) for rows in _query_slices(q, k_cmp)]
     return torch.cat(chunks, 1)
 
 

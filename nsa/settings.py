@@ -59,7 +59,8 @@ class Settings:
             fa2_win = _on_off(self.use_fa2_win.value)
             _agree(f"NSA_USE_FA2_WIN={int(self.use_fa2_win.value)}", fa2_win, "fa2", asked.fa2)
             notes.append(f"NSA_USE_FA2_WIN (environment) requests fa2={fa2_win} for the window")
-        return Request(str(path), fa2, fa2_win, v2_allowed, tuple(notes))
+        from_environment = self.use_fa2.value is not None and asked.fa2 == AUTO
+        return Request(str(path), fa2, fa2_win, v2_allowed, from_environment, tuple(notes))
 
 
 def _on_off(value: bool) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from perfbench.axes import AXES
 from perfbench.gate import judge, selected_ids, usable
-from perfbench.judgement import BaselineProblem, shorten
+from perfbench.judgement import BaselineProblem, shorten, unproved
 from perfbench.policy import GatePolicy
 from perfbench.result import Environment, PlannedCell, Replicate, Run, Source
 from perfbench.verdict import Exit, PerfbenchError, Verdict
@@ -112,7 +112,7 @@ def read(path: Path) -> Baseline | BaselineProblem:
 
 def show(baseline: Baseline) -> str:
     """A text table of what the baseline holds."""
-    commit = (baseline.source.commit or f"unknown ({baseline.source.reason})")[:40]
+    commit = ", ".join(part for part in ((baseline.source.commit or "")[:40], unproved(baseline.source)) if part)
     dirty = " with uncommitted changes" if baseline.source.dirty_sha256 else ""
     lines = [
         f"matrix {baseline.matrix_name} ({baseline.matrix_sha256[:12]}), promoted {baseline.promoted_utc}",
@@ -147,6 +147,8 @@ def promote(run: Run, path: Path, *, allow_dirty: bool = False, promoted_utc: st
         notes.append("the environment or method changed, so no earlier cell could be kept")
     if manifest.source.dirty_sha256:
         notes.append("the measured tree had uncommitted changes; the file records it")
+    if why := unproved(manifest.source):
+        notes.append(f"the measured commit is {why}; the file records it")
     baseline = Baseline(
         method_version=manifest.method_version,
         matrix_name=manifest.matrix_name,
@@ -168,6 +170,10 @@ def _refuse(run: Run, allow_dirty: bool) -> None:
         reasons.append(f"it was made with injected faults ({', '.join(manifest.injections)}): such a run is a demonstration")
     if manifest.source.dirty_sha256 and not allow_dirty:
         reasons.append("its tree had uncommitted changes: commit them and measure again, or pass --allow-dirty, which is recorded")
+    if (why := unproved(manifest.source)) and not allow_dirty:
+        got = f"commit {manifest.source.commit}, {why}" if manifest.source.commit else f"commit {why}"
+        next_ = "measure in a git checkout without --source-commit, or pass --allow-dirty, which is recorded"
+        reasons.append(f"its code is of unproved origin: got {got}, wanted a commit that git itself names; {next_}")
     judgement = judge(run, None, GatePolicy(min_replicates=1))
     if judgement.exit_code is not Exit.OK:
         reasons.append(f"it is red: {judgement.headline}")

@@ -175,7 +175,7 @@ class TargetLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TargetFit:
-    """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs."""
+    """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs or cannot be known."""
 
     device: str  # 'cpu' or 'cuda'
     gpu: GpuHandle | None
@@ -200,11 +200,12 @@ def check_target(target: TargetLike, *, module: Any | None = None, environ: Mapp
     elif len(gpus) < target.count:
         problem = f"got {len(gpus)} x {gpus[0].name}, and the matrix wants {wanted}"
     else:
-        return TargetFit("cuda", gpus[0])
+        return TargetFit("cuda", gpus[0], _gpu.blindness(gpus[0], module))
     if target.on_mismatch == "skip":
         return TargetFit("cuda", gpus[0] if gpus else None, f"nothing measured: {problem} (on_mismatch: skip)", skip=True)
     if target.on_mismatch == "warn" and gpus:
-        return TargetFit("cuda", gpus[0], f"{problem} (on_mismatch: warn)")
+        warnings = [f"{problem} (on_mismatch: warn)", _gpu.blindness(gpus[0], module)]
+        return TargetFit("cuda", gpus[0], "; ".join(filter(None, warnings)))
     raise PerfbenchError(
         Exit.ENVIRONMENT, f"{problem}. Next: run it on that card, choose a GPU with CUDA_VISIBLE_DEVICES, or take another matrix"
     )

@@ -37,7 +37,7 @@ _OOM_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_
 
 def main() -> None:
     """Serve until stdin ends. stdout belongs to the protocol: whatever else prints goes to stderr."""
-    parser = argparse.ArgumentParser(prog="python -m perfbench.isolate")
+    parser = argparse.ArgumentParser(prog="python -m perfbench.forkserver")
     parser.add_argument("--measure", required=True, metavar="MODULE:FUNCTION")
     module, _, function = parser.parse_args().measure.partition(":")
     protocol = os.dup(1)
@@ -216,3 +216,7 @@ def _write(path: Path, replicate: Replicate) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(replicate.model_dump(), allow_nan=False), encoding="utf-8")
     partial.rename(path)
+
+
+if __name__ == "__main__":
+    main()

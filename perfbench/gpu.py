@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 from perfbench import nvml
 from perfbench.verdict import Exit, PerfbenchError
 
+NVML_LAG_S = 2.0  # NVML may list a process for a moment after it has ended
 _INDEX = re.compile(r"\s*([+-]?\d+)")  # CUDA reads the digits and ignores what follows them
 
 
@@ -164,7 +166,7 @@ def used_memory(uuid: str, module: Any | None = None) -> int | None:
 
 
 def busy_processes(uuid: str, module: Any | None = None) -> tuple[list[GpuProcess], str]:
-    """Other processes that compute on the GPU; ([], reason) where NVML cannot tell."""
+    """Processes that compute on the GPU and were not started by this one; ([], reason) where NVML cannot tell."""
     try:
         with nvml.session(module) as opened:
             handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", uuid)
@@ -173,9 +175,34 @@ def busy_processes(uuid: str, module: Any | None = None) -> tuple[list[GpuProces
             found, missing = nvml.query(opened, "nvmlDeviceGetComputeRunningProcesses", handle)
             if missing:
                 return [], missing
-            return [_process(opened, entry) for entry in found if entry.pid != os.getpid()], ""
+            return [_process(opened, entry) for entry in found if not _is_ours(entry.pid)], ""
     except nvml.NvmlUnavailable as error:
         return [], str(error)
+
+
+def _is_ours(pid: int, proc: Path = Path("/proc")) -> bool:
+    """This process or a descendant. The process group says less: a script's other jobs share it, our children have left it."""
+    seen: set[int] = set()
+    while pid > 1 and pid not in seen:
+        if pid == os.getpid():
+            return True
+        seen.add(pid)
+        try:
+            pid = int((proc / str(pid) / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, IndexError, ValueError):  # it has ended, or belongs to another PID namespace
+            return False
+    return False
+
+
+def blindness(gpu: GpuHandle, module: Any | None = None) -> str:
+    """A warning where NVML does not list who computes on the GPU, as in many containers; '' where it does."""
+    _, missing = busy_processes(gpu.uuid, module)
+    if not missing:
+        return ""
+    return (
+        f"NVML cannot list the processes that compute on {gpu.name} ({missing}), so company would go unseen; "
+        "measuring all the same: see that nothing else runs there, or measure outside the container"
+    )
 
 
 def _process(module: Any, entry: Any) -> GpuProcess:
@@ -184,9 +211,14 @@ def _process(module: Any, entry: Any) -> GpuProcess:
     return GpuProcess(entry.pid, nvml.text(name or "?"), None if memory is None else int(memory))
 
 
-def refuse_busy(gpu: GpuHandle, module: Any | None = None) -> None:
-    """Raise ENVIRONMENT while another process computes on the GPU: it would share our numbers."""
-    others, _ = busy_processes(gpu.uuid, module)
+def refuse_busy(gpu: GpuHandle, module: Any | None = None, *, patience_s: float = 0.0) -> None:
+    """Raise ENVIRONMENT while another process computes on the GPU: it would share our numbers.
+
+    ``patience_s`` is for a process that just ended. Where NVML cannot tell, ``blindness`` is the warning.
+    """
+    deadline = time.monotonic() + patience_s
+    while (others := busy_processes(gpu.uuid, module)[0]) and time.monotonic() < deadline:
+        time.sleep(0.1)
     if others:
         problem = f"{gpu.name} is busy: processes {', '.join(str(p) for p in others)} compute on it, and a measurement needs it alone"
         raise PerfbenchError(Exit.ENVIRONMENT, f"{problem}. Next: wait for them or stop them")

@@ -2,28 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import median
+from typing import Self
 
 from perfbench.judgement import Finding, severity
 from perfbench.physics import IMPOSSIBLE_FLOP_FACTOR
-from perfbench.result import BranchLine, PlannedCell, Replicate, Status
+from perfbench.result import BranchLine, PlannedCell, Replicate, Run, Status
 from perfbench.verdict import Verdict
 
 MAX_RATE_MISMATCH = 0.01  # stored tok/s against its own samples
 REASON_CHARS = 300
+LENGTH_AXES = ("seq_len", "batch")  # a parity proof has lengths of its own and holds for all of them
+Proven = tuple[tuple[str, ...], tuple[tuple[str, str | int], ...], str | None]  # counters, axes without lengths, card
 
 
-def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], train_tok_per_s: float | None) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """What the rows of a run may lean on: its cards, and the parity proofs that one row made for others."""
+
+    on_gpu: bool
+    cards: frozenset[str]
+    proofs: Mapping[str, frozenset[Proven]]  # 'CELL #REPLICATE' -> what it proved
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        environments = [run.manifest.environment, *(resumed.environment for resumed in run.resumed)]
+        cells = {cell.cell_id: cell for cell in run.manifest.cells}
+        proofs: dict[str, frozenset[Proven]] = {}
+        for row in run.replicates:
+            if row.parity is not None and row.parity.ok and row.parity.proved_in is None and row.cell_id in cells:
+                name = f"{row.cell_id} #{row.replicate}"
+                proofs[name] = proofs.get(name, frozenset()) | {_proven(cells[row.cell_id], row)}
+        cards = frozenset(one.gpu_uuid_sha256 for one in environments if one.gpu_uuid_sha256)
+        return cls(run.manifest.environment.gpu_slug != "cpu", cards, proofs)
+
+
+def _proven(cell: PlannedCell, row: Replicate) -> Proven:
+    axes = tuple(sorted((name, value) for name, value in cell.axes.items() if name not in LENGTH_AXES))
+    return tuple(sorted(cell.route.counters)), axes, row.device_uuid_sha256
+
+
+def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], train_tok_per_s: float | None, ground: Ground) -> list[Finding]:
     """Return what is wrong with one planned cell, worst first; empty means that its speed may be read.
 
     ``train_tok_per_s`` is the slowest replicate of the whole training step of the same cell, for a ``forward`` cell: a
     forward that is slower even at its best cannot be true, while two medians may cross by noise.
     """
     if not rows:
-        return [Finding(Verdict.MISSING, "no row", "planned, but no replicate was recorded: the run was interrupted; go on with --resume")]
-    found = [finding for row in rows for finding in _row_findings(cell, row)]
-    merged = _merge(found, len(rows))
+        text = "planned, but no replicate was recorded (interrupted, or its --budget was spent); go on with --resume RUN"
+        return [Finding(Verdict.MISSING, "no row", text)]
+    found = [finding for row in rows for finding in _row_findings(cell, row, ground)]
+    merged = _merge(found, len(rows)) + _second_witness(rows, ground)
     speeds = [row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None]
     if speeds and train_tok_per_s is not None and max(speeds) < train_tok_per_s:
         reason = f"forward alone at {max(speeds):,.1f} tok/s is slower than its whole training step at {train_tok_per_s:,.1f}"
@@ -40,6 +71,7 @@ def path_problems(cell: PlannedCell, row: Replicate) -> list[str]:
         problems.append(f"planned {', '.join(absent)} never ran")
     if strangers := sorted(engaged - planned):
         problems.append(f"{', '.join(strangers)} ran, which the plan has not")
+    problems += _miscounted(cell, row)
     problems += [f"expected {name} never ran" for name in cell.expect.engaged if name not in engaged]
     problems += [f"{name} ran, which is forbidden here" for name in cell.expect.forbidden if name in engaged]
     if row.route is None:
@@ -51,12 +83,35 @@ def path_problems(cell: PlannedCell, row: Replicate) -> list[str]:
     return problems
 
 
+def _miscounted(cell: PlannedCell, row: Replicate) -> list[str]:
+    """Counters that ran, but not once a layer and timed step: some layers or steps took another way."""
+    wanted = (cell.layers or 0) * row.steps_per_sample * len(row.samples_s)
+    if wanted <= 0:  # an older file, or no samples, which is IMPOSSIBLE by itself
+        return []
+    how = f"{cell.layers} layers x {row.steps_per_sample} steps x {len(row.samples_s)} samples"
+    counts = {name: row.engaged.get(name, 0) for name in dict.fromkeys(cell.route.counters)}
+    return [f"{name} ran {got} times, wanted {wanted} ({how})" for name, got in counts.items() if got > 0 and got != wanted]
+
+
 def _served_by(branches: Sequence[BranchLine]) -> list[str]:
     # Reason and provider may say more on the measuring machine than in the plan; the environment records both.
     return sorted(f"{b.branch}={b.implementation}/{b.kernel}" for b in branches)
 
 
-def _row_findings(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
+def _second_witness(rows: Sequence[Replicate], ground: Ground) -> list[Finding]:
+    """The profiler's word, due once a cell; a cell that did not finish is red by itself and may have died before it."""
+    if any(row.status is not Status.OK for row in rows):
+        return []
+    profiles = [row.profile for row in rows if row.profile is not None]
+    if not profiles:
+        return [Finding(Verdict.WRONG_PATH, "no witness", "no second witness: no replicate has a profiled step; measure again")]
+    if not ground.on_gpu or any(one.witness_ok is not None for one in profiles):  # False is told with its row
+        return []
+    text = f"no second witness: the profiler could not tell which kernels ran ({profiles[0].witness or 'no reason was recorded'})"
+    return [Finding(Verdict.WRONG_PATH, "no witness", text)]
+
+
+def _row_findings(cell: PlannedCell, row: Replicate, ground: Ground) -> Iterator[Finding]:
     yield from _ended(cell, row)
     yield from _parity(row)
     if row.profile is not None and row.profile.witness_ok is False:
@@ -64,6 +119,9 @@ def _row_findings(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
     if row.status is Status.OK:
         if problems := path_problems(cell, row):
             yield Finding(Verdict.WRONG_PATH, "path", "; ".join(problems))
+        yield from _borrowed_proof(cell, row, ground)
+        yield from _incomplete(row, ground)
+        yield from _card(row, ground)
         yield from _arithmetic(row)
         yield from _physics(row)
 
@@ -94,6 +152,34 @@ def _parity(row: Replicate) -> Iterator[Finding]:
         yield Finding(Verdict.PARITY, "parity", f"differs from the oracle: {worst_at}{'; ' + ratios if ratios else ''}")
     elif parity.rows < 1:
         yield Finding(Verdict.PARITY, "no proof", "the parity check compared 0 rows")
+    elif not parity.tensors:
+        yield Finding(Verdict.PARITY, "no proof", "the parity check names no tensor that it compared")
+
+
+def _borrowed_proof(cell: PlannedCell, row: Replicate, ground: Ground) -> Iterator[Finding]:
+    name = row.parity.proved_in if row.parity is not None else None
+    if name is None:
+        return
+    if (made := ground.proofs.get(name)) is None:
+        yield Finding(Verdict.PARITY, "borrowed", f"its proof is not in this run: no row {name} that passed a parity check of its own")
+    elif _proven(cell, row) not in made:
+        yield Finding(Verdict.PARITY, "borrowed", f"its proof is not in this run: {name} proved another route, or on another card")
+
+
+def _incomplete(row: Replicate, ground: Ground) -> Iterator[Finding]:
+    absent = ["physics (could it be true?)"] if row.physics is None else []
+    if ground.on_gpu and row.telemetry is None:
+        absent.append("telemetry (was the card throttled?)")
+    if absent:
+        yield Finding(Verdict.FAILED, "incomplete", f"no proof: finished without {' and '.join(absent)}; measure again")
+
+
+def _card(row: Replicate, ground: Ground) -> Iterator[Finding]:
+    if not ground.on_gpu or row.device_uuid_sha256 in ground.cards:
+        return
+    got = f"card {row.device_uuid_sha256[:16]}" if row.device_uuid_sha256 else "an unknown card (device_uuid_sha256 is null)"
+    wanted = ", ".join(card[:16] for card in sorted(ground.cards)) or "none, its environment names no card"
+    yield Finding(Verdict.ENV, "card", f"measured on {got}, the run's cards are: {wanted}; measure again on one of them")
 
 
 def _arithmetic(row: Replicate) -> Iterator[Finding]:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
@@ -138,6 +137,7 @@ class ForkServerExecutor:
     """Runs each job in a child of its own. ``measure`` is ``module:function(job, clock, sampler) -> Replicate``.
 
     ``used_memory`` returns the bytes in use on the GPU, or None; the default of a CPU run is to know nothing.
+    ``before_block`` runs before each server starts, when no child is alive, and may raise PerfbenchError.
     """
 
     def __init__(
@@ -145,11 +145,12 @@ class ForkServerExecutor:
         measure: str = "perfbench.measure:measure",
         *,
         used_memory: Callable[[], int | None] = lambda: None,
+        before_block: Callable[[], None] = lambda: None,
         python: str = sys.executable,
         cwd: Path | None = None,
     ) -> None:
-        self._command = [python, "-m", "perfbench.isolate", "--measure", measure]
-        self._used_memory, self._cwd = used_memory, cwd
+        self._command = [python, "-m", "perfbench.forkserver", "--measure", measure]
+        self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd
         self._scratch = tempfile.TemporaryDirectory(prefix="perfbench-")
         self._folder = Path(self._scratch.name)
         self._server: _Server | None = None
@@ -157,6 +158,7 @@ class ForkServerExecutor:
 
     def new_block(self) -> None:
         self._end_server()
+        self._before_block()
         self._server = _Server(self._command, self._folder, self._cwd)  # imports while the parent goes on
 
     def execute(self, job: Job) -> Replicate:
@@ -187,7 +189,7 @@ class ForkServerExecutor:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     def _ready_server(self) -> _Server:
@@ -271,10 +273,7 @@ def describe_exit(status: int | None) -> str:
         return "it does not answer"
     if status >= 0:
         return f"exit status {status}"
-    try:
-        name = signal.Signals(-status).name
-    except ValueError:
-        name = f"signal {-status}"
+    name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
     return f"killed by {name}, perhaps out of host memory (`dmesg` says)" if name == "SIGKILL" else f"killed by {name}"
 
 
@@ -297,9 +296,3 @@ def kill_group(pid: int) -> None:
     except ProcessLookupError:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-if __name__ == "__main__":
-    from perfbench.forkserver import main
-
-    main()

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from perfbench.policy import GatePolicy
+from perfbench.result import Source
 from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, SEVERITY, Exit, Verdict, worst
 
 
@@ -43,6 +44,7 @@ class BaselineOrigin:
     promoted_utc: str
     commit: str | None
     dirty: bool
+    proved: bool  # git itself named the commit and its changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +149,13 @@ def _others(named: Iterable[Verdict], cells: list[CellVerdict]) -> str:
     rest = Counter(cell.verdict for cell in cells if cell.verdict is not None and cell.verdict not in passing)
     order = sorted(rest, key=severity)
     return "; also " + ", ".join(f"{rest[verdict]} {verdict.value}" for verdict in order) if order else ""
+
+
+def unproved(source: Source) -> str | None:
+    """Why it is not known which code was measured; None where git named its commit."""
+    if source.commit is None:
+        return f"unknown, not proved ({source.reason or 'no reason was recorded'})"
+    return None if source.reason is None else "given by hand, not proved"
 
 
 def shorten(text: str, limit: int = 110) -> str:

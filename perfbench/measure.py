@@ -74,20 +74,20 @@ def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
     work = workload.build(job)
     cold_start_s, engaged = _first_step(work)
     facts |= {"cold_start_s": cold_start_s, "engaged": engaged}
-    if fault := wrong_path(route.counters, job.plan.counters, engaged, job.expect.engaged, job.expect.forbidden):
+    if fault := wrong_path(route, job, engaged, calls=model.num_layers):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
 
     step_s = _warm_up(work.step, clock, job.measure.warmup_s)
     step = _slowed(work.step, step_s, job, clock)
     timed = _time(step, step_s, job, clock, sampler)
     facts |= timed.facts(work.tokens_per_step)
-    if fault := wrong_path(route.counters, job.plan.counters, timed.engaged, job.expect.engaged, job.expect.forbidden):
+    if fault := wrong_path(route, job, timed.engaged, calls=model.num_layers * timed.num_steps):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
-        facts["profile"] = witness.profile(work.step, route, job.device, timed.step_s)
+        facts["profile"] = witness.profile(work.step, route, job.device, timed.step_s, model.num_layers)
         facts["host_bound"] = witness.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
@@ -105,18 +105,18 @@ def actual_route(job: Job, model: ModelConfig) -> Route:
     return plan(settings.current().request(path, fa2), model, batch=batch, tokens=tokens, dtype=dtype, capability=here)
 
 
-def wrong_path(
-    counters: tuple[str, ...], planned: list[str], engaged: dict[str, int], expected: list[str], forbidden: list[str]
-) -> str | None:
-    """Why what ran is not what was planned or expected; None where it is."""
-    ran = sorted(engaged)
-    if sorted(set(counters)) != sorted(set(planned)):
-        return f"this process routes to {sorted(set(counters))}, the plan said {sorted(set(planned))}"
-    if set(ran) != set(planned):
-        return f"engaged {ran}, the plan said {sorted(set(planned))}"
-    if missing := [name for name in expected if name not in engaged]:
+def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, calls: int) -> str | None:
+    """Why what ran is not what was planned or expected; None where it is. ``calls`` are due from every counter."""
+    routed, planned, ran = sorted(set(route.counters)), sorted(set(job.plan.counters)), sorted(engaged)
+    if routed != planned:
+        return f"this process routes to {routed}, the plan said {planned}"
+    if ran != planned:
+        return f"engaged {ran}, the plan said {planned}"
+    if odd := {name: count for name, count in engaged.items() if count != calls}:
+        return f"{calls} calls were due from each counter (one a layer and step), got {odd}"
+    if missing := [name for name in job.expect.engaged if name not in engaged]:
         return f"expected {', '.join(missing)} to be engaged, what ran is {ran}"
-    if present := [name for name in forbidden if name in engaged]:
+    if present := [name for name in job.expect.forbidden if name in engaged]:
         return f"{', '.join(present)} is forbidden here, and it ran"
     return None
 
@@ -189,6 +189,10 @@ class Timed:
     steps_per_sample: int
     engaged: dict[str, int]
     telemetry: Telemetry
+
+    @property
+    def num_steps(self) -> int:
+        return self.steps_per_sample * len(self.samples_s)
 
     @property
     def step_s(self) -> float:

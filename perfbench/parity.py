@@ -1,20 +1,26 @@
-"""Proof before timing: the cell's own path against the fp64 oracle, at its geometry, heads and dtype."""
+"""Proof before timing: the cell's own path against the fp64 oracle, at its geometry, heads and dtype.
+
+Two checks. The attention function (output, and gradients when training) at a length where blocks compete, and the layer
+that the timed model is made of, projections, RoPE and gates included.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor
 
 from nsa import capability, dispatch, functional, oracle, settings
 from nsa.config import ModelConfig, NSAConfig
-from nsa.routing import Problem, Route, plan, route_dense
+from nsa.routing import SPECS, Path, Problem, Route, plan, route_dense
+from perfbench import layer_parity
 from perfbench.result import ParityLine
 
 NUM_ROWS = 64
 NEAR_TIE = 1e-5  # sets may differ where the last chosen and the next score are closer than this, relatively
 Tensors = dict[str, Tensor]
+Attend = layer_parity.Attend
 
 
 class RouteDiffers(Exception):
@@ -22,72 +28,115 @@ class RouteDiffers(Exception):
 
 
 def check(model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, train: bool, seed: int) -> ParityLine:
-    """Compare output (and gradients when training) on sampled rows; never raises for a wrong number, only says so."""
+    """Compare on sampled rows; never raises for a wrong number, only says so. RouteDiffers where it would prove another route."""
     nsa = model.nsa
     tokens = (nsa.num_selected + 4) * nsa.sel_block + 1  # beyond the length where everything is selected
     rows = _sampled_rows(nsa, tokens, seed)
-    inputs = _inputs(model, tokens, dtype, device, seed)
-    if path.startswith("dense"):
-        return _check_dense(model, path, timed, inputs, rows, dtype, train)
-    return _check_sparse(model, path, fa2, timed, inputs, rows, dtype, train)
+    # `auto` and `adaptive` depend on the length: ask by name for what the timed cell takes.
+    asked = timed.branch("sel").implementation if path in ("auto", "adaptive") and "sel" in nsa.branches else path
+    slow = asked in tuple(Path) and SPECS[Path(asked)].slow
+    # Two sequences, so that batch rows cannot be mixed up unseen, and that v2 needs more than one workspace (m7c_125m, bf16).
+    inputs = _inputs(model, 1 if slow else 2, tokens, dtype, device, seed)
+    compare = _Comparison(dtype)
+    if asked.startswith("dense"):
+        _check_dense(model, asked, timed, inputs, rows, train, compare)
+    else:
+        _check_sparse(model, asked, fa2, timed, inputs, rows, train, compare)
+    got, truth, honest = layer_parity.outputs(model, path=asked, fa2=fa2, dtype=dtype, device=device, seed=seed, exact=_exact, eager=_eager)
+    compare.add("layer", got, truth, honest)
+    return compare.line(tokens, len(rows))
 
 
-def _check_dense(model: ModelConfig, kind: str, timed: Route, inputs: Tensors, rows: Tensor, dtype: torch.dtype, train: bool) -> ParityLine:
+class _Comparison:
+    """Error over tolerance of each tensor, by NSA.md's rule for the dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.ratios: dict[str, float] = {}
+        self._errors: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, got: Tensor, truth: Tensor, honest: Tensor) -> None:
+        """``honest`` is an eager softmax attention in the same dtype: how far a plain implementation is off."""
+        got, truth, honest = (x.detach().cpu().double() for x in (got, truth, honest))
+        size = truth.abs().max().item()
+        tolerance = 1e-5 * max(1.0, size)
+        if self.dtype != torch.float32:
+            rounding = 2 * (honest - truth).abs().max().item() + torch.finfo(self.dtype).eps / 2 * size
+            tolerance = max(tolerance, rounding)  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
+        error = (got - truth).abs().max().item()
+        error = min(error, 1e9) if error == error else 1e9  # NaN never passes
+        self._errors[name] = (error, tolerance)
+        self.ratios[name] = min(error / tolerance, 1e9)
+
+    def add_wrong_rows(self, name: str, wrong: int) -> None:
+        """Sets of blocks that differ although no score was near: none is allowed, so one is twice too many."""
+        self._errors[name] = (float(wrong), 0.5)
+        self.ratios[name] = 2.0 * wrong
+
+    def line(self, tokens: int, rows: int) -> ParityLine:
+        worst = max(self.ratios, key=lambda name: self.ratios[name])
+        error, tolerance = self._errors[worst]
+        return ParityLine(
+            ok=all(ratio <= 1 for ratio in self.ratios.values()),
+            tokens=tokens,
+            rows=rows,
+            max_error=error,
+            tolerance=tolerance,
+            tensors={name: round(ratio, 4) for name, ratio in self.ratios.items()},
+            worst=f"{worst}: error / tolerance {self.ratios[worst]:.3g}",
+        )
+
+
+def _check_dense(model: ModelConfig, kind: str, timed: Route, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
     q = inputs["q"]
-    route = route_dense(kind, Problem.of(model, batch=1, tokens=q.shape[1], dtype=_name(dtype)), capability.probe(str(q.device)))
+    problem = Problem.of(model, batch=q.shape[0], tokens=q.shape[1], dtype=_name(q.dtype))
+    route = route_dense(kind, problem, capability.probe(str(q.device)))
     _same_route(route, timed)
-    names = ["q", "k_sel", "v_sel"]
     keep = oracle.causal_mask(rows[None], q.shape[1])
 
     def cell(t: Tensors) -> Tensor:
         return dispatch.dense(route, t["q"], t["k_sel"], t["v_sel"], scale=model.head_dim**-0.5)
 
-    def judged(attend: Callable[..., Tensor]) -> Callable[[Tensors], Tensor]:
+    def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
 
-    return _compare(cell, judged, {name: inputs[name] for name in names}, rows, dtype, train, {})
+    _compare(cell, judged, inputs, rows, ["q", "k_sel", "v_sel"] if train else [], compare)
 
 
 def _check_sparse(
-    model: ModelConfig, path: str, fa2: str, timed: Route, inputs: Tensors, rows: Tensor, dtype: torch.dtype, train: bool
-) -> ParityLine:
+    model: ModelConfig, asked: str, fa2: str, timed: Route, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison
+) -> None:
     nsa, q = model.nsa, inputs["q"]
-    # `auto` and `adaptive` depend on the length: ask by name for what the timed cell takes.
-    asked = timed.branch("sel").implementation if path in ("auto", "adaptive") and "sel" in nsa.branches else path
-    route = plan(
-        settings.current().request(asked, fa2),
-        model,
-        batch=1,
-        tokens=q.shape[1],
-        dtype=_name(dtype),
-        capability=capability.probe(str(q.device)),
+    batch, tokens = q.shape[:2]
+    here = capability.probe(str(q.device))
+    _same_route(
+        plan(settings.current().request(asked, fa2), model, batch=batch, tokens=tokens, dtype=_name(q.dtype), capability=here), timed
     )
-    _same_route(route, timed)
-    k_cmp = functional.compress(inputs["k_cmp"], config=nsa)
+    k_cmp, _ = layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model)
     blocks = functional.select_blocks(q, k_cmp, config=nsa)[:, rows].cpu()
-    truth, gap = oracle.select(q[:, rows].cpu(), k_cmp.cpu(), config=nsa, kv_len=q.shape[1], positions=rows[None])
-    wrong = (blocks.long() != truth).any(-1) & (gap > NEAR_TIE)
-    extra = {"blocks": float(wrong.sum()) * 2}  # one wrong row is twice what is allowed
+    truth, gap = oracle.select(q[:, rows].cpu(), k_cmp.cpu(), config=nsa, kv_len=tokens, positions=rows[None])
+    compare.add_wrong_rows("blocks", int(((blocks.long() != truth).any(-1) & (gap > NEAR_TIE)).sum()))
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
         return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], config=nsa, path=asked, fa2=fa2)
 
-    def judged(attend: Callable[..., Tensor]) -> Callable[[Tensors], Tensor]:
-        return lambda t: _gated(t, nsa, blocks, rows, attend)
+    def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
+        return lambda t: _gated(t, model, blocks, rows, attend)
 
-    return _compare(cell, judged, inputs, rows, dtype, train, extra)
+    active = [f"{kind}_{branch}" for branch in nsa.branches for kind in ("k", "v")]
+    _compare(cell, judged, inputs, rows, ["q", "gates", *active] if train else [], compare)
 
 
-def _gated(t: Tensors, nsa: NSAConfig, blocks: Tensor, rows: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-    """The three branches over explicit masks, gated; ``attend`` is the fp64 oracle or its eager twin in the cell's dtype."""
+def _gated(t: Tensors, model: ModelConfig, blocks: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    """The branches over explicit masks, gated; ``attend`` is the fp64 oracle or its eager twin in the cell's dtype."""
+    nsa, S = model.nsa, t["q"].shape[1]
     rows, blocks = rows.to(t["q"].device), blocks.to(t["q"].device)
-    position, S = rows[None], t["q"].shape[1]
-    compressed = [oracle.compress_mean(t[name], nsa.cmp_block, nsa.cmp_stride).to(t["q"].dtype) for name in ("k_cmp", "v_cmp")]
+    compressed = layer_parity.compressed_kv(t["k_cmp"], t["k_cmp"], t["v_cmp"], model)
     masks = {
-        "cmp": oracle.compressed_mask(position, compressed[0].shape[1], nsa.cmp_block, nsa.cmp_stride),
-        "sel": oracle.selected_mask(position, blocks, S, nsa.sel_block),
-        "win": oracle.sliding_mask(position, S, nsa.window),
+        "cmp": oracle.compressed_mask(rows[None], compressed[0].shape[1], nsa.cmp_block, nsa.cmp_stride),
+        "sel": oracle.selected_mask(rows[None], blocks, S, nsa.sel_block),
+        "win": oracle.sliding_mask(rows[None], S, nsa.window),
     }
     sources = {"cmp": compressed, "sel": (t["k_sel"], t["v_sel"]), "win": (t["k_win"], t["v_win"])}
     q, gates = t["q"][:, rows], t["gates"][:, rows]
@@ -100,7 +149,7 @@ def _exact(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 
 def _eager(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Plain softmax attention in the inputs' dtype: how far an honest implementation may be off."""
+    """Plain softmax attention in the inputs' dtype."""
     heads = q.shape[2] // k.shape[2]
     logits = torch.einsum("btghd,bsgd->bghts", q.unflatten(2, (-1, heads)), k) * q.shape[-1] ** -0.5
     keep = keep[:, :, None]
@@ -109,63 +158,40 @@ def _eager(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
 
 
 def _compare(
-    cell: Callable[[Tensors], Tensor], judged: Callable[..., Callable[[Tensors], Tensor]], inputs: Tensors, rows: Tensor,
-    dtype: torch.dtype, train: bool, extra: dict[str, float],
-) -> ParityLine:  # fmt: skip
-    weight = torch.randn(1, len(rows), *_output_shape(inputs), generator=torch.Generator().manual_seed(7))
-    got = _evaluate(lambda t: cell(t)[:, rows], inputs, dtype, weight, train)
+    cell: Callable[[Tensors], Tensor], judged: Callable[[Attend], Callable[[Tensors], Tensor]], inputs: Tensors, rows: Tensor,
+    wanted: Collection[str], compare: _Comparison,
+) -> None:  # fmt: skip
+    q, v = inputs["q"], inputs["v_sel"]
+    weight = torch.randn(q.shape[0], len(rows), q.shape[2], v.shape[3], generator=torch.Generator().manual_seed(7))
+    got = _evaluate(lambda t: cell(t)[:, rows], inputs, q.dtype, weight, wanted)
     # The judge sits on the CPU: no kernel is shared with what it judges, and none has to be loaded for it.
-    truth = _evaluate(judged(_exact), {name: x.cpu() for name, x in inputs.items()}, torch.float64, weight, train)
-    honest = _evaluate(judged(_eager), inputs, dtype, weight, train) if dtype != torch.float32 else {}
-    ratios, errors = dict(extra), {}
-    for name, exact in truth.items():
-        size = exact.abs().max().item()
-        tolerance = 1e-5 * max(1.0, size)
-        if dtype != torch.float32:
-            rounding = 2 * (honest[name] - exact).abs().max().item() + torch.finfo(dtype).eps / 2 * size
-            tolerance = max(tolerance, rounding)  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
-        difference = (got[name] - exact).abs()
-        errors[name] = (difference.max().item(), tolerance)
-        finite = bool(torch.isfinite(got[name]).all())
-        ratios[name] = min(difference.max().item() / tolerance, 1e9) if finite and tolerance > 0 else 1e9
-    worst = max(ratios, key=lambda name: ratios[name])
-    error, tolerance = errors.get(worst, (ratios[worst], 1.0))
-    return ParityLine(
-        ok=all(ratio <= 1 for ratio in ratios.values()),
-        tokens=inputs["q"].shape[1],
-        rows=len(rows),
-        max_error=min(error, 1e9) if error == error else 1e9,
-        tolerance=tolerance,
-        tensors={name: round(ratio, 4) for name, ratio in ratios.items()},
-        worst=f"{worst}: error / tolerance {ratios[worst]:.3g}",
-    )
+    truth = _evaluate(judged(_exact), {name: x.cpu() for name, x in inputs.items()}, torch.float64, weight, wanted)
+    honest = _evaluate(judged(_eager), inputs, q.dtype, weight, wanted)
+    for name in truth:
+        compare.add(name, got[name], truth[name], honest[name])
 
 
-def _evaluate(fn: Callable[[Tensors], Tensor], inputs: Tensors, dtype: torch.dtype, weight: Tensor, train: bool) -> Tensors:
-    leaves = {name: x.detach().to(dtype).requires_grad_(train) for name, x in inputs.items()}
+def _evaluate(fn: Callable[[Tensors], Tensor], inputs: Tensors, dtype: torch.dtype, weight: Tensor, wanted: Collection[str]) -> Tensors:
+    """The output ``o``, and the gradient of a random functional of it by each wanted input."""
+    leaves = {name: x.detach().to(dtype).requires_grad_(name in wanted) for name, x in inputs.items()}
     o = fn(leaves)
-    results = {"o": o}
-    if train:
-        grads = torch.autograd.grad(o, list(leaves.values()), weight.to(o))
-        results |= {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {name: x.detach().cpu().double() for name, x in results.items()}
+    # A path that loses a gradient altogether is a wrong number (0), not a crash.
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = torch.autograd.grad(o, [leaves[name] for name in wanted], weight.to(o), **options) if wanted else ()
+    return {"o": o.detach(), **{f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}}
 
 
-def _inputs(model: ModelConfig, tokens: int, dtype: torch.dtype, device: str, seed: int) -> Tensors:
+def _inputs(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, device: str, seed: int) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(1, tokens, *shape, generator=generator).to(device=device, dtype=dtype)
+        return torch.randn(batch, tokens, *shape, generator=generator).to(device=device, dtype=dtype)
 
     kv = {}
     for branch in ("cmp", "sel", "win"):
         kv[f"k_{branch}"] = normal(model.num_kv_heads, model.head_dim)
         kv[f"v_{branch}"] = normal(model.num_kv_heads, model.value_dim)
     return {"q": normal(model.num_heads, model.head_dim), **kv, "gates": normal(model.num_heads, 3).sigmoid()}
-
-
-def _output_shape(inputs: Tensors) -> tuple[int, int]:
-    return inputs["q"].shape[2], inputs["v_sel"].shape[3]
 
 
 def _sampled_rows(nsa: NSAConfig, tokens: int, seed: int) -> Tensor:

@@ -50,6 +50,7 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
                 config_sha256=matrices.config_sha256(matrix, cell),
                 route=route_line(route),
                 expect=matrices.expect_for(matrix, cell),
+                layers=matrix.model.num_layers,
             )
         )
     if refused:

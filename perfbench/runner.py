@@ -46,22 +46,19 @@ class Finished:
 
 @contextmanager
 def prepared(fit: TargetFit, measure: str = "perfbench.measure:measure", *, module: Any | None = None) -> Iterator[Executor]:
-    """The executor for a machine that ``check_target`` accepted: on a GPU, alone on it and with its lock held.
+    """The executor for a machine that ``check_target`` accepted: on a GPU, with its lock held and alone on it.
 
-    ``module`` stands in for pynvml.
+    Company is looked for before each block too: a sweep takes hours. ``module`` stands in for pynvml.
     """
     with ExitStack() as stack:
-        used: Callable[[], int | None] = _nothing_known
+        seams: dict[str, Any] = {}
         if fit.gpu is not None:
             stack.enter_context(gpu.gpu_lock(fit.gpu.uuid))
             gpu.refuse_busy(fit.gpu, module)
             stack.enter_context(nvml.session(module))  # held open: without persistence mode each opening wakes the driver anew
-            used = partial(gpu.used_memory, fit.gpu.uuid, module)
-        yield stack.enter_context(ForkServerExecutor(measure, used_memory=used))
-
-
-def _nothing_known() -> None:
-    """A CPU run has no GPU memory to wait for."""
+            seams["used_memory"] = partial(gpu.used_memory, fit.gpu.uuid, module)
+            seams["before_block"] = partial(gpu.refuse_busy, fit.gpu, module, patience_s=gpu.NVML_LAG_S)
+        yield stack.enter_context(ForkServerExecutor(measure, **seams))
 
 
 def run(
@@ -97,8 +94,9 @@ def run(
                 raise PerfbenchError(Exit.USAGE, "--inject cannot join a run that has begun. Next: leave --resume away")
             writer, found = runfile.open_for_resume(resume)
             stack.enter_context(writer)
-            check_cells(found.manifest, plan, matrix, only, writer.path)
+            # The ground first: where a setting has changed the routes, the setting is what to name.
             check_same_ground(found.manifest, environment, source, writer.path)
+            check_cells(found.manifest, plan, matrix, only, writer.path)
             manifest, rows = found.manifest, list(found.replicates)
             faults = [parse_injection(text, [cell.cell_id for cell in manifest.cells]) for text in manifest.injections]
             writer.append(Resumed(resumed_utc=utc_now(), argv=argv, environment=environment, only=list(only)))
@@ -167,7 +165,9 @@ class _Sweep:
         try:
             return self._measure(todo, deadline, now)
         except KeyboardInterrupt:
-            raise PerfbenchError(Exit.INTERRUPTED, self._how_to_go_on(len(todo))) from None
+            raise PerfbenchError(Exit.INTERRUPTED, f"interrupted with {self._kept()}. Next: {self._go_on()}") from None
+        except PerfbenchError as error:  # the machine can no longer measure, e.g. another process came to the GPU
+            raise PerfbenchError(error.exit_code, f"{error}, then go on with {self._kept()}: {self._go_on()}") from None
         finally:
             self.progress.stop()
 
@@ -207,6 +207,8 @@ class _Sweep:
 
         It costs 7 s of a fresh process on an H100 (cuDNN loads, and builds a plan for each shape), so it is made once.
         """
+        if row.status is Status.WRONG_PATH:
+            return  # it proved what ran, which is not what was planned
         if row.parity is not None and row.parity.ok and row.parity.proved_in is None:
             proof = row.parity.model_copy(update={"proved_in": f"{row.cell_id} #{row.replicate}"})
             self.proofs.setdefault(_proof_key(cell), proof)
@@ -248,9 +250,11 @@ class _Sweep:
             proof=self.proofs.get(_proof_key(cell)),
         )
 
-    def _how_to_go_on(self, planned: int) -> str:
-        command = [*_without_resume(self.manifest.argv), "--resume", str(self.writer.folder)]
-        return f"interrupted with {len(self.rows)} finished replicates in {self.writer.folder}. Next: {shlex.join(command)}"
+    def _kept(self) -> str:
+        return f"{len(self.rows)} finished replicates in {self.writer.folder}"
+
+    def _go_on(self) -> str:
+        return shlex.join([*_without_resume(self.manifest.argv), "--resume", str(self.writer.folder)])
 
 
 def _proof_key(cell: PlannedCell) -> str:

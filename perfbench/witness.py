@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +15,7 @@ from perfbench.result import Profile
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 NUM_LONGEST = 12
+NAME_CHARS = 160  # template arguments go on for kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA. (cuDNN's own say
 # "flash_fprop", so plain "flash" would not tell them apart.)
 KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
@@ -23,8 +24,8 @@ SDPA_OPERATOR = "aten::scaled_dot_product_attention"
 SYNC_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
-def profile(step: Callable[[], None], route: Route, device: str, step_s: float) -> Profile:
-    """Profile one step; ``step_s`` is its unprofiled time, against which the device is busy or waits."""
+def profile(step: Callable[[], None], route: Route, device: str, step_s: float, layers: int) -> Profile:
+    """Profile one step of ``layers`` layers; ``step_s`` is its unprofiled time, against which the device is busy or waits."""
     on_gpu = device == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     begin = time.perf_counter()
@@ -35,10 +36,11 @@ def profile(step: Callable[[], None], route: Route, device: str, step_s: float) 
     wall_s = time.perf_counter() - begin
     kernels, operators = _split(recorded)
     device_time_s = sum(seconds for seconds, _ in kernels.values())
-    ok, sentence = testify(route, set(kernels), set(operators), on_gpu)
+    launches = {name: count for name, (_, count) in kernels.items()}
+    ok, sentence = testify(route, launches, operators, on_gpu, layers)
     longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
     return Profile(
-        kernels={name[:160]: seconds for name, (seconds, _) in longest},
+        kernels={name: seconds for name, (seconds, _) in longest},
         kernel_count=sum(count for _, count in kernels.values()),
         device_time_s=device_time_s,
         wall_s=wall_s,
@@ -54,21 +56,27 @@ def is_host_bound(profiled: Profile) -> bool | None:
     return None if profiled.busy_fraction is None else profiled.busy_fraction < HOST_BOUND_BELOW
 
 
-def testify(route: Route, kernels: set[str], operators: set[str], on_gpu: bool) -> tuple[bool | None, str]:
-    """Whether the names seen agree with the Route, and the sentence that says so."""
-    named = {branch.kernel for branch in route.branches}
-    if "sdpa" in named and SDPA_OPERATOR not in operators:
-        return False, f"the Route names sdpa, and the profiler saw no {SDPA_OPERATOR}"
+def testify(route: Route, kernels: Mapping[str, int], operators: Mapping[str, int], on_gpu: bool, layers: int) -> tuple[bool | None, str]:
+    """Whether the names seen, with how often, agree with the Route, and the sentence that says so.
+
+    Each branch of each layer calls its kernel at least once, so one branch cannot vouch for another.
+    """
+    branches = Counter(branch.kernel for branch in route.branches)
+    due = branches["sdpa"] * layers
+    seen = operators.get(SDPA_OPERATOR, 0)
+    if seen < due:
+        return False, f"the Route names sdpa for {due} calls, and the profiler saw {seen} of {SDPA_OPERATOR}"
     if not on_gpu:
         return True, "operators agree with the Route (CPU: no kernel names)"
-    for kernel in sorted(named & set(KERNEL_MARKS)):
-        if not any(KERNEL_MARKS[kernel] in name.lower() for name in kernels):
-            return False, f"the Route names {kernel}, and no device kernel is called *{KERNEL_MARKS[kernel]}*"
-    fused = named & set(KERNEL_MARKS)
+    for kernel, mark in sorted(KERNEL_MARKS.items()):
+        due = branches[kernel] * layers
+        seen = sum(count for name, count in kernels.items() if mark in name.lower())
+        if seen < due:
+            return False, f"the Route names {kernel} for {due} launches, and {seen} device kernels are called *{mark}*"
     dense = any(branch.branch == "dense" for branch in route.branches)
-    if not fused and not dense and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels):
+    if not dense and not branches["fa2"] and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels):
         return False, "the Route names no FA-2, and an FA-2 kernel ran"  # SDPA cannot use it under a mask
-    return True, f"kernel names agree with the Route ({', '.join(sorted(named))})"
+    return True, f"kernel names agree with the Route ({', '.join(sorted(branches))})"
 
 
 def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]:
@@ -77,8 +85,11 @@ def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]
     operators: dict[str, int] = defaultdict(int)
     for event in recorded.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
-            seconds, count = kernels[event.name]
-            kernels[event.name] = (seconds + event.device_time * 1e-6, count + 1)
+            if event.is_user_annotation:  # a range such as Optimizer.step, not a kernel
+                continue
+            name = event.name[:NAME_CHARS]
+            seconds, count = kernels[name]
+            kernels[name] = (seconds + event.device_time * 1e-6, count + 1)
         else:
             operators[event.name] += 1
     return dict(kernels), dict(operators)

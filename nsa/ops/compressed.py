@@ -32,7 +32,8 @@ def log_sum_exp(q_BTQD: Tensor, k_BCGD: Tensor, *, block: int, stride: int, q_st
     C, G = k_BCGD.shape[1:3]
     visible = visible_blocks(q_BTQD, C, block=block, stride=stride, q_start=q_start)
     q = q_BTQD.to(wide).unflatten(2, (G, num_heads // G))
-    logits = torch.einsum("btghd,bcgd->btghc", q, k_BCGD.to(wide)) * scale
+    with torch.autocast(q.device.type, enabled=False):  # which would multiply in bf16
+        logits = torch.einsum("btghd,bcgd->btghc", q, k_BCGD.to(wide)) * scale
     return logits.masked_fill(~visible[:, :, None, None], -torch.inf).logsumexp(-1).reshape(B, T, num_heads)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from perfbench.judgement import CellVerdict, Judgement
+from perfbench.judgement import CellVerdict, Judgement, unproved
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
 from perfbench.report.text import NULL, block, cell_code, code, escape, fixed, number, plain, ratio, signed_pct
 from perfbench.result import Run
@@ -105,7 +105,8 @@ def _glance(run: Run, judgement: Judgement, rows: list[Row]) -> list[tuple[str, 
     worst = f"; worst parity error {max(ratios):.2g} of its tolerance" if ratios else ""
     right = f"{proved} of {len(rows)} cells ran the planned path, agree with the fp64 oracle and stay within the hardware's known limits"
     right += worst + (f"; **not proved, so without a number here: {len(untrue)}**" if untrue else "")
-    commit = f"commit {code((manifest.source.commit or 'unknown')[:12])}"
+    commit = f"commit {code(manifest.source.commit[:12])}" if manifest.source.commit else "commit"
+    commit += f"{', ' if manifest.source.commit else ' '}**{escape(why)}**" if (why := unproved(manifest.source)) else ""
     commit += " **with uncommitted changes**" if manifest.source.dirty_sha256 else ""
     machine = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (f", driver {escape(env.driver)}" if env.driver else "")
     processes = f"{len(rows)} cells x {manifest.replicates} processes"

@@ -36,6 +36,7 @@ from perfbench.result import (
 )
 
 MODEL = ModelConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=50257, nsa=NSAConfig())
+LAYERS = MODEL.num_layers
 H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
 CPU = Capability("cpu", "AMD EPYC", None, None, "no CUDA device", "2.13.0")
 COMMIT = "4f1c2d3e" * 5
@@ -84,7 +85,9 @@ def planned_cell(cell: Cell, *, gpu: bool = True, expect: Expect | None = None) 
     dense = cell.path in DENSE_KINDS
     decided = route_dense(cell.path, problem, capability) if dense else route(Request(cell.path, cell.fa2), problem, capability)
     config = hashlib.sha256(f"{cell.cell_id}".encode()).hexdigest()
-    return PlannedCell(cell_id=cell.cell_id, axes=cell.axes(), config_sha256=config, route=route_line(decided), expect=expect or Expect())
+    return PlannedCell(
+        cell_id=cell.cell_id, axes=cell.axes(), config_sha256=config, route=route_line(decided), expect=expect or Expect(), layers=LAYERS
+    )
 
 
 def h100_cells() -> list[PlannedCell]:
@@ -143,7 +146,10 @@ def telemetry(gpu: bool = True, **overrides: Any) -> Telemetry:
     return Telemetry(**{**values, **overrides})
 
 
-def profile(**overrides: Any) -> Profile:
+def profile(gpu: bool = True, **overrides: Any) -> Profile:
+    if not gpu:
+        blank: dict[str, Any] = {"kernel_count": 0, "device_time_s": 0.0, "wall_s": 0.022, "busy_fraction": None, "host_syncs": 0}
+        return Profile(**{**blank, "witness_ok": True, "witness": "operators agree with the Route", **overrides})
     values: dict[str, Any] = {"kernels": {"flash_fwd": 0.01}, "kernel_count": 420, "device_time_s": 0.02, "wall_s": 0.022}
     values |= {"busy_fraction": 0.91, "host_syncs": 0, "witness_ok": True, "witness": "flash_fwd seen"}
     return Profile(**{**values, **overrides})
@@ -180,10 +186,10 @@ def replicate(cell: PlannedCell, number: int = 0, *, tok_per_s: float | None = N
         "peak_memory_bytes": int((1.1 + tokens / 1500) * 2**30) if gpu else 300 * 2**20,
         "host_bound": False if gpu else None,
         "route": cell.route,
-        "engaged": dict.fromkeys(cell.route.counters, 48),
+        "engaged": dict.fromkeys(cell.route.counters, (cell.layers or LAYERS) * 4 * 5),
         "parity": parity(),
         "telemetry": telemetry(gpu),
-        "profile": profile() if number == 0 and gpu else None,
+        "profile": profile(gpu) if number == 0 else None,
         "physics": physics(speed, tokens, gpu),
         "device_uuid_sha256": "ab" * 32 if gpu else None,
     }

@@ -103,12 +103,17 @@ def test_unknown_fields_survive(target: Path) -> None:
     [
         (lambda r: b.with_manifest(r, injections=["oom@cell"]), "injected faults"),
         (lambda r: b.with_manifest(r, source=Source(commit=b.COMMIT, dirty_sha256="d" * 64)), "uncommitted changes"),
+        (
+            lambda r: b.with_manifest(r, source=Source(commit=b.COMMIT, dirty_sha256=None, reason="by hand")),
+            "unproved origin: got commit 4f1c",
+        ),
+        (lambda r: b.with_manifest(r, source=Source(commit=None, dirty_sha256=None)), "got commit unknown, not proved (no reason was"),
         (lambda r: b.replace_rows(r, TRAIN, parity=None), "PARITY"),
         (lambda r: b.replace_rows(r, TRAIN, engaged={}), "WRONG_PATH"),
         (lambda r: b.replace_rows(r, TRAIN, samples_s=[1.0]), "IMPOSSIBLE"),
         (lambda r: b.change_rows(r, TRAIN, lambda row: b.failed(r.manifest.cells[0], Status.OOM, row.replicate)), "FAILED"),
         (lambda r: b.change_rows(r, TRAIN, lambda row: None), "MISSING"),
-        (lambda r: b.change_rows(r, TRAIN, lambda row: row if row.replicate else None), "2 of 3"),
+        (lambda r: b.change_rows(r, TRAIN, lambda row: row if row.replicate < 2 else None), "2 of 3"),
         (lambda r: b.with_rows(r, []), "nothing was measured"),
         (lambda r: b.replace_rows(r, TRAIN, telemetry=b.telemetry(throttled=True)), "throttled"),
         (
@@ -131,6 +136,13 @@ def test_a_dirty_tree_may_be_allowed_and_is_recorded(target: Path) -> None:
     promotion = promote(dirty, target, allow_dirty=True)
     assert load(target).allow_dirty and load(target).source.dirty_sha256 == "d" * 64
     assert "uncommitted changes" in str(promotion) and "with uncommitted changes" in show(load(target))
+
+
+def test_code_of_unproved_origin_may_be_allowed_and_is_recorded(target: Path) -> None:
+    by_hand = b.with_manifest(b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256=None, reason="no git"))
+    promotion = promote(by_hand, target, allow_dirty=True)
+    assert load(target).allow_dirty and load(target).source.reason == "no git"
+    assert "given by hand, not proved" in str(promotion) and f"commit {b.COMMIT}, given by hand, not proved" in show(load(target))
 
 
 def test_host_bound_is_kept_and_null_stays_null(target: Path) -> None:

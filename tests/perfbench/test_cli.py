@@ -50,7 +50,8 @@ class FakeExecutor:
         self.jobs.append(job)
         if (status := self.status.get(job.cell_id, Status.OK)) is not Status.OK:
             return isolate.failed(job, status, f"{status} by the test")
-        cell = PlannedCell(cell_id=job.cell_id, axes=job.axes, config_sha256=job.config_sha256, route=job.plan, expect=job.expect)
+        fields = {"cell_id": job.cell_id, "axes": job.axes, "config_sha256": job.config_sha256, "route": job.plan, "expect": job.expect}
+        cell = PlannedCell(**fields, layers=job.model["num_layers"])
         return builders.replicate(cell, job.replicate, tok_per_s=self.speed.get(job.cell_id, 1000.0), gpu=False)
 
 
@@ -77,7 +78,7 @@ def run_folder() -> Path:
 
 def promote() -> None:
     assert cli.invoke(["run", "small.yaml"]) == 0
-    assert cli.invoke(["baseline", "promote", str(run_folder())]) == 0
+    assert cli.invoke(["baseline", "promote", str(run_folder()), "--allow-dirty"]) == 0
 
 
 def test_run_prints_a_table_and_writes_a_report(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import os
 import pathlib
 import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -174,6 +175,40 @@ def test_busy_gpu_is_refused() -> None:
     assert caught.value.exit_code is Exit.ENVIRONMENT
     blind = FakeNvml(FIRST, fails={"nvmlDeviceGetComputeRunningProcesses": 3})
     assert gpu.busy_processes(FIRST.uuid, blind) == ([], "NVML_ERROR_NOT_SUPPORTED")
+
+
+def test_our_own_descendants_are_no_company_and_who_started_us_is() -> None:
+    handle = gpu.GpuHandle(FIRST.uuid, FIRST.name, 0)
+    grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import os; print(os.getpid(), flush=True); input()'])"
+    child = subprocess.Popen([sys.executable, "-c", grandchild], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    pids = [child.pid, int(child.stdout.readline()), os.getpid()]
+    try:
+        listed = [SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in pids]
+        refuse_busy(handle, FakeNvml(Card(uuid=FIRST.uuid, processes=listed)))
+        parent = SimpleNamespace(pid=os.getppid(), usedGpuMemory=1)
+        with pytest.raises(PerfbenchError, match=f"{parent.pid} .python"):
+            refuse_busy(handle, FakeNvml(Card(uuid=FIRST.uuid, processes=[*listed, parent])))
+    finally:
+        child.communicate("\n")
+
+
+def test_a_process_that_just_ended_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(uuid=FIRST.uuid, processes=[SimpleNamespace(pid=2**30, usedGpuMemory=None)])
+    monkeypatch.setattr(gpu.time, "sleep", lambda seconds: card.processes.clear())
+    refuse_busy(gpu.GpuHandle(FIRST.uuid, FIRST.name, 0), FakeNvml(card), patience_s=5.0)
+    assert card.processes == []
+
+
+@pytest.mark.parametrize(("code", "name"), [(3, "NOT_SUPPORTED"), (4, "NO_PERMISSION")])
+def test_unknown_company_is_a_warning(code: int, name: str) -> None:
+    blind = FakeNvml(FIRST, fails={"nvmlDeviceGetComputeRunningProcesses": code})
+    found = check_target(Target(gpu="H100"), module=blind, environ={})
+    assert found.gpu is not None and not found.skip
+    assert name in found.warning and "cannot list the processes" in found.warning and FIRST.name in found.warning
+    refuse_busy(found.gpu, blind)
+    other = check_target(Target.model_validate({"gpu": "A100", "on_mismatch": "warn"}), module=blind, environ={})
+    assert "matrix wants A100" in other.warning and name in other.warning
 
 
 def test_gpu_lock_is_exclusive_by_uuid_and_ends(tmp_path: pathlib.Path) -> None:

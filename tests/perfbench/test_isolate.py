@@ -75,6 +75,31 @@ def test_each_replicate_has_a_process_and_a_session_of_its_own(executor: ForkSer
     assert os.getsid(first["server"]) == first["server"], "the terminal's Ctrl-C must reach the parent alone"
 
 
+def test_the_server_is_a_program_of_its_own(executor: ForkServerExecutor) -> None:
+    """Started through isolate it would hold that module twice, and the two would import each other."""
+    server = facts(executor.execute(job()))["server"]
+    command = pathlib.Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")
+    assert command[1:3] == [b"-m", b"perfbench.forkserver"]
+    assert "forkserver import" not in (ROOT / "perfbench" / "isolate.py").read_text()
+    said = subprocess.run([*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30)
+    assert said.returncode == 0 and "python -m perfbench.forkserver" in said.stdout and said.stderr == ""
+
+
+def test_nothing_starts_where_the_look_before_a_block_finds_company() -> None:
+    looks = iter([None, PerfbenchError(Exit.ENVIRONMENT, "busy")])
+
+    def look() -> None:
+        if error := next(looks):
+            raise error
+
+    with ForkServerExecutor(STUB, cwd=ROOT, before_block=look) as watched:
+        others = set(children_of(os.getpid()))
+        server = facts(watched.execute(job()))["server"]
+        with pytest.raises(PerfbenchError, match="busy"):
+            watched.new_block()
+        assert not alive(server) and set(children_of(os.getpid())) <= others
+
+
 def test_a_block_has_a_fresh_server(executor: ForkServerExecutor) -> None:
     before = facts(executor.execute(job()))["server"]
     executor.new_block()

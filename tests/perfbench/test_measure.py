@@ -52,7 +52,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @dataclass
 class Stub:
-    """A workload that only counts: each step engages what ``engages`` says for its number."""
+    """A workload that only counts: each step engages what ``engages`` says for its number, once a layer."""
 
     engages: Callable[[int], tuple[BranchRoute, ...]]
     clock: FakeClock | None = None
@@ -61,7 +61,7 @@ class Stub:
     model: nn.Module = field(default_factory=lambda: nn.Linear(1, 1))
 
     def step(self) -> None:
-        for branch in self.engages(self.steps):
+        for branch in self.engages(self.steps) * TINY.num_layers:
             engagement.record(branch)
         self.steps += 1
         if self.clock is not None:
@@ -108,12 +108,13 @@ def assert_no_speed(row: Replicate) -> None:
 # A row that is in order.
 
 
-EVERY_PATH = [(path, "train") for path in ("v2", "masked", "dense")] + [(path, "forward") for path in ("v1", "v2", "auto", "dense")]
+EVERY_PATH = [(path, "train") for path in ("masked", "dense")] + [(path, "forward") for path in ("v1", "v2", "auto", "dense")]
 
 
 @pytest.mark.parametrize(("path", "kind"), EVERY_PATH)
 def test_an_ok_row_is_complete_and_consistent(path: str, kind: str) -> None:
-    seconds = itertools.cycle([STEP_S] * 4 + [8 * STEP_S])
+    luck = random.Random(9)
+    seconds = (STEP_S * luck.uniform(1, 3) for _ in itertools.count())
     asked = job(path, kind, 96, batch=2, profile=True, measure={"samples": 4})
     begin = time.monotonic()
     row = run(asked, FakeClock(seconds))
@@ -323,6 +324,16 @@ def test_what_runs_while_timing_is_what_counts(monkeypatch: pytest.MonkeyPatch, 
     assert row.status is Status.WRONG_PATH and "engaged" in row.reason and row.profile is None
     assert set(row.engaged) == {counter for branch in later for counter in branch.counters}, "of the timed window"
     assert row.telemetry is not None, "facts are kept, the speed is not"
+    assert_no_speed(row)
+
+
+@pytest.mark.parametrize("when", [0, 30])
+def test_a_layer_that_took_no_planned_path(monkeypatch: pytest.MonkeyPatch, when: int) -> None:
+    """Every name is there, but not once a layer and step: one step, or one layer, went another way unseen."""
+    planned = route_of(cell_of("v2")).branches
+    stub(monkeypatch, engages=lambda number: planned[:1] * 2 + planned[1:] if number == when else planned)
+    row = run(job(proof=PROOF, measure={"samples": 30}))
+    assert row.status is Status.WRONG_PATH and "calls were due from each counter" in row.reason and "cmp.sdpa" in row.reason
     assert_no_speed(row)
 
 

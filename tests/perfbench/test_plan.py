@@ -81,6 +81,12 @@ def test_routes_follow_the_axes() -> None:
     assert counters["path=dense,seq_len=512,workload=forward"] == ["dense.sdpa"]
 
 
+@pytest.mark.parametrize(("model", "layers"), [("m7c_125m", 12), ("{preset: m7c_125m, num_layers: 5}", 5)])
+def test_cells_say_how_many_layers_their_counters_stand_for(model: str, layers: int) -> None:
+    plan = build(matrices.parse(TEXT.replace("model: m7c_125m", f"model: {model}"), "t.yaml"))
+    assert {cell.layers for cell in plan.cells} == {layers}
+
+
 def test_route_line_keeps_reasons_rejections_and_notes() -> None:
     cell = build(matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=v2", "fa2=off"]).cells[0]
     assert cell.route.counters[1] == "sel.v1"

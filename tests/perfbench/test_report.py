@@ -46,13 +46,12 @@ def alone(run: Run) -> str:
 def troubled() -> tuple[Run, Judgement]:
     """One of everything: regressed, wrong path, out of memory, blind, new, missing, faster, excluded."""
     run = b.make_run(b.h100_cells(), excluded=[{"cell_id": "path=v1,seq_len=8192,workload=train", "reason": "Python | loops:\nhours"}])
-    base = b.baseline_of(run)
+    base = b.baseline_of(b.replace_rows(run, TRAIN, host_bound=True))
     cells = {cell.cell_id: cell for cell in run.manifest.cells}
     run = b.scale_rows(run, "fa2=on,path=masked,seq_len=8192,workload=train", 0.9)
     run = b.scale_rows(run, "fa2=on,path=v2,seq_len=8192,workload=forward", 1.2)
     run = b.replace_rows(run, FORWARD, engaged={"cmp.sdpa": 12, "sel.reference": 12, "sel.loop": 12, "win.fa2": 12})
-    slow = b.scale_rows(run, TRAIN, 0.9)
-    run = b.change_rows(slow, TRAIN, lambda row: row.model_copy(update={"host_bound": True}))
+    run = b.replace_rows(b.scale_rows(run, TRAIN, 0.9), TRAIN, host_bound=True)
     lost = cells["fa2=off,path=v2,seq_len=8192,workload=train"]
     run = b.change_rows(
         run, lost.cell_id, lambda row: b.failed(lost, Status.OOM, row.replicate, "out of | memory", stderr_tail="```\nboom")
@@ -118,7 +117,7 @@ def test_the_matrix_shows_every_cell_once_with_its_ratio_to_dense() -> None:
     cells = by_id[TRAIN]
     assert cells[1] == f"{speed[TRAIN]:,.0f}" and cells[3] == f"{speed[TRAIN] / speed[DENSE]:.2f}" and by_id[DENSE][3] == "1.00"
     assert cells[2] == "0.00 % of 3" and cells[4:7] == ["8.0", "GPU", "93 %"] and cells[9] == "MEASURED"
-    assert cells[10] == "cmp.sdpa 48, sel.fa2 48, sel.v2 48, win.fa2 48"
+    assert cells[10] == "cmp.sdpa 240, sel.fa2 240, sel.v2 240, win.fa2 240"
     assert float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][3]) > 0  # a tiny ratio is not rounded to 0.00
     assert by_id["fa2=off,path=reference,seq_len=128,workload=train"][3] == "-"
 
@@ -193,6 +192,19 @@ def test_the_reproduction_header_is_complete() -> None:
     ):
         assert fact in tail, fact
     assert "**with uncommitted changes**" in text
+
+
+@pytest.mark.parametrize(
+    "source, shown",
+    [
+        (Source(commit=b.COMMIT, dirty_sha256=None), "commit `4f1c2d3e4f1c` |"),
+        (Source(commit=b.COMMIT, dirty_sha256=None, reason="--source-commit"), "commit `4f1c2d3e4f1c`, **given by hand, not proved** |"),
+        (Source(commit=None, dirty_sha256=None, reason="no git"), "commit **unknown, not proved (no git)** |"),
+    ],
+)
+def test_the_first_table_says_whether_the_commit_is_proved(source: Source, shown: str) -> None:
+    text = alone(b.with_manifest(b.small_run(), source=source))
+    assert shown in next(line for line in text.splitlines() if line.startswith("| **What ran?**"))
 
 
 def test_an_environment_that_differs_is_told_once_with_both_values() -> None:

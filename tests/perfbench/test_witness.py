@@ -32,50 +32,65 @@ def dense(kind: str) -> Route:
 
 
 ONLY_LOOP = Route((BranchRoute("sel", "reference", "loop", "torch 2.13.0", "asked for"),))
-OPERATORS = {SDPA_OPERATOR, "aten::mm"}
+LAYERS = 12
+Seen = dict[str, int]
+
+
+def seen(*names: str, each: int = LAYERS) -> Seen:
+    return dict.fromkeys(names, each)
+
+
+def sdpa(branches: int) -> Seen:
+    """As often as ``branches`` branches of every layer call it."""
+    return {SDPA_OPERATOR: branches * LAYERS, "aten::mm": 99}
 
 
 @pytest.mark.parametrize(
     ("chosen", "kernels", "operators", "ok", "words"),
     [
-        pytest.param(cuda("v2", "on"), {FA2, EFFICIENT}, OPERATORS, True, "agree with the Route (fa2, sdpa)", id="fa2"),
-        pytest.param(cuda("v2", "on"), {EFFICIENT, GEMM}, OPERATORS, False, "names fa2, and no device kernel", id="fa2-silent"),
-        pytest.param(cuda("v2", "on"), {CUDNN, EFFICIENT}, OPERATORS, False, "names fa2, and no device kernel", id="cudnn-is-not-fa2"),
-        pytest.param(cuda("v2", "on"), set(), OPERATORS, False, "names fa2", id="fa2-nothing-ran"),
-        pytest.param(cuda("v2", "on"), {FA2}, {"aten::mm"}, False, f"saw no {SDPA_OPERATOR}", id="cmp-without-sdpa"),
-        pytest.param(cuda("v2", "off"), {EFFICIENT}, OPERATORS, True, "(sdpa)", id="sdpa"),
-        pytest.param(cuda("v2", "off"), {EFFICIENT, FA2}, OPERATORS, False, "names no FA-2, and an FA-2 kernel ran", id="fa2-unasked"),
-        pytest.param(cuda("masked", "off"), {CUDNN}, OPERATORS, True, "(sdpa)", id="sdpa-may-choose-cudnn"),
-        pytest.param(cuda("masked", "off"), {EFFICIENT}, {"aten::mm"}, False, f"saw no {SDPA_OPERATOR}", id="masked-without-sdpa"),
-        pytest.param(cuda("masked", "on"), {EFFICIENT}, OPERATORS, False, "names fa2", id="window-without-fa2"),
-        pytest.param(cuda("reference", "off"), {GEMM}, OPERATORS, True, "(loop, sdpa)", id="loop"),
-        pytest.param(dense("dense"), {FA2}, OPERATORS, True, "(sdpa)", id="dense-may-choose-flash"),
-        pytest.param(dense("dense"), {CUDNN}, OPERATORS, True, "(sdpa)", id="dense-may-choose-cudnn"),
-        pytest.param(dense("dense"), {FA2}, set(), False, f"saw no {SDPA_OPERATOR}", id="dense-without-sdpa"),
-        pytest.param(dense("dense_flash"), {FA2}, OPERATORS, True, "(flash)", id="flash"),
-        pytest.param(dense("dense_flash"), {CUDNN}, OPERATORS, False, "names flash, and no", id="cudnn-is-not-flash"),
-        pytest.param(dense("dense_cudnn"), {CUDNN}, OPERATORS, True, "(cudnn)", id="cudnn"),
-        pytest.param(dense("dense_cudnn"), {FA2}, OPERATORS, False, "names cudnn, and no", id="flash-is-not-cudnn"),
-        pytest.param(dense("dense_cudnn"), {"CUDNN_Generated_Fort"}, OPERATORS, True, "(cudnn)", id="case-does-not-matter"),
+        pytest.param(cuda("v2", "on"), seen(FA2, EFFICIENT, each=24), sdpa(1), True, "agree with the Route (fa2, sdpa)", id="fa2"),
+        pytest.param(cuda("v2", "on"), seen(FA2, FA2 + "2"), sdpa(1), True, "(fa2, sdpa)", id="fa2-under-two-names"),
+        pytest.param(cuda("v2", "on"), seen(EFFICIENT, GEMM), sdpa(1), False, "names fa2 for 24 launches, and 0", id="fa2-silent"),
+        pytest.param(cuda("v2", "on"), seen(CUDNN, EFFICIENT, each=24), sdpa(1), False, "names fa2 for 24", id="cudnn-is-not-fa2"),
+        pytest.param(cuda("v2", "on"), {}, sdpa(1), False, "names fa2", id="fa2-nothing-ran"),
+        pytest.param(cuda("v2", "on"), seen(FA2), sdpa(1), False, "24 launches, and 12", id="one-branch-does-not-vouch-for-another"),
+        pytest.param(cuda("v2", "on"), seen(FA2, each=23), sdpa(1), False, "24 launches, and 23", id="one-layer-without-fa2"),
+        pytest.param(cuda("v2", "on"), seen(FA2, each=24), sdpa(0), False, f"saw 0 of {SDPA_OPERATOR}", id="cmp-without-sdpa"),
+        pytest.param(cuda("v2", "off"), seen(EFFICIENT), sdpa(3), True, "(sdpa)", id="sdpa"),
+        pytest.param(cuda("v2", "off"), seen(EFFICIENT), sdpa(2), False, "36 calls, and the profiler saw 24", id="a-branch-without-sdpa"),
+        pytest.param(cuda("v2", "off"), seen(EFFICIENT, FA2), sdpa(3), False, "names no FA-2, and an FA-2 kernel ran", id="fa2-unasked"),
+        pytest.param(cuda("masked", "off"), seen(CUDNN), sdpa(3), True, "(sdpa)", id="sdpa-may-choose-cudnn"),
+        pytest.param(cuda("masked", "on"), seen(FA2), sdpa(2), True, "(fa2, sdpa)", id="fa2-for-the-window"),
+        pytest.param(cuda("masked", "on"), seen(EFFICIENT), sdpa(2), False, "names fa2 for 12", id="window-without-fa2"),
+        pytest.param(cuda("reference", "off"), seen(GEMM), sdpa(2), True, "(loop, sdpa)", id="loop"),
+        pytest.param(dense("dense"), seen(FA2), sdpa(1), True, "(sdpa)", id="dense-may-choose-flash"),
+        pytest.param(dense("dense"), seen(CUDNN), sdpa(1), True, "(sdpa)", id="dense-may-choose-cudnn"),
+        pytest.param(dense("dense"), seen(FA2), {}, False, f"saw 0 of {SDPA_OPERATOR}", id="dense-without-sdpa"),
+        pytest.param(dense("dense_flash"), seen(FA2), sdpa(1), True, "(flash)", id="flash"),
+        pytest.param(dense("dense_flash"), seen(CUDNN), sdpa(1), False, "names flash for 12 launches, and 0", id="cudnn-is-not-flash"),
+        pytest.param(dense("dense_cudnn"), seen(CUDNN), sdpa(1), True, "(cudnn)", id="cudnn"),
+        pytest.param(dense("dense_cudnn"), seen(FA2), sdpa(1), False, "names cudnn for 12 launches, and 0", id="flash-is-not-cudnn"),
+        pytest.param(dense("dense_cudnn"), seen("CUDNN_Generated_Fort"), sdpa(1), True, "(cudnn)", id="case-does-not-matter"),
     ],
 )
-def test_testify_on_a_gpu(chosen: Route, kernels: set[str], operators: set[str], ok: bool, words: str) -> None:
-    said, sentence = witness.testify(chosen, kernels, operators, True)
+def test_testify_on_a_gpu(chosen: Route, kernels: Seen, operators: Seen, ok: bool, words: str) -> None:
+    said, sentence = witness.testify(chosen, kernels, operators, True, LAYERS)
     assert said is ok and words in sentence
 
 
 @pytest.mark.parametrize(
     ("chosen", "operators", "ok"),
     [
-        (route_of(cell_of("v2")), OPERATORS, True),
-        (route_of(cell_of("v2")), {"aten::mm", "aten::bmm", "aten::softmax"}, False),
-        (route_of(cell_of("dense")), OPERATORS, True),
-        (route_of(cell_of("dense")), set(), False),
-        (ONLY_LOOP, {"aten::mm"}, True),
+        (route_of(cell_of("v2")), sdpa(3), True),
+        (route_of(cell_of("v2")), sdpa(2), False),
+        (route_of(cell_of("v2")), {"aten::mm": 99, "aten::softmax": 99}, False),
+        (route_of(cell_of("dense")), sdpa(1), True),
+        (route_of(cell_of("dense")), {}, False),
+        (ONLY_LOOP, {"aten::mm": 99}, True),
     ],
 )
-def test_testify_on_a_cpu(chosen: Route, operators: set[str], ok: bool) -> None:
-    said, sentence = witness.testify(chosen, set(), operators, False)
+def test_testify_on_a_cpu(chosen: Route, operators: Seen, ok: bool) -> None:
+    said, sentence = witness.testify(chosen, {}, operators, False, LAYERS)
     assert said is ok and ("CPU" in sentence if ok else SDPA_OPERATOR in sentence)
 
 
@@ -84,11 +99,11 @@ def test_host_bound(busy: float | None, bound: bool | None) -> None:
     assert witness.is_host_bound(builders.profile(busy_fraction=busy)) is bound
 
 
-@pytest.mark.parametrize("path", ["v2", "masked", "dense"])
-@pytest.mark.parametrize("kind", ["train", "forward"])
+@pytest.mark.parametrize(("path", "kind"), [("v2", "forward"), ("masked", "train"), ("dense", "train"), ("dense", "forward")])
 def test_a_real_step_on_a_cpu(path: str, kind: str) -> None:
     work = workload.build(job(path, kind))
-    profile = witness.profile(work.step, route_of(cell_of(path, kind)), "cpu", 0.01)
+    chosen = route_of(cell_of(path, kind))
+    profile = witness.profile(work.step, chosen, "cpu", 0.01, TINY.num_layers)
     assert profile.witness_ok is True and profile.wall_s > 0
     assert (profile.kernels, profile.kernel_count, profile.device_time_s) == ({}, 0, 0.0)
     assert profile.busy_fraction is None and witness.is_host_bound(profile) is None, "null, not 0"
@@ -96,8 +111,14 @@ def test_a_real_step_on_a_cpu(path: str, kind: str) -> None:
 
 def test_a_real_step_that_does_no_attention_is_caught() -> None:
     a = torch.randn(8, 8)
-    profile = witness.profile(lambda: a @ a, route_of(cell_of("v2")), "cpu", 0.01)
+    profile = witness.profile(lambda: a @ a, route_of(cell_of("v2")), "cpu", 0.01, 1)
     assert profile.witness_ok is False and SDPA_OPERATOR in profile.witness
+
+
+def test_a_real_step_with_layers_too_few_is_caught() -> None:
+    work = workload.build(job("masked", "forward"))
+    profile = witness.profile(work.step, route_of(cell_of("masked")), "cpu", 0.01, 2 * TINY.num_layers)
+    assert profile.witness_ok is False and "12 calls, and the profiler saw 8" in profile.witness
 
 
 def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
@@ -107,7 +128,7 @@ def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
     def step() -> None:
         calls.append(model(torch.zeros(1, 20, dtype=torch.int64)))
 
-    assert witness.profile(step, ONLY_LOOP, "cpu", 0.01).witness_ok is True and len(calls) == 1
+    assert witness.profile(step, ONLY_LOOP, "cpu", 0.01, 1).witness_ok is True and len(calls) == 1
 
 
 class Recorded:
@@ -126,23 +147,25 @@ class Recorded:
         return self._events
 
 
-def device(name: str, microseconds: float) -> Any:
-    return SimpleNamespace(name=name, device_type=torch.autograd.DeviceType.CUDA, device_time=microseconds)
+def device(name: str, microseconds: float, annotation: bool = False) -> Any:
+    kind = torch.autograd.DeviceType.CUDA
+    return SimpleNamespace(name=name, device_type=kind, device_time=microseconds, is_user_annotation=annotation)
 
 
 def host(name: str) -> Any:
-    return SimpleNamespace(name=name, device_type=torch.autograd.DeviceType.CPU, device_time=7.0)
+    return SimpleNamespace(name=name, device_type=torch.autograd.DeviceType.CPU, device_time=7.0, is_user_annotation=False)
 
 
 def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [device(FA2, 100.0), device(FA2, 300.0), device(EFFICIENT + "x" * 200, 1000.0)]
+    events += [device("Optimizer.step#AdamW.step", 5000.0, annotation=True)]  # a range over kernels that are counted already
     events += [device(f"small_{i}", 1.0) for i in range(20)]
     events += [host(SDPA_OPERATOR), host("cudaStreamSynchronize"), host("cudaEventSynchronize"), host("cudaStreamSynchronize")]
     events += [host("cudaLaunchKernel"), host("cudaDeviceSynchronize")]  # the last one is the profiler's own
     synchronised: list[bool] = []
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Recorded(events))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(True))
-    profile = witness.profile(lambda: None, cuda("v2", "on"), "cuda", 0.002)
+    profile = witness.profile(lambda: None, cuda("v2", "on"), "cuda", 0.002, 1)
     assert profile.device_time_s == pytest.approx(1420e-6) and profile.kernel_count == 23
     assert profile.busy_fraction == pytest.approx(0.71) and witness.is_host_bound(profile) is True
     assert profile.host_syncs == 3 and profile.witness_ok is True and synchronised

@@ -1,0 +1,96 @@
+"""Proof of the layer that is timed: projections, RoPE, gates and branch wiring, against the same by hand.
+
+At n * l' tokens every block is selected, so no near-tie of scores can change the set, and the selected branch is causal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from nsa import oracle
+from nsa.attention import NSAAttention
+from nsa.config import ModelConfig
+from nsa.dense import DenseAttention
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, keep -> o
+
+
+def outputs(
+    model: ModelConfig, *, path: str, fa2: str, dtype: torch.dtype, device: str, seed: int, exact: Attend, eager: Attend
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on sampled rows."""
+    tokens = model.nsa.num_selected * model.nsa.sel_block
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.cat([torch.randperm(tokens - 1, generator=generator)[:31].sort().values, torch.tensor([tokens - 1])])
+    x = torch.randn(2, tokens, model.dim, generator=generator).to(dtype)
+    torch.manual_seed(seed)
+    layer: nn.Module
+    if path.startswith("dense"):
+        layer, by_hand = DenseAttention(model, path), _dense_by_hand
+    else:
+        heads = (model.dim, model.num_heads, model.num_kv_heads, model.head_dim, model.v_head_dim)
+        layer, by_hand = NSAAttention(*heads, model.nsa, path=path, fa2=fa2), _nsa_by_hand
+    layer = layer.to(dtype)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        got = layer.to(device)(x.to(device))[:, rows]
+        honest = by_hand(layer, model, x.to(device), rows.to(device), eager)
+        truth = by_hand(twin.double(), model, x.double(), rows, exact)
+    return got, truth, honest
+
+
+def _nsa_by_hand(layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    assert isinstance(layer, NSAAttention)
+    nsa, S = model.nsa, x.shape[1]
+    q = layer.q_proj(x).unflatten(-1, (model.num_heads, model.head_dim))
+    k = layer.k_proj(x).unflatten(-1, (-1, model.head_dim))
+    v = layer.v_proj(x).unflatten(-1, (-1, model.value_dim))
+    gates = layer.gate(x, q)[:, rows]
+    q_rotated, k_rotated = _rope(q, model, 1)[:, rows], _rope(k, model, 1)
+    keep = {
+        "cmp": oracle.compressed_mask(rows[None], max(0, (S - nsa.cmp_block) // nsa.cmp_stride + 1), nsa.cmp_block, nsa.cmp_stride),
+        "sel": oracle.causal_mask(rows[None], S),
+        "win": oracle.sliding_mask(rows[None], S, nsa.window),
+    }
+    total = torch.zeros_like(gates[..., :1])
+    for column, branch in enumerate(("cmp", "sel", "win")):
+        if branch not in nsa.branches:
+            continue
+        k_branch, v_branch = (_kv_of(t, column, model.num_kv_heads) for t in (k_rotated, v))
+        if branch == "cmp":
+            k_branch, v_branch = compressed_kv(_kv_of(k, 0, model.num_kv_heads), k_branch, v_branch, model)
+        total = total + gates[..., column, None] * attend(q_rotated, k_branch, v_branch, keep[branch])
+    y: Tensor = layer.o_proj(total.flatten(2))
+    return y
+
+
+def _dense_by_hand(layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:
+    assert isinstance(layer, DenseAttention)
+    q, k = (_rope(p(x).unflatten(-1, (-1, model.head_dim)), model, 1) for p in (layer.q_proj, layer.k_proj))
+    v = layer.v_proj(x).unflatten(-1, (-1, model.value_dim))
+    y: Tensor = layer.o_proj(attend(q[:, rows], k, v, oracle.causal_mask(rows[None], x.shape[1])).flatten(2))
+    return y
+
+
+def compressed_kv(k: Tensor, k_rotated: Tensor, v: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Compressed K and V as the config wants them rotated: before compression, or after it, block i at position i * d."""
+    nsa = model.nsa
+    if nsa.rotates_before_compression:
+        k_cmp = oracle.compress_mean(k_rotated, nsa.cmp_block, nsa.cmp_stride).to(k.dtype)
+    else:
+        k_cmp = _rope(oracle.compress_mean(k, nsa.cmp_block, nsa.cmp_stride).to(k.dtype), model, nsa.cmp_stride)
+    return k_cmp, oracle.compress_mean(v, nsa.cmp_block, nsa.cmp_stride).to(v.dtype)
+
+
+def _kv_of(x: Tensor, column: int, num_kv_heads: int) -> Tensor:
+    return x if x.shape[2] == num_kv_heads else x[:, :, column * num_kv_heads : (column + 1) * num_kv_heads]
+
+
+def _rope(x: Tensor, model: ModelConfig, step: int) -> Tensor:
+    positions = torch.arange(x.shape[1], device=x.device) * step
+    nsa = model.nsa
+    return oracle.rope(x, positions, base=nsa.rope_base, scale=nsa.rope_scale, kind=nsa.rope).to(x.dtype)
