@@ -191,7 +191,7 @@ def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
     if kind not in DENSE_KINDS:
         raise RouteError(f"dense path {kind!r} is not known{nearest_name(kind, list(DENSE_KINDS))}")
     kernel = {"dense": "sdpa", "dense_flash": "flash", "dense_cudnn": "cudnn"}[kind]
-    if kind != "dense" and (reasons := _fused_dense_reasons(problem, capability)):
+    if kind != "dense" and (reasons := _fused_reasons(problem, capability)):
         raise RouteError(_cannot(f"path={kind}", reasons, "use path=dense"))
     branch = BranchRoute("dense", kernel, kernel, f"torch {capability.torch_version}", "full causal attention, asked for by name")
     return Route((branch,), (Rejected("fa2", "n/a: a dense path names its kernel itself"),))
@@ -204,9 +204,13 @@ def plan(request: Request, model: ModelConfig, *, batch: int, tokens: int, dtype
 
 def fa2_reasons(problem: Problem, capability: Capability) -> list[str]:
     """Every reason why FA-2 cannot serve this problem; empty where it can."""
+    missing = [capability.fa2_reason] if capability.fa2_provider is None else []
+    return missing + _fused_reasons(problem, capability)
+
+
+def _fused_reasons(problem: Problem, capability: Capability) -> list[str]:
+    """What rules out a fused half-precision kernel, whoever provides it."""
     reasons = []
-    if capability.fa2_provider is None:
-        reasons.append(capability.fa2_reason)
     if capability.sm is None:
         reasons.append(f"device {capability.device} is not CUDA")
     elif capability.sm < FA2_MIN_SM:
@@ -219,11 +223,6 @@ def fa2_reasons(problem: Problem, capability: Capability) -> list[str]:
         if size % 8 or size > FA2_MAX_HEAD_DIM:
             reasons.append(f"{name} {size} is not a multiple of 8 up to {FA2_MAX_HEAD_DIM}")
     return reasons
-
-
-def _fused_dense_reasons(problem: Problem, capability: Capability) -> list[str]:
-    reasons = fa2_reasons(problem, capability)
-    return [r for r in reasons if r != capability.fa2_reason or capability.fa2_provider is not None]
 
 
 def _cannot(what: str, reasons: list[str], next_step: str) -> str:

@@ -158,7 +158,9 @@ def baseline_show(baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_
 def baseline_promote(
     run: RunArg,
     to: Annotated[Path | None, typer.Option("--to", metavar="PATH", help="Default: reports/baselines/<gpu>/<matrix>.json.")] = None,
-    allow_dirty: Annotated[bool, typer.Option("--allow-dirty", help="Take a run of uncommitted or unproved code; the file records it.")] = False,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Take a run of uncommitted or unproved code; the file records it.")
+    ] = False,
 ) -> None:
     """Make a green run the baseline."""
     from perfbench import session

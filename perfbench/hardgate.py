@@ -209,6 +209,11 @@ def _physics(row: Replicate) -> Iterator[Finding]:
     if gemm is not None and flop_rate > IMPOSSIBLE_FLOP_FACTOR * gemm:
         text = f"{flop_rate / 1e12:,.4g} TFLOP/s, but a large GEMM in this process reached {gemm / 1e12:,.4g}"
         yield Finding(Verdict.IMPOSSIBLE, "flops", f"{text} (limit {IMPOSSIBLE_FLOP_FACTOR} x)")
+    # A wrong clock moves the step and the GEMM alike; the datasheet does not share it.
+    fastest, peak = max(flop_rate, gemm or 0.0), physics.datasheet_flops_per_s
+    if peak is not None and fastest > IMPOSSIBLE_FLOP_FACTOR * peak:
+        text = f"{fastest / 1e12:,.4g} TFLOP/s, but the card's datasheet says {peak / 1e12:,.4g}: the clock is wrong"
+        yield Finding(Verdict.IMPOSSIBLE, "datasheet", f"{text} (limit {IMPOSSIBLE_FLOP_FACTOR} x)")
     ceiling, cached = physics.datasheet_bytes_per_s, physics.l2_bytes or 0
     if ceiling is None or physics.min_bytes <= cached:
         return

@@ -259,6 +259,7 @@ def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physi
         min_bytes=physics.step_min_bytes(model, dtype=str(job.axes["dtype"]), **shape),
         step_s=step_s,
         gemm_flops_per_s=2 * size**3 / gemm_s,
+        dtype=str(job.axes["dtype"]),
         device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
         is_gpu=on_gpu,
     )

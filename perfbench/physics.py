@@ -16,22 +16,27 @@ IMPOSSIBLE_FLOP_FACTOR = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Datasheet numbers of a card; an unknown card has none, never another card's."""
+    """Datasheet numbers of a card; an unknown card has none, never another card's. FLOP/s are dense, fp32 without TF32."""
 
     bytes_per_s: float
     l2_bytes: int
+    half_flops_per_s: float  # bf16 and fp16, fp32 accumulation
+    fp32_flops_per_s: float
+
+    def flops_per_s(self, dtype: str) -> float:
+        return self.fp32_flops_per_s if dtype == "fp32" else self.half_flops_per_s
 
 
 # By the marketing name that NVML reports. Sources: NVIDIA's datasheets and architecture white papers.
 CARDS: Mapping[str, Card] = {
-    "NVIDIA A100-SXM4-40GB": Card(1.555e12, 40 << 20),
-    "NVIDIA A100-SXM4-80GB": Card(2.039e12, 40 << 20),
-    "NVIDIA A100 80GB PCIe": Card(1.935e12, 40 << 20),
-    "NVIDIA H100 80GB HBM3": Card(3.35e12, 50 << 20),
-    "NVIDIA H100 PCIe": Card(2.0e12, 50 << 20),
-    "NVIDIA H200": Card(4.8e12, 50 << 20),
-    "NVIDIA L40S": Card(0.864e12, 96 << 20),
-    "NVIDIA GeForce RTX 4090": Card(1.008e12, 72 << 20),
+    "NVIDIA A100-SXM4-40GB": Card(1.555e12, 40 << 20, 312e12, 19.5e12),
+    "NVIDIA A100-SXM4-80GB": Card(2.039e12, 40 << 20, 312e12, 19.5e12),
+    "NVIDIA A100 80GB PCIe": Card(1.935e12, 40 << 20, 312e12, 19.5e12),
+    "NVIDIA H100 80GB HBM3": Card(3.35e12, 50 << 20, 989.4e12, 66.9e12),
+    "NVIDIA H100 PCIe": Card(2.0e12, 50 << 20, 756e12, 51.2e12),
+    "NVIDIA H200": Card(4.8e12, 50 << 20, 989.4e12, 66.9e12),
+    "NVIDIA L40S": Card(0.864e12, 96 << 20, 362e12, 91.6e12),
+    "NVIDIA GeForce RTX 4090": Card(1.008e12, 72 << 20, 165.2e12, 82.6e12),
 }
 
 
@@ -71,12 +76,16 @@ def step_min_bytes(model: ModelConfig, *, workload: str, batch: int, tokens: int
     return float(weights + batch * tokens * model.vocab_size * BYTES_OF[dtype])
 
 
-def judge_step(*, flops: float, min_bytes: float, step_s: float, gemm_flops_per_s: float | None, device_name: str, is_gpu: bool) -> Physics:
+def judge_step(
+    *, flops: float, min_bytes: float, step_s: float, gemm_flops_per_s: float | None, dtype: str, device_name: str, is_gpu: bool
+) -> Physics:
     """Rates, floor and notes of a measured step."""
     card = CARDS.get(device_name)
     notes = []
     if card is None:
-        notes.append(f"no datasheet entry for {device_name!r}: bandwidth ceiling is null" if is_gpu else "CPU: bandwidth ceiling is null")
+        notes.append(
+            f"no datasheet entry for {device_name!r}: datasheet ceilings are null" if is_gpu else "CPU: datasheet ceilings are null"
+        )
     floors = []
     if gemm_flops_per_s:
         floors.append(flops / gemm_flops_per_s)
@@ -89,6 +98,7 @@ def judge_step(*, flops: float, min_bytes: float, step_s: float, gemm_flops_per_
         flops_per_s=flops / step_s,
         bytes_per_s=min_bytes / step_s,
         gemm_flops_per_s=gemm_flops_per_s,
+        datasheet_flops_per_s=card.flops_per_s(dtype) if card else None,
         datasheet_bytes_per_s=card.bytes_per_s if card else None,
         l2_bytes=card.l2_bytes if card else None,
         floor_s=floor_s,

@@ -185,6 +185,7 @@ class Physics(_Record):
     flops_per_s: float
     bytes_per_s: float
     gemm_flops_per_s: float | None  # measured in this process, same dtype
+    datasheet_flops_per_s: float | None = None  # null for a card that is not in the table, and in older files
     datasheet_bytes_per_s: float | None  # null for a card that is not in the table
     l2_bytes: int | None
     floor_s: float | None
@@ -208,7 +209,7 @@ class Replicate(_Record):
     tokens_per_step: int = 0
     samples_s: list[float] = []
     tok_per_s: float | None = Field(default=None, gt=0)
-    cold_start_s: float | None = None
+    cold_start_s: float | None = None  # the first step; shorter where this process made the proof and had loaded libraries
     peak_memory_bytes: int | None = None
     host_bound: bool | None = None
     route: RouteLine | None = None

@@ -106,6 +106,11 @@ UNTRUE: dict[str, tuple[Callable[[Run], Run], Verdict, str]] = {
         Verdict.IMPOSSIBLE,
         "TFLOP/s",
     ),
+    "a clock that is wrong for the step and the GEMM alike": (
+        lambda r: edit(r, TRAIN, physics=b.physics(1000.0, 2048, gemm_flops_per_s=1.1e15, datasheet_flops_per_s=989.4e12)),
+        Verdict.IMPOSSIBLE,
+        "datasheet says 989.4",
+    ),
     "faster than the memory": (
         lambda r: edit(r, TRAIN, physics=b.physics(1000.0, 2048, min_bytes=1e12, bytes_per_s=3.4e12)),
         Verdict.IMPOSSIBLE,

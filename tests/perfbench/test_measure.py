@@ -147,7 +147,7 @@ def test_the_rows_physics(path: str) -> None:
     assert step_s == pytest.approx(STEP_S) and found.flops_per_s == pytest.approx(found.flops / step_s)
     assert found.gemm_flops_per_s == pytest.approx(2 * 1024**3 / STEP_S), "every call lasts one step on this clock"
     assert found.floor_fraction == pytest.approx(found.flops / found.gemm_flops_per_s / step_s)
-    assert found.datasheet_bytes_per_s is None and found.notes == ["CPU: bandwidth ceiling is null"]
+    assert found.datasheet_bytes_per_s is None and found.notes == ["CPU: datasheet ceilings are null"]
 
 
 def test_a_real_row_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

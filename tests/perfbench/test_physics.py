@@ -120,7 +120,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 
 def judged(**changes: Any) -> Any:
-    values: dict[str, Any] = {"flops": 6e12, "min_bytes": 3.35e9, "step_s": 0.1, "gemm_flops_per_s": 6e14}
+    values: dict[str, Any] = {"flops": 6e12, "min_bytes": 3.35e9, "step_s": 0.1, "gemm_flops_per_s": 6e14, "dtype": "bf16"}
     return physics.judge_step(**{**values, "device_name": H100, "is_gpu": True, **changes})
 
 
@@ -128,6 +128,7 @@ def test_rates_and_the_floor_of_a_known_card() -> None:
     row = judged()
     assert row.flops_per_s == pytest.approx(6e13) and row.bytes_per_s == pytest.approx(3.35e10)
     assert (row.datasheet_bytes_per_s, row.l2_bytes, row.notes) == (3.35e12, 50 * 2**20, [])
+    assert row.datasheet_flops_per_s == 989.4e12 and judged(dtype="fp32").datasheet_flops_per_s == 66.9e12
     assert row.floor_s == pytest.approx(0.01) and row.floor_fraction == pytest.approx(0.1), "FLOPs take 10 ms, bytes 1 ms"
 
 
@@ -140,8 +141,8 @@ def test_the_larger_floor_counts() -> None:
 
 def test_an_unknown_card_has_null_ceilings() -> None:
     row = judged(device_name="NVIDIA H100 NVL")
-    assert row.datasheet_bytes_per_s is None and row.l2_bytes is None
-    assert row.notes == ["no datasheet entry for 'NVIDIA H100 NVL': bandwidth ceiling is null"]
+    assert row.datasheet_bytes_per_s is None and row.l2_bytes is None and row.datasheet_flops_per_s is None
+    assert row.notes == ["no datasheet entry for 'NVIDIA H100 NVL': datasheet ceilings are null"]
     assert row.floor_s == pytest.approx(0.01), "the measured GEMM rate still holds"
     blind = judged(device_name="NVIDIA H100 NVL", gemm_flops_per_s=None)
     assert blind.floor_s is None and blind.floor_fraction is None and blind.gemm_flops_per_s is None
@@ -150,7 +151,7 @@ def test_an_unknown_card_has_null_ceilings() -> None:
 
 def test_a_cpu_says_so() -> None:
     row = judged(device_name="cpu", is_gpu=False)
-    assert row.notes == ["CPU: bandwidth ceiling is null"] and row.datasheet_bytes_per_s is None
+    assert row.notes == ["CPU: datasheet ceilings are null"] and row.datasheet_bytes_per_s is None
     assert row.floor_fraction == pytest.approx(0.1)
 
 
