@@ -1,4 +1,6 @@
-"""Proof of the layer that is timed: projections, RoPE, gates and branch wiring, against the same by hand.
+"""Proof of the layer that is timed: projections, RoPE, use of the gates, branch wiring, against the same by hand.
+
+The gate module itself is judged in tests/nsa, not here.
 
 At n * l' tokens every block is selected, so no near-tie of scores can change the set, and the selected branch is causal.
 """

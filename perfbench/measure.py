@@ -87,7 +87,7 @@ def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
-        facts["profile"] = witness.profile(work.step, route, job.device, timed.step_s, model.num_layers)
+        facts["profile"] = witness.profile(step, route, job.device, timed.step_s, model.num_layers)
         facts["host_bound"] = witness.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))

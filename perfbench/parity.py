@@ -1,7 +1,7 @@
 """Proof before timing: the cell's own path against the fp64 oracle, at its geometry, heads and dtype.
 
 Two checks. The attention function (output, and gradients when training) at a length where blocks compete, and the layer
-that the timed model is made of, projections, RoPE and gates included.
+that the timed model is made of, with its projections, RoPE and use of the gates.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,19 +22,11 @@ from nsa.rope import rotate
 from nsa.routing import DENSE_KINDS, Path
 from perfbench import parity
 from perfbench.result import ParityLine
-from tests.perfbench.jobs import TINY, cell_of, route_of
+from tests.perfbench.jobs import TINY, cell_of, one_thread, route_of  # noqa: F401 (a fixture)
 
 TOKENS = (5 + 4) * 16 + 1  # (n + 4) l' + 1 of the tiny geometry
 INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 Attend = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def prove(

@@ -10,7 +10,7 @@ from nsa import engagement
 from nsa.model import DenseLM, TinyLM
 from perfbench import workload
 from perfbench.workload import NUM_BATCHES, Workload
-from tests.perfbench.jobs import TINY, job
+from tests.perfbench.jobs import TINY, job, one_thread  # noqa: F401 (a fixture)
 
 
 def weights(work: Workload) -> dict[str, Tensor]:
