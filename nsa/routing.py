@@ -47,7 +47,7 @@ SPECS: Mapping[Path, PathSpec] = {
     Path.REFERENCE: PathSpec(True, True, True, "Python loop over rows, fp32 softmax"),
     Path.V1: PathSpec(True, True, False, "token ranges in Python, rows bucketed by length"),
     Path.V2: PathSpec(False, False, False, "whole blocks gathered, all rows in one packed call a workspace"),
-    Path.MASKED: PathSpec(False, False, True, "one SDPA over a boolean mask, O(T*S) memory"),
+    Path.MASKED: PathSpec(False, False, False, "one SDPA over a boolean mask, O(T*S) memory"),
 }
 PATH_REQUESTS = (*Path, AUTO, ADAPTIVE)
 
@@ -193,7 +193,14 @@ def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
     kernel = {"dense": "sdpa", "dense_flash": "flash", "dense_cudnn": "cudnn"}[kind]
     if kind != "dense" and (reasons := _fused_reasons(problem, capability)):
         raise RouteError(_cannot(f"path={kind}", reasons, "use path=dense"))
-    branch = BranchRoute("dense", kernel, kernel, f"torch {capability.torch_version}", "full causal attention, asked for by name")
+    branch = BranchRoute(
+        "dense",
+        kernel,
+        kernel,
+        f"torch {capability.torch_version}",
+        "full causal attention, asked for by name",
+        repeatable=_sdpa_is_repeatable(capability),
+    )
     return Route((branch,), (Rejected("fa2", "n/a: a dense path names its kernel itself"),))
 
 
@@ -233,7 +240,19 @@ def _route_compressed(request: Request, problem: Problem, capability: Capability
     staircase = "its staircase mask is not expressible in FA-2"
     if request.fa2 == "on" and problem.branches == ("cmp",) and not request.fa2_from_environment:
         raise RouteError(_cannot("fa2=on for the compressed branch", [staircase], "use fa2=off or fa2=auto"))
-    return BranchRoute("cmp", "sdpa", "sdpa", f"torch {capability.torch_version}", f"SDPA over a boolean mask; {staircase}")
+    return BranchRoute(
+        "cmp",
+        "sdpa",
+        "sdpa",
+        f"torch {capability.torch_version}",
+        f"SDPA over a boolean mask; {staircase}",
+        repeatable=_sdpa_is_repeatable(capability),
+    )
+
+
+def _sdpa_is_repeatable(capability: Capability) -> bool:
+    """Its CUDA kernels add up dQ in the order in which their blocks finish: three runs on an H100 gave other last bits."""
+    return capability.sm is None
 
 
 def _fa2_serves(asked: str, problem: Problem, capability: Capability, extra: list[str], what: str, rejected: list[Rejected]) -> bool:
@@ -297,4 +316,11 @@ def _route_window(request: Request, problem: Problem, capability: Capability, re
     if _fa2_serves(asked, problem, capability, ragged, "win", rejected):
         assert capability.fa2_provider is not None
         return BranchRoute("win", "fa2", "fa2", capability.fa2_provider, f"fa2={asked}: FA-2 with a window", repeatable=False)
-    return BranchRoute("win", "sdpa", "sdpa", f"torch {capability.torch_version}", "SDPA over tiles of one window each")
+    return BranchRoute(
+        "win",
+        "sdpa",
+        "sdpa",
+        f"torch {capability.torch_version}",
+        "SDPA over tiles of one window each",
+        repeatable=_sdpa_is_repeatable(capability),
+    )

@@ -1,7 +1,8 @@
 """The measuring server and its children: imports torch once, never touches CUDA, forks one child per job.
 
-It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for each job
-{"event": "started", "pid": N} and {"event": "ended", "status": S} (negative: a signal). End of stdin ends it and its child.
+It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for each job {"event": "started"},
+{"event": "prepared"} and {"event": "ended", "status": S} (negative: a signal), each with its "pid". A prepared child waits for
+{"go": PID}; what ends early is never prepared. End of stdin ends the server and its children.
 """
 
 from __future__ import annotations
@@ -20,17 +21,19 @@ import traceback
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from perfbench import environment
+from perfbench.children import kill_group
 from perfbench.clock import Clock, clock_for
-from perfbench.isolate import failed, kill_group, utc_now
+from perfbench.isolate import failed, utc_now
 from perfbench.job import Job
 from perfbench.result import Replicate, Status
 from perfbench.telemetry import Sampler, sampler_for
 
-Measure = Callable[[Job, Clock, Sampler], Replicate]
+Measure = Callable[[Job, Clock, Sampler, Callable[[], None]], Replicate]
 _PR_SET_PDEATHSIG = 1
 _OOM_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
 
@@ -49,7 +52,7 @@ def main() -> None:
 class _Server:
     def __init__(self, measure: Measure, protocol: int) -> None:
         self._measure, self._protocol = measure, protocol
-        self._child: int | None = None
+        self._children: dict[int, _Pipes] = {}
         self._buffer = b""
         self._woken, wake = os.pipe()
         for fd in (self._woken, wake):
@@ -60,13 +63,16 @@ class _Server:
     def serve(self) -> None:
         self._say(event="ready", pid=os.getpid())
         while True:
-            ready, _, _ = select.select([0, self._woken], [], [])
+            saying = {pipes.prepared: pid for pid, pipes in self._children.items() if not pipes.heard}
+            ready, _, _ = select.select([0, self._woken, *saying], [], [])
+            for fd in saying.keys() & set(ready):
+                self._hear(saying[fd])
             if self._woken in ready:
                 with suppress(BlockingIOError):
                     os.read(self._woken, 4096)
                 self._reap()
             if 0 in ready and not self._read():
-                self._end_child()
+                self._end_children()
                 return
 
     def _read(self) -> bool:
@@ -75,41 +81,88 @@ class _Server:
         self._buffer += chunk
         while b"\n" in self._buffer:
             line, _, self._buffer = self._buffer.partition(b"\n")
-            self._fork(json.loads(line))
+            message = json.loads(line)
+            if "go" in message:
+                self._go(message["go"])
+            else:
+                self._fork(message)
         return bool(chunk)
 
     def _fork(self, message: dict[str, Any]) -> None:
         _assert_cuda_untouched()
-        server = os.getpid()
+        server, (prepared, say), (wait, go) = os.getpid(), os.pipe(), os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 warns because importing numpy starts threads; no op has run, so none of them holds a lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            os.close(self._protocol)
-            _child(self._measure, message, server)
-        self._child = pid
+            for fd in (self._protocol, prepared, go, *(fd for pipes in self._children.values() for fd in (pipes.prepared, pipes.go))):
+                os.close(fd)
+            _child(self._measure, message, server, _Turn(say, wait))
+        for fd in (say, wait):
+            os.close(fd)
+        self._children[pid] = _Pipes(prepared, go)
         self._say(event="started", pid=pid)
 
-    def _reap(self) -> None:
-        if self._child is None or os.waitid(os.P_PID, self._child, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
-            return
-        kill_group(self._child)  # what the child left behind; the zombie keeps its number from being given to another
-        _, status = os.waitpid(self._child, 0)
-        self._child = None
-        self._say(event="ended", status=os.waitstatus_to_exitcode(status))
+    def _hear(self, pid: int) -> None:
+        pipes = self._children[pid]
+        pipes.heard = True
+        if os.read(pipes.prepared, 1):  # nothing: it ends without having been prepared
+            self._say(event="prepared", pid=pid)
 
-    def _end_child(self) -> None:
-        if self._child is not None:
-            kill_group(self._child)
-            os.waitpid(self._child, 0)
+    def _go(self, pid: int) -> None:
+        if pid in self._children:
+            with suppress(BrokenPipeError):  # it has just died, and its end is about to be said
+                os.write(self._children[pid].go, b"g")
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                continue
+            kill_group(pid)  # what the child left behind; the zombie keeps its number from being given to another
+            _, status = os.waitpid(pid, 0)
+            self._children.pop(pid).close()
+            self._say(event="ended", pid=pid, status=os.waitstatus_to_exitcode(status))
+
+    def _end_children(self) -> None:
+        for pid in self._children:
+            kill_group(pid)
+        for pid in self._children:
+            os.waitpid(pid, 0)
 
     def _say(self, **message: Any) -> None:
         try:
             os.write(self._protocol, json.dumps(message).encode() + b"\n")
         except BrokenPipeError:  # the parent is gone
-            self._end_child()
+            self._end_children()
             sys.exit(1)
+
+
+@dataclass(slots=True)
+class _Pipes:
+    """The server's ends of a child's two pipes: hears one byte when it is prepared, sends one to let it go on."""
+
+    prepared: int
+    go: int
+    heard: bool = False
+
+    def close(self) -> None:
+        os.close(self.prepared)
+        os.close(self.go)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The child's ends."""
+
+    say: int
+    wait: int
+
+    def take(self) -> None:
+        """Say that everything is prepared; return when it is this process's turn to be timed."""
+        os.write(self.say, b"p")
+        if not os.read(self.wait, 1):  # the server has gone
+            os._exit(1)
 
 
 def _assert_cuda_untouched() -> None:
@@ -118,13 +171,13 @@ def _assert_cuda_untouched() -> None:
         raise RuntimeError("the measuring server has initialised CUDA, so no child could use it; find the import that does")
 
 
-def _child(measure: Measure, message: dict[str, Any], server: int) -> NoReturn:
+def _child(measure: Measure, message: dict[str, Any], server: int, turn: _Turn) -> NoReturn:
     """Never returns into the server's loop: ends with 0 after a result, with 1 and a traceback otherwise."""
     status = 1
     try:
         _detach(server, message["stderr"])
         job = Job.model_validate(message["job"])
-        _write(Path(message["result"]), _measured(measure, job))
+        _write(Path(message["result"]), _measured(measure, job, turn))
         status = 0
     finally:
         if status:
@@ -150,14 +203,14 @@ def _detach(server: int, stderr: str) -> None:
     faulthandler.enable()  # a segfault leaves its Python stack
 
 
-def _measured(measure: Measure, job: Job) -> Replicate:
+def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
     """Measure; out of memory is a status of its own, everything else that is raised is a crash."""
     begin, started_utc = time.monotonic(), utc_now()
     try:
         if job.injection is not None:
             _inject(job)
         uuid, reason = _gpu_uuid(job)
-        replicate = measure(job, clock_for(job.device), sampler_for(job.device, uuid, reason))
+        replicate = measure(job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn.take)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise

@@ -16,6 +16,7 @@ class MeasureOptions(BaseModel):
     warmup_s: float = Field(default=2.0, ge=0)  # goes on until steady, at most 4 times as long and 5 s
     min_sample_ms: float = Field(default=50.0, gt=0)
     processes: int = Field(default=5, ge=1)  # replicates of every cell
+    prepare_together: int = Field(default=1, ge=1, le=64)  # processes that prove and load side by side; each is timed alone
     max_s: float = Field(default=10.0, gt=0)  # timed window of one replicate
     samples: int | None = Field(default=None, ge=1)  # a fixed number of samples instead of filling max_s
 
@@ -44,4 +45,5 @@ class Job(BaseModel):
     seed: int
     profile: bool  # one untimed step under torch.profiler, once per cell
     injection: Injection | None = None
+    company: int = Field(default=0, ge=0)  # other processes that prepare beside this one, then wait while it is timed
     proof: ParityLine | None = None  # of the same route, workload and dtype, made earlier in this run on this card

@@ -42,12 +42,22 @@ class Stop(Exception):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
-    """Measure ``job``. Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through."""
-    begin = time.monotonic()
+def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None] = lambda: None) -> Replicate:
+    """Measure ``job``. Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through.
+
+    ``prepared`` is called once, before the first timed step, and returns when this process may have the machine to itself.
+    """
+    begin, waited_s = time.monotonic(), 0.0
+
+    def take_turn() -> None:
+        nonlocal waited_s
+        asked = time.monotonic()
+        prepared()
+        waited_s = time.monotonic() - asked
+
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        status, reason, facts = Status.OK, "", _measure(job, clock, sampler)
+        status, reason, facts = Status.OK, "", _measure(job, clock, sampler, take_turn)
     except Stop as stop:
         status, reason, facts = stop.status, stop.reason, stop.facts
     return Replicate(
@@ -58,14 +68,14 @@ def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
         status=status,
         reason=reason,
         started_utc=started,
-        wall_s=time.monotonic() - begin,
+        wall_s=time.monotonic() - begin - waited_s,
+        company=job.company,
         **facts,
     )
 
 
-def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
-    if job.device == "cpu":
-        torch.set_num_threads(CPU_THREADS)
+def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], None]) -> dict[str, Any]:
+    torch.set_num_threads(CPU_THREADS if job.device == "cpu" else max(1, torch.get_num_threads() // (job.company + 1)))
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
@@ -77,6 +87,11 @@ def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
     if fault := wrong_path(route, job, engaged, calls=model.num_layers):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
 
+    if job.device == "cuda":
+        torch.cuda.empty_cache()  # what waits holds its weights only; the warm-up takes the rest again
+    take_turn()
+
+    retries = _allocation_retries(job)
     step_s = _warm_up(work.step, clock, job.measure.warmup_s)
     step = _slowed(work.step, step_s, job, clock)
     timed = _time(step, step_s, job, clock, sampler)
@@ -84,6 +99,8 @@ def _measure(job: Job, clock: Clock, sampler: Sampler) -> dict[str, Any]:
     if fault := wrong_path(route, job, timed.engaged, calls=model.num_layers * timed.num_steps):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
+    if job.company and (again := _allocation_retries(job) - retries):
+        raise torch.OutOfMemoryError(f"memory was so scarce beside {job.company} waiting processes that {again} allocations were retried")
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
@@ -278,6 +295,11 @@ def _gemm(size: int, job: Job) -> Callable[[], None]:
 
 def _without_speed(facts: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in facts.items() if key not in ("tok_per_s", "samples_s")}
+
+
+def _allocation_retries(job: Job) -> int:
+    """How often the allocator had to give everything back to the driver and ask once more: a slow step, not a step's speed."""
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if job.device == "cuda" else 0
 
 
 def _synchronize() -> None:

@@ -17,7 +17,8 @@ from perfbench.result import BranchLine, Expect, PlannedCell, RouteLine
 from perfbench.verdict import Exit, PerfbenchError
 
 # A child that leaves the forkserver, builds the model and checks parity; on a GPU it creates a CUDA context too.
-START_S = {"cuda": 3.0, "cpu": 0.7}
+START_S = {"cuda": 8.0, "cpu": 0.7}
+END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
 WARMUP_CAP_S = 5.0
 
 
@@ -91,11 +92,12 @@ def route_line(route: Route) -> RouteLine:
 
 
 def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
-    """Cells x replicates x (start + warm-up + timed window), in seconds."""
+    """Cells x replicates x (start, shared by those that prepare together, + warm-up + timed window + end), in seconds."""
     measure = matrix.measure
     window_s = measure.max_s if measure.samples is None else min(measure.max_s, measure.samples * measure.min_sample_ms / 1000)
     start_s = START_S["cpu" if capability.sm is None else "cuda"]
-    return num_cells * measure.processes * (start_s + min(measure.warmup_s, WARMUP_CAP_S) + window_s)
+    alone_s = END_S if capability.sm is not None else 0.0
+    return num_cells * measure.processes * (start_s / measure.prepare_together + min(measure.warmup_s, WARMUP_CAP_S) + window_s + alone_s)
 
 
 def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:

@@ -209,7 +209,9 @@ class Replicate(_Record):
     tokens_per_step: int = 0
     samples_s: list[float] = []
     tok_per_s: float | None = Field(default=None, gt=0)
-    cold_start_s: float | None = None  # the first step; shorter where this process made the proof and had loaded libraries
+    # The first step; shorter where this process made the proof and had loaded libraries, longer beside `company`.
+    cold_start_s: float | None = None
+    company: int = 0  # other processes that prepared at the same time; all of them waited while this one was timed
     peak_memory_bytes: int | None = None
     host_bound: bool | None = None
     route: RouteLine | None = None

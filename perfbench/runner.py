@@ -184,6 +184,7 @@ class _Sweep:
 
     def _measure(self, todo: list[tuple[PlannedCell, int]], deadline: float | None, now: Callable[[], float]) -> list[tuple[str, int]]:
         current = -1
+        jobs: dict[tuple[str, int], Job] = {}
         for done, (cell, block) in enumerate(todo):
             if self._has_failed(cell.cell_id):
                 continue  # one row says it; repeating it would only cost GPU minutes
@@ -193,7 +194,9 @@ class _Sweep:
                 self.executor.new_block()
                 current = block
             self.progress.begin(cell.cell_id, block)
-            job = self._job(cell, block)
+            if (cell.cell_id, block) not in jobs:
+                jobs = self._prepare(todo[done:], block)
+            job = jobs[cell.cell_id, block]
             row = self._smaller_ran_out(cell, job) or self.executor.execute(job)
             self.rows.append(row)
             self.writer.append(row)
@@ -201,6 +204,15 @@ class _Sweep:
             later = sum(1 for other, _ in todo[done + 1 :] if other.cell_id == cell.cell_id)
             self.progress.finished(row, covers=1 + (later if row.status is not Status.OK else 0))
         return []
+
+    def _prepare(self, rest: list[tuple[PlannedCell, int]], block: int) -> dict[tuple[str, int], Job]:
+        """The next jobs of this block, preparing side by side where the matrix allows it."""
+        cells = [cell for cell, its_block in rest if its_block == block and not self._has_failed(cell.cell_id)]
+        cells = cells[: self.matrix.measure.prepare_together]
+        jobs = [self._job(cell, block, company=len(cells) - 1) for cell in cells]
+        if len(jobs) > 1:
+            self.executor.prepare([job for cell, job in zip(cells, jobs, strict=True) if not self._smaller_ran_out(cell, job)])
+        return {(job.cell_id, job.replicate): job for job in jobs}
 
     def _keep_proof(self, cell: PlannedCell, row: Replicate) -> None:
         """A proof holds for its route, not for a length (parity has a length of its own), and for this sitting's card only.
@@ -232,7 +244,7 @@ class _Sweep:
                 return failed(job, Status.SKIPPED, f"not tried: {row.cell_id} ran out of memory (limits.oom: record_and_skip_larger)")
         return None
 
-    def _job(self, cell: PlannedCell, replicate: int) -> Job:
+    def _job(self, cell: PlannedCell, replicate: int, *, company: int) -> Job:
         return Job(
             cell_id=cell.cell_id,
             replicate=replicate,
@@ -247,6 +259,7 @@ class _Sweep:
             seed=random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31),
             profile=replicate == 0,
             injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
+            company=company,
             proof=self.proofs.get(_proof_key(cell)),
         )
 

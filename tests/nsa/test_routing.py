@@ -189,7 +189,10 @@ def test_syncs_and_repeatability_are_stated() -> None:
         assert route(Request(path, "off"), PROBLEM, H100).branch("sel").syncs
     for path in (Path.MASKED, Path.V2):
         assert not route(Request(path, "off"), PROBLEM, H100).branch("sel").syncs
-    assert route(Request("masked", "off"), PROBLEM, H100).branch("sel").repeatable
+    assert route(Request("reference", "off"), PROBLEM, H100).branch("sel").repeatable
+    for branch in ("cmp", "sel", "win"):  # SDPA under a mask: dQ by atomics on CUDA
+        assert not route(Request("masked", "off"), PROBLEM, H100).branch(branch).repeatable
+        assert route(Request("masked", "off"), PROBLEM, CPU).branch(branch).repeatable
     assert route(Request("v2", "off"), PROBLEM, CPU).branch("sel").repeatable
 
 

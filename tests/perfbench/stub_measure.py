@@ -7,6 +7,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 from perfbench.clock import Clock
 from perfbench.job import Job
@@ -18,12 +19,14 @@ class OutOfMemoryError(RuntimeError):
     """Named as torch's."""
 
 
-OOM, HANG, SEGV, RAISE, KILLED, SILENT, EXIT, LITTER, OTHER, CPU_OOM, NOISY = range(101, 112)
+OOM, HANG, SEGV, RAISE, KILLED, SILENT, EXIT, LITTER, OTHER, CPU_OOM, NOISY, CROWDED = range(101, 113)
 
 
-def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
+def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
     """Act out what ``batch`` asks for, then return a row whose reason holds this process's own facts."""
-    _misbehave(int(job.axes["batch"]))
+    _misbehave(int(job.axes["batch"]), job.company)
+    prepared()
+    begin = time.monotonic_ns()
     seconds = clock.time_steps(lambda: time.sleep(0.001), 2)
     with sampler.window() as window:
         pass
@@ -33,7 +36,7 @@ def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
         axes=job.axes,
         config_sha256=job.config_sha256,
         status=Status.OK,
-        reason=f"pid={os.getpid()} server={os.getppid()} session={os.getsid(0)}",
+        reason=f"pid={os.getpid()} server={os.getppid()} session={os.getsid(0)} began={begin} ended={time.monotonic_ns()}",
         started_utc="2026-01-02T03:04:05Z",
         wall_s=seconds,
         steps_per_sample=2,
@@ -44,8 +47,8 @@ def measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
     )
 
 
-def _misbehave(batch: int) -> None:
-    if batch == OOM:
+def _misbehave(batch: int, company: int) -> None:
+    if batch == OOM or (batch == CROWDED and company):
         raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     if batch == CPU_OOM:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
@@ -75,7 +78,7 @@ def _misbehave(batch: int) -> None:
         raise LookupError("after much noise")
 
 
-def slow_measure(job: Job, clock: Clock, sampler: Sampler) -> Replicate:
+def slow_measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
     """A replicate that takes 0.15 s, so that a test can interrupt a run in the middle."""
     time.sleep(0.15)
-    return measure(job, clock, sampler)
+    return measure(job, clock, sampler, prepared)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +43,8 @@ class FakeExecutor:
     def new_block(self) -> None: ...
 
     def close(self) -> None: ...
+
+    def prepare(self, jobs: Sequence[Job]) -> None: ...
 
     def execute(self, job: Job) -> Replicate:
         if len(self.jobs) == self.interrupt_at:

@@ -1,5 +1,6 @@
 """Real servers and children with a stub for the measuring function: every way to fail is a status, and no process stays."""
 
+import itertools
 import os
 import pathlib
 import re
@@ -13,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from perfbench import isolate
-from perfbench.isolate import ForkServerExecutor, describe_exit, tail
+from perfbench import children, isolate
+from perfbench.children import describe_exit, tail
+from perfbench.isolate import ForkServerExecutor
 from perfbench.job import Injection, Job, MeasureOptions
 from perfbench.result import Expect, Replicate, RouteLine, Status
 from perfbench.verdict import Exit, PerfbenchError
@@ -138,7 +140,7 @@ def test_a_crash_keeps_the_tail_of_stderr(executor: ForkServerExecutor) -> None:
     segfault = executor.execute(job(stub.SEGV))
     assert "Segmentation fault" in segfault.stderr_tail and "stub_measure.py" in segfault.stderr_tail
     noisy = executor.execute(job(stub.NOISY))
-    assert len(noisy.stderr_tail.splitlines()) == isolate.TAIL_LINES
+    assert len(noisy.stderr_tail.splitlines()) == children.TAIL_LINES
     assert noisy.stderr_tail.endswith("LookupError: after much noise") and "line 99" in noisy.stderr_tail
     assert "\x1b" not in noisy.stderr_tail and "\x00" not in noisy.stderr_tail
 
@@ -276,3 +278,50 @@ def test_descriptions_of_exits(tmp_path: pathlib.Path) -> None:
     assert tail(tmp_path / "missing") == ""
     (tmp_path / "huge").write_bytes(b"x" * 100_000 + b"\n\xff\xfe last\r\n\n")
     assert tail(tmp_path / "huge").endswith("\ufffd\ufffd last")
+
+
+def together(executor: ForkServerExecutor, *batches: int, **changes: Any) -> list[Replicate]:
+    jobs = [job(batch, replicate=number, company=len(batches) - 1, **changes) for number, batch in enumerate(batches)]
+    executor.prepare(jobs)
+    return [executor.execute(one) for one in jobs]
+
+
+def test_prepared_side_by_side_and_timed_one_by_one(executor: ForkServerExecutor) -> None:
+    rows = [facts(row) for row in together(executor, 1, 2, 3)]
+    assert len({row["pid"] for row in rows}) == 3 and len({row["server"] for row in rows}) == 1
+    assert all(first["ended"] < then["began"] for first, then in itertools.pairwise(rows)), "no two may time at once"
+
+
+def test_a_failure_in_company_is_the_status_of_its_own_job_alone(executor: ForkServerExecutor) -> None:
+    kinds = [1, stub.SEGV, 2, stub.SILENT, stub.HANG, 3]
+    rows = together(executor, *kinds, timeout_s=1.5)
+    wanted = [Status.OK, Status.CRASH, Status.OK, Status.CRASH, Status.TIMEOUT, Status.OK]
+    assert [row.status for row in rows] == wanted and [row.axes["batch"] for row in rows] == kinds
+    assert facts(executor.execute(job()))
+
+
+def test_out_of_memory_in_company_is_tried_again_alone(executor: ForkServerExecutor) -> None:
+    """The memory of those that wait is not the cell's own."""
+    scarce, last = together(executor, stub.CROWDED, 1)
+    assert facts(scarce) and scarce.company == 0 and facts(last)
+    assert facts(scarce)["server"] == facts(last)["server"], "nobody else may live while it is tried again"
+    assert together(executor, stub.OOM, 1)[0].status is Status.OOM
+
+
+def test_a_server_that_dies_while_children_wait_loses_only_their_preparation(executor: ForkServerExecutor) -> None:
+    jobs = [job(batch, replicate=batch, company=1) for batch in (1, 2)]
+    server = facts(executor.execute(job()))["server"]
+    executor.prepare(jobs)
+    waiting = children_of(server)
+    assert len(waiting) == 2
+    os.kill(server, signal.SIGKILL)
+    assert all(wait_until_gone(pid) for pid in waiting)
+    first, second = (executor.execute(one) for one in jobs)
+    assert first.status is Status.CRASH and "SIGKILL" in first.reason and facts(second)["server"] != server
+
+
+def test_memory_is_waited_for_when_the_last_of_a_company_has_ended() -> None:
+    used = iter([0, 5 * 2**30, 0])
+    with ForkServerExecutor(STUB, cwd=ROOT, used_memory=lambda: next(used)) as watching:
+        rows = together(watching, 1, 2, 3)
+    assert all(row.status is Status.OK for row in rows) and next(used, None) is None

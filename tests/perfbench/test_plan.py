@@ -149,10 +149,12 @@ def test_every_counter_of_every_route_is_known_to_expect() -> None:
 
 def test_estimate_counts_starts_warmups_and_windows() -> None:
     matrix = matrices.parse(TEXT, "t.yaml")
-    assert plans.estimate_s(matrix, 7, H100) == pytest.approx(7 * 3 * (3.0 + 1 + 2))
+    assert plans.estimate_s(matrix, 7, H100) == pytest.approx(7 * 3 * (8.0 + 1 + 2 + 1))
     assert plans.estimate_s(matrix, 7, CPU) == pytest.approx(7 * 3 * (0.7 + 1 + 2))
     fixed = matrices.parse(TEXT.replace("max_s: 2", "max_s: 2, samples: 10, min_sample_ms: 50"), "t.yaml")
-    assert plans.estimate_s(fixed, 1, H100) == pytest.approx(3 * (3.0 + 1 + 0.5))
+    assert plans.estimate_s(fixed, 1, H100) == pytest.approx(3 * (8.0 + 1 + 0.5 + 1))
+    shared = matrices.parse(TEXT.replace("max_s: 2", "max_s: 2, prepare_together: 4"), "t.yaml")
+    assert plans.estimate_s(shared, 7, H100) == pytest.approx(7 * 3 * (2.0 + 1 + 2 + 1))
 
 
 def test_text_shows_routes_exclusions_and_minutes() -> None:

@@ -1,6 +1,7 @@
 """What a resumed run refuses: changed expectations, rules and settings; and company on the GPU that came in between."""
 
 import pathlib
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,8 @@ class FakeExecutor:
 
     def new_block(self) -> None:
         pass
+
+    def prepare(self, jobs: Sequence[Job]) -> None: ...
 
     def execute(self, job: Job) -> Replicate:
         self.jobs.append(job)

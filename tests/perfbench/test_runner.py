@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,10 +61,14 @@ class FakeExecutor:
         self.ends, self.before = ends or {}, before
         self.jobs: list[Job] = []
         self.blocks: list[int] = []
+        self.prepared: list[list[tuple[str, int]]] = []
         self.closed = False
 
     def new_block(self) -> None:
         self.blocks.append(len(self.jobs))
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        self.prepared.append([(job.cell_id, job.replicate) for job in jobs])
 
     def execute(self, job: Job) -> Replicate:
         self.before(job)
@@ -581,3 +585,30 @@ def test_a_proof_of_what_ran_is_not_one_of_what_was_planned(tmp_path: pathlib.Pa
     mine = [job for job in executor.jobs if kind_of(job) == ("train", "v2")]
     assert mine[0].cell_id == astray and mine[1].proof is None
     assert all(job.proof is not None and astray not in str(job.proof.proved_in) for job in mine[2:])
+
+
+def test_those_that_prepare_together_are_of_one_block_and_know_their_company(tmp_path: pathlib.Path) -> None:
+    matrix = matrices.parse(TEXT.replace("processes: 3", "processes: 2, prepare_together: 5"), "m.yaml")
+    executor = FakeExecutor()
+    run(tmp_path, executor, matrix=matrix, plan=plans.build(matrix, only=[], capability=assumed("none"), settings=Settings()))
+    assert [len(batch) for batch in executor.prepared] == [5, 5, 2] * 2
+    assert [key for batch in executor.prepared for key in batch] == executor.order
+    assert [job.company for job in executor.jobs] == ([4] * 10 + [1] * 2) * 2
+
+
+def test_without_the_option_nothing_prepares_ahead(tmp_path: pathlib.Path) -> None:
+    executor = FakeExecutor()
+    run(tmp_path, executor)
+    assert executor.prepared == [] and {job.company for job in executor.jobs} == {0}
+
+
+def test_what_a_smaller_cell_rules_out_does_not_prepare(tmp_path: pathlib.Path) -> None:
+    matrix = matrices.parse(TEXT.replace("processes: 3", "processes: 1, prepare_together: 2"), "m.yaml")
+    executor = FakeExecutor({cell_id("train", 128, "v2"): Status.OOM})
+    finished = run(
+        tmp_path, executor, matrix=matrix, plan=plans.build(matrix, only=[], capability=assumed("none"), settings=Settings()), seed=3
+    )
+    skipped = {row.cell_id for row in finished.run.replicates if row.status is Status.SKIPPED}
+    at = executor.order.index((cell_id("train", 128, "v2"), 0))
+    later = {name for batch in executor.prepared for name, _ in batch} - {name for name, _ in executor.order[: at + 2]}
+    assert skipped and not skipped & later
