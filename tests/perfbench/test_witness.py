@@ -135,7 +135,7 @@ class Recorded:
     """Stands in for torch.profiler.profile: a context with the events that a GPU would have left."""
 
     def __init__(self, events: list[Any]) -> None:
-        self._events = events
+        self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
 
     def __enter__(self) -> Recorded:
         return self
@@ -143,17 +143,20 @@ class Recorded:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def events(self) -> list[Any]:
-        return self._events
-
 
 def device(name: str, microseconds: float, annotation: bool = False) -> Any:
-    kind = torch.autograd.DeviceType.CUDA
-    return SimpleNamespace(name=name, device_type=kind, device_time=microseconds, is_user_annotation=annotation)
+    return event(name, torch.autograd.DeviceType.CUDA, microseconds, annotation)
 
 
 def host(name: str) -> Any:
-    return SimpleNamespace(name=name, device_type=torch.autograd.DeviceType.CPU, device_time=7.0, is_user_annotation=False)
+    return event(name, torch.autograd.DeviceType.CPU, 7.0, False)
+
+
+def event(name: str, kind: torch.autograd.DeviceType, microseconds: float, annotation: bool) -> Any:
+    nanoseconds = round(1e3 * microseconds)
+    return SimpleNamespace(
+        name=lambda: name, device_type=lambda: kind, duration_ns=lambda: nanoseconds, is_user_annotation=lambda: annotation
+    )
 
 
 def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyPatch) -> None:
