@@ -10,7 +10,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 BRANCHES = ("cmp", "sel", "win")
-PHI_KINDS = ("mean",)
+_LATER_NSA_OPTIONS = ("phi_hidden", "adaptive_num_selected", "selection", "score_dtype")  # see ModelConfig.sha256
+PHI_KINDS = ("mean", "linear", "mlp")
+SELECTION_KINDS = ("exact", "hierarchical")
+SCORE_DTYPES = ("float32", "bfloat16", "float16")
 GATE_KINDS = ("sigmoid", "softmax")
 ROPE_KINDS = ("interleaved", "half")
 CMP_ROPE_KINDS = ("auto", "before", "after")
@@ -66,7 +69,11 @@ class NSAConfig:
     """Geometry and options of one NSA layer (arXiv 2502.11089; defaults are the paper's section 4.1).
 
     All sizes are in tokens, except ``num_selected``, ``num_initial`` and ``num_local``, which count selection blocks.
-    ``cmp_rope='auto'`` means ``before`` for phi = mean. Raises ValueError naming the field, what it got and what fits.
+    ``cmp_rope='auto'`` means ``before`` for phi = mean and ``after`` for linear and mlp, since a learned map of rotated keys
+    is not a function of relative position. ``phi_hidden`` is mlp's hidden width, by default the head dim.
+    ``adaptive_num_selected`` lowers num_selected to 8 up to 512 tokens and to 12 up to 1,024 (the founding reports' rule).
+    ``selection='hierarchical'`` searches regions of four blocks; ``score_dtype`` below float32 changes the chosen set of
+    close rows: both are opt-in, and nsa.selection reports what they change. Raises ValueError naming the field, what it got and what fits.
     """
 
     cmp_block: int = 32
@@ -85,6 +92,10 @@ class NSAConfig:
     rope_scale: float = 1.0
     share_kv: bool = False
     branches: tuple[str, ...] = BRANCHES
+    phi_hidden: int | None = None
+    adaptive_num_selected: bool = False
+    selection: str = "exact"
+    score_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         _positive(
@@ -111,6 +122,14 @@ class NSAConfig:
             )
         _one_of("NSAConfig", "phi", self.phi, PHI_KINDS)
         _one_of("NSAConfig", "gate", self.gate, GATE_KINDS)
+        _one_of("NSAConfig", "selection", self.selection, SELECTION_KINDS)
+        _one_of("NSAConfig", "score_dtype", self.score_dtype, SCORE_DTYPES)
+        if self.phi_hidden is not None:
+            _positive("NSAConfig", phi_hidden=self.phi_hidden)
+            if self.phi != "mlp":
+                raise ValueError(f"NSAConfig.phi_hidden={self.phi_hidden} is mlp's, and phi={self.phi!r}; set phi='mlp' or leave it away")
+        if self.adaptive_num_selected not in (True, False):
+            raise ValueError(f"NSAConfig.adaptive_num_selected={self.adaptive_num_selected!r} must be true or false; set it to one")
         _one_of("NSAConfig", "rope", self.rope, ROPE_KINDS)
         _one_of("NSAConfig", "cmp_rope", self.cmp_rope, CMP_ROPE_KINDS)
         for name in ("gate_temperature", "rope_base", "rope_scale"):
@@ -125,7 +144,16 @@ class NSAConfig:
 
     @property
     def rotates_before_compression(self) -> bool:
-        return self.cmp_rope in ("auto", "before")  # auto is `before` for mean, the only phi so far
+        return self.cmp_rope == "before" or (self.cmp_rope == "auto" and self.phi == "mean")
+
+    def num_selected_for(self, kv_len: int) -> int:
+        """n for a sequence of ``kv_len`` keys: num_selected, or by the adaptive rule at most 8 to 512 tokens and 12 to 1,024.
+
+        Never fewer than the forced blocks, which the rule does not know.
+        """
+        if not self.adaptive_num_selected or kv_len > 1024:
+            return self.num_selected
+        return max(min(self.num_selected, 8 if kv_len <= 512 else 12), self.num_initial + self.num_local)
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
@@ -148,11 +176,20 @@ class ModelConfig:
     v_head_dim: int | None = None
     vocab_size: int = 256
     mlp_ratio: int = 4
+    checkpoint_layers: tuple[int, int] | None = None  # layers [first, stop) are recomputed in the backward; None: none
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
         _positive("ModelConfig", dim=self.dim, num_layers=self.num_layers, vocab_size=self.vocab_size, mlp_ratio=self.mlp_ratio)
+        if self.checkpoint_layers is not None:
+            object.__setattr__(self, "checkpoint_layers", tuple(self.checkpoint_layers))
+            first, stop = self.checkpoint_layers
+            if not 0 <= first < stop <= self.num_layers:
+                raise ValueError(
+                    f"ModelConfig.checkpoint_layers={self.checkpoint_layers} must be (first, stop) with 0 <= first < stop <= "
+                    f"num_layers={self.num_layers}; null checkpoints none"
+                )
 
     @property
     def value_dim(self) -> int:
@@ -176,8 +213,18 @@ class ModelConfig:
         return asdict(self)
 
     def sha256(self) -> str:
-        """Hash of every resolved value, so that a toy config never runs under a big one's name."""
-        return hashlib.sha256(json.dumps(self.to_mapping(), sort_keys=True).encode()).hexdigest()
+        """Hash of every resolved value, so that a toy config never runs under a big one's name.
+
+        An option that came later is left out at its default, where it changes nothing: stored baselines stay comparable.
+        """
+        mapping = self.to_mapping()
+        defaults = asdict(NSAConfig())
+        for name in _LATER_NSA_OPTIONS:
+            if mapping["nsa"][name] == defaults[name]:
+                del mapping["nsa"][name]
+        if mapping["checkpoint_layers"] is None:
+            del mapping["checkpoint_layers"]
+        return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
