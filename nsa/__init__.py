@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
+    from nsa.cache import NSACache
     from nsa.compression import compress
     from nsa.config import ModelConfig, NSAConfig
     from nsa.functional import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_attention
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "ModelConfig": "config",
     "NSAAttention": "attention",
+    "NSACache": "cache",
     "NSAConfig": "config",
     "RouteError": "routing",
     "TinyLM": "model",
@@ -29,6 +31,7 @@ _HOMES = {
 __all__ = [
     "ModelConfig",
     "NSAAttention",
+    "NSACache",
     "NSAConfig",
     "RouteError",
     "TinyLM",

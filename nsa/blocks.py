@@ -6,7 +6,6 @@ l = cmp_block, d = cmp_stride, l' = sel_block, n = num_selected, w = window (arX
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Self
 
 from nsa.config import NSAConfig
@@ -55,7 +54,7 @@ class BlockGrid:
         local = range(max(0, current - self.num_local + 1), current + 1)
         return tuple(sorted({*initial, *local}))
 
-    @cached_property
+    @property
     def overlap(self) -> tuple[tuple[int, int], ...]:
         """Eq. 9 as geometry: pairs (offset, weight).
 

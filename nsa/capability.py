@@ -57,13 +57,24 @@ def probe(device: str = "cpu") -> Capability:
     return Capability(device, properties.name, (properties.major, properties.minor), provider, reason, torch_version())
 
 
+def this_machine() -> Capability:
+    """The first CUDA device's capability where there is one, else the CPU's. Imports torch."""
+    import torch
+
+    return probe("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def assumed(gpu: str) -> Capability:
-    """The capability of a machine that is not at hand: 'none' or 'cpu', or one of KNOWN_GPUS (case and spaces ignored)."""
+    """The capability of a machine that is not at hand: 'none' or 'cpu', or one of KNOWN_GPUS (case and spaces ignored).
+
+    An unknown name is a ValueError with the nearest one and all that are known.
+    """
     provider, reason = fa2_provider()
     name = gpu.lower().replace(" ", "").replace("-", "")
     if name in ("none", "cpu"):
         return Capability("cpu", "cpu", None, provider, reason, torch_version())
     if name not in KNOWN_GPUS:
-        raise ValueError(f"gpu={gpu!r} is not known{nearest_name(name, ['none', *KNOWN_GPUS])}")
+        known = ["none", *KNOWN_GPUS]
+        raise ValueError(f"gpu={gpu!r} is not one of {', '.join(known)}{nearest_name(name, known)}")
     marketing, sm = KNOWN_GPUS[name]
     return Capability("cuda", marketing, sm, provider, reason, torch_version())

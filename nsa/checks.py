@@ -53,8 +53,10 @@ def sizes(**values: int) -> None:
 
 def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     """The three branches' K and V must have one shape: a route is for all of them."""
-    shapes = {branch: (tuple(k.shape), tuple(v.shape)) for branch, (k, v) in pairs.items()}
-    if len(set(shapes.values())) != 1:
+    first_k, first_v = next(iter(pairs.values()))
+    # pairwise, not as a set: hashing a dynamic length would fix it under torch.compile
+    if any(k.shape != first_k.shape or v.shape != first_v.shape for k, v in pairs.values()):
+        shapes = {branch: (tuple(k.shape), tuple(v.shape)) for branch, (k, v) in pairs.items()}
         raise ValueError(f"kv shapes (k, v) {shapes}; wanted the same for each branch; project them alike")
 
 
@@ -66,6 +68,29 @@ def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
             f"blocks is {blocks.dtype} {tuple(blocks.shape)} on {blocks.device}; wanted int32 [{', '.join(map(str, wanted))}, N] "
             f"on {q.device}; nsa.select_blocks returns such"
         )
+
+
+def no_gradient(q: Tensor) -> None:
+    """A cache keeps values, not their history."""
+    if torch.is_grad_enabled() and q.requires_grad:
+        raise ValueError("a cache was given while gradients are recorded, and a cache keeps none; wrap the call in torch.no_grad()")
+
+
+def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_start: int | Tensor, *, read: bool) -> None:
+    """cu_seqlens [N + 1] beside packed q [1, T, ...]; its contents are looked at only with ``read``, which may sync."""
+    if q.shape[0] != 1 or k.shape[1] != q.shape[1] or isinstance(q_start, Tensor) or q_start != 0:
+        raise ValueError(
+            f"cu_seqlens with q {tuple(q.shape)}, k {tuple(k.shape)}, q_start={q_start!r}; wanted one packed row of as many keys as "
+            "queries, beginning at 0; pack the batch into B = 1"
+        )
+    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; wanted int32 or int64 [documents + 1]")
+    if cu_seqlens.device != q.device:
+        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; wanted one device; move it")
+    if read:
+        bounds = cu_seqlens.tolist()
+        if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > q.shape[1]:
+            raise ValueError(f"cu_seqlens {bounds[:8]} .. {bounds[-1]} over {q.shape[1]} tokens; wanted 0 first, ascending, and no more")
 
 
 def block_contents(blocks: Tensor, num_keys: int, sel_block: int) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 from nsa import engagement
 from nsa.ops import compressed as compressed_ops
 from nsa.ops import sdpa, sliding
+from nsa.ops.positions import Documents
 from nsa.ops.selected import PATHS
 from nsa.routing import BranchRoute, Path, Route
 
@@ -16,11 +17,12 @@ def _fa2(branch: BranchRoute) -> str | None:
 
 
 def compressed(
-    route: Route, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float
-) -> Tensor:
+    route: Route, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float,
+    documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
     branch = route.branch("cmp")
     engagement.record(branch)
-    return compressed_ops.attend(q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
+    return compressed_ops.attend(q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale, documents=documents)
 
 
 def selected(
@@ -32,10 +34,12 @@ def selected(
     return attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch))
 
 
-def window(route: Route, q: Tensor, k: Tensor, v: Tensor, *, size: int, q_start: int | Tensor, scale: float) -> Tensor:
+def window(
+    route: Route, q: Tensor, k: Tensor, v: Tensor, *, size: int, q_start: int | Tensor, scale: float, documents: Documents | None = None
+) -> Tensor:
     branch = route.branch("win")
     engagement.record(branch)
-    return sliding.attend(q, k, v, window=size, q_start=q_start, scale=scale, fa2=_fa2(branch))
+    return sliding.attend(q, k, v, window=size, q_start=q_start, scale=scale, fa2=_fa2(branch), documents=documents)
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

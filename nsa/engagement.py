@@ -1,6 +1,6 @@
 """Counters of what ran. Only ``nsa.dispatch`` increments them, in the line before it calls an implementation.
 
-Under torch.compile and CUDA graphs these count traces and captures, not runs: there the profiler is the witness.
+Nothing is counted inside torch.compile, and a CUDA graph counts its captures, not its runs: there the profiler is the witness.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+
+import torch
 
 from nsa.routing import BranchRoute
 
@@ -36,6 +38,10 @@ def collect() -> Iterator[Engagement]:
 
 def record(route: BranchRoute) -> None:
     """Count one call of ``route`` in every open collection."""
+    # A count made while tracing would be of traces; one made in a backward, of a checkpointed layer's second forward, which
+    # runs in this thread on a CPU and in autograd's own on CUDA.
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return
     for engagement in _ACTIVE.get():
         for counter in route.counters:
             engagement.counts[counter] = engagement.counts.get(counter, 0) + 1

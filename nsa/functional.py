@@ -6,24 +6,34 @@ differ. ``scale`` defaults to DK ** -0.5. Outputs keep the inputs' dtype. Errors
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from nsa import capability, checks, dispatch, selection, settings
+from nsa import capability, checks, dispatch, selection, settings, statistics
+from nsa.cache import View
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops import combine
+from nsa.ops import combine, reads
 from nsa.ops.compressed import log_sum_exp
+from nsa.ops.positions import Documents
+from nsa.packing import Packing
 from nsa.rope import angles, rotate
-from nsa.routing import Problem, Route, route
+from nsa.routing import Capability, Problem, Route, route
 
 KV = tuple[Tensor, Tensor]
+PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
 
 def route_for(
-    q: Tensor, num_kv_heads: int, v_head_dim: int, num_keys: int, *, branches: tuple[str, ...], q_start: int | Tensor, path: str, fa2: str
-) -> Route:
+    q: Tensor, num_kv_heads: int, v_head_dim: int, num_keys: int, *, branches: tuple[str, ...], q_start: int | Tensor, path: str, fa2: str,
+    config: NSAConfig | None = None,
+) -> Route:  # fmt: skip
     """The Route of a call with these tensors: arguments, environment and device joined."""
+    compiling = torch.compiler.is_compiling()
+    told = None if compiling else config  # whether all is selected at this length is a reason, and would recompile at the length
     problem = Problem(
         batch=q.shape[0],
         q_tokens=q.shape[1],
@@ -35,8 +45,28 @@ def route_for(
         dtype=str(q.dtype).removeprefix("torch."),
         branches=branches,
         ragged=isinstance(q_start, Tensor),
+        select_all_tokens=_select_all_tokens(told, num_keys),
+        window=None if told is None else told.window,
     )
-    return route(settings.current().request(path, fa2), problem, capability.probe(str(q.device)))
+    if compiling:  # the cache of `route` is opaque to the compiler, and so is reading the environment and the machine
+        return route.__wrapped__(_settings_of_process().request(path, fa2), problem, _capability_of(str(q.device)))
+    return settings.decide(problem, capability.probe(str(q.device)), path=path, fa2=fa2)
+
+
+def _select_all_tokens(config: NSAConfig | None, num_keys: int) -> int | None:
+    if config is None or config.selection != "exact":
+        return None
+    return config.num_selected_for(num_keys) * config.sel_block
+
+
+@torch.compiler.assume_constant_result
+def _settings_of_process() -> settings.Settings:
+    return settings.current()
+
+
+@torch.compiler.assume_constant_result
+def _capability_of(device: str) -> Capability:
+    return capability.probe(device)
 
 
 def compressed_attention(
@@ -58,10 +88,11 @@ def compressed_attention(
 def select_blocks(
     q: Tensor, k_cmp: Tensor, *, config: NSAConfig, q_start: int | Tensor = 0, kv_len: int | None = None, scale: float | None = None
 ) -> Tensor:
-    """Choose config.num_selected blocks a query and kv head (Eq. 8 to 12): int32 [B, T, HKV, N], ascending, -1 padded.
+    """Choose N = config.num_selected_for(kv_len) blocks a query and kv head (Eq. 8 to 12): int32 [B, T, HKV, N], ascending, -1 padded.
 
     ``kv_len`` is the number of keys that exist, by default q_start + T. Forced blocks take their slots first; the rest
-    go by score, equal scores to the lower index. Carries no gradient; scores are fp32 or wider.
+    go by score, equal scores to the lower index. Carries no gradient; scores are fp32 or wider, unless config.score_dtype is
+    narrower.
     """
     checks.qkv(q, k_cmp, k_cmp, q_start=q_start, whole=False)
     if kv_len is None:
@@ -104,40 +135,98 @@ def sliding_attention(
 
 def nsa_attention(
     q: Tensor, kv_cmp: KV, kv_sel: KV, kv_win: KV, gates: Tensor, *, config: NSAConfig, q_start: int | Tensor = 0,
-    scale: float | None = None, path: str = "auto", fa2: str = "auto",
+    scale: float | None = None, phi_params: PhiParams = None, cu_seqlens: Tensor | None = None, path: str = "auto", fa2: str = "auto",
 ) -> Tensor:  # fmt: skip
     """Native sparse attention (Eq. 5): the gated sum of the compressed, selected and sliding branches; o [B, T, HQ, DV].
 
-    Each kv is (k, v) of tokens, k rotated already; only with config.cmp_rope='after' the compressed branch's k comes
-    unrotated and is rotated here, block i at position i * cmp_stride. ``gates`` [B, T, HQ, 3] in the order cmp, sel, win,
-    activated already. A branch outside config.branches is not computed.
+    Each kv is (k, v) of tokens, k rotated already; only with config.cmp_rope='after' (and 'auto' for a learned phi) the
+    compressed branch's k comes unrotated and is rotated here, block i at position i * cmp_stride. ``gates`` [B, T, HQ, 3]
+    in the order cmp, sel, win, activated already. A branch outside config.branches is not computed. ``phi_params`` are
+    phi's tensors for K and for V (see `compress`), None for mean. ``cu_seqlens`` int [N + 1] packs N documents into B = 1:
+    no query sees another document's key, and rows beyond cu_seqlens[-1] are exactly 0.
     """
     for k, v in (kv_cmp, kv_sel, kv_win):
         checks.qkv(q, k, v, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
-    kv_cmp, kv_sel, kv_win = (_up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win))
     if gates.shape != (*q.shape[:3], len(BRANCHES)):
         raise ValueError(f"gates {tuple(gates.shape)}; wanted {(*q.shape[:3], len(BRANCHES))}: one for each of {BRANCHES}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    S, G, DV = kv_sel[1].shape[1:]
-    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=q_start, path=path, fa2=fa2)
-
-    outputs = []
+    packing = None
+    if cu_seqlens is not None:
+        checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=_may_read(q))
+        packing = Packing.of(cu_seqlens, q.shape[1], config.sel_block)
+        q, gates = packing.align(q), packing.align(gates)
+        kv_cmp, kv_sel, kv_win = ((packing.align(k), packing.align(v)) for k, v in (kv_cmp, kv_sel, kv_win))
+    else:
+        kv_cmp, kv_sel, kv_win = (_up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win))
+    documents = None if packing is None else packing.documents
     if "cmp" in config.branches or "sel" in config.branches:
-        k_cmp, v_cmp = compress(kv_cmp[0], config=config), compress(kv_cmp[1], config=config)
-        if not config.rotates_before_compression:
-            k_cmp = _rotate_blocks(k_cmp, config)
+        kv_cmp = compress_kv(*kv_cmp, config=config, phi_params=phi_params, documents=documents)
+    view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
+    present = None if packing is None else packing.align(packing.inside_T[None])
+    o = attend_view(q, gates, view, config=config, scale=scale, path=path, fa2=fa2, documents=documents, present=present)
+    return o if packing is None else packing.restore(o)
+
+
+def compress_kv(
+    k: Tensor, v: Tensor, first_block: Tensor | None = None, *, config: NSAConfig, phi_params: PhiParams = None,
+    documents: Documents | None = None,
+) -> KV:  # fmt: skip
+    """Eq. 7 for K and V, and RoPE of the compressed K where config wants it after. ``first_block`` int64 [B]: its index, 0 by default."""
+    params_k, params_v = (None, None) if phi_params is None else phi_params
+    k_cmp, v_cmp = compress(k, config=config, params=params_k), compress(v, config=config, params=params_v)
+    if config.rotates_before_compression:
+        return k_cmp, v_cmp
+    block_BC = torch.arange(k_cmp.shape[1], device=k.device)[None]
+    if first_block is not None:
+        block_BC = first_block[:, None] + block_BC
+    token_BC = block_BC * config.cmp_stride
+    if documents is not None:  # positions begin anew in each document
+        token_BC = token_BC - documents.first_BT[:, :: config.cmp_stride][:, : k_cmp.shape[1]]
+    theta = angles(token_BC, k_cmp.shape[-1], base=config.rope_base, scale=config.rope_scale)
+    return rotate(k_cmp, theta, kind=config.rope), v_cmp
+
+
+def attend_view(
+    q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, scale: float | None = None, path: str = "auto", fa2: str = "auto",
+    documents: Documents | None = None, present: Tensor | None = None, keys_read: dict[str, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read`` where that is given.
+
+    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of them.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    S, G, DV = view.sel[1].shape[1:]
+    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config)
+    grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
+    statistics.observe_gates(gates, config.branches, present=present)
+    outputs = []
     if "cmp" in config.branches:
-        outputs.append(
-            dispatch.compressed(chosen, q, k_cmp, v_cmp, block=config.cmp_block, stride=config.cmp_stride, q_start=q_start, scale=scale)
-        )
+        outputs.append(dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid))
+        if keys_read is not None:
+            keys_read["cmp"] = reads.compressed(q, view.cmp[0].shape[1], **grid)
     if "sel" in config.branches:
-        blocks = selection.choose(q, k_cmp, config=config, q_start=q_start, kv_len=S, scale=scale)
+        first = None if documents is None else documents.first_BT
+        blocks = selection.choose(q, view.cmp[0], config=config, q_start=view.q_start, kv_len=S, scale=scale, first=first)
         _assert_blocks(blocks, S, config.sel_block)
-        outputs.append(dispatch.selected(chosen, q, *kv_sel, blocks, sel_block=config.sel_block, q_start=q_start, scale=scale))
+        statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
+        outputs.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
+        if keys_read is not None:
+            keys_read["sel"] = reads.selected(blocks, S, q_start=view.q_start, sel_block=config.sel_block)
     if "win" in config.branches:
-        outputs.append(dispatch.window(chosen, q, *kv_win, size=config.window, q_start=q_start, scale=scale))
+        outputs.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
+        if keys_read is not None:
+            keys_read["win"] = reads.sliding(q, view.win[0].shape[1], q_start=view.win_start, window=config.window)
     return combine.gated_sum(gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
+
+
+def _may_read(x: Tensor) -> bool:
+    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict mode."""
+    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _is_strict())
+
+
+def _is_strict() -> bool:
+    """NSA_STRICT_ASSERTS=1; never inside torch.compile, where looking would break the graph."""
+    return not torch.compiler.is_compiling() and bool(settings.current().strict_asserts.value)
 
 
 def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
@@ -149,11 +238,5 @@ def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
 
 
 def _assert_blocks(blocks: Tensor, num_keys: int, sel_block: int) -> None:
-    if settings.current().strict_asserts.value:
+    if _is_strict():
         checks.block_contents(blocks, num_keys, sel_block)
-
-
-def _rotate_blocks(k_cmp: Tensor, config: NSAConfig) -> Tensor:
-    first_token = torch.arange(k_cmp.shape[1], device=k_cmp.device) * config.cmp_stride
-    theta = angles(first_token[None], k_cmp.shape[-1], base=config.rope_base, scale=config.rope_scale)
-    return rotate(k_cmp, theta, kind=config.rope)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from nsa.attention import NSAAttention
+from nsa.cache import NSACache
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
+from nsa.sampling import next_token
+
+IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's ignore_index
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); ``options`` are the attention's."""
 
     def __init__(self, model: ModelConfig, attention: nn.Module) -> None:
         super().__init__()
@@ -22,8 +29,8 @@ class Block(nn.Module):
         hidden = model.mlp_ratio * model.dim
         self.mlp = nn.Sequential(nn.Linear(model.dim, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, model.dim, bias=False))
 
-    def forward(self, x_BTM: Tensor) -> Tensor:
-        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM))
+    def forward(self, x_BTM: Tensor, **options: Any) -> Tensor:
+        x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), **options)
         return x_BTM + self.mlp(self.mlp_norm(x_BTM))
 
 
@@ -36,11 +43,15 @@ class _Decoder(nn.Module):
         self.norm = nn.RMSNorm(model.dim)
         self.head = nn.Linear(model.dim, model.vocab_size, bias=False)
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """ids int64 [B, T] -> logits [B, T, vocab_size]."""
+    def _logits(self, ids_BT: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}) -> Tensor:
+        """``options`` gives each layer its own."""
         x = self.embedding(ids_BT)
-        for block in self.blocks:
-            x = block(x)
+        first, stop = self.config.checkpoint_layers or (0, 0)
+        for layer, block in enumerate(self.blocks):
+            if first <= layer < stop and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False, **options(layer))
+            else:
+                x = block(x, **options(layer))
         return self.head(self.norm(x))
 
 
@@ -55,9 +66,73 @@ class TinyLM(_Decoder):
             ),
         )
 
+    def forward(
+        self, ids_BT: Tensor, *, cache: Sequence[NSACache] | None = None, cu_seqlens: Tensor | None = None,
+        num_tokens: Sequence[int] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one cache a layer (`new_cache`)."""
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each; TinyLM.new_cache makes them")
+        shared = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
+        return self._logits(ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **shared})
+
+    def new_cache(self, batch: int, max_len: int, *, initial_len: int | None = None, dtype: torch.dtype | None = None) -> list[NSACache]:
+        """One empty cache a layer."""
+        layers: list[Any] = list(self.blocks)
+        return [layer.attention.new_cache(batch, max_len, initial_len=initial_len, dtype=dtype) for layer in layers]
+
+    @torch.no_grad()
+    def generate(
+        self, ids_BT: Tensor, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0,
+        prompt_lengths: Sequence[int] | None = None, generator: torch.Generator | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Continue each prompt by ``max_new_tokens`` tokens: int64 [B, T + max_new_tokens].
+
+        ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds ``top_p`` of the
+        probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones, then zeros.
+        """
+        B, T = ids_BT.shape
+        lengths = [T] * B if prompt_lengths is None else [int(n) for n in prompt_lengths]
+        if max_new_tokens < 1 or len(lengths) != B or not all(1 <= n <= T for n in lengths):
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}, prompt_lengths={lengths} for ids [{B}, {T}]; wanted at least one new token, and "
+                f"{B} lengths from 1 to {T}; an empty prompt needs a first token"
+            )
+        longest = max(lengths)
+        cache = self.new_cache(B, longest + max_new_tokens)
+        out = ids_BT.new_zeros(B, T + max_new_tokens)
+        token = torch.arange(T, device=ids_BT.device)
+        length_B = torch.tensor(lengths, device=ids_BT.device)
+        out[:, :T] = ids_BT.masked_fill(token >= length_B[:, None], 0)
+        logits = self(out[:, :longest], cache=cache, num_tokens=lengths)
+        last_BV = logits[torch.arange(B, device=ids_BT.device), length_B - 1]
+        for step in range(max_new_tokens):
+            chosen_B = next_token(last_BV, temperature=temperature, top_p=top_p, generator=generator)
+            out.scatter_(1, (length_B + step)[:, None], chosen_B[:, None])
+            if step + 1 < max_new_tokens:
+                last_BV = self(chosen_B[:, None], cache=cache)[:, -1]
+        return out
+
 
 class DenseLM(_Decoder):
     """The same model with full causal attention; ``kind`` as in nsa.routing.DENSE_KINDS."""
 
     def __init__(self, model: ModelConfig, kind: str = "dense") -> None:
         super().__init__(model, lambda: DenseAttention(model, kind))
+
+    def forward(self, ids_BT: Tensor) -> Tensor:
+        """ids int64 [B, T] -> logits [B, T, vocab_size]."""
+        return self._logits(ids_BT)
+
+
+def next_token_labels(ids_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+    """The label of each token is the next one: int64 [B, T], IGNORED_LABEL where there is none.
+
+    With ``cu_seqlens`` (B = 1) the last token of each document has none, nor have tokens beyond the last document.
+    """
+    labels = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    if cu_seqlens is None:
+        return labels
+    token = torch.arange(ids_BT.shape[1], device=ids_BT.device)
+    ends = torch.isin(token + 1, cu_seqlens.long()) | (token >= cu_seqlens[-1])
+    return labels.masked_fill(ends, IGNORED_LABEL)

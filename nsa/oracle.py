@@ -163,3 +163,24 @@ def rope(x: Tensor, positions: Tensor, *, base: float, scale: float, kind: str) 
         out[..., a] = x[..., a] * angle.cos() - x[..., b] * angle.sin()
         out[..., b] = x[..., b] * angle.cos() + x[..., a] * angle.sin()
     return out
+
+
+def compress_linear(x: Tensor, weight: Tensor, block: int, stride: int) -> Tensor:
+    """weight [D, l * D] times each whole block, flattened token by token: [B, C, G, D]."""
+    x, weight = x.double(), weight.double()
+    out = [
+        torch.einsum("bkgd,okd->bgo", x[:, s : s + block], weight.reshape(-1, block, x.shape[3]))
+        for s in range(0, x.shape[1] - block + 1, stride)
+    ]
+    return torch.stack(out, 1) if out else x[:, :0]
+
+
+def compress_mlp(x: Tensor, position: Tensor, up: Tensor, down: Tensor, block: int, stride: int) -> Tensor:
+    """down [D, hidden] times SiLU of up [hidden, l * D] times each whole block plus position [l, D]: [B, C, G, D]."""
+    x, position, up, down = x.double(), position.double(), up.double(), down.double()
+    out = []
+    for s in range(0, x.shape[1] - block + 1, stride):
+        placed = x[:, s : s + block] + position[None, :, None, :]
+        hidden = torch.einsum("bkgd,okd->bgo", placed, up.reshape(-1, block, x.shape[3]))
+        out.append(torch.einsum("bgh,dh->bgd", hidden * torch.sigmoid(hidden), down))
+    return torch.stack(out, 1) if out else x[:, :0]

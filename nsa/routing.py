@@ -1,189 +1,81 @@
 """Which implementation serves which branch, decided before anything runs. Pure: no torch, no environment, no try.
 
-An explicit request is that path or a RouteError with every reason; `auto` never returns a slow path, nor v1.
+An explicit request is that path or a RouteError with every reason; `auto` never returns a slow path, nor v1. No reason
+names the sequence length: under torch.compile a string formatted with it would compile every length anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
-from typing import Self
 
-from nsa.config import BRANCHES, ModelConfig, nearest_name
+from nsa.config import ModelConfig, nearest_name
+from nsa.routes import (
+    ADAPTIVE,
+    AUTO,
+    FA2_CHOICES,
+    PATH_REQUESTS,
+    SPECS,
+    BranchRoute,
+    Capability,
+    Path,
+    PathSpec,
+    Problem,
+    Rejected,
+    Request,
+    Route,
+    RouteError,
+)
 
-AUTO = "auto"
-ADAPTIVE = "adaptive"
+__all__ = [
+    "ADAPTIVE",
+    "ADAPTIVE_MIN_TOKENS",
+    "AUTO",
+    "DENSE_KINDS",
+    "FA2_CHOICES",
+    "FA2_DTYPES",
+    "FA2_MAX_HEAD_DIM",
+    "FA2_MIN_SM",
+    "MASK_LIMIT_ELEMENTS",
+    "PATH_REQUESTS",
+    "SPECS",
+    "STAIRCASE",
+    "BranchRoute",
+    "Capability",
+    "Path",
+    "PathSpec",
+    "Problem",
+    "Rejected",
+    "Request",
+    "Route",
+    "RouteError",
+    "fa2_reasons",
+    "plan",
+    "route",
+    "route_dense",
+]
+
 ADAPTIVE_MIN_TOKENS = 1024  # the founding reports' NSA_SEL_RANGES_V2_MIN_S
 MASK_LIMIT_ELEMENTS = 2**31  # `auto` builds no boolean mask larger than this (2 GiB)
-FA2_CHOICES = ("on", "off", AUTO)
 FA2_DTYPES = ("float16", "bfloat16")
 FA2_MIN_SM = (8, 0)
 FA2_MAX_HEAD_DIM = 256
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
-
-
-class Path(StrEnum):
-    """Implementations of the selected branch: the same function, at different prices."""
-
-    REFERENCE = "reference"
-    V1 = "v1"
-    V2 = "v2"
-    MASKED = "masked"
-
-
-@dataclass(frozen=True, slots=True)
-class PathSpec:
-    """What a path costs and promises; every Path has one."""
-
-    slow: bool
-    syncs: bool
-    repeatable_on_cuda: bool
-    summary: str
-
-
-SPECS: Mapping[Path, PathSpec] = {
-    Path.REFERENCE: PathSpec(True, True, True, "Python loop over rows, fp32 softmax"),
-    Path.V1: PathSpec(True, True, False, "token ranges in Python, rows bucketed by length"),
-    Path.V2: PathSpec(False, False, False, "whole blocks gathered, all rows in one packed call a workspace"),
-    Path.MASKED: PathSpec(False, False, False, "one SDPA over a boolean mask, O(T*S) memory"),
-}
-PATH_REQUESTS = (*Path, AUTO, ADAPTIVE)
-
-
-class RouteError(ValueError):
-    """No route serves an explicit request, or two explicit requests contradict one another."""
-
-
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """What exists on the machine that will run; probed once by ``nsa.capability``, or assumed by name.
-
-    ``sm`` is the compute capability, None on a CPU. ``fa2_provider`` is e.g. "torch.varlen 2.13.0"; where it is
-    None, ``fa2_reason`` says why.
-    """
-
-    device: str
-    device_name: str
-    sm: tuple[int, int] | None
-    fa2_provider: str | None
-    fa2_reason: str
-    torch_version: str
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """The shape of one attention call; ``ragged`` means that rows of the batch begin at different positions."""
-
-    batch: int
-    q_tokens: int
-    k_tokens: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    v_head_dim: int
-    dtype: str
-    branches: tuple[str, ...] = BRANCHES
-    ragged: bool = False
-
-    @classmethod
-    def of(cls, model: ModelConfig, *, batch: int, tokens: int, dtype: str) -> Self:
-        """The attention call of one layer of ``model`` on ``batch`` sequences of ``tokens`` tokens."""
-        return cls(batch, tokens, tokens, model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim, dtype, model.nsa.branches)
-
-    @property
-    def mask_elements(self) -> int:
-        return self.batch * self.num_kv_heads * self.q_tokens * self.k_tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """What was asked for. ``notes`` say which setting changed it, so that the Route can repeat them.
-
-    An argument's fa2=on must find a branch to serve; ``fa2_from_environment`` means one for every branch that FA-2 can
-    express, which may be none.
-    """
-
-    path: str = AUTO
-    fa2: str = AUTO
-    fa2_win: str = AUTO
-    v2_allowed: bool = True
-    fa2_from_environment: bool = False
-    notes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.path not in PATH_REQUESTS:
-            raise RouteError(f"path={self.path!r} is not known{nearest_name(str(self.path), list(PATH_REQUESTS))}")
-        for name, value in (("fa2", self.fa2), ("fa2_win", self.fa2_win)):
-            if value not in FA2_CHOICES:
-                raise RouteError(f"{name}={value!r} is not known; choose one of {', '.join(FA2_CHOICES)}")
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """An alternative that was not taken, and why."""
-
-    alternative: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class BranchRoute:
-    """What serves one branch. ``kernel`` is fa2, sdpa, flash, cudnn or loop; ``provider`` names whose, and its version."""
-
-    branch: str
-    implementation: str
-    kernel: str
-    provider: str
-    reason: str
-    syncs: bool = False
-    repeatable: bool = True
-
-    @property
-    def counters(self) -> tuple[str, ...]:
-        """Engagement counters that one call of this branch increments, e.g. ('sel.v2', 'sel.fa2')."""
-        names = (f"{self.branch}.{self.implementation}", f"{self.branch}.{self.kernel}")
-        return tuple(dict.fromkeys(names))
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The decision for every branch of a call, with reasons and rejected alternatives."""
-
-    branches: tuple[BranchRoute, ...]
-    rejected: tuple[Rejected, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    def branch(self, name: str) -> BranchRoute:
-        for candidate in self.branches:
-            if candidate.branch == name:
-                return candidate
-        raise RouteError(f"this route has no branch {name!r}, only {[b.branch for b in self.branches]}; route it first")
-
-    @property
-    def counters(self) -> tuple[str, ...]:
-        return tuple(counter for branch in self.branches for counter in branch.counters)
-
-    def explain(self) -> list[str]:
-        """One line for each branch, rejected alternative and note."""
-        lines = [f"{b.branch}: {b.implementation} ({b.kernel}, {b.provider}): {b.reason}" for b in self.branches]
-        lines += [f"not {r.alternative}: {r.reason}" for r in self.rejected]
-        return lines + [f"note: {note}" for note in self.notes]
+STAIRCASE = "its staircase mask is not expressible in FA-2"
 
 
 @lru_cache(maxsize=1024)
 def route(request: Request, problem: Problem, capability: Capability) -> Route:
     """Decide every branch of ``problem``; raises RouteError with all reasons where a request cannot be served."""
     rejected: list[Rejected] = []
+    notes = list(request.notes)
     routed: list[BranchRoute] = []
     if "cmp" in problem.branches:
         routed.append(_route_compressed(request, problem, capability))
     if "sel" in problem.branches:
         routed.append(_route_selected(request, problem, capability, rejected))
     if "win" in problem.branches:
-        routed.append(_route_window(request, problem, capability, rejected))
-    return Route(tuple(routed), tuple(rejected), request.notes)
+        routed.append(_route_window(request, problem, capability, rejected, notes))
+    return Route(tuple(routed), tuple(rejected), tuple(notes))
 
 
 def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
@@ -237,15 +129,16 @@ def _cannot(what: str, reasons: list[str], next_step: str) -> str:
 
 
 def _route_compressed(request: Request, problem: Problem, capability: Capability) -> BranchRoute:
-    staircase = "its staircase mask is not expressible in FA-2"
+    if request.fa2_cmp == "on":
+        raise RouteError(_cannot("NSA_USE_FA2_CMP=1", [STAIRCASE], "unset NSA_USE_FA2_CMP, or set it to 0"))
     if request.fa2 == "on" and problem.branches == ("cmp",) and not request.fa2_from_environment:
-        raise RouteError(_cannot("fa2=on for the compressed branch", [staircase], "use fa2=off or fa2=auto"))
+        raise RouteError(_cannot("fa2=on for the compressed branch", [STAIRCASE], "use fa2=off or fa2=auto"))
     return BranchRoute(
         "cmp",
         "sdpa",
         "sdpa",
         f"torch {capability.torch_version}",
-        f"SDPA over a boolean mask; {staircase}",
+        f"SDPA over a boolean mask; {STAIRCASE}",
         repeatable=_sdpa_is_repeatable(capability),
     )
 
@@ -280,13 +173,20 @@ def _route_selected(request: Request, problem: Problem, capability: Capability, 
         assert capability.fa2_provider is not None
         kernel, provider = "fa2", capability.fa2_provider
     repeatable = spec.repeatable_on_cuda or capability.sm is None
-    return BranchRoute("sel", path.value, kernel, provider, f"{reason}; {spec.summary}", spec.syncs, repeatable)
+    why = [reason, spec.summary]
+    if request.path == AUTO and problem.selects_all:
+        why.append("every block is selected at this length")
+    return BranchRoute("sel", path.value, kernel, provider, "; ".join(why), spec.syncs, repeatable)
 
 
 def _selected_path(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> tuple[Path, str]:
     if request.path == ADAPTIVE:
-        long = problem.q_tokens >= ADAPTIVE_MIN_TOKENS and request.v2_allowed
-        return (Path.V2 if long else Path.V1), f"adaptive: {problem.q_tokens} tokens against {ADAPTIVE_MIN_TOKENS}"
+        rule = f"adaptive: v1 below {ADAPTIVE_MIN_TOKENS} query tokens, v2 from there"
+        if problem.q_tokens < ADAPTIVE_MIN_TOKENS:
+            return Path.V1, f"{rule}; these are fewer"
+        if not request.v2_allowed:
+            return Path.V1, f"{rule}; NSA_SEL_RANGES_V2=0 forbids v2"
+        return Path.V2, f"{rule}; these are at least as many"
     if request.path != AUTO:
         return Path(request.path), f"path={request.path} was asked for by name"
     return _auto_path(request, problem, capability, rejected)
@@ -302,25 +202,33 @@ def _auto_path(request: Request, problem: Problem, capability: Capability, rejec
         return Path.V2, "auto: FA-2 serves its packed rows"
     rejected.append(Rejected(Path.V2.value, "; ".join(no_fa2)))
     if problem.mask_elements <= MASK_LIMIT_ELEMENTS:
-        return Path.MASKED, f"auto: a mask of {problem.mask_elements} elements is within {MASK_LIMIT_ELEMENTS}"
-    too_large = f"a mask of {problem.mask_elements} elements exceeds {MASK_LIMIT_ELEMENTS}"
+        return Path.MASKED, f"auto: its mask is within {MASK_LIMIT_ELEMENTS} elements"
     if not request.v2_allowed:
+        too_large = f"a mask of {problem.mask_elements} elements exceeds {MASK_LIMIT_ELEMENTS}"
         raise RouteError(_cannot("path=auto", [*no_fa2, too_large], "unset NSA_SEL_RANGES_V2 or name a path"))
-    rejected.append(Rejected(Path.MASKED.value, too_large))
+    rejected.append(Rejected(Path.MASKED.value, f"its mask would exceed {MASK_LIMIT_ELEMENTS} elements"))
     return Path.V2, "auto: the mask would be too large, so packed rows over SDPA"
 
 
-def _route_window(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> BranchRoute:
+def _route_window(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected], notes: list[str]) -> BranchRoute:
     asked = request.fa2 if request.fa2_win == AUTO else request.fa2_win
-    ragged = ["rows of the batch begin at different positions"] if problem.ragged else []
-    if _fa2_serves(asked, problem, capability, ragged, "win", rejected):
+    against = ["rows of the batch begin at different positions"] if problem.ragged else []
+    if request.fa2_min_len_win > problem.k_tokens:
+        minimum = f"NSA_FA2_MIN_LEN_WIN={request.fa2_min_len_win}"
+        if asked == AUTO:
+            against.append(f"fewer tokens than {minimum}")
+        if asked == "on":
+            notes.append(f"fa2=on outranks {minimum}, and these are fewer tokens")
+    covers = "; the window covers the whole sequence" if request.path == AUTO and problem.window_covers_all else ""
+    if _fa2_serves(asked, problem, capability, against, "win", rejected):
         assert capability.fa2_provider is not None
-        return BranchRoute("win", "fa2", "fa2", capability.fa2_provider, f"fa2={asked}: FA-2 with a window", repeatable=False)
+        reason = f"fa2={asked}: FA-2 with a window{covers}"
+        return BranchRoute("win", "fa2", "fa2", capability.fa2_provider, reason, repeatable=False)
     return BranchRoute(
         "win",
         "sdpa",
         "sdpa",
         f"torch {capability.torch_version}",
-        "SDPA over tiles of one window each",
+        f"SDPA over tiles of one window each{covers}",
         repeatable=_sdpa_is_repeatable(capability),
     )

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any, Generic, TypeVar
 
 from nsa.config import nearest_name
-from nsa.routing import ADAPTIVE, AUTO, Path, Request, RouteError
+from nsa.retired import RETIRED
+from nsa.routing import ADAPTIVE, AUTO, STAIRCASE, Capability, Path, Problem, Request, Route, RouteError, route
+
+T = TypeVar("T", bool, int)
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(Generic[T]):
     """A value and where it came from: default or environment. None means that it was not set."""
 
-    value: bool | None = None
+    value: T | None = None
     source: str = "default"
+
+    @property
+    def text(self) -> str | None:
+        """The value as the environment would spell it, a flag as 1 or 0."""
+        return None if self.value is None else str(int(self.value))
 
 
 MEANINGS: Mapping[str, str] = {
     "NSA_FORCE_SEL_MASK": "1: an explicit request for path=masked",
     "NSA_USE_FA2": "1: an explicit fa2=on for every branch that FA-2 can express; 0: fa2=off",
     "NSA_USE_FA2_WIN": "the same for the window branch alone; outranks NSA_USE_FA2",
+    "NSA_USE_FA2_CMP": "1: refused, since FA-2 cannot express the compressed branch's mask; 0: what happens anyway",
+    "NSA_FA2_MIN_LEN_WIN": "tokens: with fewer keys fa2=auto does not take FA-2 for the window; an explicit fa2=on outranks it",
+    "NSA_FA2_MIN_LEN_CMP": "tokens: the same for the compressed branch, which FA-2 serves at no length",
     "NSA_SEL_RANGES_V2": "0: a request for path=v2 becomes an explicit request for v1",
     "NSA_STRICT_ASSERTS": "1: check the contents of `blocks` before every selected attention (synchronises)",
+    "NSA_DEBUG_LOG": "1: log every new Route once, at INFO to the logger 'nsa'",
 }
+_TOKENS = ("NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP")
 _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
 
@@ -33,11 +48,23 @@ _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 class Settings:
     """The resolved environment. Build it with ``load``; ``current()`` is the process's own."""
 
-    force_sel_mask: Setting = Setting()
-    use_fa2: Setting = Setting()
-    use_fa2_win: Setting = Setting()
-    sel_ranges_v2: Setting = Setting()
-    strict_asserts: Setting = Setting()
+    force_sel_mask: Setting[bool] = Setting()
+    use_fa2: Setting[bool] = Setting()
+    use_fa2_win: Setting[bool] = Setting()
+    use_fa2_cmp: Setting[bool] = Setting()
+    fa2_min_len_win: Setting[int] = Setting()
+    fa2_min_len_cmp: Setting[int] = Setting()
+    sel_ranges_v2: Setting[bool] = Setting()
+    strict_asserts: Setting[bool] = Setting()
+    debug_log: Setting[bool] = Setting()
+
+    def by_name(self) -> dict[str, Setting[Any]]:
+        """Every variable's Setting, in the order of MEANINGS."""
+        return {name: getattr(self, _field(name)) for name in MEANINGS}
+
+    def given(self) -> dict[str, str]:
+        """What the environment set, as text: {'NSA_FA2_MIN_LEN_WIN': '512'}."""
+        return {name: setting.text for name, setting in self.by_name().items() if setting.text is not None}
 
     def request(self, path: str = AUTO, fa2: str = AUTO) -> Request:
         """Join a call's arguments with the environment; RouteError where two explicit requests contradict."""
@@ -59,8 +86,26 @@ class Settings:
             fa2_win = _on_off(self.use_fa2_win.value)
             _agree(f"NSA_USE_FA2_WIN={int(self.use_fa2_win.value)}", fa2_win, "fa2", asked.fa2)
             notes.append(f"NSA_USE_FA2_WIN (environment) requests fa2={fa2_win} for the window")
-        from_environment = self.use_fa2.value is not None and asked.fa2 == AUTO
-        return Request(str(path), fa2, fa2_win, v2_allowed, from_environment, tuple(notes))
+        return Request(
+            str(path),
+            fa2,
+            fa2_win,
+            v2_allowed,
+            fa2_from_environment=self.use_fa2.value is not None and asked.fa2 == AUTO,
+            notes=(*notes, *self._without_effect()),
+            fa2_cmp="on" if self.use_fa2_cmp.value else AUTO,
+            fa2_min_len_win=self.fa2_min_len_win.value or 0,
+        )
+
+    def _without_effect(self) -> list[str]:
+        """Notes on what was set for the compressed branch, where FA-2 has no say."""
+        given = (("NSA_USE_FA2_CMP", self.use_fa2_cmp), ("NSA_FA2_MIN_LEN_CMP", self.fa2_min_len_cmp))
+        set_in_vain = [f"{name}={setting.text}" for name, setting in given if setting.text is not None]
+        return [f"{what} (environment) changes nothing for the compressed branch: {STAIRCASE}" for what in set_in_vain]
+
+
+def _field(name: str) -> str:
+    return name.removeprefix("NSA_").lower()
 
 
 def _on_off(value: bool) -> str:
@@ -76,23 +121,56 @@ def _agree(variable: str, wanted: str, name: str, argument: str) -> None:
 
 
 def load(environ: Mapping[str, str]) -> Settings:
-    """Parse every NSA_* name; an unknown name or value is a ValueError that names the nearest valid one."""
-    values: dict[str, Setting] = {}
+    """Parse every NSA_* name; an unknown or retired name and an unknown value are ValueErrors that say what is valid."""
+    values: dict[str, Setting[Any]] = {}
     for name, text in environ.items():
         if not name.startswith("NSA_"):
             continue
+        if name in RETIRED:
+            raise ValueError(f"environment variable {name}={text!r} is retired; unset it and use instead: {RETIRED[name]}")
         if name not in MEANINGS:
             raise ValueError(f"environment variable {name} is not known{nearest_name(name, list(MEANINGS))}")
-        lowered = text.strip().lower()
-        if lowered == "":
-            continue
-        if lowered not in _TRUE + _FALSE:
-            raise ValueError(f"{name}={text!r} must be 1 or 0; it means: {MEANINGS[name]}")
-        values[name.removeprefix("NSA_").lower()] = Setting(lowered in _TRUE, "environment")
+        if (word := text.strip().lower()) != "":
+            values[_field(name)] = Setting(_parse(name, word, text), "environment")
     return Settings(**values)
+
+
+def _parse(name: str, word: str, text: str) -> bool | int:
+    if name in _TOKENS:
+        if not (word.isascii() and word.isdigit()):
+            raise ValueError(f"{name}={text!r} must be a whole number >= 0 in plain digits, such as 512; it means: {MEANINGS[name]}")
+        return int(word)
+    if word not in _TRUE + _FALSE:
+        raise ValueError(f"{name}={text!r} must be 1 or 0; it means: {MEANINGS[name]}")
+    return word in _TRUE
 
 
 @lru_cache(maxsize=1)
 def current() -> Settings:
     """The process's settings, read at the first call; later changes of the environment have no effect."""
     return load(os.environ)
+
+
+def decide(problem: Problem, capability: Capability, *, path: str = AUTO, fa2: str = AUTO) -> Route:
+    """The Route of a call under the process's settings; raises RouteError. NSA_DEBUG_LOG=1 logs it, the first time."""
+    settings = current()
+    chosen = route(settings.request(path, fa2), problem, capability)
+    if settings.debug_log.value:
+        log_route(chosen)
+    return chosen
+
+
+@cache  # Routes do not name lengths, so a process makes few
+def log_route(chosen: Route) -> None:
+    """Log a Route at INFO, one record with every reason; once for each Route of the process."""
+    _audible_logger().info("route\n  %s", "\n  ".join(chosen.explain()))
+
+
+def _audible_logger() -> logging.Logger:
+    """The logger 'nsa', with a level and a way to stderr where nobody configured one: the variable asked to see it."""
+    logger = logging.getLogger("nsa")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if not logger.hasHandlers():
+        logger.addHandler(logging.StreamHandler())
+    return logger

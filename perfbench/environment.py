@@ -97,11 +97,9 @@ def nsa_settings() -> dict[str, str]:
     from nsa import settings
 
     try:
-        current = settings.current()
+        return settings.current().given()
     except ValueError as error:
         raise PerfbenchError(Exit.USAGE, str(error)) from None
-    given = ((name, getattr(current, name.removeprefix("NSA_").lower())) for name in settings.MEANINGS)
-    return {name: str(int(bool(setting.value))) for name, setting in given if setting.source != "default" and setting.value is not None}
 
 
 def collect(device: str, *, module: Any | None = None, environ: Mapping[str, str] | None = None) -> Environment:

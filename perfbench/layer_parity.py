@@ -8,7 +8,7 @@ At n * l' tokens every block is selected, so no near-tie of scores can change th
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, keep -> o
+PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]
 
 
 def outputs(
@@ -64,7 +65,8 @@ def _nsa_by_hand(layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, 
             continue
         k_branch, v_branch = (_kv_of(t, column, model.num_kv_heads) for t in (k_rotated, v))
         if branch == "cmp":
-            k_branch, v_branch = compressed_kv(_kv_of(k, 0, model.num_kv_heads), k_branch, v_branch, model)
+            phi = (layer.phi_k.params(), layer.phi_v.params())
+            k_branch, v_branch = compressed_kv(_kv_of(k, 0, model.num_kv_heads), k_branch, v_branch, model, phi)
         total = total + gates[..., column, None] * attend(q_rotated, k_branch, v_branch, keep[branch])
     y: Tensor = layer.o_proj(total.flatten(2))
     return y
@@ -78,14 +80,26 @@ def _dense_by_hand(layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor
     return y
 
 
-def compressed_kv(k: Tensor, k_rotated: Tensor, v: Tensor, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Compressed K and V as the config wants them rotated: before compression, or after it, block i at position i * d."""
+def compressed_kv(k: Tensor, k_rotated: Tensor, v: Tensor, model: ModelConfig, phi: PhiParams) -> tuple[Tensor, Tensor]:
+    """Compressed K and V as the config wants them rotated: before compression, or after it, block i at position i * d.
+
+    ``phi`` are the tensors of the map of K and of V, None for mean.
+    """
     nsa = model.nsa
     if nsa.rotates_before_compression:
-        k_cmp = oracle.compress_mean(k_rotated, nsa.cmp_block, nsa.cmp_stride).to(k.dtype)
+        k_cmp = _compressed(k_rotated, model, phi[0])
     else:
-        k_cmp = _rope(oracle.compress_mean(k, nsa.cmp_block, nsa.cmp_stride).to(k.dtype), model, nsa.cmp_stride)
-    return k_cmp, oracle.compress_mean(v, nsa.cmp_block, nsa.cmp_stride).to(v.dtype)
+        k_cmp = _rope(_compressed(k, model, phi[0]), model, nsa.cmp_stride)
+    return k_cmp, _compressed(v, model, phi[1])
+
+
+def _compressed(x: Tensor, model: ModelConfig, params: Mapping[str, Tensor] | None) -> Tensor:
+    sizes = (model.nsa.cmp_block, model.nsa.cmp_stride)
+    if params is None:
+        return oracle.compress_mean(x, *sizes).to(x.dtype)
+    if model.nsa.phi == "linear":
+        return oracle.compress_linear(x, params["weight"], *sizes).to(x.dtype)
+    return oracle.compress_mlp(x, params["position"], params["up"], params["down"], *sizes).to(x.dtype)
 
 
 def _kv_of(x: Tensor, column: int, num_kv_heads: int) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nsa import capability, dispatch, functional, oracle, settings
+from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.routing import SPECS, Path, Problem, Route, plan, route_dense
 from perfbench import layer_parity
@@ -112,27 +113,34 @@ def _check_sparse(
     _same_route(
         plan(settings.current().request(asked, fa2), model, batch=batch, tokens=tokens, dtype=_name(q.dtype), capability=here), timed
     )
-    k_cmp, _ = layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model)
+    k_cmp, _ = layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, _phi(inputs))
     blocks = functional.select_blocks(q, k_cmp, config=nsa)[:, rows].cpu()
     truth, gap = oracle.select(q[:, rows].cpu(), k_cmp.cpu(), config=nsa, kv_len=tokens, positions=rows[None])
     compare.add_wrong_rows("blocks", int(((blocks.long() != truth).any(-1) & (gap > NEAR_TIE)).sum()))
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
-        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], config=nsa, path=asked, fa2=fa2)
+        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], config=nsa, phi_params=_phi(t), path=asked, fa2=fa2)
 
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: _gated(t, model, blocks, rows, attend)
 
     active = [f"{kind}_{branch}" for branch in nsa.branches for kind in ("k", "v")]
-    _compare(cell, judged, inputs, rows, ["q", "gates", *active] if train else [], compare)
+    learned = [name for name in inputs if name.startswith("phi_")]
+    _compare(cell, judged, inputs, rows, ["q", "gates", *active, *learned] if train else [], compare)
+
+
+def _phi(t: Tensors) -> layer_parity.PhiParams:
+    """The tensors of phi for K and for V, out of those named phi_k.NAME and phi_v.NAME."""
+    k, v = ({name.removeprefix(which): x for name, x in t.items() if name.startswith(which)} for which in ("phi_k.", "phi_v."))
+    return k or None, v or None
 
 
 def _gated(t: Tensors, model: ModelConfig, blocks: Tensor, rows: Tensor, attend: Attend) -> Tensor:
     """The branches over explicit masks, gated; ``attend`` is the fp64 oracle or its eager twin in the cell's dtype."""
     nsa, S = model.nsa, t["q"].shape[1]
     rows, blocks = rows.to(t["q"].device), blocks.to(t["q"].device)
-    compressed = layer_parity.compressed_kv(t["k_cmp"], t["k_cmp"], t["v_cmp"], model)
+    compressed = layer_parity.compressed_kv(t["k_cmp"], t["k_cmp"], t["v_cmp"], model, _phi(t))
     masks = {
         "cmp": oracle.compressed_mask(rows[None], compressed[0].shape[1], nsa.cmp_block, nsa.cmp_stride),
         "sel": oracle.selected_mask(rows[None], blocks, S, nsa.sel_block),
@@ -191,7 +199,12 @@ def _inputs(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, dev
     for branch in ("cmp", "sel", "win"):
         kv[f"k_{branch}"] = normal(model.num_kv_heads, model.head_dim)
         kv[f"v_{branch}"] = normal(model.num_kv_heads, model.value_dim)
-    return {"q": normal(model.num_heads, model.head_dim), **kv, "gates": normal(model.num_heads, 3).sigmoid()}
+    phi = {}
+    for which, dim in (("phi_k", model.head_dim), ("phi_v", model.value_dim)):
+        for name, shape in param_shapes(model.nsa, dim).items():
+            scale = 1.0 if name == "position" else shape[1] ** -0.5
+            phi[f"{which}.{name}"] = (scale * torch.randn(shape, generator=generator)).to(device=device, dtype=dtype)
+    return {"q": normal(model.num_heads, model.head_dim), **kv, **phi, "gates": normal(model.num_heads, 3).sigmoid()}
 
 
 def _sampled_rows(nsa: NSAConfig, tokens: int, seed: int) -> Tensor:

@@ -247,3 +247,38 @@ def nsa(
         if branch in config.branches:
             o = o + gates[..., index, None] * outputs[branch]
     return o
+
+
+def _linear_of_block(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Token by token: tokens [B, l, H, D] under weight [F, l * D], whose column token * D + d meets feature d of that token."""
+    dim = tokens.shape[3]
+    total = tokens.new_zeros(tokens.shape[0], tokens.shape[2], weight.shape[0])
+    for token in range(tokens.shape[1]):
+        total = total + tokens[:, token] @ weight[:, token * dim : (token + 1) * dim].T
+    return total
+
+
+def compress_linear(x: Tensor, weight: Tensor, block: int, stride: int) -> Tensor:
+    """phi = linear: each flattened l x D block to D by weight [D, l * D]; no bias."""
+    x, weight = x.double(), weight.double()
+    count = num_compressed(x.shape[1], block, stride)
+    if count == 0:
+        return x[:, :0]
+    compressed_x = x.new_zeros(x.shape[0], count, x.shape[2], weight.shape[0])
+    for i in range(count):
+        compressed_x[:, i] = _linear_of_block(x[:, i * stride : i * stride + block], weight)
+    return compressed_x
+
+
+def compress_mlp(x: Tensor, position: Tensor, up: Tensor, down: Tensor, block: int, stride: int) -> Tensor:
+    """phi = mlp: position encoding [l, D] added to a block's tokens, up [hidden, l * D], z / (1 + e^-z), down [D, hidden]."""
+    x, position, up, down = x.double(), position.double(), up.double(), down.double()
+    count = num_compressed(x.shape[1], block, stride)
+    if count == 0:
+        return x[:, :0]
+    compressed_x = x.new_zeros(x.shape[0], count, x.shape[2], down.shape[0])
+    for i in range(count):
+        tokens = torch.stack([x[:, i * stride + token] + position[token] for token in range(block)], 1)
+        z = _linear_of_block(tokens, up)
+        compressed_x[:, i] = (z / (1 + torch.exp(-z))) @ down.T
+    return compressed_x

@@ -9,14 +9,17 @@ import torch
 from torch import Tensor
 
 from nsa.ops import sdpa
-from nsa.ops.positions import query_positions
+from nsa.ops.positions import Documents, query_positions
 
 
-def attend(q_BTQD: Tensor, k_BCGD: Tensor, v_BCGD: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float) -> Tensor:
+def attend(
+    q_BTQD: Tensor, k_BCGD: Tensor, v_BCGD: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float,
+    documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
     """Returns o [B, T, HQ, DV]; a row that sees no block is exactly 0, and so are its gradients."""
     if k_BCGD.shape[1] == 0:
         return _zeros_in_graph(q_BTQD, k_BCGD, v_BCGD)
-    visible_BTC = visible_blocks(q_BTQD, k_BCGD.shape[1], block=block, stride=stride, q_start=q_start)
+    visible_BTC = visible_blocks(q_BTQD, k_BCGD.shape[1], block=block, stride=stride, q_start=q_start, documents=documents)
     blind_BT = ~visible_BTC.any(-1)
     # A blind row is given every block, so that its softmax is finite, and its output is then dropped.
     mask = (visible_BTC | blind_BT[..., None])[:, None]
@@ -37,10 +40,13 @@ def log_sum_exp(q_BTQD: Tensor, k_BCGD: Tensor, *, block: int, stride: int, q_st
     return logits.masked_fill(~visible[:, :, None, None], -torch.inf).logsumexp(-1).reshape(B, T, num_heads)
 
 
-def visible_blocks(q_BTQD: Tensor, num_blocks: int, *, block: int, stride: int, q_start: int | Tensor) -> Tensor:
-    """Boolean [1 or B, T, C]: block i ends at i * stride + block - 1, and the query sees it from there on."""
-    last_token_C = torch.arange(num_blocks, device=q_BTQD.device) * stride + block - 1
-    return last_token_C <= query_positions(q_start, q_BTQD.shape[1], q_BTQD.device)[..., None]
+def visible_blocks(
+    q_BTQD: Tensor, num_blocks: int, *, block: int, stride: int, q_start: int | Tensor, documents: Documents | None = None
+) -> Tensor:
+    """Boolean [1 or B, T, C]: block i ends at i * stride + block - 1, and the query sees it from there on, in its own document."""
+    first_token_C = torch.arange(num_blocks, device=q_BTQD.device) * stride
+    visible_BTC = first_token_C + block - 1 <= query_positions(q_start, q_BTQD.shape[1], q_BTQD.device)[..., None]
+    return visible_BTC if documents is None else visible_BTC & (first_token_C >= documents.first_BT[..., None])
 
 
 def _zeros_in_graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -10,10 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nsa.ops import flash, sdpa
+from nsa.ops.positions import Documents
 
 
-def attend(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_start: int | Tensor, scale: float, fa2: str | None) -> Tensor:
+def attend(
+    q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_start: int | Tensor, scale: float, fa2: str | None,
+    documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
     """Returns o [B, T, HQ, DV]; ``fa2`` is the provider that serves it, None for SDPA over tiles."""
+    if fa2 is not None and documents is not None:
+        q, k, v = q_BTQD[0], k_BSGD[0], v_BSGD[0]
+        bounds, most = documents.bounds_N, q.shape[0]  # the longest document may be all of it; its length is not read
+        return flash.varlen(fa2, q, k, v, bounds, bounds, most, most, scale=scale, window=(window - 1, 0))[None]
     if fa2 is not None:
         assert isinstance(q_start, int)
         return _flash(q_BTQD, k_BSGD, v_BSGD, window=window, q_start=q_start, scale=scale, provider=fa2)
@@ -27,12 +35,12 @@ def attend(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_sta
         head_q,
         torch.cat([before_k, head_k], 1),
         torch.cat([before_v, head_v], 1),
-        _band(head, before_k.shape[1], window, q_BTQD.device) & known,
+        _band(head, before_k.shape[1], window, q_BTQD.device) & known & _own_document(documents, slice(0, head), head),
         scale=scale,
     )
     if head == T:
         return first
-    return torch.cat([first, _later_tiles(q_BTQD, new_k, new_v, window=window, scale=scale)], 1)
+    return torch.cat([first, _later_tiles(q_BTQD, new_k, new_v, window=window, scale=scale, documents=documents)], 1)
 
 
 def _band(rows: int, before: int, window: int, device: torch.device) -> Tensor:
@@ -58,14 +66,27 @@ def _split(x_BSGD: Tensor, q_start: int | Tensor, T: int, window: int) -> tuple[
     return near[:, :before], near[:, before:], known
 
 
-def _later_tiles(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: int, scale: float) -> Tensor:
+def _own_document(documents: Documents | None, rows: slice, keys: int) -> Tensor | bool:
+    """Boolean [1, 1, rows, keys] of a packed row: keys 0 .. at or after the first of the row's document."""
+    if documents is None:
+        return True
+    first_BT = documents.first_BT[:, rows]
+    return (torch.arange(keys, device=first_BT.device) >= first_BT[..., None])[:, None]
+
+
+def _later_tiles(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: int, scale: float, documents: Documents | None) -> Tensor:
     """Rows from ``window`` on: tile i of the queries over tiles i - 1 and i of the keys, all in one call."""
     B, T = q_BTQD.shape[:2]
     pad = -T % window
     q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, window)) for x in (q_BTQD, k_BTGD, v_BTGD))
     pair_k, pair_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
     # The tile before begins one key earlier than the window reaches; the band drops it.
-    o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, _band(window, window, window, q_BTQD.device), scale=scale)
+    mask = _band(window, window, window, q_BTQD.device)
+    if documents is not None:
+        first = F.pad(documents.first_BT, (0, pad)).unflatten(1, (-1, window))[0, 1:]  # [tiles - 1, w]
+        key = torch.arange(2 * window, device=first.device) + torch.arange(first.shape[0], device=first.device)[:, None] * window
+        mask = mask & (key[:, None, None] >= first[:, None, :, None])
+    o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, mask, scale=scale)
     return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 
 from nsa.config import BRANCHES, preset
 from nsa.routing import (
+    ADAPTIVE_MIN_TOKENS,
     DENSE_KINDS,
     MASK_LIMIT_ELEMENTS,
+    PATH_REQUESTS,
     SPECS,
     Capability,
     Path,
@@ -168,6 +171,108 @@ def test_unequal_or_odd_head_dims_are_refused_to_fa2() -> None:
 def test_the_table(path: str, fa2: str, capability: Capability, tokens: int, counters: set[str]) -> None:
     problem = dataclasses.replace(PROBLEM, q_tokens=tokens, k_tokens=tokens)
     assert set(route(Request(path, fa2), problem, capability).counters) == counters
+
+
+@pytest.mark.parametrize(("tokens", "path", "side"), [(1023, "v1", "fewer"), (1024, "v2", "at least as many")])
+def test_adaptive_names_its_rule_and_the_side(tokens: int, path: str, side: str) -> None:
+    assert ADAPTIVE_MIN_TOKENS == 1024
+    found = route(Request("adaptive", "off"), dataclasses.replace(PROBLEM, q_tokens=tokens, k_tokens=tokens), H100).branch("sel")
+    assert found.implementation == path
+    assert found.reason.startswith("adaptive: v1 below 1024 query tokens, v2 from there") and side in found.reason
+
+
+def test_adaptive_without_v2_is_v1_and_says_why() -> None:
+    found = route(Request("adaptive", "off", v2_allowed=False), PROBLEM, H100).branch("sel")
+    assert found.implementation == "v1" and "NSA_SEL_RANGES_V2=0" in found.reason
+
+
+# Minimum lengths and branches of FA-2.
+
+
+@pytest.mark.parametrize(("keys", "kernel"), [(767, "sdpa"), (768, "fa2"), (769, "fa2")])
+def test_fa2_auto_leaves_a_short_window_to_sdpa(keys: int, kernel: str) -> None:
+    found = route(Request(fa2_min_len_win=768), dataclasses.replace(PROBLEM, q_tokens=1, k_tokens=keys), H100)
+    assert found.branch("win").kernel == kernel
+    assert found.branch("sel").kernel == "fa2", "the minimum is the window's alone"
+    said = {r.alternative: r.reason for r in found.rejected}.get("fa2 for win", "")
+    assert ("NSA_FA2_MIN_LEN_WIN=768" in said) == (kernel == "sdpa")
+
+
+@pytest.mark.parametrize("asked", [{"fa2": "on"}, {"fa2_win": "on"}])
+def test_an_explicit_fa2_outranks_the_minimum_and_the_route_notes_it(asked: dict[str, str]) -> None:
+    short = route(Request(**asked, fa2_min_len_win=4096, notes=("first",)), PROBLEM, H100)
+    assert short.branch("win").kernel == "fa2"
+    assert short.notes[0] == "first" and "outranks NSA_FA2_MIN_LEN_WIN=4096" in short.notes[1]
+    assert route(Request(**asked, fa2_min_len_win=2048), PROBLEM, H100).notes == ()
+
+
+def test_the_minimum_is_one_more_reason_where_fa2_is_missing_anyway() -> None:
+    found = route(Request(fa2_min_len_win=4096), PROBLEM, V100)
+    reason = next(r.reason for r in found.rejected if r.alternative == "fa2 for win")
+    assert "SM 7.0" in reason and "NSA_FA2_MIN_LEN_WIN=4096" in reason
+
+
+def test_fa2_for_the_compressed_branch_is_refused_with_the_reason() -> None:
+    with pytest.raises(RouteError, match="NSA_USE_FA2_CMP=1 cannot be served.*staircase.*Next: unset NSA_USE_FA2_CMP"):
+        route(Request(fa2_cmp="on"), PROBLEM, H100)
+    without = dataclasses.replace(PROBLEM, branches=("sel", "win"))
+    assert route(Request(fa2_cmp="on"), without, H100) == route(Request(), without, H100)
+
+
+# What a branch leaves out: nothing, at short lengths.
+
+ALL_SELECTED, ALL_IN_WINDOW = "every block is selected at this length", "the window covers the whole sequence"
+
+
+def reasons_at(tokens: int, request: Request = Request(), **options: object) -> dict[str, str]:  # noqa: B008
+    model = preset("m7c_125m")
+    model = dataclasses.replace(model, nsa=dataclasses.replace(model.nsa, **options))
+    found = plan(request, model, batch=1, tokens=tokens, dtype="bfloat16", capability=H100)
+    return {b.branch: b.reason for b in found.branches}
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 511, 512, 513, 768, 1023, 1024, 1025, 1088, 1089, 4096])
+def test_auto_says_where_a_branch_leaves_nothing_out(tokens: int) -> None:
+    candidates = len({t // 64 for t in range(tokens)})
+    furthest_key = max(t - s for t in (tokens - 1,) for s in range(tokens))
+    said = reasons_at(tokens)
+    assert (ALL_SELECTED in said["sel"]) == (candidates <= 16)
+    assert (ALL_IN_WINDOW in said["win"]) == (furthest_key < 512)
+
+
+def test_only_auto_speaks_of_it() -> None:
+    for path in set(PATH_REQUESTS) - {"auto"}:
+        assert not any(ALL_SELECTED in r or ALL_IN_WINDOW in r for r in reasons_at(256, Request(path)).values())
+
+
+def test_windows_over_sdpa_say_it_too() -> None:
+    assert ALL_IN_WINDOW in reasons_at(512, Request(fa2="off"))["win"]
+    assert ALL_IN_WINDOW not in reasons_at(513, Request(fa2="off"))["win"]
+
+
+def test_not_every_block_is_selected_with_fewer_slots() -> None:
+    # the adaptive rule leaves 12 slots from 513 to 1,024 tokens: 768 tokens fill them
+    assert ALL_SELECTED in reasons_at(768, adaptive_num_selected=True)["sel"]
+    assert ALL_SELECTED not in reasons_at(769, adaptive_num_selected=True)["sel"]
+    # two of the four blocks of each region: 4 blocks are not all selected
+    assert ALL_SELECTED not in reasons_at(256, selection="hierarchical")["sel"]
+
+
+def test_a_problem_that_does_not_know_its_geometry_says_nothing() -> None:
+    text = " ".join(route(Request(), dataclasses.replace(PROBLEM, q_tokens=8, k_tokens=8), H100).explain())
+    assert ALL_SELECTED not in text and ALL_IN_WINDOW not in text
+
+
+@pytest.mark.parametrize("capability", [H100, CPU], ids=lambda c: c.device_name)
+@pytest.mark.parametrize("path", PATH_REQUESTS)
+@pytest.mark.parametrize(("tokens", "others"), [(2039, 3571), (601, 907), (131071, 262139)])
+def test_no_reason_names_the_length(path: str, capability: Capability, tokens: int, others: int) -> None:
+    """Under torch.compile a string formatted with the length compiles every length anew (NSA.md, property 11)."""
+    request = Request(path, fa2_min_len_win=10**6)
+    one, other = (plan(request, preset("m7c_125m"), batch=1, tokens=n, dtype="bfloat16", capability=capability) for n in (tokens, others))
+    assert one == other
+    numbers = {int(n) for n in re.findall(r"[0-9]+", " ".join(one.explain()))}
+    assert not numbers & {tokens, 2 * tokens, 2 * tokens**2}
 
 
 def test_mask_limit_is_where_design_says() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa import attention as nsa_attention
 from nsa import dense as nsa_dense
-from nsa import selection
+from nsa import functional, selection
 from nsa.config import ModelConfig, NSAConfig
 from nsa.ops import combine, compressed, sdpa, sliding
 from nsa.ops.positions import query_positions
@@ -52,6 +52,21 @@ def test_every_path_is_proved(path: str) -> None:
     assert (line.tokens, line.rows, line.proved_in) == (TOKENS, 64, None)
     assert 0 < line.max_error <= line.tolerance < 1e-3 and line.tensors["blocks"] == 0.0
     assert max(line.tensors.values()) < 0.7, "the tolerance leaves room: this is no luck of one seed"
+
+
+@pytest.mark.parametrize(("phi", "names"), [("linear", {"weight"}), ("mlp", {"position", "up", "down"})])
+def test_a_learned_phi_is_proved_with_its_gradients(monkeypatch: pytest.MonkeyPatch, phi: str, names: set[str]) -> None:
+    model = replace(TINY, nsa=replace(TINY.nsa, phi=phi))
+    line = prove("masked", model=model)
+    learned = {f"dphi_{which}.{name}" for which in "kv" for name in names}
+    assert line.ok and set(line.tensors) == {"o", "blocks", "layer", *(f"d{name}" for name in INPUTS), *learned}, line.worst
+    compress = functional.compress
+
+    def off(x: Tensor, *, config: NSAConfig, params: Any) -> Tensor:
+        return compress(x, config=config, params={name: 1.01 * value for name, value in params.items()})
+
+    monkeypatch.setattr(functional, "compress", off)
+    assert {"o", "dphi_v.weight" if phi == "linear" else "dphi_v.down"} <= wrong(prove("masked", model=model))
 
 
 def test_the_dense_twin_is_proved() -> None:
@@ -161,10 +176,9 @@ def test_blind_rows_that_are_not_zero(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compression_over_the_wrong_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    from nsa import functional
 
     compress = functional.compress
-    monkeypatch.setattr(functional, "compress", lambda x, *, config: compress(x.roll(1, 1), config=config))
+    monkeypatch.setattr(functional, "compress", lambda x, *, config, params=None: compress(x.roll(1, 1), config=config))
     assert "o" in wrong(prove(train=False))
 
 

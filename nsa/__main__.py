@@ -1,0 +1,7 @@
+"""``python -m nsa``."""
+
+import sys
+
+from nsa.cli import main
+
+sys.exit(main())

@@ -1,0 +1,231 @@
+"""NSACache: what one NSA layer keeps of the tokens so far, and each branch's view of it for the next chunk.
+
+Prefill, chunked prefill and decode are one function of (cache, chunk); rows of a batch may hold different numbers of
+tokens, which are known on the host, so nothing is read back from the device.
+
+B batch, T tokens of the chunk, G kv heads, D head dim, l compressed block, d its stride, w window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nsa.blocks import BlockGrid
+from nsa.config import NSAConfig
+
+KV = tuple[Tensor, Tensor]
+# (k, v) raw [B, L, G, D] and the index of the first block of each row [B] -> (k, v) compressed [B, C(L), G, D]
+CompressFn = Callable[[Tensor, Tensor, Tensor], KV]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the branches attend to: ``cmp`` compressed, ``sel`` all tokens, ``win`` the last w - 1 and the chunk.
+
+    ``q_start`` is the position of the chunk's first query (int, or int64 [B] where rows differ), ``win_start`` the same
+    within ``win``, whose keys begin later.
+    """
+
+    cmp: KV
+    sel: KV
+    win: KV
+    q_start: int | Tensor
+    win_start: int | Tensor
+
+
+class NSACache:
+    """Preallocated keys and values of one layer. Make it with ``empty``; NSAAttention and TinyLM fill it.
+
+    Keeps all K and V for the selected branch, a ring of the last w for the window, the compressed K and V, and the raw
+    tokens from C * d on (at most l - 1), from which the next compressed block goes on exactly. No gradient.
+    """
+
+    def __init__(
+        self, config: NSAConfig, batch: int, max_len: int, capacity: int, num_kv_heads: int, head_dim: int, v_head_dim: int,
+        dtype: torch.dtype, device: torch.device | str,
+    ) -> None:  # fmt: skip
+        self.config, self.grid, self.batch, self.max_len, self.capacity = config, BlockGrid.of(config), batch, max_len, capacity
+        self._lengths = [0] * batch
+        self.keys_read: dict[str, Tensor] = {}
+
+        def pair(rows: int) -> list[Tensor]:
+            return [torch.zeros(batch, rows, num_kv_heads, dim, dtype=dtype, device=device) for dim in (head_dim, v_head_dim)]
+
+        # One row more than there is room for takes what a shorter row of a ragged chunk must not keep.
+        self.sel, self.cmp = pair(capacity + 1), pair(self.grid.num_cmp(capacity) + 1)
+        self.win, self.tail = pair(config.window), pair(config.cmp_block - 1)
+
+    @classmethod
+    def empty(
+        cls, config: NSAConfig, batch: int, max_len: int, *, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None,
+        initial_len: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
+    ) -> Self:  # fmt: skip
+        """Room for ``max_len`` tokens a row, or for ``initial_len`` at first, then doubled as needed up to ``max_len``."""
+        capacity = max_len if initial_len is None else initial_len
+        for name, value in {"batch": batch, "max_len": max_len, "initial_len": capacity}.items():
+            if value < 1:
+                raise ValueError(f"NSACache {name}={value}; wanted at least 1; give the longest sequence that you expect")
+        if capacity > max_len:
+            raise ValueError(f"NSACache initial_len={capacity} exceeds max_len={max_len}; lower it, or raise max_len")
+        return cls(config, batch, max_len, capacity, num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype, device)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each row holds."""
+        return tuple(self._lengths)
+
+    def q_start(self, device: torch.device) -> int | Tensor:
+        """Position of the next token: an int where all rows are alike, else int64 [B]."""
+        return self._lengths[0] if len(set(self._lengths)) == 1 else torch.tensor(self._lengths, device=device)
+
+    def memory_bytes(self) -> int:
+        """Bytes of the buffers as they are now."""
+        return sum(x.nbytes for pair in (self.sel, self.cmp, self.win, self.tail) for x in pair)
+
+    def append(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, *, compress: CompressFn, num_tokens: Sequence[int] | None = None) -> View:
+        """Store a chunk of T tokens a row (only the first ``num_tokens[b]`` of row b) and return what its queries attend to.
+
+        ``kv_cmp`` is what ``compress`` takes, rotated or not. ValueError, and nothing stored, where a row would exceed max_len.
+        """
+        T = kv_sel[0].shape[1]
+        new = check_chunk(self, kv_sel[0], num_tokens)
+        old, total = list(self._lengths), [length + count for length, count in zip(self._lengths, new, strict=True)]
+        self._grow(max(total))
+        device = kv_sel[0].device
+        old_B, new_B = (torch.tensor(x, device=device) for x in (old, new))
+        uniform = len(set(old)) == 1
+        view_win, win_start = self._window_view(kv_win, old, old_B)
+        self._store(self.sel, kv_sel, old_B, new_B, old[0] if uniform and len(set(new)) == 1 else None)
+        self._store_ring(kv_win, old_B, new_B)
+        self._compress(kv_cmp, old, total, compress)
+        self._lengths = total
+        longest = old[0] + T if uniform else max(total)
+        num_cmp = self.grid.num_cmp(max(total))
+        k, v = self.sel
+        k_cmp, v_cmp = self.cmp
+        return View(
+            cmp=(k_cmp[:, :num_cmp], v_cmp[:, :num_cmp]),
+            sel=(k[:, :longest], v[:, :longest]),
+            win=view_win,
+            q_start=old[0] if uniform else old_B,
+            win_start=win_start,
+        )
+
+    def _grow(self, needed: int) -> None:
+        if needed <= self.capacity:
+            return
+        while self.capacity < needed:
+            self.capacity = min(2 * self.capacity, self.max_len)
+        for pair, rows in ((self.sel, self.capacity + 1), (self.cmp, self.grid.num_cmp(self.capacity) + 1)):
+            pair[:] = [torch.cat([x, x.new_zeros(self.batch, rows - x.shape[1], *x.shape[2:])], 1) for x in pair]
+
+    def _window_view(self, kv: KV, old: list[int], old_B: Tensor) -> tuple[KV, int | Tensor]:
+        """The last w - 1 tokens of each row, oldest first, then the chunk."""
+        w = self.config.window
+        if len(set(old)) == 1:
+            before = min(w - 1, old[0])
+            slot = (torch.arange(before, device=old_B.device) + old[0] - before) % w
+            k, v = (torch.cat([ring[:, slot], x], 1) for ring, x in zip(self.win, kv, strict=True))
+            return (k, v), before
+        before_B = old_B.clamp(max=w - 1)
+        i = torch.arange(w - 1, device=old_B.device)
+        slot_BI = (old_B - before_B)[:, None].add(i) % w
+        k, v = (_join(_rows(ring, slot_BI), x, before_B) for ring, x in zip(self.win, kv, strict=True))
+        return (k, v), before_B
+
+    def _store(self, buffers: list[Tensor], chunk: KV, start_B: Tensor, count_B: Tensor, start: int | None) -> None:
+        """Rows start .. of each buffer; the host's ``start`` where all rows are alike."""
+        for buffer, x in zip(buffers, chunk, strict=True):
+            if start is not None:
+                buffer[:, start : start + x.shape[1]] = x
+                continue
+            i = torch.arange(x.shape[1], device=x.device)
+            index_BT = torch.where(i < count_B[:, None], start_B[:, None] + i, buffer.shape[1] - 1)
+            buffer.scatter_(1, index_BT[:, :, None, None].expand_as(x), x)
+
+    def _store_ring(self, chunk: KV, old_B: Tensor, new_B: Tensor) -> None:
+        """Slot s holds the latest token whose position is s modulo w."""
+        w = self.config.window
+        last_B1 = (old_B + new_B - 1)[:, None]
+        position_BW = last_B1 - (last_B1 - torch.arange(w, device=old_B.device)) % w
+        token_BW = position_BW - old_B[:, None]
+        for ring, x in zip(self.win, chunk, strict=True):
+            fresh = _rows(x, token_BW.clamp(0, x.shape[1] - 1))
+            ring.copy_(torch.where((token_BW >= 0)[:, :, None, None], fresh, ring))
+
+    def _compress(self, chunk: KV, old: list[int], total: list[int], compress: CompressFn) -> None:
+        """Emit the blocks that the chunk completes, and keep the raw tokens from the next block on."""
+        grid, d, device = self.grid, self.config.cmp_stride, chunk[0].device
+        done, due = [grid.num_cmp(n) for n in old], [grid.num_cmp(n) for n in total]
+        kept_B, done_B, emitted_B = (
+            torch.tensor(x, device=device)
+            for x in ([n - c * d for n, c in zip(old, done, strict=True)], done, [b - a for a, b in zip(done, due, strict=True)])
+        )
+        alike = len(set(old)) == 1
+        kept = old[0] - done[0] * d
+        raw_k, raw_v = (
+            torch.cat([tail[:, :kept], x], 1) if alike else _join(tail, x, kept_B) for tail, x in zip(self.tail, chunk, strict=True)
+        )
+        if max(due) > min(done):
+            blocks = compress(raw_k, raw_v, done_B)
+            if alike and len(set(due)) == 1:
+                blocks = (blocks[0][:, : due[0] - done[0]], blocks[1][:, : due[0] - done[0]])
+                self._store(self.cmp, blocks, done_B, emitted_B, done[0])
+            else:
+                self._store(self.cmp, blocks, done_B, emitted_B, None)
+        i = torch.arange(self.config.cmp_block - 1, device=device)
+        from_BI = (emitted_B * d)[:, None] + i
+        for tail, raw in zip(self.tail, (raw_k, raw_v), strict=True):
+            tail.copy_(_rows(raw, from_BI.clamp(max=raw.shape[1] - 1)))
+
+
+def cache_bytes(
+    config: NSAConfig, *, batch: int, capacity: int, num_kv_heads: int, head_dim: int, v_head_dim: int, element_size: int
+) -> int:
+    """Bytes of an NSACache of ``capacity`` tokens a row, in closed form."""
+    rows = (capacity + 1) + (BlockGrid.of(config).num_cmp(capacity) + 1) + config.window + (config.cmp_block - 1)
+    return batch * rows * num_kv_heads * (head_dim + v_head_dim) * element_size
+
+
+def check_chunk(cache: NSACache, k: Tensor, num_tokens: Sequence[int] | None) -> list[int]:
+    """The tokens that each row adds; ValueError before anything is stored."""
+    B, T = k.shape[:2]
+    if cache.batch != B:
+        raise ValueError(f"the cache holds {cache.batch} rows, the chunk {B}; make a cache of that batch, or split the chunk")
+    buffer = cache.sel[0]
+    if (buffer.dtype, buffer.device) != (k.dtype, k.device):
+        raise ValueError(
+            f"the cache is {buffer.dtype} on {buffer.device}, the chunk {k.dtype} on {k.device}; make the cache like the model"
+        )
+    if buffer.shape[2:] != k.shape[2:]:
+        raise ValueError(f"the cache holds heads {tuple(buffer.shape[2:])}, the chunk {tuple(k.shape[2:])}; make it with the layer's heads")
+    new = [T] * B if num_tokens is None else [int(n) for n in num_tokens]
+    if len(new) != B or min(new) < 0 or max(new) != T:
+        raise ValueError(
+            f"num_tokens={new} for a chunk [{B}, {T}]; wanted {B} numbers from 0 to {T}, the largest being {T}; trim the padding"
+        )
+    total = [old + n for old, n in zip(cache.lengths, new, strict=True)]
+    if max(total) > cache.max_len:
+        raise ValueError(
+            f"a row would hold {max(total)} tokens, and the cache has room for max_len={cache.max_len}; "
+            "make it larger with NSACache.empty(max_len=...), or begin a new one"
+        )
+    return new
+
+
+def _rows(x_BLGD: Tensor, index_BI: Tensor) -> Tensor:
+    """Row index_BI[b, i] of each batch row: [B, I, G, D]."""
+    return x_BLGD.gather(1, index_BI[:, :, None, None].expand(-1, -1, *x_BLGD.shape[2:]))
+
+
+def _join(before_BIGD: Tensor, chunk_BTGD: Tensor, count_B: Tensor) -> Tensor:
+    """The first ``count_B`` rows of ``before``, then the chunk, left-aligned: [B, I + T, G, D]; the end repeats the last token."""
+    I, T = before_BIGD.shape[1], chunk_BTGD.shape[1]  # noqa: E741
+    i = torch.arange(I + T, device=count_B.device)
+    both = torch.cat([before_BIGD, chunk_BTGD], 1)
+    return _rows(both, torch.where(i < count_B[:, None], i, (i - count_B[:, None]).clamp(max=T - 1) + I))

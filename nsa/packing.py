@@ -1,0 +1,59 @@
+"""Packed documents (cu_seqlens), laid out so that every document begins at a multiple of the selection block.
+
+Then the grids of compressed and selection blocks coincide with the document's own, block ids stay global, and "no key of
+another document" is one lower bound a query. Costs at most l' - 1 rows a document; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nsa.ops.positions import Documents
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The way from packed rows [1, T, ...] to aligned rows [1, P, ...] and back.
+
+    ``row_T``: the aligned row of each token (tokens beyond cu_seqlens[-1] are in row P, which is cut off).
+    ``position_T``: each token's position in its own document. ``inside_T``: before cu_seqlens[-1].
+    """
+
+    row_T: Tensor
+    position_T: Tensor
+    inside_T: Tensor
+    num_rows: int
+    documents: Documents
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, tokens: int, sel_block: int) -> Self:
+        """``cu_seqlens`` int32 or int64 [N + 1], ascending from 0, on the tokens' device; documents may be empty."""
+        cu = cu_seqlens.long()
+        length_N = cu.diff()
+        room_N = (length_N + sel_block - 1) // sel_block * sel_block
+        bounds = torch.cat([cu.new_zeros(1), room_N.cumsum(0)])
+        token = torch.arange(tokens, device=cu.device)
+        document = torch.searchsorted(cu[1:], token, right=True).clamp(max=length_N.shape[0] - 1)
+        position = token - cu[document]
+        inside = token < cu[-1]
+        # An upper bound that depends on shapes alone, so that no length has to be read.
+        P = -(-(tokens + length_N.shape[0] * (sel_block - 1)) // sel_block) * sel_block
+        row = torch.where(inside, bounds[document] + position, P)
+        aligned = torch.arange(P, device=cu.device)
+        first = bounds[torch.searchsorted(bounds[1:], aligned, right=True)]  # what is left at the end is one more document, of zeros
+        ends = torch.cat([bounds, bounds.new_full((1,), P)])
+        return cls(row, torch.where(inside, position, 0), inside, P, Documents(first[None], ends.int()))
+
+    def align(self, x: Tensor) -> Tensor:
+        """[1, T, ...] -> [1, P, ...]; rows of no token are 0, whatever lies beyond the last document."""
+        rows = x.new_zeros(self.num_rows + 1, *x.shape[2:]).index_copy(0, self.row_T, x[0])
+        return rows[None, : self.num_rows]
+
+    def restore(self, x: Tensor) -> Tensor:
+        """[1, P, ...] -> [1, T, ...]; tokens beyond the last document are exactly 0."""
+        rows = x[0].index_select(0, self.row_T.clamp(max=self.num_rows - 1))
+        return rows.masked_fill(~self.inside_T.view(-1, *[1] * (rows.ndim - 1)), 0)[None]

@@ -1,0 +1,23 @@
+"""Choosing the next token from logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def next_token(logits_BV: Tensor, *, temperature: float = 0.0, top_p: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
+    """int64 [B]: the most likely token at temperature 0, else a sample from the nucleus of ``top_p`` probability.
+
+    The nucleus is the smallest set of most likely tokens whose probability reaches ``top_p``; it always holds one.
+    """
+    if temperature < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"temperature={temperature}, top_p={top_p}; wanted temperature >= 0 and 0 < top_p <= 1; 0 and 1 are the defaults")
+    if temperature == 0:
+        return logits_BV.argmax(-1)
+    p = (logits_BV.float() / temperature).softmax(-1)
+    if top_p < 1:
+        order = p.sort(dim=-1, descending=True, stable=True)
+        before = order.values.cumsum(-1) - order.values
+        p = p.new_zeros(p.shape).scatter(-1, order.indices, order.values.masked_fill(before >= top_p, 0.0))
+    return torch.multinomial(p, 1, generator=generator)[:, 0]
