@@ -13,11 +13,12 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
 MATRIX = "matrices/cpu.yaml"
+FLA = "fla-core==0.6.0"  # tests/peers states where this version differs
 _bin: list[str] = []  # the folder of `dev`'s programs, known once it has run
 
 
-def _run(session: nox.Session, program: str, *arguments: str) -> None:
-    session.run(str(Path(_bin[0]) / program), *arguments, external=True)
+def _run(session: nox.Session, program: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    session.run(str(Path(_bin[0]) / program), *arguments, external=True, env=env)
 
 
 @nox.session
@@ -67,3 +68,11 @@ def smoke(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Tests that need a CUDA device; without one they fail."""
     _run(session, "pytest", "-q", "--require", "gpu", "tests/gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def peers(session: nox.Session) -> None:
+    """Compare with fla-core's pure-PyTorch NSA, and print where it differs; needs no GPU, and no package but its wheel's."""
+    with tempfile.TemporaryDirectory() as folder:  # beside the shared environment, so that no other session meets it
+        _run(session, "python", "-m", "pip", "install", "--quiet", "--target", folder, "-c", "constraints.txt", FLA)
+        _run(session, "pytest", "-q", "tests/peers", *session.posargs, env={"PYTHONPATH": folder})
