@@ -125,7 +125,7 @@ def test_trap_07_a_block_beyond_the_end_is_no_key(path: Path, beyond: int) -> No
     room = [torch.full((1, 400, 2, 8), torch.nan) for _ in (k, v)]
     for wide, x in zip(room, (k, v), strict=True):
         wide[:, :100] = x
-    blocks = select_blocks(q, compress(k, config=PAPER), config=PAPER)
+    blocks = torch.tensor([0, -1, -1], dtype=torch.int32).expand(1, 100, 2, 3)  # block 1 is left out: clamping to it would show too
     padded = torch.where(blocks < 0, beyond, blocks)
     try:
         got = attend(path, q, room[0][:, :100], room[1][:, :100], padded, 64)
@@ -172,6 +172,8 @@ def test_trap_10_underflowed_past_blocks_beat_future_ones() -> None:
     """One logit of 500: every other probability is exactly 0, as is that of the 53 blocks of the future."""
     got = select_by_logits(hot(64, b5=500.0), replace(PLAIN, num_selected=7), position=10 * 16 + 15, kv_len=64 * 16)
     assert got == [0, 1, 2, 3, 5, 9, 10]
+    few = select_by_logits(torch.zeros(1, 64), replace(PLAIN, num_selected=7), position=2 * 16 + 15, kv_len=64 * 16)
+    assert few == [0, 1, 2, -1, -1, -1, -1], "a free slot is no place for a future block either"
 
 
 def test_trap_11_the_softmax_does_not_see_the_future() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from nsa import statistics
 from nsa.attention import NSAAttention
 from nsa.config import NSAConfig, preset
 from nsa.functional import nsa_attention
@@ -168,3 +169,14 @@ def test_what_packing_refuses(bounds: list[object], batch: int, words: str) -> N
     layer: NSAAttention = layer_of()
     with pytest.raises(ValueError, match=words):
         layer(randn(batch, 9, DIM, seed=0, dtype=torch.float64), cu_seqlens=torch.tensor(bounds))
+
+
+def test_statistics_count_tokens_and_not_what_fills_the_blocks_up() -> None:
+    """60 rows of which two documents of 20 and 30 are tokens, over 2 kv heads; a ragged chunk counts its tokens too."""
+    layer = layer_of()
+    x = randn(1, 60, DIM, seed=6, dtype=torch.float64)
+    with torch.no_grad(), statistics.collect() as packed:
+        layer(x, cu_seqlens=cu([20, 30]))
+    with torch.no_grad(), statistics.collect() as ragged:
+        layer(x.expand(2, -1, -1), cache=layer.new_cache(2, 60), num_tokens=[60, 7])
+    assert packed.read().rows == 50 * 2 and ragged.read().rows == 67 * 2
