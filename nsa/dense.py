@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
-from nsa import capability, dispatch
+from nsa import dispatch
 from nsa.config import ModelConfig
+from nsa.functional import capability_of
 from nsa.ops.positions import query_positions
 from nsa.rope import angles, rotate
-from nsa.routing import Capability, Problem, route_dense
-
-
-@torch.compiler.assume_constant_result
-def _capability_of(device: str) -> Capability:
-    return capability.probe(device)
+from nsa.routing import Problem, route_dense
 
 
 class DenseAttention(nn.Module):
@@ -36,5 +31,5 @@ class DenseAttention(nn.Module):
         theta = angles(position, model.head_dim, base=model.nsa.rope_base, scale=model.nsa.rope_scale)
         q, k = (rotate(x, theta, kind=model.nsa.rope) for x in (q, k))
         problem = Problem.of(model, batch=B, tokens=T, dtype=str(q.dtype).removeprefix("torch."))
-        route = route_dense(self.kind, problem, _capability_of(str(x_BTM.device)))
+        route = route_dense(self.kind, problem, capability_of(str(x_BTM.device)))
         return self.o_proj(dispatch.dense(route, q, k, v, scale=model.head_dim**-0.5).flatten(2))

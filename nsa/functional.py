@@ -49,8 +49,8 @@ def route_for(
         window=None if told is None else told.window,
     )
     if compiling:  # the cache of `route` is opaque to the compiler, and so is reading the environment and the machine
-        return route.__wrapped__(_settings_of_process().request(path, fa2), problem, _capability_of(str(q.device)))
-    return settings.decide(problem, capability.probe(str(q.device)), path=path, fa2=fa2)
+        return route.__wrapped__(_settings_of_process().request(path, fa2), problem, capability_of(str(q.device)))
+    return settings.decide(problem, capability_of(str(q.device)), path=path, fa2=fa2)
 
 
 def _select_all_tokens(config: NSAConfig | None, num_keys: int) -> int | None:
@@ -65,7 +65,8 @@ def _settings_of_process() -> settings.Settings:
 
 
 @torch.compiler.assume_constant_result
-def _capability_of(device: str) -> Capability:
+def capability_of(device: str) -> Capability:
+    """What the device has, as a constant of a compiled region."""
     return capability.probe(device)
 
 

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-import torch._dynamo  # the optimizer, the profiler and FA-2 import it at first use: 5 s in each child, or once in the server here
+import torch._dynamo  # the optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in the server
 
 from nsa import capability, engagement, settings
 from nsa.config import ModelConfig

@@ -83,7 +83,7 @@ def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]
     """Device kernels (name -> seconds, count) and host-side events (name -> count)."""
     kernels: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     operators: dict[str, int] = defaultdict(int)
-    # Kineto's own list: torch's tree of Python objects took 73 s for the step of a slow loop, and 5 s for one of 12 layers.
+    # Kineto's own list: torch's tree of Python objects took 73 s for one step of the slow loop (reports/evidence/h100).
     for event in recorded.profiler.kineto_results.events():
         if event.device_type() == torch.autograd.DeviceType.CUDA:
             if event.is_user_annotation():  # a range such as Optimizer.step, not a kernel

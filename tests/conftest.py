@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,3 +30,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
     if not torch.cuda.is_available():
         pytest.fail("--require gpu was given, and torch sees no CUDA device; run without --require, or on a machine with a GPU")
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As measure does: beside another process, a second thread that has to wait stalls the first (a test took 17 s, not 0.4)."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -50,7 +50,7 @@ class Haystack:
 def haystack(tokens: int, blocks: Mapping[int, int], *, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Haystack:
     """Every query wants the needle of its kv head, which lies at a random token of selection block ``blocks[head]``."""
     direction_GD = torch.nn.functional.normalize(randn(G, D, seed=seed), dim=-1)
-    q = (direction_GD * D**0.5)[None, None].repeat_interleave(H, 2) + 0.1 * randn(1, tokens, G * H, D, seed=seed + 1)
+    q = (direction_GD * D**0.5)[:, None].expand(-1, H, -1).reshape(G * H, D) + 0.1 * randn(1, tokens, G * H, D, seed=seed + 1)
     k, v = randn(1, tokens, G, D, seed=seed + 2), randn(1, tokens, G, D, seed=seed + 3)
     v[..., -1] = 0
     for block in blocks.values():  # for each head, so that a needle of one head is no reason for another

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +25,7 @@ TOKENS, VOCABULARY = 100, 61
 ALL = NSAConfig(cmp_block=1, cmp_stride=1, sel_block=16, num_selected=7, window=TOKENS)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Of this size two threads gain little, and on a shared machine they wait for one another: 95 s instead of 20 s."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_readme_block_runs(capsys: pytest.CaptureFixture[str]) -> None:

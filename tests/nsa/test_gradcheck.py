@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -22,13 +22,7 @@ TOKENS, KV_HEADS, GROUP, DK, DV = 14, 1, 2, 2, 3
 Q_HEADS = KV_HEADS * GROUP
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Operations this small lose more to waiting threads than they win."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def qkv(*, tokens: int = TOKENS, queries: int = TOKENS) -> list[Tensor]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
-
-import pytest
-import torch
 
 from nsa import capability
 from nsa.config import ModelConfig, preset
@@ -49,12 +45,3 @@ def job(path: str = "v2", workload: str = "train", seq_len: int = 64, *, batch: 
     }
     options = {"warmup_s": 0.02, "min_sample_ms": 20, "samples": 3, **changes.pop("measure", {})}
     return Job(**{**values, **changes}, measure=MeasureOptions(**options))
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """As measure does: beside another process, a second thread that has to wait stalls the first (a test took 17 s, not 0.4)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

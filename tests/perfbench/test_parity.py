@@ -22,7 +22,9 @@ from nsa.rope import rotate
 from nsa.routing import DENSE_KINDS, Path
 from perfbench import parity
 from perfbench.result import ParityLine
-from tests.perfbench.jobs import TINY, cell_of, one_thread, route_of  # noqa: F401 (a fixture)
+from tests.perfbench.jobs import TINY, cell_of, route_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TOKENS = (5 + 4) * 16 + 1  # (n + 4) l' + 1 of the tiny geometry
 INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")

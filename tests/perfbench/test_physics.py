@@ -18,7 +18,8 @@ from perfbench import physics
 from perfbench.physics import CARDS
 from tests import oracle
 from tests.cases import randn
-from tests.perfbench.jobs import one_thread  # noqa: F401 (a fixture)
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = preset("tiny")
 WIDE = NSAConfig(cmp_block=16, cmp_stride=4, sel_block=8, num_selected=4, window=7, num_initial=2, num_local=1)

@@ -14,7 +14,9 @@ from nsa.routing import BranchRoute, Problem, Request, Route, route, route_dense
 from perfbench import witness, workload
 from perfbench.witness import SDPA_OPERATOR
 from tests.perfbench import builders
-from tests.perfbench.jobs import TINY, cell_of, job, one_thread, route_of  # noqa: F401 (a fixture)
+from tests.perfbench.jobs import TINY, cell_of, job, route_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 PROBLEM = Problem.of(builders.MODEL, batch=1, tokens=2048, dtype="bfloat16")
 FA2 = "void pytorch_flash::flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<64, 64, 256, 4> >"

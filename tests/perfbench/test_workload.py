@@ -10,7 +10,9 @@ from nsa import engagement
 from nsa.model import DenseLM, TinyLM
 from perfbench import workload
 from perfbench.workload import NUM_BATCHES, Workload
-from tests.perfbench.jobs import TINY, job, one_thread  # noqa: F401 (a fixture)
+from tests.perfbench.jobs import TINY, job
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def weights(work: Workload) -> dict[str, Tensor]:
