@@ -17,7 +17,7 @@ from nsa.cache import NSACache
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.functional import attend_view, compress_kv, nsa_attention
 from nsa.gate import SigmoidGate, SoftmaxGate
-from nsa.ops.positions import query_positions
+from nsa.ops.positions import query_positions, to_device
 from nsa.packing import Packing
 from nsa.phi import Phi
 from nsa.rope import angles, rotate
@@ -110,7 +110,7 @@ class NSAAttention(nn.Module):
             return (token >= cu_seqlens[-1])[None, :, None]
         if cache is None or num_tokens is None:
             return None
-        return (token >= torch.tensor(num_tokens, device=token.device)[:, None])[..., None]
+        return (token >= to_device(num_tokens, token.device)[:, None])[..., None]
 
     def _positions(self, x_BTM: Tensor, cache: NSACache | None, cu_seqlens: Tensor | None) -> Tensor:
         if cu_seqlens is not None:

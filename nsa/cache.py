@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
+from nsa.ops.positions import to_device
 
 KV = tuple[Tensor, Tensor]
 # (k, v) raw [B, L, G, D] and the index of the first block of each row [B] -> (k, v) compressed [B, C(L), G, D]
@@ -81,7 +82,7 @@ class NSACache:
 
     def q_start(self, device: torch.device) -> int | Tensor:
         """Position of the next token: an int where all rows are alike, else int64 [B]."""
-        return self._lengths[0] if len(set(self._lengths)) == 1 else torch.tensor(self._lengths, device=device)
+        return self._lengths[0] if len(set(self._lengths)) == 1 else to_device(self._lengths, device)
 
     def memory_bytes(self) -> int:
         """Bytes of the buffers as they are now."""
@@ -97,7 +98,7 @@ class NSACache:
         old, total = list(self._lengths), [length + count for length, count in zip(self._lengths, new, strict=True)]
         self._grow(max(total))
         device = kv_sel[0].device
-        old_B, new_B = (torch.tensor(x, device=device) for x in (old, new))
+        old_B, new_B = (to_device(x, device) for x in (old, new))
         uniform = len(set(old)) == 1
         view_win, win_start = self._window_view(kv_win, old, old_B)
         self._store(self.sel, kv_sel, old_B, new_B, old[0] if uniform and len(set(new)) == 1 else None)
@@ -163,7 +164,7 @@ class NSACache:
         grid, d, device = self.grid, self.config.cmp_stride, chunk[0].device
         done, due = [grid.num_cmp(n) for n in old], [grid.num_cmp(n) for n in total]
         kept_B, done_B, emitted_B = (
-            torch.tensor(x, device=device)
+            to_device(x, device)
             for x in ([n - c * d for n, c in zip(old, done, strict=True)], done, [b - a for a, b in zip(done, due, strict=True)])
         )
         alike = len(set(old)) == 1

@@ -13,6 +13,7 @@ from nsa.attention import NSAAttention
 from nsa.cache import NSACache
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
+from nsa.ops.positions import to_device
 from nsa.sampling import next_token
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -102,7 +103,7 @@ class TinyLM(_Decoder):
         cache = self.new_cache(B, longest + max_new_tokens)
         out = ids_BT.new_zeros(B, T + max_new_tokens)
         token = torch.arange(T, device=ids_BT.device)
-        length_B = torch.tensor(lengths, device=ids_BT.device)
+        length_B = to_device(lengths, ids_BT.device)
         out[:, :T] = ids_BT.masked_fill(token >= length_B[:, None], 0)
         logits = self(out[:, :longest], cache=cache, num_tokens=lengths)
         last_BV = logits[torch.arange(B, device=ids_BT.device), length_B - 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,11 @@ class Documents:
 
     first_BT: Tensor
     bounds_N: Tensor
+
+
+def to_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """``values`` as int64 [N] on ``device``. The copy is queued, so that the host does not wait for the device's work."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def query_positions(q_start: int | Tensor, q_tokens: int, device: torch.device) -> Tensor:
