@@ -6,22 +6,22 @@ B batch, T tokens, M model dim, Q query heads, G kv heads, D head dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from nsa import checks
-from nsa.cache import NSACache
+from nsa.cache import KV, NSACache, View
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.functional import attend_view, compress_kv, nsa_attention
+from nsa.functional import attend_view, compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
-from nsa.ops.positions import query_positions, to_device
-from nsa.packing import Packing
+from nsa.layout import Layout
+from nsa.ops import packed
+from nsa.ops.positions import Documents
 from nsa.phi import Phi
-from nsa.rope import angles, rotate
-from nsa.routing import Request
+from nsa.rope import rotate
+from nsa.routing import Path, Request
 
 
 class NSAAttention(nn.Module):
@@ -54,14 +54,18 @@ class NSAAttention(nn.Module):
             self.gate = SoftmaxGate(num_kv_heads, head_dim, temperature=config.gate_temperature, branches=config.branches)
 
     def forward(
-        self, x_BTM: Tensor, *, cache: NSACache | None = None, cu_seqlens: Tensor | None = None, num_tokens: Sequence[int] | None = None
-    ) -> Tensor:
+        self, x_BTM: Tensor, *, cache: NSACache | None = None, cu_seqlens: Tensor | None = None, num_tokens: Sequence[int] | None = None,
+        layout: Layout | None = None,
+    ) -> Tensor:  # fmt: skip
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
         With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its first ``num_tokens[b]``
         tokens only; the others' y is 0. ``cu_seqlens`` int [N + 1] packs N documents into B = 1; y beyond the last is 0.
+        ``layout`` is the Layout of the same arguments, where layers share one.
         """
-        absent = self._absent_rows(x_BTM, cache, cu_seqlens, num_tokens)
+        if layout is None:
+            layout = self.layout(x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+        absent = layout.absent_BT1
         if absent is not None:  # whatever lies there, NaN included, touches no weight's gradient
             x_BTM = x_BTM.masked_fill(absent, 0)
         q = self.q_proj(x_BTM).unflatten(-1, (self.num_heads, self.head_dim))
@@ -69,24 +73,26 @@ class NSAAttention(nn.Module):
         v = self.v_proj(x_BTM).unflatten(-1, (-1, self.v_head_dim))
         gates = self.gate(x_BTM, q)
 
-        position = self._positions(x_BTM, cache, cu_seqlens)
-        theta = angles(position, self.head_dim, base=self.config.rope_base, scale=self.config.rope_scale)
-        q, k_rotated = rotate(q, theta, kind=self.config.rope), rotate(k, theta, kind=self.config.rope)
+        q, k, v, gates = (layout.rows(t) for t in (q, k, v, gates))
+        q, k_rotated = (rotate(t, layout.turns, kind=self.config.rope) for t in (q, k))
         k_cmp = k_rotated if self.config.rotates_before_compression else k
-
         kv_cmp, kv_sel, kv_win = zip(self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True)
-        phi_params = (self.phi_k.params(), self.phi_v.params())
-        asked: dict[str, Any] = {"config": self.config, "path": self.path, "fa2": self.fa2}
+        checks.qkv(q, *kv_sel, q_start=0)
         if cache is None:
-            o = nsa_attention(q, kv_cmp, kv_sel, kv_win, gates, phi_params=phi_params, cu_seqlens=cu_seqlens, **asked)
+            view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout)
         else:
             checks.no_gradient(q)
-            compress = partial(compress_kv, config=self.config, phi_params=phi_params)
-            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress, num_tokens=num_tokens)
-            present = None if absent is None else ~absent[..., 0]
-            o = attend_view(q, gates, view, present=present, keys_read=cache.keys_read, **asked)
-        y = self.o_proj(o.flatten(2))
+            view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens)
+        o = attend_view(
+            q, gates, view, config=self.config, path=self.path, fa2=self.fa2, documents=layout.documents, present=layout.present_BR,
+            keys_read=None if cache is None else cache.keys_read, whole=cache is None and layout.packing is None,
+        )  # fmt: skip
+        y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
+
+    def layout(self, x: Tensor, **options: Any) -> Layout:
+        """The Layout of x [B, T, ...], for this layer and others of its config and head dim; ``options`` as in `Layout.of`."""
+        return Layout.of(x, self.config, self.head_dim, **options)
 
     def new_cache(self, batch: int, max_len: int, *, initial_len: int | None = None, dtype: torch.dtype | None = None) -> NSACache:
         """An empty NSACache of this layer's heads, dtype (or ``dtype``, under autocast) and device."""
@@ -96,26 +102,34 @@ class NSAAttention(nn.Module):
             initial_len=initial_len, dtype=dtype or weight.dtype, device=weight.device,
         )  # fmt: skip
 
-    def _absent_rows(
-        self, x_BTM: Tensor, cache: NSACache | None, cu_seqlens: Tensor | None, num_tokens: Sequence[int] | None
-    ) -> Tensor | None:
-        """Boolean [B or 1, T, 1] of rows that hold no token, None where every row does."""
-        if cache is not None and cu_seqlens is not None:
-            raise ValueError("got a cache and cu_seqlens; wanted at most one; fill a cache with rows of num_tokens, or pack without one")
-        if num_tokens is not None and cache is None:
-            raise ValueError("got num_tokens without a cache; wanted both; pack rows of different lengths with cu_seqlens instead")
-        token = torch.arange(x_BTM.shape[1], device=x_BTM.device)
-        if cu_seqlens is not None:
-            checks.packed(cu_seqlens, x_BTM, x_BTM, 0, read=False)
-            return (token >= cu_seqlens[-1])[None, :, None]
-        if cache is None or num_tokens is None:
-            return None
-        return (token >= to_device(num_tokens, token.device)[:, None])[..., None]
+    def reserve(self, batch: int, tokens: int, *, dtype: torch.dtype | None = None, backward: bool = True) -> int:
+        """Bytes that path v2 packs in a call of this size (0 where another path serves it), held by the allocator from now on.
 
-    def _positions(self, x_BTM: Tensor, cache: NSACache | None, cu_seqlens: Tensor | None) -> Tensor:
-        if cu_seqlens is not None:
-            return Packing.of(cu_seqlens, x_BTM.shape[1], self.config.sel_block).position_T[None]
-        return query_positions(0 if cache is None else cache.q_start(x_BTM.device), x_BTM.shape[1], x_BTM.device)
+        For the device of the weights, the current stream, and ``dtype`` (theirs by default). Nothing is shared between layers:
+        a layer's buffers go back to the allocator at the end of its call, so one layer's reservation serves all of its size.
+        """
+        weight = self.k_proj.weight
+        q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(batch, tokens, self.num_heads, self.head_dim)  # a shape, no memory
+        asked: dict[str, Any] = {"path": self.path, "fa2": self.fa2, "config": self.config, "whole": True, "q_start": 0}
+        route = route_for(q, self.num_kv_heads, self.v_head_dim, tokens, branches=self.config.branches, **asked)
+        if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
+            return 0
+        needed = packed.workspace_bytes(
+            batch, tokens, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, v_head_dim=self.v_head_dim, dtype=q.dtype,
+            num_selected=self.config.num_selected_for(tokens), sel_block=self.config.sel_block, backward=backward,
+        )  # fmt: skip
+        packed.reserve(needed, weight.device)
+        return needed
+
+    def _compress(self, k: Tensor, v: Tensor, first_block: Tensor | None = None, documents: Documents | None = None) -> KV:
+        phi_params = (self.phi_k.params(), self.phi_v.params())
+        return compress_kv(k, v, first_block, config=self.config, phi_params=phi_params, documents=documents)
+
+    def _view_of_tokens(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout) -> View:
+        """Whole sequences from position 0, or packed documents: without a cache, the tokens of the call are all there is."""
+        if self.config.branches != ("win",):  # compressed keys serve the selection, too
+            kv_cmp = self._compress(*kv_cmp, documents=layout.documents)
+        return View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=0, win_start=0)
 
     def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:
         """Slices [B, T, G, D] for cmp, sel and win; the same one thrice where K and V are shared."""

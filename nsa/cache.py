@@ -15,6 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from nsa import checks
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.ops.positions import to_device
@@ -66,7 +67,11 @@ class NSACache:
         cls, config: NSAConfig, batch: int, max_len: int, *, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None,
         initial_len: int | None = None, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu",
     ) -> Self:  # fmt: skip
-        """Room for ``max_len`` tokens a row, or for ``initial_len`` at first, then doubled as needed up to ``max_len``."""
+        """Room for ``max_len`` tokens a row, or for ``initial_len`` at first, then doubled as needed up to ``max_len``.
+
+        config.adaptive_num_selected is a ValueError: decode would attend to other blocks than one call over the sequence.
+        """
+        checks.fixed_selection(config, whole=False, what="a cache")
         capacity = max_len if initial_len is None else initial_len
         for name, value in {"batch": batch, "max_len": max_len, "initial_len": capacity}.items():
             if value < 1:

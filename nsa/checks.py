@@ -5,7 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from nsa import settings
+from nsa.config import NSAConfig
+
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def may_read(x: Tensor) -> bool:
+    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict mode."""
+    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or is_strict())
+
+
+def is_strict() -> bool:
+    """NSA_STRICT_ASSERTS=1; never inside torch.compile, where looking would break the graph."""
+    return not torch.compiler.is_compiling() and bool(settings.current().strict_asserts.value)
 
 
 def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool = True) -> None:
@@ -42,6 +55,15 @@ def start(q: Tensor, q_start: int | Tensor) -> None:
             raise ValueError(f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64 [{q.shape[0]}]")
     elif not isinstance(q_start, int) or q_start < 0:
         raise ValueError(f"q_start={q_start!r}; wanted the position of the first query, an int >= 0; 0 begins a sequence")
+
+
+def fixed_selection(config: NSAConfig, *, whole: bool, what: str) -> None:
+    """The adaptive n goes by the length of a call: only whole sequences, one to a row, would choose alike in every call."""
+    if config.adaptive_num_selected and not whole:
+        raise ValueError(
+            f"got config.adaptive_num_selected=True with {what}; wanted whole sequences without cache or packing, since n goes by the "
+            "length of the call and would differ from that of the same tokens in one sequence; set adaptive_num_selected=False"
+        )
 
 
 def sizes(**values: int) -> None:

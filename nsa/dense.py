@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from nsa import dispatch
 from nsa.config import ModelConfig
 from nsa.functional import capability_of
-from nsa.ops.positions import query_positions
-from nsa.rope import angles, rotate
+from nsa.layout import Layout
+from nsa.rope import rotate
 from nsa.routing import Problem, route_dense
 
 
@@ -23,13 +23,14 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(model.dim, model.num_kv_heads * model.value_dim, bias=False)
         self.o_proj = nn.Linear(model.num_heads * model.value_dim, model.dim, bias=False)
 
-    def forward(self, x_BTM: Tensor) -> Tensor:
+    def forward(self, x_BTM: Tensor, *, layout: Layout | None = None) -> Tensor:
+        """``layout`` is the Layout of x, where layers share one."""
         model, (B, T, _) = self.model, x_BTM.shape
         q, k = (p(x_BTM).unflatten(-1, (-1, model.head_dim)) for p in (self.q_proj, self.k_proj))
         v = self.v_proj(x_BTM).unflatten(-1, (-1, model.value_dim))
-        position = query_positions(0, T, x_BTM.device)
-        theta = angles(position, model.head_dim, base=model.nsa.rope_base, scale=model.nsa.rope_scale)
-        q, k = (rotate(x, theta, kind=model.nsa.rope) for x in (q, k))
+        if layout is None:
+            layout = Layout.of(x_BTM, model.nsa, model.head_dim, dtype=x_BTM.dtype)
+        q, k = (rotate(t, layout.turns, kind=model.nsa.rope) for t in (q, k))
         problem = Problem.of(model, batch=B, tokens=T, dtype=str(q.dtype).removeprefix("torch."))
         route = route_dense(self.kind, problem, capability_of(str(x_BTM.device)))
         return self.o_proj(dispatch.dense(route, q, k, v, scale=model.head_dim**-0.5).flatten(2))

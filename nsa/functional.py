@@ -21,7 +21,7 @@ from nsa.ops.compressed import log_sum_exp
 from nsa.ops.positions import Documents
 from nsa.packing import Packing
 from nsa.rope import angles, rotate
-from nsa.routing import Capability, Problem, Route, route
+from nsa.routing import DENSE, Capability, Problem, Route, route
 
 KV = tuple[Tensor, Tensor]
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
@@ -29,11 +29,14 @@ PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | No
 
 def route_for(
     q: Tensor, num_kv_heads: int, v_head_dim: int, num_keys: int, *, branches: tuple[str, ...], q_start: int | Tensor, path: str, fa2: str,
-    config: NSAConfig | None = None,
+    config: NSAConfig | None = None, whole: bool = False,
 ) -> Route:  # fmt: skip
-    """The Route of a call with these tensors: arguments, environment and device joined."""
+    """The Route of a call with these tensors: arguments, environment and device joined. ``whole`` as in Problem.
+
+    Inside torch.compile no branch is full causal attention by its length: a Route that knew would recompile at that length.
+    """
     compiling = torch.compiler.is_compiling()
-    told = None if compiling else config  # whether all is selected at this length is a reason, and would recompile at the length
+    told = None if compiling else config
     problem = Problem(
         batch=q.shape[0],
         q_tokens=q.shape[1],
@@ -47,6 +50,7 @@ def route_for(
         ragged=isinstance(q_start, Tensor),
         select_all_tokens=_select_all_tokens(told, num_keys),
         window=None if told is None else told.window,
+        whole=whole and not compiling,
     )
     if compiling:  # the cache of `route` is opaque to the compiler, and so is reading the environment and the machine
         return route.__wrapped__(_settings_of_process().request(path, fa2), problem, capability_of(str(q.device)))
@@ -144,16 +148,19 @@ def nsa_attention(
     compressed branch's k comes unrotated and is rotated here, block i at position i * cmp_stride. ``gates`` [B, T, HQ, 3]
     in the order cmp, sel, win, activated already. A branch outside config.branches is not computed. ``phi_params`` are
     phi's tensors for K and for V (see `compress`), None for mean. ``cu_seqlens`` int [N + 1] packs N documents into B = 1:
-    no query sees another document's key, and rows beyond cu_seqlens[-1] are exactly 0.
+    no query sees another document's key, and rows beyond cu_seqlens[-1] are exactly 0. config.adaptive_num_selected is a
+    ValueError with cu_seqlens or a q_start other than 0, where its n would not be that of the sequence.
     """
     for k, v in (kv_cmp, kv_sel, kv_win):
         checks.qkv(q, k, v, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
     if gates.shape != (*q.shape[:3], len(BRANCHES)):
         raise ValueError(f"gates {tuple(gates.shape)}; wanted {(*q.shape[:3], len(BRANCHES))}: one for each of {BRANCHES}")
+    whole = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0  # the keys are cut at the last query below
+    checks.fixed_selection(config, whole=whole, what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)")
     packing = None
     if cu_seqlens is not None:
-        checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=_may_read(q))
+        checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=checks.may_read(q))
         packing = Packing.of(cu_seqlens, q.shape[1], config.sel_block)
         q, gates = packing.align(q), packing.align(gates)
         kv_cmp, kv_sel, kv_win = ((packing.align(k), packing.align(v)) for k, v in (kv_cmp, kv_sel, kv_win))
@@ -164,7 +171,7 @@ def nsa_attention(
         kv_cmp = compress_kv(*kv_cmp, config=config, phi_params=phi_params, documents=documents)
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
-    o = attend_view(q, gates, view, config=config, scale=scale, path=path, fa2=fa2, documents=documents, present=present)
+    o = attend_view(q, gates, view, config=config, scale=scale, path=path, fa2=fa2, documents=documents, present=present, whole=whole)
     return o if packing is None else packing.restore(o)
 
 
@@ -190,14 +197,18 @@ def compress_kv(
 def attend_view(
     q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, scale: float | None = None, path: str = "auto", fa2: str = "auto",
     documents: Documents | None = None, present: Tensor | None = None, keys_read: dict[str, Tensor] | None = None,
+    whole: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read`` where that is given.
 
-    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of them.
+    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of them. ``whole``: the view is
+    of whole sequences that begin at 0, without a cache and not packed. Where the selected branch is then full causal attention,
+    blocks are neither scored nor chosen unless statistics are collected, strict mode checks them, or keys are counted.
     """
+    checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S, G, DV = view.sel[1].shape[1:]
-    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config)
+    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
     grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
     statistics.observe_gates(gates, config.branches, present=present)
     outputs = []
@@ -206,12 +217,14 @@ def attend_view(
         if keys_read is not None:
             keys_read["cmp"] = reads.compressed(q, view.cmp[0].shape[1], **grid)
     if "sel" in config.branches:
-        first = None if documents is None else documents.first_BT
-        blocks = selection.choose(q, view.cmp[0], config=config, q_start=view.q_start, kv_len=S, scale=scale, first=first)
-        _assert_blocks(blocks, S, config.sel_block)
-        statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
+        blocks = None
+        if not _needs_no_blocks(chosen) or keys_read is not None:
+            first = None if documents is None else documents.first_BT
+            blocks = selection.choose(q, view.cmp[0], config=config, q_start=view.q_start, kv_len=S, scale=scale, first=first)
+            _assert_blocks(blocks, S, config.sel_block)
+            statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
         outputs.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
-        if keys_read is not None:
+        if keys_read is not None and blocks is not None:
             keys_read["sel"] = reads.selected(blocks, S, q_start=view.q_start, sel_block=config.sel_block)
     if "win" in config.branches:
         outputs.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
@@ -220,14 +233,9 @@ def attend_view(
     return combine.gated_sum(gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
 
 
-def _may_read(x: Tensor) -> bool:
-    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict mode."""
-    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or _is_strict())
-
-
-def _is_strict() -> bool:
-    """NSA_STRICT_ASSERTS=1; never inside torch.compile, where looking would break the graph."""
-    return not torch.compiler.is_compiling() and bool(settings.current().strict_asserts.value)
+def _needs_no_blocks(chosen: Route) -> bool:
+    """Whether the selected branch attends to every key up to the query, and nobody looks at the blocks that say so."""
+    return chosen.branch("sel").implementation == DENSE and not statistics.is_collecting() and not checks.is_strict()
 
 
 def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
@@ -239,5 +247,5 @@ def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
 
 
 def _assert_blocks(blocks: Tensor, num_keys: int, sel_block: int) -> None:
-    if _is_strict():
+    if checks.is_strict():
         checks.block_contents(blocks, num_keys, sel_block)

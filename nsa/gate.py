@@ -39,8 +39,11 @@ class SoftmaxGate(nn.Module):
         G = self.up.shape[0]
         mean_BTGD = q_BTQD.unflatten(2, (G, -1)).mean(3)
         hidden = nn.functional.silu(torch.einsum("btgd,gdh->btgh", mean_BTGD, self.up))
-        logits = torch.einsum("btgh,ghn->btgn", hidden, self.down).float() / self.temperature
+        logits = torch.einsum("btgh,ghn->btgn", hidden, self.down)
+        if self.temperature != 1:
+            logits = logits.float() / self.temperature
         if not self.all_on:
             logits = logits.masked_fill(self.off_N, -torch.inf)
-        gates = logits.softmax(-1).to(q_BTQD.dtype)
-        return gates[:, :, :, None].expand(-1, -1, -1, q_BTQD.shape[2] // G, -1).flatten(2, 3)
+        gates = logits.softmax(-1, dtype=torch.float32)[:, :, :, None]
+        # expanded before it is cast, so that one copy does both
+        return gates.expand(-1, -1, -1, q_BTQD.shape[2] // G, -1).to(q_BTQD.dtype).flatten(2, 3)

@@ -13,6 +13,7 @@ from nsa.attention import NSAAttention
 from nsa.cache import NSACache
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
+from nsa.layout import Layout
 from nsa.ops.positions import to_device
 from nsa.sampling import next_token
 
@@ -74,8 +75,15 @@ class TinyLM(_Decoder):
         """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one cache a layer (`new_cache`)."""
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each; TinyLM.new_cache makes them")
-        shared = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
-        return self._logits(ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **shared})
+        if cache is not None and len({c.lengths for c in cache}) > 1:
+            lengths = [c.lengths for c in cache]
+            raise ValueError(f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew with TinyLM.new_cache")
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
+        first = None if cache is None else cache[0]
+        options["layout"] = Layout.of(
+            ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype, cache=first, **options
+        )  # fmt: skip
+        return self._logits(ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **options})
 
     def new_cache(self, batch: int, max_len: int, *, initial_len: int | None = None, dtype: torch.dtype | None = None) -> list[NSACache]:
         """One empty cache a layer."""
@@ -123,7 +131,8 @@ class DenseLM(_Decoder):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]."""
-        return self._logits(ids_BT)
+        layout = Layout.of(ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype)
+        return self._logits(ids_BT, lambda layer: {"layout": layout})
 
 
 def next_token_labels(ids_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

@@ -109,7 +109,7 @@ def select(
     position = row_positions(q, q_start, positions)
     kv_len = int(position.max()) + 1 if kv_len is None else kv_len
     J = -(-kv_len // config.sel_block)
-    scores = _scores(q, k_cmp, position, config, J, scale)
+    scores = block_scores(q, k_cmp, position, config, J, scale)
     B, G, T, _ = scores.shape
     j = torch.arange(J, device=q.device)
     current = (position // config.sel_block)[:, None, :, None].expand(B, G, T, 1)
@@ -133,7 +133,7 @@ def select(
     return torch.where(index == J, -1, index).permute(0, 2, 1, 3), gap.permute(0, 2, 1)
 
 
-def _scores(q: Tensor, k_cmp: Tensor, position: Tensor, config: Any, J: int, scale: float | None) -> Tensor:
+def block_scores(q: Tensor, k_cmp: Tensor, position: Tensor, config: Any, J: int, scale: float | None) -> Tensor:
     """Group scores [B, G, T, J]: softmax over visible blocks, each counted by the sub-chunks it shares with block j."""
     q, k_cmp = q.double(), k_cmp.double()
     B, T, HQ, DK = q.shape

@@ -19,13 +19,17 @@ from nsa.ops.positions import Documents
 class Packing:
     """The way from packed rows [1, T, ...] to aligned rows [1, P, ...] and back.
 
-    ``row_T``: the aligned row of each token (tokens beyond cu_seqlens[-1] are in row P, which is cut off).
-    ``position_T``: each token's position in its own document. ``inside_T``: before cu_seqlens[-1].
+    ``row_T``: the aligned row of each token (tokens beyond cu_seqlens[-1] are in row P, which is cut off); ``read_T`` the
+    same, but within the rows. ``inside_T``: before cu_seqlens[-1], ``outside_T`` not. ``position_R``: each aligned row's
+    position in its own document. ``present_R``: rows that hold a token.
     """
 
     row_T: Tensor
-    position_T: Tensor
+    read_T: Tensor
     inside_T: Tensor
+    outside_T: Tensor
+    position_R: Tensor
+    present_R: Tensor
     num_rows: int
     documents: Documents
 
@@ -38,15 +42,16 @@ class Packing:
         bounds = torch.cat([cu.new_zeros(1), room_N.cumsum(0)])
         token = torch.arange(tokens, device=cu.device)
         document = torch.searchsorted(cu[1:], token, right=True).clamp(max=length_N.shape[0] - 1)
-        position = token - cu[document]
         inside = token < cu[-1]
         # An upper bound that depends on shapes alone, so that no length has to be read.
         P = -(-(tokens + length_N.shape[0] * (sel_block - 1)) // sel_block) * sel_block
-        row = torch.where(inside, bounds[document] + position, P)
+        row = torch.where(inside, token + (bounds[:-1] - cu[:-1])[document], P)
         aligned = torch.arange(P, device=cu.device)
         first = bounds[torch.searchsorted(bounds[1:], aligned, right=True)]  # what is left at the end is one more document, of zeros
         ends = torch.cat([bounds, bounds.new_full((1,), P)])
-        return cls(row, torch.where(inside, position, 0), inside, P, Documents(first[None], ends.int()))
+        present = torch.zeros(P + 1, dtype=torch.bool, device=cu.device).index_fill(0, row, True)[:P]
+        documents = Documents(first[None], ends.int())
+        return cls(row, row.clamp(max=P - 1), inside, ~inside, aligned - first, present, P, documents)
 
     def align(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [1, P, ...]; rows of no token are 0, whatever lies beyond the last document."""
@@ -55,5 +60,5 @@ class Packing:
 
     def restore(self, x: Tensor) -> Tensor:
         """[1, P, ...] -> [1, T, ...]; tokens beyond the last document are exactly 0."""
-        rows = x[0].index_select(0, self.row_T.clamp(max=self.num_rows - 1))
-        return rows.masked_fill(~self.inside_T.view(-1, *[1] * (rows.ndim - 1)), 0)[None]
+        rows = x[0].index_select(0, self.read_T)
+        return rows.masked_fill(self.outside_T.view(-1, *[1] * (rows.ndim - 1)), 0)[None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_WORKSPACE = "nothing is needed: path v2 packs its rows in chunks of bounded size, and PyTorch's allocator keeps that memory"
+_WORKSPACE = "NSAAttention.reserve(batch, tokens); without it path v2 takes bounded chunks, which PyTorch's allocator keeps"
 
 RETIRED: Mapping[str, str] = {
     "NSA_DDP_BUCKET_MB": "DistributedDataParallel(model, bucket_cap_mb=...)",
@@ -12,7 +12,6 @@ RETIRED: Mapping[str, str] = {
     "NSA_DEBUG_FA2": "NSA_DEBUG_LOG=1, or `python -m nsa explain`: a Route says for each branch why FA-2 serves it or not",
     "NSA_FA2_FORCE_DENSE": "nothing is needed: every use of FA-2 is one variable-length call; fa2=off takes none",
     "NSA_GATE_COMPILE": "torch.compile of the model or of one NSAAttention, which fuses gate and combine",
-    "NSA_NVTX": "torch.autograd.profiler.emit_nvtx(), which marks every operation",
     "NSA_PREFILL_BATCHED": "nothing is needed: prefill, chunked prefill and decode are one batched function of cache and chunk",
     "NSA_P_CMP_MIXED": "NSAConfig(score_dtype='bfloat16')",
     "NSA_SEL_PACK_RESERVE_L": _WORKSPACE,

@@ -1,4 +1,7 @@
-"""Rotary position embedding per head; angles in fp32 (or wider)."""
+"""Rotary position embedding per head; angles in fp32 (or wider).
+
+B batch, T tokens, N heads, D head dim, P = D / 2 pairs.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,31 @@ def angles(positions: Tensor, dim: int, *, base: float, scale: float, dtype: tor
     return (positions.to(dtype) * scale)[..., None] * base ** (-pairs / dim)
 
 
-def rotate(x: Tensor, angles_BTP: Tensor, *, kind: str) -> Tensor:
-    """Rotate x [B, T, heads, D] by ``angles_BTP`` [B or 1, T, D / 2]; keeps x.dtype.
+def turns(angles_BTP: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(i * angle), complex [B or 1, T, 1, P], for `rotate` of tensors of ``dtype``; made once, it serves q, k and every layer."""
+    theta_BT1P = angles_BTP[:, :, None].to(_wide(dtype))
+    return torch.polar(torch.ones_like(theta_BT1P), theta_BT1P)
+
+
+def rotate(x: Tensor, by: Tensor, *, kind: str) -> Tensor:
+    """Rotate x [B, T, N, D] by its ``turns`` [B or 1, T, 1, P], or by angles [B or 1, T, P]; keeps x.dtype.
 
     ``interleaved`` turns pairs (2i, 2i + 1), ``half`` pairs (i, i + D/2) as Hugging Face's Llama does.
     """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    theta = angles_BTP[:, :, None].to(wide)
-    if kind == "interleaved":
-        pairs = torch.view_as_complex(x.to(wide).unflatten(-1, (-1, 2)))
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(theta), theta)).flatten(-2).to(x.dtype)
-    cos, sin = theta.cos(), theta.sin()
-    first, second = x.to(wide).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    wide = _wide(x.dtype)
+    by = (by if by.is_complex() else turns(by, x.dtype)).to(torch.promote_types(wide, torch.complex64))
+    # last dimension: the two halves of a pair, which are one complex number
+    pairs = x.unflatten(-1, (-1, 2)) if kind == "interleaved" else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    pairs = pairs.to(wide, memory_format=torch.contiguous_format).contiguous()
+    if torch.compiler.is_compiling():  # Inductor fuses real numbers alone; these are the same products and sums
+        (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(by).unbind(-1)
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
+    else:
+        turned = torch.view_as_real(torch.view_as_complex(pairs) * by)
+    if kind == "half":
+        turned = turned.transpose(-1, -2)
+    return turned.to(x.dtype, memory_format=torch.contiguous_format).flatten(-2)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)

@@ -12,6 +12,7 @@ from nsa.config import BRANCHES, ModelConfig, nearest_name
 AUTO = "auto"
 ADAPTIVE = "adaptive"
 FA2_CHOICES = ("on", "off", AUTO)
+DENSE = "dense"  # a branch's implementation where it leaves no key out; no Path: nobody asks for it by name
 
 
 class Path(StrEnum):
@@ -67,7 +68,8 @@ class Problem:
     """The shape of one attention call; ``ragged`` means that rows of the batch begin at different positions.
 
     ``select_all_tokens`` (num_selected * sel_block) and ``window`` say up to how many keys a branch leaves none out; None
-    where that is not known.
+    where that is not known. ``whole``: the queries are those of all the keys, in sequences that begin at 0, without a
+    cache and not packed; only then is a branch that leaves no key out the same as full causal attention of one call.
     """
 
     batch: int
@@ -82,6 +84,7 @@ class Problem:
     ragged: bool = False
     select_all_tokens: int | None = None
     window: int | None = None
+    whole: bool = False
 
     @classmethod
     def of(cls, model: ModelConfig, *, batch: int, tokens: int, dtype: str) -> Self:
@@ -101,16 +104,17 @@ class Problem:
             nsa.branches,
             select_all_tokens=select_all,
             window=nsa.window,
+            whole=True,
         )
 
     @property
     def selects_all(self) -> bool:
-        """Whether every selection block finds a slot, so that the selected branch is full causal attention."""
+        """Whether every selection block finds a slot, so that no query leaves a key out."""
         return self.select_all_tokens is not None and self.k_tokens <= self.select_all_tokens
 
     @property
     def window_covers_all(self) -> bool:
-        """Whether no key is further back than the window, so that the window branch is full causal attention."""
+        """Whether no key is further back than the window, so that no query leaves a key out."""
         return self.window is not None and self.k_tokens <= self.window
 
     @property
@@ -154,7 +158,10 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class BranchRoute:
-    """What serves one branch. ``kernel`` is fa2, sdpa, flash, cudnn or loop; ``provider`` names whose, and its version."""
+    """What serves one branch. ``kernel`` is fa2, sdpa, flash, cudnn or loop; ``provider`` names whose, and its version.
+
+    ``implementation`` is a Path of the selected branch, or DENSE where full causal attention serves that or the window branch.
+    """
 
     branch: str
     implementation: str

@@ -1,6 +1,7 @@
 """Which implementation serves which branch, decided before anything runs. Pure: no torch, no environment, no try.
 
-An explicit request is that path or a RouteError with every reason; `auto` never returns a slow path, nor v1. No reason
+An explicit request is that path or a RouteError with every reason; `auto` never returns a slow path, nor v1. Where a branch of
+a whole sequence leaves no key out, `auto` takes full causal attention for it, unless FA-2 was asked to serve it. No reason
 names the sequence length: under torch.compile a string formatted with it would compile every length anew.
 """
 
@@ -12,6 +13,7 @@ from nsa.config import ModelConfig, nearest_name
 from nsa.routes import (
     ADAPTIVE,
     AUTO,
+    DENSE,
     FA2_CHOICES,
     PATH_REQUESTS,
     SPECS,
@@ -30,6 +32,7 @@ __all__ = [
     "ADAPTIVE",
     "ADAPTIVE_MIN_TOKENS",
     "AUTO",
+    "DENSE",
     "DENSE_KINDS",
     "FA2_CHOICES",
     "FA2_DTYPES",
@@ -60,6 +63,8 @@ FA2_DTYPES = ("float16", "bfloat16")
 FA2_MIN_SM = (8, 0)
 FA2_MAX_HEAD_DIM = 256
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
+ALL_SELECTED = "every block is selected at this length"
+ALL_IN_WINDOW = "the window covers the whole sequence"
 STAIRCASE = "its staircase mask is not expressible in FA-2"
 
 
@@ -160,7 +165,32 @@ def _fa2_serves(asked: str, problem: Problem, capability: Capability, extra: lis
     return not reasons
 
 
+def _route_full_causal(
+    branch: str, why: str, asked_fa2: str, problem: Problem, capability: Capability, rejected: list[Rejected]
+) -> BranchRoute | None:
+    """SDPA's own causal attention for a branch that leaves no key out; None where it may not be taken. ``why`` says that it leaves none."""
+    if not problem.whole:
+        rejected.append(Rejected(f"{branch}.{DENSE}", f"{why}, but the call is a chunk, packed, or with a cache"))
+        return None
+    if asked_fa2 == "on":
+        rejected.append(Rejected(f"{branch}.{DENSE}", f"{why}, but fa2=on was asked for, and this is SDPA"))
+        return None
+    others = ["v2: nothing is left out, so there is nothing to gather", "masked: nothing is left out, so there is nothing to mask"]
+    if branch == "win":
+        others = ["win.sdpa: no key is further back than the window, so tiles would only copy"]
+    rejected += [Rejected(*other.split(": ", 1)) for other in others]
+    against = ["fa2=off was asked for"] if asked_fa2 == "off" else fa2_reasons(problem, capability)
+    against = against or ["the branch is full causal attention, which SDPA serves; fa2=on takes FA-2"]
+    rejected.append(Rejected(f"fa2 for {branch}", "; ".join(against)))
+    reason = f"auto: {why}, so the branch is full causal attention"
+    return BranchRoute(branch, DENSE, "sdpa", f"torch {capability.torch_version}", reason, repeatable=_sdpa_is_repeatable(capability))
+
+
 def _route_selected(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> BranchRoute:
+    if request.path == AUTO and problem.selects_all:
+        dense = _route_full_causal("sel", ALL_SELECTED, request.fa2, problem, capability, rejected)
+        if dense is not None:
+            return dense
     path, reason = _selected_path(request, problem, capability, rejected)
     if request.fa2 == "on" and path is not Path.V2 and "win" not in problem.branches and not request.fa2_from_environment:
         why = [f"path {path.value} cannot use it, and there is no window branch for it to serve"]
@@ -175,7 +205,7 @@ def _route_selected(request: Request, problem: Problem, capability: Capability, 
     repeatable = spec.repeatable_on_cuda or capability.sm is None
     why = [reason, spec.summary]
     if request.path == AUTO and problem.selects_all:
-        why.append("every block is selected at this length")
+        why.append(ALL_SELECTED)
     return BranchRoute("sel", path.value, kernel, provider, "; ".join(why), spec.syncs, repeatable)
 
 
@@ -212,6 +242,10 @@ def _auto_path(request: Request, problem: Problem, capability: Capability, rejec
 
 def _route_window(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected], notes: list[str]) -> BranchRoute:
     asked = request.fa2 if request.fa2_win == AUTO else request.fa2_win
+    if request.path == AUTO and problem.window_covers_all:
+        dense = _route_full_causal("win", ALL_IN_WINDOW, asked, problem, capability, rejected)
+        if dense is not None:
+            return dense
     against = ["rows of the batch begin at different positions"] if problem.ragged else []
     if request.fa2_min_len_win > problem.k_tokens:
         minimum = f"NSA_FA2_MIN_LEN_WIN={request.fa2_min_len_win}"
@@ -219,7 +253,7 @@ def _route_window(request: Request, problem: Problem, capability: Capability, re
             against.append(f"fewer tokens than {minimum}")
         if asked == "on":
             notes.append(f"fa2=on outranks {minimum}, and these are fewer tokens")
-    covers = "; the window covers the whole sequence" if request.path == AUTO and problem.window_covers_all else ""
+    covers = f"; {ALL_IN_WINDOW}" if request.path == AUTO and problem.window_covers_all else ""
     if _fa2_serves(asked, problem, capability, against, "win", rejected):
         assert capability.fa2_provider is not None
         reason = f"fa2={asked}: FA-2 with a window{covers}"

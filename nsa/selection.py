@@ -60,7 +60,10 @@ def choose(
     """
     J, N = BlockGrid.of(config).num_sel(kv_len), config.num_selected_for(kv_len)
     rows = Rows(q, query_positions(q_start, q.shape[1], q.device), first)
-    if N >= J:  # every candidate fits: no score can change the set
+    # Every candidate fits, and no score can change the set. A search by regions may reach fewer, however few blocks there are:
+    # were it left out here, the same query would get other blocks in a longer call. Compiled, the lengths at which all fit
+    # would be a graph of their own.
+    if not torch.compiler.is_compiling() and N >= J and config.selection == "exact":
         return _all_candidates(rows, k_cmp.shape[2], J, N, config.sel_block)
     chunks = []
     for part, ranking_BGTJ in rankings(rows, k_cmp, J, config=config, scale=scale):
@@ -177,6 +180,8 @@ def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
 def _best(ranking_BGTJ: Tensor, N: int, first_block_BT: Tensor | None) -> Tensor:
     """The N best of each ranking, [B, T, G, N] int32, as global ids; -inf is not chosen."""
     J = ranking_BGTJ.shape[-1]
+    absent = N if torch.compiler.is_compiling() else max(0, N - J)  # enough for any J, so that no length is another graph
+    ranking_BGTJ = torch.nn.functional.pad(ranking_BGTJ, (0, absent), value=-torch.inf)
     # A stable sort keeps equal scores in order of their index, which topk does not promise.
     order = ranking_BGTJ.sort(dim=-1, descending=True, stable=True)
     chosen = torch.where(order.values[..., :N] == -torch.inf, J, order.indices[..., :N]).sort(-1).values

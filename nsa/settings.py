@@ -38,6 +38,7 @@ MEANINGS: Mapping[str, str] = {
     "NSA_FA2_MIN_LEN_CMP": "tokens: the same for the compressed branch, which FA-2 serves at no length",
     "NSA_SEL_RANGES_V2": "0: a request for path=v2 becomes an explicit request for v1",
     "NSA_STRICT_ASSERTS": "1: check the contents of `blocks` before every selected attention (synchronises)",
+    "NSA_NVTX": "1: mark each branch's forward with an NVTX range named by its counter (sel.v2); CUDA only, none inside torch.compile",
     "NSA_DEBUG_LOG": "1: log every new Route once, at INFO to the logger 'nsa'",
 }
 _TOKENS = ("NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP")
@@ -56,6 +57,7 @@ class Settings:
     fa2_min_len_cmp: Setting[int] = Setting()
     sel_ranges_v2: Setting[bool] = Setting()
     strict_asserts: Setting[bool] = Setting()
+    nvtx: Setting[bool] = Setting()
     debug_log: Setting[bool] = Setting()
 
     def by_name(self) -> dict[str, Setting[Any]]:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import BRANCHES
+from nsa.ops import reads
 
 WINDOW = 16  # queries that a block-sparse kernel processes together
 COLLAPSE_SHARE = 0.95  # of a row's gate mass in one branch
@@ -120,6 +121,11 @@ def collect() -> Iterator[Collection]:
         _ACTIVE.reset(token)
 
 
+def is_collecting() -> bool:
+    """Whether a selection of now would be observed. Inside torch.compile: no."""
+    return not torch.compiler.is_compiling() and bool(_ACTIVE.get())
+
+
 def observe_selection(blocks: Tensor, *, q_start: int | Tensor, sel_block: int, present: Tensor | None = None) -> None:
     """Add ``blocks`` int32 [B, T, G, N] (ascending, unique, -1 padded at the end) to every open collection.
 
@@ -183,11 +189,8 @@ def _present(x: Tensor, present: Tensor | None, wanted: str) -> Tensor:
 
 def _selection_sums(blocks: Tensor, present_BT: Tensor, q_start: int | Tensor, sel_block: int) -> tuple[Tensor, Tensor]:
     """_ROWS and _PEAKS of one call, fp64."""
-    T, G = blocks.shape[1:3]
-    offset = torch.arange(T, device=blocks.device)
-    start = q_start.to(blocks.device)[:, None] if isinstance(q_start, Tensor) else q_start
-    end = (offset + start + 1).expand(blocks.shape[0], T)[..., None, None]
-    tokens_BTG = (end - blocks.long() * sel_block).clamp(0, sel_block).masked_fill(blocks < 0, 0).sum(-1)
+    G = blocks.shape[2]
+    tokens_BTG = reads.selected(blocks, None, q_start=q_start, sel_block=sel_block)
     chosen_BTG = (blocks >= 0).sum(-1)
     present = present_BT[..., None].expand(-1, -1, G)
     pair = present[:, 1:] & present[:, :-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,6 +19,8 @@ class MeasureOptions(BaseModel):
     prepare_together: int = Field(default=1, ge=1, le=64)  # processes that prove and load side by side; each is timed alone
     max_s: float = Field(default=10.0, gt=0)  # timed window of one replicate
     samples: int | None = Field(default=None, ge=1)  # a fixed number of samples instead of filling max_s
+    profile: Literal["first", "every"] = "first"  # which replicates profile one step: host-bound cells are judged by it
+    throttle_retries: int = Field(default=2, ge=0)  # times that a throttled replicate is measured again
 
 
 class Injection(BaseModel):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: sentinel lines
 METHOD_VERSION = 1  # raise it whenever a number would change although the measured code did not
 
 
@@ -115,6 +115,7 @@ class Manifest(_Record):
     matrix_text: str
     matrix_sha256: str
     replicates: int
+    sentinels: list[str] = []
     only: list[str] = []
     cells: list[PlannedCell]
     excluded: list[dict[str, Any]] = []
@@ -193,8 +194,25 @@ class Physics(_Record):
     notes: list[str] = []
 
 
+class SentinelLine(_Record):
+    """A frozen piece of work that no commit changes, timed once a block: it tells a slower machine from slower code."""
+
+    kind: Literal["sentinel"] = "sentinel"
+    name: str  # gemm | copy | sdpa_frozen
+    block: int
+    attempt: int = 0  # of the block, as Replicate.attempt
+    status: Status
+    reason: str = ""
+    started_utc: str
+    samples_s: list[float] = []  # of one unit of work each
+    rate_per_s: float | None = Field(default=None, gt=0)  # median over the samples, in ``unit`` per second
+    unit: str  # FLOP | byte
+    telemetry: Telemetry | None = None
+    device_uuid_sha256: str | None = None
+
+
 class Replicate(_Record):
-    """One child process of one cell."""
+    """One child process of one cell; of several rows of the same replicate the last one counts."""
 
     kind: Literal["replicate"] = "replicate"
     cell_id: str
@@ -207,8 +225,14 @@ class Replicate(_Record):
     wall_s: float
     steps_per_sample: int = 0
     tokens_per_step: int = 0
+    attempt: int = 0  # above 0: measured again, because the card throttled in every earlier one
     samples_s: list[float] = []
     tok_per_s: float | None = Field(default=None, gt=0)
+    steady: bool | None = None  # the warm-up ended level; false: it ran into its cap first
+    cycles_per_step: float | None = Field(default=None, gt=0)  # seconds a step times the mean SM clock of the window
+    energy_j_per_token: float | None = Field(default=None, gt=0)  # null in a window too short for NVML's counter
+    tuned: dict[str, str] = {}  # autotuner -> the configuration that it chose; a changed choice explains a changed speed
+    absent: dict[str, str] = {}  # why a value of this row is null
     # The first step; shorter where this process made the proof and had loaded libraries, longer beside `company`.
     cold_start_s: float | None = None
     company: int = 0  # other processes that prepared at the same time; all of them waited while this one was timed
@@ -231,6 +255,7 @@ class Run(BaseModel):
     manifest: Manifest
     resumed: list[Resumed] = []
     replicates: list[Replicate] = []
+    sentinels: list[SentinelLine] = []
     torn: bool = False
 
     def of_cell(self, cell_id: str) -> list[Replicate]:

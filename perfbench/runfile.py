@@ -22,12 +22,14 @@ from typing import Any, NoReturn, Self
 
 from pydantic import ValidationError
 
-from perfbench.result import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run
+from perfbench.result import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
 from perfbench.verdict import Exit, PerfbenchError
 
 FILE_NAME = "run.jsonl"
-Record = Manifest | Resumed | Replicate
-_KINDS: Mapping[str, type[Record]] = MappingProxyType({"manifest": Manifest, "resumed": Resumed, "replicate": Replicate})
+Record = Manifest | Resumed | Replicate | SentinelLine
+_KINDS: Mapping[str, type[Record]] = MappingProxyType(
+    {"manifest": Manifest, "resumed": Resumed, "replicate": Replicate, "sentinel": SentinelLine}
+)
 
 
 def new_run_id(now: datetime, gpu_slug: str, commit: str | None) -> str:
@@ -140,6 +142,7 @@ def parse(data: bytes, name: str) -> Run:
         manifest=manifest,
         resumed=[record for record in records if isinstance(record, Resumed)],
         replicates=[record for record in records if isinstance(record, Replicate)],
+        sentinels=[record for record in records if isinstance(record, SentinelLine)],
         torn=bool(rest),
     )
 

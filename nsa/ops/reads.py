@@ -17,9 +17,10 @@ def compressed(q: Tensor, num_blocks: int, *, block: int, stride: int, q_start: 
     return visible_blocks(q, num_blocks, block=block, stride=stride, q_start=q_start).sum(-1)
 
 
-def selected(blocks: Tensor, num_keys: int, *, q_start: int | Tensor, sel_block: int) -> Tensor:
-    """Tokens at or before the query in its chosen ``blocks`` [B, T, G, N]: [B, T, G]."""
-    limit = (query_positions(q_start, blocks.shape[1], blocks.device) + 1).clamp(max=num_keys)[..., None, None]
+def selected(blocks: Tensor, num_keys: int | None, *, q_start: int | Tensor, sel_block: int) -> Tensor:
+    """Tokens at or before the query in its chosen ``blocks`` [B, T, G, N]: [B, T, G]. ``num_keys``: how many exist; None: all those."""
+    limit = query_positions(q_start, blocks.shape[1], blocks.device) + 1
+    limit = (limit if num_keys is None else limit.clamp(max=num_keys))[..., None, None]
     return (limit - blocks.long() * sel_block).clamp(0, sel_block).masked_fill(blocks < 0, 0).sum(-1)
 
 

@@ -25,6 +25,8 @@ def attend(
     if fa2 is not None:
         assert isinstance(q_start, int)
         return _flash(q_BTQD, k_BSGD, v_BSGD, window=window, q_start=q_start, scale=scale, provider=fa2)
+    if torch.compiler.is_compiling() and isinstance(q_start, int) and q_start == 0:
+        return _later_tiles(q_BTQD, k_BSGD, v_BSGD, window=window, scale=scale, documents=documents, empty=1)
     T = q_BTQD.shape[1]
     before_k, new_k, known = _split(k_BSGD, q_start, T, window)
     before_v, new_v, _ = _split(v_BSGD, q_start, T, window)
@@ -74,20 +76,30 @@ def _own_document(documents: Documents | None, rows: slice, keys: int) -> Tensor
     return (torch.arange(keys, device=first_BT.device) >= first_BT[..., None])[:, None]
 
 
-def _later_tiles(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: int, scale: float, documents: Documents | None) -> Tensor:
-    """Rows from ``window`` on: tile i of the queries over tiles i - 1 and i of the keys, all in one call."""
+def _later_tiles(
+    q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, window: int, scale: float, documents: Documents | None, empty: int = 0
+) -> Tensor:
+    """Rows from ``window`` on: tile i of the queries over tiles i - 1 and i of the keys, all in one call.
+
+    With one ``empty`` tile before and one behind, the rows are all that there are, and never fewer than two tiles of them:
+    a length up to the window or twice the window would be another graph for torch.compile.
+    """
     B, T = q_BTQD.shape[:2]
-    pad = -T % window
-    q, k, v = (F.pad(x, (0, 0, 0, 0, 0, pad)).unflatten(1, (-1, window)) for x in (q_BTQD, k_BTGD, v_BTGD))
+    lead, pad = empty * window, -T % window + empty * window
+    q, k, v = (F.pad(x, (0, 0, 0, 0, lead, pad)).unflatten(1, (-1, window)) for x in (q_BTQD, k_BTGD, v_BTGD))
     pair_k, pair_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
     # The tile before begins one key earlier than the window reaches; the band drops it.
     mask = _band(window, window, window, q_BTQD.device)
-    if documents is not None:
-        first = F.pad(documents.first_BT, (0, pad)).unflatten(1, (-1, window))[0, 1:]  # [tiles - 1, w]
-        key = torch.arange(2 * window, device=first.device) + torch.arange(first.shape[0], device=first.device)[:, None] * window
-        mask = mask & (key[:, None, None] >= first[:, None, :, None])
+    if documents is not None or empty:
+        tile, j = (torch.arange(n, device=mask.device) for n in (q.shape[1] - 1, 2 * window))
+        key = (tile[:, None] * window + j - lead)[:, None, None]  # [tiles - 1, 1, 1, 2 w]
+        if documents is None:
+            mask = (mask & (key >= 0))[None].expand(B, -1, -1, -1, -1).flatten(0, 1)
+        else:
+            first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[0, 1:]  # [tiles - 1, w]
+            mask = mask & (key >= first[:, None, :, None])
     o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, mask, scale=scale)
-    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window]
+    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window + lead]
 
 
 def _flash(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, window: int, q_start: int, scale: float, provider: str) -> Tensor:

@@ -2,49 +2,137 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils.flop_counter import FlopCounterMode
 
 from nsa import engagement
 from nsa.attention import NSAAttention
 from nsa.config import preset
 from nsa.dense import DenseAttention
-from tests.cases import randn
+from nsa.model import TinyLM
+from nsa.ops.selected import masked, v2
+from tests.cases import SMALL, Case, assert_parity, qkv, randn, random_blocks
 
 TINY = preset("tiny")
+EVERY_BLOCK_TOKENS = SMALL.num_selected * SMALL.sel_block  # up to this length every block is selected
+# Blocks compete or all find a slot, the window has tiles behind it or covers all: multiples of the selection block, of the
+# window, and of neither. Up to one selection block (16 here) the sizes are 0 and 1, which torch.compile makes other graphs of.
+LENGTHS = (200, 201, 96, 333, 160, 240, 111, 80, 64, 48, 33, 24, 23, 17)
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
+def fresh_compiler(one_thread: None) -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["masked", "dense"])
-def test_one_graph_serves_every_length(kind: str) -> None:
-    """Lengths that are no multiple of the selection block: those that are one are a second graph of `masked`."""
+def layer_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    heads = (TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, TINY.nsa)
-    layer = DenseAttention(TINY) if kind == "dense" else NSAAttention(*heads, path=kind, fa2="off")
-    counter = CompileCounter()
+    if kind == "dense":
+        return DenseAttention(TINY)
+    return NSAAttention(TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, TINY.nsa, path=kind, fa2="off")
+
+
+def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = x.clone().requires_grad_()
+    y = function(leaf)
+    return y.detach(), torch.autograd.grad(y.square().sum(), leaf)[0]
+
+
+@pytest.mark.parametrize("kind", ["masked", "v2", "dense"])
+def test_one_graph_of_a_layer_serves_every_length(kind: str) -> None:
+    layer, counter = layer_of(kind), CompileCounter()
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
-    for tokens in (200, 201, 333, 111):
-        x = randn(2, tokens, TINY.dim, seed=tokens).requires_grad_()
-        (got,) = torch.autograd.grad(compiled(x).square().sum(), x)
-        (want,) = torch.autograd.grad(layer(x).square().sum(), x)
-        assert torch.equal(compiled(x), layer(x)) and torch.equal(got, want)
+    for tokens in LENGTHS:
+        x = randn(2, tokens, TINY.dim, seed=tokens)
+        for got, want in zip(value_and_gradient(compiled, x), value_and_gradient(layer, x), strict=True):
+            assert_parity(got, want, f"{kind} {tokens}")
     assert counter.frame_count == 1
 
 
-def test_nothing_is_counted_inside_a_compiled_region() -> None:
-    layer = NSAAttention(TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, TINY.nsa, path="masked", fa2="off")
-    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
-    with engagement.collect() as seen, torch.no_grad():
-        compiled(randn(1, 100, TINY.dim, seed=0))
-        assert seen.counts == {}
-        layer(randn(1, 100, TINY.dim, seed=0))
-        assert seen.counts["sel.masked"] == 1
+@pytest.mark.parametrize("path", [masked, v2], ids=["masked", "v2"])
+def test_one_graph_of_the_selected_branch_serves_short_lengths_too(path) -> None:
+    """At and below num_selected blocks, the window and one block."""
+    counter = CompileCounter()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+        return path.attend(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (100, EVERY_BLOCK_TOKENS, EVERY_BLOCK_TOKENS + 1, SMALL.window, SMALL.window - 1, SMALL.sel_block, 5, 160):
+        case = Case(tokens, 6, 16, 8, 2)
+        blocks = random_blocks(case, SMALL, seed=tokens)
+        got, want = ([x.requires_grad_() for x in qkv(case, seed=tokens)] for _ in range(2))
+        o, true_o = compiled(*got, blocks), attend(*want, blocks)
+        grads = torch.autograd.grad(o.square().sum(), got), torch.autograd.grad(true_o.square().sum(), want)
+        assert torch.equal(o, true_o) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), tokens
+    assert counter.frame_count == 1
+
+
+def test_a_language_model_is_one_graph_too_and_nothing_is_counted_inside_it() -> None:
+    torch.manual_seed(0)
+    model, counter = TinyLM(TINY, path="v2", fa2="off"), CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (201, 48):
+        ids = torch.randint(256, (2, tokens), generator=torch.Generator().manual_seed(tokens))
+        runs = []
+        for function, calls in ((compiled, 0), (model, TINY.num_layers)):
+            with engagement.collect() as seen:
+                logits = function(ids)
+            assert seen.counts.get("sel.v2", 0) == calls
+            runs.append((logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()))))
+        for got, want in zip(*runs, strict=True):
+            assert_parity(got, want, f"{tokens} tokens")
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_the_operators_keep_what_their_schemas_promise(ragged: bool) -> None:
+    """No alias, no mutation; fake tensors have the shapes, strides and dtypes of real ones, for dynamic shapes as well."""
+    case = Case(37, 3, 8, 16, 2)
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in qkv(case))
+    position = torch.arange(37)[None] if not ragged else torch.tensor([[0], [5]]) + torch.arange(37)
+    options = (SMALL.sel_block, 0.25, None, 1 << 14)
+    inputs = (q, k, v, random_blocks(case, SMALL, seed=1), position)
+    torch.library.opcheck(torch.ops.nsa.selected_v2.default, (*inputs, *options))
+    plain = tuple(x.detach() for x in inputs)
+    do = torch.ones(()).expand(2, 37, 6, 16)
+    torch.library.opcheck(torch.ops.nsa.selected_v2_backward.default, (do, *plain, *options))
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (0, 2)])
+def test_v2_gives_the_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> None:
+    case = Case(50, 3, 8, 16, 2)
+    blocks = random_blocks(case, SMALL, seed=1)
+
+    def gradients(which: tuple[int, ...]) -> dict[int, Tensor]:
+        tensors = [x.requires_grad_(i in which) for i, x in enumerate(qkv(case))]
+        o = v2.attend(*tensors, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+        o.square().sum().backward()
+        return {i: x.grad for i, x in enumerate(tensors) if x.grad is not None}
+
+    every, some = gradients((0, 1, 2)), gradients(wanted)
+    assert tuple(some) == wanted and all(torch.equal(some[i], every[i]) for i in wanted)
+
+
+def test_v2_differentiates_under_a_dispatch_mode_and_refuses_a_second_time() -> None:
+    """A mode (a FLOP counter, a memory tracker) cuts the operator's body off from autograd."""
+    case = Case(50, 3, 8, 16, 2)
+    blocks = random_blocks(case, SMALL, seed=1)
+
+    def gradient(*, create_graph: bool = False) -> Tensor:
+        q, k, v = (x.requires_grad_() for x in qkv(case))
+        o = v2.attend(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+        return torch.autograd.grad(o.square().sum(), q, create_graph=create_graph)[0]
+
+    with FlopCounterMode(display=False):
+        counted = gradient()
+    assert torch.equal(counted, gradient())
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient(create_graph=True).sum().backward()

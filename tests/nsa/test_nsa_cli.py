@@ -166,8 +166,9 @@ def test_the_module_reads_the_process_environment_and_exits_with_the_code() -> N
     done = run("-m|nsa|settings", NSA_FA2_MIN_LEN_WIN="768", FORCE_COLOR="1", NO_COLOR="1")
     assert done.returncode == 0 and done.stderr == "" and "\x1b" not in done.stdout
     assert "NSA_FA2_MIN_LEN_WIN  768" in done.stdout
-    done = run("-m|nsa|settings", NSA_NVTX="1")
-    assert done.returncode == 2 and done.stdout == "" and "emit_nvtx" in done.stderr and done.stderr.count("\n") == 1
+    assert any(line.startswith("NSA_NVTX") and "CUDA only" in line for line in done.stdout.splitlines())
+    done = run("-m|nsa|settings", NSA_GATE_COMPILE="1")
+    assert done.returncode == 2 and done.stdout == "" and "torch.compile" in done.stderr and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("argv", [["settings"], ["settings", "--retired"], ["explain", "--seq-len", "8192", "--gpu", "h100"], ["--help"]])

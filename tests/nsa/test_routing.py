@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from nsa.config import BRANCHES, preset
 from nsa.routing import (
     ADAPTIVE_MIN_TOKENS,
+    DENSE,
     DENSE_KINDS,
     MASK_LIMIT_ELEMENTS,
     PATH_REQUESTS,
@@ -22,6 +23,7 @@ from nsa.routing import (
     Path,
     Problem,
     Request,
+    Route,
     RouteError,
     fa2_reasons,
     plan,
@@ -56,6 +58,9 @@ problems = st.builds(
     dtype=st.sampled_from(["bfloat16", "float16", "float32", "float64"]),
     branches=st.sampled_from([BRANCHES, ("sel",), ("cmp", "win"), ("win",), ("sel", "win")]),
     ragged=st.booleans(),
+    select_all_tokens=st.sampled_from([None, 64, 65536]),
+    window=st.sampled_from([None, 64, 65536]),
+    whole=st.booleans(),
 )
 fa2s = st.sampled_from(["on", "off", "auto"])
 
@@ -80,6 +85,9 @@ def test_auto_is_never_slow_nor_v1(problem: Problem, capability: Capability, fa2
         return
     assert tuple(b.branch for b in found.branches) == problem.branches
     if "sel" not in problem.branches:
+        return
+    if found.branch("sel").implementation == DENSE:
+        assert problem.whole and problem.selects_all and fa2 != "on"
         return
     path = Path(found.branch("sel").implementation)
     assert not SPECS[path].slow and path is not Path.V1
@@ -224,11 +232,14 @@ def test_fa2_for_the_compressed_branch_is_refused_with_the_reason() -> None:
 ALL_SELECTED, ALL_IN_WINDOW = "every block is selected at this length", "the window covers the whole sequence"
 
 
-def reasons_at(tokens: int, request: Request = Request(), **options: object) -> dict[str, str]:  # noqa: B008
+def route_at(tokens: int, request: Request = Request(), capability: Capability = H100, **options: object) -> Route:  # noqa: B008
     model = preset("m7c_125m")
     model = dataclasses.replace(model, nsa=dataclasses.replace(model.nsa, **options))
-    found = plan(request, model, batch=1, tokens=tokens, dtype="bfloat16", capability=H100)
-    return {b.branch: b.reason for b in found.branches}
+    return plan(request, model, batch=1, tokens=tokens, dtype="bfloat16", capability=capability)
+
+
+def reasons_at(tokens: int, request: Request = Request(), **options: object) -> dict[str, str]:  # noqa: B008
+    return {b.branch: b.reason for b in route_at(tokens, request, **options).branches}
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 511, 512, 513, 768, 1023, 1024, 1025, 1088, 1089, 4096])
@@ -243,6 +254,44 @@ def test_auto_says_where_a_branch_leaves_nothing_out(tokens: int) -> None:
 def test_only_auto_speaks_of_it() -> None:
     for path in set(PATH_REQUESTS) - {"auto"}:
         assert not any(ALL_SELECTED in r or ALL_IN_WINDOW in r for r in reasons_at(256, Request(path)).values())
+        assert DENSE not in {b.implementation for b in route_at(256, Request(path)).branches}
+
+
+@pytest.mark.parametrize("capability", [H100, NO_FA2, V100, CPU], ids=lambda c: c.device_name)
+@pytest.mark.parametrize("fa2", ["auto", "off"])
+@pytest.mark.parametrize(("tokens", "dense"), [(1, {"sel", "win"}), (512, {"sel", "win"}), (513, {"sel"}), (1024, {"sel"}), (1025, set())])
+def test_auto_takes_full_causal_attention_where_nothing_is_left_out(tokens: int, dense: set[str], fa2: str, capability: Capability) -> None:
+    found = route_at(tokens, Request(fa2=fa2), capability)
+    assert {b.branch for b in found.branches if b.implementation == DENSE} == dense
+    said = {r.alternative: r.reason for r in found.rejected}
+    for name in dense:
+        branch = found.branch(name)
+        assert branch.counters == (f"{name}.dense", f"{name}.sdpa") and "so the branch is full causal attention" in branch.reason
+        assert not branch.syncs and branch.repeatable == (capability is CPU)
+        assert ("fa2=off" in said[f"fa2 for {name}"]) == (fa2 == "off")
+    assert ({"v2", "masked"} <= set(said)) >= ("sel" in dense) and ("win.sdpa" in said) == ("win" in dense)
+
+
+def test_who_asks_for_fa2_gets_it_at_every_length() -> None:
+    for request in (Request(fa2="on"), Request(fa2="on", fa2_from_environment=True)):
+        found = route_at(256, request)
+        assert {b.branch: b.kernel for b in found.branches} == {"cmp": "sdpa", "sel": "fa2", "win": "fa2"}
+        assert {r.alternative for r in found.rejected if "fa2=on was asked for" in r.reason} == {"sel.dense", "win.dense"}
+        with pytest.raises(RouteError, match="fa2=on"):
+            route_at(256, request, CPU)
+    window_alone = route_at(256, Request(fa2_win="on"))
+    assert {b.branch: b.implementation for b in window_alone.branches} == {"cmp": "sdpa", "sel": DENSE, "win": "fa2"}
+    all_but_window = route_at(256, Request(fa2="on", fa2_win="off"))
+    assert {b.branch: b.implementation for b in all_but_window.branches} == {"cmp": "sdpa", "sel": "v2", "win": DENSE}
+
+
+def test_only_whole_sequences_take_full_causal_attention() -> None:
+    geometry = {"select_all_tokens": 1024, "window": 512, "q_tokens": 256, "k_tokens": 256}
+    chunk = route(Request(), dataclasses.replace(PROBLEM, **geometry), H100)
+    assert DENSE not in {b.implementation for b in chunk.branches}
+    assert {r.alternative for r in chunk.rejected if "cache" in r.reason} == {"sel.dense", "win.dense"}
+    whole = route(Request(), dataclasses.replace(PROBLEM, **geometry, whole=True), H100)
+    assert {b.implementation for b in whole.branches} == {"sdpa", DENSE}
 
 
 def test_windows_over_sdpa_say_it_too() -> None:

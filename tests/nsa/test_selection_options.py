@@ -77,7 +77,7 @@ def loop(q: Tensor, k_cmp: Tensor, config: NSAConfig, *, q_start: int = 0, kv_le
     B, T = q.shape[:2]
     G = k_cmp.shape[2]
     H, n = q.shape[2] // G, config.num_selected_for(kv_len)
-    everything_fits = n >= math.ceil(kv_len / config.sel_block)
+    everything_fits = config.selection == "exact" and n >= math.ceil(kv_len / config.sel_block)
     blocks = torch.full((B, T, G, n), -1, dtype=torch.int32)
     for b, t, g in ((b, t, g) for b in range(B) for t in range(T) for g in range(G)):
         begin = 0 if first is None else int(first[b % first.shape[0], t])
@@ -268,6 +268,15 @@ def test_hierarchical_search_by_hand() -> None:
     assert choose(q, k_cmp, config, q_start=255, kv_len=256)[0, 0, 0].tolist() == [0, 4, 5, 9, 12, 14, 15]
     report = recall(q, k_cmp, config=config, q_start=255, scale=SCALE)
     assert dataclasses.astuple(report) == pytest.approx((1, 6 / 7, 6 / 7, 1.0, 0.0))
+
+
+@pytest.mark.parametrize("kind", ["exact", "hierarchical"])
+def test_a_longer_call_chooses_the_same_blocks(kind: str) -> None:
+    """NSA.md, property 5: 256 tokens have 16 blocks for 16 slots, 400 have more."""
+    config = replace(SMALL, num_selected=16, selection=kind)
+    q, k_cmp = inputs(400, config, queries=400)
+    short = choose(q[:, :256], k_cmp[:, : num_cmp(256, config)], config, kv_len=256)
+    assert torch.equal(choose(q, k_cmp, config, kv_len=400)[:, :256], short)
 
 
 def test_hierarchical_search_leaves_slots_empty_where_regions_are_few() -> None:

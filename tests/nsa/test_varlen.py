@@ -131,8 +131,9 @@ def test_packing_reads_no_length_and_wastes_less_than_a_block_a_document() -> No
     packing = Packing.of(cu(lengths), 45, 16)
     assert packing.num_rows <= 45 + 5 * 15 + 15 and packing.num_rows % 16 == 0
     assert packing.row_T[:39].tolist() == [0, *range(16, 32), *range(32, 49), *range(64, 69)]
-    assert packing.position_T[:39].tolist() == [0, *range(16), *range(17), *range(5)]
-    assert packing.inside_T.tolist() == [True] * 39 + [False] * 6
+    assert packing.position_R[packing.row_T[:39]].tolist() == [0, *range(16), *range(17), *range(5)]
+    assert packing.inside_T.tolist() == [True] * 39 + [False] * 6 == (~packing.outside_T).tolist()
+    assert packing.present_R.nonzero().flatten().tolist() == packing.row_T[:39].tolist()
     assert packing.documents.bounds_N.tolist() == [0, 16, 32, 64, 64, 80, packing.num_rows]
     x = randn(1, 45, 3, seed=0)
     assert torch.equal(packing.restore(packing.align(x))[:, :39], x[:, :39])

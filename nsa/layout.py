@@ -1,0 +1,75 @@
+"""Layout: where the tokens of one forward stand. The same for every layer, so a model makes it once a forward.
+
+B batch, T tokens, R rows (the tokens, or those of packed documents with room between them), M model dim, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nsa import checks
+from nsa.cache import NSACache
+from nsa.config import NSAConfig
+from nsa.ops.positions import Documents, query_positions, to_device
+from nsa.packing import Packing
+from nsa.rope import angles, turns
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the layers of one forward share.
+
+    ``turns``: RoPE of each row, complex [B or 1, R, 1, D / 2]. ``packing``: of packed documents, else None.
+    ``absent_BT1``: bool [B or 1, T, 1], tokens that hold nothing; ``present_BR``: bool [B or 1, R], rows that hold a token;
+    each None where all do.
+    """
+
+    turns: Tensor
+    packing: Packing | None
+    absent_BT1: Tensor | None
+    present_BR: Tensor | None
+
+    @classmethod
+    def of(
+        cls, x: Tensor, config: NSAConfig, head_dim: int, *, dtype: torch.dtype, cache: NSACache | None = None,
+        cu_seqlens: Tensor | None = None, num_tokens: Sequence[int] | None = None,
+    ) -> Self:  # fmt: skip
+        """The Layout of x [B, T, ...] (ids or states) in a model of ``dtype``; the rest as in NSAAttention.forward.
+
+        ValueError for a cache with cu_seqlens, num_tokens without a cache, and cu_seqlens that do not fit x.
+        """
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError("got a cache and cu_seqlens; wanted at most one; fill a cache with rows of num_tokens, or pack without one")
+        if num_tokens is not None and cache is None:
+            raise ValueError("got num_tokens without a cache; wanted both; pack rows of different lengths with cu_seqlens instead")
+        T, device = x.shape[1], x.device
+
+        def turned(position: Tensor) -> Tensor:
+            return turns(angles(position, head_dim, base=config.rope_base, scale=config.rope_scale), dtype)
+
+        if cu_seqlens is not None:
+            checks.packed(cu_seqlens, x, x, 0, read=checks.may_read(x))
+            packing = Packing.of(cu_seqlens, T, config.sel_block)
+            return cls(turned(packing.position_R[None]), packing, packing.outside_T[None, :, None], packing.present_R[None])
+        position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
+        if num_tokens is None:
+            return cls(turned(position_BT), None, None, None)
+        present_BT = torch.arange(T, device=device) < to_device(num_tokens, device)[:, None]
+        return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
+
+    @property
+    def documents(self) -> Documents | None:
+        return None if self.packing is None else self.packing.documents
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Tokens [B, T, ...] to their rows [B, R, ...]."""
+        return x if self.packing is None else self.packing.align(x)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Rows [B, R, ...] back to the tokens [B, T, ...]."""
+        return x if self.packing is None else self.packing.restore(x)
