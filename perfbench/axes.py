@@ -14,6 +14,7 @@ from nsa.routing import DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
+ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
 
 _COMPARE: Mapping[str, Callable[[Value, Value], bool]] = {
     "==": operator.eq,
@@ -70,6 +71,7 @@ AXES: Mapping[str, Axis] = {
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
     "batch": Axis(int, 1),
     "dtype": Axis(str, "bf16", tuple(_TORCH_DTYPES)),
+    "l2": Axis(str, "warm", ("warm", "cold")),
 }
 
 
@@ -82,6 +84,13 @@ def show(value: object) -> str:
     if isinstance(value, str):
         return f"the text {value[:60]!r}"
     return repr(value)[:80]
+
+
+def why_not_here(cell: Cell, *, on_gpu: bool) -> str | None:
+    """Why a device of this kind cannot time ``cell`` whatever its route; None where it can."""
+    if cell.l2 == "cold" and not on_gpu:
+        return "l2=cold needs a GPU: no portable way empties a CPU's caches before each step; use l2: [warm]"
+    return None
 
 
 def torch_dtype_name(dtype: str) -> str:
@@ -99,6 +108,7 @@ class Cell:
     fa2: str = "auto"
     batch: int = 1
     dtype: str = "bf16"
+    l2: str = "warm"
 
     def __post_init__(self) -> None:
         if self.path in DENSE_KINDS:
@@ -182,3 +192,12 @@ def _valid(name: str, text: str, cells: list[Cell]) -> str:
         return "valid cells" + nearest_name(text.removeprefix("cell=").strip(), [c.cell_id for c in cells][:1000])
     values = sorted({getattr(cell, name) for cell in cells})
     return f"they have {name}: {', '.join(str(v) for v in values[:40])}"
+
+
+def proof_key(axes: Mapping[str, str | int], counters: Iterable[str], *, own_length: bool) -> ProofKey:
+    """What a parity proof depends on besides the model: its route, and all axes but the lengths.
+
+    Parity has a length of its own. ``own_length``: where it was made at the cell's instead, it holds for that one alone.
+    """
+    free = ("batch",) if own_length else ("seq_len", "batch")
+    return tuple(sorted(counters)), tuple(sorted((name, value) for name, value in axes.items() if name not in free))

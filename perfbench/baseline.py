@@ -4,30 +4,38 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean
 from typing import Annotated, Any, Self
 from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from perfbench.axes import AXES
-from perfbench.gate import judge, selected_ids, usable
+from perfbench.comparable import sentinel_rates
+from perfbench.coverage import rows_by_cell, selected_ids, usable
+from perfbench.gate import judge
 from perfbench.judgement import BaselineProblem, shorten, unproved
 from perfbench.policy import GatePolicy
+from perfbench.reduced import side_of_rows
 from perfbench.result import Environment, PlannedCell, Replicate, Run, Source
 from perfbench.verdict import Exit, PerfbenchError, Verdict
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 2: what host-bound cells and the sentinels are judged by
 REQUIRED_AXES = tuple(name for name, axis in AXES.items() if axis.default is None)
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 
 
 class BaselineCell(BaseModel):
-    """One cell's speeds, and the run that measured it (a slice may be older than the rest)."""
+    """One cell's speeds, and the run that measured it (a slice may be older than the rest).
+
+    ``kernel_count`` and ``host_syncs`` are the most that a profile saw, ``kernels`` the longest first. ``night_log_sd`` is
+    the sd of ln speed between nights, where a calibration told it.
+    """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
     axes: dict[str, str | int]
@@ -37,6 +45,17 @@ class BaselineCell(BaseModel):
     counters: list[str]
     run_id: str
     commit: str | None
+    night_log_sd: float | None = Field(default=None, ge=0)
+    device_time_s: list[Speed] = []  # of one step, one for each replicate that profiled it
+    kernel_count: int | None = Field(default=None, ge=0)
+    host_syncs: int | None = Field(default=None, ge=0)
+    kernels: list[str] = []
+    tuned: dict[str, str] = {}
+
+    @property
+    def speed(self) -> float:
+        """tok/s: the geometric mean over the replicates, as the comparison takes it."""
+        return geometric_mean(self.tok_per_s)
 
     @model_validator(mode="after")
     def _axes_are_typed(self) -> Self:
@@ -61,6 +80,7 @@ class Baseline(BaseModel):
     source: Source
     allow_dirty: bool = False
     environment: dict[str, str | None]
+    sentinels: dict[str, list[Speed]] = {}  # rates, one for each block; none in files older than schema 2
     cells: dict[str, BaselineCell] = Field(min_length=1)
 
 
@@ -124,9 +144,9 @@ def show(baseline: Baseline) -> str:
     lines.append(f"{'cell':<{width}} {'tok/s':>14} {'n':>3} {'spread':>8}  bound")
     for cell_id, cell in sorted(baseline.cells.items()):
         speeds = cell.tok_per_s
-        spread = f"{100 * (max(speeds) - min(speeds)) / median(speeds):.2f} %" if len(speeds) > 1 else "-"
+        spread = f"{100 * (max(speeds) - min(speeds)) / cell.speed:.2f} %" if len(speeds) > 1 else "-"
         bound = {True: "host", False: "GPU", None: "-"}[cell.host_bound]
-        lines.append(f"{cell_id:<{width}} {median(speeds):>14,.1f} {len(speeds):>3} {spread:>8}  {bound}")
+        lines.append(f"{cell_id:<{width}} {cell.speed:>14,.1f} {len(speeds):>3} {spread:>8}  {bound}")
     return "\n".join(lines)
 
 
@@ -138,28 +158,19 @@ def promote(run: Run, path: Path, *, allow_dirty: bool = False, promoted_utc: st
     """
     _refuse(run, allow_dirty)
     manifest = run.manifest
-    planned = {cell.cell_id: cell for cell in manifest.cells}
-    rows = {cell_id: usable(run.of_cell(cell_id)) for cell_id in planned}
-    cells = {cell_id: _cell(run, planned[cell_id], good) for cell_id, good in rows.items() if good}
+    cells = _cells(run)
     old, notes = _existing(path, bool(manifest.only))
     kept, removed = _keep(run, old, cells)
+    if old is not None:  # a cell is as restless from night to night as it was
+        nights = {cell_id: cell.night_log_sd for cell_id, cell in old.cells.items() if cell.night_log_sd is not None}
+        cells = {cell_id: cell.model_copy(update={"night_log_sd": nights.get(cell_id)}) for cell_id, cell in cells.items()}
     if removed and old is not None and not _same_environment(run, old):
         notes.append("the environment or method changed, so no earlier cell could be kept")
     if manifest.source.dirty_sha256:
         notes.append("the measured tree had uncommitted changes; the file records it")
     if why := unproved(manifest.source):
         notes.append(f"the measured commit is {why}; the file records it")
-    baseline = Baseline(
-        method_version=manifest.method_version,
-        matrix_name=manifest.matrix_name,
-        matrix_sha256=manifest.matrix_sha256,
-        run_id=manifest.run_id,
-        promoted_utc=promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        source=manifest.source,
-        allow_dirty=allow_dirty,
-        environment=manifest.environment.fingerprint(),
-        cells={**kept, **cells},
-    )
+    baseline = _baseline(run, {**kept, **cells}, promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), allow_dirty)
     _write(path, baseline)
     return Promotion(path, baseline, sorted(cells), sorted(kept), sorted(removed), notes)
 
@@ -183,21 +194,61 @@ def _refuse(run: Run, allow_dirty: bool) -> None:
         if cell.exit_code is Exit.OK and cell.replicates < manifest.replicates
     ]
     if short:
-        reasons.append(f"{len(short)} cells are partial (usable replicates: {'; '.join(short[:3])}): finish it with --resume")
+        which = f"usable replicates, throttled ones not counted: {'; '.join(short[:3])}"
+        reasons.append(f"{len(short)} cells are partial ({which}): finish it with --resume")
     if reasons:
         raise PerfbenchError(Exit.USAGE, f"run {manifest.run_id} cannot become a baseline: {'; '.join(reasons)}")
 
 
+def of_run(run: Run, red: Collection[str] = ()) -> Baseline | BaselineProblem:
+    """The base side of a comparison of two runs: not for a file, so nothing is refused but a run without any speed.
+
+    ``red``: cells whose speed is not to be believed.
+    """
+    cells = {cell_id: cell for cell_id, cell in _cells(run).items() if cell_id not in red}
+    if not cells:
+        text = f"the base run {run.manifest.run_id} holds no usable speed: got 0 cells, wanted one; gate it to see why"
+        return BaselineProblem(Verdict.NO_BASELINE, text)
+    return _baseline(run, cells, run.manifest.created_utc, allow_dirty=True)
+
+
+def _baseline(run: Run, cells: dict[str, BaselineCell], promoted_utc: str, allow_dirty: bool) -> Baseline:
+    manifest = run.manifest
+    return Baseline(
+        method_version=manifest.method_version,
+        matrix_name=manifest.matrix_name,
+        matrix_sha256=manifest.matrix_sha256,
+        run_id=manifest.run_id,
+        promoted_utc=promoted_utc,
+        source=manifest.source,
+        allow_dirty=allow_dirty,
+        environment=manifest.environment.fingerprint(),
+        sentinels=sentinel_rates(run),
+        cells=cells,
+    )
+
+
+def _cells(run: Run) -> dict[str, BaselineCell]:
+    rows = rows_by_cell(run)
+    good = {cell.cell_id: (cell, usable(rows.get(cell.cell_id, []))) for cell in run.manifest.cells}
+    return {cell_id: _cell(run, planned, found) for cell_id, (planned, found) in good.items() if found}
+
+
 def _cell(run: Run, planned: PlannedCell, good: list[Replicate]) -> BaselineCell:
-    bound = [row.host_bound for row in good if row.host_bound is not None]
+    side = side_of_rows(planned, good)
     return BaselineCell(
         axes=planned.axes,
         config_sha256=planned.config_sha256,
-        tok_per_s=[row.tok_per_s for row in sorted(good, key=lambda row: row.replicate) if row.tok_per_s is not None],
-        host_bound=any(bound) if bound else None,
-        counters=sorted(planned.route.counters),
+        tok_per_s=list(side.tok_per_s),
+        host_bound=side.host_bound,
+        counters=list(side.counters),
         run_id=run.manifest.run_id,
         commit=run.manifest.source.commit,
+        device_time_s=list(side.device_time_s),
+        kernel_count=None if side.kernel_count is None else side.kernel_count[1],
+        host_syncs=None if side.host_syncs is None else side.host_syncs[1],
+        kernels=list(side.kernels),
+        tuned=dict(side.tuned),
     )
 
 

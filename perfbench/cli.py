@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from perfbench import cli_options as opt
 from perfbench.verdict import Exit, PerfbenchError
 
 if TYPE_CHECKING:
@@ -38,25 +39,6 @@ app = typer.Typer(
 baseline_app = typer.Typer(help="Show or replace a baseline, which is a file in git.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(baseline_app, name="baseline")
 
-MatrixArg = Annotated[Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its run.jsonl.")]
-Only = Annotated[
-    list[str] | None, typer.Option("--only", metavar="AXIS=V", help="Cells to keep: the same axis repeated is `or`, other axes are `and`.")
-]
-Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
-Strict = Annotated[bool, typer.Option("--strict", help="Warnings (WATCH, BLIND, UNSTABLE) fail with 7.")]
-BaselinePath = Annotated[
-    Path | None, typer.Option("--baseline", metavar="PATH", help="Default: reports/baselines/<gpu>/<matrix>.json.", show_default=False)
-]
-Resume = Annotated[Path | None, typer.Option("--resume", metavar="RUN", help="Go on with this run; its finished replicates stay.")]
-Budget = Annotated[str | None, typer.Option("--budget", metavar="TIME", help="Start no replicate after this time, e.g. 90s, 30m, 1.5h.")]
-Seed = Annotated[int | None, typer.Option("--seed", min=0, help="Of the order and of the inputs; random and stored by default.")]
-Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the run's folder is made.")]
-Commit = Annotated[str | None, typer.Option("--source-commit", metavar="SHA", help="The measured commit, where git cannot say.")]
-Inject = Annotated[
-    list[str] | None,
-    typer.Option("--inject", metavar="FAULT@CELL", help="slowdown=10%, oom, hang or segv: a demonstration, stored and never promotable."),
-]
 RUNS = Path("reports/runs")
 
 
@@ -71,10 +53,10 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 @app.command()
 def plan(
-    matrix: MatrixArg,
-    only: Only = None,
+    matrix: opt.MatrixArg,
+    only: opt.Only = None,
     gpu: Annotated[str | None, typer.Option("--gpu", help="Instead of the matrix's target: a100, h100, rtx4090, none, ...")] = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Show what a run would do, and why; needs no GPU."""
     from perfbench import session
@@ -84,49 +66,49 @@ def plan(
 
 @app.command()
 def run(
-    matrix: MatrixArg,
-    only: Only = None,
-    resume: Resume = None,
-    budget: Budget = None,
-    seed: Seed = None,
-    out: Out = RUNS,
-    source_commit: Commit = None,
-    inject: Inject = None,
-    as_json: Json = False,
+    matrix: opt.MatrixArg,
+    only: opt.Only = None,
+    resume: opt.Resume = None,
+    budget: opt.Budget = None,
+    seed: opt.Seed = None,
+    out: opt.Out = RUNS,
+    source_commit: opt.Commit = None,
+    inject: opt.Inject = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Measure a matrix and write its report."""
     from perfbench import session
 
-    options = session.RunOptions(_argv(), only or [], resume, _seconds(budget), seed, out, source_commit, inject or [])
+    options = session.RunOptions(_argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or [])
     folder = session.measure(matrix, options)
     _finish(session.judge(folder) if folder else None, as_json)
 
 
 @app.command()
 def check(
-    matrix: MatrixArg,
-    only: Only = None,
-    baseline: BaselinePath = None,
-    strict: Strict = False,
-    resume: Resume = None,
-    budget: Budget = None,
-    seed: Seed = None,
-    out: Out = RUNS,
-    source_commit: Commit = None,
-    inject: Inject = None,
-    as_json: Json = False,
+    matrix: opt.MatrixArg,
+    only: opt.Only = None,
+    baseline: opt.BaselinePath = None,
+    strict: opt.Strict = False,
+    resume: opt.Resume = None,
+    budget: opt.Budget = None,
+    seed: opt.Seed = None,
+    out: opt.Out = RUNS,
+    source_commit: opt.Commit = None,
+    inject: opt.Inject = None,
+    no_confirm: opt.NoConfirm = False,
+    as_json: opt.Json = False,
 ) -> None:
-    """Measure, judge against the baseline, report: for CI."""
+    """Measure, judge, confirm what is slower: for CI."""
+    from perfbench import check as checking
     from perfbench import session
 
-    options = session.RunOptions(_argv(), only or [], resume, _seconds(budget), seed, out, source_commit, inject or [])
-    session.warn_of_baseline(matrix, baseline)
-    folder = session.measure(matrix, options)
-    _finish(session.judge_against_baseline(folder, baseline, strict) if folder else None, as_json)
+    options = session.RunOptions(_argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or [])
+    _finish(checking.check(matrix, options, baseline, strict, confirmed=not no_confirm), as_json)
 
 
 @app.command()
-def gate(run: RunArg, baseline: BaselinePath = None, strict: Strict = False, as_json: Json = False) -> None:
+def gate(run: opt.RunArg, baseline: opt.BaselinePath = None, strict: opt.Strict = False, as_json: opt.Json = False) -> None:
     """Judge a finished run against the baseline."""
     from perfbench import session
 
@@ -134,11 +116,70 @@ def gate(run: RunArg, baseline: BaselinePath = None, strict: Strict = False, as_
 
 
 @app.command()
+def ab(
+    rev_a: opt.RevA,
+    rev_b: opt.RevB,
+    matrix: opt.MatrixArg,
+    blocks: opt.Blocks = None,
+    only: opt.Only = None,
+    strict: opt.Strict = False,
+    resume: opt.PairResume = None,
+    budget: opt.Budget = None,
+    seed: opt.Seed = None,
+    out: opt.PairOut = RUNS,
+    inject: opt.PairInject = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure two versions in turns and compare them."""
+    from perfbench import session, versions
+
+    options = session.RunOptions(_argv(), only or [], resume, opt.seconds(budget), seed, out, None, inject or [])
+    _finish(versions.ab(matrix, versions.Versions(rev_a, rev_b, blocks), options, strict), as_json)
+
+
+@app.command()
+def compare(
+    base: opt.BaseArg,
+    cand: opt.CandArg = None,
+    strict: opt.Strict = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Judge one run by another, or an `ab` folder."""
+    from perfbench import versions
+
+    _finish(versions.compare(base, cand, strict), as_json, write=False)
+
+
+@app.command()
+def explain(
+    run: opt.RunArg,
+    cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id, as the report shows it.")],
+    baseline: opt.BaselinePath = None,
+) -> None:
+    """Say in plain words why a cell got its verdict."""
+    from perfbench import session
+
+    _say(session.explain(run, cell, baseline))
+
+
+@app.command()
+def calibrate(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one matrix and one machine.")],
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of the permutations.")] = 0,
+    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the report is written too.", show_default=False)] = None,
+) -> None:
+    """Certify the gate on stored runs."""
+    from perfbench import session
+
+    _say(session.calibrate(runs, seed, out))
+
+
+@app.command()
 def report(
-    run: RunArg,
-    baseline: BaselinePath = None,
+    run: opt.RunArg,
+    baseline: opt.BaselinePath = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write; the run's folder by default.")] = None,
-    as_json: Json = False,
+    as_json: opt.Json = False,
 ) -> None:
     """Write a run's report again, with --baseline compared."""
     from perfbench import session
@@ -147,7 +188,7 @@ def report(
 
 
 @baseline_app.command("show")
-def baseline_show(baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_json: Json = False) -> None:
+def baseline_show(baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_json: opt.Json = False) -> None:
     """Print what a baseline file holds."""
     from perfbench import session
 
@@ -156,7 +197,7 @@ def baseline_show(baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_
 
 @baseline_app.command("promote")
 def baseline_promote(
-    run: RunArg,
+    run: opt.RunArg,
     to: Annotated[Path | None, typer.Option("--to", metavar="PATH", help="Default: reports/baselines/<gpu>/<matrix>.json.")] = None,
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="Take a run of uncommitted or unproved code; the file records it.")
@@ -177,7 +218,7 @@ def schema(kind: Annotated[Literal["matrix", "result"], typer.Argument(help="A m
 
 
 @app.command()
-def doctor(as_json: Json = False) -> None:
+def doctor(as_json: opt.Json = False) -> None:
     """Say what a run would find on this machine."""
     from perfbench import session
 
@@ -203,20 +244,6 @@ def _say(text: str) -> None:
 
 def _argv() -> list[str]:
     return ["perfbench", *sys.argv[1:]]
-
-
-def _seconds(text: str | None) -> float | None:
-    """'90', '90s', '30m' or '1.5h' in seconds."""
-    if text is None:
-        return None
-    number, unit = (text[:-1], text[-1]) if text[-1:] in ("s", "m", "h") else (text, "s")
-    try:
-        seconds = float(number) * {"s": 1, "m": 60, "h": 3600}[unit]
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise PerfbenchError(Exit.USAGE, f"--budget {text!r} is not a time; write e.g. 90s, 30m or 1.5h")
-    return seconds
 
 
 def invoke(argv: Sequence[str]) -> int:

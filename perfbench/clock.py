@@ -12,8 +12,11 @@ class Clock(Protocol):
         """Monotonic seconds."""
         ...
 
-    def time_steps(self, step: Callable[[], None], steps: int) -> float:
-        """Seconds that ``steps`` calls of ``step`` take, their device work included."""
+    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
+        """Seconds that ``steps`` calls of ``step`` take, their device work included.
+
+        ``between`` runs before each step and is not in those seconds.
+        """
         ...
 
 
@@ -23,33 +26,45 @@ class PerfCounterClock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def time_steps(self, step: Callable[[], None], steps: int) -> float:
+    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
         _check(steps)
+        if between is not None:
+            return sum(self._one(step, between) for _ in range(steps))
         begin = time.perf_counter()
         for _ in range(steps):
             step()
         return time.perf_counter() - begin
 
+    def _one(self, step: Callable[[], None], between: Callable[[], None]) -> float:
+        between()
+        begin = time.perf_counter()
+        step()
+        return time.perf_counter() - begin
+
 
 class CudaEventClock:
-    """One pair of events around all steps on the current stream, read only after the second has completed."""
+    """Events on the current stream, around all steps or around each, read only after the last has completed."""
 
     def now(self) -> float:
         return time.perf_counter()
 
-    def time_steps(self, step: Callable[[], None], steps: int) -> float:
+    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
         import torch
 
         _check(steps)
         event: Callable[..., Any] = torch.cuda.Event  # torch leaves it untyped
-        begin, end = event(enable_timing=True), event(enable_timing=True)
+        per_pair, pairs = (steps, 1) if between is None else (1, steps)
+        events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(pairs)]
         torch.cuda.synchronize()  # work queued before belongs to nobody's sample
-        begin.record()
-        for _ in range(steps):
-            step()
-        end.record()
-        end.synchronize()  # an event read before it completed gives an error, or an old time
-        return float(begin.elapsed_time(end)) / 1e3
+        for begin, end in events:
+            if between is not None:
+                between()  # on the same stream, so the first event waits for its end
+            begin.record()
+            for _ in range(per_pair):
+                step()
+            end.record()
+        events[-1][1].synchronize()  # an event read before it completed gives an error, or an old time
+        return sum(float(begin.elapsed_time(end)) for begin, end in events) / 1e3
 
 
 class FakeClock:
@@ -65,13 +80,17 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         self._now += seconds
 
-    def time_steps(self, step: Callable[[], None], steps: int) -> float:
+    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
         _check(steps)
-        begin = self._now
+        begin, aside = self._now, 0.0
         for _ in range(steps):
+            if between is not None:
+                before = self._now
+                between()
+                aside += self._now - before
             step()
             self._now += self._step_s if isinstance(self._step_s, float | int) else next(self._step_s)
-        return self._now - begin
+        return self._now - begin - aside
 
 
 def _check(steps: int) -> None:

@@ -1,5 +1,6 @@
 """The measuring server and its children: imports torch once, never touches CUDA, forks one child per job.
 
+With ``--nsa FOLDER`` it imports that folder's `nsa` and no other, or refuses to start: one side of an A/B.
 It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for each job {"event": "started"},
 {"event": "prepared"} and {"event": "ended", "status": S} (negative: a signal), each with its "pid". A prepared child waits for
 {"go": PID}; what ends early is never prepared. End of stdin ends the server and its children.
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from perfbench import environment
+from perfbench import environment, side
 from perfbench.children import kill_group
 from perfbench.clock import Clock, clock_for
 from perfbench.isolate import failed, utc_now
@@ -42,11 +43,26 @@ def main() -> None:
     """Serve until stdin ends. stdout belongs to the protocol: whatever else prints goes to stderr."""
     parser = argparse.ArgumentParser(prog="python -m perfbench.forkserver")
     parser.add_argument("--measure", required=True, metavar="MODULE:FUNCTION")
-    module, _, function = parser.parse_args().measure.partition(":")
+    parser.add_argument("--nsa", type=Path, metavar="FOLDER", help="import the package nsa from here")
+    options = parser.parse_args()
+    module, _, function = options.measure.partition(":")
     protocol = os.dup(1)
     os.dup2(2, 1)
+    if options.nsa is not None:
+        side.use(options.nsa)
     measure: Measure = getattr(importlib.import_module(module), function)
-    _Server(measure, protocol).serve()
+    _Server(measure if options.nsa is None else _of_one_side(measure, options.nsa), protocol).serve()
+
+
+def _of_one_side(measure: Measure, folder: Path) -> Measure:
+    """``measure``, whose rows say which `nsa` they are of; WrongSide where a later import brought another one."""
+
+    def measured(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+        row = measure(job, clock, sampler, prepared)
+        side.verify(folder)
+        return row.model_copy(update={side.WITNESS: str(folder)})
+
+    return measured
 
 
 class _Server:

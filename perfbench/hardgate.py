@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
+from perfbench.axes import ProofKey, proof_key
 from perfbench.judgement import Finding, severity
 from perfbench.physics import IMPOSSIBLE_FLOP_FACTOR
 from perfbench.result import BranchLine, PlannedCell, Replicate, Run, Status
@@ -14,8 +15,7 @@ from perfbench.verdict import Verdict
 
 MAX_RATE_MISMATCH = 0.01  # stored tok/s against its own samples
 REASON_CHARS = 300
-LENGTH_AXES = ("seq_len", "batch")  # a parity proof has lengths of its own and holds for all of them
-Proven = tuple[tuple[str, ...], tuple[tuple[str, str | int], ...], str | None]  # counters, axes without lengths, card
+Proven = tuple[ProofKey, str | None]  # and the card
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Ground:
 
 
 def _proven(cell: PlannedCell, row: Replicate) -> Proven:
-    axes = tuple(sorted((name, value) for name, value in cell.axes.items() if name not in LENGTH_AXES))
-    return tuple(sorted(cell.route.counters)), axes, row.device_uuid_sha256
+    own_length = row.parity is not None and row.parity.own_length
+    return proof_key(cell.axes, cell.route.counters, own_length=own_length), row.device_uuid_sha256
 
 
 def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], train_tok_per_s: float | None, ground: Ground) -> list[Finding]:

@@ -81,7 +81,8 @@ class ForkServerExecutor:
     """Runs each job in a child of its own. ``measure`` is ``module:function(job, clock, sampler, prepared) -> Replicate``.
 
     ``used_memory`` returns the bytes in use on the GPU, or None; the default of a CPU run is to know nothing.
-    ``before_block`` runs before each server starts, when no child is alive, and may raise PerfbenchError.
+    ``before_block`` runs before each server starts, when no child is alive, and may raise PerfbenchError. ``arguments`` are
+    more of the server's own.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class ForkServerExecutor:
         before_block: Callable[[], None] = lambda: None,
         python: str = sys.executable,
         cwd: Path | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
-        self._command = [python, "-m", "perfbench.forkserver", "--measure", measure]
+        self._command = [python, "-m", "perfbench.forkserver", "--measure", measure, *arguments]
         self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd
         self._scratch = tempfile.TemporaryDirectory(prefix="perfbench-")
         self._folder = Path(self._scratch.name)

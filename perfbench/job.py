@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from perfbench.result import Expect, ParityLine, RouteLine
+
+# What a sentinel's rate counts, by its name. Its work is in perfbench/sentinels.py.
+SENTINEL_UNITS: Mapping[str, str] = MappingProxyType({"gemm": "FLOP", "copy": "byte", "sdpa_frozen": "FLOP"})
 
 
 class MeasureOptions(BaseModel):
@@ -45,7 +50,9 @@ class Job(BaseModel):
     expect: Expect
     device: str  # 'cpu' or 'cuda'
     seed: int
-    profile: bool  # one untimed step under torch.profiler, once per cell
+    profile: bool  # one untimed step under torch.profiler
     injection: Injection | None = None
     company: int = Field(default=0, ge=0)  # other processes that prepare beside this one, then wait while it is timed
     proof: ParityLine | None = None  # of the same route, workload and dtype, made earlier in this run on this card
+    sentinel: str | None = None  # measure this frozen work in place of a cell
+    trace: str | None = None  # time nothing, and write the profile of one step to this file (.json.gz)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from perfbench.evidence import WALL, Evidence
 from perfbench.policy import GatePolicy
 from perfbench.result import Source
 from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, SEVERITY, Exit, Verdict, worst
@@ -49,7 +50,11 @@ class BaselineOrigin:
 
 @dataclass(frozen=True, slots=True)
 class CellVerdict:
-    """One cell, judged. ``verdict`` is null where nothing was compared and nothing is wrong; ``reason`` says why."""
+    """One cell, judged. ``verdict`` is null where nothing was compared and nothing is wrong; ``reason`` says why.
+
+    Speeds are geometric means over the usable replicates. ``screened``: WATCH until base and candidate were measured
+    interleaved. ``evidence`` holds the comparisons, that of ``metric`` first; ``notes`` what explains a change.
+    """
 
     cell_id: str
     axes: dict[str, str | int]
@@ -61,6 +66,15 @@ class CellVerdict:
     replicates: int = 0
     spread_pct: float | None = None
     reproduce: str = ""
+    metric: str = WALL
+    screened: bool = False
+    confirmed: bool = False  # judged on interleaved pairs
+    evidence: tuple[Evidence, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def mde_pct(self) -> float | None:
+        return self.evidence[0].mde_pct if self.evidence else None
 
     @property
     def exit_code(self) -> Exit:
@@ -83,13 +97,24 @@ class Judgement:
     strict: bool = False
     baseline: BaselineOrigin | None = None
     counts: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def to_confirm(self) -> list[str]:
+        """Cells that base and candidate must measure interleaved before anything is called slower."""
+        return [cell.cell_id for cell in self.cells if cell.screened and not cell.confirmed]
 
     def of(self, *verdicts: Verdict) -> list[CellVerdict]:
         return [cell for cell in self.cells if cell.verdict in verdicts]
 
 
 def summarise(
-    cells: list[CellVerdict], findings: list[Finding], policy: GatePolicy, strict: bool, baseline: BaselineOrigin | None
+    cells: list[CellVerdict],
+    findings: list[Finding],
+    policy: GatePolicy,
+    strict: bool,
+    baseline: BaselineOrigin | None,
+    notes: tuple[str, ...] = (),
 ) -> Judgement:
     """Derive the exit code and the headline from the findings."""
     verdicts = [cell.verdict for cell in cells if cell.verdict is not None] + [f.verdict for f in findings]
@@ -100,7 +125,7 @@ def summarise(
     tally = Counter(cell.verdict for cell in cells)
     counts = {"MEASURED" if verdict is None else verdict.value: tally[verdict] for verdict in (None, *Verdict) if tally[verdict]}
     headline = _headline(code, cells, findings, policy, baseline)
-    return Judgement(code, headline, cells, findings, policy, strict, baseline, counts)
+    return Judgement(code, headline, cells, findings, policy, strict, baseline, counts, notes)
 
 
 def _headline(code: Exit, cells: list[CellVerdict], findings: list[Finding], policy: GatePolicy, baseline: BaselineOrigin | None) -> str:
@@ -116,7 +141,7 @@ def _headline(code: Exit, cells: list[CellVerdict], findings: list[Finding], pol
     faster, new = (sum(cell.verdict is verdict for cell in cells) for verdict in (Verdict.FASTER, Verdict.NEW))
     word = "FASTER" if faster else "SAME"
     extra = (f", {faster} faster" if faster else "") + (f", {new} NEW" if new else "")
-    return f"{word}, exit 0: {compared} of {len(cells)} cells compared, none slower by more than {policy.tolerance_pct:g} %{extra}"
+    return f"{word}, exit 0: {compared} of {len(cells)} cells compared, none slower by {policy.min_effect_pct:g} % or more{extra}"
 
 
 def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:

@@ -2,7 +2,7 @@
 
 The gate module itself is judged in tests/nsa, not here.
 
-At n * l' tokens every block is selected, so no near-tie of scores can change the set, and the selected branch is causal.
+At a length where every block is selected no near-tie of scores can change the set, and the selected branch is causal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nsa import oracle
 from nsa.attention import NSAAttention
-from nsa.config import ModelConfig
+from nsa.config import ModelConfig, NSAConfig
 from nsa.dense import DenseAttention
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, keep -> o
@@ -23,10 +23,12 @@ PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]
 
 
 def outputs(
-    model: ModelConfig, *, path: str, fa2: str, dtype: torch.dtype, device: str, seed: int, exact: Attend, eager: Attend
+    model: ModelConfig, *, path: str, fa2: str, tokens: int, dtype: torch.dtype, device: str, seed: int, exact: Attend, eager: Attend
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on sampled rows."""
-    tokens = model.nsa.num_selected * model.nsa.sel_block
+    """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on sampled rows of ``tokens``.
+
+    ``tokens`` must be so few that every block is selected (``tokens_selecting_all``).
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.cat([torch.randperm(tokens - 1, generator=generator)[:31].sort().values, torch.tensor([tokens - 1])])
     x = torch.randn(2, tokens, model.dim, generator=generator).to(dtype)
@@ -44,6 +46,13 @@ def outputs(
         honest = by_hand(layer, model, x.to(device), rows.to(device), eager)
         truth = by_hand(twin.double(), model, x.double(), rows, exact)
     return got, truth, honest
+
+
+def tokens_selecting_all(nsa: NSAConfig) -> int:
+    """The most tokens, a multiple of l', at which every query attends to every block up to its own, whatever the scores."""
+    if nsa.selection == "hierarchical":  # its search may pass over any block that is not forced
+        return (nsa.num_initial + nsa.num_local) * nsa.sel_block
+    return next(n * nsa.sel_block for n in range(nsa.num_selected, 0, -1) if n <= nsa.num_selected_for(n * nsa.sel_block))
 
 
 def _nsa_by_hand(layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, attend: Attend) -> Tensor:

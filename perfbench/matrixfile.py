@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from nsa.config import MODEL_ALIASES, NSA_ALIASES, PRESETS, ModelConfig, NSAConfig, nearest_name, preset
 from perfbench.axes import AXES, Axis, show
-from perfbench.job import MeasureOptions
+from perfbench.job import SENTINEL_UNITS, MeasureOptions
 from perfbench.policy import GatePolicy
 from perfbench.verdict import Exit, PerfbenchError
 from perfbench.yamlfile import Document, Loc
@@ -43,6 +43,14 @@ class ExpectSection(_Section):
     forbidden: list[str] = []
 
 
+class OverrideSection(_Section):
+    """Keys of ``gate:`` that some cells change, and why; ``match: {}`` would be every cell, which is ``gate:`` itself."""
+
+    match: dict[str, Any]
+    gate: dict[str, Any]
+    reason: str
+
+
 class MatrixFile(_Section):
     """A matrix as written: the product of ``axes``, minus ``exclude``, plus ``include``."""
 
@@ -57,6 +65,9 @@ class MatrixFile(_Section):
     measure: MeasureOptions = MeasureOptions()
     limits: Limits = Limits()
     gate: GatePolicy = GatePolicy()
+    overrides: list[OverrideSection] = []
+    aliases: dict[str, str] = {}  # a cell's former id -> its id now
+    sentinels: list[str] = []
 
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -65,7 +76,10 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "measure": MeasureOptions,
     "limits": Limits,
     "gate": GatePolicy,
+    "overrides": OverrideSection,
 }
+SENTINELS = tuple(SENTINEL_UNITS)
+WHOLE_RUN = ("metric", "alpha_confirm", "confirm_blocks", "sentinel_band_pct")  # keys of `gate:` that no single cell has
 
 
 def validate(document: Document) -> MatrixFile:
@@ -80,6 +94,21 @@ def validate(document: Document) -> MatrixFile:
     except ValidationError as error:
         found = [(document, error_loc(e), _explain(e)) for e in error.errors(include_url=False)]
     raise PerfbenchError(Exit.USAGE, "\n".join(_located(*f) for f in sorted(found, key=lambda f: f[0].line(f[1]))))
+
+
+def policy_with(document: Document, loc: Loc, base: GatePolicy, changes: Mapping[str, Any]) -> GatePolicy:
+    """``base`` with the keys that the `gate:` at ``loc`` changes; PerfbenchError(USAGE) names the line of a wrong one."""
+    for key in changes:
+        if key in WHOLE_RUN:
+            document.fail((*loc, key), "holds for the whole run, not for some cells; set it in the top-level `gate:`")
+    try:
+        return GatePolicy.model_validate({**base.model_dump(), **changes}, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = error_loc(first)
+        if first["type"] == "extra_forbidden":
+            document.fail((*loc, *at), f"unknown key{nearest_name(str(at[-1]), list(GatePolicy.model_fields))}")
+        document.fail((*loc, *at), _explain(first))
 
 
 def error_loc(error: Mapping[str, Any]) -> Loc:
@@ -194,7 +223,17 @@ def json_schema() -> dict[str, Any]:
     )
     properties["exclude"]["items"] = _closed({**matched, "reason": {"type": "string", "minLength": 1}}, required=["reason"])
     properties["include"]["items"] = _closed({name: _one_or_many(value) for name, value in values.items()})
-    schema["$defs"]["ExpectSection"]["properties"]["match"] = _closed(matched)
+    properties["aliases"]["additionalProperties"] = {"type": "string", "minLength": 1}
+    properties["sentinels"] |= {"items": {"enum": list(SENTINELS)}, "uniqueItems": True}
+    defined = schema["$defs"]
+    defined["ExpectSection"]["properties"]["match"] = _closed(matched)
+    changeable = {name: one for name, one in defined["GatePolicy"]["properties"].items() if name not in WHOLE_RUN}
+    changes = _closed({name: {k: v for k, v in one.items() if k != "default"} for name, one in changeable.items()})
+    defined["OverrideSection"]["properties"] = {
+        "match": {**_closed(matched), "minProperties": 1},
+        "gate": {**changes, "minProperties": 1},
+        "reason": {"type": "string", "minLength": 1},
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,21 +15,18 @@ import torch._dynamo  # the optimizer, the profiler and FA-2 import it at first 
 from nsa import capability, engagement, settings
 from nsa.config import ModelConfig
 from nsa.routing import Problem, Route, plan, route_dense
-from perfbench import parity, physics, witness, workload
+from perfbench import capture, parity, physics, sentinels, tuning, witness, workload
 from perfbench.axes import torch_dtype_name
 from perfbench.clock import Clock
 from perfbench.job import Job
 from perfbench.plan import route_line
-from perfbench.result import ParityLine, Physics, Replicate, Status, Telemetry
+from perfbench.result import ParityLine, Physics, Replicate, Status
 from perfbench.telemetry import Sampler
+from perfbench.timing import MIN_POINTS, Warmth, time_samples, warm_up
 
-WARMUP_CAP_S = 5.0  # and never more than four times the asked warm-up
-WARMUP_SAMPLE_S = 0.02
-STEADY_SLOPE_PER_S = 0.001
-MIN_SAMPLES = 3
-MAX_SAMPLES = 1000
 # On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times beside another process.
 CPU_THREADS = 1
+TRACE_WARM_STEPS = 2  # after the first, which compiles and tunes; the optimizer's state is there from the second on
 
 
 @dataclass(slots=True)
@@ -47,7 +42,10 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     """Measure ``job``. Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through.
 
     ``prepared`` is called once, before the first timed step, and returns when this process may have the machine to itself.
+    A sentinel's job goes to ``sentinels``, which knows no model and no route.
     """
+    if job.sentinel is not None:
+        return sentinels.measure(job, clock, sampler, prepared)
     begin, waited_s = time.monotonic(), 0.0
 
     def take_turn() -> None:
@@ -80,6 +78,8 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
+    if job.trace is not None:
+        return facts | _trace(job, clock, take_turn, Path(job.trace))
     facts["parity"] = _prove(job, model, route, facts)
 
     work = workload.build(job)
@@ -92,11 +92,12 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
         torch.cuda.empty_cache()  # what waits holds its weights only; the warm-up takes the rest again
     take_turn()
 
-    retries = _allocation_retries(job)
-    step_s = _warm_up(work.step, clock, job.measure.warmup_s)
-    step = _slowed(work.step, step_s, job, clock)
-    timed = _time(step, step_s, job, clock, sampler)
-    facts |= timed.facts(work.tokens_per_step)
+    retries, flush = _allocation_retries(job), workload.l2_flush(job)
+    warmth = warm_up(work.step, clock, job.measure.warmup_s, flush)
+    step = _slowed(work.step, warmth.step_s, job, clock)
+    timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
+    facts |= {"steady": warmth.steady, "tuned": tuning.choices(), **timed.facts(work.tokens_per_step)}
+    facts["absent"] |= _absent(job, warmth)
     if fault := wrong_path(route, job, timed.engaged, calls=model.num_layers * timed.num_steps):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
@@ -105,12 +106,23 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
-        facts["profile"] = witness.profile(step, route, job.device, timed.step_s, model.num_layers)
+        facts["profile"] = witness.profile(step, route, job.device, timed.step_s, model.num_layers, flush)
         facts["host_bound"] = witness.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
     facts["physics"] = _physics(job, model, timed.step_s, clock)
     return facts
+
+
+def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
+    """One warm step under the profiler. Publishes no speed, so it needs no proof, and a wrong path is what it is to show."""
+    work = workload.build(job)
+    cold_start_s, engaged = _first_step(work)
+    take_turn()
+    flush = workload.l2_flush(job)
+    step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
+    capture.capture(_slowed(work.step, step_s, job, clock), job.device, flush, tuning.choices(), chrome)
+    return {"cold_start_s": cold_start_s, "engaged": engaged, "absent": {"tok_per_s": "a trace times nothing"}}
 
 
 def actual_route(job: Job, model: ModelConfig) -> Route:
@@ -153,8 +165,9 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
         return job.proof
     dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
     path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] == "train"
+    tokens, seed = int(job.axes["seq_len"]), job.seed
     try:
-        line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, train=train, seed=job.seed)
+        line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, train=train, seed=seed, tokens=tokens)
     except parity.RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
@@ -174,71 +187,16 @@ def _first_step(work: workload.Workload) -> tuple[float, dict[str, int]]:
     return time.perf_counter() - begin, engaged.counts
 
 
-def _warm_up(step: Callable[[], None], clock: Clock, warmup_s: float) -> float:
-    """Run until the time is up and the last half is level (or the cap is reached); returns seconds a step."""
-    cap_s = min(WARMUP_CAP_S, 4 * warmup_s)
-    begin, first_s = clock.now(), clock.time_steps(step, 1)
-    steps = max(1, int(WARMUP_SAMPLE_S / max(first_s, 1e-9)))
-    times = [clock.time_steps(step, steps) / steps]
-    while (elapsed := clock.now() - begin) < cap_s:
-        if elapsed >= warmup_s and is_level(times[len(times) // 2 :]):
-            break
-        times.append(clock.time_steps(step, steps) / steps)
-    return statistics.median(times[len(times) // 2 :])
-
-
-def is_level(times_s: list[float]) -> bool:
-    """|slope| below the larger of 0.1 % of the mean a second and two standard errors (least squares over elapsed time)."""
-    n = len(times_s)
-    if n < 4:
-        return False
-    at = list(itertools.accumulate(times_s))
-    mean_at, mean = statistics.fmean(at), statistics.fmean(times_s)
-    spread = sum((a - mean_at) ** 2 for a in at)
-    slope = sum((a - mean_at) * (t - mean) for a, t in zip(at, times_s, strict=True)) / spread
-    residual = sum((t - mean - slope * (a - mean_at)) ** 2 for a, t in zip(at, times_s, strict=True))
-    standard_error = math.sqrt(residual / (n - 2) / spread)
-    return bool(abs(slope) < max(STEADY_SLOPE_PER_S * mean, 2 * standard_error))
-
-
-@dataclass(frozen=True, slots=True)
-class Timed:
-    samples_s: list[float]
-    steps_per_sample: int
-    engaged: dict[str, int]
-    telemetry: Telemetry
-
-    @property
-    def num_steps(self) -> int:
-        return self.steps_per_sample * len(self.samples_s)
-
-    @property
-    def step_s(self) -> float:
-        return statistics.median(self.samples_s) / self.steps_per_sample
-
-    def facts(self, tokens_per_step: int) -> dict[str, Any]:
-        return {
-            "samples_s": self.samples_s,
-            "steps_per_sample": self.steps_per_sample,
-            "tokens_per_step": tokens_per_step,
-            "tok_per_s": tokens_per_step / self.step_s,
-            "engaged": self.engaged,
-            "telemetry": self.telemetry,
-        }
-
-
-def _time(step: Callable[[], None], step_s: float, job: Job, clock: Clock, sampler: Sampler) -> Timed:
-    """Samples of at least min_sample_ms, for max_s or a fixed number, while NVML and the counters watch."""
-    options = job.measure
-    steps = max(1, -(-int(options.min_sample_ms * 1e6) // max(1, int(step_s * 1e9))))
-    samples: list[float] = []
-    with sampler.window() as window, engagement.collect() as engaged:
-        begin = clock.now()
-        while len(samples) < (options.samples or MAX_SAMPLES):
-            if options.samples is None and len(samples) >= MIN_SAMPLES and clock.now() - begin >= options.max_s:
-                break
-            samples.append(clock.time_steps(step, steps))
-    return Timed(samples, steps, engaged.counts, window.result)
+def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
+    """Why a value of a row that has a speed is null, besides those that the timed window knows."""
+    absent = {}
+    if warmth.steady is None:
+        absent["steady"] = f"{warmth.num_samples} samples fitted into the warm-up, and fewer than {2 * MIN_POINTS - 1} show no slope"
+    if not job.profile:
+        absent["profile"] = absent["host_bound"] = "replicate 0 is profiled (measure.profile: first)"
+    if job.device == "cpu":
+        absent |= dict.fromkeys(("host_bound", "peak_memory_bytes", "device_uuid_sha256"), "no GPU: measured on the CPU")
+    return absent
 
 
 def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> Callable[[], None]:
@@ -295,7 +253,8 @@ def _gemm(size: int, job: Job) -> Callable[[], None]:
 
 
 def _without_speed(facts: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in facts.items() if key not in ("tok_per_s", "samples_s")}
+    speeds = ("tok_per_s", "samples_s", "cycles_per_step", "energy_j_per_token")
+    return {key: value for key, value in facts.items() if key not in speeds}
 
 
 def _allocation_retries(job: Job) -> int:

@@ -1,12 +1,15 @@
 """Proof before timing: the cell's own path against the fp64 oracle, at its geometry, heads and dtype.
 
-Two checks. The attention function (output, and gradients when training) at a length where blocks compete, and the layer
-that the timed model is made of, with its projections, RoPE and use of the gates.
+Two checks. The attention function (output, and gradients when training), and the layer that the timed model is made of, with
+its projections, RoPE and use of the gates. Both take the Route of the timed cell: at a length where blocks compete where that
+gives it, so that one proof holds for every length of a Route, else at the cell's own length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,11 +18,11 @@ from nsa import capability, dispatch, functional, oracle, settings
 from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.routing import SPECS, Path, Problem, Route, plan, route_dense
-from perfbench import layer_parity
+from perfbench import blocks_parity, layer_parity
 from perfbench.result import ParityLine
 
 NUM_ROWS = 64
-NEAR_TIE = 1e-5  # sets may differ where the last chosen and the next score are closer than this, relatively
+NEAR_TIE = blocks_parity.NEAR_TIE
 Tensors = dict[str, Tensor]
 Attend = layer_parity.Attend
 
@@ -28,24 +31,84 @@ class RouteDiffers(Exception):
     """The parity problem would take another Route than the timed cell: its proof would prove nothing."""
 
 
-def check(model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, train: bool, seed: int) -> ParityLine:
-    """Compare on sampled rows; never raises for a wrong number, only says so. RouteDiffers where it would prove another route."""
-    nsa = model.nsa
-    tokens = (nsa.num_selected + 4) * nsa.sel_block + 1  # beyond the length where everything is selected
-    rows = _sampled_rows(nsa, tokens, seed)
-    # `auto` and `adaptive` depend on the length: ask by name for what the timed cell takes.
-    asked = timed.branch("sel").implementation if path in ("auto", "adaptive") and "sel" in nsa.branches else path
-    slow = asked in tuple(Path) and SPECS[Path(asked)].slow
-    # Two sequences, so that batch rows cannot be mixed up unseen, and that v2 needs more than one workspace (m7c_125m, bf16).
-    inputs = _inputs(model, 1 if slow else 2, tokens, dtype, device, seed)
+def check(
+    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, train: bool, seed: int,
+    tokens: int | None = None,
+) -> ParityLine:  # fmt: skip
+    """Compare on sampled rows; never raises for a wrong number, only says so. ``tokens``: those of the timed cell's sequences.
+
+    The line's ``own_length`` is true where the proof is at that length and so for no other; its ``selection`` reports an option
+    that does not choose the exact top n. RouteDiffers where no length that may be tried gives the timed Route.
+    """
+    at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
+    rows = _sampled_rows(model.nsa, at_tokens, seed)
+    inputs = _inputs(model, _batch(asked), at_tokens, dtype, device, seed)
     compare = _Comparison(dtype)
     if asked.startswith("dense"):
-        _check_dense(model, asked, timed, inputs, rows, train, compare)
+        _check_dense(model, asked, inputs, rows, train, compare)
     else:
-        _check_sparse(model, asked, fa2, timed, inputs, rows, train, compare)
-    got, truth, honest = layer_parity.outputs(model, path=asked, fa2=fa2, dtype=dtype, device=device, seed=seed, exact=_exact, eager=_eager)
+        _check_sparse(model, asked, fa2, inputs, rows, train, compare)
+    layer_tokens, layer_asked = _layer_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
+    got, truth, honest = layer_parity.outputs(
+        model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=_exact, eager=_eager
+    )
     compare.add("layer", got, truth, honest)
-    return compare.line(tokens, len(rows))
+    return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
+
+
+def standard_tokens(nsa: NSAConfig) -> int:
+    """Beyond the length where everything is selected, and no multiple of anything."""
+    return (nsa.num_selected + 4) * nsa.sel_block + 1
+
+
+def _batch(asked: str) -> int:
+    """Two sequences, so that batch rows cannot be mixed up unseen, and that v2 needs more than one workspace (m7c_125m, bf16)."""
+    return 1 if asked in tuple(Path) and SPECS[Path(asked)].slow else 2
+
+
+def _same_route_at(
+    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, tokens: int | None
+) -> tuple[int, str]:
+    """(tokens, request) of a proof that takes the timed Route; RouteDiffers, with all that was tried, where none does."""
+    standard = standard_tokens(model.nsa)
+    tries = [(standard, asked) for asked in (_by_name(model, timed, path), path)] + ([(tokens, path)] if tokens is not None else [])
+    seen = []
+    for at, asked in dict.fromkeys(tries):
+        counters = _route(model, asked, fa2, dtype, device, at).counters
+        if counters == timed.counters:
+            return at, asked
+        seen.append(f"{asked} at {at} tokens runs {counters}")
+    raise RouteDiffers(f"parity would prove another route ({'; '.join(seen)}) than the timed {timed.counters}: time a cell of one of those")
+
+
+def _layer_at(
+    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, tokens: int | None
+) -> tuple[int, str]:
+    """(tokens, request) of the layer's proof, at a length where every block is selected.
+
+    Where no such length gives the timed Route (a window longer than that, of `auto`), the selected branch is the timed one, and the
+    window's kernel has the proof of the attention function alone.
+    """
+    longest, by_name = layer_parity.tokens_selecting_all(model.nsa), _by_name(model, timed, path)
+    lengths = [longest] + ([tokens] if tokens is not None and tokens <= longest else [])
+    for at in lengths:
+        for asked in (by_name, path):
+            if _route(model, asked, fa2, dtype, device, at).counters == timed.counters:
+                return at, asked
+    return longest, by_name
+
+
+def _by_name(model: ModelConfig, timed: Route, path: str) -> str:
+    """`auto` and `adaptive` depend on the length: the request by name for what the timed cell takes, where that is a path."""
+    taken = timed.branch("sel").implementation if path in ("auto", "adaptive") and "sel" in model.nsa.branches else path
+    return taken if taken in tuple(Path) else path
+
+
+def _route(model: ModelConfig, asked: str, fa2: str, dtype: torch.dtype, device: str, tokens: int) -> Route:
+    here, batch = capability.probe(device), _batch(asked)
+    if asked.startswith("dense"):
+        return route_dense(asked, Problem.of(model, batch=batch, tokens=tokens, dtype=_name(dtype)), here)
+    return plan(settings.current().request(asked, fa2), model, batch=batch, tokens=tokens, dtype=_name(dtype), capability=here)
 
 
 class _Comparison:
@@ -54,6 +117,7 @@ class _Comparison:
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.ratios: dict[str, float] = {}
+        self.selection: dict[str, float] = {}
         self._errors: dict[str, tuple[float, float]] = {}
 
     def add(self, name: str, got: Tensor, truth: Tensor, honest: Tensor) -> None:
@@ -69,14 +133,19 @@ class _Comparison:
         self._errors[name] = (error, tolerance)
         self.ratios[name] = min(error / tolerance, 1e9)
 
-    def add_wrong_rows(self, name: str, wrong: int) -> None:
-        """Sets of blocks that differ although no score was near: none is allowed, so one is twice too many."""
-        self._errors[name] = (float(wrong), 0.5)
-        self.ratios[name] = 2.0 * wrong
+    def add_blocks(self, proof: blocks_parity.BlocksProof) -> None:
+        """Rows of blocks that nothing explains: none is allowed, so one is twice too many. A search must also beat chance."""
+        self._errors["blocks"] = (float(proof.wrong_rows), 0.5)
+        self.ratios["blocks"] = 2.0 * proof.wrong_rows
+        self.selection = proof.report
+        if proof.missed is not None and proof.missed_by_chance is not None:
+            self._errors["recall"] = (proof.missed, proof.missed_by_chance)
+            self.ratios["recall"] = min(proof.missed / max(proof.missed_by_chance, 1e-9), 1e9)
 
-    def line(self, tokens: int, rows: int) -> ParityLine:
+    def line(self, tokens: int, rows: int, *, own_length: bool) -> ParityLine:
         worst = max(self.ratios, key=lambda name: self.ratios[name])
         error, tolerance = self._errors[worst]
+        options: dict[str, Any] = {"own_length": own_length, "selection": self.selection or None}
         return ParityLine(
             ok=all(ratio <= 1 for ratio in self.ratios.values()),
             tokens=tokens,
@@ -85,14 +154,13 @@ class _Comparison:
             tolerance=tolerance,
             tensors={name: round(ratio, 4) for name, ratio in self.ratios.items()},
             worst=f"{worst}: error / tolerance {self.ratios[worst]:.3g}",
+            **options,
         )
 
 
-def _check_dense(model: ModelConfig, kind: str, timed: Route, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
+def _check_dense(model: ModelConfig, kind: str, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
     q = inputs["q"]
-    problem = Problem.of(model, batch=q.shape[0], tokens=q.shape[1], dtype=_name(q.dtype))
-    route = route_dense(kind, problem, capability.probe(str(q.device)))
-    _same_route(route, timed)
+    route = _route(model, kind, "n/a", q.dtype, str(q.device), q.shape[1])
     keep = oracle.causal_mask(rows[None], q.shape[1])
 
     def cell(t: Tensors) -> Tensor:
@@ -104,19 +172,13 @@ def _check_dense(model: ModelConfig, kind: str, timed: Route, inputs: Tensors, r
     _compare(cell, judged, inputs, rows, ["q", "k_sel", "v_sel"] if train else [], compare)
 
 
-def _check_sparse(
-    model: ModelConfig, asked: str, fa2: str, timed: Route, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison
-) -> None:
+def _check_sparse(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
     nsa, q = model.nsa, inputs["q"]
-    batch, tokens = q.shape[:2]
-    here = capability.probe(str(q.device))
-    _same_route(
-        plan(settings.current().request(asked, fa2), model, batch=batch, tokens=tokens, dtype=_name(q.dtype), capability=here), timed
-    )
+    tokens = q.shape[1]
     k_cmp, _ = layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, _phi(inputs))
     blocks = functional.select_blocks(q, k_cmp, config=nsa)[:, rows].cpu()
-    truth, gap = oracle.select(q[:, rows].cpu(), k_cmp.cpu(), config=nsa, kv_len=tokens, positions=rows[None])
-    compare.add_wrong_rows("blocks", int(((blocks.long() != truth).any(-1) & (gap > NEAR_TIE)).sum()))
+    fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
+    compare.add_blocks(blocks_parity.judge(q[:, rows].cpu(), k_cmp.cpu(), blocks, config=fixed, rows=rows, kv_len=tokens))
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
@@ -217,11 +279,6 @@ def _sampled_rows(nsa: NSAConfig, tokens: int, seed: int) -> Tensor:
             break
         wanted.add(row)
     return torch.tensor(sorted(wanted))
-
-
-def _same_route(route: Route, timed: Route) -> None:
-    if route.counters != timed.counters:
-        raise RouteDiffers(f"parity would run {route.counters}, the timed cell runs {timed.counters}: choose a matrix cell of one route")
 
 
 def _name(dtype: torch.dtype) -> str:

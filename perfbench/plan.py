@@ -12,12 +12,14 @@ from nsa import routing
 from nsa.routing import Capability, Route, RouteError
 from nsa.settings import Settings
 from perfbench import matrix as matrices
+from perfbench.axes import why_not_here
 from perfbench.matrix import Cell, Excluded, Matrix
 from perfbench.result import BranchLine, Expect, PlannedCell, RouteLine
 from perfbench.verdict import Exit, PerfbenchError
 
 # A child that leaves the forkserver, builds the model and checks parity; on a GPU it creates a CUDA context too.
 START_S = {"cuda": 8.0, "cpu": 0.7}
+SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}  # a process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples
 END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
 WARMUP_CAP_S = 5.0
 
@@ -39,6 +41,9 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
     planned: list[PlannedCell] = []
     refused: dict[str, list[str]] = {}
     for cell in matrices.select(kept, only):
+        if reason := why_not_here(cell, on_gpu=capability.sm is not None):
+            refused.setdefault(reason, []).append(cell.cell_id)
+            continue
         try:
             route = route_cell(matrix, cell, capability, settings)
         except RouteError as error:
@@ -92,12 +97,13 @@ def route_line(route: Route) -> RouteLine:
 
 
 def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
-    """Cells x replicates x (start, shared by those that prepare together, + warm-up + timed window + end), in seconds."""
+    """Cells x replicates x (start, shared by those that prepare together, + warm-up + timed window + end), and sentinels, in seconds."""
     measure = matrix.measure
     window_s = measure.max_s if measure.samples is None else min(measure.max_s, measure.samples * measure.min_sample_ms / 1000)
-    start_s = START_S["cpu" if capability.sm is None else "cuda"]
+    device = "cpu" if capability.sm is None else "cuda"
     alone_s = END_S if capability.sm is not None else 0.0
-    return num_cells * measure.processes * (start_s / measure.prepare_together + min(measure.warmup_s, WARMUP_CAP_S) + window_s + alone_s)
+    cell_s = START_S[device] / measure.prepare_together + min(measure.warmup_s, WARMUP_CAP_S) + window_s + alone_s
+    return measure.processes * (num_cells * cell_s + len(matrix.sentinels) * SENTINEL_S[device])
 
 
 def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:

@@ -1,8 +1,10 @@
-"""What the gate demands: the matrix's `gate:` section."""
+"""What the gate demands: the matrix's `gate:` section, its `overrides` and its `aliases`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -27,3 +29,29 @@ class GatePolicy(BaseModel):
     min_replicates: int = Field(default=3, ge=1)
     missing: Literal["fail", "warn"] = "fail"
     new: Literal["fail", "warn"] = "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A renamed cell. Its id is part of its config's hash, so both hashes are those of the same work."""
+
+    cell_id: str
+    config_sha256: str
+    former_config_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """The policy of every cell. ``aliases`` maps a cell's former id to what it is now, so that it keeps its baseline."""
+
+    whole: GatePolicy
+    by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # only cells that an override matches
+    aliases: Mapping[str, Alias] = field(default_factory=dict)
+
+    def of(self, cell_id: str) -> GatePolicy:
+        return self.by_cell.get(cell_id, self.whole)
+
+    @classmethod
+    def over(cls, policy: GatePolicy | Self) -> Self:
+        """``policy`` itself, or one GatePolicy for every cell."""
+        return cls(policy) if isinstance(policy, GatePolicy) else policy

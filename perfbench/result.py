@@ -141,6 +141,8 @@ class ParityLine(_Record):
     max_error: float
     tolerance: float
     tensors: dict[str, float] = {}  # 'o', 'dq', ... -> error / tolerance
+    own_length: bool = False  # proved at the timed cell's own length: at the standard one this request takes another route
+    selection: dict[str, float] | None = None  # recall and share of changed rows, where the choice of blocks is no exact fp32 top-n
     proved_in: str | None = None  # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
     worst: str  # tensor and place of the largest error / tolerance
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pydantic import BaseModel
-
 from perfbench.axes import Cell, select
-from perfbench.matrix import Matrix, parse
+from perfbench.matrix import Matrix, parse, policies
 from perfbench.plan import Plan
 from perfbench.result import Environment, Expect, Manifest, PlannedCell, Source
 from perfbench.verdict import Exit, PerfbenchError
@@ -47,14 +45,21 @@ def check_cells(manifest: Manifest, plan: Plan, matrix: Matrix, only: Sequence[s
 
 def _check_rules(before: Matrix, now: Matrix, path: Path) -> None:
     """The run is judged by the text that it began with, so a section that changed since would be passed over in silence."""
-    sections: tuple[tuple[str, BaseModel, BaseModel], ...] = (
+    sections: tuple[tuple[str, object, object], ...] = (
         ("measures with", before.measure, now.measure),
         ("has limits", before.limits, now.limits),
         ("is judged by gate", before.gate, now.gate),
+        ("is judged by overrides and aliases", _by_cell(before), _by_cell(now)),
+        ("measures the sentinels", before.sentinels, now.sentinels),
     )
     for what, old, new in sections:
         if old != new:
             raise PerfbenchError(Exit.USAGE, f"{path} {what} {old}, the matrix now says {new}. Next: undo the change, or start a new run")
+
+
+def _by_cell(matrix: Matrix) -> tuple[object, object]:
+    found = policies(matrix)
+    return found.by_cell, found.aliases
 
 
 def _expected(expect: Expect) -> str:

@@ -1,11 +1,11 @@
-"""What each command does, in the order in which it does it: plan, measure, judge, render. The commands' only glue."""
+"""What each command does, in the order in which it does it: plan, measure, judge, render. The glue of all but `ab`."""
 
 from __future__ import annotations
 
 import json
 import secrets
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, Any
@@ -13,16 +13,19 @@ from typing import TYPE_CHECKING, Any
 import nsa
 import nsa.settings
 from nsa.capability import assumed, fa2_provider, torch_version
+from nsa.config import nearest_name
 from nsa.routing import Capability
 from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.verdict import Exit, PerfbenchError
 
 if TYPE_CHECKING:
+    from perfbench.baseline import Baseline
     from perfbench.environment import TargetFit
-    from perfbench.judgement import Judgement
+    from perfbench.judgement import BaselineProblem, Judgement
     from perfbench.matrix import Matrix
     from perfbench.plan import Plan
+    from perfbench.policy import Policies
     from perfbench.result import Run
 
 BASELINES = Path("reports/baselines")
@@ -87,12 +90,12 @@ def measure(path: Path, options: RunOptions) -> Path | None:
     matrix = matrices.load(path)
     fit = environment.check_target(matrix.target)
     if fit.warning:
-        _warn(fit.warning)
+        warn(fit.warning)
     if fit.skip:
         return None
-    plan = _whole_plan(matrix, options.only, _capability(fit))
+    plan = _whole_plan(matrix, options.only, capability_here(fit))
     for warning in plan.warnings:
-        _warn(warning)
+        warn(warning)
     with runner.prepared(fit) as executor:
         finished = runner.run(
             plan,
@@ -117,16 +120,28 @@ def judge(run_path: Path) -> Outcome:
     from perfbench import gate, runfile
 
     run = runfile.read(run_path)
-    return Outcome(run, gate.judge(run, None, _matrix_of(run).gate), _folder(run_path))
+    return Outcome(run, gate.judge(run, None, policy_of(run)), folder_of(run_path))
 
 
 def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
-    """Judge a run by the baseline of its GPU and matrix, or by the one that is named."""
+    """Judge a run by the baseline of its GPU and matrix, or by the one that is named, and by what `check` confirmed of it."""
+    from perfbench import gate, recheck
+
+    outcome, _ = screen(run_path, baseline_path, strict)
+    found = recheck.stored(outcome.folder) if outcome.judgement.to_confirm else None
+    if found is None:
+        return outcome
+    policy = policy_of(outcome.run)
+    return replace(outcome, judgement=gate.conclude(outcome.judgement, found.base, found.candidate, policy, found.reason))
+
+
+def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Outcome, Baseline | BaselineProblem]:
+    """The first stage alone: a run judged by the stored baseline, and that baseline."""
     from perfbench import baseline, gate, runfile
 
     run = runfile.read(run_path)
     found = baseline.read(baseline_path or _baseline_path(run))
-    return Outcome(run, gate.judge(run, found, _matrix_of(run).gate, strict=strict), _folder(run_path))
+    return Outcome(run, gate.judge(run, found, policy_of(run), strict=strict), folder_of(run_path)), found
 
 
 def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
@@ -140,7 +155,31 @@ def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
         baseline_path = baseline.path_for(BASELINES, "cpu" if fit.gpu is None else fit.gpu.slug, matrix.name)
     found = baseline.read(baseline_path)
     if isinstance(found, BaselineProblem):
-        _warn(f"{found.message}. Measuring all the same; the run can be promoted")
+        warn(f"{found.message}. Measuring all the same; the run can be promoted")
+
+
+def explain(run_path: Path, cell_id: str, baseline_path: Path | None) -> str:
+    """Why a cell got its verdict, in plain words and with the numbers between."""
+    from perfbench import baseline
+    from perfbench import explain as explaining
+
+    outcome = judge_against_baseline(run_path, baseline_path, strict=False)
+    known = [cell.cell_id for cell in outcome.judgement.cells]
+    if cell_id not in known:
+        raise PerfbenchError(Exit.USAGE, f"got cell {cell_id!r}, which {run_path} does not have{nearest_name(cell_id, known)}")
+    found = baseline.read(baseline_path or _baseline_path(outcome.run))
+    return explaining.text(outcome.run, outcome.judgement, cell_id, policy_of(outcome.run), found)
+
+
+def calibrate(run_paths: list[Path], seed: int, out: Path | None) -> str:
+    """Certify the gate on stored samples; the report also goes into ``out``."""
+    from perfbench import calibrate as calibrating
+    from perfbench import runfile
+    from perfbench.policy import GatePolicy
+
+    files = [path / runfile.FILE_NAME if path.is_dir() else path for path in run_paths]
+    policy = policy_of(runfile.read(files[0])).whole if files else GatePolicy()
+    return calibrating.render(calibrating.calibrate(files, seed=seed, policy=policy, out=out))
 
 
 def promote(run_path: Path, to: Path | None, allow_dirty: bool) -> str:
@@ -195,7 +234,7 @@ def _whole_plan(matrix: Matrix, only: list[str], capability: Capability) -> Plan
         return plans.build(matrix, only=only, capability=capability, settings=_settings())
 
 
-def _capability(fit: TargetFit) -> Capability:
+def capability_here(fit: TargetFit) -> Capability:
     """The machine as routing sees it, asked of NVML: the parent imports no torch and touches no CUDA."""
     if fit.gpu is None:
         return assumed("none")
@@ -212,9 +251,14 @@ def _capability(fit: TargetFit) -> Capability:
     return Capability("cuda", fit.gpu.name, (int(sm[0]), int(sm[1])), provider, reason, torch_version())
 
 
-def _matrix_of(run: Run) -> Matrix:
+def matrix_of(run: Run) -> Matrix:
     """The matrix that the run was made with, as its manifest keeps it."""
     return matrices.parse(run.manifest.matrix_text, run.manifest.matrix_path)
+
+
+def policy_of(run: Run) -> Policies:
+    """What the run's own matrix demands of its cells."""
+    return matrices.policies(matrix_of(run))
 
 
 def _baseline_path(run: Run) -> Path:
@@ -223,9 +267,13 @@ def _baseline_path(run: Run) -> Path:
     return baseline.path_for(BASELINES, run.manifest.environment.gpu_slug, run.manifest.matrix_name)
 
 
-def _folder(run_path: Path) -> Path:
+def folder_of(run_path: Path) -> Path:
     return run_path if run_path.is_dir() else run_path.parent
 
 
-def _warn(text: str) -> None:
+def say(text: str) -> None:
+    print(f"perfbench: {text}", file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
     print(f"perfbench: warning: {text}", file=sys.stderr, flush=True)

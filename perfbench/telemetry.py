@@ -243,7 +243,7 @@ class _Recorder:
             values[key] = max(self._seen.get(key, []), default=None)
         energy = self._seen.get("energy_j", [])
         values["energy_j"] = energy[-1] - energy[0] if len(energy) > 1 else None
-        reasons = _reason_names(self._reason_bits)
+        reasons = reason_names(self._reason_bits)
         values["throttled"] = bool(THROTTLING & set(reasons)) if "throttled" in self._seen else None
         values["sampler_cost_pct"] = 100.0 * self._cpu_s / window_s if window_s > 0 else None
         values["sampler_query_s"] = dict(self._query_s)
@@ -259,7 +259,7 @@ class _Recorder:
         return "NVML gave no value while the window was open"
 
 
-def _reason_names(bits: int) -> list[str]:
+def reason_names(bits: int) -> list[str]:
     names = [name for bit, name in REASON_BITS.items() if bits & bit]
     unknown = bits & ~sum(REASON_BITS)
     return [*names, f"unknown_{unknown:#x}"] if unknown else names

@@ -11,9 +11,10 @@ from torch import nn
 
 from nsa.config import ModelConfig
 from nsa.model import DenseLM, TinyLM
-from perfbench.axes import torch_dtype_name
+from perfbench.axes import AXES, torch_dtype_name
 from perfbench.job import Job
 
+L2_FLUSH_FACTOR = 2  # the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
 NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one's inputs
 
 
@@ -38,6 +39,20 @@ def build(job: Job) -> Workload:
     batches = itertools.cycle(ids.unbind(0))
     step = _train_step(model, batches) if job.axes["workload"] == "train" else _forward_step(model, batches)
     return Workload(step, batch * tokens, model)
+
+
+def l2_flush(job: Job) -> Callable[[], None] | None:
+    """What must run before each timed step of a cell with a cold L2: a write of twice the L2; None for a warm one."""
+    if job.axes.get("l2", AXES["l2"].default) == "warm":
+        return None
+    if job.device != "cuda":
+        raise ValueError(f"l2=cold on device={job.device}: only a GPU's L2 can be flushed; use l2=warm")
+    buffer = torch.empty(L2_FLUSH_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device=job.device)
+
+    def flush() -> None:
+        buffer.zero_()
+
+    return flush
 
 
 def _train_step(model: nn.Module, batches: Iterator[torch.Tensor]) -> Callable[[], None]:

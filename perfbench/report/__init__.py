@@ -35,6 +35,7 @@ def to_json(judgement: Judgement) -> dict[str, Any]:
         "policy": judgement.policy.model_dump(mode="json"),
         "baseline": _baseline(judgement),
         "findings": [{"verdict": f.verdict.value, "reason": f.reason} for f in judgement.findings],
+        "notes": list(judgement.notes),
         "cells": [
             {
                 "cell_id": cell.cell_id,
@@ -47,6 +48,12 @@ def to_json(judgement: Judgement) -> dict[str, Any]:
                 "change_pct": cell.change_pct,
                 "replicates": cell.replicates,
                 "spread_pct": cell.spread_pct,
+                "metric": cell.metric,
+                "mde_pct": cell.mde_pct,
+                "screened": cell.screened,
+                "confirmed": cell.confirmed,
+                "notes": list(cell.notes),
+                "evidence": [one.to_json() for one in cell.evidence],
                 "reproduce": cell.reproduce,
             }
             for cell in judgement.cells

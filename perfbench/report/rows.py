@@ -1,4 +1,4 @@
-"""One row of the matrix for each judged cell: medians over replicates, ratios to the dense twin, and a reason for each null."""
+"""One row of the matrix for each judged cell: its speed with its band, ratios to the dense twin, and a reason for each null."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from perfbench.gate import usable
+from perfbench.coverage import usable
 from perfbench.judgement import CellVerdict, Judgement
+from perfbench.report.bands import Band, bands
 from perfbench.result import PlannedCell, Profile, Replicate, Run, Telemetry
 from perfbench.verdict import Verdict
 
@@ -21,7 +22,10 @@ Key = tuple[tuple[str, str | int], ...]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What the report says about one cell. ``nulls`` maps a column's name to why it is empty."""
+    """What the report says about one cell; ``low`` and ``high`` are the 95 % band of its speed.
+
+    ``device_ms``: kernels of one profiled step, summed. ``nulls`` maps a column's name to why it is empty.
+    """
 
     cell: CellVerdict
     planned: PlannedCell | None
@@ -30,6 +34,9 @@ class Row:
     low: float | None = None
     high: float | None = None
     x_dense: float | None = None
+    device_ms: float | None = None
+    mj_per_token: float | None = None
+    cycles_per_token: float | None = None
     floor_pct: float | None = None
     bound: str | None = None
     utilisation_pct: float | None = None
@@ -52,6 +59,11 @@ class Row:
         return int(self.cell.axes.get("seq_len", 0)) * int(self.cell.axes.get("batch", 1)) / self.tok_per_s
 
     @property
+    def half_pct(self) -> float | None:
+        """Half the band in per cent of the speed, its upper and larger half."""
+        return None if self.high is None or self.tok_per_s is None else 100 * (self.high / self.tok_per_s - 1)
+
+    @property
     def is_dense(self) -> bool:
         return str(self.cell.axes.get("path", "")).startswith("dense")
 
@@ -64,7 +76,11 @@ def rows_of(run: Run, judgement: Judgement) -> list[Row]:
     planned = {cell.cell_id: cell for cell in run.manifest.cells}
     dense = _dense_speeds(judgement.cells)
     on_cpu = run.manifest.environment.gpu_slug == "cpu"
-    rows = [_row(cell, planned.get(cell.cell_id), by_cell.get(cell.cell_id, []), dense, on_cpu) for cell in judgement.cells]
+    known = bands(by_cell)
+    rows = []
+    for cell in judgement.cells:
+        mine = by_cell.get(cell.cell_id, [])
+        rows.append(_row(cell, planned.get(cell.cell_id), mine, dense, known.get(cell.cell_id), on_cpu))
     if judgement.baseline is not None:
         for row in rows:
             if row.tok_per_s is not None and row.cell.change_pct is None:
@@ -120,7 +136,14 @@ def _reading_order(row: Row) -> tuple[int, str, int, int, str, int, str]:
     return (0 if workload == "train" else 1, workload, int(axes.get("seq_len", 0)), rank, path, fa2_off, row.cell.cell_id)
 
 
-def _row(cell: CellVerdict, planned: PlannedCell | None, rows: list[Replicate], dense: Mapping[Key, float], on_cpu: bool) -> Row:
+def _row(
+    cell: CellVerdict,
+    planned: PlannedCell | None,
+    rows: list[Replicate],
+    dense: Mapping[Key, float],
+    band: Band | None,
+    on_cpu: bool,
+) -> Row:
     statuses: dict[str, int] = {}
     for one in rows:
         statuses[one.status.value] = statuses.get(one.status.value, 0) + 1
@@ -144,17 +167,25 @@ def _row(cell: CellVerdict, planned: PlannedCell | None, rows: list[Replicate], 
     busy = next((one.busy_fraction for one in profiles if one.busy_fraction is not None), None)
     host_bound = [one.host_bound for one in good if one.host_bound is not None]
     bound = None if not host_bound else "host" if any(host_bound) else "GPU"
-    speeds = [one.tok_per_s for one in good if one.tok_per_s is not None]
+    device = _median(good, lambda one: one.profile.device_time_s if one.profile and one.profile.device_time_s > 0 else None)
+    energy = _median(good, lambda one: one.energy_j_per_token)
+    cycles = _median(good, lambda one: one.cycles_per_step / one.tokens_per_step if one.cycles_per_step else None)
     notes = dict.fromkeys(note for one in good if one.physics for note in one.physics.notes)
     nulls |= _nulls(good, twin, floor, bound, utilisation, memory, on_cpu, profiles)
+    nulls |= _absent_costs(good, device, energy, cycles, on_cpu)
+    if band is None:
+        nulls["± (95 %)"] = "one process, and no other cell tells its noise"
     return Row(
         cell=cell,
         planned=planned,
         statuses=statuses,
         tok_per_s=cell.cand_tok_per_s,
-        low=min(speeds),
-        high=max(speeds),
+        low=None if band is None else band[0],
+        high=None if band is None else band[1],
         x_dense=None if twin is None else cell.cand_tok_per_s / twin,
+        device_ms=None if device is None else 1e3 * device,
+        mj_per_token=None if energy is None else 1e3 * energy,
+        cycles_per_token=cycles,
         floor_pct=None if floor is None else 100 * floor,
         bound=bound,
         utilisation_pct=utilisation,
@@ -179,8 +210,6 @@ def _nulls(
     profiles: list[Profile],
 ) -> dict[str, str]:
     found = {}
-    if len(good) == 1:
-        found["spread"] = "one process only"
     if twin is None:
         found["x dense"] = "no measured path=dense cell with the same other axes"
     if floor is None:
@@ -193,6 +222,16 @@ def _nulls(
         found["utilisation"] = _absent(good)
     if not memory:
         found["memory"] = "a CPU run records no device memory" if on_cpu else "no peak was recorded"
+    return found
+
+
+def _absent_costs(good: list[Replicate], device: float | None, energy: float | None, cycles: float | None, on_cpu: bool) -> dict[str, str]:
+    found = {}
+    if device is None:
+        found["device ms a step"] = "a CPU has no device" if on_cpu else "no profiled step saw a kernel"
+    for column, value, field_ in (("mJ a token", energy, "energy_j_per_token"), ("cycles a token", cycles, "cycles_per_step")):
+        if value is None:
+            found[column] = next((one.absent[field_] for one in good if one.absent.get(field_)), "not recorded")
     return found
 
 

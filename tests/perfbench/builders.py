@@ -16,7 +16,8 @@ from nsa.config import ModelConfig, NSAConfig
 from nsa.routing import DENSE_KINDS, Capability, Problem, Request, Route, route, route_dense
 from perfbench.axes import Cell, torch_dtype_name
 from perfbench.baseline import Baseline, BaselineCell
-from perfbench.gate import usable
+from perfbench.comparable import sentinel_rates
+from perfbench.coverage import rows_by_cell, usable
 from perfbench.result import (
     BranchLine,
     Environment,
@@ -30,6 +31,7 @@ from perfbench.result import (
     Resumed,
     RouteLine,
     Run,
+    SentinelLine,
     Source,
     Status,
     Telemetry,
@@ -274,11 +276,26 @@ def resumed(run: Run, **overrides: Any) -> Run:
     return run.model_copy(update={"resumed": [*run.resumed, Resumed(**{**values, **overrides})]})
 
 
-def baseline_of(run: Run, **overrides: Any) -> Baseline:
-    """The baseline that this run would become, without promote's refusals."""
+def sentinel(name: str, block: int = 0, rate_per_s: float | None = 700e12, **overrides: Any) -> SentinelLine:
+    """A finished sentinel of one block."""
+    values: dict[str, Any] = {"name": name, "block": block, "status": Status.OK, "started_utc": UTC, "samples_s": [0.1] * 3}
+    unit = "byte" if name == "copy" else "FLOP"
+    return SentinelLine(**{**values, "rate_per_s": rate_per_s, "unit": unit, "telemetry": telemetry(), **overrides})
+
+
+def watched(run: Run, rates: dict[str, list[float]]) -> Run:
+    """The run with sentinels, one rate a block, asked for in its manifest."""
+    lines = [sentinel(name, block, rate) for name, values in rates.items() for block, rate in enumerate(values)]
+    return with_manifest(run, sentinels=list(rates)).model_copy(update={"sentinels": lines})
+
+
+def baseline_of(run: Run, *, night_log_sd: float | None = 0.0, **overrides: Any) -> Baseline:
+    """The baseline that this run would become, without promote's refusals, by default of a machine without night-to-night luck."""
+    rows = rows_by_cell(run)
     cells = {}
     for planned in run.manifest.cells:
-        if good := usable(run.of_cell(planned.cell_id)):
+        if good := usable(rows.get(planned.cell_id, [])):
+            profiles = [row.profile for row in good if row.profile is not None and row.profile.kernel_count]
             cells[planned.cell_id] = BaselineCell(
                 axes=planned.axes,
                 config_sha256=planned.config_sha256,
@@ -287,6 +304,12 @@ def baseline_of(run: Run, **overrides: Any) -> Baseline:
                 counters=sorted(planned.route.counters),
                 run_id="base-run",
                 commit=COMMIT,
+                night_log_sd=night_log_sd,
+                device_time_s=[one.device_time_s for one in profiles],
+                kernel_count=max((one.kernel_count for one in profiles), default=None),
+                host_syncs=max((one.host_syncs for one in profiles), default=None),
+                kernels=sorted({name for one in profiles for name in one.kernels}),
+                tuned=good[0].tuned,
             )
     values: dict[str, Any] = {
         "method_version": run.manifest.method_version,
@@ -297,5 +320,6 @@ def baseline_of(run: Run, **overrides: Any) -> Baseline:
         "source": Source(commit=COMMIT, dirty_sha256=None),
         "environment": run.manifest.environment.fingerprint(),
         "cells": cells,
+        "sentinels": sentinel_rates(run),
     }
     return Baseline(**{**values, **overrides})

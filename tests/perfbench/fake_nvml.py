@@ -23,6 +23,10 @@ class Card:
     processes: list[SimpleNamespace] = field(default_factory=list)
     used: int = 3 * 2**30
     persistence: int = 1
+    application_clock: int = 1755
+    ecc: tuple[int, int] = (1, 1)  # now, and after the next reboot
+    ecc_errors: int = 0
+    power_limit_mw: int = 700_000
 
 
 class FakeNvml:
@@ -110,7 +114,22 @@ class FakeNvml:
         return 1980
 
     def nvmlDeviceGetApplicationsClock(self, card: Card, kind: int) -> int:
+        return card.application_clock
+
+    def nvmlDeviceGetDefaultApplicationsClock(self, card: Card, kind: int) -> int:
         return 1755
+
+    def nvmlDeviceGetEccMode(self, card: Card) -> list[int]:
+        return list(card.ecc)
+
+    def nvmlDeviceGetTotalEccErrors(self, card: Card, error_type: int, counter: int) -> int:
+        return card.ecc_errors if (error_type, counter) == (1, 0) else 10_000  # uncorrected, volatile
+
+    def nvmlDeviceGetPowerManagementLimit(self, card: Card) -> int:
+        return card.power_limit_mw
+
+    def nvmlDeviceGetPowerManagementDefaultLimit(self, card: Card) -> int:
+        return 700_000
 
     def nvmlDeviceGetUtilizationRates(self, card: Card) -> SimpleNamespace:
         return SimpleNamespace(gpu=90, memory=40)

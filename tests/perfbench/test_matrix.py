@@ -55,7 +55,7 @@ def test_other_cells_cannot_record_not_applicable() -> None:
 
 def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
     axes = Cell("train", 128, "v2").axes()
-    assert axes == {"workload": "train", "seq_len": 128, "path": "v2", "fa2": "auto", "batch": 1, "dtype": "bf16"}
+    assert axes == {"workload": "train", "seq_len": 128, "path": "v2", "fa2": "auto", "batch": 1, "dtype": "bf16", "l2": "warm"}
     assert set(axes) == set(AXES)
     assert set(AXES["path"].choices) == {*map(str, routing.Path), "auto", "adaptive", *routing.DENSE_KINDS}
     assert [matrices.torch_dtype_name(d) for d in AXES["dtype"].choices] == ["bfloat16", "float16", "float32"]
@@ -230,3 +230,38 @@ def test_json_schema_lists_every_axis_and_section() -> None:
     assert schema["additionalProperties"] is False
     assert {"reason", *AXES} == set(schema["properties"]["exclude"]["items"]["properties"])
     assert {"version", "name", "target", "model", "axes"} == set(schema["required"])
+
+
+# --- overrides, aliases, sentinels ------------------------------------------------------------------------------------
+
+EXTRA = """\
+overrides:
+  - {match: {path: v1}, gate: {tolerance_pct: 20}, reason: "a Python loop"}
+  - {match: {seq_len: ">=256", path: v1}, gate: {min_effect_pct: 9}, reason: "longer loops"}
+aliases: {"path=old,seq_len=256,workload=train": "path=dense,seq_len=256,workload=train"}
+sentinels: [gemm, copy]
+gate:"""
+
+
+def test_overrides_aliases_and_sentinels_reach_the_gate() -> None:
+    matrix = parse(edited("gate:", EXTRA))
+    found = matrices.policies(matrix)
+    loop, long_loop, other = (f"fa2=on,path={path},seq_len={n},workload=train" for path, n in (("v1", 128), ("v1", 256), ("v2", 256)))
+    assert [(found.of(cell).tolerance_pct, found.of(cell).min_effect_pct) for cell in (loop, long_loop, other)] == [
+        (20, 3),
+        (20, 9),
+        (5, 3),
+    ]
+    assert matrix.sentinels == ("gemm", "copy") and parse().sentinels == ()
+    alias = found.aliases["path=old,seq_len=256,workload=train"]
+    dense = next(cell for cell in matrices.cells(matrix)[0] if cell.cell_id == "path=dense,seq_len=256,workload=train")
+    assert (alias.cell_id, alias.config_sha256) == (dense.cell_id, matrices.config_sha256(matrix, dense))
+    assert alias.former_config_sha256 != alias.config_sha256
+    assert matrices.config_sha256(parse(), dense) == alias.config_sha256  # how a cell is judged is not what it measures
+
+
+def test_the_schema_knows_overrides_aliases_and_sentinels() -> None:
+    schema = matrices.json_schema()
+    gate = schema["$defs"]["OverrideSection"]["properties"]["gate"]
+    assert "tolerance_pct" in gate["properties"] and "alpha_confirm" not in gate["properties"] and gate["additionalProperties"] is False
+    assert schema["properties"]["sentinels"]["items"] == {"enum": ["gemm", "copy", "sdpa_frozen"]}

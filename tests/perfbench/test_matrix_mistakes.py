@@ -11,15 +11,44 @@ from perfbench import matrix as matrices
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench.matrix_text import VALID, edited, error_of, parse
 
+TWO = "match: {path: v1}, gate: {power: 0.9}, reason: x}\n  - {match: {fa2: on}, gate: {power: 0.8}, reason: x"
+CELL = "path=dense,seq_len=256,workload=train"
+
+
+def over(body: str) -> str:
+    return f"overrides:\n  - {{{body}}}\ngate:"
+
+
+def alias(*lines: str) -> str:
+    return "\n  ".join(["aliases:", *lines]) + "\ngate:"
+
+
 MISTAKES = [
     # keys
     ("gate:", "gaet:", "m.yaml:18: gaet: unknown key; did you mean 'gate'?"),
     ("gate: {tolerance_pct: 5}", "gate: {tolerance: 5}", "m.yaml:18: gate.tolerance: unknown key; did you mean 'tolerance_pct'?"),
-    ("gate: {tolerance_pct: 5}", "gate: {min_effect_pct: 5}", "m.yaml:18: gate.min_effect_pct: unknown key"),
+    ("gate: {tolerance_pct: 5}", "gate: {min_efect_pct: 5}", "gate.min_efect_pct: unknown key; did you mean 'min_effect_pct'?"),
     ("processes: 3", "proceses: 3", "m.yaml:17: measure.proceses: unknown key; did you mean 'processes'?"),
     ("{gpu: none}", "{gpus: none}", "m.yaml:3: target.gpus: unknown key; did you mean 'gpu'?"),
     ("engaged: [sel.v2]", "engagd: [sel.v2]", "m.yaml:15: expect[0].engagd: unknown key; did you mean 'engaged'?"),
-    ("gate:", "sentinels: [gemm]\ngate:", "m.yaml:18: sentinels: unknown key"),
+    ("gate:", "sentinels: [gem]\ngate:", "m.yaml:18: sentinels[0]: no sentinel 'gem'; did you mean 'gemm'?"),
+    ("gate:", "sentinels: [gemm, gemm]\ngate:", 'm.yaml:18: sentinels[1]: gemm is given twice'),
+    ("gate:", over("match: {path: v1}, gate: {tolerance: 5}, reason: x"), "m.yaml:19: overrides[0].gate.tolerance: unknown key; did you"),
+    ("gate:", over("match: {path: v1}, gate: {power: 2}, reason: x"), 'm.yaml:19: overrides[0].gate.power: got 2: input should be less'),
+    ("gate:", over("match: {path: v1}, gate: {missing: wrn}, reason: x"), "gate.missing: got the text 'wrn', wanted fail, warn"),
+    ("gate:", over("match: {path: v1}, gate: {alpha_confirm: 0.1}, reason: x"), 'overrides[0].gate.alpha_confirm: holds for the whole run'),
+    ("gate:", over("match: {path: v1}, gate: {}, reason: x"), 'm.yaml:19: overrides[0].gate: changes nothing'),
+    ("gate:", over("match: {}, gate: {power: 0.9}, reason: x"), 'm.yaml:19: overrides[0].match: names no axis'),
+    ("gate:", over("match: {paht: v1}, gate: {power: 0.9}, reason: x"), "overrides[0].match.paht: no axis 'paht'; did you mean 'path'?"),
+    ("gate:", over("match: {path: v1}, gate: {power: 0.9}, reason: ' '"), "reason: got the text ' ', wanted a sentence"),
+    ("gate:", over("match: {path: v1}, gate: {power: 0.9}"), 'm.yaml:19: overrides[0].reason: missing'),
+    ("gate:", over("match: {path: v1}, gaet: {power: 0.9}, reason: x"), "overrides[0].gaet: unknown key; did you mean 'gate'?"),
+    ("gate:", over("match: {path: masked}, gate: {power: 0.9}, reason: x"), 'm.yaml:19: overrides[0]: dead rule: {path: masked}'),
+    ("gate:", over(TWO), 'm.yaml:20: overrides[1].gate.power: cell fa2=on,path=v1,seq_len=128,workload=train: power is 0.8'),
+    ("gate:", alias("old: 'path=dense,seq_len=129,workload=train'"), "in this matrix; did you mean 'path=dense,seq_len="),
+    ("gate:", alias("old: 'path=dense,seq_len=129,workload=train'"), "m.yaml:19: aliases.old: no cell 'path=dense,seq_len=129"),
+    ("gate:", alias(f"'path=dense,seq_len=128,workload=train': '{CELL}'"), 'seq_len=128,workload=train: this cell still exists'),
+    ("gate:", alias(f"a: '{CELL}'", f"b: '{CELL}'"), f"m.yaml:20: aliases.b: {CELL} is the new name of a already"),
     ("name: demo", "name: demo\nname: other", "m.yaml:3: duplicate key 'name', first given in line 2"),
     ("fa2: [on, off]\n", "fa2: [on, off]\n  fa2: [on]\n", "m.yaml:10: duplicate key 'fa2', first given in line 9"),
     ("{gpu: none}", "{gpu: none, gpu: H100}", "m.yaml:3: duplicate key 'gpu'"),

@@ -20,12 +20,12 @@ from nsa.ops import sliding
 from nsa.ops.selected import PATHS
 from nsa.routing import BranchRoute, Path
 from nsa.settings import Setting, Settings
-from perfbench import measure, parity, physics, witness, workload
+from perfbench import measure, parity, physics, tuning, witness, workload
 from perfbench.clock import FakeClock
 from perfbench.job import Injection, Job
-from perfbench.measure import is_level
 from perfbench.result import Expect, Replicate, Status
 from perfbench.telemetry import FakeSampler, NullSampler, Sampler, Window
+from perfbench.timing import is_level
 from perfbench.workload import Workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
@@ -452,7 +452,8 @@ class CpuTimeClock:
     def now(self) -> float:
         return time.process_time()
 
-    def time_steps(self, step: Callable[[], None], steps: int) -> float:
+    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
+        assert between is None
         begin = time.process_time()
         for _ in range(steps):
             step()
@@ -493,3 +494,41 @@ def test_out_of_memory_passes_through(monkeypatch: pytest.MonkeyPatch, at: str) 
         monkeypatch.setattr(workload, "build", lambda asked: fails())
     with pytest.raises(torch.OutOfMemoryError, match="20.00 GiB"):
         run(job(proof=PROOF, measure={"samples": 100}))
+
+
+# What a row says of itself.
+
+
+def test_every_null_of_an_ok_row_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    for profiled in (True, False):
+        stub(monkeypatch)
+        monkeypatch.setattr(witness, "profile", lambda *_: builders.profile(gpu=False))
+        row = run(job(proof=PROOF, profile=profiled, measure={"warmup_s": 0.01}))
+        nulls = {name for name in Replicate.model_fields if getattr(row, name) is None}
+        assert row.status is Status.OK and nulls == set(row.absent), row.absent
+        assert {"cycles_per_step", "energy_j_per_token", "host_bound", "steady"} <= nulls and ("profile" in nulls) is not profiled
+        assert "no NVIDIA GPU" in row.absent["cycles_per_step"] and "shorter" not in row.absent["energy_j_per_token"]
+
+
+@pytest.mark.parametrize(("rising", "steady"), [(0.0, True), (0.01, False)])
+def test_whether_the_warm_up_ended_level_is_stored(monkeypatch: pytest.MonkeyPatch, rising: float, steady: bool) -> None:
+    stub(monkeypatch)
+    seconds = (STEP_S * (1 + rising * i) for i in itertools.count())
+    row = run(job(proof=PROOF, measure={"warmup_s": 0.25}), FakeClock(seconds))
+    assert row.steady is steady and "steady" not in row.absent
+
+
+def test_cycles_energy_and_choices_reach_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub(monkeypatch)
+    monkeypatch.setattr(tuning, "choices", lambda: {"nsa.ops.kernels.k[64]": "BLOCK: 64"})
+    seen = builders.telemetry(sm_clock_mhz=1280.0, energy_j=96.0, window_s=2.5)
+    row = run(job(proof=PROOF, measure={"samples": 3, "min_sample_ms": STEP_S * 1e3}), sampler=FakeSampler(seen))
+    assert row.cycles_per_step == 1280e6 / 128 and row.energy_j_per_token == 96 / (3 * 64)
+    assert row.tuned == {"nsa.ops.kernels.k[64]": "BLOCK: 64"}
+
+
+def test_a_row_without_a_speed_has_no_cycles_or_energy(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned, other = route_of(cell_of("v2")).branches, route_of(cell_of("v1")).branches
+    stub(monkeypatch, engages=lambda number: planned if number < 5 else other)
+    row = run(job(proof=PROOF), sampler=FakeSampler(builders.telemetry(window_s=3.0)))
+    assert row.status is Status.WRONG_PATH and row.cycles_per_step is None and row.energy_j_per_token is None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa import attention as nsa_attention
 from nsa import dense as nsa_dense
-from nsa import functional, selection
+from nsa import functional, layout, selection
 from nsa.config import ModelConfig, NSAConfig
 from nsa.ops import combine, compressed, sdpa, sliding
 from nsa.ops.positions import query_positions
@@ -34,7 +34,9 @@ Attend = Callable[..., Tensor]
 def prove(
     path: str = "v2", *, model: ModelConfig = TINY, train: bool = True, dtype: torch.dtype = torch.float32, **changes: Any
 ) -> ParityLine:
-    timed = route_of(cell_of(path, dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]), model)
+    """The proof of a cell of 64 tokens, or of ``tokens``."""
+    tokens = changes.setdefault("tokens", 64)
+    timed = route_of(cell_of(path, seq_len=tokens, dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]), model)
     fa2 = "n/a" if path in DENSE_KINDS else "off"
     values: dict[str, Any] = {"path": path, "fa2": fa2, "dtype": dtype, "device": "cpu", "train": train, "seed": 3}
     return parity.check(model, timed, **{**values, **changes})
@@ -48,7 +50,7 @@ def wrong(line: ParityLine) -> set[str]:
 
 @pytest.mark.parametrize("path", [*Path, "auto", "adaptive"])
 def test_every_path_is_proved(path: str) -> None:
-    line = prove(path)
+    line = prove(path, tokens=100)  # a few more than are all selected
     assert line.ok and wrong(line) == set(), line.worst
     assert set(line.tensors) == {"o", "blocks", "layer", *(f"d{name}" for name in INPUTS)}
     assert (line.tokens, line.rows, line.proved_in) == (TOKENS, 64, None)
@@ -316,7 +318,7 @@ def only_the_layer(line: ParityLine) -> bool:
 def test_rope_of_the_layer(monkeypatch: pytest.MonkeyPatch, path: str, fault: str) -> None:
     rotated: dict[str, Attend] = {
         "nothing rotated": lambda x, theta, *, kind: x,
-        "a turn too far": lambda x, theta, *, kind: rotate(x, theta * 1.001, kind=kind),
+        "a turn too far": lambda x, theta, *, kind: rotate(x, theta**1.001, kind=kind),
         "half for interleaved": lambda x, theta, *, kind: rotate(x, theta, kind="half"),
     }
     monkeypatch.setattr(nsa_dense if path == "dense" else nsa_attention, "rotate", rotated[fault])
@@ -325,7 +327,7 @@ def test_rope_of_the_layer(monkeypatch: pytest.MonkeyPatch, path: str, fault: st
 
 def test_rope_that_moves_all_positions_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only distances matter where keys are rotated before compression: what the proof must not depend on."""
-    monkeypatch.setattr(nsa_attention, "query_positions", lambda start, *rest: query_positions(start + 5, *rest))
+    monkeypatch.setattr(layout, "query_positions", lambda start, *rest: query_positions(start + 5, *rest))
     assert prove(train=False).ok
 
 
@@ -342,13 +344,13 @@ def test_branches_with_one_anothers_keys(monkeypatch: pytest.MonkeyPatch, order:
 
 @pytest.mark.parametrize("fault", ["order", "ungated", "one head's for all"])
 def test_gates_of_the_layer(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    function = nsa_attention.nsa_attention
+    attend_view = nsa_attention.attend_view
     spoil: Attend = {
         "order": lambda gates: gates.flip(-1),
         "ungated": torch.ones_like,
         "one head's for all": lambda gates: gates[:, :, :1].expand_as(gates),
     }[fault]
-    monkeypatch.setattr(nsa_attention, "nsa_attention", lambda *x, **options: function(*x[:4], spoil(x[4]), **options))
+    monkeypatch.setattr(nsa_attention, "attend_view", lambda q, gates, *x, **options: attend_view(q, spoil(gates), *x, **options))
     assert only_the_layer(prove(train=False))
 
 

@@ -1,0 +1,65 @@
+"""What `check` does: measure, judge by the stored baseline, and measure what looks slower again beside the baseline's commit."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfbench import session
+from perfbench.session import Outcome, RunOptions
+
+if TYPE_CHECKING:
+    from perfbench.baseline import Baseline
+    from perfbench.judgement import BaselineProblem, Judgement
+    from perfbench.policy import Policies
+
+
+def check(path: Path, options: RunOptions, baseline_path: Path | None, strict: bool, confirmed: bool) -> Outcome | None:
+    """None where the matrix skips this machine; ``confirmed`` False leaves what looks slower as WATCH."""
+    began = time.monotonic()
+    session.warn_of_baseline(path, baseline_path)
+    folder = session.measure(path, options)
+    if folder is None:
+        return None
+    outcome, found = session.screen(folder, baseline_path, strict)
+    if not confirmed or not outcome.judgement.to_confirm:
+        return outcome
+    left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
+    return replace(outcome, judgement=_confirmed(outcome, found, options, left_s))
+
+
+def _confirmed(outcome: Outcome, found: Baseline | BaselineProblem, options: RunOptions, left_s: float | None) -> Judgement:
+    from perfbench import environment, gate, recheck, settle
+    from perfbench.pair import Task
+    from perfbench.progress import progress_for
+
+    run, matrix, policy = outcome.run, session.matrix_of(outcome.run), session.policy_of(outcome.run)
+    if left_s is not None and left_s <= 0:
+        reason = "the budget is spent. Next: a larger --budget, with --resume"
+        return gate.conclude(outcome.judgement, None, None, policy, reason)
+    fit = environment.check_target(matrix.target)
+    ground = recheck.Ground(
+        fit,
+        session.capability_here(fit),
+        environment.collect(fit.device),
+        session.CHECKOUT,
+        progress_for(no_color=environment.no_color()),
+        session.say,
+    )
+    task = Task(matrix, [], settle.pairs_for(outcome.judgement, policy), run.manifest.seed, options.argv, run.manifest.injections, left_s)
+    told = recheck.confirm(run, outcome.folder, _commits(outcome.judgement.to_confirm, found, policy), task, ground)
+    if told.reason:
+        session.warn(f"not all is confirmed: {told.reason}")
+    return gate.conclude(outcome.judgement, told.base, told.candidate, policy, told.reason)
+
+
+def _commits(cells: list[str], found: Baseline | BaselineProblem, policy: Policies) -> dict[str, str | None]:
+    """Which commit the baseline of each cell was measured at, under its former name where it was renamed."""
+    from perfbench.judgement import BaselineProblem
+
+    known = {} if isinstance(found, BaselineProblem) else dict(found.cells)
+    former = {alias.cell_id: old for old, alias in policy.aliases.items()}
+    names = {cell_id: cell_id if cell_id in known else former.get(cell_id, cell_id) for cell_id in cells}
+    return {cell_id: known[name].commit if name in known else None for cell_id, name in names.items()}

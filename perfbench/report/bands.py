@@ -1,0 +1,47 @@
+"""Confidence of one cell's own speed: what the tables print behind ± and the plots draw as a band."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from perfbench import stats
+from perfbench.coverage import usable
+from perfbench.result import Replicate
+
+CONFIDENCE = 0.95
+Band = tuple[float, float]
+
+
+def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
+    """(low, high) of the geometric mean of tok/s, two-sided 95 %, for every cell whose noise is known.
+
+    The interval is of the processes of one night: another night adds its own luck. Variances of ln tok/s are moderated
+    within their family (host bound or not), as in the gate; one process alone has its family's.
+    """
+    logs: dict[str, list[float]] = {}
+    family: dict[str, bool | None] = {}
+    for cell_id in sorted(by_cell):
+        if good := usable(by_cell[cell_id]):
+            logs[cell_id] = stats.logs([row.tok_per_s for row in good if row.tok_per_s is not None])
+            known = [row.host_bound for row in good if row.host_bound is not None]
+            family[cell_id] = any(known) if known else None
+    own = {cell_id: (_variance(values), len(values) - 1.0) for cell_id, values in logs.items()}
+    priors = {kind: _prior([own[cell_id] for cell_id in own if family[cell_id] is kind]) for kind in (True, False, None)}
+    found = {}
+    for cell_id, values in logs.items():
+        variance, df = stats.moderated(*own[cell_id], priors[family[cell_id]])
+        if df > 0:
+            half = stats.t_quantile((1 + CONFIDENCE) / 2, df) * math.sqrt(variance / len(values))
+            middle = math.fsum(values) / len(values)
+            if half < 20:  # beyond it the band says nothing, and exp() overflows
+                found[cell_id] = (math.exp(middle - half), math.exp(middle + half))
+    return found
+
+
+def _variance(values: list[float]) -> float:
+    return stats.variance_of(values) if len(values) > 1 else 0.0
+
+
+def _prior(own: list[tuple[float, float]]) -> stats.Prior | None:
+    return stats.prior_of([variance for variance, _ in own], [df for _, df in own])

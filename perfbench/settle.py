@@ -1,0 +1,160 @@
+"""Stage 2: base and candidate measured interleaved in one night settle what the screen suspected."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from statistics import geometric_mean
+
+from perfbench import stats
+from perfbench.comparable import differences, ground_of
+from perfbench.coverage import rows_by_cell, usable
+from perfbench.hardgate import Ground, cell_findings
+from perfbench.judgement import CellVerdict, Finding, Judgement, summarise
+from perfbench.policy import GatePolicy, Policies
+from perfbench.reduced import Sides, side_of_rows
+from perfbench.result import PlannedCell, Replicate, Run
+from perfbench.speed import Outcome, confirm
+from perfbench.verdict import Verdict
+
+
+def conclude(
+    judgement: Judgement, base_run: Run | None, candidate_run: Run | None, policy: GatePolicy | Policies, reason: str = ""
+) -> Judgement:
+    """Settle every screened cell; only here a cell becomes REGRESSED.
+
+    Replicate r of ``base_run`` and of ``candidate_run`` are a pair, measured one after the other. Where a run is None the
+    screened cells stay WATCH with ``reason``, why there was no confirmation.
+    """
+    if not judgement.to_confirm:
+        return judgement
+    if base_run is None or candidate_run is None:
+        return unconfirmed(judgement, reason or "no confirmation was run")
+    return settle(judgement, base_run, candidate_run, Policies.over(policy), judgement.to_confirm)
+
+
+def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
+    """How many pairs of each screened cell to measure, for the one that needs most; to be decided before the first pair."""
+    policies, asked = Policies.over(policy), set(judgement.to_confirm)
+    wanted = [policies.whole.confirm_blocks]
+    for cell in judgement.cells:
+        if cell.cell_id in asked and cell.evidence:
+            one = cell.evidence[0]
+            sides = [stats.logs(values) for values in (one.base, one.candidate)]
+            planned = stats.planned_blocks(*sides, prior=one.prior, cells=len(asked), policy=policies.of(cell.cell_id))
+            wanted.append(stats.MAX_BLOCKS if planned is None else planned)
+    return max(wanted)
+
+
+def unconfirmed(judgement: Judgement, why: str) -> Judgement:
+    """The screened cells stay WATCH, and say why nothing confirms or clears them."""
+    open_ = set(judgement.to_confirm)
+    why = why.removeprefix("not confirmed: ")
+    cells = [replace(cell, reason=f"not confirmed: {why}; {cell.reason}") if cell.cell_id in open_ else cell for cell in judgement.cells]
+    return _again(judgement, cells)
+
+
+def settle(judgement: Judgement, base_run: Run, candidate_run: Run, policies: Policies, cell_ids: Collection[str]) -> Judgement:
+    """Judge ``cell_ids`` by the pairs of both runs, Holm over all of them; the other cells stay as they are."""
+    if changed := differences(ground_of(candidate_run.manifest), ground_of(base_run.manifest)):
+        return unconfirmed(judgement, f"base and candidate were not measured alike (base -> candidate): {changed}")
+    pairs = _Pairs(base_run, candidate_run, policies)
+    asked = [cell for cell in judgement.cells if cell.cell_id in set(cell_ids)]
+    read = {cell.cell_id: pairs.of(cell) for cell in asked}
+    sides = {cell_id: found for cell_id, found in read.items() if isinstance(found, Sides)}
+    outcomes = confirm(list(sides.values()))
+    cells = []
+    for cell in judgement.cells:
+        found = read.get(cell.cell_id)
+        if isinstance(found, CellVerdict):
+            cells.append(found)
+        elif isinstance(found, Sides):
+            outcome = outcomes[cell.cell_id]
+            cells.append(verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence)))
+        else:
+            cells.append(cell)
+    return _again(judgement, cells)
+
+
+def verdict_with(cell: CellVerdict, sides: Sides, outcome: Outcome, *, confirmed: bool = False) -> CellVerdict:
+    """``cell`` with the numbers of a comparison of its speed, of wall time unless another metric decided."""
+    wall = next((one for one in outcome.evidence if one.metric == "tok_per_s"), None)
+    base, candidate = (geometric_mean(side.tok_per_s) for side in (sides.base, sides.candidate))
+    change = wall.change_pct if wall is not None else round(100 * (candidate / base - 1), 9)
+    notes = tuple(sides.explained())
+    if sides.candidate.bimodal and outcome.verdict is not Verdict.UNSTABLE:
+        notes += (sides.candidate.bimodal,)
+    return CellVerdict(
+        cell_id=cell.cell_id,
+        axes=cell.axes,
+        verdict=outcome.verdict,
+        reason="; ".join([outcome.reason, *notes]),
+        base_tok_per_s=base,
+        cand_tok_per_s=candidate,
+        change_pct=change,
+        replicates=len(sides.candidate.tok_per_s),
+        spread_pct=spread_pct(sides.candidate.tok_per_s),
+        reproduce=cell.reproduce,
+        metric=outcome.metric,
+        screened=outcome.screened or cell.screened,
+        confirmed=confirmed,
+        evidence=outcome.evidence,
+        notes=notes,
+    )
+
+
+def spread_pct(speeds: tuple[float, ...]) -> float | None:
+    return None if len(speeds) < 2 else 100 * (max(speeds) - min(speeds)) / geometric_mean(speeds)
+
+
+class _Pairs:
+    """The rows of both runs by cell, each side with its own hard gates."""
+
+    def __init__(self, base: Run, candidate: Run, policies: Policies) -> None:
+        self._policies = policies
+        self._runs = (base, candidate)
+        self._planned = tuple({cell.cell_id: cell for cell in run.manifest.cells} for run in self._runs)
+        self._rows = tuple(rows_by_cell(run) for run in self._runs)
+        self._grounds = tuple(Ground.of(run) for run in self._runs)
+
+    def of(self, cell: CellVerdict) -> Sides | CellVerdict:
+        """Both sides of a cell, pair by pair; or its verdict where a side cannot be believed or compared."""
+        base, candidate = (planned.get(cell.cell_id) for planned in self._planned)
+        base_rows, rows = (found.get(cell.cell_id, []) for found in self._rows)
+        if base is None or candidate is None:
+            return _open(cell, f"the {'base' if base is None else 'candidate'} has no such cell")
+        if hard := self._hard(1, candidate, rows):
+            if hard.verdict is Verdict.MISSING:
+                return _open(cell, "the confirmation has no row of the candidate")
+            reason = f"while confirming: {hard.reason}"
+            return replace(cell, verdict=hard.verdict, reason=reason, cand_tok_per_s=None, change_pct=None, evidence=(), screened=False)
+        if hard := self._hard(0, base, base_rows):
+            return _open(cell, f"the base gave no speed to compare with ({hard.verdict.value}: {hard.reason})")
+        if base.config_sha256 != candidate.config_sha256:
+            return _open(cell, f"another config in the base ({base.config_sha256[:12]}, here {candidate.config_sha256[:12]})")
+        theirs, ours = ({row.replicate: row for row in usable(found)} for found in (base_rows, rows))
+        both = sorted(set(theirs) & set(ours))
+        if not both:
+            return _open(cell, f"no pair is left of {len(base_rows)} base and {len(rows)} candidate rows (throttled?)")
+        left = side_of_rows(base, [theirs[number] for number in both])
+        right = side_of_rows(candidate, [ours[number] for number in both])
+        profiled = [number for number in both if _device_time_s(theirs[number]) and _device_time_s(ours[number])]
+        left = replace(left, device_time_s=tuple(_device_time_s(theirs[number]) for number in profiled))
+        right = replace(right, device_time_s=tuple(_device_time_s(ours[number]) for number in profiled))
+        return Sides(cell.cell_id, self._policies.of(cell.cell_id), left, right)
+
+    def _hard(self, side: int, planned: PlannedCell, rows: list[Replicate]) -> Finding | None:
+        found = cell_findings(planned, rows, None, self._grounds[side])
+        return found[0] if found else None
+
+
+def _device_time_s(row: Replicate) -> float:
+    return 0.0 if row.profile is None else row.profile.device_time_s
+
+
+def _open(cell: CellVerdict, why: str) -> CellVerdict:
+    return replace(cell, verdict=Verdict.WATCH, reason=f"not confirmed: {why}; {cell.reason}")
+
+
+def _again(judgement: Judgement, cells: list[CellVerdict]) -> Judgement:
+    return summarise(cells, judgement.findings, judgement.policy, judgement.strict, judgement.baseline, judgement.notes)

@@ -1,0 +1,114 @@
+"""What `perfbench trace` does: one cell of a run that exists, traced again with the code that its manifest names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from nsa.config import nearest_name
+from perfbench import session
+from perfbench.verdict import Exit, PerfbenchError
+
+if TYPE_CHECKING:
+    from perfbench.checkout import Side
+    from perfbench.recheck import Ground
+    from perfbench.result import Run, Source
+    from perfbench.trace import Version
+
+Which = Literal["a", "b", "both"]
+
+
+def trace(run_path: Path, cell_id: str, *, out: Path | None = None, side: Which | None = None, as_json: bool = False) -> tuple[str, Exit]:
+    """The text to print, and FAILED where a side that was asked for could not be traced. By default every side that there is.
+
+    Side b is the run itself, or the candidate of a pair; side a the base of a pair, or of what `check` confirmed. Files go
+    to ``out``, by default the run's ``traces``.
+    """
+    from perfbench import trace as tracing
+    from perfbench.tracediff import TraceDiff
+
+    runs = _runs(run_path, cell_id)
+    wanted = _wanted(side, runs, run_path)
+    run = runs["b"] if "b" in runs else runs["a"]
+    ground = _ground(run)
+    folder = out or session.folder_of(run_path) / tracing.FOLDER
+    sitting = tracing.Tracing(session.matrix_of(run), ground, run.manifest.seed, folder, folder, run.manifest.injections)
+    found = {name: tracing.trace_side(_version(name, runs[name].manifest.source, ground), [cell_id], sitting)[cell_id] for name in wanted}
+    if sitting.stopped:
+        raise PerfbenchError(Exit.INTERRUPTED, "interrupted. Next: run it again; a trace takes one step")
+    diff = TraceDiff(cell_id=cell_id, base=found.get("a"), candidate=found.get("b"))
+    text = json.dumps(diff.model_dump(mode="json"), indent=2) if as_json else diff.to_markdown()
+    return text, Exit.FAILED if diff.problems else Exit.OK
+
+
+def _runs(run_path: Path, cell_id: str) -> dict[str, Run]:
+    """Which runs hold the cell, by side; USAGE where none does."""
+    from perfbench import pair as pairs
+    from perfbench import recheck, runfile
+
+    folder = session.folder_of(run_path)
+    if pairs.is_pair(folder):
+        found = pairs.read(folder)
+        runs = {"a": found.base, "b": found.candidate}
+    else:
+        confirmed = [pairs.read(one).base for one in sorted((folder / recheck.FOLDER).glob("*")) if pairs.is_pair(one)]
+        bases = [base for base in confirmed if cell_id in _cells(base)]  # a cell is in one pair only
+        runs = {"b": runfile.read(run_path), **({"a": bases[0]} if bases else {})}
+    known = sorted({one for run in runs.values() for one in _cells(run)})
+    if cell_id not in known:
+        raise PerfbenchError(Exit.USAGE, f"got cell {cell_id!r}, which {run_path} does not have{nearest_name(cell_id, known)}")
+    return {name: run for name, run in runs.items() if cell_id in _cells(run)}
+
+
+def _cells(run: Run) -> set[str]:
+    return {cell.cell_id for cell in run.manifest.cells}
+
+
+def _wanted(side: Which | None, runs: dict[str, Run], run_path: Path) -> Sequence[str]:
+    wanted = sorted(runs) if side is None else ("a", "b") if side == "both" else (side,)
+    if missing := [name for name in wanted if name not in runs]:
+        has = f"{run_path} holds side {' and '.join(sorted(runs))} of this cell"
+        step = "leave --side away, or name the folder of a `perfbench ab` or of a `check` that confirmed"
+        raise PerfbenchError(Exit.USAGE, f"got --side {side}, wanted one that is there, and {has}, not {missing[0]}. Next: {step}")
+    return wanted
+
+
+def _ground(run: Run) -> Ground:
+    from perfbench import environment
+    from perfbench.progress import SilentProgress
+    from perfbench.recheck import Ground
+
+    fit = environment.check_target(session.matrix_of(run).target)
+    if fit.warning:
+        session.warn(fit.warning)
+    if fit.skip:
+        raise PerfbenchError(Exit.ENVIRONMENT, "the run's matrix skips this machine. Next: trace where it was measured")
+    here = environment.collect(fit.device)
+    return Ground(fit, session.capability_here(fit), here, session.CHECKOUT, SilentProgress(), session.say)
+
+
+def _version(side: str, wanted: Source, ground: Ground) -> Version:
+    """The code that a manifest names: this checkout where git says so, else a checkout of its commit."""
+    from perfbench import checkout
+    from perfbench.source import source
+    from perfbench.trace import Version
+
+    repository, here = ground.repository, source(ground.repository)
+    if here.commit is not None and (here.commit, here.dirty_sha256) == (wanted.commit, wanted.dirty_sha256):
+        return Version(side, "this checkout", lambda: checkout.own_side(repository, here))
+    if here.commit is None and side == "b":
+        session.warn(f"the run's code is taken to be this checkout, which git cannot prove: {here.reason}")
+        return Version(side, "this checkout, not proved", lambda: checkout.own_side(repository, wanted))
+    return Version(side, (wanted.commit or "unknown code")[:12], lambda: _committed(wanted, repository))
+
+
+def _committed(wanted: Source, repository: Path) -> AbstractContextManager[Side]:
+    from perfbench import checkout
+
+    if wanted.commit is None or wanted.dirty_sha256 is not None:
+        got = "changes that were never committed" if wanted.commit else "a run of unknown code"
+        raise checkout.CannotBuild(f"got {got}, wanted a commit that can be checked out. Next: commit, and measure again")
+    return checkout.side(wanted.commit, repository)

@@ -1,0 +1,92 @@
+"""What `ab` and `compare` do: two versions of the code, measured in turns, or two runs that are there already."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfbench import session
+from perfbench.session import Outcome, RunOptions
+from perfbench.verdict import Exit, PerfbenchError
+
+if TYPE_CHECKING:
+    from perfbench.result import Run
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What `ab` is asked to compare: two revisions or folders; ``blocks`` None is the policy's own number."""
+
+    base: str
+    candidate: str
+    blocks: int | None = None
+
+
+def ab(path: Path, versions: Versions, options: RunOptions, strict: bool) -> Outcome | None:
+    """Measure both versions in turns and judge the second by the first; None where the matrix skips this machine.
+
+    The outcome's run is that of side b; its folder holds ``a/``, ``b/`` and the report.
+    """
+    from perfbench import ab as interleaved
+    from perfbench import checkout, environment, sideplan
+    from perfbench import matrix as matrices
+    from perfbench import pair as pairs
+    from perfbench.progress import progress_for
+
+    matrix = matrices.load(path)
+    fit = environment.check_target(matrix.target)
+    if fit.warning:
+        session.warn(fit.warning)
+    if fit.skip:
+        return None
+    only = options.only
+    if options.resume is not None:
+        if options.inject:
+            raise PerfbenchError(Exit.USAGE, "--inject cannot join a pair that has begun. Next: leave --resume away")
+        only = only or pairs.read(options.resume).candidate.manifest.only
+    seed = secrets.randbelow(2**31) if options.seed is None else options.seed
+    blocks = versions.blocks or matrix.gate.confirm_blocks
+    task = pairs.Task(matrix, only, blocks, seed, options.argv, options.inject, options.budget_s)
+    here, capability = environment.collect(fit.device), session.capability_here(fit)
+    with checkout.side(versions.base, session.CHECKOUT) as a, checkout.side(versions.candidate, session.CHECKOUT) as b:
+        plans = sideplan.plan_of(a, matrix, only, capability), sideplan.plan_of(b, matrix, only, capability)
+        folder = options.resume or pairs.new_folder(options.out, here, b.source.commit)
+        with interleaved.prepared(fit, (a, b)) as executors:
+            found = interleaved.interleave(
+                task,
+                (a, b),
+                plans,
+                executors,
+                folder=folder,
+                environment=here,
+                progress=progress_for(no_color=environment.no_color()),
+                resume=options.resume is not None,
+            )
+    return _judged(found.base, found.candidate, found.folder, strict)
+
+
+def compare(base: Path, candidate: Path | None, strict: bool) -> Outcome:
+    """Judge one run by another, or both sides of one `ab` folder; pairs count only between the two sides of one `ab`."""
+    from perfbench import pair as pairs
+    from perfbench import runfile
+
+    if candidate is None:
+        if not pairs.is_pair(base):
+            raise PerfbenchError(Exit.USAGE, f"got one run, {base}, and wanted two, or the folder of a `perfbench ab`. Next: name CAND too")
+        found = pairs.read(base)
+        return _judged(found.base, found.candidate, base, strict)
+    for one in (base, candidate):
+        if one.is_dir() and pairs.is_pair(one):
+            raise PerfbenchError(Exit.USAGE, f"got {one}, which holds two runs, beside another. Next: name {one / 'a'} or {one / 'b'}")
+    return _judged(runfile.read(base), runfile.read(candidate), session.folder_of(candidate), strict)
+
+
+def _judged(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
+    from perfbench import pair as pairs
+    from perfbench.compare import judge
+
+    policy = session.policy_of(candidate)
+    judgement = judge(base, candidate, policy, paired=pairs.are_paired(base, candidate), strict=strict)
+    return Outcome(candidate, judgement, folder)

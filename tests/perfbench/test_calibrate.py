@@ -1,0 +1,167 @@
+"""The certificate against known noise, and the calibration of runs whose noise was put in."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from perfbench import certify, nullsim, stats
+from perfbench.axes import Cell
+from perfbench.calibrate import as_json, calibrate, render
+from perfbench.certify import Effort, Rate, uniformity
+from perfbench.policy import GatePolicy
+from perfbench.result import Run
+from perfbench.verdict import Exit, PerfbenchError
+from tests.perfbench.builders import environment, make_run, planned_cell, replicate, small_run, speed_of, with_manifest, with_rows
+
+POLICY = GatePolicy()
+LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
+
+
+@pytest.fixture(autouse=True)
+def _few_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certify, "WORLDS", nullsim.WORLDS[:1])
+
+
+def noisy(run_id: str, luck: random.Random, *, replicates: int = 6, within: float = 0.01, night: float = 0.02, cells: int = 12) -> Run:
+    """One start: every cell with a luck of its own for the night, every process with its own."""
+    planned = [planned_cell(Cell("train", 1024 * (i + 1), "dense", "auto")) for i in range(cells)]
+    rows = []
+    for cell in planned:
+        speed = speed_of(cell) * (1 + luck.gauss(0, night))
+        for n in range(replicates):
+            rows.append(replicate(cell, n, tok_per_s=speed * (1 + luck.gauss(0, within)), host_bound=False))
+    return with_manifest(with_rows(make_run(planned, replicates=replicates), rows), run_id=run_id)
+
+
+def saved(folder: Path, runs: Sequence[Run]) -> list[Path]:
+    paths = []
+    for number, run in enumerate(runs):
+        path = folder / f"{number}.jsonl"
+        path.write_text("".join(record.model_dump_json() + "\n" for record in (run.manifest, *run.replicates)), encoding="utf-8")
+        paths.append(path)
+    return paths
+
+
+def test_bounds_of_clopper_and_pearson() -> None:
+    """The design's own numbers: 2,996 silent nights claim 0.1 %, 299 caught drops claim 99 %; 3 of 10 from a printed table."""
+    assert Rate(0, 2995).upper < 0.001001 and Rate(0, 2900).upper > 0.001
+    assert Rate(299, 299).lower == pytest.approx(0.99, abs=1e-4)
+    assert (Rate(3, 10).lower, Rate(3, 10).upper) == (pytest.approx(0.0873, abs=1e-4), pytest.approx(0.6066, abs=1e-4))
+    assert (Rate(0, 5).lower, Rate(5, 5).upper) == (0.0, 1.0)
+
+
+def test_uniformity_tells_a_uniform_sample_from_another() -> None:
+    even = [(i + 0.5) / 1000 for i in range(1000)]
+    assert uniformity(even)[0] == pytest.approx(0.0005) and uniformity(even)[1] > 0.999
+    assert uniformity([p * p for p in even])[1] < 1e-6
+
+
+def test_abba_puts_each_side_first_in_turn() -> None:
+    assert nullsim.abba(4) == ([0, 3, 4, 7], [1, 2, 5, 6])
+
+
+def test_the_rule_keeps_its_two_promises_on_gpu_bound_cells() -> None:
+    """Few nights, so with room; the report has the many."""
+    world = nullsim.WORLDS[0]
+    null = nullsim.simulate(world, POLICY, nights=40, seed=(7, 0))
+    drops = nullsim.simulate(world, POLICY, nights=80, seed=(7, 1), drop_pct=3.0)
+    assert sum(tally.nights for tally in null.values()) == 480
+    assert sum(tally.outcomes["REGRESSED"] for tally in null.values()) == 0
+    found = [tally.outcomes["REGRESSED"] / tally.nights for tally in drops.values()]
+    assert min(found) > 0.95 and sum(found) / 3 > 0.98
+    assert all(tally.significant < 0.9 * tally.nights for tally in drops.values())  # what significance alone would have looked at
+
+
+def test_a_screen_by_significance_alone_would_miss_the_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate can fail: with the usual screen it does."""
+    monkeypatch.setattr(stats, "screened", lambda comparison, policy: comparison.p_slower < policy.alpha_screen)
+    drops = nullsim.simulate(nullsim.WORLDS[0], POLICY, nights=40, seed=(7, 1), drop_pct=3.0)
+    assert sum(tally.outcomes["REGRESSED"] for tally in drops.values()) < 0.9 * sum(tally.nights for tally in drops.values())
+
+
+def test_host_bound_cells_are_blind_and_never_red() -> None:
+    world = next(world for world in nullsim.WORLDS if world.name == "host bound")
+    for tally in nullsim.simulate(world, POLICY, nights=5, seed=(1,), drop_pct=3.0).values():
+        assert tally.outcomes["BLIND"] > 0.8 * tally.nights and tally.outcomes["REGRESSED"] == 0
+
+
+def test_a_night_is_judged_alone_when_the_family_is_one_cell() -> None:
+    base = [[0.0, 0.001, -0.001, 0.002, -0.002]]
+    slower = [[x - 0.1 for x in base[0]]]
+    pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_BLOCKS)]]
+    (judged,) = nullsim.judge_night(base, slower, (pairs, [[x - 0.1 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]), 0.0, POLICY)
+    assert judged.outcome == "REGRESSED" and judged.screened and judged.blocks == POLICY.confirm_blocks
+
+
+def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
+    luck = random.Random(5)
+    paths = saved(tmp_path, [noisy(f"run-{n}", luck) for n in range(4)])
+    found = calibrate(paths, seed=1, policy=POLICY, effort=LITTLE)
+    assert found.starts == 4 and {cell.starts for cell in found.cells} == {4} and {cell.within_df for cell in found.cells} == {20}
+    moderated = [cell.moderated_sd_pct for cell in found.cells if cell.moderated_sd_pct is not None]
+    assert len(moderated) == 12 and sum(moderated) / 12 == pytest.approx(1.0, rel=0.15)
+    assert found.night_sd_pct["GPU bound"] == pytest.approx(2.0, rel=0.35)
+    assert all(cell.blocks is not None and cell.judged_drop_pct == 3 and cell.tolerance_pct == 1 for cell in found.cells)
+    assert found.screened.trials == 36 and found.red == Rate(0, 48)
+
+
+def test_a_restless_cell_is_blind_with_a_drop_that_it_can_judge(tmp_path: Path) -> None:
+    paths = saved(tmp_path, [noisy(f"run-{n}", random.Random(n), within=0.10) for n in range(2)])
+    found = calibrate(paths, seed=1, policy=POLICY, effort=LITTLE)
+    for cell in found.cells:
+        assert cell.blocks is None and cell.judged_drop_pct is not None and 6 < cell.judged_drop_pct < 20
+        assert cell.tolerance_pct == pytest.approx(cell.judged_drop_pct / 3)
+    assert "| BLIND |" in render(found)
+
+
+def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "calibration.md"
+    found = calibrate(saved(tmp_path, [noisy("only", random.Random(1))]), seed=1, policy=POLICY, out=out, effort=LITTLE)
+    text, data = out.read_text(), json.loads(out.with_suffix(".json").read_text())
+    assert found.night_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
+    assert "**The machine: 1 machine start** of" in text and "give more runs of the same commit" in text and "nan" not in text.lower()
+    assert data["certificate"]["seed"] == 1 and data["cells"][0]["night_sd_pct"] is None
+    assert data["certificate"]["null"][0]["red"]["upper"] == pytest.approx(Rate(0, 24).upper)
+
+
+def test_cards_of_one_run_are_starts_of_their_own(tmp_path: Path) -> None:
+    run = noisy("two-cards", random.Random(2))
+    rows = [row.model_copy(update={"device_uuid_sha256": "cd" * 32 if row.replicate > 2 else "ab" * 32}) for row in run.replicates]
+    assert calibrate(saved(tmp_path, [with_rows(run, rows)]), seed=1, policy=POLICY, effort=LITTLE).starts == 2
+
+
+def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
+    paths = saved(tmp_path, [noisy(f"run-{n}", random.Random(n)) for n in range(2)])
+    one, two = (calibrate(paths, seed=3, policy=POLICY, effort=LITTLE) for _ in range(2))
+    assert (as_json(one), render(one)) == (as_json(two), render(two))
+    other = calibrate(paths, seed=4, policy=POLICY, effort=LITTLE)
+    assert as_json(other) != as_json(one)
+
+
+def _refused(tmp_path: Path, runs: Sequence[Run], match: str) -> None:
+    with pytest.raises(PerfbenchError, match=match) as caught:
+        calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
+    assert caught.value.exit_code is Exit.USAGE and "\n" not in str(caught.value)
+
+
+def test_what_is_not_a_against_a_is_refused(tmp_path: Path) -> None:
+    run = small_run(replicates=3)
+    code = run.manifest.source.model_copy(update={"commit": "0" * 40})
+    _refused(tmp_path, [], "got no run")
+    _refused(tmp_path, [small_run(replicates=1)], "at most 1 usable replicates .* processes: 5")
+    _refused(tmp_path, [run, run], "named twice")
+    _refused(tmp_path, [run, with_manifest(run, run_id="b", source=code)], "needs the same code")
+    _refused(tmp_path, [run, with_manifest(run, run_id="b", environment=environment(torch="2.14.0"))], "another environment")
+    _refused(tmp_path, [with_manifest(run, injections=["slowdown=10%@all"])], "measure without --inject")
+
+
+def test_a_report_that_cannot_be_written_is_the_user_s_problem(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    paths = saved(tmp_path, [small_run(replicates=3)])
+    with pytest.raises(PerfbenchError, match="cannot be written"):
+        calibrate(paths, seed=1, policy=POLICY, out=tmp_path / "file" / "calibration.md", effort=LITTLE)

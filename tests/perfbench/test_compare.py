@@ -1,0 +1,67 @@
+"""Two runs against each other: pairs may be red, two nights may not, and a side that is not true is not compared."""
+
+from __future__ import annotations
+
+import pytest
+
+from perfbench import compare
+from perfbench.policy import GatePolicy
+from perfbench.result import Status
+from perfbench.verdict import Exit, Verdict
+from tests.perfbench import builders as b
+from tests.perfbench.edits import edit, fail, only_rows, reason_of, verdict_of
+
+POLICY = GatePolicy()
+TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
+
+
+@pytest.mark.parametrize("paired, verdict, exit_code", [(True, Verdict.REGRESSED, Exit.REGRESSED), (False, Verdict.WATCH, Exit.OK)])
+def test_only_pairs_show_a_regression(paired: bool, verdict: Verdict, exit_code: Exit) -> None:
+    base = b.small_run(replicates=8)
+    judgement = compare.judge(base, b.scale_rows(base, TRAIN, 0.95), POLICY, paired=paired)
+    assert (verdict_of(judgement, TRAIN), judgement.exit_code) == (verdict, exit_code)
+    assert judgement.baseline is not None and judgement.baseline.run_id == base.manifest.run_id
+    strict = compare.judge(base, b.scale_rows(base, TRAIN, 0.95), POLICY, paired=paired, strict=True)
+    assert strict.exit_code is (Exit.REGRESSED if paired else Exit.STRICT)
+
+
+def test_equal_pairs_are_the_same_and_all_cells_are_one_family() -> None:
+    base = b.small_run(replicates=8, noise=0.01)
+    judgement = compare.judge(base, base, POLICY, paired=True)
+    assert judgement.counts == {"SAME": 4} and judgement.exit_code is Exit.OK
+    assert all(cell.confirmed and cell.evidence[0].adjusted_p == 1 for cell in judgement.cells)
+    faster = compare.judge(base, b.scale_rows(base, TRAIN, 1.5), POLICY, paired=True)
+    assert verdict_of(faster, TRAIN) is Verdict.FASTER
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_hard_gates_hold_for_both_sides(paired: bool) -> None:
+    run = b.small_run(replicates=8)
+    wrong = compare.judge(run, edit(run, TRAIN, engaged={}), POLICY, paired=paired)
+    assert wrong.exit_code is Exit.WRONG_PATH
+    untrue = compare.judge(edit(run, TRAIN, parity=None), run, POLICY, paired=paired)
+    assert verdict_of(untrue, TRAIN) is Verdict.NEW and "the base's speed is not to be believed (PARITY" in reason_of(untrue, TRAIN)
+
+
+@pytest.mark.parametrize("paired", [True, False])
+def test_a_cell_that_one_side_lacks_has_its_name(paired: bool) -> None:
+    run = b.small_run(replicates=8)
+    fewer = b.with_manifest(only_rows(run, TRAIN, set()), cells=[c for c in run.manifest.cells if c.cell_id != TRAIN])
+    assert verdict_of(compare.judge(run, fewer, POLICY, paired=paired), TRAIN) is Verdict.MISSING
+    assert verdict_of(compare.judge(fewer, run, POLICY, paired=paired), TRAIN) is Verdict.NEW
+
+
+def test_a_base_without_any_speed_compares_nothing() -> None:
+    run = b.small_run()
+    broken = run
+    for cell in run.manifest.cells:
+        broken = fail(broken, cell.cell_id, Status.CRASH)
+    judgement = compare.judge(broken, run, POLICY, paired=True)
+    assert judgement.exit_code is Exit.BASELINE and "holds no usable speed" in judgement.headline
+
+
+def test_two_machines_are_incomparable_also_as_pairs() -> None:
+    run = b.small_run(replicates=8)
+    elsewhere = b.with_manifest(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(driver="1"))
+    judgement = compare.judge(run, elsewhere, POLICY, paired=True)
+    assert judgement.exit_code is Exit.ENVIRONMENT and verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE

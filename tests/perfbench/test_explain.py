@@ -1,0 +1,73 @@
+"""Explain: every number between the rows and the word, checked against arithmetic by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from perfbench import explain
+from perfbench.gate import BaselineProblem, conclude, judge
+from perfbench.policy import GatePolicy, Policies
+from perfbench.verdict import Exit, PerfbenchError, Verdict
+from tests.perfbench import builders as b
+from tests.perfbench.edits import edit
+
+POLICY = GatePolicy()
+TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
+
+
+def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
+    run = b.small_run(replicates=3)
+    planned = run.manifest.cells[0]
+    one = b.make_run([planned], replicates=3)
+    speeds = [990.0, 1000.0, 1012.0]
+    slow = b.change_rows(one, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=0.9 * speeds[row.replicate]))
+    base_run = b.change_rows(one, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=speeds[row.replicate]))
+    base = b.baseline_of(base_run)
+    text = explain.text(slow, judge(slow, base, POLICY), TRAIN, POLICY, base)
+    logs = [math.log(speed) for speed in speeds]
+    mean = sum(logs) / 3
+    sd = math.sqrt(sum((x - mean) ** 2 for x in logs) / 2)
+    error = sd * math.sqrt(2 / 3)
+    assert f"base: n 3, geometric mean {math.exp(mean):,.6g} tok/s" in text
+    assert f"change: ln {math.log(0.9):+.6f} = -10.00 % of speed" in text
+    assert f"sd within the sides: {sd:.6f} (df 4)" in text and f"standard error: {error:.6f} (df 4)" in text
+    assert f"t: {math.log(0.9) / error:+.4f}, p that it is no slower: " in text
+    assert "REGRESSED only after base and candidate were measured interleaved" in text
+    assert "Exit: 0 by this cell alone; 7 under --strict; 0 for the whole run." in text
+    assert f"perfbench run matrices/h100.yaml --only cell={TRAIN}" in text and text.startswith(f"{TRAIN}: WATCH\n")
+
+
+def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
+    run = b.small_run(replicates=8)
+    slow = b.scale_rows(run, TRAIN, 0.9)
+    base = b.baseline_of(run)
+    text = explain.text(slow, conclude(judge(slow, base, POLICY), run, slow, POLICY), TRAIN, POLICY, base)
+    assert text.startswith(f"{TRAIN}: REGRESSED") and "Pairs, tok_per_s" in text and "after Holm" in text
+    assert "Exit: 3 by this cell alone" in text and "interleaved with the candidate" in text
+
+
+def test_an_override_is_told_and_the_text_is_deterministic() -> None:
+    run = b.small_run()
+    base = b.baseline_of(run)
+    policies = Policies(POLICY, {TRAIN: POLICY.model_copy(update={"tolerance_pct": 5.0})})
+    first, second = (explain.text(run, judge(run, base, policies), TRAIN, policies, base) for _ in range(2))
+    assert first == second and "Policy (an override of the matrix): min_effect 3 %, tolerance 5 %" in first
+
+
+@pytest.mark.parametrize("verdict", [None, Verdict.NO_BASELINE, Verdict.WRONG_PATH])
+def test_a_cell_that_was_not_compared_says_so(verdict: Verdict | None) -> None:
+    run = edit(b.small_run(), TRAIN, engaged={}) if verdict is Verdict.WRONG_PATH else b.small_run()
+    base = BaselineProblem(verdict, "no baseline at x.json") if verdict is Verdict.NO_BASELINE else None
+    text = explain.text(run, judge(run, base, POLICY), TRAIN, POLICY, base)
+    assert "no speed would have changed this verdict" in text
+    assert ("never ran" in text) is (verdict is Verdict.WRONG_PATH)
+    assert ("no baseline at x.json" in text) is (verdict is Verdict.NO_BASELINE)
+
+
+def test_an_unknown_cell_names_the_nearest() -> None:
+    run = b.small_run()
+    with pytest.raises(PerfbenchError, match="did you mean") as caught:
+        explain.text(run, judge(run, None, POLICY), TRAIN.replace("2048", "2049"), POLICY, None)
+    assert caught.value.exit_code is Exit.USAGE

@@ -1,0 +1,122 @@
+"""Frozen work: its amounts by hand, its samples, its independence of the measured code, and one real child."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import statistics
+from types import MappingProxyType
+
+import pytest
+import torch
+
+from perfbench import measure as measures
+from perfbench import sentinels
+from perfbench.clock import FakeClock
+from perfbench.isolate import ForkServerExecutor
+from perfbench.job import SENTINEL_UNITS, Job, MeasureOptions
+from perfbench.result import Expect, Replicate, RouteLine, Status
+from perfbench.telemetry import FakeSampler
+from tests.perfbench import builders
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def job(name: str, device: str = "cpu") -> Job:
+    return Job(
+        cell_id=f"sentinel {name}",
+        replicate=2,
+        axes={},
+        config_sha256="",
+        model={},
+        measure=MeasureOptions(),
+        timeout_s=60.0,
+        plan=RouteLine(branches=[], counters=[]),
+        expect=Expect(),
+        device=device,
+        seed=0,
+        profile=False,
+        sentinel=name,
+    )
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same code on little work."""
+    monkeypatch.setattr(sentinels, "GEMM_SIZE", MappingProxyType({"cpu": 8}))
+    monkeypatch.setattr(sentinels, "COPY_BYTES", MappingProxyType({"cpu": 4096}))
+    monkeypatch.setattr(sentinels, "SDPA_BHTD", MappingProxyType({"cpu": (1, 2, 5, 8)}))
+
+
+def test_every_sentinel_has_a_unit_and_work() -> None:
+    assert list(SENTINEL_UNITS) == list(sentinels.WORKS) == ["gemm", "copy", "sdpa_frozen"]
+
+
+@pytest.mark.usefixtures("small")
+def test_the_amounts_by_hand() -> None:
+    assert sentinels.gemm("cpu").amount == 1024  # 8 x 8 dot products of 8 multiply-adds
+    assert sentinels.copy("cpu").amount == 8192
+    assert sentinels.sdpa_frozen("cpu").amount == 960  # 2 heads x 15 pairs x 8 dims x 2 products x 2
+
+
+def test_the_sizes_are_frozen() -> None:
+    """A change here makes every old sentinel incomparable: rename the sentinel instead."""
+    assert dict(sentinels.GEMM_SIZE) == {"cuda": 8192, "cpu": 2048}
+    assert dict(sentinels.COPY_BYTES) == {"cuda": 2**30, "cpu": 2**28}
+    assert dict(sentinels.SDPA_BHTD) == {"cuda": (2, 16, 8192, 128), "cpu": (1, 4, 1024, 64)}
+    assert dict(sentinels.DTYPE) == {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+def test_no_commit_of_the_measured_code_can_change_them() -> None:
+    tree = ast.parse((ROOT / "perfbench" / "sentinels.py").read_text())
+    named = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    named |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert not [name for name in named if name.partition(".")[0] == "nsa"]
+    assert {name for name in named if name.startswith("perfbench")} <= {f"perfbench.{m}" for m in ("clock", "job", "result", "telemetry")}
+
+
+@pytest.mark.usefixtures("small")
+def test_the_attention_is_causal_and_of_the_flash_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def watch(*args: object) -> torch.Tensor:
+        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        seen.extend([*args[:3], attend(*args)])  # type: ignore[arg-type]
+        return seen[-1]
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watch)
+    sentinels.sdpa_frozen("cpu").step()
+    q, k, v, o = seen
+    weights = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+    assert torch.allclose(o, weights @ v, atol=1e-5)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("name", "amount"), [("gemm", 1024), ("copy", 8192), ("sdpa_frozen", 960)])
+def test_a_row(name: str, amount: int) -> None:
+    """On a clock that counts: 13 steps of 1/256 s are the first 50 ms, six samples the first 0.3 s."""
+    told = builders.telemetry()
+    turns: list[str] = []
+    clock = FakeClock(1 / 256)
+    row = measures.measure(job(name), clock, FakeSampler(told), lambda: turns.append(f"at {clock.now() * 256:g} steps"))
+    assert row.status is Status.OK and row.telemetry == told and turns == ["at 1 steps"], "prepared, and then timed alone"
+    assert row.steps_per_sample == 13 and row.samples_s == [1 / 256] * 6
+    assert row.tok_per_s == amount * 256 and clock.now() * 256 == 1 + 77 + 6 * 13
+    assert (row.cell_id, row.replicate, row.parity, row.route) == (f"sentinel {name}", 2, None, None)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_slow_step_has_three_samples() -> None:
+    row = measures.measure(job("gemm"), FakeClock(2.0), FakeSampler(builders.telemetry()))
+    assert row.steps_per_sample == 1 and row.samples_s == [2.0] * 3 and row.tok_per_s == 512
+
+
+def test_in_a_child_of_its_own() -> None:
+    with ForkServerExecutor(cwd=ROOT) as executor:
+        row: Replicate = executor.execute(job("sdpa_frozen"))
+    assert row.status is Status.OK, row
+    assert row.tok_per_s == pytest.approx(4 * 4 * 64 * 524_800 / statistics.median(row.samples_s))
+    assert 1e8 < row.tok_per_s < 1e13 and row.steps_per_sample * min(row.samples_s) > 0.01
+    assert row.telemetry is not None and "no GPU" in row.telemetry.absent["power_w"]
