@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from urllib.parse import quote
 
 from nsa.config import nearest_name
@@ -124,7 +125,12 @@ class Cell:
     def cell_id(self) -> str:
         """``axis=value`` in sorted order, defaults left out: an axis added later renames nothing."""
         named = {k: v for k, v in self.axes().items() if v != AXES[k].default and v != NOT_APPLICABLE}
-        return ",".join(f"{key}={quote(str(named[key]), safe='')}" for key in sorted(named))
+        return ",".join(f"{key}={_encoded(named[key])}" for key in sorted(named))
+
+
+@lru_cache(maxsize=8192)  # a large matrix asks for the same few values a hundred thousand times
+def _encoded(value: Value) -> str:
+    return quote(str(value), safe="")
 
 
 @dataclass(frozen=True, slots=True)

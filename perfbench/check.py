@@ -13,7 +13,9 @@ from perfbench.session import Outcome, RunOptions
 if TYPE_CHECKING:
     from perfbench.baseline import Baseline
     from perfbench.judgement import BaselineProblem, Judgement
+    from perfbench.matrix import Matrix
     from perfbench.policy import Policies
+    from perfbench.recheck import Ground
 
 
 def check(path: Path, options: RunOptions, baseline_path: Path | None, strict: bool, confirmed: bool) -> Outcome | None:
@@ -24,35 +26,48 @@ def check(path: Path, options: RunOptions, baseline_path: Path | None, strict: b
     if folder is None:
         return None
     outcome, found = session.screen(folder, baseline_path, strict)
-    if not confirmed or not outcome.judgement.to_confirm:
-        return outcome
-    left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
-    return replace(outcome, judgement=_confirmed(outcome, found, options, left_s))
+    if confirmed and outcome.judgement.to_confirm:
+        left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
+        outcome = replace(outcome, judgement=_confirmed(outcome, found, options, left_s))
+    _trace_reds(outcome, found)
+    return outcome
+
+
+def _trace_reds(outcome: Outcome, found: Baseline | BaselineProblem) -> None:
+    """Leaves trace.json beside the run; starts nothing where nothing is red."""
+    from perfbench import trace
+
+    red = [cell.cell_id for cell in outcome.judgement.of(*trace.RED)]
+    if red:
+        matrix = session.matrix_of(outcome.run)
+        bases = _commits(red, found, session.policy_of(outcome.run))
+        trace.on_red(outcome.judgement, trace.Sides(outcome.run, matrix, _ground(matrix), bases), outcome.folder)
 
 
 def _confirmed(outcome: Outcome, found: Baseline | BaselineProblem, options: RunOptions, left_s: float | None) -> Judgement:
-    from perfbench import environment, gate, recheck, settle
+    from perfbench import gate, recheck, settle
     from perfbench.pair import Task
-    from perfbench.progress import progress_for
 
     run, matrix, policy = outcome.run, session.matrix_of(outcome.run), session.policy_of(outcome.run)
     if left_s is not None and left_s <= 0:
         reason = "the budget is spent. Next: a larger --budget, with --resume"
         return gate.conclude(outcome.judgement, None, None, policy, reason)
-    fit = environment.check_target(matrix.target)
-    ground = recheck.Ground(
-        fit,
-        session.capability_here(fit),
-        environment.collect(fit.device),
-        session.CHECKOUT,
-        progress_for(no_color=environment.no_color()),
-        session.say,
-    )
+    ground = _ground(matrix)
     task = Task(matrix, [], settle.pairs_for(outcome.judgement, policy), run.manifest.seed, options.argv, run.manifest.injections, left_s)
     told = recheck.confirm(run, outcome.folder, _commits(outcome.judgement.to_confirm, found, policy), task, ground)
     if told.reason:
         session.warn(f"not all is confirmed: {told.reason}")
     return gate.conclude(outcome.judgement, told.base, told.candidate, policy, told.reason)
+
+
+def _ground(matrix: Matrix) -> Ground:
+    from perfbench import environment
+    from perfbench.progress import progress_for
+    from perfbench.recheck import Ground
+
+    fit = environment.check_target(matrix.target)
+    here, progress = environment.collect(fit.device), progress_for(no_color=environment.no_color())
+    return Ground(fit, session.capability_here(fit), here, session.CHECKOUT, progress, session.say)
 
 
 def _commits(cells: list[str], found: Baseline | BaselineProblem, policy: Policies) -> dict[str, str | None]:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -163,10 +163,28 @@ def explain(
 
 
 @app.command()
+def trace(
+    run: opt.TraceArg,
+    cell: opt.CellArg,
+    out: opt.TraceOut = None,
+    side: opt.TraceSide = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Profile one step of one cell, on every side of a run."""
+    from perfbench import tracecommand
+
+    text, code = tracecommand.trace(run, cell, out=out, side=side, as_json=as_json)
+    _say(text)
+    raise typer.Exit(code)
+
+
+@app.command()
 def calibrate(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one matrix and one machine.")],
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the permutations.")] = 0,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where the report is written too.", show_default=False)] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="PATH", help="Where the report goes too: a folder or a .md file.", show_default=False)
+    ] = None,
 ) -> None:
     """Certify the gate on stored runs."""
     from perfbench import session
@@ -210,7 +228,7 @@ def baseline_promote(
 
 
 @app.command()
-def schema(kind: Annotated[Literal["matrix", "result"], typer.Argument(help="A matrix file, or one line of a run.jsonl.")]) -> None:
+def schema(kind: opt.SchemaKind) -> None:
     """Print the JSON Schema of a file format."""
     from perfbench import session
 
@@ -218,11 +236,11 @@ def schema(kind: Annotated[Literal["matrix", "result"], typer.Argument(help="A m
 
 
 @app.command()
-def doctor(as_json: opt.Json = False) -> None:
-    """Say what a run would find on this machine."""
+def doctor(log: opt.DoctorLog = None, gpu: opt.DoctorGpu = None, as_json: opt.Json = False) -> None:
+    """Say what a run would find on this machine, or what went wrong in one."""
     from perfbench import session
 
-    text, code = session.doctor(as_json)
+    text, code = session.doctor(as_json, log, gpu)
     _say(text)
     raise typer.Exit(code)
 
@@ -231,10 +249,14 @@ def _finish(outcome: Outcome | None, as_json: bool, out: Path | None = None, wri
     """Print the verdict, write the report, leave with the verdict's exit code; None is a machine that the matrix skips."""
     if outcome is None:
         raise typer.Exit(Exit.OK)
+    from perfbench import github
+
     files = outcome.write_report(out) if write else []
     _say(outcome.to_json() if as_json else outcome.table())
     for file in files:
         typer.echo(f"perfbench: wrote {file}", err=True)
+    for line in github.announce(outcome.judgement, next((file for file in files if file.name == "report.md"), None)):
+        typer.echo(line, err=True)  # stdout is data
     raise typer.Exit(outcome.judgement.exit_code)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -43,6 +43,25 @@ PairOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the f
 PairResume = Annotated[Path | None, typer.Option("--resume", metavar="PAIR", help="Go on with this folder; its finished pairs stay.")]
 PairInject = Annotated[
     list[str] | None, typer.Option("--inject", metavar="FAULT@CELL", help="As for `run`; the fault goes to side b alone.")
+]
+
+SchemaKind = Annotated[
+    Literal["matrix", "result", "verdict"], typer.Argument(help="A matrix file, one line of a run.jsonl, or a verdict.json.")
+]
+DoctorLog = Annotated[
+    Path | None,
+    typer.Option("--log", metavar="PATH", help="A run folder, a run.jsonl or a training log to look at too.", show_default=False),
+]
+DoctorGpu = Annotated[
+    str | None, typer.Option("--gpu", metavar="ID", help="Instead of CUDA_VISIBLE_DEVICES, spelled like it.", show_default=False)
+]
+TraceArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or the folder of a `perfbench ab`, which holds both sides.")]
+CellArg = Annotated[str, typer.Argument(metavar="CELL", help="A cell's id, as the report shows it.")]
+TraceOut = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Where the timelines go; the run's traces/ by default.", show_default=False)
+]
+TraceSide = Annotated[
+    Literal["a", "b", "both"] | None, typer.Option("--side", help="a: the base, b: the run; all there are by default.", show_default=False)
 ]
 
 

@@ -76,11 +76,11 @@ def diff(base: Kernels, candidate: Kernels) -> list[Change]:
 def summary(base: Kernels, candidate: Kernels) -> list[str]:
     """Sentences on the whole step: time, launches, host syncs, and every autotuner that chose differently."""
     what = "device time" if candidate.device == "cuda" else "operators' time"
-    lines = [f"{what} {_ms(base.total_s)} -> {_ms(candidate.total_s)}{_change_of(base.total_s, candidate.total_s)}"]
+    lines = [f"{what} {_ms(candidate.total_s)}, was {_ms(base.total_s)}{_change_of(base.total_s, candidate.total_s)}"]
     calls = "launches" if candidate.device == "cuda" else "operator calls"
-    lines.append(f"{calls} {base.launches:,} -> {candidate.launches:,}")
+    lines.append(f"{calls} {candidate.launches:,}, were {base.launches:,}")
     if base.host_syncs is not None or candidate.host_syncs is not None:
-        lines.append(f"host syncs {text.number(base.host_syncs, 9)} -> {text.number(candidate.host_syncs, 9)}")
+        lines.append(f"host syncs {text.number(candidate.host_syncs, 9)}, were {text.number(base.host_syncs, 9)}")
     for name in sorted(base.tuned.keys() | candidate.tuned.keys()):
         one, other = base.tuned.get(name, "nothing"), candidate.tuned.get(name, "nothing")
         if one != other:
@@ -188,8 +188,8 @@ def _row(change: Change, name: str) -> str:
 
 
 def _both(base: str | None, candidate: str | None) -> str:
-    """'24', or '12 → 24'; '-' where a side has none."""
-    return (base or text.NULL) if base == candidate else f"{base or text.NULL} → {candidate or text.NULL}"
+    """'24', or '12 -> 24'; '-' where a side has none."""
+    return (base or text.NULL) if base == candidate else f"{base or text.NULL} -> {candidate or text.NULL}"
 
 
 def _per_call_s(row: Kernel | None) -> float | None:

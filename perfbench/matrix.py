@@ -13,6 +13,7 @@ import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from nsa.config import ModelConfig
 from nsa.routing import DENSE_KINDS
@@ -203,8 +204,14 @@ def config_sha256(matrix: Matrix, cell: Cell) -> str:
 
 
 def _config_sha256(matrix: Matrix, cell_id: str) -> str:
-    what = {"model": matrix.model.sha256(), "cell": cell_id, "method_version": METHOD_VERSION}
+    what = {"model": _model_sha256(matrix.model), "cell": cell_id, "method_version": METHOD_VERSION}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _model_sha256(model: ModelConfig) -> str:
+    """Once a matrix, not once a cell: of 10,000 cells it took most of the planning."""
+    return model.sha256()
 
 
 def is_dense(cell: Cell) -> bool:

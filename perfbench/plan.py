@@ -6,6 +6,7 @@ Needs no GPU and no torch: the capability is probed by the caller, or assumed by
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from nsa import routing
@@ -75,8 +76,9 @@ def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Set
     return routing.plan(request, matrix.model, batch=cell.batch, tokens=cell.seq_len, dtype=dtype, capability=capability)
 
 
+@lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few
 def route_line(route: Route) -> RouteLine:
-    """The Route as the run file stores it."""
+    """The Route as the run file stores it; cells of one Route share the object."""
     return RouteLine(
         branches=[
             BranchLine(

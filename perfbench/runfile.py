@@ -22,6 +22,7 @@ from typing import Any, NoReturn, Self
 
 from pydantic import ValidationError
 
+from perfbench.axes import AXES
 from perfbench.result import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
 from perfbench.verdict import Exit, PerfbenchError
 
@@ -156,11 +157,35 @@ def _record(line: bytes, name: str, number: int) -> Record:
     if record is Manifest:
         _check_schema(data.get("schema_version"), name, number)
     try:
-        return record.model_validate(data)
+        found = record.model_validate(data)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or kind
         _fail(name, number, f"{place}: {first['msg']}; the line is damaged, restore the file or start a new run")
+    if problem := _implausible(found):
+        _fail(name, number, f"{problem}; the line is damaged, restore the file or start a new run")
+    return found
+
+
+def _implausible(record: Record) -> str:
+    """What no run can have written although its shape is right; empty where there is nothing."""
+    if isinstance(record, Manifest):
+        return next(filter(None, (axes_problem(cell.axes) for cell in record.cells)), "")
+    if not isinstance(record, Replicate):
+        return ""
+    speed = record.tok_per_s
+    absurd = speed is not None and not 1e-12 < speed < 1e24  # beyond any machine; ratios of such overflow
+    return axes_problem(record.axes) or (f"tok_per_s is {speed:g}, the speed of no machine" if absurd else "")
+
+
+def axes_problem(axes: Mapping[str, str | int]) -> str:
+    """The first axis that is absent although it has no default, or of another type than its values; empty where all are right."""
+    for name, axis in AXES.items():
+        if name not in axes and axis.default is None:
+            return f"no axis {name}"
+        if name in axes and not isinstance(axes[name], axis.kind):
+            return f"axis {name} is {str(axes[name])[:60]!r}, wanted {axis.kind.__name__}"
+    return ""
 
 
 def _check_schema(schema: object, name: str, number: int) -> None:

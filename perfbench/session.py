@@ -48,16 +48,23 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run, what was judged of it, and where it lies."""
+    """A run, what was judged of it, where it lies, and what it was judged by: a baseline, or the base's own run."""
 
     run: Run
     judgement: Judgement
     folder: Path
+    baseline: Baseline | BaselineProblem | None = None
+    base_run: Run | None = None
 
     def write_report(self, out: Path | None = None) -> list[Path]:
-        from perfbench import report
+        """The report, its pictures, and for machines verdict.json and junit.xml."""
+        from perfbench import report, tracediff
+        from perfbench.report.beside import Beside
 
-        return report.render(self.run, self.judgement, out or self.folder)
+        traces = tracediff.to_markdown(tracediff.stored(self.folder))
+        beside = Beside.of(self.baseline, policy_of(self.run), base_run=self.base_run, traces=traces)
+        to = out or self.folder
+        return report.render(self.run, self.judgement, to, beside) + report.write_ci(self.run, self.judgement, to)
 
     def table(self) -> str:
         from perfbench import environment, report
@@ -68,7 +75,7 @@ class Outcome:
     def to_json(self) -> str:
         from perfbench import report
 
-        return json.dumps({"run_dir": str(self.folder), **report.to_json(self.judgement)}, indent=2)
+        return json.dumps({"run_dir": str(self.folder), **report.to_json(self.judgement, self.run)}, indent=2)
 
 
 def plan(path: Path, only: list[str], gpu: str | None, as_json: bool) -> str:
@@ -141,7 +148,7 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Ou
 
     run = runfile.read(run_path)
     found = baseline.read(baseline_path or _baseline_path(run))
-    return Outcome(run, gate.judge(run, found, policy_of(run), strict=strict), folder_of(run_path)), found
+    return Outcome(run, gate.judge(run, found, policy_of(run), strict=strict), folder_of(run_path), found), found
 
 
 def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
@@ -172,14 +179,15 @@ def explain(run_path: Path, cell_id: str, baseline_path: Path | None) -> str:
 
 
 def calibrate(run_paths: list[Path], seed: int, out: Path | None) -> str:
-    """Certify the gate on stored samples; the report also goes into ``out``."""
+    """Certify the gate on stored samples; the report also goes to ``out``, a file or the folder of calibration.md."""
     from perfbench import calibrate as calibrating
     from perfbench import runfile
     from perfbench.policy import GatePolicy
 
     files = [path / runfile.FILE_NAME if path.is_dir() else path for path in run_paths]
     policy = policy_of(runfile.read(files[0])).whole if files else GatePolicy()
-    return calibrating.render(calibrating.calibrate(files, seed=seed, policy=policy, out=out))
+    to = out / "calibration.md" if out is not None and out.is_dir() else out
+    return calibrating.render(calibrating.calibrate(files, seed=seed, policy=policy, out=to))
 
 
 def promote(run_path: Path, to: Path | None, allow_dirty: bool) -> str:
@@ -198,21 +206,25 @@ def show_baseline(path: Path, as_json: bool) -> str:
 
 
 def schema(kind: str) -> dict[str, Any]:
-    """JSON Schema of a matrix file, or of one line of a run file."""
+    """JSON Schema of a matrix file, of one line of a run file, or of verdict.json."""
     if kind == "matrix":
         return matrices.json_schema()
+    if kind == "verdict":
+        from perfbench import report
+
+        return report.verdict_schema()
     from pydantic import TypeAdapter
 
-    from perfbench.result import Manifest, Replicate, Resumed
+    from perfbench.result import Manifest, Replicate, Resumed, SentinelLine
 
-    return TypeAdapter(Manifest | Resumed | Replicate).json_schema()
+    return TypeAdapter(Manifest | Resumed | Replicate | SentinelLine).json_schema()
 
 
-def doctor(as_json: bool) -> tuple[str, Exit]:
-    """What a run would find here, and ENVIRONMENT where something is bad."""
+def doctor(as_json: bool, log: Path | None = None, gpu: str | None = None) -> tuple[str, Exit]:
+    """What a run would find here (and what ``log`` tells of one that was), and ENVIRONMENT where something is bad."""
     from perfbench import doctor as doctors
 
-    lines = doctors.diagnose(root=CHECKOUT)
+    lines = doctors.diagnose(CHECKOUT, log=log, gpu=gpu)
     text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else doctors.render_text(lines)
     return text, doctors.exit_code(lines)
 

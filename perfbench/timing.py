@@ -119,7 +119,7 @@ class Timed:
         if energy_j is None:
             return None, self.telemetry.absent.get("energy_j", "NVML gave no energy")
         if window_s < MIN_ENERGY_WINDOW_S:
-            return None, f"the window of {window_s:.2f} s is shorter than {MIN_ENERGY_WINDOW_S:g} s; raise measure.max_s"
+            return None, f"the timed window is shorter than {MIN_ENERGY_WINDOW_S:g} s; raise measure.max_s"
         if energy_j <= 0:
             return None, f"NVML's energy counter moved by {energy_j:g} J in {window_s:.2f} s"
         if self.flushed:

@@ -57,7 +57,7 @@ class TraceDiff(BaseModel):
 
     def to_markdown(self, top: int = 10) -> str:
         """Heading, totals, table, files and how to measure this cell again; a side that is missing is said."""
-        lines = [f"#### {text.escape(self.cell_id)}{f' ({self.verdict})' if self.verdict else ''}", ""]
+        lines = [f"### {text.escape(self.cell_id)}{f' ({self.verdict})' if self.verdict else ''}", ""]
         lines += [f"- not traced, {text.escape(problem)}" for problem in self.problems]
         base, candidate = self._tables()
         if base is not None and candidate is not None:

@@ -30,10 +30,11 @@ def ab(path: Path, versions: Versions, options: RunOptions, strict: bool) -> Out
     The outcome's run is that of side b; its folder holds ``a/``, ``b/`` and the report.
     """
     from perfbench import ab as interleaved
-    from perfbench import checkout, environment, sideplan
+    from perfbench import checkout, environment, sideplan, trace
     from perfbench import matrix as matrices
     from perfbench import pair as pairs
     from perfbench.progress import progress_for
+    from perfbench.recheck import Ground
 
     matrix = matrices.load(path)
     fit = environment.check_target(matrix.target)
@@ -64,7 +65,11 @@ def ab(path: Path, versions: Versions, options: RunOptions, strict: bool) -> Out
                 progress=progress_for(no_color=environment.no_color()),
                 resume=options.resume is not None,
             )
-    return _judged(found.base, found.candidate, found.folder, strict)
+    outcome = _judged(found.base, found.candidate, found.folder, strict)
+    ground = Ground(fit, capability, here, session.CHECKOUT, progress_for(no_color=environment.no_color()), session.say)
+    bases = dict.fromkeys((cell.cell_id for cell in outcome.judgement.cells), versions.base)
+    trace.on_red(outcome.judgement, trace.Sides(found.candidate, matrix, ground, bases, versions.candidate), found.folder)
+    return outcome
 
 
 def compare(base: Path, candidate: Path | None, strict: bool) -> Outcome:
@@ -89,4 +94,4 @@ def _judged(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
 
     policy = session.policy_of(candidate)
     judgement = judge(base, candidate, policy, paired=pairs.are_paired(base, candidate), strict=strict)
-    return Outcome(candidate, judgement, folder)
+    return Outcome(candidate, judgement, folder, base_run=base)

@@ -1,21 +1,55 @@
-"""Everything that is printed, rendered from a run and its judgement: Markdown, pictures, JSON, terminal. No clock, no torch."""
+"""Everything that is printed, rendered from a run and its judgement: Markdown, pictures, JSON, JUnit, GitHub, terminal.
+
+No clock, no torch; only `render`, `write_ci` and `append_summary` touch files.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from perfbench.judgement import Judgement
 from perfbench.result import Run
 
-__all__ = ["render", "terminal_table", "to_json"]
+if TYPE_CHECKING:
+    from perfbench.report.beside import Beside
+
+__all__ = ["append_summary", "github_commands", "render", "terminal_table", "to_json", "verdict_schema", "write_ci"]
 
 
-def render(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
+def render(run: Run, judgement: Judgement, out_dir: Path, beside: Beside | None = None) -> list[Path]:
     """Write report.md and its pictures into ``out_dir``; PerfbenchError(Exit.USAGE) where it cannot be written."""
     from perfbench.report.files import write
 
-    return write(run, judgement, out_dir)
+    return write(run, judgement, out_dir, beside)
+
+
+def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
+    """Write verdict.json and junit.xml into ``out_dir``; PerfbenchError(Exit.USAGE) where they cannot be written."""
+    from perfbench.report.files import write_ci
+
+    return write_ci(run, judgement, out_dir)
+
+
+def github_commands(judgement: Judgement) -> list[str]:
+    """GitHub's workflow commands for what is red or open, one a line, for stderr (stdout carries data)."""
+    from perfbench.report.github import commands
+
+    return commands(judgement)
+
+
+def append_summary(path: Path, report: str) -> str:
+    """Append report.md's text to GitHub's step summary; return why it could not be done, or an empty text."""
+    from perfbench.report.github import append_summary
+
+    return append_summary(path, report)
+
+
+def verdict_schema() -> dict[str, Any]:
+    """JSON Schema of verdict.json."""
+    from perfbench.report.verdictfile import verdict_schema
+
+    return verdict_schema()
 
 
 def terminal_table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False) -> str:
@@ -25,50 +59,8 @@ def terminal_table(run: Run, judgement: Judgement, *, width: int = 120, colour: 
     return table(run, judgement, width=width, colour=colour)
 
 
-def to_json(judgement: Judgement) -> dict[str, Any]:
-    """The judgement as plain JSON values; null where nothing was compared."""
-    return {
-        "exit_code": int(judgement.exit_code),
-        "headline": judgement.headline,
-        "strict": judgement.strict,
-        "counts": dict(judgement.counts),
-        "policy": judgement.policy.model_dump(mode="json"),
-        "baseline": _baseline(judgement),
-        "findings": [{"verdict": f.verdict.value, "reason": f.reason} for f in judgement.findings],
-        "notes": list(judgement.notes),
-        "cells": [
-            {
-                "cell_id": cell.cell_id,
-                "axes": dict(cell.axes),
-                "verdict": None if cell.verdict is None else cell.verdict.value,
-                "exit_code": int(cell.exit_code),
-                "reason": cell.reason,
-                "base_tok_per_s": cell.base_tok_per_s,
-                "cand_tok_per_s": cell.cand_tok_per_s,
-                "change_pct": cell.change_pct,
-                "replicates": cell.replicates,
-                "spread_pct": cell.spread_pct,
-                "metric": cell.metric,
-                "mde_pct": cell.mde_pct,
-                "screened": cell.screened,
-                "confirmed": cell.confirmed,
-                "notes": list(cell.notes),
-                "evidence": [one.to_json() for one in cell.evidence],
-                "reproduce": cell.reproduce,
-            }
-            for cell in judgement.cells
-        ],
-    }
+def to_json(judgement: Judgement, run: Run | None = None) -> dict[str, Any]:
+    """The judgement as plain JSON values, as in verdict.json; null where nothing was compared."""
+    from perfbench.report.verdictfile import data
 
-
-def _baseline(judgement: Judgement) -> dict[str, Any] | None:
-    base = judgement.baseline
-    if base is None:
-        return None
-    return {
-        "matrix_name": base.matrix_name,
-        "run_id": base.run_id,
-        "promoted_utc": base.promoted_utc,
-        "commit": base.commit,
-        "dirty": base.dirty,
-    }
+    return data(judgement, run)

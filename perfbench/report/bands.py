@@ -26,7 +26,7 @@ def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
             logs[cell_id] = stats.logs([row.tok_per_s for row in good if row.tok_per_s is not None])
             known = [row.host_bound for row in good if row.host_bound is not None]
             family[cell_id] = any(known) if known else None
-    own = {cell_id: (_variance(values), len(values) - 1.0) for cell_id, values in logs.items()}
+    own = {cell_id: (stats.variance_of(values), len(values) - 1.0) for cell_id, values in logs.items()}
     priors = {kind: _prior([own[cell_id] for cell_id in own if family[cell_id] is kind]) for kind in (True, False, None)}
     found = {}
     for cell_id, values in logs.items():
@@ -37,10 +37,6 @@ def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
             if half < 20:  # beyond it the band says nothing, and exp() overflows
                 found[cell_id] = (math.exp(middle - half), math.exp(middle + half))
     return found
-
-
-def _variance(values: list[float]) -> float:
-    return stats.variance_of(values) if len(values) > 1 else 0.0
 
 
 def _prior(own: list[tuple[float, float]]) -> stats.Prior | None:

@@ -46,6 +46,11 @@ class Beside:
         return cls(known, base_run, policies, renamed, traces)
 
     @property
+    def name(self) -> str:
+        """What the other side is called."""
+        return "the baseline" if self.base_run is None else "the base"
+
+    @property
     def ground(self) -> Mapping[str, object] | None:
         """Fingerprint and method of the other side."""
         if self.base_run is not None:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from perfbench.judgement import CellVerdict, Judgement, unproved
+from perfbench import stats
+from perfbench.judgement import Judgement, unproved
+from perfbench.report import machine, tables
+from perfbench.report import reds as red_cells
+from perfbench.report.beside import Beside
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
-from perfbench.report.text import NULL, block, cell_code, code, escape, fixed, number, plain, ratio, signed_pct
-from perfbench.result import Run
-from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
-
-# Column and whether it is right-aligned.
-HEADER = (
-    ("cell", False), ("tok/s", True), ("change", True), ("spread", True), ("x dense", True), ("% of floor", True), ("bound", False),
-    ("utilisation", True), ("memory, GiB", True), ("parity error / tolerance", True), ("verdict", False),
-    ("counters (calls while timing)", False),
-)  # fmt: skip
-MAX_IDS = 6  # cells named for one reason; the table has all
+from perfbench.report.text import NULL, block, cell_code, code, escape, plain
+from perfbench.result import Run, Source
+from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +29,14 @@ class Picture:
     why: str
 
 
-def text(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture]) -> str:
-    """The whole report as Markdown that GitHub renders."""
+def text(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], beside: Beside | None = None) -> str:
+    """The whole report as Markdown that GitHub renders; the same inputs, the same bytes."""
     import jinja2
 
     source = resources.files("perfbench.report").joinpath("report.md.j2").read_text(encoding="utf-8")
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters.update(md=escape, code=code, cell=cell_code, block=block)
-    rendered = environment.from_string(source).render(_context(run, judgement, rows, pictures))
+    rendered = environment.from_string(source).render(_context(run, judgement, rows, pictures, beside or Beside()))
     return _squeeze(rendered)
 
 
@@ -54,39 +49,58 @@ def _squeeze(rendered: str) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture]) -> dict[str, Any]:
-    elsewhere = (Verdict.INCOMPARABLE, Verdict.MISSING)  # many at once, with one reason: listed in groups
-    reds = [row for row in rows if row.cell.exit_code is not Exit.OK and row.cell.verdict not in elsewhere]
-    compared = judgement.baseline is not None
-    cells = [row.cell for row in rows]
+def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], beside: Beside) -> dict[str, Any]:
+    sentinel_head, sentinel_lines = machine.sentinels(run, judgement, beside)
     return {
         "manifest": run.manifest,
-        "environment": run.manifest.environment,
         "resumed": run.resumed,
         "torn": run.torn,
         "judgement": judgement,
         "light": _light(judgement),
-        "glance": _glance(run, judgement, rows),
-        "fastest": _fastest(rows),
-        "findings": [(finding.verdict.value, finding.reason) for finding in judgement.findings],
-        "missing": len(judgement.of(Verdict.MISSING)),
-        "reds": [_red(row) for row in _by_severity(reds) if row.cell.verdict is not Verdict.WRONG_PATH],
-        "violations": [_red(row) for row in reds if row.cell.verdict is Verdict.WRONG_PATH],
-        "warnings": _listed(cells, FAIL_UNDER_STRICT),
-        "incomparable": _listed(cells, (Verdict.INCOMPARABLE,)),
-        "new": _listed(cells, (Verdict.NEW, Verdict.MISSING)),
-        "faster": _listed(cells, (Verdict.FASTER,)),
-        "header": [column for column in HEADER if compared or column[0] != "change"],
-        "tables": _tables(rows, compared),
-        "nulls": [(column, reason, _ids(cells, len(rows))) for column, reason, cells in null_reasons(rows)],
+        "glance": _glance(run, judgement, rows, beside),
+        "machine": machine.facts(run, judgement, beside),
+        "sentinel_head": sentinel_head,
+        "sentinel_lines": sentinel_lines,
+        **_changed(run, judgement, rows, beside),
+        **_all_cells(rows, judgement),
         "pictures": pictures,
         "physics": _physics(rows),
         "excluded": [(str(one.get("cell_id", NULL)), str(one.get("reason", ""))) for one in run.manifest.excluded],
         "header_facts": _header(run),
         "argv": shlex.join(plain(part) for part in run.manifest.argv),
         "policy": judgement.policy,
+        "most_pairs": stats.MAX_BLOCKS,
         "paths": ", ".join(PATH_ORDER),
         "null": NULL,
+    }
+
+
+def _changed(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> dict[str, Any]:
+    """What is not as it was, by urgency."""
+    elsewhere = (Verdict.INCOMPARABLE, Verdict.MISSING)  # many at once, with one reason: listed in groups
+    failed = [row for row in rows if row.cell.exit_code is not Exit.OK and row.cell.verdict not in elsewhere]
+    reds = [red_cells.red(row, run, judgement, beside) for row in red_cells.by_severity(failed)]
+    return {
+        "findings": [(finding.verdict.value, finding.reason) for finding in judgement.findings],
+        "missing": len(judgement.of(Verdict.MISSING)),
+        "reds": [one for one in reds if one["verdict"] != Verdict.WRONG_PATH.value],
+        "violations": [one for one in reds if one["verdict"] == Verdict.WRONG_PATH.value],
+        "traces": beside.traces.strip("\n"),
+        "open": red_cells.open_cells(rows, run, judgement, beside),
+        "incomparable": tables.listed(rows, (Verdict.INCOMPARABLE,)),
+        "new": tables.listed(rows, (Verdict.NEW, Verdict.MISSING)),
+        "renamed": sorted(beside.renamed.items()),
+        "faster": tables.listed(rows, (Verdict.FASTER,)),
+    }
+
+
+def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
+    shown = tables.columns(rows, judgement.baseline is not None)
+    return {
+        "fastest": tables.fastest(rows),
+        "columns": shown,
+        "tables": tables.tables(rows, shown),
+        "nulls": [(column, reason, tables.ids(cells, len(rows))) for column, reason, cells in null_reasons(rows)],
     }
 
 
@@ -96,124 +110,58 @@ def _light(judgement: Judgement) -> str:
     return "🟡" if judgement.of(*FAIL_UNDER_STRICT) or judgement.findings else "🟢"
 
 
-def _glance(run: Run, judgement: Judgement, rows: list[Row]) -> list[tuple[str, str]]:
+def _glance(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> list[tuple[str, str]]:
     """The questions of a hurried reader, answered in a line each; every value is Markdown already."""
+    from perfbench.sweep import without_resume
+
     manifest, env = run.manifest, run.manifest.environment
+    machine_ = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (f", driver {escape(env.driver)}" if env.driver else "")
+    processes = f"{len(rows)} {'cell' if len(rows) == 1 else 'cells'} x {manifest.replicates} processes"
+    counts = ", ".join(f"{count} {name}" for name, count in judgement.counts.items()) or "no cell was judged"
+    again = shlex.join(plain(word) for word in without_resume(manifest.argv))
+    return [
+        ("Is it right?", _right(judgement, rows)),
+        ("What ran?", f"{processes} of matrix {code(manifest.matrix_name)} on {machine_}; {_commit(manifest.source)}"),
+        ("What changed?", f"{counts} ({_against(run, judgement, beside)})"),
+        ("What binds?", _bound(rows)),
+        ("Again?", f"{code(again)}, one cell: add {code('--only cell=ID')}"),
+    ]
+
+
+def _right(judgement: Judgement, rows: list[Row]) -> str:
     ratios = [row.parity_ratio for row in rows if row.parity_ratio is not None]
     untrue = judgement.of(Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
     proved = sum(row.tok_per_s is not None for row in rows)
     worst = f"; worst parity error {max(ratios):.2g} of its tolerance" if ratios else ""
-    right = f"{proved} of {len(rows)} cells ran the planned path, agree with the fp64 oracle and stay within the hardware's known limits"
-    right += worst + (f"; **not proved, so without a number here: {len(untrue)}**" if untrue else "")
-    commit = f"commit {code(manifest.source.commit[:12])}" if manifest.source.commit else "commit"
-    commit += f"{', ' if manifest.source.commit else ' '}**{escape(why)}**" if (why := unproved(manifest.source)) else ""
-    commit += " **with uncommitted changes**" if manifest.source.dirty_sha256 else ""
-    machine = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (f", driver {escape(env.driver)}" if env.driver else "")
-    processes = f"{len(rows)} cells x {manifest.replicates} processes"
-    counts = ", ".join(f"{count} {name}" for name, count in judgement.counts.items()) or "no cell was judged"
+    text_ = f"{proved} of {len(rows)} cells ran the planned path, agree with the fp64 oracle and stay within the hardware's known limits"
+    return text_ + worst + (f"; **not proved, so without a number here: {len(untrue)}**" if untrue else "")
+
+
+def _commit(source: Source) -> str:
+    commit = f"commit {code(source.commit[:12])}" if source.commit else "commit"
+    commit += f"{', ' if source.commit else ' '}**{escape(why)}**" if (why := unproved(source)) else ""
+    return commit + (" **with uncommitted changes**" if source.dirty_sha256 else "")
+
+
+def _against(run: Run, judgement: Judgement, beside: Beside) -> str:
     base = judgement.baseline
-    against = "no baseline was asked for" if base is None else f"against run {code(base.run_id)} of {escape(base.promoted_utc)}"
-    if base is None and any(f.verdict in (Verdict.NO_BASELINE, Verdict.CORRUPT) for f in judgement.findings):
-        against = "the baseline cannot be used"
-    return [
-        ("Is it right?", right),
-        ("What ran?", f"{processes} of matrix {code(manifest.matrix_name)} on {machine}; {commit}"),
-        ("What changed?", f"{counts} ({against})"),
-        ("Again?", f"{code(f'perfbench run {shlex.quote(plain(manifest.matrix_path))}')}, one cell: add {code('--only cell=ID')}"),
-    ]
+    if (sides := red_cells.sides(run, beside)) is not None and beside.base_run is not None:
+        there = beside.base_run.manifest
+        return f"candidate {code(sides[1])} against base {code(sides[0])}, {_commit(there.source)}, run {code(there.run_id)}"
+    if base is not None:
+        itself = "; **this very run is the baseline: it is compared with itself**" if base.run_id == run.manifest.run_id else ""
+        return f"against run {code(base.run_id)} of {escape(base.promoted_utc)}{itself}"
+    if any(f.verdict in (Verdict.NO_BASELINE, Verdict.CORRUPT) for f in judgement.findings):
+        return "the baseline cannot be used"
+    return "no baseline was asked for"
 
 
-def _fastest(rows: list[Row]) -> list[list[str]]:
-    """For each workload and length (batch, dtype): the fastest path that is not dense, and the dense twin."""
-    groups: dict[tuple[tuple[str, str | int], ...], list[Row]] = {}
-    for row in rows:
-        if row.tok_per_s is not None:
-            key = tuple((name, value) for name, value in row.cell.axes.items() if name not in ("path", "fa2"))
-            groups.setdefault(key, []).append(row)
-    several = {name for key in groups for name, value in key if any(dict(other).get(name) != value for other in groups)}
-    found = []
-    for key, members in groups.items():
-        best = max((row for row in members if not row.is_dense), key=lambda row: row.tok_per_s or 0.0, default=None)
-        dense = next((row for row in members if row.cell.axes.get("path") == "dense"), None)
-        if best is None:
-            continue
-        shown = [value for name, value in key if name in several or name == "workload"]
-        where = ", ".join(f"{value:,}" if isinstance(value, int) else value for value in shown)
-        which = f"{best.cell.axes.get('path')}, FA-2 {best.cell.axes.get('fa2')}"
-        values = [number(best.tok_per_s), number(dense.tok_per_s if dense else None), ratio(best.x_dense), fixed(best.floor_pct, 1)]
-        found.append([escape(where), escape(which), *values, best.bound or NULL])
-    return found
-
-
-def _by_severity(rows: Iterable[Row]) -> list[Row]:
-    order = [Exit.NOT_TRUE, Exit.FAILED, Exit.REGRESSED, Exit.ENVIRONMENT]
-
-    def key(row: Row) -> tuple[int, float, str]:
-        code_ = row.cell.exit_code
-        return (order.index(code_) if code_ in order else len(order), row.cell.change_pct or 0.0, row.cell.cell_id)
-
-    return sorted(rows, key=key)
-
-
-def _red(row: Row) -> dict[str, Any]:
-    planned = " ".join(row.planned.route.counters) if row.planned else ""
-    route = row.planned.route if row.planned else None
-    return {
-        "verdict": row.verdict,
-        "exit": int(EXIT_OF[Verdict(row.verdict)]),
-        "cell": row.cell.cell_id,
-        "reason": row.cell.reason,
-        "statuses": ", ".join(f"{count} {name}" for name, count in row.statuses.items()),
-        "planned": planned,
-        "rejected": [f"not {r['alternative']}: {r['reason']}" for r in route.rejected] + route.notes if route else [],
-        "engaged": " ".join(f"{name}={count}" for name, count in sorted(row.engaged.items())),
-        "reproduce": row.cell.reproduce,
-        "stderr": row.stderr_tail if row.cell.verdict is Verdict.FAILED else "",
-    }
-
-
-def _listed(cells: list[CellVerdict], verdicts: tuple[Verdict, ...]) -> list[tuple[str, str, str]]:
-    """(verdict, cells as Markdown, reason); cells with the same reason share a line."""
-    groups: dict[tuple[str, str], list[str]] = {}
-    for cell in cells:
-        if cell.verdict is not None and cell.verdict in verdicts:
-            groups.setdefault((cell.verdict.value, cell.reason), []).append(cell.cell_id)
-    return [(verdict, _ids(ids, len(cells)), reason) for (verdict, reason), ids in groups.items()]
-
-
-def _tables(rows: list[Row], compared: bool) -> list[tuple[str, list[str]]]:
-    """One table for each workload, its lines ready."""
-    groups: dict[str, list[str]] = {}
-    for row in rows:
-        groups.setdefault(str(row.cell.axes.get("workload", NULL)), []).append(f"| {' | '.join(_values(row, compared))} |")
-    return list(groups.items())
-
-
-def _values(row: Row, compared: bool) -> list[str]:
-    spread = (f"{row.cell.spread_pct:.2f} %" if row.cell.spread_pct is not None else NULL) + f" of {row.cell.replicates}"
-    verdict = row.verdict if row.cell.verdict in (None, Verdict.SAME) else f"**{row.verdict}**"
-    bad = [f"{count} {name}" for name, count in row.statuses.items() if name != "ok"]
-    return [
-        cell_code(row.cell.cell_id),
-        number(row.tok_per_s),
-        *([signed_pct(row.cell.change_pct)] if compared else []),
-        spread if row.tok_per_s is not None else NULL,
-        ratio(row.x_dense),
-        fixed(row.floor_pct, 1),
-        row.bound or NULL,
-        NULL if row.utilisation_pct is None else f"{row.utilisation_pct:.0f} %",
-        fixed(row.memory_gib, 2),
-        number(row.parity_ratio, 2),
-        verdict + (f" ({', '.join(bad)})" if bad else ""),
-        escape(", ".join(f"{name} {count}" for name, count in sorted(row.engaged.items()))) or NULL,
-    ]
-
-
-def _ids(cells: list[str], total: int) -> str:
-    if len(cells) == total > 1:
-        return f"every cell, {total} of them"
-    named = ", ".join(code(cell) for cell in cells[:MAX_IDS])
-    return named if len(cells) <= MAX_IDS else f"{len(cells)} cells: {named}, ..."
+def _bound(rows: list[Row]) -> str:
+    host, gpu = (sum(row.bound == name for row in rows) for name in ("host", "GPU"))
+    if not host + gpu:
+        return "not known: no cell was profiled on a GPU"
+    host_text = f"**the host in {host}** (their tok/s follows the CPU: read the device time), " if host else ""
+    return f"{host_text}the GPU in {gpu} of {len(rows)} cells"
 
 
 def _physics(rows: list[Row]) -> list[str]:

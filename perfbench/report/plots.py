@@ -1,4 +1,7 @@
-"""Pictures: tok/s against seq_len for each path, and GPU utilisation for each cell. Figures are built without pyplot's globals."""
+"""Pictures: tok/s against seq_len for each path, and GPU utilisation for each cell. Figures are built without pyplot's globals.
+
+A band is the 95 % confidence of a cell's speed, as in the tables.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,7 @@ MARKERS = {"reference": "v", "v1": "s", "v2": "o", "masked": "^", "triton": "D",
 DENSE_LINES = {"dense": "--", "dense_flash": "-.", "dense_cudnn": (0, (3, 1, 1, 1, 1, 1))}
 FA2_LINES = {"on": "-", "off": ":", "auto": "-"}
 INK, GRID = "#333333", "#e4e4e4"
+ASIDE = 1.04  # factor between the series of a panel that has one length only, which would hide one another
 MAX_BARS = 80  # a taller picture is no longer looked at; the table has all of them
 Series = tuple[str, str]  # path, fa2
 
@@ -31,8 +35,8 @@ def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
         return False
     columns = min(2, len(panels))
     lines = -(-len(panels) // columns)
-    figure = _figure(6.6 * columns, 4.7 * lines + 1.2)
-    grid = figure.subplots(lines, columns, squeeze=False)
+    drawn = figure(6.6 * columns, 4.7 * lines + 1.2)
+    grid = drawn.subplots(lines, columns, squeeze=False)
     handles: dict[Series, Any] = {}
     failed = False
     for axes, (name, members) in zip(grid.flat, panels.items(), strict=False):
@@ -43,9 +47,9 @@ def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
     labels, artists = [_series_name(*series) for series in ordered], [handles[series] for series in ordered]
     if failed:
         labels, artists = [*labels, "no number (see the table)"], [*artists, _cross()]
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
-    figure.legend(artists, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
-    _save(figure, target)
+    drawn.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
+    drawn.legend(artists, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    save(drawn, target)
     return True
 
 
@@ -54,41 +58,42 @@ def utilisation(rows: Sequence[Row], target: Path, title: str) -> int:
     shown = [row for row in rows if row.utilisation_pct is not None][:MAX_BARS]
     if not shown:
         return 0
-    varying = _varying(rows)
-    figure = _figure(8.4, 1.5 + 0.215 * len(shown))
-    axes = figure.subplots()
+    several = varying(rows)
+    drawn = figure(8.4, 1.5 + 0.215 * len(shown))
+    axes = drawn.subplots()
     places = range(len(shown))
     axes.barh(places, [row.utilisation_pct or 0.0 for row in shown], height=0.7, color=[_colour(row) for row in shown])
     busy = [(place, row.busy_pct) for place, row in zip(places, shown, strict=True) if row.busy_pct is not None]
     if busy:
-        label = "GPU busy fraction of the profiled step"
+        name = "GPU busy fraction of the profiled step"
         ys, xs = [place for place, _ in busy], [min(value, 100.0) for _, value in busy]
-        axes.plot(xs, ys, linestyle="none", marker="D", markersize=4.5, markerfacecolor="white", markeredgecolor=INK, label=label)
-        figure.legend(loc="outside lower center", frameon=False, fontsize=9)
+        axes.plot(xs, ys, linestyle="none", marker="D", markersize=4.5, markerfacecolor="white", markeredgecolor=INK, label=name)
+        drawn.legend(loc="outside lower center", frameon=False, fontsize=9)
     for place, row in zip(places, shown, strict=True):
         text = f"{row.utilisation_pct:.0f} %" + ("  host bound" if row.bound == "host" else "")
         axes.text(101.5, place, text, va="center", fontsize=8, color="#b00020" if row.bound == "host" else INK)
-    axes.set_yticks(list(places), [_literal(_label(row, varying)) for row in shown], fontsize=8)
+    axes.set_yticks(list(places), [literal(label(row, several)) for row in shown], fontsize=8)
     axes.set_xlim(0, 100)
     axes.set_ylim(len(shown) - 0.4, -0.6)
     axes.set_xlabel("GPU utilisation while timing (NVML), %", color=INK)
-    _clean(axes, "x")
-    figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
-    _save(figure, target)
+    clean(axes, "x")
+    drawn.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
+    save(drawn, target)
     return len(shown)
 
 
-def _figure(width: float, height: float) -> Figure:
+def figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white")
 
 
-def _save(figure: Figure, target: Path) -> None:
-    figure.savefig(target, format="png", dpi=DPI, metadata={"Software": None})  # no version stamp: same data, same bytes
+def save(drawn: Figure, target: Path) -> None:
+    """Without a version stamp: the same data, the same bytes."""
+    drawn.savefig(target, format="png", dpi=DPI, metadata={"Software": None})
 
 
-def _varying(rows: Sequence[Row]) -> list[str]:
+def varying(rows: Sequence[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row.cell.axes)
     order = ("workload", "batch", "dtype", "seq_len", "path", "fa2")
     several = [name for name in names if len({row.cell.axes.get(name) for row in rows}) > 1]
@@ -97,7 +102,7 @@ def _varying(rows: Sequence[Row]) -> list[str]:
 
 def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     """Rows by workload, and by whatever else varies beside path, FA-2 and length."""
-    names = [name for name in _varying(rows) if name not in ("path", "fa2", "seq_len")]
+    names = [name for name in varying(rows) if name not in ("path", "fa2", "seq_len")]
     panels: dict[str, list[Row]] = {}
     for row in rows:
         parts = [str(row.cell.axes.get("workload", ""))]
@@ -111,37 +116,41 @@ def _panel(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -
     for row in rows:
         series.setdefault((str(row.cell.axes.get("path")), str(row.cell.axes.get("fa2"))), []).append(row)
     lost = []
-    for (path, fa2), members in sorted(series.items(), key=lambda item: _series_order(item[0])):
+    lengths = sorted({int(row.cell.axes["seq_len"]) for row in rows})
+    for place, ((path, fa2), members) in enumerate(sorted(series.items(), key=lambda item: _series_order(item[0]))):
         points = sorted((row for row in members if row.tok_per_s is not None), key=lambda row: int(row.cell.axes["seq_len"]))
         lost += [row for row in members if row.tok_per_s is None]
         if points:
-            handles[path, fa2] = _draw(axes, path, fa2, points, [int(row.cell.axes["seq_len"]) for row in members])
-    lengths = sorted({int(row.cell.axes["seq_len"]) for row in rows})
+            aside = ASIDE ** (place - (len(series) - 1) / 2) if len(lengths) == 1 else None
+            handles[path, fa2] = _draw(axes, path, fa2, points, [int(row.cell.axes["seq_len"]) for row in members], aside)
     _scales(axes, lengths, any(row.tok_per_s is not None for row in rows))
     for row in lost:
         axes.plot(
             int(row.cell.axes["seq_len"]), 0.025, transform=axes.get_xaxis_transform(), marker="x", color=_colour(row), markersize=8, mew=2
         )
-    axes.set_title(_literal(name), loc="left", fontsize=11, color=INK)
-    _clean(axes, "both")
+    axes.set_title(literal(name), loc="left", fontsize=11, color=INK)
+    clean(axes, "both")
     return bool(lost)
 
 
-def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int]) -> Any:
-    """Draw one series; a length without a number breaks the line, so that nothing is interpolated over it."""
+def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int], aside: float | None) -> Any:
+    """Draw one series, its lengths times ``aside``; one without a number breaks the line: nothing is interpolated over it."""
     known = {int(row.cell.axes["seq_len"]): row for row in points}
-    xs, gap = sorted(lengths), float("nan")
-    ys = [known[x].tok_per_s or gap if x in known else gap for x in xs]
-    low = [known[x].low or gap if x in known else gap for x in xs]
-    high = [known[x].high or gap if x in known else gap for x in xs]
+    gap = float("nan")
+    ys = [known[x].tok_per_s or gap if x in known else gap for x in sorted(lengths)]
+    low = [known[x].low or gap if x in known else gap for x in sorted(lengths)]
+    high = [known[x].high or gap if x in known else gap for x in sorted(lengths)]
+    xs = [x * (aside or 1.0) for x in sorted(lengths)]
     colour = _colour(points[0])
+    if aside is not None:
+        axes.annotate(f"  {ys[0]:,.0f}", (xs[0], ys[0]), va="center", fontsize=8, color=colour)
     dense = path.startswith("dense")
     style: Any = DENSE_LINES.get(path, "--") if dense else FA2_LINES.get(fa2, "-")
     fill = "white" if fa2 == "off" or dense else colour
     if len(points) > 1:
         axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
     else:
-        axes.vlines(xs, low, high, color=colour, alpha=0.5, linewidth=5)
+        axes.vlines(xs, low, high, color=colour, alpha=0.3, linewidth=5)
     marker = "." if dense else MARKERS.get(path, "X")
     (line,) = axes.plot(xs, ys, linestyle=style, color=colour, marker=marker, markersize=6.5, markerfacecolor=fill, linewidth=1.8)
     return line
@@ -176,7 +185,7 @@ def _cross() -> Any:
     return Line2D([], [], linestyle="none", marker="x", color=INK, markersize=8, mew=2)
 
 
-def _clean(axes: Axes, grid: Any) -> None:
+def clean(axes: Axes, grid: Any) -> None:
     axes.grid(True, axis=grid, color=GRID, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=0)
@@ -196,17 +205,25 @@ def _series_order(series: Series) -> tuple[int, str, str]:
 
 
 def _series_name(path: str, fa2: str) -> str:
-    return _literal(path if path.startswith("dense") else f"{path}, FA-2 {fa2}")
+    return literal(path if path.startswith("dense") else f"{path}, FA-2 {fa2}")
 
 
-def _label(row: Row, varying: list[str]) -> str:
-    axes = row.cell.axes
-    values = {name: axes[name] for name in varying if name in axes}
-    parts = [f"{value:,}" if name == "seq_len" and isinstance(value, int) else str(value) for name, value in values.items()]
-    if "fa2" in varying and axes.get("fa2") is not None:
-        parts[-1] = "" if axes["fa2"] == "n/a" else f"FA-2 {axes['fa2']}"
-    return "  ".join(part for part in parts if part) or row.cell.cell_id
+def label(row: Row, several: list[str]) -> str:
+    """A cell by the axes in which the cells of this report differ."""
+    parts = []
+    for name in several:
+        value = row.cell.axes.get(name)
+        if value is None or value == "n/a":
+            continue
+        if name == "seq_len" and isinstance(value, int):
+            parts.append(f"{value:,}")
+        elif name in ("workload", "path", "dtype"):
+            parts.append(str(value))
+        else:
+            parts.append(f"{'FA-2' if name == 'fa2' else name} {value}")
+    return "  ".join(parts) or row.cell.cell_id
 
 
-def _literal(text: str) -> str:
-    return text.replace("$", r"\$")  # matplotlib reads dollars as formulas
+def literal(text: str) -> str:
+    """Text as it stands: matplotlib reads dollars as formulas."""
+    return text.replace("$", r"\$")

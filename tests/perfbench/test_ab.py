@@ -17,7 +17,7 @@ import pytest
 from nsa.capability import assumed
 from nsa.routing import Capability
 from nsa.settings import Settings
-from perfbench import ab, checkout, cli, isolate, pair, runfile, runner, session, sideplan
+from perfbench import ab, checkout, cli, isolate, pair, runfile, runner, session, sideplan, trace
 from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.environment import TargetFit
@@ -116,6 +116,7 @@ def bench(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(ab, "prepared", both)
     monkeypatch.setattr(sideplan, "plan_of", plan_here)  # half a second of process each
     monkeypatch.setattr(session.Outcome, "write_report", lambda outcome, out=None: [])
+    monkeypatch.setattr(trace, "on_red", lambda *arguments, **options: [])  # tests/perfbench/test_trace.py
     return made
 
 

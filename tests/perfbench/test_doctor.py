@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import pathlib
 import shutil
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 
 from nsa.retired import RETIRED
-from perfbench import doctor, doctor_software, environment, nvml
+from perfbench import doctor, doctor_software, environment
 from perfbench.doctor import Level
 from perfbench.result import Run, Status
 from perfbench.verdict import Exit, PerfbenchError
@@ -77,7 +80,7 @@ def test_nvml_codes_are_explained(code: int, level: Level, words: str) -> None:
 
 
 def test_a_binding_that_is_missing_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml.importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")))
+    monkeypatch.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")))
     line = next(line for line in doctor.diagnose(ROOT, environ={}) if line.what == "NVML")
     assert line.level is Level.BAD and "pip install nvidia-ml-py" in line.advice
 
@@ -218,7 +221,7 @@ def versions(monkeypatch: pytest.MonkeyPatch, **found: str) -> None:
 
 
 def requires(monkeypatch: pytest.MonkeyPatch, *requirements: str) -> None:
-    monkeypatch.setattr(doctor_software.importlib.metadata, "requires", lambda name: list(requirements))
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: list(requirements))
 
 
 @pytest.mark.parametrize(
@@ -246,7 +249,7 @@ def test_a_flash_attn_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, torch="2.13.0", flash_attn="2.8.3")
     line = lines(FakeNvml(Card()))["FA-2 provider"]
     assert line.level is Level.BAD and "without flash_attn_2_cuda" in line.value
-    monkeypatch.setattr(doctor_software.importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"/x/{name}.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"/x/{name}.py"))
     url = "https://example.org/flash_attn-2.8.3%2Bcu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"
     monkeypatch.setattr(doctor_software, "_direct_url", lambda name: json.dumps({"url": url}))
     line = lines(FakeNvml(Card()))["FA-2 provider"]

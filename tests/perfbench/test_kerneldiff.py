@@ -42,8 +42,8 @@ def test_every_kind_of_change_the_largest_first() -> None:
 
 
 def test_the_order_does_not_depend_on_the_order_of_the_tables() -> None:
-    rows = {name: (1, 1.0) for name in "zyxwv"}
-    candidate = {name: (1, 2.0) for name in "vwxyz"}
+    rows = dict.fromkeys("zyxwv", (1, 1.0))
+    candidate = dict.fromkeys("vwxyz", (1, 2.0))
     assert [name for name, _ in kinds(table(**rows), table(**candidate))] == list("vwxyz")
 
 
@@ -52,9 +52,9 @@ def test_without_times_the_calls_decide() -> None:
     assert kinds(base, candidate) == [("d", Kind.NEW), ("c", Kind.GONE), ("b", Kind.COUNT)]
     assert all(change.per_call_pct is None for change in kerneldiff.diff(base, candidate))
     lines = kerneldiff.summary(base, candidate)
-    assert lines[0] == "device time unknown -> unknown" and lines[1] == "launches 12 -> 36"
+    assert lines[0] == "device time unknown, was unknown" and lines[1] == "launches 36, were 12"
     cells = kerneldiff.render_markdown(kerneldiff.diff(base, candidate)).splitlines()[4].split("|")
-    assert [cell.strip() for cell in cells[1:-1]] == ["`b`", "count changed", "1 → 4", "-", "-", "-"]
+    assert [cell.strip() for cell in cells[1:-1]] == ["`b`", "count changed", "1 -> 4", "-", "-", "-"]
 
 
 def test_a_row_without_a_time_leaves_no_total() -> None:
@@ -77,7 +77,7 @@ def test_another_variant_is_one_change_with_the_net_time() -> None:
     assert (change.kind, change.name, change.was) == (Kind.VARIANT, GEMM_B, GEMM_A)
     assert change.delta_s == pytest.approx(2e-3) and change.per_call_pct == pytest.approx(20.0)
     row = kerneldiff.render_markdown([change]).splitlines()[2]
-    assert f"another variant of `{GEMM_A}`" in row and "+2.000" in row and "10.000 → 12.000" in row
+    assert f"another variant of `{GEMM_A}`" in row and "+2.000" in row and "10.000 -> 12.000" in row
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_the_whole_step_and_a_changed_autotuner_in_words() -> None:
     base = table(a=(2, 4.0), syncs=1, tuned={"fwd[64]": "BLOCK: 64", "bwd[64]": "BLOCK: 32"})
     candidate = table(a=(3, 5.0), syncs=4, tuned={"fwd[64]": "BLOCK: 128", "bwd[64]": "BLOCK: 32"})
     assert kerneldiff.summary(base, candidate) == [
-        "device time 4.000 ms -> 5.000 ms (+25.0 %)",
-        "launches 2 -> 3",
-        "host syncs 1 -> 4",
+        "device time 5.000 ms, was 4.000 ms (+25.0 %)",
+        "launches 3, were 2",
+        "host syncs 4, were 1",
         "the autotuner of fwd[64] chose BLOCK: 128, was BLOCK: 64",
     ]
     on_cpu = kerneldiff.summary(table("cpu", None, a=(2, 4.0)), table("cpu", None, a=(2, 4.0)))
-    assert on_cpu == ["operators' time 4.000 ms -> 4.000 ms (+0.0 %)", "operator calls 2 -> 2"]
+    assert on_cpu == ["operators' time 4.000 ms, was 4.000 ms (+0.0 %)", "operator calls 2, were 2"]
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,10 @@ def cells_of(row: str) -> list[str]:
     return re.split(r"(?<!\\)\|", row)[1:-1]
 
 
-@pytest.mark.parametrize("name", ["a|b", "back`tick", "``two``", "two\nlines\r\n", "| --- |", "<script>alert(1)</script>", "\x1b[31mred", "日本"])
+HOSTILE = ["a|b", "back`tick", "``two``", "two\nlines\r\n", "| --- |", "<script>alert(1)</script>", "\x1b[31mred", "日本"]
+
+
+@pytest.mark.parametrize("name", HOSTILE)
 def test_no_name_breaks_the_table(name: str) -> None:
     text = kerneldiff.render_markdown(kerneldiff.diff(table(other=(1, 1.0)), table(**{name: (1, 5.0)}, other=(1, 1.5))))
     lines = text.rstrip("\n").split("\n")
@@ -168,7 +171,7 @@ def test_one_step_alone_the_longest_first() -> None:
 
 def test_calls_of_one_name_are_added_up() -> None:
     rows = totalled([("a", 1000), ("b", 5), ("a", 500), ("x" * 5000, 1)])
-    assert rows["a"] == Kernel(count=2, seconds=pytest.approx(1.5e-6)) and rows["x" * NAME_CHARS].count == 1
+    assert rows["a"].count == 2 and rows["a"].seconds == pytest.approx(1.5e-6) and rows["x" * NAME_CHARS].count == 1
 
 
 def test_an_operator_has_only_its_own_time() -> None:

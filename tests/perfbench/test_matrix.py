@@ -215,7 +215,7 @@ def test_shipped_matrices_load(path: pathlib.Path) -> None:
 
 
 def test_shipped_matrices_are_all_there() -> None:
-    assert [p.stem for p in SHIPPED] == ["a100", "cpu", "h100-demo", "h100", "rtx4090"]
+    assert [p.stem for p in SHIPPED] == ["a100", "cpu", "h100-demo", "h100-gate", "h100", "rtx4090"]
 
 
 # --- schema

@@ -416,7 +416,15 @@ def test_parity_is_asked_for_exactly_this_cell(monkeypatch: pytest.MonkeyPatch) 
     wanted = job("masked", "train")
     run(wanted)
     assert asked.pop("model") == TINY and asked.pop("timed") == route_of(cell_of("masked"))
-    assert asked == {"path": "masked", "fa2": "off", "dtype": torch.float32, "device": "cpu", "train": True, "seed": wanted.seed}
+    assert asked == {
+        "path": "masked",
+        "fa2": "off",
+        "dtype": torch.float32,
+        "device": "cpu",
+        "train": True,
+        "seed": wanted.seed,
+        "tokens": 64,
+    }
 
 
 def test_a_given_proof_is_carried_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

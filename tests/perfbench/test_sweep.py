@@ -158,7 +158,9 @@ def test_a_resumed_block_keeps_its_sentinels_and_another_card_measures_its_own(t
     folder = run(tmp_path, first, now=cut_after(first, 5), budget_s=1.0).folder
     assert len(first.cells) == 2 and len(first.sentinels) == 3, "cut in the middle of block 0"
     second = Executor()
-    run(tmp_path, second, NO_SENTINELS, resume=folder, now=cut_after(second, 2), budget_s=1.0)
+    with pytest.raises(PerfbenchError, match="measures the sentinels"):
+        run(tmp_path, second, NO_SENTINELS, resume=folder)
+    run(tmp_path, second, resume=folder, now=cut_after(second, 2), budget_s=1.0)
     assert second.sentinels == [] and len(second.cells) == 2, "block 0 has them on this card"
     third = Executor()
     folder = run(tmp_path, Executor(), now=cut_after(first, 5), budget_s=3.0, only=["path=v2"]).folder

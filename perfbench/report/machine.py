@@ -1,0 +1,93 @@
+"""The machine in the report: is it the one of the baseline, is it as fast as it was, did it stay cool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import median
+
+from perfbench.comparable import differences, ground_of, sentinel_rates
+from perfbench.coverage import throttled
+from perfbench.judgement import Judgement
+from perfbench.report.beside import Beside
+from perfbench.report.text import NULL, escape, number, signed_pct
+from perfbench.result import Run, SentinelLine, Status, Telemetry
+
+MAX_BLOCKS = 8  # columns; more are told by their range
+SCALES = {"FLOP": (1e12, "TFLOP/s"), "byte": (1e9, "GB/s")}
+
+
+def facts(run: Run, judgement: Judgement, beside: Beside) -> list[str]:
+    """Markdown lines; what is not known is said."""
+    lines = []
+    if beside.ground is None:
+        known = "its file is not at hand here" if judgement.baseline is not None else "there is no baseline"
+        lines.append(f"Not compared with the machine of {beside.name}: {known}.")
+    elif changed := differences(ground_of(run.manifest), beside.ground):
+        lines.append(f"Not the environment of {beside.name} (then to now): {escape(changed)}")
+    else:
+        lines.append(f"GPU, driver, CUDA, torch, triton, flash provider and method are those of {beside.name}.")
+    lines += [escape(note) for note in judgement.notes]
+    return lines + _telemetry(run)
+
+
+def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str], list[str]]:
+    """(header, lines) of the sentinels' table; both empty where the run has none."""
+    names = list(dict.fromkeys([*run.manifest.sentinels, *(line.name for line in run.sentinels)]))
+    if not names:
+        return [], []
+    last = {(line.name, line.block): line for line in run.sentinels}
+    blocks = sorted({block for _, block in last})
+    single = len(blocks) <= MAX_BLOCKS
+    head = ["sentinel", "unit", *([f"block {block}" for block in blocks] if single else ["blocks", "least", "most"])]
+    head += ["median", beside.name, "change", "band", "in band"]
+    rates = sentinel_rates(run)
+    lines = []
+    for name in names:
+        units = [line.unit for line in run.sentinels if line.name == name]
+        scale, unit = SCALES.get(units[0], (1.0, units[0])) if units else (1.0, NULL)
+        mine = rates.get(name, [])
+        each = [_block(last.get((name, block)), scale) for block in blocks] if single else _range(mine, scale)
+        lines.append(f"| {' | '.join([escape(name), unit, *each, *_against(mine, beside.sentinels, name, scale, judgement)])} |")
+    return head, lines
+
+
+def _block(line: SentinelLine | None, scale: float) -> str:
+    if line is None:
+        return NULL
+    if line.status is not Status.OK or line.rate_per_s is None:
+        return line.status.value
+    hot = line.telemetry is not None and line.telemetry.throttled is True
+    return number(line.rate_per_s / scale, 4) + (" (throttled)" if hot else "")
+
+
+def _range(rates: list[float], scale: float) -> list[str]:
+    return [str(len(rates)), *(number(one / scale, 4) for one in (min(rates), max(rates)))] if rates else ["0", NULL, NULL]
+
+
+def _against(mine: list[float], then: Mapping[str, list[float]], name: str, scale: float, judgement: Judgement) -> list[str]:
+    band = judgement.policy.sentinel_band_pct
+    now = median(mine) if mine else None
+    theirs = median(then[name]) if then.get(name) else None
+    change = None if now is None or theirs is None else 100 * (now / theirs - 1)
+    inside = NULL if change is None else "yes" if abs(round(change, 9)) <= band else "**no**"
+    shown = [number(None if value is None else value / scale, 4) for value in (now, theirs)]
+    return [*shown, signed_pct(change), f"± {band:g} %", inside]
+
+
+def _telemetry(run: Run) -> list[str]:
+    timed = [row for row in run.replicates if row.status is Status.OK]
+    seen: list[Telemetry] = [row.telemetry for row in timed if row.telemetry is not None]
+    hot = sum(throttled(row) for row in timed)
+    parts = []
+    for what, unit, values in (
+        ("SM clock", "MHz", [one.sm_clock_mhz for one in seen]),
+        ("temperature", "C", [one.temperature_c for one in seen]),
+        ("power", "W", [one.power_w for one in seen]),
+    ):
+        known = [value for value in values if value is not None]
+        if known:
+            low, high = f"{min(known):,.0f}", f"{max(known):,.0f}"
+            parts.append(f"{what} {low if low == high else f'{low} to {high}'} {unit}")
+    text = ", ".join(parts) or "no telemetry of the device"
+    cold = f"{hot} of {len(timed)} timed replicates throttled and do not count"
+    return [f"While timing: {text}; {cold if hot else 'none throttled' if seen else 'throttling is not known'}."]

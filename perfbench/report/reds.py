@@ -1,0 +1,180 @@
+"""What a reader must act on: red cells with their numbers, and open ones with what would settle them."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Iterable
+from typing import Any
+
+from perfbench import stats
+from perfbench.evidence import DEVICE, Evidence
+from perfbench.judgement import CellVerdict, Judgement
+from perfbench.policy import GatePolicy
+from perfbench.report.beside import Beside
+from perfbench.report.rows import Row
+from perfbench.report.tables import mde
+from perfbench.report.text import NULL, cell_code, code, escape, plain, signed_pct
+from perfbench.result import Run, Source
+from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
+
+ORDER = (Exit.NOT_TRUE, Exit.FAILED, Exit.REGRESSED, Exit.ENVIRONMENT)
+FOLD = 15  # rows from which a table of open cells is folded: the report is read from the top
+REASONS = 5  # of a group: dozens of host-bound cells say the same with other numbers
+MOST_PAIRS = 10 * stats.MAX_BLOCKS  # nobody measures more
+METRICS = {DEVICE: "device time"}
+
+
+def by_severity(rows: Iterable[Row]) -> list[Row]:
+    def key(row: Row) -> tuple[int, float, str]:
+        code_ = row.cell.exit_code
+        return (ORDER.index(code_) if code_ in ORDER else len(ORDER), row.cell.change_pct or 0.0, row.cell.cell_id)
+
+    return sorted(rows, key=key)
+
+
+def red(row: Row, run: Run, judgement: Judgement, beside: Beside) -> dict[str, Any]:
+    """What the template prints of one failed cell."""
+    route = row.planned.route if row.planned else None
+    return {
+        "verdict": row.verdict,
+        "exit": int(EXIT_OF[Verdict(row.verdict)]),
+        "cell": row.cell.cell_id,
+        "reason": row.cell.reason,
+        "line": _overview(row.cell),
+        "numbers": [_numbers(evidence) for evidence in row.cell.evidence],
+        "statuses": ", ".join(f"{count} {name}" for name, count in row.statuses.items()),
+        "planned": " ".join(route.counters) if route else "",
+        "rejected": [f"not {r['alternative']}: {r['reason']}" for r in route.rejected] + route.notes if route else [],
+        "engaged": " ".join(f"{name}={count}" for name, count in sorted(row.engaged.items())),
+        "reproduce": row.cell.reproduce,
+        "side_by_side": ab_command(run, judgement, beside, row.cell.cell_id) if row.cell.verdict is Verdict.REGRESSED else "",
+        "stderr": row.stderr_tail if row.cell.verdict is Verdict.FAILED else "",
+    }
+
+
+def ab_command(run: Run, judgement: Judgement, beside: Beside, cell: str) -> str:
+    """The A/B that settles one cell; empty where the base's commit is not known."""
+    base = judgement.baseline.commit if judgement.baseline else None
+    source = run.manifest.source
+    here = source.commit if source.commit and source.commit != base and source.dirty_sha256 is None else None
+    named = sides(run, beside) or (base and base[:12], here[:12] if here else ".")
+    if named[0] is None:
+        return ""
+    words = ["perfbench", "ab", *map(str, named), run.manifest.matrix_path, "--only", f"cell={cell}"]
+    return shlex.join(plain(word) for word in words)
+
+
+def sides(run: Run, beside: Beside) -> tuple[str, str] | None:
+    """What the user called base and candidate of an A/B or a comparison; None with one side."""
+    if beside.base_run is None:
+        return None
+    argv = run.manifest.argv
+    if "ab" in argv[1:2] and len(argv) >= 4 and not any(word.startswith("-") for word in argv[2:4]):
+        return argv[2], argv[3]
+    return name_of(beside.base_run.manifest.source), name_of(run.manifest.source)
+
+
+def name_of(source: Source) -> str:
+    return source.commit[:12] if source.commit else "a tree without git"
+
+
+def open_cells(rows: list[Row], run: Run, judgement: Judgement, beside: Beside) -> list[dict[str, Any]]:
+    """WATCH, BLIND and UNSTABLE in groups, each with what would settle it."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for verdict in FAIL_UNDER_STRICT:
+        for row in rows:
+            if row.cell.verdict is verdict:
+                groups.setdefault((verdict.value, _settles(row, run, judgement, beside)), []).append(row)
+    return [
+        {
+            "verdict": verdict,
+            "count": len(members),
+            "settles": settles,
+            "lines": [_open_line(row.cell, _policy(row.cell, judgement, beside)) for row in members],
+            "reasons": _reasons(members),
+            "fold": len(members) >= FOLD,
+        }
+        for (verdict, settles), members in groups.items()
+    ]
+
+
+def _overview(cell: CellVerdict) -> str:
+    adjusted = cell.evidence[0].adjusted_p if cell.evidence else None
+    values = [signed_pct(cell.change_pct), NULL if adjusted is None else _p(adjusted), mde(cell.mde_pct)]
+    return f"| {' | '.join([cell_code(cell.cell_id), str(cell.verdict), *values])} |"
+
+
+def _numbers(evidence: Evidence) -> str:
+    c = evidence.comparison
+    bounds = f"{_pct(evidence.lower_pct)} to {_pct(evidence.upper_pct)} (alpha {evidence.alpha:.3g})"
+    count = f"{c.n_base} pairs" if evidence.paired else f"{c.n_base} and {c.n_candidate}"
+    metric = METRICS.get(evidence.metric, "tok/s")
+    p, adjusted = _p(c.p_slower), NULL if evidence.adjusted_p is None else _p(evidence.adjusted_p)
+    return f"| {' | '.join([metric, signed_pct(evidence.change_pct), bounds, p, adjusted, mde(evidence.mde_pct), count])} |"
+
+
+def _open_line(cell: CellVerdict, policy: GatePolicy) -> str:
+    if not cell.evidence:
+        return f"| {' | '.join([cell_code(cell.cell_id), NULL, signed_pct(cell.change_pct), NULL, NULL, NULL])} |"
+    one = cell.evidence[0]
+    bounds = f"{_pct(one.lower_pct)} to {_pct(one.upper_pct)}"
+    values = [METRICS.get(one.metric, "tok/s"), signed_pct(one.change_pct), bounds, mde(one.mde_pct), _pairs(one, policy)]
+    return f"| {' | '.join([cell_code(cell.cell_id), *values])} |"
+
+
+def _reasons(members: list[Row]) -> list[tuple[str, str]]:
+    """(cells, reason), the first few; cells with the same reason share a line."""
+    groups: dict[str, list[str]] = {}
+    for row in members:
+        groups.setdefault(row.cell.reason, []).append(row.cell.cell_id)
+    found = [(", ".join(code(cell) for cell in cells), reason) for reason, cells in groups.items()]
+    if len(found) <= REASONS:
+        return found
+    left = sum(len(cells) for cells in list(groups.values())[REASONS:])
+    return [*found[:REASONS], (f"and {left} more cells", "perfbench explain RUN CELL tells each")]
+
+
+def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
+    """How many interleaved pairs show a drop of min_effect in this noise, were it the only cell confirmed."""
+    sd = evidence.moderated_sd * (1 if evidence.paired else math.sqrt(2))
+    if not 0 < sd < math.inf:
+        return NULL
+    drop, power = -math.log1p(-policy.min_effect_pct / 100), stats.confirm_power(policy)
+    found = stats.blocks_for(sd, drop=drop, alpha=policy.alpha_confirm, power=power, most=MOST_PAIRS)
+    return f"over {MOST_PAIRS}" if found is None else str(found)
+
+
+def _settles(row: Row, run: Run, judgement: Judgement, beside: Beside) -> str:
+    """Markdown: what would turn this into a verdict."""
+    cell, policy = row.cell, _policy(row.cell, judgement, beside)
+    by_hand = ab_command(run, judgement, beside, "ID")
+    in_turns = f"by hand {code(f'{by_hand} --blocks N')}" if by_hand else "by hand an A/B; the base's commit is not known"
+    if cell.verdict is Verdict.UNSTABLE:
+        return "Cool the card or lock its clocks, then measure again; two speeds within a process are explained by `perfbench explain`."
+    if not cell.evidence:
+        return "No speed was compared: the reason says what is missing."
+    if cell.verdict is Verdict.WATCH and cell.screened and not cell.confirmed:
+        return f"Base and candidate in turns: {code('perfbench check')} does it by itself, {in_turns}."
+    if cell.verdict is Verdict.WATCH:
+        return f"More of the same, at least {policy.min_replicates} replicates a side; {in_turns}, with the pairs below."
+    if row.bound == "host" or cell.metric == DEVICE:
+        judged = "Device time, launches and syncs were judged instead" if cell.metric == DEVICE else _unjudged()
+        return f"More processes do not help, because wall time follows the CPU. {judged}. Compiled, or as a CUDA graph, it is GPU bound."
+    return f"Less noise: locked clocks, an idle host; or an override with a larger min_effect than {policy.min_effect_pct:g} %."
+
+
+def _unjudged() -> str:
+    return f"{code('measure: {profile: every}')}, here and in the baseline, lets device time, launches and syncs judge it"
+
+
+def _policy(cell: CellVerdict, judgement: Judgement, beside: Beside) -> GatePolicy:
+    return judgement.policy if beside.policies is None else beside.policies.of(cell.cell_id)
+
+
+def _pct(value: float | None) -> str:
+    return "unbounded" if value is None else f"{value:+.2f} %"
+
+
+def _p(value: float) -> str:
+    return escape(f"{value:.2g}")

@@ -1,0 +1,129 @@
+"""The tables of cells: every cell with its columns, and the fastest path of each length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from perfbench.report.rows import Row
+from perfbench.report.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
+from perfbench.verdict import Verdict
+
+MAX_IDS = 6  # cells named for one reason; the table has all
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``compared``: shown where there is something to compare with; ``known``: only where some cell has a value."""
+
+    name: str
+    value: Callable[[Row], str]
+    right: bool = True
+    compared: bool = False
+    known: bool = False
+
+
+def _verdict(row: Row) -> str:
+    bad = [f"{count} {name}" for name, count in row.statuses.items() if name != "ok"]
+    word = row.verdict if row.cell.verdict in (None, Verdict.SAME) else f"**{row.verdict}**"
+    return word + (f" ({', '.join(bad)})" if bad else "")
+
+
+def _half(row: Row) -> str:
+    return NULL if row.half_pct is None else f"{row.half_pct:.2g} % (n {row.cell.replicates})"
+
+
+def mde(value: float | None) -> str:
+    return NULL if value is None else f"{value:.1f} %"
+
+
+COLUMNS = (
+    Column("cell", lambda row: cell_code(row.cell.cell_id), right=False),
+    Column("verdict", _verdict, right=False),
+    Column("tok/s", lambda row: number(row.tok_per_s)),
+    Column("± (95 %)", _half),
+    Column("change", lambda row: signed_pct(row.cell.change_pct), compared=True),
+    Column("MDE", lambda row: mde(row.cell.mde_pct), compared=True),
+    Column("device ms a step", lambda row: number(row.device_ms)),
+    Column("x dense", lambda row: ratio(row.x_dense)),
+    Column("% of floor", lambda row: fixed(row.floor_pct, 1)),
+    Column("bound", lambda row: row.bound or NULL, right=False),
+    Column("utilisation", lambda row: NULL if row.utilisation_pct is None else f"{row.utilisation_pct:.0f} %"),
+    Column("memory, GiB", lambda row: fixed(row.memory_gib, 2)),
+    Column("mJ a token", lambda row: number(row.mj_per_token), known=True),
+    Column("cycles a token", lambda row: number(row.cycles_per_token), known=True),
+    Column("parity error / tolerance", lambda row: number(row.parity_ratio, 2)),
+    Column("counters (calls while timing)", lambda row: counters(row), right=False),
+)
+
+
+def columns(rows: list[Row], compared: bool) -> list[Column]:
+    """Those that this report has."""
+    shown = [one for one in COLUMNS if compared or not one.compared]
+    return [one for one in shown if not one.known or any(one.value(row) != NULL for row in rows)]
+
+
+def tables(rows: list[Row], shown: list[Column]) -> list[tuple[str, list[str]]]:
+    """One table for each workload, its lines ready."""
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        line = f"| {' | '.join(one.value(row) for one in shown)} |"
+        groups.setdefault(str(row.cell.axes.get("workload", NULL)), []).append(line)
+    return list(groups.items())
+
+
+def counters(row: Row) -> str:
+    return escape(", ".join(f"{name} {count}" for name, count in sorted(row.engaged.items()))) or NULL
+
+
+def ids(cells: list[str], total: int) -> str:
+    """Cells as Markdown: the first few by name, all by number."""
+    if len(cells) == total > 1:
+        return f"every cell, {total} of them"
+    named = ", ".join(code(cell) for cell in cells[:MAX_IDS])
+    return named if len(cells) <= MAX_IDS else f"{len(cells)} cells: {named}, ..."
+
+
+def listed(rows: Iterable[Row], verdicts: tuple[Verdict, ...]) -> list[tuple[str, str, str]]:
+    """(verdict, cells as Markdown, reason); cells with the same reason share a line."""
+    rows = list(rows)
+    groups: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        if row.cell.verdict is not None and row.cell.verdict in verdicts:
+            groups.setdefault((row.verdict, row.cell.reason), []).append(row.cell.cell_id)
+    return [(verdict, ids(cells, len(rows)), reason) for (verdict, reason), cells in groups.items()]
+
+
+def fastest(rows: list[Row]) -> list[list[str]]:
+    """For each workload and length (batch, dtype): the fastest path that is not dense, and the dense twin."""
+    groups: dict[tuple[tuple[str, str | int], ...], list[Row]] = {}
+    for row in rows:
+        if row.tok_per_s is not None:
+            key = tuple((name, value) for name, value in row.cell.axes.items() if name not in ("path", "fa2"))
+            groups.setdefault(key, []).append(row)
+    several = {name for key in groups for name, value in key if any(dict(other).get(name) != value for other in groups)}
+    found = []
+    for key, members in groups.items():
+        best = max((row for row in members if not row.is_dense), key=lambda row: row.tok_per_s or 0.0, default=None)
+        dense = next((row for row in members if row.cell.axes.get("path") == "dense"), None)
+        if best is None:
+            continue
+        shown = [(name, value) for name, value in key if name in several or name == "workload"]
+        where = ", ".join(_named(name, value) for name, value in shown)
+        which = f"{best.cell.axes.get('path')}, FA-2 {best.cell.axes.get('fa2')}"
+        speeds = [number(best.tok_per_s), number(dense.tok_per_s if dense else None), ratio(best.x_dense)]
+        devices = [number(best.device_ms), number(dense.device_ms if dense else None), ratio(_on_device(best, dense))]
+        found.append([escape(where), escape(which), *speeds, *devices, fixed(best.floor_pct, 1), best.bound or NULL])
+    return found
+
+
+def _named(name: str, value: str | int) -> str:
+    if name == "seq_len" and isinstance(value, int):
+        return f"{value:,}"
+    return str(value) if name == "workload" else f"{name} {value}"
+
+
+def _on_device(best: Row, dense: Row | None) -> float | None:
+    if dense is None or not best.device_ms or not dense.device_ms:
+        return None
+    return dense.device_ms / best.device_ms
