@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from perfbench.report.text import plain
+from perfbench.text import plain
 from perfbench.verdict import Exit
 
 

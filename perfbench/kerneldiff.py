@@ -9,8 +9,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict
 
+from perfbench import text
 from perfbench.kernels import Kernel, Kernels
-from perfbench.report import text
 
 DISPLAY_CHARS = 70
 _PLAIN_TYPES = frozenset(

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from perfbench import kerneldiff
+from perfbench import kerneldiff, text
 from perfbench.kerneldiff import Change
 from perfbench.kernels import Kernels
-from perfbench.report import text
 from perfbench.verdict import Exit, PerfbenchError
 
 FILE_NAME = "trace.json"

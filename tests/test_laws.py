@@ -154,3 +154,10 @@ def test_deciding_needs_no_torch(module: str) -> None:
 @pytest.mark.parametrize("module", ["perfbench.gate", "perfbench.baseline", "perfbench.runfile", "perfbench.report"])
 def test_judging_needs_no_torch(module: str) -> None:
     assert "torch" not in loaded_by(module)
+
+
+def test_the_map_of_perfbench_names_every_module() -> None:
+    told = (ROOT / "perfbench" / "__init__.py").read_text(encoding="utf-8")
+    modules = {path.stem for path in (ROOT / "perfbench").iterdir() if path.suffix == ".py" or path.name == "report"}
+    missing = sorted(name for name in modules - {"__init__", "__main__"} if f"``{name}``" not in told and not name.startswith("doctor_"))
+    assert not missing, f"perfbench/__init__.py does not say what these are for: {missing}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from perfbench import stats
-from perfbench.report.text import NULL, cell_code, escape
+from perfbench.text import NULL, cell_code, escape
 
 if TYPE_CHECKING:
     from perfbench.calibrate import Calibration, CellNoise

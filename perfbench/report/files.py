@@ -8,8 +8,8 @@ from perfbench.judgement import Judgement
 from perfbench.report import changes, junit, markdown, plots, verdictfile
 from perfbench.report.beside import Beside
 from perfbench.report.rows import Row, rows_of
-from perfbench.report.text import plain
 from perfbench.result import Run
+from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
 REPORT, THROUGHPUT, CHANGES, UTILISATION = "report.md", "throughput.png", "changes.png", "utilisation.png"

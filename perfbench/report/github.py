@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from perfbench.judgement import CellVerdict, Finding, Judgement, severity, shorten
-from perfbench.report.text import plain
+from perfbench.text import plain
 from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
 
 MAX_ANNOTATIONS = 10  # of one kind that GitHub keeps of a step; it drops the others without a word

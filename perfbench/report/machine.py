@@ -9,8 +9,8 @@ from perfbench.comparable import differences, ground_of, sentinel_rates
 from perfbench.coverage import throttled
 from perfbench.judgement import Judgement
 from perfbench.report.beside import Beside
-from perfbench.report.text import NULL, escape, number, signed_pct
 from perfbench.result import Run, SentinelLine, Status, Telemetry
+from perfbench.text import NULL, escape, number, signed_pct
 
 MAX_BLOCKS = 8  # columns; more are told by their range
 SCALES = {"FLOP": (1e12, "TFLOP/s"), "byte": (1e9, "GB/s")}

@@ -14,8 +14,8 @@ from perfbench.report import machine, tables
 from perfbench.report import reds as red_cells
 from perfbench.report.beside import Beside
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
-from perfbench.report.text import NULL, block, cell_code, code, escape, plain
 from perfbench.result import Run, Source
+from perfbench.text import NULL, block, cell_code, code, escape, plain
 from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
 
 

@@ -14,8 +14,8 @@ from perfbench.policy import GatePolicy
 from perfbench.report.beside import Beside
 from perfbench.report.rows import Row
 from perfbench.report.tables import mde
-from perfbench.report.text import NULL, cell_code, code, escape, plain, signed_pct
 from perfbench.result import Run, Source
+from perfbench.text import NULL, cell_code, code, escape, plain, signed_pct
 from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
 
 ORDER = (Exit.NOT_TRUE, Exit.FAILED, Exit.REGRESSED, Exit.ENVIRONMENT)

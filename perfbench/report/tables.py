@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from perfbench.report.rows import Row
-from perfbench.report.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
+from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
 from perfbench.verdict import Verdict
 
 MAX_IDS = 6  # cells named for one reason; the table has all

@@ -13,8 +13,8 @@ from rich.text import Text
 from perfbench.judgement import Judgement, severity
 from perfbench.report.rows import Row, null_reasons, rows_of
 from perfbench.report.tables import mde
-from perfbench.report.text import NULL, fixed, number, plain, ratio, signed_pct
 from perfbench.result import Run
+from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
 from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
 
 QUIET = (None, Verdict.SAME)

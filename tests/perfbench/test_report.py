@@ -23,8 +23,8 @@ from perfbench.report.bands import bands
 from perfbench.report.beside import Beside
 from perfbench.report.markdown import Picture
 from perfbench.report.rows import rows_of
-from perfbench.report.text import block, cell_code, code, escape, number, plain, ratio
 from perfbench.result import Replicate, Run, Source, Status
+from perfbench.text import block, cell_code, code, escape, number, plain, ratio
 from perfbench.verdict import Exit, PerfbenchError, Verdict
 from tests.perfbench import builders as b
 

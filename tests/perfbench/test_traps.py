@@ -28,9 +28,9 @@ from perfbench.isolate import ForkServerExecutor
 from perfbench.judgement import BaselineProblem
 from perfbench.policy import Alias, GatePolicy, Policies
 from perfbench.report.rows import rows_of
-from perfbench.report.text import ratio
 from perfbench.result import Run, Status
 from perfbench.telemetry import NvmlSampler
+from perfbench.text import ratio
 from perfbench.verdict import Exit, PerfbenchError, Verdict
 from tests.perfbench import builders as b
 from tests.perfbench import stub_measure as stub
