@@ -261,7 +261,8 @@ def _finish(outcome: Outcome | None, as_json: bool, out: Path | None = None, wri
 
 
 def _say(text: str) -> None:
-    typer.echo(text.rstrip("\n"))
+    # An undecodable byte in a name is a lone surrogate here, which no terminal takes.
+    typer.echo(text.rstrip("\n").encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _argv() -> list[str]:

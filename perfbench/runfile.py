@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from perfbench.axes import AXES
 from perfbench.result import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
+from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
 FILE_NAME = "run.jsonl"
@@ -220,7 +221,7 @@ def _not_finite(text: str) -> NoReturn:
 
 
 def _fail(name: str, number: int, problem: str) -> NoReturn:
-    raise PerfbenchError(Exit.USAGE, f"{name}:{number}: {problem}")
+    raise PerfbenchError(Exit.USAGE, f"{name}:{number}: {plain(problem)}")
 
 
 def _file_of(path: Path) -> Path:

@@ -43,7 +43,7 @@ def draw(rows: Sequence[Row], target: Path, title: str, *, min_effect_pct: float
     axes.set_yticks(range(len(shown)), names, fontsize=8)
     axes.set_xlim(-reach, reach)
     axes.set_ylim(len(shown) - 0.4, -0.6)
-    axes.set_xlabel(f"change of speed, %, with the bounds of its test (dotted: -{min_effect_pct:g} %)", color=plots.INK)
+    axes.set_xlabel(f"change of speed in %, with the bounds of its test (dotted: -{min_effect_pct:g} %)", color=plots.INK)
     plots.clean(axes, "x")
     figure.legend(
         *_legend({row.cell.verdict for row in shown}), loc="outside lower center", ncols=6, frameon=False, fontsize=9, handletextpad=0.6
@@ -59,7 +59,9 @@ def _worst_first(row: Row) -> tuple[tuple[int, int], float, str]:
 
 
 def _reach(rows: Sequence[Row]) -> float:
-    return min(MOST_PCT, max([LEAST_PCT, *(1.1 * _ends(row) for row in rows)]))
+    """Half of the axis: every estimate lies on it, and the bounds as far as ``MOST_PCT``."""
+    estimates = max(abs(row.cell.evidence[0].change_pct or 0.0) for row in rows)
+    return max(1.15 * estimates, min(MOST_PCT, max([LEAST_PCT, *(1.1 * _ends(row) for row in rows)])))
 
 
 def _ends(row: Row) -> float:

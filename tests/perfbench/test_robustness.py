@@ -374,3 +374,17 @@ def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path
         assert len(baseline.load(path).cells) == 5
     thread.join()
     assert [one.name for one in tmp_path.iterdir()] == ["b.json"]
+
+
+@pytest.mark.parametrize("name", ["o\ud800x", "o\x85\n", " \u2028"])
+@pytest.mark.parametrize("value", [2, None])
+def test_names_that_no_terminal_takes(tmp_path: Path, name: str, value: float | None) -> None:
+    """A lone surrogate is what an undecodable byte becomes; the others end a line for some readers."""
+    lines = [json.loads(line) for line in RUN.splitlines()]
+    row = next(line for line in lines if line["kind"] == "replicate")
+    row["parity"]["tensors"] = {name: value}
+    file = tmp_path / "run.jsonl"
+    file.write_bytes(b"".join(dumped(line) + b"\n" for line in lines))
+    wanted = Exit.USAGE if value is None else Exit.NOT_TRUE
+    assert survives("gate", str(file)) == survives("gate", str(file), "--json") == wanted
+    assert survives("explain", str(file), CELL) == (Exit.USAGE if value is None else Exit.OK)
