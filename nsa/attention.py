@@ -65,6 +65,8 @@ class NSAAttention(nn.Module):
         """
         if layout is None:
             layout = self.layout(x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+        else:
+            layout.check(x_BTM, packed=cu_seqlens is not None, some_absent=cu_seqlens is not None or num_tokens is not None)
         absent = layout.absent_BT1
         if absent is not None:  # whatever lies there, NaN included, touches no weight's gradient
             x_BTM = x_BTM.masked_fill(absent, 0)

@@ -62,6 +62,15 @@ class Layout:
         present_BT = torch.arange(T, device=device) < to_device(num_tokens, device)[:, None]
         return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
 
+    def check(self, x: Tensor, *, packed: bool, some_absent: bool) -> None:
+        """ValueError where this is evidently the Layout of other arguments than a call with x [B, T, ...] has."""
+        rows = x.shape[1] if self.packing is None else self.packing.num_rows
+        fits = (self.packing is not None) == packed and (self.absent_BT1 is not None) == some_absent and self.turns.shape[1] == rows
+        tokens = x.shape[1] if self.absent_BT1 is None else self.absent_BT1.shape[1]
+        if not fits or tokens != x.shape[1]:
+            got = f"a layout of {tokens} {'packed ' if self.packing is not None else ''}tokens for x {tuple(x.shape)}"
+            raise ValueError(f"got {got}; wanted that of this call's x, cache, cu_seqlens and num_tokens; make it anew, or leave it out")
+
     @property
     def documents(self) -> Documents | None:
         return None if self.packing is None else self.packing.documents

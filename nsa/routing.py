@@ -175,6 +175,9 @@ def _route_full_causal(
     if asked_fa2 == "on":
         rejected.append(Rejected(f"{branch}.{DENSE}", f"{why}, but fa2=on was asked for, and this is SDPA"))
         return None
+    if capability.sm is not None and (unfused := _fused_reasons(problem, capability)):  # SDPA would take its O(T^2) math kernel
+        rejected.append(Rejected(f"{branch}.{DENSE}", f"{why}, but no fused causal kernel serves it: {'; '.join(unfused)}"))
+        return None
     others = ["v2: nothing is left out, so there is nothing to gather", "masked: nothing is left out, so there is nothing to mask"]
     if branch == "win":
         others = ["win.sdpa: no key is further back than the window, so tiles would only copy"]

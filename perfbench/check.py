@@ -77,4 +77,7 @@ def _commits(cells: list[str], found: Baseline | BaselineProblem, policy: Polici
     known = {} if isinstance(found, BaselineProblem) else dict(found.cells)
     former = {alias.cell_id: old for old, alias in policy.aliases.items()}
     names = {cell_id: cell_id if cell_id in known else former.get(cell_id, cell_id) for cell_id in cells}
-    return {cell_id: known[name].commit if name in known else None for cell_id, name in names.items()}
+    # A run of uncommitted changes is not its commit: beside that one nothing would be confirmed.
+    dirty = None if isinstance(found, BaselineProblem) or found.source.dirty_sha256 is None else found.run_id
+    clean = {name: cell.commit for name, cell in known.items() if dirty is None or cell.run_id != dirty}
+    return {cell_id: clean.get(name) for cell_id, name in names.items()}

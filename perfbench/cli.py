@@ -202,7 +202,7 @@ def report(
     """Write a run's report again, with --baseline compared."""
     from perfbench import session
 
-    _finish(session.judge_against_baseline(run, baseline, strict=False) if baseline else session.judge(run), as_json, out)
+    _finish(session.judge_again(run, baseline, out), as_json, out)
 
 
 @baseline_app.command("show")

@@ -23,6 +23,7 @@ from perfbench.job import Job
 from perfbench.result import Replicate, Status
 from perfbench.verdict import Exit, PerfbenchError
 
+ROOT = Path(__file__).parents[1]
 START_TIMEOUT_S = 180.0  # importing torch from a cold disk
 MEMORY_BACK_S = 10.0
 MEMORY_SLACK_BYTES = 64 * 2**20
@@ -96,7 +97,8 @@ class ForkServerExecutor:
         arguments: Sequence[str] = (),
     ) -> None:
         self._command = [python, "-m", "perfbench.forkserver", "--measure", measure, *arguments]
-        self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd
+        # `python -m` imports from its working folder first: that is this perfbench's own root, never the user's.
+        self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd or ROOT
         self._scratch = tempfile.TemporaryDirectory(prefix="perfbench-")
         self._folder = Path(self._scratch.name)
         self._server: Server | None = None

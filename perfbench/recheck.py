@@ -62,7 +62,9 @@ def confirm(run: Run, folder: Path, commits: Mapping[str, str | None], task: Tas
     reasons: list[str] = []
     for commit, cells in _by_commit(commits).items():
         if commit is None:
-            reasons.append(f"the baseline does not know the commit of {', '.join(cells)}; promote a run of a git checkout")
+            reasons.append(
+                f"the baseline knows no commit of {', '.join(cells)}, or one with uncommitted changes; promote a run of a clean checkout"
+            )
             continue
         ground.say(announcement(run, cells, commit, task.blocks))
         injections = [text for text in task.injections if text.partition("@")[2] in cells]
@@ -73,8 +75,8 @@ def confirm(run: Run, folder: Path, commits: Mapping[str, str | None], task: Tas
             if error.exit_code is Exit.INTERRUPTED:
                 again = shlex.join([*without_resume(task.argv), "--resume", str(folder)])
                 raise PerfbenchError(Exit.INTERRUPTED, f"interrupted while confirming; finished pairs are kept. Next: {again}") from None
-            if error.exit_code is Exit.INTERNAL:
-                raise
+            if error.exit_code in (Exit.INTERNAL, Exit.ENVIRONMENT) and not isinstance(error, checkout.CannotBuild):
+                raise  # a GPU that became busy says nothing about the base
             reasons.append(f"the base {commit[:12]} cannot be measured: {error}")
     return _joined(done, "; ".join(reasons))
 

@@ -142,6 +142,23 @@ def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: b
     return replace(outcome, judgement=gate.conclude(outcome.judgement, found.base, found.candidate, policy, found.reason))
 
 
+def judge_again(run_path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
+    """For `report`: without a baseline the hard gates alone. USAGE where that would write over the verdict of a baseline."""
+    if baseline_path is not None:
+        return judge_against_baseline(run_path, baseline_path, strict=False)
+    outcome = judge(run_path)
+    known = outcome.folder / "verdict.json"
+    if (out is None or out.resolve() == outcome.folder.resolve()) and known.is_file():
+        try:
+            before = json.loads(known.read_bytes()).get("exit_code")
+        except (ValueError, AttributeError):
+            return outcome
+        if before != outcome.judgement.exit_code:
+            text = f"{known} says exit {before}, and without a baseline this run is exit {int(outcome.judgement.exit_code)}"
+            raise PerfbenchError(Exit.USAGE, f"{text}. Next: name what judged it with --baseline, or another folder with --out")
+    return outcome
+
+
 def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Outcome, Baseline | BaselineProblem]:
     """The first stage alone: a run judged by the stored baseline, and that baseline."""
     from perfbench import baseline, gate, runfile

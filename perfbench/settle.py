@@ -36,7 +36,7 @@ def conclude(
 def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
     """How many pairs of each screened cell to measure, for the one that needs most; to be decided before the first pair."""
     policies, asked = Policies.over(policy), set(judgement.to_confirm)
-    wanted = [policies.whole.confirm_blocks]
+    wanted = [policies.whole.confirm_blocks, *(policies.of(cell_id).min_replicates for cell_id in asked)]
     for cell in judgement.cells:
         if cell.cell_id in asked and cell.evidence:
             one = cell.evidence[0]

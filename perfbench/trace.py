@@ -207,7 +207,7 @@ def _job(version: Version, cell: PlannedCell, model: dict[str, object], tracing:
         seed=random.Random(f"{tracing.seed}-{cell.cell_id}-0").randrange(2**31),
         profile=False,
         injection=_fault(version, cell, tracing),
-        trace=str(chrome),
+        trace=str(chrome.absolute()),  # the child has a folder of its own
     )
 
 

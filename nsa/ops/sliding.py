@@ -26,7 +26,8 @@ def attend(
         assert isinstance(q_start, int)
         return _flash(q_BTQD, k_BSGD, v_BSGD, window=window, q_start=q_start, scale=scale, provider=fa2)
     if torch.compiler.is_compiling() and isinstance(q_start, int) and q_start == 0:
-        return _later_tiles(q_BTQD, k_BSGD, v_BSGD, window=window, scale=scale, documents=documents, empty=1)
+        T = q_BTQD.shape[1]
+        return _later_tiles(q_BTQD, k_BSGD[:, :T], v_BSGD[:, :T], window=window, scale=scale, documents=documents, empty=1)
     T = q_BTQD.shape[1]
     before_k, new_k, known = _split(k_BSGD, q_start, T, window)
     before_v, new_v, _ = _split(v_BSGD, q_start, T, window)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import nsa.layout
 from nsa.attention import NSAAttention
-from nsa.config import preset
+from nsa.config import NSAConfig, preset
 from nsa.layout import Layout
 from nsa.model import DenseLM, TinyLM
 from nsa.packing import Packing
@@ -117,3 +117,25 @@ def test_caches_of_another_history_are_refused() -> None:
         model.blocks[0].attention(randn(2, 5, TINY.dim, seed=5), cache=cache[0])  # type: ignore[operator, union-attr]
         with pytest.raises(ValueError, match=r"\(5, 5\).*the same in each layer; begin anew"):
             model(IDS[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("kind", ["half", "interleaved"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_sequences_shorter_than_one_compressed_block(kind: str, when: str) -> None:
+    layer = NSAAttention(16, 2, 1, 8, config=NSAConfig(rope=kind, cmp_rope=when))
+    y = layer(torch.randn(1, 5, 16, requires_grad=True))
+    y.sum().backward()
+    assert y.shape == (1, 5, 16) and bool(y.isfinite().all())
+
+
+def test_a_layout_of_another_call_is_refused() -> None:
+    layer = NSAAttention(16, 2, 1, 8)
+    x, cu_seqlens = torch.randn(1, 20, 16), torch.tensor([0, 10, 20])
+    whole = layer.layout(x, dtype=x.dtype)
+    assert torch.equal(layer(x, layout=whole), layer(x))
+    with pytest.raises(ValueError, match="got a layout of 20 tokens"):
+        layer(x, layout=whole, cu_seqlens=cu_seqlens)
+    with pytest.raises(ValueError, match="got a layout of 20 packed tokens"):
+        layer(x, layout=layer.layout(x, dtype=x.dtype, cu_seqlens=cu_seqlens))
+    with pytest.raises(ValueError, match=r"for x \(1, 20, 16\)"):
+        layer(x, layout=layer.layout(x[:, :1], dtype=x.dtype))

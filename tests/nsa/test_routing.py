@@ -257,7 +257,7 @@ def test_only_auto_speaks_of_it() -> None:
         assert DENSE not in {b.implementation for b in route_at(256, Request(path)).branches}
 
 
-@pytest.mark.parametrize("capability", [H100, NO_FA2, V100, CPU], ids=lambda c: c.device_name)
+@pytest.mark.parametrize("capability", [H100, NO_FA2, CPU], ids=lambda c: c.device_name)
 @pytest.mark.parametrize("fa2", ["auto", "off"])
 @pytest.mark.parametrize(("tokens", "dense"), [(1, {"sel", "win"}), (512, {"sel", "win"}), (513, {"sel"}), (1024, {"sel"}), (1025, set())])
 def test_auto_takes_full_causal_attention_where_nothing_is_left_out(tokens: int, dense: set[str], fa2: str, capability: Capability) -> None:
@@ -270,6 +270,13 @@ def test_auto_takes_full_causal_attention_where_nothing_is_left_out(tokens: int,
         assert not branch.syncs and branch.repeatable == (capability is CPU)
         assert ("fa2=off" in said[f"fa2 for {name}"]) == (fa2 == "off")
     assert ({"v2", "masked"} <= set(said)) >= ("sel" in dense) and ("win.sdpa" in said) == ("win" in dense)
+
+
+def test_auto_takes_no_full_causal_attention_that_no_fused_kernel_serves() -> None:
+    """There SDPA keeps a T x T matrix a head."""
+    found = route_at(512, Request(), V100)
+    assert DENSE not in {b.implementation for b in found.branches}
+    assert "no fused causal kernel serves it: SM 7.0" in next(r.reason for r in found.rejected if r.alternative == "sel.dense")
 
 
 def test_who_asks_for_fa2_gets_it_at_every_length() -> None:

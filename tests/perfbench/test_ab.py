@@ -402,7 +402,7 @@ def edit_baseline(**changes: Any) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.parametrize(("base", "why"), [("0" * 40, "does not have"), (None, "does not know the commit")])
+@pytest.mark.parametrize(("base", "why"), [("0" * 40, "does not have"), (None, "knows no commit of")])
 def test_a_base_that_cannot_be_built_leaves_it_watched(
     bench: Bench, capsys: pytest.CaptureFixture[str], base: str | None, why: str
 ) -> None:

@@ -115,7 +115,7 @@ def test_a_slower_cell_whose_base_is_unknown_is_a_warning_and_is_named(executor:
     promote()
     executor.speed[V2] = 600.0
     assert cli.invoke(["check", "small.yaml"]) == 0
-    assert "does not know the commit" in capsys.readouterr().err
+    assert "knows no commit of" in capsys.readouterr().err
     assert cli.invoke(["gate", str(run_folder()), "--strict"]) == 7
     assert capsys.readouterr().out.startswith(f"WATCH, exit 7 (warnings fail under --strict): 1 of 4 cells: {V2}")
     assert cli.invoke(["report", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json", "--out", "again"]) == 0
