@@ -20,6 +20,7 @@ from typing import Any
 from perfbench import gpu, nvml
 from perfbench import pair as pairs
 from perfbench.checkout import CannotBuild, Side
+from perfbench.coverage import parted
 from perfbench.environment import TargetFit
 from perfbench.isolate import Executor, ForkServerExecutor
 from perfbench.job import Job
@@ -102,7 +103,7 @@ def interleave(
                 matrix=task.matrix,
                 executor=executor,
                 writer=one.writer,
-                ledger=Ledger(task.matrix.measure.throttle_retries, _whole(one.rows, other.rows)),
+                ledger=Ledger(task.matrix.measure.throttle_retries, _kept(one, other, task.matrix.measure.throttle_retries)),
                 faults=[parse_injection(text, [cell.cell_id for cell in one.manifest.cells]) for text in one.manifest.injections],
                 progress=_Named(progress, name),
                 card=environment.gpu_uuid_sha256,
@@ -114,14 +115,27 @@ def interleave(
             )
             for one, other, executor, name, plan in zip(opened, opened[::-1], executors, pairs.NAMES, plans, strict=True)
         ]
-        missing = _Turns(folder, halves[0], halves[1], progress).run()
-    return pairs.read(folder, missing)
+        _Turns(folder, halves[0], halves[1], progress).run()
+    return pairs.read(folder)
 
 
-def _whole(rows: Sequence[Replicate], others: Sequence[Replicate]) -> list[Replicate]:
-    """Without the halves of pairs that an interruption parted: they are measured again, adjacent in time."""
-    both = {(row.cell_id, row.replicate) for row in others}
-    return [row for row in rows if row.status is not Status.OK or (row.cell_id, row.replicate) in both]
+def _kept(one: pairs.Opened, other: pairs.Opened, retries: int) -> list[Replicate]:
+    """The rows of ``one`` that a resumed pair goes on from.
+
+    Halves of pairs that an interruption parted are left out: they are measured again, adjacent in time. A throttled row
+    whose retry never came is no half of a pair, but the next one is its retry.
+    """
+    rules = Ledger(retries)
+    mine, theirs = ({(row.cell_id, row.replicate): row for row in side.rows} for side in (one, other))  # the last one counts
+    resumed = [*one.resumed_utc, *other.resumed_utc]
+
+    def is_kept(row: Replicate) -> bool:
+        last, beside = mine[row.cell_id, row.replicate], theirs.get((row.cell_id, row.replicate))
+        if row.status is not Status.OK or rules.attempt_after(last) is not None:
+            return True
+        return beside is not None and rules.attempt_after(beside) is None and not parted(last, beside, resumed)
+
+    return [row for row in one.rows if is_kept(row)]
 
 
 @dataclass
@@ -152,16 +166,15 @@ class _Turns:
     b: _Half
     progress: Progress
 
-    def run(self) -> list[tuple[str, int]]:
+    def run(self) -> None:
         blocks = {block: self._pairs(block) for block in range(self.a.manifest.replicates)}
         total = 2 * len(blocks) * len(self._cells())
         self.progress.start(total, total - 2 * sum(map(len, blocks.values())))
         try:
             for block, pairs in blocks.items():
                 self._measure_block(block, pairs)
-            return []
         except BudgetSpent:
-            return self._over_budget(blocks)
+            self._over_budget(blocks)
         except KeyboardInterrupt:
             raise PerfbenchError(Exit.INTERRUPTED, f"interrupted with the finished pairs in {self.folder}. Next: {self._go_on()}") from None
         finally:
@@ -205,10 +218,9 @@ class _Turns:
         for half in (self.a, self.b):
             half.executor.prepare([])
 
-    def _over_budget(self, blocks: dict[int, list[tuple[PlannedCell, PlannedCell]]]) -> list[tuple[str, int]]:
-        missing = [(pair[0].cell_id, block) for block, pairs in blocks.items() for pair in pairs if self._due(pair, block)]
-        self.progress.note(f"the budget is spent; {len(missing)} pairs are not measured. Go on with {self._go_on()}")
-        return missing
+    def _over_budget(self, blocks: dict[int, list[tuple[PlannedCell, PlannedCell]]]) -> None:
+        missing = sum(1 for block, pairs in blocks.items() for pair in pairs if self._due(pair, block))
+        self.progress.note(f"the budget is spent; {missing} pairs are not measured. Go on with {self._go_on()}")
 
     def _go_on(self) -> str:
         return shlex.join([*without_resume(self.a.manifest.argv), "--resume", str(self.folder)])

@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from perfbench import nights
 from perfbench.comparable import sentinel_rates
 from perfbench.coverage import rows_by_cell, selected_ids, usable
 from perfbench.gate import judge
@@ -33,8 +34,9 @@ Speed = Annotated[float, Field(gt=1e-12, lt=1e24, allow_inf_nan=False, strict=Tr
 class BaselineCell(BaseModel):
     """One cell's speeds, and the run that measured it (a slice may be older than the rest).
 
-    ``kernel_count`` and ``host_syncs`` are the most that a profile saw, ``kernels`` the longest first. ``night_log_sd`` is
-    the sd of ln speed between nights, where a calibration told it.
+    ``kernel_count`` and ``host_syncs`` are the most that a profile saw, ``kernels`` the longest first. ``night_log_sd`` and
+    ``device_night_log_sd`` are the sd of ln tok/s and of ln device time between nights, where a calibration told them, from
+    ``night_starts`` machine starts.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
@@ -46,6 +48,8 @@ class BaselineCell(BaseModel):
     run_id: str
     commit: str | None
     night_log_sd: float | None = Field(default=None, ge=0, lt=10)
+    device_night_log_sd: float | None = Field(default=None, ge=0, lt=10)
+    night_starts: int | None = Field(default=None, ge=2)
     device_time_s: list[Speed] = []  # of one step, one for each replicate that profiled it
     kernel_count: int | None = Field(default=None, ge=0)
     host_syncs: int | None = Field(default=None, ge=0)
@@ -138,38 +142,52 @@ def show(baseline: Baseline) -> str:
         "",
     ]
     width = max(len(cell_id) for cell_id in baseline.cells)
-    lines.append(f"{'cell':<{width}} {'tok/s':>14} {'n':>3} {'spread':>8}  bound")
+    lines.append(f"{'cell':<{width}} {'tok/s':>14} {'n':>3} {'spread':>8}  bound  between nights")
     for cell_id, cell in sorted(baseline.cells.items()):
         speeds = cell.tok_per_s
         spread = f"{100 * (max(speeds) - min(speeds)) / cell.speed:.2f} %" if len(speeds) > 1 else "-"
         bound = {True: "host", False: "GPU", None: "-"}[cell.host_bound]
-        lines.append(f"{cell_id:<{width}} {cell.speed:>14,.1f} {len(speeds):>3} {spread:>8}  {bound}")
+        night = "assumed" if cell.night_log_sd is None else f"{100 * cell.night_log_sd:.2f} %"
+        lines.append(f"{cell_id:<{width}} {cell.speed:>14,.1f} {len(speeds):>3} {spread:>8}  {bound:<5}  {night}")
     return "\n".join(lines)
 
 
-def promote(run: Run, path: Path, *, allow_dirty: bool = False, promoted_utc: str | None = None) -> Promotion:
+def promote(
+    run: Run, path: Path, *, allow_dirty: bool = False, promoted_utc: str | None = None, calibration: Path | None = None
+) -> Promotion:
     """Make ``run`` the baseline at ``path``; PerfbenchError(Exit.USAGE) for a run that must not judge others.
 
     Nothing is merged: the file holds the run's cells. Only where the run was made with ``--only`` are the cells
     kept that it did not select, and only those of the same environment and method. ``promoted_utc`` defaults to now.
+    ``calibration``: the calibration.json that tells how restless each cell is between nights; a cell that it does not know
+    stays as restless as it was.
     """
     _refuse(run, allow_dirty)
     manifest = run.manifest
+    told = {} if calibration is None else nights.read(calibration, manifest.environment.gpu_slug)
     cells = _cells(run)
     old, notes = _existing(path, bool(manifest.only))
     kept, removed = _keep(run, old, cells)
-    if old is not None:  # a cell is as restless from night to night as it was
-        nights = {cell_id: cell.night_log_sd for cell_id, cell in old.cells.items() if cell.night_log_sd is not None}
-        cells = {cell_id: cell.model_copy(update={"night_log_sd": nights.get(cell_id)}) for cell_id, cell in cells.items()}
+    cells = {**kept, **cells}
+    before = {} if old is None else {cell_id: _nights_of(cell) for cell_id, cell in old.cells.items()}
+    cells = {cell_id: cell.model_copy(update=before.get(cell_id, {}) | told.get(cell_id, {})) for cell_id, cell in cells.items()}
+    if calibration is not None:
+        found = sorted(set(told) & set(cells))
+        rest = f"; {', '.join(sorted(set(cells) - set(told)))} not in it" if set(cells) - set(told) else ""
+        notes.append(f"{calibration} tells the luck between nights of {len(found)} of {len(cells)} cells{rest}")
     if removed and old is not None and not _same_environment(run, old):
         notes.append("the environment or method changed, so no earlier cell could be kept")
     if manifest.source.dirty_sha256:
         notes.append("the measured tree had uncommitted changes; the file records it")
     if why := unproved(manifest.source):
         notes.append(f"the measured commit is {why}; the file records it")
-    baseline = _baseline(run, {**kept, **cells}, promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), allow_dirty)
+    baseline = _baseline(run, cells, promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), allow_dirty)
     _write(path, baseline)
-    return Promotion(path, baseline, sorted(cells), sorted(kept), sorted(removed), notes)
+    return Promotion(path, baseline, sorted(set(cells) - set(kept)), sorted(kept), sorted(removed), notes)
+
+
+def _nights_of(cell: BaselineCell) -> dict[str, float | int | None]:
+    return {name: getattr(cell, name) for name in ("night_log_sd", "device_night_log_sd", "night_starts")}
 
 
 def _refuse(run: Run, allow_dirty: bool) -> None:

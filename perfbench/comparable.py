@@ -69,11 +69,22 @@ def sentinel_rates(run: Run) -> dict[str, list[float]]:
 
 
 def unwatched(run: Run, baseline: Baseline) -> list[str]:
-    """Sentinels that the run has and the baseline has not: whether the machine changed since is not known."""
-    names = sorted(set(sentinel_rates(run)) - set(baseline.sentinels))
-    if not names:
-        return []
-    return [f"the baseline holds no sentinel {', '.join(names)}, so whether the machine changed is not known; promote a run that has them"]
+    """Sentinels that only one of run and baseline has: whether the machine changed since is not known."""
+    here, then = set(sentinel_rates(run)), set(baseline.sentinels)
+    found = []
+    if names := ", ".join(sorted(here - then)):
+        found.append(f"the baseline holds no sentinel {names}, so whether the machine changed is not known; promote a run that has them")
+    if names := ", ".join(sorted(then - here)):
+        text = f"the run has no sentinel {names}, which the baseline holds, so whether the machine changed is not known"
+        found.append(f"{text}; gate a run of `perfbench run`, with these sentinels in its matrix")
+    return found
+
+
+def unasked(run: Run, wanted: Iterable[str], baseline: Baseline) -> list[str]:
+    """Sentinels that the run's matrix wants (``wanted``) and the run never planned, as a side of an `ab`; beyond ``unwatched``."""
+    names = ", ".join(name for name in wanted if name not in {*run.manifest.sentinels, *sentinel_rates(run), *baseline.sentinels})
+    text = f"the run was made without the sentinel {names}, which its matrix asks for, so a slower machine looks like slower code"
+    return [f"{text}; gate a run of `perfbench run`"] if names else []
 
 
 def _absent_sentinels(run: Run) -> list[Finding]:

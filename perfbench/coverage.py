@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from perfbench.axes import AXES, Cell, select
@@ -31,6 +31,20 @@ def usable(rows: Iterable[Replicate]) -> list[Replicate]:
     last = {row.replicate: row for row in rows}
     kept = (last[number] for number in sorted(last))
     return [row for row in kept if row.status is Status.OK and row.tok_per_s is not None and not throttled(row)]
+
+
+def paired(base: Run, candidate: Run, base_rows: Sequence[Replicate], rows: Sequence[Replicate]) -> dict[int, tuple[Replicate, Replicate]]:
+    """Replicate number -> both usable rows of one cell, without those that an interruption parted."""
+    theirs, ours = ({row.replicate: row for row in usable(found)} for found in (base_rows, rows))
+    resumed = [one.resumed_utc for run in (base, candidate) for one in run.resumed]
+    both = {number: (theirs[number], ours[number]) for number in sorted(set(theirs) & set(ours))}
+    return {number: pair for number, pair in both.items() if not parted(*pair, resumed)}
+
+
+def parted(one: Replicate, other: Replicate, resumed_utc: Iterable[str]) -> bool:
+    """Whether the measurement was resumed between the two rows: the machine may have changed in between."""
+    first, last = sorted((one.started_utc, other.started_utc))
+    return any(first < again <= last for again in resumed_utc)
 
 
 def throttled(row: Replicate) -> bool:

@@ -17,7 +17,7 @@ from perfbench.result import Replicate, Run, Status
 from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, PerfbenchError, Verdict
 
 if TYPE_CHECKING:
-    from perfbench.baseline import Baseline
+    from perfbench.baseline import Baseline, BaselineCell
 
 _NEXT: dict[Verdict | None, str] = {
     Verdict.SAME: "Nothing is to be done.",
@@ -80,8 +80,15 @@ def _base(cell: CellVerdict, baseline: Baseline | BaselineProblem | None) -> Ite
     elif (base := baseline.cells.get(cell.cell_id)) is not None:
         speeds = ", ".join(f"{speed:,.1f}" for speed in base.tok_per_s)
         yield f"Baseline: run {base.run_id}, {len(base.tok_per_s)} replicates: {speeds} tok/s."
+        yield f"Luck between nights: tok/s {_night(base.night_log_sd, base)}, device time {_night(base.device_night_log_sd, base)}."
     else:
         yield "Baseline: it has no cell of this name."
+
+
+def _night(sd: float | None, base: BaselineCell) -> str:
+    if sd is None:
+        return f"{100 * stats.ASSUMED_NIGHT_SD:g} %, assumed (no calibration told it)"
+    return f"{100 * sd:.2g} %, " + (f"from {base.night_starts} machine starts" if base.night_starts else "from a calibration")
 
 
 def _policy(policy: GatePolicy, overridden: bool) -> Iterator[str]:

@@ -6,7 +6,6 @@ Replicate r of a is to be compared with replicate r of b: they were measured one
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -14,20 +13,25 @@ from pathlib import Path
 
 from perfbench import runfile, runner
 from perfbench.checkout import Side
+from perfbench.coverage import paired, rows_by_cell
 from perfbench.isolate import utc_now
 from perfbench.matrix import Matrix
-from perfbench.result import Environment, Manifest, Replicate, Resumed, Run
+from perfbench.result import Environment, Manifest, Replicate, Resumed, Run, Status
 from perfbench.resumable import check_cells, check_same_ground
 from perfbench.runfile import FILE_NAME, RunWriter
 from perfbench.sideplan import SidePlan
 from perfbench.verdict import Exit, PerfbenchError
 
 NAMES = ("a", "b")
+BEGUN_WITHIN_S = 60.0  # the two manifests are written one after the other
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both runs of one A/B; ``missing`` are the (cell, block) that the budget left out."""
+    """Both runs of one A/B. ``missing``: the (cell, block) without a pair that counts, of cells that no side failed.
+
+    They were not measured, the card throttled, or an interruption parted the two rows.
+    """
 
     folder: Path
     base: Run
@@ -37,7 +41,10 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to measure, and how; of a resumed pair its own seed, blocks and injections (which go to side b) stay."""
+    """What to measure, and how; of a resumed pair its own seed, blocks and injections (which go to side b) stay.
+
+    ``name`` begins the ids of both runs, and no other pair may have it; by default the name of the pair's folder.
+    """
 
     matrix: Matrix
     only: list[str]
@@ -46,30 +53,65 @@ class Task:
     argv: list[str]
     injections: list[str] = field(default_factory=list)
     budget_s: float | None = None
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A run file that is being written, and the rows that it held before."""
+    """A run file that is being written, and what it held before."""
 
     writer: RunWriter
     manifest: Manifest
     rows: list[Replicate]
+    resumed_utc: list[str] = field(default_factory=list)
 
 
-def read(folder: Path, missing: Sequence[tuple[str, int]] = ()) -> Pair:
+def read(folder: Path) -> Pair:
     """A pair from its folder; PerfbenchError(USAGE) where it is none."""
-    return Pair(folder, runfile.read(folder / "a"), runfile.read(folder / "b"), list(missing))
+    base, candidate = (runfile.read(folder / name) for name in NAMES)
+    return Pair(folder, base, candidate, _missing(base, candidate))
 
 
 def is_pair(folder: Path) -> bool:
-    return all((folder / name / FILE_NAME).is_file() for name in NAMES)
+    """Whether both runs have begun; a process that was killed before that has measured nothing."""
+    return all(_has_manifest(folder / name / FILE_NAME) for name in NAMES)
 
 
 def are_paired(base: Run, candidate: Run) -> bool:
-    """Whether these are the two runs of one A/B, by the name that they share."""
-    one, other = base.manifest.run_id, candidate.manifest.run_id
-    return one.endswith("-a") and other.endswith("-b") and one[:-2] == other[:-2]
+    """Whether these are the two runs of one A/B: one name, seed, number of blocks and matrix, and begun together."""
+    one, other = base.manifest, candidate.manifest
+    named = one.run_id.endswith("-a") and other.run_id.endswith("-b") and one.run_id[:-2] == other.run_id[:-2]
+    alike = (one.seed, one.replicates, one.matrix_sha256) == (other.seed, other.replicates, other.matrix_sha256)
+    return named and alike and _begun_together(one.created_utc, other.created_utc)
+
+
+def _begun_together(one_utc: str, other_utc: str) -> bool:
+    """Older pairs of a `check` are named after the base's commit alone, which other nights share."""
+    try:
+        apart = datetime.fromisoformat(one_utc) - datetime.fromisoformat(other_utc)
+    except (ValueError, TypeError):  # edited by hand
+        return False
+    return abs(apart.total_seconds()) <= BEGUN_WITHIN_S
+
+
+def _has_manifest(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.readline().endswith(b"\n")
+    except OSError:
+        return False
+
+
+def _missing(base: Run, candidate: Run) -> list[tuple[str, int]]:
+    rows, others = rows_by_cell(base), rows_by_cell(candidate)
+    planned = {cell.cell_id for cell in candidate.manifest.cells}
+    found = []
+    for cell_id in (cell.cell_id for cell in base.manifest.cells if cell.cell_id in planned):
+        mine, theirs = rows.get(cell_id, []), others.get(cell_id, [])
+        if all(row.status is Status.OK for row in [*mine, *theirs]):
+            count = paired(base, candidate, mine, theirs)
+            found += [(cell_id, block) for block in range(base.manifest.replicates) if block not in count]
+    return found
 
 
 def new_folder(out: Path, environment: Environment, commit: str | None) -> Path:
@@ -84,7 +126,7 @@ def create(task: Task, side: Side, plan: SidePlan, folder: Path, name: str, envi
     for text in injections:
         runner.parse_injection(text, cells)
     made = runner.manifest_of(plan.plan, task.matrix, environment, side.source, task.argv, task.seed, list(task.only), injections, [])
-    manifest = made.model_copy(update={"run_id": f"{folder.name}-{name}", "replicates": task.blocks})
+    manifest = made.model_copy(update={"run_id": f"{task.name or folder.name}-{name}", "replicates": task.blocks})
     home = folder / name
     try:
         home.mkdir(parents=True)
@@ -107,4 +149,4 @@ def go_on(task: Task, side: Side, plan: SidePlan, folder: Path, name: str, envir
         check_cells(found.manifest, plan.plan, task.matrix, task.only, writer.path)
         writer.append(Resumed(resumed_utc=utc_now(), argv=task.argv, environment=environment, only=list(task.only)))
         until_checked.pop_all()
-    return Opened(writer, found.manifest, list(found.replicates))
+    return Opened(writer, found.manifest, list(found.replicates), [one.resumed_utc for one in found.resumed])

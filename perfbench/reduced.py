@@ -32,6 +32,7 @@ class Side:
     kernels: tuple[str, ...] = ()  # the longest first
     tuned: tuple[tuple[str, str], ...] = ()
     bimodal: str = ""  # what the samples say where most replicates ran at two speeds
+    device_night_sd: float | None = None  # sd of ln device time between nights, where a calibration told it
 
 
 def side_of_rows(cell: PlannedCell, good: Sequence[Replicate]) -> Side:
@@ -62,12 +63,13 @@ def side_of_baseline(base: BaselineCell) -> Side:
         counters=tuple(sorted(base.counters)),
         kernels=tuple(base.kernels),
         tuned=tuple(sorted(base.tuned.items())),
+        device_night_sd=base.device_night_log_sd,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """One cell, ready to be compared. ``night_sd`` is the sd of ln speed between nights; 0 for pairs of one night."""
+    """One cell, ready to be compared. ``night_sd`` is the sd of ln tok/s between nights; 0 for pairs of one night."""
 
     cell_id: str
     policy: GatePolicy
@@ -84,6 +86,13 @@ class Sides:
         """Device time stands in for wall time where the host bounds it, given enough profiles."""
         least = max(2, self.policy.min_replicates)
         return self.host_bound and min(len(self.base.device_time_s), len(self.candidate.device_time_s)) >= least
+
+    def night_sd_of(self, metric: str) -> float:
+        """The sd between nights of ln of this metric. The host's luck is not the device's, so neither stands in for the other."""
+        if metric == WALL:
+            return self.night_sd
+        told = self.base.device_night_sd
+        return stats.ASSUMED_NIGHT_SD if told is None else told
 
     def values(self, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         base, candidate = self.base, self.candidate

@@ -132,14 +132,14 @@ def judge(run_path: Path) -> Outcome:
 
 def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     """Judge a run by the baseline of its GPU and matrix, or by the one that is named, and by what `check` confirmed of it."""
-    from perfbench import gate, recheck
+    from perfbench import recheck, settle
 
-    outcome, _ = screen(run_path, baseline_path, strict)
-    found = recheck.stored(outcome.folder) if outcome.judgement.to_confirm else None
+    outcome, base = screen(run_path, baseline_path, strict)
+    asked, policy = outcome.judgement.to_confirm, policy_of(outcome.run)
+    found = recheck.stored(outcome.folder, recheck.base_commits(asked, base, policy)) if asked else None
     if found is None:
         return outcome
-    policy = policy_of(outcome.run)
-    return replace(outcome, judgement=gate.conclude(outcome.judgement, found.base, found.candidate, policy, found.reason))
+    return replace(outcome, judgement=settle.conclude_all(outcome.judgement, found.measured, policy, found.reasons))
 
 
 def judge_again(run_path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
@@ -161,11 +161,14 @@ def judge_again(run_path: Path, baseline_path: Path | None, out: Path | None) ->
 
 def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Outcome, Baseline | BaselineProblem]:
     """The first stage alone: a run judged by the stored baseline, and that baseline."""
-    from perfbench import baseline, gate, runfile
+    from perfbench import baseline, comparable, gate, runfile
 
     run = runfile.read(run_path)
-    found = baseline.read(baseline_path or _baseline_path(run))
-    return Outcome(run, gate.judge(run, found, policy_of(run), strict=strict), folder_of(run_path), found), found
+    found, matrix = baseline.read(baseline_path or _baseline_path(run)), matrix_of(run)
+    judgement = gate.judge(run, found, matrices.policies(matrix), strict=strict)
+    if isinstance(found, baseline.Baseline):
+        judgement = replace(judgement, notes=(*judgement.notes, *comparable.unasked(run, matrix.sentinels, found)))
+    return Outcome(run, judgement, folder_of(run_path), found), found
 
 
 def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:

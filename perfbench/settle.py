@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
 from perfbench import stats
 from perfbench.comparable import differences, ground_of
-from perfbench.coverage import rows_by_cell, usable
+from perfbench.coverage import paired, rows_by_cell
 from perfbench.hardgate import Ground, cell_findings
 from perfbench.judgement import CellVerdict, Finding, Judgement, summarise
 from perfbench.policy import GatePolicy, Policies
@@ -18,19 +18,40 @@ from perfbench.speed import Outcome, confirm
 from perfbench.verdict import Verdict
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``cell_ids`` are judged by the pairs of these two runs: replicate r of both was measured one after the other."""
+
+    base: Run
+    candidate: Run
+    cell_ids: Collection[str]
+
+
 def conclude(
     judgement: Judgement, base_run: Run | None, candidate_run: Run | None, policy: GatePolicy | Policies, reason: str = ""
 ) -> Judgement:
     """Settle every screened cell; only here a cell becomes REGRESSED.
 
     Replicate r of ``base_run`` and of ``candidate_run`` are a pair, measured one after the other. Where a run is None the
-    screened cells stay WATCH with ``reason``, why there was no confirmation.
+    screened cells stay WATCH with ``reason``, why there was no confirmation; where pairs are missing, it says why.
     """
-    if not judgement.to_confirm:
-        return judgement
-    if base_run is None or candidate_run is None:
-        return unconfirmed(judgement, reason or "no confirmation was run")
-    return settle(judgement, base_run, candidate_run, Policies.over(policy), judgement.to_confirm)
+    asked = judgement.to_confirm
+    measured = [] if base_run is None or candidate_run is None else [Measured(base_run, candidate_run, asked)]
+    return conclude_all(judgement, measured, policy, dict.fromkeys(asked, reason) if reason else {})
+
+
+def conclude_all(
+    judgement: Judgement, measured: Sequence[Measured], policy: GatePolicy | Policies, reasons: Mapping[str, str]
+) -> Judgement:
+    """As ``conclude``, where the cells were measured in several pairs of runs. ``reasons``: cell -> why pairs are missing.
+
+    Each cell is judged by its own two runs, and by the proofs in them; Holm goes over all of them.
+    """
+    asked = set(judgement.to_confirm)
+    here = [replace(one, cell_ids=asked & set(one.cell_ids)) for one in measured]
+    without = asked.difference(*(one.cell_ids for one in here))
+    left = [unconfirmed(cell, reasons.get(cell.cell_id)) if cell.cell_id in without else cell for cell in judgement.cells]
+    return _settle(_again(judgement, left), here, Policies.over(policy), reasons)
 
 
 def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
@@ -46,31 +67,31 @@ def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
     return max(wanted)
 
 
-def unconfirmed(judgement: Judgement, why: str) -> Judgement:
-    """The screened cells stay WATCH, and say why nothing confirms or clears them."""
-    open_ = set(judgement.to_confirm)
-    why = why.removeprefix("not confirmed: ")
-    cells = [replace(cell, reason=f"not confirmed: {why}; {cell.reason}") if cell.cell_id in open_ else cell for cell in judgement.cells]
-    return _again(judgement, cells)
+def unconfirmed(cell: CellVerdict, why: str | None) -> CellVerdict:
+    """The screened cell stays as it is, and says why nothing confirms or clears it."""
+    why = (why or "no confirmation was run").removeprefix("not confirmed: ")
+    return replace(cell, reason=f"not confirmed: {why}; {cell.reason}")
 
 
 def settle(judgement: Judgement, base_run: Run, candidate_run: Run, policies: Policies, cell_ids: Collection[str]) -> Judgement:
     """Judge ``cell_ids`` by the pairs of both runs, Holm over all of them; the other cells stay as they are."""
-    if changed := differences(ground_of(candidate_run.manifest), ground_of(base_run.manifest)):
-        return unconfirmed(judgement, f"base and candidate were not measured alike (base -> candidate): {changed}")
-    pairs = _Pairs(base_run, candidate_run, policies)
-    asked = [cell for cell in judgement.cells if cell.cell_id in set(cell_ids)]
-    read = {cell.cell_id: pairs.of(cell) for cell in asked}
-    sides = {cell_id: found for cell_id, found in read.items() if isinstance(found, Sides)}
-    outcomes = confirm(list(sides.values()))
+    return _settle(judgement, [Measured(base_run, candidate_run, cell_ids)], policies, {})
+
+
+def _settle(judgement: Judgement, measured: Sequence[Measured], policies: Policies, reasons: Mapping[str, str]) -> Judgement:
+    pairs = {cell_id: found for one in measured for found in [_Pairs(one, policies)] for cell_id in one.cell_ids}
+    read = {cell.cell_id: pairs[cell.cell_id].of(cell) for cell in judgement.cells if cell.cell_id in pairs}
+    outcomes = confirm([found for found in read.values() if isinstance(found, Sides)])
     cells = []
     for cell in judgement.cells:
-        found = read.get(cell.cell_id)
+        found, why = read.get(cell.cell_id), reasons.get(cell.cell_id, "")
         if isinstance(found, CellVerdict):
-            cells.append(found)
+            cells.append(_explained(found, why) if found.verdict is Verdict.WATCH else found)
         elif isinstance(found, Sides):
             outcome = outcomes[cell.cell_id]
-            cells.append(verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence)))
+            settled = verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence))
+            few = pairs[cell.cell_id].shortfall(len(found.base.tok_per_s))
+            cells.append(_explained(settled, few, why) if few else settled)
         else:
             cells.append(cell)
     return _again(judgement, cells)
@@ -110,15 +131,18 @@ def spread_pct(speeds: tuple[float, ...]) -> float | None:
 class _Pairs:
     """The rows of both runs by cell, each side with its own hard gates."""
 
-    def __init__(self, base: Run, candidate: Run, policies: Policies) -> None:
+    def __init__(self, measured: Measured, policies: Policies) -> None:
         self._policies = policies
-        self._runs = (base, candidate)
+        self._runs = (measured.base, measured.candidate)
+        self._changed = differences(ground_of(measured.candidate.manifest), ground_of(measured.base.manifest))
         self._planned = tuple({cell.cell_id: cell for cell in run.manifest.cells} for run in self._runs)
         self._rows = tuple(rows_by_cell(run) for run in self._runs)
         self._grounds = tuple(Ground.of(run) for run in self._runs)
 
     def of(self, cell: CellVerdict) -> Sides | CellVerdict:
         """Both sides of a cell, pair by pair; or its verdict where a side cannot be believed or compared."""
+        if self._changed:
+            return _open(cell, f"base and candidate were not measured alike (base -> candidate): {self._changed}")
         base, candidate = (planned.get(cell.cell_id) for planned in self._planned)
         base_rows, rows = (found.get(cell.cell_id, []) for found in self._rows)
         if base is None or candidate is None:
@@ -132,16 +156,20 @@ class _Pairs:
             return _open(cell, f"the base gave no speed to compare with ({hard.verdict.value}: {hard.reason})")
         if base.config_sha256 != candidate.config_sha256:
             return _open(cell, f"another config in the base ({base.config_sha256[:12]}, here {candidate.config_sha256[:12]})")
-        theirs, ours = ({row.replicate: row for row in usable(found)} for found in (base_rows, rows))
-        both = sorted(set(theirs) & set(ours))
+        both = list(paired(*self._runs, base_rows, rows).values())
         if not both:
-            return _open(cell, f"no pair is left of {len(base_rows)} base and {len(rows)} candidate rows (throttled?)")
-        left = side_of_rows(base, [theirs[number] for number in both])
-        right = side_of_rows(candidate, [ours[number] for number in both])
-        profiled = [number for number in both if _device_time_s(theirs[number]) and _device_time_s(ours[number])]
-        left = replace(left, device_time_s=tuple(_device_time_s(theirs[number]) for number in profiled))
-        right = replace(right, device_time_s=tuple(_device_time_s(ours[number]) for number in profiled))
+            return _open(cell, f"no pair is left of {len(base_rows)} base and {len(rows)} candidate rows (throttled, or parted?)")
+        left = side_of_rows(base, [theirs for theirs, _ in both])
+        right = side_of_rows(candidate, [ours for _, ours in both])
+        profiled = [pair for pair in both if _device_time_s(pair[0]) and _device_time_s(pair[1])]
+        left = replace(left, device_time_s=tuple(_device_time_s(theirs) for theirs, _ in profiled))
+        right = replace(right, device_time_s=tuple(_device_time_s(ours) for _, ours in profiled))
         return Sides(cell.cell_id, self._policies.of(cell.cell_id), left, right)
+
+    def shortfall(self, count: int) -> str:
+        """'5 of 8 pairs count' where fewer than planned do; else empty."""
+        planned = min(run.manifest.replicates for run in self._runs)
+        return f"{count} of {planned} pairs count" if count < planned else ""
 
     def _hard(self, side: int, planned: PlannedCell, rows: list[Replicate]) -> Finding | None:
         found = cell_findings(planned, rows, None, self._grounds[side])
@@ -154,6 +182,10 @@ def _device_time_s(row: Replicate) -> float:
 
 def _open(cell: CellVerdict, why: str) -> CellVerdict:
     return replace(cell, verdict=Verdict.WATCH, reason=f"not confirmed: {why}; {cell.reason}")
+
+
+def _explained(cell: CellVerdict, *why: str) -> CellVerdict:
+    return replace(cell, reason="; ".join([cell.reason, *filter(None, why)]))
 
 
 def _again(judgement: Judgement, cells: list[CellVerdict]) -> Judgement:

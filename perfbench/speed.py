@@ -1,8 +1,9 @@
 """The two-stage rule on one cell's rows: screen against stored speeds, confirm on pairs. Pure numbers in, verdicts out.
 
-A host-bound cell's wall speed follows the CPU: it is reported and never green (BLIND). Such a cell is judged by device
+A host-bound cell's wall speed follows the CPU: it is reported and never called SAME (BLIND). Such a cell is judged by device
 time, by launches and by host syncs, of which an increase is no noise. Two exceptions keep a new Python loop visible: a
-cell that was not host bound before, and a wall drop beyond what any host's noise was seen to explain.
+cell that was not host bound before, and a wall drop beyond what any host's noise was seen to explain. A gain of wall time
+that pairs prove is FASTER, whatever was launched for it.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def screen(sides: Sides, priors: Priors) -> Outcome:
     if not slower and _blind(sides, wall):
         text = f"{stats.MAX_BLOCKS} pairs would not show a drop of {policy.min_effect_pct:g} % in such noise, and none shows"
         return Outcome(Verdict.BLIND, f"{sides.speeds()}: {wall}; {text}", (wall,))
-    why = "slower" if slower else f"a drop of {policy.min_effect_pct:g} % is not ruled out"
+    why = "slower" if slower else _not_ruled_out(policy)
     return Outcome(Verdict.WATCH, f"{why}, to be confirmed: {sides.speeds()}: {wall}", (wall,), screened=True)
 
 
@@ -92,17 +93,22 @@ def _settle(sides: Sides, evidence: tuple[Evidence, ...]) -> Outcome:
     policy, wall = sides.policy, evidence[-1]
     reds = [e for e in evidence if stats.regressed(e.comparison, e.adjusted_p or 0.0, _at(policy, e.tolerance_pct))]
     counted = sides.more_work()
-    if reds or counted:
+    faster = wall.comparison.lower > math.log1p(policy.tolerance_pct / 100)
+    gained = faster and not any(_slower(e, policy) for e in evidence)  # a launch more is a cost only where it costs time
+    if reds or (counted and not gained):
         first = reds[:1] or list(evidence[:1])
         rest = [e for e in evidence if e not in first]
         why = "; ".join([*counted, *(f"slower beyond {e.tolerance_pct:g} %: {e}" for e in reds)])
         return Outcome(Verdict.REGRESSED, f"confirmed on interleaved pairs: {why}; {sides.speeds()}", (*first, *rest))
     numbers = f"{sides.speeds()}: {'; '.join(str(e) for e in evidence)}"
+    if sides.host_bound and gained:
+        notes = "".join(f"; note: {text}" for text in counted)
+        return Outcome(Verdict.FASTER, f"host bound, on interleaved pairs: {numbers}{notes}", (wall, *evidence[:-1]))
     if sides.host_bound:
         return Outcome(Verdict.BLIND, f"host bound, nothing confirmed slower: {sides.work()}; {numbers}", evidence)
     if sides.candidate.bimodal:
         return Outcome(Verdict.UNSTABLE, f"{sides.candidate.bimodal}; on interleaved pairs: {numbers}", evidence)
-    if wall.comparison.lower > math.log1p(policy.tolerance_pct / 100):
+    if faster:
         return Outcome(Verdict.FASTER, f"on interleaved pairs: {numbers}", evidence)
     if stats.proved_same(wall.comparison, policy):
         return Outcome(Verdict.SAME, f"on interleaved pairs: {numbers}, above -{policy.min_effect_pct:g} % for certain", evidence)
@@ -112,20 +118,36 @@ def _settle(sides: Sides, evidence: tuple[Evidence, ...]) -> Outcome:
 
 
 def _screen_host_bound(sides: Sides, wall: Evidence, priors: Priors) -> Outcome:
+    """BLIND, unless work was added, device time is not proved the same, or wall time is not where the base was not host bound."""
     policy = sides.policy
     device = _unpaired(sides, DEVICE, priors) if sides.gates_device else None
-    evidence = (wall,) if device is None else (device, wall)
-    suspects = sides.more_work()
-    if device is not None and _slower(device, policy):
-        suspects.append(f"slower on the device: {device}")
-    if _slower(wall, policy):
-        why = f"no host's noise explains {HOST_NOISE_PCT:g} %" if sides.base.host_bound else "the base was not host bound"
-        suspects.append(f"slower on the wall clock, and {why}")
+    suspects, first = sides.more_work(), []
+    if device is not None and (why := _suspicion(sides, device)):
+        suspects.append(f"{why} on the device: {device}")
+        first.append(device)
+    if sides.base.host_bound and _slower(wall, policy):
+        suspects.append(f"slower on the wall clock, and no host's noise explains {HOST_NOISE_PCT:g} %")
+    elif not sides.base.host_bound and stats.screened(wall.comparison, policy):  # even too noisy: the new noise may be the loss
+        slower = "slower" if wall.comparison.p_slower < policy.alpha_screen else _not_ruled_out(policy)
+        suspects.append(f"{slower} on the wall clock, and the base was not host bound")
+        first.append(wall)
+    evidence = (*first, *(e for e in (device, wall) if e is not None and e not in first))  # the pairs are planned for the first
     numbers = f"{sides.speeds()}: wall {wall}"
     if suspects:
         return Outcome(Verdict.WATCH, f"host bound; to be confirmed: {'; '.join(suspects)}; {numbers}", evidence, screened=True)
     judged = f"{device}" if device is not None else sides.no_device()
     return Outcome(Verdict.BLIND, f"host bound: wall tok/s is not gated, it follows the CPU; {sides.work()}; {judged}; {numbers}", evidence)
+
+
+def _suspicion(sides: Sides, evidence: Evidence) -> str:
+    """Why a comparison of two nights must be confirmed; empty where it is proved the same, or no number of pairs would show a drop."""
+    if evidence.comparison.p_slower < sides.policy.alpha_screen:
+        return "slower"
+    return _not_ruled_out(sides.policy) if stats.screened(evidence.comparison, sides.policy) and not _blind(sides, evidence) else ""
+
+
+def _not_ruled_out(policy: GatePolicy) -> str:
+    return f"a drop of {policy.min_effect_pct:g} % is not ruled out"
 
 
 def _slower(evidence: Evidence, policy: GatePolicy) -> bool:
@@ -168,7 +190,7 @@ def _unpaired(sides: Sides, metric: str, priors: Priors) -> Evidence:
     alpha, power = stats.screen_alpha(sides.policy), sides.policy.power
     base, candidate = sides.logs(metric)
     prior = priors.get((metric, sides.host_bound))
-    night = sides.night_sd
+    night = sides.night_sd_of(metric)
     found = stats.unpaired(base, candidate, prior=prior, night_variance=night**2, alpha=alpha, power=power)
     return _evidence(sides, metric, found, prior, alpha, paired=False, night_sd=night)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from perfbench import stats
+from perfbench.nights import CONFIDENCE
+from perfbench.nullsim import GPU_BOUND
 from perfbench.text import NULL, cell_code, escape
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ def markdown(calibration: Calibration) -> str:
         *_modes(calibration.certificate),
         *_machine(calibration),
         *_cells(calibration),
+        *_nights(calibration),
     ]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -45,7 +49,7 @@ def _head(c: Calibration) -> list[str]:
         f"- **Power for a drop of {effect:g} %, simulated: {_counts(claim.red)} injected drops**, at least {_pct(claim.red.lower)} at "
         f"95 % confidence, at {claim.process_sd_pct:g} % between processes (the worst of the GPU-bound ones). "
         f"Wanted: at least {_pct(want)}. {_met(power_ok)}",
-        f"- **The machine: {_starts(c)}** of {escape(c.gpu_slug)}, commit {escape((c.commit or 'unknown')[:12])}. {_machine_bound(c)}",
+        f"- **The machine: {_starts(c)}** of {escape(c.gpu_name)}, commit {escape((c.commit or 'unknown')[:12])}. {_machine_bound(c)}",
         f"- Seed {c.seed}. Runs: {', '.join(escape(run) for run in c.runs)}.",
         "",
     ]
@@ -166,16 +170,24 @@ def _modes(certificate: Certificate) -> list[str]:
 
 
 def _machine(c: Calibration) -> list[str]:
-    lines = ["## This machine", "", f"{_starts(c)}. {_machine_bound(c)}", ""]
+    lines = ["## This machine", "", f"{escape(c.gpu_name)} ({escape(c.gpu_slug)}), {_starts(c)}. {_machine_bound(c)}", ""]
+    rows = [[escape(one.run_id), (one.device_uuid_sha256 or NULL)[:8], f"{one.cells}", f"{one.replicates}"] for one in c.starts]
+    lines += [*_table(["start: run", "card", "cells", "replicates"], rows), ""]
     for name, night in c.night_sd_pct.items():
         cells = [cell for cell in c.cells if _bound_name(cell) == name]
-        within = _middle(cell.within_sd_pct for cell in cells)
+        within = _middle(cell.moderated_sd_pct for cell in cells)
         between = "one start does not tell it" if night is None else f"{night:.2f} %"
         lines.append(f"- {name}, {len(cells)} cells: sd between processes {_num(within)} % (median), between starts {between} (pooled).")
+        if name == "GPU bound" and within is not None and within > max(GPU_BOUND):
+            lines.append(
+                f"  **Noisier than the certified worlds**, which reach {max(GPU_BOUND):g} %: their power is not that of this machine."
+            )
     lines += [
         "",
-        f"The screen on real starts, each later one against the first: {_counts(c.screened)} would be confirmed, {_counts(c.significant)} "
-        f"by significance. The confirmation on neighbouring processes within starts: {_counts(c.red)} REGRESSED"
+        f"The screen on real starts, each later one against the first: {_bounded(c.screened)} would be confirmed, "
+        f"{_bounded(c.significant)} by significance. It takes the nights from these same starts, so it flatters.",
+        "",
+        f"The confirmation on neighbouring processes within starts: {_counts(c.red)} REGRESSED"
         + (f", at most {_pct(c.red.upper)}." if c.red.trials else "; no start has the four replicates of a cell that two pairs need."),
         "",
     ]
@@ -186,23 +198,46 @@ def _cells(c: Calibration) -> list[str]:
     rows = [
         [
             cell_code(cell.cell_id), _bound_name(cell), f"{cell.starts}", f"{cell.replicates}", _num(cell.within_sd_pct),
-            _num(cell.moderated_sd_pct), _num(cell.night_sd_pct), _num(cell.device_sd_pct), _blocks(cell), _num(cell.judged_drop_pct),
-            f"{cell.tolerance_pct:.2g}",
+            _num(cell.moderated_sd_pct), _num(cell.device_sd_pct), _blocks(cell), _num(cell.judged_drop_pct), f"{cell.tolerance_pct:.2g}",
         ]
         for cell in c.cells
     ]  # fmt: skip
     head = [
-        "cell", "bound by", "starts", "replicates", "sd within a start, %", "moderated, %", "sd between starts, %", "sd of device time, %",
-        "pairs", "smallest drop judged, %", "tolerance, %",
+        "cell", "bound by", "starts", "replicates", "sd within a start, %", "moderated, %", "sd of device time, %", "pairs",
+        "smallest drop judged, %", "tolerance, %",
     ]  # fmt: skip
     return [
-        "## Cells",
+        "## Cells: within a start",
         "",
         f"*Pairs*: what confirms {c.policy.min_effect_pct:g} % when the cell alone is confirmed. *Smallest drop judged*: for a BLIND cell, "
         f"what {stats.MAX_BLOCKS} pairs show; its tolerance grows alike. An sd from two or three processes is a rough guess: read the "
         "moderated one. The sd of device time needs two profiled processes of a start.",
         "",
         *_table(head, rows),
+        "",
+    ]
+
+
+def _nights(c: Calibration) -> list[str]:
+    told = [(cell, what, night) for cell in c.cells for what, night in (("tok/s", cell.night), ("device time", cell.device_night)) if night]
+    rows = [
+        [
+            cell_code(cell.cell_id), what, f"{night.starts}", f"{100 * math.sqrt(max(0.0, night.own_variance)):.2f}",
+            f"{100 * night.sd:.2f}", f"{100 * night.upper:.2f}", f"{night.df:.1f}", f"{100 * night.gate_sd:.2f}",
+        ]
+        for cell, what, night in told
+    ]  # fmt: skip
+    head = ["cell", "of", "starts", "own sd, %", "sd, %", "at most, %", "df", "the gate takes, %"]
+    return [
+        "## Cells: between starts",
+        "",
+        *(_table(head, rows) if rows else ["No cell was seen in two starts."]),
+        "",
+        "*Own sd*: of this cell's starts alone, without the luck of its processes. *Sd*: shrunk to the cells that are bound like it, "
+        f"where that is larger. *At most*: its bound at a nominal {100 * CONFIDENCE:g} %, with *df* degrees of freedom: the cells of a "
+        "start share luck, and count for less than as many starts. *The gate takes* the bound, or "
+        f"{100 * stats.ASSUMED_NIGHT_SD:g} %, which is assumed without any start, where that is less; never less than the sd. "
+        "`perfbench baseline promote RUN --calibration FILE`, with the JSON file beside this one, writes it into the baseline.",
     ]
 
 
@@ -217,14 +252,14 @@ def _blocks(cell: CellNoise) -> str:
 
 
 def _starts(c: Calibration) -> str:
-    return f"{c.starts} machine start{'' if c.starts == 1 else 's'}"
+    return f"{len(c.starts)} machine start{'' if len(c.starts) == 1 else 's'}"
 
 
 def _machine_bound(c: Calibration) -> str:
-    if c.starts < 2:
+    if len(c.starts) < 2:
         return "One start tells nothing of the luck between nights: give more runs of the same commit."
     per_cell = max((cell.starts for cell in c.cells), default=0)
-    text = f"What is said of the machine rests on these {c.starts} starts alone (a cell was seen in at most {per_cell})"
+    text = f"What is said of the machine rests on these {len(c.starts)} starts alone (a cell was seen in at most {per_cell})"
     return f"{text}; the rates above are of the rule, over the worlds named below."
 
 
@@ -234,6 +269,10 @@ def _met(ok: bool) -> str:
 
 def _counts(rate: Rate) -> str:
     return f"{rate.hits:,} of {rate.trials:,}"
+
+
+def _bounded(rate: Rate) -> str:
+    return f"{_counts(rate)} (at most {_pct(rate.upper)})" if rate.trials else _counts(rate)
 
 
 def _pct(share: float) -> str:

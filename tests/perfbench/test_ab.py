@@ -1,128 +1,27 @@
-"""Two versions measured in turns, by real processes of two real commits; and what `check` confirms with them."""
+"""Two versions measured in turns, by real processes of two real commits."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from nsa.capability import assumed
-from nsa.routing import Capability
-from nsa.settings import Settings
-from perfbench import ab, checkout, cli, isolate, pair, runfile, runner, session, sideplan, trace
+from perfbench import ab, checkout, cli, pair, runfile, session, sideplan
 from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.environment import TargetFit
 from perfbench.job import Job, MeasureOptions
-from perfbench.matrix import Matrix
-from perfbench.result import Replicate, Run, Status
+from perfbench.result import Run, Status
 from perfbench.side import WITNESS
 from perfbench.verdict import Exit, PerfbenchError
-from tests.perfbench import repositories, side_measure
+from tests.perfbench import repositories
+from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
 from tests.perfbench.repositories import git, worktrees
 
-MATRIX = """\
-version: 1
-name: small
-target: {gpu: none}
-model: tiny
-axes: {workload: [forward], seq_len: [128, 256], path: [v2], fa2: [off], dtype: [fp32]}
-measure: {processes: 4}
-gate: {min_effect_pct: 5, tolerance_pct: 1, min_replicates: 2, confirm_blocks: 6}
-"""
-SHORT, LONG = (f"dtype=fp32,fa2=off,path=v2,seq_len={n},workload=forward" for n in (128, 256))
 STUB = "tests.perfbench.stub_measure:measure"
-REAL, REAL_PLAN = ab.prepared, sideplan.plan_of
-
-
-@dataclass
-class FakeSide:
-    """One side's executor: green rows at ``speed``, written into the shared ``log``."""
-
-    name: str
-    speed: float
-    log: list[tuple[str, str, int]]
-    ends: dict[str, Status] = field(default_factory=dict)
-    interrupt_at: int | None = None
-    jobs: list[Job] = field(default_factory=list)
-
-    def new_block(self) -> None:
-        self.log.append((self.name, "block", -1))
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        self.log.append((self.name, "ready", -1))
-
-    def close(self) -> None: ...
-
-    def execute(self, job: Job) -> Replicate:
-        if len(self.jobs) == self.interrupt_at:
-            raise KeyboardInterrupt
-        self.jobs.append(job)
-        self.log.append((self.name, job.cell_id, job.replicate))
-        if job.cell_id in self.ends:
-            return isolate.failed(job, self.ends[job.cell_id], "planted")
-        slower = 1 - (job.injection.percent or 0.0) / 100 if job.injection else 1.0
-        return side_measure.row_of(job, self.speed * slower)
-
-
-@dataclass
-class Bench:
-    """A repository of two commits (1000 and 900 tok/s), and what stands in for the machine."""
-
-    repository: Path
-    commits: list[str]
-    a: FakeSide
-    b: FakeSide
-    tonight: FakeSide
-    log: list[tuple[str, str, int]]
-
-    def run(self, *argv: str) -> int:
-        return cli.invoke(argv)
-
-
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp("ab") / "repository"
-    return folder, repositories.make(folder, 1000.0, 900.0)
-
-
-@pytest.fixture
-def bench(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    """In an empty folder with small.yaml; all executors are fakes."""
-    monkeypatch.setattr(session, "CHECKOUT", template[0])
-    monkeypatch.chdir(tmp_path)
-    Path("small.yaml").write_text(MATRIX, encoding="utf-8")
-    random.seed(5)
-    log: list[tuple[str, str, int]] = []
-    made = Bench(*template, FakeSide("a", 1000.0, log), FakeSide("b", 1000.0, log), FakeSide("tonight", 1000.0, []), log)
-
-    @contextmanager
-    def prepared(fit: TargetFit) -> Iterator[FakeSide]:
-        yield made.tonight
-
-    @contextmanager
-    def both(fit: TargetFit, sides: tuple[checkout.Side, checkout.Side]) -> Iterator[tuple[FakeSide, FakeSide]]:
-        yield made.a, made.b
-
-    monkeypatch.setattr(runner, "prepared", prepared)
-    monkeypatch.setattr(ab, "prepared", both)
-    monkeypatch.setattr(sideplan, "plan_of", plan_here)  # half a second of process each
-    monkeypatch.setattr(session.Outcome, "write_report", lambda outcome, out=None: [])
-    monkeypatch.setattr(trace, "on_red", lambda *arguments, **options: [])  # tests/perfbench/test_trace.py
-    return made
-
-
-def plan_here(one: checkout.Side, matrix: Matrix, only: Sequence[str], capability: Capability) -> sideplan.SidePlan:
-    """What the side's own process would answer, since its nsa differs in the marker alone."""
-    return sideplan.SidePlan(plans.build(matrix, only=list(only), capability=capability, settings=Settings()), matrix.model.to_mapping())
+REAL = ab.prepared
 
 
 @pytest.fixture
@@ -334,121 +233,65 @@ def test_compare_judges_both_sides_of_an_ab_or_two_runs(bench: Bench, capsys: py
     assert str(folder / "a") in capsys.readouterr().err
 
 
-def promote(bench: Bench) -> None:
-    """A baseline of 1000 tok/s at the newest commit."""
-    assert bench.run("run", "small.yaml", "--out", "first") == 0
-    (first,) = Path("first").iterdir()
-    assert bench.run("baseline", "promote", str(first)) == 0
+def in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a throttled card cools down, the first time only."""
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(ab, "interleave", partial(ab.interleave, pause=pause))
 
 
-def confirmed(out: str = "reports/runs") -> Path:
-    (folder,) = Path(out).iterdir()
-    return folder
-
-
-def test_check_confirms_a_drop_before_it_is_red(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    promote(bench)
-    bench.tonight.speed = bench.b.speed = 800.0
-    capsys.readouterr()
-    assert bench.run("check", "small.yaml") == 3
-    out, err = capsys.readouterr()
-    assert out.startswith("REGRESSED, exit 3")
-    assert re.search(r"2 cells are not proved as fast .* in \d+ interleaved pairs each, about [\d.]+ minutes", err)
-    folder = confirmed()
-    found = pair.read(folder / "confirm" / bench.commits[1][:12])
-    assert found.base.manifest.source.commit == bench.commits[1]
-    assert {row.cell_id for row in found.base.replicates} == {SHORT, LONG}
-    assert len(bench.a.jobs) == len(bench.b.jobs) == 2 * found.base.manifest.replicates >= 12
-    # the same bytes later: what was confirmed lies beside the run
-    assert bench.run("gate", str(folder)) == 3
-    assert capsys.readouterr().out == out
-    assert bench.run("report", str(folder), "--baseline", "reports/baselines/cpu/small.json") == 3
-
-
-def test_check_clears_what_only_tonights_machine_slowed(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    promote(bench)
-    bench.tonight.speed, bench.a.speed, bench.b.speed = 800.0, 800.0, 800.0
-    assert bench.run("check", "small.yaml", "--strict") == 0
-    assert len(bench.a.jobs) == len(bench.b.jobs) >= 12
-
-
-def test_check_injects_into_the_candidate_alone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    promote(bench)
-    assert bench.run("check", "small.yaml", "--inject", f"slowdown=10%@{LONG}") == 3
-    assert f"REGRESSED, exit 3: 1 of 2 cells: {LONG}" in capsys.readouterr().out
-    assert {job.cell_id for job in bench.a.jobs} == {LONG}  # only what was screened
-    assert all(job.injection is None for job in bench.a.jobs) and all(job.injection for job in bench.b.jobs)
-
-
-def test_nothing_is_confirmed_where_nothing_looks_slower(bench: Bench) -> None:
-    promote(bench)
-    assert bench.run("check", "small.yaml") == 0
-    assert bench.a.jobs == [] and not (confirmed() / "confirm").exists()
-
-
-def test_no_confirm_leaves_it_a_warning(bench: Bench) -> None:
-    promote(bench)
-    bench.tonight.speed = 800.0
-    assert bench.run("check", "small.yaml", "--no-confirm") == 0
-    assert bench.run("check", "small.yaml", "--no-confirm", "--strict") == 7
-    assert bench.a.jobs == []
-
-
-def edit_baseline(**changes: Any) -> None:
-    path = Path("reports/baselines/cpu/small.json")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    for cell in data["cells"].values():
-        cell.update(changes)
-    path.write_text(json.dumps(data), encoding="utf-8")
-
-
-@pytest.mark.parametrize(("base", "why"), [("0" * 40, "does not have"), (None, "knows no commit of")])
-def test_a_base_that_cannot_be_built_leaves_it_watched(
-    bench: Bench, capsys: pytest.CaptureFixture[str], base: str | None, why: str
+@pytest.mark.parametrize(("hot", "a_attempts", "b_attempts"), [("a", [0, 1], [0]), ("b", [0, 0], [0, 1])])
+def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, hot: str, a_attempts: list[int], b_attempts: list[int]
 ) -> None:
-    promote(bench)
-    edit_baseline(commit=base)
-    bench.tonight.speed = 800.0
-    assert bench.run("check", "small.yaml") == 0
-    out, err = capsys.readouterr()
-    assert "WATCH" in out and why in err and "not confirmed" in out
-    assert bench.run("check", "small.yaml", "--strict") == 7
+    """Block 0 is AB. Where b was hot, a's half is measured again too, beside b's retry."""
+    in_the_pause(monkeypatch)
+    getattr(bench, hot).hot = {(SHORT, 0)}
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--only", "seq_len=128", "--blocks", "2") == 130
+    (folder,) = Path("reports/runs").iterdir()
+    before = pair.read(folder)
+    assert before.missing == [(SHORT, 0), (SHORT, 1)]
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
+    found = pair.read(folder)
+    assert found.missing == []
+    for run, attempts in ((found.base, a_attempts), (found.candidate, b_attempts)):
+        assert [row.attempt for row in run.replicates if row.replicate == 0] == attempts  # all stay in the file
+        assert [row.attempt for row in run.replicates if row.replicate == 1] == [0]
+    measured = [(name, block) for name, cell, block in bench.log if cell == SHORT]
+    assert measured[-4:] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
-def test_a_base_whose_package_is_too_old_leaves_it_watched(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    promote(bench)
-    git(tmp_path, "clone", "-q", str(bench.repository), "clone")
-    old = tmp_path / "clone"
-    (old / "nsa" / "routing.py").unlink()
-    edit_baseline(commit=repositories.commit(old, "before routing"))
-    bench.tonight.speed = 800.0
-    with pytest.MonkeyPatch.context() as patch:
-        git(old, "checkout", "-q", bench.commits[1])
-        patch.setattr(session, "CHECKOUT", old)
-        patch.setattr(sideplan, "plan_of", REAL_PLAN)
-        assert bench.run("check", "small.yaml") == 0
-    err = capsys.readouterr().err
-    assert "lacks what this harness needs of nsa" in err and "nsa.routing" in err
+def test_a_pair_that_a_resume_parted_does_not_count_and_is_measured_again(bench: Bench) -> None:
+    """Side a of block 1 of one sitting, side b of the next: no machine stays the same over night."""
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "2") == 0
+    (folder,) = Path("reports/runs").iterdir()
+    for name in pair.NAMES:
+        path = folder / name / runfile.FILE_NAME
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        for line in lines[1:]:
+            late = name == "b" and line["replicate"] == 1
+            line["started_utc"] = "2026-01-03T01:00:00+00:00" if late else "2026-01-02T01:00:00+00:00"
+        again = {"kind": "resumed", "resumed_utc": "2026-01-03T00:00:00+00:00", "argv": [], "environment": lines[0]["environment"]}
+        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, again]), encoding="utf-8")
+    assert sorted(pair.read(folder).missing) == sorted([(SHORT, 1), (LONG, 1)])
+    bench.a.jobs.clear(), bench.b.jobs.clear()
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
+    for side in (bench.a, bench.b):
+        assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted([(SHORT, 1), (LONG, 1)])
+    assert pair.read(folder).missing == []
 
 
-def test_an_interrupted_confirmation_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    promote(bench)
-    bench.tonight.speed = bench.b.speed = 800.0
-    bench.b.interrupt_at = 5
-    assert bench.run("check", "small.yaml") == 130
-    folder = confirmed()
-    assert f"--resume {folder}" in capsys.readouterr().err
-    bench.b.interrupt_at = None
-    assert bench.run("check", "small.yaml", "--resume", str(folder)) == 3
-    assert len(bench.b.jobs) >= 12 and len(runfile.read(folder).replicates) == 8
-
-
-def test_a_spent_budget_leaves_it_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from perfbench import check
-
-    promote(bench)
-    bench.tonight.speed = 800.0
-    readings = iter([0.0, 100.0])
-    monkeypatch.setattr(check, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(readings))}))
-    assert bench.run("check", "small.yaml", "--budget", "90s") == 0
-    assert "the budget is spent" in " ".join(capsys.readouterr().out.split()) and bench.a.jobs == []
+def test_a_throttled_side_leaves_the_pair_out(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its retries are spent: the pair does not count, and the verdict says how many do."""
+    Path("small.yaml").write_text(MATRIX.replace("processes: 4", "processes: 4, throttle_retries: 0"), encoding="utf-8")
+    bench.b.hot = {(SHORT, 1)}
+    assert bench.run("ab", "HEAD", "HEAD", "small.yaml", "--blocks", "6", "--json") == 0
+    (folder,) = Path("reports/runs").iterdir()
+    assert pair.read(folder).missing == [(SHORT, 1)]
+    reasons = {cell["cell_id"]: cell["reason"] for cell in json.loads(capsys.readouterr().out)["cells"]}
+    assert "5 of 6 pairs count" in reasons[SHORT] and "pairs count" not in reasons[LONG]

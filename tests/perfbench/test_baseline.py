@@ -328,6 +328,49 @@ def test_no_cell_makes_a_traceback_in_the_gate(field: str, value: Any, tmp_path_
         judge(b.with_manifest(b.small_run(), only=["workload=train"]), found, GatePolicy())
 
 
+# --- luck between nights ----------------------------------------------------------------------------------------------
+
+
+def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) -> Path:
+    """A calibration.json of three starts that tells of TRAIN, or of the cells named; the device is half as restless."""
+    cells = [
+        {"cell_id": cell_id, "night": {"starts": 3, "gate_sd": sd}, "device_night": {"starts": 3, "gate_sd": sd / 2}}
+        for cell_id, sd in (gate_sd or {TRAIN: 0.004}).items()
+    ]
+    path.write_text(json.dumps({"gpu_slug": gpu_slug, "cells": cells}))
+    return path
+
+
+def test_a_calibration_tells_the_gate_how_restless_a_cell_is(target: Path, tmp_path: Path) -> None:
+    """Without it nights of 1 % are assumed, and no cell is proved the same."""
+    run = b.small_run(noise=0.001)
+    assert judge(run, promoted(run, target), GatePolicy()).counts == {"WATCH": 4}
+    found = promote(run, target, promoted_utc=b.UTC, calibration=calibration(tmp_path / "c.json"))
+    cell = load(target).cells[TRAIN]
+    assert (cell.night_log_sd, cell.device_night_log_sd, cell.night_starts) == (0.004, 0.002, 3)
+    judgement = judge(run, load(target), GatePolicy())
+    assert judgement.counts == {"SAME": 1, "WATCH": 3} and judgement.cells[0].evidence[0].night_sd == 0.004
+    assert any("of 1 of 4 cells" in note and DENSE in note for note in found.notes)
+    assert promoted(run, target).cells[TRAIN] == cell  # a later baseline is as restless
+    other = promoted(run, target, calibration=calibration(tmp_path / "c.json", **{DENSE: 0.003}))
+    assert other.cells[TRAIN] == cell and other.cells[DENSE].night_log_sd == 0.003
+
+
+def test_a_slice_takes_the_luck_of_the_cells_that_it_keeps(target: Path, tmp_path: Path) -> None:
+    run = b.small_run()
+    promoted(run, target)
+    forward = part(run, "forward")
+    found = promote(forward, target, promoted_utc=b.UTC, calibration=calibration(tmp_path / "c.json"))
+    assert TRAIN in found.kept and found.baseline.cells[TRAIN].night_log_sd == 0.004
+    assert sorted(found.written) == sorted(cell.cell_id for cell in forward.manifest.cells)
+
+
+def test_the_calibration_of_another_gpu_is_refused_before_anything_is_written(target: Path, tmp_path: Path) -> None:
+    with pytest.raises(PerfbenchError, match="got a calibration of h200, wanted one of h100-80gb-hbm3") as caught:
+        promoted(b.small_run(), target, calibration=calibration(tmp_path / "c.json", "h200"))
+    assert caught.value.exit_code is Exit.USAGE and not target.exists()
+
+
 # --- names and text ---------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +383,8 @@ def test_path_for_keeps_plain_names_and_encodes_odd_ones(tmp_path: Path) -> None
 
 
 def test_show_names_run_environment_and_every_cell() -> None:
-    text = show(b.baseline_of(b.small_run(noise=0.01)))
+    text = show(b.baseline_of(b.small_run(noise=0.01), night_log_sd=0.0042))
     assert "run base-run" in text and "driver 570.86.10" in text and all(cell in text for cell in (TRAIN, DENSE))
-    assert text.splitlines()[4].split() == ["cell", "tok/s", "n", "spread", "bound"]
+    assert text.splitlines()[4].split() == ["cell", "tok/s", "n", "spread", "bound", "between", "nights"]
+    assert text.splitlines()[5].endswith("GPU    0.42 %")
+    assert show(b.baseline_of(b.small_run(), night_log_sd=None)).splitlines()[5].endswith("assumed")

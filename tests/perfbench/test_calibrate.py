@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ from perfbench import certify, nullsim, stats
 from perfbench.axes import Cell
 from perfbench.calibrate import as_json, calibrate, render
 from perfbench.certify import Effort, Rate, uniformity
+from perfbench.nights import read
 from perfbench.policy import GatePolicy
 from perfbench.result import Run
 from perfbench.verdict import Exit, PerfbenchError
-from tests.perfbench.builders import environment, make_run, planned_cell, replicate, small_run, speed_of, with_manifest, with_rows
+from tests.perfbench.builders import environment, make_run, planned_cell, profile, replicate, small_run, speed_of, with_manifest, with_rows
 
 POLICY = GatePolicy()
 LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
@@ -102,12 +104,68 @@ def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
     luck = random.Random(5)
     paths = saved(tmp_path, [noisy(f"run-{n}", luck) for n in range(4)])
     found = calibrate(paths, seed=1, policy=POLICY, effort=LITTLE)
-    assert found.starts == 4 and {cell.starts for cell in found.cells} == {4} and {cell.within_df for cell in found.cells} == {20}
+    assert len(found.starts) == 4 and {cell.starts for cell in found.cells} == {4} and {cell.within_df for cell in found.cells} == {20}
     moderated = [cell.moderated_sd_pct for cell in found.cells if cell.moderated_sd_pct is not None]
     assert len(moderated) == 12 and sum(moderated) / 12 == pytest.approx(1.0, rel=0.15)
     assert found.night_sd_pct["GPU bound"] == pytest.approx(2.0, rel=0.35)
     assert all(cell.blocks is not None and cell.judged_drop_pct == 3 and cell.tolerance_pct == 1 for cell in found.cells)
     assert found.screened.trials == 36 and found.red == Rate(0, 48)
+
+
+def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_path: Path) -> None:
+    luck = random.Random(5)
+    runs = [noisy(f"run-{n}", luck, night=0.003, within=0.002) for n in range(6)]
+    out = tmp_path / "calibration.md"
+    found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, out=out, effort=LITTLE)
+    nights = [cell.night for cell in found.cells if cell.night is not None]
+    assert len(nights) == 12 and {night.starts for night in nights} == {6}
+    assert sum(night.sd for night in nights) / 12 == pytest.approx(0.003, rel=0.35)
+    assert all(night.sd < night.gate_sd < 0.01 for night in nights)
+    taken = read(out.with_suffix(".json"), "h100-80gb-hbm3")
+    assert taken == {
+        cell.cell_id: {
+            "night_log_sd": cell.night.gate_sd,
+            "device_night_log_sd": cell.device_night.gate_sd if cell.device_night else None,
+            "night_starts": 6,
+        }
+        for cell in found.cells
+        if cell.night
+    }
+
+
+def test_device_time_has_a_luck_of_its_own(tmp_path: Path) -> None:
+    """20 ms on the device, 4 % apart between two starts, the same for all processes of a start: sd 4 % / sqrt(2)."""
+    runs = []
+    for n in range(2):
+        run = noisy(f"run-{n}", random.Random(n), cells=1)
+        rows = [row.model_copy(update={"profile": profile(device_time_s=0.02 * (1 + 0.04 * n))}) for row in run.replicates]
+        runs.append(with_rows(run, rows))
+    (cell,) = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE).cells
+    assert cell.device_night is not None and cell.device_night.sd == pytest.approx(math.log(1.04) / math.sqrt(2), rel=1e-3)
+    assert cell.device_sd_pct == pytest.approx(0, abs=1e-9)
+
+
+def test_the_report_names_the_gpu_its_starts_and_both_kinds_of_sd(tmp_path: Path) -> None:
+    """Nothing in it is of one GPU only."""
+    here = environment(gpu_slug="h200-141gb-hbm3e", device_name="NVIDIA H200")
+    runs = [with_manifest(noisy(f"run-{n}", random.Random(n), cells=2), environment=here) for n in range(3)]
+    found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
+    text = render(found)
+    assert "**The machine: 3 machine starts** of NVIDIA H200" in text and "NVIDIA H200 (h200-141gb-hbm3e), 3 machine starts" in text
+    assert [line for line in text.splitlines() if line.startswith("| run-")] == [f"| run-{n} | abababab | 2 | 12 |" for n in range(3)]
+    (line,) = [line for line in text.splitlines() if "seq_len=1024," in line and "| tok/s | 3 |" in line]
+    night = found.cells[0].night
+    assert night is not None and f"| {100 * night.sd:.2f} | {100 * night.upper:.2f} |" in line
+    assert line.endswith(f"| {100 * night.gate_sd:.2f} |")
+    assert f"{found.screened.hits} of 4 (at most " in text and "confirmed" in text
+
+
+def test_a_machine_noisier_than_the_worlds_says_that_they_are_not_it(tmp_path: Path) -> None:
+    for within, said in ((0.005, False), (0.03, True)):
+        runs = [noisy(f"run-{n}", random.Random(n), within=within) for n in range(2)]
+        assert (
+            "Noisier than the certified worlds" in render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE))
+        ) is said
 
 
 def test_a_restless_cell_is_blind_with_a_drop_that_it_can_judge(tmp_path: Path) -> None:
@@ -125,20 +183,22 @@ def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:
     text, data = out.read_text(), json.loads(out.with_suffix(".json").read_text())
     assert found.night_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
     assert "**The machine: 1 machine start** of" in text and "give more runs of the same commit" in text and "nan" not in text.lower()
-    assert data["certificate"]["seed"] == 1 and data["cells"][0]["night_sd_pct"] is None
+    assert data["certificate"]["seed"] == 1 and data["cells"][0]["night"] is None
     assert data["certificate"]["null"][0]["red"]["upper"] == pytest.approx(Rate(0, 24).upper)
 
 
 def test_cards_of_one_run_are_starts_of_their_own(tmp_path: Path) -> None:
     run = noisy("two-cards", random.Random(2))
     rows = [row.model_copy(update={"device_uuid_sha256": "cd" * 32 if row.replicate > 2 else "ab" * 32}) for row in run.replicates]
-    assert calibrate(saved(tmp_path, [with_rows(run, rows)]), seed=1, policy=POLICY, effort=LITTLE).starts == 2
+    assert len(calibrate(saved(tmp_path, [with_rows(run, rows)]), seed=1, policy=POLICY, effort=LITTLE).starts) == 2
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
     paths = saved(tmp_path, [noisy(f"run-{n}", random.Random(n)) for n in range(2)])
     one, two = (calibrate(paths, seed=3, policy=POLICY, effort=LITTLE) for _ in range(2))
     assert (as_json(one), render(one)) == (as_json(two), render(two))
+    turned = calibrate(paths[::-1], seed=3, policy=POLICY, effort=LITTLE)
+    assert (as_json(turned), render(turned)) == (as_json(one), render(one))
     other = calibrate(paths, seed=4, policy=POLICY, effort=LITTLE)
     assert as_json(other) != as_json(one)
 
@@ -157,6 +217,8 @@ def test_what_is_not_a_against_a_is_refused(tmp_path: Path) -> None:
     _refused(tmp_path, [run, run], "named twice")
     _refused(tmp_path, [run, with_manifest(run, run_id="b", source=code)], "needs the same code")
     _refused(tmp_path, [run, with_manifest(run, run_id="b", environment=environment(torch="2.14.0"))], "another environment")
+    work = [cell.model_copy(update={"config_sha256": "0" * 64}) for cell in run.manifest.cells]
+    _refused(tmp_path, [run, with_manifest(run, run_id="b", cells=work)], "needs the same work: name runs of one matrix")
     _refused(tmp_path, [with_manifest(run, injections=["slowdown=10%@all"])], "measure without --inject")
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from perfbench import compare
 from perfbench.policy import GatePolicy
-from perfbench.result import Status
+from perfbench.result import Run, Source, Status
 from perfbench.verdict import Exit, Verdict
 from tests.perfbench import builders as b
-from tests.perfbench.edits import edit, fail, only_rows, reason_of, verdict_of
+from tests.perfbench.edits import edit, fail, only_rows, reason_of, throttle, verdict_of
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
@@ -65,3 +67,48 @@ def test_two_machines_are_incomparable_also_as_pairs() -> None:
     elsewhere = b.with_manifest(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(driver="1"))
     judgement = compare.judge(run, elsewhere, POLICY, paired=True)
     assert judgement.exit_code is Exit.ENVIRONMENT and verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE
+
+
+@pytest.mark.parametrize("paired", [True, False])
+@pytest.mark.parametrize(
+    ("base_of", "verdict", "words"),
+    [
+        (lambda run: b.resumed(run, environment=b.environment(driver="1")), Verdict.ENV, "resumed"),
+        (lambda run: b.with_manifest(run, sentinels=["gemm"]), Verdict.ENV, "no rate of the sentinel gemm"),
+        (lambda run: b.with_manifest(run, cells=run.manifest.cells[:-1]), Verdict.INCOMPARABLE, "not in the run's plan"),
+    ],
+    ids=["two machines", "no sentinel", "edited"],
+)
+def test_a_base_run_that_is_wrong_as_a_whole_compares_nothing(
+    base_of: Callable[[Run], Run], verdict: Verdict, words: str, paired: bool
+) -> None:
+    """Neither red nor green may rest on it; the finding is told, and says whose it is."""
+    run = b.small_run(replicates=8, noise=0.001)
+    judgement = compare.judge(base_of(run), b.scale_rows(run, TRAIN, 0.5), POLICY, paired=paired)
+    assert judgement.exit_code is Exit.ENVIRONMENT
+    (finding,) = judgement.findings
+    assert finding.verdict is verdict and finding.reason.startswith("the base run: ") and words in finding.reason
+    assert words in judgement.headline
+    assert {cell.verdict for cell in judgement.cells} <= {Verdict.INCOMPARABLE, Verdict.NEW} and judgement.to_confirm == []
+    assert verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE and "the base run is not to be believed" in reason_of(judgement, TRAIN)
+
+
+def test_a_base_that_throttled_throughout_says_so() -> None:
+    run = b.small_run()
+    hot = run
+    for cell in run.manifest.cells:
+        hot = throttle(hot, cell.cell_id, {0, 1, 2})
+    judgement = compare.judge(hot, run, POLICY, paired=True)
+    assert judgement.exit_code is Exit.BASELINE
+    assert any(f.verdict is Verdict.ENV and "the base run: the card throttled in every one" in f.reason for f in judgement.findings)
+
+
+def test_a_base_of_uncommitted_changes_or_faults_is_told_and_compared() -> None:
+    """It may be meant: the user's own tree as a side. No verdict hangs on it."""
+    run = b.small_run(replicates=8, noise=0.001)
+    dirty = b.with_manifest(run, source=Source(commit=b.COMMIT, dirty_sha256="5f" * 32), injections=[f"slowdown=9%@{TRAIN}"])
+    judgement = compare.judge(dirty, run, POLICY, paired=True)
+    assert judgement.exit_code is Exit.OK and judgement.counts == {"SAME": 4}
+    uncommitted, faults = judgement.notes
+    assert "uncommitted changes (5f5f5f5f)" in uncommitted and f"slowdown=9%@{TRAIN}" in faults
+    assert compare.judge(run, run, POLICY, paired=True).notes == ()

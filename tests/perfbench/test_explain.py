@@ -39,6 +39,23 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
     assert f"perfbench run matrices/h100.yaml --only cell={TRAIN}" in text and text.startswith(f"{TRAIN}: WATCH\n")
 
 
+@pytest.mark.parametrize(
+    "night, starts, words",
+    [
+        (None, None, "tok/s 1 %, assumed (no calibration told it)"),
+        (0.0042, 3, "tok/s 0.42 %, from 3 machine starts"),
+        (0.0042, None, "tok/s 0.42 %, from a calibration"),  # a file older than the count
+    ],
+)
+def test_the_luck_between_nights_says_where_it_is_from(night: float | None, starts: int | None, words: str) -> None:
+    run = b.small_run()
+    base = b.baseline_of(run, night_log_sd=night)
+    cells = {cell_id: cell.model_copy(update={"night_starts": starts}) for cell_id, cell in base.cells.items()}
+    base = base.model_copy(update={"cells": cells})
+    text = explain.text(run, judge(run, base, POLICY), TRAIN, POLICY, base)
+    assert words in text and "device time 1 %, assumed" in text
+
+
 def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
     run = b.small_run(replicates=8)
     slow = b.scale_rows(run, TRAIN, 0.9)

@@ -240,6 +240,15 @@ def test_a_baseline_without_sentinels_is_told() -> None:
     assert judgement.exit_code is Exit.OK and "holds no sentinel gemm" in judgement.notes[0]
 
 
+def test_a_run_without_the_baselines_sentinels_is_told() -> None:
+    """As a side of an `ab`: nothing tells a slower machine from slower code."""
+    run = b.small_run()
+    then = b.baseline_of(b.watched(run, {"gemm": [700e12], "copy": [3e12]}))
+    judgement = judge(b.watched(run, {"copy": [3e12]}), then, POLICY)
+    (note,) = judgement.notes
+    assert judgement.exit_code is Exit.OK and "the run has no sentinel gemm, which the baseline holds" in note
+
+
 def test_some_throttled_are_discarded() -> None:
     run = b.small_run(replicates=5)
     slow = b.scale_rows(run, TRAIN, 0.5)

@@ -1,0 +1,137 @@
+"""The second stage of `check`: what it confirms beside the commit of the baseline, by fake executors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perfbench import pair, runfile, session, sideplan
+from tests.perfbench import repositories
+from tests.perfbench.ab_bench import LONG, SHORT, Bench
+from tests.perfbench.repositories import git
+
+REAL_PLAN = sideplan.plan_of
+
+
+def promote(bench: Bench) -> None:
+    """A baseline of 1000 tok/s at the newest commit."""
+    assert bench.run("run", "small.yaml", "--out", "first") == 0
+    (first,) = Path("first").iterdir()
+    assert bench.run("baseline", "promote", str(first)) == 0
+
+
+def confirmed(out: str = "reports/runs") -> Path:
+    (folder,) = Path(out).iterdir()
+    return folder
+
+
+def test_check_confirms_a_drop_before_it_is_red(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    promote(bench)
+    bench.tonight.speed = bench.b.speed = 800.0
+    capsys.readouterr()
+    assert bench.run("check", "small.yaml") == 3
+    out, err = capsys.readouterr()
+    assert out.startswith("REGRESSED, exit 3")
+    assert re.search(r"2 cells are not proved as fast .* in \d+ interleaved pairs each, about [\d.]+ minutes", err)
+    folder = confirmed()
+    found = pair.read(folder / "confirm" / bench.commits[1][:12])
+    assert found.base.manifest.source.commit == bench.commits[1]
+    assert {row.cell_id for row in found.base.replicates} == {SHORT, LONG}
+    assert len(bench.a.jobs) == len(bench.b.jobs) == 2 * found.base.manifest.replicates >= 12
+    # the same bytes later: what was confirmed lies beside the run
+    assert bench.run("gate", str(folder)) == 3
+    assert capsys.readouterr().out == out
+    assert bench.run("report", str(folder), "--baseline", "reports/baselines/cpu/small.json") == 3
+
+
+def test_check_clears_what_only_tonights_machine_slowed(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    promote(bench)
+    bench.tonight.speed, bench.a.speed, bench.b.speed = 800.0, 800.0, 800.0
+    assert bench.run("check", "small.yaml", "--strict") == 0
+    assert len(bench.a.jobs) == len(bench.b.jobs) >= 12
+
+
+def test_check_injects_into_the_candidate_alone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    promote(bench)
+    assert bench.run("check", "small.yaml", "--inject", f"slowdown=10%@{LONG}") == 3
+    assert f"REGRESSED, exit 3: 1 of 2 cells: {LONG}" in capsys.readouterr().out
+    assert {job.cell_id for job in bench.a.jobs} == {LONG}  # only what was screened
+    assert all(job.injection is None for job in bench.a.jobs) and all(job.injection for job in bench.b.jobs)
+
+
+def test_nothing_is_confirmed_where_nothing_looks_slower(bench: Bench) -> None:
+    promote(bench)
+    assert bench.run("check", "small.yaml") == 0
+    assert bench.a.jobs == [] and not (confirmed() / "confirm").exists()
+
+
+def test_no_confirm_leaves_it_a_warning(bench: Bench) -> None:
+    promote(bench)
+    bench.tonight.speed = 800.0
+    assert bench.run("check", "small.yaml", "--no-confirm") == 0
+    assert bench.run("check", "small.yaml", "--no-confirm", "--strict") == 7
+    assert bench.a.jobs == []
+
+
+def edit_baseline(**changes: Any) -> None:
+    path = Path("reports/baselines/cpu/small.json")
+    data = json.loads(path.read_text(encoding="utf-8"))
+    for cell in data["cells"].values():
+        cell.update(changes)
+    path.write_text(json.dumps(data), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("base", "why"), [("0" * 40, "does not have"), (None, "knows no commit of")])
+def test_a_base_that_cannot_be_built_leaves_it_watched(
+    bench: Bench, capsys: pytest.CaptureFixture[str], base: str | None, why: str
+) -> None:
+    promote(bench)
+    edit_baseline(commit=base)
+    bench.tonight.speed = 800.0
+    assert bench.run("check", "small.yaml") == 0
+    out, err = capsys.readouterr()
+    assert "WATCH" in out and why in err and "not confirmed" in out
+    assert bench.run("check", "small.yaml", "--strict") == 7
+
+
+def test_a_base_whose_package_is_too_old_leaves_it_watched(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    promote(bench)
+    git(tmp_path, "clone", "-q", str(bench.repository), "clone")
+    old = tmp_path / "clone"
+    (old / "nsa" / "routing.py").unlink()
+    edit_baseline(commit=repositories.commit(old, "before routing"))
+    bench.tonight.speed = 800.0
+    with pytest.MonkeyPatch.context() as patch:
+        git(old, "checkout", "-q", bench.commits[1])
+        patch.setattr(session, "CHECKOUT", old)
+        patch.setattr(sideplan, "plan_of", REAL_PLAN)
+        assert bench.run("check", "small.yaml") == 0
+    err = capsys.readouterr().err
+    assert "lacks what this harness needs of nsa" in err and "nsa.routing" in err
+
+
+def test_an_interrupted_confirmation_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    promote(bench)
+    bench.tonight.speed = bench.b.speed = 800.0
+    bench.b.interrupt_at = 5
+    assert bench.run("check", "small.yaml") == 130
+    folder = confirmed()
+    assert f"--resume {folder}" in capsys.readouterr().err
+    bench.b.interrupt_at = None
+    assert bench.run("check", "small.yaml", "--resume", str(folder)) == 3
+    assert len(bench.b.jobs) >= 12 and len(runfile.read(folder).replicates) == 8
+
+
+def test_a_spent_budget_leaves_it_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from perfbench import check
+
+    promote(bench)
+    bench.tonight.speed = 800.0
+    readings = iter([0.0, 100.0])
+    monkeypatch.setattr(check, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(readings))}))
+    assert bench.run("check", "small.yaml", "--budget", "90s") == 0
+    assert "the budget is spent" in " ".join(capsys.readouterr().out.split()) and bench.a.jobs == []
