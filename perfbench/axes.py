@@ -13,6 +13,10 @@ from nsa.config import nearest_name
 from nsa.routing import DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS
 
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
+DEFAULT_CHUNK = 2048
+CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NSACache
+ATTENTION = ("attention", "attention_forward")  # attention alone, on inputs of its own; the first with its backward
+BACKWARD = ("train", "attention")
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
@@ -66,13 +70,16 @@ class Axis:
 
 
 AXES: Mapping[str, Axis] = {
-    "workload": Axis(str, None, ("train", "forward")),
+    "workload": Axis(str, None, ("train", "forward", *CACHED, *ATTENTION)),
     "seq_len": Axis(int, None),
     "path": Axis(str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS)),
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
     "batch": Axis(int, 1),
     "dtype": Axis(str, "bf16", tuple(_TORCH_DTYPES)),
     "l2": Axis(str, "warm", ("warm", "cold")),
+    "chunk": Axis(int, DEFAULT_CHUNK),
+    "compile": Axis(str, "off", ("off", "on")),
+    "cuda_graph": Axis(str, "off", ("off", "on")),
 }
 
 
@@ -91,6 +98,8 @@ def why_not_here(cell: Cell, *, on_gpu: bool) -> str | None:
     """Why a device of this kind cannot time ``cell`` whatever its route; None where it can."""
     if cell.l2 == "cold" and not on_gpu:
         return "l2=cold needs a GPU: no portable way empties a CPU's caches before each step; use l2: [warm]"
+    if cell.cuda_graph == "on" and not on_gpu:
+        return "cuda_graph=on needs a GPU: a CPU has no CUDA graphs; use cuda_graph: [off]"
     return None
 
 
@@ -101,7 +110,10 @@ def torch_dtype_name(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One point of the matrix. On a dense path ``fa2`` is always 'n/a', so that on and off are one cell."""
+    """One point of the matrix. An axis that means nothing to the cell has one value, so that its values are one cell.
+
+    That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but chunked_prefill.
+    """
 
     workload: str
     seq_len: int
@@ -110,8 +122,13 @@ class Cell:
     batch: int = 1
     dtype: str = "bf16"
     l2: str = "warm"
+    chunk: int = DEFAULT_CHUNK
+    compile: str = "off"
+    cuda_graph: str = "off"
 
     def __post_init__(self) -> None:
+        if self.workload != "chunked_prefill":
+            object.__setattr__(self, "chunk", DEFAULT_CHUNK)
         if self.path in DENSE_KINDS:
             object.__setattr__(self, "fa2", NOT_APPLICABLE)
         elif self.fa2 == NOT_APPLICABLE:

@@ -10,12 +10,14 @@ R regions.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa import oracle
+from nsa import dispatch, functional, oracle
 from nsa.config import NSAConfig
+from nsa.routing import SCORE
 
 NEAR_TIE = 1e-5  # sets may differ where the last chosen and the next score are closer than this, relatively
 HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of rounding to nearest
@@ -35,6 +37,23 @@ class BlocksProof:
     missed: float | None
     missed_by_chance: float | None
     report: dict[str, float]
+
+
+@torch.no_grad()
+def chosen(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, config: NSAConfig, path: str, fa2: str, q_start: int, kv_len: int, whole: bool
+) -> Tensor:
+    """The blocks int32 [B, T, G, N] that a call of this path takes: its kernel's where the Route has one, else `select_blocks`'."""
+    asked: dict[str, Any] = {"path": path, "fa2": fa2, "config": config, "whole": whole, "branches": config.branches}
+    G, DV = v_cmp.shape[2:]
+    route = functional.route_for(q, G, DV, kv_len, q_start=q_start, **asked)
+    if not route.has(SCORE):
+        return functional.select_blocks(q, k_cmp, config=config, q_start=q_start, kv_len=kv_len)
+    call: dict[str, Any] = {"q_start": q_start, "scale": q.shape[-1] ** -0.5, "documents": None}
+    lse = None
+    if "cmp" in config.branches:
+        _, lse = dispatch.compressed(route, q, k_cmp, v_cmp, block=config.cmp_block, stride=config.cmp_stride, **call)
+    return dispatch.choose(route, q, k_cmp, lse, config=config, kv_len=kv_len, **call)
 
 
 @torch.no_grad()

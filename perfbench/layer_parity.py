@@ -17,17 +17,20 @@ from nsa import oracle
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig
 from nsa.dense import DenseAttention
+from perfbench import cache_parity
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, keep -> o
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]
 
 
 def outputs(
-    model: ModelConfig, *, path: str, fa2: str, tokens: int, dtype: torch.dtype, device: str, seed: int, exact: Attend, eager: Attend
-) -> tuple[Tensor, Tensor, Tensor]:
+    model: ModelConfig, *, path: str, fa2: str, tokens: int, dtype: torch.dtype, device: str, seed: int, exact: Attend, eager: Attend,
+    chunk: int | None = None, compiled: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on sampled rows of ``tokens``.
 
-    ``tokens`` must be so few that every block is selected (``tokens_selecting_all``).
+    ``tokens`` must be so few that every block is selected (``tokens_selecting_all``). With a ``chunk`` the layer goes through a
+    cache, cut as `cache_parity.pieces_of` says. ``compiled``: its own output is that of the compiled layer.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.cat([torch.randperm(tokens - 1, generator=generator)[:31].sort().values, torch.tensor([tokens - 1])])
@@ -42,10 +45,24 @@ def outputs(
     layer = layer.to(dtype)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
-        got = layer.to(device)(x.to(device))[:, rows]
+        layer.to(device)
+        got = (compiled_of(layer)(x.to(device)) if compiled else _own(layer, x.to(device), rows, chunk))[:, rows]
         honest = by_hand(layer, model, x.to(device), rows.to(device), eager)
         truth = by_hand(twin.double(), model, x.double(), rows, exact)
     return got, truth, honest
+
+
+def compiled_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as perfbench compiles a model: one graph for each shape, or an error."""
+    compiled: Callable[..., Tensor] = torch.compile(function, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def _own(layer: nn.Module, x: Tensor, rows: Tensor, chunk: int | None) -> Tensor:
+    if chunk is None:
+        y: Tensor = layer(x)
+        return y
+    return cache_parity.layer(layer, x, cache_parity.pieces_of(chunk, rows.tolist(), x.shape[1]))
 
 
 def tokens_selecting_all(nsa: NSAConfig) -> int:

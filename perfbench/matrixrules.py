@@ -16,9 +16,10 @@ from perfbench.yamlfile import Document, Loc
 
 # Every counter that a Route can name; a misspelt one in `forbidden` would never be seen to engage.
 COUNTERS = (
-    "cmp.sdpa",
+    *(f"cmp.{name}" for name in ("sdpa", "triton")),
+    "score.triton",
     *(f"sel.{name}" for name in (*(str(p) for p in Path), "dense", "loop", "sdpa", "fa2")),
-    *(f"win.{name}" for name in ("dense", "sdpa", "fa2")),
+    *(f"win.{name}" for name in ("dense", "sdpa", "fa2", "triton")),
     *(f"dense.{kernel}" for kernel in ("sdpa", "flash", "cudnn")),
 )
 

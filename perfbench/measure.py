@@ -14,9 +14,9 @@ import torch._dynamo  # the optimizer, the profiler and FA-2 import it at first 
 
 from nsa import capability, engagement, settings
 from nsa.config import ModelConfig
-from nsa.routing import Problem, Route, plan, route_dense
-from perfbench import capture, parity, physics, sentinels, tuning, witness, workload
-from perfbench.axes import torch_dtype_name
+from nsa.routing import Route
+from perfbench import calls, capture, parity, physics, sentinels, tuning, witness, workload
+from perfbench.axes import BACKWARD, CACHED, torch_dtype_name
 from perfbench.clock import Clock
 from perfbench.job import Job
 from perfbench.plan import route_line
@@ -82,10 +82,11 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
         return facts | _trace(job, clock, take_turn, Path(job.trace))
     facts["parity"] = _prove(job, model, route, facts)
 
+    due = calls.layer_calls(job.axes, model)
     work = workload.build(job)
-    cold_start_s, engaged = _first_step(work)
-    facts |= {"cold_start_s": cold_start_s, "engaged": engaged}
-    if fault := wrong_path(route, job, engaged, calls=model.num_layers):
+    cold_start_s, engaged = _first_step(work, route)
+    facts |= {"cold_start_s": cold_start_s, "engaged": engaged, "engaged_by": work.engaged_by}
+    if fault := wrong_path(route, job, engaged, due=due):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
 
     if job.device == "cuda":
@@ -98,7 +99,10 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
     timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
     facts |= {"steady": warmth.steady, "tuned": tuning.choices(), **timed.facts(work.tokens_per_step)}
     facts["absent"] |= _absent(job, warmth)
-    if fault := wrong_path(route, job, timed.engaged, calls=model.num_layers * timed.num_steps):
+    if work.engaged_by != "call" and timed.engaged:
+        raise Stop(Status.WRONG_PATH, f"{sorted(timed.engaged)} ran eagerly beside the {work.engaged_by}", _without_speed(facts))
+    facts["engaged"] = engaged = work.engaged(timed.engaged, timed.num_steps, route)
+    if fault := wrong_path(route, job, engaged, due=due * timed.num_steps):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
     if job.company and (again := _allocation_retries(job) - retries):
@@ -106,18 +110,22 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
-        facts["profile"] = witness.profile(step, route, job.device, timed.step_s, model.num_layers, flush)
+        facts["profile"] = witness.profile(step, route, job.device, timed.step_s, due, flush, work.engaged_by != "call")
         facts["host_bound"] = witness.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
     facts["physics"] = _physics(job, model, timed.step_s, clock)
+    if work.cache is None:
+        facts["absent"]["cache"] = f"workload={job.axes['workload']} keeps no cache"
+    else:
+        facts["cache"] = work.cache()
     return facts
 
 
 def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
     """One warm step under the profiler. Publishes no speed, so it needs no proof, and a wrong path is what it is to show."""
     work = workload.build(job)
-    cold_start_s, engaged = _first_step(work)
+    cold_start_s, engaged = _first_step(work, actual_route(job, ModelConfig.from_mapping(job.model)))
     take_turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
@@ -127,23 +135,18 @@ def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) 
 
 def actual_route(job: Job, model: ModelConfig) -> Route:
     """What this process will run: the plan is checked against it, not copied from it."""
-    path, fa2 = str(job.axes["path"]), str(job.axes["fa2"])
-    batch, tokens = int(job.axes["batch"]), int(job.axes["seq_len"])
-    dtype, here = torch_dtype_name(str(job.axes["dtype"])), capability.probe(_indexed(job.device))
-    if path.startswith("dense"):
-        return route_dense(path, Problem.of(model, batch=batch, tokens=tokens, dtype=dtype), here)
-    return plan(settings.current().request(path, fa2), model, batch=batch, tokens=tokens, dtype=dtype, capability=here)
+    return calls.route_of(job.axes, model, settings.current(), capability.probe(_indexed(job.device)))
 
 
-def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, calls: int) -> str | None:
-    """Why what ran is not what was planned or expected; None where it is. ``calls`` are due from every counter."""
+def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> str | None:
+    """Why what ran is not what was planned or expected; None where it is. ``due`` calls are due from every counter."""
     routed, planned, ran = sorted(set(route.counters)), sorted(set(job.plan.counters)), sorted(engaged)
     if routed != planned:
         return f"this process routes to {routed}, the plan said {planned}"
     if ran != planned:
         return f"engaged {ran}, the plan said {planned}"
-    if odd := {name: count for name, count in engaged.items() if count != calls}:
-        return f"{calls} calls were due from each counter (one a layer and step), got {odd}"
+    if odd := {name: count for name, count in engaged.items() if count != due}:
+        return f"{due} calls were due from each counter (one a layer and step, or chunk of it), got {odd}"
     if missing := [name for name in job.expect.engaged if name not in engaged]:
         return f"expected {', '.join(missing)} to be engaged, what ran is {ran}"
     if present := [name for name in job.expect.forbidden if name in engaged]:
@@ -164,10 +167,14 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
     if job.proof is not None:
         return job.proof
     dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
-    path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] == "train"
-    tokens, seed = int(job.axes["seq_len"]), job.seed
+    path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] in BACKWARD
+    options: dict[str, Any] = {"train": train, "seed": job.seed, "tokens": int(job.axes["seq_len"])}
+    if job.axes.get("compile") == "on":
+        options["compiled"] = True
+    if job.axes["workload"] in CACHED:
+        options["chunk"] = 1 if job.axes["workload"] == "decode" else int(job.axes["chunk"])
     try:
-        line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, train=train, seed=seed, tokens=tokens)
+        line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options)
     except parity.RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
@@ -178,13 +185,13 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
     return line
 
 
-def _first_step(work: workload.Workload) -> tuple[float, dict[str, int]]:
-    """Seconds of the first step (compilation, handles, allocator), and what it engaged."""
+def _first_step(work: workload.Workload, route: Route) -> tuple[float, dict[str, int]]:
+    """Seconds of the first step (compilation, capture, handles, allocator), and what it engaged."""
     begin = time.perf_counter()
     with engagement.collect() as engaged:
         work.step()
     _synchronize()
-    return time.perf_counter() - begin, engaged.counts
+    return time.perf_counter() - begin, work.engaged(engaged.counts, 1, route)
 
 
 def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
@@ -219,10 +226,11 @@ def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> 
 
 
 def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physics:
+    tokens, decodes = int(job.axes["seq_len"]), job.axes["workload"] == "decode"
     shape: dict[str, Any] = {
         "workload": str(job.axes["workload"]),
         "batch": int(job.axes["batch"]),
-        "tokens": int(job.axes["seq_len"]),
+        "tokens": calls.held_tokens(model, tokens) if decodes else tokens,
         "dense": str(job.axes["path"]).startswith("dense"),
     }
     on_gpu = job.device == "cuda"

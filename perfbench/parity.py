@@ -18,13 +18,14 @@ from nsa import capability, dispatch, functional, oracle, settings
 from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.routing import SPECS, Path, Problem, Route, plan, route_dense
-from perfbench import blocks_parity, layer_parity
+from perfbench import blocks_parity, cache_parity, layer_parity
 from perfbench.result import ParityLine
 
 NUM_ROWS = 64
 NEAR_TIE = blocks_parity.NEAR_TIE
 Tensors = dict[str, Tensor]
 Attend = layer_parity.Attend
+_Own = tuple[Callable[[Tensors], Tensor], Tensor]  # the cell's own output of inputs, and the blocks that it chose for the rows
 
 
 class RouteDiffers(Exception):
@@ -33,10 +34,12 @@ class RouteDiffers(Exception):
 
 def check(
     model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, train: bool, seed: int,
-    tokens: int | None = None,
+    tokens: int | None = None, chunk: int | None = None, compiled: bool = False,
 ) -> ParityLine:  # fmt: skip
     """Compare on sampled rows; never raises for a wrong number, only says so. ``tokens``: those of the timed cell's sequences.
 
+    ``chunk``: tokens that the timed cell adds to a cache at a time, 1 where it decodes; the proof then goes through a cache, too.
+    ``compiled``: what is compared is compiled, as the timed cell's model is.
     The line's ``own_length`` is true where the proof is at that length and so for no other; its ``selection`` reports an option
     that does not choose the exact top n. RouteDiffers where no length that may be tried gives the timed Route.
     """
@@ -45,13 +48,17 @@ def check(
     inputs = _inputs(model, _batch(asked), at_tokens, dtype, device, seed)
     compare = _Comparison(dtype)
     if asked.startswith("dense"):
-        _check_dense(model, asked, inputs, rows, train, compare)
+        _check_dense(model, asked, inputs, rows, train, compare, compiled)
     else:
-        _check_sparse(model, asked, fa2, inputs, rows, train, compare)
+        own = _whole(model, asked, fa2, inputs, rows) if chunk is None else _cached(model, timed, asked, fa2, inputs, rows, chunk)
+        if compiled:
+            own = (layer_parity.compiled_of(own[0]), own[1])
+        _check_sparse(model, own, inputs, rows, train, compare)
     layer_tokens, layer_asked = _layer_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
     got, truth, honest = layer_parity.outputs(
-        model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=_exact, eager=_eager
-    )
+        model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=_exact, eager=_eager,
+        chunk=chunk, compiled=compiled,
+    )  # fmt: skip
     compare.add("layer", got, truth, honest)
     return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
 
@@ -158,7 +165,7 @@ class _Comparison:
         )
 
 
-def _check_dense(model: ModelConfig, kind: str, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
+def _check_dense(model: ModelConfig, kind: str, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison, compiled: bool) -> None:
     q = inputs["q"]
     route = _route(model, kind, "n/a", q.dtype, str(q.device), q.shape[1])
     keep = oracle.causal_mask(rows[None], q.shape[1])
@@ -169,20 +176,42 @@ def _check_dense(model: ModelConfig, kind: str, inputs: Tensors, rows: Tensor, t
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
 
-    _compare(cell, judged, inputs, rows, ["q", "k_sel", "v_sel"] if train else [], compare)
+    own = layer_parity.compiled_of(cell) if compiled else cell
+    _compare(own, judged, inputs, rows, ["q", "k_sel", "v_sel"] if train else [], compare)
 
 
-def _check_sparse(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
-    nsa, q = model.nsa, inputs["q"]
-    tokens = q.shape[1]
-    k_cmp, _ = layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, _phi(inputs))
-    blocks = functional.select_blocks(q, k_cmp, config=nsa)[:, rows].cpu()
-    fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
-    compare.add_blocks(blocks_parity.judge(q[:, rows].cpu(), k_cmp.cpu(), blocks, config=fixed, rows=rows, kv_len=tokens))
+def _whole(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tensor) -> _Own:
+    """Whole sequences in one call."""
+    q = inputs["q"]
+    asked_of: dict[str, Any] = {"config": model.nsa, "path": asked, "fa2": fa2}
+    blocks = blocks_parity.chosen(q, *_kv_cmp(model, inputs), q_start=0, kv_len=q.shape[1], whole=True, **asked_of)[:, rows].cpu()
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
-        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], config=nsa, phi_params=_phi(t), path=asked, fa2=fa2)
+        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=_phi(t), **asked_of)
+
+    return cell, blocks
+
+
+def _cached(model: ModelConfig, timed: Route, asked: str, fa2: str, inputs: Tensors, rows: Tensor, chunk: int) -> _Own:
+    """The same through a cache; RouteDiffers where a call for one of ``rows`` engages other counters than the timed Route's."""
+    pieces = cache_parity.pieces_of(chunk, rows.tolist(), inputs["q"].shape[1])
+    ran = cache_parity.attention(model, inputs, pieces, _phi(inputs), path=asked, fa2=fa2, rows=rows.tolist())
+    if ran.engaged != set(timed.counters):
+        got = f"a chunk of {chunk} at the parity length engaged {sorted(ran.engaged)}, the timed route is {timed.counters}"
+        raise RouteDiffers(f"{got}: time a cell of the first, or name the path")
+    return (lambda t: ran.o), ran.blocks[:, rows].cpu()
+
+
+def _kv_cmp(model: ModelConfig, inputs: Tensors) -> tuple[Tensor, Tensor]:
+    return layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, _phi(inputs))
+
+
+def _check_sparse(model: ModelConfig, own: _Own, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
+    nsa, q = model.nsa, inputs["q"]
+    tokens, (cell, blocks), k_cmp = q.shape[1], own, _kv_cmp(model, inputs)[0]
+    fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
+    compare.add_blocks(blocks_parity.judge(q[:, rows].cpu(), k_cmp.cpu(), blocks, config=fixed, rows=rows, kv_len=tokens))
 
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: _gated(t, model, blocks, rows, attend)

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
+from perfbench.axes import ATTENTION, BACKWARD
 from perfbench.result import Physics
 
 BYTES_OF = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -47,6 +48,13 @@ def attention_pairs(model: ModelConfig, tokens: int, *, dense: bool) -> int:
     return pairs["dense"] if dense else sum(pairs[branch] for branch in model.nsa.branches)
 
 
+def keys_of_query(model: ModelConfig, position: int) -> dict[str, int]:
+    """Keys that the query at ``position`` reads a kv head, for each branch that is computed."""
+    grid = BlockGrid.of(model.nsa)
+    keys = {"cmp": grid.visible_cmp(position), "sel": grid.keys_sel(position), "win": grid.keys_win(position)}
+    return {branch: keys[branch] for branch in model.nsa.branches}
+
+
 def linear_parameters(model: ModelConfig, *, dense: bool) -> int:
     """Weights that every token is multiplied with: projections, gate, MLP and head; not the embedding."""
     copies = 1 if dense or model.nsa.share_kv else 3
@@ -62,17 +70,39 @@ def linear_parameters(model: ModelConfig, *, dense: bool) -> int:
 
 
 def step_flops(model: ModelConfig, *, workload: str, batch: int, tokens: int, dense: bool) -> float:
-    """Multiply-adds counted as two. A training step is three forwards: one, and two products a weight in the backward."""
+    """Multiply-adds counted as two. A training step is three forwards: one, and two products a weight in the backward.
+
+    A decode step is one token for each sequence whose cache holds ``tokens``.
+    """
     per_pair = 2 * model.num_heads * (model.head_dim + model.value_dim) * model.num_layers
+    if workload in ATTENTION:
+        return float(batch * per_pair / model.num_layers * attention_pairs(model, tokens, dense=dense) * (3 if workload in BACKWARD else 1))
+    if workload == "decode":
+        return float(batch * (2 * linear_parameters(model, dense=dense) + per_pair * sum(keys_of_query(model, tokens).values())))
     forward = batch * (2 * linear_parameters(model, dense=dense) * tokens + per_pair * attention_pairs(model, tokens, dense=dense))
-    return float(forward * (3 if workload == "train" else 1))
+    return float(forward * (3 if workload in BACKWARD else 1))
 
 
 def step_min_bytes(model: ModelConfig, *, workload: str, batch: int, tokens: int, dtype: str, dense: bool) -> float:
-    """Least traffic: each weight read once and the logits written; training also writes weights and both Adam moments."""
+    """Least traffic of a model's step: each weight read once and the logits written; training also writes weights and both Adam moments.
+
+    A decode step reads the keys and values that its token attends to out of a cache that holds ``tokens``. Attention alone reads
+    q, each branch's k and v, and gates once, and writes o; its backward reads o's gradient and writes those of the inputs.
+    """
+    if workload in ATTENTION:
+        copies, gates = (1, 0) if dense else (len(model.nsa.branches), len(model.nsa.branches) * model.num_heads)
+        given = model.num_heads * model.head_dim + copies * model.num_kv_heads * (model.head_dim + model.value_dim) + gates
+        numbers = batch * tokens * (given + model.num_heads * model.value_dim)
+        return float(numbers * (2 if workload in BACKWARD else 1) * BYTES_OF[dtype])
     weights = linear_parameters(model, dense=dense) * BYTES_OF[dtype]
     if workload == "train":
         return float(6 * weights)  # weight, first and second moment: each read and written
+    if workload == "decode":
+        keys = keys_of_query(model, tokens)
+        if model.nsa.share_kv and {"sel", "win"} <= keys.keys():  # tokens of both branches need be read once
+            keys["sel"] = max(keys["sel"], keys.pop("win"))
+        read = batch * model.num_layers * model.num_kv_heads * sum(keys.values()) * (model.head_dim + model.value_dim)
+        return float(weights + (read + batch * model.vocab_size) * BYTES_OF[dtype])
     return float(weights + batch * tokens * model.vocab_size * BYTES_OF[dtype])
 
 

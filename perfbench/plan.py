@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from nsa import routing
 from nsa.routing import Capability, Route, RouteError
 from nsa.settings import Settings
+from perfbench import calls
 from perfbench import matrix as matrices
 from perfbench.axes import why_not_here
 from perfbench.matrix import Cell, Excluded, Matrix
@@ -42,7 +42,7 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
     planned: list[PlannedCell] = []
     refused: dict[str, list[str]] = {}
     for cell in matrices.select(kept, only):
-        if reason := why_not_here(cell, on_gpu=capability.sm is not None):
+        if reason := why_not_here(cell, on_gpu=capability.sm is not None) or calls.why_not(cell, matrix.model):
             refused.setdefault(reason, []).append(cell.cell_id)
             continue
         try:
@@ -57,7 +57,7 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
                 config_sha256=matrices.config_sha256(matrix, cell),
                 route=route_line(route),
                 expect=matrices.expect_for(matrix, cell),
-                layers=matrix.model.num_layers,
+                layers=calls.layer_calls(cell.axes(), matrix.model),
             )
         )
     if refused:
@@ -68,12 +68,7 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
 
 def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Settings) -> Route:
     """The Route of one cell; RouteError where its request cannot be served."""
-    dtype = matrices.torch_dtype_name(cell.dtype)
-    if matrices.is_dense(cell):
-        problem = routing.Problem.of(matrix.model, batch=cell.batch, tokens=cell.seq_len, dtype=dtype)
-        return routing.route_dense(cell.path, problem, capability)
-    request = settings.request(cell.path, cell.fa2)
-    return routing.plan(request, matrix.model, batch=cell.batch, tokens=cell.seq_len, dtype=dtype, capability=capability)
+    return calls.route_of(cell.axes(), matrix.model, settings, capability)
 
 
 @lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few

@@ -64,7 +64,7 @@ class PlannedCell(_Record):
     config_sha256: str
     route: RouteLine
     expect: Expect = Expect()
-    layers: int | None = None  # each counter is due once a layer and step; null in files older than this field
+    layers: int | None = None  # calls of each counter due a step: one a layer, and one for each chunk of it; null in older files
 
 
 class Environment(_Record):
@@ -180,6 +180,14 @@ class Profile(_Record):
     witness: str
 
 
+class CacheLine(_Record):
+    """What the NSACache of a layer held in a step of workload decode or chunked_prefill, and what a query read of it."""
+
+    tokens: int  # each sequence held, when a timed decode step began; when a timed prefill ended
+    memory_bytes: int  # of all layers, compressed keys and windows included
+    keys_read: dict[str, float]  # branch -> keys a query and kv head, counted in one untimed step, mean over queries and layers
+
+
 class Physics(_Record):
     """Closed-form work of one step, and how near the measured time is to the hardware's floor."""
 
@@ -239,9 +247,12 @@ class Replicate(_Record):
     cold_start_s: float | None = None
     company: int = 0  # other processes that prepared at the same time; all of them waited while this one was timed
     peak_memory_bytes: int | None = None
+    cache: CacheLine | None = None  # null in other workloads, and in older files
     host_bound: bool | None = None
     route: RouteLine | None = None
     engaged: dict[str, int] = {}
+    # How it is known: each call counted as it ran; or counted at a CUDA graph's capture, or read from a compiled graph, times its runs.
+    engaged_by: Literal["call", "capture", "graph"] = "call"
     parity: ParityLine | None = None
     telemetry: Telemetry | None = None
     profile: Profile | None = None

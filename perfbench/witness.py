@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from nsa.routing import Route
+from nsa.routing import BranchRoute, Route
 from perfbench.result import Profile
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
@@ -19,24 +19,35 @@ NAME_CHARS = 160  # template arguments go on for kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA. (cuDNN's own say
 # "flash_fprop", so plain "flash" would not tell them apart.)
 KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
+# The forward kernels of nsa/ops/kernels, by the branch that they serve.
+TRITON_MARKS: Mapping[str, str] = {
+    "cmp": "nsa_interval_forward", "win": "nsa_interval_forward", "score": "nsa_choose", "sel": "nsa_selected_forward",
+}  # fmt: skip
 # Every route that goes through SDPA calls this operator, on any device.
 SDPA_OPERATOR = "aten::scaled_dot_product_attention"
+# What SDPA becomes in a graph: one of its fused kernels, or on a CPU the operator of one. Its unfused kernel has no name of its
+# own and is seen as none, which fails the cell. Only forwards are named, so that a backward cannot vouch for one.
+FUSED_MARKS = ("fmha_cutlassf", "flash_fwd", "fprop")
+FUSED_OPERATOR = "aten::_scaled_dot_product"
 SYNC_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
 def profile(
-    step: Callable[[], None], route: Route, device: str, step_s: float, layers: int, before: Callable[[], None] | None = None
-) -> Profile:
+    step: Callable[[], None], route: Route, device: str, step_s: float, layers: int, before: Callable[[], None] | None = None,
+    replayed: bool = False,
+) -> Profile:  # fmt: skip
     """Profile one step of ``layers`` layers; ``step_s`` is its unprofiled time, against which the device is busy or waits.
 
-    ``before`` runs first and is not in the profile: it leaves the L2 as the timed steps found it.
+    ``before`` runs first and is not in the profile: it leaves the L2 as the timed steps found it. ``replayed``: the step is a
+    compiled or a CUDA graph, which calls no operators by their public names.
     """
     on_gpu = device == "cuda"
     recorded, wall_s = record(step, device, before)
     kernels, operators = _split(recorded)
     device_time_s = sum(seconds for seconds, _ in kernels.values())
     launches = {name: count for name, (_, count) in kernels.items()}
-    ok, sentence = testify(route, launches, operators, on_gpu, layers)
+    shown = _fused_as_operator(route, launches, operators, on_gpu, layers) if replayed else operators
+    ok, sentence = testify(route, launches, shown, on_gpu, layers)
     longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
     return Profile(
         kernels={name: seconds for name, (seconds, _) in longest},
@@ -82,8 +93,9 @@ def testify(route: Route, kernels: Mapping[str, int], operators: Mapping[str, in
         return False, f"the Route names sdpa for {due} calls, and the profiler saw {seen} of {SDPA_OPERATOR}"
     if not on_gpu:
         return True, "operators agree with the Route (CPU: no kernel names)"
-    for kernel, mark in sorted(KERNEL_MARKS.items()):
-        due = branches[kernel] * layers
+    marks = Counter((one.kernel, mark) for one in route.branches if (mark := _mark_of(one)) is not None)
+    for (kernel, mark), calls in sorted(marks.items()):
+        due = calls * layers
         seen = sum(count for name, count in kernels.items() if mark in name.lower())
         if seen < due:
             return False, f"the Route names {kernel} for {due} launches, and {seen} device kernels are called *{mark}*"
@@ -91,6 +103,23 @@ def testify(route: Route, kernels: Mapping[str, int], operators: Mapping[str, in
     if not dense and not branches["fa2"] and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels):
         return False, "the Route names no FA-2, and an FA-2 kernel ran"  # SDPA cannot use it under a mask
     return True, f"kernel names agree with the Route ({', '.join(sorted(branches))})"
+
+
+def _mark_of(branch: BranchRoute) -> str | None:
+    return TRITON_MARKS[branch.branch] if branch.kernel == "triton" else KERNEL_MARKS.get(branch.kernel)
+
+
+def _fused_as_operator(route: Route, kernels: Mapping[str, int], operators: Mapping[str, int], on_gpu: bool, layers: int) -> dict[str, int]:
+    """The operators, with SDPA's as often as a graph shows it: by its fused kernels, or on a CPU by the operators below it.
+
+    FA-2's launches that the Route names by themselves bear one of the same marks, and are not SDPA's.
+    """
+    if on_gpu:
+        seen = sum(count for name, count in kernels.items() if any(mark in name.lower() for mark in FUSED_MARKS))
+        seen -= layers * sum(branch.kernel in KERNEL_MARKS for branch in route.branches)
+    else:
+        seen = sum(count for name, count in operators.items() if name.startswith(FUSED_OPERATOR) and not name.endswith("backward"))
+    return {**operators, SDPA_OPERATOR: max(0, seen)}
 
 
 def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa.config import ModelConfig
 from nsa.model import DenseLM, TinyLM
-from perfbench.axes import AXES, torch_dtype_name
+from nsa.routing import Route
+from perfbench import attention_only
+from perfbench.axes import ATTENTION, AXES, BACKWARD, CACHED, torch_dtype_name
+from perfbench.cached import CachedSteps
 from perfbench.job import Job
+from perfbench.result import CacheLine
+from perfbench.stepped import Batches, Body, Captured, Compiled, CudaGrapher, eager
 
 L2_FLUSH_FACTOR = 2  # the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
 NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one's inputs
@@ -20,25 +26,71 @@ NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """``step()`` enqueues one step on the current stream and returns without waiting for it."""
+    """``step()`` enqueues one step on the current stream and returns without waiting for it.
+
+    ``cache()`` runs one more step and says what the caches held and gave; None where the workload has none. ``compiled`` and
+    ``captured`` know what a step engages where its calls are not counted as they run; None where they are.
+    """
 
     step: Callable[[], None]
     tokens_per_step: int
     model: nn.Module
+    cache: Callable[[], CacheLine] | None = None
+    compiled: Compiled | None = None
+    captured: Captured | None = None
+
+    @property
+    def engaged_by(self) -> str:
+        """How it is known what a step engages, as in Replicate."""
+        return "graph" if self.compiled else "capture" if self.captured else "call"
+
+    def engaged(self, counted: dict[str, int], steps: int, route: Route) -> dict[str, int]:
+        """Counters of ``steps`` steps, while which ``counted`` were: those, or where nothing can be counted, one step's times ``steps``."""
+        if self.compiled:
+            return {name: count * steps for name, count in self.compiled.counts(route).items()}
+        if self.captured:
+            return {name: count * steps for name, count in self.captured.counts.items()}
+        return counted
 
 
 def build(job: Job) -> Workload:
-    """Build the cell's model in its dtype, with random bytes as data; raises torch.OutOfMemoryError where it does not fit."""
+    """Build the cell's model in its dtype, with random data; raises torch.OutOfMemoryError where it does not fit."""
     torch.manual_seed(job.seed)
-    config = ModelConfig.from_mapping(job.model)
-    path, fa2 = str(job.axes["path"]), str(job.axes["fa2"])
+    config, axes = ModelConfig.from_mapping(job.model), job.axes
+    workload, path, fa2 = str(axes["workload"]), str(axes["path"]), str(axes["fa2"])
+    dtype: torch.dtype = getattr(torch, torch_dtype_name(str(axes["dtype"])))
+    batch, tokens = int(axes["batch"]), int(axes["seq_len"])
+    if workload in ATTENTION:
+        alone = attention_only.module_of(config, path, fa2).to(device=job.device, dtype=dtype)
+        shape: dict[str, Any] = {"batch": batch, "tokens": tokens, "backward": workload in BACKWARD}
+        given = attention_only.inputs(alone, dtype=dtype, device=job.device, **shape)
+        return _stepped(job, alone, lambda run: attention_only.step_body(alone, run, backward=workload in BACKWARD), given)
     model = DenseLM(config, path) if path.startswith("dense") else TinyLM(config, path, fa2)
-    model = model.to(device=job.device, dtype=getattr(torch, torch_dtype_name(str(job.axes["dtype"]))))
-    batch, tokens = int(job.axes["batch"]), int(job.axes["seq_len"])
+    model = model.to(device=job.device, dtype=dtype)
+    if workload in CACHED:
+        assert isinstance(model, TinyLM), "the plan refuses dense paths here"
+        steps = CachedSteps(job, config, model, NUM_BATCHES)
+        return Workload(steps.run, steps.tokens_per_step, model, steps.line)
     ids = torch.randint(config.vocab_size, (NUM_BATCHES, batch, tokens + 1), device=job.device)
-    batches = itertools.cycle(ids.unbind(0))
-    step = _train_step(model, batches) if job.axes["workload"] == "train" else _forward_step(model, batches)
-    return Workload(step, batch * tokens, model)
+    batches = itertools.cycle((one,) for one in ids.unbind(0))
+    if workload == "forward":
+        return _stepped(job, model, _forward_body, batches)
+    # A graph cannot count the optimizer's steps on the host.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=_is_on(job, "cuda_graph"))
+    return _stepped(job, model, lambda run: _train_body(run, optimizer), batches)
+
+
+def _stepped(job: Job, model: nn.Module, body_of: Callable[[Callable[..., Tensor]], Body], batches: Batches) -> Workload:
+    """The body of a step as the axes compile and cuda_graph want it run; nothing is compiled or captured before the first step."""
+    compiled = Compiled(model) if _is_on(job, "compile") else None
+    body = body_of(model if compiled is None else compiled.run)
+    captured = Captured(body, batches, CudaGrapher()) if _is_on(job, "cuda_graph") else None
+    tokens = int(job.axes["batch"]) * int(job.axes["seq_len"])
+    return Workload(captured or eager(body, batches), tokens, model, compiled=compiled, captured=captured)
+
+
+def _is_on(job: Job, axis: str) -> bool:
+    return job.axes.get(axis, AXES[axis].default) == "on"
 
 
 def l2_flush(job: Job) -> Callable[[], None] | None:
@@ -55,24 +107,22 @@ def l2_flush(job: Job) -> Callable[[], None] | None:
     return flush
 
 
-def _train_step(model: nn.Module, batches: Iterator[torch.Tensor]) -> Callable[[], None]:
+def _train_body(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Body:
     """Forward, cross-entropy in fp32, backward, fused AdamW."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-    def step() -> None:
-        ids = next(batches)
-        logits = model(ids[:, :-1])
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
+    def body(ids_BT: Tensor) -> None:
+        logits = model(ids_BT[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids_BT[:, 1:].flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return body
 
 
-def _forward_step(model: nn.Module, batches: Iterator[torch.Tensor]) -> Callable[[], None]:
-    def step() -> None:
+def _forward_body(model: Callable[..., Tensor]) -> Body:
+    def body(ids_BT: Tensor) -> None:
         with torch.no_grad():
-            model(next(batches)[:, :-1])
+            model(ids_BT[:, :-1])
 
-    return step
+    return body

@@ -22,6 +22,7 @@ from nsa.rope import rotate
 from nsa.routing import DENSE_KINDS, Path
 from perfbench import parity
 from perfbench.result import ParityLine
+from tests.cases import PATHS_HERE
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +49,7 @@ def wrong(line: ParityLine) -> set[str]:
     return {name for name, ratio in line.tensors.items() if ratio > 1} - {"layer"}
 
 
-@pytest.mark.parametrize("path", [*Path, "auto", "adaptive"])
+@pytest.mark.parametrize("path", [*PATHS_HERE, "auto", "adaptive"])
 def test_every_path_is_proved(path: str) -> None:
     line = prove(path, tokens=100)  # a few more than are all selected
     assert line.ok and wrong(line) == set(), line.worst

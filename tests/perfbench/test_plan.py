@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -139,8 +140,11 @@ def test_dead_exclusions_are_warned_of() -> None:
 
 def test_every_counter_of_every_route_is_known_to_expect() -> None:
     model = shipped("h100").model
-    for on in (H100, BARE, CPU):
+    with_triton = replace(H100, triton_provider="triton 3.7.1", triton_reason="")
+    for on in (with_triton, H100, BARE, CPU):
         for path in routing.PATH_REQUESTS:
+            if path == routing.Path.TRITON and on.triton_provider is None:
+                continue  # refused there
             route = routing.plan(Settings().request(path), model, batch=1, tokens=128, dtype="bfloat16", capability=on)
             assert set(route.counters) <= set(matrices.COUNTERS)
     problem = routing.Problem.of(model, batch=1, tokens=128, dtype="bfloat16")

@@ -1,0 +1,94 @@
+"""The attention calls that one step of a cell makes: their shapes, how many, and the one Route that serves them. Pure: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nsa import routing
+from nsa.blocks import BlockGrid
+from nsa.config import ModelConfig
+from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
+from nsa.settings import Settings
+from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, Cell, Value, torch_dtype_name
+
+Axes = Mapping[str, Value]
+
+
+def pieces(axes: Axes) -> list[tuple[int, int]]:
+    """[begin, end) of each chunk of a chunked prefill: ``chunk`` tokens each, the last one what is left."""
+    tokens, size = int(axes["seq_len"]), int(axes.get("chunk", DEFAULT_CHUNK))
+    return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+
+
+def held_tokens(model: ModelConfig, seq_len: int) -> int:
+    """Tokens in the cache when a decode step begins: ``seq_len``, or one fewer where the step would complete a compressed block.
+
+    cmp_stride - 1 of cmp_stride steps complete none, and a step that completes none leaves a cache that its next step can
+    begin from again.
+    """
+    grid = BlockGrid.of(model.nsa)
+    return seq_len - (grid.num_cmp(seq_len + 1) - grid.num_cmp(seq_len))
+
+
+def layer_calls(axes: Axes, model: ModelConfig) -> int:
+    """How often a step calls each branch's implementation: once a layer, and for each chunk of a prefill; attention alone is one layer."""
+    if axes["workload"] in ATTENTION:
+        return 1
+    return model.num_layers * (len(pieces(axes)) if axes["workload"] == "chunked_prefill" else 1)
+
+
+def problems(axes: Axes, model: ModelConfig) -> list[Problem]:
+    """The distinct attention calls of a step, in order."""
+    tokens = int(axes["seq_len"])
+    whole = Problem.of(model, batch=int(axes["batch"]), tokens=tokens, dtype=torch_dtype_name(str(axes["dtype"])))
+    if axes["workload"] == "decode":
+        return [replace(whole, q_tokens=1, k_tokens=held_tokens(model, tokens) + 1, whole=False)]
+    if axes["workload"] == "chunked_prefill":
+        return [replace(whole, q_tokens=end - begin, k_tokens=end, whole=False) for begin, end in pieces(axes)]
+    if axes.get("compile", "off") == "on":  # a compiled region does not look at the length, which would recompile at each
+        whole = replace(whole, select_all_tokens=None, window=None, whole=False)
+    return [whole]
+
+
+def route_of(axes: Axes, model: ModelConfig, settings: Settings, capability: Capability) -> Route:
+    """The Route of a cell's calls; RouteError where its request cannot be served, or not by one Route for all chunks."""
+    path, fa2 = str(axes["path"]), str(axes["fa2"])
+    if path in DENSE_KINDS:
+        return routing.route_dense(path, problems(axes, model)[0], capability)
+    request = settings.request(path, fa2)
+    routes = [routing.route(request, problem, capability) for problem in problems(axes, model)]
+    for later in routes[1:]:
+        if later.counters != routes[0].counters:
+            raise RouteError(
+                f"path={path} takes {', '.join(routes[0].counters)} for the first chunk and {', '.join(later.counters)} for a later one; "
+                "wanted one route, which one proof can be for; name a path, or choose a chunk that divides seq_len"
+            )
+    return routes[-1]
+
+
+def why_not(cell: Cell, model: ModelConfig) -> str | None:
+    """Why no machine can time ``cell``, whatever its route: got, wanted, next step; None where one can."""
+    nsa, got = model.nsa, f"workload={cell.workload}"
+    if graph := next((f"{name}=on" for name in ("compile", "cuda_graph") if getattr(cell, name) == "on"), None):
+        if cell.workload in CACHED:
+            return (
+                f"{graph} with {got}: the lengths of a cache are the host's, so no graph holds a step; wanted {graph[:-2]}off; leave it off"
+            )
+        if cell.path == ADAPTIVE or (cell.path in tuple(Path) and SPECS[Path(cell.path)].slow):
+            return f"{graph} with path={cell.path}: its loop runs on the host, which no graph holds; wanted a fast path; exclude this one"
+    if cell.workload not in CACHED:
+        return None
+    if cell.path in DENSE_KINDS:
+        return f"{got} with path={cell.path}: the dense twin keeps no cache; wanted a path of NSA; exclude dense from it, with that reason"
+    if nsa.adaptive_num_selected:
+        return f"{got} with adaptive_num_selected: a cache wants one n for all lengths; set nsa.adaptive_num_selected to false"
+    shortest = {"seq_len": cell.seq_len} if cell.workload == "decode" else {"chunk": cell.chunk}
+    for name, size in shortest.items():
+        if size < nsa.cmp_block:
+            return f"{got} with {name}={size}: no compressed block would be read; wanted {name} >= cmp_block={nsa.cmp_block}; raise it"
+    if cell.workload == "decode" and nsa.cmp_stride == 1:
+        return f"{got} with cmp_stride=1: every step completes a block, so no step can be repeated; wanted cmp_stride >= 2; raise it"
+    if cell.workload == "chunked_prefill" and cell.chunk > cell.seq_len:
+        return f"{got} with chunk={cell.chunk}: more than seq_len={cell.seq_len}, one call; wanted chunk <= seq_len; lower chunk"
+    return None

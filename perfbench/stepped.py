@@ -1,0 +1,137 @@
+"""How a step runs: eagerly, from a compiled graph, or replayed from a CUDA graph; and how it is then known what ran.
+
+Nothing is counted inside a compiled graph nor in a replay. What a replay runs was counted when it was captured. What a compiled
+graph holds is read from the graph itself: which functions of nsa its nodes came from, for each layer. Which kernels those became,
+the profiler says.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+
+from nsa import engagement
+from nsa.routing import BranchRoute, Path, Route
+
+WARM_STEPS = 3  # before a capture: libraries make handles and workspaces, autotuners choose, the optimizer makes its state
+Body = Callable[..., None]
+Batches = Iterator[tuple[Tensor, ...]]
+# The function of nsa/dispatch.py that is the door of each branch.
+_DOORS: Mapping[str, str] = {"cmp": "compressed", "sel": "selected", "win": "window", "score": "choose", "dense": "dense"}
+_FRAME = re.compile(r'File "[^"]*?\bnsa[/\\]([\w/\\]+)\.py", line \d+, in (\w+)')
+
+
+def eager(body: Body, batches: Batches) -> Callable[[], None]:
+    def step() -> None:
+        body(*next(batches))
+
+    return step
+
+
+class Grapher(Protocol):
+    """What makes a graph of work: a seam, because only a GPU has graphs."""
+
+    def warm(self, work: Callable[[], None]) -> None:
+        """Run ``work`` as often as it takes until it is fit to be captured."""
+        ...
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Call ``work`` once and return what replays it."""
+        ...
+
+
+class CudaGrapher:
+    def warm(self, work: Callable[[], None]) -> None:
+        stream: Any = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_STEPS):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class Captured:
+    """Replays ``body`` from a graph, the next batch copied into its inputs before each replay; captures at the first call.
+
+    What a graph cannot hold, a sync with the host above all, is the RuntimeError of that call; nothing runs eagerly instead.
+    """
+
+    def __init__(self, body: Body, batches: Batches, grapher: Grapher) -> None:
+        self._body, self._batches, self._grapher = body, batches, grapher
+        self._replay: Callable[[], None] | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self.counts: dict[str, int] = {}  # counters of one replay, from the capture
+
+    def __call__(self) -> None:
+        if self._replay is None:
+            self._replay = self._captured()
+        with torch.no_grad():
+            for own, fresh in zip(self._inputs, next(self._batches), strict=True):
+                own.copy_(fresh)
+        self._replay()
+
+    def _captured(self) -> Callable[[], None]:
+        self._inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in next(self._batches))
+
+        def work() -> None:
+            self._body(*self._inputs)
+
+        self._grapher.warm(work)
+        with engagement.collect() as counted:
+            replay = self._grapher.capture(work)
+        self.counts = counted.counts
+        return replay
+
+
+class Compiled:
+    """A module compiled as one graph, which raises where it cannot be one; remembers what that graph calls of nsa."""
+
+    def __init__(self, module: nn.Module, backend: str = "inductor") -> None:
+        self._compile = torch._dynamo.lookup_backend(backend)
+        self._graphs: list[list[tuple[str, str]]] = []  # of each graph and node: the layer, and its frames in nsa
+        self.run: Callable[..., Tensor] = torch.compile(module, backend=self._read, fullgraph=True, dynamic=False)
+
+    def _read(self, graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
+        self._graphs.append([(_layer(node), node.stack_trace or "") for node in graph.graph.nodes if node.op.startswith("call_")])
+        return self._compile(graph, example_inputs)
+
+    def counts(self, route: Route) -> dict[str, int]:
+        """Counters of one run: for each branch of ``route`` the layers whose nodes came through its door and implementation.
+
+        A branch that no layer holds is left out. RuntimeError where a second graph was compiled, and another one may have run.
+        """
+        if len(self._graphs) != 1:
+            raise RuntimeError(f"{len(self._graphs)} graphs were compiled for one shape; wanted 1; fix what makes it recompile")
+        counts: dict[str, int] = {}
+        for branch in route.branches:
+            layers = {layer for layer, stack in self._graphs[0] if _came_through(branch, stack)}
+            counts |= dict.fromkeys(branch.counters, len(layers)) if layers else {}
+        return counts
+
+
+def _layer(node: fx.Node) -> str:
+    modules = list((node.meta.get("nn_module_stack") or {}).values())
+    return str(modules[-1][0]) if modules else ""
+
+
+def _came_through(branch: BranchRoute, stack: str) -> bool:
+    """Whether the frames of a node pass the branch's door and, of the selected branch, the path's own file."""
+    frames = [(file.replace("\\", "/"), function) for file, function in _FRAME.findall(stack)]
+    if ("dispatch", _DOORS[branch.branch]) not in frames:
+        return False
+    files = {file for file, _ in frames}
+    if branch.branch == "sel" and branch.implementation in tuple(Path):
+        return any(file == f"ops/selected/{branch.implementation}" for file in files)
+    return any(file.startswith("ops/") for file in files)
