@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa import checks
-from nsa.cache import KV, NSACache, View
+from nsa.cache import KV, NSACache, View, check_cache
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.functional import attend_view, compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
@@ -25,7 +25,7 @@ from nsa.routing import Path, Request
 
 
 class NSAAttention(nn.Module):
-    """Native sparse attention (arXiv 2502.11089): x [B, T, M] -> y [B, T, M], causal; training, prefill and decode.
+    """Native sparse attention (arXiv 2502.11089, Eq. 5): x [B, T, M] -> y [B, T, M], causal; training, prefill and decode.
 
     One query projection; K and V projected for each branch of its own, unless config.share_kv. ``path`` and ``fa2`` are
     requests as in ``nsa.routing``; ``auto`` takes the fastest that the device supports. Raises ValueError for heads that
@@ -61,8 +61,13 @@ class NSAAttention(nn.Module):
 
         With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its first ``num_tokens[b]``
         tokens only; the others' y is 0. ``cu_seqlens`` int [N + 1] packs N documents into B = 1; y beyond the last is 0.
-        ``layout`` is the Layout of the same arguments, where layers share one.
+        ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype, which is the weights' (or any
+        floating one under autocast, whose dtype y then has). ValueError for an x that does not fit the weights, a cache of
+        another config, batch, dtype or device, or one given while gradients are recorded.
         """
+        checks.states(x_BTM, self.q_proj.weight)
+        if cache is not None:
+            check_cache(cache, self.config)
         if layout is None:
             layout = self.layout(x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
         else:

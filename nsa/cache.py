@@ -8,8 +8,8 @@ B batch, T tokens of the chunk, G kv heads, D head dim, l compressed block, d it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Self
 
 import torch
@@ -69,6 +69,8 @@ class NSACache:
     ) -> Self:  # fmt: skip
         """Room for ``max_len`` tokens a row, or for ``initial_len`` at first, then doubled as needed up to ``max_len``.
 
+        Of k [B, T, HKV, head_dim] and v [B, T, HKV, v_head_dim] in ``dtype``. ValueError for sizes below 1 or beyond max_len.
+
         config.adaptive_num_selected is a ValueError: decode would attend to other blocks than one call over the sequence.
         """
         checks.fixed_selection(config, whole=False, what="a cache")
@@ -96,10 +98,11 @@ class NSACache:
     def append(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, *, compress: CompressFn, num_tokens: Sequence[int] | None = None) -> View:
         """Store a chunk of T tokens a row (only the first ``num_tokens[b]`` of row b) and return what its queries attend to.
 
-        ``kv_cmp`` is what ``compress`` takes, rotated or not. ValueError, and nothing stored, where a row would exceed max_len.
+        Each kv is k [B, T, HKV, DK] and v [B, T, HKV, DV] of the cache's dtype and device; ``kv_cmp`` is what ``compress`` takes,
+        rotated or not. ValueError, and nothing stored, where one is of another kind or a row would exceed max_len.
         """
         T = kv_sel[0].shape[1]
-        new = check_chunk(self, kv_sel[0], num_tokens)
+        new = check_chunk(self, {"cmp": kv_cmp, "sel": kv_sel, "win": kv_win}, num_tokens)
         old, total = list(self._lengths), [length + count for length, count in zip(self._lengths, new, strict=True)]
         self._grow(max(total))
         device = kv_sel[0].device
@@ -198,18 +201,33 @@ def cache_bytes(
     return batch * rows * num_kv_heads * (head_dim + v_head_dim) * element_size
 
 
-def check_chunk(cache: NSACache, k: Tensor, num_tokens: Sequence[int] | None) -> list[int]:
-    """The tokens that each row adds; ValueError before anything is stored."""
-    B, T = k.shape[:2]
+def check_cache(cache: object, config: NSAConfig) -> None:
+    """ValueError unless ``cache`` is an NSACache of ``config``: another one's blocks and window would be silently wrong."""
+    if not isinstance(cache, NSACache):
+        raise ValueError(f"got a cache of type {type(cache).__name__}; wanted an NSACache; new_cache of the layer or model makes it")
+    if cache.config is not config and cache.config != config:
+        differ = [f.name for f in fields(config) if getattr(cache.config, f.name) != getattr(config, f.name)]
+        got, wanted = ({name: getattr(c, name) for name in differ} for c in (cache.config, config))
+        raise ValueError(f"got a cache made with {got}; wanted the layer's {wanted}; make it with the layer's new_cache")
+
+
+def check_chunk(cache: NSACache, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None) -> list[int]:
+    """The tokens that each row adds; ValueError before anything is stored. ``chunk`` holds the k and v of each branch."""
+    B, T = chunk["sel"][0].shape[:2]
     if cache.batch != B:
-        raise ValueError(f"the cache holds {cache.batch} rows, the chunk {B}; make a cache of that batch, or split the chunk")
-    buffer = cache.sel[0]
-    if (buffer.dtype, buffer.device) != (k.dtype, k.device):
-        raise ValueError(
-            f"the cache is {buffer.dtype} on {buffer.device}, the chunk {k.dtype} on {k.device}; make the cache like the model"
-        )
-    if buffer.shape[2:] != k.shape[2:]:
-        raise ValueError(f"the cache holds heads {tuple(buffer.shape[2:])}, the chunk {tuple(k.shape[2:])}; make it with the layer's heads")
+        raise ValueError(f"the cache holds {cache.batch} rows, the chunk {B}; wanted the same; make a cache of that batch, or split it")
+    for branch, kv in chunk.items():
+        for name, x, buffer in zip(("k", "v"), kv, cache.sel, strict=True):
+            if (buffer.dtype, buffer.device) != (x.dtype, x.device):
+                raise ValueError(
+                    f"the cache's {name} is {buffer.dtype} on {buffer.device}, the chunk {x.dtype} on {x.device} ({branch}); wanted the "
+                    "same; make the cache like the model: new_cache(dtype=...)"
+                )
+            if x.shape != (B, T, *buffer.shape[2:]):
+                raise ValueError(
+                    f"the cache's {name} holds heads {tuple(buffer.shape[2:])}, and the chunk's is {tuple(x.shape)} ({branch}); wanted "
+                    f"{(B, T, *buffer.shape[2:])}; make the cache with the layer's heads and head dims"
+                )
     new = [T] * B if num_tokens is None else [int(n) for n in num_tokens]
     if len(new) != B or min(new) < 0 or max(new) != T:
         raise ValueError(
@@ -218,7 +236,7 @@ def check_chunk(cache: NSACache, k: Tensor, num_tokens: Sequence[int] | None) ->
     total = [old + n for old, n in zip(cache.lengths, new, strict=True)]
     if max(total) > cache.max_len:
         raise ValueError(
-            f"a row would hold {max(total)} tokens, and the cache has room for max_len={cache.max_len}; "
+            f"a row would hold {max(total)} tokens; wanted at most max_len={cache.max_len}, for which the cache has room; "
             "make it larger with NSACache.empty(max_len=...), or begin a new one"
         )
     return new

@@ -45,16 +45,30 @@ def fa2_provider() -> tuple[str | None, str]:
     return None, f"flash_attn is not installed and torch {version} is older than 2.11; pip install 'nsa-perfbench[flash]'"
 
 
+def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
+    """(package and version, '') or (None, reason). Without a GPU only Triton's interpreter runs kernels, slowly: it is for tests."""
+    installed = _version("triton")
+    if not installed or not importlib.util.find_spec("triton"):
+        return None, "triton is not installed; pip install triton"
+    if sm is None:
+        from triton import knobs
+
+        if not knobs.runtime.interpret:
+            return None, "there is no GPU, and Triton's interpreter is off (TRITON_INTERPRET=1, for tests)"
+    return f"triton {installed}", ""
+
+
 @lru_cache(maxsize=16)
 def probe(device: str = "cpu") -> Capability:
     """What the device offers ('cpu', 'cuda', 'cuda:1'). Touches CUDA only for a CUDA device."""
     provider, reason = fa2_provider()
     if not device.startswith("cuda"):
-        return Capability(device, device, None, provider, reason, torch_version())
+        return Capability(device, device, None, provider, reason, torch_version(), *triton_provider(None))
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    return Capability(device, properties.name, (properties.major, properties.minor), provider, reason, torch_version())
+    sm = (properties.major, properties.minor)
+    return Capability(device, properties.name, sm, provider, reason, torch_version(), *triton_provider(sm))
 
 
 def this_machine() -> Capability:
@@ -72,9 +86,9 @@ def assumed(gpu: str) -> Capability:
     provider, reason = fa2_provider()
     name = gpu.lower().replace(" ", "").replace("-", "")
     if name in ("none", "cpu"):
-        return Capability("cpu", "cpu", None, provider, reason, torch_version())
+        return Capability("cpu", "cpu", None, provider, reason, torch_version(), None, "there is no GPU")
     if name not in KNOWN_GPUS:
         known = ["none", *KNOWN_GPUS]
         raise ValueError(f"gpu={gpu!r} is not one of {', '.join(known)}{nearest_name(name, known)}")
     marketing, sm = KNOWN_GPUS[name]
-    return Capability("cuda", marketing, sm, provider, reason, torch_version())
+    return Capability("cuda", marketing, sm, provider, reason, torch_version(), *triton_provider(sm))

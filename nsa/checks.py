@@ -12,8 +12,13 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict mode."""
-    return not torch.compiler.is_compiling() and (x.device.type == "cpu" or is_strict())
+    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict mode.
+
+    A subclass of Tensor may have none, wherever it says it is: FakeTensor is one.
+    """
+    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta":
+        return False
+    return x.device.type == "cpu" or is_strict()
 
 
 def is_strict() -> bool:
@@ -41,7 +46,7 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
         raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; wanted them equal; only v's may differ")
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
         raise ValueError(f"{q.shape[2]} query heads over {k.shape[2]} kv heads; wanted a whole multiple; check num_heads, num_kv_heads")
-    start(q, q_start)
+    start(q, q_start, num_keys=k.shape[1] if whole else None)
     if whole and isinstance(q_start, int) and k.shape[1] < q_start + q.shape[1]:
         raise ValueError(
             f"k holds {k.shape[1]} tokens; queries at {q_start} .. {q_start + q.shape[1] - 1} want {q_start + q.shape[1]}; "
@@ -49,12 +54,26 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
         )
 
 
-def start(q: Tensor, q_start: int | Tensor) -> None:
-    if isinstance(q_start, Tensor):
-        if q_start.shape != q.shape[:1] or q_start.dtype != torch.int64:
-            raise ValueError(f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64 [{q.shape[0]}]")
-    elif not isinstance(q_start, int) or q_start < 0:
-        raise ValueError(f"q_start={q_start!r}; wanted the position of the first query, an int >= 0; 0 begins a sequence")
+def start(q: Tensor, q_start: int | Tensor, *, num_keys: int | None) -> None:
+    """q_start: an int >= 0, or int64 [B] on q's device; the contents of a tensor only where they may be read.
+
+    With ``num_keys`` none may reach beyond num_keys - T, where the last query would stand behind the last key.
+    """
+    if not isinstance(q_start, Tensor):
+        if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
+            raise ValueError(f"q_start={q_start!r}; wanted the position of the first query, an int >= 0; 0 begins a sequence")
+        return
+    if q_start.shape != q.shape[:1] or q_start.dtype != torch.int64:
+        raise ValueError(
+            f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64 [{q.shape[0]}]; give one position a row"
+        )
+    if q_start.device != q.device:
+        raise ValueError(f"q_start is on {q_start.device} and q on {q.device}; wanted one device; move it")
+    if may_read(q_start):
+        lowest, highest = (int(x) for x in q_start.aminmax())
+        if lowest < 0 or (num_keys is not None and highest + q.shape[1] > num_keys):
+            end = "" if num_keys is None else f" and <= {num_keys - q.shape[1]}, for {q.shape[1]} queries over {num_keys} keys"
+            raise ValueError(f"q_start holds {lowest} .. {highest}; wanted positions >= 0{end}; pass every key up to each row's last query")
 
 
 def fixed_selection(config: NSAConfig, *, whole: bool, what: str) -> None:
@@ -67,10 +86,17 @@ def fixed_selection(config: NSAConfig, *, whole: bool, what: str) -> None:
 
 
 def sizes(**values: int) -> None:
-    """Block sizes and strides, in tokens."""
+    """Block sizes, strides and windows, in tokens."""
     for name, value in values.items():
-        if value < 1:
-            raise ValueError(f"{name}={value}; wanted a number of tokens >= 1; nsa.NSAConfig holds the paper's")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r}; wanted a whole number of tokens >= 1; nsa.NSAConfig holds the paper's")
+
+
+def compressed_grid(block: int, stride: int) -> None:
+    """d must divide l, or no block would end where another begins."""
+    sizes(block=block, stride=stride)
+    if block % stride:
+        raise ValueError(f"block={block}, stride={stride}; wanted a block that is a multiple of the stride; 32 and 16 are the paper's")
 
 
 def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
@@ -80,6 +106,44 @@ def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     if any(k.shape != first_k.shape or v.shape != first_v.shape for k, v in pairs.values()):
         shapes = {branch: (tuple(k.shape), tuple(v.shape)) for branch, (k, v) in pairs.items()}
         raise ValueError(f"kv shapes (k, v) {shapes}; wanted the same for each branch; project them alike")
+
+
+def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
+    """Floating [B, T, HQ, 3] beside q."""
+    wanted = (*q.shape[:3], len(branches))
+    if gates.shape != wanted:
+        raise ValueError(f"gates {tuple(gates.shape)}; wanted {wanted}: one a head for each of {branches}; unflatten the heads")
+    if not gates.is_floating_point() or gates.device != q.device:
+        raise ValueError(f"gates is {gates.dtype} on {gates.device}; wanted a floating dtype on {q.device}, where q is; cast or move it")
+
+
+def states(x: Tensor, weight: Tensor) -> None:
+    """x [B, T, M] of a layer whose first projection is ``weight`` [F, M]. Autocast casts any floating x."""
+    dim = weight.shape[1]
+    if x.ndim != 3 or x.shape[2] != dim or 0 in x.shape:
+        raise ValueError(f"x has shape {tuple(x.shape)}; wanted [B, tokens, {dim}], none of them 0; give a batch of sequences")
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}; wanted {weight.device}, where the layer's weights are; move one of them")
+    if x.dtype != weight.dtype and not (x.is_floating_point() and _is_autocast(x.device)):
+        raise ValueError(f"x is {x.dtype}; wanted {weight.dtype}, the weights' dtype; cast x or the layer, or run under torch.autocast")
+
+
+def _is_autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def ids(ids: Tensor, embedding: Tensor, *, padded: bool = False) -> None:
+    """int64 [B, T] beside an embedding [vocab_size, M]; each id is looked at where it may be, unless padding is to be cut yet."""
+    if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
+        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}; wanted int64 [B, tokens], none of them 0; ids[None] is a batch of one")
+    if ids.device != embedding.device:
+        raise ValueError(f"ids is on {ids.device}; wanted {embedding.device}, where the model's weights are; move one of them")
+    if not padded and may_read(ids):
+        lowest, highest = (int(x) for x in ids.aminmax())
+        if lowest < 0 or highest >= embedding.shape[0]:
+            raise ValueError(
+                f"ids holds {lowest} .. {highest}; wanted 0 .. {embedding.shape[0] - 1}; use the model's tokenizer, or a larger vocab_size"
+            )
 
 
 def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
@@ -106,24 +170,37 @@ def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_start: int | Tensor, *, r
             "queries, beginning at 0; pack the batch into B = 1"
         )
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}; wanted int32 or int64 [documents + 1]")
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
+        raise ValueError(f"cu_seqlens is {got}; wanted int32 or int64 [documents + 1]; torch.tensor([0, T]) is one document")
     if cu_seqlens.device != q.device:
         raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; wanted one device; move it")
     if read:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > q.shape[1]:
-            raise ValueError(f"cu_seqlens {bounds[:8]} .. {bounds[-1]} over {q.shape[1]} tokens; wanted 0 first, ascending, and no more")
+            got = f"{bounds[:8]} .. {bounds[-1]} over {q.shape[1]} tokens"
+            raise ValueError(f"cu_seqlens {got}; wanted 0 first, ascending, and no more; give each document's end")
 
 
-def block_contents(blocks: Tensor, num_keys: int, sel_block: int) -> None:
-    """Strict mode: ascending, unique, in range, -1 only at the end. Synchronises."""
+def block_contents(blocks: Tensor, num_keys: int, sel_block: int, q_start: int | Tensor) -> None:
+    """Strict mode: ids ascend, are unique and begin at or before their query; -1 only at the end. Synchronises.
+
+    Aligned rows of packed documents are positions from 0, too, and their ids global.
+    """
     highest = -(-num_keys // sel_block) - 1
-    real = blocks >= 0
-    padded_then_real = (~real[..., :-1] & real[..., 1:]).any()
-    unsorted = (real[..., 1:] & (blocks[..., 1:] <= blocks[..., :-1])).any()
-    outside = ((blocks < -1) | (blocks > highest)).any()
-    if bool(padded_then_real | unsorted | outside):
-        raise ValueError(
-            f"blocks must ascend without repetition within 0 .. {highest}, with -1 only at the end; got "
-            f"{blocks.min().item()} .. {blocks.max().item()}, out of order or repeated; sort and de-duplicate each row"
-        )
+    first_B1 = q_start[:, None] if isinstance(q_start, Tensor) else q_start
+    current = ((torch.arange(blocks.shape[1], device=blocks.device) + first_B1) // sel_block)[..., None, None]
+    before, after = blocks[..., :-1], blocks[..., 1:]
+    faults = {
+        "out of range": (blocks < -1) | (blocks > highest),
+        "in the future": blocks > current,
+        "repeated": (after >= 0) & (after == before),
+        "out of order": (after >= 0) & ((after < before) | (before < 0)),
+    }
+    for fault, found in zip(faults, torch.stack([x.any() for x in faults.values()]).tolist(), strict=True):
+        if found:
+            b, t, g, _ = faults[fault].nonzero()[0].tolist()
+            last = int(current.expand(blocks.shape[0], *current.shape[-3:])[b, t])
+            raise ValueError(
+                f"blocks[{b}, {t}, {g}] is {blocks[b, t, g].tolist()}, with an id {fault}; wanted distinct ids within "
+                f"0 .. {min(last, highest)}, ascending, -1 only at the end; sort and mask each row, or call nsa.select_blocks"
+            )

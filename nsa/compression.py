@@ -16,7 +16,7 @@ from nsa.config import NSAConfig
 
 
 def compress(x: Tensor, *, config: NSAConfig, params: Mapping[str, Tensor] | None = None) -> Tensor:
-    """Compress x [B, S, G, D] into [B, C, G, D], C = BlockGrid.num_cmp(S); keeps x.dtype.
+    """Compress x [B, S, G, D] into [B, C, G, D] (Eq. 7), C = BlockGrid.num_cmp(S); keeps x.dtype.
 
     Block i is phi of tokens [i * d, i * d + l), with the same ``params`` for every kv head (shapes: ``param_shapes``):
 
@@ -29,7 +29,7 @@ def compress(x: Tensor, *, config: NSAConfig, params: Mapping[str, Tensor] | Non
     Raises ValueError unless x is floating with four dimensions and ``params`` are those of config.phi, before anything runs.
     """
     if x.ndim != 4:
-        raise ValueError(f"compress got shape {tuple(x.shape)}; it takes [B, S, num_kv_heads, D]: unflatten the heads first")
+        raise ValueError(f"compress got x {tuple(x.shape)}; wanted [B, S, num_kv_heads, D]; unflatten the heads first")
     if not x.is_floating_point():
         raise ValueError(f"compress got x of {x.dtype}; wanted a floating dtype, in which means are kept; cast it first")
     checked = _checked_params(x, config, params)

@@ -210,6 +210,7 @@ class ModelConfig:
         return cls(**{name: getattr(base, name) for name in known} | resolved)
 
     def to_mapping(self) -> dict[str, Any]:
+        """Every value by its field's name, ``nsa`` as a mapping of its own: what `from_mapping` takes back. Raises nothing."""
         return asdict(self)
 
     def sha256(self) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from nsa import engagement, settings
+from nsa.config import NSAConfig
+from nsa.ops import combine, interval, scoring, sdpa, sliding
 from nsa.ops import compressed as compressed_ops
-from nsa.ops import sdpa, sliding
 from nsa.ops.positions import Documents
 from nsa.ops.selected import PATHS
-from nsa.routing import DENSE, BranchRoute, Path, Route
+from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
 
 
 def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:
@@ -34,11 +36,44 @@ def _fa2(branch: BranchRoute) -> str | None:
 def compressed(
     route: Route, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float,
     documents: Documents | None = None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """(o, lse to base 2 [B, T, HQ] where the kernel leaves one, which `choose` takes)."""
     branch = route.branch("cmp")
     engagement.record(branch)
     with _marked(branch, q):
-        return compressed_ops.attend(q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale, documents=documents)
+        if branch.kernel == Path.TRITON:
+            first = _first(documents)
+            return interval.attend(q, k_cmp, v_cmp, block=block, stride=stride, width=None, q_start=q_start, scale=scale, first=first)
+        o = compressed_ops.attend(q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale, documents=documents)
+        return o, None
+
+
+def choose(
+    route: Route, q: Tensor, k_cmp: Tensor, lse: Tensor | None, *, config: NSAConfig, q_start: int | Tensor, kv_len: int, scale: float,
+    documents: Documents | None,
+) -> Tensor:  # fmt: skip
+    """The blocks of a Route that has a kernel for them: int32 [B, T, G, N]. ``lse`` as `compressed` left it, else made here."""
+    branch = route.branch(SCORE)
+    engagement.record(branch)
+    grid = {"block": config.cmp_block, "stride": config.cmp_stride}
+    with _marked(branch, q), torch.no_grad():
+        first = _first(documents)
+        if lse is None:  # the compressed branch is off
+            _, lse = interval.attend(q, k_cmp, k_cmp, width=None, q_start=q_start, scale=scale, first=first, **grid)
+        return scoring.choose(
+            q, k_cmp, lse, q_start=q_start, first=first, kv_len=kv_len, sel_block=config.sel_block,
+            num_selected=config.num_selected_for(kv_len), num_initial=config.num_initial, num_local=config.num_local, scale=scale, **grid,
+        )  # fmt: skip
+
+
+def combined(route: Route, gates: Tensor, outputs: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
+    """The gated sum, fused where the selected branch is."""
+    fused = any(b.branch == "sel" and b.implementation == Path.TRITON for b in route.branches)
+    return (combine.fused_gated_sum if fused else combine.gated_sum)(gates, outputs, columns)
+
+
+def _first(documents: Documents | None) -> Tensor | None:
+    return None if documents is None else documents.first_BT[0]
 
 
 def selected(
@@ -63,6 +98,9 @@ def window(
         return _full_causal(branch, q, k, v, scale=scale)
     engagement.record(branch)
     with _marked(branch, q):
+        if branch.kernel == Path.TRITON:
+            grid = {"block": 1, "stride": 1, "width": size}
+            return interval.attend(q, k, v, q_start=q_start, scale=scale, first=_first(documents), **grid)[0]
         return sliding.attend(q, k, v, window=size, q_start=q_start, scale=scale, fa2=_fa2(branch), documents=documents)
 
 

@@ -6,6 +6,7 @@ differ. ``scale`` defaults to DK ** -0.5. Outputs keep the inputs' dtype. Errors
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,12 +17,12 @@ from nsa import capability, checks, dispatch, selection, settings, statistics
 from nsa.cache import View
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops import combine, reads
+from nsa.ops import reads
 from nsa.ops.compressed import log_sum_exp
 from nsa.ops.positions import Documents
 from nsa.packing import Packing
 from nsa.rope import angles, rotate
-from nsa.routing import DENSE, Capability, Problem, Route, route
+from nsa.routing import DENSE, SCORE, Capability, Problem, Route, route, scores_of
 
 KV = tuple[Tensor, Tensor]
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
@@ -29,7 +30,7 @@ PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | No
 
 def route_for(
     q: Tensor, num_kv_heads: int, v_head_dim: int, num_keys: int, *, branches: tuple[str, ...], q_start: int | Tensor, path: str, fa2: str,
-    config: NSAConfig | None = None, whole: bool = False,
+    config: NSAConfig | None = None, whole: bool = False, sel_block: int | None = None,
 ) -> Route:  # fmt: skip
     """The Route of a call with these tensors: arguments, environment and device joined. ``whole`` as in Problem.
 
@@ -51,6 +52,8 @@ def route_for(
         select_all_tokens=_select_all_tokens(told, num_keys),
         window=None if told is None else told.window,
         whole=whole and not compiling,
+        scores=None if config is None else scores_of(config),
+        sel_block=sel_block if config is None else config.sel_block,
     )
     if compiling:  # the cache of `route` is opaque to the compiler, and so is reading the environment and the machine
         return route.__wrapped__(_settings_of_process().request(path, fa2), problem, capability_of(str(q.device)))
@@ -77,16 +80,20 @@ def capability_of(device: str) -> Capability:
 def compressed_attention(
     q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor = 0, scale: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention over compressed blocks k_cmp [B, C, HKV, DK], v_cmp [B, C, HKV, DV]; block i ends at i * stride + block - 1.
+    """Attention (Eq. 2) over the compressed keys of Eq. 7: (o [B, T, HQ, DV], lse [B, T, HQ]).
 
-    Returns (o [B, T, HQ, DV], lse [B, T, HQ]). lse is fp32 (fp64 for fp64), natural log, without gradient. A query that
-    sees no block gets exactly 0 and -inf.
+    ``k_cmp`` [B, C, HKV, DK] and ``v_cmp`` [B, C, HKV, DV], in the dtype of q; block i ends at token i * stride + block - 1, and
+    is seen from there on. lse is fp32 (fp64 for fp64), natural log, without gradient. A query that sees no block gets exactly
+    0 and -inf. ValueError for tensors that disagree in shape, dtype or device, and unless ``stride`` divides ``block``;
+    RouteError where the environment asks FA-2 of this branch.
     """
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
-    checks.sizes(block=block, stride=stride)
+    checks.compressed_grid(block, stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = route_for(q, k_cmp.shape[2], v_cmp.shape[3], k_cmp.shape[1], branches=("cmp",), q_start=q_start, path="auto", fa2="auto")
-    o = dispatch.compressed(chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
+    o, lse_base_2 = dispatch.compressed(chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
+    if lse_base_2 is not None:
+        return o, lse_base_2 * math.log(2)
     return o, log_sum_exp(q, k_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
 
 
@@ -97,7 +104,8 @@ def select_blocks(
 
     ``kv_len`` is the number of keys that exist, by default q_start + T. Forced blocks take their slots first; the rest
     go by score, equal scores to the lower index. Carries no gradient; scores are fp32 or wider, unless config.score_dtype is
-    narrower.
+    narrower. ``q`` [B, T, HQ, DK] and ``k_cmp`` [B, C, HKV, DK], rotated both. ValueError for tensors that disagree in shape,
+    dtype or device, and for a ``q_start`` tensor without ``kv_len``.
     """
     checks.qkv(q, k_cmp, k_cmp, q_start=q_start, whole=False)
     if kv_len is None:
@@ -112,27 +120,34 @@ def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor = 0, scale: float | None = None,
     path: str = "auto", fa2: str = "auto",
 ) -> Tensor:  # fmt: skip
-    """Attention over the tokens of ``blocks`` int32 [B, T, HKV, N] at or before the query; o [B, T, HQ, DV].
+    """Attention (Eq. 2) over the tokens of the chosen blocks (Eq. 12) at or before the query; o [B, T, HQ, DV].
 
-    ``blocks`` must ascend, be unique, and be padded with -1 at the end. A row without a key gets exactly 0.
+    ``blocks`` int32 [B, T, HKV, N] must ascend, be unique, begin at or before their query, and be padded with -1 at the end. These
+    contents are checked only in strict mode (NSA_STRICT_ASSERTS=1): reading them would make the host wait. Otherwise a block
+    beyond the query holds no key for it, and rows that break the rest mean what the path makes of them. Block j is tokens
+    [j * sel_block, (j + 1) * sel_block). A row without a key gets exactly 0. ValueError for tensors that disagree in shape, dtype
+    or device; RouteError for a ``path`` or ``fa2`` that nothing serves.
     """
     checks.qkv(q, k, v, q_start=q_start)
     checks.blocks(blocks, q, k)
     checks.sizes(sel_block=sel_block)
-    _assert_blocks(blocks, k.shape[1], sel_block)
+    _assert_blocks(blocks, k.shape[1], sel_block, q_start)
     k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("sel",), q_start=q_start, path=path, fa2=fa2)
+    chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("sel",), q_start=q_start, path=path, fa2=fa2, sel_block=sel_block)
     return dispatch.selected(chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)
 
 
 def sliding_attention(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, q_start: int | Tensor = 0, scale: float | None = None, fa2: str = "auto"
 ) -> Tensor:
-    """Attention over keys t - window + 1 .. t, exactly ``window`` tokens; o [B, T, HQ, DV]."""
+    """Attention (Eq. 2) over keys t - window + 1 .. t, exactly ``window`` tokens (section 3.3.3); o [B, T, HQ, DV] in q's dtype.
+
+    ValueError for tensors that disagree in shape, dtype or device, and for a ``window`` that is no whole number >= 1;
+    RouteError for an ``fa2`` that nothing serves.
+    """
     checks.qkv(q, k, v, q_start=q_start)
-    if window < 1:
-        raise ValueError(f"window={window}; wanted the number of keys that a query sees, itself included, >= 1; 512 is the paper's")
+    checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("win",), q_start=q_start, path="auto", fa2=fa2)
     return dispatch.window(chosen, q, k, v, size=window, q_start=q_start, scale=scale)
@@ -144,18 +159,19 @@ def nsa_attention(
 ) -> Tensor:  # fmt: skip
     """Native sparse attention (Eq. 5): the gated sum of the compressed, selected and sliding branches; o [B, T, HQ, DV].
 
-    Each kv is (k, v) of tokens, k rotated already; only with config.cmp_rope='after' (and 'auto' for a learned phi) the
-    compressed branch's k comes unrotated and is rotated here, block i at position i * cmp_stride. ``gates`` [B, T, HQ, 3]
-    in the order cmp, sel, win, activated already. A branch outside config.branches is not computed. ``phi_params`` are
-    phi's tensors for K and for V (see `compress`), None for mean. ``cu_seqlens`` int [N + 1] packs N documents into B = 1:
-    no query sees another document's key, and rows beyond cu_seqlens[-1] are exactly 0. config.adaptive_num_selected is a
-    ValueError with cu_seqlens or a q_start other than 0, where its n would not be that of the sequence.
+    ``kv_cmp``, ``kv_sel`` and ``kv_win`` are (k, v) of tokens, k rotated already; only with config.cmp_rope='after' (and 'auto'
+    for a learned phi) the compressed branch's k comes unrotated and is rotated here, block i at position i * cmp_stride.
+    ``gates`` [B, T, HQ, 3] in the order cmp, sel, win, activated already, of any floating dtype; o has q's. A branch outside
+    config.branches is not computed. ``phi_params`` are phi's tensors for K and for V (see `compress`), None for mean.
+    ``cu_seqlens`` int [N + 1] packs N documents into B = 1: no query sees another document's key, and rows beyond cu_seqlens[-1]
+    are exactly 0. config.adaptive_num_selected is a ValueError with cu_seqlens or a q_start other than 0, where its n would not be
+    that of the sequence; so is any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
+    nothing serves.
     """
     for k, v in (kv_cmp, kv_sel, kv_win):
         checks.qkv(q, k, v, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
-    if gates.shape != (*q.shape[:3], len(BRANCHES)):
-        raise ValueError(f"gates {tuple(gates.shape)}; wanted {(*q.shape[:3], len(BRANCHES))}: one for each of {BRANCHES}")
+    checks.gates(gates, q, BRANCHES)
     whole = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0  # the keys are cut at the last query below
     checks.fixed_selection(config, whole=whole, what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)")
     packing = None
@@ -211,17 +227,21 @@ def attend_view(
     chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
     grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
     statistics.observe_gates(gates, config.branches, present=present)
-    outputs = []
+    outputs, lse = [], None
     if "cmp" in config.branches:
-        outputs.append(dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid))
+        o, lse = dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid)
+        outputs.append(o)
         if keys_read is not None:
             keys_read["cmp"] = reads.compressed(q, view.cmp[0].shape[1], **grid)
     if "sel" in config.branches:
         blocks = None
         if not _needs_no_blocks(chosen) or keys_read is not None:
-            first = None if documents is None else documents.first_BT
-            blocks = selection.choose(q, view.cmp[0], config=config, q_start=view.q_start, kv_len=S, scale=scale, first=first)
-            _assert_blocks(blocks, S, config.sel_block)
+            asked: dict[str, Any] = {"config": config, "q_start": view.q_start, "kv_len": S, "scale": scale}
+            if chosen.has(SCORE):
+                blocks = dispatch.choose(chosen, q, view.cmp[0], lse, documents=documents, **asked)
+            else:
+                blocks = selection.choose(q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked)
+            _assert_blocks(blocks, S, config.sel_block, view.q_start)
             statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
         outputs.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
         if keys_read is not None and blocks is not None:
@@ -230,7 +250,7 @@ def attend_view(
         outputs.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
         if keys_read is not None:
             keys_read["win"] = reads.sliding(q, view.win[0].shape[1], q_start=view.win_start, window=config.window)
-    return combine.gated_sum(gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
+    return dispatch.combined(chosen, gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
 
 
 def _needs_no_blocks(chosen: Route) -> bool:
@@ -246,6 +266,6 @@ def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
     return (kv[0][:, :end], kv[1][:, :end]) if kv[0].shape[1] > end else kv
 
 
-def _assert_blocks(blocks: Tensor, num_keys: int, sel_block: int) -> None:
+def _assert_blocks(blocks: Tensor, num_keys: int, sel_block: int, q_start: int | Tensor) -> None:
     if checks.is_strict():
-        checks.block_contents(blocks, num_keys, sel_block)
+        checks.block_contents(blocks, num_keys, sel_block, q_start)

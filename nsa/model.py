@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from nsa import checks
 from nsa.attention import NSAAttention
-from nsa.cache import NSACache
+from nsa.cache import NSACache, check_cache
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
 from nsa.layout import Layout
@@ -58,7 +59,11 @@ class _Decoder(nn.Module):
 
 
 class TinyLM(_Decoder):
-    """Language model with NSA in every layer; ``path`` and ``fa2`` as in NSAAttention."""
+    """Decoder-only language model with NSA (Eq. 5) in every layer: ids int64 [B, T] -> logits [B, T, vocab_size] in the weights' dtype.
+
+    ``path`` and ``fa2`` as in NSAAttention. RouteError for a request that nothing serves: of an unknown name at once, else in
+    the forward.
+    """
 
     def __init__(self, model: ModelConfig, path: str = "auto", fa2: str = "auto") -> None:
         super().__init__(
@@ -72,9 +77,20 @@ class TinyLM(_Decoder):
         self, ids_BT: Tensor, *, cache: Sequence[NSACache] | None = None, cu_seqlens: Tensor | None = None,
         num_tokens: Sequence[int] | None = None,
     ) -> Tensor:  # fmt: skip
-        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one cache a layer (`new_cache`)."""
+        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one cache a layer (`new_cache`).
+
+        ValueError for ids of another shape, dtype or device, on a CPU also outside the vocabulary (elsewhere in strict mode alone,
+        since looking would make the host wait), and for caches that are not one a layer, of its config, with one history.
+        """
+        checks.ids(ids_BT, self.embedding.weight)
+        if cache is not None and (not isinstance(cache, Sequence) or isinstance(cache, str)):
+            raise ValueError(
+                f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a layer; TinyLM.new_cache makes it"
+            )
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each; TinyLM.new_cache makes them")
+        for layer in cache or ():
+            check_cache(layer, self.config.nsa)
         if cache is not None and len({c.lengths for c in cache}) > 1:
             lengths = [c.lengths for c in cache]
             raise ValueError(f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew with TinyLM.new_cache")
@@ -100,6 +116,7 @@ class TinyLM(_Decoder):
         ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds ``top_p`` of the
         probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones, then zeros.
         """
+        checks.ids(ids_BT, self.embedding.weight, padded=prompt_lengths is not None)
         B, T = ids_BT.shape
         lengths = [T] * B if prompt_lengths is None else [int(n) for n in prompt_lengths]
         if max_new_tokens < 1 or len(lengths) != B or not all(1 <= n <= T for n in lengths):
@@ -131,6 +148,7 @@ class DenseLM(_Decoder):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]."""
+        checks.ids(ids_BT, self.embedding.weight)
         layout = Layout.of(ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype)
         return self._logits(ids_BT, lambda layer: {"layout": layout})
 

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-from nsa.config import BRANCHES, ModelConfig, nearest_name
+from nsa.config import BRANCHES, ModelConfig, NSAConfig, nearest_name
 
 AUTO = "auto"
 ADAPTIVE = "adaptive"
 FA2_CHOICES = ("on", "off", AUTO)
+SCORE = "score"
 DENSE = "dense"  # a branch's implementation where it leaves no key out; no Path: nobody asks for it by name
+
+SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
 
 
 class Path(StrEnum):
@@ -22,6 +25,7 @@ class Path(StrEnum):
     V1 = "v1"
     V2 = "v2"
     MASKED = "masked"
+    TRITON = "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +43,16 @@ SPECS: Mapping[Path, PathSpec] = {
     Path.V1: PathSpec(True, True, False, "token ranges in Python, rows bucketed by length"),
     Path.V2: PathSpec(False, False, False, "whole blocks gathered, all rows in one packed call a workspace"),
     Path.MASKED: PathSpec(False, False, False, "one SDPA over a boolean mask, O(T*S) memory"),
+    Path.TRITON: PathSpec(False, False, True, "block-sparse kernels; each block meets the queries that chose it"),
 }
 PATH_REQUESTS = (*Path, AUTO, ADAPTIVE)
 
 
 class RouteError(ValueError):
-    """No route serves an explicit request, or two explicit requests contradict one another."""
+    """No route serves an explicit request, or two explicit requests contradict one another; a ValueError.
+
+    The message names the request, every reason against it, and what to ask for instead; of an unknown name, the nearest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +60,7 @@ class Capability:
     """What exists on the machine that will run; probed once by ``nsa.capability``, or assumed by name.
 
     ``sm`` is the compute capability, None on a CPU. ``fa2_provider`` is e.g. "torch.varlen 2.13.0"; where it is
-    None, ``fa2_reason`` says why.
+    None, ``fa2_reason`` says why. ``triton_provider``, e.g. "triton 3.7.1", and ``triton_reason`` likewise.
     """
 
     device: str
@@ -61,6 +69,25 @@ class Capability:
     fa2_provider: str | None
     fa2_reason: str
     torch_version: str
+    triton_provider: str | None = None
+    triton_reason: str = "Triton was not looked for"
+
+
+def scores_of(config: NSAConfig) -> str:
+    """What keeps the fused kernel from choosing this config's blocks, every reason; "" for nothing."""
+    reasons = []
+    if config.selection != "exact":
+        reasons.append(f"selection={config.selection}")
+    if config.score_dtype != "float32":
+        reasons.append(f"score_dtype={config.score_dtype}")
+    begin = config.sel_block // config.cmp_stride
+    if begin & (begin - 1):
+        reasons.append(f"{begin} compressed blocks begin in a selection block, which is no power of two")
+    if config.cmp_block > config.sel_block:
+        reasons.append(f"a compressed block ({config.cmp_block}) is longer than a selection block ({config.sel_block})")
+    if config.num_selected > SCORE_MAX_SLOTS:
+        reasons.append(f"num_selected {config.num_selected} exceeds {SCORE_MAX_SLOTS}")
+    return "; ".join(reasons)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +97,8 @@ class Problem:
     ``select_all_tokens`` (num_selected * sel_block) and ``window`` say up to how many keys a branch leaves none out; None
     where that is not known. ``whole``: the queries are those of all the keys, in sequences that begin at 0, without a
     cache and not packed; only then is a branch that leaves no key out the same as full causal attention of one call.
+    ``sel_block``: tokens of a selection block, where the call has some. ``scores``: what keeps the fused kernel from choosing the
+    blocks, "" for nothing; None where the call chooses none.
     """
 
     batch: int
@@ -85,6 +114,8 @@ class Problem:
     select_all_tokens: int | None = None
     window: int | None = None
     whole: bool = False
+    scores: str | None = None
+    sel_block: int | None = None
 
     @classmethod
     def of(cls, model: ModelConfig, *, batch: int, tokens: int, dtype: str) -> Self:
@@ -105,6 +136,8 @@ class Problem:
             select_all_tokens=select_all,
             window=nsa.window,
             whole=True,
+            scores=scores_of(nsa),
+            sel_block=nsa.sel_block,
         )
 
     @property
@@ -158,8 +191,9 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class BranchRoute:
-    """What serves one branch. ``kernel`` is fa2, sdpa, flash, cudnn or loop; ``provider`` names whose, and its version.
+    """What serves one branch. ``kernel`` is fa2, sdpa, flash, cudnn, triton or loop; ``provider`` names whose, and its version.
 
+    ``branch`` is cmp, sel or win, or SCORE for the choice of blocks where a kernel makes it.
     ``implementation`` is a Path of the selected branch, or DENSE where full causal attention serves that or the window branch.
     """
 
@@ -191,6 +225,9 @@ class Route:
             if candidate.branch == name:
                 return candidate
         raise RouteError(f"this route has no branch {name!r}, only {[b.branch for b in self.branches]}; route it first")
+
+    def has(self, name: str) -> bool:
+        return any(candidate.branch == name for candidate in self.branches)
 
     @property
     def counters(self) -> tuple[str, ...]:

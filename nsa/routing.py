@@ -16,6 +16,7 @@ from nsa.routes import (
     DENSE,
     FA2_CHOICES,
     PATH_REQUESTS,
+    SCORE,
     SPECS,
     BranchRoute,
     Capability,
@@ -26,6 +27,7 @@ from nsa.routes import (
     Request,
     Route,
     RouteError,
+    scores_of,
 )
 
 __all__ = [
@@ -40,8 +42,13 @@ __all__ = [
     "FA2_MIN_SM",
     "MASK_LIMIT_ELEMENTS",
     "PATH_REQUESTS",
+    "SCORE",
     "SPECS",
     "STAIRCASE",
+    "TRITON_DTYPES",
+    "TRITON_MAX_BLOCK_BYTES",
+    "TRITON_MAX_GROUP",
+    "TRITON_MAX_HEAD_DIM",
     "BranchRoute",
     "Capability",
     "Path",
@@ -55,6 +62,8 @@ __all__ = [
     "plan",
     "route",
     "route_dense",
+    "scores_of",
+    "triton_reasons",
 ]
 
 ADAPTIVE_MIN_TOKENS = 1024  # the founding reports' NSA_SEL_RANGES_V2_MIN_S
@@ -62,6 +71,10 @@ MASK_LIMIT_ELEMENTS = 2**31  # `auto` builds no boolean mask larger than this (2
 FA2_DTYPES = ("float16", "bfloat16")
 FA2_MIN_SM = (8, 0)
 FA2_MAX_HEAD_DIM = 256
+TRITON_DTYPES = ("float16", "bfloat16", "float32")
+TRITON_MAX_HEAD_DIM = 256
+TRITON_MAX_BLOCK_BYTES = 2**16  # K and V of one block lie in shared memory together
+TRITON_MAX_GROUP = 64  # query heads per kv head: a tile holds at least one query's
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
 ALL_SELECTED = "every block is selected at this length"
 ALL_IN_WINDOW = "the window covers the whole sequence"
@@ -74,12 +87,16 @@ def route(request: Request, problem: Problem, capability: Capability) -> Route:
     rejected: list[Rejected] = []
     notes = list(request.notes)
     routed: list[BranchRoute] = []
+    fused = request.path == Path.TRITON
+    if fused and (reasons := triton_reasons(problem, capability)):
+        raise RouteError(_cannot("path=triton", reasons, "use path=auto, v2 or masked"))
     if "cmp" in problem.branches:
-        routed.append(_route_compressed(request, problem, capability))
+        routed.append(_route_compressed(request, problem, capability, fused))
     if "sel" in problem.branches:
+        routed += _route_scores(problem, capability, fused, rejected)
         routed.append(_route_selected(request, problem, capability, rejected))
     if "win" in problem.branches:
-        routed.append(_route_window(request, problem, capability, rejected, notes))
+        routed.append(_route_window(request, problem, capability, fused, rejected, notes))
     return Route(tuple(routed), tuple(rejected), tuple(notes))
 
 
@@ -112,6 +129,27 @@ def fa2_reasons(problem: Problem, capability: Capability) -> list[str]:
     return missing + _fused_reasons(problem, capability)
 
 
+def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
+    """Every reason why the Triton kernels cannot serve this problem; empty where they can."""
+    reasons = [capability.triton_reason] if capability.triton_provider is None else []
+    if capability.sm is not None and capability.sm < FA2_MIN_SM:
+        reasons.append(f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}")
+    if problem.dtype not in TRITON_DTYPES:
+        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(TRITON_DTYPES)}")
+    if problem.dtype == "bfloat16" and capability.sm is None:
+        reasons.append("Triton's interpreter multiplies bfloat16 wrongly")
+    for name, size in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
+        if size > TRITON_MAX_HEAD_DIM:
+            reasons.append(f"{name} {size} exceeds {TRITON_MAX_HEAD_DIM}")
+    if problem.sel_block is not None:
+        block, size = (1 << (n - 1).bit_length() for n in (problem.sel_block, max(problem.head_dim, problem.v_head_dim)))
+        if block * size * (4 if problem.dtype == "float32" else 2) > TRITON_MAX_BLOCK_BYTES:
+            reasons.append(f"a selection block of {block} x {size} {problem.dtype} exceeds {TRITON_MAX_BLOCK_BYTES} bytes")
+    if (group := problem.num_heads // problem.num_kv_heads) > TRITON_MAX_GROUP:
+        reasons.append(f"{group} query heads per kv head exceed {TRITON_MAX_GROUP}")
+    return reasons
+
+
 def _fused_reasons(problem: Problem, capability: Capability) -> list[str]:
     """What rules out a fused half-precision kernel, whoever provides it."""
     reasons = []
@@ -133,11 +171,28 @@ def _cannot(what: str, reasons: list[str], next_step: str) -> str:
     return f"{what} cannot be served: {'; '.join(reasons)}. Next: {next_step}"
 
 
-def _route_compressed(request: Request, problem: Problem, capability: Capability) -> BranchRoute:
+def _triton(branch: str, capability: Capability, reason: str) -> BranchRoute:
+    assert capability.triton_provider is not None
+    return BranchRoute(branch, Path.TRITON.value, "triton", capability.triton_provider, reason)
+
+
+def _route_scores(problem: Problem, capability: Capability, fused: bool, rejected: list[Rejected]) -> list[BranchRoute]:
+    """The choice of blocks, where a kernel makes it; else it is torch's sort, which has no route."""
+    if not fused or problem.scores is None:
+        return []
+    if problem.scores:
+        rejected.append(Rejected("score.triton", problem.scores))
+        return []
+    return [_triton(SCORE, capability, "scores are summed over the group's heads and ranked without a copy per head")]
+
+
+def _route_compressed(request: Request, problem: Problem, capability: Capability, fused: bool) -> BranchRoute:
     if request.fa2_cmp == "on":
         raise RouteError(_cannot("NSA_USE_FA2_CMP=1", [STAIRCASE], "unset NSA_USE_FA2_CMP, or set it to 0"))
     if request.fa2 == "on" and problem.branches == ("cmp",) and not request.fa2_from_environment:
         raise RouteError(_cannot("fa2=on for the compressed branch", [STAIRCASE], "use fa2=off or fa2=auto"))
+    if fused:
+        return _triton("cmp", capability, f"tiles of queries over the blocks they see; {STAIRCASE}")
     return BranchRoute(
         "cmp",
         "sdpa",
@@ -205,6 +260,9 @@ def _route_selected(request: Request, problem: Problem, capability: Capability, 
     if path is Path.V2 and _fa2_serves(request.fa2, problem, capability, [], "sel.v2", rejected):
         assert capability.fa2_provider is not None
         kernel, provider = "fa2", capability.fa2_provider
+    if path is Path.TRITON:
+        assert capability.triton_provider is not None
+        kernel, provider = "triton", capability.triton_provider
     repeatable = spec.repeatable_on_cuda or capability.sm is None
     why = [reason, spec.summary]
     if request.path == AUTO and problem.selects_all:
@@ -243,12 +301,17 @@ def _auto_path(request: Request, problem: Problem, capability: Capability, rejec
     return Path.V2, "auto: the mask would be too large, so packed rows over SDPA"
 
 
-def _route_window(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected], notes: list[str]) -> BranchRoute:
+def _route_window(
+    request: Request, problem: Problem, capability: Capability, fused: bool, rejected: list[Rejected], notes: list[str]
+) -> BranchRoute:
     asked = request.fa2 if request.fa2_win == AUTO else request.fa2_win
     if request.path == AUTO and problem.window_covers_all:
         dense = _route_full_causal("win", ALL_IN_WINDOW, asked, problem, capability, rejected)
         if dense is not None:
             return dense
+    if fused and asked != "on":
+        rejected.append(Rejected("fa2 for win", "fa2=off was asked for" if asked == "off" else "path triton has a kernel of its own"))
+        return _triton("win", capability, "tiles of queries over the keys of their windows")
     against = ["rows of the batch begin at different positions"] if problem.ragged else []
     if request.fa2_min_len_win > problem.k_tokens:
         minimum = f"NSA_FA2_MIN_LEN_WIN={request.fa2_min_len_win}"

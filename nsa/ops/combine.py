@@ -1,10 +1,24 @@
-"""The gated sum of the branches (arXiv 2502.11089, Eq. 5)."""
+"""The gated sum of the branches (arXiv 2502.11089, Eq. 5), and the operator of ``nsa.ops.kernels.combine``.
+
+B batch, T query tokens, Q query heads, D value dim.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+torch.library.define("nsa::gated_sum", "(Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> Tensor", tags=_TAGS)
+torch.library.define(
+    "nsa::gated_sum_backward",
+    "(Tensor do, Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
 
 
 def gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
@@ -15,3 +29,48 @@ def gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Seque
     for term in terms[1:]:
         total = total + term
     return total
+
+
+def fused_gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
+    """The same in one kernel each way, summed in fp32; where a branch is off, `gated_sum`."""
+    if len(columns) < gates_BTQN.shape[-1]:
+        return gated_sum(gates_BTQN, outputs_BTQD, columns)
+    o: Tensor = torch.ops.nsa.gated_sum(gates_BTQN.to(outputs_BTQD[0].dtype), *outputs_BTQD)
+    return o
+
+
+def _forward(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
+    from nsa.ops.kernels import combine
+
+    return combine.forward(gates.contiguous(), (cmp.contiguous(), sel.contiguous(), win.contiguous()))
+
+
+def _backward(do: Tensor, gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    from nsa.ops.kernels import combine
+
+    return combine.backward(do.contiguous(), gates.contiguous(), (cmp.contiguous(), sel.contiguous(), win.contiguous()))
+
+
+def _fake_forward(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
+    return cmp.new_empty(cmp.shape)
+
+
+def _fake_backward(do: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+@once_differentiable
+def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+    gradients: tuple[Tensor, ...] = torch.ops.nsa.gated_sum_backward(do, *ctx.saved_tensors)
+    return gradients
+
+
+torch.library.impl("nsa::gated_sum", "default", _forward)
+torch.library.impl("nsa::gated_sum_backward", "default", _backward)
+torch.library.register_fake("nsa::gated_sum", _fake_forward)
+torch.library.register_fake("nsa::gated_sum_backward", _fake_backward)
+torch.library.register_autograd("nsa::gated_sum", _gradients, setup_context=_save)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from nsa.ops.selected import masked, reference, v1, v2
+from nsa.ops.selected import masked, reference, triton, v1, v2
 from nsa.routing import Path
 
 
@@ -29,4 +29,5 @@ PATHS: Mapping[Path, AttendFn] = {
     Path.V1: v1.attend,
     Path.V2: v2.attend,
     Path.MASKED: masked.attend,
+    Path.TRITON: triton.attend,
 }

@@ -1,0 +1,181 @@
+"""Block scores (Eq. 8 to 10) and the best of them (Eq. 11, 12). Nothing of size [T, C] a head is ever written.
+
+B batch, T queries, C compressed blocks, Q query heads, G kv heads, H query heads per kv head, J selection blocks, N slots.
+R = l' / d compressed blocks begin within a selection block, W = l / d sub-chunks make a compressed block; W <= R, R a power of two.
+A chunk of rows (b, t) is scored, then its best blocks are taken, so that scores stay in the L2.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+
+SCORE_BYTES = 1 << 25  # of one chunk's scores
+CANDIDATES = 32  # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by one
+
+
+# By width class, the first two measured on an H200 (reports/kernels.md).
+TILES = (
+    {"BM": 64, "BC": 128, "num_warps": 4, "num_stages": 4},
+    {"BM": 64, "BC": 128, "num_warps": 4, "num_stages": 3},
+    {"BM": 64, "BC": 64, "num_warps": 4, "num_stages": 2},
+    {"BM": 32, "BC": 32, "num_warps": 4, "num_stages": 1},
+)
+
+
+@triton.jit
+def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOCS: tl.constexpr):
+    """(position, first visible compressed block, one past the last)."""
+    pos = t + q0
+    if RAGGED:
+        pos = t + tl.load(Q0 + b).to(tl.int32)
+    lo = tl.zeros_like(pos)
+    if DOCS:
+        lo = tl.load(FIRST + t).to(tl.int32) // stride
+    hi = tl.where(pos + 1 < block, 0, (pos + 1 - block) // stride + 1)
+    return pos, lo, tl.minimum(hi, C)
+
+
+@triton.jit
+def nsa_scores(
+    Q, K, LSE, SCORE, EDGE, Q0, FIRST, r0, r1, T, C, q0, block, stride, J,
+    sq_b, sq_t, sq_h, sk_b, sk_c, sk_g, scale_log2,
+    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
+    BD: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Sum of p over a group's heads for rows r0 .. r1 - 1 of one b, folded: what block j gets of its own, and of block j - 1 (edge)."""
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    c0 = tl.program_id(1) * BC
+    g = tl.program_id(2)
+    r = r0 + tile * BM + tl.arange(0, BM)
+    live = r < r1
+    b = (r0 // T).to(tl.int64)
+    t = tl.minimum(r, r1 - 1) - r0 // T * T
+    _, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
+    if (c0 < tl.max(hi, 0)) & (c0 + BC > tl.min(lo, 0)):
+        c = c0 + tl.arange(0, BC)
+        d = tl.arange(0, BD)
+        k = tl.load(
+            K + b * sk_b + g * sk_g + c.to(tl.int64)[:, None] * sk_c + d[None, :], mask=(c < C)[:, None] & (d < D)[None, :], other=0.0
+        )
+        k = tl.trans(k)
+        p = tl.zeros([BM, BC], tl.float32)
+        for h in range(H):
+            head = g * H + h
+            at = Q + b * sq_b + head * sq_h + t.to(tl.int64)[:, None] * sq_t + d[None, :]
+            q = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+            lse = tl.load(LSE + (b * T + t) * (G * H) + head)
+            p += tl.exp2(tl.dot(q, k, input_precision=PREC) * scale_log2 - lse[:, None])
+        p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)  # a row that sees none has lse = -inf: p = inf
+        i = tl.arange(0, R)
+        own = tl.minimum(R - i, W).to(tl.float32)[None, None, :]
+        p = tl.reshape(p, [BM, BC // R, R])
+        j = c0 // R + tl.arange(0, BC // R)
+        at = ((r - r0).to(tl.int64) * G + g)[:, None] * J + j[None, :]
+        inside = live[:, None] & (j < J)[None, :]
+        tl.store(SCORE + at, tl.sum(p * own, 2), mask=inside)
+        if W > 1:
+            tl.store(EDGE + at, tl.sum(p * (W - own), 2), mask=inside)
+
+
+@triton.jit
+def nsa_choose(
+    SCORE, EDGE, SPARE_J, SPARE_S, BLOCKS, Q0, FIRST, r0, T, C, q0, block, stride, J, L, num_initial, num_local,
+    G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BJ: tl.constexpr, NC: tl.constexpr,
+    RAGGED: tl.constexpr, DOCS: tl.constexpr,
+):  # fmt: skip
+    """One (row, kv head) a program: forced blocks, then the best by (score descending, index ascending); ascending, -1 padded."""
+    at = tl.program_id(0).to(tl.int64)
+    r = r0 + (at // G).to(tl.int32)
+    b = r // T
+    t = r - b * T
+    pos, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
+    first_block = lo * stride // L
+    cur = pos // L
+    j = tl.arange(0, BJ)
+    allowed = (j >= first_block) & (j <= cur) & (j < J)
+    forced = allowed & ((j < first_block + num_initial) | (j > cur - num_local))
+    # what no visible compressed block reaches was not written, and is 0
+    score = tl.load(SCORE + at * J + j, mask=allowed & (j * R < hi), other=0.0)
+    if W > 1:
+        score += tl.load(EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0)
+    need = N - tl.sum(forced.to(tl.int32), 0)
+    score = tl.where(allowed & (forced == 0), score, -1.0)
+    out = BLOCKS + (r.to(tl.int64) * G + at % G) * N
+    if BJ > NC:
+        # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and seldom many more.
+        best = tl.max(tl.reshape(score, [BJ // NC, NC]), 0)
+        i = tl.arange(0, NC)
+        better = (best[None, :] > best[:, None]) | ((best[None, :] == best[:, None]) & (i[None, :] < i[:, None]))
+        least = tl.max(tl.where(tl.sum(better.to(tl.int32), 1) == need - 1, best, -1.0), 0)
+        least = tl.where(need > 0, least, float("inf"))
+        candidate = forced | ((score >= 0) & (score >= least))
+        count = tl.sum(candidate.to(tl.int32), 0)
+        if count <= NC:
+            spare = at * NC + tl.cumsum(candidate.to(tl.int32), 0) - 1
+            tl.store(SPARE_J + spare, j, mask=candidate)
+            tl.store(SPARE_S + spare, tl.where(forced, float("inf"), score), mask=candidate)
+            tl.debug_barrier()
+            cj = tl.load(SPARE_J + at * NC + i, mask=i < count, other=2147483647)
+            cs = tl.load(SPARE_S + at * NC + i, mask=i < count, other=-1.0)
+            better = (cs[None, :] > cs[:, None]) | ((cs[None, :] == cs[:, None]) & (cj[None, :] < cj[:, None]))
+            taken = (i < count) & (tl.sum(better.to(tl.int32), 1) < N)
+            tl.store(out + tl.cumsum(taken.to(tl.int32), 0) - 1, cj, mask=taken)
+        else:
+            candidate = forced
+            for _ in range(need):
+                highest = tl.max(score, 0)
+                hit = tl.min(tl.where((score == highest) & (score >= 0), j, 2147483647), 0)
+                candidate = candidate | (j == hit)
+                score = tl.where(j == hit, -1.0, score)
+            tl.store(out + tl.cumsum(candidate.to(tl.int32), 0) - 1, j, mask=candidate)
+            count = tl.sum(candidate.to(tl.int32), 0)
+    else:
+        score = tl.where(forced, float("inf"), score)
+        better = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (j[None, :] < j[:, None]))
+        taken = allowed & (tl.sum(better.to(tl.int32), 1) < N)
+        tl.store(out + tl.cumsum(taken.to(tl.int32), 0) - 1, j, mask=taken)
+        count = tl.sum(taken.to(tl.int32), 0)
+    n = tl.arange(0, NP)
+    tl.store(out + n, tl.full([NP], -1, tl.int32), mask=(n < N) & (n >= count))
+
+
+def choose(
+    q: Tensor, k_cmp: Tensor, lse: Tensor, *, block: int, stride: int, sel_block: int, num_selected: int, num_initial: int, num_local: int,
+    kv_len: int, q_start: int | Tensor, first: Tensor | None, scale: float, tiles: dict[str, int] | None = None,
+    score_bytes: int = SCORE_BYTES, num_warps: int = 1, candidates: int = CANDIDATES,
+) -> Tensor:  # fmt: skip
+    """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N]."""
+    q, k = rows(q), rows(k_cmp)
+    (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
+    J, R, W = -(-kv_len // sel_block), sel_block // stride, block // stride
+    blocks = q.new_empty(B, T, G, num_selected, dtype=torch.int32)
+    config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
+    BM, BC = config.pop("BM"), max(config.pop("BC"), R)
+    chunk = min(T, max(BM, score_bytes // (J * G * 4) // BM * BM))
+    score, edge = q.new_empty(2, chunk, G, J, dtype=torch.float32)
+    BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
+    spare = q.new_empty(2, chunk * G, candidates, dtype=torch.int32)
+    q0, Q0 = starts(q_start)
+    geometry, flags = (T, C, q0, block, stride, J), (Q0 is not None, first is not None)
+    for b in range(B):
+        for t0 in range(0, T, chunk):
+            n = min(chunk, T - t0)
+            r0 = b * T + t0
+            seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
+            if seen:
+                nsa_scores[(triton.cdiv(n, BM), triton.cdiv(seen, BC), G)](
+                    q, k, lse, score, edge, Q0, first, r0, r0 + n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
+                    G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), **config,
+                )  # fmt: skip
+            reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
+            nsa_choose[(n * G,)](
+                score, edge, spare[0], spare[1].view(torch.float32), blocks, Q0, first, r0, *geometry[:-1], J, sel_block,
+                num_initial, num_local, G, num_selected, padded(num_selected, 1), R, W, min(BJ, reach), candidates, *flags,
+                num_warps=num_warps,
+            )  # fmt: skip
+    return blocks

@@ -1,0 +1,457 @@
+"""Attention over chosen blocks, KV-outer: each block meets all the queries that chose it, so K and V are read once, not once a query.
+
+B batch, T queries, S keys, Q query heads, G kv heads, H query heads per kv head, N slots, J blocks a kv head, L tokens a block,
+E entries (row, kv head, slot). Entries are sorted by block; a tile of M rows is the H heads of QS entries; each entry's softmax over its
+one block is a part, and a row's parts are summed in the order of its slots. No atomics: bitwise repeatable.
+Rows (b, t) are taken a chunk at a time, which bounds the parts' memory; the chunk is the sort key's highest digit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.interval import row_products
+
+PART_BYTES = 512 << 20  # of one chunk's parts, or PARTS_OF_Q times the queries' own bytes where that is more
+PARTS_OF_Q = 2
+MIN_PROGRAMS = 1024
+BY_ROW = (1, 2)  # warps, stages
+
+
+@triton.jit
+def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
+    """The list that each entry belongs to: (chunk, b, g, block); an empty slot is in its chunk's last one, which nobody reads."""
+    e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    block = tl.load(BLOCKS + e, mask=e < E, other=-1)
+    row = (e // (G * N)).to(tl.int32)
+    g = (e // N % G).to(tl.int32)
+    of_chunk = tl.where((block >= 0) & (block < J), (row // T * G + g) * J + block, num_lists)
+    tl.store(KEY + e, (row // rows_per_chunk * (num_lists + 1) + of_chunk).to(KEY.dtype.element_ty), mask=e < E)
+
+
+@triton.jit
+def _row(flat, T, q0, Q0, G: tl.constexpr, N: tl.constexpr, RAGGED: tl.constexpr):
+    """(row, b, position) of entries."""
+    row = flat // (G * N)
+    b = row // T
+    pos = row - b * T + q0
+    if RAGGED:
+        pos = row - b * T + tl.load(Q0 + b).to(tl.int32)
+    return row, b, pos
+
+
+@triton.jit
+def _load(X, at, inside, d, D: tl.constexpr, BD: tl.constexpr):
+    if D == BD:
+        return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+    return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _run(KEY, begin, stop, base, TILE: tl.constexpr, TILE_P: tl.constexpr):
+    """(list of entry ``begin``, one past its last entry before ``stop``)."""
+    first = tl.load(KEY + begin).to(tl.int32)
+    e = tl.arange(0, TILE_P)
+    same = (begin + e < stop) & (e < TILE)
+    same = same & (tl.load(KEY + begin + e, mask=same, other=-1).to(tl.int32) == first)
+    return first - base, begin + tl.sum(same.to(tl.int32), 0)
+
+
+@triton.jit
+def nsa_selected_forward(
+    Q, K, V, KEY, ORDER, PART, LSE_PART, Q0, e0, e1, base, T, S, q0, J, num_lists,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    QS: tl.constexpr, TILE: tl.constexpr, TILE_P: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    RAGGED: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """TILE neighbouring entries a program, of the chunk e0 .. e1 - 1 whose lists begin at ``base``; a run of one list shares its block."""
+    begin = e0 + tl.program_id(0) * TILE
+    stop = tl.minimum(begin + TILE, e1)
+    m = tl.arange(0, M)
+    d = tl.arange(0, BD)
+    dv = tl.arange(0, BDV)
+    i = tl.arange(0, LP)
+    current, end = _run(KEY, begin, stop, base, TILE, TILE_P)
+    while (begin < stop) & (current < num_lists):
+        bg = current // J
+        g = bg % G
+        c = (current - bg * J) * L + i
+        inside = (i < L) & (c < S)
+        k = _load(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, d, D, BD)
+        v = _load(V, (bg // G).to(tl.int64) * sv_b + g * sv_g + c.to(tl.int64) * sv_s, inside, dv, DV, BDV)
+        for at in range(begin, end, QS):
+            e = at + m // H
+            live = (e < end) & (m < QS * H)
+            flat = tl.load(ORDER + e, mask=live, other=0).to(tl.int32)
+            row, b, pos = _row(flat, T, q0, Q0, G, N, RAGGED)
+            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + m % H) * sq_h, live, d, D, BD)
+            s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
+            s = tl.where((c[None, :] <= pos[:, None]) & inside[None, :], s, float("-inf"))
+            most = tl.max(s, 1)
+            most = tl.where(most == float("-inf"), 0.0, most)
+            p = tl.exp2(s - most[:, None])
+            total = tl.sum(p, 1)
+            some = total > 0
+            o = tl.dot(p.to(v.dtype), v, input_precision=PREC) / tl.where(some, total, 1.0)[:, None]
+            part = (flat.to(tl.int64) - e0) * H + m % H
+            tl.store(PART + part[:, None] * DV + dv[None, :], o.to(PART.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
+            tl.store(LSE_PART + part, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=live)
+        begin = end
+        if begin < stop:
+            current, end = _run(KEY, begin, stop, base, TILE, TILE_P)
+
+
+@triton.jit
+def nsa_selected_sum(
+    PART, LSE_PART, BLOCKS, O, LSE, first_row, J,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, BDV: tl.constexpr,
+):  # fmt: skip
+    """One (row, kv head) a program: o = sum over slots of 2^(lse_n - lse) o_n."""
+    local = tl.program_id(0).to(tl.int64)
+    at_row = first_row * G + local
+    h = tl.arange(0, HP)
+    dv = tl.arange(0, BDV)
+    m = tl.full([HP], float("-inf"), tl.float32)
+    l = tl.zeros([HP], tl.float32)
+    acc = tl.zeros([HP, BDV], tl.float32)
+    for n in tl.static_range(N):
+        block = tl.load(BLOCKS + at_row * N + n)
+        at = (local * N + n) * H + h
+        lse = tl.load(LSE_PART + at, mask=(h < H) & (block >= 0) & (block < J), other=float("-inf"))
+        there = (lse > float("-inf"))[:, None] & (dv < DV)[None, :]
+        o = tl.load(PART + at[:, None] * DV + dv[None, :], mask=there, other=0.0).to(tl.float32)
+        new = tl.maximum(m, lse)
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        a, w = tl.exp2(m - safe), tl.exp2(lse - safe)
+        l = l * a + w
+        acc = acc * a[:, None] + w[:, None] * o
+        m = new
+    some = l > 0
+    to = at_row * H + h
+    o = acc / tl.where(some, l, 1.0)[:, None]
+    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
+    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
+
+
+@triton.jit
+def nsa_selected_by_row(
+    Q, K, V, BLOCKS, O, LSE, Q0, T, S, q0, J,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    M: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, RAGGED: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Query-outer: one (row, kv head) a program over its N blocks. For few rows, where sorting would cost more than it saves."""
+    at_row = tl.program_id(0).to(tl.int64)
+    row = (at_row // G).to(tl.int32)
+    g = (at_row % G).to(tl.int32)
+    b = row // T
+    pos = row - b * T + q0
+    if RAGGED:
+        pos = row - b * T + tl.load(Q0 + b).to(tl.int32)
+    h = tl.arange(0, M)
+    d = tl.arange(0, BD)
+    dv = tl.arange(0, BDV)
+    i = tl.arange(0, LP)
+    q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + h) * sq_h, h < H, d, D, BD)
+    K += b.to(tl.int64) * sk_b + g * sk_g
+    V += b.to(tl.int64) * sv_b + g * sv_g
+    m = tl.full([M], float("-inf"), tl.float32)
+    l = tl.zeros([M], tl.float32)
+    acc = tl.zeros([M, BDV], tl.float32)
+    for n in range(N):
+        block = tl.load(BLOCKS + at_row * N + n)
+        if (block >= 0) & (block < J):
+            c = block * L + i
+            inside = (i < L) & (c < S)
+            k = _load(K, c.to(tl.int64) * sk_s, inside, d, D, BD)
+            s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
+            s = tl.where((inside & (c <= pos))[None, :], s, float("-inf"))
+            new = tl.maximum(m, tl.max(s, 1))
+            safe = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(s - safe[:, None])
+            a = tl.exp2(m - safe)
+            v = _load(V, c.to(tl.int64) * sv_s, inside, dv, DV, BDV)
+            acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
+            l = l * a + tl.sum(p, 1)
+            m = new
+    some = l > 0
+    to = at_row * H + h
+    o = acc / tl.where(some, l, 1.0)[:, None]
+    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
+    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
+
+
+@triton.jit
+def nsa_selected_backward(
+    Q, K, V, DO, LSE, DELTA, KEY, ORDER, DQ_PART, DK_PART, DV_PART, Q0, e0, e1, base, T, S, q0, J, num_lists,
+    sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    QS: tl.constexpr, TILE: tl.constexpr, TILE_P: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    RAGGED: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """TILE neighbouring entries a program. Each run of one list gives a part of its dK and dV, in slot (tile + list): unique, ascending."""
+    tile = tl.program_id(0)
+    begin = e0 + tile * TILE
+    stop = tl.minimum(begin + TILE, e1)
+    m = tl.arange(0, M)
+    d = tl.arange(0, BD)
+    dv_ = tl.arange(0, BDV)
+    i = tl.arange(0, LP)
+    current, end = _run(KEY, begin, stop, base, TILE, TILE_P)
+    while (begin < stop) & (current < num_lists):
+        bg = current // J
+        g = bg % G
+        c = (current - bg * J) * L + i
+        inside = (i < L) & (c < S)
+        k = _load(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, d, D, BD)
+        v = _load(V, (bg // G).to(tl.int64) * sv_b + g * sv_g + c.to(tl.int64) * sv_s, inside, dv_, DV, BDV)
+        dk = tl.zeros([LP, BD], tl.float32)
+        dv = tl.zeros([LP, BDV], tl.float32)
+        for at in range(begin, end, QS):
+            e = at + m // H
+            live = (e < end) & (m < QS * H)
+            flat = tl.load(ORDER + e, mask=live, other=0).to(tl.int32)
+            row, b, pos = _row(flat, T, q0, Q0, G, N, RAGGED)
+            head = row.to(tl.int64) * (G * H) + g * H + m % H
+            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + m % H) * sq_h, live, d, D, BD)
+            do = _load(DO, head * DV, live, dv_, DV, BDV)
+            lse = tl.load(LSE + head, mask=live, other=float("inf"))
+            lse = tl.where(lse == float("-inf"), float("inf"), lse)
+            delta = tl.load(DELTA + head, mask=live, other=0.0)
+            s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
+            p = tl.where((c[None, :] <= pos[:, None]) & inside[None, :], tl.exp2(s - lse[:, None]), 0.0)
+            dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PREC)
+            ds = p * (tl.dot(do, tl.trans(v), input_precision=PREC) - delta[:, None]) * scale
+            ds = ds.to(q.dtype)
+            dk = tl.dot(tl.trans(ds), q, dk, input_precision=PREC)
+            dq = tl.dot(ds, k, input_precision=PREC)
+            to = ((flat.to(tl.int64) - e0) * H + m % H) * D
+            tl.store(DQ_PART + to[:, None] + d[None, :], dq.to(DQ_PART.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+        slot = ((tile + current).to(tl.int64) * L + i)[:, None]
+        tl.store(DK_PART + slot * D + d[None, :], dk, mask=(i < L)[:, None] & (d < D)[None, :])
+        tl.store(DV_PART + slot * DV + dv_[None, :], dv, mask=(i < L)[:, None] & (dv_ < DV)[None, :])
+        begin = end
+        if begin < stop:
+            current, end = _run(KEY, begin, stop, base, TILE, TILE_P)
+
+
+@triton.jit
+def _sum_list(
+    PART,
+    X,
+    lo,
+    hi,
+    S,
+    bg,
+    j,
+    sx_b,
+    sx_s,
+    sx_g,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    ADD: tl.constexpr,
+):
+    i = tl.arange(0, LP)
+    d = tl.arange(0, BD)
+    acc = tl.zeros([LP, BD], tl.float32)
+    inside = (i < L)[:, None] & (d < D)[None, :]
+    part = PART + (lo.to(tl.int64) * L + i)[:, None] * D + d[None, :]
+    for _ in range(lo, hi):
+        acc += tl.load(part, mask=inside, other=0.0)
+        part += L * D
+    c = j * L + i
+    at = X + (bg // G).to(tl.int64) * sx_b + (bg % G) * sx_g + c.to(tl.int64)[:, None] * sx_s + d[None, :]
+    inside = inside & (c < S)[:, None]
+    if ADD:
+        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, acc.to(X.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def nsa_selected_sum_kv(
+    DK_PART, DV_PART, BOUND, DK, DV_, e0, base, S, J, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g,
+    G: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Sum a block's parts in their order; ADD to what earlier chunks left."""
+    list_ = tl.program_id(0)
+    first = tl.load(BOUND + base + list_) - e0
+    last = tl.load(BOUND + base + list_ + 1) - e0
+    lo = list_ + first // TILE
+    hi = tl.where(last > first, list_ + (last - 1) // TILE + 1, lo)
+    bg = list_ // J
+    if tl.program_id(1) == 0:
+        _sum_list(DK_PART, DK, lo, hi, S, bg, list_ - bg * J, sk_b, sk_s, sk_g, L, LP, G, D, BD, ADD)
+    else:
+        _sum_list(DV_PART, DV_, lo, hi, S, bg, list_ - bg * J, sv_b, sv_s, sv_g, L, LP, G, DV, BDV, ADD)
+
+
+@triton.jit
+def nsa_selected_sum_q(
+    DQ_PART,
+    BLOCKS,
+    DQ,
+    first_row,
+    J,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    HP: tl.constexpr,
+    BD: tl.constexpr,
+):
+    local = tl.program_id(0).to(tl.int64)
+    at_row = first_row * G + local
+    h = tl.arange(0, HP)
+    d = tl.arange(0, BD)
+    acc = tl.zeros([HP, BD], tl.float32)
+    for n in tl.static_range(N):
+        block = tl.load(BLOCKS + at_row * N + n)
+        at = (local * N + n) * H + h
+        there = (h < H)[:, None] & (d < D)[None, :] & (block >= 0) & (block < J)
+        acc += tl.load(DQ_PART + at[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+    tl.store(DQ + (at_row * H + h)[:, None] * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=(h < H)[:, None] & (d < D)[None, :])
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sizes measured on an H200 (reports/kernels.md)."""
+
+    M: int
+    num_warps: int
+    segments: int = 1  # tiles of M rows that a program takes
+    num_stages: int = 1
+
+    def entries(self, H: int, E: int) -> tuple[int, int, int]:
+        """(rows M, entries a tile of M rows, entries a program): fewer where E entries would make too few programs."""
+        M = max(self.M, padded(H))
+        segments = self.segments
+        while segments > 1 and M // H * segments * MIN_PROGRAMS > E:
+            segments //= 2
+        return M, M // H, M // H * segments
+
+
+# By width class; the first two measured in bf16.
+FORWARD = (Tiles(64, 4, 2), Tiles(64, 4, 4), Tiles(64, 8, 4), Tiles(32, 4, 4))
+BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 64), Tiles(64, 8, 32), Tiles(32, 4, 32))
+MIN_ROWS_TO_SORT = 8192  # (b, t, g): below this a query-outer forward is faster
+
+
+@dataclass(frozen=True, slots=True)
+class Lists:
+    """Entries sorted by list, a list of queries for each (chunk, b, kv head, block); within a list in order of rows."""
+
+    key_E: Tensor
+    order_E: Tensor
+    rows_per_chunk: int
+    num_lists: int  # of a chunk, without the one of empty slots
+
+    @classmethod
+    def of(cls, blocks: Tensor, J: int, rows_per_chunk: int) -> Lists:
+        B, T, G, N = blocks.shape
+        num_lists = B * G * J
+        num_chunks = triton.cdiv(B * T, rows_per_chunk)
+        # a radix sort passes over half as many digits of 16 bits
+        dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
+        key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
+        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, G, N, 1024)
+        return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
+
+    def bounds(self, num_rows: int) -> Tensor:
+        """First entry of every list, int32, and one past the last."""
+        count = triton.cdiv(num_rows, self.rows_per_chunk) * (self.num_lists + 1)
+        lists = torch.arange(count + 1, dtype=self.key_E.dtype, device=self.key_E.device)
+        return torch.searchsorted(self.key_E, lists, out_int32=True)
+
+
+def _of_class(tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
+    return tiles[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
+
+
+def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
+    return max(1, min(q.shape[0] * q.shape[1], max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, tiles: Tiles | None = None,
+    by_row: bool | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """q [B, T, Q, D], k [B, S, G, D], v [B, S, G, DV], blocks [B, T, G, N] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32)."""
+    q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
+    (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
+    H, J, L = HQ // G, -(-S // sel_block), sel_block
+    o, lse = q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32)
+    q0, Q0 = starts(q_start)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2E)
+    tail = (padded(D), padded(DV), Q0 is not None, precision(q))
+    if (B * T * G < MIN_ROWS_TO_SORT) if by_row is None else by_row:
+        nsa_selected_by_row[(B * T * G,)](
+            q, k, v, blocks, o, lse, Q0, T, S, q0, J, *strides, G, H, N, L, padded(L), D, DV, padded(H), *tail,
+            num_warps=max(BY_ROW[0], padded(H) // 16), num_stages=BY_ROW[1],
+        )  # fmt: skip
+        return o, lse
+    t = tiles or _of_class(FORWARD, q, DV)
+    M, QS, TILE = t.entries(H, blocks.numel())
+    step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
+    lists = Lists.of(blocks, J, step)
+    part = q.new_empty(step * G * N * H, DV)
+    lse_part = q.new_empty(step * G * N * H, dtype=torch.float32)
+    for number, r0 in enumerate(range(0, B * T, step)):
+        n = min(step, B * T - r0)
+        e0, e1 = r0 * G * N, (r0 + n) * G * N
+        nsa_selected_forward[(triton.cdiv(e1 - e0, TILE),)](
+            q, k, v, lists.key_E, lists.order_E, part, lse_part, Q0, e0, e1, number * (lists.num_lists + 1), T, S, q0, J, lists.num_lists,
+            *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, *tail, num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+        nsa_selected_sum[(n * G,)](
+            part, lse_part, blocks, o, lse, r0, J, G, H, N, DV, padded(H, 1), padded(DV), num_warps=4 if H * DV > 512 else 1
+        )
+    return o, lse
+
+
+def backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, o: Tensor, lse: Tensor, *, sel_block: int, q_start: int | Tensor,
+    scale: float, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, each in its dtype."""
+    q, k, v, blocks, do = rows(q), rows(k), rows(v), blocks.contiguous(), do.contiguous()
+    (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
+    H, J, L = HQ // G, -(-S // sel_block), sel_block
+    delta, dq = row_products(o, do), q.new_empty(B, T, HQ, D)
+    q0, Q0 = starts(q_start)
+    t = tiles or _of_class(BACKWARD, q, DV)
+    M, QS, TILE = t.entries(H, blocks.numel())
+    step = _rows_per_chunk(q, G * N * H * D * q.element_size())
+    lists = Lists.of(blocks, J, step)
+    bound = lists.bounds(B * T)
+    several = step < B * T
+    dk, dv = (x.new_empty(B, S, G, x.shape[3], dtype=torch.float32 if several else x.dtype) for x in (k, v))
+    slots = triton.cdiv(step * G * N, TILE) + lists.num_lists
+    dq_part = q.new_empty(step * G * N * H, D)
+    dk_part, dv_part = (q.new_empty(slots, L, n, dtype=torch.float32) for n in (D, DV))
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
+    for number, r0 in enumerate(range(0, B * T, step)):
+        n = min(step, B * T - r0)
+        e0, e1 = r0 * G * N, (r0 + n) * G * N
+        base = number * (lists.num_lists + 1)
+        nsa_selected_backward[(triton.cdiv(e1 - e0, TILE),)](
+            q, k, v, do, lse, delta, lists.key_E, lists.order_E, dq_part, dk_part, dv_part, Q0, e0, e1, base, T, S, q0, J,
+            lists.num_lists, *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, padded(D), padded(DV), Q0 is not None,
+            precision(q), num_warps=t.num_warps, num_stages=t.num_stages,
+        )  # fmt: skip
+        nsa_selected_sum_kv[(lists.num_lists, 2)](
+            dk_part, dv_part, bound, dk, dv, e0, base, S, J, *dk.stride()[:3], *dv.stride()[:3],
+            G, L, padded(L), D, DV, TILE, padded(D), padded(DV), number > 0,
+        )  # fmt: skip
+        nsa_selected_sum_q[(n * G,)](dq_part, blocks, dq, r0, J, G, H, N, D, padded(H, 1), padded(D), num_warps=4 if H * D > 512 else 1)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
