@@ -8,7 +8,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.10"
-nox.options.sessions = ["lint", "types", "contracts", "tests", "smoke"]
+nox.options.sessions = ["lint", "types", "contracts", "tests", "interpret", "smoke"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
@@ -52,6 +52,13 @@ def tests(session: nox.Session) -> None:
     """Everything that needs no GPU."""
     # Tensors of this size gain nothing from a second thread, and beside another process it waits: 13 minutes instead of 4.
     _run(session, "pytest", "-q", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def interpret(session: nox.Session) -> None:
+    """Path triton without a GPU: its kernels, and the tests that run every path, in Triton's interpreter."""
+    arguments = ("-q", "--require", "interpreter", "-k", "triton or kernels", "tests/nsa")
+    _run(session, "pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -58,6 +58,11 @@ def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
     return f"triton {installed}", ""
 
 
+def of_gpu(name: str, sm: tuple[int, int], device: str = "cuda") -> Capability:
+    """The capability of a GPU with the software that is installed here; touches no CUDA."""
+    return Capability(device, name, sm, *fa2_provider(), torch_version(), *triton_provider(sm))
+
+
 @lru_cache(maxsize=16)
 def probe(device: str = "cpu") -> Capability:
     """What the device offers ('cpu', 'cuda', 'cuda:1'). Touches CUDA only for a CUDA device."""
@@ -67,8 +72,7 @@ def probe(device: str = "cpu") -> Capability:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
-    sm = (properties.major, properties.minor)
-    return Capability(device, properties.name, sm, provider, reason, torch_version(), *triton_provider(sm))
+    return of_gpu(properties.name, (properties.major, properties.minor), device)
 
 
 def this_machine() -> Capability:
@@ -91,4 +95,4 @@ def assumed(gpu: str) -> Capability:
         known = ["none", *KNOWN_GPUS]
         raise ValueError(f"gpu={gpu!r} is not one of {', '.join(known)}{nearest_name(name, known)}")
     marketing, sm = KNOWN_GPUS[name]
-    return Capability("cuda", marketing, sm, provider, reason, torch_version(), *triton_provider(sm))
+    return of_gpu(marketing, sm)

@@ -113,6 +113,10 @@ def select_blocks(
             raise ValueError("kv_len is not given and q_start is a tensor; wanted kv_len, since reading it would sync; pass S")
         kv_len = q_start + q.shape[1]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    G, D = k_cmp.shape[2:]
+    chosen = route_for(q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config)
+    if chosen.has(SCORE):
+        return dispatch.choose(chosen, q, k_cmp, None, config=config, q_start=q_start, kv_len=kv_len, scale=scale, documents=None)
     return selection.choose(q, k_cmp, config=config, q_start=q_start, kv_len=kv_len, scale=scale)
 
 

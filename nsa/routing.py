@@ -29,6 +29,19 @@ from nsa.routes import (
     RouteError,
     scores_of,
 )
+from nsa.serves import (
+    FA2_DTYPES,
+    FA2_MAX_HEAD_DIM,
+    FA2_MIN_SM,
+    TRITON_DTYPES,
+    TRITON_MAX_BLOCK_BYTES,
+    TRITON_MAX_GROUP,
+    TRITON_MAX_HEAD_DIM,
+    fa2_reasons,
+    fused_reasons,
+    triton_reasons,
+)
+from nsa.tuned import TUNED
 
 __all__ = [
     "ADAPTIVE",
@@ -68,13 +81,6 @@ __all__ = [
 
 ADAPTIVE_MIN_TOKENS = 1024  # the founding reports' NSA_SEL_RANGES_V2_MIN_S
 MASK_LIMIT_ELEMENTS = 2**31  # `auto` builds no boolean mask larger than this (2 GiB)
-FA2_DTYPES = ("float16", "bfloat16")
-FA2_MIN_SM = (8, 0)
-FA2_MAX_HEAD_DIM = 256
-TRITON_DTYPES = ("float16", "bfloat16", "float32")
-TRITON_MAX_HEAD_DIM = 256
-TRITON_MAX_BLOCK_BYTES = 2**16  # K and V of one block lie in shared memory together
-TRITON_MAX_GROUP = 64  # query heads per kv head: a tile holds at least one query's
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
 ALL_SELECTED = "every block is selected at this length"
 ALL_IN_WINDOW = "the window covers the whole sequence"
@@ -87,14 +93,13 @@ def route(request: Request, problem: Problem, capability: Capability) -> Route:
     rejected: list[Rejected] = []
     notes = list(request.notes)
     routed: list[BranchRoute] = []
-    fused = request.path == Path.TRITON
-    if fused and (reasons := triton_reasons(problem, capability)):
-        raise RouteError(_cannot("path=triton", reasons, "use path=auto, v2 or masked"))
+    fused = _takes_triton(request, problem, capability, rejected)
     if "cmp" in problem.branches:
         routed.append(_route_compressed(request, problem, capability, fused))
     if "sel" in problem.branches:
-        routed += _route_scores(problem, capability, fused, rejected)
-        routed.append(_route_selected(request, problem, capability, rejected))
+        selected = _route_selected(request, problem, capability, fused, rejected)
+        routed += _route_scores(problem, capability, selected.implementation == Path.TRITON, rejected)
+        routed.append(selected)
     if "win" in problem.branches:
         routed.append(_route_window(request, problem, capability, fused, rejected, notes))
     return Route(tuple(routed), tuple(rejected), tuple(notes))
@@ -105,7 +110,7 @@ def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
     if kind not in DENSE_KINDS:
         raise RouteError(f"dense path {kind!r} is not known{nearest_name(kind, list(DENSE_KINDS))}")
     kernel = {"dense": "sdpa", "dense_flash": "flash", "dense_cudnn": "cudnn"}[kind]
-    if kind != "dense" and (reasons := _fused_reasons(problem, capability)):
+    if kind != "dense" and (reasons := fused_reasons(problem, capability)):
         raise RouteError(_cannot(f"path={kind}", reasons, "use path=dense"))
     branch = BranchRoute(
         "dense",
@@ -123,52 +128,31 @@ def plan(request: Request, model: ModelConfig, *, batch: int, tokens: int, dtype
     return route(request, Problem.of(model, batch=batch, tokens=tokens, dtype=dtype), capability)
 
 
-def fa2_reasons(problem: Problem, capability: Capability) -> list[str]:
-    """Every reason why FA-2 cannot serve this problem; empty where it can."""
-    missing = [capability.fa2_reason] if capability.fa2_provider is None else []
-    return missing + _fused_reasons(problem, capability)
-
-
-def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
-    """Every reason why the Triton kernels cannot serve this problem; empty where they can."""
-    reasons = [capability.triton_reason] if capability.triton_provider is None else []
-    if capability.sm is not None and capability.sm < FA2_MIN_SM:
-        reasons.append(f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}")
-    if problem.dtype not in TRITON_DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(TRITON_DTYPES)}")
-    if problem.dtype == "bfloat16" and capability.sm is None:
-        reasons.append("Triton's interpreter multiplies bfloat16 wrongly")
-    for name, size in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
-        if size > TRITON_MAX_HEAD_DIM:
-            reasons.append(f"{name} {size} exceeds {TRITON_MAX_HEAD_DIM}")
-    if problem.sel_block is not None:
-        block, size = (1 << (n - 1).bit_length() for n in (problem.sel_block, max(problem.head_dim, problem.v_head_dim)))
-        if block * size * (4 if problem.dtype == "float32" else 2) > TRITON_MAX_BLOCK_BYTES:
-            reasons.append(f"a selection block of {block} x {size} {problem.dtype} exceeds {TRITON_MAX_BLOCK_BYTES} bytes")
-    if (group := problem.num_heads // problem.num_kv_heads) > TRITON_MAX_GROUP:
-        reasons.append(f"{group} query heads per kv head exceed {TRITON_MAX_GROUP}")
-    return reasons
-
-
-def _fused_reasons(problem: Problem, capability: Capability) -> list[str]:
-    """What rules out a fused half-precision kernel, whoever provides it."""
-    reasons = []
-    if capability.sm is None:
-        reasons.append(f"device {capability.device} is not CUDA")
-    elif capability.sm < FA2_MIN_SM:
-        reasons.append(f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}")
-    if problem.dtype not in FA2_DTYPES:
-        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FA2_DTYPES)}")
-    if problem.head_dim != problem.v_head_dim:
-        reasons.append(f"head dims of K and V differ ({problem.head_dim} and {problem.v_head_dim})")
-    for name, size in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
-        if size % 8 or size > FA2_MAX_HEAD_DIM:
-            reasons.append(f"{name} {size} is not a multiple of 8 up to {FA2_MAX_HEAD_DIM}")
-    return reasons
-
-
 def _cannot(what: str, reasons: list[str], next_step: str) -> str:
     return f"{what} cannot be served: {'; '.join(reasons)}. Next: {next_step}"
+
+
+def _takes_triton(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> bool:
+    """Whether the Triton kernels serve this call: asked for by name, or the fastest that `auto` knows on this GPU (nsa.tuned)."""
+    if request.path == Path.TRITON:
+        if reasons := triton_reasons(problem, capability):
+            raise RouteError(_cannot("path=triton", reasons, "use path=auto, v2 or masked"))
+        return True
+    if request.path != AUTO or capability.sm is None:  # the interpreter is for tests
+        return False
+    reasons = triton_reasons(problem, capability)
+    tuned = TUNED.get(capability.sm)
+    if tuned is None:
+        reasons.append(f"nobody has measured whether it is the fastest on SM {capability.sm[0]}.{capability.sm[1]}")
+    if problem.dtype == "float32":
+        reasons.append("in float32 its exact products are for tests")
+    if request.fa2 == "on" and "win" not in problem.branches and not request.fa2_from_environment:
+        reasons.append("fa2=on was asked for, and there is no window branch for it to serve")
+    if tuned is not None and tuned.triton_min_tokens and problem.k_tokens < tuned.triton_min_tokens:
+        reasons.append(f"fewer than {tuned.triton_min_tokens} keys, where it is not the fastest")
+    if reasons:
+        rejected.append(Rejected(Path.TRITON.value, "; ".join(reasons)))
+    return not reasons
 
 
 def _triton(branch: str, capability: Capability, reason: str) -> BranchRoute:
@@ -230,7 +214,7 @@ def _route_full_causal(
     if asked_fa2 == "on":
         rejected.append(Rejected(f"{branch}.{DENSE}", f"{why}, but fa2=on was asked for, and this is SDPA"))
         return None
-    if capability.sm is not None and (unfused := _fused_reasons(problem, capability)):  # SDPA would take its O(T^2) math kernel
+    if capability.sm is not None and (unfused := fused_reasons(problem, capability)):  # SDPA would take its O(T^2) math kernel
         rejected.append(Rejected(f"{branch}.{DENSE}", f"{why}, but no fused causal kernel serves it: {'; '.join(unfused)}"))
         return None
     others = ["v2: nothing is left out, so there is nothing to gather", "masked: nothing is left out, so there is nothing to mask"]
@@ -244,12 +228,12 @@ def _route_full_causal(
     return BranchRoute(branch, DENSE, "sdpa", f"torch {capability.torch_version}", reason, repeatable=_sdpa_is_repeatable(capability))
 
 
-def _route_selected(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> BranchRoute:
+def _route_selected(request: Request, problem: Problem, capability: Capability, fused: bool, rejected: list[Rejected]) -> BranchRoute:
     if request.path == AUTO and problem.selects_all:
         dense = _route_full_causal("sel", ALL_SELECTED, request.fa2, problem, capability, rejected)
         if dense is not None:
             return dense
-    path, reason = _selected_path(request, problem, capability, rejected)
+    path, reason = _selected_path(request, problem, capability, fused, rejected)
     if request.fa2 == "on" and path is not Path.V2 and "win" not in problem.branches and not request.fa2_from_environment:
         why = [f"path {path.value} cannot use it, and there is no window branch for it to serve"]
         raise RouteError(_cannot("fa2=on", why, "use path=v2, or fa2=off"))
@@ -270,7 +254,7 @@ def _route_selected(request: Request, problem: Problem, capability: Capability, 
     return BranchRoute("sel", path.value, kernel, provider, "; ".join(why), spec.syncs, repeatable)
 
 
-def _selected_path(request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]) -> tuple[Path, str]:
+def _selected_path(request: Request, problem: Problem, capability: Capability, fused: bool, rejected: list[Rejected]) -> tuple[Path, str]:
     if request.path == ADAPTIVE:
         rule = f"adaptive: v1 below {ADAPTIVE_MIN_TOKENS} query tokens, v2 from there"
         if problem.q_tokens < ADAPTIVE_MIN_TOKENS:
@@ -280,6 +264,8 @@ def _selected_path(request: Request, problem: Problem, capability: Capability, r
         return Path.V2, f"{rule}; these are at least as many"
     if request.path != AUTO:
         return Path(request.path), f"path={request.path} was asked for by name"
+    if fused:
+        return Path.TRITON, "auto: the fastest measured on this GPU"
     return _auto_path(request, problem, capability, rejected)
 
 

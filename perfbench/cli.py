@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from perfbench import cli_options as opt
+from perfbench.cli_tune import tune
 from perfbench.verdict import Exit, PerfbenchError
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ app = typer.Typer(
 )
 baseline_app = typer.Typer(help="Show or replace a baseline, which is a file in git.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(baseline_app, name="baseline")
+app.command()(tune)
 
 RUNS = Path("reports/runs")
 
@@ -168,12 +170,13 @@ def trace(
     cell: opt.CellArg,
     out: opt.TraceOut = None,
     side: opt.TraceSide = None,
+    baseline: opt.BaselinePath = None,
     as_json: opt.Json = False,
 ) -> None:
     """Profile one step of one cell, on every side of a run."""
     from perfbench import tracecommand
 
-    text, code = tracecommand.trace(run, cell, out=out, side=side, as_json=as_json)
+    text, code = tracecommand.trace(run, cell, out=out, side=side, baseline=baseline, as_json=as_json)
     _say(text)
     raise typer.Exit(code)
 
@@ -220,11 +223,15 @@ def baseline_promote(
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="Take a run of uncommitted or unproved code; the file records it.")
     ] = False,
+    calibration: Annotated[
+        Path | None,
+        typer.Option("--calibration", metavar="FILE", help="calibration.json: the luck between nights of each cell.", show_default=False),
+    ] = None,
 ) -> None:
     """Make a green run the baseline."""
     from perfbench import session
 
-    _say(session.promote(run, to, allow_dirty))
+    _say(session.promote(run, to, allow_dirty, calibration))
 
 
 @app.command()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from perfbench.comparable import incomparable, run_findings, unwatched
 from perfbench.coverage import clock_events, missing, nothing, reproduce, rows_by_cell, selected_ids, usable
-from perfbench.hardgate import Ground, cell_findings
+from perfbench.hardgate import WHOLE, Ground, cell_findings
 from perfbench.judgement import BaselineOrigin, BaselineProblem, CellVerdict, Finding, Judgement, summarise, unproved
 from perfbench.policy import GatePolicy, Policies
 from perfbench.reduced import Sides, side_of_baseline, side_of_rows
@@ -32,6 +32,7 @@ __all__ = [
 ]  # fmt: skip
 
 Axes = Mapping[str, str | int]
+Key = tuple[tuple[str, str | int], ...]
 
 
 def judge(run: Run, baseline: Baseline | BaselineProblem | None, policy: GatePolicy | Policies, *, strict: bool = False) -> Judgement:
@@ -55,7 +56,7 @@ def judge(run: Run, baseline: Baseline | BaselineProblem | None, policy: GatePol
         findings += incomparable(run, known, policies.whole)
     mixed = next((f.reason for f in findings if f.verdict in (Verdict.ENV, Verdict.INCOMPARABLE)), None)
 
-    context = _Context(run, policies, baseline, mixed, _train_speeds(planned, rows), Ground.of(run))
+    context = _Context(run, policies, baseline, mixed, _whole_speeds(planned, rows), Ground.of(run))
     first = [_prejudge(context, cell, rows.get(cell.cell_id, []), base_cells.get(cell.cell_id)) for cell in planned]
     priors = priors_of([one.sides for one in first if one.sides is not None and not one.sides.too_few()], paired=False)
     cells = [one.verdict if one.sides is None else verdict_with(one.verdict, one.sides, screen(one.sides, priors)) for one in first]
@@ -72,7 +73,7 @@ class _Context:
     policies: Policies
     baseline: Baseline | BaselineProblem | None
     mixed: str | None  # why no speed of this run may be compared
-    train_speeds: Mapping[tuple[tuple[str, str | int], ...], float]
+    whole_speeds: Mapping[Key, float]  # of steps with a backward
     ground: Ground
 
 
@@ -95,15 +96,18 @@ def _renamed(cells: Mapping[str, BaselineCell], policies: Policies) -> dict[str,
     return found
 
 
-def _twin_key(axes: Axes) -> tuple[tuple[str, str | int], ...]:
-    return tuple(sorted((name, value) for name, value in axes.items() if name != "workload"))
+def _key(axes: Axes, workload: str) -> Key:
+    """The axes with this workload instead of their own."""
+    return tuple(sorted({**axes, "workload": workload}.items()))
 
 
-def _train_speeds(planned: list[PlannedCell], rows: Mapping[str, list[Replicate]]) -> dict[tuple[tuple[str, str | int], ...], float]:
+def _whole_speeds(planned: list[PlannedCell], rows: Mapping[str, list[Replicate]]) -> dict[Key, float]:
+    """The slowest replicate of every cell whose step has a backward."""
     speeds = {}
     for cell in planned:
-        if cell.axes.get("workload") == "train" and (good := usable(rows.get(cell.cell_id, []))):
-            speeds[_twin_key(cell.axes)] = min(row.tok_per_s for row in good if row.tok_per_s is not None)
+        workload = str(cell.axes.get("workload"))
+        if workload in WHOLE.values() and (good := usable(rows.get(cell.cell_id, []))):
+            speeds[_key(cell.axes, workload)] = min(row.tok_per_s for row in good if row.tok_per_s is not None)
     return speeds
 
 
@@ -111,9 +115,9 @@ def _prejudge(context: _Context, cell: PlannedCell, rows: list[Replicate], base:
     """Hard gates, throttling, and whether there is anything to compare with."""
     again = reproduce(context.run, cell.cell_id)
     axes, base_speed = dict(cell.axes), None if base is None else base.speed
-    train = context.train_speeds.get(_twin_key(cell.axes)) if cell.axes.get("workload") == "forward" else None
+    whole = context.whole_speeds.get(_key(cell.axes, WHOLE.get(str(cell.axes.get("workload")), "")))
     good = usable(rows)
-    if hard := cell_findings(cell, rows, train, context.ground):
+    if hard := cell_findings(cell, rows, whole, context.ground):
         # No speed beside it: a number is published only with its proof.
         reason = "; ".join(f.reason if f.verdict is hard[0].verdict else f"{f.verdict.value}: {f.reason}" for f in hard)
         return _First(CellVerdict(cell.cell_id, axes, hard[0].verdict, reason, base_speed, replicates=len(good), reproduce=again))

@@ -15,6 +15,8 @@ from perfbench.verdict import Verdict
 
 MAX_RATE_MISMATCH = 0.01  # stored tok/s against its own samples
 REASON_CHARS = 300
+# workload of forwards alone -> the one whose step has the backward too
+WHOLE: Mapping[str, str] = {"forward": "train", "attention_forward": "attention"}
 Proven = tuple[ProofKey, str | None]  # and the card
 
 
@@ -44,10 +46,10 @@ def _proven(cell: PlannedCell, row: Replicate) -> Proven:
     return proof_key(cell.axes, cell.route.counters, own_length=own_length), row.device_uuid_sha256
 
 
-def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], train_tok_per_s: float | None, ground: Ground) -> list[Finding]:
+def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], whole_tok_per_s: float | None, ground: Ground) -> list[Finding]:
     """Return what is wrong with one planned cell, worst first; empty means that its speed may be read.
 
-    ``train_tok_per_s`` is the slowest replicate of the whole training step of the same cell, for a ``forward`` cell: a
+    ``whole_tok_per_s`` is, for a cell of forwards, the slowest replicate of the step that has the backward too (`WHOLE`): a
     forward that is slower even at its best cannot be true, while two medians may cross by noise.
     """
     if not rows:
@@ -56,8 +58,8 @@ def cell_findings(cell: PlannedCell, rows: Sequence[Replicate], train_tok_per_s:
     found = [finding for row in rows for finding in _row_findings(cell, row, ground)]
     merged = _merge(found, len(rows)) + _second_witness(rows, ground)
     speeds = [row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None]
-    if speeds and train_tok_per_s is not None and max(speeds) < train_tok_per_s:
-        reason = f"forward alone at {max(speeds):,.1f} tok/s is slower than its whole training step at {train_tok_per_s:,.1f}"
+    if speeds and whole_tok_per_s is not None and max(speeds) < whole_tok_per_s:
+        reason = f"forward alone at {max(speeds):,.1f} tok/s is slower than its whole step, backward included, at {whole_tok_per_s:,.1f}"
         merged.append(Finding(Verdict.IMPOSSIBLE, "forward slower", reason))
     return sorted(merged, key=lambda finding: severity(finding.verdict))
 
@@ -84,11 +86,11 @@ def path_problems(cell: PlannedCell, row: Replicate) -> list[str]:
 
 
 def _miscounted(cell: PlannedCell, row: Replicate) -> list[str]:
-    """Counters that ran, but not once a layer and timed step: some layers or steps took another way."""
+    """Counters that ran, but not once for each layer call of each timed step: some layers, chunks or steps took another way."""
     wanted = (cell.layers or 0) * row.steps_per_sample * len(row.samples_s)
     if wanted <= 0:  # an older file, or no samples, which is IMPOSSIBLE by itself
         return []
-    how = f"{cell.layers} layers x {row.steps_per_sample} steps x {len(row.samples_s)} samples"
+    how = f"{cell.layers} layer calls a step x {row.steps_per_sample} steps x {len(row.samples_s)} samples"
     counts = {name: row.engaged.get(name, 0) for name in dict.fromkeys(cell.route.counters)}
     return [f"{name} ran {got} times, wanted {wanted} ({how})" for name, got in counts.items() if got > 0 and got != wanted]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import nsa
 import nsa.settings
-from nsa.capability import assumed, fa2_provider, torch_version
+from nsa.capability import assumed, of_gpu
 from nsa.config import nearest_name
 from nsa.routing import Capability
 from perfbench import matrix as matrices
@@ -164,7 +164,7 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Ou
     from perfbench import baseline, comparable, gate, runfile
 
     run = runfile.read(run_path)
-    found, matrix = baseline.read(baseline_path or _baseline_path(run)), matrix_of(run)
+    found, matrix = baseline.read(baseline_path or default_baseline(run)), matrix_of(run)
     judgement = gate.judge(run, found, matrices.policies(matrix), strict=strict)
     if isinstance(found, baseline.Baseline):
         judgement = replace(judgement, notes=(*judgement.notes, *comparable.unasked(run, matrix.sentinels, found)))
@@ -194,7 +194,7 @@ def explain(run_path: Path, cell_id: str, baseline_path: Path | None) -> str:
     known = [cell.cell_id for cell in outcome.judgement.cells]
     if cell_id not in known:
         raise PerfbenchError(Exit.USAGE, f"got cell {cell_id!r}, which {run_path} does not have{nearest_name(cell_id, known)}")
-    found = baseline.read(baseline_path or _baseline_path(outcome.run))
+    found = baseline.read(baseline_path or default_baseline(outcome.run))
     return explaining.text(outcome.run, outcome.judgement, cell_id, policy_of(outcome.run), found)
 
 
@@ -210,12 +210,12 @@ def calibrate(run_paths: list[Path], seed: int, out: Path | None) -> str:
     return calibrating.render(calibrating.calibrate(files, seed=seed, policy=policy, out=to))
 
 
-def promote(run_path: Path, to: Path | None, allow_dirty: bool) -> str:
-    """Make a green run the baseline of its GPU and matrix."""
+def promote(run_path: Path, to: Path | None, allow_dirty: bool, calibration: Path | None = None) -> str:
+    """Make a green run the baseline of its GPU and matrix; ``calibration``: a calibration.json of that GPU."""
     from perfbench import baseline, runfile
 
     run = runfile.read(run_path)
-    return str(baseline.promote(run, to or _baseline_path(run), allow_dirty=allow_dirty))
+    return str(baseline.promote(run, to or default_baseline(run), allow_dirty=allow_dirty, calibration=calibration))
 
 
 def show_baseline(path: Path, as_json: bool) -> str:
@@ -279,8 +279,7 @@ def capability_here(fit: TargetFit) -> Capability:
         raise PerfbenchError(
             Exit.ENVIRONMENT, f"NVML cannot tell the compute capability of {fit.gpu.name}: {missing}. Next: `perfbench doctor`"
         )
-    provider, reason = fa2_provider()
-    return Capability("cuda", fit.gpu.name, (int(sm[0]), int(sm[1])), provider, reason, torch_version())
+    return of_gpu(fit.gpu.name, (int(sm[0]), int(sm[1])))
 
 
 def matrix_of(run: Run) -> Matrix:
@@ -293,7 +292,8 @@ def policy_of(run: Run) -> Policies:
     return matrices.policies(matrix_of(run))
 
 
-def _baseline_path(run: Run) -> Path:
+def default_baseline(run: Run) -> Path:
+    """Where the baseline of the run's GPU and matrix lies."""
     from perfbench import baseline
 
     return baseline.path_for(BASELINES, run.manifest.environment.gpu_slug, run.manifest.matrix_name)

@@ -55,14 +55,19 @@ def conclude_all(
 
 
 def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
-    """How many pairs of each screened cell to measure, for the one that needs most; to be decided before the first pair."""
+    """How many pairs of each screened cell to measure, for the cell and metric that need most; to be decided before the first pair.
+
+    Wall time asks for none where base and candidate are both host bound: it is not gated, and its noise would ask for all.
+    """
     policies, asked = Policies.over(policy), set(judgement.to_confirm)
     wanted = [policies.whole.confirm_blocks, *(policies.of(cell_id).min_replicates for cell_id in asked)]
-    for cell in judgement.cells:
-        if cell.cell_id in asked and cell.evidence:
-            one = cell.evidence[0]
+    for cell in (cell for cell in judgement.cells if cell.cell_id in asked):
+        own = policies.of(cell.cell_id)
+        for one in cell.evidence:
+            if one.tolerance_pct > own.tolerance_pct:  # both are host bound
+                continue
             sides = [stats.logs(values) for values in (one.base, one.candidate)]
-            planned = stats.planned_blocks(*sides, prior=one.prior, cells=len(asked), policy=policies.of(cell.cell_id))
+            planned = stats.planned_blocks(*sides, prior=one.prior, cells=len(asked), policy=own)
             wanted.append(stats.MAX_BLOCKS if planned is None else planned)
     return max(wanted)
 

@@ -21,16 +21,18 @@ if TYPE_CHECKING:
 Which = Literal["a", "b", "both"]
 
 
-def trace(run_path: Path, cell_id: str, *, out: Path | None = None, side: Which | None = None, as_json: bool = False) -> tuple[str, Exit]:
+def trace(
+    run_path: Path, cell_id: str, *, out: Path | None = None, side: Which | None = None, baseline: Path | None = None, as_json: bool = False
+) -> tuple[str, Exit]:
     """The text to print, and FAILED where a side that was asked for could not be traced. By default every side that there is.
 
-    Side b is the run itself, or the candidate of a pair; side a the base of a pair, or of what `check` confirmed. Files go
-    to ``out``, by default the run's ``traces``.
+    Side b is the run itself, or the candidate of a pair; side a the base of a pair, or what `check` confirmed beside the
+    commit of ``baseline``, by default that of the run's GPU and matrix. Files go to ``out``, by default the run's ``traces``.
     """
     from perfbench import trace as tracing
     from perfbench.tracediff import TraceDiff
 
-    runs = _runs(run_path, cell_id)
+    runs = _runs(run_path, cell_id, baseline)
     wanted = _wanted(side, runs, run_path)
     run = runs["b"] if "b" in runs else runs["a"]
     ground = _ground(run)
@@ -44,23 +46,44 @@ def trace(run_path: Path, cell_id: str, *, out: Path | None = None, side: Which 
     return text, Exit.FAILED if diff.problems else Exit.OK
 
 
-def _runs(run_path: Path, cell_id: str) -> dict[str, Run]:
+def _runs(run_path: Path, cell_id: str, baseline: Path | None) -> dict[str, Run]:
     """Which runs hold the cell, by side; USAGE where none does."""
     from perfbench import pair as pairs
-    from perfbench import recheck, runfile
+    from perfbench import runfile
 
     folder = session.folder_of(run_path)
     if pairs.is_pair(folder):
         found = pairs.read(folder)
         runs = {"a": found.base, "b": found.candidate}
     else:
-        confirmed = [pairs.read(one).base for one in sorted((folder / recheck.FOLDER).glob("*")) if pairs.is_pair(one)]
-        bases = [base for base in confirmed if cell_id in _cells(base)]  # a cell is in one pair only
-        runs = {"b": runfile.read(run_path), **({"a": bases[0]} if bases else {})}
+        run = runfile.read(run_path)
+        base = _confirmed_base(run, folder, cell_id, baseline)
+        runs = {"b": run, **({"a": base} if base is not None else {})}
     known = sorted({one for run in runs.values() for one in _cells(run)})
     if cell_id not in known:
         raise PerfbenchError(Exit.USAGE, f"got cell {cell_id!r}, which {run_path} does not have{nearest_name(cell_id, known)}")
     return {name: run for name, run in runs.items() if cell_id in _cells(run)}
+
+
+def _confirmed_base(run: Run, folder: Path, cell_id: str, baseline: Path | None) -> Run | None:
+    """The base of the pair that judges the cell: a run that met several baselines has a pair beside each one's commit.
+
+    Where no baseline tells the commit, the base that all pairs of the cell agree on; a warning where they do not.
+    """
+    from perfbench import recheck
+    from perfbench.baseline import read
+
+    commits = recheck.base_commits([cell_id], read(baseline or session.default_baseline(run)), session.policy_of(run))
+    found = recheck.stored(folder, commits)
+    if found is None:
+        return None
+    held = [one.base for one in found.measured if cell_id in one.cell_ids]
+    with_cell = [one.base for one in found.measured if cell_id in _cells(one.base)]
+    if not held and commits[cell_id] is None and len({base.manifest.source.commit for base in with_cell}) == 1:
+        held = with_cell
+    if with_cell and not held:
+        session.warn(f"no side a: {found.reasons[cell_id]}, or name the baseline that it was confirmed beside with --baseline")
+    return held[0] if held else None
 
 
 def _cells(run: Run) -> set[str]:

@@ -5,17 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from nsa.capability import probe
 from nsa.config import NSAConfig
-from nsa.routing import SPECS, Path
+from nsa.ops import interval, scoring
+from nsa.routing import SPECS, Path, Problem, triton_reasons
 
+T = TypeVar("T")
+
+# Triton's interpreter runs the kernels in this process (`--require interpreter`): 10 ms a program, so cases are few and small.
+INTERPRETED = probe("cpu").triton_provider is not None
+
+
+def here(usual: T, interpreted: T) -> T:
+    return interpreted if INTERPRETED else usual
+
+
+def paths_on_cpu(dtype: str) -> tuple[Path, ...]:
+    """Every path that runs on the CPU in this process: triton only in its interpreter, which takes neither fp64 nor bf16."""
+    refused = triton_reasons(Problem(1, 16, 16, 1, 1, 16, 16, dtype), probe("cpu"))
+    return tuple(path for path in Path if path is not Path.TRITON or not refused)
+
+
+PATHS_HERE = paths_on_cpu("float32")
+FP64_PATHS, BF16_PATHS = paths_on_cpu("float64"), paths_on_cpu("bfloat16")
 # Blocks compete from 81 tokens on, instead of 1,025 at the paper's geometry.
 SMALL = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
-FAST_PATHS = tuple(path for path in Path if not SPECS[path].slow and path is not Path.V1)
-SLOW_PATHS = tuple(path for path in Path if path not in FAST_PATHS)
+FAST_PATHS = tuple(path for path in PATHS_HERE if not SPECS[path].slow and path is not Path.V1)
+SLOW_PATHS = tuple(path for path in PATHS_HERE if path not in FAST_PATHS)
 
 TOKENS = (1, 15, 16, 31, 32, 33, 63, 64, 65, 100, 127, 129, 511, 513)
 GROUPS = (1, 6, 16)
@@ -73,6 +94,26 @@ def random_blocks(case: Case, config: NSAConfig, *, seed: int, q_tokens: int | N
         count = int(torch.randint(0, min(num_sel, config.num_selected) + 1, (), generator=generator))
         row[:count] = torch.randperm(num_sel, generator=generator)[:count].sort().values.int()
     return blocks
+
+
+def choose_by_kernel(
+    q: Tensor,
+    k_cmp: Tensor,
+    config: NSAConfig,
+    *,
+    q_start: int | Tensor,
+    kv_len: int,
+    first: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """`select_blocks` by the kernels of path triton, as its layer calls them: from the lse that the compressed branch left."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    grid = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": q_start, "first": first, "scale": scale}
+    _, lse = interval.attend(q, k_cmp, k_cmp, width=None, **grid)
+    return scoring.choose(
+        q, k_cmp, lse, kv_len=kv_len, sel_block=config.sel_block, num_selected=config.num_selected, num_initial=config.num_initial,
+        num_local=config.num_local, **grid,
+    )  # fmt: skip
 
 
 def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:

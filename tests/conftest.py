@@ -1,4 +1,7 @@
-"""GPU tests are asked for by name (`--require gpu`); then a missing GPU fails them, it does not skip them."""
+"""GPU tests are asked for by name (`--require gpu`); then a missing GPU fails them, it does not skip them.
+
+`--require interpreter` turns Triton's interpreter on, so that path `triton` runs on a CPU: every test over the paths gets it.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,31 @@ import pytest
 from hypothesis import settings
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+KERNEL_TESTS = Path(__file__).parent / "nsa" / "test_kernels.py"
 
 settings.register_profile("project", deadline=None, derandomize=True)  # shared CPUs stall for seconds; same inputs, same verdict
 settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--require", choices=["gpu"], default=None, help="also collect tests/gpu, and fail them where there is no CUDA device")
+    what = "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run path triton in Triton's interpreter"
+    parser.addoption("--require", choices=["gpu", "interpreter"], default=None, help=what)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require") != "interpreter":
+        return
+    pytest.MonkeyPatch().setenv("TRITON_INTERPRET", "1")  # which Triton reads while it is imported
+    from tests.interpreter import patch_language_once
+
+    patch_language_once()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    asked = config.getoption("--require") == "gpu"
-    return None if asked or not collection_path.is_relative_to(GPU_TESTS) else True
+    asked = config.getoption("--require")
+    if collection_path.is_relative_to(GPU_TESTS):
+        return None if asked == "gpu" else True
+    return True if collection_path == KERNEL_TESTS and asked != "interpreter" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

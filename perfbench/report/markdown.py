@@ -10,7 +10,7 @@ from typing import Any
 
 from perfbench import stats
 from perfbench.judgement import Judgement, unproved
-from perfbench.report import machine, tables
+from perfbench.report import machine, tables, workloads
 from perfbench.report import reds as red_cells
 from perfbench.report.beside import Beside
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
@@ -63,6 +63,7 @@ def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Pic
         "sentinel_lines": sentinel_lines,
         **_changed(run, judgement, rows, beside),
         **_all_cells(rows, judgement),
+        "workload_tables": workloads.tables(run, rows),
         "pictures": pictures,
         "physics": _physics(rows),
         "excluded": [(str(one.get("cell_id", NULL)), str(one.get("reason", ""))) for one in run.manifest.excluded],

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfbench.report.rows import PATH_ORDER, Row
+from perfbench.report.rows import PATH_ORDER, Row, unmarked
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -106,7 +106,7 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     panels: dict[str, list[Row]] = {}
     for row in rows:
         parts = [str(row.cell.axes.get("workload", ""))]
-        parts += [f"{name}={row.cell.axes.get(name)}" for name in names if name != "workload"]
+        parts += [f"{name}={row.cell.axes.get(name)}" for name in names if name != "workload" and not unmarked(row.cell.axes, name)]
         panels.setdefault(", ".join(parts), []).append(row)
     return panels
 
@@ -128,9 +128,14 @@ def _panel(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -
         axes.plot(
             int(row.cell.axes["seq_len"]), 0.025, transform=axes.get_xaxis_transform(), marker="x", color=_colour(row), markersize=8, mew=2
         )
+    axes.set_xlabel("tokens in the cache" if _decodes(rows) else "seq_len (tokens)", color=INK)
     axes.set_title(literal(name), loc="left", fontsize=11, color=INK)
     clean(axes, "both")
     return bool(lost)
+
+
+def _decodes(rows: list[Row]) -> bool:
+    return all(row.cell.axes.get("workload") == "decode" for row in rows)
 
 
 def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int], aside: float | None) -> Any:
@@ -164,7 +169,6 @@ def _scales(axes: Axes, lengths: list[int], numbers: bool) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xticklabels([f"{length:,}" for length in lengths], fontsize=9, rotation=30 if len(lengths) > 7 else 0)
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
-    axes.set_xlabel("seq_len (tokens)", color=INK)
     axes.set_ylabel("tok/s", color=INK)
     if not numbers:
         axes.set_yticks([])
@@ -213,7 +217,7 @@ def label(row: Row, several: list[str]) -> str:
     parts = []
     for name in several:
         value = row.cell.axes.get(name)
-        if value is None or value == "n/a":
+        if value is None or value == "n/a" or unmarked(row.cell.axes, name):
             continue
         if name == "seq_len" and isinstance(value, int):
             parts.append(f"{value:,}")

@@ -7,16 +7,19 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
+from nsa.routing import DENSE_KINDS
+from perfbench.axes import ATTENTION, AXES
 from perfbench.coverage import usable
 from perfbench.judgement import CellVerdict, Judgement
 from perfbench.report.bands import Band, bands
-from perfbench.result import PlannedCell, Profile, Replicate, Run, Telemetry
+from perfbench.result import CacheLine, PlannedCell, Profile, Replicate, Run, Telemetry
 from perfbench.verdict import Verdict
 
 UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
 PATH_ORDER = ("reference", "v1", "v2", "masked", "triton", "auto", "adaptive", "dense", "dense_flash", "dense_cudnn")
 GIB = 2**30
 LAUNCH_BOUND_GROWTH = 1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
+SWITCHES = ("l2", "chunk", "compile", "cuda_graph")  # axes that are named only where they are not at their default
 Key = tuple[tuple[str, str | int], ...]
 
 
@@ -31,6 +34,7 @@ class Row:
     planned: PlannedCell | None
     statuses: dict[str, int]
     tok_per_s: float | None = None
+    tokens_per_step: int | None = None
     low: float | None = None
     high: float | None = None
     x_dense: float | None = None
@@ -44,6 +48,8 @@ class Row:
     memory_gib: float | None = None
     parity_ratio: float | None = None
     engaged: dict[str, int] = field(default_factory=dict)
+    engaged_by: str = "call"
+    cache: CacheLine | None = None
     physics_notes: list[str] = field(default_factory=list)
     stderr_tail: str = ""
     nulls: dict[str, str] = field(default_factory=dict)
@@ -54,9 +60,11 @@ class Row:
 
     @property
     def step_s(self) -> float | None:
-        if self.tok_per_s is None:
-            return None
-        return int(self.cell.axes.get("seq_len", 0)) * int(self.cell.axes.get("batch", 1)) / self.tok_per_s
+        return None if self.tok_per_s is None or self.tokens_per_step is None else self.tokens_per_step / self.tok_per_s
+
+    @property
+    def step_ms(self) -> float | None:
+        return None if self.step_s is None else 1e3 * self.step_s
 
     @property
     def half_pct(self) -> float | None:
@@ -69,7 +77,7 @@ class Row:
 
 
 def rows_of(run: Run, judgement: Judgement) -> list[Row]:
-    """Rows in reading order: workload, length, path, FA-2."""
+    """Rows in reading order: workload, length, batch, switches, path, FA-2."""
     by_cell: dict[str, list[Replicate]] = {}
     for replicate in run.replicates:
         by_cell.setdefault(replicate.cell_id, []).append(replicate)
@@ -98,11 +106,14 @@ def null_reasons(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
 
 
 def launch_bound(rows: Iterable[Row]) -> list[str]:
-    """Cells whose time hardly grows although their length doubles: they pay for launches, not for tokens."""
+    """Cells whose time hardly grows although their length doubles: they pay for launches, not for tokens.
+
+    Not of decode, whose step is one token whatever the length.
+    """
     series: dict[Key, list[Row]] = {}
     for row in rows:
-        if row.step_s is not None:
-            series.setdefault(_without(row.cell.axes, "seq_len"), []).append(row)
+        if row.step_s is not None and row.cell.axes.get("workload") != "decode":
+            series.setdefault(without(row.cell.axes, "seq_len"), []).append(row)
     found = []
     for same in series.values():
         same.sort(key=lambda row: int(row.cell.axes["seq_len"]))
@@ -115,25 +126,40 @@ def launch_bound(rows: Iterable[Row]) -> list[str]:
     return found
 
 
-def _without(axes: Mapping[str, str | int], *names: str) -> Key:
+def is_twin(axes: Mapping[str, str | int]) -> bool:
+    """Whether a cell is what others are held against: path dense, and of attention alone every dense kernel."""
+    return axes.get("path") in (DENSE_KINDS if axes.get("workload") in ATTENTION else ("dense",))
+
+
+def without(axes: Mapping[str, str | int], *names: str) -> Key:
+    """The other axes, as a key."""
     return tuple(sorted((name, value) for name, value in axes.items() if name not in names))
 
 
+def unmarked(axes: Mapping[str, str | int], name: str) -> bool:
+    """Whether a reader need not be told this axis of a cell: a switch that nobody turned."""
+    return name in SWITCHES and axes.get(name) == AXES[name].default
+
+
 def _dense_speeds(cells: Iterable[CellVerdict]) -> dict[Key, float]:
-    return {
-        _without(cell.axes, "path", "fa2"): cell.cand_tok_per_s
-        for cell in cells
-        if cell.axes.get("path") == "dense" and cell.cand_tok_per_s is not None
-    }
+    """The fastest twin's tok/s."""
+    found: dict[Key, float] = {}
+    for cell in cells:
+        if is_twin(cell.axes) and cell.cand_tok_per_s is not None:
+            key = without(cell.axes, "path", "fa2")
+            found[key] = max(cell.cand_tok_per_s, found.get(key, 0.0))
+    return found
 
 
-def _reading_order(row: Row) -> tuple[int, str, int, int, str, int, str]:
+def _reading_order(row: Row) -> tuple[int, str, int, int, int, int, str, int, str]:
     axes = row.cell.axes
     path = str(axes.get("path", ""))
     rank = PATH_ORDER.index(path) if path in PATH_ORDER else len(PATH_ORDER)
     workload = str(axes.get("workload", ""))
     fa2_off = 1 if axes.get("fa2") == "off" else 0
-    return (0 if workload == "train" else 1, workload, int(axes.get("seq_len", 0)), rank, path, fa2_off, row.cell.cell_id)
+    turned = sum(name in axes and not unmarked(axes, name) for name in SWITCHES)
+    sizes = int(axes.get("seq_len", 0)), int(axes.get("batch", 1)), turned
+    return (0 if workload == "train" else 1, workload, *sizes, rank, path, fa2_off, row.cell.cell_id)
 
 
 def _row(
@@ -151,15 +177,15 @@ def _row(
     ratios = [ratio for one in rows if one.parity for ratio in one.parity.tensors.values()]
     if parity is not None and not ratios and parity.tolerance > 0:
         ratios = [parity.max_error / parity.tolerance]
-    engaged = next((dict(one.engaged) for one in rows if one.engaged), {})
+    engaged, how = next(((dict(one.engaged), one.engaged_by) for one in rows if one.engaged), ({}, "call"))
     tail = next((one.stderr_tail for one in rows if one.stderr_tail), "")
     nulls = {} if ratios else {"parity": "no parity check was recorded"}
     good = usable(rows)
     if cell.cand_tok_per_s is None or not good:
         nulls["every number"] = f"{'not published' if cell.verdict in UNTRUE else 'no speed'}: {cell.verdict}"
         proof = max(ratios, default=None)
-        return Row(cell, planned, statuses, parity_ratio=proof, engaged=engaged, stderr_tail=tail, nulls=nulls)
-    twin = dense.get(_without(cell.axes, "path", "fa2"))
+        return Row(cell, planned, statuses, parity_ratio=proof, engaged=engaged, engaged_by=how, stderr_tail=tail, nulls=nulls)
+    twin = dense.get(without(cell.axes, "path", "fa2"))
     utilisation = _median(good, lambda one: one.telemetry.utilisation_pct if one.telemetry else None)
     floor = _median(good, lambda one: one.physics.floor_fraction if one.physics else None)
     memory = [one.peak_memory_bytes for one in good if one.peak_memory_bytes is not None]
@@ -180,6 +206,7 @@ def _row(
         planned=planned,
         statuses=statuses,
         tok_per_s=cell.cand_tok_per_s,
+        tokens_per_step=good[0].tokens_per_step,
         low=None if band is None else band[0],
         high=None if band is None else band[1],
         x_dense=None if twin is None else cell.cand_tok_per_s / twin,
@@ -193,6 +220,8 @@ def _row(
         memory_gib=max(memory) / GIB if memory else None,
         parity_ratio=max(ratios, default=None),
         engaged=engaged,
+        engaged_by=how,
+        cache=next((one.cache for one in good if one.cache is not None), None),
         physics_notes=list(notes),
         stderr_tail=tail,
         nulls=nulls,
@@ -211,7 +240,7 @@ def _nulls(
 ) -> dict[str, str]:
     found = {}
     if twin is None:
-        found["x dense"] = "no measured path=dense cell with the same other axes"
+        found["x dense"] = "no measured dense cell with the same other axes"
     if floor is None:
         notes = [note for one in good if one.physics for note in one.physics.notes]
         found["% of floor"] = notes[0] if notes else "no floor was computed"

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from perfbench.report.rows import Row
+from perfbench.report.rows import Row, is_twin, unmarked
 from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
 from perfbench.verdict import Verdict
 
+HOW = {"capture": "at the capture, x replays", "graph": "in the compiled graph, x runs"}
 MAX_IDS = 6  # cells named for one reason; the table has all
 
 
@@ -42,6 +43,7 @@ COLUMNS = (
     Column("verdict", _verdict, right=False),
     Column("tok/s", lambda row: number(row.tok_per_s)),
     Column("± (95 %)", _half),
+    Column("ms a step", lambda row: number(row.step_ms)),
     Column("change", lambda row: signed_pct(row.cell.change_pct), compared=True),
     Column("MDE", lambda row: mde(row.cell.mde_pct), compared=True),
     Column("device ms a step", lambda row: number(row.device_ms)),
@@ -73,7 +75,9 @@ def tables(rows: list[Row], shown: list[Column]) -> list[tuple[str, list[str]]]:
 
 
 def counters(row: Row) -> str:
-    return escape(", ".join(f"{name} {count}" for name, count in sorted(row.engaged.items()))) or NULL
+    """How often each was called; where no call can be counted, how it is known."""
+    counted = ", ".join(f"{name} {count}" for name, count in sorted(row.engaged.items()))
+    return escape(counted + (f" ({HOW[row.engaged_by]})" if counted and row.engaged_by in HOW else "")) or NULL
 
 
 def ids(cells: list[str], total: int) -> str:
@@ -95,7 +99,7 @@ def listed(rows: Iterable[Row], verdicts: tuple[Verdict, ...]) -> list[tuple[str
 
 
 def fastest(rows: list[Row]) -> list[list[str]]:
-    """For each workload and length (batch, dtype): the fastest path that is not dense, and the dense twin."""
+    """For each workload and length (batch, dtype, ...): the fastest path that is not dense, and the fastest dense twin."""
     groups: dict[tuple[tuple[str, str | int], ...], list[Row]] = {}
     for row in rows:
         if row.tok_per_s is not None:
@@ -105,10 +109,10 @@ def fastest(rows: list[Row]) -> list[list[str]]:
     found = []
     for key, members in groups.items():
         best = max((row for row in members if not row.is_dense), key=lambda row: row.tok_per_s or 0.0, default=None)
-        dense = next((row for row in members if row.cell.axes.get("path") == "dense"), None)
+        dense = max((row for row in members if is_twin(row.cell.axes)), key=lambda row: row.tok_per_s or 0.0, default=None)
         if best is None:
             continue
-        shown = [(name, value) for name, value in key if name in several or name == "workload"]
+        shown = [(name, value) for name, value in key if (name in several and not unmarked(dict(key), name)) or name == "workload"]
         where = ", ".join(_named(name, value) for name, value in shown)
         which = f"{best.cell.axes.get('path')}, FA-2 {best.cell.axes.get('fa2')}"
         speeds = [number(best.tok_per_s), number(dense.tok_per_s if dense else None), ratio(best.x_dense)]

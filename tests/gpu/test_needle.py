@@ -12,7 +12,7 @@ from tests.needle import PAPER, Haystack, assert_found, chosen, haystack, of_hea
 DEVICE, TOKENS = "cuda", 65_536
 GATES = (0.3, 0.5, 0.2)
 NEEDLES = {0: 131, 1: 702}
-REQUESTS = [("auto", "auto"), (Path.V2, "off"), (Path.V2, "on")]
+REQUESTS = [("auto", "auto"), (Path.V2, "off"), (Path.V2, "on"), (Path.TRITON, "off")]
 
 
 def run(stack: Haystack, path: str, fa2: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -31,6 +31,7 @@ from tests.cases import (
     assert_blocks,
     assert_lse,
     assert_same_function,
+    choose_by_kernel,
     eager_attention,
     qkv,
     random_blocks,
@@ -220,6 +221,8 @@ def routed(path: Path, fa2: str, dtype: torch.dtype, branch: str) -> BranchRoute
         (Path.V2, "off", ("cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa")),
         (Path.V2, "on", ("cmp.sdpa", "sel.v2", "sel.fa2", "win.fa2")),
         (Path.V1, "on", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.fa2")),
+        (Path.TRITON, "off", ("cmp.triton", "score.triton", "sel.triton", "win.triton")),
+        (Path.TRITON, "on", ("cmp.triton", "score.triton", "sel.triton", "win.fa2")),
     ],
 )
 def test_layer(path: Path, fa2: str, counters: tuple[str, ...]) -> None:
@@ -229,6 +232,9 @@ def test_layer(path: Path, fa2: str, counters: tuple[str, ...]) -> None:
         o, grads = run(lambda *x: layer(x, path, fa2), tensors)
     assert dict(engaged.counts) == dict.fromkeys(counters, 1)
     blocks = chosen(torch.bfloat16)
+    if path is Path.TRITON:  # which may decide a near-tie otherwise; its choice is judged in test_kernels.py
+        q, k, _ = inputs(LONG, torch.bfloat16)
+        blocks = choose_by_kernel(q, compress(k, config=PAPER), PAPER, q_start=0, kv_len=LONG.tokens)
 
     def truth(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return oracle.nsa(q, (k, v), (k, v), (k, v), gates, config=PAPER, blocks=blocks)
@@ -245,7 +251,7 @@ def test_fa2_in_fp32_is_refused(path: str) -> None:
 
 
 # FA-2's backward sums by atomics, and its routes say so.
-REPEATABLE = [(path, "sel") for path in Path if SPECS[path].repeatable_on_cuda]
+REPEATABLE = [(path, "sel") for path in Path if SPECS[path].repeatable_on_cuda] + [(Path.TRITON, "cmp"), (Path.TRITON, "win")]
 
 
 @pytest.mark.parametrize(("path", "branch"), REPEATABLE)

@@ -17,7 +17,7 @@ from nsa.ops import packed
 from tests.cases import error, magnitude, randn
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-CASES = pytest.mark.parametrize(("kind", "fa2"), [("masked", "off"), ("v2", "off"), ("v2", "on"), ("dense", "off")])
+CASES = pytest.mark.parametrize(("kind", "fa2"), [("masked", "off"), ("v2", "off"), ("v2", "on"), ("triton", "off"), ("dense", "off")])
 MODEL = ModelConfig(dim=96, num_layers=1, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=256, nsa=NSAConfig())
 EVERY_BLOCK = (1024, 777, 600)  # up to 16 blocks of 64: all are selected; beyond the window of 512
 COMPETING = (1100, 1280, 1537)

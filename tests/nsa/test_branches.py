@@ -13,8 +13,12 @@ from nsa.config import NSAConfig
 from nsa.routing import Path
 from tests import oracle
 from tests.cases import (
+    BF16_PATHS,
     COVER,
     FAST_PATHS,
+    FP64_PATHS,
+    INTERPRETED,
+    PATHS_HERE,
     SLOW_PATHS,
     SMALL,
     Case,
@@ -24,6 +28,7 @@ from tests.cases import (
     assert_parity,
     assert_same_function,
     eager_attention,
+    here,
     qkv,
     randn,
     random_blocks,
@@ -33,8 +38,14 @@ from tests.cases import (
 QKV = ("q", "k", "v")
 # The slow paths loop in Python, so they take the short sequences of the cover.
 SLOW_COVER = tuple(case for case in COVER if case.tokens <= 65 or (case.tokens <= 129 and case.group == 6))
-PATH_CASES = [(path, case) for case in COVER for path in FAST_PATHS]
+PATH_CASES = [(path, case) for case in COVER for path in FAST_PATHS if path is not Path.TRITON]
 PATH_CASES += [(path, case) for case in SLOW_COVER for path in SLOW_PATHS]
+# Every value of (S, group, dims, B) once or more: rows are programs, and the interpreter runs a hundred a second.
+INTERPRETED_COVER = (
+    Case(1, 1, 64, 64, 3), Case(15, 6, 192, 128, 1), Case(33, 17, 60, 100, 1), Case(65, 16, 192, 128, 1), Case(100, 16, 60, 100, 1),
+    Case(129, 16, 64, 64, 1),
+)  # fmt: skip
+PATH_CASES += [(Path.TRITON, case) for case in INTERPRETED_COVER if INTERPRETED]
 
 
 def by_path(pairs: list[tuple[Path, Case]]) -> pytest.MarkDecorator:
@@ -61,8 +72,8 @@ def test_selected(path: Path, case: Case) -> None:
         assert_parity(got, want, f"d{name}")
 
 
-@pytest.mark.parametrize("path", Path)
-@pytest.mark.parametrize("q_tokens", [1, 5, 37, 99])
+@pytest.mark.parametrize("path", PATHS_HERE)
+@pytest.mark.parametrize("q_tokens", here([1, 5, 37, 99], [1, 20]))
 def test_selected_with_queries_at_the_end(path: Path, q_tokens: int) -> None:
     tensors, blocks, true_o, true_grads = selected_truth(Case(100, 3, 12, 20, 2), q_tokens)
     start = 100 - q_tokens
@@ -71,8 +82,10 @@ def test_selected_with_queries_at_the_end(path: Path, q_tokens: int) -> None:
         assert_parity(got, want, what)
 
 
-@pytest.mark.parametrize("path", Path)
-@pytest.mark.parametrize("case", [Case(33, 6, 8, 12, 3), Case(100, 1, 16, 16, 2), Case(129, 16, 8, 8, 1)], ids=str)
+@pytest.mark.parametrize("path", PATHS_HERE)
+@pytest.mark.parametrize(
+    "case", here([Case(33, 6, 8, 12, 3), Case(100, 1, 16, 16, 2), Case(129, 16, 8, 8, 1)], [Case(33, 6, 8, 12, 1)]), ids=str
+)
 def test_selected_with_blocks_given_by_hand(path: Path, case: Case) -> None:
     """Arbitrary sets: non-local, without the current block, wholly in the future (masked), nothing but -1 (exact 0)."""
     tensors, blocks = qkv(case), random_blocks(case, SMALL, seed=5)
@@ -88,10 +101,11 @@ def test_selected_with_blocks_given_by_hand(path: Path, case: Case) -> None:
     assert not o[heads].any() and not grads[0][heads].any(), "rows that see nothing are exactly 0, their gradient too"
 
 
-@pytest.mark.parametrize("path", Path)
+@pytest.mark.parametrize("path", PATHS_HERE)
 def test_selected_with_ragged_starts(path: Path) -> None:
     case = Case(100, 2, 8, 12, 3)
-    tensors, blocks = qkv(case, q_tokens=20), random_blocks(case, SMALL, seed=6, q_tokens=20)
+    tokens = here(20, 10)
+    tensors, blocks = qkv(case, q_tokens=tokens), random_blocks(case, SMALL, seed=6, q_tokens=tokens)
     start = torch.tensor([0, 37, 80])
     assert_same_function(
         lambda *x: selected_attention(*x, blocks, sel_block=16, q_start=start, path=path, fa2="off"),
@@ -101,7 +115,7 @@ def test_selected_with_ragged_starts(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", Path)
+@pytest.mark.parametrize("path", FP64_PATHS)
 def test_selected_in_fp64_is_exact(path: Path) -> None:
     case = Case(65, 3, 10, 6, 2)
     tensors, blocks = qkv(case, dtype=torch.float64), random_blocks(case, SMALL, seed=7)
@@ -114,7 +128,7 @@ def test_selected_in_fp64_is_exact(path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("path", Path)
+@pytest.mark.parametrize("path", BF16_PATHS)
 def test_selected_in_bf16(path: Path) -> None:
     case = Case(33, 2, 16, 16, 1)
     tensors, blocks = qkv(case, dtype=torch.bfloat16), random_blocks(case, SMALL, seed=8)

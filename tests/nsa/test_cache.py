@@ -30,6 +30,8 @@ OPTIONS = {
     "half-shared-softmax": replace(SMALL, rope="half", share_kv=True, gate="softmax"),
     "no-window": replace(SMALL, branches=("cmp", "sel")),
     "no-overlap": replace(SMALL, cmp_block=4, cmp_stride=4),
+    "hierarchical": replace(SMALL, selection="hierarchical"),
+    "bf16-scores": replace(SMALL, score_dtype="bfloat16"),
     "paper": NSAConfig(),
 }
 

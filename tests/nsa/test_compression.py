@@ -353,7 +353,7 @@ def test_hidden_width_is_free_unless_the_config_names_it() -> None:
 @pytest.mark.parametrize("phi", ["mean", *LEARNED])
 def test_refuses_other_tensors_and_dims(phi: str) -> None:
     module = Phi(config_of(phi), D)
-    with pytest.raises(ValueError, match="it takes .B, S, num_kv_heads, D.: unflatten"):
+    with pytest.raises(ValueError, match="wanted .B, S, num_kv_heads, D.; unflatten"):
         module(randn(1, 13, D, seed=15))
     with pytest.raises(ValueError, match="x of torch.int64; wanted a floating dtype"):
         module(torch.ones(1, 13, 1, D, dtype=torch.int64))

@@ -16,8 +16,8 @@ from nsa import capability, dispatch, engagement, selection, settings, statistic
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache
 from nsa.config import NSAConfig, preset
-from nsa.routing import Path, Request, plan
-from tests.cases import SMALL, assert_parity, randn
+from nsa.routing import Request, plan
+from tests.cases import PATHS_HERE, SMALL, assert_parity, randn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -74,7 +74,7 @@ def test_a_window_beyond_the_slots_is_full_causal_alone() -> None:
     assert_parity(attend(x, "auto", config=config), attend(x, "masked", config=config), "o")
 
 
-@pytest.mark.parametrize("path", [*Path, "adaptive"])
+@pytest.mark.parametrize("path", [*PATHS_HERE, "adaptive"])
 def test_a_path_by_name_is_that_path(path: str) -> None:
     assert not {"sel.dense", "win.dense"} & engaged_by(inputs(20), path)
 

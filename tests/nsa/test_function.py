@@ -13,6 +13,7 @@ from nsa.routing import Path
 from tests import oracle
 from tests.cases import (
     FAST_PATHS,
+    PATHS_HERE,
     SMALL,
     Case,
     assert_blocks,
@@ -20,6 +21,7 @@ from tests.cases import (
     assert_parity,
     assert_same_function,
     error,
+    here,
     magnitude,
     qkv,
     run,
@@ -44,11 +46,11 @@ def layer_inputs(case: Case, *, shared: bool, q_tokens: int | None = None) -> tu
 
 
 LAYER_NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-LAYER_CASES = (Case(7, 2, 8, 8, 1), Case(100, 6, 12, 8, 1), Case(129, 1, 8, 12, 3))
-LAYER_CASES += (Case(513, 6, 64, 64, 1),)
+LAYER_CASES: tuple[Case, ...] = (Case(7, 2, 8, 8, 1), Case(100, 6, 12, 8, 1), Case(129, 1, 8, 12, 3), Case(513, 6, 64, 64, 1))
+LAYER_CASES = here(LAYER_CASES, (Case(7, 2, 8, 8, 1), Case(97, 16, 12, 8, 1)))
 
 
-@by_path([(p, c) for p in Path for c in LAYER_CASES if p in FAST_PATHS or c.tokens <= 129])
+@by_path([(p, c) for p in PATHS_HERE for c in LAYER_CASES if p in FAST_PATHS or c.tokens <= 129])
 @pytest.mark.parametrize("branches", [("cmp", "sel", "win"), ("sel",), ("cmp", "win")], ids="+".join)
 def test_layer(path: Path, case: Case, branches: tuple[str, ...]) -> None:
     config = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24, branches=branches)
@@ -65,7 +67,7 @@ def test_layer(path: Path, case: Case, branches: tuple[str, ...]) -> None:
     assert_same_function(branch, truth, tensors, LAYER_NAMES)
 
 
-@pytest.mark.parametrize("path", Path)
+@pytest.mark.parametrize("path", PATHS_HERE)
 def test_layer_with_late_queries(path: Path) -> None:
     case = Case(129, 3, 8, 8, 2)
     q, kc, vc, ks, vs, kw, vw, gates = layer_inputs(case, shared=True, q_tokens=30)
@@ -94,7 +96,8 @@ def long_inputs() -> tuple[tuple[Tensor, ...], Tensor]:
     return (q, k, v), blocks
 
 
-@pytest.mark.parametrize("path", FAST_PATHS)
+# The interpreter would need minutes for 2,562 rows; triton is held to this geometry on a GPU.
+@pytest.mark.parametrize("path", [path for path in FAST_PATHS if path is not Path.TRITON])
 def test_selected_at_the_papers_geometry(long_inputs: tuple[tuple[Tensor, ...], Tensor], path: Path) -> None:
     (q, k, v), blocks = long_inputs
     o, grads = run(lambda *x: selected_attention(*x, blocks, sel_block=64, path=path, fa2="off")[:, ROWS], (q, k, v))

@@ -13,10 +13,11 @@ from nsa.config import preset
 from nsa.model import DenseLM
 from nsa.routing import Path, RouteError
 from tests import oracle
-from tests.cases import SMALL, assert_parity, randn
+from tests.cases import INTERPRETED, PATHS_HERE, SMALL, assert_parity, here, randn
 
-EVERY_PATH = pytest.mark.parametrize("path", Path)
+EVERY_PATH = pytest.mark.parametrize("path", PATHS_HERE)
 TINY = preset("tiny")
+TOKENS = here(100, 26)
 DIM, HEADS, GROUPS, KEY_DIM, VALUE_DIM = 32, 6, 2, 12, 8
 
 
@@ -48,10 +49,10 @@ def by_hand(module: NSAAttention, x: Tensor, config: NSAConfig) -> Tensor:
 
 
 @EVERY_PATH
-@pytest.mark.parametrize("options", [{}, {"rope": "half", "rope_scale": 0.5}, {"share_kv": True}], ids=str)
+@pytest.mark.parametrize("options", here([{}, {"rope": "half", "rope_scale": 0.5}, {"share_kv": True}], [{}]), ids=str)
 def test_the_module_equals_the_oracle(path: Path, options: dict[str, object]) -> None:
     module = attention(path, **options)
-    x = randn(2, 100, DIM, seed=1).requires_grad_()
+    x = randn(here(2, 1), TOKENS, DIM, seed=1).requires_grad_()
     true_x = x.detach().double().requires_grad_()
     o, want = module(x), by_hand(module, true_x, module.config)
     assert_parity(o, want, "o")
@@ -63,12 +64,12 @@ def test_the_module_equals_the_oracle(path: Path, options: dict[str, object]) ->
 
 
 @EVERY_PATH
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+@pytest.mark.parametrize("gate", here(["sigmoid", "softmax"], ["softmax"]))
 def test_tokens_after_t_move_nothing(path: Path, gate: str) -> None:
     module = attention(path, gate=gate)
-    x = randn(2, 100, DIM, seed=1)
+    x = randn(here(2, 1), TOKENS, DIM, seed=1)
     whole = module(x)
-    for t in (0, 7, 30, 81, 98):
+    for t in here((0, 7, 30, 81, 98), (7,)):
         changed = x.clone()
         changed[:, t + 1 :] = 10 * torch.randn_like(changed[:, t + 1 :])
         assert torch.equal(module(changed)[:, : t + 1], whole[:, : t + 1])
@@ -76,27 +77,28 @@ def test_tokens_after_t_move_nothing(path: Path, gate: str) -> None:
 
 @EVERY_PATH
 def test_a_loss_up_to_t_has_no_gradient_after_t(path: Path) -> None:
-    module, x = attention(path), randn(1, 100, DIM, seed=1).requires_grad_()
-    (grad,) = torch.autograd.grad(module(x)[:, :51].square().sum(), x)
-    assert not grad[:, 51:].any() and grad[:, :51].any(-1).all()
+    module, x, past = attention(path), randn(1, TOKENS, DIM, seed=1).requires_grad_(), here(51, 15)
+    (grad,) = torch.autograd.grad(module(x)[:, :past].square().sum(), x)
+    assert not grad[:, past:].any() and grad[:, :past].any(-1).all()
 
 
 @EVERY_PATH
 def test_logits_of_a_model_ignore_the_future(path: Path) -> None:
     torch.manual_seed(0)
     model = TinyLM(TINY, path=path, fa2="off")
-    ids = torch.randint(256, (2, 100))
+    ids, past = torch.randint(256, (here(2, 1), TOKENS)), here(60, 15)
     changed = ids.clone()
-    changed[:, 60:] = (changed[:, 60:] + 1) % 256
-    assert torch.equal(model(ids)[:, :60], model(changed)[:, :60])
-    assert not torch.equal(model(ids)[:, 60:], model(changed)[:, 60:])
+    changed[:, past:] = (changed[:, past:] + 1) % 256
+    before, after = model(ids), model(changed)
+    assert torch.equal(before[:, :past], after[:, :past])
+    assert not torch.equal(before[:, past:], after[:, past:])
 
 
 def test_paths_agree_through_a_model() -> None:
     torch.manual_seed(0)
     model, ids = TinyLM(TINY, path="masked", fa2="off"), torch.randint(256, (1, 129))
     want = model(ids).double()
-    for path in (*Path, "auto"):
+    for path in (*PATHS_HERE, "auto"):
         other = TinyLM(TINY, path=path, fa2="off")
         other.load_state_dict(model.state_dict())
         assert_parity(other(ids), want, path)
@@ -125,17 +127,18 @@ def test_a_softmax_gate_over_one_branch_is_that_branch() -> None:
     assert_parity(module(x), o.flatten(2) @ parameters["o_proj.weight"].T, "o")
 
 
-@pytest.mark.parametrize(
-    ("path", "counters"),
-    [
-        ("masked", ("cmp.sdpa", "sel.masked", "sel.sdpa", "win.sdpa")),
-        ("v2", ("cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa")),
-        ("v1", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
-        ("reference", ("cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa")),
-        ("auto", ("cmp.sdpa", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa")),  # as short as this, both are causal attention
-        ("adaptive", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
-    ],
-)
+COUNTERS: list[tuple[str, tuple[str, ...]]] = [
+    ("masked", ("cmp.sdpa", "sel.masked", "sel.sdpa", "win.sdpa")),
+    ("v2", ("cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa")),
+    ("v1", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
+    ("reference", ("cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa")),
+    ("auto", ("cmp.sdpa", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa")),  # as short as this, both are causal attention
+    ("adaptive", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
+]
+COUNTERS += [("triton", ("cmp.triton", "score.triton", "sel.triton", "win.triton"))] if INTERPRETED else []
+
+
+@pytest.mark.parametrize(("path", "counters"), COUNTERS)
 def test_engagement_counts_every_layer_once(path: str, counters: tuple[str, ...]) -> None:
     model, ids = TinyLM(TINY, path=path, fa2="off"), torch.randint(256, (1, 20))
     with engagement.collect() as engaged:

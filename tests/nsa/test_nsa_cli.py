@@ -69,16 +69,19 @@ def test_explain_prints_the_route_its_reasons_and_what_was_rejected(
 ) -> None:
     text = said(capsys, "explain", "--seq-len", "8192", "--gpu", "h100")
     assert text.startswith("m7c_125m, 1 x 8192 tokens, bfloat16, on NVIDIA H100 80GB HBM3 (SM 9.0)\nassumed: ")
-    for line in ("cmp: sdpa (sdpa, ", "sel: v2 (fa2, torch.varlen 2.13.0): auto: ", "win: fa2 (fa2, "):
+    for line in ("cmp: triton (triton, ", "score: triton (triton, ", "sel: triton (triton, triton ", "win: triton (triton, "):
+        assert f"\n{line}" in text
+    text = said(capsys, "explain", "--seq-len", "8192", "--gpu", "rtx4090")
+    for line in ("cmp: sdpa (sdpa, ", "sel: v2 (fa2, torch.varlen 2.13.0): auto: ", "win: fa2 (fa2, ", "not triton: nobody has measured"):
         assert f"\n{line}" in text
     environment |= {"NSA_USE_FA2": "0", "NSA_USE_FA2_CMP": "0"}
-    text = said(capsys, "explain", "--seq-len", "512", "--gpu", "H 100", "--model", "tiny", "--batch", "3", "--dtype", "float16")
+    text = said(capsys, "explain", "--seq-len", "512", "--gpu", "RTX 4090", "--model", "tiny", "--batch", "3", "--dtype", "float16")
     assert text.startswith("tiny, 3 x 512 tokens, float16, on")
     for line in ("sel: masked (", "not v2: fa2=off", "not fa2 for win: fa2=off", "note: NSA_USE_FA2 (", "note: NSA_USE_FA2_CMP=0"):
         assert f"\n{line}" in text
 
 
-@pytest.mark.parametrize(("gpu", "path"), [("h100", "v2"), ("none", "masked"), ("rtx4090", "v2")])
+@pytest.mark.parametrize(("gpu", "path"), [("h100", "triton"), ("none", "masked"), ("rtx4090", "v2")])
 def test_explain_depends_on_the_gpu(capsys: pytest.CaptureFixture[str], gpu: str, path: str) -> None:
     found = json.loads(said(capsys, "explain", "--seq-len", "2048", "--gpu", gpu, "--json"))
     assert [b["implementation"] for b in found["route"]["branches"] if b["branch"] == "sel"] == [path]
@@ -87,7 +90,7 @@ def test_explain_depends_on_the_gpu(capsys: pytest.CaptureFixture[str], gpu: str
     assert found["capability"]["sm"] == {"h100": [9, 0], "none": None, "rtx4090": [8, 9]}[gpu]
 
 
-@pytest.mark.parametrize(("option", "value", "kernel"), [("--path", "v1", "sdpa"), ("--fa2", "off", "sdpa"), ("--dtype", "fp32", "sdpa")])
+@pytest.mark.parametrize(("option", "value", "kernel"), [("--path", "v1", "sdpa"), ("--path", "v2", "fa2"), ("--dtype", "fp32", "sdpa")])
 def test_explain_takes_every_option(capsys: pytest.CaptureFixture[str], option: str, value: str, kernel: str) -> None:
     argv = ["explain", "--seq-len", "4096", "--gpu", "h100", "--json"]
     with_option, without = (json.loads(said(capsys, *argv, *more)) for more in ([option, value], []))

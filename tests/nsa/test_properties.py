@@ -12,11 +12,12 @@ from nsa import compress, compressed_attention, nsa_attention, select_blocks, se
 from nsa.config import NSAConfig
 from nsa.routing import Path
 from tests import oracle
-from tests.cases import SMALL, Case, assert_parity, assert_same_function, leaves, qkv, randn, run
+from tests.cases import FP64_PATHS, PATHS_HERE, SMALL, Case, assert_parity, assert_same_function, here, leaves, qkv, randn, run
 
 QKV = ("q", "k", "v")
-EVERY_PATH = pytest.mark.parametrize("path", Path)
-CASE = Case(100, 3, 12, 8, 2)
+EVERY_PATH = pytest.mark.parametrize("path", PATHS_HERE)
+CASE = here(Case(100, 3, 12, 8, 2), Case(17, 3, 12, 8, 2))
+PAST = here(51, 9)  # tokens before a change
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, path: str, config: NSAConfig = SMALL) -> Tensor:
@@ -31,7 +32,7 @@ def gates_for(case: Case) -> Tensor:
 
 
 @EVERY_PATH
-@pytest.mark.parametrize("tokens", [1, 16, 79, 80])
+@pytest.mark.parametrize("tokens", here([1, 16, 79, 80], [1, 17]))
 def test_everything_selected_is_full_causal_attention(path: Path, tokens: int) -> None:
     tensors = qkv(Case(tokens, 3, 12, 8, 2))
     blocks = select_blocks(tensors[0], compress(tensors[1], config=SMALL), config=SMALL)
@@ -68,7 +69,7 @@ def test_one_visible_key_returns_its_value(path: Path) -> None:
 
 
 @EVERY_PATH
-@pytest.mark.parametrize("t", [0, 6, 7, 15, 16, 23, 24, 80, 81, 98])
+@pytest.mark.parametrize("t", here([0, 6, 7, 15, 16, 23, 24, 80, 81, 98], [7, 12]))
 def test_tokens_after_t_move_nothing_at_or_before_t(path: Path, t: int) -> None:
     q, k, v = qkv(CASE)
     gates, past = gates_for(CASE), slice(0, t + 1)
@@ -86,7 +87,7 @@ def test_every_branch_alone_ignores_the_future(path: Path) -> None:
     q, k, v = qkv(CASE)
     future = k.clone(), v.clone()
     for x in future:
-        x[:, 51:] = 77.0
+        x[:, PAST:] = 77.0
     blocks = select_blocks(q, compress(k, config=SMALL), config=SMALL)
     branches: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "cmp": lambda k, v: compressed_attention(q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4)[0],
@@ -95,12 +96,12 @@ def test_every_branch_alone_ignores_the_future(path: Path) -> None:
     }
     for name, branch in branches.items():
         now, then = branch(k, v), branch(*future)
-        assert torch.equal(now[:, :51], then[:, :51]), name
-        assert not torch.equal(now[:, 51:], then[:, 51:]), f"{name}: the change must matter somewhere"
+        assert torch.equal(now[:, :PAST], then[:, :PAST]), name
+        assert not torch.equal(now[:, PAST:], then[:, PAST:]), f"{name}: the change must matter somewhere"
 
 
 @EVERY_PATH
-@pytest.mark.parametrize("t", [6, 40, 85])
+@pytest.mark.parametrize("t", here([6, 40, 85], [9]))
 def test_a_loss_up_to_t_has_no_gradient_after_t(path: Path, t: int) -> None:
     inputs = leaves((*qkv(CASE), gates_for(CASE)))
     o = whole(*inputs, path=path)
@@ -116,11 +117,11 @@ def test_the_past_gradients_do_not_depend_on_the_future(path: Path) -> None:
     tensors = (*qkv(CASE), gates_for(CASE))
     changed = [x.clone() for x in tensors]
     for x in changed:
-        x[:, 51:] = torch.randn_like(x[:, 51:])
+        x[:, PAST:] = torch.randn_like(x[:, PAST:])
 
     def grads(source: list[Tensor] | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         inputs = leaves(source)
-        return torch.autograd.grad(whole(*inputs, path=path)[:, :51].square().sum(), inputs)
+        return torch.autograd.grad(whole(*inputs, path=path)[:, :PAST].square().sum(), inputs)
 
     for name, now, then in zip((*QKV, "gates"), grads(tensors), grads(changed), strict=True):
         assert torch.equal(now, then), f"d{name}"
@@ -128,16 +129,17 @@ def test_the_past_gradients_do_not_depend_on_the_future(path: Path) -> None:
 
 @EVERY_PATH
 def test_tokens_outside_the_selected_set_move_nothing(path: Path) -> None:
-    q, k, v = qkv(Case(200, 3, 8, 8, 1))
+    case = here(Case(200, 3, 8, 8, 1), Case(97, 16, 8, 8, 1))
+    q, k, v = qkv(case)
     blocks = select_blocks(q, compress(k, config=SMALL), config=SMALL)
     before = selected_attention(q, k, v, blocks, sel_block=16, path=path, fa2="off")
-    for t in (95, 130, 199):
-        for g in range(2):
+    for t in here((95, 130, 199), (95,)):
+        for g in range(case.kv_heads):
             unseen = [s for s in range(t) if s // 16 not in blocks[0, t, g].tolist()]
             changed_k, changed_v = k.clone(), v.clone()
             changed_k[:, unseen, g], changed_v[:, unseen, g] = 50.0, -1e4
             after = selected_attention(q, changed_k, changed_v, blocks, sel_block=16, path=path, fa2="off")
-            heads = slice(3 * g, 3 * g + 3)
+            heads = slice(case.group * g, case.group * (g + 1))
             assert unseen and torch.equal(before[:, t, heads], after[:, t, heads]), (t, g)
             assert not torch.equal(before[:, :, heads], after[:, :, heads])
 
@@ -145,7 +147,7 @@ def test_tokens_outside_the_selected_set_move_nothing(path: Path) -> None:
 # 4. RoPE: shifting all positions changes nothing beyond rounding.
 
 
-@EVERY_PATH
+@pytest.mark.parametrize("path", FP64_PATHS)
 @pytest.mark.parametrize("kind", ["interleaved", "half"])
 def test_shifting_all_positions_changes_nothing(path: Path, kind: str) -> None:
     q, k, v = qkv(CASE, dtype=torch.float64)
@@ -211,6 +213,6 @@ def test_batch_rows_are_independent(path: Path) -> None:
 
 def test_paths_agree_with_one_another() -> None:
     tensors = (*qkv(CASE), gates_for(CASE))
-    outputs = [whole(*tensors, path=path) for path in (*Path, "auto", "adaptive")]
+    outputs = [whole(*tensors, path=path) for path in (*PATHS_HERE, "auto", "adaptive")]
     for other in outputs[1:]:
         assert_parity(other, outputs[0].double(), "o")

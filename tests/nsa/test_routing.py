@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa.config import BRANCHES, preset
+from nsa.capability import probe, triton_provider
+from nsa.config import BRANCHES, NSAConfig, preset
 from nsa.routing import (
     ADAPTIVE_MIN_TOKENS,
     DENSE,
@@ -29,9 +30,12 @@ from nsa.routing import (
     plan,
     route,
     route_dense,
+    scores_of,
+    triton_reasons,
 )
 
 H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
+TRITON = dataclasses.replace(H100, triton_provider="triton 3.6.0", triton_reason="")
 NO_FA2 = dataclasses.replace(H100, fa2_provider=None, fa2_reason="flash_attn is not installed and torch 2.5 is older than 2.11")
 V100 = dataclasses.replace(H100, device_name="Tesla V100", sm=(7, 0))
 CPU = Capability("cpu", "cpu", None, "torch.varlen 2.13.0", "", "2.13.0")
@@ -45,11 +49,13 @@ capabilities = st.builds(
     fa2_provider=st.sampled_from([None, "flash_attn 2.8.3", "torch.varlen 2.11.0"]),
     fa2_reason=st.just("no provider here"),
     torch_version=st.just("2.13.0"),
+    triton_provider=st.sampled_from([None, "triton 3.6.0"]),
+    triton_reason=st.just("no Triton here"),
 )
 problems = st.builds(
     lambda groups, heads, **rest: Problem(num_heads=groups * heads, num_kv_heads=groups, **rest),
     groups=st.sampled_from([1, 2, 4, 8]),
-    heads=st.sampled_from([1, 3, 6, 16]),
+    heads=st.sampled_from([1, 3, 6, 16, 65]),
     batch=st.sampled_from([1, 3, 8]),
     q_tokens=st.sampled_from([1, 64, 2048, 65536]),
     k_tokens=st.sampled_from([64, 2048, 65536, 131072]),
@@ -61,6 +67,7 @@ problems = st.builds(
     select_all_tokens=st.sampled_from([None, 64, 65536]),
     window=st.sampled_from([None, 64, 65536]),
     whole=st.booleans(),
+    scores=st.sampled_from([None, "", "selection=hierarchical"]),
 )
 fa2s = st.sampled_from(["on", "off", "auto"])
 
@@ -102,7 +109,9 @@ def test_an_explicit_request_is_that_path_or_an_error(problem: Problem, capabili
     try:
         found = route(Request(path, fa2), problem, capability)
     except RouteError as refused:
-        assert fa2 == "on", f"only fa2=on can be refused here: {refused}"
+        unserved = triton_reasons(problem, capability) if path is Path.TRITON else []
+        assert fa2 == "on" or unserved, f"only fa2=on and what triton lacks can be refused here: {refused}"
+        assert all(reason in str(refused) for reason in unserved)
         return
     for branch in found.branches:
         assert branch.reason and branch.provider
@@ -110,7 +119,9 @@ def test_an_explicit_request_is_that_path_or_an_error(problem: Problem, capabili
     if "sel" in problem.branches:
         assert found.branch("sel").implementation == path.value
     if "cmp" in problem.branches:
-        assert found.branch("cmp").kernel != "fa2" and "staircase" in found.branch("cmp").reason
+        assert found.branch("cmp").kernel == ("triton" if path is Path.TRITON else "sdpa") and "staircase" in found.branch("cmp").reason
+    chosen_by_a_kernel = path is Path.TRITON and "sel" in problem.branches and problem.scores == ""
+    assert tuple(b.branch for b in found.branches if b.branch != "score") == problem.branches and found.has("score") == chosen_by_a_kernel
 
 
 @given(problem=problems, capability=capabilities)
@@ -174,6 +185,9 @@ def test_unequal_or_odd_head_dims_are_refused_to_fa2() -> None:
         ("adaptive", "off", H100, 1024, {"cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa"}),
         ("reference", "off", CPU, 128, {"cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa"}),
         ("masked", "on", H100, 2048, {"cmp.sdpa", "sel.masked", "sel.sdpa", "win.fa2"}),
+        ("triton", "auto", TRITON, 2048, {"cmp.triton", "sel.triton", "win.triton"}),  # this problem chooses no blocks
+        ("triton", "off", TRITON, 2048, {"cmp.triton", "sel.triton", "win.triton"}),
+        ("triton", "on", TRITON, 2048, {"cmp.triton", "sel.triton", "win.fa2"}),
     ],
 )
 def test_the_table(path: str, fa2: str, capability: Capability, tokens: int, counters: set[str]) -> None:
@@ -253,8 +267,8 @@ def test_auto_says_where_a_branch_leaves_nothing_out(tokens: int) -> None:
 
 def test_only_auto_speaks_of_it() -> None:
     for path in set(PATH_REQUESTS) - {"auto"}:
-        assert not any(ALL_SELECTED in r or ALL_IN_WINDOW in r for r in reasons_at(256, Request(path)).values())
-        assert DENSE not in {b.implementation for b in route_at(256, Request(path)).branches}
+        found = route_at(256, Request(path), TRITON)
+        assert not any(ALL_SELECTED in b.reason or ALL_IN_WINDOW in b.reason or b.implementation == DENSE for b in found.branches)
 
 
 @pytest.mark.parametrize("capability", [H100, NO_FA2, CPU], ids=lambda c: c.device_name)
@@ -319,15 +333,23 @@ def test_a_problem_that_does_not_know_its_geometry_says_nothing() -> None:
     assert ALL_SELECTED not in text and ALL_IN_WINDOW not in text
 
 
-@pytest.mark.parametrize("capability", [H100, CPU], ids=lambda c: c.device_name)
+def said_by(request: Request, tokens: int, capability: Capability) -> str:
+    """What the Route, or the refusal, says."""
+    try:
+        return " ".join(plan(request, preset("m7c_125m"), batch=1, tokens=tokens, dtype="bfloat16", capability=capability).explain())
+    except RouteError as refused:
+        return str(refused)
+
+
+@pytest.mark.parametrize("capability", [H100, TRITON, CPU], ids=["H100", "H100 and Triton", "CPU"])
 @pytest.mark.parametrize("path", PATH_REQUESTS)
 @pytest.mark.parametrize(("tokens", "others"), [(2039, 3571), (601, 907), (131071, 262139)])
 def test_no_reason_names_the_length(path: str, capability: Capability, tokens: int, others: int) -> None:
     """Under torch.compile a string formatted with the length compiles every length anew (NSA.md, property 11)."""
     request = Request(path, fa2_min_len_win=10**6)
-    one, other = (plan(request, preset("m7c_125m"), batch=1, tokens=n, dtype="bfloat16", capability=capability) for n in (tokens, others))
+    one, other = (said_by(request, n, capability) for n in (tokens, others))
     assert one == other
-    numbers = {int(n) for n in re.findall(r"[0-9]+", " ".join(one.explain()))}
+    numbers = {int(n) for n in re.findall(r"[0-9]+", one)}
     assert not numbers & {tokens, 2 * tokens, 2 * tokens**2}
 
 
@@ -348,13 +370,14 @@ def test_ranges_v2_forbidden_and_mask_too_large_refuses_with_both_reasons() -> N
 def test_syncs_and_repeatability_are_stated() -> None:
     for path in (Path.REFERENCE, Path.V1):
         assert route(Request(path, "off"), PROBLEM, H100).branch("sel").syncs
-    for path in (Path.MASKED, Path.V2):
-        assert not route(Request(path, "off"), PROBLEM, H100).branch("sel").syncs
+    for path in (Path.MASKED, Path.V2, Path.TRITON):
+        assert not route(Request(path, "off"), PROBLEM, TRITON).branch("sel").syncs
     assert route(Request("reference", "off"), PROBLEM, H100).branch("sel").repeatable
     for branch in ("cmp", "sel", "win"):  # SDPA under a mask: dQ by atomics on CUDA
         assert not route(Request("masked", "off"), PROBLEM, H100).branch(branch).repeatable
         assert route(Request("masked", "off"), PROBLEM, CPU).branch(branch).repeatable
     assert route(Request("v2", "off"), PROBLEM, CPU).branch("sel").repeatable
+    assert all(b.repeatable for b in route(Request("triton", "off"), PROBLEM, TRITON).branches), "no atomics in any of its kernels"
 
 
 def test_explain_answers_why_not_the_fast_one() -> None:
@@ -384,6 +407,116 @@ def test_unknown_names_get_the_nearest() -> None:
 def test_plan_of_a_model() -> None:
     found = plan(Request("masked", "on"), preset("m7c_125m"), batch=1, tokens=2048, dtype="bfloat16", capability=H100)
     assert found == route(Request("masked", "on"), PROBLEM, H100)
+
+
+# Path triton.
+
+
+def test_triton_serves_every_branch_and_the_choice_of_blocks() -> None:
+    found = plan(Request("triton"), preset("m7c_125m"), batch=1, tokens=2048, dtype="bfloat16", capability=TRITON)
+    assert found.counters == ("cmp.triton", "score.triton", "sel.triton", "win.triton")
+    assert {b.provider for b in found.branches} == {"triton 3.6.0"}
+    said = {r.alternative: r.reason for r in found.rejected}
+    assert "kernel of its own" in said["fa2 for win"] and "score.triton" not in said
+    off = plan(Request("triton", "off"), preset("m7c_125m"), batch=1, tokens=2048, dtype="bfloat16", capability=TRITON)
+    assert off.counters == found.counters and "fa2=off was asked for" in [r.reason for r in off.rejected]
+
+
+def test_the_window_alone_can_be_fa2_under_triton() -> None:
+    for request in (Request("triton", "on"), Request("triton", fa2_win="on")):
+        found = route(request, PROBLEM, TRITON)
+        assert {b.branch: b.kernel for b in found.branches} == {"cmp": "triton", "sel": "triton", "win": "fa2"}
+    with pytest.raises(RouteError, match="path triton cannot use it, and there is no window branch"):
+        route(Request("triton", "on"), dataclasses.replace(PROBLEM, branches=("cmp", "sel")), TRITON)
+
+
+@pytest.mark.parametrize(
+    ("changes", "capability", "reason"),
+    [
+        ({"num_heads": 130}, TRITON, "65 query heads per kv head exceed 64"),
+        ({"head_dim": 257}, TRITON, "head_dim 257 exceeds 256"),
+        ({"v_head_dim": 300}, TRITON, "v_head_dim 300 exceeds 256"),
+        ({"sel_block": 513}, TRITON, "a selection block of 1024 x 64 bfloat16 exceeds 65536 bytes"),
+        ({"dtype": "float64"}, TRITON, "dtype float64 is not one of float16, bfloat16, float32"),
+        ({}, dataclasses.replace(TRITON, sm=(7, 5)), "SM 7.5 is below 8.0"),
+        ({}, dataclasses.replace(TRITON, triton_provider=None, triton_reason="triton is not installed"), "triton is not installed"),
+        ({}, dataclasses.replace(CPU, triton_provider="triton 3.6.0"), "Triton's interpreter multiplies bfloat16 wrongly"),
+        ({"dtype": "float32"}, dataclasses.replace(CPU, triton_reason="there is no GPU"), "there is no GPU"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+@pytest.mark.parametrize("branches", [BRANCHES, ("cmp",), ("win",)], ids="+".join)
+def test_what_triton_does_not_serve(changes: dict[str, object], capability: Capability, reason: str, branches: tuple[str, ...]) -> None:
+    problem = dataclasses.replace(PROBLEM, branches=branches, **changes)
+    with pytest.raises(RouteError, match=re.escape(f"path=triton cannot be served: {reason}. Next: use path=")):
+        route(Request("triton"), problem, capability)
+    assert route(Request("auto", "off"), problem, capability).branches, "by no other path's request"
+
+
+def test_a_refusal_of_triton_lists_every_reason() -> None:
+    problem = dataclasses.replace(PROBLEM, num_heads=130, head_dim=300, v_head_dim=300, dtype="float64")
+    broken = dataclasses.replace(TRITON, sm=(7, 0), triton_provider=None, triton_reason="triton is not installed")
+    reasons = triton_reasons(problem, broken)
+    assert len(reasons) == 6
+    with pytest.raises(RouteError) as caught:
+        route(Request("triton"), problem, broken)
+    assert all(reason in str(caught.value) for reason in reasons)
+
+
+def test_triton_serves_what_is_at_its_limits() -> None:
+    at = dataclasses.replace(PROBLEM, num_heads=128, head_dim=256, v_head_dim=256)
+    interpreted = dataclasses.replace(CPU, triton_provider="triton 3.6.0")
+    assert route(Request("triton"), dataclasses.replace(PROBLEM, sel_block=512), TRITON).branch("sel").kernel == "triton"
+    assert route(Request("triton"), at, dataclasses.replace(TRITON, sm=(8, 0))).branch("sel").kernel == "triton"
+    assert route(Request("triton"), dataclasses.replace(at, dtype="float16", ragged=True), interpreted).branch("win").kernel == "triton"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, ""),
+        ({"selection": "hierarchical"}, "selection=hierarchical"),
+        ({"score_dtype": "bfloat16"}, "score_dtype=bfloat16"),
+        ({"sel_block": 48}, "3 compressed blocks begin in a selection block, which is no power of two"),
+        ({"cmp_block": 128}, "a compressed block (128) is longer than a selection block (64)"),
+        ({"num_selected": 65}, "num_selected 65 exceeds 64"),
+        ({"num_selected": 64}, ""),
+        ({"cmp_block": 64}, ""),
+    ],
+    ids=str,
+)
+def test_what_the_choosing_kernel_leaves_to_torch(options: dict[str, object], reason: str) -> None:
+    """The other branches are Triton's still, and the Route says why this one is not."""
+    assert scores_of(dataclasses.replace(NSAConfig(), **options)) == reason
+    found = route_at(2048, Request("triton"), TRITON, **options)
+    assert found.has("score") == (reason == "")
+    assert {b.kernel for b in found.branches} == {"triton"}
+    assert [r.reason for r in found.rejected if r.alternative == "score.triton"] == ([reason] if reason else [])
+
+
+def test_every_reason_of_the_choosing_kernel_is_said_at_once() -> None:
+    config = NSAConfig(selection="hierarchical", score_dtype="float16", sel_block=48, cmp_block=64, num_selected=70)
+    assert len(scores_of(config).split("; ")) == 5
+
+
+def test_on_a_cpu_only_the_interpreter_runs_triton() -> None:
+    """In a process of its own: whether the interpreter is on is settled when Triton is imported."""
+    code = "from nsa.capability import triton_provider; print(*triton_provider(None))"
+
+    def said(**environment: str) -> str:
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment).stdout
+
+    assert "there is no GPU, and Triton's interpreter is off (TRITON_INTERPRET=1" in said()
+    assert said(TRITON_INTERPRET="1").startswith("triton ")
+
+
+def test_triton_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    provider, reason = triton_provider((9, 0))
+    assert provider is not None and provider.startswith("triton ") and reason == ""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert triton_provider((9, 0)) == (None, "triton is not installed; pip install triton")
+    here = probe("cpu")
+    assert (here.triton_provider is None) == bool(here.triton_reason)
 
 
 def test_routing_imports_no_torch() -> None:

@@ -276,7 +276,7 @@ ATTEND = """
 import torch, nsa
 from nsa import engagement
 q, k = torch.randn(1, 20, 4, 8), torch.randn(1, 20, 2, 8)
-blocks = torch.tensor([0, 1, -1], dtype=torch.int32).expand(1, 20, 2, 3){change}
+blocks = torch.tensor([0, -1, -1], dtype=torch.int32).expand(1, 20, 2, 3){change}
 with engagement.collect() as engaged:
     nsa.selected_attention(q, k, k, blocks, sel_block=16, path="{path}")
 print(sorted(engaged.counts))
@@ -314,7 +314,11 @@ def test_the_environment_refuses_loudly(environment: dict[str, str], path: str, 
     assert done.returncode == 1 and not done.stdout and word in done.stderr
 
 
-@pytest.mark.parametrize("change", [".flip(-1)", " * 0", " + 1", " * 50"], ids=["descending", "doubled", "unpadded", "out of range"])
-def test_strict_asserts_check_the_blocks(change: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [(".flip(-1)", "out of order"), (" * 0", "repeated"), (" * 50", "out of range"), (".abs()", "in the future")],
+)
+def test_strict_asserts_check_the_blocks(change: str, fault: str) -> None:
+    assert attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}).returncode == 0
     done = attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}, change=change)
-    assert done.returncode == 1 and "ValueError" in done.stderr and "blocks" in done.stderr, done.stderr
+    assert done.returncode == 1 and "ValueError: blocks" in done.stderr and f"an id {fault};" in done.stderr, done.stderr

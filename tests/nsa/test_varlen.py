@@ -19,7 +19,7 @@ from nsa.functional import nsa_attention
 from nsa.model import IGNORED_LABEL, TinyLM, next_token_labels
 from nsa.packing import Packing
 from nsa.routing import Path
-from tests.cases import SMALL, assert_parity, randn
+from tests.cases import FAST_PATHS, SMALL, assert_parity, here, randn
 from tests.nsa.test_cache import DIM, OPTIONS, layer_of
 
 LENGTHS = (1, 0, 100, 16, 33, 1, 0, 64, 15, 7)
@@ -51,6 +51,18 @@ def test_packed_is_one_by_one(path: Path, option: str) -> None:
     assert_parity(packed, alone, "y")
     for got, want in zip(gradients(layer, packed, x), gradients(layer, alone, x), strict=True):
         assert_parity(got, want, "gradient")
+
+
+@pytest.mark.parametrize("path", FAST_PATHS)
+def test_packed_is_one_by_one_in_fp32(path: Path) -> None:
+    """What no fp64 serves is held to this."""
+    lengths = here(LENGTHS, (1, 0, 17))
+    layer = layer_of(path=path).float()
+    x = randn(1, sum(lengths), DIM, seed=1).requires_grad_()
+    packed, alone = layer(x, cu_seqlens=cu(lengths)), one_by_one(layer, x, lengths)
+    assert_parity(packed, alone, "y")
+    for got, want in zip(gradients(layer, packed, x), gradients(layer, alone, x), strict=True):
+        assert_parity(got, want, "gradient", tolerance=2e-5)
 
 
 @pytest.mark.parametrize("path", [Path.REFERENCE, Path.V1])

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compress, compressed_attention, functional, nsa_attention, select_blocks, selected_attention
-from nsa.routing import Path
 from nsa.settings import Setting, Settings
 from tests import oracle
-from tests.cases import Case, assert_lse, assert_parity, qkv, randn, run
+from tests.cases import PATHS_HERE, Case, assert_lse, assert_parity, qkv, randn, run
 
 SIZE = 16
 CONFIG = NSAConfig(cmp_block=SIZE, cmp_stride=SIZE, sel_block=SIZE, num_selected=5, window=24)
@@ -43,8 +42,8 @@ def naive() -> ModuleType:
 
 
 @EVERY_CASE
-@pytest.mark.parametrize("path", Path)
-def test_selected_attention(naive: ModuleType, path: Path, case: Case) -> None:
+@pytest.mark.parametrize("path", PATHS_HERE)
+def test_selected_attention(naive: ModuleType, path: str, case: Case) -> None:
     """For given blocks of the past, forward and backward; their -1 is masked wherever it stands."""
     q, k, v = qkv(case)
     blocks = select_blocks(q, compress(k, config=CONFIG), config=CONFIG)

@@ -180,6 +180,46 @@ def test_a_demonstration_cannot_become_a_baseline(executor: FakeExecutor, capsys
     assert "injected" in capsys.readouterr().err
 
 
+def calibration(path: Path, **changes: object) -> str:
+    """A calibration.json that knows one cell, from three machine starts."""
+    cell = {"cell_id": V2, "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
+    path.write_text(json.dumps({"gpu_slug": "cpu", "cells": [cell], **changes}), encoding="utf-8")
+    return str(path)
+
+
+def test_promote_stores_the_luck_between_nights(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    promote()
+    again = ["baseline", "promote", str(run_folder()), "--allow-dirty", "--to", "reports/baselines/cpu/small.json"]
+    assert cli.invoke([*again, "--calibration", calibration(Path("calibration.json"))]) == 0
+    assert "tells the luck between nights of 1 of 4 cells" in capsys.readouterr().out
+    cells = json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))["cells"]
+    assert {cell_id: cell["night_log_sd"] for cell_id, cell in cells.items() if cell["night_log_sd"] is not None} == {V2: 0.004}
+    assert cli.invoke(["baseline", "show", "reports/baselines/cpu/small.json"]) == 0
+    assert sum(line.endswith("0.40 %") for line in capsys.readouterr().out.splitlines()) == 1
+    assert cli.invoke(again) == 0  # without a calibration what was known stays
+    assert json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))["cells"][V2]["night_starts"] == 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (None, "cannot be read: No such file"),
+        ({"gpu_slug": "h200"}, "got a calibration of h200, wanted one of cpu"),
+        ({"cells": [{"cell_id": V2, "night_sd": 0.004}]}, "is no calibration: cells.0.night: Field required"),
+    ],
+)
+def test_a_calibration_that_tells_nothing_exits_2_in_one_line(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str], changes: dict[str, object] | None, message: str
+) -> None:
+    assert cli.invoke(["run", "small.yaml"]) == 0
+    capsys.readouterr()
+    file = "none.json" if changes is None else calibration(Path("calibration.json"), **changes)
+    assert cli.invoke(["baseline", "promote", str(run_folder()), "--allow-dirty", "--calibration", file]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line and "Next: perfbench calibrate" in line
+    assert not Path("reports/baselines").exists()
+
+
 def test_budget_stops_before_the_next_replicate(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6  # nothing measured is not green
     assert "--resume" in capsys.readouterr().err

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from perfbench import environment, gpu
+from nsa import capability
+from perfbench import environment, gpu, nvml, session
 from perfbench.environment import check_target, collect, gpu_lock, refuse_busy, slug, source, visible_gpu
 from perfbench.matrixfile import Target
 from perfbench.verdict import Exit, PerfbenchError
@@ -319,3 +320,12 @@ def test_source_without_git(checkout: pathlib.Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("PATH", "/nonexistent")
     found = source(checkout, "abc123")
     assert found.commit == "abc123" and "git cannot be started" in (found.reason or "")
+
+
+def test_the_plan_of_a_gpu_knows_whether_triton_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent asks NVML and imports no torch; a plan that did not look would route otherwise than the child that measures."""
+    opened = FakeNvml(FIRST)
+    opened.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)  # type: ignore[attr-defined]
+    monkeypatch.setattr(nvml, "_load", lambda: opened)
+    here = session.capability_here(fit(Target(gpu="H100"), FIRST))
+    assert here == capability.assumed("h100") and here.triton_provider and here.triton_provider.startswith("triton ")

@@ -67,8 +67,8 @@ UNTRUE: dict[str, tuple[Callable[[Run], Run], Verdict, str]] = {
         "its proof is not in this run",
     ),
     "proof of another route": (lambda r: borrowed(r, f"{DENSE} #0"), Verdict.PARITY, "proved another route"),
-    "layers left out": (lambda r: recount(r, "sel.v2", 239), Verdict.WRONG_PATH, "sel.v2 ran 239 times, wanted 240 (12 layers"),
-    "ran twice": (lambda r: recount(r, "win.fa2", 480), Verdict.WRONG_PATH, "win.fa2 ran 480 times, wanted 240 (12 layers"),
+    "layers left out": (lambda r: recount(r, "sel.v2", 239), Verdict.WRONG_PATH, "sel.v2 ran 239 times, wanted 240 (12 layer calls a step"),
+    "ran twice": (lambda r: recount(r, "win.fa2", 480), Verdict.WRONG_PATH, "win.fa2 ran 480 times, wanted 240 (12 layer calls a step"),
     "no physics": (lambda r: edit(r, TRAIN, physics=None), Verdict.FAILED, "no proof: finished without physics"),
     "no telemetry": (lambda r: edit(r, TRAIN, telemetry=None), Verdict.FAILED, "no proof: finished without telemetry"),
     "no profile": (lambda r: edit(r, TRAIN, profile=None), Verdict.WRONG_PATH, "no second witness: no replicate"),
@@ -120,7 +120,11 @@ UNTRUE: dict[str, tuple[Callable[[Run], Run], Verdict, str]] = {
     "no samples": (lambda r: edit(r, TRAIN, samples_s=[]), Verdict.IMPOSSIBLE, "0 samples"),
     "a sample of no time": (lambda r: edit(r, TRAIN, samples_s=[0.1, 0.0]), Verdict.IMPOSSIBLE, "least 0 s"),
     "no steps": (lambda r: edit(r, TRAIN, steps_per_sample=0), Verdict.IMPOSSIBLE, "0 steps per sample"),
-    "forward slower than training": (lambda r: b.scale_rows(r, FORWARD, 0.3), Verdict.IMPOSSIBLE, "slower than its whole training step"),
+    "forward slower than training": (
+        lambda r: b.scale_rows(r, FORWARD, 0.3),
+        Verdict.IMPOSSIBLE,
+        "slower than its whole step, backward included",
+    ),
 }
 
 
@@ -172,6 +176,18 @@ def test_what_the_hardware_allows_is_green() -> None:
 def test_forward_is_compared_with_the_training_of_its_own_axes_only() -> None:
     cells = [b.planned_cell(Cell("train", 512, "dense")), b.planned_cell(Cell("forward", 512, "reference", "off"))]
     assert judge(b.make_run(cells), None, POLICY).exit_code is Exit.OK
+
+
+def test_a_forward_of_attention_is_compared_with_the_attention_of_its_own_axes() -> None:
+    def exit_with(factor: float, **axes: int) -> Exit:
+        cells = [b.planned_cell(Cell("attention", 512, "dense")), b.planned_cell(Cell("attention_forward", 512, "dense", **axes))]  # type: ignore[arg-type]
+        run = b.make_run(cells)
+        speed = run.replicates[0].tok_per_s
+        assert speed is not None
+        return judge(b.replace_rows(run, cells[1].cell_id, tok_per_s=factor * speed), None, POLICY).exit_code
+
+    assert exit_with(0.99) is Exit.NOT_TRUE and exit_with(1.01) is Exit.OK
+    assert exit_with(0.99, batch=2) is Exit.OK
 
 
 def test_several_troubles_of_one_cell_are_all_told_worst_first() -> None:

@@ -404,6 +404,38 @@ def test_the_command_knows_both_sides_of_a_pair_and_of_a_confirmation(bench: Ben
     assert tracecommand.trace(stored_run, CELLS[0], side="a")[1] is Exit.OK and bench.opened == ["0" * 40]
 
 
+def test_the_base_is_that_of_the_cells_baseline(bench: Bench, stored_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that was checked against two baselines has a pair beside each one's commit, and no baseline is at the third."""
+    run, commits = bench.sides.run, ["0" * 40, "1" * 40]
+    for commit in commits:
+        pair = stored_run / "confirm" / commit[:12]
+        pair.mkdir(parents=True)
+        base = builders.with_manifest(run, source=run.manifest.source.model_copy(update={"commit": commit}))
+        for name, side in (("a", base), ("b", run)):
+            write(side, pair).rename(pair / name)
+
+    def traced_beside(commit: str, side: str | None = None) -> list[str]:
+        known = builders.baseline_of(builders.small_run())
+        cell = next(iter(known.cells.values())).model_copy(update={"commit": commit})
+        path = tmp_path / f"{commit[:2]}.json"
+        path.write_text(known.model_copy(update={"cells": {CELLS[0]: cell}}).model_dump_json(), encoding="utf-8")
+        bench.opened.clear()
+        tracecommand.trace(stored_run, CELLS[0], side=side, baseline=path)  # type: ignore[arg-type]
+        return bench.opened
+
+    for commit in commits:
+        assert traced_beside(commit) == [commit, "own"]
+    assert traced_beside("2" * 40) == ["own"]
+    err = capsys.readouterr().err
+    assert "no side a: it has no pair beside its baseline here (got pairs beside 000000000000, 111111111111" in err
+    assert "the baseline's commit is 222222222222" in err and "--baseline" in err
+    with pytest.raises(PerfbenchError, match="not a"):
+        traced_beside("2" * 40, side="a")
+    bench.opened.clear()  # no baseline: both pairs have the cell, and nothing says which one judged it
+    tracecommand.trace(stored_run, CELLS[0], baseline=tmp_path / "none.json")
+    assert bench.opened == ["own"] and "the baseline's commit is not known" in capsys.readouterr().err
+
+
 def test_the_command_says_what_is_not_there(bench: Bench, stored_run: Path) -> None:
     for side in ("a", "both"):
         with pytest.raises(PerfbenchError, match="holds side b of this cell, not a") as caught:

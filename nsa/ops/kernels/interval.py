@@ -70,7 +70,7 @@ def nsa_interval_forward(
     BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the longest tiles first
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
     b = tl.program_id(2).to(tl.int64)
     g = head // H
     t = t0 + tl.arange(0, BM)
@@ -141,7 +141,7 @@ def nsa_interval_backward_q(
     BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
     b = tl.program_id(2).to(tl.int64)
     g = head // H
     t = t0 + tl.arange(0, BM)
@@ -199,7 +199,7 @@ def nsa_interval_backward_kv(
 ):  # fmt: skip
     """dK, dV of a tile of keys from HP query heads and one range of queries, to part [range, heads / HP]. The longest tiles first."""
     part = tl.program_id(0) // G  # of the heads of g
-    g = tl.program_id(0) % G
+    g = (tl.program_id(0) % G).to(tl.int64)
     split = tl.program_id(1) % num_splits
     b = (tl.program_id(1) // num_splits).to(tl.int64)
     c0 = tl.program_id(2) * BC

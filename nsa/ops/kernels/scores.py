@@ -7,6 +7,8 @@ A chunk of rows (b, t) is scored, then its best blocks are taken, so that scores
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -42,19 +44,19 @@ def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOC
 
 @triton.jit
 def nsa_scores(
-    Q, K, LSE, SCORE, EDGE, Q0, FIRST, r0, r1, T, C, q0, block, stride, J,
+    Q, K, LSE, SCORE, EDGE, Q0, FIRST, b0, t0, n, T, C, q0, block, stride, J,
     sq_b, sq_t, sq_h, sk_b, sk_c, sk_g, scale_log2,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     BD: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Sum of p over a group's heads for rows r0 .. r1 - 1 of one b, folded: what block j gets of its own, and of block j - 1 (edge)."""
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    """Sum of p over a group's heads for queries t0 .. t0 + n - 1 of some b: what is a block's own, and its edge on the next."""
+    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM + tl.arange(0, BM)
     c0 = tl.program_id(1) * BC
-    g = tl.program_id(2)
-    r = r0 + tile * BM + tl.arange(0, BM)
-    live = r < r1
-    b = (r0 // T).to(tl.int64)
-    t = tl.minimum(r, r1 - 1) - r0 // T * T
+    g = (tl.program_id(2) % G).to(tl.int64)
+    batch = tl.program_id(2) // G
+    live = row < n
+    b = (b0 + batch).to(tl.int64)
+    t = t0 + tl.minimum(row, n - 1)
     _, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
     if (c0 < tl.max(hi, 0)) & (c0 + BC > tl.min(lo, 0)):
         c = c0 + tl.arange(0, BC)
@@ -75,7 +77,7 @@ def nsa_scores(
         own = tl.minimum(R - i, W).to(tl.float32)[None, None, :]
         p = tl.reshape(p, [BM, BC // R, R])
         j = c0 // R + tl.arange(0, BC // R)
-        at = ((r - r0).to(tl.int64) * G + g)[:, None] * J + j[None, :]
+        at = ((batch * n + row).to(tl.int64) * G + g)[:, None] * J + j[None, :]
         inside = live[:, None] & (j < J)[None, :]
         tl.store(SCORE + at, tl.sum(p * own, 2), mask=inside)
         if W > 1:
@@ -84,15 +86,15 @@ def nsa_scores(
 
 @triton.jit
 def nsa_choose(
-    SCORE, EDGE, SPARE_J, SPARE_S, BLOCKS, Q0, FIRST, r0, T, C, q0, block, stride, J, L, num_initial, num_local,
+    SCORE, EDGE, SPARE_J, SPARE_S, BLOCKS, Q0, FIRST, b0, t0, rows_of_b, T, C, q0, block, stride, J, L, num_initial, num_local,
     G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BJ: tl.constexpr, NC: tl.constexpr,
     RAGGED: tl.constexpr, DOCS: tl.constexpr,
 ):  # fmt: skip
     """One (row, kv head) a program: forced blocks, then the best by (score descending, index ascending); ascending, -1 padded."""
     at = tl.program_id(0).to(tl.int64)
-    r = r0 + (at // G).to(tl.int32)
-    b = r // T
-    t = r - b * T
+    row = (at // G).to(tl.int32)
+    b = b0 + row // rows_of_b
+    t = t0 + row % rows_of_b
     pos, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
     first_block = lo * stride // L
     cur = pos // L
@@ -105,7 +107,7 @@ def nsa_choose(
         score += tl.load(EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0)
     need = N - tl.sum(forced.to(tl.int32), 0)
     score = tl.where(allowed & (forced == 0), score, -1.0)
-    out = BLOCKS + (r.to(tl.int64) * G + at % G) * N
+    out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
     if BJ > NC:
         # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and seldom many more.
         best = tl.max(tl.reshape(score, [BJ // NC, NC]), 0)
@@ -156,26 +158,31 @@ def choose(
     blocks = q.new_empty(B, T, G, num_selected, dtype=torch.int32)
     config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
     BM, BC = config.pop("BM"), max(config.pop("BC"), R)
-    chunk = min(T, max(BM, score_bytes // (J * G * 4) // BM * BM))
-    score, edge = q.new_empty(2, chunk, G, J, dtype=torch.float32)
+    most = max(BM, score_bytes // (J * G * 4) // BM * BM)
+    score, edge = q.new_empty(2, min(B * T, most), G, J, dtype=torch.float32)
     BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
-    spare = q.new_empty(2, chunk * G, candidates, dtype=torch.int32)
+    spare = q.new_empty(2, score.shape[0] * G, candidates, dtype=torch.int32)
     q0, Q0 = starts(q_start)
     geometry, flags = (T, C, q0, block, stride, J), (Q0 is not None, first is not None)
-    for b in range(B):
-        for t0 in range(0, T, chunk):
-            n = min(chunk, T - t0)
-            r0 = b * T + t0
-            seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
-            if seen:
-                nsa_scores[(triton.cdiv(n, BM), triton.cdiv(seen, BC), G)](
-                    q, k, lse, score, edge, Q0, first, r0, r0 + n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
-                    G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), **config,
-                )  # fmt: skip
-            reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
-            nsa_choose[(n * G,)](
-                score, edge, spare[0], spare[1].view(torch.float32), blocks, Q0, first, r0, *geometry[:-1], J, sel_block,
-                num_initial, num_local, G, num_selected, padded(num_selected, 1), R, W, min(BJ, reach), candidates, *flags,
-                num_warps=num_warps,
+    for b0, t0, batches, n in _chunks(B, T, most):
+        seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
+        if seen:
+            nsa_scores[(triton.cdiv(n, BM), triton.cdiv(seen, BC), G * batches)](
+                q, k, lse, score, edge, Q0, first, b0, t0, n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
+                G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), **config,
             )  # fmt: skip
+        reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
+        nsa_choose[(batches * n * G,)](
+            score, edge, spare[0], spare[1].view(torch.float32), blocks, Q0, first, b0, t0, n, *geometry, sel_block,
+            num_initial, num_local, G, num_selected, padded(num_selected, 1), R, W, min(BJ, reach), candidates, *flags,
+            num_warps=num_warps,
+        )  # fmt: skip
     return blocks
+
+
+def _chunks(B: int, T: int, most: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first b, first t, how many b, how many t of each), at most ``most`` rows together."""
+    batches, n = max(1, min(B, most // T)), min(T, most)
+    for b0 in range(0, B, batches):
+        for t0 in range(0, T, n):
+            yield b0, t0, min(batches, B - b0), min(n, T - t0)

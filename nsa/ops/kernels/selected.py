@@ -78,10 +78,11 @@ def nsa_selected_forward(
     d = tl.arange(0, BD)
     dv = tl.arange(0, BDV)
     i = tl.arange(0, LP)
+    head_at = (m % H).to(tl.int64) * sq_h  # may exceed 2^31
     current, end = _run(KEY, begin, stop, base, TILE, TILE_P)
     while (begin < stop) & (current < num_lists):
         bg = current // J
-        g = bg % G
+        g = (bg % G).to(tl.int64)
         c = (current - bg * J) * L + i
         inside = (i < L) & (c < S)
         k = _load(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, d, D, BD)
@@ -91,7 +92,7 @@ def nsa_selected_forward(
             live = (e < end) & (m < QS * H)
             flat = tl.load(ORDER + e, mask=live, other=0).to(tl.int32)
             row, b, pos = _row(flat, T, q0, Q0, G, N, RAGGED)
-            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + m % H) * sq_h, live, d, D, BD)
+            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + g * H * sq_h + head_at, live, d, D, BD)
             s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
             s = tl.where((c[None, :] <= pos[:, None]) & inside[None, :], s, float("-inf"))
             most = tl.max(s, 1)
@@ -150,7 +151,7 @@ def nsa_selected_by_row(
     """Query-outer: one (row, kv head) a program over its N blocks. For few rows, where sorting would cost more than it saves."""
     at_row = tl.program_id(0).to(tl.int64)
     row = (at_row // G).to(tl.int32)
-    g = (at_row % G).to(tl.int32)
+    g = at_row % G
     b = row // T
     pos = row - b * T + q0
     if RAGGED:
@@ -204,10 +205,11 @@ def nsa_selected_backward(
     d = tl.arange(0, BD)
     dv_ = tl.arange(0, BDV)
     i = tl.arange(0, LP)
+    head_at = (m % H).to(tl.int64) * sq_h  # may exceed 2^31
     current, end = _run(KEY, begin, stop, base, TILE, TILE_P)
     while (begin < stop) & (current < num_lists):
         bg = current // J
-        g = bg % G
+        g = (bg % G).to(tl.int64)
         c = (current - bg * J) * L + i
         inside = (i < L) & (c < S)
         k = _load(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, d, D, BD)
@@ -220,7 +222,7 @@ def nsa_selected_backward(
             flat = tl.load(ORDER + e, mask=live, other=0).to(tl.int32)
             row, b, pos = _row(flat, T, q0, Q0, G, N, RAGGED)
             head = row.to(tl.int64) * (G * H) + g * H + m % H
-            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + m % H) * sq_h, live, d, D, BD)
+            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + g * H * sq_h + head_at, live, d, D, BD)
             do = _load(DO, head * DV, live, dv_, DV, BDV)
             lse = tl.load(LSE + head, mask=live, other=float("inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse)

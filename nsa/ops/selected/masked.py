@@ -34,6 +34,7 @@ def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT:
     chosen_BGTJ.scatter_(3, torch.where(index < 0, J, index.clamp(max=J)), True)
     # Slot J is spread out as well, so that the cut always drops something: were it nothing where l' divides S, torch.compile
     # would make such lengths a graph of their own. (A gather by token needs no cut, but takes 4 times as long on a CPU.)
-    mask_BGTS = chosen_BGTJ[..., None].expand(-1, -1, -1, -1, sel_block).flatten(3)[..., :num_keys]
-    past_BTS = torch.arange(num_keys, device=blocks_BTGN.device) <= position_BT[..., None]
-    return mask_BGTS & past_BTS[:, None]
+    # Cut last: Inductor of torch 2.13 misreads a cut mask on a CPU where l' does not divide S, by one key a row.
+    mask_BGTL = chosen_BGTJ[..., None].expand(-1, -1, -1, -1, sel_block).flatten(3)
+    past_BTL = torch.arange(mask_BGTL.shape[-1], device=blocks_BTGN.device) <= position_BT[..., None]
+    return (mask_BGTL & past_BTL[:, None])[..., :num_keys]

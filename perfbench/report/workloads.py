@@ -1,0 +1,146 @@
+"""Tables of what some workloads add: the caches of decode and prefill, and forward and backward of attention alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nsa.blocks import BlockGrid
+from nsa.config import BRANCHES, ModelConfig
+from perfbench import matrix, physics
+from perfbench.axes import ATTENTION, AXES, CACHED
+from perfbench.report.rows import Key, Row, is_twin, without
+from perfbench.result import Run
+from perfbench.text import NULL, escape, fixed, number, ratio
+from perfbench.verdict import PerfbenchError
+
+MIB = 2**20
+NO_NUMBER = "A dash: not measured, or not proved."
+SHOWN = ("workload", "seq_len", "batch", "chunk", "path")  # axes with a column or a title of their own
+SAME_KEYS = 1e-6  # counted keys are means over queries and layers: beyond this they differ, not their rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """``lines`` of Markdown cells; the first ``left`` columns are text."""
+
+    title: str
+    head: Sequence[str]
+    lines: Sequence[Sequence[str]]
+    note: str
+    left: int = 1
+
+
+def tables(run: Run, rows: Sequence[Row]) -> list[Table]:
+    """Those that this run has cells for."""
+    found = [_cached(name, mine, _model(run)) for name in CACHED if (mine := _of(rows, name))]
+    alone = [row for name in ATTENTION for row in _of(rows, name)]
+    return [*found, *([_attention(alone)] if alone else [])]
+
+
+def _of(rows: Sequence[Row], workload: str) -> list[Row]:
+    return [row for row in rows if row.cell.axes.get("workload") == workload]
+
+
+def _model(run: Run) -> ModelConfig | None:
+    """The model of the run's matrix; None where this perfbench cannot read that matrix."""
+    try:
+        return matrix.parse(run.manifest.matrix_text, run.manifest.matrix_path).model
+    except PerfbenchError:
+        return None
+
+
+def closed_form(model: ModelConfig, workload: str, tokens: int) -> Mapping[str, float]:
+    """Keys a query and kv head for each branch: of the token that a decode step adds to ``tokens``, or the mean of a prefill's."""
+    if workload == "decode":
+        return physics.keys_of_query(model, tokens)
+    pairs = BlockGrid.of(model.nsa).pairs(tokens)
+    return {branch: pairs[branch] / tokens for branch in model.nsa.branches}
+
+
+def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
+    decodes = workload == "decode"
+    size = ["batch", "context"] if decodes else ["batch", "prompt", "chunk"]
+    head = ["path", *size, "ms a step", "tok/s", *(f"{branch}: keys a query" for branch in BRANCHES), "caches, MiB"]
+    several = _varying(rows)
+    lines = []
+    for row in sorted(rows, key=lambda row: (int(row.cell.axes["batch"]), int(row.cell.axes["seq_len"]))):
+        held = row.cache.tokens if row.cache is not None else None
+        sizes = (
+            [f"{row.cell.axes['batch']}", f"{held or row.cell.axes['seq_len']:,}"]
+            if decodes
+            else [f"{row.cell.axes[n]:,}" for n in ("batch", "seq_len", "chunk")]
+        )
+        formula = {} if model is None or held is None else closed_form(model, workload, held)
+        keys = [_keys(row, branch, formula.get(branch)) for branch in BRANCHES]
+        mib = None if row.cache is None else row.cache.memory_bytes / MIB
+        lines.append([_path(row, several), *sizes, number(row.step_ms), number(row.tok_per_s), *keys, fixed(mib, 1)])
+    what = "A step is one token for each sequence." if decodes else "A step is a whole prompt; keys are the mean over its queries."
+    source = "in brackets the closed form" if model is not None else "this perfbench cannot read the run's matrix, so no closed form"
+    keys_note = f"Keys are those that a query attends to for each KV head, counted in one untimed step, {source}; bold where they differ."
+    return Table(workload, head, lines, f"{what} {keys_note} Caches are of all layers. {NO_NUMBER}")
+
+
+def _keys(row: Row, branch: str, formula: float | None) -> str:
+    read = None if row.cache is None else row.cache.keys_read.get(branch)
+    if read is None or formula is None:
+        return _count(read)
+    same = math.isclose(read, formula, rel_tol=SAME_KEYS)
+    return f"{_count(read) if same else f'**{_count(read)}**'} ({_count(formula)})"
+
+
+def _count(keys: float | None) -> str:
+    return NULL if keys is None else f"{keys:,.0f}" if keys == int(keys) else f"{keys:,.1f}"
+
+
+def _attention(rows: list[Row]) -> Table:
+    """One line for each path and shape, over both workloads."""
+    whole, forward = ({without(row.cell.axes, "workload"): row for row in _of(rows, name)} for name in ATTENTION)
+    several = _varying(rows)
+    head = ["path", "batch", "seq_len", "forward ms", "backward ms", "both ms", "x dense, forward", "x dense, both", "best dense", "bound"]
+    lines = []
+    for key in dict.fromkeys(without(row.cell.axes, "workload") for row in rows):
+        one = whole.get(key) or forward[key]
+        mine = [found.get(key) for found in (forward, whole)]
+        best = [_best_dense(found.values(), key) for found in (forward, whole)]
+        times = [None if row is None else row.step_ms for row in mine]
+        ratios = [ratio(row.step_ms / time if row and row.step_ms and time else None) for row, time in zip(best, times, strict=True)]
+        names = dict.fromkeys(str(row.cell.axes["path"]) for row in best if row)
+        bounds = dict.fromkeys(row.bound for row in mine if row and row.bound)
+        sizes = [f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len")]
+        shown = [number(times[0]), number(backward_ms(*mine)), number(times[1])]
+        lines.append([_path(one, several), *sizes, *shown, *ratios, escape(", ".join(names)) or NULL, " / ".join(bounds) or NULL])
+    note = (
+        "Attention alone, no projections. Backward is both less the forward of the same shape, each timed on its own. "
+        "x dense is against the fastest dense kernel measured at that shape, above 1 being faster. "
+        f"{NO_NUMBER}"
+    )
+    return Table("attention", head, lines, note)
+
+
+def backward_ms(forward: Row | None, whole: Row | None) -> float | None:
+    """What the backward adds to the forward; null unless both have a proved speed and the difference is a time."""
+    if forward is None or whole is None or forward.step_ms is None or whole.step_ms is None:
+        return None
+    return whole.step_ms - forward.step_ms if whole.step_ms > forward.step_ms else None
+
+
+def _best_dense(rows: Iterable[Row], key: Key) -> Row | None:
+    same = without(dict(key), "path", "fa2")
+    twins = [row for row in rows if is_twin(row.cell.axes) and without(row.cell.axes, "workload", "path", "fa2") == same]
+    return min((row for row in twins if row.step_ms is not None), key=lambda row: row.step_ms or 0.0, default=None)
+
+
+def _varying(rows: Sequence[Row]) -> list[str]:
+    """Axes, in their order, in which these cells differ and which have no column."""
+    return [name for name in AXES if name not in SHOWN and len({row.cell.axes.get(name) for row in rows if not _unnamed(row, name)}) > 1]
+
+
+def _unnamed(row: Row, name: str) -> bool:
+    return row.cell.axes.get(name) in (None, "n/a")
+
+
+def _path(row: Row, several: Sequence[str]) -> str:
+    rest = [f"{'FA-2' if name == 'fa2' else name} {row.cell.axes[name]}" for name in several if not _unnamed(row, name)]
+    return escape(", ".join([str(row.cell.axes.get("path", NULL)), *rest]))

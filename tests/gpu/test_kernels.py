@@ -1,0 +1,194 @@
+"""On CUDA: the kernels of path `triton` one by one, at the paper's geometry; tensors beyond 32-bit indices; what torch.compile is told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import compress
+from nsa.ops import combine, interval
+from nsa.ops.kernels import selected
+from nsa.ops.selected import triton as operator
+from tests import oracle
+from tests.cases import (
+    SMALL,
+    Case,
+    assert_bf16_rule,
+    assert_blocks,
+    assert_lse,
+    choose_by_kernel,
+    error,
+    magnitude,
+    randn,
+    random_blocks,
+)
+from tests.gpu.test_parity import DEVICE, DTYPES, LONG, PAPER, SHORT, assert_rule, full_precision_matmuls, inputs  # noqa: F401
+from tests.nsa.test_kernels import operator_calls
+
+LN2 = 0.6931471805599453
+LATE = LONG.tokens - 70
+
+
+@DTYPES
+@pytest.mark.parametrize("case", [LONG, SHORT, Case(31, 6, 64, 64, 1), Case(300, 16, 192, 128, 1), Case(300, 6, 60, 100, 2)], ids=str)
+def test_compressed_branch(case: Case, dtype: torch.dtype) -> None:
+    q, k, v = inputs(case, dtype)
+    k_cmp, v_cmp = compress(k, config=PAPER), compress(v, config=PAPER)
+    options = {"block": 32, "stride": 16, "width": None, "q_start": 0, "scale": case.key_dim**-0.5}
+    assert_rule(
+        lambda *x: interval.attend(*x, **options)[0],
+        lambda *x: oracle.compressed(*x, block=32, stride=16)[0],
+        (q, k_cmp, v_cmp),
+        oracle.kept_compressed(q, k_cmp, block=32, stride=16),
+    )
+    o, lse = interval.attend(q, k_cmp, v_cmp, **options)
+    _, want = oracle.compressed(q, k_cmp, v_cmp, block=32, stride=16)
+    assert not o[:, :31].any() and torch.equal(torch.isneginf(lse), torch.isneginf(want))
+    if dtype == torch.float32:
+        assert_lse(lse * LN2, want)
+
+
+@DTYPES
+@pytest.mark.parametrize("window", [512, 24, 5000])
+@pytest.mark.parametrize("case", [LONG, SHORT, Case(1, 6, 64, 64, 1), Case(300, 17, 192, 128, 1), Case(300, 1, 60, 100, 2)], ids=str)
+def test_window_branch(case: Case, window: int, dtype: torch.dtype) -> None:
+    tensors = inputs(case, dtype)
+    assert_rule(
+        lambda *x: interval.attend(*x, block=1, stride=1, width=window, q_start=0, scale=case.key_dim**-0.5)[0],
+        lambda *x: oracle.sliding(*x, window=window),
+        tensors,
+        oracle.kept_window(*tensors[:2], window=window),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("ragged", [False, True], ids=["late", "ragged"])
+def test_window_branch_of_late_queries(ragged: bool, dtype: torch.dtype) -> None:
+    q, k, v = inputs(SHORT if ragged else LONG, dtype)
+    start = torch.tensor([11, 89], device=DEVICE) if ragged else LATE
+    q = q[:, :40].contiguous() if ragged else q[:, LATE:].contiguous()
+    assert_rule(
+        lambda *x: interval.attend(*x, block=1, stride=1, width=24, q_start=start, scale=64**-0.5)[0],
+        lambda *x: oracle.sliding(*x, window=24, q_start=start),
+        (q, k, v),
+        oracle.kept_window(q, k, window=24, q_start=start),
+    )
+
+
+@DTYPES
+@pytest.mark.parametrize("start", [0, LATE], ids=["whole", "late"])
+def test_choice_of_blocks(start: int, dtype: torch.dtype) -> None:
+    q, k, _ = inputs(LONG, dtype)
+    q, k_cmp = q[:, start:], compress(k, config=PAPER)
+    got = choose_by_kernel(q, k_cmp, PAPER, q_start=start, kv_len=LONG.tokens)
+    assert assert_blocks(got, *oracle.select(q, k_cmp, config=PAPER, q_start=start)) <= 0.01
+    for _ in range(2):
+        assert torch.equal(choose_by_kernel(q, k_cmp, PAPER, q_start=start, kv_len=LONG.tokens), got)
+
+
+@DTYPES
+@pytest.mark.parametrize("by", ["query-outer", "KV-outer", "KV-outer in chunks"])
+@pytest.mark.parametrize("case", [SHORT, Case(129, 16, 192, 128, 1), Case(129, 17, 60, 100, 1), Case(129, 1, 16, 256, 2)], ids=str)
+def test_selected_branch_by_either_kernel(case: Case, by: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, blocks = inputs(case, dtype), random_blocks(case, SMALL, seed=5).to(DEVICE)
+    if by != "query-outer":
+        monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+    if by == "KV-outer in chunks":
+        monkeypatch.setattr(selected, "PART_BYTES", 50 * case.kv_heads * case.group * SMALL.num_selected * 64 * 2)
+    options = {"sel_block": 16, "q_start": 0}
+    assert_rule(
+        lambda *x: operator.attend(*x, blocks, **options, scale=case.key_dim**-0.5, fa2=None),
+        lambda *x: oracle.selected(*x, blocks, **options),
+        tensors,
+        oracle.kept_selected(*tensors[:2], blocks, **options),
+    )
+
+
+def test_gated_sum() -> None:
+    gates = randn(2, 300, 12, 3, seed=0, dtype=torch.bfloat16, device=DEVICE)
+    outputs = [randn(2, 300, 12, 100, seed=i, dtype=torch.bfloat16, device=DEVICE) for i in (1, 2, 3)]
+
+    def truth(g: Tensor, *outputs: Tensor) -> Tensor:
+        return (g[..., None, :] @ torch.stack(outputs, -2))[..., 0, :]
+
+    def fused(g: Tensor, *outputs: Tensor) -> Tensor:
+        return combine.fused_gated_sum(g, outputs, (0, 1, 2))
+
+    def eager(g: Tensor, *outputs: Tensor) -> Tensor:
+        return combine.gated_sum(g, outputs, (0, 1, 2))
+
+    assert_bf16_rule(fused, truth, eager, (gates, *outputs), ("gates", "cmp", "sel", "win"))
+
+
+# Beyond 32-bit indices.
+
+
+def assert_close(got: Tensor, want: Tensor, what: str) -> None:
+    """bf16, random inputs: an index that wraps gives another row's numbers."""
+    assert error(got, want) <= 4 * 2**-8 * magnitude(want), what
+
+
+def test_partial_results_of_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows in one chunk: S * N * H * D = 2.2e9 numbers, 4 GB each for o and dQ. The last rows are compared."""
+    tokens, slots, case = 136_000, 16, Case(136_000, 16, 64, 64, 1)
+    assert tokens * slots * case.group * case.key_dim > 2**31
+    monkeypatch.setattr(selected, "PART_BYTES", 1 << 40)
+    assert_last_rows(case, slots)
+
+
+def test_inputs_of_more_than_2_to_the_31_elements() -> None:
+    """q, o and their gradients hold S * HQ * D = 2.2e9 numbers."""
+    case = Case(132_000, 128, 128, 128, 1)
+    assert case.tokens * 128 * case.key_dim > 2**31
+    assert_last_rows(Case(case.tokens, 64, 128, 128, 1), 2)  # two kv heads of 64 query heads
+
+
+def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
+    """Selected and window branch, forward and backward, of the last rows; the last keys are seen by those alone."""
+    T, G, H, D = case.tokens, case.kv_heads, case.group, case.key_dim
+    q, k, v = (torch.randn(1, T, n, D, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for n in (G * H, G, G))
+    current = torch.arange(T, device=DEVICE, dtype=torch.int32)[:, None] // 64
+    slot = torch.arange(slots, device=DEVICE, dtype=torch.int32)
+    blocks = (current - slots + 1 + slot).where(
+        current >= slots, torch.where(slot <= current, slot, -1)
+    )  # a run that ends at the current one
+    blocks = blocks.int()[None, :, None].expand(1, T, G, slots).contiguous()
+    tail = slice(T - rows, T)
+    kept = (slots + 2) * 64  # tokens that the last rows may see
+    base = (T - kept) // 64 * 64
+    small = [x.detach()[:, part].double().requires_grad_() for x, part in ((q, tail), (k, slice(base, T)), (v, slice(base, T)))]
+    do = torch.randn(1, rows, G * H, D, device=DEVICE, dtype=torch.bfloat16)
+    branches = {
+        "sel": (
+            lambda: operator.attend(q, k, v, blocks, sel_block=64, q_start=0, scale=D**-0.5, fa2=None),
+            oracle.selected(*small, blocks[:, tail] - base // 64, sel_block=64, q_start=T - rows - base),
+        ),
+        "win": (
+            lambda: interval.attend(q, k, v, block=1, stride=1, width=100, q_start=0, scale=D**-0.5)[0],
+            oracle.sliding(*small, window=100, q_start=T - rows - base),
+        ),
+    }
+    for name, (run, want) in branches.items():
+        o = run()
+        assert_close(o[:, tail], want, name)
+        upstream = torch.zeros_like(o)
+        upstream[:, tail] = do
+        grads = torch.autograd.grad(o, (q, k, v), upstream)
+        del o, upstream
+        for what, got, true in zip(("dq", "dk", "dv"), grads, torch.autograd.grad(want, small, do.double()), strict=True):
+            assert_close(got[:, T - true.shape[1] :], true, f"{name} {what}")
+            assert not got[:, : T - true.shape[1]].any(), f"{name} {what}: rows before have no gradient"
+        del grads, got
+
+
+# What torch.compile is told of the operators.
+
+
+@pytest.mark.parametrize("name", operator_calls())
+def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
+    """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
+    differentiable = name in ("interval", "selected_triton", "gated_sum")
+    arguments = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in operator_calls()[name]]
+    arguments = [x.requires_grad_(differentiable) if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
+    torch.library.opcheck(getattr(torch.ops.nsa, name).default, tuple(arguments))

@@ -1,0 +1,294 @@
+"""reports/kernels.md from built runs: every number beside arithmetic made here, and none without its proof."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nsa.config import NSAConfig, preset
+from nsa.routing import DENSE_KINDS, Capability, Problem, Request, route, route_dense
+from perfbench.axes import Cell
+from perfbench.report import kernellines, kernels, kerneltargets
+from perfbench.result import PlannedCell, Replicate, Run, Source
+from perfbench.runfile import RunWriter, create
+from perfbench.verdict import PerfbenchError
+from tests.perfbench import builders as b
+
+ROOT = Path(__file__).parents[2]
+H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+TRITON = Capability("cuda", H100, (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.7.1")
+MATRIX = """\
+version: 1
+name: kernels
+target: {gpu: H100}
+model: m7c_125m
+axes: {workload: [attention, attention_forward], seq_len: [65536], path: [triton]}
+"""
+MIB, GIB = 2**20, 2**30
+# A forward and a backward of path triton by hand, ms; what is not named here is the rest.
+KERNELS = {
+    "nsa_interval_forward": 1.5, "nsa_scores": 0.75, "nsa_choose": 0.25, "nsa_selected_forward": 1.0, "nsa_selected_sum": 0.5,
+    "nsa_gated_sum": 0.125, "void at::native::reduce_kernel<512>": 0.25,
+}  # fmt: skip
+# Medians of (forward, both) by length and path. Dense is the faster at 8,192, and the slower from 32,768 on.
+STEPS: dict[int, dict[str, tuple[float, float]]] = {
+    8192: {"triton": (0.5, 1.6), "dense_flash": (0.45, 1.6), "dense_cudnn": (0.25, 1.0)},
+    32768: {"triton": (2.0, 5.0), "dense_flash": (5.0, 19.0), "dense_cudnn": (3.5, 12.5)},
+    65536: {"triton": (5.0, 15.0), "dense_flash": (20.0, 80.0), "dense_cudnn": (15.0, 50.0)},
+}
+
+
+def planned(cell: Cell) -> PlannedCell:
+    problem = Problem.of(b.MODEL, batch=cell.batch, tokens=cell.seq_len, dtype="bfloat16")
+    decided = route_dense(cell.path, problem, TRITON) if cell.path in DENSE_KINDS else route(Request(cell.path), problem, TRITON)
+    return PlannedCell(cell_id=cell.cell_id, axes=cell.axes(), config_sha256="c" * 64, route=b.route_line(decided), layers=1)
+
+
+def rows(cell: PlannedCell, step_ms: float, **fields: Any) -> list[Replicate]:
+    """Three processes: 1 % faster, the median, 2 % slower."""
+    tokens = int(cell.axes["seq_len"])
+    found = []
+    for number, factor in enumerate((0.99, 1.0, 1.02)):
+        speed = 1e3 * tokens / (step_ms * factor)
+        longest = {name: 1e-3 * ms for name, ms in KERNELS.items()}
+        profile = b.profile(kernels=longest, device_time_s=4.5e-3)
+        values: dict[str, Any] = {"physics": b.physics(speed, tokens, gemm_flops_per_s=742e12), "profile": profile}
+        found.append(b.replicate(cell, number, tok_per_s=speed, **{**values, "peak_memory_bytes": 4 * GIB, **fields}))
+    return found
+
+
+def run_of(steps: dict[int, dict[str, tuple[float, float]]] | None = None, *, card: str = H100, **manifest: Any) -> Run:
+    cells: list[PlannedCell] = []
+    timed: list[Replicate] = []
+    for tokens, paths in (STEPS if steps is None else steps).items():
+        for path, times_ms in paths.items():
+            for workload, step_ms in zip(("attention_forward", "attention"), times_ms, strict=True):
+                cells.append(planned(Cell(workload, tokens, path, l2="cold", **({"fa2": "n/a"} if path in DENSE_KINDS else {}))))
+                timed += rows(cells[-1], step_ms)
+    environment = b.environment(device_name=card)
+    run = b.make_run(cells, replicates=1, **{"matrix_text": MATRIX, "environment": environment, **manifest})
+    return b.watched(b.with_rows(run, timed), {"copy": [3.0e12, 3.02e12, 3.1e12]})
+
+
+def text(**options: Any) -> str:
+    return kernels.render([run_of(**options)])
+
+
+def table(markdown: str, title: str, number: int = 0) -> list[list[str]]:
+    """The body of one table of a section."""
+    section = markdown.split(f"### {title}\n", 1)[1].split("\n#", 1)[0]
+    tables = [part.splitlines() for part in section.strip().split("\n\n") if part.startswith("| ")]
+    found = [[cell.strip() for cell in line[1:-1].split(" | ")] for line in tables[number]]
+    assert len({len(one) for one in found}) == 1, "a line of another width than its head"
+    return found[2:]
+
+
+def by_path(lines: list[list[str]], tokens: str = "65,536") -> dict[str, list[str]]:
+    return {line[1]: line[2:] for line in lines if line[0] == tokens}
+
+
+def test_times_are_medians_and_a_backward_is_their_difference_with_its_spread() -> None:
+    """Processes are 0.99, 1 and 1.02 of the median: backward from 0.99 * 15 - 1.02 * 5 to 1.02 * 15 - 0.99 * 5."""
+    found = by_path(table(text(), "Times"))
+    assert found["triton"][:3] == ["5 (4.95 to 5.1)", "10 (9.75 to 10.4)", "15"]
+    assert found["dense_cudnn"][:3] == ["15 (14.9 to 15.3)", "35 (34.2 to 36.1)", "50"]
+
+
+def test_the_best_dense_kernel_is_each_columns_own() -> None:
+    steps = {65536: {"triton": (5.0, 15.0), "dense_flash": (14.0, 80.0), "dense_cudnn": (15.0, 50.0)}}
+    assert by_path(table(text(steps=steps), "Times"))["triton"][3:6] == ["2.80", "3.50", "3.33"]
+
+
+def test_dense_at_another_length_or_batch_is_no_twin() -> None:
+    steps = {65536: {"triton": (5.0, 15.0)}, 32768: {"dense_flash": (5.0, 19.0)}}
+    assert by_path(table(text(steps=steps), "Times"))["triton"][3:6] == ["-", "-", "-"]
+
+
+def test_the_floor_is_that_of_the_measured_rates() -> None:
+    """Of 65,536 tokens, by hand: see test_floors; 742 TFLOP/s and the median copy of 3.02 TB/s."""
+    found = by_path(table(text(), "Floor and memory"))
+    assert found["triton"][:4] == ["1.48", "30 %", "2.57", "26 %"]
+    assert "742 TFLOP/s (large products measured in this run), 3.02 TB/s (copies measured in this run)" in text()
+
+
+def test_a_card_without_a_datasheet_has_no_floor() -> None:
+    markdown = text(card="NVIDIA Z9")
+    assert by_path(table(markdown, "Floor and memory"))["triton"][:4] == ["-"] * 4
+    assert "No datasheet entry for NVIDIA Z9" in markdown
+    assert "| its floor |" in text() and "| its floor |" not in markdown
+
+
+def test_extra_memory_is_the_peak_without_what_the_process_holds() -> None:
+    """bf16, 65,536 tokens: q and o of 12 x 64, three k and v of 2 x 64, 36 gates; four sets of them; twice 50 MiB of L2."""
+    inputs = 65536 * 2 * (12 * 64 + 3 * 2 * 2 * 64 + 36)
+    grad_o = 65536 * 2 * 12 * 64
+    forward = (4 * GIB - 4 * inputs - 100 * MIB) / GIB
+    both = (4 * GIB - 4 * (inputs + grad_o) - 100 * MIB) / GIB
+    assert by_path(table(text(), "Floor and memory"))["triton"][4:] == [f"{forward:.2f}", f"{both:.2f}"]
+    dense = 65536 * 2 * (12 * 64 + 2 * 2 * 64)
+    assert by_path(table(text(), "Floor and memory"))["dense_flash"][4] == f"{(4 * GIB - 4 * dense - 100 * MIB) / GIB:.2f}"
+
+
+def test_what_the_report_takes_to_be_held_is_what_is_held() -> None:
+    """The report imports no torch, so it says both numbers once more."""
+    from perfbench import attention_only, workload
+
+    assert kernellines.HELD_INPUTS == attention_only.NUM_INPUTS
+    assert kernellines.FLUSHED_L2S == workload.L2_FLUSH_FACTOR
+
+
+def test_every_part_has_its_kernels_and_the_rest_is_what_is_left() -> None:
+    first = table(text(), "Where the time goes")[0]
+    assert first[:4] == ["8,192", "triton", "forward", "4.500"]
+    shares = ["1.500 (33 %)", "0.750 (17 %)", "0.250 (6 %)", "1.500 (33 %)", "-", "0.125 (3 %)", "0.375 (8 %)"]
+    assert first[4:] == shares
+
+
+def test_every_kernel_of_the_package_has_a_part() -> None:
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "nsa" / "ops" / "kernels").glob("*.py"))
+    names = re.findall(r"^@triton\.jit[^\n]*\ndef (nsa_\w+)\(", sources, re.MULTILINE)
+    assert len(names) > 8
+    assert [name for name in names if kernels.parts_ms({name: 1.0}, 1.0)[kernels.REST]] == []
+
+
+def test_the_longest_kernels_are_named_in_order() -> None:
+    (line,) = [one for one in table(text(), "Where the time goes", 1) if one[:3] == ["65,536", "triton", "both"]]
+    assert line[3:] == ["4.500", "`nsa_interval_forward` 1.5; `nsa_selected_forward` 1; `nsa_scores` 0.75; `nsa_selected_sum` 0.5"]
+
+
+def target(markdown: str, begins: str) -> list[str]:
+    (line,) = [one for one in table(markdown, "Targets") if one[0].startswith(begins)]
+    return line[1:]
+
+
+def test_targets_say_met_and_not_met() -> None:
+    markdown = text()
+    assert target(markdown, "forward at") == ["5", "at most 6: met", "at most 4.5: **not met**", "at most 3.7: **not met**"]
+    assert target(markdown, "backward at") == ["10", "at most 11: met", "at most 8.5: **not met**", "at most 6.2: **not met**"]
+    assert target(markdown, "x best dense at 65,536, forward")[2] == "at least 3.1: **not met**"
+    assert target(markdown, "host syncs") == ["0", *["at most 0: met"] * 3]
+    fast = {65536: {"triton": (3.5, 9.0), "dense_flash": (20.0, 80.0)}}
+    assert all(one.endswith(": met") for one in target(text(steps=fast), "forward at")[1:])
+    assert target(text(steps=fast), "x best dense at 65,536, backward") == ["10.91", "-", "at least 4.4: met", "-"]
+
+
+def test_targets_of_a_length_that_was_not_measured_have_no_answer() -> None:
+    few = {8192: STEPS[8192]}
+    assert target(text(steps=few), "forward at") == ["-", *(f"at most {limit}: not measured" for limit in ("6", "4.5", "3.7"))]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "found"),
+    [
+        ({8192: 0.5, 32768: 2.0}, (8192, 32768, 16384.0)),  # halfway in both logarithms
+        ({8192: 1.0, 32768: 2.0}, (None, 8192, None)),
+        ({8192: 0.5, 32768: 0.9}, (32768, None, None)),
+        ({2048: 1.2, 8192: 0.5, 32768: 2.0}, (8192, 32768, 16384.0)),  # from there on, not the first time
+        ({}, (None, None, None)),
+    ],
+)
+def test_the_crossing_is_from_where_on_dense_is_never_faster(ratios: dict[int, float], found: tuple[Any, ...]) -> None:
+    low, high, meeting = kerneltargets.crossing(ratios)
+    assert (low, high) == found[:2] and meeting == (found[2] if found[2] is None else pytest.approx(found[2]))
+
+
+def test_a_crossing_between_two_lengths_leaves_what_lies_between_open() -> None:
+    """1.6 against 1.0 ms at 8,192 and 5 against 12.5 ms at 32,768: log 1.6 of log 4 of the way, 8,192 * 4 ** (log 1.6 / log 4)."""
+    measured, *answers = target(text(), "crossover")
+    assert measured == "about 13,107, between 8,192 and 32,768"
+    assert answers == ["at most 16,384: open", "at most 11,264: open", "at most 8,192: **not met**"]
+
+
+@pytest.mark.parametrize(("extra_bytes", "answer"), [(2 * 1.09, "met"), (2 * 1.2, "**not met**")])
+def test_memory_that_grows_faster_than_the_length_is_told(extra_bytes: float, answer: str) -> None:
+    def line(tokens: int, extra: float) -> kernellines.Line:
+        axes = {"path": "triton", "seq_len": tokens, "batch": 1, "dtype": "bf16"}
+        return kernellines.Line(axes, None, kernellines.Timed((1.0,), (), round(extra * GIB), False))
+
+    (found,) = [one for one in kerneltargets.targets("A", [line(65536, 1), line(131072, extra_bytes)]) if "grows" in one.what]
+    assert found.answers[0] == f"at most 1.1 x: {answer}"
+
+
+def test_targets_are_of_named_shapes_alone() -> None:
+    model = preset("m7c_125m")
+    assert kerneltargets.shape_of(model) == "A"
+    assert kerneltargets.shape_of(replace(model, num_heads=64, num_kv_heads=4, head_dim=128)) == "B"
+    assert kerneltargets.shape_of(replace(model, num_heads=16)) is None
+    assert kerneltargets.shape_of(replace(model, nsa=NSAConfig(window=256))) is None
+    assert "None is set for these heads" in text(matrix_text=MATRIX.replace("m7c_125m", "tiny"))
+
+
+def test_another_card_than_the_targets_is_said() -> None:
+    assert f"**The targets were set for an {H100}, and this card is an {H200}**" in text(card=H200)
+    assert "The targets were set for" not in text()
+
+
+@pytest.mark.parametrize(
+    ("workload", "change", "left"),
+    [
+        ("attention", {"parity": b.parity(ok=False)}, ["5 (4.95 to 5.1)", "-", "-"]),
+        ("attention_forward", {"engaged": {"sel.v1": 20}}, ["-", "-", "15"]),
+        ("attention", {"profile": b.profile(witness_ok=False, witness="no kernel of the Route")}, ["5 (4.95 to 5.1)", "-", "-"]),
+    ],
+)
+def test_a_number_without_its_proof_is_not_published(workload: str, change: dict[str, Any], left: list[str]) -> None:
+    run = run_of()
+    (cell,) = [
+        one.cell_id for one in run.manifest.cells
+        if one.axes["workload"] == workload and one.axes["path"] == "triton" and one.axes["seq_len"] == 65536
+    ]  # fmt: skip
+    markdown = kernels.render([b.change_rows(run, cell, lambda row: row.model_copy(update=change))])
+    assert by_path(table(markdown, "Times"))["triton"][:3] == left
+    assert [line[0] for line in table(markdown, "Not published")] == [f"`{cell}`"]
+    assert target(markdown, "backward at")[0] == "-"
+
+
+def test_the_page_names_machine_versions_commit_and_run() -> None:
+    markdown = text(source=Source(commit="ab" * 20, dirty_sha256="cd" * 32))
+    for fact in (H100, "driver 570.86.10", "CUDA 13.0", "torch 2.13.0", "Triton 3.7.1", "ab" * 20, "20260102T030405Z"):
+        assert fact in markdown
+    assert "**with uncommitted changes** (cdcdcdcdcdcd)" in markdown
+    assert "INJECTED FAULTS" in text(injections=["slowdown:5"]) and "INJECTED" not in markdown
+
+
+def test_without_a_readable_matrix_there_are_times_alone() -> None:
+    markdown = text(matrix_text="version: 9\n")
+    assert by_path(table(markdown, "Times"))["triton"][2] == "15"
+    assert by_path(table(markdown, "Floor and memory"))["triton"] == ["-"] * 6
+    assert "cannot read the run's matrix" in markdown
+
+
+def test_a_run_of_something_else_is_refused() -> None:
+    with pytest.raises(PerfbenchError, match=r"times no attention alone; wanted cells of workload attention or attention_forward"):
+        kernels.render([b.small_run()])
+
+
+def stored(run: Run, folder: Path) -> Path:
+    writer: RunWriter
+    with create(folder, run.manifest) as writer:
+        for record in (*run.replicates, *run.sentinels):
+            writer.append(record)
+    return writer.folder
+
+
+def test_the_command_writes_the_page_with_the_log_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = stored(run_of(), tmp_path / "runs"), tmp_path / "kernels.md"
+    assert kernels.main([str(run), "--out", str(out)]) == 0
+    assert out.read_text(encoding="utf-8") == text() and "There is no log" in text()
+    (tmp_path / "kernels-log.md").write_text("### Step 1\n\n| a |\n| --- |\n", encoding="utf-8")
+    assert kernels.main([str(run), "--out", str(out)]) == 0
+    assert out.read_text(encoding="utf-8").endswith("## Log\n\n### Step 1\n\n| a |\n| --- |\n")
+    assert capsys.readouterr().out.split() == [str(out)] * 2
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = stored(run_of(steps={8192: STEPS[8192]}), tmp_path / "runs")
+    assert kernels.main([str(tmp_path / "none"), "--out", str(tmp_path / "a.md")]) == 2
+    assert kernels.main([str(run), "--out", str(tmp_path / "no" / "a.md")]) == 2
+    assert kernels.main([str(run), "--out", str(tmp_path / "a.md"), "--log", str(tmp_path / "no.md")]) == 2
+    errors = capsys.readouterr().err
+    assert "name a run folder" in errors and "give another --out" in errors and "name it with --log" in errors
