@@ -228,7 +228,7 @@ def _targets(run: Run, model: ModelConfig | None, lines: Sequence[Line]) -> list
     if card != SET_FOR:
         note = (
             f"**The targets were set for an {SET_FOR}, and this card is an {escape(card)}**: met and not met say less here, "
-            f"least where milliseconds hang on its memory. {note}"
+            f"least of all where memory sets the time. {note}"
         )
     rows = [[one.what, one.measured, *one.answers] for one in targets(shape, lines)]
     return ["### Targets", "", note, "", *_table(["target", "measured", "must", "aim", "far aim"], rows), ""]

@@ -12,10 +12,11 @@ import pytest
 from nsa.config import NSAConfig, preset
 from nsa.routing import DENSE_KINDS, Capability, Problem, Request, route, route_dense
 from perfbench.axes import Cell
+from perfbench.judgement import CellVerdict
 from perfbench.report import kernellines, kernels, kerneltargets
 from perfbench.result import PlannedCell, Replicate, Run, Source
 from perfbench.runfile import RunWriter, create
-from perfbench.verdict import PerfbenchError
+from perfbench.verdict import PerfbenchError, Verdict
 from tests.perfbench import builders as b
 
 ROOT = Path(__file__).parents[2]
@@ -292,3 +293,15 @@ def test_the_command_says_what_is_wrong(tmp_path: Path, capsys: pytest.CaptureFi
     assert kernels.main([str(run), "--out", str(tmp_path / "a.md"), "--log", str(tmp_path / "no.md")]) == 2
     errors = capsys.readouterr().err
     assert "name a run folder" in errors and "give another --out" in errors and "name it with --log" in errors
+
+
+def test_a_crossing_at_the_limit_meets_it() -> None:
+    measured, *answers = target(text(steps={8192: {"triton": (0.2, 0.9), "dense_cudnn": (0.25, 1.0)}}), "crossover")
+    assert measured == "at or below 8,192" and answers[2] == "at most 8,192: met"
+
+
+def test_a_red_cell_is_not_proved_even_with_a_speed() -> None:
+    cell = CellVerdict("a", {}, None, "", cand_tok_per_s=1.0)
+    assert kernellines.is_proved(cell)
+    assert not kernellines.is_proved(replace(cell, verdict=Verdict.IMPOSSIBLE))
+    assert not kernellines.is_proved(replace(cell, cand_tok_per_s=None))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,3 +181,13 @@ def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyP
     assert longest[0].startswith(EFFICIENT) and longest[1] == pytest.approx(1e-3)
     assert second == (FA2, pytest.approx(400e-6)), "calls of one kernel are added up"
     assert all(seconds == pytest.approx(1e-6) for _, seconds in rest)
+
+
+def test_every_forward_kernel_of_a_branch_bears_the_mark_that_the_witness_looks_for() -> None:
+    """A decode cell was WRONG_PATH once: its few rows take another kernel than a whole sequence."""
+    sources = {file.stem: file.read_text(encoding="utf-8") for file in (Path(__file__).parents[2] / "nsa" / "ops" / "kernels").glob("*.py")}
+    launched = {stem: set(re.findall(r"^ +(nsa_\w+)\[", text, re.MULTILINE)) for stem, text in sources.items()}
+    forwards = {stem: {name for name in names if "forward" in name} for stem, names in launched.items()}
+    assert forwards["interval"] and all(witness.TRITON_MARKS["cmp"] in name for name in forwards["interval"])
+    assert len(forwards["selected"]) == 2 and all(witness.TRITON_MARKS["sel"] in name for name in forwards["selected"])
+    assert witness.TRITON_MARKS["win"] == witness.TRITON_MARKS["cmp"] and witness.TRITON_MARKS["score"] in launched["scores"]

@@ -142,7 +142,7 @@ def nsa_selected_sum(
 
 
 @triton.jit
-def nsa_selected_by_row(
+def nsa_selected_forward_by_row(
     Q, K, V, BLOCKS, O, LSE, Q0, T, S, q0, J,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
@@ -397,7 +397,7 @@ def forward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2E)
     tail = (padded(D), padded(DV), Q0 is not None, precision(q))
     if (B * T * G < MIN_ROWS_TO_SORT) if by_row is None else by_row:
-        nsa_selected_by_row[(B * T * G,)](
+        nsa_selected_forward_by_row[(B * T * G,)](
             q, k, v, blocks, o, lse, Q0, T, S, q0, J, *strides, G, H, N, L, padded(L), D, DV, padded(H), *tail,
             num_warps=max(BY_ROW[0], padded(H) // 16), num_stages=BY_ROW[1],
         )  # fmt: skip
