@@ -111,13 +111,23 @@ def _light(judgement: Judgement) -> str:
     return "🟡" if judgement.of(*FAIL_UNDER_STRICT) or judgement.findings else "🟢"
 
 
+def _processes(run: Run) -> str:
+    """How many processes a cell was measured in; fewer than planned where a run was cut off or a budget ended."""
+    counts = Counter(replicate.cell_id for replicate in run.replicates if replicate.status == "ok")
+    planned, least, most = run.manifest.replicates, min(counts.values(), default=0), max(counts.values(), default=0)
+    if least == most == planned or not counts:
+        return f"{planned} processes"
+    measured = f"{least}" if least == most else f"{least} to {most}"
+    return f"{measured} of {planned} processes"
+
+
 def _glance(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> list[tuple[str, str]]:
     """The questions of a hurried reader, answered in a line each; every value is Markdown already."""
     from perfbench.sweep import without_resume
 
     manifest, env = run.manifest, run.manifest.environment
     machine_ = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (f", driver {escape(env.driver)}" if env.driver else "")
-    processes = f"{len(rows)} {'cell' if len(rows) == 1 else 'cells'} x {manifest.replicates} processes"
+    processes = f"{len(rows)} {'cell' if len(rows) == 1 else 'cells'} x {_processes(run)}"
     counts = ", ".join(f"{count} {name}" for name, count in judgement.counts.items()) or "no cell was judged"
     again = shlex.join(plain(word) for word in without_resume(manifest.argv))
     return [
