@@ -57,7 +57,8 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def interpret(session: nox.Session) -> None:
     """Path triton without a GPU: its kernels, and the tests that run every path, in Triton's interpreter."""
-    arguments = ("-q", "--require", "interpreter", "-k", "triton or kernels", "tests/nsa")
+    # Two at a time: nothing here is timed.
+    arguments = ("-q", "-n", "2", "--require", "interpreter", "-k", "triton or kernels", "tests/nsa")
     _run(session, "pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
@@ -77,6 +78,12 @@ def smoke(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """Tests that need a CUDA device; without one they fail."""
     _run(session, "pytest", "-q", "--require", "gpu", "tests/gpu", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+def bench(session: nox.Session) -> None:
+    """How long each operation takes here; `nox -s bench -- --require gpu` on a GPU."""
+    _run(session, "pytest", "-q", "tests/benchmarks", "--benchmark-only", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
