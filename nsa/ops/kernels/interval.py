@@ -245,7 +245,7 @@ def _tiles(BM: int, BC: int, num_warps: int, num_stages: int) -> dict[str, int]:
     return {"BM": BM, "BC": BC, "num_warps": num_warps, "num_stages": num_stages}
 
 
-# By kernel and width class; without a window and with one. Measured on an H200 (reports/kernels.md): classes 0 and 1, in bf16.
+# By kernel and width class; without a window and with one. Measured on an H200 (reports/kernels-log.md): classes 0 and 1, in bf16.
 _SMALL, _LEAST = _tiles(64, 32, 4, 2), _tiles(32, 32, 4, 1)
 TILES = {
     "forward": (

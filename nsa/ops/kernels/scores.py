@@ -20,7 +20,7 @@ SCORE_BYTES = 1 << 25  # of one chunk's scores
 CANDIDATES = 32  # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by one
 
 
-# By width class, the first two measured on an H200 (reports/kernels.md).
+# By width class, the first two measured on an H200 (reports/kernels-log.md).
 TILES = (
     {"BM": 64, "BC": 128, "num_warps": 4, "num_stages": 4},
     {"BM": 64, "BC": 128, "num_warps": 4, "num_stages": 3},

@@ -246,23 +246,10 @@ def nsa_selected_backward(
 
 @triton.jit
 def _sum_list(
-    PART,
-    X,
-    lo,
-    hi,
-    S,
-    bg,
-    j,
-    sx_b,
-    sx_s,
-    sx_g,
-    L: tl.constexpr,
-    LP: tl.constexpr,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BD: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    PART, X, lo, hi, S, bg, j, sx_b, sx_s, sx_g,
+    L: tl.constexpr, LP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """Sum parts lo .. hi - 1 into the rows of block j of X."""
     i = tl.arange(0, LP)
     d = tl.arange(0, BD)
     acc = tl.zeros([LP, BD], tl.float32)
@@ -300,18 +287,10 @@ def nsa_selected_sum_kv(
 
 @triton.jit
 def nsa_selected_sum_q(
-    DQ_PART,
-    BLOCKS,
-    DQ,
-    first_row,
-    J,
-    G: tl.constexpr,
-    H: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    HP: tl.constexpr,
-    BD: tl.constexpr,
-):
+    DQ_PART, BLOCKS, DQ, first_row, J,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """One (row, kv head) a program: dq is the sum over its slots."""
     local = tl.program_id(0).to(tl.int64)
     at_row = first_row * G + local
     h = tl.arange(0, HP)
@@ -327,7 +306,7 @@ def nsa_selected_sum_q(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Sizes measured on an H200 (reports/kernels.md)."""
+    """Sizes measured on an H200 (reports/kernels-log.md)."""
 
     M: int
     num_warps: int
