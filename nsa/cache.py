@@ -19,6 +19,7 @@ from nsa import checks
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.ops.positions import to_device
+from nsa.ops.reads import KeysRead
 
 KV = tuple[Tensor, Tensor]
 # (k, v) raw [B, L, G, D] and the index of the first block of each row [B] -> (k, v) compressed [B, C(L), G, D]
@@ -53,7 +54,7 @@ class NSACache:
     ) -> None:  # fmt: skip
         self.config, self.grid, self.batch, self.max_len, self.capacity = config, BlockGrid.of(config), batch, max_len, capacity
         self._lengths = [0] * batch
-        self.keys_read: dict[str, Tensor] = {}
+        self.keys_read = KeysRead()
 
         def pair(rows: int) -> list[Tensor]:
             return [torch.zeros(batch, rows, num_kv_heads, dim, dtype=dtype, device=device) for dim in (head_dim, v_head_dim)]
@@ -105,13 +106,18 @@ class NSACache:
         new = check_chunk(self, {"cmp": kv_cmp, "sel": kv_sel, "win": kv_win}, num_tokens)
         old, total = list(self._lengths), [length + count for length, count in zip(self._lengths, new, strict=True)]
         self._grow(max(total))
-        device = kv_sel[0].device
-        old_B, new_B = (to_device(x, device) for x in (old, new))
+        q_start: int | Tensor = old[0]
+        win_start: int | Tensor
         uniform = len(set(old)) == 1
-        view_win, win_start = self._window_view(kv_win, old, old_B)
-        self._store(self.sel, kv_sel, old_B, new_B, old[0] if uniform and len(set(new)) == 1 else None)
-        self._store_ring(kv_win, old_B, new_B)
-        self._compress(kv_cmp, old, total, compress)
+        if uniform and len(set(new)) == 1:
+            view_win, win_start = self._append_alike(kv_cmp, kv_sel, kv_win, old[0], compress)
+        else:
+            old_B, new_B = (to_device(x, kv_sel[0].device) for x in (old, new))
+            q_start = old[0] if uniform else old_B
+            view_win, win_start = self._window_view(kv_win, old, old_B)
+            self._store(self.sel, kv_sel, old_B, new_B)
+            self._store_ring(kv_win, old_B, new_B)
+            self._compress(kv_cmp, old, total, compress)
         self._lengths = total
         longest = old[0] + T if uniform else max(total)
         num_cmp = self.grid.num_cmp(max(total))
@@ -121,9 +127,33 @@ class NSACache:
             cmp=(k_cmp[:, :num_cmp], v_cmp[:, :num_cmp]),
             sel=(k[:, :longest], v[:, :longest]),
             win=view_win,
-            q_start=old[0] if uniform else old_B,
+            q_start=q_start,
             win_start=win_start,
         )
+
+    def _append_alike(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, start: int, compress: CompressFn) -> tuple[KV, int]:
+        """Store a chunk where all rows hold ``start`` tokens and get as many: by slices alone, since a step of decode waits for the host.
+
+        Returns the window's view and the position of the first query in it.
+        """
+        T, w = kv_sel[0].shape[1], self.config.window
+        before, kept = min(w - 1, start), min(w, T)
+        earlier = [slots for slots, _ in _ring_parts(start - before, before, w)]
+        k, v = (torch.cat([*(ring[:, slots] for slots in earlier), x], 1) for ring, x in zip(self.win, kv_win, strict=True))
+        for ring, x in zip(self.win, kv_win, strict=True):
+            for slots, tokens in _ring_parts(start + T - kept, kept, w):
+                ring[:, slots] = x[:, T - kept :][:, tokens]
+        for buffer, x in zip(self.sel, kv_sel, strict=True):
+            buffer[:, start : start + T] = x
+        d, done, due = self.config.cmp_stride, self.grid.num_cmp(start), self.grid.num_cmp(start + T)
+        raw = tuple(torch.cat([tail[:, : start - done * d], x], 1) for tail, x in zip(self.tail, kv_cmp, strict=True))
+        if due > done:
+            blocks = compress(raw[0], raw[1], to_device([done] * self.batch, raw[0].device))
+            for buffer, x in zip(self.cmp, blocks, strict=True):
+                buffer[:, done:due] = x[:, : due - done]
+        for tail, x in zip(self.tail, raw, strict=True):
+            tail[:, : start + T - due * d] = x[:, (due - done) * d :]
+        return (k, v), before
 
     def _grow(self, needed: int) -> None:
         if needed <= self.capacity:
@@ -147,12 +177,9 @@ class NSACache:
         k, v = (_join(_rows(ring, slot_BI), x, before_B) for ring, x in zip(self.win, kv, strict=True))
         return (k, v), before_B
 
-    def _store(self, buffers: list[Tensor], chunk: KV, start_B: Tensor, count_B: Tensor, start: int | None) -> None:
-        """Rows start .. of each buffer; the host's ``start`` where all rows are alike."""
+    def _store(self, buffers: list[Tensor], chunk: KV, start_B: Tensor, count_B: Tensor) -> None:
+        """The first ``count_B`` rows of the chunk to rows start_B .. of each buffer."""
         for buffer, x in zip(buffers, chunk, strict=True):
-            if start is not None:
-                buffer[:, start : start + x.shape[1]] = x
-                continue
             i = torch.arange(x.shape[1], device=x.device)
             index_BT = torch.where(i < count_B[:, None], start_B[:, None] + i, buffer.shape[1] - 1)
             buffer.scatter_(1, index_BT[:, :, None, None].expand_as(x), x)
@@ -181,12 +208,7 @@ class NSACache:
             torch.cat([tail[:, :kept], x], 1) if alike else _join(tail, x, kept_B) for tail, x in zip(self.tail, chunk, strict=True)
         )
         if max(due) > min(done):
-            blocks = compress(raw_k, raw_v, done_B)
-            if alike and len(set(due)) == 1:
-                blocks = (blocks[0][:, : due[0] - done[0]], blocks[1][:, : due[0] - done[0]])
-                self._store(self.cmp, blocks, done_B, emitted_B, done[0])
-            else:
-                self._store(self.cmp, blocks, done_B, emitted_B, None)
+            self._store(self.cmp, compress(raw_k, raw_v, done_B), done_B, emitted_B)
         i = torch.arange(self.config.cmp_block - 1, device=device)
         from_BI = (emitted_B * d)[:, None] + i
         for tail, raw in zip(self.tail, (raw_k, raw_v), strict=True):
@@ -240,6 +262,14 @@ def check_chunk(cache: NSACache, chunk: Mapping[str, KV], num_tokens: Sequence[i
             "make it larger with NSACache.empty(max_len=...), or begin a new one"
         )
     return new
+
+
+def _ring_parts(first: int, count: int, w: int) -> list[tuple[slice, slice]]:
+    """Slots of a ring of w for positions first .. first + count - 1 (count <= w), and which of those positions each part holds."""
+    begin = first % w
+    head = min(count, w - begin)
+    parts = [(slice(begin, begin + head), slice(0, head))]
+    return parts if head == count else [*parts, (slice(0, count - head), slice(head, count))]
 
 
 def _rows(x_BLGD: Tensor, index_BI: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,7 +217,7 @@ def compress_kv(
 
 def attend_view(
     q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, scale: float | None = None, path: str = "auto", fa2: str = "auto",
-    documents: Documents | None = None, present: Tensor | None = None, keys_read: dict[str, Tensor] | None = None,
+    documents: Documents | None = None, present: Tensor | None = None, keys_read: reads.KeysRead | None = None,
     whole: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read`` where that is given.
@@ -236,7 +237,7 @@ def attend_view(
         o, lse = dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid)
         outputs.append(o)
         if keys_read is not None:
-            keys_read["cmp"] = reads.compressed(q, view.cmp[0].shape[1], **grid)
+            keys_read.later("cmp", partial(reads.compressed, q, view.cmp[0].shape[1], **grid))
     if "sel" in config.branches:
         blocks = None
         if not _needs_no_blocks(chosen) or keys_read is not None:
@@ -249,11 +250,11 @@ def attend_view(
             statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
         outputs.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
         if keys_read is not None and blocks is not None:
-            keys_read["sel"] = reads.selected(blocks, S, q_start=view.q_start, sel_block=config.sel_block)
+            keys_read.later("sel", partial(reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block))
     if "win" in config.branches:
         outputs.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
         if keys_read is not None:
-            keys_read["win"] = reads.sliding(q, view.win[0].shape[1], q_start=view.win_start, window=config.window)
+            keys_read.later("win", partial(reads.sliding, q, view.win[0].shape[1], q_start=view.win_start, window=config.window))
     return dispatch.combined(chosen, gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
 
 

@@ -5,11 +5,33 @@ B batch, T query tokens, G kv heads. All counts are int64 and stay on the device
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
+
 import torch
 from torch import Tensor
 
 from nsa.ops.compressed import visible_blocks
 from nsa.ops.positions import query_positions
+
+
+class KeysRead(Mapping[str, Tensor]):
+    """Branch -> keys read in the last call, counted when asked for: nobody should wait for a count that is not read."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Callable[[], Tensor]] = {}
+
+    def later(self, branch: str, count: Callable[[], Tensor]) -> None:
+        """``count`` holds what the branch was called with."""
+        self._counts[branch] = count
+
+    def __getitem__(self, branch: str) -> Tensor:
+        return self._counts[branch]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
 
 
 def compressed(q: Tensor, num_blocks: int, *, block: int, stride: int, q_start: int | Tensor) -> Tensor:

@@ -169,7 +169,15 @@ def test_other_workloads_keep_no_cache_and_say_so() -> None:
 
 def stale_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     """The window's ring is never written: prefill in one call is right, whatever follows is not."""
-    monkeypatch.setattr(NSACache, "_store_ring", lambda *_: None)
+    real = NSACache.append
+
+    def stale(cache: NSACache, *args: Any, **options: Any) -> Any:
+        kept = [ring.clone() for ring in cache.win]
+        view = real(cache, *args, **options)
+        cache.win = kept
+        return view
+
+    monkeypatch.setattr(NSACache, "append", stale)
 
 
 def block_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
