@@ -1,7 +1,7 @@
 """Which tests show each system that the core must have, by the founding list's row; and the small ones that were missing.
 
-Row 6 is `perfbench tune`, and that the lengths it finds are obeyed. Row 12 (Triton) is shown by tests/gpu, and listed here once its
-rules are tested without a GPU.
+Row 6 is `perfbench tune`, and that the lengths it finds are obeyed. Row 12 runs in Triton's interpreter (`nox -s interpret`), and
+in bf16 in tests/gpu.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
     ),
     10: ("nsa/test_edges.py::test_v2_is_the_same_function_in_one_workspace_and_in_many", "gpu/test_parity.py::test_selected"),
     11: ("nsa/test_branches.py::test_selected_with_blocks_given_by_hand", "nsa/test_layer.py::test_engagement_counts_every_layer_once"),
+    12: ("nsa/test_kernels.py::test_selected", "nsa/test_kernels.py::test_choice", "gpu/test_kernels.py::test_choice_of_blocks"),
     13: (
         "nsa/test_cache.py::test_prefill_is_chunked_prefill_is_decode",
         "nsa/test_layer_options.py::test_decode_is_prefill_across_the_boundaries_of_the_papers_geometry",

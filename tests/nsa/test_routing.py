@@ -6,6 +6,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -522,3 +523,34 @@ def test_triton_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_routing_imports_no_torch() -> None:
     code = "import sys, nsa.routing, nsa.settings, nsa.blocks, nsa.config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"sm": (8, 9)}, "nobody has measured whether it is the fastest on SM 8.9"),
+        ({"triton_provider": None, "triton_reason": "triton is not installed"}, "triton is not installed"),
+        ({"dtype": "float32"}, "in float32 its exact products are for tests"),
+        ({"head_dim": 300, "v_head_dim": 300}, "head_dim 300 exceeds 256"),
+    ],
+)
+def test_auto_takes_triton_where_it_was_measured_and_says_why_not(change: dict[str, Any], reason: str) -> None:
+    problem = Problem(1, 4096, 4096, 12, 2, 64, 64, "bfloat16", scores="", sel_block=64)
+    taken = route(Request(), problem, TRITON)
+    assert taken.counters == ("cmp.triton", "score.triton", "sel.triton", "win.triton")
+    of_problem = {k: v for k, v in change.items() if k in {"dtype", "head_dim", "v_head_dim"}}
+    of_machine = {k: v for k, v in change.items() if k not in of_problem}
+    other = route(Request(), dataclasses.replace(problem, **of_problem), dataclasses.replace(TRITON, **of_machine))
+    assert other.branch("sel").implementation in ("v2", "masked") and not other.has("score")
+    assert [r.reason for r in other.rejected if r.alternative == "triton"] == [reason] or reason in str(other.rejected)
+
+
+def test_auto_keeps_dense_kernels_where_nothing_is_left_out() -> None:
+    problem = Problem(1, 512, 512, 12, 2, 64, 64, "bfloat16", select_all_tokens=1024, window=512, whole=True, scores="", sel_block=64)
+    assert route(Request(), problem, TRITON).counters == ("cmp.triton", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa")
+
+
+def test_fa2_asked_for_by_auto_serves_the_window_and_without_a_window_takes_v2() -> None:
+    problem = Problem(1, 4096, 4096, 12, 2, 64, 64, "bfloat16", scores="", sel_block=64)
+    assert route(Request(fa2="on"), problem, TRITON).counters == ("cmp.triton", "score.triton", "sel.triton", "win.fa2")
+    assert route(Request(fa2="on"), dataclasses.replace(problem, branches=("sel",)), TRITON).counters == ("sel.v2", "sel.fa2")
