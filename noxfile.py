@@ -87,6 +87,13 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
+def fuzz(session: nox.Session) -> None:
+    """Every reader of a file under atheris, two minutes each; `nox -s fuzz -- matrix --seconds 600` for one of them."""
+    _run(session, "python", "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[fuzz]")
+    _run(session, "python", "-m", "tests.fuzz", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
 def peers(session: nox.Session) -> None:
     """Compare with fla-core's pure-PyTorch NSA, and print where it differs; needs no GPU, and no package but its wheel's."""
     with tempfile.TemporaryDirectory() as folder:  # beside the shared environment, so that no other session meets it

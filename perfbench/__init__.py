@@ -1,7 +1,7 @@
 """perfbench: a number is published only with its proof. Where things are, in the order of a run:
 
-- Commands: ``cli`` (and ``cli_options``) parse, ``session``, ``check``, ``versions`` (ab, compare), ``tracecommand`` and ``tune``
-  (``cli_tune``, ``tuneplan``, ``tunedecide`` by ``crossing``, ``tunetext``) do.
+- Commands: ``cli`` (and ``cli_options``) parse, ``session``, ``check``, ``versions`` (ab, compare), ``reread``, ``tracecommand`` and
+  ``tune`` (``cli_tune``, ``tuneplan``, ``tunedecide`` by ``crossing``, ``tunetext``) do.
 - What to measure: ``matrix`` (``matrixfile``, ``matrixrules``, ``axes``, ``yamlfile``, ``policy``), ``calls``, ``plan``, ``environment``
   (``source``, ``gpu``, ``nvml``), ``doctor`` (``doctor_*``, ``findings``).
 - Measuring, parent: ``runner``, ``sweep``, ``ledger``, ``resumable``, ``progress``, ``isolate``, ``children``; two versions in turns:
@@ -13,6 +13,6 @@
 - Judging, pure: ``gate`` = ``coverage``, ``hardgate``, ``comparable``, then ``speed`` (stage 1) and ``settle`` (stage 2) on ``reduced``
   rows, by ``stats`` and ``modes``, told as ``evidence`` and ``judgement``;
   ``compare``, ``explain``; ``calibrate`` with ``starts``, ``nights``, ``certify`` and ``nullsim``.
-- Telling: ``report`` (``report.kernels`` writes reports/kernels.md), ``text``, ``github``; after a red ``trace`` with ``capture``,
-  ``kernels``, ``kerneldiff``, ``tracediff``.
+- Telling: ``report`` (``report.kernels`` writes reports/kernels.md), ``text``, ``revisions``, ``github``; after a red ``trace`` with
+  ``capture``, ``kernels``, ``kerneldiff``, ``tracediff``.
 """

@@ -51,17 +51,18 @@ def promote(
     """
     _refuse(run, allow_dirty)
     manifest = run.manifest
-    told = {} if calibration is None else nights.read(calibration, manifest.environment.gpu_slug)
+    known = None if calibration is None else nights.read(calibration, manifest.environment.gpu_slug)
     cells = _cells(run)
     old, notes = _existing(path, bool(manifest.only))
     kept, removed = _keep(run, old, cells)
     cells = {**kept, **cells}
+    configs = {cell_id: cell.config_sha256 for cell_id, cell in cells.items()}
+    told = {} if known is None else nights.told(known, manifest.environment.fingerprint(), configs)
     before = {} if old is None else {cell_id: _nights_of(cell) for cell_id, cell in old.cells.items()}
     cells = {cell_id: cell.model_copy(update=before.get(cell_id, {}) | told.get(cell_id, {})) for cell_id, cell in cells.items()}
     if calibration is not None:
-        found = sorted(set(told) & set(cells))
         rest = f"; {', '.join(sorted(set(cells) - set(told)))} not in it" if set(cells) - set(told) else ""
-        notes.append(f"{calibration} tells the luck between nights of {len(found)} of {len(cells)} cells{rest}")
+        notes.append(f"{calibration} tells the luck between nights of {len(told)} of {len(cells)} cells{rest}")
     if removed and old is not None and not _same_environment(run, old):
         notes.append("the environment or method changed, so no earlier cell could be kept")
     if manifest.source.dirty_sha256:

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from perfbench.judgement import BaselineProblem, shorten, unproved
 from perfbench.result import Source
-from perfbench.runfile import axes_problem
+from perfbench.runfile import axes_problem, whole
 from perfbench.verdict import Exit, PerfbenchError, Verdict
 
 SCHEMA_VERSION = 2  # 2: what host-bound cells and the sentinels are judged by
@@ -130,7 +130,7 @@ def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
         return BaselineProblem(Verdict.CORRUPT, f"{what} {text}", newer)
 
     try:
-        raw: Any = json.loads(data.decode("utf-8"))
+        raw: Any = json.loads(data.decode("utf-8"), parse_int=whole)
         json.dumps(raw, ensure_ascii=False).encode("utf-8")  # an escaped lone surrogate parses, and could never be printed
     except (ValueError, RecursionError) as error:
         return corrupt(f"is not JSON (truncated?): {shorten(str(error))}; restore it from git, or promote a run again")

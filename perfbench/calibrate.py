@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from perfbench import runfile, starts, stats
+from perfbench.axes import AXES
 from perfbench.certify import Certificate, Effort, Rate, certify
 from perfbench.nights import Night, estimate, pooled_sd, variance_within
 from perfbench.policy import GatePolicy
-from perfbench.result import Replicate
+from perfbench.result import PlannedCell, Replicate
 from perfbench.starts import Rows, Start, StartCount
 from perfbench.verdict import Exit, PerfbenchError
 
@@ -28,13 +29,16 @@ from perfbench.verdict import Exit, PerfbenchError
 class CellNoise:
     """One cell on this machine; sd of ln speed in per cent (in ``night`` and ``device_night`` as they are), null where unknown.
 
-    ``within_sd_pct``: between processes of one start, ``within_df`` its degrees of freedom; ``moderated_sd_pct``: shrunk to
-    the cells that are bound like it. ``night`` and ``device_night``: tok/s and device time between starts, from two starts on.
-    ``blocks``: pairs that confirm min_effect with the policy's power; null: BLIND. ``judged_drop_pct``: the smallest drop that
-    `stats.MAX_BLOCKS` pairs confirm, min_effect where the cell is not BLIND.
+    ``config_sha256``: of the work that was measured. ``within_sd_pct``: between processes of one start, ``within_df`` its degrees
+    of freedom; ``moderated_sd_pct``: shrunk to the cells that are bound like it. ``night`` and ``device_night``: tok/s and device
+    time between starts, from two starts on. ``blocks``: pairs that confirm min_effect with the policy's power; null: BLIND.
+    ``judged_drop_pct``: the smallest drop that `stats.MAX_BLOCKS` pairs confirm, min_effect where the cell is not BLIND.
+    ``tolerance_pct`` grows like it; a matrix takes both by the overrides that the report prints.
     """
 
     cell_id: str
+    config_sha256: str
+    axes: dict[str, str | int]
     host_bound: bool | None
     starts: int
     replicates: int
@@ -51,7 +55,10 @@ class CellNoise:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """``screened`` and ``red``: what the rule made of real A/A pairs of starts, and of pairs of processes within starts."""
+    """``screened`` and ``red``: what the rule made of real A/A pairs of starts, and of pairs of processes within starts.
+
+    ``most_replicates``: the most that one cell has in one start.
+    """
 
     runs: list[str]
     commit: str | None
@@ -59,6 +66,7 @@ class Calibration:
     gpu_name: str  # of the processor where there is no GPU
     environment: dict[str, str | None]  # its fingerprint, the same for all runs
     starts: list[StartCount]
+    most_replicates: int
     seed: int
     policy: GatePolicy
     cells: list[CellNoise]
@@ -78,7 +86,7 @@ def calibrate(
     """
     runs = sorted((runfile.read(path) for path in run_files), key=lambda run: run.manifest.run_id)  # in any order, the same bytes
     rows = starts.read(runs)
-    cells, pooled = _cells(rows, policy)
+    cells, pooled = _cells(rows, {cell.cell_id: cell for run in runs for cell in run.manifest.cells}, policy)
     stored = [stats.logs([1 / s for s in row.samples_s]) for found in rows.values() for row in found if len(row.samples_s) > 1]
     screened, significant = _across(rows, policy, {cell.cell_id: cell.night for cell in cells})
     first = runs[0].manifest
@@ -89,6 +97,7 @@ def calibrate(
         gpu_name=first.environment.device_name,
         environment=first.environment.fingerprint(),
         starts=starts.counts(rows),
+        most_replicates=max(map(len, rows.values())),
         seed=seed,
         policy=policy,
         cells=cells,
@@ -131,7 +140,7 @@ def _family(host_bound: bool | None) -> str:
 Groups = Mapping[Start, list[Replicate]]  # the starts of one cell
 
 
-def _cells(of_start: Rows, policy: GatePolicy) -> tuple[list[CellNoise], dict[str, float | None]]:
+def _cells(of_start: Rows, planned: Mapping[str, PlannedCell], policy: GatePolicy) -> tuple[list[CellNoise], dict[str, float | None]]:
     """Every cell's noise, and the sd of ln tok/s between starts pooled over the cells that are bound alike."""
     groups: dict[str, dict[Start, list[Replicate]]] = {}
     for (start, cell_id), rows in of_start.items():
@@ -149,7 +158,7 @@ def _cells(of_start: Rows, policy: GatePolicy) -> tuple[list[CellNoise], dict[st
         pooled[family] = pooled_sd(nights)
         for cell_id in members:
             two = nights.get(cell_id), device_nights.get(cell_id)
-            cells.append(_cell(cell_id, groups[cell_id], within[cell_id], variance_within(times[cell_id]), two, prior, policy))
+            cells.append(_cell(planned[cell_id], groups[cell_id], within[cell_id], variance_within(times[cell_id]), two, prior, policy))
     return sorted(cells, key=lambda cell: cell.cell_id), pooled
 
 
@@ -163,7 +172,7 @@ def _device(rows: Sequence[Replicate]) -> list[float]:
 
 
 def _cell(
-    cell_id: str,
+    planned: PlannedCell,
     groups: Groups,
     within: tuple[float, float],
     device_within: tuple[float, float],
@@ -181,7 +190,9 @@ def _cell(
         judged = policy.min_effect_pct if blocks is not None else -100 * math.expm1(-least)
     blind = judged is not None and blocks is None
     return CellNoise(
-        cell_id=cell_id,
+        cell_id=planned.cell_id,
+        config_sha256=planned.config_sha256,
+        axes={name: value for name in AXES if (value := planned.axes.get(name, AXES[name].default)) is not None},
         host_bound=_bound_of(groups),
         starts=len(groups),
         replicates=sum(map(len, groups.values())),

@@ -154,14 +154,15 @@ def compare(
 
 @app.command()
 def explain(
-    run: opt.RunArg,
-    cell: Annotated[str, typer.Argument(metavar="CELL", help="A cell's id, as the report shows it.")],
+    run: opt.TraceArg,
+    cell: opt.CellArg,
     baseline: opt.BaselinePath = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Say in plain words why a cell got its verdict."""
-    from perfbench import session
+    from perfbench import reread
 
-    _say(session.explain(run, cell, baseline))
+    _say(reread.explain(run, cell, baseline, as_json=as_json))
 
 
 @app.command()
@@ -188,24 +189,25 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="Where the report goes too: a folder or a .md file.", show_default=False)
     ] = None,
+    as_json: opt.Json = False,
 ) -> None:
     """Certify the gate on stored runs."""
     from perfbench import session
 
-    _say(session.calibrate(runs, seed, out))
+    _say(session.calibrate(runs, seed, out, as_json=as_json))
 
 
 @app.command()
 def report(
-    run: opt.RunArg,
+    run: opt.TraceArg,
     baseline: opt.BaselinePath = None,
     out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write; the run's folder by default.")] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Write a run's report again, with --baseline compared."""
-    from perfbench import session
+    from perfbench import reread
 
-    _finish(session.judge_again(run, baseline, out), as_json, out)
+    _finish(reread.report(run, baseline, out), as_json, out)
 
 
 @baseline_app.command("show")

@@ -15,13 +15,14 @@ from perfbench.verdict import Exit, Verdict
 SPEED_ONLY = (Verdict.SAME, Verdict.FASTER, Verdict.WATCH, Verdict.BLIND, Verdict.UNSTABLE)
 
 
-def judge(base: Run, candidate: Run, policy: GatePolicy | Policies, *, paired: bool, strict: bool = False) -> Judgement:
+def judge(base: Run, candidate: Run, policy: GatePolicy | Policies, *, paired: bool, strict: bool = False, go_on: str = "") -> Judgement:
     """The verdict of ``candidate`` against ``base``.
 
     ``paired``: the runs are the two sides of one interleaved measurement, replicate r beside replicate r, so a drop can be
     REGRESSED (Holm over all cells). Otherwise they are two nights, and a drop is at most WATCH, to be confirmed by `ab`. The
     hard gates hold for both: a base cell that fails one is not compared, and says why; a base run that is wrong as a whole
-    (throttled, two machines, no sentinel, edited) makes every comparison INCOMPARABLE, and its finding is told.
+    (throttled, two machines, no sentinel, edited) makes every comparison INCOMPARABLE, and its finding is told. ``go_on``: the
+    command that measures what is missing of the planned pairs.
     """
     policies = Policies.over(policy)
     alone = gate.judge(base, None, policies)
@@ -35,7 +36,7 @@ def judge(base: Run, candidate: Run, policy: GatePolicy | Policies, *, paired: b
     if not paired:
         return judgement
     compared = [cell.cell_id for cell in judgement.cells if cell.compared and cell.verdict in SPEED_ONLY]
-    return settle(judgement, base, candidate, policies, compared)
+    return settle(judgement, base, candidate, policies, compared, go_on)
 
 
 def _not_believed(cell: CellVerdict, red: dict[str, CellVerdict]) -> CellVerdict:

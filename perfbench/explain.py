@@ -19,7 +19,7 @@ from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, PerfbenchError, 
 if TYPE_CHECKING:
     from perfbench.baseline import Baseline, BaselineCell
 
-_NEXT: dict[Verdict | None, str] = {
+_NEXT: dict[Verdict, str] = {
     Verdict.SAME: "Nothing is to be done.",
     Verdict.FASTER: "Promote this run, so that a later loss of the gain is seen.",
     Verdict.NEW: "Promote a run that has this cell.",
@@ -33,6 +33,8 @@ _NEXT: dict[Verdict | None, str] = {
     Verdict.MISSING: "Go on with --resume, or promote a baseline without this cell.",
     Verdict.ENV: "Measure again on a machine that is whole and idle; `perfbench doctor` looks at this one.",
     Verdict.INCOMPARABLE: "Promote a run made here, or gate on the machine of the baseline.",
+    Verdict.NO_BASELINE: "Promote a green run (`perfbench baseline promote RUN`), or name a baseline with --baseline.",
+    Verdict.CORRUPT: "Restore the baseline's file from git, or promote a green run anew.",
 }
 
 
@@ -52,7 +54,7 @@ def text(run: Run, judgement: Judgement, cell_id: str, policy: GatePolicy | Poli
     for evidence in cell.evidence:
         lines += ["", *_evidence(evidence, mine)]
     lines += ["", *_otherwise(cell, mine)]
-    lines += ["", _exit(cell, judgement), _NEXT.get(cell.verdict, "Gate it against a baseline to compare its speed.")]
+    lines += ["", _exit(cell, judgement), _next(cell, judgement, mine)]
     lines += [f"Measure it again: {cell.reproduce}"] if cell.reproduce else []
     return "\n".join(lines) + "\n"
 
@@ -73,10 +75,10 @@ def _rows(rows: list[Replicate]) -> Iterator[str]:
 def _base(cell: CellVerdict, baseline: Baseline | BaselineProblem | None) -> Iterator[str]:
     if baseline is None:
         yield "Baseline: none was asked for."
-    elif isinstance(baseline, BaselineProblem):
-        yield f"Baseline: {baseline.message}"
     elif cell.confirmed:
         yield "Base: measured interleaved with the candidate, pair by pair, in one night."
+    elif isinstance(baseline, BaselineProblem):
+        yield f"Baseline: {baseline.message}"
     elif (base := baseline.cells.get(cell.cell_id)) is not None:
         speeds = ", ".join(f"{speed:,.1f}" for speed in base.tok_per_s)
         yield f"Baseline: run {base.run_id}, {len(base.tok_per_s)} replicates: {speeds} tok/s."
@@ -142,7 +144,7 @@ def _otherwise(cell: CellVerdict, policy: GatePolicy) -> Iterator[str]:
     yield f"  SAME with a change above {_pct(same)}; FASTER above {_pct(faster)}"
     if evidence.paired:
         beyond = math.log1p(-evidence.tolerance_pct / 100)
-        far = -stats.t_quantile(1 - policy.alpha_confirm, c.df) * c.standard_error
+        far = -stats.t_quantile(1 - evidence.alpha, c.df) * c.standard_error  # of a pair that was cut short the corrected one
         yield f"  REGRESSED with a change below {_pct(min(beyond, far))}, were it the only cell tested; more cells ask for more"
     else:
         far = -stats.t_quantile(1 - policy.alpha_screen, c.df) * c.standard_error
@@ -158,3 +160,23 @@ def _exit(cell: CellVerdict, judgement: Judgement) -> str:
         return "Exit: 0, nothing was compared."
     strict = "; 7 under --strict" if cell.verdict in FAIL_UNDER_STRICT else ""
     return f"Exit: {int(EXIT_OF[cell.verdict])} by this cell alone{strict}; {int(judgement.exit_code)} for the whole run."
+
+
+def _next(cell: CellVerdict, judgement: Judgement, policy: GatePolicy) -> str:
+    """What to do about this verdict."""
+    if cell.verdict is Verdict.WATCH:
+        return _of_watch(cell, policy)
+    if cell.verdict is not None:
+        return _NEXT[cell.verdict]
+    problem = next((one.verdict for one in judgement.findings if one.verdict in (Verdict.NO_BASELINE, Verdict.CORRUPT)), None)
+    return "Gate it against a baseline to compare its speed." if problem is None else _NEXT[problem]
+
+
+def _of_watch(cell: CellVerdict, policy: GatePolicy) -> str:
+    if cell.cut_short:
+        return f"Measure the pairs that are missing ({cell.cut_short} were measured): the reason names the command."
+    if cell.confirmed:
+        return "Measure more pairs: `perfbench ab BASE CANDIDATE MATRIX --blocks N`; the report says how many would do."
+    if cell.screened:
+        return "`perfbench check` confirms it, in turns with the base's commit; nothing is slower before that."
+    return f"Measure more processes, at least {policy.min_replicates} on each side that count; then judge again."

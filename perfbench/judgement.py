@@ -71,6 +71,7 @@ class CellVerdict:
     confirmed: bool = False  # judged on interleaved pairs
     evidence: tuple[Evidence, ...] = ()
     notes: tuple[str, ...] = ()
+    cut_short: str = ""  # '3 of 6 planned pairs', where the others were never measured
 
     @property
     def mde_pct(self) -> float | None:

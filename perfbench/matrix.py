@@ -25,6 +25,7 @@ from perfbench.matrixfile import Limits, Target, json_schema, resolve_model, val
 from perfbench.matrixrules import COUNTERS, ExcludeRule, ExpectRule, IncludeRule, OverrideRule
 from perfbench.policy import Alias, GatePolicy, Policies
 from perfbench.result import METHOD_VERSION, Expect
+from perfbench.runfile import MAX_REPLICATES
 from perfbench.verdict import Exit, PerfbenchError
 from perfbench.yamlfile import Document, read_text
 from perfbench.yamlfile import parse as parse_yaml
@@ -35,6 +36,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_CELLS = 100_000  # at five seconds a cell this is a week; a larger product is a slip
+MAX_MATCHES = 2_000_000  # cells times rules: seconds of planning
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +108,17 @@ def parse(text: str, path: str) -> Matrix:
 def _check_whole(document: Document, matrix: Matrix) -> list[Cell]:
     """What only the expanded matrix can show: too many cells, none left, dead or contradictory expectations. The cells."""
     spans = [_span(matrix, rule) for rule in (None, *matrix.include)]
+    if matrix.measure.processes > MAX_REPLICATES:
+        document.fail(
+            ("measure", "processes"), f"{matrix.measure.processes} is more than {MAX_REPLICATES}, which no run file may hold; lower it"
+        )
     size = sum(math.prod(len(values) for values in span.values()) for span in spans)
     if size > MAX_CELLS:
         document.fail(("axes",), f"the axes span {size} cells, more than {MAX_CELLS}; shorten one or split the matrix")
+    count = sum(map(len, (matrix.exclude, matrix.include, matrix.expect, matrix.overrides)))
+    if size * count > MAX_MATCHES:
+        text = f"{size} cells times {count} rules are more than {MAX_MATCHES} comparisons"
+        document.fail(("axes",), f"{text}; join rules with lists of values, or split the matrix")
     kept, excluded = cells(matrix)
     if not kept:
         named = "; ".join(f"line {r.line} {r.match}: {r.reason}" for r in matrix.exclude)

@@ -16,6 +16,7 @@ from perfbench.verdict import Exit, PerfbenchError
 from perfbench.yamlfile import Document, Loc
 
 MATRIX_VERSION = 1
+MAX_MISTAKES = 20  # shown at once: a screenful
 
 
 class _Section(BaseModel):
@@ -92,8 +93,12 @@ def validate(document: Document) -> MatrixFile:
     try:
         return MatrixFile.model_validate(document.data, strict=True)
     except ValidationError as error:
-        found = [(document, error_loc(e), _explain(e)) for e in error.errors(include_url=False)]
-    raise PerfbenchError(Exit.USAGE, "\n".join(_located(*f) for f in sorted(found, key=lambda f: f[0].line(f[1]))))
+        found = sorted(error.errors(include_url=False), key=lambda e: document.line(error_loc(e)))
+    lines = [_located(document, error_loc(e), _explain(e)) for e in found[:MAX_MISTAKES]]
+    if more := len(found) - len(lines):
+        at = document.line(error_loc(found[MAX_MISTAKES]))
+        lines.append(_located(document, (), f"{more} more mistakes, from line {at} on; correct these first"))
+    raise PerfbenchError(Exit.USAGE, "\n".join(lines))
 
 
 def policy_with(document: Document, loc: Loc, base: GatePolicy, changes: Mapping[str, Any]) -> GatePolicy:

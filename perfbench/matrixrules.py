@@ -177,17 +177,18 @@ def _values(document: Document, loc: Loc, name: str, given: list[Any]) -> tuple[
     axis = _axis(document, loc, name)
     if not given:
         document.fail(loc, f"empty axis: the product has no cell; give {axis.wanted}, or remove the axis")
-    values: list[Value] = []
+    values: dict[Value, None] = {}
     for index, value in enumerate(given):
         at = (*loc, index)
         if value in axis.recorded:
             document.fail(at, f"{value} is what dense paths record, it cannot be asked for; wanted {axis.wanted}")
         try:
-            values.append(axis.check(value))
+            checked = axis.check(value)
         except ValueError as error:
             document.fail(at, str(error))
-        if value in values[:-1]:
+        if checked in values:
             document.fail(at, f"{show(value)} is given twice; keep one")
+        values[checked] = None
     return tuple(values)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import math
 import os
 import re
 import secrets
@@ -28,6 +27,8 @@ from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
 FILE_NAME = "run.jsonl"
+MAX_VALUE = 1e100  # beyond any measured thing; sums and squares of such values stay finite
+MAX_REPLICATES = 100_000  # of a cell; readers count up to the number that the manifest names
 Record = Manifest | Resumed | Replicate | SentinelLine
 _KINDS: Mapping[str, type[Record]] = MappingProxyType(
     {"manifest": Manifest, "resumed": Resumed, "replicate": Replicate, "sentinel": SentinelLine}
@@ -171,6 +172,8 @@ def _record(line: bytes, name: str, number: int) -> Record:
 def _implausible(record: Record) -> str:
     """What no run can have written although its shape is right; empty where there is nothing."""
     if isinstance(record, Manifest):
+        if not 0 <= record.replicates <= MAX_REPLICATES:
+            return f"replicates is {str(record.replicates)[:40]}, wanted 0 to {MAX_REPLICATES}"
         return next(filter(None, (axes_problem(cell.axes) for cell in record.cells)), "")
     if not isinstance(record, Replicate):
         return ""
@@ -198,7 +201,7 @@ def _check_schema(schema: object, name: str, number: int) -> None:
 
 def _json_object(line: bytes, name: str, number: int) -> dict[str, Any]:
     try:
-        data = json.loads(line.decode("utf-8"), parse_constant=_not_finite, parse_float=_finite)
+        data = json.loads(line.decode("utf-8"), parse_constant=_not_finite, parse_float=_finite, parse_int=whole)
     except UnicodeDecodeError as error:
         _fail(name, number, f"not UTF-8 at byte {error.start} of the line; the file is damaged, restore it or start a new run")
     except (ValueError, RecursionError) as error:
@@ -209,10 +212,17 @@ def _json_object(line: bytes, name: str, number: int) -> dict[str, Any]:
     return data
 
 
+def whole(text: str) -> int:
+    """A whole number of a JSON file; ValueError beyond 64 bits, which no float and no count holds."""
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**63:
+        raise ValueError(f"{text[:40]} is beyond 64 bits")
+    return value
+
+
 def _finite(text: str) -> float:
     value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:40]} is not finite")
+    if not abs(value) < MAX_VALUE:
+        raise ValueError(f"{text[:40]} is beyond any measure")
     return value
 
 

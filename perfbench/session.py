@@ -1,4 +1,7 @@
-"""What each command does, in the order in which it does it: plan, measure, judge, render. The glue of all but `ab`."""
+"""What each command does, in the order in which it does it: plan, measure, judge, render.
+
+The glue of `ab` and `compare` is in `versions`, of `report` and `explain` in `reread`, of `trace` in `tracecommand`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import nsa
 import nsa.settings
 from nsa.capability import assumed, of_gpu
-from nsa.config import nearest_name
 from nsa.routing import Capability
 from perfbench import matrix as matrices
 from perfbench import plan as plans
@@ -58,11 +60,13 @@ class Outcome:
 
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
+        from perfbench import pair as pairs
         from perfbench import report, tracediff
         from perfbench.report.beside import Beside
 
         traces = tracediff.to_markdown(tracediff.stored(self.folder))
-        beside = Beside.of(self.baseline, policy_of(self.run), base_run=self.base_run, traces=traces)
+        paired = self.base_run is not None and pairs.are_paired(self.base_run, self.run)
+        beside = Beside.of(self.baseline, policy_of(self.run), base_run=self.base_run, paired=paired, traces=traces)
         to = out or self.folder
         return report.render(self.run, self.judgement, to, beside) + report.write_ci(self.run, self.judgement, to)
 
@@ -142,23 +146,6 @@ def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: b
     return replace(outcome, judgement=settle.conclude_all(outcome.judgement, found.measured, policy, found.reasons))
 
 
-def judge_again(run_path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
-    """For `report`: without a baseline the hard gates alone. USAGE where that would write over the verdict of a baseline."""
-    if baseline_path is not None:
-        return judge_against_baseline(run_path, baseline_path, strict=False)
-    outcome = judge(run_path)
-    known = outcome.folder / "verdict.json"
-    if (out is None or out.resolve() == outcome.folder.resolve()) and known.is_file():
-        try:
-            before = json.loads(known.read_bytes()).get("exit_code")
-        except (ValueError, AttributeError):
-            return outcome
-        if before != outcome.judgement.exit_code:
-            text = f"{known} says exit {before}, and without a baseline this run is exit {int(outcome.judgement.exit_code)}"
-            raise PerfbenchError(Exit.USAGE, f"{text}. Next: name what judged it with --baseline, or another folder with --out")
-    return outcome
-
-
 def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Outcome, Baseline | BaselineProblem]:
     """The first stage alone: a run judged by the stored baseline, and that baseline."""
     from perfbench import baseline, comparable, gate, runfile
@@ -185,29 +172,24 @@ def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
         warn(f"{found.message}. Measuring all the same; the run can be promoted")
 
 
-def explain(run_path: Path, cell_id: str, baseline_path: Path | None) -> str:
-    """Why a cell got its verdict, in plain words and with the numbers between."""
-    from perfbench import baseline
-    from perfbench import explain as explaining
+def calibrate(run_paths: list[Path], seed: int, out: Path | None, *, as_json: bool = False) -> str:
+    """Certify the gate on stored samples; the report also goes to ``out``, a .md file or the folder of calibration.md.
 
-    outcome = judge_against_baseline(run_path, baseline_path, strict=False)
-    known = [cell.cell_id for cell in outcome.judgement.cells]
-    if cell_id not in known:
-        raise PerfbenchError(Exit.USAGE, f"got cell {cell_id!r}, which {run_path} does not have{nearest_name(cell_id, known)}")
-    found = baseline.read(baseline_path or default_baseline(outcome.run))
-    return explaining.text(outcome.run, outcome.judgement, cell_id, policy_of(outcome.run), found)
-
-
-def calibrate(run_paths: list[Path], seed: int, out: Path | None) -> str:
-    """Certify the gate on stored samples; the report also goes to ``out``, a file or the folder of calibration.md."""
+    A name without suffix is a folder, there or not. USAGE for any other suffix: the JSON file goes beside, by the same name.
+    """
     from perfbench import calibrate as calibrating
     from perfbench import runfile
     from perfbench.policy import GatePolicy
 
+    to = out
+    if out is not None and (out.is_dir() or not out.suffix):
+        to = out / "calibration.md"
+    elif out is not None and out.suffix != ".md":
+        raise PerfbenchError(Exit.USAGE, f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}")
     files = [path / runfile.FILE_NAME if path.is_dir() else path for path in run_paths]
     policy = policy_of(runfile.read(files[0])).whole if files else GatePolicy()
-    to = out / "calibration.md" if out is not None and out.is_dir() else out
-    return calibrating.render(calibrating.calibrate(files, seed=seed, policy=policy, out=to))
+    found = calibrating.calibrate(files, seed=seed, policy=policy, out=to)
+    return calibrating.as_json(found) if as_json else calibrating.render(found)
 
 
 def promote(run_path: Path, to: Path | None, allow_dirty: bool, calibration: Path | None = None) -> str:

@@ -8,7 +8,7 @@ from statistics import geometric_mean
 
 from perfbench import stats
 from perfbench.comparable import differences, ground_of
-from perfbench.coverage import paired, rows_by_cell
+from perfbench.coverage import paired, parted, rows_by_cell
 from perfbench.hardgate import Ground, cell_findings
 from perfbench.judgement import CellVerdict, Finding, Judgement, summarise
 from perfbench.policy import GatePolicy, Policies
@@ -78,9 +78,17 @@ def unconfirmed(cell: CellVerdict, why: str | None) -> CellVerdict:
     return replace(cell, reason=f"not confirmed: {why}; {cell.reason}")
 
 
-def settle(judgement: Judgement, base_run: Run, candidate_run: Run, policies: Policies, cell_ids: Collection[str]) -> Judgement:
-    """Judge ``cell_ids`` by the pairs of both runs, Holm over all of them; the other cells stay as they are."""
-    return _settle(judgement, [Measured(base_run, candidate_run, cell_ids)], policies, {})
+def settle(
+    judgement: Judgement, base_run: Run, candidate_run: Run, policies: Policies, cell_ids: Collection[str], go_on: str = ""
+) -> Judgement:
+    """Judge ``cell_ids`` by the pairs of both runs, Holm over all of them; the other cells stay as they are.
+
+    ``go_on``: the command that measures the planned pairs that are missing, told where an interruption cut them short.
+    """
+    measured = Measured(base_run, candidate_run, cell_ids)
+    pairs = _Pairs(measured, policies)
+    cut = [cell_id for cell_id in cell_ids if pairs.cut_short(cell_id)] if go_on else []
+    return _settle(judgement, [measured], policies, dict.fromkeys(cut, f"`{go_on}` goes on"))
 
 
 def _settle(judgement: Judgement, measured: Sequence[Measured], policies: Policies, reasons: Mapping[str, str]) -> Judgement:
@@ -96,10 +104,29 @@ def _settle(judgement: Judgement, measured: Sequence[Measured], policies: Polici
             outcome = outcomes[cell.cell_id]
             settled = verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence))
             few = pairs[cell.cell_id].shortfall(len(found.base.tok_per_s))
-            cells.append(_explained(settled, few, why) if few else settled)
+            settled = _explained(settled, few, why) if few else settled
+            cut = pairs[cell.cell_id].cut_short(cell.cell_id)
+            cells.append(_cut_short(settled, cut, policies.of(cell.cell_id), pairs[cell.cell_id].planned) if cut else settled)
         else:
             cells.append(cell)
-    return _again(judgement, cells)
+    return _told(_again(judgement, cells))
+
+
+def _cut_short(cell: CellVerdict, cut: str, policy: GatePolicy, planned: int) -> CellVerdict:
+    """What was judged at the corrected level of ``_Pairs`` stands where it is a proof; all else waits for the other pairs."""
+    proved = cell.verdict in (Verdict.REGRESSED, Verdict.SAME, Verdict.FASTER)
+    verdict = Verdict.WATCH if cell.verdict is Verdict.BLIND else cell.verdict
+    level = f"alpha {policy.alpha_confirm:g} / {planned}, for the looks that were possible"
+    text = f"cut short: {cut}; {'it holds' if proved else 'nothing is settled'} at {level}; {cell.reason}"
+    return replace(cell, verdict=verdict, reason=text, cut_short=cut)
+
+
+def _told(judgement: Judgement) -> Judgement:
+    """A headline that quotes no cell that was cut short names the first of them."""
+    cut = next((cell.cut_short for cell in judgement.cells if cell.cut_short), "")
+    if not cut or "cut short" in judgement.headline:
+        return judgement
+    return replace(judgement, headline=f"{judgement.headline}; cut short: {cut}")
 
 
 def verdict_with(cell: CellVerdict, sides: Sides, outcome: Outcome, *, confirmed: bool = False) -> CellVerdict:
@@ -143,6 +170,7 @@ class _Pairs:
         self._planned = tuple({cell.cell_id: cell for cell in run.manifest.cells} for run in self._runs)
         self._rows = tuple(rows_by_cell(run) for run in self._runs)
         self._grounds = tuple(Ground.of(run) for run in self._runs)
+        self.planned = min(run.manifest.replicates for run in self._runs)
 
     def of(self, cell: CellVerdict) -> Sides | CellVerdict:
         """Both sides of a cell, pair by pair; or its verdict where a side cannot be believed or compared."""
@@ -169,12 +197,31 @@ class _Pairs:
         profiled = [pair for pair in both if _device_time_s(pair[0]) and _device_time_s(pair[1])]
         left = replace(left, device_time_s=tuple(_device_time_s(theirs) for theirs, _ in profiled))
         right = replace(right, device_time_s=tuple(_device_time_s(ours) for _, ours in profiled))
-        return Sides(cell.cell_id, self._policies.of(cell.cell_id), left, right)
+        return Sides(cell.cell_id, self._policy(cell.cell_id), left, right)
 
     def shortfall(self, count: int) -> str:
         """'5 of 8 pairs count' where fewer than planned do; else empty."""
-        planned = min(run.manifest.replicates for run in self._runs)
-        return f"{count} of {planned} pairs count" if count < planned else ""
+        return f"{count} of {self.planned} pairs count" if count < self.planned else ""
+
+    def cut_short(self, cell_id: str) -> str:
+        """'3 of 6 planned pairs' where the others were never measured, or parted; empty where all were, throttled or not.
+
+        A run file does not tell Ctrl-C from a budget that ended, and in both somebody could look before going on.
+        """
+        theirs, ours = ({row.replicate: row for row in found.get(cell_id, [])} for found in self._rows)  # the last one counts
+        resumed = [one.resumed_utc for run in self._runs for one in run.resumed]
+        both = set(theirs) & set(ours) & set(range(self.planned))
+        measured = sum(not parted(theirs[number], ours[number], resumed) for number in both)
+        return f"{measured} of {self.planned} planned pairs" if measured < self.planned else ""
+
+    def _policy(self, cell_id: str) -> GatePolicy:
+        """The number of pairs is fixed before the first, so that nobody stops at a number he likes.
+
+        Where it was not reached, a stop was possible after each pair: Bonferroni over as many looks as pairs were planned.
+        With the whole plan's own test at alpha, where the others are measured after all, false alarms stay below 2 alpha.
+        """
+        own = self._policies.of(cell_id)
+        return own.model_copy(update={"alpha_confirm": own.alpha_confirm / self.planned}) if self.cut_short(cell_id) else own
 
     def _hard(self, side: int, planned: PlannedCell, rows: list[Replicate]) -> Finding | None:
         found = cell_findings(planned, rows, None, self._grounds[side])

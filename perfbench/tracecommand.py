@@ -27,11 +27,14 @@ def trace(
     """The text to print, and FAILED where a side that was asked for could not be traced. By default every side that there is.
 
     Side b is the run itself, or the candidate of a pair; side a the base of a pair, or what `check` confirmed beside the
-    commit of ``baseline``, by default that of the run's GPU and matrix. Files go to ``out``, by default the run's ``traces``.
+    commit of ``baseline``, by default that of the run's GPU and matrix; BASELINE where the named one cannot be read. Files go
+    to ``out``, by default the run's ``traces``.
     """
     from perfbench import trace as tracing
     from perfbench.tracediff import TraceDiff
 
+    if baseline is not None:
+        _readable(baseline)
     runs = _runs(run_path, cell_id, baseline)
     wanted = _wanted(side, runs, run_path)
     run = runs["b"] if "b" in runs else runs["a"]
@@ -44,6 +47,16 @@ def trace(
     diff = TraceDiff(cell_id=cell_id, base=found.get("a"), candidate=found.get("b"))
     text = json.dumps(diff.model_dump(mode="json"), indent=2) if as_json else diff.to_markdown()
     return text, Exit.FAILED if diff.problems else Exit.OK
+
+
+def _readable(baseline: Path) -> None:
+    """BASELINE where the file that the user named is none; without a name there need not be one."""
+    from perfbench.baseline import read
+    from perfbench.judgement import BaselineProblem
+
+    found = read(baseline)
+    if isinstance(found, BaselineProblem):
+        raise PerfbenchError(Exit.BASELINE, f"--baseline: {found.message}. Next: name a baseline file, or leave --baseline away")
 
 
 def _runs(run_path: Path, cell_id: str, baseline: Path | None) -> dict[str, Run]:

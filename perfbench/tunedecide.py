@@ -11,7 +11,8 @@ from perfbench.axes import Value
 from perfbench.coverage import rows_by_cell, usable
 from perfbench.judgement import Judgement
 from perfbench.result import Replicate, Run
-from perfbench.tuneplan import sm_of
+from perfbench.text import plain
+from perfbench.tuneplan import WORKLOAD, sm_of
 from perfbench.verdict import Exit, worst
 
 Key = tuple[str, str]  # path, fa2
@@ -77,36 +78,60 @@ class Tuned:
 
 
 def tell(run: Run, judgement: Judgement) -> Tuned:
-    """Decide from a run and its hard gates (no baseline). ValueError where it is of another matrix than `tune`'s, or a demonstration."""
+    """Decide from a run and its hard gates (no baseline).
+
+    ValueError: of another matrix than `tune`'s, by its name or by its cells, or a demonstration.
+    """
     sm_of(run.manifest.matrix_name)
     if run.manifest.injections:
         raise ValueError(f"got a run with injected faults ({', '.join(run.manifest.injections)}), wanted one that nothing was planted in")
+    _refuse_cells(run)
     cells = dict(_cells(run, judgement))
     lengths = tuple(sorted({length for _, length in cells}))
     return Tuned(run, judgement, lengths, cells, tuple(_decide(name, lengths, cells) for name in CONTESTS))
 
 
+def _refuse_cells(run: Run) -> None:
+    """ValueError where a planned cell is none of tune's, two stand at one place, or there is none: the name proves nothing."""
+    name, seen = run.manifest.matrix_name, dict[tuple[Key, int], str]()
+    for cell in run.manifest.cells:
+        place = _place(cell.axes)
+        if place is None or place[0] not in KEYS or cell.axes.get("workload") != WORKLOAD:
+            paths = " or ".join(dict.fromkeys(path for path, _ in KEYS))
+            wanted = f"workload {WORKLOAD}, path {paths}, fa2 on or off"
+            raise ValueError(plain(f"got a run of matrix {name!r} with cell {cell.cell_id}, wanted {wanted}"))
+        if place in seen:
+            text = f"got a run of matrix {name!r} with both {seen[place]} and {cell.cell_id}, wanted one cell of a path, fa2 and length"
+            raise ValueError(plain(text))
+        seen[place] = cell.cell_id
+    if not seen:
+        raise ValueError(f"got a run of matrix {name!r} without any cell, wanted those of `perfbench tune`")
+
+
 def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Cell]]:
     rows, verdicts = rows_by_cell(run), {cell.cell_id: cell for cell in judgement.cells}
     for one in run.manifest.excluded:
-        key, length = _place(dict(part.partition("=")[::2] for part in str(one["cell_id"]).split(",")))
-        if key in KEYS:
-            yield (key, length), Cell(None, str(one["reason"]), planned=False)
+        place = _place(dict(part.partition("=")[::2] for part in str(one.get("cell_id")).split(",")))
+        if place is not None and place[0] in KEYS:
+            yield place, Cell(None, str(one.get("reason")), planned=False)
     for cell in run.manifest.cells:
-        verdict = verdicts.get(cell.cell_id)
+        place = _place(cell.axes)
+        assert place is not None  # `_refuse_cells` saw to it
+        verdict, good = verdicts.get(cell.cell_id), usable(rows.get(cell.cell_id, []))
         if verdict is None or verdict.verdict is not None:
-            why = f"{verdict.verdict}: {verdict.reason}" if verdict is not None else "it was left out with --only"
-            yield _place(cell.axes), Cell(None, why)
-            continue
-        good = usable(rows[cell.cell_id])
-        if len(good) < rule.MIN_PROCESSES:
-            yield _place(cell.axes), Cell(None, f"{len(good)} of {rule.MIN_PROCESSES} processes that tell the noise")
+            yield place, Cell(None, f"{verdict.verdict}: {verdict.reason}" if verdict is not None else "it was left out with --only")
+        elif len(good) < rule.MIN_PROCESSES:
+            yield place, Cell(None, f"{len(good)} of {rule.MIN_PROCESSES} processes that tell the noise")
         else:
-            yield _place(cell.axes), Cell(tuple(map(_step_ms, good)))
+            yield place, Cell(tuple(map(_step_ms, good)))
 
 
-def _place(axes: Mapping[str, Value]) -> tuple[Key, int]:
-    return (str(axes["path"]), str(axes["fa2"])), int(axes["seq_len"])
+def _place(axes: Mapping[str, Value]) -> tuple[Key, int] | None:
+    """Path, fa2 and length; None where a cell (or the id of an excluded one, which leaves defaults out) does not name all three."""
+    path, fa2, length = axes.get("path"), axes.get("fa2"), str(axes.get("seq_len"))
+    if path is None or fa2 is None or not (length.isascii() and length.isdigit()):
+        return None
+    return (str(path), str(fa2)), int(length)
 
 
 def _step_ms(row: Replicate) -> float:

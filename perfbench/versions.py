@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,5 +94,17 @@ def _judged(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
     from perfbench.compare import judge
 
     policy = session.policy_of(candidate)
-    judgement = judge(base, candidate, policy, paired=pairs.are_paired(base, candidate), strict=strict)
+    paired = pairs.are_paired(base, candidate)
+    home = folder if pairs.is_pair(folder) else folder.parent
+    judgement = judge(base, candidate, policy, paired=paired, strict=strict, go_on=_go_on(base, candidate, home) if paired else "")
     return Outcome(candidate, judgement, folder, base_run=base)
+
+
+def _go_on(base: Run, candidate: Run, folder: Path) -> str:
+    """The command that measures the pairs which are left; the pair keeps its own cells, blocks, seed and faults."""
+    from perfbench import recheck, revisions
+
+    matrix = candidate.manifest.matrix_path
+    if folder.parent.name == recheck.FOLDER:  # `check` measured it beside a baseline's commit
+        return shlex.join(["perfbench", "check", matrix, "--resume", str(folder.parent.parent)])
+    return shlex.join(["perfbench", "ab", *revisions.to_type(base, candidate), matrix, "--resume", str(folder)])

@@ -26,11 +26,13 @@ from ruamel.yaml.events import (
     StreamEndEvent,
 )
 
+from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
 Loc = tuple[str | int, ...]
 MAX_DEPTH = 16  # the deepest valid matrix has 5; a bound keeps hostile input from exhausting the stack
 MAX_BYTES = 2**20
+MAX_VALUES = 25_000  # two seconds of parsing; ten thousand cells spelled out one by one have fewer
 
 _NULL = ("", "~", "null", "Null", "NULL")
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
@@ -41,8 +43,8 @@ _DIRECTIVE = re.compile(r"^%", re.MULTILINE)
 
 
 def fail(path: str, line: int | None, message: str) -> NoReturn:
-    """Raise the error of one place of a file."""
-    raise PerfbenchError(Exit.USAGE, f"{path}:{line}: {message}" if line else f"{path}: {message}")
+    """Raise the error of one place of a file; ``path`` may be what a damaged run file says it was."""
+    raise PerfbenchError(Exit.USAGE, plain(f"{path}:{line}: {message}" if line else f"{path}: {message}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,7 @@ class _Builder:
         self._path = path
         self._events = events
         self._lines: dict[Loc, int] = {}
+        self._values = 0
 
     def document(self) -> Document:
         next(self._events)  # stream start
@@ -127,6 +130,9 @@ class _Builder:
 
     def _value(self, event: Event, loc: Loc) -> Any:
         self._lines.setdefault(loc, _line(event))
+        self._values += 1
+        if self._values > MAX_VALUES:
+            fail(self._path, _line(event), f"more than {MAX_VALUES} values, which no matrix has; check that it is the right file")
         self._refuse_unneeded(event, loc)
         if isinstance(event, MappingStartEvent):
             return self._mapping(loc)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Beside:
     """Everything may be absent. ``base_run``: the other side of `compare` and `ab`; ``traces``: Markdown, of `tracediff`.
 
-    ``renamed`` maps the id that the baseline knows to the cell's id of today.
+    ``paired``: it was measured in turns with the run. ``renamed`` maps the id that the baseline knows to the cell's id of today.
     """
 
     baseline: Baseline | None = None
@@ -27,6 +27,7 @@ class Beside:
     policies: Policies | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     traces: str = ""
+    paired: bool = False
 
     @classmethod
     def of(
@@ -35,6 +36,7 @@ class Beside:
         policies: Policies | None = None,
         *,
         base_run: Run | None = None,
+        paired: bool = False,
         traces: str = "",
     ) -> Beside:
         """From what a command has at hand; a baseline that cannot judge stands for none."""
@@ -43,7 +45,7 @@ class Beside:
         if known is not None and policies is not None:
             there, aliases = set(known.cells), policies.aliases.items()
             renamed = {old: alias.cell_id for old, alias in aliases if old in there and alias.cell_id not in there}
-        return cls(known, base_run, policies, renamed, traces)
+        return cls(known, base_run, policies, renamed, traces, paired)
 
     @property
     def name(self) -> str:

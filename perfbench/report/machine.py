@@ -51,6 +51,13 @@ def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str]
     return head, lines
 
 
+def no_sentinels(beside: Beside) -> str:
+    """What stands in place of their table."""
+    if beside.paired:
+        return "No sentinel ran, and none is needed: both sides share the night, in turns on one machine, so what slows it slows both."
+    return "No sentinel ran, so a slower machine is not told from slower code."
+
+
 def _block(line: SentinelLine | None, scale: float) -> str:
     if line is None:
         return NULL

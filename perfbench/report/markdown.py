@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from perfbench import stats
+from perfbench import revisions, stats
 from perfbench.judgement import Judgement, unproved
 from perfbench.report import machine, tables, workloads
 from perfbench.report import reds as red_cells
@@ -61,6 +61,7 @@ def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Pic
         "machine": machine.facts(run, judgement, beside),
         "sentinel_head": sentinel_head,
         "sentinel_lines": sentinel_lines,
+        "no_sentinels": machine.no_sentinels(beside),
         **_changed(run, judgement, rows, beside),
         **_all_cells(rows, judgement),
         "workload_tables": workloads.tables(run, rows),
@@ -123,20 +124,28 @@ def _processes(run: Run) -> str:
 
 def _glance(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> list[tuple[str, str]]:
     """The questions of a hurried reader, answered in a line each; every value is Markdown already."""
-    from perfbench.sweep import without_resume
-
     manifest, env = run.manifest, run.manifest.environment
     machine_ = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (f", driver {escape(env.driver)}" if env.driver else "")
     processes = f"{len(rows)} {'cell' if len(rows) == 1 else 'cells'} x {_processes(run)}"
     counts = ", ".join(f"{count} {name}" for name, count in judgement.counts.items()) or "no cell was judged"
-    again = shlex.join(plain(word) for word in without_resume(manifest.argv))
     return [
         ("Is it right?", _right(judgement, rows)),
         ("What ran?", f"{processes} of matrix {code(manifest.matrix_name)} on {machine_}; {_commit(manifest.source)}"),
         ("What changed?", f"{counts} ({_against(run, judgement, beside)})"),
         ("What binds?", _bound(rows)),
-        ("Again?", f"{code(again)}, one cell: add {code('--only cell=ID')}"),
+        ("Again?", f"{code(_again(run, beside))}, one cell: add {code('--only cell=ID')}"),
     ]
+
+
+def _again(run: Run, beside: Beside) -> str:
+    """The command with its seed and its faults; of an A/B with the commits, since a branch or HEAD moves on."""
+    from perfbench.sweep import without_resume
+
+    words = list(without_resume(run.manifest.argv))
+    if beside.base_run is not None and revisions.asked(words) is not None:
+        words[2:4] = revisions.to_type(beside.base_run, run)
+    words += [*revisions.injections(run), "--seed", str(run.manifest.seed)]
+    return shlex.join(plain(word) for word in words)
 
 
 def _right(judgement: Judgement, rows: list[Row]) -> str:

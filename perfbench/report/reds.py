@@ -7,14 +7,14 @@ import shlex
 from collections.abc import Iterable
 from typing import Any
 
-from perfbench import stats
+from perfbench import revisions, stats
 from perfbench.evidence import DEVICE, Evidence
 from perfbench.judgement import CellVerdict, Judgement
 from perfbench.policy import GatePolicy
 from perfbench.report.beside import Beside
 from perfbench.report.rows import Row
 from perfbench.report.tables import mde
-from perfbench.result import Run, Source
+from perfbench.result import Run
 from perfbench.text import NULL, cell_code, code, escape, plain, signed_pct
 from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
 
@@ -53,30 +53,29 @@ def red(row: Row, run: Run, judgement: Judgement, beside: Beside) -> dict[str, A
     }
 
 
-def ab_command(run: Run, judgement: Judgement, beside: Beside, cell: str) -> str:
-    """The A/B that settles one cell; empty where the base's commit is not known."""
+def ab_command(run: Run, judgement: Judgement, beside: Beside, cell: str, shown: str | None = None) -> str:
+    """The A/B that settles one cell, with the faults planted in it; empty where the base's commit is not known.
+
+    ``shown`` stands for the cell where the command is for several.
+    """
     base = judgement.baseline.commit if judgement.baseline else None
     source = run.manifest.source
     here = source.commit if source.commit and source.commit != base and source.dirty_sha256 is None else None
-    named = sides(run, beside) or (base and base[:12], here[:12] if here else ".")
+    named: tuple[str | None, str] = (base and base[:12], here[:12] if here else ".")
+    if beside.base_run is not None:
+        named = revisions.to_type(beside.base_run, run)
     if named[0] is None:
         return ""
-    words = ["perfbench", "ab", *map(str, named), run.manifest.matrix_path, "--only", f"cell={cell}"]
-    return shlex.join(plain(word) for word in words)
+    words = ["perfbench", "ab", *map(str, named), run.manifest.matrix_path, "--only", f"cell={shown or cell}"]
+    return shlex.join(plain(word) for word in [*words, *revisions.injections(run, cell, shown)])
 
 
 def sides(run: Run, beside: Beside) -> tuple[str, str] | None:
     """What the user called base and candidate of an A/B or a comparison; None with one side."""
     if beside.base_run is None:
         return None
-    argv = run.manifest.argv
-    if "ab" in argv[1:2] and len(argv) >= 4 and not any(word.startswith("-") for word in argv[2:4]):
-        return argv[2], argv[3]
-    return name_of(beside.base_run.manifest.source), name_of(run.manifest.source)
-
-
-def name_of(source: Source) -> str:
-    return source.commit[:12] if source.commit else "a tree without git"
+    names = revisions.name_of(beside.base_run.manifest.source), revisions.name_of(run.manifest.source)
+    return revisions.asked(run.manifest.argv) or names
 
 
 def open_cells(rows: list[Row], run: Run, judgement: Judgement, beside: Beside) -> list[dict[str, Any]]:
@@ -148,10 +147,12 @@ def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
 def _settles(row: Row, run: Run, judgement: Judgement, beside: Beside) -> str:
     """Markdown: what would turn this into a verdict."""
     cell, policy = row.cell, _policy(row.cell, judgement, beside)
-    by_hand = ab_command(run, judgement, beside, "ID")
+    by_hand = ab_command(run, judgement, beside, cell.cell_id, "ID")
     in_turns = f"by hand {code(f'{by_hand} --blocks N')}" if by_hand else "by hand an A/B; the base's commit is not known"
     if cell.verdict is Verdict.UNSTABLE:
         return "Cool the card or lock its clocks, then measure again; two speeds within a process are explained by `perfbench explain`."
+    if cell.cut_short:
+        return f"The other pairs of the plan ({cell.cut_short} were measured): the reason says how to go on; or a new A/B, {in_turns}."
     if not cell.evidence:
         return "No speed was compared: the reason says what is missing."
     if cell.verdict is Verdict.WATCH and cell.screened and not cell.confirmed:

@@ -30,8 +30,13 @@ def _verdict(row: Row) -> str:
     return word + (f" ({', '.join(bad)})" if bad else "")
 
 
+def half(pct: float | None) -> str:
+    """Two digits; whole per cent from 100 on, where two digits would be a power of ten."""
+    return NULL if pct is None else f"{pct:.2g} %" if pct < 99.5 else f"{pct:,.0f} %"
+
+
 def _half(row: Row) -> str:
-    return NULL if row.half_pct is None else f"{row.half_pct:.2g} % (n {row.cell.replicates})"
+    return NULL if row.half_pct is None else f"{half(row.half_pct)} (n {row.cell.replicates})"
 
 
 def mde(value: float | None) -> str:

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from perfbench.judgement import Judgement, severity
 from perfbench.report.rows import Row, null_reasons, rows_of
-from perfbench.report.tables import mde
+from perfbench.report.tables import half, mde
 from perfbench.result import Run
 from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
 from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
@@ -86,8 +86,7 @@ def _cells(rows: list[Row], *, compared: bool, wide: bool) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("verdict", no_wrap=True)
     for row in rows:
-        half = NULL if row.half_pct is None else f"{row.half_pct:.2g} %"
-        values = [number(row.tok_per_s), *((signed_pct(row.cell.change_pct), mde(row.cell.mde_pct)) if compared else (half,))]
+        values = [number(row.tok_per_s), *((signed_pct(row.cell.change_pct), mde(row.cell.mde_pct)) if compared else (half(row.half_pct),))]
         values += [number(row.device_ms), ratio(row.x_dense), fixed(row.floor_pct, 1), row.bound or NULL]
         values += [number(row.utilisation_pct, 2), fixed(row.memory_gib, 1)] if wide else []
         verdict = Text(row.verdict, style=_style_of(row))

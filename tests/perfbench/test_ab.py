@@ -295,3 +295,45 @@ def test_a_throttled_side_leaves_the_pair_out(bench: Bench, capsys: pytest.Captu
     assert pair.read(folder).missing == [(SHORT, 1)]
     reasons = {cell["cell_id"]: cell["reason"] for cell in json.loads(capsys.readouterr().out)["cells"]}
     assert "5 of 6 pairs count" in reasons[SHORT] and "pairs count" not in reasons[LONG]
+
+
+def test_a_pair_that_was_cut_short_names_the_command_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five of six pairs of a drop that all six show; the command that is printed measures the sixth, HEAD or not."""
+    bench.b.interrupt_at, bench.b.speed = 10, 985.0
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "6", "--seed", "4") == 130
+    (folder,) = Path("reports/runs").iterdir()
+    capsys.readouterr()
+    bench.run("compare", str(folder), "--json")
+    printed = json.loads(capsys.readouterr().out)
+    base, candidate = (commit[:12] for commit in bench.commits)
+    command = f"perfbench ab {base} {candidate} small.yaml --resume {folder}"
+    assert "cut short: 5 of 6 planned pairs" in printed["headline"]
+    for cell in printed["cells"]:
+        assert cell["reason"].startswith("cut short: 5 of 6 planned pairs; ") and f"`{command}` goes on" in cell["reason"]
+    bench.run("compare", str(folder / "a"), str(folder / "b"), "--json")
+    assert f"`{command}` goes on" in capsys.readouterr().out
+    bench.b.interrupt_at = None
+    bench.run(*command.split()[1:])
+    capsys.readouterr()
+    bench.run("compare", str(folder), "--json")
+    assert "cut short" not in capsys.readouterr().out and pair.read(folder).missing == []
+
+
+def test_explain_and_report_take_a_pair(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.b.speed = 800.0
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml") == 3
+    (folder,) = Path("reports/runs").iterdir()
+    capsys.readouterr()
+    assert bench.run("report", str(folder), "--json") == 3
+    assert json.loads(capsys.readouterr().out)["counts"] == {"REGRESSED": 2}
+    assert bench.run("explain", str(folder), SHORT) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"{SHORT}: REGRESSED") and "Base: measured interleaved with the candidate" in text and "Pairs, tok_per_s" in text
+    assert bench.run("explain", str(folder), SHORT, "--json") == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["cell"]["cell_id"], data["cell"]["verdict"]) == (SHORT, "REGRESSED") and "\n".join(data["explanation"]) + "\n" == text
+    for command in (["report", str(folder)], ["explain", str(folder), SHORT]):
+        assert bench.run(*command, "--baseline", "any.json") == 2
+        assert f"leave --baseline away, or name {folder / 'b'}" in capsys.readouterr().err
+    assert bench.run("explain", str(folder), SHORT.replace("128", "129")) == 2
+    assert "did you mean" in capsys.readouterr().err

@@ -333,11 +333,18 @@ def test_no_cell_makes_a_traceback_in_the_gate(field: str, value: Any, tmp_path_
 
 def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) -> Path:
     """A calibration.json of three starts that tells of TRAIN, or of the cells named; the device is half as restless."""
+    manifest = b.small_run().manifest
+    configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
     cells = [
-        {"cell_id": cell_id, "night": {"starts": 3, "gate_sd": sd}, "device_night": {"starts": 3, "gate_sd": sd / 2}}
+        {
+            "cell_id": cell_id,
+            "config_sha256": configs[cell_id],
+            "night": {"starts": 3, "gate_sd": sd},
+            "device_night": {"starts": 3, "gate_sd": sd / 2},
+        }
         for cell_id, sd in (gate_sd or {TRAIN: 0.004}).items()
     ]
-    path.write_text(json.dumps({"gpu_slug": gpu_slug, "cells": cells}))
+    path.write_text(json.dumps({"gpu_slug": gpu_slug, "environment": manifest.environment.fingerprint(), "cells": cells}))
     return path
 
 
@@ -369,6 +376,21 @@ def test_the_calibration_of_another_gpu_is_refused_before_anything_is_written(ta
     with pytest.raises(PerfbenchError, match="got a calibration of h200, wanted one of h100-80gb-hbm3") as caught:
         promoted(b.small_run(), target, calibration=calibration(tmp_path / "c.json", "h200"))
     assert caught.value.exit_code is Exit.USAGE and not target.exists()
+
+
+def test_the_calibration_of_other_work_is_refused_before_anything_is_written(target: Path, tmp_path: Path) -> None:
+    """The same cell id under another model; and the same work under another torch."""
+    run = b.small_run()
+    planned, rows = (
+        [one.model_copy(update={"config_sha256": "0" * 64}) for one in records] for records in (run.manifest.cells, run.replicates)
+    )
+    for foreign, words in (
+        (b.with_manifest(b.with_rows(run, rows), cells=planned), f"of {TRAIN}, wanted 000000000000, the work that the run measured"),
+        (b.with_manifest(run, environment=b.environment(torch="2.14.0")), "got a calibration with torch 2.13.0, wanted 2.14.0"),
+    ):
+        with pytest.raises(PerfbenchError, match=words) as caught:
+            promoted(foreign, target, calibration=calibration(tmp_path / "c.json"))
+        assert caught.value.exit_code is Exit.USAGE and not target.exists()
 
 
 # --- names and text ---------------------------------------------------------------------------------------------------

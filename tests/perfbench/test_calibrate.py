@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -10,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import certify, nullsim, stats
+from perfbench import certify, nullsim, session, stats
+from perfbench import matrix as matrices
 from perfbench.axes import Cell
 from perfbench.calibrate import as_json, calibrate, render
 from perfbench.certify import Effort, Rate, uniformity
-from perfbench.nights import read
-from perfbench.policy import GatePolicy
+from perfbench.nights import read, told
+from perfbench.policy import GatePolicy, Policies
 from perfbench.result import Run
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench.builders import environment, make_run, planned_cell, profile, replicate, small_run, speed_of, with_manifest, with_rows
@@ -121,7 +123,9 @@ def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_p
     assert len(nights) == 12 and {night.starts for night in nights} == {6}
     assert sum(night.sd for night in nights) / 12 == pytest.approx(0.003, rel=0.35)
     assert all(night.sd < night.gate_sd < 0.01 for night in nights)
-    taken = read(out.with_suffix(".json"), "h100-80gb-hbm3")
+    manifest = runs[0].manifest
+    configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
+    taken = told(read(out.with_suffix(".json"), "h100-80gb-hbm3"), manifest.environment.fingerprint(), configs)
     assert taken == {
         cell.cell_id: {
             "night_log_sd": cell.night.gate_sd,
@@ -175,6 +179,101 @@ def test_a_restless_cell_is_blind_with_a_drop_that_it_can_judge(tmp_path: Path) 
         assert cell.blocks is None and cell.judged_drop_pct is not None and 6 < cell.judged_drop_pct < 20
         assert cell.tolerance_pct == pytest.approx(cell.judged_drop_pct / 3)
     assert "| BLIND |" in render(found)
+
+
+def test_the_overrides_of_blind_cells_are_a_matrix_s(tmp_path: Path) -> None:
+    """The printed lines, under a matrix of these cells: each is judged for a drop that the pairs can show, a third of it tolerated."""
+    noise = [0.10, 0.002]
+    runs = []
+    for n in range(2):
+        restless, calm = (noisy(f"run-{n}", random.Random(n), within=within, cells=3) for within in noise)
+        last = restless.manifest.cells[2].cell_id
+        rows = [row for row in restless.replicates if row.cell_id != last] + [row for row in calm.replicates if row.cell_id == last]
+        runs.append(with_rows(restless, rows))
+    found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
+    text = render(found)
+    block = text.split("```yaml\n")[1].split("```")[0]
+    matrix = matrices.parse(
+        "version: 1\nname: small\ntarget: {gpu: none}\nmodel: tiny\n"
+        "axes: {workload: [train], seq_len: [1024, 2048, 3072], path: [dense], batch: [1, 2]}\n" + block,
+        "small.yaml",
+    )
+    blind = {cell.cell_id: cell for cell in found.cells if cell.blocks is None}
+    assert len(blind) == 2 and set(matrix.by_cell) == set(blind)  # no cell of batch 2, none that is not BLIND
+    for cell_id, cell in blind.items():
+        policy = matrices.policies(matrix).of(cell_id)
+        assert cell.judged_drop_pct is not None and cell.judged_drop_pct <= policy.min_effect_pct < cell.judged_drop_pct + 0.1
+        assert policy.tolerance_pct == pytest.approx(policy.min_effect_pct / 3, rel=0.01)
+    again = calibrate(saved(tmp_path, runs), seed=1, policy=policy, effort=LITTLE)
+    assert next(cell for cell in again.cells if cell.cell_id == cell_id).blocks is not None  # with its override it is not BLIND
+
+
+def test_no_blind_cell_no_override(tmp_path: Path) -> None:
+    text = render(calibrate(saved(tmp_path, [noisy("only", random.Random(1), within=0.002)]), seed=1, policy=POLICY, effort=LITTLE))
+    assert "so no `overrides:`." in text and "```yaml" not in text
+
+
+def headline(text: str) -> str:
+    return text.split("## The rule")[0]
+
+
+def power_row(name: str, sd_pct: float, hits: int, *, blind: int = 0, drop_pct: float = 3.0) -> certify.PowerRow:
+    world = nullsim.World(name, (sd_pct,))
+    every = Rate(1000, 1000)
+    return certify.PowerRow(world, sd_pct, drop_pct, Rate(hits, 1000), every, every, Rate(blind, 1000), 9.0)
+
+
+def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) -> None:
+    found = calibrate(saved(tmp_path, [noisy("only", random.Random(1))]), seed=1, policy=POLICY, effort=LITTLE)
+    best = [certify.PowerRow(nullsim.WORLDS[0], 0.93, 3.0, Rate(2490, 2500), Rate(9, 9), Rate(9, 9), Rate(0, 9), 9.0)]
+    others = [
+        power_row("restless nights", 0.34, 929),
+        power_row("restless nights", 0.93, 925),
+        power_row("heavy tails", 1.0, 957),
+        power_row("heavy tails", 0.5, 990),
+        power_row("host bound", 7.3, 0, blind=1000),
+        power_row("hardly told", 1.0, 991),
+        power_row("small drops", 1.0, 300, drop_pct=1.0),
+        power_row("good", 1.0, 1000),
+    ]
+    text = headline(render(dataclasses.replace(found, certificate=dataclasses.replace(found.certificate, power=best + others))))
+    assert 'in the world "GPU bound" alone: 2,490 of 2,500 drops**' in text
+    missed, blind, open_ = (line for line in text.splitlines() if "of the 6 worlds" in line)
+    assert "99.00 % is missed in 2 of the 6 worlds**" in missed
+    assert missed.endswith(': "restless nights" 92.5 % (925 of 1,000, sd 0.93 %); "heavy tails" 95.7 % (957 of 1,000, sd 1 %).')
+    assert "BLIND on wall time in 1 of the 6 worlds" in blind and '"host bound" 0 % (0 of 1,000, sd 7.3 %)' in blind
+    assert 'in 1 of the 6 worlds: "hardly told" 99.10 % (991 of 1,000' in open_
+    assert "small drops" not in text and "good" not in text
+    alone = headline(render(dataclasses.replace(found, certificate=dataclasses.replace(found.certificate, power=best))))
+    assert "is reached in every one of the 1 worlds" in alone and "missed" not in alone
+
+
+def test_the_headline_says_that_no_confirmation_was_judged_here(tmp_path: Path) -> None:
+    """Two processes of a cell and start make no two pairs."""
+    for replicates, judged in ((2, False), (3, False), (6, True)):
+        runs = [noisy(f"run-{n}", random.Random(n), replicates=replicates) for n in range(2)]
+        text = headline(render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)))
+        assert ("**No confirmation was judged in these runs: 0 of 0.**" in text) is not judged
+        assert (f"With {replicates} processes of a cell and start" in text) is not judged
+        assert ("an A/A by interleaved pairs has not run in them" in text) is not judged
+        assert ("an A/A of two checkouts by interleaved pairs is not in it" in text) is judged and ("0 of 24 REGRESSED" in text) is judged
+        assert "Drops by real extra work are not in these numbers" in text
+
+
+@pytest.mark.parametrize("name, written", [("new", "new/calibration.md"), ("deep/new", "deep/new/calibration.md"), ("a/b.md", "a/b.md")])
+def test_a_name_without_suffix_is_a_folder(name: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
+    monkeypatch.setattr(session, "policy_of", lambda run: Policies(POLICY))
+    session.calibrate(saved(tmp_path, [noisy("only", random.Random(1), cells=1)]), 1, tmp_path / name)
+    out = tmp_path / written
+    assert out.read_text().startswith("# Calibration") and json.loads(out.with_suffix(".json").read_text())["seed"] == 1
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 3
+
+
+def test_another_suffix_is_refused_before_anything_is_simulated(tmp_path: Path) -> None:
+    with pytest.raises(PerfbenchError, match=r"wanted a folder or a \.md file\. Next: --out .*/found$") as caught:
+        session.calibrate([tmp_path / "none.jsonl"], 1, tmp_path / "found.json")
+    assert caught.value.exit_code is Exit.USAGE
 
 
 def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:

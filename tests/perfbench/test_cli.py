@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import nsa.settings
-from perfbench import cli, isolate, runner, session
+from perfbench import cli, isolate, runfile, runner, session
 from perfbench.job import Job
 from perfbench.result import PlannedCell, Replicate, Status
 from tests.perfbench import builders
@@ -182,8 +182,11 @@ def test_a_demonstration_cannot_become_a_baseline(executor: FakeExecutor, capsys
 
 def calibration(path: Path, **changes: object) -> str:
     """A calibration.json that knows one cell, from three machine starts."""
-    cell = {"cell_id": V2, "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
-    path.write_text(json.dumps({"gpu_slug": "cpu", "cells": [cell], **changes}), encoding="utf-8")
+    manifest = runfile.read(run_folder()).manifest
+    config = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}[V2]
+    cell = {"cell_id": V2, "config_sha256": config, "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
+    stored = {"gpu_slug": "cpu", "environment": manifest.environment.fingerprint(), "cells": [cell], **changes}
+    path.write_text(json.dumps(stored), encoding="utf-8")
     return str(path)
 
 

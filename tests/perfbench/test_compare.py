@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -112,3 +113,77 @@ def test_a_base_of_uncommitted_changes_or_faults_is_told_and_compared() -> None:
     uncommitted, faults = judgement.notes
     assert "uncommitted changes (5f5f5f5f)" in uncommitted and f"slowdown=9%@{TRAIN}" in faults
     assert compare.judge(run, run, POLICY, paired=True).notes == ()
+
+
+def first_pairs(run: Run, count: int, speeds: list[float] | None = None) -> Run:
+    """Of every cell the first ``count`` of the planned replicates; of the trained one at these speeds."""
+    kept = b.with_rows(run, [row for row in run.replicates if row.replicate < count])
+    cell = next(cell for cell in run.manifest.cells if cell.cell_id == TRAIN)
+    return (
+        kept
+        if speeds is None
+        else b.change_rows(kept, TRAIN, lambda row: b.replicate(cell, row.replicate, tok_per_s=speeds[row.replicate]))
+    )
+
+
+def clear_of(p: float) -> tuple[list[float], list[float]]:
+    """Three pairs whose one-sided t test (df 2) gives this p: for df 2, p = 1/2 - t / (2 sqrt(2 + t^2))."""
+    root = 1 - 2 * p
+    t = root * (2 / (1 - root**2)) ** 0.5
+    sd = 0.03 / t * 3**0.5
+    return [1000.0] * 3, [1000 * math.exp(-0.03 + sd * z) for z in (-1, 0, 1)]
+
+
+@pytest.mark.parametrize(("p", "verdict"), [(0.0006, Verdict.WATCH), (0.0001, Verdict.REGRESSED)])
+def test_a_pair_that_was_cut_short_is_judged_at_the_alpha_of_all_looks(p: float, verdict: Verdict) -> None:
+    """3 of 6 planned pairs of one cell: 0.001 / 6 = 0.000167. All 3 of 3 planned are judged at 0.001."""
+    one = b.make_run([cell for cell in b.small_run().manifest.cells if cell.cell_id == TRAIN], replicates=6)
+    fast, slow = clear_of(p)
+    cut = compare.judge(first_pairs(one, 3, fast), first_pairs(one, 3, slow), POLICY, paired=True, go_on="ab --resume F")
+    (cell,) = cut.cells
+    assert cell.evidence[0].comparison.p_slower == pytest.approx(p, rel=1e-3)
+    assert (cell.verdict, cell.cut_short, cell.confirmed) == (verdict, "3 of 6 planned pairs", True)
+    assert (
+        cell.reason.startswith("cut short: 3 of 6 planned pairs; ")
+        and "alpha 0.001 / 6" in cell.reason
+        and "`ab --resume F`" in cell.reason
+    )
+    assert "cut short: 3 of 6 planned pairs" in cut.headline and cut.exit_code is (
+        Exit.REGRESSED if verdict is Verdict.REGRESSED else Exit.OK
+    )
+    assert cell.evidence[0].alpha == pytest.approx(0.001 / 6)
+    whole = [b.with_manifest(first_pairs(one, 3, speeds), replicates=3) for speeds in (fast, slow)]
+    (fixed,) = compare.judge(whole[0], whole[1], POLICY, paired=True, go_on="ab --resume F").cells
+    assert fixed.verdict is Verdict.REGRESSED and not fixed.cut_short and "cut short" not in fixed.reason and "--resume" not in fixed.reason
+
+
+def test_equal_pairs_that_were_cut_short_say_so_in_the_headline() -> None:
+    base = first_pairs(b.small_run(replicates=8, noise=0.0001), 4)
+    judgement = compare.judge(base, base, POLICY, paired=True)
+    assert judgement.counts == {"SAME": 4} and judgement.headline.endswith("; cut short: 4 of 8 planned pairs")
+
+
+def test_noisy_pairs_that_were_cut_short_wait_for_the_others() -> None:
+    """At the corrected level 40 pairs would not do, which is no reason to call the cell BLIND."""
+    base = first_pairs(b.small_run(replicates=8, noise=0.06), 4)
+    other = first_pairs(b.make_run(base.manifest.cells[::-1], replicates=8, noise=0.06), 4)
+    judgement = compare.judge(base, b.with_manifest(other, cells=base.manifest.cells), POLICY, paired=True)
+    assert judgement.counts == {"WATCH": 4}
+
+
+def test_throttled_pairs_are_not_cut_short() -> None:
+    """They were measured as planned: nobody could have stopped there."""
+    base = b.small_run(replicates=8, noise=0.001)
+    slow = throttle(b.scale_rows(base, TRAIN, 0.95), TRAIN, {1, 4})
+    judgement = compare.judge(base, slow, POLICY, paired=True)
+    (cell,) = (cell for cell in judgement.cells if cell.cell_id == TRAIN)
+    assert cell.verdict is Verdict.REGRESSED and not cell.cut_short and cell.reason.endswith("6 of 8 pairs count")
+
+
+def test_pairs_that_a_resume_parted_were_not_measured_as_planned() -> None:
+    """The last pair's second half is of another sitting: the first one had stopped before it, and could be looked at."""
+    base = b.small_run(replicates=8, noise=0.001)
+    again, night = "2026-01-03T00:00:00+00:00", "2026-01-03T01:00:00+00:00"
+    late = b.change_rows(base, TRAIN, lambda row: row.model_copy(update={"started_utc": night}) if row.replicate == 7 else row)
+    judgement = compare.judge(base, b.resumed(late, resumed_utc=again), POLICY, paired=True)
+    assert {cell.cell_id: cell.cut_short for cell in judgement.cells if cell.cut_short} == {TRAIN: "7 of 8 planned pairs"}

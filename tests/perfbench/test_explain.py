@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
 
-from perfbench import explain
+from perfbench import calibrate, cli, explain
 from perfbench.gate import BaselineProblem, conclude, judge
 from perfbench.policy import GatePolicy, Policies
 from perfbench.verdict import Exit, PerfbenchError, Verdict
@@ -88,3 +89,50 @@ def test_an_unknown_cell_names_the_nearest() -> None:
     with pytest.raises(PerfbenchError, match="did you mean") as caught:
         explain.text(run, judge(run, None, POLICY), TRAIN.replace("2048", "2049"), POLICY, None)
     assert caught.value.exit_code is Exit.USAGE
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("screened", "`perfbench check` confirms it"),
+        ("confirmed", "Measure more pairs: `perfbench ab"),
+        ("cut short", "Measure the pairs that are missing (4 of 8 planned pairs were measured)"),
+        ("too few", "Measure more processes, at least 3 on each side"),
+    ],
+)
+def test_a_watch_says_what_comes_next(case: str, words: str) -> None:
+    count = 2 if case == "too few" else 8
+    run = b.small_run(replicates=count, noise=0.005)
+    slow = b.scale_rows(run, TRAIN, 0.975)
+    judgement = judge(slow, b.baseline_of(run), POLICY)
+    if case in ("confirmed", "cut short"):
+        planned = next(cell for cell in run.manifest.cells if cell.cell_id == TRAIN)
+        other = b.change_rows(run, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=(960 + 10 * (row.replicate * 5 % 8))))
+        flat = b.change_rows(run, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=1000.0))
+        if case == "cut short":
+            flat, other = (b.change_rows(one, TRAIN, lambda row: row if row.replicate < 4 else None) for one in (flat, other))
+        judgement = conclude(judgement, flat, other, POLICY)
+    text = explain.text(slow, judgement, TRAIN, POLICY, b.baseline_of(run))
+    assert text.startswith(f"{TRAIN}: WATCH") and words in text and "Gate it against a baseline" not in text
+
+
+@pytest.mark.parametrize(("verdict", "words"), [(Verdict.NO_BASELINE, "baseline promote RUN"), (Verdict.CORRUPT, "from git")])
+def test_a_baseline_that_cannot_judge_says_what_comes_next(verdict: Verdict, words: str) -> None:
+    run, problem = b.small_run(), BaselineProblem(verdict, "x.json is no baseline")
+    text = explain.text(run, judge(run, problem, POLICY), TRAIN, POLICY, problem)
+    assert words in text and "Gate it against a baseline" not in text
+
+
+def test_every_verdict_has_its_next_step() -> None:
+    assert set(explain._NEXT) == set(Verdict) - {Verdict.WATCH}  # a WATCH has four
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_calibrate_prints_json_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+) -> None:
+    monkeypatch.setattr(calibrate, "calibrate", lambda files, **_: "found")
+    monkeypatch.setattr(calibrate, "render", lambda found: f"# {found}")
+    monkeypatch.setattr(calibrate, "as_json", lambda found: json.dumps({"text": found}))
+    assert cli.invoke(["calibrate", "reports/evidence/h200-gate/start-1", *(["--json"] if as_json else [])]) == 0
+    assert capsys.readouterr().out == ('{"text": "found"}\n' if as_json else "# found\n")

@@ -103,19 +103,30 @@ def test_the_order_of_cells_and_starts_changes_nothing() -> None:
 # --- read back --------------------------------------------------------------------------------------------------------
 
 
+HERE = {"gpu_slug": "h200", "device_name": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
+CONFIGS = {"both": "b0" * 32, "wall": "a1" * 32, "none": "00" * 32, "new": "11" * 32}
+
+
 def stored(path: Path, **changes: object) -> Path:
     night = {"starts": 3, "gate_sd": 0.004, "sd": 0.001}
     cells = [
-        {"cell_id": "both", "night": night, "device_night": {"starts": 2, "gate_sd": 0.002}},
-        {"cell_id": "wall", "night": night, "device_night": None},
-        {"cell_id": "none", "night": None, "device_night": None},
+        {"cell_id": "both", "config_sha256": CONFIGS["both"], "night": night, "device_night": {"starts": 2, "gate_sd": 0.002}},
+        {"cell_id": "wall", "config_sha256": CONFIGS["wall"], "night": night, "device_night": None},
+        {"cell_id": "none", "config_sha256": CONFIGS["none"], "night": None, "device_night": None},
+        {"cell_id": "gone", "config_sha256": "22" * 32, "night": night, "device_night": None},
     ]
-    path.write_text(json.dumps({"gpu_slug": "h200", "cells": cells, "seed": 1, **changes}))
+    path.write_text(json.dumps({"gpu_slug": "h200", "environment": HERE, "cells": cells, "seed": 1, **changes}))
     return path
 
 
+def one_cell(times: int = 1, **night: float) -> str:
+    cell = {"cell_id": "a", "night": {"starts": 3, **night}, "device_night": None}
+    return json.dumps({"gpu_slug": "h200", "cells": times * [cell]})
+
+
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
-    assert nights.read(stored(tmp_path / "calibration.json"), "h200") == {
+    """Neither cells that the run does not have, nor cells that the calibration does not know."""
+    assert nights.told(nights.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS) == {
         "both": {"night_log_sd": 0.004, "device_night_log_sd": 0.002, "night_starts": 2},
         "wall": {"night_log_sd": 0.004, "device_night_log_sd": None, "night_starts": 3},
     }
@@ -127,7 +138,10 @@ def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
         (None, "h200", "cannot be read: No such file"),
         ("{", "h200", "is no calibration"),
         ('{"gpu_slug": "h200"}', "h200", "is no calibration: cells: Field required"),
-        ('{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": {"starts": 3, "gate_sd": -1}, "device_night": null}]}', "h200", "no ca"),
+        (one_cell(gate_sd=-1), "h200", "no calibration: cells.0.night.gate_sd: Input should be greater than 0"),
+        (one_cell(gate_sd=0.0), "h200", "no calibration: cells.0.night.gate_sd: Input should be greater than 0"),
+        (one_cell(gate_sd=5.0), "h200", "no calibration: cells.0.night.gate_sd: Input should be less than or equal to 0.5"),
+        (one_cell(times=2, gate_sd=0.004), "h200", "got cell 'a' twice, wanted each once"),
         ('{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": {"starts": 1, "gate_sd": 0}, "device_night": null}]}', "h200", "no cal"),
         ('{"gpu_slug": "h100", "cells": []}', "h200", "got a calibration of h100, wanted one of h200"),
         ('{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": null, "device_night": null}]}', "h200", "one machine start, wanted two"),
@@ -141,6 +155,45 @@ def test_what_tells_no_luck_between_nights_is_refused(text: str | None, slug: st
         nights.read(path, slug)
     message = str(caught.value)
     assert caught.value.exit_code is Exit.USAGE and "\n" not in message and "Next: perfbench calibrate" in message
+
+
+def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    path.write_text(one_cell(gate_sd=0.5))
+    assert set(nights.read(path, "h200").cells) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "environment, configs, words",
+    [
+        ({"torch": "2.13.0"}, CONFIGS, "got a calibration with torch 2.11.0, wanted 2.13.0 as in the run"),
+        ({"triton": None}, CONFIGS, "got a calibration with triton 3.6.0, wanted none"),
+        ({"device_name": "NVIDIA H200 NVL"}, CONFIGS, "with device_name NVIDIA H200, wanted NVIDIA H200 NVL"),
+        ({"flash_provider": "flash-attn 2.8"}, CONFIGS, "with flash_provider unknown, wanted flash-attn 2.8"),
+        ({}, {**CONFIGS, "wall": "ff" * 32}, "got config a1a1a1a1a1a1 of wall, wanted ffffffffffff"),
+        ({}, {"new": "11" * 32, "none": "00" * 32}, "knows no cell of the run: got 3 others"),
+    ],
+)
+def test_a_calibration_of_other_work_or_another_environment_is_refused(
+    environment: dict[str, str | None], configs: dict[str, str], words: str, tmp_path: Path
+) -> None:
+    known = nights.read(stored(tmp_path / "calibration.json"), "h200")
+    with pytest.raises(PerfbenchError, match=words) as caught:
+        nights.told(known, {**HERE, **environment}, configs)
+    message = str(caught.value)
+    assert caught.value.exit_code is Exit.USAGE and "\n" not in message and "Next: perfbench calibrate" in message
+
+
+def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
+    known = nights.read(stored(tmp_path / "calibration.json"), "h200")
+    assert nights.told(known, {**HERE, "driver": "590.2"}, CONFIGS) == nights.told(known, HERE, CONFIGS) != {}
+
+
+def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
+    cell = {"cell_id": "wall", "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
+    known = nights.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
+    with pytest.raises(PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"):
+        nights.told(known, HERE, CONFIGS)
 
 
 def test_the_assumption_is_what_the_gate_assumes() -> None:

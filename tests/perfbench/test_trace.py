@@ -404,7 +404,9 @@ def test_the_command_knows_both_sides_of_a_pair_and_of_a_confirmation(bench: Ben
     assert tracecommand.trace(stored_run, CELLS[0], side="a")[1] is Exit.OK and bench.opened == ["0" * 40]
 
 
-def test_the_base_is_that_of_the_cells_baseline(bench: Bench, stored_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_base_is_that_of_the_cells_baseline(
+    bench: Bench, stored_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that was checked against two baselines has a pair beside each one's commit, and no baseline is at the third."""
     run, commits = bench.sides.run, ["0" * 40, "1" * 40]
     for commit in commits:
@@ -432,8 +434,19 @@ def test_the_base_is_that_of_the_cells_baseline(bench: Bench, stored_run: Path, 
     with pytest.raises(PerfbenchError, match="not a"):
         traced_beside("2" * 40, side="a")
     bench.opened.clear()  # no baseline: both pairs have the cell, and nothing says which one judged it
-    tracecommand.trace(stored_run, CELLS[0], baseline=tmp_path / "none.json")
+    monkeypatch.setattr(session, "BASELINES", tmp_path / "none")
+    tracecommand.trace(stored_run, CELLS[0])
     assert bench.opened == ["own"] and "the baseline's commit is not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [None, "not json"])
+def test_a_named_baseline_that_cannot_be_read_is_refused(bench: Bench, stored_run: Path, tmp_path: Path, content: str | None) -> None:
+    path = tmp_path / "named.json"
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(PerfbenchError, match=r"--baseline: .*named\.json.*Next: name a baseline file") as caught:
+        tracecommand.trace(stored_run, CELLS[0], baseline=path)
+    assert caught.value.exit_code is Exit.BASELINE and bench.opened == []
 
 
 def test_the_command_says_what_is_not_there(bench: Bench, stored_run: Path) -> None:

@@ -17,7 +17,7 @@ from nsa.config import preset
 from nsa.routing import Capability
 from nsa.settings import Setting, Settings
 from nsa.tuned import Tuned
-from perfbench import cli, environment, isolate, measure, runner, session, tuneplan
+from perfbench import cli, environment, isolate, measure, runfile, runner, session, tuneplan
 from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.clock import PerfCounterClock
@@ -374,6 +374,40 @@ def test_usage(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
     ):
         assert cli.invoke(["tune", *argv]) == 2, argv
         assert told in capsys.readouterr().err
+
+
+def test_the_name_of_a_matrix_proves_no_cells(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    """Renamed to tune-cpu: other workloads, other paths, and two batches at one place."""
+    head = "version: 1\nname: tune-cpu\ntarget: {gpu: none}\nmodel: tiny\nmeasure: {processes: 2}\ngate: {min_replicates: 2}\n"
+    for number, (axes, told) in enumerate(
+        (
+            ("workload: [train], path: [v2, masked], fa2: [off], dtype: [fp32]", "workload=train, wanted workload attention, path"),
+            ("workload: [attention], path: [dense], dtype: [fp32]", "path=dense,seq_len=128,workload=attention, wanted workload attention"),
+            ("workload: [attention], path: [v2], fa2: [off], dtype: [fp32], batch: [1, 2]", "wanted one cell of a path, fa2 and length"),
+        )
+    ):
+        Path("tune-cpu.yaml").write_text(f"{head}axes: {{seq_len: [128], {axes}}}\n", encoding="utf-8")
+        cli.invoke(["run", "tune-cpu.yaml", "--out", f"renamed{number}"])
+        (folder,) = Path(f"renamed{number}").iterdir()
+        capsys.readouterr()
+        assert cli.invoke(["tune", "--from", str(folder)]) == 2
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if "got a run" in line)
+        assert told in line and "Next: name the folder of one" in line and not (folder / "tune.json").exists()
+
+
+@pytest.mark.parametrize("cell_id", ["fa2=on,seq_len=64", "", "fa2=on,path=v2", "fa2=on,path=v2,seq_len=many", "path=v2,seq_len=64"])
+def test_an_excluded_id_that_names_no_place_is_left_out(cpu: FakeExecutor, cell_id: str) -> None:
+    content = tuned("--model", "tiny")
+    (folder,) = (one for one in Path("reports/runs").iterdir() if one.is_dir())
+    run = runfile.read(folder)
+    excluded = [*run.manifest.excluded, {"cell_id": cell_id, "reason": "by hand"}]
+    named = builders.with_manifest(run, excluded=excluded)
+    (folder / "run.jsonl").write_text(
+        "".join(record.model_dump_json() + "\n" for record in (named.manifest, *named.replicates)), encoding="utf-8"
+    )
+    assert cli.invoke(["tune", "--from", str(folder)]) == 0
+    again = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
+    assert again["cells"] == content["cells"] and again["decisions"] == content["decisions"]
 
 
 def test_an_interrupted_run_goes_on(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
