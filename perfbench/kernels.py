@@ -16,8 +16,8 @@ class Kernel(BaseModel):
     """All calls of one name in one step; ``seconds`` together, null where nothing timed them."""
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
-    count: int = Field(ge=0)
-    seconds: float | None = Field(ge=0)
+    count: int = Field(ge=0, lt=2**63)
+    seconds: float | None = Field(ge=0, lt=1e100)
 
 
 class Kernels(BaseModel):

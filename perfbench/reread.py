@@ -22,7 +22,7 @@ def report(path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
     if (out is None or out.resolve() == outcome.folder.resolve()) and known.is_file():
         try:
             before = json.loads(known.read_bytes()).get("exit_code")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             return outcome
         if before != outcome.judgement.exit_code:
             text = f"{known} says exit {before}, and without a baseline this run is exit {int(outcome.judgement.exit_code)}"

@@ -7,7 +7,7 @@ import re
 NULL = "-"
 # An underscore inside a word is no markup for GitHub, and stays greppable in the raw file.
 _SPECIAL = re.compile(r"([\\`*\[\]<>|#~$&!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\u2028\u2029]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 def plain(value: object) -> str:

@@ -47,11 +47,15 @@ class Machine:
         return f"{NAME}-cpu" if sm is None else f"{NAME}-sm{sm[0]}.{sm[1]}"
 
 
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
 def sm_of(matrix_name: str) -> tuple[int, int] | None:
     """The compute capability that `Machine.matrix_name` carries; None on a CPU. ValueError: not a name of a tune matrix."""
     kind, _, rest = matrix_name.partition("-")
     major, _, minor = rest.removeprefix("sm").partition(".")
-    if kind != NAME or (rest != "cpu" and not (rest.startswith("sm") and major.isdigit() and minor.isdigit())):
+    if kind != NAME or (rest != "cpu" and not (rest.startswith("sm") and _is_number(major) and _is_number(minor))):
         raise ValueError(f"got a run of matrix {matrix_name!r}, wanted one that `perfbench tune` made")
     return None if rest == "cpu" else (int(major), int(minor))
 

@@ -1,0 +1,184 @@
+"""What is fuzzed: every reader of a file that a user may hand over, and valid files to start from.
+
+A reader passes where it returns or refuses with a PerfbenchError that the command line can print. Everything else is a finding.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from nsa.capability import assumed
+from nsa.config import preset
+from nsa.settings import Settings
+from perfbench import baselinefile, gate, judgement, nights, pair, runfile, session, starts, tunedecide, tuneplan, tunetext
+from perfbench import matrix as matrices
+from perfbench import plan as plans
+from perfbench.report import verdictfile
+from perfbench.result import Run
+from perfbench.verdict import Exit, PerfbenchError
+from tests.fuzz import mutations
+from tests.perfbench import builders
+from tests.perfbench.matrix_text import VALID
+
+REPORTS = Path(__file__).parents[2] / "reports"
+MATRICES = Path(__file__).parents[2] / "matrices"
+PART = b"\n--- the other side ---\n"  # between the two run files of a pair
+MAX_MESSAGE_CHARS = 8000
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\u2028\u2029]")
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """``read`` gets the bytes and a folder of its own to lay them in; ``seeds`` are valid; ``mutate`` keeps their shape."""
+
+    read: Callable[[bytes, Path], None]
+    seeds: Callable[[], list[bytes]]
+    mutate: mutations.Mutate
+
+
+def survives(name: str, data: bytes, folder: Path) -> bool:
+    """Whether reader ``name`` took ``data``; False where it refused it as it should. Any other outcome is an exception."""
+    try:
+        READERS[name].read(data, folder)
+    except PerfbenchError as error:
+        _check_refusal(name, error, folder)
+        return False
+    return True
+
+
+def _check_refusal(name: str, error: PerfbenchError, folder: Path) -> None:
+    text = str(error)
+    assert error.exit_code in (Exit.USAGE, Exit.BASELINE), f"{error.exit_code!r}: {text[:300]}"
+    assert 0 < len(text) <= MAX_MESSAGE_CHARS, f"a message of {len(text)} characters"
+    text.encode()  # a lone surrogate cannot be printed
+    lines = text.split("\n")  # a matrix has a line for each mistake, also the one that a run file holds
+    assert name in ("matrix", "run", "tune") or len(lines) == 1, f"more than one line: {text[:300]!r}"
+    assert all(lines) and not _CONTROL.search("".join(lines)), f"what no terminal should be sent: {text[:300]!r}"
+    if name == "matrix":
+        assert all(line.startswith(str(folder)) for line in lines), f"a mistake without its place: {text[:300]!r}"
+
+
+def _matrix(data: bytes, folder: Path) -> None:
+    matrix = matrices.load(_laid(data, folder / "m.yaml"))
+    matrices.warnings(matrix)
+    with suppress(PerfbenchError):  # a route that cannot serve a cell: every such cell is listed
+        plan = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
+        plans.render_text(plan, matrix).encode()
+
+
+def _run(data: bytes, folder: Path) -> None:
+    run = runfile.read(_laid(data, folder / runfile.FILE_NAME))
+    outcome = session.judge(folder)
+    verdictfile.text(run, outcome.judgement).encode()
+    starts.counts(starts.read([run]))
+
+
+def _baseline(data: bytes, folder: Path) -> None:
+    path = _laid(data, folder / "b.json")
+    found = baselinefile.read(path)
+    if isinstance(found, judgement.BaselineProblem):
+        raise PerfbenchError(Exit.BASELINE, found.message)
+    baselinefile.show(found).encode()
+    verdictfile.text(_green(), gate.judge(_green(), found, session.policy_of(_green()))).encode()
+
+
+@cache
+def _green() -> Run:
+    return runfile.read(REPORTS / "evidence" / "h100-demo" / "green")
+
+
+def _calibration(data: bytes, folder: Path) -> None:
+    nights.read(_laid(data, folder / "calibration.json"), "h200")
+
+
+def _tune(data: bytes, folder: Path) -> None:
+    run = runfile.read(_laid(data, folder / runfile.FILE_NAME))
+    judged = session.judge(folder).judgement
+    try:
+        tuned = tunedecide.tell(run, judged)
+    except ValueError as error:  # of another matrix, or a demonstration: `perfbench tune --from` makes this error of it
+        raise PerfbenchError(Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from") from None
+    tunetext.to_json(tuned).encode()
+    tunetext.to_markdown(tuned).encode()
+
+
+def _pair(data: bytes, folder: Path) -> None:
+    for name, part in zip(pair.NAMES, (data.split(PART, 1) * 2)[:2], strict=True):
+        (folder / name).mkdir(exist_ok=True)
+        _laid(part, folder / name / runfile.FILE_NAME)
+    assert isinstance(pair.is_pair(folder), bool)
+    found = pair.read(folder)
+    pair.are_paired(found.base, found.candidate)
+
+
+def _laid(data: bytes, path: Path) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+# Valid files, cut small: a fuzzer learns more from many small files than from a few large ones.
+
+
+def _matrix_seeds() -> list[bytes]:
+    return [VALID.encode(), *(path.read_bytes() for path in sorted(MATRICES.glob("*.yaml")))]
+
+
+def _run_seeds() -> list[bytes]:
+    small = [_cut(REPORTS / "evidence" / name) for name in ("h100-demo/green", "h100-demo/wrong-path", "h100-gate/start-1", "cpu-confirm")]
+    return [*small, _lines(builders.small_run()), _lines(builders.resumed(builders.small_run()))]
+
+
+def _cut(folder: Path) -> bytes:
+    """The first cell of a run with two of its replicates and one sentinel."""
+    first, *rest = [json.loads(line) for line in (folder / runfile.FILE_NAME).read_bytes().splitlines()]
+    first["cells"] = first["cells"][:1]
+    rows = [one for one in rest if one.get("cell_id") == first["cells"][0]["cell_id"]][:2]
+    watched = [one for one in rest if one["kind"] == "sentinel"][:1]
+    return b"".join(json.dumps(one).encode() + b"\n" for one in [first, *watched, *rows])
+
+
+def _lines(run: Run) -> bytes:
+    records = [run.manifest, *run.resumed, *run.sentinels, *run.replicates]
+    return b"".join(json.dumps(one.model_dump(mode="json")).encode() + b"\n" for one in records)
+
+
+def _baseline_seeds() -> list[bytes]:
+    whole = [json.loads(path.read_bytes()) for path in sorted((REPORTS / "baselines").rglob("*.json"))]
+    return [json.dumps(one | {"cells": dict(list(one["cells"].items())[:2])}).encode() for one in whole]
+
+
+def _calibration_seeds() -> list[bytes]:
+    found = json.loads((REPORTS / "calibration.json").read_bytes())
+    return [json.dumps({"gpu_slug": found["gpu_slug"], "cells": found["cells"][:2]}).encode()]
+
+
+def _tune_seeds() -> list[bytes]:
+    capability = assumed("none")
+    text = tuneplan.matrix_text(tuneplan.Machine(None, capability), "tiny", preset("tiny"), (64, 128), 2, Settings())
+    matrix = matrices.parse(text, "tune-cpu.yaml")
+    plan = plans.build(matrix, only=[], capability=capability, settings=Settings())
+    excluded = [{"cell_id": one.cell_id, "reason": one.reason} for one in plan.excluded]
+    run = builders.make_run(plan.cells[:4], replicates=2, gpu=False)
+    named = builders.with_manifest(run, matrix_name=matrix.name, matrix_text=text, matrix_sha256=matrix.sha256, excluded=excluded[:2])
+    return [_lines(named)]
+
+
+def _pair_seeds() -> list[bytes]:
+    sides = [_cut(REPORTS / "evidence" / "h200-drop" / name) for name in pair.NAMES]
+    return [PART.join(sides), PART.join([_run_seeds()[0]] * 2)]
+
+
+READERS: Mapping[str, Reader] = {
+    "matrix": Reader(_matrix, cache(_matrix_seeds), mutations.of_yaml),
+    "run": Reader(_run, cache(_run_seeds), mutations.of_json_lines),
+    "baseline": Reader(_baseline, cache(_baseline_seeds), mutations.of_json),
+    "calibration": Reader(_calibration, cache(_calibration_seeds), mutations.of_json),
+    "tune": Reader(_tune, cache(_tune_seeds), mutations.of_json_lines),
+    "pair": Reader(_pair, cache(_pair_seeds), mutations.of_json_lines),
+}
