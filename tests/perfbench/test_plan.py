@@ -16,10 +16,11 @@ from perfbench import plan as plans
 from perfbench.verdict import Exit, PerfbenchError
 
 ROOT = pathlib.Path(__file__).parents[2]
-H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
+H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.6.0", "")
 BARE = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), None, "flash_attn is not installed", "2.13.0")
 CPU = Capability("cpu", "cpu", None, "torch.varlen 2.13.0", "", "2.13.0")
-OF_TARGET = {"none": CPU, "H100": H100, "A100": capability.assumed("a100"), "RTX 4090": capability.assumed("rtx4090")}
+H200 = Capability("cuda", "NVIDIA H200", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.6.0", "")
+OF_TARGET = {"none": CPU, "H100": H100, "H200": H200, "A100": capability.assumed("a100"), "RTX 4090": capability.assumed("rtx4090")}
 
 TEXT = """\
 version: 1
@@ -50,7 +51,7 @@ def refused(matrix: matrices.Matrix, on: Capability, env: dict[str, str] | None 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["cpu", "h100", "h100-demo", "a100", "rtx4090"])
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "matrices").glob("*.yaml")))
 def test_shipped_matrices_plan_without_warnings(name: str) -> None:
     matrix = shipped(name)
     plan = build(matrix, OF_TARGET[matrix.target.gpu])
@@ -128,9 +129,9 @@ def test_only_is_checked() -> None:
 
 
 def test_expectation_at_odds_with_the_route_is_a_warning() -> None:
-    plan = build(shipped("h100-demo"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=auto"])
+    plan = build(shipped("h100-demo"), env={"NSA_FORCE_SEL_MASK": "1"}, only=["path=auto"])
     assert len(plan.warnings) == 1
-    assert "batch=8,path=auto,seq_len=4096,workload=forward will be WRONG_PATH: expects sel.v2" in plan.warnings[0]
+    assert "batch=8,path=auto,seq_len=4096,workload=forward will be WRONG_PATH: expects sel.triton" in plan.warnings[0]
 
 
 def test_dead_exclusions_are_warned_of() -> None:

@@ -34,7 +34,8 @@ def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT:
     chosen_BGTJ.scatter_(3, torch.where(index < 0, J, index.clamp(max=J)), True)
     # Slot J is spread out as well, so that the cut always drops something: were it nothing where l' divides S, torch.compile
     # would make such lengths a graph of their own. (A gather by token needs no cut, but takes 4 times as long on a CPU.)
-    # Cut last: Inductor of torch 2.13 misreads a cut mask on a CPU where l' does not divide S, by one key a row.
+    # Cut last: cut first, a layer compiled by Inductor (torch 2.13, CPU) was wrong where l' does not divide S. The branch compiled
+    # alone still is there, which perfbench's parity refuses to time; aot_eager and CUDA are right.
     mask_BGTL = chosen_BGTJ[..., None].expand(-1, -1, -1, -1, sel_block).flatten(3)
     past_BTL = torch.arange(mask_BGTL.shape[-1], device=blocks_BTGN.device) <= position_BT[..., None]
     return (mask_BGTL & past_BTL[:, None])[..., :num_keys]
