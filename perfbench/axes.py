@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -125,6 +125,7 @@ class Cell:
     chunk: int = DEFAULT_CHUNK
     compile: str = "off"
     cuda_graph: str = "off"
+    _id: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.workload != "chunked_prefill":
@@ -141,8 +142,10 @@ class Cell:
     @property
     def cell_id(self) -> str:
         """``axis=value`` in sorted order, defaults left out: an axis added later renames nothing."""
-        named = {k: v for k, v in self.axes().items() if v != AXES[k].default and v != NOT_APPLICABLE}
-        return ",".join(f"{key}={_encoded(named[key])}" for key in sorted(named))
+        if not self._id:  # a plan asks four times
+            named = {k: v for k, v in self.axes().items() if v != AXES[k].default and v != NOT_APPLICABLE}
+            object.__setattr__(self, "_id", ",".join(f"{key}={_encoded(named[key])}" for key in sorted(named)))
+        return self._id
 
 
 @lru_cache(maxsize=8192)  # a large matrix asks for the same few values a hundred thousand times

@@ -139,8 +139,14 @@ def _span(matrix: Matrix, rule: IncludeRule | None) -> dict[str, tuple[Value, ..
 
 def _product(axes: Mapping[str, tuple[Value, ...]]) -> Iterable[Cell]:
     """Cells in the order of the axes, each once: dense paths have one cell for all values of fa2."""
-    points = (dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values()))
-    return dict.fromkeys(Cell(**point) for point in points)  # type: ignore[arg-type]  # _values checked the kinds
+    return _product_of(tuple(axes.items()))
+
+
+@lru_cache(maxsize=8)  # loading and planning one matrix span it three times
+def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, ...]:
+    names = [name for name, _ in axes]
+    points = (dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in axes)))
+    return tuple(dict.fromkeys(Cell(**point) for point in points))  # type: ignore[arg-type]  # _values checked the kinds
 
 
 def cells(matrix: Matrix) -> tuple[list[Cell], list[Excluded]]:
