@@ -265,7 +265,7 @@ def _selected_path(request: Request, problem: Problem, capability: Capability, f
     if request.path != AUTO:
         return Path(request.path), f"path={request.path} was asked for by name"
     if fused:
-        return Path.TRITON, "auto: the fastest measured on this GPU"
+        return Path.TRITON, "auto: what nsa.tuned names for this GPU"
     return _auto_path(request, problem, capability, rejected)
 
 

@@ -1,8 +1,8 @@
-"""What `auto` knows of speed: crossings that were measured, never timed at run time. `perfbench tune` measures them anew.
+"""What `auto` knows of speed: a table, never timing at run time. `perfbench tune` measures them anew.
 
-By compute capability; on a GPU that is not here, `auto` takes no kernel of ours. (9, 0), an H200, eager training of the 12-layer model:
-153,000 tok/s at 2 x 8,192 by path triton (reports/kernels-log.md), 89,000 at 4 x 8,192 by masked, the next best
-(reports/evidence/h200-gate). Short calls are bound by the host on every path and have not been compared in one run.
+By compute capability; on a GPU that is not here, `auto` takes no kernel of ours. (9, 0) rests on an H200's sweep, in which attention of
+path triton alone passed cuDNN's dense kernel between 8,192 and 16,384 tokens (reports/kernels-log.md). The paths have not been compared
+with one another in one run yet.
 """
 
 from __future__ import annotations
