@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from nsa.cache import NSACache
     from nsa.compression import compress
     from nsa.config import ModelConfig, NSAConfig
+    from nsa.decoding import DecodeGraph
     from nsa.functional import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_attention
     from nsa.model import TinyLM
     from nsa.routing import RouteError
 
 _HOMES = {
+    "DecodeGraph": "decoding",
     "ModelConfig": "config",
     "NSAAttention": "attention",
     "NSACache": "cache",
@@ -29,6 +31,7 @@ _HOMES = {
     "sliding_attention": "functional",
 }
 __all__ = [
+    "DecodeGraph",
     "ModelConfig",
     "NSAAttention",
     "NSACache",

@@ -60,7 +60,8 @@ class NSAAttention(nn.Module):
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
         With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its first ``num_tokens[b]``
-        tokens only; the others' y is 0. ``cu_seqlens`` int [N + 1] packs N documents into B = 1; y beyond the last is 0.
+        tokens only; the others' y is 0. A cache that steps (`nsa.steps`) takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N
+        documents into B = 1; y beyond the last is 0.
         ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype, which is the weights' (or any
         floating one under autocast, whose dtype y then has). ValueError for an x that does not fit the weights, a cache of
         another config, batch, dtype or device, or one given while gradients are recorded.
@@ -89,7 +90,7 @@ class NSAAttention(nn.Module):
             view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout)
         else:
             checks.no_gradient(q)
-            view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens)
+            view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens, step=layout.step)
         o = attend_view(
             q, gates, view, config=self.config, path=self.path, fa2=self.fa2, documents=layout.documents, present=layout.present_BR,
             keys_read=None if cache is None else cache.keys_read, whole=cache is None and layout.packing is None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import Tensor
@@ -20,6 +20,9 @@ from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.ops.positions import to_device
 from nsa.ops.reads import KeysRead
+
+if TYPE_CHECKING:
+    from nsa.steps import Step, Steps
 
 KV = tuple[Tensor, Tensor]
 # (k, v) raw [B, L, G, D] and the index of the first block of each row [B] -> (k, v) compressed [B, C(L), G, D]
@@ -46,6 +49,9 @@ class NSACache:
 
     Keeps all K and V for the selected branch, a ring of the last w for the window, the compressed K and V, and the raw
     tokens from C * d on (at most l - 1), from which the next compressed block goes on exactly. No gradient.
+
+    While ``steps`` is not None (`nsa.steps.Steps`, which DecodeGraph uses) it takes one token a row at a time, and the lengths are
+    on the device, too.
     """
 
     def __init__(
@@ -62,6 +68,8 @@ class NSACache:
         # One row more than there is room for takes what a shorter row of a ragged chunk must not keep.
         self.sel, self.cmp = pair(capacity + 1), pair(self.grid.num_cmp(capacity) + 1)
         self.win, self.tail = pair(config.window), pair(config.cmp_block - 1)
+        self.steps: Steps | None = None
+        self.raw: list[Tensor] = []  # while it steps: the last l raw tokens in a ring, which then stand for the tail
 
     @classmethod
     def empty(
@@ -86,26 +94,34 @@ class NSACache:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens that each row holds."""
-        return tuple(self._lengths)
+        return tuple(self._lengths) if self.steps is None else self.steps.lengths_of(self)
 
     def q_start(self, device: torch.device) -> int | Tensor:
-        """Position of the next token: an int where all rows are alike, else int64 [B]."""
+        """Position of the next token: an int where all rows are alike, else (and while it steps) int64 [B]."""
+        if self.steps is not None:
+            return self.steps.length_B.clone()
         return self._lengths[0] if len(set(self._lengths)) == 1 else to_device(self._lengths, device)
 
     def memory_bytes(self) -> int:
         """Bytes of the buffers as they are now."""
-        return sum(x.nbytes for pair in (self.sel, self.cmp, self.win, self.tail) for x in pair)
+        return sum(x.nbytes for pair in (self.sel, self.cmp, self.win, self.tail, self.raw) for x in pair)
 
-    def append(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, *, compress: CompressFn, num_tokens: Sequence[int] | None = None) -> View:
+    def append(
+        self, kv_cmp: KV, kv_sel: KV, kv_win: KV, *, compress: CompressFn, num_tokens: Sequence[int] | None = None,
+        step: Step | None = None,
+    ) -> View:  # fmt: skip
         """Store a chunk of T tokens a row (only the first ``num_tokens[b]`` of row b) and return what its queries attend to.
 
         Each kv is k [B, T, HKV, DK] and v [B, T, HKV, DV] of the cache's dtype and device; ``kv_cmp`` is what ``compress`` takes,
-        rotated or not. ValueError, and nothing stored, where one is of another kind or a row would exceed max_len.
+        rotated or not. ValueError, and nothing stored, where one is of another kind or a row would exceed max_len. ``step``: that
+        of the forward, where the cache steps and its layers share one.
         """
+        if self.steps is not None:
+            return self.steps.append(self, kv_cmp, kv_sel, kv_win, compress=compress, num_tokens=num_tokens, step=step)
         T = kv_sel[0].shape[1]
         new = check_chunk(self, {"cmp": kv_cmp, "sel": kv_sel, "win": kv_win}, num_tokens)
         old, total = list(self._lengths), [length + count for length, count in zip(self._lengths, new, strict=True)]
-        self._grow(max(total))
+        self.grow(max(total))
         q_start: int | Tensor = old[0]
         win_start: int | Tensor
         uniform = len(set(old)) == 1
@@ -155,13 +171,18 @@ class NSACache:
             tail[:, : start + T - due * d] = x[:, (due - done) * d :]
         return (k, v), before
 
-    def _grow(self, needed: int) -> None:
+    def grow(self, needed: int) -> None:
+        """Make room for ``needed`` tokens a row, at most max_len, by doubling what there is."""
         if needed <= self.capacity:
             return
         while self.capacity < needed:
             self.capacity = min(2 * self.capacity, self.max_len)
         for pair, rows in ((self.sel, self.capacity + 1), (self.cmp, self.grid.num_cmp(self.capacity) + 1)):
             pair[:] = [torch.cat([x, x.new_zeros(self.batch, rows - x.shape[1], *x.shape[2:])], 1) for x in pair]
+
+    def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
+        """Be an ordinary cache again that holds ``lengths`` tokens and ``tail``. Called by `Steps.end`."""
+        self._lengths, self.tail, self.raw, self.steps = list(lengths), tail, [], None
 
     def _window_view(self, kv: KV, old: list[int], old_B: Tensor) -> tuple[KV, int | Tensor]:
         """The last w - 1 tokens of each row, oldest first, then the chunk."""

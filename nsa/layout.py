@@ -18,6 +18,7 @@ from nsa.config import NSAConfig
 from nsa.ops.positions import Documents, query_positions, to_device
 from nsa.packing import Packing
 from nsa.rope import angles, turns
+from nsa.steps import Step
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +27,14 @@ class Layout:
 
     ``turns``: RoPE of each row, complex [B or 1, R, 1, D / 2]. ``packing``: of packed documents, else None.
     ``absent_BT1``: bool [B or 1, T, 1], tokens that hold nothing; ``present_BR``: bool [B or 1, R], rows that hold a token;
-    each None where all do.
+    each None where all do. ``step``: where the tokens go in caches that step (`nsa.steps`), else None.
     """
 
     turns: Tensor
     packing: Packing | None
     absent_BT1: Tensor | None
     present_BR: Tensor | None
+    step: Step | None = None
 
     @classmethod
     def of(
@@ -56,6 +58,9 @@ class Layout:
             checks.packed(cu_seqlens, x, x, 0, read=checks.may_read(x))
             packing = Packing.of(cu_seqlens, T, config.sel_block)
             return cls(turned(packing.position_R[None]), packing, packing.outside_T[None, :, None], packing.present_R[None])
+        if cache is not None and cache.steps is not None and num_tokens is None:
+            step = cache.steps.next()
+            return cls(turned(step.position_B[:, None]), None, None, None, step)
         position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
         if num_tokens is None:
             return cls(turned(position_BT), None, None, None)

@@ -13,6 +13,7 @@ from nsa import checks
 from nsa.attention import NSAAttention
 from nsa.cache import NSACache, check_cache
 from nsa.config import ModelConfig
+from nsa.decoding import DecodeGraph, check_device
 from nsa.dense import DenseAttention
 from nsa.layout import Layout
 from nsa.ops.positions import to_device
@@ -94,6 +95,8 @@ class TinyLM(_Decoder):
         if cache is not None and len({c.lengths for c in cache}) > 1:
             lengths = [c.lengths for c in cache]
             raise ValueError(f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew with TinyLM.new_cache")
+        if cache is not None and len({id(c.steps) for c in cache}) > 1:
+            raise ValueError("got caches of which only some step, or apart; wanted all of them or none; give Steps those of all layers")
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
         first = None if cache is None else cache[0]
         options["layout"] = Layout.of(
@@ -109,14 +112,18 @@ class TinyLM(_Decoder):
     @torch.no_grad()
     def generate(
         self, ids_BT: Tensor, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0,
-        prompt_lengths: Sequence[int] | None = None, generator: torch.Generator | None = None,
+        prompt_lengths: Sequence[int] | None = None, generator: torch.Generator | None = None, cuda_graph: bool = False,
     ) -> Tensor:  # fmt: skip
         """Continue each prompt by ``max_new_tokens`` tokens: int64 [B, T + max_new_tokens].
 
         ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds ``top_p`` of the
-        probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones, then zeros.
+        probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones, then zeros. ``cuda_graph`` replays each decode
+        step from a DecodeGraph, which spares the host's time; its capture costs some steps' worth once a call. ValueError for it
+        where the model is not on CUDA, and for arguments that do not fit.
         """
         checks.ids(ids_BT, self.embedding.weight, padded=prompt_lengths is not None)
+        if cuda_graph:
+            check_device(ids_BT.device)
         B, T = ids_BT.shape
         lengths = [T] * B if prompt_lengths is None else [int(n) for n in prompt_lengths]
         if max_new_tokens < 1 or len(lengths) != B or not all(1 <= n <= T for n in lengths):
@@ -132,11 +139,14 @@ class TinyLM(_Decoder):
         out[:, :T] = ids_BT.masked_fill(token >= length_B[:, None], 0)
         logits = self(out[:, :longest], cache=cache, num_tokens=lengths)
         last_BV = logits[torch.arange(B, device=ids_BT.device), length_B - 1]
+        decode: Callable[[Tensor], Tensor] = lambda ids_B1: self(ids_B1, cache=cache)[:, -1]  # noqa: E731
+        if cuda_graph and max_new_tokens > 1:  # the first token is the prefill's
+            decode = DecodeGraph(self, cache)
         for step in range(max_new_tokens):
             chosen_B = next_token(last_BV, temperature=temperature, top_p=top_p, generator=generator)
             out.scatter_(1, (length_B + step)[:, None], chosen_B[:, None])
             if step + 1 < max_new_tokens:
-                last_BV = self(chosen_B[:, None], cache=cache)[:, -1]
+                last_BV = decode(chosen_B[:, None])
         return out
 
 

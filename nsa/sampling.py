@@ -20,4 +20,6 @@ def next_token(logits_BV: Tensor, *, temperature: float = 0.0, top_p: float = 1.
         order = p.sort(dim=-1, descending=True, stable=True)
         before = order.values.cumsum(-1) - order.values
         p = p.new_zeros(p.shape).scatter(-1, order.indices, order.values.masked_fill(before >= top_p, 0.0))
-    return torch.multinomial(p, 1, generator=generator)[:, 0]
+    # Of independent exponential times with rates p, the first belongs to i with probability p_i. torch.multinomial draws one token
+    # so, too, but reads back first whether p is one.
+    return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)

@@ -104,9 +104,14 @@ def inputs(
 
 
 def step_body(module: SparseAttention | FullAttention, run: Callable[..., Tensor], *, backward: bool) -> Callable[..., None]:
-    """One call of ``run`` (the module, or what it was compiled to) on one of `inputs`; with ``backward`` every gradient, too.
+    """One call of ``run`` (the module, or what it was compiled to) on one of `inputs`; with ``backward`` every gradient, too."""
+    return body_of(run, list(module.parameters()) if "cmp" in module.model.nsa.branches else [], backward=backward)
 
-    Gradients are returned to nobody, and not added up.
+
+def body_of(run: Callable[..., Tensor], parameters: list[Tensor], *, backward: bool) -> Callable[..., None]:
+    """One call of ``run``; with ``backward`` the gradients of ``parameters`` and of each argument that wants one.
+
+    The last argument is then the gradient of what ``run`` returns. Gradients are returned to nobody, and not added up.
     """
     if not backward:
 
@@ -115,7 +120,6 @@ def step_body(module: SparseAttention | FullAttention, run: Callable[..., Tensor
                 run(*given)
 
         return forward
-    parameters: list[Tensor] = list(module.parameters()) if "cmp" in module.model.nsa.branches else []
 
     def both(*given: Tensor) -> None:
         *tensors, grad = given

@@ -14,9 +14,11 @@ from nsa.routing import DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS
 
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 DEFAULT_CHUNK = 2048
+SELECTIONS = ("own", "random", "local", "hot")  # kinds of blocks in workloads of the selected branch: perfbench.selections
 CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NSACache
 ATTENTION = ("attention", "attention_forward")  # attention alone, on inputs of its own; the first with its backward
-BACKWARD = ("train", "attention")
+SELECTED = ("selected", "selected_forward")  # the selected branch alone, on blocks of its own; the first with its backward
+BACKWARD = ("train", "attention", "selected")
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
@@ -70,7 +72,7 @@ class Axis:
 
 
 AXES: Mapping[str, Axis] = {
-    "workload": Axis(str, None, ("train", "forward", *CACHED, *ATTENTION)),
+    "workload": Axis(str, None, ("train", "forward", *CACHED, *ATTENTION, *SELECTED)),
     "seq_len": Axis(int, None),
     "path": Axis(str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS)),
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
@@ -80,6 +82,7 @@ AXES: Mapping[str, Axis] = {
     "chunk": Axis(int, DEFAULT_CHUNK),
     "compile": Axis(str, "off", ("off", "on")),
     "cuda_graph": Axis(str, "off", ("off", "on")),
+    "selection": Axis(str, SELECTIONS[0], SELECTIONS),
 }
 
 
@@ -112,7 +115,8 @@ def torch_dtype_name(dtype: str) -> str:
 class Cell:
     """One point of the matrix. An axis that means nothing to the cell has one value, so that its values are one cell.
 
-    That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but chunked_prefill.
+    That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but chunked_prefill and of ``selection`` in
+    every one but those of the selected branch alone.
     """
 
     workload: str
@@ -125,11 +129,14 @@ class Cell:
     chunk: int = DEFAULT_CHUNK
     compile: str = "off"
     cuda_graph: str = "off"
+    selection: str = SELECTIONS[0]
     _id: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.workload != "chunked_prefill":
             object.__setattr__(self, "chunk", DEFAULT_CHUNK)
+        if self.workload not in SELECTED:
+            object.__setattr__(self, "selection", SELECTIONS[0])
         if self.path in DENSE_KINDS:
             object.__setattr__(self, "fa2", NOT_APPLICABLE)
         elif self.fa2 == NOT_APPLICABLE:

@@ -41,7 +41,7 @@ class BlocksProof:
 
 @torch.no_grad()
 def chosen(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, config: NSAConfig, path: str, fa2: str, q_start: int, kv_len: int, whole: bool
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, config: NSAConfig, path: str, fa2: str, q_start: int | Tensor, kv_len: int, whole: bool
 ) -> Tensor:
     """The blocks int32 [B, T, G, N] that a call of this path takes: its kernel's where the Route has one, else `select_blocks`'."""
     asked: dict[str, Any] = {"path": path, "fa2": fa2, "config": config, "whole": whole, "branches": config.branches}
@@ -69,7 +69,7 @@ def judge(q: Tensor, k_cmp: Tensor, blocks: Tensor, *, config: NSAConfig, rows: 
     if config.selection == "exact" and config.score_dtype == "float32":
         return BlocksProof(int((differs & (gap > NEAR_TIE)).sum()), None, None, {})
     J = -(-kv_len // config.sel_block)
-    wrong = _is_malformed(blocks, config, rows, J)
+    wrong = is_malformed(blocks, config, rows, J)
     exact, chosen = _members(truth, J), _members(blocks, J)
     shares = (exact & chosen).sum(-1).double() / exact.sum(-1)
     report = {"rows": float(differs.numel()), "recall": float(shares.mean()), "changed_share": float(differs.double().mean())}
@@ -92,7 +92,7 @@ def _members(blocks: Tensor, J: int) -> Tensor:
     return (blocks[..., None] == torch.arange(J)).any(3)
 
 
-def _is_malformed(blocks: Tensor, config: NSAConfig, rows: Tensor, J: int) -> Tensor:
+def is_malformed(blocks: Tensor, config: NSAConfig, rows: Tensor, J: int) -> Tensor:
     """Boolean [B, T, G]: not ascending, repeated, padded before the end, out of range, without a forced block, or of another number."""
     forced, candidate = _forced_and_candidates(config, rows, J)
     real = blocks >= 0

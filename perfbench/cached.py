@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from nsa.cache import KV, NSACache
 from nsa.config import ModelConfig
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
+from nsa.steps import Steps
 from perfbench import calls
 from perfbench.job import Job
 from perfbench.result import CacheLine
@@ -35,9 +36,12 @@ class CachedSteps:
     Every step begins with caches of one length, and goes back to it by forgetting a length, without a copy or a sync. A decode
     step can begin so because it writes where the one before wrote: a row of K and V beyond the length, a slot of the ring that
     no window of this length reaches, a raw token behind those that are kept. It completes no compressed block (`held_tokens`).
+
+    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.steps`), as in nsa.DecodeGraph, for ``body`` to be
+    captured: the same token at the same place, which is then forgotten on the device.
     """
 
-    def __init__(self, job: Job, config: ModelConfig, model: TinyLM, num_batches: int) -> None:
+    def __init__(self, job: Job, config: ModelConfig, model: TinyLM, num_batches: int, *, stepping: bool = False) -> None:
         """Raises torch.OutOfMemoryError where the caches do not fit."""
         batch, seq_len, decodes = int(job.axes["batch"]), int(job.axes["seq_len"]), job.axes["workload"] == "decode"
         self.model = model
@@ -50,21 +54,37 @@ class CachedSteps:
             layers: list[Any] = list(model.blocks)
             for cache, layer in zip(self.begin, layers, strict=True):
                 fill(cache, self.tokens, layer.attention)
-        self._batches = itertools.cycle(torch.randint(config.vocab_size, (num_batches, batch, new), device=job.device).unbind(0))
+        self.batches = itertools.cycle((ids,) for ids in torch.randint(config.vocab_size, (num_batches, batch, new), device=job.device))
+        self.steps = Steps(self.begin) if stepping else None
+
+    def body(self, ids_B1: Tensor) -> None:
+        """One step with ``stepping``, of static shapes and without the host: a graph can hold it."""
+        assert self.steps is not None
+        with torch.no_grad():
+            self.model(ids_B1, cache=self.begin)
+        self.steps.forget_last()
 
     def run(self) -> None:
         self._step(None)
 
-    def line(self) -> CacheLine:
-        """What the caches hold, and the keys that one more step reads of them."""
+    def line(self, replay: Callable[[], None] | None = None) -> CacheLine:
+        """What the caches hold, and the keys that one more step reads of them.
+
+        With a ``replay`` of the captured step that is the step, and the keys are counted from what it wrote: the graph's own blocks
+        and positions, which the caches' counters have known since the capture.
+        """
         counted: list[Counts] = []
-        self._step(counted)
+        if replay is None:
+            self._step(counted)
+        else:
+            replay()
+            counted += [dict(cache.keys_read) for cache in self.begin]
         size = sum(cache.memory_bytes() for cache in self.begin)
         return CacheLine(tokens=self.tokens, memory_bytes=size, keys_read=keys_of_query(counted))
 
     def _step(self, counted: list[Counts] | None) -> None:
         # A copy has a length of its own and the buffers of the original: the next step begins where this one did.
-        caches, ids_BT = [copy.copy(cache) for cache in self.begin], next(self._batches)
+        caches, (ids_BT,) = [copy.copy(cache) for cache in self.begin], next(self.batches)
         with torch.no_grad():
             for begin, end in self.pieces:
                 self.model(ids_BT[:, begin:end], cache=caches)

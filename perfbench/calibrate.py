@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from perfbench import runfile, starts, stats
+from perfbench import realpairs, runfile, starts, stats
 from perfbench.axes import AXES
 from perfbench.certify import Certificate, Effort, Rate, certify
 from perfbench.nights import Night, estimate, pooled_sd, variance_within
 from perfbench.policy import GatePolicy
+from perfbench.realpairs import RealPair
 from perfbench.result import PlannedCell, Replicate
 from perfbench.starts import Rows, Start, StartCount
 from perfbench.verdict import Exit, PerfbenchError
@@ -57,7 +58,8 @@ class CellNoise:
 class Calibration:
     """``screened`` and ``red``: what the rule made of real A/A pairs of starts, and of pairs of processes within starts.
 
-    ``most_replicates``: the most that one cell has in one start.
+    ``most_replicates``: the most that one cell has in one start. ``pairs``: what it made of interleaved pairs of one commit with
+    itself, ``pairs_red`` of those with nothing planted.
     """
 
     runs: list[str]
@@ -74,15 +76,19 @@ class Calibration:
     screened: Rate
     significant: Rate
     red: Rate
+    pairs: list[RealPair]
+    pairs_red: Rate
     certificate: Certificate
 
 
 def calibrate(
-    run_files: Sequence[Path], *, seed: int, policy: GatePolicy, out: Path | None = None, effort: Effort | None = None
-) -> Calibration:
+    run_files: Sequence[Path], *, seed: int, policy: GatePolicy, pair_folders: Sequence[Path] = (), out: Path | None = None,
+    effort: Effort | None = None,
+) -> Calibration:  # fmt: skip
     """Estimate the noise from A/A runs, certify the rule; writes ``out`` (Markdown) and a JSON file beside it.
 
-    PerfbenchError(USAGE): what `starts.read` refuses, or ``out`` cannot be written.
+    ``pair_folders``: those of `perfbench ab` of one commit with itself. PerfbenchError(USAGE): what `starts.read` and
+    `realpairs.read` refuse, or ``out`` cannot be written.
     """
     runs = sorted((runfile.read(path) for path in run_files), key=lambda run: run.manifest.run_id)  # in any order, the same bytes
     rows = starts.read(runs)
@@ -90,6 +96,7 @@ def calibrate(
     stored = [stats.logs([1 / s for s in row.samples_s]) for found in rows.values() for row in found if len(row.samples_s) > 1]
     screened, significant = _across(rows, policy, {cell.cell_id: cell.night for cell in cells})
     first = runs[0].manifest
+    pairs = realpairs.read(pair_folders, first.environment.gpu_slug)
     found = Calibration(
         runs=[run.manifest.run_id for run in runs],
         commit=first.source.commit,
@@ -105,6 +112,8 @@ def calibrate(
         screened=screened,
         significant=significant,
         red=_within(rows, policy),
+        pairs=pairs,
+        pairs_red=realpairs.false_alarms(pairs),
         certificate=certify(policy, seed=seed, stored=stored, effort=effort),
     )
     if out is not None:

@@ -10,7 +10,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
 from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
-from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, Cell, Value, torch_dtype_name
+from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, SELECTED, Cell, Value, torch_dtype_name
 
 Axes = Mapping[str, Value]
 
@@ -33,9 +33,14 @@ def held_tokens(model: ModelConfig, seq_len: int) -> int:
 
 def layer_calls(axes: Axes, model: ModelConfig) -> int:
     """How often a step calls each branch's implementation: once a layer, and for each chunk of a prefill; attention alone is one layer."""
-    if axes["workload"] in ATTENTION:
+    if axes["workload"] in (*ATTENTION, *SELECTED):
         return 1
     return model.num_layers * (len(pieces(axes)) if axes["workload"] == "chunked_prefill" else 1)
+
+
+def of_selected(whole: Problem) -> Problem:
+    """The call of the selected branch alone, on blocks that it is given: nothing to score, and no length tells it what is left out."""
+    return replace(whole, branches=("sel",), select_all_tokens=None, window=None, whole=False, scores=None)
 
 
 def problems(axes: Axes, model: ModelConfig) -> list[Problem]:
@@ -43,9 +48,12 @@ def problems(axes: Axes, model: ModelConfig) -> list[Problem]:
     tokens = int(axes["seq_len"])
     whole = Problem.of(model, batch=int(axes["batch"]), tokens=tokens, dtype=torch_dtype_name(str(axes["dtype"])))
     if axes["workload"] == "decode":
-        return [replace(whole, q_tokens=1, k_tokens=held_tokens(model, tokens) + 1, whole=False)]
+        captured = axes.get("cuda_graph", "off") == "on"  # its positions are a tensor, as of rows that differ in length
+        return [replace(whole, q_tokens=1, k_tokens=held_tokens(model, tokens) + 1, whole=False, ragged=captured)]
     if axes["workload"] == "chunked_prefill":
         return [replace(whole, q_tokens=end - begin, k_tokens=end, whole=False) for begin, end in pieces(axes)]
+    if axes["workload"] in SELECTED:
+        return [of_selected(whole)]
     if axes.get("compile", "off") == "on":  # a compiled region does not look at the length, which would recompile at each
         whole = replace(whole, select_all_tokens=None, window=None, whole=False)
     return [whole]
@@ -71,12 +79,19 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     """Why no machine can time ``cell``, whatever its route: got, wanted, next step; None where one can."""
     nsa, got = model.nsa, f"workload={cell.workload}"
     if graph := next((f"{name}=on" for name in ("compile", "cuda_graph") if getattr(cell, name) == "on"), None):
-        if cell.workload in CACHED:
+        if cell.workload == "chunked_prefill" or (cell.workload == "decode" and cell.compile == "on"):
             return (
                 f"{graph} with {got}: the lengths of a cache are the host's, so no graph holds a step; wanted {graph[:-2]}off; leave it off"
             )
+        if cell.workload == "decode" and cell.path in (Path.V2, Path.MASKED) and cell.fa2 != "off":
+            return (
+                f"{graph} with {got}, path={cell.path} and fa2={cell.fa2}: a captured step's positions are on the device, where FA-2's "
+                "window takes none; wanted fa2=off or path=triton; name one of them"
+            )
         if cell.path == ADAPTIVE or (cell.path in tuple(Path) and SPECS[Path(cell.path)].slow):
             return f"{graph} with path={cell.path}: its loop runs on the host, which no graph holds; wanted a fast path; exclude this one"
+    if cell.workload in SELECTED:
+        return _why_not_selected(cell, model)
     if cell.workload not in CACHED:
         return None
     if cell.path in DENSE_KINDS:
@@ -91,4 +106,18 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
         return f"{got} with cmp_stride=1: every step completes a block, so no step can be repeated; wanted cmp_stride >= 2; raise it"
     if cell.workload == "chunked_prefill" and cell.chunk > cell.seq_len:
         return f"{got} with chunk={cell.chunk}: more than seq_len={cell.seq_len}, one call; wanted chunk <= seq_len; lower chunk"
+    return None
+
+
+def _why_not_selected(cell: Cell, model: ModelConfig) -> str | None:
+    nsa, got = model.nsa, f"workload={cell.workload}"
+    if cell.path in DENSE_KINDS:
+        return f"{got} with path={cell.path}: full attention selects nothing; wanted a path of NSA; exclude dense from it, with that reason"
+    if "sel" not in nsa.branches:
+        return f"{got} with nsa.branches={', '.join(nsa.branches)}: wanted sel among them; add it, or leave the workload out"
+    if cell.selection == "own" and nsa.selection != "exact":
+        return (
+            f"{got} with selection=own and nsa.selection={nsa.selection}: its search may leave slots empty, so no closed form counts the "
+            "keys; wanted nsa.selection=exact, or selection random, local or hot; name one"
+        )
     return None

@@ -189,12 +189,16 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="PATH", help="Where the report goes too: a folder or a .md file.", show_default=False)
     ] = None,
+    pairs: Annotated[
+        list[Path] | None,
+        typer.Option("--pair", metavar="PAIR", help="A folder of `ab` of one commit with itself, planted or not.", show_default=False),
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Certify the gate on stored runs."""
     from perfbench import session
 
-    _say(session.calibrate(runs, seed, out, as_json=as_json))
+    _say(session.calibrate(runs, seed, out, pairs=pairs, as_json=as_json))
 
 
 @app.command()

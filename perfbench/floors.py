@@ -13,7 +13,8 @@ from typing import Self
 
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
-from perfbench.physics import BYTES_OF, CARDS, step_min_bytes
+from perfbench.axes import SELECTED
+from perfbench.physics import BYTES_OF, CARDS, selected_pairs, step_min_bytes
 
 EXP_PER_CLOCK = 16  # of one SM. CUDA C++ Programming Guide, throughput of native arithmetic: compute capability 8.0 to 9.0
 
@@ -99,6 +100,22 @@ def backward(model: ModelConfig, *, batch: int, tokens: int, dtype: str, dense: 
     heads = batch * model.num_heads
     parts = {name: _part_ms(heads * count, _backward_flops(model), rates) for name, count in _pairs(model, tokens, dense).items()}
     return Floor(parts, _backward_traffic_ms(model, batch, tokens, dtype, dense, rates))
+
+
+def selected(model: ModelConfig, *, batch: int, tokens: int, dtype: str, rates: Rates) -> tuple[Floor, Floor]:
+    """(forward, backward) of the selected branch alone, by the rules of `forward` and `backward`; the one part is ``sel``.
+
+    It holds for every kind of blocks, all of which read the same number of keys.
+    """
+    pairs = batch * model.num_heads * selected_pairs(model, tokens)
+    moved = [step_min_bytes(model, workload=name, batch=batch, tokens=tokens, dtype=dtype, dense=False) for name in SELECTED[::-1]]
+    both_ms = 1e3 * moved[1] / rates.bytes_per_s
+    forward_ms = 1e3 * moved[0] / rates.bytes_per_s
+    o_ms = 1e3 * batch * tokens * model.num_heads * model.value_dim * BYTES_OF[dtype] / rates.bytes_per_s
+    return (
+        Floor({"sel": _part_ms(pairs, _forward_flops(model), rates)}, forward_ms),
+        Floor({"sel": _part_ms(pairs, _backward_flops(model), rates)}, both_ms - o_ms),
+    )
 
 
 def scored_pairs(model: ModelConfig, tokens: int) -> int:

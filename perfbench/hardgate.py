@@ -16,7 +16,7 @@ from perfbench.verdict import Verdict
 MAX_RATE_MISMATCH = 0.01  # stored tok/s against its own samples
 REASON_CHARS = 300
 # workload of forwards alone -> the one whose step has the backward too
-WHOLE: Mapping[str, str] = {"forward": "train", "attention_forward": "attention"}
+WHOLE: Mapping[str, str] = {"forward": "train", "attention_forward": "attention", "selected_forward": "selected"}
 Proven = tuple[ProofKey, str | None]  # and the card
 
 

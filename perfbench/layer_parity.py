@@ -25,12 +25,13 @@ PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]
 
 def outputs(
     model: ModelConfig, *, path: str, fa2: str, tokens: int, dtype: torch.dtype, device: str, seed: int, exact: Attend, eager: Attend,
-    chunk: int | None = None, compiled: bool = False,
+    chunk: int | None = None, compiled: bool = False, stepping: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on sampled rows of ``tokens``.
 
     ``tokens`` must be so few that every block is selected (``tokens_selecting_all``). With a ``chunk`` the layer goes through a
-    cache, cut as `cache_parity.pieces_of` says. ``compiled``: its own output is that of the compiled layer.
+    cache, cut as `cache_parity.pieces_of` says; ``stepping``: each single token by a step of static shapes. ``compiled``: its own
+    output is that of the compiled layer.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = torch.cat([torch.randperm(tokens - 1, generator=generator)[:31].sort().values, torch.tensor([tokens - 1])])
@@ -46,7 +47,7 @@ def outputs(
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         layer.to(device)
-        got = (compiled_of(layer)(x.to(device)) if compiled else _own(layer, x.to(device), rows, chunk))[:, rows]
+        got = (compiled_of(layer)(x.to(device)) if compiled else _own(layer, x.to(device), rows, chunk, stepping))[:, rows]
         honest = by_hand(layer, model, x.to(device), rows.to(device), eager)
         truth = by_hand(twin.double(), model, x.double(), rows, exact)
     return got, truth, honest
@@ -58,11 +59,11 @@ def compiled_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return compiled
 
 
-def _own(layer: nn.Module, x: Tensor, rows: Tensor, chunk: int | None) -> Tensor:
+def _own(layer: nn.Module, x: Tensor, rows: Tensor, chunk: int | None, stepping: bool) -> Tensor:
     if chunk is None:
         y: Tensor = layer(x)
         return y
-    return cache_parity.layer(layer, x, cache_parity.pieces_of(chunk, rows.tolist(), x.shape[1]))
+    return cache_parity.layer(layer, x, cache_parity.pieces_of(chunk, rows.tolist(), x.shape[1]), stepping=stepping)
 
 
 def tokens_selecting_all(nsa: NSAConfig) -> int:

@@ -16,7 +16,7 @@ from nsa import capability, engagement, settings
 from nsa.config import ModelConfig
 from nsa.routing import Route
 from perfbench import calls, capture, parity, physics, sentinels, tuning, witness, workload
-from perfbench.axes import BACKWARD, CACHED, torch_dtype_name
+from perfbench.axes import BACKWARD, CACHED, SELECTED, torch_dtype_name
 from perfbench.clock import Clock
 from perfbench.job import Job
 from perfbench.plan import route_line
@@ -173,6 +173,10 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
         options["compiled"] = True
     if job.axes["workload"] in CACHED:
         options["chunk"] = 1 if job.axes["workload"] == "decode" else int(job.axes["chunk"])
+        if job.axes.get("cuda_graph") == "on":
+            options["stepping"] = True
+    if job.axes["workload"] in SELECTED:
+        options["selection"] = str(job.axes["selection"])
     try:
         line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options)
     except parity.RouteDiffers as error:

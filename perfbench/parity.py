@@ -7,7 +7,7 @@ gives it, so that one proof holds for every length of a Route, else at the cell'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,13 @@ from torch import Tensor
 from nsa import capability, dispatch, functional, oracle, settings
 from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
-from nsa.routing import SPECS, Path, Problem, Route, plan, route_dense
-from perfbench import blocks_parity, cache_parity, layer_parity
+from nsa.routing import SPECS, Path, Problem, Route, route, route_dense
+from perfbench import blocks_parity, cache_parity, calls, layer_parity, selected_parity
+from perfbench.deviation import Comparison, Tensors, eager, exact
 from perfbench.result import ParityLine
 
 NUM_ROWS = 64
 NEAR_TIE = blocks_parity.NEAR_TIE
-Tensors = dict[str, Tensor]
 Attend = layer_parity.Attend
 _Own = tuple[Callable[[Tensors], Tensor], Tensor]  # the cell's own output of inputs, and the blocks that it chose for the rows
 
@@ -34,30 +34,38 @@ class RouteDiffers(Exception):
 
 def check(
     model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, train: bool, seed: int,
-    tokens: int | None = None, chunk: int | None = None, compiled: bool = False,
+    tokens: int | None = None, chunk: int | None = None, compiled: bool = False, selection: str | None = None,
+    stepping: bool = False,
 ) -> ParityLine:  # fmt: skip
     """Compare on sampled rows; never raises for a wrong number, only says so. ``tokens``: those of the timed cell's sequences.
 
     ``chunk``: tokens that the timed cell adds to a cache at a time, 1 where it decodes; the proof then goes through a cache, too.
-    ``compiled``: what is compared is compiled, as the timed cell's model is.
+    ``stepping``: each single token by a step of static shapes (`nsa.steps`), as a captured decode step takes it.
+    ``compiled``: what is compared is compiled, as the timed cell's model is. ``selection``: the timed cell is the selected branch
+    alone, on blocks of this kind; so is the proof then, without a layer.
     The line's ``own_length`` is true where the proof is at that length and so for no other; its ``selection`` reports an option
     that does not choose the exact top n. RouteDiffers where no length that may be tried gives the timed Route.
     """
-    at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
+    alone = selection is not None
+    at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens, alone=alone)
     rows = _sampled_rows(model.nsa, at_tokens, seed)
     inputs = _inputs(model, _batch(asked), at_tokens, dtype, device, seed)
-    compare = _Comparison(dtype)
+    compare = Comparison(dtype)
+    if selection is not None:
+        blocks = selected_parity.blocks_of(selection, inputs["q"], model, seed)
+        selected_parity.check(model, blocks, asked, fa2, inputs, rows, train, compare, compiled)
+        return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
     if asked.startswith("dense"):
         _check_dense(model, asked, inputs, rows, train, compare, compiled)
     else:
-        own = _whole(model, asked, fa2, inputs, rows) if chunk is None else _cached(model, timed, asked, fa2, inputs, rows, chunk)
+        own = _whole(model, asked, fa2, inputs, rows) if chunk is None else _cached(model, timed, asked, fa2, inputs, rows, chunk, stepping)
         if compiled:
             own = (layer_parity.compiled_of(own[0]), own[1])
         _check_sparse(model, own, inputs, rows, train, compare)
     layer_tokens, layer_asked = _layer_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
     got, truth, honest = layer_parity.outputs(
-        model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=_exact, eager=_eager,
-        chunk=chunk, compiled=compiled,
+        model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=exact, eager=eager,
+        chunk=chunk, compiled=compiled, stepping=stepping,
     )  # fmt: skip
     compare.add("layer", got, truth, honest)
     return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
@@ -74,14 +82,17 @@ def _batch(asked: str) -> int:
 
 
 def _same_route_at(
-    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, tokens: int | None
+    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, tokens: int | None, alone: bool = False
 ) -> tuple[int, str]:
-    """(tokens, request) of a proof that takes the timed Route; RouteDiffers, with all that was tried, where none does."""
+    """(tokens, request) of a proof that takes the timed Route; RouteDiffers, with all that was tried, where none does.
+
+    ``alone``: of the selected branch alone.
+    """
     standard = standard_tokens(model.nsa)
     tries = [(standard, asked) for asked in (_by_name(model, timed, path), path)] + ([(tokens, path)] if tokens is not None else [])
     seen = []
     for at, asked in dict.fromkeys(tries):
-        counters = _route(model, asked, fa2, dtype, device, at).counters
+        counters = _route(model, asked, fa2, dtype, device, at, alone).counters
         if counters == timed.counters:
             return at, asked
         seen.append(f"{asked} at {at} tokens runs {counters}")
@@ -111,73 +122,26 @@ def _by_name(model: ModelConfig, timed: Route, path: str) -> str:
     return taken if taken in tuple(Path) else path
 
 
-def _route(model: ModelConfig, asked: str, fa2: str, dtype: torch.dtype, device: str, tokens: int) -> Route:
-    here, batch = capability.probe(device), _batch(asked)
+def _route(model: ModelConfig, asked: str, fa2: str, dtype: torch.dtype, device: str, tokens: int, alone: bool = False) -> Route:
+    here, problem = capability.probe(device), Problem.of(model, batch=_batch(asked), tokens=tokens, dtype=_name(dtype))
     if asked.startswith("dense"):
-        return route_dense(asked, Problem.of(model, batch=batch, tokens=tokens, dtype=_name(dtype)), here)
-    return plan(settings.current().request(asked, fa2), model, batch=batch, tokens=tokens, dtype=_name(dtype), capability=here)
+        return route_dense(asked, problem, here)
+    return route(settings.current().request(asked, fa2), calls.of_selected(problem) if alone else problem, here)
 
 
-class _Comparison:
-    """Error over tolerance of each tensor, by NSA.md's rule for the dtype."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.ratios: dict[str, float] = {}
-        self.selection: dict[str, float] = {}
-        self._errors: dict[str, tuple[float, float]] = {}
-
-    def add(self, name: str, got: Tensor, truth: Tensor, honest: Tensor) -> None:
-        """``honest`` is an eager softmax attention in the same dtype: how far a plain implementation is off."""
-        got, truth, honest = (x.detach().cpu().double() for x in (got, truth, honest))
-        size = truth.abs().max().item()
-        tolerance = 1e-5 * max(1.0, size)
-        if self.dtype != torch.float32:
-            rounding = 2 * (honest - truth).abs().max().item() + torch.finfo(self.dtype).eps / 2 * size
-            tolerance = max(tolerance, rounding)  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
-        error = (got - truth).abs().max().item()
-        error = min(error, 1e9) if error == error else 1e9  # NaN never passes
-        self._errors[name] = (error, tolerance)
-        self.ratios[name] = min(error / tolerance, 1e9)
-
-    def add_blocks(self, proof: blocks_parity.BlocksProof) -> None:
-        """Rows of blocks that nothing explains: none is allowed, so one is twice too many. A search must also beat chance."""
-        self._errors["blocks"] = (float(proof.wrong_rows), 0.5)
-        self.ratios["blocks"] = 2.0 * proof.wrong_rows
-        self.selection = proof.report
-        if proof.missed is not None and proof.missed_by_chance is not None:
-            self._errors["recall"] = (proof.missed, proof.missed_by_chance)
-            self.ratios["recall"] = min(proof.missed / max(proof.missed_by_chance, 1e-9), 1e9)
-
-    def line(self, tokens: int, rows: int, *, own_length: bool) -> ParityLine:
-        worst = max(self.ratios, key=lambda name: self.ratios[name])
-        error, tolerance = self._errors[worst]
-        options: dict[str, Any] = {"own_length": own_length, "selection": self.selection or None}
-        return ParityLine(
-            ok=all(ratio <= 1 for ratio in self.ratios.values()),
-            tokens=tokens,
-            rows=rows,
-            max_error=error,
-            tolerance=tolerance,
-            tensors={name: round(ratio, 4) for name, ratio in self.ratios.items()},
-            worst=f"{worst}: error / tolerance {self.ratios[worst]:.3g}",
-            **options,
-        )
-
-
-def _check_dense(model: ModelConfig, kind: str, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison, compiled: bool) -> None:
+def _check_dense(model: ModelConfig, kind: str, inputs: Tensors, rows: Tensor, train: bool, compare: Comparison, compiled: bool) -> None:
     q = inputs["q"]
-    route = _route(model, kind, "n/a", q.dtype, str(q.device), q.shape[1])
+    taken = _route(model, kind, "n/a", q.dtype, str(q.device), q.shape[1])
     keep = oracle.causal_mask(rows[None], q.shape[1])
 
     def cell(t: Tensors) -> Tensor:
-        return dispatch.dense(route, t["q"], t["k_sel"], t["v_sel"], scale=model.head_dim**-0.5)
+        return dispatch.dense(taken, t["q"], t["k_sel"], t["v_sel"], scale=model.head_dim**-0.5)
 
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
 
     own = layer_parity.compiled_of(cell) if compiled else cell
-    _compare(own, judged, inputs, rows, ["q", "k_sel", "v_sel"] if train else [], compare)
+    compare.attention(own, judged, inputs, rows, ["q", "k_sel", "v_sel"] if train else [])
 
 
 def _whole(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tensor) -> _Own:
@@ -193,10 +157,12 @@ def _whole(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tens
     return cell, blocks
 
 
-def _cached(model: ModelConfig, timed: Route, asked: str, fa2: str, inputs: Tensors, rows: Tensor, chunk: int) -> _Own:
+def _cached(
+    model: ModelConfig, timed: Route, asked: str, fa2: str, inputs: Tensors, rows: Tensor, chunk: int, stepping: bool
+) -> _Own:  # fmt: skip
     """The same through a cache; RouteDiffers where a call for one of ``rows`` engages other counters than the timed Route's."""
     pieces = cache_parity.pieces_of(chunk, rows.tolist(), inputs["q"].shape[1])
-    ran = cache_parity.attention(model, inputs, pieces, _phi(inputs), path=asked, fa2=fa2, rows=rows.tolist())
+    ran = cache_parity.attention(model, inputs, pieces, _phi(inputs), path=asked, fa2=fa2, rows=rows.tolist(), stepping=stepping)
     if ran.engaged != set(timed.counters):
         got = f"a chunk of {chunk} at the parity length engaged {sorted(ran.engaged)}, the timed route is {timed.counters}"
         raise RouteDiffers(f"{got}: time a cell of the first, or name the path")
@@ -207,7 +173,7 @@ def _kv_cmp(model: ModelConfig, inputs: Tensors) -> tuple[Tensor, Tensor]:
     return layer_parity.compressed_kv(inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, _phi(inputs))
 
 
-def _check_sparse(model: ModelConfig, own: _Own, inputs: Tensors, rows: Tensor, train: bool, compare: _Comparison) -> None:
+def _check_sparse(model: ModelConfig, own: _Own, inputs: Tensors, rows: Tensor, train: bool, compare: Comparison) -> None:
     nsa, q = model.nsa, inputs["q"]
     tokens, (cell, blocks), k_cmp = q.shape[1], own, _kv_cmp(model, inputs)[0]
     fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
@@ -218,7 +184,7 @@ def _check_sparse(model: ModelConfig, own: _Own, inputs: Tensors, rows: Tensor, 
 
     active = [f"{kind}_{branch}" for branch in nsa.branches for kind in ("k", "v")]
     learned = [name for name in inputs if name.startswith("phi_")]
-    _compare(cell, judged, inputs, rows, ["q", "gates", *active, *learned] if train else [], compare)
+    compare.attention(cell, judged, inputs, rows, ["q", "gates", *active, *learned] if train else [])
 
 
 def _phi(t: Tensors) -> layer_parity.PhiParams:
@@ -241,43 +207,6 @@ def _gated(t: Tensors, model: ModelConfig, blocks: Tensor, rows: Tensor, attend:
     q, gates = t["q"][:, rows], t["gates"][:, rows]
     outputs = [gates[..., i, None] * attend(q, *sources[b], masks[b]) for i, b in enumerate(("cmp", "sel", "win")) if b in nsa.branches]
     return torch.stack(outputs).sum(0)
-
-
-def _exact(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return oracle.attention(q, k, v, keep)[0]
-
-
-def _eager(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Plain softmax attention in the inputs' dtype."""
-    heads = q.shape[2] // k.shape[2]
-    logits = torch.einsum("btghd,bsgd->bghts", q.unflatten(2, (-1, heads)), k) * q.shape[-1] ** -0.5
-    keep = keep[:, :, None]
-    p = logits.masked_fill(~keep, -torch.inf).softmax(-1).masked_fill(~keep.any(-1, keepdim=True), 0.0)
-    return torch.einsum("bghts,bsgd->btghd", p, v).flatten(2, 3)
-
-
-def _compare(
-    cell: Callable[[Tensors], Tensor], judged: Callable[[Attend], Callable[[Tensors], Tensor]], inputs: Tensors, rows: Tensor,
-    wanted: Collection[str], compare: _Comparison,
-) -> None:  # fmt: skip
-    q, v = inputs["q"], inputs["v_sel"]
-    weight = torch.randn(q.shape[0], len(rows), q.shape[2], v.shape[3], generator=torch.Generator().manual_seed(7))
-    got = _evaluate(lambda t: cell(t)[:, rows], inputs, q.dtype, weight, wanted)
-    # The judge sits on the CPU: no kernel is shared with what it judges, and none has to be loaded for it.
-    truth = _evaluate(judged(_exact), {name: x.cpu() for name, x in inputs.items()}, torch.float64, weight, wanted)
-    honest = _evaluate(judged(_eager), inputs, q.dtype, weight, wanted)
-    for name in truth:
-        compare.add(name, got[name], truth[name], honest[name])
-
-
-def _evaluate(fn: Callable[[Tensors], Tensor], inputs: Tensors, dtype: torch.dtype, weight: Tensor, wanted: Collection[str]) -> Tensors:
-    """The output ``o``, and the gradient of a random functional of it by each wanted input."""
-    leaves = {name: x.detach().to(dtype).requires_grad_(name in wanted) for name, x in inputs.items()}
-    o = fn(leaves)
-    # A path that loses a gradient altogether is a wrong number (0), not a crash.
-    options = {"allow_unused": True, "materialize_grads": True}
-    grads = torch.autograd.grad(o, [leaves[name] for name in wanted], weight.to(o), **options) if wanted else ()
-    return {"o": o.detach(), **{f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}}
 
 
 def _inputs(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, device: str, seed: int) -> Tensors:

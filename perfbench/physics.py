@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
-from perfbench.axes import ATTENTION, BACKWARD
+from perfbench.axes import ATTENTION, BACKWARD, SELECTED
 from perfbench.result import Physics
 
 BYTES_OF = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -48,6 +48,24 @@ def attention_pairs(model: ModelConfig, tokens: int, *, dense: bool) -> int:
     return pairs["dense"] if dense else sum(pairs[branch] for branch in model.nsa.branches)
 
 
+def selected_pairs(model: ModelConfig, tokens: int) -> int:
+    """(query, key) pairs per query head of one sequence of the selected branch, whichever blocks: all kinds fill the same slots."""
+    return _selected_grid(model, tokens).pairs(tokens)["sel"]
+
+
+def filled_slots(model: ModelConfig, tokens: int) -> int:
+    """Slots of one sequence and kv head that hold a block: min(num_selected, blocks up to the query's own) each query."""
+    grid = _selected_grid(model, tokens)
+    whole, rest = divmod(tokens, grid.sel_block)
+    return sum(grid.sel_block * min(grid.num_selected, j + 1) for j in range(whole)) + rest * min(grid.num_selected, whole + 1)
+
+
+@lru_cache(maxsize=64)
+def _selected_grid(model: ModelConfig, tokens: int) -> BlockGrid:
+    """The grid with as many slots as a call of ``tokens`` keys has."""
+    return replace(BlockGrid.of(model.nsa), num_selected=model.nsa.num_selected_for(tokens))
+
+
 def keys_of_query(model: ModelConfig, position: int) -> dict[str, int]:
     """Keys that the query at ``position`` reads a kv head, for each branch that is computed."""
     grid = BlockGrid.of(model.nsa)
@@ -77,6 +95,8 @@ def step_flops(model: ModelConfig, *, workload: str, batch: int, tokens: int, de
     per_pair = 2 * model.num_heads * (model.head_dim + model.value_dim) * model.num_layers
     if workload in ATTENTION:
         return float(batch * per_pair / model.num_layers * attention_pairs(model, tokens, dense=dense) * (3 if workload in BACKWARD else 1))
+    if workload in SELECTED:
+        return float(batch * per_pair / model.num_layers * selected_pairs(model, tokens) * (3 if workload in BACKWARD else 1))
     if workload == "decode":
         return float(batch * (2 * linear_parameters(model, dense=dense) + per_pair * sum(keys_of_query(model, tokens).values())))
     forward = batch * (2 * linear_parameters(model, dense=dense) * tokens + per_pair * attention_pairs(model, tokens, dense=dense))
@@ -87,8 +107,13 @@ def step_min_bytes(model: ModelConfig, *, workload: str, batch: int, tokens: int
     """Least traffic of a model's step: each weight read once and the logits written; training also writes weights and both Adam moments.
 
     A decode step reads the keys and values that its token attends to out of a cache that holds ``tokens``. Attention alone reads
-    q, each branch's k and v, and gates once, and writes o; its backward reads o's gradient and writes those of the inputs.
+    q, each branch's k and v, and gates once, and writes o; its backward reads o's gradient and writes those of the inputs. The
+    selected branch alone has no gates, and reads the blocks (int32) once.
     """
+    if workload in SELECTED:
+        per_token = (model.num_heads + model.num_kv_heads) * (model.head_dim + model.value_dim)
+        blocks_bytes = 4 * batch * model.num_kv_heads * filled_slots(model, tokens)
+        return float(batch * tokens * per_token * (2 if workload in BACKWARD else 1) * BYTES_OF[dtype] + blocks_bytes)
     if workload in ATTENTION:
         copies, gates = (1, 0) if dense else (len(model.nsa.branches), len(model.nsa.branches) * model.num_heads)
         given = model.num_heads * model.head_dim + copies * model.num_kv_heads * (model.head_dim + model.value_dim) + gates

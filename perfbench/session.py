@@ -172,7 +172,7 @@ def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
         warn(f"{found.message}. Measuring all the same; the run can be promoted")
 
 
-def calibrate(run_paths: list[Path], seed: int, out: Path | None, *, as_json: bool = False) -> str:
+def calibrate(run_paths: list[Path], seed: int, out: Path | None, *, pairs: list[Path] | None = None, as_json: bool = False) -> str:
     """Certify the gate on stored samples; the report also goes to ``out``, a .md file or the folder of calibration.md.
 
     A name without suffix is a folder, there or not. USAGE for any other suffix: the JSON file goes beside, by the same name.
@@ -188,7 +188,7 @@ def calibrate(run_paths: list[Path], seed: int, out: Path | None, *, as_json: bo
         raise PerfbenchError(Exit.USAGE, f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}")
     files = [path / runfile.FILE_NAME if path.is_dir() else path for path in run_paths]
     policy = policy_of(runfile.read(files[0])).whole if files else GatePolicy()
-    found = calibrating.calibrate(files, seed=seed, policy=policy, out=to)
+    found = calibrating.calibrate(files, seed=seed, policy=policy, pair_folders=pairs or (), out=to)
     return calibrating.as_json(found) if as_json else calibrating.render(found)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from nsa.config import ModelConfig
 from nsa.model import DenseLM, TinyLM
 from nsa.routing import Route
-from perfbench import attention_only
-from perfbench.axes import ATTENTION, AXES, BACKWARD, CACHED, torch_dtype_name
+from perfbench import attention_only, selected_only
+from perfbench.axes import ATTENTION, AXES, BACKWARD, CACHED, SELECTED, torch_dtype_name
 from perfbench.cached import CachedSteps
 from perfbench.job import Job
 from perfbench.result import CacheLine
@@ -65,12 +66,20 @@ def build(job: Job) -> Workload:
         shape: dict[str, Any] = {"batch": batch, "tokens": tokens, "backward": workload in BACKWARD}
         given = attention_only.inputs(alone, dtype=dtype, device=job.device, **shape)
         return _stepped(job, alone, lambda run: attention_only.step_body(alone, run, backward=workload in BACKWARD), given)
+    if workload in SELECTED:
+        branch, backward = selected_only.SelectedBranch(config, path, fa2), workload in BACKWARD
+        shape = {"batch": batch, "tokens": tokens, "backward": backward, "seed": job.seed}
+        chosen = selected_only.inputs(config, str(axes["selection"]), dtype=dtype, device=job.device, **shape)
+        return _stepped(job, branch, lambda run: attention_only.body_of(run, [], backward=backward), chosen)
     model = DenseLM(config, path) if path.startswith("dense") else TinyLM(config, path, fa2)
     model = model.to(device=job.device, dtype=dtype)
     if workload in CACHED:
         assert isinstance(model, TinyLM), "the plan refuses dense paths here"
-        steps = CachedSteps(job, config, model, NUM_BATCHES)
-        return Workload(steps.run, steps.tokens_per_step, model, steps.line)
+        steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=_is_on(job, "cuda_graph"))
+        if steps.steps is None:
+            return Workload(steps.run, steps.tokens_per_step, model, steps.line)
+        replay = Captured(steps.body, steps.batches, CudaGrapher())
+        return Workload(replay, steps.tokens_per_step, model, partial(steps.line, replay), captured=replay)
     ids = torch.randint(config.vocab_size, (NUM_BATCHES, batch, tokens + 1), device=job.device)
     batches = itertools.cycle((one,) for one in ids.unbind(0))
     if workload == "forward":

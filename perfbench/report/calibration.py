@@ -11,7 +11,7 @@ from perfbench import stats
 from perfbench.axes import NOT_APPLICABLE
 from perfbench.nights import CONFIDENCE
 from perfbench.nullsim import GPU_BOUND
-from perfbench.report import certificate
+from perfbench.report import certificate, realpairs
 from perfbench.report.certificate import bounded, counts, met, num, pct, table
 from perfbench.text import NULL, cell_code, escape
 
@@ -27,6 +27,7 @@ def markdown(calibration: Calibration) -> str:
         *_head(calibration),
         *_rule(calibration),
         *certificate.sections(calibration.certificate),
+        *realpairs.section(calibration),
         *_machine(calibration),
         *_cells(calibration),
         *_overrides(calibration),
@@ -50,7 +51,7 @@ def _head(c: Calibration) -> list[str]:
         f"at least {pct(claim.red.lower)} at 95 % confidence, at {claim.process_sd_pct:g} % between processes (the worst of its). "
         f"Wanted: at least {pct(want)}. {met(power_ok)}",
         *certificate.shortfalls(c.certificate),
-        "- **Drops by real extra work are not in these numbers**: the simulation lowers a number, no kernel gets slower.",
+        f"- {realpairs.headline(c)}",
         f"- **The machine: {_starts(c)}** of {escape(c.gpu_name)}, commit {escape((c.commit or 'unknown')[:12])}. {_machine_bound(c)}",
         f"- {_confirmed_here(c)}",
         f"- Seed {c.seed}. Runs: {', '.join(escape(run) for run in c.runs)}.",

@@ -98,7 +98,7 @@ def _power(certificate: Certificate) -> list[str]:
         "*Passed the screen*: went on to be confirmed, or BLIND. *Significance alone*: what a screen that only asks for p < "
         f"{certificate.policy.alpha_screen:g} would have let pass; the rest would never have been looked at again. BLIND cells are not "
         "judged on wall time: where the host binds them, device time, launches and syncs judge them. Every drop here is a number that the "
-        "simulation lowers; drops by real extra work in a kernel or a step are not in this table.",
+        "simulation lowers; drops by real extra work have a table of their own.",
         "",
         *table(head, rows),
         "",

@@ -10,16 +10,18 @@ from statistics import median
 from nsa.config import ModelConfig
 from nsa.routing import DENSE_KINDS
 from perfbench import floors
-from perfbench.axes import ATTENTION
+from perfbench.axes import ATTENTION, SELECTED
 from perfbench.comparable import sentinel_rates
 from perfbench.coverage import rows_by_cell, usable
 from perfbench.floors import Floor, Rates
 from perfbench.judgement import CellVerdict, Judgement
 from perfbench.physics import BYTES_OF, step_min_bytes
 from perfbench.result import Profile, Replicate, Run
+from perfbench.text import NULL
 from perfbench.verdict import Exit
 
 HELD_INPUTS = 4  # distinct inputs that a measuring process holds: perfbench.attention_only.NUM_INPUTS
+GIB = 2**30
 FLUSHED_L2S = 2  # the buffer that empties the L2, in sizes of it: perfbench.workload.L2_FLUSH_FACTOR
 Key = tuple[tuple[str, str | int], ...]
 
@@ -83,19 +85,23 @@ class Line:
         return min(self.whole.times_ms) - max(self.forward.times_ms), max(self.whole.times_ms) - min(self.forward.times_ms)
 
 
-def lines_of(run: Run, judgement: Judgement, model: ModelConfig | None) -> list[Line]:
-    """Lines by shape, paths of NSA first; without ``model`` there are no floors and no extra memory."""
+def lines_of(run: Run, judgement: Judgement, model: ModelConfig | None, workloads: tuple[str, str] = ATTENTION) -> list[Line]:
+    """Lines by shape, paths of NSA first; without ``model`` there are no floors and no extra memory.
+
+    ``workloads`` are `ATTENTION` or `SELECTED`: that of both ways, then that of the forward alone.
+    """
+    whole, forward = workloads
     rows = rows_by_cell(run)
     found: dict[Key, dict[str, Timed]] = defaultdict(dict)
     for cell in judgement.cells:
-        if cell.axes.get("workload") in ATTENTION and is_proved(cell) and (good := usable(rows.get(cell.cell_id, []))):
+        if cell.axes.get("workload") in workloads and is_proved(cell) and (good := usable(rows.get(cell.cell_id, []))):
             found[_without(cell.axes, "workload")][str(cell.axes["workload"])] = _timed(good, cell.axes, model)
     lines = []
     for key, by_workload in found.items():
         axes = dict(key)
         rates = rates_of(run, str(axes["dtype"]))
-        pair = (None, None) if model is None or rates is None else _floors(model, axes, rates)
-        lines.append(Line(axes, by_workload.get("attention_forward"), by_workload.get("attention"), *pair))
+        pair = (None, None) if model is None or rates is None else _floors(model, axes, rates, forward)
+        lines.append(Line(axes, by_workload.get(forward), by_workload.get(whole), *pair))
     return sorted(lines, key=lambda line: (line.tokens, int(line.axes["batch"]), line.is_dense, line.path, repr(line.axes)))
 
 
@@ -128,6 +134,11 @@ def speedup(lines: Iterable[Line], line: Line, what: str) -> float | None:
     """The best dense kernel's time over the line's own: above 1 it is faster."""
     mine, dense = getattr(line, what), best_dense(lines, line, what)
     return dense / mine if mine and dense else None
+
+
+def reached(floor: Floor | None, got_ms: float | None) -> str:
+    """The floor as a share of the time, as text."""
+    return f"{100 * floor.total_ms / got_ms:.0f} %" if floor and got_ms else NULL
 
 
 def kernel_ms(profiles: Sequence[Profile]) -> dict[str, float]:
@@ -163,17 +174,20 @@ def _extra_bytes(good: list[Replicate], axes: Mapping[str, str | int], model: Mo
         return None
     batch, tokens, dtype = int(axes["batch"]), int(axes["seq_len"]), str(axes["dtype"])
     dense, width = str(axes["path"]) in DENSE_KINDS, BYTES_OF[dtype]
-    # attention_forward moves the inputs of the branches that are on, and o, which is as large as dO
-    one = step_min_bytes(model, workload="attention_forward", batch=batch, tokens=tokens, dtype=dtype, dense=dense)
-    if axes["workload"] == "attention_forward":
+    # a forward moves the inputs of the branches that are on, and o, which is as large as dO
+    forward = (SELECTED if axes["workload"] in SELECTED else ATTENTION)[1]
+    one = step_min_bytes(model, workload=forward, batch=batch, tokens=tokens, dtype=dtype, dense=dense)
+    if axes["workload"] == forward:
         one -= batch * tokens * model.num_heads * model.value_dim * width
     l2_bytes = next((row.physics.l2_bytes for row in good if row.physics is not None and row.physics.l2_bytes), 0)
     held = HELD_INPUTS * one + (FLUSHED_L2S * l2_bytes if axes.get("l2") == "cold" else 0)
     return max(0, round(max(peaks) - held))
 
 
-def _floors(model: ModelConfig, axes: Mapping[str, str | int], rates: Rates) -> tuple[Floor, Floor]:
+def _floors(model: ModelConfig, axes: Mapping[str, str | int], rates: Rates, workload: str) -> tuple[Floor, Floor]:
     batch, tokens, dtype = int(axes["batch"]), int(axes["seq_len"]), str(axes["dtype"])
+    if workload in SELECTED:
+        return floors.selected(model, batch=batch, tokens=tokens, dtype=dtype, rates=rates)
     dense = str(axes["path"]) in DENSE_KINDS
     forward, backward = (
         way(model, batch=batch, tokens=tokens, dtype=dtype, dense=dense, rates=rates) for way in (floors.forward, floors.backward)

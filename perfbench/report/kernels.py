@@ -9,35 +9,27 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from nsa.config import ModelConfig
 from perfbench import gate, matrix, runfile
-from perfbench.axes import ATTENTION
+from perfbench.axes import ATTENTION, SELECTED
+from perfbench.coverage import rows_by_cell, usable
 from perfbench.judgement import Judgement
 from perfbench.policy import GatePolicy
-from perfbench.report.kernellines import Line, Timed, device_ms, is_proved, kernel_ms, lines_of, rates_of, speedup
+from perfbench.report import selected
+from perfbench.report.kernellines import GIB, Line, is_proved, lines_of, rates_of, reached, speedup
+from perfbench.report.kernelparts import where
 from perfbench.report.kerneltargets import PATH, SET_FOR, shape_of, targets
+from perfbench.report.kerneltext import backward, path_of, table, with_range
 from perfbench.result import Run
 from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio
 from perfbench.verdict import Exit, PerfbenchError
 
 LOG_NAME = "kernels-log.md"
-GIB = 2**30
-NUM_LONGEST = 4  # kernels named for each length
-# What a kernel's name says of its part; the first that fits. Compressed and window branch run one kernel, so names cannot part them.
-PARTS = (
-    ("cmp and win", "nsa_interval_"),
-    ("scores", "nsa_scores"),
-    ("top-n", "nsa_choose"),
-    ("sel", "nsa_selected_"),
-    ("o . dO of every branch", "nsa_row_products"),
-    ("gated sum", "nsa_gated_sum"),
-)
-REST = "rest"
-TEXT = ("path", "step", "kernels", "target", "measured", "must", "aim", "far aim", "cell", "verdict", "why", "bound")
-FLOOR_PART = {"cmp": "cmp and win", "win": "cmp and win", "score": "scores", "sel": "sel"}  # part of a floor -> its column
+TIMED = (*ATTENTION, *SELECTED)
 
 
 def render(runs: Sequence[Run], log: str = "") -> str:
@@ -99,19 +91,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _section(run: Run) -> list[str]:
-    if not any(cell.axes.get("workload") in ATTENTION for cell in run.manifest.cells):
-        wanted = f"wanted cells of workload {' or '.join(ATTENTION)}; render a run of matrices/kernels-*.yaml"
+    workloads = {cell.axes.get("workload") for cell in run.manifest.cells}
+    if not workloads & {*TIMED}:
+        wanted = f"wanted cells of workload {', '.join(TIMED[:-1])} or {TIMED[-1]}; render a run of matrices/kernels-*.yaml"
         raise PerfbenchError(Exit.USAGE, f"run {run.manifest.run_id} times no attention alone; {wanted}")
     judgement, model = gate.judge(run, None, GatePolicy()), _model(run)
-    lines = lines_of(run, judgement, model)
+    lines, of_selected = (lines_of(run, judgement, model, names) for names in (ATTENTION, SELECTED))
+    whole = [*_times(lines), *_floors(lines), *_targets(run, model, lines), *where(lines)] if workloads & {*ATTENTION} else []
     return [
         f"## {escape(run.manifest.environment.device_name)}, {_heads(model)}: run {escape(run.manifest.run_id)}",
         "",
-        *_facts(run, judgement, model, lines),
-        *_times(lines),
-        *_floors(lines),
-        *_targets(run, model, lines),
-        *_where(lines),
+        *_facts(run, judgement, model, [*lines, *of_selected]),
+        *whole,
+        *(selected.section(of_selected) if workloads & {*SELECTED} else []),
         *_refused(judgement),
     ]
 
@@ -144,6 +136,7 @@ def _facts(run: Run, judgement: Judgement, model: ModelConfig | None, lines: Seq
         f"{manifest.replicates} {'process' if manifest.replicates == 1 else 'processes'} a cell",
     ]
     facts += [f"**INJECTED FAULTS, a demonstration: {escape(', '.join(manifest.injections))}**"] if manifest.injections else []
+    facts += [cold] if (cold := _cold_start(run, judgement)) else []
     facts += [f"**{finding.verdict.value}**: {escape(finding.reason)}" for finding in judgement.findings]
     if model is None:
         facts.append("This perfbench cannot read the run's matrix, so there is no floor, no extra memory and no target.")
@@ -160,6 +153,22 @@ def _facts(run: Run, judgement: Judgement, model: ModelConfig | None, lines: Seq
     return [*(f"- {fact}" for fact in facts), ""]
 
 
+def _cold_start(run: Run, judgement: Judgement) -> str | None:
+    """The first step of a process, of each proved cell the slowest: the median cell, and the worst; None where none is stored."""
+    rows, by_cell = rows_by_cell(run), dict[str, float]()
+    for cell in judgement.cells:
+        good = usable(rows.get(cell.cell_id, [])) if is_proved(cell) and cell.axes.get("workload") in TIMED else []
+        if times := [row.cold_start_s for row in good if row.cold_start_s is not None]:
+            by_cell[cell.cell_id] = max(times)
+    if not by_cell:
+        return None
+    worst = max(by_cell, key=lambda cell_id: by_cell[cell_id])
+    return (
+        f"Cold start: {number(median(by_cell.values()))} s in the median cell, {number(by_cell[worst])} s in the worst, {code(worst)} (the "
+        "first step of a process, which compiles and tunes what the proof before it did not; of a cell's processes the slowest)"
+    )
+
+
 def _source(measured: bool, what: str) -> str:
     return f"{what} measured in this run" if measured else "datasheet"
 
@@ -172,14 +181,14 @@ def _times(lines: Sequence[Line]) -> list[str]:
     for line in lines:
         ratios = [ratio(speedup(lines, line, what)) for what in ("forward_ms", "backward_ms", "both_ms")]
         bound = dict.fromkeys("host" if one.host_bound else "GPU" for one in (line.forward, line.whole) if one is not None)
-        times = [_with_range(line.forward), _backward(line), number(line.both_ms)]
-        rows.append([f"{line.tokens:,}", _path(line, lines), *times, *ratios, " / ".join(bound)])
+        times = [with_range(line.forward), backward(line), number(line.both_ms)]
+        rows.append([f"{line.tokens:,}", path_of(line, lines), *times, *ratios, " / ".join(bound)])
     note = (
         "Medians over processes, in brackets the least and the most. *Backward* is both less forward, each timed on its own; its "
         "brackets are the least and the most that any two processes would have given. *Best dense* is the fastest dense kernel of "
         "this run, for each column its own. A dash: not measured, or not proved."
     )
-    return ["### Times", "", *_table(head, rows), "", note, ""]
+    return ["### Times", "", *table(head, rows), "", note, ""]
 
 
 def _floors(lines: Sequence[Line]) -> list[str]:
@@ -188,35 +197,14 @@ def _floors(lines: Sequence[Line]) -> list[str]:
     for line in lines:
         cells = []
         for floor, got_ms in ((line.forward_floor, line.forward_ms), (line.backward_floor, line.backward_ms)):
-            least_ms = None if floor is None else floor.total_ms
-            cells += [number(least_ms), f"{100 * least_ms / got_ms:.0f} %" if least_ms and got_ms else NULL]
+            cells += [number(None if floor is None else floor.total_ms), reached(floor, got_ms)]
         memory = [None if one is None or one.extra_bytes is None else one.extra_bytes / GIB for one in (line.forward, line.whole)]
-        rows.append([f"{line.tokens:,}", _path(line, lines), *cells, *(fixed(gib, 2) for gib in memory)])
+        rows.append([f"{line.tokens:,}", path_of(line, lines), *cells, *(fixed(gib, 2) for gib in memory)])
     note = (
         "*Floor*: the arithmetic of each branch, one after another, at the rates above, plus inputs and results moved once; reaching "
         "100 % is the limit. *Extra*: the peak of memory beyond the inputs, dO and the L2 flush; results and gradients are in it."
     )
-    return ["### Floor and memory", "", *_table(head, rows), "", note, ""] if rows else []
-
-
-def _with_range(timed: Timed | None) -> str:
-    if timed is None:
-        return NULL
-    low, high = number(min(timed.times_ms)), number(max(timed.times_ms))
-    return number(timed.ms) if len(timed.times_ms) < 2 else f"{number(timed.ms)} ({low} to {high})"
-
-
-def _backward(line: Line) -> str:
-    span = line.backward_range_ms
-    if span is None or line.backward_ms is None or line.whole is None or len(line.whole.times_ms) < 2:
-        return number(line.backward_ms)
-    return f"{number(line.backward_ms)} ({number(span[0])} to {number(span[1])})"
-
-
-def _path(line: Line, lines: Sequence[Line]) -> str:
-    """The path, with every axis in which the lines differ and that has no column."""
-    rest = [name for name in line.axes if name not in ("path", "seq_len", "fa2") and len({one.axes.get(name) for one in lines}) > 1]
-    return escape(", ".join([line.path, *(f"{name} {line.axes[name]}" for name in rest)]))
+    return ["### Floor and memory", "", *table(head, rows), "", note, ""] if rows else []
 
 
 def _targets(run: Run, model: ModelConfig | None, lines: Sequence[Line]) -> list[str]:
@@ -231,79 +219,15 @@ def _targets(run: Run, model: ModelConfig | None, lines: Sequence[Line]) -> list
             f"least of all where memory sets the time. {note}"
         )
     rows = [[one.what, one.measured, *one.answers] for one in targets(shape, lines)]
-    return ["### Targets", "", note, "", *_table(["target", "measured", "must", "aim", "far aim"], rows), ""]
-
-
-def _where(lines: Sequence[Line]) -> list[str]:
-    """Device time by part for the sparse paths, then the longest kernels of every line, forward and both."""
-    parts, longest = [], []
-    for line in lines:
-        for what, timed in (("forward", line.forward), ("both", line.whole)):
-            if timed is None or (total_ms := device_ms(timed.profiles)) is None:
-                continue
-            kernels = kernel_ms(timed.profiles)
-            start = [f"{line.tokens:,}", _path(line, lines), what]
-            shown = "; ".join(f"{cell_code(name[:80])} {number(ms)}" for name, ms in list(kernels.items())[:NUM_LONGEST])
-            longest.append([*start, fixed(total_ms, 3), shown])
-            if not line.is_dense:
-                by_part = parts_ms(kernels, total_ms)
-                parts.append([*start, fixed(total_ms, 3), *(_part(ms, total_ms) for ms in by_part.values())])
-                parts += _floor_row(line, what)
-    if not longest:
-        return ["### Where the time goes", "", "No proved cell has a profile of the device.", ""]
-    note = (
-        "Device milliseconds of one profiled step, medians over processes, with their share; below each the floor. Compressed and "
-        f"window branch run the same kernel, and names do not part them. *{REST}*: compression, sorting, copies, and what is beyond the "
-        "dozen longest kernels of a step; of a floor, the traffic. A profiled step runs apart from the timed ones, so its sum may "
-        "differ from their time."
-    )
-    told = ["### Where the time goes", "", note, ""]
-    if parts:
-        head = ["tokens", "path", "step", "all", *(name for name, _ in PARTS), REST]
-        told += [*_table(head, parts), ""]
-    return [*told, "The longest kernels, ms:", "", *_table(["tokens", "path", "step", "all", "kernels"], longest), ""]
-
-
-def _floor_row(line: Line, what: str) -> list[list[str]]:
-    """The floor of the step in the columns of `PARTS`; nothing where there is none."""
-    if line.forward_floor is None or line.backward_floor is None:
-        return []
-    given = (line.forward_floor,) if what == "forward" else (line.forward_floor, line.backward_floor)
-    by_part = dict.fromkeys((name for name, _ in PARTS), 0.0)
-    for floor in given:
-        for branch, ms in floor.parts_ms.items():
-            by_part[FLOOR_PART[branch]] += ms
-    rest_ms = sum(floor.traffic_ms for floor in given)
-    cells = [fixed(ms, 3) if ms else NULL for ms in (*by_part.values(), rest_ms)]
-    return [["", "", "its floor", fixed(sum(floor.total_ms for floor in given), 3), *cells]]
-
-
-def parts_ms(kernels: dict[str, float], total_ms: float) -> dict[str, float]:
-    """Milliseconds of each of `PARTS`, and what is left of ``total_ms`` as the rest."""
-    found = dict.fromkeys((name for name, _ in PARTS), 0.0)
-    for kernel, ms in kernels.items():
-        part = next((name for name, mark in PARTS if mark in kernel), None)
-        if part is not None:
-            found[part] += ms
-    return {**found, REST: max(0.0, total_ms - sum(found.values()))}
-
-
-def _part(ms: float, total_ms: float) -> str:
-    return NULL if ms <= 0 else f"{ms:.3f} ({100 * ms / total_ms:.0f} %)"
+    return ["### Targets", "", note, "", *table(["target", "measured", "must", "aim", "far aim"], rows), ""]
 
 
 def _refused(judgement: Judgement) -> list[str]:
-    refused = [cell for cell in judgement.cells if cell.axes.get("workload") in ATTENTION and not is_proved(cell)]
+    refused = [cell for cell in judgement.cells if cell.axes.get("workload") in TIMED and not is_proved(cell)]
     if not refused:
         return []
     rows = [[cell_code(cell.cell_id), cell.verdict.value if cell.verdict else NULL, escape(cell.reason)] for cell in refused]
-    return ["### Not published", "", *_table(["cell", "verdict", "why"], rows), ""]
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Columns whose names are in `TEXT` are text, the others numbers."""
-    rule = ["---" if name in TEXT else "---:" for name in head]
-    return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
+    return ["### Not published", "", *table(["cell", "verdict", "why"], rows), ""]
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa.config import ModelConfig, NSAConfig
-from perfbench.report.kernellines import Line, speedup
+from perfbench.report.kernellines import GIB, Line, speedup
 from perfbench.text import NULL, number, ratio
 
 SET_FOR = "NVIDIA H100 80GB HBM3"
 PATH = "triton"
 TOKENS = 65_536  # at which the targets of time and memory are set
-GIB = 2**30
 LINEAR = 1.1  # bytes a token at the longest length over those at TOKENS: up to here the growth is called linear
 MET, MISSED, OPEN = "met", "**not met**", "open"
 Limits = tuple[float | None, float | None, float | None]  # must, aim, far aim

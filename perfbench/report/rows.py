@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import median
 
 from nsa.routing import DENSE_KINDS
-from perfbench.axes import ATTENTION, AXES
+from perfbench.axes import ATTENTION, AXES, SELECTED
 from perfbench.coverage import usable
 from perfbench.judgement import CellVerdict, Judgement
 from perfbench.report.bands import Band, bands
@@ -19,7 +19,7 @@ UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
 PATH_ORDER = ("reference", "v1", "v2", "masked", "triton", "auto", "adaptive", "dense", "dense_flash", "dense_cudnn")
 GIB = 2**30
 LAUNCH_BOUND_GROWTH = 1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
-SWITCHES = ("l2", "chunk", "compile", "cuda_graph")  # axes that are named only where they are not at their default
+SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection")  # axes that are named only where they are not at their default
 Key = tuple[tuple[str, str | int], ...]
 
 
@@ -198,6 +198,8 @@ def _row(
     cycles = _median(good, lambda one: one.cycles_per_step / one.tokens_per_step if one.cycles_per_step else None)
     notes = dict.fromkeys(note for one in good if one.physics for note in one.physics.notes)
     nulls |= _nulls(good, twin, floor, bound, utilisation, memory, on_cpu, profiles)
+    if cell.axes.get("workload") in SELECTED:
+        nulls["x dense"] = "the selected branch alone has no dense twin: full attention selects nothing"
     nulls |= _absent_costs(good, device, energy, cycles, on_cpu)
     if band is None:
         nulls["± (95 %)"] = "one process, and no other cell tells its noise"

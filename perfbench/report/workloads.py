@@ -1,4 +1,4 @@
-"""Tables of what some workloads add: the caches of decode and prefill, and forward and backward of attention alone."""
+"""Tables of what some workloads add: caches of decode and prefill, forward and backward of attention, or of its selected branch, alone."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
 from perfbench import matrix, physics
-from perfbench.axes import ATTENTION, AXES, CACHED
+from perfbench.axes import ATTENTION, AXES, CACHED, SELECTED, SELECTIONS
 from perfbench.report.rows import Key, Row, is_twin, without
 from perfbench.result import Run
 from perfbench.text import NULL, escape, fixed, number, ratio
@@ -17,7 +17,7 @@ from perfbench.verdict import PerfbenchError
 
 MIB = 2**20
 NO_NUMBER = "A dash: not measured, or not proved."
-SHOWN = ("workload", "seq_len", "batch", "chunk", "path")  # axes with a column or a title of their own
+SHOWN = ("workload", "seq_len", "batch", "chunk", "path", "selection")  # axes with a column or a title of their own
 SAME_KEYS = 1e-6  # counted keys are means over queries and layers: beyond this they differ, not their rounding
 
 
@@ -36,7 +36,8 @@ def tables(run: Run, rows: Sequence[Row]) -> list[Table]:
     """Those that this run has cells for."""
     found = [_cached(name, mine, _model(run)) for name in CACHED if (mine := _of(rows, name))]
     alone = [row for name in ATTENTION for row in _of(rows, name)]
-    return [*found, *([_attention(alone)] if alone else [])]
+    branch = [row for name in SELECTED for row in _of(rows, name)]
+    return [*found, *([_attention(alone)] if alone else []), *([_selected(branch)] if branch else [])]
 
 
 def _of(rows: Sequence[Row], workload: str) -> list[Row]:
@@ -117,6 +118,33 @@ def _attention(rows: list[Row]) -> Table:
         f"{NO_NUMBER}"
     )
     return Table("attention", head, lines, note)
+
+
+def _selected(rows: list[Row]) -> Table:
+    """One line for each path, shape and kind of selection, over both workloads; the kinds in their order."""
+    whole, forward = ({without(row.cell.axes, "workload"): row for row in _of(rows, name)} for name in SELECTED)
+    several = _varying(rows)
+    lines = []
+    for key in sorted(dict.fromkeys(without(row.cell.axes, "workload") for row in rows), key=_by_kind):
+        one = whole.get(key) or forward[key]
+        mine = [found.get(key) for found in (forward, whole)]
+        times = [None if row is None else row.step_ms for row in mine]
+        bounds = dict.fromkeys(row.bound for row in mine if row and row.bound)
+        sizes = [str(one.cell.axes["selection"]), *(f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len"))]
+        shown = [number(times[0]), number(backward_ms(*mine)), number(times[1])]
+        lines.append([_path(one, several), *sizes, *shown, " / ".join(bounds) or NULL])
+    note = (
+        "The selected branch alone, on blocks that it is given. Every kind of selection reads the same number of keys. Backward is both "
+        f"less the forward of the same shape, each timed on its own. {NO_NUMBER}"
+    )
+    return Table(
+        "selected", ["path", "selection", "batch", "seq_len", "forward ms", "backward ms", "both ms", "bound"], lines, note, left=2
+    )
+
+
+def _by_kind(key: Key) -> tuple[int, int, int, str]:
+    axes = dict(key)
+    return int(axes["batch"]), int(axes["seq_len"]), SELECTIONS.index(str(axes["selection"])), str(axes["path"])
 
 
 def backward_ms(forward: Row | None, whole: Row | None) -> float | None:

@@ -14,6 +14,7 @@ EQUATION, ERRORS = r"Eq\. \d|section 3", r"(?s)ValueError|RouteError"
 SHAPES, DTYPE = r"\[B, [A-Z]", r"dtype|int32|int64|fp32"
 # What must be found in the docstring, or in those of the class and its public methods together.
 CONTRACTS: Mapping[str, tuple[str, ...]] = {
+    "DecodeGraph": (EQUATION, r"int64 \[B, 1\]", r"\[B, vocab_size\]", DTYPE, ERRORS, "RouteError", "engagement"),
     "ModelConfig": (ERRORS,),
     "NSAAttention": (EQUATION, SHAPES, DTYPE, ERRORS, "RouteError", "no_grad|gradient"),
     "NSACache": (SHAPES, DTYPE, ERRORS, "max_len"),

@@ -80,8 +80,9 @@ def test_interval(grid: tuple[int, int, int | None], start: int | str) -> None:
     q_start = RAGGED if ragged else 0 if documents else int(start)
     keys = 80 if ragged else tokens + int(q_start)
     num_keys = (keys - block) // stride + 1
-    q, _, _ = qkv(Case(tokens, 3, 60, 100, batch))
-    _, k, v = qkv(Case(num_keys, 3, 60, 100, batch))
+    dims = (60, 100) if start in (0, "documents") else (61, 99)  # rows of 16-byte units, which the copy engine takes, and others
+    q, _, _ = qkv(Case(tokens, 3, *dims, batch))
+    _, k, v = qkv(Case(num_keys, 3, *dims, batch))
     first = first_of(tokens) if documents else None
     visible = seen(oracle.row_positions(q_start, batch, tokens), num_keys, grid, first)[:, :, None].expand(-1, -1, 2, -1)
     options = {"block": block, "stride": stride, "width": width, "q_start": q_start, "first": first, "scale": 0.2}
@@ -125,6 +126,35 @@ def test_keys_gradients_in_parts(grid: tuple[int, int, int | None], parts: tuple
     )
 
 
+@pytest.mark.parametrize("kind", ["odd address", "expanded", "room beyond the end"])
+def test_layouts_of_inputs(kind: str) -> None:
+    """Whatever strides and addresses: what the copy engine cannot take is loaded otherwise, and NaN beyond the end is never read."""
+
+    def laid_out(x: Tensor) -> Tensor:
+        if kind == "odd address":
+            return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+        if kind == "expanded":
+            return x[:1].expand(x.shape)
+        room = x.new_full((x.shape[0], 2 * x.shape[1], *x.shape[2:]), torch.nan)
+        room[:, : x.shape[1]] = x
+        return room[:, : x.shape[1]]
+
+    case = Case(40, 3, 16, 32, 2)
+    plain = [x[:1].repeat(2, 1, 1, 1) if kind == "expanded" else x for x in (*qkv(case), randn(2, 40, 6, 32, seed=4))]
+    other = [laid_out(x) for x in plain]
+    geometry = {"block": 8, "stride": 4, "width": None, "q_start": 0, "first": None, "scale": 0.25}
+    chosen = {"block": 8, "stride": 4, "sel_block": 8, "num_selected": 3, "num_initial": 1, "num_local": 1, "kv_len": 40, "scale": 0.25}
+
+    def everything(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+        k, v = k[:, :9], v[:, :9]
+        o, lse = interval_kernels.forward(q, k, v, **geometry)
+        blocks = scores.choose(q, k, lse, q_start=0, first=None, **chosen)
+        return [o, lse, blocks, *interval_kernels.backward(do, q, k, v, o, lse, **geometry)]
+
+    for a, b in zip(everything(*plain), everything(*other), strict=True):
+        assert torch.equal(a, b)
+
+
 def test_no_key_at_all() -> None:
     q, k, v = (x.requires_grad_() for x in qkv(Case(5, 2, 16, 16, 1)))
     o, lse = interval.attend(q, k[:, :0], v[:, :0], block=8, stride=4, width=None, q_start=0, scale=0.25)
@@ -159,8 +189,8 @@ def assert_selected(tensors: tuple[Tensor, ...], blocks: Tensor, *, sel_block: i
 
 
 SELECTED = [
-    (Case(33, 6, 60, 100, 1), 33, 0, 16),  # sequence, queries, where they begin, selection block
-    (Case(60, 3, 16, 32, 2), 10, 50, 24),
+    (Case(33, 6, 60, 100, 1), 33, 0, 8),  # sequence, queries, where they begin, selection block
+    (Case(60, 3, 16, 32, 2), 10, 50, 12),
     (Case(80, 2, 16, 16, 3), 6, RAGGED, 16),
     (Case(17, 17, 16, 16, 1), 17, 0, 4),
 ]
@@ -178,19 +208,19 @@ def test_selected(forward: str, case: Case, queries: int, start: int | Tensor, s
 
 @pytest.mark.parametrize("segments", [1, 3])
 def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
-    """Tiles of 16 rows: block 0's queries fill several, and a program of the backward has several segments of several blocks."""
+    """Tiles of 16 rows: block 1's queries fill several, and a program has several segments of several blocks."""
     case, scale = Case(40, 3, 16, 32, 1), 0.25
     q, k, v = qkv(case)
     blocks = torch.tensor([0, 1, 2], dtype=torch.int32).expand(1, 40, 2, 3).clone()
     blocks[:, :, 1, 0] = -1  # the second kv head's list of block 0 is empty
-    blocks = torch.where(blocks * 16 > torch.arange(40)[:, None, None], -1, blocks).sort(-1, descending=True).values
+    blocks = torch.where(blocks * 8 > torch.arange(40)[:, None, None], -1, blocks).sort(-1, descending=True).values
     blocks = torch.where(blocks < 0, 9, blocks).sort(-1).values.masked_fill_((blocks < 0).sort(-1).values, -1).int()
     tiles, do = selected.Tiles(16, 1, segments), randn(1, 40, 6, 32, seed=4)
-    options = {"sel_block": 16, "q_start": 0, "scale": scale, "tiles": tiles}
-    o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
+    options = {"sel_block": 8, "q_start": 0, "scale": scale, "tiles": tiles}
+    o, lse = selected.forward(q, k, v, blocks, by_row=False, near_tiles=tiles, **options)
     got = (o, *selected.backward(do, q, k, v, blocks, o, lse, **options))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
-    want = oracle.selected(*leaves, blocks, sel_block=16, scale=scale)
+    want = oracle.selected(*leaves, blocks, sel_block=8, scale=scale)
     for what, a, b in zip(("o", "dq", "dk", "dv"), got, (want, *torch.autograd.grad(want, leaves, do.double())), strict=True):
         assert_parity(a, b, what)
 

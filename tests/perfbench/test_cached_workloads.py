@@ -304,7 +304,7 @@ def test_the_decode_matrices_are_one_but_for_the_card_and_short() -> None:
     files = {gpu: (ROOT / "matrices" / f"decode-h{gpu}.yaml").read_text() for gpu in (100, 200)}
     assert files[100].replace("h100", "h200").replace("H100", "H200") == files[200]
     planned = build(matrix := matrices.load(ROOT / "matrices" / "decode-h100.yaml"), replace(H100, triton_provider="triton 3.6.0"))
-    assert planned.warnings == [] and planned.estimate_s < 300
+    assert planned.warnings == [] and planned.estimate_s < 420
     decode = {(c.axes["batch"], c.axes["seq_len"]) for c in planned.cells if c.axes["workload"] == "decode"}
     assert decode == {(batch, tokens) for batch in (1, 8, 64) for tokens in (2048, 8192, 32768, 65536)}
     prefill = [c for c in planned.cells if c.axes["workload"] == "chunked_prefill"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 LOG2E = 1.4426950408889634
 
@@ -33,3 +34,20 @@ def rows(x: Tensor) -> Tensor:
 def starts(q_start: int | Tensor) -> tuple[int, Tensor | None]:
     """(position of the first query, None), or (0, those of each row)."""
     return (0, q_start) if isinstance(q_start, Tensor) else (q_start, None)
+
+
+def described(tile_rows: int, *tensors: Tensor) -> tuple[list[Tensor | TensorDescriptor], bool]:
+    """(each x [B, L, heads, D] in tiles of ``tile_rows`` rows of one head, for the copy engine, True), or (the tensors, False).
+
+    Beyond L and D a tile reads 0. False where the engine cannot take one of them: an empty or expanded tensor, or addresses that are
+    no multiples of 16 bytes. Before Hopper, Triton makes ordinary loads of it.
+    """
+    made: list[Tensor | TensorDescriptor] = []
+    for x in tensors:
+        unit = 16 // x.element_size()
+        # the stride of a dimension of size 1 is never used, and may be anything
+        strides = [unit if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+        if x.numel() == 0 or x.storage_offset() % unit or any(n % unit or n == 0 for n in strides):
+            return list(tensors), False
+        made.append(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tile_rows, 1, padded(x.shape[-1])]))
+    return made, True

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import LOG2E, described, padded, precision, rows, starts, width_class
 
 
 @triton.jit
@@ -34,7 +34,7 @@ def _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED: tl.constexp
 
 @triton.jit
 def _tile(X, at, stride, inside, d, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
-    """Rows ``at`` of X as [rows, BD]; 0 outside."""
+    """Rows ``at`` of X as [rows, BD]; 0 outside, which EVEN promises not to meet."""
     pointer = X + at.to(tl.int64)[:, None] * stride + d[None, :]
     if D == BD:
         if EVEN:
@@ -44,12 +44,24 @@ def _tile(X, at, stride, inside, d, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
+def _tile_of(
+    X, b, head, r0, end, stride, D: tl.constexpr, ROWS: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr, COPY: tl.constexpr
+):  # fmt: skip
+    """Rows r0 .. of X: of (b, head) by the copy engine, where X is a descriptor (COPY), else of the (b, head) that X points to."""
+    if COPY:
+        return tl.reshape(X.load([b, r0, head, 0]), [ROWS, BD])
+    at = r0 + tl.arange(0, ROWS)
+    return _tile(X, at, stride, at < end, tl.arange(0, BD), D, BD, EVEN)
+
+
+@triton.jit
 def _step(
-    q, K, V, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2,
+    q, K, V, b, g, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, MASK: tl.constexpr, PREC: tl.constexpr,
+    COPY: tl.constexpr,
 ):  # fmt: skip
     c = c0 + tl.arange(0, BC)
-    k = _tile(K, c, sk_s, c < C, tl.arange(0, BD), D, BD, not MASK)
+    k = _tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
     s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
     if MASK:
         s = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), s, float("-inf"))
@@ -57,7 +69,7 @@ def _step(
     safe = tl.where(new == float("-inf"), 0.0, new) if MASK else new
     p = tl.exp2(s - safe[:, None])
     a = tl.exp2(m - safe)
-    v = _tile(V, c, sv_s, c < C, tl.arange(0, BDV), DV, BDV, not MASK)
+    v = _tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
     acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
     return new, l * a + tl.sum(p, 1), acc
 
@@ -67,16 +79,18 @@ def nsa_interval_forward(
     Q, K, V, O, LSE, Q0, FIRST, T, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
     H: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr,
+    BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the longest tiles first
     head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
-    b = tl.program_id(2).to(tl.int64)
-    g = head // H
+    b_ = tl.program_id(2)
+    b = b_.to(tl.int64)
+    g = tl.program_id(1) // H
     t = t0 + tl.arange(0, BM)
     lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
-    K += b * sk_b + g * sk_g
-    V += b * sv_b + g * sv_g
+    if not COPY:
+        K += b * sk_b + g.to(tl.int64) * sk_g
+        V += b * sv_b + g.to(tl.int64) * sv_g
     q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, t < T, tl.arange(0, BD), D, BD, False)
     m = tl.full([BM], float("-inf"), tl.float32)
     l = tl.zeros([BM], tl.float32)
@@ -86,12 +100,18 @@ def nsa_interval_forward(
     if DOCS or BANDED:
         inner = tl.cdiv(tl.max(lo, 0), BC) * BC
         for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
-            m, l, acc = _step(q, K, V, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC)
+            m, l, acc = _step(
+                q, K, V, b_, g, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC, COPY
+            )  # fmt: skip
     outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
     for c0 in range(inner, outer, BC):
-        m, l, acc = _step(q, K, V, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, False, PREC)
+        m, l, acc = _step(
+                q, K, V, b_, g, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, False, PREC, COPY
+            )  # fmt: skip
     for c0 in range(outer, last, BC):
-        m, l, acc = _step(q, K, V, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC)
+        m, l, acc = _step(
+                q, K, V, b_, g, c0, m, l, acc, lo, hi, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC, COPY
+            )  # fmt: skip
     some = l > 0
     o = acc / tl.where(some, l, 1.0)[:, None]
     row = (b * T + t) * HQ + head
@@ -120,12 +140,13 @@ def _of_rows(LSE, DELTA, row, live):
 
 @triton.jit
 def _step_q(
-    q, do, K, V, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2,
+    q, do, K, V, b, g, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2,
     D: tl.constexpr, DV: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, MASK: tl.constexpr, PREC: tl.constexpr,
+    COPY: tl.constexpr,
 ):  # fmt: skip
     c = c0 + tl.arange(0, BC)
-    k = _tile(K, c, sk_s, c < C, tl.arange(0, BD), D, BD, not MASK)
-    v = _tile(V, c, sv_s, c < C, tl.arange(0, BDV), DV, BDV, not MASK)
+    k = _tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
+    v = _tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2 - lse[:, None])
     if MASK:
         p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)
@@ -138,17 +159,19 @@ def nsa_interval_backward_q(
     Q, K, V, DO, LSE, DELTA, DQ, Q0, FIRST, T, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
     H: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr,
+    BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
-    b = tl.program_id(2).to(tl.int64)
-    g = head // H
+    b_ = tl.program_id(2)
+    b = b_.to(tl.int64)
+    g = tl.program_id(1) // H
     t = t0 + tl.arange(0, BM)
     live = t < T
     lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
-    K += b * sk_b + g * sk_g
-    V += b * sv_b + g * sv_g
+    if not COPY:
+        K += b * sk_b + g.to(tl.int64) * sk_g
+        V += b * sv_b + g.to(tl.int64) * sv_g
     d = tl.arange(0, BD)
     q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
     row = (b * T + t) * HQ + head
@@ -160,12 +183,18 @@ def nsa_interval_backward_q(
     if DOCS or BANDED:
         inner = tl.cdiv(tl.max(lo, 0), BC) * BC
         for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
-            acc = _step_q(q, do, K, V, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC)
+            acc = _step_q(
+                q, do, K, V, b_, g, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC, COPY
+            )  # fmt: skip
     outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
     for c0 in range(inner, outer, BC):
-        acc = _step_q(q, do, K, V, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, False, PREC)
+        acc = _step_q(
+                q, do, K, V, b_, g, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, False, PREC, COPY
+            )  # fmt: skip
     for c0 in range(outer, last, BC):
-        acc = _step_q(q, do, K, V, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC)
+        acc = _step_q(
+                q, do, K, V, b_, g, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC, COPY
+            )  # fmt: skip
     tl.store(DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
@@ -173,13 +202,13 @@ def nsa_interval_backward_q(
 def _step_kv(
     k, v, Q, DO, LSE, DELTA, Q0, FIRST, t0, b, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
     HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, MASK: tl.constexpr, PREC: tl.constexpr,
+    RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, MASK: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     t = t0 + tl.arange(0, BM)
     live = t < T
-    row = (b * T + t) * HQ + head
-    q = _tile(Q, t, sq_t, live, tl.arange(0, BD), D, BD, False)
-    do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
+    row = (b.to(tl.int64) * T + t) * HQ + head
+    q = _tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
+    do = _tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
     lse, delta = _of_rows(LSE, DELTA, row, live)
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :])  # [keys, queries]
     if MASK:
@@ -196,12 +225,15 @@ def nsa_interval_backward_kv(
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
     G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr,
+    COPY: tl.constexpr,
 ):  # fmt: skip
     """dK, dV of a tile of keys from HP query heads and one range of queries, to part [range, heads / HP]. The longest tiles first."""
     part = tl.program_id(0) // G  # of the heads of g
-    g = (tl.program_id(0) % G).to(tl.int64)
+    g_ = tl.program_id(0) % G
+    g = g_.to(tl.int64)
     split = tl.program_id(1) % num_splits
-    b = (tl.program_id(1) // num_splits).to(tl.int64)
+    b_ = tl.program_id(1) // num_splits
+    b = b_.to(tl.int64)
     c0 = tl.program_id(2) * BC
     HQ: tl.constexpr = G * H
     if RAGGED:
@@ -223,17 +255,21 @@ def nsa_interval_backward_kv(
         whole = tl.cdiv(tl.maximum(0, (c0 + BC - 1) * stride + block - 1 - q0), BM) * BM
         whole = tl.where(c0 + BC > C, stop, tl.minimum(tl.maximum(begin, whole), tl.maximum(begin, stop)))
     for i in range(HP):
-        head = g * H + part * HP + i
-        Q_ = Q + b * sq_b + head * sq_h
+        head = g_ * H + part * HP + i
+        Q_ = Q
+        DO_ = DO
+        if not COPY:
+            Q_ = Q + b * sq_b + head.to(tl.int64) * sq_h
+            DO_ = DO + (b * T * HQ + head) * DV
         for t0 in range(begin, whole, BM):
             dk, dv = _step_kv(
-                k, v, Q_, DO, LSE, DELTA, Q0, FIRST, t0, b, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
-                HQ, D, DV, BM, BD, BDV, False, DOCS, BANDED, True, PREC,
+                k, v, Q_, DO_, LSE, DELTA, Q0, FIRST, t0, b_, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
+                HQ, D, DV, BM, BD, BDV, False, DOCS, BANDED, True, PREC, COPY,
             )  # fmt: skip
         for t0 in range(whole, stop, BM):
             dk, dv = _step_kv(
-                k, v, Q_, DO, LSE, DELTA, Q0, FIRST, t0, b, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
-                HQ, D, DV, BM, BD, BDV, False, DOCS, BANDED, False, PREC,
+                k, v, Q_, DO_, LSE, DELTA, Q0, FIRST, t0, b_, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
+                HQ, D, DV, BM, BD, BDV, False, DOCS, BANDED, False, PREC, COPY,
             )  # fmt: skip
     slot = ((split * (H // HP) + part) * (tl.num_programs(1) // num_splits) + b) * C + c
     at = slot * G + g
@@ -288,10 +324,11 @@ def forward(
     config = dict(tiles or _tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     q0, Q0 = starts(q_start)
+    keys, copy = described(BC, k, v)
     nsa_interval_forward[(triton.cdiv(T, BM), HQ, B)](
-        q, k, v, o, lse, Q0, first, T, C, q0, block, stride, width or 0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, *keys, o, lse, Q0, first, T, C, q0, block, stride, width or 0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         scale * LOG2E, HQ // G, HQ, D, DV, BM, BC, padded(D), padded(DV), Q0 is not None, first is not None, width is not None,
-        precision(q), **config,
+        precision(q), copy, **config,
     )  # fmt: skip
     return o, lse
 
@@ -315,13 +352,15 @@ def backward(
     H = HQ // G
     delta, dq = row_products(o, do), q.new_empty(B, T, HQ, D)
     q0, Q0 = starts(q_start)
-    tensors = (q, k, v, do, lse, delta)
     geometry = (Q0, first, T, C, q0, block, stride, width or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
     shapes = (padded(D), padded(DV), Q0 is not None, first is not None, width is not None, precision(q))
     config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    nsa_interval_backward_q[(triton.cdiv(T, BM), HQ, B)](*tensors, dq, *geometry, *strides, H, HQ, D, DV, BM, BC, *shapes, **config)
+    keys, copy = described(BC, k, v)
+    nsa_interval_backward_q[(triton.cdiv(T, BM), HQ, B)](
+        q, *keys, do, lse, delta, dq, *geometry, *strides, H, HQ, D, DV, BM, BC, *shapes, copy, **config
+    )
     config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     heads, splits = parts_of(triton.cdiv(C, BC) * B * G, H, T, banded=width is not None)
@@ -330,9 +369,11 @@ def backward(
     num_parts = splits * (H // heads)
     kept = torch.float32 if num_parts > 1 else k.dtype
     dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
+    (queries, gradients), copy = described(BM, q, do)
     nsa_interval_backward_kv[(G * (H // heads), B * splits, triton.cdiv(C, BC))](
-        *tensors, dk, dv, *geometry, per_split, splits, *strides, G, H, heads, D, DV, BM, BC, *shapes, **config
-    )
+        queries, k, v, gradients, lse, delta, dk, dv, *geometry, per_split, splits, *strides, G, H, heads, D, DV, BM, BC, *shapes, copy,
+        **config,
+    )  # fmt: skip
     if num_parts == 1:
         return dq, dk[0], dv[0]
     return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)

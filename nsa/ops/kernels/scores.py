@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import LOG2E, described, padded, precision, rows, starts, width_class
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
 CANDIDATES = 32  # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by one
@@ -47,10 +47,11 @@ def nsa_scores(
     Q, K, LSE, SCORE, EDGE, Q0, FIRST, b0, t0, n, T, C, q0, block, stride, J,
     sq_b, sq_t, sq_h, sk_b, sk_c, sk_g, scale_log2,
     G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    BD: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, PREC: tl.constexpr,
+    BD: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     """Sum of p over a group's heads for queries t0 .. t0 + n - 1 of some b: what is a block's own, and its edge on the next."""
-    row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM + tl.arange(0, BM)
+    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    row = row0 + tl.arange(0, BM)
     c0 = tl.program_id(1) * BC
     g = (tl.program_id(2) % G).to(tl.int64)
     batch = tl.program_id(2) // G
@@ -68,8 +69,11 @@ def nsa_scores(
         p = tl.zeros([BM, BC], tl.float32)
         for h in range(H):
             head = g * H + h
-            at = Q + b * sq_b + head * sq_h + t.to(tl.int64)[:, None] * sq_t + d[None, :]
-            q = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+            if COPY:  # rows beyond n are another chunk's, or 0: they are not stored
+                q = tl.reshape(Q.load([b0 + batch, t0 + row0, head.to(tl.int32), 0]), [BM, BD])
+            else:
+                at = Q + b * sq_b + head * sq_h + t.to(tl.int64)[:, None] * sq_t + d[None, :]
+                q = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
             lse = tl.load(LSE + (b * T + t) * (G * H) + head)
             p += tl.exp2(tl.dot(q, k, input_precision=PREC) * scale_log2 - lse[:, None])
         p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)  # a row that sees none has lse = -inf: p = inf
@@ -164,12 +168,13 @@ def choose(
     spare = q.new_empty(2, score.shape[0] * G, candidates, dtype=torch.int32)
     q0, Q0 = starts(q_start)
     geometry, flags = (T, C, q0, block, stride, J), (Q0 is not None, first is not None)
+    (queries,), copy = described(BM, q)
     for b0, t0, batches, n in _chunks(B, T, most):
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
         if seen:
             nsa_scores[(triton.cdiv(n, BM), triton.cdiv(seen, BC), G * batches)](
-                q, k, lse, score, edge, Q0, first, b0, t0, n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
-                G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), **config,
+                queries, k, lse, score, edge, Q0, first, b0, t0, n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
+                G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), copy, **config,
             )  # fmt: skip
         reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
         nsa_choose[(batches * n * G,)](

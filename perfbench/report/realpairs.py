@@ -1,0 +1,59 @@
+"""Interleaved pairs of one commit with itself in the calibration's Markdown: what the gate made of real processes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from perfbench.report.certificate import bounded, table
+from perfbench.text import NULL, cell_code, escape
+from perfbench.verdict import Verdict
+
+if TYPE_CHECKING:
+    from perfbench.calibrate import Calibration
+    from perfbench.realpairs import RealPair
+
+HOW = "`perfbench ab HEAD HEAD MATRIX`, planted with `--inject slowdown=3%@CELL`; `--pair FOLDER` tells it to `perfbench calibrate`"
+
+
+def headline(c: Calibration) -> str:
+    if not c.pairs:
+        return f"**No real pair was given**: every drop in these numbers is simulated, no kernel got slower. {HOW}."
+    planted = [one for one in c.pairs if one.extra_work_pct > 0]
+    red = [f"{one.extra_work_pct:g} %" for one in planted if one.verdict == Verdict.REGRESSED]
+    rest = [f"{one.extra_work_pct:g} % ({escape(one.verdict)})" for one in planted if one.verdict != Verdict.REGRESSED]
+    said = [f"**Real interleaved pairs**: with nothing planted {bounded(c.pairs_red)} cells REGRESSED"] if c.pairs_red.trials else []
+    said += [f"real extra work found REGRESSED at {', '.join(red)}"] if red else []
+    said += [f"and not called slower at {', '.join(rest)}"] if rest else []
+    return "; ".join(said) + "."
+
+
+def section(c: Calibration) -> list[str]:
+    head = ["## Real pairs", ""]
+    if not c.pairs:
+        return [*head, f"None was given: {HOW}.", ""]
+    rows = [
+        [
+            f"{one.extra_work_pct:g}", cell_code(one.cell_id), f"{one.pairs}", _pct(one.expected_pct), _pct(one.change_pct), _bounds(one),
+            escape(one.verdict), escape(one.run_id),
+        ]
+        for one in c.pairs
+    ]  # fmt: skip
+    columns = ["extra work, %", "cell", "pairs", "expected, %", "measured, %", "bounds, %", "verdict", "run"]
+    return [
+        *head,
+        "One commit against itself, in turns on one card; 0 is an A/A, elsewhere side b did that much more work in each step. Work of "
+        "x % of a step lowers tok/s by x / (100 + x). The bounds are at the confirmation's alpha. A drop below the policy's "
+        f"min_effect, {c.policy.min_effect_pct:g} %, need not be found, and one below its tolerance, {c.policy.tolerance_pct:g} %, must "
+        "not be called REGRESSED.",
+        "",
+        *table(columns, rows),
+        "",
+    ]
+
+
+def _pct(value: float | None) -> str:
+    return NULL if value is None else f"{value or 0.0:+.2f}"
+
+
+def _bounds(one: RealPair) -> str:
+    return f"{_pct(one.lower_pct)} to {_pct(one.upper_pct)}"

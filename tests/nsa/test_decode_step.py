@@ -1,0 +1,409 @@
+"""A step of static shapes, lengths on the device (nsa.steps), equals the ordinary decode step, and asks the host for nothing."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nsa import RouteError, checks, decoding
+from nsa.attention import NSAAttention
+from nsa.blocks import BlockGrid
+from nsa.cache import NSACache, cache_bytes
+from nsa.config import preset
+from nsa.decoding import DecodeGraph
+from nsa.model import TinyLM
+from nsa.routing import Path
+from nsa.sampling import next_token
+from nsa.steps import Steps
+from tests.cases import PATHS_HERE, SMALL, assert_parity, here, randn
+from tests.nsa.test_cache import DIM, KV_HEADS, OPTIONS, layer_of
+
+FAST = [path for path in PATHS_HERE if path in (Path.MASKED, Path.V2, Path.TRITON)]
+
+
+def filled(layer: NSAAttention, x: Tensor, lengths: Sequence[int], room: int) -> NSACache:
+    cache = layer.new_cache(x.shape[0], room)
+    if max(lengths):
+        layer(x[:, : max(lengths)], cache=cache, num_tokens=lengths)
+    return cache
+
+
+def tokens_at(x: Tensor, lengths: Sequence[int], step: int) -> Tensor:
+    """The next token of each row, [B, 1, M]."""
+    return torch.stack([x[b, n + step] for b, n in enumerate(lengths)])[:, None]
+
+
+def kept(cache: NSACache) -> list[Tensor]:
+    """All that the next call may read of an ordinary cache, row by row."""
+    grid, d, w = cache.grid, cache.config.cmp_stride, cache.config.window
+    parts = []
+    for b, n in enumerate(cache.lengths):
+        done = grid.num_cmp(n)
+        slots = [p % w for p in range(max(0, n - w + 1), n)]
+        for pair, rows in ((cache.sel, range(n)), (cache.cmp, range(done)), (cache.win, slots), (cache.tail, range(n - done * d))):
+            parts += [x[b, list(rows)] for x in pair]
+    return parts
+
+
+@torch.no_grad()
+def assert_steps_are_decode(layer: NSAAttention, lengths: Sequence[int], count: int, *, room: int | None = None) -> None:
+    """``count`` steps against ``count`` ordinary calls, then one more ordinary chunk on what each left."""
+    x = randn(len(lengths), max(lengths) + count + 5, DIM, seed=3, dtype=layer.q_proj.weight.dtype)
+    room = max(lengths) + count + 5 if room is None else room
+    plain, stepped = (filled(layer, x, lengths, room) for _ in range(2))
+    steps = Steps([stepped])
+    for step in range(count):
+        token = tokens_at(x, lengths, step)
+        want, got = layer(token, cache=plain), layer(token, cache=stepped)
+        assert_parity(got, want, f"step {step}")
+        assert stepped.lengths == plain.lengths == tuple(n + step + 1 for n in lengths)
+        for branch in ("cmp", "sel", "win"):
+            if branch in layer.config.branches:
+                a, b = (torch.broadcast_to(c.keys_read[branch], (len(lengths), *c.keys_read[branch].shape[1:])) for c in (plain, stepped))
+                assert torch.equal(a, b), (branch, step)
+    steps.end()
+    assert all(map(torch.equal, kept(plain), kept(stepped))), "the caches hold the same, bit for bit"
+    rest = torch.cat([tokens_at(x, lengths, count + i) for i in range(5)], 1)
+    assert torch.equal(layer(rest, cache=plain), layer(rest, cache=stepped))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_steps_are_decode_across_every_boundary(option: str) -> None:
+    """From the first token on: those of l, d, l' and w, of the small geometry and of the paper's."""
+    layer = layer_of(OPTIONS[option])
+    assert_steps_are_decode(layer, [0, 0], 110 if option != "paper" else 70)
+
+
+@pytest.mark.parametrize("path", FAST)
+def test_every_fast_path_steps(path: Path) -> None:
+    layer = layer_of(path=path).float()
+    assert_steps_are_decode(layer, *here(([90, 37, 0], 40), ([14, 6], 3)))
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(st.integers(0, 120), min_size=1, max_size=3),
+    st.integers(1, 30),
+    st.sampled_from([(8, 4, 16, 24), (4, 4, 8, 1), (6, 2, 4, 7), (12, 4, 16, 200), (1, 1, 4, 3)]),
+    st.sampled_from(["mean", "mlp", "linear"]),
+)
+def test_any_rows_of_any_geometry(lengths: list[int], count: int, geometry: tuple[int, int, int, int], phi: Any) -> None:
+    l, d, sel, w = geometry  # noqa: E741 (the paper's letters)
+    assert_steps_are_decode(layer_of(replace(SMALL, cmp_block=l, cmp_stride=d, sel_block=sel, window=w, phi=phi)), lengths, count)
+
+
+def test_steps_in_room_that_holds_no_block_at_all() -> None:
+    """A cache so short that no compressed block ever ends in it."""
+    layer = layer_of()
+    x = randn(1, 7, DIM, seed=1, dtype=torch.float64)
+    with torch.no_grad():
+        plain, stepped = layer.new_cache(1, 7), layer.new_cache(1, 7)
+        Steps([stepped])
+        for t in range(7):
+            assert_parity(layer(x[:, t : t + 1], cache=stepped), layer(x[:, t : t + 1], cache=plain), t)
+        with pytest.raises(ValueError, match=r"would hold 8 tokens; wanted at most max_len=7.*make it larger"):
+            layer(x[:, :1], cache=stepped)
+
+
+@torch.no_grad()
+def test_a_step_that_is_forgotten_leaves_no_trace() -> None:
+    """At each position, so also where a block ends; the next step takes its place. What was there is random, to be seen."""
+    layer, lengths = layer_of(OPTIONS["mlp"]), (60, 13)
+    x = randn(2, 120, DIM, seed=4, dtype=torch.float64)
+    once, again = (filled(layer, x, lengths, 120) for _ in range(2))
+    Steps([once])
+    steps = Steps([again])
+    for step in range(30):
+        layer(torch.full((2, 1, DIM), 9.0, dtype=torch.float64), cache=again)
+        steps.forget_last()
+        token = tokens_at(x, lengths, step)
+        assert torch.equal(layer(token, cache=once), layer(token, cache=again)), step
+    steps.forget_last()
+    with pytest.raises(ValueError, match="got no whole step to forget"):
+        steps.forget_last()
+    steps.end()
+    assert again.lengths == (89, 42)
+
+
+def test_what_a_cache_that_steps_refuses() -> None:
+    layer, other = layer_of(), layer_of()
+    x = randn(2, 9, DIM, seed=0, dtype=torch.float64)
+    with torch.no_grad():
+        cache = filled(layer, x, (4, 4), 9)
+        with pytest.raises(ValueError, match="wanted the same of each"):
+            Steps([cache, filled(layer, x, (4, 5), 9)])
+        with pytest.raises(ValueError, match="wanted the same of each"):
+            Steps([])
+        second = filled(other, x, (4, 4), 9)
+        steps = Steps([cache, second])
+        with pytest.raises(ValueError, match="step already"):
+            Steps([cache])
+        before = [t.clone() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
+        with pytest.raises(ValueError, match=r"a chunk of 2 tokens for a cache that steps; wanted one token.*end its Steps"):
+            layer(x[:, :2], cache=cache)
+        with pytest.raises(ValueError, match=r"num_tokens=\[1, 0\] for a cache that steps"):
+            layer(x[:, :1], cache=cache, num_tokens=[1, 0])
+        assert all(map(torch.equal, before, (t for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name))))
+        layer(x[:, :1], cache=cache)
+        assert (cache.lengths, second.lengths) == ((5, 5), (4, 4)) and steps.length_B.tolist() == [4, 4]
+        with pytest.raises(ValueError, match="a second token for a cache while another layer waits"):
+            layer(x[:, :1], cache=cache)
+        with pytest.raises(ValueError, match="got no whole step to forget"):
+            steps.forget_last()
+        other(x[:, :1], cache=second)
+        assert cache.lengths == second.lengths == (5, 5) and steps.length_B.tolist() == [5, 5]
+        steps.end()
+        steps.end()
+        layer(x[:, :2], cache=cache)
+        assert cache.lengths == (7, 7) and cache.raw == []
+
+
+def test_a_token_that_only_some_layers_took_is_none() -> None:
+    layer = layer_of()
+    x = randn(1, 9, DIM, seed=0, dtype=torch.float64)
+    with torch.no_grad():
+        caches = [filled(layer, x, (4,), 9) for _ in range(2)]
+        steps = Steps(caches)
+        layer(x[:, :1], cache=caches[0])
+        steps.end()
+        assert [c.lengths for c in caches] == [(4,), (4,)]
+        a, b = (layer(x[:, 4:6], cache=c) for c in caches)
+        assert torch.equal(a, b)
+
+
+def test_buffers_grow_first_and_their_bytes_are_counted() -> None:
+    layer = layer_of()
+    with torch.no_grad():
+        cache = layer.new_cache(2, 100, initial_len=10)
+        layer(randn(2, 10, DIM, seed=0, dtype=torch.float64), cache=cache)
+        Steps([cache])
+        places = [t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
+        for _ in range(30):
+            layer(randn(2, 1, DIM, seed=1, dtype=torch.float64), cache=cache)
+    assert cache.capacity == 100 and places == [t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
+    shape = {"batch": 2, "num_kv_heads": KV_HEADS, "head_dim": 8, "v_head_dim": 6, "element_size": 8}
+    assert cache.memory_bytes() == cache_bytes(SMALL, capacity=100, **shape) + 2 * 8 * KV_HEADS * (8 + 6) * 8  # l = 8 raw tokens
+
+
+# What a step asks of the host.
+
+
+class Calls(TorchDispatchMode):
+    """Counts ATen calls, and those that read back from the device, or make a tensor of Python numbers, which is copied to it."""
+
+    HOST = ("_local_scalar_dense", "nonzero", "unique2", "lift_fresh")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        self.count[func._schema.name.removeprefix("aten::")] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def of_host(self) -> dict[str, int]:
+        return {name: n for name, n in self.count.items() if name in self.HOST}
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents may not be looked at, as anywhere but on a CPU."""
+    monkeypatch.setattr(checks, "may_read", lambda x: False)
+
+
+def model_of(path: str = "masked", **changes: Any) -> TinyLM:
+    torch.manual_seed(1)
+    return TinyLM(replace(preset("tiny"), **changes), path=path, fa2="off")
+
+
+def calls_of(step: Callable[[], Any]) -> Calls:
+    with torch.no_grad(), Calls() as calls:
+        step()
+    return calls
+
+
+@pytest.mark.parametrize("path", FAST)
+@pytest.mark.usefixtures("as_on_cuda")
+def test_a_step_never_asks_the_host(path: Path) -> None:
+    """No read-back, no tensor made of Python numbers; the same calls at every position, and far fewer than an ordinary step's."""
+    ids, lengths = torch.zeros(2, 1, dtype=torch.int64), here([33, 20], [9, 6])
+    seen = []
+    for layers in (1, 2):
+        model = model_of(path, num_layers=layers)
+        cache, ragged = model.new_cache(2, 60), model.new_cache(2, 60)
+        with torch.no_grad():
+            for c in (cache, ragged):
+                model(torch.zeros(2, lengths[0], dtype=torch.int64), cache=c, num_tokens=lengths)
+        ordinary = calls_of(lambda m=model, c=ragged: m(ids, cache=c))
+        assert ordinary.of_host, "the count must be able to see them"
+        Steps(cache)
+        counts = [calls_of(lambda m=model, c=cache: m(ids, cache=c)) for _ in range(here(8, 2))]
+        assert all(c.of_host == {} and c.count == counts[0].count for c in counts)
+        seen.append((counts[0].count.total(), ordinary.count.total()))
+    (few, many), (few_more, many_more) = seen
+    print(f"{path}: {few_more - few} ATen calls a layer in a step, {many_more - many} in an ordinary one; {few} in a model of one")
+    assert few_more - few < many_more - many
+
+
+# DecodeGraph, by a stand-in for the card's.
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A capture that replays like a graph: the device's part of the step alone, which moves no count of the host's."""
+    done: list[str] = []
+
+    def warm_up(work: Callable[[], None], device: torch.device) -> None:
+        done.append("warm")
+        work()
+        work()
+
+    def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        done.append("capture")
+        work()
+        owner: Any = work.__self__  # type: ignore[attr-defined]
+        into = owner._logits_BV
+
+        def replay() -> None:
+            done.append("replay")
+            steps = owner.steps
+            taken, length_B = steps._taken, steps.length_B
+            with steps.unmoved():
+                work()
+                into.copy_(owner._logits_BV)
+                moved = length_B.clone()
+            owner._logits_BV = into
+            length_B.copy_(moved)
+            assert steps._taken == taken
+
+        return replay
+
+    monkeypatch.setattr(decoding, "check_device", lambda device: None)
+    monkeypatch.setattr("nsa.model.check_device", lambda device: None)
+    monkeypatch.setattr(decoding, "warm_up", warm_up)
+    monkeypatch.setattr(decoding, "capture", capture)
+    return done
+
+
+@pytest.mark.parametrize("lengths", [None, [33, 7, 20]])
+def test_generation_by_graph_is_generation(graphs: list[str], lengths: list[int] | None) -> None:
+    model = model_of().double()
+    ids = torch.randint(256, (3, 33))
+    want = model.generate(ids, max_new_tokens=30, prompt_lengths=lengths)
+    got = model.generate(ids, max_new_tokens=30, prompt_lengths=lengths, cuda_graph=True)
+    assert torch.equal(got, want)
+    assert graphs == ["warm", "capture"] + ["replay"] * 29
+    a, b = (
+        model.generate(ids, max_new_tokens=9, temperature=0.9, top_p=0.8, generator=torch.Generator().manual_seed(2), cuda_graph=graph)
+        for graph in (False, True)
+    )
+    assert torch.equal(a, b)
+    graphs.clear()
+    model.generate(ids, max_new_tokens=1, cuda_graph=True)
+    assert graphs == [], "the first token is the prefill's"
+
+
+@torch.no_grad()
+def test_a_graph_counts_its_steps_and_gives_the_cache_back(graphs: list[str]) -> None:
+    model = model_of().double()
+    cache, plain = model.new_cache(2, 40), model.new_cache(2, 40)
+    prompt = torch.randint(256, (2, 30))
+    for c in (cache, plain):
+        model(prompt, cache=c, num_tokens=[30, 11])
+    graph = DecodeGraph(model, cache)
+    assert {c.lengths for c in cache} == {(30, 11)} and graph.steps.length_B.tolist() == [30, 11], "neither warm-up nor capture is a step"
+    assert graph.engaged == {"cmp.sdpa": 2, "sel.masked": 2, "sel.sdpa": 2, "win.sdpa": 2}
+    grid = BlockGrid.of(model.config.nsa)
+    for step in range(6):
+        ids = torch.randint(256, (2, 1))
+        assert_parity(graph(ids), model(ids, cache=plain)[:, -1], step)
+        assert {c.lengths for c in cache} == {(31 + step, 12 + step)}
+        assert cache[1].keys_read["sel"][:, 0, 0].tolist() == [grid.keys_sel(30 + step), grid.keys_sel(11 + step)]
+    for wrong in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 1), torch.zeros(3, 1, dtype=torch.int64)):
+        with pytest.raises(ValueError, match=r"wanted torch.int64 \(2, 1\) on cpu: one token a row"):
+            graph(wrong)
+    graph.close()
+    graph.close()
+    with pytest.raises(ValueError, match="closed DecodeGraph"):
+        graph(ids)
+    ids = torch.randint(256, (2, 3))
+    assert_parity(model(ids, cache=cache), model(ids, cache=plain), "an ordinary chunk afterwards")
+    assert cache[0].lengths == (39, 20)
+    graph = DecodeGraph(model, cache)
+    graph(ids[:, :1])
+    before, replays = [t.clone() for c in cache for t in (*c.sel, *c.win, *c.raw)], graphs.count("replay")
+    with pytest.raises(ValueError, match="would hold 41 tokens; wanted at most max_len=40"):
+        graph(ids[:, :1])
+    assert all(map(torch.equal, before, (t for c in cache for t in (*c.sel, *c.win, *c.raw)))) and graphs.count("replay") == replays
+
+
+@torch.no_grad()
+def test_what_a_graph_refuses(graphs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    full = model.new_cache(1, 3)
+    model(torch.zeros(1, 3, dtype=torch.int64), cache=full)
+    with pytest.raises(ValueError, match="would hold 4 tokens"):
+        DecodeGraph(model, full)
+    assert all(c.steps is None for c in full), "a cache that was refused is an ordinary one"
+    slow = model_of("reference")
+    cache = slow.new_cache(1, 9)
+    with pytest.raises(RouteError, match=r"sel.reference, whose loop runs on the host.*wanted one of v2, masked, triton"):
+        DecodeGraph(slow, cache)
+    assert graphs.count("capture") == 0 and cache[0].steps is None
+    cache = model.new_cache(1, 9)
+    DecodeGraph(model, cache)
+    with pytest.raises(ValueError, match="close their DecodeGraph"):
+        DecodeGraph(model, cache)
+    with pytest.raises(ValueError, match="only some step"):
+        model(torch.zeros(1, 1, dtype=torch.int64), cache=[cache[0], model.new_cache(1, 9)[1]])
+    monkeypatch.setattr(checks, "is_strict", lambda: True)
+    with pytest.raises(ValueError, match="NSA_STRICT_ASSERTS=1.*unset it"):
+        DecodeGraph(model, model.new_cache(1, 9))
+
+
+def test_caches_go_when_nobody_holds_them() -> None:
+    """At once, not when Python looks for cycles: their buffers are most of a GPU's memory."""
+    cache = layer_of().new_cache(1, 9)
+    steps, held = Steps([cache]), weakref.ref(cache)
+    gc.disable()
+    try:
+        del cache
+        assert held() is None
+    finally:
+        gc.enable()
+    steps.end()
+
+
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_a_sample_is_the_one_that_multinomial_draws(top_p: float) -> None:
+    """Without its look at the probabilities, which would make the host wait in every step."""
+    logits = randn(64, 50, seed=3)
+    p = (logits / 0.8).softmax(-1)
+    order = p.argsort(-1, descending=True)
+    for b, row in enumerate(p if top_p < 1 else []):
+        sizes = row[order[b]].cumsum(0)
+        p[b, order[b][int((sizes < top_p).sum()) + 1 :]] = 0
+    want = torch.multinomial(p, 1, generator=torch.Generator().manual_seed(5))[:, 0]
+    with Calls() as calls:
+        got = next_token(logits, temperature=0.8, top_p=top_p, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(got, want) and len(set(got.tolist())) > 5 and calls.of_host == {}
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    model = model_of()
+    with pytest.raises(ValueError, match=r"for a model on cpu; wanted one on 'cuda'; move it there, or leave cuda_graph off"):
+        model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=2, cuda_graph=True)
+    with pytest.raises(ValueError, match="wanted one on 'cuda'"):
+        DecodeGraph(model, model.new_cache(1, 9))
