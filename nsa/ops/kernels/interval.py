@@ -49,9 +49,11 @@ def _tile_of(
 ):  # fmt: skip
     """Rows r0 .. of X: of (b, head) by the copy engine, where X is a descriptor (COPY), else of the (b, head) that X points to."""
     if COPY:
-        return tl.reshape(X.load([b, r0, head, 0]), [ROWS, BD])
-    at = r0 + tl.arange(0, ROWS)
-    return _tile(X, at, stride, at < end, tl.arange(0, BD), D, BD, EVEN)
+        x = tl.reshape(X.load([b, r0, head, 0]), [ROWS, BD])
+    else:
+        at = r0 + tl.arange(0, ROWS)
+        x = _tile(X, at, stride, at < end, tl.arange(0, BD), D, BD, EVEN)
+    return x
 
 
 @triton.jit
@@ -285,8 +287,8 @@ def _tiles(BM: int, BC: int, num_warps: int, num_stages: int) -> dict[str, int]:
 _SMALL, _LEAST = _tiles(64, 32, 4, 2), _tiles(32, 32, 4, 1)
 TILES = {
     "forward": (
-        (_tiles(128, 64, 8, 3), _tiles(64, 64, 4, 3)),
-        (_tiles(128, 128, 8, 2), _tiles(64, 64, 4, 3)),
+        (_tiles(64, 128, 4, 2), _tiles(64, 64, 4, 3)),
+        (_tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3)),
         (_SMALL, _SMALL),
         (_LEAST, _LEAST),
     ),

@@ -1,0 +1,89 @@
+"""Builds everything that path triton launches, down to machine code, for a GPU that is not here; launches nothing.
+
+The interpreter runs kernels as Python, so it accepts what Triton's compiler refuses: run as `python -m tests.nsa.gpu_build ARCH SHAPE`,
+in a process of its own, because Triton's driver is one for all. Prints `kernel bytes-of-shared-memory` for each build.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nsa.ops.kernels import combine, interval, scores, selected
+
+# G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name, and one that fits no tile.
+SHAPES = {"A": (2, 6, 64, 64, torch.bfloat16), "B": (4, 16, 128, 128, torch.bfloat16), "odd": (2, 3, 60, 100, torch.float16)}
+TOKENS = 1024
+GEOMETRIES: tuple[dict[str, Any], ...] = ({"block": 32, "stride": 16, "width": None}, {"block": 1, "stride": 1, "width": 512})
+
+
+class Absent:
+    """Triton's driver of a GPU that is not here."""
+
+    def __init__(self, arch: int) -> None:
+        self._arch = arch
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def instead_of_launching(found: list[tuple[str, int]]) -> None:
+    """Every launch from now on builds its kernel, notes (name, bytes of shared memory), and returns."""
+    run = JITFunction.run
+
+    def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        found.append((self.fn.__name__, kernel.metadata.shared))
+
+    JITFunction.run = build
+
+
+def everything(shape: str, *, batch: int = 1, ragged: bool = False, documents: bool = False) -> None:
+    """Forward and backward of every operation, with tensors of zeros."""
+    G, H, DK, DV, dtype = SHAPES[shape]
+
+    def kv(heads: int, length: int) -> tuple[Tensor, Tensor]:
+        return torch.zeros(batch, length, heads, DK, dtype=dtype), torch.zeros(batch, length, heads, DV, dtype=dtype)
+
+    (q, do), tokens = kv(G * H, TOKENS), kv(G, TOKENS)
+    where: dict[str, Any] = {"q_start": torch.zeros(batch, dtype=torch.int64) if ragged else 0, "scale": 0.1}
+    first = torch.zeros(TOKENS, dtype=torch.int64) if documents else None
+    for geometry, keys in zip(GEOMETRIES, (kv(G, (TOKENS - 32) // 16 + 1), tokens), strict=True):
+        o, lse = interval.forward(q, *keys, first=first, **geometry, **where)
+        interval.backward(do, q, *keys, o, lse, first=first, **geometry, **where)
+    chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2, "kv_len": TOKENS}
+    blocks = scores.choose(q, kv(G, (TOKENS - 32) // 16 + 1)[0], lse, first=first, **chosen, **where)
+    for by_row in (True, False):
+        o, lse = selected.forward(q, *tokens, blocks, sel_block=64, by_row=by_row, **where)
+    selected.backward(do, q, *tokens, blocks, o, lse, sel_block=64, **where)
+    gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
+    combine.forward(gates, (o, o, o))
+    combine.backward(do, gates, (o, o, o))
+
+
+def main(arch: int, shape: str) -> None:
+    driver.set_active(Absent(arch))
+    found: list[tuple[str, int]] = []
+    instead_of_launching(found)
+    everything(shape)
+    if shape == "A":
+        everything(shape, batch=2, ragged=True)
+        everything(shape, documents=True)
+    for name, shared_bytes in sorted(set(found)):
+        print(name, shared_bytes)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
