@@ -60,8 +60,8 @@ def read(folders: Sequence[Path], gpu_slug: str) -> list[RealPair]:
 
 
 def false_alarms(found: Sequence[RealPair]) -> Rate:
-    """REGRESSED cells of those with nothing planted."""
-    plain = [one for one in found if one.extra_work_pct == 0]
+    """REGRESSED cells of those with nothing planted, and with a speed to judge."""
+    plain = [one for one in found if one.extra_work_pct == 0 and one.change_pct is not None]
     return Rate(sum(one.verdict == Verdict.REGRESSED for one in plain), len(plain))
 
 

@@ -18,12 +18,14 @@ HOW = "`perfbench ab HEAD HEAD MATRIX`, planted with `--inject slowdown=3%@CELL`
 def headline(c: Calibration) -> str:
     if not c.pairs:
         return f"**No real pair was given**: every drop in these numbers is simulated, no kernel got slower. {HOW}."
-    planted = [one for one in c.pairs if one.extra_work_pct > 0]
+    planted = [one for one in c.pairs if one.extra_work_pct > 0 and one.change_pct is not None]
     red = [f"{one.extra_work_pct:g} %" for one in planted if one.verdict == Verdict.REGRESSED]
     rest = [f"{one.extra_work_pct:g} % ({escape(one.verdict)})" for one in planted if one.verdict != Verdict.REGRESSED]
     said = [f"**Real interleaved pairs**: with nothing planted {bounded(c.pairs_red)} cells REGRESSED"] if c.pairs_red.trials else []
     said += [f"real extra work found REGRESSED at {', '.join(red)}"] if red else []
     said += [f"and not called slower at {', '.join(rest)}"] if rest else []
+    wrong = sum(one.change_pct is None for one in c.pairs)
+    said += [f"{wrong} cell{'s' if wrong > 1 else ''} gave no speed to judge"] if wrong else []
     return "; ".join(said) + "."
 
 

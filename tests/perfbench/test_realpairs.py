@@ -14,6 +14,7 @@ from perfbench.report import realpairs as telling
 from perfbench.result import Run, Source
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench import builders as b
+from tests.perfbench.edits import edit
 
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
 LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
@@ -50,11 +51,11 @@ def test_an_a_a_is_no_false_alarm_and_planted_work_is_found(tmp_path: Path) -> N
 
 
 def test_a_cell_that_is_wrong_has_its_verdict_and_no_speed(tmp_path: Path) -> None:
-    from tests.perfbench.edits import edit
-
     base = b.small_run(replicates=8)
-    wrong = {one.cell_id: one for one in realpairs.read([saved(tmp_path, base, edit(base, TRAIN, engaged={}))], slug(base))}
+    found = realpairs.read([saved(tmp_path, base, edit(base, TRAIN, engaged={}))], slug(base))
+    wrong = {one.cell_id: one for one in found}
     assert wrong[TRAIN].verdict == "WRONG_PATH" and wrong[TRAIN].change_pct is None and wrong[TRAIN].pairs == 0
+    assert realpairs.false_alarms(found) == Rate(0, 3), "what has no speed is no silent cell"
 
 
 def test_a_false_alarm_counts() -> None:
@@ -96,13 +97,14 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     faults = (f"slowdown=5%@{TRAIN}",)
     planted = saved(tmp_path, base, b.scale_rows(base, TRAIN, 1 / 1.05), name="worse", injections=faults)
     missed = saved(tmp_path, base, base, name="missed", injections=(f"slowdown=1%@{TRAIN}",))
+    torn = saved(tmp_path, base, edit(base, TRAIN, engaged={}), name="torn", injections=(f"slowdown=9%@{TRAIN}",))
     alone = tmp_path / "run.jsonl"
     alone.write_text("".join(record.model_dump_json() + "\n" for record in (base.manifest, *base.replicates)), encoding="utf-8")
-    text = session.calibrate([alone], 1, tmp_path / "out", pairs=[planted, missed])
-    assert "with nothing planted 0 of 6 (at most 39.3 %) cells REGRESSED; real extra work found REGRESSED at 5 %" in text
-    assert "and not called slower at 1 % (SAME)" in text
+    text = session.calibrate([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
+    assert "with nothing planted 0 of 9 (at most 28.3 %) cells REGRESSED; real extra work found REGRESSED at 5 %" in text
+    assert "and not called slower at 1 % (SAME); 1 cell gave no speed to judge." in text
     assert f"| 5 | `{TRAIN}` | 8 | -4.76 | -4.76 |" in text
     data = json.loads((tmp_path / "out" / "calibration.json").read_text())
-    assert [one["extra_work_pct"] for one in data["pairs"]] == [0.0] * 6 + [1.0, 5.0] and data["pairs_red"]["hits"] == 0
+    assert [one["extra_work_pct"] for one in data["pairs"]] == [0.0] * 9 + [1.0, 5.0, 9.0] and data["pairs_red"]["hits"] == 0
     without = session.calibrate([alone], 1, None)
     assert "No real pair was given" in without and f"None was given: {telling.HOW}" in without
