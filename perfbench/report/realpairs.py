@@ -43,7 +43,7 @@ def section(c: Calibration) -> list[str]:
     columns = ["extra work, %", "cell", "pairs", "expected, %", "measured, %", "bounds, %", "verdict", "run"]
     return [
         *head,
-        "One commit against itself, in turns on one card; 0 is an A/A, elsewhere side b did that much more work in each step. Work of "
+        "One commit against itself, in turns on one machine; 0 is an A/A, elsewhere side b did that much more work in each step. Work of "
         "x % of a step lowers tok/s by x / (100 + x). The bounds are at the confirmation's alpha. A drop below the policy's "
         f"min_effect, {c.policy.min_effect_pct:g} %, need not be found, and one below its tolerance, {c.policy.tolerance_pct:g} %, must "
         "not be called REGRESSED.",
@@ -58,4 +58,4 @@ def _pct(value: float | None) -> str:
 
 
 def _bounds(one: RealPair) -> str:
-    return f"{_pct(one.lower_pct)} to {_pct(one.upper_pct)}"
+    return NULL if one.change_pct is None else f"{_pct(one.lower_pct)} to {_pct(one.upper_pct)}"

@@ -208,7 +208,7 @@ def test_selected(forward: str, case: Case, queries: int, start: int | Tensor, s
 
 @pytest.mark.parametrize("segments", [1, 3])
 def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
-    """Tiles of 16 rows: block 1's queries fill several, and a program has several segments of several blocks."""
+    """Tiles of 16 rows: block 0's queries fill several, and a program of the backward has several segments of several blocks."""
     case, scale = Case(40, 3, 16, 32, 1), 0.25
     q, k, v = qkv(case)
     blocks = torch.tensor([0, 1, 2], dtype=torch.int32).expand(1, 40, 2, 3).clone()
@@ -217,7 +217,7 @@ def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
     blocks = torch.where(blocks < 0, 9, blocks).sort(-1).values.masked_fill_((blocks < 0).sort(-1).values, -1).int()
     tiles, do = selected.Tiles(16, 1, segments), randn(1, 40, 6, 32, seed=4)
     options = {"sel_block": 8, "q_start": 0, "scale": scale, "tiles": tiles}
-    o, lse = selected.forward(q, k, v, blocks, by_row=False, near_tiles=tiles, **options)
+    o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
     got = (o, *selected.backward(do, q, k, v, blocks, o, lse, **options))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     want = oracle.selected(*leaves, blocks, sel_block=8, scale=scale)

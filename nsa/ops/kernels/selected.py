@@ -25,33 +25,14 @@ BY_ROW = (1, 2)  # warps, stages
 
 
 @triton.jit
-def nsa_selected_keys(
-    BLOCKS, KEY, Q0, E, T, q0, rows_per_chunk, J, num_lists,
-    G: tl.constexpr, N: tl.constexpr, L: tl.constexpr, RAGGED: tl.constexpr, FAR: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The list that each entry belongs to: (chunk, b, g, block); an empty slot is in its chunk's last one, which nobody reads.
-
-    FAR: so is a near block.
-    """
+def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
+    """The list that each entry belongs to: (chunk, b, g, block); an empty slot is in its chunk's last one, which nobody reads."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     block = tl.load(BLOCKS + e, mask=e < E, other=-1)
     row = (e // (G * N)).to(tl.int32)
     g = (e // N % G).to(tl.int32)
-    listed = (block >= 0) & (block < J)
-    if FAR:
-        b = row // T
-        pos = row - b * T + q0
-        if RAGGED:
-            pos = row - b * T + tl.load(Q0 + b, mask=e < E, other=0).to(tl.int32)
-        listed = listed & _is_far(block, pos // L)
-    of_chunk = tl.where(listed, (row // T * G + g) * J + block, num_lists)
+    of_chunk = tl.where((block >= 0) & (block < J), (row // T * G + g) * J + block, num_lists)
     tl.store(KEY + e, (row // rows_per_chunk * (num_lists + 1) + of_chunk).to(KEY.dtype.element_ty), mask=e < E)
-
-
-@triton.jit
-def _is_far(block, current):
-    """Not block 0, the query's own, nor the one before it: most queries choose those, so neighbours can share them without a sort."""
-    return (block > 0) & (block < current - 1)
 
 
 @triton.jit
@@ -129,91 +110,22 @@ def nsa_selected_forward(
 
 
 @triton.jit
-def nsa_selected_near(
-    Q, K, V, BLOCKS, O, LSE, Q0, num_rows, T, S, q0, J,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr,
-    DV: tl.constexpr, QS: tl.constexpr, M: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, RAGGED: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """QS neighbouring rows of one kv head a program, over the near blocks that each of them chose: a row's first part, in O and LSE."""
-    g = (tl.program_id(0) % G).to(tl.int64)
-    m = tl.arange(0, M)
-    d = tl.arange(0, BD)
-    dv = tl.arange(0, BDV)
-    i = tl.arange(0, LP)
-    row = tl.program_id(0) // G * QS + m // H
-    live = (row < num_rows) & (m < QS * H)
-    row = tl.minimum(row, num_rows - 1)
-    b = row // T
-    pos = row - b * T + q0
-    if RAGGED:
-        pos = row - b * T + tl.load(Q0 + b).to(tl.int32)
-    current = pos // L
-    at_row = row.to(tl.int64) * G + g
-    n = tl.arange(0, NP)
-    chosen = tl.load(BLOCKS + at_row[:, None] * N + n[None, :], mask=(n < N)[None, :], other=-1)
-    q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + m % H) * sq_h, live, d, D, BD)
-    most = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BDV], tl.float32)
-    for batch in range(tl.min(b, 0), tl.max(b, 0) + 1):
-        mine = live & (b == batch)
-        at_k = tl.cast(batch, tl.int64) * sk_b + g * sk_g
-        at_v = tl.cast(batch, tl.int64) * sv_b + g * sv_g
-        begin = tl.maximum(1, tl.min(tl.where(mine, current, 2147483647), 0) - 1)
-        end = tl.minimum(J, tl.max(tl.where(mine, current, -1), 0) + 1)
-        for block in range(tl.minimum(begin, end) - 1, end):  # block 0, then those from the first row's to the last's
-            j = tl.where(block < begin, 0, block)
-            taken = mine & (_is_far(j, current) == 0) & (tl.sum((chosen == j).to(tl.int32), 1) > 0)
-            c = j * L + i
-            inside = (i < L) & (c < S)
-            k = _load(K, at_k + c.to(tl.int64) * sk_s, inside, d, D, BD)
-            s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
-            s = tl.where(taken[:, None] & inside[None, :] & (c[None, :] <= pos[:, None]), s, float("-inf"))
-            new = tl.maximum(most, tl.max(s, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2(s - safe[:, None])
-            a = tl.exp2(most - safe)
-            v = _load(V, at_v + c.to(tl.int64) * sv_s, inside, dv, DV, BDV)
-            acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
-            total = total * a + tl.sum(p, 1)
-            most = new
-    _store(O, LSE, at_row * H + m % H, acc, most, total, live, dv, DV)
-
-
-@triton.jit
-def _store(O, LSE, to, acc, most, total, live, dv, DV: tl.constexpr):
-    """o = acc / total and lse = most + log2 total at rows ``to``; 0 and -inf where a row saw nothing."""
-    some = total > 0
-    o = acc / tl.where(some, total, 1.0)[:, None]
-    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
-    tl.store(LSE + to, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=live)
-
-
-@triton.jit
 def nsa_selected_sum(
-    PART, LSE_PART, BLOCKS, O, LSE, Q0, first_row, T, q0, J,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, BDV: tl.constexpr,
-    RAGGED: tl.constexpr,
+    PART, LSE_PART, BLOCKS, O, LSE, first_row, J,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """One (row, kv head) a program: o = sum of 2^(lse_n - lse) o_n over its near part, which O and LSE hold, and its far slots."""
+    """One (row, kv head) a program: o = sum over slots of 2^(lse_n - lse) o_n."""
     local = tl.program_id(0).to(tl.int64)
     at_row = first_row * G + local
-    row = (at_row // G).to(tl.int32)
-    pos = row % T + q0
-    if RAGGED:
-        pos = row % T + tl.load(Q0 + row // T).to(tl.int32)
     h = tl.arange(0, HP)
     dv = tl.arange(0, BDV)
-    to = at_row * H + h
-    wanted = (h < H)[:, None] & (dv < DV)[None, :]
-    m = tl.load(LSE + to, mask=h < H, other=float("-inf"))
-    l = tl.where(m > float("-inf"), 1.0, 0.0)
-    acc = tl.load(O + to[:, None] * DV + dv[None, :], mask=wanted, other=0.0).to(tl.float32)
+    m = tl.full([HP], float("-inf"), tl.float32)
+    l = tl.zeros([HP], tl.float32)
+    acc = tl.zeros([HP, BDV], tl.float32)
     for n in tl.static_range(N):
         block = tl.load(BLOCKS + at_row * N + n)
         at = (local * N + n) * H + h
-        lse = tl.load(LSE_PART + at, mask=(h < H) & _is_far(block, pos // L) & (block < J), other=float("-inf"))
+        lse = tl.load(LSE_PART + at, mask=(h < H) & (block >= 0) & (block < J), other=float("-inf"))
         there = (lse > float("-inf"))[:, None] & (dv < DV)[None, :]
         o = tl.load(PART + at[:, None] * DV + dv[None, :], mask=there, other=0.0).to(tl.float32)
         new = tl.maximum(m, lse)
@@ -222,7 +134,11 @@ def nsa_selected_sum(
         l = l * a + w
         acc = acc * a[:, None] + w[:, None] * o
         m = new
-    _store(O, LSE, to, acc, m, l, h < H, dv, DV)
+    some = l > 0
+    to = at_row * H + h
+    o = acc / tl.where(some, l, 1.0)[:, None]
+    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
+    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
 
 
 @triton.jit
@@ -266,7 +182,11 @@ def nsa_selected_forward_by_row(
             acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
             l = l * a + tl.sum(p, 1)
             m = new
-    _store(O, LSE, at_row * H + h, acc, m, l, h < H, dv, DV)
+    some = l > 0
+    to = at_row * H + h
+    o = acc / tl.where(some, l, 1.0)[:, None]
+    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
+    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
 
 
 @triton.jit
@@ -404,7 +324,6 @@ class Tiles:
 
 # By width class; the first two measured in bf16.
 FORWARD = (Tiles(64, 4, 2), Tiles(64, 4, 4), Tiles(64, 8, 4), Tiles(32, 4, 4))
-NEAR = (Tiles(64, 4), Tiles(64, 4), Tiles(64, 8), Tiles(32, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 64), Tiles(64, 8, 32), Tiles(32, 4, 32))
 MIN_ROWS_TO_SORT = 8192  # (b, t, g): below this a query-outer forward is faster
 
@@ -419,18 +338,14 @@ class Lists:
     num_lists: int  # of a chunk, without the one of empty slots
 
     @classmethod
-    def of(cls, blocks: Tensor, J: int, rows_per_chunk: int, *, sel_block: int, q_start: int | Tensor, far: bool) -> Lists:
-        """Of all entries, or without the near blocks, which ``nsa_selected_near`` computes (``far``)."""
+    def of(cls, blocks: Tensor, J: int, rows_per_chunk: int) -> Lists:
         B, T, G, N = blocks.shape
-        q0, Q0 = starts(q_start)
         num_lists = B * G * J
         num_chunks = triton.cdiv(B * T, rows_per_chunk)
         # a radix sort passes over half as many digits of 16 bits
         dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
         key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
-        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](
-            blocks, key_E, Q0, key_E.numel(), T, q0, rows_per_chunk, J, num_lists, G, N, sel_block, Q0 is not None, far, 1024
-        )
+        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, G, N, 1024)
         return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
 
     def bounds(self, num_rows: int) -> Tensor:
@@ -450,7 +365,7 @@ def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, tiles: Tiles | None = None,
-    near_tiles: Tiles | None = None, by_row: bool | None = None,
+    by_row: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, T, Q, D], k [B, S, G, D], v [B, S, G, DV], blocks [B, T, G, N] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32)."""
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
@@ -468,14 +383,8 @@ def forward(
         return o, lse
     t = tiles or _of_class(FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
-    near = near_tiles or _of_class(NEAR, q, DV)
-    near_M, near_QS, _ = near.entries(H, blocks.numel())
-    nsa_selected_near[(triton.cdiv(B * T, near_QS) * G,)](
-        q, k, v, blocks, o, lse, Q0, B * T, T, S, q0, J, *strides, G, H, N, padded(N, 1), L, padded(L), D, DV, near_QS, near_M, *tail,
-        num_warps=near.num_warps, num_stages=near.num_stages,
-    )  # fmt: skip
     step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
-    lists = Lists.of(blocks, J, step, sel_block=L, q_start=q_start, far=True)
+    lists = Lists.of(blocks, J, step)
     part = q.new_empty(step * G * N * H, DV)
     lse_part = q.new_empty(step * G * N * H, dtype=torch.float32)
     for number, r0 in enumerate(range(0, B * T, step)):
@@ -486,9 +395,8 @@ def forward(
             *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, *tail, num_warps=t.num_warps, num_stages=t.num_stages,
         )  # fmt: skip
         nsa_selected_sum[(n * G,)](
-            part, lse_part, blocks, o, lse, Q0, r0, T, q0, J, G, H, N, L, DV, padded(H, 1), padded(DV), Q0 is not None,
-            num_warps=4 if H * DV > 512 else 1,
-        )  # fmt: skip
+            part, lse_part, blocks, o, lse, r0, J, G, H, N, DV, padded(H, 1), padded(DV), num_warps=4 if H * DV > 512 else 1
+        )
     return o, lse
 
 
@@ -505,7 +413,7 @@ def backward(
     t = tiles or _of_class(BACKWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     step = _rows_per_chunk(q, G * N * H * D * q.element_size())
-    lists = Lists.of(blocks, J, step, sel_block=L, q_start=q_start, far=False)
+    lists = Lists.of(blocks, J, step)
     bound = lists.bounds(B * T)
     several = step < B * T
     dk, dv = (x.new_empty(B, S, G, x.shape[3], dtype=torch.float32 if several else x.dtype) for x in (k, v))
