@@ -175,10 +175,16 @@ class NSACache:
         """Make room for ``needed`` tokens a row, at most max_len, by doubling what there is."""
         if needed <= self.capacity:
             return
-        while self.capacity < needed:
-            self.capacity = min(2 * self.capacity, self.max_len)
-        for pair, rows in ((self.sel, self.capacity + 1), (self.cmp, self.grid.num_cmp(self.capacity) + 1)):
-            pair[:] = [torch.cat([x, x.new_zeros(self.batch, rows - x.shape[1], *x.shape[2:])], 1) for x in pair]
+        capacity = self.capacity
+        while capacity < needed:
+            capacity = min(2 * capacity, self.max_len)
+
+        def grown(pair: list[Tensor], rows: int) -> list[Tensor]:
+            return [torch.cat([x, x.new_zeros(self.batch, rows - x.shape[1], *x.shape[2:])], 1) for x in pair]
+
+        # both before either is kept: where memory ends, the cache is what it was
+        self.sel, self.cmp = grown(self.sel, capacity + 1), grown(self.cmp, self.grid.num_cmp(capacity) + 1)
+        self.capacity = capacity
 
     def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
         """Be an ordinary cache again that holds ``lengths`` tokens and ``tail``. Called by `Steps.end`."""

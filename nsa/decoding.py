@@ -5,6 +5,7 @@ B batch, V vocabulary.
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -29,7 +30,9 @@ class DecodeGraph:
     The step is a forward of ``model`` with ``cache`` (Eq. 5 for one query a row), which prefill has filled as ever; rows may differ
     in length. Made so, the graph owns the cache: its buffers grow to max_len at once and keep their addresses, each call takes one
     token a row, and ``NSACache.lengths`` counts it. `close` hands the cache back as an ordinary one. Several graphs may live at
-    once, each with a cache of its own. The weights are read where they are: change them in place, and the next replay uses them.
+    once, each with a cache of its own. The weights are read where they are: change them in place, and the next replay uses them;
+    autocast is what it was when the graph was made. Shapes and the route go by the cache's max_len, not by what it holds, so a
+    max_len far beyond what is needed costs time in every step.
 
     ``nsa.engagement`` counts Python's calls, of which a replay makes none: ``engaged`` says what the capture dispatched, and so
     what every replay runs. ``NSACache.keys_read`` is of the last replay. Nothing is observed by ``nsa.statistics``.
@@ -52,9 +55,9 @@ class DecodeGraph:
             self._ids_B1 = torch.zeros(self._cache[0].batch, 1, dtype=torch.int64, device=device)
             self._logits_BV: Tensor
             self.engaged: dict[str, int] = {}
-            warm_up(self._step_again, device)
-            refuse_host_loops(self.engaged)
             with self.steps.unmoved():
+                warm_up(self._step_again, device)
+                refuse_host_loops(self.engaged)
                 self._replay: Callable[[], None] | None = capture(self._step, device)
             undo.pop_all()
 
@@ -83,7 +86,10 @@ class DecodeGraph:
         self.steps.end()
 
     def _step(self) -> None:
-        with engagement.collect() as counted:
+        contextvars.Context().run(self._counted_step)  # nobody's open count or statistics sees steps that are no tokens
+
+    def _counted_step(self) -> None:
+        with engagement.collect() as counted, _casting_anew(self._ids_B1.device):
             self._logits_BV = self._model(self._ids_B1, cache=self._cache)[:, -1]
         self.engaged = counted.counts
 
@@ -91,6 +97,12 @@ class DecodeGraph:
         """A step whose place the next one takes: it leaves nothing that a step from the same position does not write anew."""
         self._step()
         self.steps.forget_last()
+
+
+def _casting_anew(device: torch.device) -> torch.autocast:
+    """Autocast as it is, but without its cache of cast weights: a graph must cast them itself, since the cache is freed."""
+    kind = device.type
+    return torch.autocast(kind, dtype=torch.get_autocast_dtype(kind), enabled=torch.is_autocast_enabled(kind), cache_enabled=False)
 
 
 def check_device(device: torch.device) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from nsa.blocks import BlockGrid
-from nsa.cache import KV, CompressFn, NSACache, View, check_chunk
+from nsa.cache import KV, CompressFn, NSACache, View, check_cache, check_chunk
 from nsa.ops.positions import to_device
 
 
@@ -47,16 +47,18 @@ class Steps:
     keeps its last l raw tokens in a ring. The window is attended to where it lies in its ring: a query sees all of it, in
     whatever order. A step that is run again from the same position leaves what it left before.
 
-    ValueError for caches that do not hold the same, or that other Steps have already.
+    ValueError for caches that do not hold the same, are of another config, or that other Steps have already.
     """
 
     def __init__(self, caches: Sequence[NSACache]) -> None:
-        if not caches or len({(c.lengths, c.max_len) for c in caches}) != 1:
-            got = sorted({f"{c.lengths} of {c.max_len}" for c in caches})
+        if not caches or len({(c.lengths, c.max_len, c.sel[0].device) for c in caches}) != 1:
+            got = sorted({f"{c.lengths} of {c.max_len} on {c.sel[0].device}" for c in caches})
             raise ValueError(f"got caches that hold {got}; wanted the same of each; give those of one model, TinyLM.new_cache makes them")
         if any(c.steps is not None for c in caches) or len({id(c) for c in caches}) != len(caches):
             raise ValueError("got caches that step already; wanted ordinary ones, each once; end their Steps, or close their DecodeGraph")
         first = caches[0]
+        for cache in caches:
+            check_cache(cache, first.config)
         self._config, self._max_len, self._begin, self._taken, self._may_forget = first.config, first.max_len, first.lengths, 0, False
         # Weak, since each cache holds these Steps: a cycle would keep its buffers until Python happens to look for cycles.
         self._caches = [weakref.ref(c) for c in caches]
@@ -65,7 +67,9 @@ class Steps:
         self.length_B = to_device(self._begin, first.sel[0].device)
         for cache in caches:
             cache.grow(cache.max_len)
-            cache.raw, cache.steps = [self._ring(tail, cache) for tail in cache.tail], self
+        rings = [[self._ring(tail, cache) for tail in cache.tail] for cache in caches]
+        for cache, ring in zip(caches, rings, strict=True):  # all or none, where memory ends
+            cache.raw, cache.steps = ring, self
 
     def lengths_of(self, cache: NSACache) -> tuple[int, ...]:
         """Tokens that each row of ``cache`` holds, known on the host: steps are counted."""

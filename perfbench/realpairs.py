@@ -13,7 +13,7 @@ from perfbench import compare, matrix
 from perfbench import pair as pairs
 from perfbench.certify import Rate
 from perfbench.judgement import CellVerdict
-from perfbench.policy import GatePolicy, Policies
+from perfbench.policy import Policies
 from perfbench.result import Run
 from perfbench.runner import parse_injection
 from perfbench.verdict import Exit, PerfbenchError, Verdict
@@ -42,7 +42,7 @@ def read(folders: Sequence[Path], gpu_slug: str) -> list[RealPair]:
     """Every cell of the pairs in ``folders``, each judged by its own matrix's rule, the most extra work last.
 
     PerfbenchError(USAGE): a folder that is no pair, sides of different or unknown code, another kind of machine than ``gpu_slug``,
-    another fault than a slowdown, or a pair named twice.
+    another fault than a slowdown, a matrix that this perfbench cannot read, or a pair named twice.
     """
     found: list[RealPair] = []
     for folder in folders:
@@ -72,11 +72,8 @@ def _cells(one: pairs.Pair) -> list[RealPair]:
 
 
 def _policies(run: Run) -> Policies:
-    """Those of the matrix that the run holds; the defaults where this perfbench cannot read it."""
-    try:
-        return matrix.policies(matrix.parse(run.manifest.matrix_text, run.manifest.matrix_path))
-    except PerfbenchError:
-        return Policies.over(GatePolicy())
+    """Those of the matrix that the run holds."""
+    return matrix.policies(matrix.parse(run.manifest.matrix_text, run.manifest.matrix_path))
 
 
 def _planted(run: Run) -> Mapping[str, float]:

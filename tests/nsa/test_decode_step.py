@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import RouteError, checks, decoding
+from nsa import RouteError, checks, decoding, engagement, statistics
 from nsa.attention import NSAAttention
 from nsa.blocks import BlockGrid
 from nsa.cache import NSACache, cache_bytes
@@ -146,6 +146,9 @@ def test_what_a_cache_that_steps_refuses() -> None:
             Steps([cache, filled(layer, x, (4, 5), 9)])
         with pytest.raises(ValueError, match="wanted the same of each"):
             Steps([])
+        wider = layer_of(replace(SMALL, window=2 * SMALL.window))
+        with pytest.raises(ValueError, match=rf"a cache made with \{{'window': {2 * SMALL.window}\}}; wanted"):
+            Steps([cache, filled(wider, x, (4, 4), 9)])
         second = filled(other, x, (4, 4), 9)
         steps = Steps([cache, second])
         with pytest.raises(ValueError, match="step already"):
@@ -195,6 +198,35 @@ def test_buffers_grow_first_and_their_bytes_are_counted() -> None:
     assert cache.capacity == 100 and places == [t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
     shape = {"batch": 2, "num_kv_heads": KV_HEADS, "head_dim": 8, "v_head_dim": 6, "element_size": 8}
     assert cache.memory_bytes() == cache_bytes(SMALL, capacity=100, **shape) + 2 * 8 * KV_HEADS * (8 + 6) * 8  # l = 8 raw tokens
+
+
+def test_where_memory_ends_the_caches_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second layer's buffers do not fit: no cache steps, and each goes on as if nothing had been asked."""
+    layer = layer_of()
+    x = randn(2, 30, DIM, seed=0, dtype=torch.float64)
+    with torch.no_grad():
+        caches = [layer.new_cache(2, 100, initial_len=12) for _ in range(2)]
+        for cache in caches:
+            layer(x[:, :11], cache=cache)
+        cat, left = torch.cat, [3]  # of the four buffers of each cache
+
+        def fails(*given: Any) -> Tensor:
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError("planted")
+            return cat(*given)
+
+        for first in (7, 3):
+            left[0] = first
+            with monkeypatch.context() as planted:
+                planted.setattr(torch, "cat", fails)
+                with pytest.raises(torch.OutOfMemoryError):
+                    Steps(caches)
+        assert all(cache.steps is None and cache.lengths == (11, 11) for cache in caches)
+        assert [cache.sel[0].shape[1] - 1 for cache in caches] == [cache.capacity for cache in caches]
+        whole = layer(x)
+        for cache in caches:
+            assert_parity(layer(x[:, 11:], cache=cache), whole[:, 11:], "the rest")
 
 
 # What a step asks of the host.
@@ -372,6 +404,40 @@ def test_what_a_graph_refuses(graphs: list[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(checks, "is_strict", lambda: True)
     with pytest.raises(ValueError, match="NSA_STRICT_ASSERTS=1.*unset it"):
         DecodeGraph(model, model.new_cache(1, 9))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fails_at", ["warm-up", "capture"])
+def test_a_graph_that_fails_leaves_no_token(graphs: list[str], fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of().double()
+    cache, plain = model.new_cache(2, 40), model.new_cache(2, 40)
+    prompt, ids = torch.randint(256, (2, 9)), torch.randint(256, (2, 3))
+    for c in (cache, plain):
+        model(prompt, cache=c)
+    head, calls = model.head.forward, [1 if fails_at == "warm-up" else 2]  # the fixture warms up by two steps
+
+    def fails(x: Tensor) -> Tensor:
+        calls[0] -= 1
+        if calls[0] < 0:
+            raise torch.OutOfMemoryError("planted")
+        return head(x)
+
+    monkeypatch.setattr(model.head, "forward", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        DecodeGraph(model, cache)
+    monkeypatch.setattr(model.head, "forward", head)
+    assert all(c.steps is None and c.lengths == (9, 9) for c in cache)
+    assert_parity(model(ids, cache=cache), model(ids, cache=plain), "an ordinary chunk afterwards")
+
+
+@torch.no_grad()
+def test_nobody_counts_steps_that_are_no_tokens(graphs: list[str]) -> None:
+    model = model_of()
+    cache = model.new_cache(1, 9)
+    model(torch.zeros(1, 4, dtype=torch.int64), cache=cache)
+    with engagement.collect() as counted, statistics.collect() as observed:
+        DecodeGraph(model, cache)
+    assert graphs == ["warm", "capture"] and not counted.counts and observed.read().rows is None
 
 
 def test_caches_go_when_nobody_holds_them() -> None:

@@ -21,7 +21,7 @@ def launched() -> set[str]:
     return {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("nsa_")}
 
 
-@pytest.mark.parametrize(("arch", "shape"), [(90, "A"), (90, "B"), (90, "odd"), (80, "A")])
+@pytest.mark.parametrize(("arch", "shape"), [(90, "A"), (90, "B"), (90, "odd"), (80, "A"), (80, "B")])
 def test_everything_launched_is_built_and_fits(arch: int, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     command = [sys.executable, "-m", "tests.nsa.gpu_build", str(arch), shape]

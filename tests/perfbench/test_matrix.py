@@ -216,7 +216,7 @@ def test_shipped_matrices_load(path: pathlib.Path) -> None:
 
 
 def test_shipped_matrices_are_all_there() -> None:
-    cards = ["a100", "cpu", "h100-demo", "h100-gate", "h100", "h200-demo", "h200-gate", "rtx4090"]
+    cards = ["a100", "cpu", "cpu-gate", "h100-demo", "h100-gate", "h100", "h200-demo", "h200-gate", "rtx4090"]
     topics = ["decode-h100", "decode-h200", "kernels-b-h200", "kernels-h200", "selections-h200", "train-h200"]
     assert sorted(p.stem for p in SHIPPED) == sorted(cards + topics)
 

@@ -32,6 +32,19 @@ def saved(folder: Path, base: Run, candidate: Run, *, name: str = "night", injec
     return folder / name
 
 
+@pytest.fixture(autouse=True)
+def _default_policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builders' runs hold no readable matrix."""
+    if "unreadable" not in request.node.name:
+        monkeypatch.setattr(realpairs, "_policies", lambda run: Policies(GatePolicy()))
+
+
+def test_a_pair_of_an_unreadable_matrix_is_refused(tmp_path: Path) -> None:
+    base = b.small_run(replicates=2)
+    with pytest.raises(PerfbenchError, match="target: missing"):
+        realpairs.read([saved(tmp_path, base, base)], slug(base))
+
+
 def slug(run: Run) -> str:
     return run.manifest.environment.gpu_slug
 

@@ -47,7 +47,7 @@ def described(tile_rows: int, *tensors: Tensor) -> tuple[list[Tensor | TensorDes
         unit = 16 // x.element_size()
         # the stride of a dimension of size 1 is never used, and may be anything
         strides = [unit if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
-        if x.numel() == 0 or x.storage_offset() % unit or any(n % unit or n == 0 for n in strides):
+        if x.numel() == 0 or x.data_ptr() % 16 or any(n % unit or n == 0 for n in strides):
             return list(tensors), False
         made.append(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tile_rows, 1, padded(x.shape[-1])]))
     return made, True
