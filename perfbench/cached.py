@@ -18,11 +18,14 @@ from nsa.cache import KV, NSACache
 from nsa.config import ModelConfig
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
+from nsa.ops.reads import KeysRead
 from nsa.steps import Steps
 from perfbench import calls
 from perfbench.job import Job
 from perfbench.result import CacheLine
 
+REPLAY_TOLERANCE = 2**-5  # of the largest logit: the same kernels, but libraries may choose others for a graph; bf16 has 8 bits
+NUM_COMPARED = 3  # replays
 FILL_TOKENS = 2048  # appended at a time, so that little random K and V is alive beside the cache
 Counts = dict[str, Tensor]  # branch -> keys that a call gathered, [B or 1, T] or [B, T, G]
 
@@ -57,12 +60,36 @@ class CachedSteps:
         self.batches = itertools.cycle((ids,) for ids in torch.randint(config.vocab_size, (num_batches, batch, new), device=job.device))
         self.steps = Steps(self.begin) if stepping else None
 
+        self._logits_BTV: Tensor  # of the last `body`; of a captured one, the graph's own memory
+
     def body(self, ids_B1: Tensor) -> None:
         """One step with ``stepping``, of static shapes and without the host: a graph can hold it."""
         assert self.steps is not None
         with torch.no_grad():
-            self.model(ids_B1, cache=self.begin)
+            self._logits_BTV = self.model(ids_B1, cache=self.begin)
         self.steps.forget_last()
+
+    def how_a_replay_differs(self, replay: Callable[[], None], inputs: Callable[[], Sequence[Tensor]]) -> str:
+        """Compares the logits of replays of `body`, which read ``inputs()``, with those of the same steps launched by the host.
+
+        Empty where they agree. Several, since the ids of one may be those of the capture.
+        """
+        return next(filter(None, (self._how_one_differs(replay, inputs) for _ in range(NUM_COMPARED))), "")
+
+    def _how_one_differs(self, replay: Callable[[], None], inputs: Callable[[], Sequence[Tensor]]) -> str:
+        replay()
+        graphs_BTV, counters = self._logits_BTV, [cache.keys_read for cache in self.begin]
+        got_BTV = graphs_BTV.clone()
+        for cache in self.begin:
+            cache.keys_read = KeysRead()  # those that know the graph's own tensors must not learn others
+        self.body(*inputs())
+        wanted_BTV, self._logits_BTV = self._logits_BTV, graphs_BTV
+        for cache, counter in zip(self.begin, counters, strict=True):
+            cache.keys_read = counter
+        error, limit = float((got_BTV - wanted_BTV).float().abs().max()), REPLAY_TOLERANCE * float(wanted_BTV.float().abs().max())
+        if error <= limit:
+            return ""
+        return f"a replay's logits differ by {error:.3g} from those of the same step launched by the host; wanted at most {limit:.3g}"
 
     def run(self) -> None:
         self._step(None)

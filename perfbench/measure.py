@@ -88,6 +88,8 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
     facts |= {"cold_start_s": cold_start_s, "engaged": engaged, "engaged_by": work.engaged_by}
     if fault := wrong_path(route, job, engaged, due=due):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
+    if fault := work.differs():
+        raise Stop(Status.PARITY, fault, facts)
 
     if job.device == "cuda":
         torch.cuda.empty_cache()  # what waits holds its weights only; the warm-up takes the rest again

@@ -71,22 +71,22 @@ class Captured:
     def __init__(self, body: Body, batches: Batches, grapher: Grapher) -> None:
         self._body, self._batches, self._grapher = body, batches, grapher
         self._replay: Callable[[], None] | None = None
-        self._inputs: tuple[Tensor, ...] = ()
+        self.inputs: tuple[Tensor, ...] = ()  # which a replay reads, as the last one read them
         self.counts: dict[str, int] = {}  # counters of one replay, from the capture
 
     def __call__(self) -> None:
         if self._replay is None:
             self._replay = self._captured()
         with torch.no_grad():
-            for own, fresh in zip(self._inputs, next(self._batches), strict=True):
+            for own, fresh in zip(self.inputs, next(self._batches), strict=True):
                 own.copy_(fresh)
         self._replay()
 
     def _captured(self) -> Callable[[], None]:
-        self._inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in next(self._batches))
+        self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in next(self._batches))
 
         def work() -> None:
-            self._body(*self._inputs)
+            self._body(*self.inputs)
 
         self._grapher.warm(work)
         with engagement.collect() as counted:

@@ -30,7 +30,8 @@ class Workload:
     """``step()`` enqueues one step on the current stream and returns without waiting for it.
 
     ``cache()`` runs one more step and says what the caches held and gave; None where the workload has none. ``compiled`` and
-    ``captured`` know what a step engages where its calls are not counted as they run; None where they are.
+    ``captured`` know what a step engages where its calls are not counted as they run; None where they are. ``differs()`` says how a
+    replay differs from the same step without a graph, where that was not proved before.
     """
 
     step: Callable[[], None]
@@ -39,6 +40,7 @@ class Workload:
     cache: Callable[[], CacheLine] | None = None
     compiled: Compiled | None = None
     captured: Captured | None = None
+    differs: Callable[[], str] = lambda: ""
 
     @property
     def engaged_by(self) -> str:
@@ -79,7 +81,8 @@ def build(job: Job) -> Workload:
         if steps.steps is None:
             return Workload(steps.run, steps.tokens_per_step, model, steps.line)
         replay = Captured(steps.body, steps.batches, CudaGrapher())
-        return Workload(replay, steps.tokens_per_step, model, partial(steps.line, replay), captured=replay)
+        differs = partial(steps.how_a_replay_differs, replay, lambda: replay.inputs)
+        return Workload(replay, steps.tokens_per_step, model, partial(steps.line, replay), captured=replay, differs=differs)
     ids = torch.randint(config.vocab_size, (NUM_BATCHES, batch, tokens + 1), device=job.device)
     batches = itertools.cycle((one,) for one in ids.unbind(0))
     if workload == "forward":

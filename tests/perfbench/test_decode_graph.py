@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -104,6 +104,22 @@ def test_a_replay_that_moves_on_is_seen_in_the_keys(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Steps, "forget_last", lambda self: None)
     with pytest.raises(ValueError, match="would hold 102 tokens"):
         run(captured())
+
+
+class HollowGrapher(FakeGrapher):
+    """A graph that holds nothing: what the capture left stays for ever."""
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        super().capture(work)
+        return lambda: None
+
+
+def test_a_replay_that_is_not_the_step_is_never_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its logits are those of the capture's ids; the counters cannot tell."""
+    monkeypatch.setattr(workload, "CudaGrapher", HollowGrapher)
+    row = run(captured())
+    assert row.status is Status.PARITY and row.tok_per_s is None and row.samples_s == []
+    assert row.reason.startswith("a replay's logits differ by ") and "the same step launched by the host" in row.reason
 
 
 def blocks_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
