@@ -20,6 +20,7 @@ DPI = 120
 COLOURS = {"reference": "#999999", "v1": "#E69F00", "v2": "#0072B2", "masked": "#D55E00", "triton": "#009E73", "auto": "#CC79A7"}
 OTHER_COLOUR = "#56B4E9"
 MARKERS = {"reference": "v", "v1": "s", "v2": "o", "masked": "^", "triton": "D", "auto": "P"}
+DENSE_MARKERS = {"dense": ".", "dense_flash": "<", "dense_cudnn": ">"}  # a panel of one length shows no lines
 DENSE_LINES = {"dense": "--", "dense_flash": "-.", "dense_cudnn": (0, (3, 1, 1, 1, 1, 1))}
 FA2_LINES = {"on": "-", "off": ":", "auto": "-"}
 INK, GRID = "#333333", "#e4e4e4"
@@ -156,7 +157,7 @@ def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int]
         axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
     else:
         axes.vlines(xs, low, high, color=colour, alpha=0.3, linewidth=5)
-    marker = "." if dense else MARKERS.get(path, "X")
+    marker = (DENSE_MARKERS if dense else MARKERS).get(path, "X")
     (line,) = axes.plot(xs, ys, linestyle=style, color=colour, marker=marker, markersize=6.5, markerfacecolor=fill, linewidth=1.8)
     return line
 

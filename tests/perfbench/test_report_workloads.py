@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from nsa import routing
 from perfbench.axes import Cell
 from perfbench.gate import judge
 from perfbench.policy import GatePolicy
@@ -159,3 +160,9 @@ def test_switches_are_named_only_where_they_are_turned() -> None:
 
 def test_other_runs_have_no_such_tables(tmp_path: Path) -> None:
     assert workloads.tables(b.small_run(), rows_in(b.small_run())) == []
+
+
+def test_no_two_paths_look_alike_where_no_line_joins_points() -> None:
+    """Black and white, one length: the marker alone tells a path."""
+    looks = [plots.MARKERS[path] for path in (*routing.Path, "auto")] + [plots.DENSE_MARKERS[kind] for kind in routing.DENSE_KINDS]
+    assert len(set(looks)) == len(looks) == len(routing.Path) + 1 + len(routing.DENSE_KINDS)
