@@ -47,6 +47,8 @@ def text(run: Run, judgement: Judgement, cell_id: str, policy: GatePolicy | Poli
     policies = Policies.over(policy)
     mine = policies.of(cell_id)
     lines = [f"{cell_id}: {'MEASURED' if cell.verdict is None else cell.verdict.value}", "", f"Why: {cell.reason}", ""]
+    if planted := run.manifest.injections:
+        lines += [f"INJECTED FAULTS, a demonstration: {', '.join(planted)}"]
     lines += [f"The run: {finding.verdict.value}: {finding.reason}" for finding in judgement.findings]
     lines += _rows(rows_by_cell(run).get(cell_id, []))
     lines += _base(cell, baseline)

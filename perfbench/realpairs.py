@@ -24,7 +24,7 @@ class RealPair:
     """One cell of one pair. ``extra_work_pct``: of a step's time, planted in side b; 0 in an A/A.
 
     ``expected_pct`` is the change of tok/s that such work makes, -100 x / (100 + x); ``change_pct`` what was measured, between
-    ``lower_pct`` and ``upper_pct`` at the confirmation's alpha; null with a verdict that is not of speed.
+    ``lower_pct`` and ``upper_pct`` at the confirmation's alpha; null with a verdict that is not of speed, whose ``reason`` says why.
     """
 
     run_id: str
@@ -36,6 +36,7 @@ class RealPair:
     change_pct: float | None
     lower_pct: float | None
     upper_pct: float | None
+    reason: str
 
 
 def read(folders: Sequence[Path], gpu_slug: str) -> list[RealPair]:
@@ -97,6 +98,7 @@ def _real(cell: CellVerdict, run_id: str, extra_pct: float) -> RealPair:
         change_pct=None if wall is None else wall.change_pct,
         lower_pct=None if wall is None else wall.lower_pct,
         upper_pct=None if wall is None else wall.upper_pct,
+        reason=cell.reason,
     )
 
 

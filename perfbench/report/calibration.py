@@ -50,6 +50,7 @@ def _head(c: Calibration) -> list[str]:
         f'- **Power for a drop of {effect:g} %, simulated, in the world "{escape(claim.world.name)}" alone: {counts(claim.red)} drops**, '
         f"at least {pct(claim.red.lower)} at 95 % confidence, at {claim.process_sd_pct:g} % between processes (the worst of its). "
         f"Wanted: at least {pct(want)}. {met(power_ok)}",
+        *_noisier(c),
         *certificate.shortfalls(c.certificate),
         f"- {realpairs.headline(c)}",
         f"- **The machine: {_starts(c)}** of {escape(c.gpu_name)}, commit {escape((c.commit or 'unknown')[:12])}. {_machine_bound(c)}",
@@ -101,12 +102,24 @@ def _machine(c: Calibration) -> list[str]:
     return lines
 
 
+def _noisier(c: Calibration) -> list[str]:
+    """Whether the claim's noise is that of this machine's cells."""
+    within = _middle(cell.moderated_sd_pct for cell in c.cells if cell.host_bound is not True)
+    if within is None or within <= c.certificate.claim.process_sd_pct:
+        return []
+    return [
+        f"- **This machine is noisier than that claim: {num(within)} % between processes** (median of its cells), against "
+        f"{c.certificate.claim.process_sd_pct:g} %. Read the rows of the world that is as noisy, and the cells below."
+    ]
+
+
 def _confirmed_here(c: Calibration) -> str:
     """What of the confirmation was tried on real processes; never more than was."""
     if not c.red.trials:
         return (
             f"**No confirmation was judged in these runs: {counts(c.red)}.** With {c.most_replicates} processes of a cell and start, "
-            "where two pairs need four, an A/A by interleaved pairs has not run in them: what is said of the confirmation is simulation."
+            "where two pairs need four, an A/A by interleaved pairs has not run in them: "
+            + ("the real pairs above are others." if c.pairs else "what is said of the confirmation is simulation.")
         )
     return (
         f"The confirmation on neighbouring processes within starts: {counts(c.red)} REGRESSED, at most {pct(c.red.upper)}. They are the "
@@ -202,7 +215,10 @@ def _blocks(cell: CellNoise) -> str:
 
 
 def _starts(c: Calibration) -> str:
-    return f"{len(c.starts)} machine start{'' if len(c.starts) == 1 else 's'}"
+    plural = "" if len(c.starts) == 1 else "s"
+    if all(one.device_uuid_sha256 is None for one in c.starts):
+        return f"{len(c.starts)} run{plural}, each taken for a machine start (of a processor nothing proves or denies one between them)"
+    return f"{len(c.starts)} machine start{plural}"
 
 
 def _machine_bound(c: Calibration) -> str:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from perfbench.calibrate import Calibration
     from perfbench.realpairs import RealPair
 
+REASON_CHARS = 90  # of a cell without a speed; its run has the whole
 HOW = "`perfbench ab HEAD HEAD MATRIX`, planted with `--inject slowdown=3%@CELL`; `--pair FOLDER` tells it to `perfbench calibrate`"
 
 
@@ -36,7 +37,7 @@ def section(c: Calibration) -> list[str]:
     rows = [
         [
             f"{one.extra_work_pct:g}", cell_code(one.cell_id), f"{one.pairs}", _pct(one.expected_pct), _pct(one.change_pct), _bounds(one),
-            escape(one.verdict), escape(one.run_id),
+            _verdict(one), escape(one.run_id),
         ]
         for one in c.pairs
     ]  # fmt: skip
@@ -50,6 +51,10 @@ def section(c: Calibration) -> list[str]:
         *table(columns, rows),
         "",
     ]
+
+
+def _verdict(one: RealPair) -> str:
+    return escape(one.verdict if one.change_pct is not None else f"{one.verdict}: {one.reason[:REASON_CHARS]}")
 
 
 def _pct(value: float | None) -> str:

@@ -102,6 +102,13 @@ def test_a_night_is_judged_alone_when_the_family_is_one_cell() -> None:
     assert judged.outcome == "REGRESSED" and judged.screened and judged.blocks == POLICY.confirm_blocks
 
 
+@pytest.mark.parametrize(("within", "noisier"), [(0.001, False), (0.05, True)])
+def test_a_machine_that_is_noisier_than_the_claim_is_named_beside_it(within: float, noisier: bool, tmp_path: Path) -> None:
+    runs = [noisy(f"run-{n}", random.Random(n), within=within) for n in range(2)]
+    text = headline(render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)))
+    assert ("**This machine is noisier than that claim: " in text) is noisier
+
+
 def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
     luck = random.Random(5)
     paths = saved(tmp_path, [noisy(f"run-{n}", luck) for n in range(4)])

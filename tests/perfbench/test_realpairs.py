@@ -72,8 +72,8 @@ def test_a_cell_that_is_wrong_has_its_verdict_and_no_speed(tmp_path: Path) -> No
 
 
 def test_a_false_alarm_counts() -> None:
-    one = realpairs.RealPair("r", "c", 0.0, 0.0, "REGRESSED", 8, -2.0, -3.0, -1.1)
-    planted = realpairs.RealPair("r", "d", 3.0, -2.9, "REGRESSED", 8, -2.9, -3.0, -1.1)
+    one = realpairs.RealPair("r", "c", 0.0, 0.0, "REGRESSED", 8, -2.0, -3.0, -1.1, "")
+    planted = realpairs.RealPair("r", "d", 3.0, -2.9, "REGRESSED", 8, -2.9, -3.0, -1.1, "")
     assert realpairs.false_alarms([one, planted]) == Rate(1, 1) and realpairs.false_alarms([]) == Rate(0, 0)
 
 
@@ -116,6 +116,8 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     text = session.calibrate([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
     assert "with nothing planted 0 of 9 (at most 28.3 %) cells REGRESSED; real extra work found REGRESSED at 5 %" in text
     assert "and not called slower at 1 % (SAME); 1 cell gave no speed to judge." in text
+    (row,) = [line for line in text.splitlines() if line.startswith(f"| 9 | `{TRAIN}`")]
+    assert "| WRONG_PATH: " in row, "with the reason"
     assert f"| 5 | `{TRAIN}` | 8 | -4.76 | -4.76 |" in text
     data = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert [one["extra_work_pct"] for one in data["pairs"]] == [0.0] * 9 + [1.0, 5.0, 9.0] and data["pairs_red"]["hits"] == 0
