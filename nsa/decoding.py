@@ -21,7 +21,7 @@ from nsa.steps import Steps
 if TYPE_CHECKING:
     from nsa.model import TinyLM
 
-WARM_STEPS = 3  # before the capture: kernels compile, libraries make handles and workspaces
+WARM_STEPS = 3  # before a capture: kernels compile, libraries make handles and workspaces, autotuners choose, optimizers make their state
 
 
 class DecodeGraph:

@@ -59,7 +59,6 @@ class CachedSteps:
                 fill(cache, self.tokens, layer.attention)
         self.batches = itertools.cycle((ids,) for ids in torch.randint(config.vocab_size, (num_batches, batch, new), device=job.device))
         self.steps = Steps(self.begin) if stepping else None
-
         self._logits_BTV: Tensor  # of the last `body`; of a captured one, the graph's own memory
 
     def body(self, ids_B1: Tensor) -> None:
@@ -89,7 +88,8 @@ class CachedSteps:
         error, limit = float((got_BTV - wanted_BTV).float().abs().max()), REPLAY_TOLERANCE * float(wanted_BTV.float().abs().max())
         if error <= limit:
             return ""
-        return f"a replay's logits differ by {error:.3g} from those of the same step launched by the host; wanted at most {limit:.3g}"
+        got = f"a replay's logits differ by {error:.3g} from those of the same step launched by the host"
+        return f"{got}; wanted at most {limit:.3g}; find what the graph does not hold, or measure with cuda_graph=off"
 
     def run(self) -> None:
         self._step(None)

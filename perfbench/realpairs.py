@@ -48,7 +48,7 @@ def read(folders: Sequence[Path], gpu_slug: str) -> list[RealPair]:
     found: list[RealPair] = []
     for folder in folders:
         if not pairs.is_pair(folder):
-            raise PerfbenchError(Exit.USAGE, f"--pair got {folder}, wanted the folder of a `perfbench ab`, with a/ and b/ in it")
+            raise PerfbenchError(Exit.USAGE, f"--pair got {folder}, wanted the folder of a `perfbench ab`, with a/ and b/ in it; name one")
         one = pairs.read(folder)
         _same_code(one.base, one.candidate, folder)
         if one.candidate.manifest.environment.gpu_slug != gpu_slug:

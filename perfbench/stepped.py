@@ -15,10 +15,9 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 
-from nsa import engagement
+from nsa import decoding, engagement
 from nsa.routing import BranchRoute, Path, Route
 
-WARM_STEPS = 3  # before a capture: libraries make handles and workspaces, autotuners choose, the optimizer makes its state
 Body = Callable[..., None]
 Batches = Iterator[tuple[Tensor, ...]]
 # The function of nsa/dispatch.py that is the door of each branch.
@@ -47,19 +46,13 @@ class Grapher(Protocol):
 
 class CudaGrapher:
     def warm(self, work: Callable[[], None]) -> None:
-        stream: Any = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_STEPS):
-                work()
-        torch.cuda.current_stream().wait_stream(stream)
+        decoding.warm_up(work, self._device())
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            work()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return decoding.capture(work, self._device())
+
+    def _device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
 
 
 class Captured:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import ModelConfig, NSAConfig
-from perfbench import attention_only, calls, measure, physics, workload
+from perfbench import attention_only, calls, physics, workload
 from perfbench.attention_only import NUM_INPUTS
 from perfbench.axes import Cell
 from perfbench.job import Job
@@ -19,9 +18,9 @@ from perfbench.result import Status
 from perfbench.workload import Workload
 from tests import oracle
 from tests.perfbench.jobs import TINY, job
-from tests.perfbench.test_measure import run, small_gemm
+from tests.perfbench.test_measure import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
 EVERY_PATH = pytest.mark.parametrize("path", ["v2", "masked", "auto", "dense"])
 UNEVEN = ModelConfig(
     dim=40,
@@ -32,14 +31,6 @@ UNEVEN = ModelConfig(
     v_head_dim=20,
     nsa=replace(TINY.nsa, branches=("cmp", "win"), phi="linear"),
 )
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(measure, "_gemm", small_gemm)
-    yield
-    torch.set_num_threads(threads)
 
 
 def alone(path: str = "v2", kind: str = "attention", seq_len: int = 96, **changes: Any) -> Job:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from nsa.config import ModelConfig
 from nsa.ops import reads
 from nsa.routing import RouteError
 from nsa.settings import Settings
-from perfbench import cache_parity, calls, measure, physics, workload
+from perfbench import cache_parity, calls, physics, workload
 from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.axes import Cell
@@ -25,20 +25,12 @@ from perfbench.result import Replicate, Status
 from perfbench.verdict import PerfbenchError
 from perfbench.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY, job
-from tests.perfbench.test_measure import run, small_gemm
+from tests.perfbench.test_measure import run
 from tests.perfbench.test_plan import BARE, CPU, H100, build
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
 ROOT = pathlib.Path(__file__).parents[2]
 PATHS = pytest.mark.parametrize("path", ["v2", "masked"])
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(measure, "_gemm", small_gemm)
-    yield
-    torch.set_num_threads(threads)
 
 
 def cached(path: str = "masked", kind: str = "decode", seq_len: int = 100, *, chunk: int = 40, **changes: Any) -> Job:

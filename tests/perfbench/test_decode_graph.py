@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from nsa.routing import RouteError
 from nsa.settings import Settings
 from nsa.steps import Steps
-from perfbench import calls, measure, parity, workload
+from perfbench import calls, parity, workload
 from perfbench import matrix as matrices
 from perfbench.axes import Cell, why_not_here
 from perfbench.job import Job
@@ -23,22 +23,18 @@ from perfbench.verdict import PerfbenchError
 from perfbench.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY
 from tests.perfbench.test_cached_workloads import cached, keys_at
-from tests.perfbench.test_measure import run, small_gemm
+from tests.perfbench.test_measure import run
 from tests.perfbench.test_plan import BARE, H100, build
 from tests.perfbench.test_stepped import FakeGrapher
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
 ROOT = pathlib.Path(__file__).parents[2]
 PATHS = pytest.mark.parametrize("path", ["v2", "masked"])
 
 
 @pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(measure, "_gemm", small_gemm)
+def _fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "CudaGrapher", FakeGrapher)
-    yield
-    torch.set_num_threads(threads)
 
 
 def captured(path: str = "masked", seq_len: int = 100, **changes: Any) -> Job:

@@ -30,24 +30,12 @@ from perfbench.workload import Workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
 STEP_S = 1 / 128  # exact in binary, so that counts of steps are exact too
 PROOF = builders.parity(proved_in="another #0")
 TELEMETRY = builders.telemetry(gpu=False)
 Units = Callable[[int, Job], Callable[[], None]]
 REAL_GEMM: Units = measure._gemm
-
-
-def small_gemm(size: int, job: Job) -> Callable[[], None]:
-    return REAL_GEMM(min(size, 32), job)
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A small GEMM in place of the 1024 one, and the threads as they were."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(measure, "_gemm", small_gemm)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa.config import NSAConfig, preset
 from nsa.routing import Capability, Problem
 from nsa.settings import Settings
-from perfbench import calls, floors, matrix, measure, physics, plan, selected_parity, workload
+from perfbench import calls, floors, matrix, physics, plan, selected_parity, workload
 from perfbench.attention_only import NUM_INPUTS
 from perfbench.axes import SELECTED, SELECTIONS, Cell, proof_key
 from perfbench.floors import Rates
@@ -20,34 +20,20 @@ from perfbench.hardgate import WHOLE
 from perfbench.job import Job
 from perfbench.result import Status
 from perfbench.verdict import PerfbenchError
-from perfbench.workload import Workload
 from tests.perfbench import builders as b
 from tests.perfbench.jobs import TINY, cell_of, job
-from tests.perfbench.test_measure import run, small_gemm
+from tests.perfbench.test_attention_workload import seen
+from tests.perfbench.test_measure import run
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
 CPU = Capability("cpu", "cpu", None, None, "no GPU", "2.13.0")
 KINDS = pytest.mark.parametrize("kind", SELECTIONS)
-
-
-@pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "_gemm", small_gemm)
 
 
 def alone(path: str = "masked", kind: str = "random", name: str = "selected", seq_len: int = 144, **changes: Any) -> Job:
     cell = cell_of(path, name, seq_len, selection=kind, **{axis: changes.pop(axis) for axis in ("batch", "compile") if axis in changes})
     told = {"axes": cell.axes(), "cell_id": cell.cell_id, "plan": b.route_line(calls.route_of(cell.axes(), TINY, Settings(), CPU))}
     return job(path, name, seq_len, **{**told, **changes})
-
-
-def fed(work: Workload, steps: int) -> list[tuple[tuple[Tensor, ...], Tensor]]:
-    found: list[tuple[tuple[Tensor, ...], Tensor]] = []
-    hook = work.model.register_forward_hook(lambda _, args, o: found.append((args, o)))
-    for _ in range(steps):
-        work.step()
-    hook.remove()
-    return found
 
 
 # --- the matrix and its plan
@@ -137,7 +123,7 @@ def test_a_step_has_the_gradients_of_q_k_and_v(monkeypatch: pytest.MonkeyPatch, 
 
     work = workload.build(alone(kind=kind, batch=2))
     monkeypatch.setattr(torch.autograd, "grad", grad)
-    ((args, o),) = fed(work, 1)
+    ((args, o),) = seen(work, 1)
     ((wanted, made, given),) = taken
     assert [id(x) for x in wanted] == [id(x) for x in args[:3]] and not args[3].is_floating_point()
     assert all(bool(torch.isfinite(g).all()) and float(g.abs().max()) > 0 for g in made)
@@ -147,7 +133,7 @@ def test_a_step_has_the_gradients_of_q_k_and_v(monkeypatch: pytest.MonkeyPatch, 
 @KINDS
 def test_a_forward_is_attention_over_the_given_blocks(kind: str) -> None:
     """By hand in fp64, a query and head at a time: the keys of its blocks up to itself."""
-    ((args, o),) = fed(workload.build(alone("v2", kind, "selected_forward")), 1)
+    ((args, o),) = seen(workload.build(alone("v2", kind, "selected_forward")), 1)
     q, k, v = (x[0].double() for x in args[:3])
     assert not o.requires_grad and args[3].shape == (1, 144, 2, 5)
     for t in (0, 15, 16, 79, 80, 100, 143):
@@ -159,11 +145,11 @@ def test_a_forward_is_attention_over_the_given_blocks(kind: str) -> None:
 
 
 def test_every_step_is_fed_other_inputs_and_blocks_and_the_seed_decides() -> None:
-    args = [given for given, _ in fed(workload.build(alone(name="selected_forward")), NUM_INPUTS + 1)]
+    args = [given for given, _ in seen(workload.build(alone(name="selected_forward")), NUM_INPUTS + 1)]
     for which in (0, 3):
         assert not any(torch.equal(args[i][which], args[j][which]) for i in range(NUM_INPUTS) for j in range(i))
         assert torch.equal(args[0][which], args[NUM_INPUTS][which])
-        same, other = (fed(workload.build(alone(name="selected_forward", seed=seed)), 1)[0][0][which] for seed in (5, 6))
+        same, other = (seen(workload.build(alone(name="selected_forward", seed=seed)), 1)[0][0][which] for seed in (5, 6))
         assert torch.equal(args[0][which], same) and not torch.equal(same, other)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from nsa.attention import NSAAttention
 from nsa.model import DenseLM, TinyLM
 from nsa.routing import Route
 from nsa.settings import Settings
-from perfbench import calls, measure, parity, witness, workload
+from perfbench import calls, parity, witness, workload
 from perfbench import matrix as matrices
 from perfbench.axes import Cell, why_not_here
 from perfbench.job import Job
@@ -24,22 +24,17 @@ from perfbench.result import Replicate, Status
 from perfbench.stepped import Captured, Compiled
 from perfbench.verdict import PerfbenchError
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
-from tests.perfbench.test_measure import PROOF, run, small_gemm
+from tests.perfbench.test_measure import PROOF, run
 from tests.perfbench.test_plan import CPU, H100, ROOT, build
 from tests.perfbench.test_witness import CUDNN, EFFICIENT, FA2, LAYERS, cuda, dense, seen
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "light")
 
 
 @pytest.fixture(autouse=True)
-def light(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A small GEMM; and graphs that dynamo makes and nothing turns into machine code, which would take a minute."""
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(measure, "_gemm", small_gemm)
+def _quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs that dynamo makes and nothing turns into machine code, which would take a minute."""
     monkeypatch.setattr(workload, "Compiled", lambda module: Compiled(module, backend="eager"))
-    yield
-    torch.set_num_threads(threads)
-    torch._dynamo.reset()
 
 
 def on(axis: str, path: str = "masked", kind: str = "forward", seq_len: int = 64, **changes: Any) -> Job:
