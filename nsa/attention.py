@@ -94,6 +94,7 @@ class NSAAttention(nn.Module):
         o = attend_view(
             q, gates, view, config=self.config, path=self.path, fa2=self.fa2, documents=layout.documents, present=layout.present_BR,
             keys_read=None if cache is None else cache.keys_read, whole=cache is None and layout.packing is None,
+            nonnegative_gates=True,
         )  # fmt: skip
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)

@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from nsa import engagement, settings
-from nsa.config import NSAConfig
-from nsa.ops import combine, interval, scoring, sdpa, sliding
+from nsa.config import BRANCHES, NSAConfig
+from nsa.ops import combine, interval, joined, scoring, sdpa, sliding
 from nsa.ops import compressed as compressed_ops
 from nsa.ops.positions import Documents
-from nsa.ops.selected import PATHS
+from nsa.ops.selected import PATHS, triton
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
+
+Attended = tuple[Tensor, Tensor | None]  # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
 
 
 def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:
@@ -36,8 +38,8 @@ def _fa2(branch: BranchRoute) -> str | None:
 def compressed(
     route: Route, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float,
     documents: Documents | None = None,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(o, lse to base 2 [B, T, HQ] where the kernel leaves one, which `choose` takes)."""
+) -> Attended:  # fmt: skip
+    """The lse is what `choose` and `join` take."""
     branch = route.branch("cmp")
     engagement.record(branch)
     with _marked(branch, q):
@@ -72,36 +74,56 @@ def combined(route: Route, gates: Tensor, outputs: Sequence[Tensor], columns: Se
     return (combine.fused_gated_sum if fused else combine.gated_sum)(gates, outputs, columns)
 
 
+def joins(route: Route) -> bool:
+    """Whether gradients are recorded and all three branches leave what `join` takes, since kernels serve them; NSA_TRITON_JOIN=0: never."""
+    served = [b.branch for b in route.branches if b.branch in BRANCHES and Path.TRITON in (b.kernel, b.implementation)]
+    return torch.is_grad_enabled() and len(served) == len(BRANCHES) and "join" not in route.off
+
+
+def join(
+    gates: Tensor, q: Tensor, kv: tuple[joined.KV, joined.KV, joined.KV], blocks: Tensor, attended: Sequence[Attended], *,
+    config: NSAConfig, q_start: int | Tensor, scale: float, documents: Documents | None,
+) -> Tensor:  # fmt: skip
+    """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the order of BRANCHES."""
+    outputs, lse = tuple(o for o, _ in attended), tuple(x for _, x in attended if x is not None)
+    return joined.attend(
+        gates, q, *kv, blocks, outputs, lse, block=config.cmp_block, stride=config.cmp_stride, sel_block=config.sel_block,
+        window=config.window, q_start=q_start, scale=scale, first=_first(documents),
+    )  # fmt: skip
+
+
 def _first(documents: Documents | None) -> Tensor | None:
     return None if documents is None else documents.first_BT[0]
 
 
 def selected(
     route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, *, sel_block: int, q_start: int | Tensor, scale: float
-) -> Tensor:
+) -> Attended:
     """``blocks`` may be None where the Route is full causal attention, which looks at none."""
     branch = route.branch("sel")
     if branch.implementation == DENSE:
-        return _full_causal(branch, q, k, v, scale=scale)
+        return _full_causal(branch, q, k, v, scale=scale), None
     assert blocks is not None
     attend = PATHS[Path(branch.implementation)]
     engagement.record(branch)
     with _marked(branch, q):
-        return attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch))
+        if branch.implementation == Path.TRITON:
+            return triton.attend_with_lse(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)
+        return attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch)), None
 
 
 def window(
     route: Route, q: Tensor, k: Tensor, v: Tensor, *, size: int, q_start: int | Tensor, scale: float, documents: Documents | None = None
-) -> Tensor:
+) -> Attended:
     branch = route.branch("win")
     if branch.implementation == DENSE:
-        return _full_causal(branch, q, k, v, scale=scale)
+        return _full_causal(branch, q, k, v, scale=scale), None
     engagement.record(branch)
     with _marked(branch, q):
         if branch.kernel == Path.TRITON:
             grid = {"block": 1, "stride": 1, "width": size}
-            return interval.attend(q, k, v, q_start=q_start, scale=scale, first=_first(documents), **grid)[0]
-        return sliding.attend(q, k, v, window=size, q_start=q_start, scale=scale, fa2=_fa2(branch), documents=documents)
+            return interval.attend(q, k, v, q_start=q_start, scale=scale, first=_first(documents), **grid)
+        return sliding.attend(q, k, v, window=size, q_start=q_start, scale=scale, fa2=_fa2(branch), documents=documents), None
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

@@ -140,7 +140,7 @@ def selected_attention(
     k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("sel",), q_start=q_start, path=path, fa2=fa2, sel_block=sel_block)
-    return dispatch.selected(chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)
+    return dispatch.selected(chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)[0]
 
 
 def sliding_attention(
@@ -155,12 +155,13 @@ def sliding_attention(
     checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("win",), q_start=q_start, path="auto", fa2=fa2)
-    return dispatch.window(chosen, q, k, v, size=window, q_start=q_start, scale=scale)
+    return dispatch.window(chosen, q, k, v, size=window, q_start=q_start, scale=scale)[0]
 
 
 def nsa_attention(
     q: Tensor, kv_cmp: KV, kv_sel: KV, kv_win: KV, gates: Tensor, *, config: NSAConfig, q_start: int | Tensor = 0,
     scale: float | None = None, phi_params: PhiParams = None, cu_seqlens: Tensor | None = None, path: str = "auto", fa2: str = "auto",
+    nonnegative_gates: bool = False,
 ) -> Tensor:  # fmt: skip
     """Native sparse attention (Eq. 5): the gated sum of the compressed, selected and sliding branches; o [B, T, HQ, DV].
 
@@ -172,6 +173,9 @@ def nsa_attention(
     are exactly 0. config.adaptive_num_selected is a ValueError with cu_seqlens or a q_start other than 0, where its n would not be
     that of the sequence; so is any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
+
+    ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the gradients of all branches together,
+    and the gradients of a row with a gate below 0 would be NaN.
     """
     for k, v in (kv_cmp, kv_sel, kv_win):
         checks.qkv(q, k, v, q_start=q_start)
@@ -192,7 +196,10 @@ def nsa_attention(
         kv_cmp = compress_kv(*kv_cmp, config=config, phi_params=phi_params, documents=documents)
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
-    o = attend_view(q, gates, view, config=config, scale=scale, path=path, fa2=fa2, documents=documents, present=present, whole=whole)
+    o = attend_view(
+        q, gates, view, config=config, scale=scale, path=path, fa2=fa2, documents=documents, present=present, whole=whole,
+        nonnegative_gates=nonnegative_gates,
+    )  # fmt: skip
     return o if packing is None else packing.restore(o)
 
 
@@ -218,28 +225,45 @@ def compress_kv(
 def attend_view(
     q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, scale: float | None = None, path: str = "auto", fa2: str = "auto",
     documents: Documents | None = None, present: Tensor | None = None, keys_read: reads.KeysRead | None = None,
-    whole: bool = False,
+    whole: bool = False, nonnegative_gates: bool = False,
 ) -> Tensor:  # fmt: skip
     """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read`` where that is given.
 
     ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of them. ``whole``: the view is
     of whole sequences that begin at 0, without a cache and not packed. Where the selected branch is then full causal attention,
     blocks are neither scored nor chosen unless statistics are collected, strict mode checks them, or keys are counted.
+    ``nonnegative_gates`` as in `nsa_attention`.
     """
     checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S, G, DV = view.sel[1].shape[1:]
     chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
-    grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
     statistics.observe_gates(gates, config.branches, present=present)
-    outputs, lse = [], None
+    asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents}
+    if nonnegative_gates and dispatch.joins(chosen):  # a gradient has no cache, so all branches' keys begin together
+        with torch.no_grad():
+            attended, blocks = _attend_branches(chosen, q, view, present=present, keys_read=keys_read, **asked)
+        assert blocks is not None
+        return dispatch.join(gates, q, (view.cmp, view.sel, view.win), blocks, attended, q_start=view.q_start, **asked)
+    attended, _ = _attend_branches(chosen, q, view, present=present, keys_read=keys_read, **asked)
+    return dispatch.combined(chosen, gates, [o for o, _ in attended], [i for i, b in enumerate(BRANCHES) if b in config.branches])
+
+
+def _attend_branches(
+    chosen: Route, q: Tensor, view: View, *, config: NSAConfig, scale: float, documents: Documents | None, present: Tensor | None,
+    keys_read: reads.KeysRead | None,
+) -> tuple[list[dispatch.Attended], Tensor | None]:  # fmt: skip
+    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were chosen."""
+    S = view.sel[1].shape[1]
+    grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
+    attended: list[dispatch.Attended] = []
+    lse = blocks = None
     if "cmp" in config.branches:
-        o, lse = dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid)
-        outputs.append(o)
+        attended.append(dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid))
+        lse = attended[-1][1]
         if keys_read is not None:
             keys_read.later("cmp", partial(reads.compressed, q, view.cmp[0].shape[1], **grid))
     if "sel" in config.branches:
-        blocks = None
         if not _needs_no_blocks(chosen) or keys_read is not None:
             asked: dict[str, Any] = {"config": config, "q_start": view.q_start, "kv_len": S, "scale": scale}
             if chosen.has(SCORE):
@@ -248,14 +272,14 @@ def attend_view(
                 blocks = selection.choose(q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked)
             _assert_blocks(blocks, S, config.sel_block, view.q_start)
             statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
-        outputs.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
+        attended.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
         if keys_read is not None and blocks is not None:
             keys_read.later("sel", partial(reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block))
     if "win" in config.branches:
-        outputs.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
+        attended.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
         if keys_read is not None:
             keys_read.later("win", partial(reads.sliding, q, view.win[0].shape[1], q_start=view.win_start, window=config.window))
-    return dispatch.combined(chosen, gates, outputs, [i for i, b in enumerate(BRANCHES) if b in config.branches])
+    return attended, blocks
 
 
 def _needs_no_blocks(chosen: Route) -> bool:

@@ -16,6 +16,13 @@ SCORE = "score"
 DENSE = "dense"  # a branch's implementation where it leaves no key out; no Path: nobody asks for it by name
 
 SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
+# What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can tell what it buys; results are the same to rounding.
+TRITON_STEPS: Mapping[str, str] = {
+    "copy": "tiles by tensor descriptors, which Hopper's copy engine fetches",
+    "lists": "the selected forward block by block, over sorted lists of the queries that chose it",
+    "join": "one operator for the gated sum and the gradients of all branches",
+    "split": "a decode step whose keys are split over the GPU",
+}
 
 
 class Path(StrEnum):
@@ -161,7 +168,7 @@ class Request:
 
     An argument's fa2=on must find a branch to serve; ``fa2_from_environment`` means one for every branch that FA-2 can
     express, which may be none. ``fa2_win`` and ``fa2_cmp`` are for one branch; with fewer keys than ``fa2_min_len_win``
-    fa2=auto does not take FA-2 for the window.
+    fa2=auto does not take FA-2 for the window. ``off``: steps of path triton that are turned off, in the order of TRITON_STEPS.
     """
 
     path: str = AUTO
@@ -172,6 +179,7 @@ class Request:
     notes: tuple[str, ...] = ()
     fa2_cmp: str = AUTO
     fa2_min_len_win: int = 0
+    off: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.path not in PATH_REQUESTS:
@@ -214,11 +222,15 @@ class BranchRoute:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """The decision for every branch of a call, with reasons and rejected alternatives."""
+    """The decision for every branch of a call, with reasons and rejected alternatives.
+
+    ``off``: steps of TRITON_STEPS that are turned off; empty where path triton serves no branch.
+    """
 
     branches: tuple[BranchRoute, ...]
     rejected: tuple[Rejected, ...] = ()
     notes: tuple[str, ...] = ()
+    off: tuple[str, ...] = ()
 
     def branch(self, name: str) -> BranchRoute:
         for candidate in self.branches:

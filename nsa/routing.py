@@ -18,6 +18,7 @@ from nsa.routes import (
     PATH_REQUESTS,
     SCORE,
     SPECS,
+    TRITON_STEPS,
     BranchRoute,
     Capability,
     Path,
@@ -62,6 +63,7 @@ __all__ = [
     "TRITON_MAX_BLOCK_BYTES",
     "TRITON_MAX_GROUP",
     "TRITON_MAX_HEAD_DIM",
+    "TRITON_STEPS",
     "BranchRoute",
     "Capability",
     "Path",
@@ -102,7 +104,9 @@ def route(request: Request, problem: Problem, capability: Capability) -> Route:
         routed.append(selected)
     if "win" in problem.branches:
         routed.append(_route_window(request, problem, capability, fused, rejected, notes))
-    return Route(tuple(routed), tuple(rejected), tuple(notes))
+    off = request.off if any(branch.implementation == Path.TRITON for branch in routed) else ()
+    notes += [f"NSA_TRITON_{step.upper()}=0 (environment) turns off {TRITON_STEPS[step]}" for step in off]
+    return Route(tuple(routed), tuple(rejected), tuple(notes), off)
 
 
 def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:

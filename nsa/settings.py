@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 
 from nsa.config import nearest_name
 from nsa.retired import RETIRED
-from nsa.routing import ADAPTIVE, AUTO, STAIRCASE, Capability, Path, Problem, Request, Route, RouteError, route
+from nsa.routing import ADAPTIVE, AUTO, STAIRCASE, TRITON_STEPS, Capability, Path, Problem, Request, Route, RouteError, route
 
 T = TypeVar("T", bool, int)
 
@@ -40,6 +40,7 @@ MEANINGS: Mapping[str, str] = {
     "NSA_STRICT_ASSERTS": "1: check the contents of `blocks` before every selected attention (synchronises)",
     "NSA_NVTX": "1: mark each branch's forward with an NVTX range named by its counter (sel.v2); CUDA only, none inside torch.compile",
     "NSA_DEBUG_LOG": "1: log every new Route once, at INFO to the logger 'nsa'",
+    **{f"NSA_TRITON_{step.upper()}": f"0, for measurements: path triton without {what}" for step, what in TRITON_STEPS.items()},
 }
 _TOKENS = ("NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP")
 _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
@@ -59,6 +60,10 @@ class Settings:
     strict_asserts: Setting[bool] = Setting()
     nvtx: Setting[bool] = Setting()
     debug_log: Setting[bool] = Setting()
+    triton_copy: Setting[bool] = Setting()
+    triton_lists: Setting[bool] = Setting()
+    triton_join: Setting[bool] = Setting()
+    triton_split: Setting[bool] = Setting()
 
     def by_name(self) -> dict[str, Setting[Any]]:
         """Every variable's Setting, in the order of MEANINGS."""
@@ -67,6 +72,11 @@ class Settings:
     def given(self) -> dict[str, str]:
         """What the environment set, as text: {'NSA_FA2_MIN_LEN_WIN': '512'}."""
         return {name: setting.text for name, setting in self.by_name().items() if setting.text is not None}
+
+    def is_off(self, step: str) -> bool:
+        """Whether ``step``, one of TRITON_STEPS, is turned off; AttributeError for any other."""
+        setting: Setting[bool] = getattr(self, "triton_" + step)
+        return setting.value is False
 
     def request(self, path: str = AUTO, fa2: str = AUTO) -> Request:
         """Join a call's arguments with the environment; RouteError where two explicit requests contradict."""
@@ -97,6 +107,7 @@ class Settings:
             notes=(*notes, *self._without_effect()),
             fa2_cmp="on" if self.use_fa2_cmp.value else AUTO,
             fa2_min_len_win=self.fa2_min_len_win.value or 0,
+            off=tuple(step for step in TRITON_STEPS if self.is_off(step)),
         )
 
     def _without_effect(self) -> list[str]:
@@ -151,6 +162,14 @@ def _parse(name: str, word: str, text: str) -> bool | int:
 def current() -> Settings:
     """The process's settings, read at the first call; later changes of the environment have no effect."""
     return load(os.environ)
+
+
+def is_off(step: str) -> bool:
+    """Whether NSA_TRITON_<STEP>=0 turns a step of path triton off; ``step`` is one of nsa.routing.TRITON_STEPS.
+
+    For code that no compiler traces, such as what a custom operator runs; a compiled region asks its Route (`Route.off`).
+    """
+    return current().is_off(step)
 
 
 def decide(problem: Problem, capability: Capability, *, path: str = AUTO, fa2: str = AUTO) -> Route:

@@ -48,7 +48,7 @@ class SparseAttention(nn.Module):
         phi_k, phi_v = (dict(self.phi[which].named_parameters()) or None for which in ("k", "v"))
         return nsa_attention(
             q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win), gates, config=self.model.nsa, phi_params=(phi_k, phi_v),
-            path=self.path, fa2=self.fa2,
+            path=self.path, fa2=self.fa2, nonnegative_gates=True,
         )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from nsa.config import nearest_name
-from nsa.routing import DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS
+from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
 
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 DEFAULT_CHUNK = 2048
@@ -19,6 +19,8 @@ CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NS
 ATTENTION = ("attention", "attention_forward")  # attention alone, on inputs of its own; the first with its backward
 SELECTED = ("selected", "selected_forward")  # the selected branch alone, on blocks of its own; the first with its backward
 BACKWARD = ("train", "attention", "selected")
+EVERYTHING = "none"  # what a cell is without by default
+STEPS = ("copy", "lists", "join", "split")  # of path triton, each turned off by NSA_TRITON_<STEP>=0: nsa.routing.TRITON_STEPS
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
@@ -83,6 +85,7 @@ AXES: Mapping[str, Axis] = {
     "compile": Axis(str, "off", ("off", "on")),
     "cuda_graph": Axis(str, "off", ("off", "on")),
     "selection": Axis(str, SELECTIONS[0], SELECTIONS),
+    "without": Axis(str, EVERYTHING, (EVERYTHING, *STEPS)),
 }
 
 
@@ -106,6 +109,12 @@ def why_not_here(cell: Cell, *, on_gpu: bool) -> str | None:
     return None
 
 
+def settings_of(axes: Mapping[str, Value]) -> dict[str, str]:
+    """NSA_* variables that a measuring process of these axes is given, beside those of the run's environment."""
+    step = axes.get("without", EVERYTHING)
+    return {} if step == EVERYTHING else {f"NSA_TRITON_{str(step).upper()}": "0"}
+
+
 def torch_dtype_name(dtype: str) -> str:
     """'bf16' -> 'bfloat16': what the axis calls a dtype in torch's words."""
     return _TORCH_DTYPES[dtype]
@@ -116,7 +125,7 @@ class Cell:
     """One point of the matrix. An axis that means nothing to the cell has one value, so that its values are one cell.
 
     That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but chunked_prefill and of ``selection`` in
-    every one but those of the selected branch alone.
+    every one but those of the selected branch alone, and of ``without`` on every path but triton (and auto, where it is refused).
     """
 
     workload: str
@@ -130,6 +139,7 @@ class Cell:
     compile: str = "off"
     cuda_graph: str = "off"
     selection: str = SELECTIONS[0]
+    without: str = EVERYTHING
     _id: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +147,8 @@ class Cell:
             object.__setattr__(self, "chunk", DEFAULT_CHUNK)
         if self.workload not in SELECTED:
             object.__setattr__(self, "selection", SELECTIONS[0])
+        if self.path not in (Path.TRITON, AUTO):
+            object.__setattr__(self, "without", EVERYTHING)
         if self.path in DENSE_KINDS:
             object.__setattr__(self, "fa2", NOT_APPLICABLE)
         elif self.fa2 == NOT_APPLICABLE:

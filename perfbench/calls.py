@@ -10,7 +10,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
 from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
-from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, SELECTED, Cell, Value, torch_dtype_name
+from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, EVERYTHING, SELECTED, Cell, Value, torch_dtype_name
 
 Axes = Mapping[str, Value]
 
@@ -90,6 +90,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
             )
         if cell.path == ADAPTIVE or (cell.path in tuple(Path) and SPECS[Path(cell.path)].slow):
             return f"{graph} with path={cell.path}: its loop runs on the host, which no graph holds; wanted a fast path; exclude this one"
+    if cell.without != EVERYTHING and (reason := _why_not_without(cell)):
+        return reason
     if cell.workload in SELECTED:
         return _why_not_selected(cell, model)
     if cell.workload not in CACHED:
@@ -106,6 +108,19 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
         return f"{got} with cmp_stride=1: every step completes a block, so no step can be repeated; wanted cmp_stride >= 2; raise it"
     if cell.workload == "chunked_prefill" and cell.chunk > cell.seq_len:
         return f"{got} with chunk={cell.chunk}: more than seq_len={cell.seq_len}, one call; wanted chunk <= seq_len; lower chunk"
+    return None
+
+
+def _why_not_without(cell: Cell) -> str | None:
+    got = f"without={cell.without} with"
+    if cell.path != Path.TRITON:
+        return f"{got} path={cell.path}: another path may serve it, which has no such step; wanted path=triton; name it"
+    if cell.without == "split" and cell.workload != "decode":
+        return f"{got} workload={cell.workload}: only a decode step splits its keys; wanted workload=decode; leave it out"
+    if cell.without == "lists" and cell.workload == "decode":
+        return f"{got} workload=decode: a decode step has too few queries to sort; wanted another workload; leave it out"
+    if cell.without == "join" and cell.workload not in ("train", "attention"):
+        return f"{got} workload={cell.workload}: only a backward of all branches is joined; wanted train or attention; leave it out"
     return None
 
 

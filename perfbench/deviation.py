@@ -17,7 +17,7 @@ Tensors = dict[str, Tensor]
 
 
 class Comparison:
-    """Error over tolerance of each tensor, by NSA.md's rule for the dtype."""
+    """Error over tolerance of each tensor, by NSA.md's rule for the dtype; of a tensor that is added again, the worse."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -35,8 +35,8 @@ class Comparison:
             tolerance = max(tolerance, rounding)  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
         error = (got - truth).abs().max().item()
         error = min(error, 1e9) if error == error else 1e9  # NaN never passes
-        self._errors[name] = (error, tolerance)
-        self.ratios[name] = min(error / tolerance, 1e9)
+        if (ratio := min(error / tolerance, 1e9)) >= self.ratios.get(name, 0.0):
+            self._errors[name], self.ratios[name] = (error, tolerance), ratio
 
     def attention(
         self, cell: Callable[[Tensors], Tensor], judged: Callable[[Attend], Callable[[Tensors], Tensor]], inputs: Tensors, rows: Tensor,
@@ -54,8 +54,8 @@ class Comparison:
 
     def add_blocks(self, proof: BlocksProof) -> None:
         """Rows of blocks that nothing explains: none is allowed, so one is twice too many. A search must also beat chance."""
-        self._errors["blocks"] = (float(proof.wrong_rows), 0.5)
-        self.ratios["blocks"] = 2.0 * proof.wrong_rows
+        wrong = max(float(proof.wrong_rows), self._errors.get("blocks", (0.0, 0.5))[0])
+        self._errors["blocks"], self.ratios["blocks"] = (wrong, 0.5), 2.0 * wrong
         self.selection = proof.report
         if proof.missed is not None and proof.missed_by_chance is not None:
             self._errors["recall"] = (proof.missed, proof.missed_by_chance)

@@ -19,15 +19,20 @@ from perfbench.source import source
 from perfbench.verdict import Exit, PerfbenchError
 
 __all__ = [
-    "GpuHandle", "GpuProcess", "TargetFit", "busy_processes", "check_target", "collect", "cpu_name", "gpu_lock", "in_ci", "no_color",
-    "nsa_settings", "refuse_busy", "slug", "source", "step_summary", "torch_cuda", "used_memory", "uuid_sha256", "variable", "version",
-    "visible_gpu", "visible_gpus",
+    "GpuHandle", "GpuProcess", "TargetFit", "busy_processes", "check_target", "collect", "cpu_name", "give", "gpu_lock", "in_ci",
+    "no_color", "nsa_settings", "refuse_busy", "slug", "source", "step_summary", "torch_cuda", "used_memory", "uuid_sha256", "variable",
+    "version", "visible_gpu", "visible_gpus",
 ]  # fmt: skip
 
 
 def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and only here."""
     return (os.environ if environ is None else environ).get(name)
+
+
+def give(variables: Mapping[str, str]) -> None:
+    """Set variables of this process: a measuring process's own, before nsa reads its settings."""
+    os.environ.update(variables)
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:

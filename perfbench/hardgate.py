@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
-from perfbench.axes import ProofKey, proof_key
+from perfbench.axes import EVERYTHING, ProofKey, proof_key
 from perfbench.judgement import Finding, severity
 from perfbench.physics import IMPOSSIBLE_FLOP_FACTOR
 from perfbench.result import BranchLine, PlannedCell, Replicate, Run, Status
@@ -80,6 +80,7 @@ def path_problems(cell: PlannedCell, row: Replicate) -> list[str]:
         problems.append("the row carries no route")
     elif (ran := _served_by(row.route.branches)) != (wanted := _served_by(cell.route.branches)):
         problems.append(f"routed to {'; '.join(ran)} instead of {'; '.join(wanted)}")
+    problems += _steps_off(cell, row)
     if row.config_sha256 != cell.config_sha256:
         problems.append(f"measured config {row.config_sha256[:12]}, planned {cell.config_sha256[:12]}")
     return problems
@@ -93,6 +94,16 @@ def _miscounted(cell: PlannedCell, row: Replicate) -> list[str]:
     how = f"{cell.layers} layer calls a step x {row.steps_per_sample} steps x {len(row.samples_s)} samples"
     counts = {name: row.engaged.get(name, 0) for name in dict.fromkeys(cell.route.counters)}
     return [f"{name} ran {got} times, wanted {wanted} ({how})" for name, got in counts.items() if got > 0 and got != wanted]
+
+
+def _steps_off(cell: PlannedCell, row: Replicate) -> list[str]:
+    """A step of path triton that was to be off and was not, or the reverse: the setting did not reach the process."""
+    asked, planned = cell.axes.get("without", EVERYTHING), set(cell.route.off)
+    problems = [] if asked == EVERYTHING or asked in planned else [f"the cell is without {asked}, which its plan does not turn off"]
+    if row.route is not None and (ran := set(row.route.off)) != planned:
+        names = [", ".join(sorted(steps)) or "nothing" for steps in (ran, planned)]
+        problems.append(f"its process turned off {names[0]}, the plan says {names[1]}")
+    return problems
 
 
 def _served_by(branches: Sequence[BranchLine]) -> list[str]:

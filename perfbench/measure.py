@@ -145,6 +145,8 @@ def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> 
     routed, planned, ran = sorted(set(route.counters)), sorted(set(job.plan.counters)), sorted(engaged)
     if routed != planned:
         return f"this process routes to {routed}, the plan said {planned}"
+    if (off := route_line(route).off) != job.plan.off:
+        return f"this process turns off {off}, the plan said {job.plan.off}: a setting did not reach it, or one too many did"
     if ran != planned:
         return f"engaged {ran}, the plan said {planned}"
     if odd := {name: count for name, count in engaged.items() if count != due}:

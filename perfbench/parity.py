@@ -49,19 +49,24 @@ def check(
     alone = selection is not None
     at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens, alone=alone)
     rows = _sampled_rows(model.nsa, at_tokens, seed)
-    inputs = _inputs(model, _batch(asked), at_tokens, dtype, device, seed)
     compare = Comparison(dtype)
-    if selection is not None:
-        blocks = selected_parity.blocks_of(selection, inputs["q"], model, seed)
-        selected_parity.check(model, blocks, asked, fa2, inputs, rows, train, compare, compiled)
+    for batch in _batches(model, asked, at_tokens, chunk):
+        inputs = _inputs(model, batch, at_tokens, dtype, device, seed)
+        if selection is not None:
+            blocks = selected_parity.blocks_of(selection, inputs["q"], model, seed)
+            selected_parity.check(model, blocks, asked, fa2, inputs, rows, train, compare, compiled)
+        elif asked.startswith("dense"):
+            _check_dense(model, asked, inputs, rows, train, compare, compiled)
+        else:
+            if chunk is None:
+                own = _whole(model, asked, fa2, inputs, rows)
+            else:
+                own = _cached(model, timed, asked, fa2, inputs, rows, chunk, stepping)
+            if compiled:
+                own = (layer_parity.compiled_of(own[0]), own[1])
+            _check_sparse(model, own, inputs, rows, train, compare)
+    if alone:
         return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
-    if asked.startswith("dense"):
-        _check_dense(model, asked, inputs, rows, train, compare, compiled)
-    else:
-        own = _whole(model, asked, fa2, inputs, rows) if chunk is None else _cached(model, timed, asked, fa2, inputs, rows, chunk, stepping)
-        if compiled:
-            own = (layer_parity.compiled_of(own[0]), own[1])
-        _check_sparse(model, own, inputs, rows, train, compare)
     layer_tokens, layer_asked = _layer_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
     got, truth, honest = layer_parity.outputs(
         model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=exact, eager=eager,
@@ -79,6 +84,17 @@ def standard_tokens(nsa: NSAConfig) -> int:
 def _batch(asked: str) -> int:
     """Two sequences, so that batch rows cannot be mixed up unseen, and that v2 needs more than one workspace (m7c_125m, bf16)."""
     return 1 if asked in tuple(Path) and SPECS[Path(asked)].slow else 2
+
+
+def _batches(model: ModelConfig, asked: str, tokens: int, chunk: int | None) -> tuple[int, ...]:
+    """Sequences of each proof. Path triton serves few rows by other kernels than many: one proof of each, for cells of any size."""
+    few = _batch(asked)
+    if asked != Path.TRITON or chunk == 1:
+        return (few,)
+    from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
+
+    many = -(-MIN_ROWS_TO_SORT // (tokens * model.num_kv_heads))
+    return (few, many) if many > few else (1, few)
 
 
 def _same_route_at(
@@ -152,7 +168,7 @@ def _whole(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tens
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
-        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=_phi(t), **asked_of)
+        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=_phi(t), nonnegative_gates=True, **asked_of)
 
     return cell, blocks
 

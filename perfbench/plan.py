@@ -10,10 +10,10 @@ from functools import lru_cache
 from typing import Any
 
 from nsa.routing import Capability, Route, RouteError
-from nsa.settings import Settings
+from nsa.settings import Settings, load
 from perfbench import calls
 from perfbench import matrix as matrices
-from perfbench.axes import why_not_here
+from perfbench.axes import settings_of, why_not_here
 from perfbench.matrix import Cell, Excluded, Matrix
 from perfbench.result import BranchLine, Expect, PlannedCell, RouteLine
 from perfbench.verdict import Exit, PerfbenchError
@@ -67,8 +67,9 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
 
 
 def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Settings) -> Route:
-    """The Route of one cell; RouteError where its request cannot be served."""
-    return calls.route_of(cell.axes(), matrix.model, settings, capability)
+    """The Route of one cell; RouteError where its request cannot be served. Its ``without`` is a setting of its process alone."""
+    own = settings_of(cell.axes())
+    return calls.route_of(cell.axes(), matrix.model, load({**settings.given(), **own}) if own else settings, capability)
 
 
 @lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few
@@ -90,6 +91,7 @@ def route_line(route: Route) -> RouteLine:
         counters=list(route.counters),
         rejected=[{"alternative": r.alternative, "reason": r.reason} for r in route.rejected],
         notes=list(route.notes),
+        off=list(getattr(route, "off", ())),  # the nsa of an older commit, as the base of a pair, knows no steps
     )
 
 

@@ -49,6 +49,7 @@ class RouteLine(_Record):
     counters: list[str]
     rejected: list[dict[str, str]] = []
     notes: list[str] = []
+    off: list[str] = []  # steps of path triton that a setting turned off
 
 
 class Expect(_Record):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-KERNEL_TESTS = Path(__file__).parent / "nsa" / "test_kernels.py"
+KERNEL_TESTS = {Path(__file__).parent / "nsa" / name for name in ("test_kernels.py", "test_decode_kernels.py", "test_joined_kernels.py")}
 
 settings.register_profile("project", deadline=None, derandomize=True)  # shared CPUs stall for seconds; same inputs, same verdict
 settings.load_profile("project")
@@ -36,7 +36,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = config.getoption("--require")
     if collection_path.is_relative_to(GPU_TESTS):
         return None if asked == "gpu" else True
-    return True if collection_path == KERNEL_TESTS and asked != "interpreter" else None
+    return True if collection_path in KERNEL_TESTS and asked != "interpreter" else None
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -53,10 +53,11 @@ def _backward(
     do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor | None, first: Tensor | None, q_start: int,
     block: int, stride: int, width: int | None, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from nsa.ops.kernels import interval
+    from nsa.ops.kernels import interval, products
 
-    at = _start(q_starts, q_start)
-    return interval.backward(do, q, k, v, o, lse, block=block, stride=stride, width=width, q_start=at, first=first, scale=scale)
+    do, at = do.contiguous(), _start(q_starts, q_start)
+    delta = products.row_products(o, do)
+    return interval.backward(do, q, k, v, lse, delta, block=block, stride=stride, width=width, q_start=at, first=first, scale=scale)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:

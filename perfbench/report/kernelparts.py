@@ -10,22 +10,27 @@ from perfbench.text import NULL, cell_code, fixed, number
 
 Parts = Sequence[tuple[str, str]]
 NUM_LONGEST = 4  # kernels named for each length
-# What a kernel's name says of its part; the first that fits. Compressed and window branch run one kernel, so names cannot part them.
-PARTS = (
-    ("cmp and win", "nsa_interval_"),
+BAND = "_band"  # in the name of an interval kernel: it serves the window; names in run files from before it do not part the branches
+TOGETHER = "cmp and win"
+# What a kernel's name says of its part; the first that fits.
+PARTS: Parts = (
+    ("win", BAND),
+    ("cmp", "nsa_interval_"),
     ("scores", "nsa_scores"),
     ("top-n", "nsa_choose"),
     ("sel", "nsa_selected_"),
-    ("o . dO of every branch", "nsa_row_products"),
+    ("o . dO of every branch", "_products"),
     ("gated sum", "nsa_gated_sum"),
 )
+UNPARTED: Parts = ((TOGETHER, "nsa_interval_"), *PARTS[2:])
 REST = "rest"
-FLOOR_PART = {"cmp": "cmp and win", "win": "cmp and win", "score": "scores", "sel": "sel"}  # part of a floor -> its column
+FLOOR_PART = {"cmp": "cmp", "win": "win", "score": "scores", "sel": "sel"}  # part of a floor -> its column
 
 
 def where(lines: Sequence[Line]) -> list[str]:
     """Device time by part for the sparse paths, then the longest kernels of every line, forward and both."""
-    parts, longest = [], []
+    rows, longest = [], []
+    parts = parts_of(lines)
     for line in lines:
         for what, timed in (("forward", line.forward), ("both", line.whole)):
             if timed is None or (total_ms := device_ms(timed.profiles)) is None:
@@ -35,33 +40,39 @@ def where(lines: Sequence[Line]) -> list[str]:
             shown = "; ".join(f"{cell_code(name[:80])} {number(ms)}" for name, ms in list(kernels.items())[:NUM_LONGEST])
             longest.append([*start, fixed(total_ms, 3), shown])
             if not line.is_dense:
-                by_part = parts_ms(kernels, total_ms)
-                parts.append([*start, fixed(total_ms, 3), *(share(ms, total_ms) for ms in by_part.values())])
-                parts += _floor_row(line, what)
+                by_part = parts_ms(kernels, total_ms, parts)
+                rows.append([*start, fixed(total_ms, 3), *(share(ms, total_ms) for ms in by_part.values())])
+                rows += _floor_row(line, what, parts)
     if not longest:
         return ["### Where the time goes", "", "No proved cell has a profile of the device.", ""]
     note = (
-        "Device milliseconds of one profiled step, medians over processes, with their share; below each the floor. Compressed and "
-        f"window branch run the same kernel, and names do not part them. *{REST}*: compression, sorting, copies, and what is beyond the "
-        "dozen longest kernels of a step; of a floor, the traffic. A profiled step runs apart from the timed ones, so its sum may "
-        "differ from their time."
+        f"Device milliseconds of one profiled step, medians over processes, with their share; below each the floor. *{REST}*: compression, "
+        "sorting, copies, and what is beyond the dozen longest kernels of a step; of a floor, the traffic. A profiled step runs apart from "
+        "the timed ones, so its sum may differ from their time."
     )
     told = ["### Where the time goes", "", note, ""]
-    if parts:
-        head = ["tokens", "path", "step", "all", *(name for name, _ in PARTS), REST]
-        told += [*table(head, parts), ""]
+    if rows:
+        head = ["tokens", "path", "step", "all", *(name for name, _ in parts), REST]
+        told += [*table(head, rows), ""]
     return [*told, "The longest kernels, ms:", "", *table(["tokens", "path", "step", "all", "kernels"], longest), ""]
 
 
-def _floor_row(line: Line, what: str) -> list[list[str]]:
-    """The floor of the step in the columns of `PARTS`; nothing where there is none."""
+def parts_of(lines: Sequence[Line]) -> Parts:
+    """`PARTS`; where no kernel of these lines bears the mark of the window, `UNPARTED`."""
+    profiles = [profile for line in lines for timed in (line.forward, line.whole) if timed is not None for profile in timed.profiles]
+    return PARTS if any(BAND in kernel for profile in profiles for kernel in profile.kernels) else UNPARTED
+
+
+def _floor_row(line: Line, what: str, parts: Parts) -> list[list[str]]:
+    """The floor of the step in the columns of ``parts``; nothing where there is none."""
     if line.forward_floor is None or line.backward_floor is None:
         return []
     given = (line.forward_floor,) if what == "forward" else (line.forward_floor, line.backward_floor)
-    by_part = dict.fromkeys((name for name, _ in PARTS), 0.0)
+    by_part = dict.fromkeys((name for name, _ in parts), 0.0)
     for floor in given:
         for branch, ms in floor.parts_ms.items():
-            by_part[FLOOR_PART[branch]] += ms
+            column = FLOOR_PART[branch]
+            by_part[column if column in by_part else TOGETHER] += ms
     rest_ms = sum(floor.traffic_ms for floor in given)
     cells = [fixed(ms, 3) if ms else NULL for ms in (*by_part.values(), rest_ms)]
     return [["", "", "its floor", fixed(sum(floor.total_ms for floor in given), 3), *cells]]

@@ -14,18 +14,18 @@ from pathlib import Path
 from statistics import median
 
 from nsa.config import ModelConfig
-from perfbench import gate, matrix, runfile
+from perfbench import gate, runfile
 from perfbench.axes import ATTENTION, SELECTED
 from perfbench.coverage import rows_by_cell, usable
 from perfbench.judgement import Judgement
 from perfbench.policy import GatePolicy
-from perfbench.report import selected
+from perfbench.report import provenance, selected
 from perfbench.report.kernellines import GIB, Line, is_proved, lines_of, rates_of, reached, speedup
 from perfbench.report.kernelparts import where
 from perfbench.report.kerneltargets import PATH, SET_FOR, shape_of, targets
 from perfbench.report.kerneltext import backward, path_of, table, with_range
 from perfbench.result import Run
-from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio
+from perfbench.text import code, escape, fixed, number, ratio
 from perfbench.verdict import Exit, PerfbenchError
 
 LOG_NAME = "kernels-log.md"
@@ -65,14 +65,7 @@ def write(runs: Sequence[Path], out: Path, log: Path | None = None) -> Path:
         raise PerfbenchError(
             Exit.USAGE, f"{source} cannot be read ({error}); wanted the hand-written log in UTF-8: name it with --log"
         ) from error
-    rendered = render(read, text)
-    try:
-        out.write_text(rendered, encoding="utf-8", newline="\n")
-    except OSError as error:
-        raise PerfbenchError(
-            Exit.USAGE, f"{out} cannot be written ({error.strerror}); wanted a writable file: give another --out"
-        ) from error
-    return out
+    return provenance.save(out, render(read, text))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -95,55 +88,29 @@ def _section(run: Run) -> list[str]:
     if not workloads & {*TIMED}:
         wanted = f"wanted cells of workload {', '.join(TIMED[:-1])} or {TIMED[-1]}; render a run of matrices/kernels-*.yaml"
         raise PerfbenchError(Exit.USAGE, f"run {run.manifest.run_id} times no attention alone; {wanted}")
-    judgement, model = gate.judge(run, None, GatePolicy()), _model(run)
+    judgement, model = gate.judge(run, None, GatePolicy()), provenance.model_of(run)
     lines, of_selected = (lines_of(run, judgement, model, names) for names in (ATTENTION, SELECTED))
     whole = [*_times(lines), *_floors(lines), *_targets(run, model, lines), *where(lines)] if workloads & {*ATTENTION} else []
     return [
-        f"## {escape(run.manifest.environment.device_name)}, {_heads(model)}: run {escape(run.manifest.run_id)}",
+        f"## {provenance.title(run, model)}",
         "",
         *_facts(run, judgement, model, [*lines, *of_selected]),
         *whole,
         *(selected.section(of_selected) if workloads & {*SELECTED} else []),
-        *_refused(judgement),
+        *provenance.not_published([cell for cell in judgement.cells if cell.axes.get("workload") in TIMED and not is_proved(cell)]),
     ]
-
-
-def _model(run: Run) -> ModelConfig | None:
-    """The model of the run's matrix; None where this perfbench cannot read that matrix."""
-    try:
-        return matrix.parse(run.manifest.matrix_text, run.manifest.matrix_path).model
-    except PerfbenchError:
-        return None
-
-
-def _heads(model: ModelConfig | None) -> str:
-    if model is None:
-        return "heads unknown"
-    dims = f"{model.head_dim}" if model.head_dim == model.value_dim else f"{model.head_dim} and {model.value_dim}"
-    return f"{model.num_heads} heads over {model.num_kv_heads} of {dims}"
 
 
 def _facts(run: Run, judgement: Judgement, model: ModelConfig | None, lines: Sequence[Line]) -> list[str]:
-    manifest, env = run.manifest, run.manifest.environment
-    source = manifest.source
-    commit = escape(source.commit or f"unknown ({source.reason or 'no reason recorded'})")
-    dirty = "" if source.dirty_sha256 is None else f", **with uncommitted changes** ({escape(source.dirty_sha256[:12])})"
-    software = {"driver": env.driver, "CUDA": env.cuda, "torch": env.torch, "Triton": env.triton, "FA-2": env.flash_provider}
-    facts = [
-        f"GPU {escape(env.device_name)}, clocks {escape(env.clock_policy)}; "
-        + ", ".join(f"{name} {escape(value)}" for name, value in software.items() if value),
-        f"Commit {commit}{dirty}; measured {escape(manifest.created_utc)}; matrix {code(manifest.matrix_path)}, "
-        f"{manifest.replicates} {'process' if manifest.replicates == 1 else 'processes'} a cell",
-    ]
-    facts += [f"**INJECTED FAULTS, a demonstration: {escape(', '.join(manifest.injections))}**"] if manifest.injections else []
+    facts = provenance.facts(run)
     facts += [cold] if (cold := _cold_start(run, judgement)) else []
-    facts += [f"**{finding.verdict.value}**: {escape(finding.reason)}" for finding in judgement.findings]
+    facts += provenance.troubles(judgement)
     if model is None:
         facts.append("This perfbench cannot read the run's matrix, so there is no floor, no extra memory and no target.")
     for dtype in dict.fromkeys(str(line.axes["dtype"]) for line in lines):
         rates = rates_of(run, dtype)
         if rates is None:
-            facts.append(f"No datasheet entry for {escape(env.device_name)}, so no floor.")
+            facts.append(f"No datasheet entry for {escape(run.manifest.environment.device_name)}, so no floor.")
             continue
         facts.append(
             f"Floors, {dtype}: {rates.flops_per_s / 1e12:,.0f} TFLOP/s ({_source(rates.flops_measured, 'large products')}), "
@@ -220,14 +187,6 @@ def _targets(run: Run, model: ModelConfig | None, lines: Sequence[Line]) -> list
         )
     rows = [[one.what, one.measured, *one.answers] for one in targets(shape, lines)]
     return ["### Targets", "", note, "", *table(["target", "measured", "must", "aim", "far aim"], rows), ""]
-
-
-def _refused(judgement: Judgement) -> list[str]:
-    refused = [cell for cell in judgement.cells if cell.axes.get("workload") in TIMED and not is_proved(cell)]
-    if not refused:
-        return []
-    rows = [[cell_code(cell.cell_id), cell.verdict.value if cell.verdict else NULL, escape(cell.reason)] for cell in refused]
-    return ["### Not published", "", *table(["cell", "verdict", "why"], rows), ""]
 
 
 if __name__ == "__main__":

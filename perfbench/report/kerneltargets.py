@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa.config import ModelConfig, NSAConfig
+from perfbench.axes import EVERYTHING
 from perfbench.report.kernellines import GIB, Line, speedup
 from perfbench.text import NULL, number, ratio
 
@@ -47,10 +48,14 @@ def shape_of(model: ModelConfig) -> str | None:
 
 
 def targets(shape: str, lines: Sequence[Line]) -> list[Target]:
-    """Every target of ``shape``; what was not measured has no answer. Where a length has several lines, its first one counts."""
+    """Every target of ``shape``; what was not measured has no answer. Where a length has several lines, its first one counts.
+
+    None of a line without a step of the path: it tells what the step buys.
+    """
     first: dict[int, Line] = {}
     for line in lines:
-        if line.path == PATH and int(line.axes["batch"]) == 1 and line.axes["dtype"] == "bf16":
+        whole = line.axes.get("without", EVERYTHING) == EVERYTHING
+        if line.path == PATH and whole and int(line.axes["batch"]) == 1 and line.axes["dtype"] == "bf16":
             first.setdefault(line.tokens, line)
     mine = list(first.values())
     at = first.get(TOKENS)

@@ -9,7 +9,10 @@ from perfbench.report.kernellines import Line, Timed
 from perfbench.text import NULL, escape, number
 
 COLUMNS = ("path", "seq_len", "selection")  # axes that have one of their own
-TEXT = ("path", "selection", "step", "kernels", "target", "measured", "must", "aim", "far aim", "cell", "verdict", "why", "bound")
+TEXT = (
+    "path", "selection", "step", "kernels", "target", "measured", "must", "aim", "far aim", "cell", "verdict", "why", "bound", "workload",
+    "step off", "batch x tokens", "link",
+)  # fmt: skip
 
 
 def with_range(timed: Timed | None) -> str:

@@ -19,7 +19,7 @@ UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
 PATH_ORDER = ("reference", "v1", "v2", "masked", "triton", "auto", "adaptive", "dense", "dense_flash", "dense_cudnn")
 GIB = 2**30
 LAUNCH_BOUND_GROWTH = 1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
-SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection")  # axes that are named only where they are not at their default
+SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection", "without")  # axes that are named only where they are not at their default
 Key = tuple[tuple[str, str | int], ...]
 
 

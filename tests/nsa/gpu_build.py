@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops.kernels import combine, interval, scores, selected
+from nsa.ops.kernels import combine, interval, joined, products, scores, selected
 
 # G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name, and one that fits no tile.
 SHAPES = {"A": (2, 6, 64, 64, torch.bfloat16), "B": (4, 16, 128, 128, torch.bfloat16), "odd": (2, 3, 60, 100, torch.float16)}
@@ -62,15 +62,30 @@ def everything(shape: str, *, batch: int = 1, ragged: bool = False, documents: b
     first = torch.zeros(TOKENS, dtype=torch.int64) if documents else None
     for geometry, keys in zip(GEOMETRIES, (kv(G, (TOKENS - 32) // 16 + 1), tokens), strict=True):
         o, lse = interval.forward(q, *keys, first=first, **geometry, **where)
-        interval.backward(do, q, *keys, o, lse, first=first, **geometry, **where)
+        interval.backward(do, q, *keys, lse, products.row_products(o, do), first=first, **geometry, **where)
     chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     blocks = scores.choose(q, kv(G, (TOKENS - 32) // 16 + 1)[0], lse, first=first, **chosen, **where)
     for by_row in (True, False):
         o, lse = selected.forward(q, *tokens, blocks, sel_block=64, by_row=by_row, **where)
-    selected.backward(do, q, *tokens, blocks, o, lse, sel_block=64, **where)
+    selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))
+    geometry = joined.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first)
+    joined.backward(do, gates, q, kv(G, (TOKENS - 32) // 16 + 1), tokens, tokens, blocks, (o, o, o), (lse, lse, lse), geometry)
+
+
+def decoding(shape: str, *, queries: int = 1, ragged: bool = False, documents: bool = False) -> None:
+    """The forwards of few queries, whose keys are split over programs, of one batch row; and of many, where they are not."""
+    G, H, DK, DV, dtype = SHAPES[shape]
+    for batch in (1, 300):
+        q, k, v = (torch.zeros(batch, n, h, d, dtype=dtype) for n, h, d in ((queries, G * H, DK), (TOKENS, G, DK), (TOKENS, G, DV)))
+        where: dict[str, Any] = {"q_start": torch.zeros(batch, dtype=torch.int64) if ragged else TOKENS - queries, "scale": 0.1}
+        first = torch.zeros(queries, dtype=torch.int64) if documents and batch == 1 else None
+        for geometry in GEOMETRIES:
+            interval.forward(q, k, v, first=first, **geometry, **where)
+        for slots in (16, 512):  # one slot a split, and several
+            selected.forward(q, k, v, torch.zeros(batch, queries, G, slots, dtype=torch.int32), sel_block=64, **where)
 
 
 def main(arch: int, shape: str) -> None:
@@ -78,7 +93,12 @@ def main(arch: int, shape: str) -> None:
     found: list[tuple[str, int]] = []
     instead_of_launching(found)
     everything(shape)
+    decoding(shape)
     if shape == "A":
+        decoding(shape, ragged=True)
+        decoding(shape, queries=4, documents=True)
+    if shape == "B":
+        decoding(shape, queries=4)  # a tile of 64 rows
         everything(shape, batch=2, ragged=True)
         everything(shape, documents=True)
     for name, shared_bytes in sorted(set(found)):

@@ -17,7 +17,7 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.ops import combine, interval
 from nsa.ops.kernels import interval as interval_kernels
-from nsa.ops.kernels import scores, selected
+from nsa.ops.kernels import products, scores, selected
 from nsa.ops.selected import triton as operator
 from tests import oracle
 from tests.cases import (
@@ -153,7 +153,7 @@ def test_layouts_of_inputs(kind: str) -> None:
         k, v = k[:, :9], v[:, :9]
         o, lse = interval_kernels.forward(q, k, v, **geometry)
         blocks = scores.choose(q, k, lse, q_start=0, first=None, **chosen)
-        return [o, lse, blocks, *interval_kernels.backward(do, q, k, v, o, lse, **geometry)]
+        return [o, lse, blocks, *interval_kernels.backward(do, q, k, v, lse, products.row_products(o, do.contiguous()), **geometry)]
 
     for a, b in zip(everything(*plain), everything(*other), strict=True):
         assert torch.equal(a, b)
@@ -222,7 +222,7 @@ def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
     tiles, do = selected.Tiles(16, 1, segments), randn(1, 40, 6, 32, seed=4)
     options = {"sel_block": 8, "q_start": 0, "scale": scale, "tiles": tiles}
     o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
-    got = (o, *selected.backward(do, q, k, v, blocks, o, lse, **options))
+    got = (o, *selected.backward(do, q, k, v, blocks, lse, products.row_products(o, do), **options))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     want = oracle.selected(*leaves, blocks, sel_block=8, scale=scale)
     for what, a, b in zip(("o", "dq", "dk", "dv"), got, (want, *torch.autograd.grad(want, leaves, do.double())), strict=True):
@@ -392,6 +392,8 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
     blocks = torch.zeros(1, 6, 2, 2, dtype=torch.int32)
     blocks[..., 1] = -1
     gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0.25)
+    left = (blocks, *(o + i for i in range(3)), *(lse + i for i in range(3)))
+    joined = (gates.sigmoid(), q, *(x + i for i in range(3) for x in (k, v)), *left, None, None, 0, 1, 1, 4, 3, 0.25)
     return {
         "interval": (q, k, v, None, None, *window),
         "interval_backward": (o, o, lse, q, k, v, None, None, *window),
@@ -400,6 +402,8 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         "choose": (q, k, lse, None, None, 0, 6, 1, 1, 4, 2, 1, 1, 0.25),
         "gated_sum": (gates, o, o + 1, o + 2),
         "gated_sum_backward": (o, gates, o, o + 1, o + 2),
+        "joined": joined,
+        "joined_backward": (o, *joined),
     }
 
 
@@ -407,8 +411,11 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
 def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
     """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
     arguments = operator_calls()[name]
-    if name in ("interval", "selected_triton", "gated_sum"):
-        arguments = tuple(x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments)
+    if name in ("interval", "selected_triton", "gated_sum", "joined"):
+        wanted = len(arguments) if name != "joined" else 8  # what the branches left is constant
+        arguments = tuple(
+            x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() and i < wanted else x for i, x in enumerate(arguments)
+        )
     torch.library.opcheck(getattr(torch.ops.nsa, name).default, arguments)
 
 

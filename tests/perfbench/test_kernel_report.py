@@ -11,7 +11,9 @@ import pytest
 
 from nsa.config import NSAConfig, preset
 from nsa.routing import DENSE_KINDS, Capability, Problem, Request, route, route_dense
+from perfbench import floors
 from perfbench.axes import Cell
+from perfbench.floors import Rates
 from perfbench.judgement import CellVerdict
 from perfbench.report import kernellines, kernelparts, kernels, kerneltargets
 from perfbench.result import PlannedCell, Replicate, Run, Source
@@ -32,8 +34,8 @@ axes: {workload: [attention, attention_forward], seq_len: [65536], path: [triton
 MIB, GIB = 2**20, 2**30
 # A forward and a backward of path triton by hand, ms; what is not named here is the rest.
 KERNELS = {
-    "nsa_interval_forward": 1.5, "nsa_scores": 0.75, "nsa_choose": 0.25, "nsa_selected_forward": 1.0, "nsa_selected_sum": 0.5,
-    "nsa_gated_sum": 0.125, "void at::native::reduce_kernel<512>": 0.25,
+    "nsa_interval_forward": 0.5, "nsa_interval_forward_band": 1.0, "nsa_scores": 0.75, "nsa_choose": 0.25, "nsa_selected_forward": 1.0,
+    "nsa_selected_sum": 0.5, "nsa_gated_sum": 0.125, "void at::native::reduce_kernel<512>": 0.25,
 }  # fmt: skip
 # Medians of (forward, both) by length and path. Dense is the faster at 8,192, and the slower from 32,768 on.
 STEPS: dict[int, dict[str, tuple[float, float]]] = {
@@ -145,20 +147,60 @@ def test_what_the_report_takes_to_be_held_is_what_is_held() -> None:
 def test_every_part_has_its_kernels_and_the_rest_is_what_is_left() -> None:
     first = table(text(), "Where the time goes")[0]
     assert first[:4] == ["8,192", "triton", "forward", "4.500"]
-    shares = ["1.500 (33 %)", "0.750 (17 %)", "0.250 (6 %)", "1.500 (33 %)", "-", "0.125 (3 %)", "0.375 (8 %)"]
+    shares = ["1.000 (22 %)", "0.500 (11 %)", "0.750 (17 %)", "0.250 (6 %)", "1.500 (33 %)", "-", "0.125 (3 %)", "0.375 (8 %)"]
     assert first[4:] == shares
+    assert "| win | cmp | scores | top-n | sel |" in text() and "cmp and win" not in text()
+
+
+def test_each_branch_stands_above_its_own_floor() -> None:
+    """Of 65,536 tokens the parts of test_floors: window and compressed branch are one sum in an older file."""
+    model = preset("m7c_125m")
+    rates = Rates(742e12, 132 * 16 * 1.83e9, 3.02e12)
+    floor = floors.forward(model, batch=1, tokens=65536, dtype="bf16", dense=False, rates=rates).parts_ms
+    lines = table(text(), "Where the time goes")
+    (at,) = [n for n, line in enumerate(lines) if line[:3] == ["65,536", "triton", "forward"]]
+    assert lines[at + 1][4:6] == [f"{floor['win']:.3f}", f"{floor['cmp']:.3f}"] and floor["win"] != floor["cmp"]
+    older = table(kernels.render([unmarked(run_of())]), "Where the time goes")
+    assert older[at + 1][4] == f"{floor['win'] + floor['cmp']:.3f}"
+
+
+def unmarked(run: Run) -> Run:
+    """The same run of a commit whose kernels had one name for both branches."""
+    longest = {**{name: 1e-3 * ms for name, ms in KERNELS.items() if "_band" not in name}, "nsa_interval_forward": 1.5e-3}
+    profile = b.profile(kernels=longest, device_time_s=4.5e-3)
+    return b.with_rows(run, [row.model_copy(update={"profile": profile}) for row in run.replicates])
+
+
+def test_an_older_run_has_one_column_for_what_its_names_do_not_part() -> None:
+    markdown = kernels.render([unmarked(run_of())])
+    first = table(markdown, "Where the time goes")[0]
+    assert "| cmp and win | scores |" in markdown and first[4:6] == ["1.500 (33 %)", "0.750 (17 %)"] and len(first) == 11
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("nsa_interval_backward_kv_band", "win"),
+        ("nsa_interval_backward_kv", "cmp"),
+        ("nsa_gate_products", "o . dO of every branch"),
+        ("nsa_row_products", "o . dO of every branch"),
+    ],
+)
+def test_a_kernels_name_says_its_part(kernel: str, part: str) -> None:
+    assert [name for name, ms in kernelparts.parts_ms({kernel: 1.0}, 1.0).items() if ms] == [part]
 
 
 def test_every_kernel_of_the_package_has_a_part() -> None:
     sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "nsa" / "ops" / "kernels").glob("*.py"))
     names = re.findall(r"^@triton\.jit[^\n]*\ndef (nsa_\w+)\(", sources, re.MULTILINE)
+    names += re.findall(r'named_by\("(nsa_\w+)"', sources)
     assert len(names) > 8
     assert [name for name in names if kernelparts.parts_ms({name: 1.0}, 1.0)[kernelparts.REST]] == []
 
 
 def test_the_longest_kernels_are_named_in_order() -> None:
     (line,) = [one for one in table(text(), "Where the time goes", 1) if one[:3] == ["65,536", "triton", "both"]]
-    assert line[3:] == ["4.500", "`nsa_interval_forward` 1.5; `nsa_selected_forward` 1; `nsa_scores` 0.75; `nsa_selected_sum` 0.5"]
+    assert line[3:] == ["4.500", "`nsa_interval_forward_band` 1; `nsa_selected_forward` 1; `nsa_scores` 0.75; `nsa_interval_forward` 0.5"]
 
 
 def target(markdown: str, begins: str) -> list[str]:

@@ -56,7 +56,7 @@ def test_other_cells_cannot_record_not_applicable() -> None:
 def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
     axes = Cell("train", 128, "v2").axes()
     defaults = {"fa2": "auto", "batch": 1, "dtype": "bf16", "l2": "warm", "chunk": 2048, "compile": "off", "cuda_graph": "off"}
-    assert axes == {"workload": "train", "seq_len": 128, "path": "v2", **defaults, "selection": "own"}
+    assert axes == {"workload": "train", "seq_len": 128, "path": "v2", **defaults, "selection": "own", "without": "none"}
     assert set(axes) == set(AXES)
     assert set(AXES["path"].choices) == {*map(str, routing.Path), "auto", "adaptive", *routing.DENSE_KINDS}
     assert [matrices.torch_dtype_name(d) for d in AXES["dtype"].choices] == ["bfloat16", "float16", "float32"]
@@ -217,7 +217,16 @@ def test_shipped_matrices_load(path: pathlib.Path) -> None:
 
 def test_shipped_matrices_are_all_there() -> None:
     cards = ["a100", "cpu", "cpu-gate", "h100-demo", "h100-gate", "h100", "h200-demo", "h200-gate", "rtx4090"]
-    topics = ["decode-h100", "decode-h200", "kernels-b-h200", "kernels-h200", "selections-h200", "train-h200"]
+    topics = [
+        "ablation-h200",
+        "chain-h200",
+        "decode-h100",
+        "decode-h200",
+        "kernels-b-h200",
+        "kernels-h200",
+        "selections-h200",
+        "train-h200",
+    ]
     assert sorted(p.stem for p in SHIPPED) == sorted(cards + topics)
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+from nsa.settings import is_off
 
 LOG2E = 1.4426950408889634
 
@@ -36,12 +41,23 @@ def starts(q_start: int | Tensor) -> tuple[int, Tensor | None]:
     return (0, q_start) if isinstance(q_start, Tensor) else (q_start, None)
 
 
+def named_by(name: str, marks: Mapping[str, str]) -> Callable[[Any], str]:
+    """For `triton.jit(repr=...)`: the name that a profiler shows, with the mark of each constexpr that is true."""
+
+    def shown(specialization: Any) -> str:
+        return name + "".join(mark for flag, mark in marks.items() if specialization.constants.get(flag))
+
+    return shown
+
+
 def described(tile_rows: int, *tensors: Tensor) -> tuple[list[Tensor | TensorDescriptor], bool]:
     """(each x [B, L, heads, D] in tiles of ``tile_rows`` rows of one head, for the copy engine, True), or (the tensors, False).
 
     Beyond L and D a tile reads 0. False where the engine cannot take one of them: an empty or expanded tensor, or addresses that are
-    no multiples of 16 bytes. Before Hopper, Triton makes ordinary loads of it.
+    no multiples of 16 bytes, or where a setting turns it off. Before Hopper, Triton makes ordinary loads of it.
     """
+    if is_off("copy"):
+        return list(tensors), False
     made: list[Tensor | TensorDescriptor] = []
     for x in tensors:
         unit = 16 // x.element_size()

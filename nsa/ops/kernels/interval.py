@@ -13,7 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, described, padded, precision, rows, starts, width_class
+from nsa.ops.kernels import decode
+from nsa.ops.kernels.common import LOG2E, described, named_by, padded, precision, rows, starts, width_class
+
+_BRANCH = {"BANDED": "_band"}  # the sliding branch's launches, as a profiler shows them
 
 
 @triton.jit
@@ -76,7 +79,7 @@ def _step(
     return new, l * a + tl.sum(p, 1), acc
 
 
-@triton.jit
+@triton.jit(repr=named_by("nsa_interval_forward", _BRANCH))
 def nsa_interval_forward(
     Q, K, V, O, LSE, Q0, FIRST, T, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
@@ -123,17 +126,6 @@ def nsa_interval_forward(
 
 
 @triton.jit
-def nsa_row_products(O, DO, DELTA, rows_all, DV: tl.constexpr, R: tl.constexpr, BDV: tl.constexpr):
-    """delta = sum over a row of o * do."""
-    r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    dv = tl.arange(0, BDV)
-    mask = (r < rows_all)[:, None] & (dv < DV)[None, :]
-    o = tl.load(O + r[:, None] * DV + dv[None, :], mask=mask, other=0.0).to(tl.float32)
-    do = tl.load(DO + r[:, None] * DV + dv[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(DELTA + r, tl.sum(o * do, 1), mask=r < rows_all)
-
-
-@triton.jit
 def _of_rows(LSE, DELTA, row, live):
     """(lse, delta), with lse = +inf where a row sees nothing, so that all of its weights are 0."""
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
@@ -156,13 +148,15 @@ def _step_q(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit
+@triton.jit(repr=named_by("nsa_interval_backward_q", _BRANCH))
 def nsa_interval_backward_q(
     Q, K, V, DO, LSE, DELTA, DQ, Q0, FIRST, T, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
     H: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
+    BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr, ADD: tl.constexpr,
+    COPY: tl.constexpr,
 ):  # fmt: skip
+    """dQ of a tile of queries. ADD to what DQ holds."""
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
     b_ = tl.program_id(2)
@@ -197,7 +191,12 @@ def nsa_interval_backward_q(
         acc = _step_q(
                 q, do, K, V, b_, g, c0, acc, lo, hi, lse, delta, C, sk_s, sv_s, scale_log2, D, DV, BC, BD, BDV, True, PREC, COPY
             )  # fmt: skip
-    tl.store(DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    acc *= scale
+    to = DQ + row[:, None] * D + d[None, :]
+    mask = live[:, None] & (d < D)[None, :]
+    if ADD:
+        acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -221,7 +220,7 @@ def _step_kv(
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dv
 
 
-@triton.jit
+@triton.jit(repr=named_by("nsa_interval_backward_kv", _BRANCH))
 def nsa_interval_backward_kv(
     Q, K, V, DO, LSE, DELTA, DK, DV_, Q0, FIRST, T, C, q0, block, stride, width, per_split, num_splits,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
@@ -287,20 +286,20 @@ def _tiles(BM: int, BC: int, num_warps: int, num_stages: int) -> dict[str, int]:
 _SMALL, _LEAST = _tiles(64, 32, 4, 2), _tiles(32, 32, 4, 1)
 TILES = {
     "forward": (
-        (_tiles(64, 128, 4, 2), _tiles(64, 64, 4, 3)),
+        (_tiles(64, 128, 4, 2), _tiles(64, 64, 4, 2)),
         (_tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3)),
         (_SMALL, _SMALL),
         (_LEAST, _LEAST),
     ),
     "backward_q": (
         (_tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3)),
-        (_tiles(128, 64, 8, 3), _tiles(128, 64, 8, 3)),
+        (_tiles(128, 64, 8, 3), _tiles(64, 64, 4, 2)),
         (_SMALL, _SMALL),
         (_LEAST, _LEAST),
     ),
     "backward_kv": (
-        (_tiles(128, 64, 4, 2), _tiles(64, 64, 4, 2)),
-        (_tiles(64, 64, 4, 2), _tiles(64, 128, 8, 2)),
+        (_tiles(128, 64, 4, 2), _tiles(128, 64, 4, 2)),
+        (_tiles(64, 64, 4, 2), _tiles(64, 64, 4, 2)),
         (_tiles(32, 64, 8, 1), _tiles(32, 64, 8, 1)),
         (_LEAST, _LEAST),
     ),
@@ -323,6 +322,11 @@ def forward(
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     o, lse = q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32)
+    if tiles is None and decode.few_queries(T, HQ // G):
+        decode.interval(
+            q, k, v, into=(o, lse), block=block, stride=stride, width=width, q_start=q_start, first=first, scale=scale
+        )  # fmt: skip
+        return o, lse
     config = dict(tiles or _tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     q0, Q0 = starts(q_start)
@@ -335,24 +339,21 @@ def forward(
     return o, lse
 
 
-def row_products(o: Tensor, do: Tensor) -> Tensor:
-    """delta [B, T, Q] fp32 of contiguous o and do [B, T, Q, DV]."""
-    DV = o.shape[-1]
-    delta = o.new_empty(o.shape[:-1], dtype=torch.float32)
-    nsa_row_products[(triton.cdiv(delta.numel(), 64),)](o, do, delta, delta.numel(), DV, 64, padded(DV))
-    return delta
-
-
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *, block: int, stride: int, width: int | None,
-    q_start: int | Tensor, first: Tensor | None, scale: float, tiles_q: dict[str, int] | None = None,
-    tiles_kv: dict[str, int] | None = None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, block: int, stride: int, width: int | None,
+    q_start: int | Tensor, first: Tensor | None, scale: float, dq: Tensor | None = None,
+    tiles_q: dict[str, int] | None = None, tiles_kv: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order."""
+    """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order.
+
+    ``delta`` [B, T, Q] fp32 is o . do. Where do is the gradient of gate * o, take log2 gate off the lse: a weight then has the gate
+    as a factor. Into ``dq``, where it is given, q's gradient is added.
+    """
     q, k, v, do = rows(q), rows(k), rows(v), do.contiguous()
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H = HQ // G
-    delta, dq = row_products(o, do), q.new_empty(B, T, HQ, D)
+    adds = dq is not None
+    dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
     geometry = (Q0, first, T, C, q0, block, stride, width or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
@@ -361,7 +362,7 @@ def backward(
     BM, BC = config.pop("BM"), config.pop("BC")
     keys, copy = described(BC, k, v)
     nsa_interval_backward_q[(triton.cdiv(T, BM), HQ, B)](
-        q, *keys, do, lse, delta, dq, *geometry, *strides, H, HQ, D, DV, BM, BC, *shapes, copy, **config
+        q, *keys, do, lse, delta, dq, *geometry, *strides, H, HQ, D, DV, BM, BC, *shapes, adds, copy, **config
     )
     config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")

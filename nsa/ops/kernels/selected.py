@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.kernels import decode
 from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
-from nsa.ops.kernels.interval import row_products
+from nsa.settings import is_off
 
 PART_BYTES = 512 << 20  # of one chunk's parts, or PARTS_OF_Q times the queries' own bytes where that is more
 PARTS_OF_Q = 2
@@ -102,7 +103,8 @@ def nsa_selected_forward(
             some = total > 0
             o = tl.dot(p.to(v.dtype), v, input_precision=PREC) / tl.where(some, total, 1.0)[:, None]
             part = (flat.to(tl.int64) - e0) * H + m % H
-            tl.store(PART + part[:, None] * DV + dv[None, :], o.to(PART.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
+            to, mask = PART + part[:, None] * DV + dv[None, :], live[:, None] & (dv < DV)[None, :]
+            tl.store(to, o.to(PART.dtype.element_ty), mask=mask, eviction_policy="evict_first")  # what is gathered again stays in the L2
             tl.store(LSE_PART + part, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=live)
         begin = end
         if begin < stop:
@@ -112,33 +114,34 @@ def nsa_selected_forward(
 @triton.jit
 def nsa_selected_sum(
     PART, LSE_PART, BLOCKS, O, LSE, first_row, J,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, BDV: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
-    """One (row, kv head) a program: o = sum over slots of 2^(lse_n - lse) o_n."""
+    """One (row, kv head) a program: o = sum over slots of 2^(lse_n - lse) o_n. The parts' loads wait for nothing but their block."""
     local = tl.program_id(0).to(tl.int64)
     at_row = first_row * G + local
     h = tl.arange(0, HP)
     dv = tl.arange(0, BDV)
-    m = tl.full([HP], float("-inf"), tl.float32)
-    l = tl.zeros([HP], tl.float32)
+    n_ = tl.arange(0, NP)
+    chosen = tl.load(BLOCKS + at_row * N + n_, mask=n_ < N, other=-1)
+    there = (h < H)[:, None] & ((chosen >= 0) & (chosen < J))[None, :]
+    lses = tl.load(LSE_PART + (local * N + n_)[None, :] * H + h[:, None], mask=there, other=float("-inf"))  # [heads, slots]
+    most = tl.max(lses, 1)
+    most = tl.where(most == float("-inf"), 0.0, most)
+    total = tl.sum(tl.exp2(lses - most[:, None]), 1)
     acc = tl.zeros([HP, BDV], tl.float32)
     for n in tl.static_range(N):
         block = tl.load(BLOCKS + at_row * N + n)
+        written = (h < H) & (block >= 0) & (block < J)
         at = (local * N + n) * H + h
-        lse = tl.load(LSE_PART + at, mask=(h < H) & (block >= 0) & (block < J), other=float("-inf"))
-        there = (lse > float("-inf"))[:, None] & (dv < DV)[None, :]
-        o = tl.load(PART + at[:, None] * DV + dv[None, :], mask=there, other=0.0).to(tl.float32)
-        new = tl.maximum(m, lse)
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        a, w = tl.exp2(m - safe), tl.exp2(lse - safe)
-        l = l * a + w
-        acc = acc * a[:, None] + w[:, None] * o
-        m = new
-    some = l > 0
+        mask = written[:, None] & (dv < DV)[None, :]
+        o = tl.load(PART + at[:, None] * DV + dv[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        lse = tl.load(LSE_PART + at, mask=written, other=float("-inf"))
+        acc += tl.exp2(lse - most)[:, None] * o
+    some = total > 0
     to = at_row * H + h
-    o = acc / tl.where(some, l, 1.0)[:, None]
+    o = acc / tl.where(some, total, 1.0)[:, None]
     tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
-    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
+    tl.store(LSE + to, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=h < H)
 
 
 @triton.jit
@@ -234,8 +237,8 @@ def nsa_selected_backward(
             ds = ds.to(q.dtype)
             dk = tl.dot(tl.trans(ds), q, dk, input_precision=PREC)
             dq = tl.dot(ds, k, input_precision=PREC)
-            to = ((flat.to(tl.int64) - e0) * H + m % H) * D
-            tl.store(DQ_PART + to[:, None] + d[None, :], dq.to(DQ_PART.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+            to = DQ_PART + (((flat.to(tl.int64) - e0) * H + m % H) * D)[:, None] + d[None, :]
+            tl.store(to, dq.to(DQ_PART.dtype.element_ty), mask=live[:, None] & (d < D)[None, :], eviction_policy="evict_first")
         slot = ((tile + current).to(tl.int64) * L + i)[:, None]
         tl.store(DK_PART + slot * D + d[None, :], dk, mask=(i < L)[:, None] & (d < D)[None, :])
         tl.store(DV_PART + slot * DV + dv_[None, :], dv, mask=(i < L)[:, None] & (dv_ < DV)[None, :])
@@ -288,9 +291,9 @@ def nsa_selected_sum_kv(
 @triton.jit
 def nsa_selected_sum_q(
     DQ_PART, BLOCKS, DQ, first_row, J,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, BD: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """One (row, kv head) a program: dq is the sum over its slots."""
+    """One (row, kv head) a program: dq is the sum over its slots. ADD to what DQ holds."""
     local = tl.program_id(0).to(tl.int64)
     at_row = first_row * G + local
     h = tl.arange(0, HP)
@@ -300,8 +303,12 @@ def nsa_selected_sum_q(
         block = tl.load(BLOCKS + at_row * N + n)
         at = (local * N + n) * H + h
         there = (h < H)[:, None] & (d < D)[None, :] & (block >= 0) & (block < J)
-        acc += tl.load(DQ_PART + at[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
-    tl.store(DQ + (at_row * H + h)[:, None] * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=(h < H)[:, None] & (d < D)[None, :])
+        acc += tl.load(DQ_PART + at[:, None] * D + d[None, :], mask=there, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    to = DQ + (at_row * H + h)[:, None] * D + d[None, :]
+    mask = (h < H)[:, None] & (d < D)[None, :]
+    if ADD:
+        acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +319,13 @@ class Tiles:
     num_warps: int
     segments: int = 1  # tiles of M rows that a program takes
     num_stages: int = 1
+    max_registers: int | None = None  # of a thread; fewer let more programs share a multiprocessor
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launch takes."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
     def entries(self, H: int, E: int) -> tuple[int, int, int]:
         """(rows M, entries a tile of M rows, entries a program): fewer where E entries would make too few programs."""
@@ -323,8 +337,8 @@ class Tiles:
 
 
 # By width class; the first two measured in bf16.
-FORWARD = (Tiles(64, 4, 2), Tiles(64, 4, 4), Tiles(64, 8, 4), Tiles(32, 4, 4))
-BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 64), Tiles(64, 8, 32), Tiles(32, 4, 32))
+FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
+BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
 MIN_ROWS_TO_SORT = 8192  # (b, t, g): below this a query-outer forward is faster
 
 
@@ -375,7 +389,10 @@ def forward(
     q0, Q0 = starts(q_start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2E)
     tail = (padded(D), padded(DV), Q0 is not None, precision(q))
-    if (B * T * G < MIN_ROWS_TO_SORT) if by_row is None else by_row:
+    if (B * T * G < MIN_ROWS_TO_SORT or is_off("lists")) if by_row is None else by_row:
+        if (per_split := decode.slots_per_split(B * T * G, N)) < N:
+            decode.selected(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale, per_split=per_split)
+            return o, lse
         nsa_selected_forward_by_row[(B * T * G,)](
             q, k, v, blocks, o, lse, Q0, T, S, q0, J, *strides, G, H, N, L, padded(L), D, DV, padded(H), *tail,
             num_warps=max(BY_ROW[0], padded(H) // 16), num_stages=BY_ROW[1],
@@ -392,23 +409,24 @@ def forward(
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         nsa_selected_forward[(triton.cdiv(e1 - e0, TILE),)](
             q, k, v, lists.key_E, lists.order_E, part, lse_part, Q0, e0, e1, number * (lists.num_lists + 1), T, S, q0, J, lists.num_lists,
-            *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, *tail, num_warps=t.num_warps, num_stages=t.num_stages,
+            *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, *tail, **t.options,
         )  # fmt: skip
         nsa_selected_sum[(n * G,)](
-            part, lse_part, blocks, o, lse, r0, J, G, H, N, DV, padded(H, 1), padded(DV), num_warps=4 if H * DV > 512 else 1
+            part, lse_part, blocks, o, lse, r0, J, G, H, N, padded(N, 1), DV, padded(H, 1), padded(DV), num_warps=4 if H * DV > 512 else 1
         )
     return o, lse
 
 
 def backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, o: Tensor, lse: Tensor, *, sel_block: int, q_start: int | Tensor,
-    scale: float, tiles: Tiles | None = None,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lse: Tensor, delta: Tensor, *, sel_block: int, q_start: int | Tensor,
+    scale: float, dq: Tensor | None = None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its dtype."""
+    """Gradients of q, k and v, each in its dtype; ``lse``, ``delta`` and ``dq`` as in `nsa.ops.kernels.interval.backward`."""
     q, k, v, blocks, do = rows(q), rows(k), rows(v), blocks.contiguous(), do.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
-    delta, dq = row_products(o, do), q.new_empty(B, T, HQ, D)
+    adds = dq is not None
+    dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
     t = tiles or _of_class(BACKWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
@@ -428,11 +446,13 @@ def backward(
         nsa_selected_backward[(triton.cdiv(e1 - e0, TILE),)](
             q, k, v, do, lse, delta, lists.key_E, lists.order_E, dq_part, dk_part, dv_part, Q0, e0, e1, base, T, S, q0, J,
             lists.num_lists, *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, padded(D), padded(DV), Q0 is not None,
-            precision(q), num_warps=t.num_warps, num_stages=t.num_stages,
+            precision(q), **t.options,
         )  # fmt: skip
         nsa_selected_sum_kv[(lists.num_lists, 2)](
             dk_part, dv_part, bound, dk, dv, e0, base, S, J, *dk.stride()[:3], *dv.stride()[:3],
             G, L, padded(L), D, DV, TILE, padded(D), padded(DV), number > 0,
         )  # fmt: skip
-        nsa_selected_sum_q[(n * G,)](dq_part, blocks, dq, r0, J, G, H, N, D, padded(H, 1), padded(D), num_warps=4 if H * D > 512 else 1)
+        nsa_selected_sum_q[(n * G,)](
+            dq_part, blocks, dq, r0, J, G, H, N, D, padded(H, 1), padded(D), adds, num_warps=4 if H * D > 512 else 1
+        )
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -24,10 +24,17 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
 ) -> Tensor:
     """See ``nsa.ops.selected.AttendFn``; ``fa2`` serves nothing here."""
+    return attend_with_lse(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)[0]
+
+
+def attend_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(o, lse to base 2 [B, T, HQ], fp32, without gradient)."""
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
-    o: Tensor = torch.ops.nsa.selected_triton(q, k, v, blocks, q_starts, at, sel_block, scale)[0]
-    return o
+    o, lse = torch.ops.nsa.selected_triton(q, k, v, blocks, q_starts, at, sel_block, scale)
+    return o, lse
 
 
 def _forward(
@@ -43,10 +50,10 @@ def _backward(
     do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_starts: Tensor | None, q_start: int,
     sel_block: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    from nsa.ops.kernels import selected
+    from nsa.ops.kernels import products, selected
 
-    at = q_start if q_starts is None else q_starts
-    return selected.backward(do, q, k, v, blocks, o, lse, sel_block=sel_block, q_start=at, scale=scale)
+    do, at = do.contiguous(), q_start if q_starts is None else q_starts
+    return selected.backward(do, q, k, v, blocks, lse, products.row_products(o, do), sel_block=sel_block, q_start=at, scale=scale)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,117 @@
+"""The gradients of three branches together, in Triton's interpreter (`--require interpreter`): the same as each branch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa import NSAAttention, nsa_attention
+from nsa.ops import joined
+from tests import oracle
+from tests.cases import SMALL, assert_parity, assert_same_function, randn
+from tests.nsa.test_kernels import poisoned_memory  # noqa: F401
+
+NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
+CALLS: list[tuple[int, dict[str, Any]]] = [
+    (1, {}),
+    (2, {}),
+    (2, {"q_start": 7}),
+    (2, {"q_start": torch.tensor([0, 30])}),
+    (1, {"cu_seqlens": torch.tensor([0, 37, 37, 90])}),
+]
+
+
+def inputs(batch: int, tokens: int = 90, queries: int = 90) -> list[Tensor]:
+    q, gates = randn(batch, queries, 6, 12, seed=1), randn(batch, queries, 6, 3, seed=2).sigmoid()
+    gates[:, 40:44, 1] = 0.0
+    kv = [randn(batch, tokens, 2, dim, seed=3 + i) for i, dim in enumerate((12, 20) * 3)]
+    return [q, *kv, gates]
+
+
+def call(*given: Tensor, **options: Any) -> Tensor:
+    q, *kv, gates = given
+    pairs = ((kv[0], kv[1]), (kv[2], kv[3]), (kv[4], kv[5]))
+    return nsa_attention(q, *pairs, gates, config=SMALL, path="triton", **options)
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes each use of the operator that joins the branches."""
+    notes: list[str] = []
+    attend = joined.attend
+
+    def noted(*x: Any, **options: Any) -> Tensor:
+        notes.append("joined")
+        return attend(*x, **options)
+
+    monkeypatch.setattr(joined, "attend", noted)
+    return notes
+
+
+def gradients(of: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in given]
+    o = of(*leaves)
+    return [o.detach(), *torch.autograd.grad(o, leaves, randn(*o.shape, seed=11))]
+
+
+@pytest.mark.parametrize(("batch", "options"), CALLS, ids=["one row", "two rows", "a chunk", "ragged chunks", "packed"])
+def test_together_is_what_each_branch_gives(batch: int, options: dict[str, Any], taken: list[str]) -> None:
+    given = inputs(batch, queries=60 if "q_start" in options else 90)
+    together = gradients(lambda *x: call(*x, nonnegative_gates=True, **options), given)
+    assert taken == ["joined"]
+    apart = gradients(lambda *x: call(*x, **options), given)
+    assert taken == ["joined"]
+    for name, a, b in zip(("o", *NAMES), together, apart, strict=True):
+        assert_parity(a, b.double(), name)
+
+
+def test_against_the_oracle(taken: list[str]) -> None:
+    def truth(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
+        k_c, v_c = (oracle.compress_mean(x, SMALL.cmp_block, SMALL.cmp_stride) for x in (k_cmp, v_cmp))
+        blocks = oracle.select(q.detach(), k_c.detach(), config=SMALL, kv_len=90)[0]
+        outputs = (
+            oracle.compressed(q, k_c, v_c, block=SMALL.cmp_block, stride=SMALL.cmp_stride)[0],
+            oracle.selected(q, k_sel, v_sel, blocks, sel_block=SMALL.sel_block),
+            oracle.sliding(q, k_win, v_win, window=SMALL.window),
+        )
+        return sum((gates[..., i, None] * o for i, o in enumerate(outputs)), torch.zeros(()))
+
+    assert_same_function(lambda *x: call(*x, nonnegative_gates=True), truth, inputs(2), NAMES)
+    assert taken
+
+
+def test_a_negative_gate_breaks_the_promise_loudly() -> None:
+    given = inputs(1)
+    given[-1][0, 50, 2, 1] = -0.25
+    kept = gradients(call, given)
+    broken = gradients(lambda *x: call(*x, nonnegative_gates=True), given)
+    assert all(bool(x.isfinite().all()) for x in kept)
+    assert torch.equal(broken[0], kept[0]) and bool(broken[1][0, 50, 2].isnan().all())
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_a_layer_takes_it_where_gradients_are_recorded(gate: str, taken: list[str]) -> None:
+    layer = NSAAttention(24, 6, 2, 12, 20, config=replace(SMALL, gate=gate), path="triton")
+    x = randn(1, 90, 24, seed=0)
+    with torch.no_grad():
+        layer(x)
+    assert not taken
+    layer(x).sum().backward()
+    assert taken == ["joined"]
+    assert all(p.grad is not None and bool(p.grad.any()) for p in layer.parameters())
+
+
+def test_a_branch_that_is_off_leaves_the_others_apart(taken: list[str]) -> None:
+    config = replace(SMALL, branches=("cmp", "sel"))
+    q, *kv, gates = inputs(1)
+    leaves = [x.requires_grad_() for x in (q, gates)]
+    o = nsa_attention(
+        leaves[0], (kv[0], kv[1]), (kv[2], kv[3]), (kv[4], kv[5]), leaves[1], config=config, path="triton", nonnegative_gates=True
+    )
+    o.sum().backward()
+    assert not taken and gates.grad is not None and not gates.grad[..., 2].any()

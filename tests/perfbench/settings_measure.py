@@ -1,0 +1,19 @@
+"""A measuring function for real child processes that says which settings nsa reads there: instant, and without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from nsa import settings
+from perfbench.clock import Clock
+from perfbench.isolate import failed
+from perfbench.job import Job
+from perfbench.result import Replicate, Status
+from perfbench.telemetry import Sampler
+
+
+def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+    """A row whose reason is what the environment set for nsa, as JSON."""
+    prepared()
+    return failed(job, Status.WRONG_PATH, json.dumps(settings.current().given()))
