@@ -89,7 +89,7 @@ class NSAAttention(nn.Module):
         if cache is None:
             view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout)
         else:
-            checks.no_gradient(q)
+            checks.no_gradient(q, k, v, gates)
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens, step=layout.step)
         o = attend_view(
             q, gates, view, config=self.config, path=self.path, fa2=self.fa2, documents=layout.documents, present=layout.present_BR,

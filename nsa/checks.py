@@ -156,9 +156,9 @@ def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def no_gradient(q: Tensor) -> None:
+def no_gradient(*tensors: Tensor) -> None:
     """A cache keeps values, not their history."""
-    if torch.is_grad_enabled() and q.requires_grad:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError("a cache was given while gradients are recorded, and a cache keeps none; wrap the call in torch.no_grad()")
 
 

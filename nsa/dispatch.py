@@ -82,13 +82,13 @@ def joins(route: Route) -> bool:
 
 def join(
     gates: Tensor, q: Tensor, kv: tuple[joined.KV, joined.KV, joined.KV], blocks: Tensor, attended: Sequence[Attended], *,
-    config: NSAConfig, q_start: int | Tensor, scale: float, documents: Documents | None,
+    config: NSAConfig, q_start: int | Tensor, scale: float, documents: Documents | None, full: int,
 ) -> Tensor:  # fmt: skip
     """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the order of BRANCHES."""
     outputs, lse = tuple(o for o, _ in attended), tuple(x for _, x in attended if x is not None)
     return joined.attend(
         gates, q, *kv, blocks, outputs, lse, block=config.cmp_block, stride=config.cmp_stride, sel_block=config.sel_block,
-        window=config.window, q_start=q_start, scale=scale, first=_first(documents),
+        window=config.window, q_start=q_start, scale=scale, first=_first(documents), full=full,
     )  # fmt: skip
 
 
@@ -97,9 +97,12 @@ def _first(documents: Documents | None) -> Tensor | None:
 
 
 def selected(
-    route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, *, sel_block: int, q_start: int | Tensor, scale: float
-) -> Attended:
-    """``blocks`` may be None where the Route is full causal attention, which looks at none."""
+    route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, *, sel_block: int, q_start: int | Tensor, scale: float,
+    full: int = 0,
+) -> Attended:  # fmt: skip
+    """``full``: a promise that the first so many queries of each sequence chose every block up to their own, and that q_start is 0.
+
+    ``blocks`` may be None where the Route is full causal attention, which looks at none."""
     branch = route.branch("sel")
     if branch.implementation == DENSE:
         return _full_causal(branch, q, k, v, scale=scale), None
@@ -108,7 +111,7 @@ def selected(
     engagement.record(branch)
     with _marked(branch, q):
         if branch.implementation == Path.TRITON:
-            return triton.attend_with_lse(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)
+            return triton.attend_with_lse(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, full=full)
         return attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch)), None
 
 

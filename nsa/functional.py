@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -174,8 +175,8 @@ def nsa_attention(
     that of the sequence; so is any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
 
-    ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the gradients of all branches together,
-    and the gradients of a row with a gate below 0 would be NaN.
+    ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the gradients of all branches together.
+    A gate below 0 would make gradients NaN, those of the keys that its row attends to included.
     """
     for k, v in (kv_cmp, kv_sel, kv_win):
         checks.qkv(q, k, v, q_start=q_start)
@@ -239,21 +240,23 @@ def attend_view(
     S, G, DV = view.sel[1].shape[1:]
     chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
     statistics.observe_gates(gates, config.branches, present=present)
-    asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents}
-    if nonnegative_gates and dispatch.joins(chosen):  # a gradient has no cache, so all branches' keys begin together
-        with torch.no_grad():
-            attended, blocks = _attend_branches(chosen, q, view, present=present, keys_read=keys_read, **asked)
+    full = config.num_selected_for(S) * config.sel_block if whole else 0  # queries before that choose every block
+    asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents, "full": full}
+    # a cache's window begins elsewhere, and keeps no gradient
+    joined = nonnegative_gates and view.win_start is view.q_start and dispatch.joins(chosen)
+    with torch.no_grad() if joined else nullcontext():
+        attended, blocks = _attend_branches(chosen, q, view, present=present, keys_read=keys_read, **asked)
+    if joined:
         assert blocks is not None
         return dispatch.join(gates, q, (view.cmp, view.sel, view.win), blocks, attended, q_start=view.q_start, **asked)
-    attended, _ = _attend_branches(chosen, q, view, present=present, keys_read=keys_read, **asked)
     return dispatch.combined(chosen, gates, [o for o, _ in attended], [i for i, b in enumerate(BRANCHES) if b in config.branches])
 
 
 def _attend_branches(
-    chosen: Route, q: Tensor, view: View, *, config: NSAConfig, scale: float, documents: Documents | None, present: Tensor | None,
-    keys_read: reads.KeysRead | None,
+    chosen: Route, q: Tensor, view: View, *, config: NSAConfig, scale: float, documents: Documents | None, full: int,
+    present: Tensor | None, keys_read: reads.KeysRead | None,
 ) -> tuple[list[dispatch.Attended], Tensor | None]:  # fmt: skip
-    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were chosen."""
+    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were chosen; ``full`` as in `dispatch`."""
     S = view.sel[1].shape[1]
     grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
     attended: list[dispatch.Attended] = []
@@ -272,7 +275,8 @@ def _attend_branches(
                 blocks = selection.choose(q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked)
             _assert_blocks(blocks, S, config.sel_block, view.q_start)
             statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
-        attended.append(dispatch.selected(chosen, q, *view.sel, blocks, sel_block=config.sel_block, q_start=view.q_start, scale=scale))
+        given: dict[str, Any] = {"sel_block": config.sel_block, "q_start": view.q_start, "scale": scale, "full": full}
+        attended.append(dispatch.selected(chosen, q, *view.sel, blocks, **given))
         if keys_read is not None and blocks is not None:
             keys_read.later("sel", partial(reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block))
     if "win" in config.branches:

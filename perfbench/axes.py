@@ -10,7 +10,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from nsa.config import nearest_name
-from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
+from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, TRITON_STEPS, Path
 
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 DEFAULT_CHUNK = 2048
@@ -20,7 +20,7 @@ ATTENTION = ("attention", "attention_forward")  # attention alone, on inputs of 
 SELECTED = ("selected", "selected_forward")  # the selected branch alone, on blocks of its own; the first with its backward
 BACKWARD = ("train", "attention", "selected")
 EVERYTHING = "none"  # what a cell is without by default
-STEPS = ("copy", "lists", "join", "split")  # of path triton, each turned off by NSA_TRITON_<STEP>=0: nsa.routing.TRITON_STEPS
+STEPS = tuple(TRITON_STEPS)  # of path triton, each turned off by NSA_TRITON_<STEP>=0
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
@@ -240,9 +240,10 @@ def _valid(name: str, text: str, cells: list[Cell]) -> str:
 
 
 def proof_key(axes: Mapping[str, str | int], counters: Iterable[str], *, own_length: bool) -> ProofKey:
-    """What a parity proof depends on besides the model: its route, and all axes but the lengths.
+    """What a parity proof depends on besides the model: its route, and all axes but the lengths and the batch.
 
-    Parity has a length of its own. ``own_length``: where it was made at the cell's instead, it holds for that one alone.
+    Parity has a length of its own. ``own_length``: where it was made at the cell's instead, it holds for that one alone. A decode
+    step's kernels go by the batch, so its proof is of that.
     """
-    free = ("batch",) if own_length else ("seq_len", "batch")
+    free = [name for name, bound in (("seq_len", own_length), ("batch", axes.get("workload") == "decode")) if not bound]
     return tuple(sorted(counters)), tuple(sorted((name, value) for name, value in axes.items() if name not in free))

@@ -56,10 +56,11 @@ class Comparison:
         """Rows of blocks that nothing explains: none is allowed, so one is twice too many. A search must also beat chance."""
         wrong = max(float(proof.wrong_rows), self._errors.get("blocks", (0.0, 0.5))[0])
         self._errors["blocks"], self.ratios["blocks"] = (wrong, 0.5), 2.0 * wrong
-        self.selection = proof.report
-        if proof.missed is not None and proof.missed_by_chance is not None:
-            self._errors["recall"] = (proof.missed, proof.missed_by_chance)
-            self.ratios["recall"] = min(proof.missed / max(proof.missed_by_chance, 1e-9), 1e9)
+        if proof.missed is None or proof.missed_by_chance is None:
+            self.selection = proof.report
+        elif (ratio := min(proof.missed / max(proof.missed_by_chance, 1e-9), 1e9)) >= self.ratios.get("recall", 0.0):
+            self._errors["recall"], self.ratios["recall"] = (proof.missed, proof.missed_by_chance), ratio
+            self.selection = proof.report
 
     def line(self, tokens: int, rows: int, *, own_length: bool) -> ParityLine:
         worst = max(self.ratios, key=lambda name: self.ratios[name])

@@ -99,7 +99,10 @@ def _miscounted(cell: PlannedCell, row: Replicate) -> list[str]:
 def _steps_off(cell: PlannedCell, row: Replicate) -> list[str]:
     """A step of path triton that was to be off and was not, or the reverse: the setting did not reach the process."""
     asked, planned = cell.axes.get("without", EVERYTHING), set(cell.route.off)
-    problems = [] if asked == EVERYTHING or asked in planned else [f"the cell is without {asked}, which its plan does not turn off"]
+    problems = []
+    if planned != {asked} - {EVERYTHING}:
+        turned = ", ".join(sorted(planned)) or "nothing"
+        problems.append(f"the cell is without {asked}, and its plan turns off {turned}: unset NSA_TRITON_* for the run")
     if row.route is not None and (ran := set(row.route.off)) != planned:
         names = [", ".join(sorted(steps)) or "nothing" for steps in (ran, planned)]
         problems.append(f"its process turned off {names[0]}, the plan says {names[1]}")

@@ -172,7 +172,7 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
         return job.proof
     dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
     path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] in BACKWARD
-    options: dict[str, Any] = {"train": train, "seed": job.seed, "tokens": int(job.axes["seq_len"])}
+    options: dict[str, Any] = {"train": train, "seed": job.seed, "tokens": int(job.axes["seq_len"]), "batch": int(job.axes["batch"])}
     if job.axes.get("compile") == "on":
         options["compiled"] = True
     if job.axes["workload"] in CACHED:

@@ -18,7 +18,7 @@ from nsa import capability, dispatch, functional, oracle, settings
 from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.routing import SPECS, Path, Problem, Route, route, route_dense
-from perfbench import blocks_parity, cache_parity, calls, layer_parity, selected_parity
+from perfbench import attention_only, blocks_parity, cache_parity, calls, layer_parity, selected_parity
 from perfbench.deviation import Comparison, Tensors, eager, exact
 from perfbench.result import ParityLine
 
@@ -35,23 +35,24 @@ class RouteDiffers(Exception):
 def check(
     model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, train: bool, seed: int,
     tokens: int | None = None, chunk: int | None = None, compiled: bool = False, selection: str | None = None,
-    stepping: bool = False,
+    stepping: bool = False, batch: int = 1,
 ) -> ParityLine:  # fmt: skip
     """Compare on sampled rows; never raises for a wrong number, only says so. ``tokens``: those of the timed cell's sequences.
 
     ``chunk``: tokens that the timed cell adds to a cache at a time, 1 where it decodes; the proof then goes through a cache, too.
-    ``stepping``: each single token by a step of static shapes (`nsa.steps`), as a captured decode step takes it.
+    ``batch``: the timed cell's sequences, by which a decode step's kernels go. ``stepping``: each single token by a step of static
+    shapes (`nsa.steps`), as a captured decode step takes it.
     ``compiled``: what is compared is compiled, as the timed cell's model is. ``selection``: the timed cell is the selected branch
     alone, on blocks of this kind; so is the proof then, without a layer.
     The line's ``own_length`` is true where the proof is at that length and so for no other; its ``selection`` reports an option
     that does not choose the exact top n. RouteDiffers where no length that may be tried gives the timed Route.
     """
-    alone = selection is not None
-    at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens, alone=alone)
+    alone, standard = selection is not None, _standard(model, timed, chunk)
+    at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens, alone=alone, chunk=chunk)
     rows = _sampled_rows(model.nsa, at_tokens, seed)
     compare = Comparison(dtype)
-    for batch in _batches(model, asked, at_tokens, chunk):
-        inputs = _inputs(model, batch, at_tokens, dtype, device, seed)
+    for sequences in _batches(model, asked, at_tokens, chunk, batch):
+        inputs = _inputs(model, sequences, at_tokens, dtype, device, seed)
         if selection is not None:
             blocks = selected_parity.blocks_of(selection, inputs["q"], model, seed)
             selected_parity.check(model, blocks, asked, fa2, inputs, rows, train, compare, compiled)
@@ -66,14 +67,14 @@ def check(
                 own = (layer_parity.compiled_of(own[0]), own[1])
             _check_sparse(model, own, inputs, rows, train, compare)
     if alone:
-        return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
+        return compare.line(at_tokens, len(rows), own_length=at_tokens != standard)
     layer_tokens, layer_asked = _layer_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens)
     got, truth, honest = layer_parity.outputs(
         model, path=layer_asked, fa2=fa2, tokens=layer_tokens, dtype=dtype, device=device, seed=seed, exact=exact, eager=eager,
         chunk=chunk, compiled=compiled, stepping=stepping,
     )  # fmt: skip
     compare.add("layer", got, truth, honest)
-    return compare.line(at_tokens, len(rows), own_length=at_tokens != standard_tokens(model.nsa))
+    return compare.line(at_tokens, len(rows), own_length=at_tokens != standard)
 
 
 def standard_tokens(nsa: NSAConfig) -> int:
@@ -86,25 +87,42 @@ def _batch(asked: str) -> int:
     return 1 if asked in tuple(Path) and SPECS[Path(asked)].slow else 2
 
 
-def _batches(model: ModelConfig, asked: str, tokens: int, chunk: int | None) -> tuple[int, ...]:
-    """Sequences of each proof. Path triton serves few rows by other kernels than many: one proof of each, for cells of any size."""
+def _batches(model: ModelConfig, asked: str, tokens: int, chunk: int | None, timed: int) -> tuple[int, ...]:
+    """Sequences of each proof. Path triton serves few rows of a call by other kernels than many, so there is a proof of each kind.
+
+    A decode step has few for any number of sequences, and goes by that: its proof has as many as the ``timed`` one.
+    """
     few = _batch(asked)
-    if asked != Path.TRITON or chunk == 1:
+    if asked != Path.TRITON:
         return (few,)
+    if chunk == 1:
+        return (few,) if few == timed else (few, timed)
     from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
 
-    many = -(-MIN_ROWS_TO_SORT // (tokens * model.num_kv_heads))
-    return (few, many) if many > few else (1, few)
+    longest = tokens if chunk is None else max(end - begin for begin, end in cache_parity.pieces_of(chunk, [], tokens))
+    many = -(-MIN_ROWS_TO_SORT // (longest * model.num_kv_heads))
+    return tuple(sorted({n for n in (min(few, many - 1), max(2, many)) if n > 0}))
+
+
+def _standard(model: ModelConfig, timed: Route, chunk: int | None) -> int:
+    """Tokens of the usual proof: `standard_tokens`, or where path triton decodes, so many that its compressed keys are split."""
+    usual = standard_tokens(model.nsa)
+    if chunk != 1 or not any(branch.implementation == Path.TRITON for branch in timed.branches):
+        return usual
+    from nsa.ops.kernels.decode import LEAST_KEYS
+
+    return max(usual, 2 * LEAST_KEYS * model.nsa.cmp_stride + model.nsa.cmp_block + 1)
 
 
 def _same_route_at(
-    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, tokens: int | None, alone: bool = False
-) -> tuple[int, str]:
+    model: ModelConfig, timed: Route, *, path: str, fa2: str, dtype: torch.dtype, device: str, tokens: int | None, alone: bool = False,
+    chunk: int | None = None,
+) -> tuple[int, str]:  # fmt: skip
     """(tokens, request) of a proof that takes the timed Route; RouteDiffers, with all that was tried, where none does.
 
     ``alone``: of the selected branch alone.
     """
-    standard = standard_tokens(model.nsa)
+    standard = _standard(model, timed, chunk)
     tries = [(standard, asked) for asked in (_by_name(model, timed, path), path)] + ([(tokens, path)] if tokens is not None else [])
     seen = []
     for at, asked in dict.fromkeys(tries):
@@ -164,11 +182,12 @@ def _whole(model: ModelConfig, asked: str, fa2: str, inputs: Tensors, rows: Tens
     """Whole sequences in one call."""
     q = inputs["q"]
     asked_of: dict[str, Any] = {"config": model.nsa, "path": asked, "fa2": fa2}
+    promised = attention_only.SIGMOID_GATES
     blocks = blocks_parity.chosen(q, *_kv_cmp(model, inputs), q_start=0, kv_len=q.shape[1], whole=True, **asked_of)[:, rows].cpu()
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
-        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=_phi(t), nonnegative_gates=True, **asked_of)
+        return functional.nsa_attention(t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=_phi(t), **promised, **asked_of)
 
     return cell, blocks
 

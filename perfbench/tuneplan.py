@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa.config import ModelConfig
-from nsa.routing import MASK_LIMIT_ELEMENTS, Capability, Path, Problem, RouteError
+from nsa.routing import MASK_LIMIT_ELEMENTS, TRITON_STEPS, Capability, Path, Problem, RouteError
 from nsa.settings import Settings
 from perfbench import calls
 from perfbench.axes import Cell, torch_dtype_name
@@ -18,7 +18,10 @@ WORKLOAD = "attention"  # forward and backward of attention alone
 PATHS = (Path.TRITON, Path.V2, Path.MASKED)
 DEFAULT_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 # Every cell must be what its name says; these settings would make it another.
-_TURN_ROUTES = ("NSA_FORCE_SEL_MASK", "NSA_USE_FA2", "NSA_USE_FA2_WIN", "NSA_USE_FA2_CMP", "NSA_SEL_RANGES_V2")
+_TURN_ROUTES = (
+    "NSA_FORCE_SEL_MASK", "NSA_USE_FA2", "NSA_USE_FA2_WIN", "NSA_USE_FA2_CMP", "NSA_SEL_RANGES_V2",
+    *(f"NSA_TRITON_{step.upper()}" for step in TRITON_STEPS),
+)  # fmt: skip
 _OWN_WINDOW = "path triton has a window kernel of its own, so FA-2 beside it decides nothing"
 _ENGAGED: Mapping[tuple[Path, str], tuple[str, ...]] = {
     (Path.TRITON, "off"): ("cmp.triton", "sel.triton", "win.triton"),

@@ -23,6 +23,8 @@ KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cu
 TRITON_MARKS: Mapping[str, str] = {
     "cmp": "nsa_interval_forward", "win": "nsa_interval_forward", "score": "nsa_choose", "sel": "nsa_selected_forward",
 }  # fmt: skip
+# What a launch of each step of path triton that may be turned off (NSA_TRITON_<STEP>=0) has in its name.
+STEP_MARKS: Mapping[str, str] = {"copy": "_copy", "lists": "nsa_selected_sum", "join": "nsa_gate_products", "split": "_split"}
 # Every route that goes through SDPA calls this operator, on any device.
 SDPA_OPERATOR = "aten::scaled_dot_product_attention"
 # What SDPA becomes in a graph: one of its fused kernels, or on a CPU the operator of one. Its unfused kernel has no name of its
@@ -99,10 +101,18 @@ def testify(route: Route, kernels: Mapping[str, int], operators: Mapping[str, in
         seen = sum(count for name, count in kernels.items() if mark in name.lower())
         if seen < due:
             return False, f"the Route names {kernel} for {due} launches, and {seen} device kernels are called *{mark}*"
+    for step in route.off:
+        if at := next((name for name in kernels if _shows(step, name.lower())), None):
+            return False, f"the Route says that {step} is off, and {at[:NAME_CHARS]} ran"
     dense = any("dense" in (branch.branch, branch.implementation) for branch in route.branches)
     if not dense and not branches["fa2"] and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels):
         return False, "the Route names no FA-2, and an FA-2 kernel ran"  # SDPA cannot use it under a mask
     return True, f"kernel names agree with the Route ({', '.join(sorted(branches))})"
+
+
+def _shows(step: str, kernel: str) -> bool:
+    mark = STEP_MARKS[step]
+    return kernel == mark if step == "lists" else "nsa_" in kernel and mark in kernel
 
 
 def _mark_of(branch: BranchRoute) -> str | None:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from nsa.ops.once import once
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define("nsa::gated_sum", "(Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> Tensor", tags=_TAGS)
@@ -63,7 +64,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-@once_differentiable
+@once
 def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
     gradients: tuple[Tensor, ...] = torch.ops.nsa.gated_sum_backward(do, *ctx.saved_tensors)
     return gradients

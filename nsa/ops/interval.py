@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from nsa.ops.once import once
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? q_starts, Tensor? first"
 _OPTIONS = "SymInt q_start, SymInt block, SymInt stride, SymInt? width, float scale"
@@ -75,7 +76,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.options = inputs[5:]
 
 
-@once_differentiable
+@once
 def _gradients(ctx: Any, do: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if do is None:
         return (None,) * 10

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from nsa.ops.once import once
 
 KV = tuple[Tensor, Tensor]
 _INPUTS = (
     "Tensor gates, Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor blocks, "
     "Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor lse_cmp, Tensor lse_sel, Tensor lse_win, Tensor? q_starts, Tensor? first"
 )
-_OPTIONS = "SymInt q_start, SymInt block, SymInt stride, SymInt sel_block, SymInt window, float scale"
+_OPTIONS = "SymInt q_start, SymInt block, SymInt stride, SymInt sel_block, SymInt window, SymInt full, float scale"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_NUM_TENSORS, _NUM_OPTIONS, _NUM_GRADIENTS = 17, 6, 8  # gradients: of the first so many inputs
+_NUM_TENSORS, _NUM_OPTIONS, _NUM_GRADIENTS = 17, 7, 8  # gradients: of the first so many inputs
 torch.library.define("nsa::joined", f"({_INPUTS}, {_OPTIONS}) -> Tensor", tags=_TAGS)
 torch.library.define(
     "nsa::joined_backward", f"(Tensor do, {_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})", tags=_TAGS
@@ -29,17 +30,18 @@ torch.library.define(
 
 def attend(
     gates: Tensor, q: Tensor, cmp: KV, sel: KV, win: KV, blocks: Tensor, outputs: tuple[Tensor, ...], lse: tuple[Tensor, ...], *,
-    block: int, stride: int, sel_block: int, window: int, q_start: int | Tensor, scale: float, first: Tensor | None,
+    block: int, stride: int, sel_block: int, window: int, q_start: int | Tensor, scale: float, first: Tensor | None, full: int,
 ) -> Tensor:  # fmt: skip
     """gates [B, T, Q, 3] in the order cmp, sel, win -> o [B, T, Q, DV], the sum of gate * output, with every gradient.
 
-    ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the same q, k and v, as constants.
+    ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the same q, k and v, as constants;
+    ``full`` as in `nsa.ops.selected.triton.attend_with_lse`.
     """
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
     gates = gates.to(outputs[0].dtype)
     o: Tensor = torch.ops.nsa.joined(
-        gates, q, *cmp, *sel, *win, blocks, *outputs, *lse, q_starts, first, at, block, stride, sel_block, window, scale
+        gates, q, *cmp, *sel, *win, blocks, *outputs, *lse, q_starts, first, at, block, stride, sel_block, window, full, scale
     )
     return o
 
@@ -55,9 +57,9 @@ def _backward(do: Tensor, *given: Any) -> tuple[Tensor, ...]:
     from nsa.ops.kernels import joined
 
     gates, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, blocks, *left, q_starts, first = given[:_NUM_TENSORS]
-    q_start, block, stride, sel_block, window, scale = given[_NUM_TENSORS:]
+    q_start, block, stride, sel_block, window, full, scale = given[_NUM_TENSORS:]
     o_cmp, o_sel, o_win, *lse = (x.contiguous() for x in left)
-    geometry = joined.Geometry(block, stride, sel_block, window, scale, q_start if q_starts is None else q_starts, first)
+    geometry = joined.Geometry(block, stride, sel_block, window, scale, q_start if q_starts is None else q_starts, first, full)
     kv = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
     return joined.backward(do, gates, q, *kv, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry)
 
@@ -75,7 +77,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[_NUM_TENSORS:]
 
 
-@once_differentiable  # a second derivative is an error, not a silent 0
+@once
 def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.nsa.joined_backward(do, *ctx.saved_tensors, *ctx.options)
     return (*gradients, *(None,) * (_NUM_TENSORS - _NUM_GRADIENTS + _NUM_OPTIONS))

@@ -156,7 +156,8 @@ def test_a_growing_sequence_compiles_nothing_new(branch: str, monkeypatch: pytes
     compiled: list[str] = []
     monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", lambda **given: compiled.append(given["repr"]))
     launch(1_000)
-    assert len(compiled) == 2, "attention over splits, and their sum"
+    once = len(compiled)
+    assert once, "attention over splits; another test may have built their sum"
     for n in (1_001, 1_008, 1_024, 2_049, 4_096, 8_192):
         launch(n)
-    assert len(compiled) == 2, compiled
+    assert len(compiled) == once, compiled

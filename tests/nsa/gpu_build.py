@@ -71,7 +71,7 @@ def everything(shape: str, *, batch: int = 1, ragged: bool = False, documents: b
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))
-    geometry = joined.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first)
+    geometry = joined.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
     joined.backward(do, gates, q, kv(G, (TOKENS - 32) // 16 + 1), tokens, tokens, blocks, (o, o, o), (lse, lse, lse), geometry)
 
 

@@ -134,7 +134,7 @@ def test_the_branch_takes_it_where_queries_are_few(monkeypatch: pytest.MonkeyPat
     """Value and gradients through the operator, of as many splits as shapes ask for; then without, bit for bit the other kernel's."""
     called: list[int] = []
     real = decode.interval_splits
-    monkeypatch.setattr(decode, "interval_splits", lambda *x: called.append(real(*x)) or called[-1])
+    monkeypatch.setattr(decode, "interval_splits", lambda *x, **o: called.append(real(*x, **o)) or called[-1])
     q, k, v = qkv(Case(300, 3, 16, 16, 1), q_tokens=2)
     given = options(CAUSAL, 298)
     visible = seen(torch.tensor([[298, 299]]), 300, CAUSAL, None)[:, :, None].expand(-1, -1, 2, -1)
@@ -196,9 +196,9 @@ def test_the_selected_branch_takes_it_where_rows_are_few(programs: int, monkeypa
     called: list[int] = []
     real = decode.selected
 
-    def watched(*x: Any, per_split: int, **given: Any) -> None:
-        called.append(per_split)
-        real(*x, per_split=per_split, **given)
+    def watched(*x: Any, **given: Any) -> None:
+        called.append(1)
+        real(*x, **given)
 
     monkeypatch.setattr(decode, "selected", watched)
     monkeypatch.setattr(decode, "PROGRAMS", programs)
@@ -261,15 +261,21 @@ def test_fp16() -> None:
     [(2, 4095, 32), (16, 4095, 16), (128, 4095, 2), (256, 4095, 1), (2, 512, 4), (2, 1, 1), (2, 0, 1), (0, 9, 1), (2, 1 << 20, 132)],
 )
 def test_splits_of_an_interval(tiles: int, keys: int, splits: int) -> None:
-    """About 264 programs, of at least 128 keys each."""
-    assert decode.interval_splits(tiles, keys) == splits
+    """About 264 programs, of at least 128 keys each; of a window, at least 64."""
+    assert decode.interval_splits(tiles, keys, banded=False) == splits
+
+
+def test_splits_of_a_window() -> None:
+    assert [decode.interval_splits(tiles, 512, banded=True) for tiles in (2, 16, 128, 256)] == [8, 8, 2, 1]
 
 
 @pytest.mark.parametrize(
-    ("rows", "slots", "per_split"), [(2, 16, 1), (16, 16, 1), (32, 16, 2), (64, 16, 4), (128, 16, 8), (256, 16, 16), (5000, 16, 16)]
+    ("rows", "small", "per_split"),
+    [(2, False, 1), (16, False, 1), (32, False, 2), (64, False, 4), (256, False, 16), (16, True, 1), (128, True, 2), (256, True, 4)],
 )
-def test_slots_of_a_split(rows: int, slots: int, per_split: int) -> None:
-    assert decode.slots_per_split(rows, slots) == per_split
+def test_slots_of_a_split(rows: int, small: bool, per_split: int) -> None:
+    """Of 16 slots."""
+    assert decode.slots_per_split(rows, 16, small=small) == per_split
 
 
 @pytest.mark.parametrize(("queries", "heads", "few"), [(1, 6, True), (4, 16, True), (5, 16, False), (64, 1, True), (0, 6, False)])
@@ -277,5 +283,5 @@ def test_few_queries_fit_one_tile(queries: int, heads: int, few: bool) -> None:
     assert decode.few_queries(queries, heads) == few
 
 
-def test_many_rows_are_sorted_as_before() -> None:
-    assert decode.slots_per_split(selected.MIN_ROWS_TO_SORT, 16) == 16, "no split where rows are many"
+def test_many_rows_are_served_as_before() -> None:
+    assert decode.few_rows(256) and not decode.few_rows(265) and not decode.few_rows(selected.MIN_ROWS_TO_SORT)

@@ -12,24 +12,25 @@ from torch import Tensor
 
 from nsa import NSAAttention, nsa_attention
 from nsa.ops import joined
+from nsa.ops.kernels import interval as interval_kernels
+from nsa.ops.kernels import selected
 from tests import oracle
 from tests.cases import SMALL, assert_parity, assert_same_function, randn
 from tests.nsa.test_kernels import poisoned_memory  # noqa: F401
 
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 CALLS: list[tuple[int, dict[str, Any]]] = [
-    (1, {}),
     (2, {}),
-    (2, {"q_start": 7}),
-    (2, {"q_start": torch.tensor([0, 30])}),
+    (2, {"q_start": 67}),
+    (2, {"q_start": torch.tensor([0, 70])}),
     (1, {"cu_seqlens": torch.tensor([0, 37, 37, 90])}),
 ]
 
 
 def inputs(batch: int, tokens: int = 90, queries: int = 90) -> list[Tensor]:
-    q, gates = randn(batch, queries, 6, 12, seed=1), randn(batch, queries, 6, 3, seed=2).sigmoid()
-    gates[:, 40:44, 1] = 0.0
-    kv = [randn(batch, tokens, 2, dim, seed=3 + i) for i, dim in enumerate((12, 20) * 3)]
+    q, gates = randn(batch, queries, 3, 12, seed=1), randn(batch, queries, 3, 3, seed=2).sigmoid()
+    gates[:, 10:14, 1] = 0.0
+    kv = [randn(batch, tokens, 1, dim, seed=3 + i) for i, dim in enumerate((12, 20) * 3)]
     return [q, *kv, gates]
 
 
@@ -59,9 +60,19 @@ def gradients(of: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, leaves, randn(*o.shape, seed=11))]
 
 
-@pytest.mark.parametrize(("batch", "options"), CALLS, ids=["one row", "two rows", "a chunk", "ragged chunks", "packed"])
+@pytest.fixture(params=["lists", "rows"])
+def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which kernels serve the selected branch; of lists, several chunks."""
+    if request.param == "lists":
+        monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+        monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
+        monkeypatch.setattr(selected, "PART_BYTES", 40 * 3 * SMALL.num_selected * 20 * 4)
+    return str(request.param)
+
+
+@pytest.mark.parametrize(("batch", "options"), CALLS, ids=["two rows", "a chunk", "ragged chunks", "packed"])
 def test_together_is_what_each_branch_gives(batch: int, options: dict[str, Any], taken: list[str]) -> None:
-    given = inputs(batch, queries=60 if "q_start" in options else 90)
+    given = inputs(batch, queries=20 if "q_start" in options else 90)
     together = gradients(lambda *x: call(*x, nonnegative_gates=True, **options), given)
     assert taken == ["joined"]
     apart = gradients(lambda *x: call(*x, **options), given)
@@ -70,7 +81,15 @@ def test_together_is_what_each_branch_gives(batch: int, options: dict[str, Any],
         assert_parity(a, b.double(), name)
 
 
-def test_against_the_oracle(taken: list[str]) -> None:
+@pytest.mark.parametrize("together", [True, False])
+def test_against_the_oracle(together: bool, by: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By lists, rows below num_selected * sel_block = 80 go without them."""
+    whole: list[int] = []
+    forward = interval_kernels.forward
+    monkeypatch.setattr(
+        interval_kernels, "forward", lambda q, *x, **o: (whole.append(q.shape[1]) if "into" in o else None, forward(q, *x, **o))[1]
+    )
+
     def truth(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
         k_c, v_c = (oracle.compress_mean(x, SMALL.cmp_block, SMALL.cmp_stride) for x in (k_cmp, v_cmp))
         blocks = oracle.select(q.detach(), k_c.detach(), config=SMALL, kv_len=90)[0]
@@ -81,23 +100,23 @@ def test_against_the_oracle(taken: list[str]) -> None:
         )
         return sum((gates[..., i, None] * o for i, o in enumerate(outputs)), torch.zeros(()))
 
-    assert_same_function(lambda *x: call(*x, nonnegative_gates=True), truth, inputs(2), NAMES)
-    assert taken
+    assert_same_function(lambda *x: call(*x, nonnegative_gates=together), truth, inputs(2 if by == "lists" else 1), NAMES)
+    assert bool(taken) == together and whole == ([80] if by == "lists" else [])
 
 
 def test_a_negative_gate_breaks_the_promise_loudly() -> None:
-    given = inputs(1)
-    given[-1][0, 50, 2, 1] = -0.25
+    given = inputs(1, 30, 30)
+    given[-1][0, 20, 2, 1] = -0.25
     kept = gradients(call, given)
     broken = gradients(lambda *x: call(*x, nonnegative_gates=True), given)
     assert all(bool(x.isfinite().all()) for x in kept)
-    assert torch.equal(broken[0], kept[0]) and bool(broken[1][0, 50, 2].isnan().all())
+    assert torch.equal(broken[0], kept[0]) and bool(broken[1][0, 20, 2].isnan().all())
 
 
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_a_layer_takes_it_where_gradients_are_recorded(gate: str, taken: list[str]) -> None:
-    layer = NSAAttention(24, 6, 2, 12, 20, config=replace(SMALL, gate=gate), path="triton")
-    x = randn(1, 90, 24, seed=0)
+    layer = NSAAttention(24, 3, 1, 12, 20, config=replace(SMALL, gate=gate), path="triton")
+    x = randn(1, 30, 24, seed=0)
     with torch.no_grad():
         layer(x)
     assert not taken
@@ -108,7 +127,7 @@ def test_a_layer_takes_it_where_gradients_are_recorded(gate: str, taken: list[st
 
 def test_a_branch_that_is_off_leaves_the_others_apart(taken: list[str]) -> None:
     config = replace(SMALL, branches=("cmp", "sel"))
-    q, *kv, gates = inputs(1)
+    q, *kv, gates = inputs(1, 30, 30)
     leaves = [x.requires_grad_() for x in (q, gates)]
     o = nsa_attention(
         leaves[0], (kv[0], kv[1]), (kv[2], kv[3]), (kv[4], kv[5]), leaves[1], config=config, path="triton", nonnegative_gates=True

@@ -391,9 +391,9 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
     o, lse = randn(1, 6, 4, 24, seed=3), randn(1, 6, 4, seed=4)
     blocks = torch.zeros(1, 6, 2, 2, dtype=torch.int32)
     blocks[..., 1] = -1
-    gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0.25)
+    gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0, 0.25)
     left = (blocks, *(o + i for i in range(3)), *(lse + i for i in range(3)))
-    joined = (gates.sigmoid(), q, *(x + i for i in range(3) for x in (k, v)), *left, None, None, 0, 1, 1, 4, 3, 0.25)
+    joined = (gates.sigmoid(), q, *(x + i for i in range(3) for x in (k, v)), *left, None, None, 0, 1, 1, 4, 3, 0, 0.25)
     return {
         "interval": (q, k, v, None, None, *window),
         "interval_backward": (o, o, lse, q, k, v, None, None, *window),
@@ -425,3 +425,13 @@ def test_a_second_derivative_is_refused() -> None:
     (d_q,) = torch.autograd.grad(attend(q, k, v, blocks).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         d_q.sum().backward()
+
+
+def test_a_penalty_on_gradients_is_not_dropped() -> None:
+    """The incoming gradient depends on nothing here; the gradients do."""
+    q, k, v = (x.requires_grad_() for x in qkv(Case(4, 1, 16, 16, 1)))
+    blocks = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
+    o = attend(q, k, v, blocks)
+    (d_q,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (o.sum() + d_q.square().sum()).backward()

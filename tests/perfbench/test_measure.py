@@ -412,6 +412,7 @@ def test_parity_is_asked_for_exactly_this_cell(monkeypatch: pytest.MonkeyPatch) 
         "train": True,
         "seed": wanted.seed,
         "tokens": 64,
+        "batch": 1,
     }
 
 

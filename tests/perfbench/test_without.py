@@ -162,8 +162,15 @@ def test_a_plan_that_forgets_the_step_fails_too() -> None:
     whole, lists = planned()
     forgetful = lists.model_copy(update={"route": lists.route.model_copy(update={"off": []})})
     judgement = judge(b.make_run([whole, forgetful]), None, GatePolicy())
-    assert "the cell is without lists, which its plan does not turn off" in reason_of(judgement, LISTS)
+    assert "the cell is without lists, and its plan turns off nothing" in reason_of(judgement, LISTS)
     assert verdict_of(judgement, WHOLE) is None
+
+
+def test_a_setting_of_the_whole_run_is_no_cell_with_everything_on() -> None:
+    whole, _ = planned()
+    crippled = whole.model_copy(update={"route": whole.route.model_copy(update={"off": ["copy"]})})
+    judgement = judge(b.make_run([crippled]), None, GatePolicy())
+    assert "the cell is without none, and its plan turns off copy: unset NSA_TRITON_*" in reason_of(judgement, WHOLE)
 
 
 def test_an_older_row_has_every_step() -> None:

@@ -41,11 +41,11 @@ def starts(q_start: int | Tensor) -> tuple[int, Tensor | None]:
     return (0, q_start) if isinstance(q_start, Tensor) else (q_start, None)
 
 
-def named_by(name: str, marks: Mapping[str, str]) -> Callable[[Any], str]:
-    """For `triton.jit(repr=...)`: the name that a profiler shows, with the mark of each constexpr that is true."""
+def named_by(name: str, marks: Mapping[str, str], end: str = "") -> Callable[[Any], str]:
+    """For `triton.jit(repr=...)`: the name that a profiler shows, with the mark of each constexpr that is true, then ``end``."""
 
     def shown(specialization: Any) -> str:
-        return name + "".join(mark for flag, mark in marks.items() if specialization.constants.get(flag))
+        return name + "".join(mark for flag, mark in marks.items() if specialization.constants.get(flag)) + end
 
     return shown
 

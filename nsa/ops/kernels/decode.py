@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import LOG2E, named_by, padded, precision, starts, width_class
+from nsa.settings import is_off
 
 MAX_ROWS = 64  # of a tile: T * H
 PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
-LEAST_KEYS = 128  # a split, so that its part is worth the sum
+SMALL_PROGRAMS = 1024  # where a program's tiles take little shared memory, several share a multiprocessor
+LEAST_KEYS, LEAST_KEYS_BANDED = 128, 64  # a split, so that its part is worth the sum
 AT_ONCE = 32  # parts that a program sums at a time
 
-_SHOWN = {"BANDED": "_band", "M": "_split"}  # every launch has rows, so M is never 0
-_SHOWN_SUM = {"BANDED": "_band"}
+_BRANCH = {"BANDED": "_band"}  # as in nsa.ops.kernels.interval
 
 
 @triton.jit
@@ -69,7 +70,7 @@ def _leave(O, LSE, row, live, m, l, acc, DV: tl.constexpr, BDV: tl.constexpr):
 
 
 # A number that grows with the sequence is a variant only where it is 1 or a multiple of 16: it would compile amid a generation.
-@triton.jit(repr=named_by("nsa_interval_forward", _SHOWN), do_not_specialize=["C", "q0"])
+@triton.jit(repr=named_by("nsa_interval_forward", _BRANCH, "_split"), do_not_specialize=["C", "q0"])
 def nsa_interval_forward_split(
     Q, K, V, O, LSE, Q0, FIRST, T, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
@@ -168,7 +169,7 @@ def _sum(PART, LSE_PART, O, LSE, num_splits, DV: tl.constexpr, BDV: tl.constexpr
     tl.store(LSE + row + tl.arange(0, 1), tl.where(some, m + tl.log2(safe), float("-inf")))
 
 
-@triton.jit(repr=named_by("nsa_interval_sum", _SHOWN_SUM), do_not_specialize=["num_splits"])
+@triton.jit(repr=named_by("nsa_interval_sum", _BRANCH), do_not_specialize=["num_splits"])
 def nsa_interval_sum(
     PART, LSE_PART, O, LSE, num_splits, DV: tl.constexpr, BDV: tl.constexpr, AT_ONCE: tl.constexpr, BANDED: tl.constexpr
 ):  # fmt: skip
@@ -185,7 +186,7 @@ def nsa_selected_sum_splits(PART, LSE_PART, O, LSE, num_splits, DV: tl.constexpr
 TILES = ((64, 4, 3), (64, 4, 3), (32, 4, 2), (32, 8, 1))
 SELECTED_WARPS = 4
 PREFETCHED_BYTES = 1 << 15  # of a block's K and V: up to here, the next slot's are read ahead
-SUM_WARPS = 2
+SUM_WARPS = 1
 
 
 def few_queries(T: int, H: int) -> bool:
@@ -194,17 +195,22 @@ def few_queries(T: int, H: int) -> bool:
     A tile of one head, as many queries have, would be padding but for T rows, and every head would read K and V again; packed, no
     program does more than one of those, and there are H times fewer, whatever the batch is.
     """
-    return 0 < T * H <= MAX_ROWS
+    return 0 < T * H <= MAX_ROWS and not is_off("split")
 
 
-def interval_splits(tiles: int, keys: int) -> int:
+def interval_splits(tiles: int, keys: int, *, banded: bool) -> int:
     """Of at most ``keys`` keys that the queries of each of ``tiles`` (b, kv head) see."""
-    return max(1, min(PROGRAMS // max(1, tiles), triton.cdiv(keys, LEAST_KEYS)))
+    return max(1, min(PROGRAMS // max(1, tiles), triton.cdiv(keys, LEAST_KEYS_BANDED if banded else LEAST_KEYS)))
 
 
-def slots_per_split(rows: int, N: int) -> int:
+def few_rows(rows: int) -> bool:
+    """Whether ``rows`` (b, t, kv head) of the selected branch are served here: where a program each would not fill a GPU."""
+    return rows <= PROGRAMS and not is_off("split")
+
+
+def slots_per_split(rows: int, N: int, *, small: bool) -> int:
     """Of the N slots of each of ``rows`` (b, t, kv head): a power of two, since each is a variant to compile; N or more: no split."""
-    return padded(triton.cdiv(N, max(1, PROGRAMS // max(1, rows))), 1)
+    return padded(triton.cdiv(N, max(1, (SMALL_PROGRAMS if small else PROGRAMS) // max(1, rows))), 1)
 
 
 def _parts(o: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -221,7 +227,7 @@ def interval(
     """As `nsa.ops.kernels.interval.forward`, of `few_queries`, into contiguous (o, lse); last dimensions are contiguous."""
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H, banded = HQ // G, width is not None
-    splits = splits or interval_splits(B * G, C if width is None else min(C, width + T - 1))
+    splits = splits or interval_splits(B * G, C if width is None else min(C, width + T - 1), banded=banded)
     part = _parts(*into, splits)
     BC, num_warps, num_stages = tiles or TILES[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
     q0, Q0 = starts(q_start)
@@ -236,13 +242,15 @@ def interval(
 
 def selected(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float,
-    into: tuple[Tensor, Tensor], per_split: int, tiles: tuple[int, int] | None = None,
+    into: tuple[Tensor, Tensor], per_split: int | None = None, tiles: tuple[int, int] | None = None,
 ) -> None:  # fmt: skip
-    """As `nsa.ops.kernels.selected.forward`, ``per_split`` slots a program, into contiguous (o, lse); blocks are contiguous, too."""
+    """As `nsa.ops.kernels.selected.forward`, of `few_rows`, into contiguous (o, lse); blocks are contiguous, too."""
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
-    H, J, L, splits = HQ // G, -(-S // sel_block), sel_block, triton.cdiv(N, per_split)
+    H, J, L, block_bytes = HQ // G, -(-S // sel_block), sel_block, padded(sel_block) * (padded(D) + padded(DV)) * k.element_size()
+    ahead = block_bytes <= PREFETCHED_BYTES
+    per_split = per_split or min(N, slots_per_split(B * T * G, N, small=2 * block_bytes <= PREFETCHED_BYTES))
+    splits = triton.cdiv(N, per_split)
     part = _parts(*into, splits)
-    ahead = padded(L) * (padded(D) + padded(DV)) * k.element_size() <= PREFETCHED_BYTES
     num_warps, num_stages = tiles or (max(SELECTED_WARPS, padded(H) // 16), 2 if ahead else 1)
     q0, Q0 = starts(q_start)
     nsa_selected_forward_split[(B * T * G, splits)](

@@ -16,7 +16,8 @@ from torch import Tensor
 from nsa.ops.kernels import decode
 from nsa.ops.kernels.common import LOG2E, described, named_by, padded, precision, rows, starts, width_class
 
-_BRANCH = {"BANDED": "_band"}  # the sliding branch's launches, as a profiler shows them
+# What a profiler shows: the sliding branch's launches, and those by the copy engine.
+_SHOWN = {"BANDED": "_band", "COPY": "_copy"}
 
 
 @triton.jit
@@ -79,9 +80,9 @@ def _step(
     return new, l * a + tl.sum(p, 1), acc
 
 
-@triton.jit(repr=named_by("nsa_interval_forward", _BRANCH))
+@triton.jit(repr=named_by("nsa_interval_forward", _SHOWN))
 def nsa_interval_forward(
-    Q, K, V, O, LSE, Q0, FIRST, T, C, q0, block, stride, width,
+    Q, K, V, O, LSE, Q0, FIRST, T, TO, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
     H: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
@@ -119,7 +120,7 @@ def nsa_interval_forward(
             )  # fmt: skip
     some = l > 0
     o = acc / tl.where(some, l, 1.0)[:, None]
-    row = (b * T + t) * HQ + head
+    row = (b * TO + t) * HQ + head
     dv = tl.arange(0, BDV)
     tl.store(O + row[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(t < T)[:, None] & (dv < DV)[None, :])
     tl.store(LSE + row, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=t < T)
@@ -148,9 +149,9 @@ def _step_q(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit(repr=named_by("nsa_interval_backward_q", _BRANCH))
+@triton.jit(repr=named_by("nsa_interval_backward_q", _SHOWN))
 def nsa_interval_backward_q(
-    Q, K, V, DO, LSE, DELTA, DQ, Q0, FIRST, T, C, q0, block, stride, width,
+    Q, K, V, DO, LSE, DELTA, DQ, Q0, FIRST, T, TO, C, q0, block, stride, width,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
     H: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr, ADD: tl.constexpr,
@@ -170,7 +171,7 @@ def nsa_interval_backward_q(
         V += b * sv_b + g.to(tl.int64) * sv_g
     d = tl.arange(0, BD)
     q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
-    row = (b * T + t) * HQ + head
+    row = (b * TO + t) * HQ + head
     do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
     lse, delta = _of_rows(LSE, DELTA, row, live)
     acc = tl.zeros([BM, BD], tl.float32)
@@ -201,13 +202,13 @@ def nsa_interval_backward_q(
 
 @triton.jit
 def _step_kv(
-    k, v, Q, DO, LSE, DELTA, Q0, FIRST, t0, b, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
+    k, v, Q, DO, LSE, DELTA, Q0, FIRST, t0, b, head, c, dk, dv, T, TO, C, q0, block, stride, width, sq_t, scale_log2,
     HQ: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, MASK: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
 ):  # fmt: skip
     t = t0 + tl.arange(0, BM)
     live = t < T
-    row = (b.to(tl.int64) * T + t) * HQ + head
+    row = (b.to(tl.int64) * TO + t) * HQ + head
     q = _tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
     do = _tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
     lse, delta = _of_rows(LSE, DELTA, row, live)
@@ -220,9 +221,9 @@ def _step_kv(
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dv
 
 
-@triton.jit(repr=named_by("nsa_interval_backward_kv", _BRANCH))
+@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
 def nsa_interval_backward_kv(
-    Q, K, V, DO, LSE, DELTA, DK, DV_, Q0, FIRST, T, C, q0, block, stride, width, per_split, num_splits,
+    Q, K, V, DO, LSE, DELTA, DK, DV_, Q0, FIRST, T, TO, C, q0, block, stride, width, per_split, num_splits,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
     G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, BANDED: tl.constexpr, PREC: tl.constexpr,
@@ -261,15 +262,15 @@ def nsa_interval_backward_kv(
         DO_ = DO
         if not COPY:
             Q_ = Q + b * sq_b + head.to(tl.int64) * sq_h
-            DO_ = DO + (b * T * HQ + head) * DV
+            DO_ = DO + (b * TO * HQ + head) * DV
         for t0 in range(begin, whole, BM):
             dk, dv = _step_kv(
-                k, v, Q_, DO_, LSE, DELTA, Q0, FIRST, t0, b_, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
+                k, v, Q_, DO_, LSE, DELTA, Q0, FIRST, t0, b_, head, c, dk, dv, T, TO, C, q0, block, stride, width, sq_t, scale_log2,
                 HQ, D, DV, BM, BD, BDV, False, DOCS, BANDED, True, PREC, COPY,
             )  # fmt: skip
         for t0 in range(whole, stop, BM):
             dk, dv = _step_kv(
-                k, v, Q_, DO_, LSE, DELTA, Q0, FIRST, t0, b_, head, c, dk, dv, T, C, q0, block, stride, width, sq_t, scale_log2,
+                k, v, Q_, DO_, LSE, DELTA, Q0, FIRST, t0, b_, head, c, dk, dv, T, TO, C, q0, block, stride, width, sq_t, scale_log2,
                 HQ, D, DV, BM, BD, BDV, False, DOCS, BANDED, False, PREC, COPY,
             )  # fmt: skip
     slot = ((split * (H // HP) + part) * (tl.num_programs(1) // num_splits) + b) * C + c
@@ -316,13 +317,16 @@ def _tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, i
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, block: int, stride: int, width: int | None, q_start: int | Tensor, first: Tensor | None,
-    scale: float, tiles: dict[str, int] | None = None,
+    scale: float, into: tuple[Tensor, Tensor] | None = None, tiles: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32)."""
+    """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32).
+
+    ``into``: contiguous o and lse of T or more rows; those beyond T are left as they are.
+    """
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
-    o, lse = q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32)
-    if tiles is None and decode.few_queries(T, HQ // G):
+    o, lse = into or (q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32))
+    if tiles is None and into is None and decode.few_queries(T, HQ // G):
         decode.interval(
             q, k, v, into=(o, lse), block=block, stride=stride, width=width, q_start=q_start, first=first, scale=scale
         )  # fmt: skip
@@ -332,7 +336,7 @@ def forward(
     q0, Q0 = starts(q_start)
     keys, copy = described(BC, k, v)
     nsa_interval_forward[(triton.cdiv(T, BM), HQ, B)](
-        q, *keys, o, lse, Q0, first, T, C, q0, block, stride, width or 0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
+        q, *keys, o, lse, Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         scale * LOG2E, HQ // G, HQ, D, DV, BM, BC, padded(D), padded(DV), Q0 is not None, first is not None, width is not None,
         precision(q), copy, **config,
     )  # fmt: skip
@@ -341,21 +345,21 @@ def forward(
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, block: int, stride: int, width: int | None,
-    q_start: int | Tensor, first: Tensor | None, scale: float, dq: Tensor | None = None,
+    q_start: int | Tensor, first: Tensor | None, scale: float, dq: Tensor | None = None, adds: bool = False,
     tiles_q: dict[str, int] | None = None, tiles_kv: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order.
 
     ``delta`` [B, T, Q] fp32 is o . do. Where do is the gradient of gate * o, take log2 gate off the lse: a weight then has the gate
-    as a factor. Into ``dq``, where it is given, q's gradient is added.
+    as a factor. q's gradient goes into ``dq``, where that is given, or is added to it (``adds``). do, lse, delta and dq are contiguous
+    and may have more rows than q: those are neither read nor written.
     """
-    q, k, v, do = rows(q), rows(k), rows(v), do.contiguous()
+    q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H = HQ // G
-    adds = dq is not None
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    geometry = (Q0, first, T, C, q0, block, stride, width or 0)
+    geometry = (Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
     shapes = (padded(D), padded(DV), Q0 is not None, first is not None, width is not None, precision(q))
     config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
@@ -372,7 +376,7 @@ def backward(
     num_parts = splits * (H // heads)
     kept = torch.float32 if num_parts > 1 else k.dtype
     dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
-    (queries, gradients), copy = described(BM, q, do)
+    (queries, gradients), copy = described(BM, q, do[:, :T])
     nsa_interval_backward_kv[(G * (H // heads), B * splits, triton.cdiv(C, BC))](
         queries, k, v, gradients, lse, delta, dk, dv, *geometry, per_split, splits, *strides, G, H, heads, D, DV, BM, BC, *shapes, copy,
         **config,

@@ -26,6 +26,7 @@ class Geometry:
     scale: float
     q_start: int | Tensor
     first: Tensor | None
+    full: int  # as in `nsa.ops.kernels.selected.forward`
 
 
 def backward(
@@ -40,8 +41,8 @@ def backward(
     delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
     where: dict[str, Any] = {"q_start": at.q_start, "first": at.first, "scale": at.scale}
     dq, *d_cmp = interval.backward(do, q, *cmp, lse_gated[0], delta[0], block=at.block, stride=at.stride, width=None, **where)
-    _, *d_win = interval.backward(do, q, *win, lse_gated[2], delta[2], dq=dq, block=1, stride=1, width=at.window, **where)
+    _, *d_win = interval.backward(do, q, *win, lse_gated[2], delta[2], dq=dq, adds=True, block=1, stride=1, width=at.window, **where)
     _, *d_sel = selected.backward(
-        do, q, *sel, blocks, lse_gated[1], delta[1], dq=dq, sel_block=at.sel_block, q_start=at.q_start, scale=at.scale
+        do, q, *sel, blocks, lse_gated[1], delta[1], dq=dq, sel_block=at.sel_block, q_start=at.q_start, scale=at.scale, full=at.full
     )
     return dgates, dq, *d_cmp, *d_sel, *d_win

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, described, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import LOG2E, described, named_by, padded, precision, rows, starts, width_class
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
 CANDIDATES = 32  # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by one
@@ -42,7 +42,7 @@ def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOC
     return pos, lo, tl.minimum(hi, C)
 
 
-@triton.jit
+@triton.jit(repr=named_by("nsa_scores", {"COPY": "_copy"}))
 def nsa_scores(
     Q, K, LSE, SCORE, EDGE, Q0, FIRST, b0, t0, n, T, C, q0, block, stride, J,
     sq_b, sq_t, sq_h, sk_b, sk_c, sk_g, scale_log2,

@@ -9,13 +9,14 @@ Rows (b, t) are taken a chunk at a time, which bounds the parts' memory; the chu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels import decode
+from nsa.ops.kernels import decode, interval
 from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
 from nsa.settings import is_off
 
@@ -26,13 +27,15 @@ BY_ROW = (1, 2)  # warps, stages
 
 
 @triton.jit
-def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
-    """The list that each entry belongs to: (chunk, b, g, block); an empty slot is in its chunk's last one, which nobody reads."""
+def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, full, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
+    """The list that each entry belongs to: (chunk, b, g, block). An empty slot, or one of a sequence's first ``full`` rows, is in its
+    chunk's last one, which nobody reads."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     block = tl.load(BLOCKS + e, mask=e < E, other=-1)
     row = (e // (G * N)).to(tl.int32)
     g = (e // N % G).to(tl.int32)
-    of_chunk = tl.where((block >= 0) & (block < J), (row // T * G + g) * J + block, num_lists)
+    listed = (block >= 0) & (block < J) & (row % T >= full)
+    of_chunk = tl.where(listed, (row // T * G + g) * J + block, num_lists)
     tl.store(KEY + e, (row // rows_per_chunk * (num_lists + 1) + of_chunk).to(KEY.dtype.element_ty), mask=e < E)
 
 
@@ -113,35 +116,36 @@ def nsa_selected_forward(
 
 @triton.jit
 def nsa_selected_sum(
-    PART, LSE_PART, BLOCKS, O, LSE, first_row, J,
+    PART, LSE_PART, BLOCKS, O, LSE, first_row, T, full, J,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, DV: tl.constexpr, HP: tl.constexpr, BDV: tl.constexpr,
 ):  # fmt: skip
     """One (row, kv head) a program: o = sum over slots of 2^(lse_n - lse) o_n. The parts' loads wait for nothing but their block."""
     local = tl.program_id(0).to(tl.int64)
     at_row = first_row * G + local
-    h = tl.arange(0, HP)
-    dv = tl.arange(0, BDV)
-    n_ = tl.arange(0, NP)
-    chosen = tl.load(BLOCKS + at_row * N + n_, mask=n_ < N, other=-1)
-    there = (h < H)[:, None] & ((chosen >= 0) & (chosen < J))[None, :]
-    lses = tl.load(LSE_PART + (local * N + n_)[None, :] * H + h[:, None], mask=there, other=float("-inf"))  # [heads, slots]
-    most = tl.max(lses, 1)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.sum(tl.exp2(lses - most[:, None]), 1)
-    acc = tl.zeros([HP, BDV], tl.float32)
-    for n in tl.static_range(N):
-        block = tl.load(BLOCKS + at_row * N + n)
-        written = (h < H) & (block >= 0) & (block < J)
-        at = (local * N + n) * H + h
-        mask = written[:, None] & (dv < DV)[None, :]
-        o = tl.load(PART + at[:, None] * DV + dv[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        lse = tl.load(LSE_PART + at, mask=written, other=float("-inf"))
-        acc += tl.exp2(lse - most)[:, None] * o
-    some = total > 0
-    to = at_row * H + h
-    o = acc / tl.where(some, total, 1.0)[:, None]
-    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
-    tl.store(LSE + to, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=h < H)
+    if (at_row // G) % T >= full:  # rows before that are done
+        h = tl.arange(0, HP)
+        dv = tl.arange(0, BDV)
+        n_ = tl.arange(0, NP)
+        chosen = tl.load(BLOCKS + at_row * N + n_, mask=n_ < N, other=-1)
+        there = (h < H)[:, None] & ((chosen >= 0) & (chosen < J))[None, :]
+        lses = tl.load(LSE_PART + (local * N + n_)[None, :] * H + h[:, None], mask=there, other=float("-inf"))  # [heads, slots]
+        most = tl.max(lses, 1)
+        most = tl.where(most == float("-inf"), 0.0, most)
+        total = tl.sum(tl.exp2(lses - most[:, None]), 1)
+        acc = tl.zeros([HP, BDV], tl.float32)
+        for n in tl.static_range(N):
+            block = tl.load(BLOCKS + at_row * N + n)
+            written = (h < H) & (block >= 0) & (block < J)
+            at = (local * N + n) * H + h
+            mask = written[:, None] & (dv < DV)[None, :]
+            o = tl.load(PART + at[:, None] * DV + dv[None, :], mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            lse = tl.load(LSE_PART + at, mask=written, other=float("-inf"))
+            acc += tl.exp2(lse - most)[:, None] * o
+        some = total > 0
+        to = at_row * H + h
+        o = acc / tl.where(some, total, 1.0)[:, None]
+        tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
+        tl.store(LSE + to, tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")), mask=h < H)
 
 
 @triton.jit
@@ -290,25 +294,26 @@ def nsa_selected_sum_kv(
 
 @triton.jit
 def nsa_selected_sum_q(
-    DQ_PART, BLOCKS, DQ, first_row, J,
+    DQ_PART, BLOCKS, DQ, first_row, T, full, J,
     G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, D: tl.constexpr, HP: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
     """One (row, kv head) a program: dq is the sum over its slots. ADD to what DQ holds."""
     local = tl.program_id(0).to(tl.int64)
     at_row = first_row * G + local
-    h = tl.arange(0, HP)
-    d = tl.arange(0, BD)
-    acc = tl.zeros([HP, BD], tl.float32)
-    for n in tl.static_range(N):
-        block = tl.load(BLOCKS + at_row * N + n)
-        at = (local * N + n) * H + h
-        there = (h < H)[:, None] & (d < D)[None, :] & (block >= 0) & (block < J)
-        acc += tl.load(DQ_PART + at[:, None] * D + d[None, :], mask=there, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    to = DQ + (at_row * H + h)[:, None] * D + d[None, :]
-    mask = (h < H)[:, None] & (d < D)[None, :]
-    if ADD:
-        acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
+    if (at_row // G) % T >= full:  # rows before that are done
+        h = tl.arange(0, HP)
+        d = tl.arange(0, BD)
+        acc = tl.zeros([HP, BD], tl.float32)
+        for n in tl.static_range(N):
+            block = tl.load(BLOCKS + at_row * N + n)
+            at = (local * N + n) * H + h
+            there = (h < H)[:, None] & (d < D)[None, :] & (block >= 0) & (block < J)
+            acc += tl.load(DQ_PART + at[:, None] * D + d[None, :], mask=there, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        to = DQ + (at_row * H + h)[:, None] * D + d[None, :]
+        mask = (h < H)[:, None] & (d < D)[None, :]
+        if ADD:
+            acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+        tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,6 +344,7 @@ class Tiles:
 # By width class; the first two measured in bf16.
 FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
+FULL_WORTH = 8  # times as many rows as choose every block, up to which those are better off without lists
 MIN_ROWS_TO_SORT = 8192  # (b, t, g): below this a query-outer forward is faster
 
 
@@ -352,14 +358,17 @@ class Lists:
     num_lists: int  # of a chunk, without the one of empty slots
 
     @classmethod
-    def of(cls, blocks: Tensor, J: int, rows_per_chunk: int) -> Lists:
+    def of(cls, blocks: Tensor, J: int, rows_per_chunk: int, *, full: int) -> Lists:
+        """Of every row but each sequence's first ``full``."""
         B, T, G, N = blocks.shape
         num_lists = B * G * J
         num_chunks = triton.cdiv(B * T, rows_per_chunk)
         # a radix sort passes over half as many digits of 16 bits
         dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
         key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
-        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, G, N, 1024)
+        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](
+            blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024
+        )
         return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
 
     def bounds(self, num_rows: int) -> Tensor:
@@ -377,11 +386,22 @@ def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
     return max(1, min(q.shape[0] * q.shape[1], max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes))
 
 
+FULL: dict[str, Any] = {"block": 1, "stride": 1, "width": None, "q_start": 0, "first": None}  # every key up to the query
+
+
+def rows_in_full(full: int, T: int) -> int:
+    """Of the ``full`` first rows of a sequence that chose every block, how many go without lists: none where they are few of T."""
+    return full if 0 < full < T <= FULL_WORTH * full else 0
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, tiles: Tiles | None = None,
-    by_row: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, full: int = 0,
+    tiles: Tiles | None = None, by_row: bool | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [B, T, Q, D], k [B, S, G, D], v [B, S, G, DV], blocks [B, T, G, N] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32)."""
+    """q [B, T, Q, D], k [B, S, G, D], v [B, S, G, DV], blocks [B, T, G, N] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32).
+
+    ``full``: a promise that queries at positions below it chose every block up to their own, and that q_start is 0.
+    """
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
@@ -390,18 +410,20 @@ def forward(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2E)
     tail = (padded(D), padded(DV), Q0 is not None, precision(q))
     if (B * T * G < MIN_ROWS_TO_SORT or is_off("lists")) if by_row is None else by_row:
-        if (per_split := decode.slots_per_split(B * T * G, N)) < N:
-            decode.selected(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale, per_split=per_split)
+        if by_row is None and decode.few_rows(B * T * G):
+            decode.selected(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale)
             return o, lse
         nsa_selected_forward_by_row[(B * T * G,)](
             q, k, v, blocks, o, lse, Q0, T, S, q0, J, *strides, G, H, N, L, padded(L), D, DV, padded(H), *tail,
             num_warps=max(BY_ROW[0], padded(H) // 16), num_stages=BY_ROW[1],
         )  # fmt: skip
         return o, lse
+    if full := rows_in_full(full, T):
+        interval.forward(q[:, :full], k[:, :full], v[:, :full], scale=scale, into=(o, lse), **FULL)
     t = tiles or _of_class(FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
-    lists = Lists.of(blocks, J, step)
+    lists = Lists.of(blocks, J, step, full=full)
     part = q.new_empty(step * G * N * H, DV)
     lse_part = q.new_empty(step * G * N * H, dtype=torch.float32)
     for number, r0 in enumerate(range(0, B * T, step)):
@@ -412,17 +434,21 @@ def forward(
             *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, *tail, **t.options,
         )  # fmt: skip
         nsa_selected_sum[(n * G,)](
-            part, lse_part, blocks, o, lse, r0, J, G, H, N, padded(N, 1), DV, padded(H, 1), padded(DV), num_warps=4 if H * DV > 512 else 1
-        )
+            part, lse_part, blocks, o, lse, r0, T, full, J, G, H, N, padded(N, 1), DV, padded(H, 1), padded(DV),
+            num_warps=4 if H * DV > 512 else 1,
+        )  # fmt: skip
     return o, lse
 
 
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, lse: Tensor, delta: Tensor, *, sel_block: int, q_start: int | Tensor,
-    scale: float, dq: Tensor | None = None, tiles: Tiles | None = None,
+    scale: float, full: int = 0, dq: Tensor | None = None, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its dtype; ``lse``, ``delta`` and ``dq`` as in `nsa.ops.kernels.interval.backward`."""
-    q, k, v, blocks, do = rows(q), rows(k), rows(v), blocks.contiguous(), do.contiguous()
+    """Gradients of q, k and v, each in its dtype, that of q added to ``dq`` where it is given.
+
+    ``do``, ``lse`` and ``delta`` as in `nsa.ops.kernels.interval.backward`; ``full`` as in `forward`.
+    """
+    q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
     adds = dq is not None
@@ -431,9 +457,10 @@ def backward(
     t = tiles or _of_class(BACKWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     step = _rows_per_chunk(q, G * N * H * D * q.element_size())
-    lists = Lists.of(blocks, J, step)
+    full = rows_in_full(full, T)
+    lists = Lists.of(blocks, J, step, full=full)
     bound = lists.bounds(B * T)
-    several = step < B * T
+    several = step < B * T or full > 0  # sums of several parts are kept in fp32
     dk, dv = (x.new_empty(B, S, G, x.shape[3], dtype=torch.float32 if several else x.dtype) for x in (k, v))
     slots = triton.cdiv(step * G * N, TILE) + lists.num_lists
     dq_part = q.new_empty(step * G * N * H, D)
@@ -453,6 +480,11 @@ def backward(
             G, L, padded(L), D, DV, TILE, padded(D), padded(DV), number > 0,
         )  # fmt: skip
         nsa_selected_sum_q[(n * G,)](
-            dq_part, blocks, dq, r0, J, G, H, N, D, padded(H, 1), padded(D), adds, num_warps=4 if H * D > 512 else 1
+            dq_part, blocks, dq, r0, T, full, J, G, H, N, D, padded(H, 1), padded(D), adds, num_warps=4 if H * D > 512 else 1
         )
+    if full:
+        few = (q[:, :full], k[:, :full], v[:, :full])
+        _, dk_full, dv_full = interval.backward(do, *few, lse, delta, scale=scale, dq=dq, adds=adds, **FULL)
+        dk[:, :full] += dk_full
+        dv[:, :full] += dv_full
     return dq, dk.to(k.dtype), dv.to(v.dtype)

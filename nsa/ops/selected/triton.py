@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from nsa.ops.once import once
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor? q_starts"
-_OPTIONS = "SymInt q_start, SymInt sel_block, float scale"
+_OPTIONS = "SymInt q_start, SymInt sel_block, SymInt full, float scale"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define("nsa::selected_triton", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 torch.library.define(
@@ -28,32 +29,36 @@ def attend(
 
 
 def attend_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, full: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(o, lse to base 2 [B, T, HQ], fp32, without gradient)."""
+    """(o, lse to base 2 [B, T, HQ], fp32, without gradient).
+
+    ``full``: a promise that queries at positions below it chose every block up to their own, and that q_start is 0.
+    """
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
-    o, lse = torch.ops.nsa.selected_triton(q, k, v, blocks, q_starts, at, sel_block, scale)
+    o, lse = torch.ops.nsa.selected_triton(q, k, v, blocks, q_starts, at, sel_block, full, scale)
     return o, lse
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_starts: Tensor | None, q_start: int, sel_block: int, scale: float
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_starts: Tensor | None, q_start: int, sel_block: int, full: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     from nsa.ops.kernels import selected
 
     at = q_start if q_starts is None else q_starts
-    return selected.forward(q, k, v, blocks, sel_block=sel_block, q_start=at, scale=scale)
+    return selected.forward(q, k, v, blocks, sel_block=sel_block, q_start=at, scale=scale, full=full)
 
 
 def _backward(
     do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, q_starts: Tensor | None, q_start: int,
-    sel_block: int, scale: float,
+    sel_block: int, full: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     from nsa.ops.kernels import products, selected
 
     do, at = do.contiguous(), q_start if q_starts is None else q_starts
-    return selected.backward(do, q, k, v, blocks, lse, products.row_products(o, do), sel_block=sel_block, q_start=at, scale=scale)
+    delta = products.row_products(o, do)
+    return selected.backward(do, q, k, v, blocks, lse, delta, sel_block=sel_block, q_start=at, scale=scale, full=full)
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
@@ -71,12 +76,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.options = inputs[5:]
 
 
-@once_differentiable  # a second derivative is an error, not a silent 0
+@once
 def _gradients(ctx: Any, do: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     if do is None:
-        return (None,) * 8
+        return (None,) * 9
     o, lse, *inputs = ctx.saved_tensors
-    return (*torch.ops.nsa.selected_triton_backward(do, o, lse, *inputs, *ctx.options), *(None,) * 5)
+    return (*torch.ops.nsa.selected_triton_backward(do, o, lse, *inputs, *ctx.options), *(None,) * 6)
 
 
 torch.library.impl("nsa::selected_triton", "default", _forward)

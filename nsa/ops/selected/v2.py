@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from nsa.ops import packed
+from nsa.ops.once import once
 from nsa.ops.packed import WORKSPACE_BYTES
 from nsa.ops.positions import query_positions
 
@@ -93,7 +93,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[5:]
 
 
-@once_differentiable  # a second derivative is an error, not a silent 0
+@once
 def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     gradients = torch.ops.nsa.selected_v2_backward(do, *ctx.saved_tensors, *ctx.options)
     return (*gradients, None, None, None, None, None, None)
