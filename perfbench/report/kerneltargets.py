@@ -37,6 +37,8 @@ EXTRA_GIB: Mapping[str, Limits] = {"A": (None, 0.6, None)}
 FORWARD_RATIO: Mapping[str, Limits] = {"A": (None, 3.1, None)}
 BACKWARD_RATIO: Mapping[str, Limits] = {"A": (None, 4.4, None)}
 
+CROSSOVER = "crossover with the best dense kernel, forward and backward, tokens"
+
 
 def shape_of(model: ModelConfig) -> str | None:
     """'A' or 'B', None for heads or a geometry that no target is set for."""
@@ -50,23 +52,28 @@ def shape_of(model: ModelConfig) -> str | None:
 def targets(shape: str, lines: Sequence[Line]) -> list[Target]:
     """Every target of ``shape``; what was not measured has no answer. Where a length has several lines, its first one counts.
 
-    None of a line without a step of the path: it tells what the step buys.
+    None of a line without a step of the path: it tells what the step buys. Steps from a CUDA graph have a crossover of their own.
     """
     first: dict[int, Line] = {}
+    captured: dict[int, Line] = {}
     for line in lines:
         whole = line.axes.get("without", EVERYTHING) == EVERYTHING
         if line.path == PATH and whole and int(line.axes["batch"]) == 1 and line.axes["dtype"] == "bf16":
-            first.setdefault(line.tokens, line)
+            (captured if line.axes.get("cuda_graph") == "on" else first).setdefault(line.tokens, line)
     mine = list(first.values())
     at = first.get(TOKENS)
-    both = {line.tokens: ratio_ for line in mine if (ratio_ := speedup(lines, line, "both_ms")) is not None}
+    launched, replayed = (
+        {line.tokens: ratio_ for line in some.values() if (ratio_ := speedup(lines, line, "both_ms")) is not None}
+        for some in (first, captured)
+    )
     syncs = [one.host_syncs for line in mine for timed in (line.forward, line.whole) if timed for one in timed.profiles]
     found = [
         _at_most(f"forward at {TOKENS:,}, ms", None if at is None else at.forward_ms, FORWARD_MS.get(shape)),
         _at_most(f"backward at {TOKENS:,}, ms", None if at is None else at.backward_ms, BACKWARD_MS.get(shape)),
         _at_least(f"x best dense at {TOKENS:,}, forward", _speedup(lines, at, "forward_ms"), FORWARD_RATIO.get(shape)),
         _at_least(f"x best dense at {TOKENS:,}, backward", _speedup(lines, at, "backward_ms"), BACKWARD_RATIO.get(shape)),
-        _crossover(both, CROSSOVER_TOKENS.get(shape)),
+        _crossover(CROSSOVER, launched, CROSSOVER_TOKENS.get(shape)) if launched or not replayed else None,
+        _crossover(f"{CROSSOVER}, from a CUDA graph", replayed, CROSSOVER_TOKENS.get(shape)) if replayed else None,
         _at_most(f"extra memory at {TOKENS:,}, forward and backward, GiB", _extra_gib(at), EXTRA_GIB.get(shape)),
         _linear(mine),
         _at_most("host syncs in a step", max(syncs, default=None), (0.0, 0.0, 0.0)),
@@ -89,7 +96,7 @@ def crossing(ratios: Mapping[int, float]) -> tuple[int | None, int | None, float
     return low, high, low * (high / low) ** share
 
 
-def _crossover(ratios: Mapping[int, float], limits: Limits | None) -> Target | None:
+def _crossover(what: str, ratios: Mapping[int, float], limits: Limits | None) -> Target | None:
     if limits is None:
         return None
     low, high, meeting = crossing(ratios)
@@ -107,7 +114,7 @@ def _crossover(ratios: Mapping[int, float], limits: Limits | None) -> Target | N
             return MISSED
         return OPEN
 
-    return Target("crossover with the best dense kernel, forward and backward, tokens", measured, _answers(limits, "at most", answer))
+    return Target(what, measured, _answers(limits, "at most", answer))
 
 
 def _linear(mine: Sequence[Line]) -> Target | None:
