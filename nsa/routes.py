@@ -16,6 +16,7 @@ SCORE = "score"
 DENSE = "dense"  # a branch's implementation where it leaves no key out; no Path: nobody asks for it by name
 
 SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
+SORT_MIN_ROWS = 8192  # (b, t, kv head) of a call: below this path triton's selected forward goes query by query, without sorted lists
 # What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can tell what it buys; results are the same to rounding.
 TRITON_STEPS: Mapping[str, str] = {
     "copy": "tiles by tensor descriptors, which Hopper's copy engine fetches",

@@ -8,6 +8,7 @@ from dataclasses import replace
 from nsa import routing
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
+from nsa.routes import SORT_MIN_ROWS
 from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
 from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, EVERYTHING, SELECTED, Cell, Value, torch_dtype_name
@@ -90,7 +91,7 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
             )
         if cell.path == ADAPTIVE or (cell.path in tuple(Path) and SPECS[Path(cell.path)].slow):
             return f"{graph} with path={cell.path}: its loop runs on the host, which no graph holds; wanted a fast path; exclude this one"
-    if cell.without != EVERYTHING and (reason := _why_not_without(cell)):
+    if cell.without != EVERYTHING and (reason := _why_not_without(cell, model)):
         return reason
     if cell.workload in SELECTED:
         return _why_not_selected(cell, model)
@@ -111,14 +112,23 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     return None
 
 
-def _why_not_without(cell: Cell) -> str | None:
+def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
+    """Why the cell has no such step to be without, so that its time would tell nothing."""
     got = f"without={cell.without} with"
     if cell.path != Path.TRITON:
         return f"{got} path={cell.path}: another path may serve it, which has no such step; wanted path=triton; name it"
     if cell.without == "split" and cell.workload != "decode":
         return f"{got} workload={cell.workload}: only a decode step splits its keys; wanted workload=decode; leave it out"
+    if cell.without == "copy" and cell.workload in ("decode", *SELECTED):
+        return f"{got} workload={cell.workload}: its kernels load no tile by a descriptor; wanted another workload; leave it out"
     if cell.without == "lists" and cell.workload == "decode":
         return f"{got} workload=decode: a decode step has too few queries to sort; wanted another workload; leave it out"
+    tokens = min(cell.chunk, cell.seq_len) if cell.workload == "chunked_prefill" else cell.seq_len
+    if cell.without == "lists" and (rows := cell.batch * tokens * model.num_kv_heads) < SORT_MIN_ROWS:
+        return (
+            f"{got} {rows} rows (batch x tokens of a call x KV heads): so few are not sorted; wanted at least {SORT_MIN_ROWS}; "
+            "take longer sequences, or leave it out"
+        )
     if cell.without == "join" and cell.workload not in ("train", "attention"):
         return f"{got} workload={cell.workload}: only a backward of all branches is joined; wanted train or attention; leave it out"
     return None

@@ -230,3 +230,12 @@ def test_sampling_is_seeded_and_keeps_to_the_nucleus() -> None:
     for wrong in ({"max_new_tokens": 0}, {"prompt_lengths": [0, 9]}, {"prompt_lengths": [9]}, {"temperature": -1.0}, {"top_p": 0.0}):
         with pytest.raises(ValueError, match="wanted"):
             model.generate(ids, **{"max_new_tokens": 1} | wrong)
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "gate"])
+def test_a_cache_refuses_a_gradient_of_any_part(part: str) -> None:
+    """A frozen query hid those of keys, values and gates."""
+    layer = NSAAttention(24, 3, 1, 12, 20, config=SMALL).requires_grad_(False)
+    getattr(layer, part).requires_grad_(True)
+    with pytest.raises(ValueError, match="a cache was given while gradients are recorded"):
+        layer(randn(1, 5, 24, seed=0), cache=layer.new_cache(1, 8))

@@ -68,6 +68,10 @@ def test_another_path_has_one_cell_for_all_its_values(path: str) -> None:
         (Cell("forward", 512, "triton", without="join"), "only a backward of all branches is joined"),
         (Cell("attention_forward", 512, "triton", without="join"), "wanted train or attention"),
         (Cell("selected", 512, "triton", without="join"), "wanted train or attention"),
+        (Cell("decode", 512, "triton", without="copy"), "its kernels load no tile by a descriptor"),
+        (Cell("selected_forward", 512, "triton", without="copy"), "its kernels load no tile by a descriptor"),
+        (Cell("attention", 2048, "triton", without="lists"), "so few are not sorted; wanted at least 8192"),
+        (Cell("chunked_prefill", 1 << 20, "triton", without="lists"), "so few are not sorted; wanted at least 8192"),
     ],
 )
 def test_a_step_that_the_cell_does_not_take_is_refused_in_one_line(cell: Cell, words: str) -> None:
@@ -79,10 +83,11 @@ def test_a_step_that_the_cell_does_not_take_is_refused_in_one_line(cell: Cell, w
     "cell",
     [
         Cell("decode", 512, "triton", without="split"),
-        Cell("decode", 512, "triton", without="copy"),
+        Cell("attention_forward", 512, "triton", without="copy"),
         Cell("train", 512, "triton", without="join"),
         Cell("attention", 512, "triton", without="join"),
-        Cell("selected_forward", 512, "triton", without="lists"),
+        Cell("selected_forward", 8192, "triton", without="lists"),
+        Cell("chunked_prefill", 1 << 20, "triton", chunk=8192, without="lists"),
     ],
 )
 def test_a_step_that_the_cell_takes_is_planned(cell: Cell) -> None:

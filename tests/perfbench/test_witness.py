@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nsa.model import TinyLM
-from nsa.routing import BranchRoute, Problem, Request, Route, route, route_dense
+from nsa.routing import TRITON_STEPS, BranchRoute, Problem, Request, Route, route, route_dense
 from perfbench import witness, workload
 from perfbench.witness import SDPA_OPERATOR
 from tests.perfbench import builders
@@ -181,6 +181,39 @@ def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyP
     assert longest[0].startswith(EFFICIENT) and longest[1] == pytest.approx(1e-3)
     assert second == (FA2, pytest.approx(400e-6)), "calls of one kernel are added up"
     assert all(seconds == pytest.approx(1e-6) for _, seconds in rest)
+
+
+KERNELS = ("nsa_interval_forward", "nsa_interval_forward_band", "nsa_choose", "nsa_selected_forward")
+
+
+@pytest.mark.parametrize(
+    ("step", "kernel"),
+    [
+        ("copy", "nsa_interval_backward_kv_band_copy"),
+        ("copy", "nsa_scores_copy"),
+        ("lists", "nsa_selected_sum"),
+        ("join", "nsa_gate_products"),
+        ("split", "nsa_interval_forward_band_split"),
+        ("split", "nsa_selected_forward_split"),
+    ],
+)
+def test_a_step_that_is_off_launches_nothing(step: str, kernel: str) -> None:
+    here = replace(builders.H100, triton_provider="triton 3.7.1")
+    whole, without = (route(Request("triton", off=off), PROBLEM, here) for off in ((), (step,)))
+    for chosen, kernels, ok in ((whole, (*KERNELS, kernel), True), (without, KERNELS, True), (without, (*KERNELS, kernel), False)):
+        found, words = witness.testify(chosen, seen(*kernels), {}, True, LAYERS)
+        assert found is ok and (ok or words == f"the Route says that {step} is off, and {kernel} ran")
+
+
+def test_without_lists_gradients_are_still_summed_over_them() -> None:
+    here = replace(builders.H100, triton_provider="triton 3.7.1")
+    kernels = seen(*KERNELS, "nsa_selected_sum_q", "nsa_selected_sum_kv", "nsa_selected_sum_splits", "void copy_kernel_split")
+    assert witness.testify(route(Request("triton", off=("lists",)), PROBLEM, here), kernels, {}, True, LAYERS)[0]
+
+
+def test_every_step_has_its_mark_in_a_kernel() -> None:
+    sources = "".join(file.read_text(encoding="utf-8") for file in (Path(__file__).parents[2] / "nsa" / "ops" / "kernels").glob("*.py"))
+    assert set(witness.STEP_MARKS) == set(TRITON_STEPS) and all(mark in sources for mark in witness.STEP_MARKS.values())
 
 
 def test_every_forward_kernel_of_a_branch_bears_the_mark_that_the_witness_looks_for() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nsa.ops.kernels import decode, interval
 from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+from nsa.routes import SORT_MIN_ROWS
 from nsa.settings import is_off
 
 PART_BYTES = 512 << 20  # of one chunk's parts, or PARTS_OF_Q times the queries' own bytes where that is more
@@ -345,7 +346,7 @@ class Tiles:
 FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
 FULL_WORTH = 8  # times as many rows as choose every block, up to which those are better off without lists
-MIN_ROWS_TO_SORT = 8192  # (b, t, g): below this a query-outer forward is faster
+MIN_ROWS_TO_SORT = SORT_MIN_ROWS
 
 
 @dataclass(frozen=True, slots=True)
