@@ -5,7 +5,7 @@ A band is the 95 % confidence of a cell's speed, as in the tables.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ Series = tuple[str, str]  # path, fa2
 
 
 def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
-    """Write tok/s against seq_len, one panel for each workload; False where no cell has a speed."""
+    """Write tok/s against seq_len, one panel for each workload and variant of it; False where no cell has a speed."""
     panels = _panels(rows)
     if not any(row.tok_per_s is not None for row in rows):
         return False
@@ -44,6 +44,7 @@ def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
         failed |= _panel(axes, name, members, handles)
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_axis_off()
+    _one_scale(dict(zip(panels, grid.flat, strict=False)))
     ordered = sorted(handles, key=_series_order)
     labels, artists = [_series_name(*series) for series in ordered], [handles[series] for series in ordered]
     if failed:
@@ -163,7 +164,7 @@ def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int]
 
 
 def _scales(axes: Axes, lengths: list[int], numbers: bool) -> None:
-    from matplotlib.ticker import EngFormatter, FixedLocator, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import FixedLocator, NullLocator
 
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
@@ -176,7 +177,23 @@ def _scales(axes: Axes, lengths: list[int], numbers: bool) -> None:
         return
     axes.set_yscale("log", base=2)
     low, high = axes.get_ylim()
-    axes.set_ylim(low / 1.6, high * 1.15)  # room below for the crosses of cells without a number
+    _limit(axes, low / 1.6, high * 1.15)  # room below for the crosses of cells without a number
+
+
+def _one_scale(panels: Mapping[str, Axes]) -> None:
+    """Variants of one workload on one scale, so that their heights compare."""
+    drawn = {name: axes for name, axes in panels.items() if axes.get_yscale() == "log"}
+    for workload in {name.split(",")[0] for name in drawn}:
+        alike = [axes for name, axes in drawn.items() if name.split(",")[0] == workload]
+        limits = [axes.get_ylim() for axes in alike]
+        for axes in alike:
+            _limit(axes, min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _limit(axes: Axes, low: float, high: float) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, NullLocator
+
+    axes.set_ylim(low, high)
     decades = high / low
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if decades < 2000 else (1,)))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))

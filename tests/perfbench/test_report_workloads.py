@@ -166,3 +166,14 @@ def test_no_two_paths_look_alike_where_no_line_joins_points() -> None:
     """Black and white, one length: the marker alone tells a path."""
     looks = [plots.MARKERS[path] for path in (*routing.Path, "auto")] + [plots.DENSE_MARKERS[kind] for kind in routing.DENSE_KINDS]
     assert len(set(looks)) == len(looks) == len(routing.Path) + 1 + len(routing.DENSE_KINDS)
+
+
+def test_variants_of_one_workload_have_one_scale(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cells = [Cell("train", 2048, "v2", "on"), Cell("train", 2048, "v2", "on", compile="on"), Cell("decode", 2048, "v2", "on")]
+    drawn: list[Any] = []
+    monkeypatch.setattr(plots, "save", lambda figure, target: drawn.append(figure))
+    rows = rows_in(run_of(*((cell, seconds, {}) for cell, seconds in zip(cells, (10.0, 0.1, 1.0), strict=True))))
+    assert plots.throughput(rows, tmp_path / "throughput.png", "")
+    limits = {axes.get_title(loc="left"): axes.get_ylim() for axes in drawn[0].axes}
+    assert limits["train"] == limits["train, compile=on"] != limits["decode"]
+    assert limits["train"][1] / limits["train"][0] > 100, "both speeds are in it"
