@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -67,3 +68,12 @@ def described(tile_rows: int, *tensors: Tensor) -> tuple[list[Tensor | TensorDes
             return list(tensors), False
         made.append(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tile_rows, 1, padded(x.shape[-1])]))
     return made, True
+
+
+@triton.jit
+def load_rows(X, at, inside, D: tl.constexpr, BD: tl.constexpr):
+    """Rows of X that begin at ``at`` (int64), as [rows, BD]; 0 outside."""
+    d = tl.arange(0, BD)
+    if D == BD:
+        return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
+    return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, named_by, padded, precision, starts, width_class
+from nsa.ops.kernels.common import LOG2E, load_rows, named_by, padded, precision, starts, width_class
 from nsa.settings import is_off
 
 MAX_ROWS = 64  # of a tile: T * H
@@ -37,15 +37,6 @@ def _seen(t, b, C, q0, block, stride, width, Q0, FIRST, RAGGED: tl.constexpr, DO
     if BANDED:
         lo = tl.maximum(lo, end - width)
     return lo, tl.minimum(end, C)
-
-
-@triton.jit
-def _rows(X, at, inside, D: tl.constexpr, BD: tl.constexpr):
-    """Rows of X that begin at ``at`` (int64), as [rows, BD]; 0 outside."""
-    d = tl.arange(0, BD)
-    if D == BD:
-        return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-    return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -92,7 +83,7 @@ def nsa_interval_forward_split(
     share = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(0)), BC) * BC
     begin = first + split * share
     end = tl.minimum(begin + share, last)
-    q = _rows(Q + b * sq_b, t.to(tl.int64) * sq_t + (g * H + h) * sq_h, live & (begin < end), D, BD)
+    q = load_rows(Q + b * sq_b, t.to(tl.int64) * sq_t + (g * H + h) * sq_h, live & (begin < end), D, BD)
     K += b * sk_b + g * sk_g
     V += b * sv_b + g * sv_g
     m = tl.full([M], float("-inf"), tl.float32)
@@ -100,8 +91,8 @@ def nsa_interval_forward_split(
     acc = tl.zeros([M, BDV], tl.float32)
     for c0 in range(begin, end, BC):
         c = c0 + tl.arange(0, BC)
-        k = _rows(K, c.to(tl.int64) * sk_s, c < end, D, BD)
-        v = _rows(V, c.to(tl.int64) * sv_s, c < end, DV, BDV)
+        k = load_rows(K, c.to(tl.int64) * sk_s, c < end, D, BD)
+        v = load_rows(V, c.to(tl.int64) * sv_s, c < end, DV, BDV)
         kept = (c[None, :] >= lo[:, None]) & (c[None, :] < tl.minimum(hi, end)[:, None])
         m, l, acc = _more(q, k, v, kept, m, l, acc, scale_log2, PREC)
     row = ((split * tl.num_programs(2) + b) * T + t) * (tl.num_programs(1) * H) + g * H + h
@@ -126,7 +117,7 @@ def nsa_selected_forward_split(
         pos = row - b * T + tl.load(Q0 + b).to(tl.int32)
     h = tl.arange(0, M)
     i = tl.arange(0, LP)
-    q = _rows(Q + b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t, (g * H + h) * sq_h, h < H, D, BD)
+    q = load_rows(Q + b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t, (g * H + h) * sq_h, h < H, D, BD)
     K += b.to(tl.int64) * sk_b + g * sk_g
     V += b.to(tl.int64) * sv_b + g * sv_g
     m = tl.full([M], float("-inf"), tl.float32)
@@ -137,8 +128,8 @@ def nsa_selected_forward_split(
         block = tl.load(BLOCKS + at_row * N + n, mask=n < N, other=-1)
         c = block * L + i
         kept = (block >= 0) & (block < J) & (i < L) & (c < S) & (c <= pos)
-        k = _rows(K, c.to(tl.int64) * sk_s, kept, D, BD)
-        v = _rows(V, c.to(tl.int64) * sv_s, kept, DV, BDV)
+        k = load_rows(K, c.to(tl.int64) * sk_s, kept, D, BD)
+        v = load_rows(V, c.to(tl.int64) * sv_s, kept, DV, BDV)
         m, l, acc = _more(q, k, v, kept[None, :], m, l, acc, scale_log2, PREC)
     _leave(O, LSE, (split.to(tl.int64) * tl.num_programs(0) + at_row) * H + h, h < H, m, l, acc, DV, BDV)
 

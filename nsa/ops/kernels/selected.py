@@ -16,28 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels import decode, interval
-from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+from nsa.ops.kernels import decode, interval, query_outer
+from nsa.ops.kernels.common import LOG2E, load_rows, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.lists import Lists
 from nsa.routes import SORT_MIN_ROWS
 from nsa.settings import is_off
 
 PART_BYTES = 512 << 20  # of one chunk's parts, or PARTS_OF_Q times the queries' own bytes where that is more
 PARTS_OF_Q = 2
 MIN_PROGRAMS = 1024
-BY_ROW = (1, 2)  # warps, stages
-
-
-@triton.jit
-def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, full, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
-    """The list that each entry belongs to: (chunk, b, g, block). An empty slot, or one of a sequence's first ``full`` rows, is in its
-    chunk's last one, which nobody reads."""
-    e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    block = tl.load(BLOCKS + e, mask=e < E, other=-1)
-    row = (e // (G * N)).to(tl.int32)
-    g = (e // N % G).to(tl.int32)
-    listed = (block >= 0) & (block < J) & (row % T >= full)
-    of_chunk = tl.where(listed, (row // T * G + g) * J + block, num_lists)
-    tl.store(KEY + e, (row // rows_per_chunk * (num_lists + 1) + of_chunk).to(KEY.dtype.element_ty), mask=e < E)
 
 
 @triton.jit
@@ -49,13 +36,6 @@ def _row(flat, T, q0, Q0, G: tl.constexpr, N: tl.constexpr, RAGGED: tl.constexpr
     if RAGGED:
         pos = row - b * T + tl.load(Q0 + b).to(tl.int32)
     return row, b, pos
-
-
-@triton.jit
-def _load(X, at, inside, d, D: tl.constexpr, BD: tl.constexpr):
-    if D == BD:
-        return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None], other=0.0)
-    return tl.load(X + at[:, None] + d[None, :], mask=inside[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit
@@ -80,7 +60,6 @@ def nsa_selected_forward(
     begin = e0 + tl.program_id(0) * TILE
     stop = tl.minimum(begin + TILE, e1)
     m = tl.arange(0, M)
-    d = tl.arange(0, BD)
     dv = tl.arange(0, BDV)
     i = tl.arange(0, LP)
     head_at = (m % H).to(tl.int64) * sq_h  # may exceed 2^31
@@ -90,14 +69,14 @@ def nsa_selected_forward(
         g = (bg % G).to(tl.int64)
         c = (current - bg * J) * L + i
         inside = (i < L) & (c < S)
-        k = _load(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, d, D, BD)
-        v = _load(V, (bg // G).to(tl.int64) * sv_b + g * sv_g + c.to(tl.int64) * sv_s, inside, dv, DV, BDV)
+        k = load_rows(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, D, BD)
+        v = load_rows(V, (bg // G).to(tl.int64) * sv_b + g * sv_g + c.to(tl.int64) * sv_s, inside, DV, BDV)
         for at in range(begin, end, QS):
             e = at + m // H
             live = (e < end) & (m < QS * H)
             flat = tl.load(ORDER + e, mask=live, other=0).to(tl.int32)
             row, b, pos = _row(flat, T, q0, Q0, G, N, RAGGED)
-            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + g * H * sq_h + head_at, live, d, D, BD)
+            q = load_rows(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + g * H * sq_h + head_at, live, D, BD)
             s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
             s = tl.where((c[None, :] <= pos[:, None]) & inside[None, :], s, float("-inf"))
             most = tl.max(s, 1)
@@ -150,54 +129,6 @@ def nsa_selected_sum(
 
 
 @triton.jit
-def nsa_selected_forward_by_row(
-    Q, K, V, BLOCKS, O, LSE, Q0, T, S, q0, J,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    M: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, RAGGED: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Query-outer: one (row, kv head) a program over its N blocks. For few rows, where sorting would cost more than it saves."""
-    at_row = tl.program_id(0).to(tl.int64)
-    row = (at_row // G).to(tl.int32)
-    g = at_row % G
-    b = row // T
-    pos = row - b * T + q0
-    if RAGGED:
-        pos = row - b * T + tl.load(Q0 + b).to(tl.int32)
-    h = tl.arange(0, M)
-    d = tl.arange(0, BD)
-    dv = tl.arange(0, BDV)
-    i = tl.arange(0, LP)
-    q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + h) * sq_h, h < H, d, D, BD)
-    K += b.to(tl.int64) * sk_b + g * sk_g
-    V += b.to(tl.int64) * sv_b + g * sv_g
-    m = tl.full([M], float("-inf"), tl.float32)
-    l = tl.zeros([M], tl.float32)
-    acc = tl.zeros([M, BDV], tl.float32)
-    for n in range(N):
-        block = tl.load(BLOCKS + at_row * N + n)
-        if (block >= 0) & (block < J):
-            c = block * L + i
-            inside = (i < L) & (c < S)
-            k = _load(K, c.to(tl.int64) * sk_s, inside, d, D, BD)
-            s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
-            s = tl.where((inside & (c <= pos))[None, :], s, float("-inf"))
-            new = tl.maximum(m, tl.max(s, 1))
-            safe = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2(s - safe[:, None])
-            a = tl.exp2(m - safe)
-            v = _load(V, c.to(tl.int64) * sv_s, inside, dv, DV, BDV)
-            acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
-            l = l * a + tl.sum(p, 1)
-            m = new
-    some = l > 0
-    to = at_row * H + h
-    o = acc / tl.where(some, l, 1.0)[:, None]
-    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
-    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
-
-
-@triton.jit
 def nsa_selected_backward(
     Q, K, V, DO, LSE, DELTA, KEY, ORDER, DQ_PART, DK_PART, DV_PART, Q0, e0, e1, base, T, S, q0, J, num_lists,
     sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale, scale_log2,
@@ -220,8 +151,8 @@ def nsa_selected_backward(
         g = (bg % G).to(tl.int64)
         c = (current - bg * J) * L + i
         inside = (i < L) & (c < S)
-        k = _load(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, d, D, BD)
-        v = _load(V, (bg // G).to(tl.int64) * sv_b + g * sv_g + c.to(tl.int64) * sv_s, inside, dv_, DV, BDV)
+        k = load_rows(K, (bg // G).to(tl.int64) * sk_b + g * sk_g + c.to(tl.int64) * sk_s, inside, D, BD)
+        v = load_rows(V, (bg // G).to(tl.int64) * sv_b + g * sv_g + c.to(tl.int64) * sv_s, inside, DV, BDV)
         dk = tl.zeros([LP, BD], tl.float32)
         dv = tl.zeros([LP, BDV], tl.float32)
         for at in range(begin, end, QS):
@@ -230,8 +161,8 @@ def nsa_selected_backward(
             flat = tl.load(ORDER + e, mask=live, other=0).to(tl.int32)
             row, b, pos = _row(flat, T, q0, Q0, G, N, RAGGED)
             head = row.to(tl.int64) * (G * H) + g * H + m % H
-            q = _load(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + g * H * sq_h + head_at, live, d, D, BD)
-            do = _load(DO, head * DV, live, dv_, DV, BDV)
+            q = load_rows(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + g * H * sq_h + head_at, live, D, BD)
+            do = load_rows(DO, head * DV, live, DV, BDV)
             lse = tl.load(LSE + head, mask=live, other=float("inf"))
             lse = tl.where(lse == float("-inf"), float("inf"), lse)
             delta = tl.load(DELTA + head, mask=live, other=0.0)
@@ -349,36 +280,6 @@ FULL_WORTH = 8  # times as many rows as choose every block, up to which those ar
 MIN_ROWS_TO_SORT = SORT_MIN_ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class Lists:
-    """Entries sorted by list, a list of queries for each (chunk, b, kv head, block); within a list in order of rows."""
-
-    key_E: Tensor
-    order_E: Tensor
-    rows_per_chunk: int
-    num_lists: int  # of a chunk, without the one of empty slots
-
-    @classmethod
-    def of(cls, blocks: Tensor, J: int, rows_per_chunk: int, *, full: int) -> Lists:
-        """Of every row but each sequence's first ``full``."""
-        B, T, G, N = blocks.shape
-        num_lists = B * G * J
-        num_chunks = triton.cdiv(B * T, rows_per_chunk)
-        # a radix sort passes over half as many digits of 16 bits
-        dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
-        key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
-        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](
-            blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024
-        )
-        return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
-
-    def bounds(self, num_rows: int) -> Tensor:
-        """First entry of every list, int32, and one past the last."""
-        count = triton.cdiv(num_rows, self.rows_per_chunk) * (self.num_lists + 1)
-        lists = torch.arange(count + 1, dtype=self.key_E.dtype, device=self.key_E.device)
-        return torch.searchsorted(self.key_E, lists, out_int32=True)
-
-
 def _of_class(tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
     return tiles[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
 
@@ -414,10 +315,7 @@ def forward(
         if by_row is None and decode.few_rows(B * T * G):
             decode.selected(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale)
             return o, lse
-        nsa_selected_forward_by_row[(B * T * G,)](
-            q, k, v, blocks, o, lse, Q0, T, S, q0, J, *strides, G, H, N, L, padded(L), D, DV, padded(H), *tail,
-            num_warps=max(BY_ROW[0], padded(H) // 16), num_stages=BY_ROW[1],
-        )  # fmt: skip
+        query_outer.forward(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale)
         return o, lse
     if full := rows_in_full(full, T):
         interval.forward(q[:, :full], k[:, :full], v[:, :full], scale=scale, into=(o, lse), **FULL)
