@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from perfbench import axes, environment, side
+from perfbench import environment, side
 from perfbench.children import kill_group
 from perfbench.clock import Clock, clock_for
 from perfbench.isolate import failed, utc_now
@@ -193,6 +193,8 @@ def _child(measure: Measure, message: dict[str, Any], server: int, turn: _Turn) 
     try:
         _detach(server, message["stderr"])
         job = Job.model_validate(message["job"])
+        from perfbench import axes  # imports nsa, whose side is known by now
+
         environment.give(axes.settings_of(job.axes))
         _write(Path(message["result"]), _measured(measure, job, turn))
         status = 0

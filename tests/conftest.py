@@ -12,7 +12,8 @@ import pytest
 from hypothesis import settings
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-KERNEL_TESTS = {Path(__file__).parent / "nsa" / name for name in ("test_kernels.py", "test_decode_kernels.py", "test_joined_kernels.py")}
+KERNELS = ("choice", "decode", "interval", "joined", "operator", "selected")
+KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
 settings.register_profile("project", deadline=None, derandomize=True)  # shared CPUs stall for seconds; same inputs, same verdict
 settings.load_profile("project")

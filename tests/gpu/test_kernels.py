@@ -24,7 +24,7 @@ from tests.cases import (
     random_blocks,
 )
 from tests.gpu.test_parity import DEVICE, DTYPES, LONG, PAPER, SHORT, assert_rule, full_precision_matmuls, inputs  # noqa: F401
-from tests.nsa.test_kernels import operator_calls
+from tests.nsa.kernel_cases import operator_calls
 
 LN2 = 0.6931471805599453
 LATE = LONG.tokens - 70

@@ -18,7 +18,7 @@ from nsa.ops.kernels import interval as interval_kernels
 from nsa.ops.selected import triton as operator
 from tests import oracle
 from tests.cases import SMALL, Case, assert_bf16_rule, assert_lse, assert_parity, assert_same_function, eager_attention, qkv, random_blocks
-from tests.nsa.test_kernels import (
+from tests.nsa.kernel_cases import (
     CAUSAL,
     COMPRESSED,
     DOCUMENTS,

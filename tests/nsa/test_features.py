@@ -38,8 +38,8 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
         "nsa/test_routing.py::test_an_explicit_request_is_that_path_or_an_error",
     ),
     4: (
-        "nsa/test_routing.py::test_fa2_on_is_served_by_fa2_wherever_it_can_be_or_refused",
-        "nsa/test_routing.py::test_fa2_auto_without_fa2_is_off_with_the_reason",
+        "nsa/test_routing_fa2.py::test_fa2_on_is_served_by_fa2_wherever_it_can_be_or_refused",
+        "nsa/test_routing_fa2.py::test_fa2_auto_without_fa2_is_off_with_the_reason",
         "gpu/test_parity.py::test_sliding",
     ),
     5: (
@@ -52,7 +52,7 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
         "perfbench/test_tune.py::test_on_a_gpu_the_lengths_are_decided",
         "perfbench/test_tune.py::test_the_window_is_compared_by_cells_that_differ_in_fa2_alone",
         "nsa/test_settings.py::test_the_minimum_length_reaches_the_route",
-        "nsa/test_routing.py::test_fa2_auto_leaves_a_short_window_to_sdpa",
+        "nsa/test_routing_fa2.py::test_fa2_auto_leaves_a_short_window_to_sdpa",
     ),
     7: ("nsa/test_features.py::test_no_head_is_copied", "nsa/test_function.py::test_the_window_copies_no_window_per_row"),
     8: (
@@ -67,7 +67,11 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
     ),
     10: ("nsa/test_edges.py::test_v2_is_the_same_function_in_one_workspace_and_in_many", "gpu/test_parity.py::test_selected"),
     11: ("nsa/test_branches.py::test_selected_with_blocks_given_by_hand", "nsa/test_layer.py::test_engagement_counts_every_layer_once"),
-    12: ("nsa/test_kernels.py::test_selected", "nsa/test_kernels.py::test_choice", "gpu/test_kernels.py::test_choice_of_blocks"),
+    12: (
+        "nsa/test_selected_kernels.py::test_selected",
+        "nsa/test_choice_kernels.py::test_choice",
+        "gpu/test_kernels.py::test_choice_of_blocks",
+    ),
     13: (
         "nsa/test_cache.py::test_prefill_is_chunked_prefill_is_decode",
         "nsa/test_layer_options.py::test_decode_is_prefill_across_the_boundaries_of_the_papers_geometry",
@@ -110,8 +114,8 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
     23: (
         "nsa/test_statistics.py::test_selection_against_loops",
         "nsa/test_statistics.py::test_gates_against_loops",
-        "nsa/test_statistics.py::test_observing_never_syncs",
-        "nsa/test_statistics.py::test_read_moves_one_tensor",
+        "nsa/test_statistics_effects.py::test_observing_never_syncs",
+        "nsa/test_statistics_effects.py::test_read_moves_one_tensor",
     ),
 }
 

@@ -16,14 +16,14 @@ from nsa.ops.kernels import interval as interval_kernels
 from nsa.ops.kernels import selected
 from tests import oracle
 from tests.cases import SMALL, assert_parity, assert_same_function, randn
-from tests.nsa.test_kernels import poisoned_memory  # noqa: F401
+from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
 
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-CALLS: list[tuple[int, dict[str, Any]]] = [
-    (2, {}),
-    (2, {"q_start": 67}),
-    (2, {"q_start": torch.tensor([0, 70])}),
-    (1, {"cu_seqlens": torch.tensor([0, 37, 37, 90])}),
+CALLS: list[tuple[int, int, dict[str, Any]]] = [  # rows of the batch, queries
+    (2, 40, {}),
+    (2, 12, {"q_start": 28}),
+    (2, 12, {"q_start": torch.tensor([0, 28])}),
+    (1, 40, {"cu_seqlens": torch.tensor([0, 17, 17, 40])}),
 ]
 
 
@@ -70,9 +70,9 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("batch", "options"), CALLS, ids=["two rows", "a chunk", "ragged chunks", "packed"])
-def test_together_is_what_each_branch_gives(batch: int, options: dict[str, Any], taken: list[str]) -> None:
-    given = inputs(batch, queries=20 if "q_start" in options else 90)
+@pytest.mark.parametrize(("batch", "queries", "options"), CALLS, ids=["two rows", "a chunk", "ragged chunks", "packed"])
+def test_together_is_what_each_branch_gives(batch: int, queries: int, options: dict[str, Any], taken: list[str]) -> None:
+    given = inputs(batch, 40, queries)
     together = gradients(lambda *x: call(*x, nonnegative_gates=True, **options), given)
     assert taken == ["joined"]
     apart = gradients(lambda *x: call(*x, **options), given)

@@ -1,4 +1,4 @@
-"""Telemetry: every value against plain loops, and no effect on what it watches (no sync, gradient or graph break)."""
+"""Telemetry: every value against plain loops, of the calls for which a collection was open."""
 
 from __future__ import annotations
 
@@ -7,136 +7,25 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from nsa import TinyLM, statistics
 from nsa.config import preset
 from nsa.statistics import Summary
-from tests.cases import randn
-
-ALL = ("cmp", "sel", "win")
-SEL_BLOCK = 8
-
-
-def random_blocks(batch: int, tokens: int, heads: int, slots: int, *, start: list[int], seed: int) -> Tensor:
-    """Ascending unique ids up to the query's block, -1 padded; about a third repeats the previous query's, some are empty."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(high: int) -> int:
-        return int(torch.randint(high, (), generator=generator))
-
-    out = torch.full((batch, tokens, heads, slots), -1, dtype=torch.int32)
-    for b in range(batch):
-        for t in range(tokens):
-            for g in range(heads):
-                kind = draw(6)
-                if kind < 2 and t:
-                    out[b, t, g] = out[b, t - 1, g]
-                elif kind < 5:
-                    candidates = torch.randperm((start[b] + t) // SEL_BLOCK + 1, generator=generator)[: 1 + draw(slots)].sort().values
-                    out[b, t, g, : len(candidates)] = candidates
-    return out
-
-
-def expect_selection(calls: list[tuple[Tensor, list[int], Tensor | None]]) -> dict[str, Any]:
-    """Loops over sets of ids; a call is (blocks, q_start a row, present)."""
-    lengths: list[int] = []
-    sizes: list[int] = []
-    same: list[bool] = []
-    unions: list[int] = []
-    window_sizes: list[int] = []
-    for blocks, start, present in calls:
-        B, T, G, _ = blocks.shape
-        there = [[present is None or bool(present.expand(B, T)[b, t]) for t in range(T)] for b in range(B)]
-        for b in range(B):
-            for g in range(G):
-                sets = [{j for j in row if j >= 0} for row in blocks[b, :, g].tolist()]
-                for t, chosen in enumerate(sets):
-                    if not there[b][t]:
-                        continue
-                    lengths.append(
-                        sum(j * SEL_BLOCK <= p <= start[b] + t for j in chosen for p in range(j * SEL_BLOCK, (j + 1) * SEL_BLOCK))
-                    )
-                    sizes.append(len(chosen))
-                    if t and there[b][t - 1]:
-                        same.append(chosen == sets[t - 1])
-                for first in range(0, T - 15, 16):
-                    if all(there[b][first : first + 16]):
-                        unions.append(len(set().union(*sets[first : first + 16])))
-                        window_sizes += [len(chosen) for chosen in sets[first : first + 16]]
-    return {
-        "rows": len(lengths),
-        "tokens_mean": sum(lengths) / len(lengths),
-        "tokens_min": min(lengths),
-        "tokens_max": max(lengths),
-        "blocks_mean": sum(sizes) / len(sizes),
-        "union_blocks_mean": sum(unions) / len(unions) if unions else None,
-        "union_ratio": (sum(unions) / len(unions)) / (sum(window_sizes) / len(window_sizes)) if unions else None,
-        "same_as_previous_share": sum(same) / len(same) if same else None,
-    }
-
-
-def expect_gates(calls: list[tuple[Tensor, tuple[str, ...]]]) -> dict[str, Any]:
-    gates: dict[str, list[float]] = {b: [] for b in ALL}
-    shares: dict[str, list[float]] = {b: [] for b in ALL}
-    entropy: list[float] = []
-    collapsed: list[bool] = []
-    count = invalid = massless = 0
-    for tensor, branches in calls:
-        for row in tensor.double().flatten(0, 2).tolist():
-            on = {b: row[i] for i, b in enumerate(ALL) if b in branches}
-            if not all(0 <= x < math.inf for x in on.values()):
-                invalid += 1
-                continue
-            count += 1
-            total = sum(on.values())
-            massless += total == 0
-            for b, x in on.items():
-                gates[b].append(x)
-                if total:
-                    shares[b].append(x / total)
-            if total:
-                entropy.append(-sum(x / total * math.log(x / total) for x in on.values() if x))
-                collapsed.append(max(on.values()) > 0.95 * total)
-
-    def mean(values: list[float] | list[bool]) -> float | None:
-        return sum(values) / len(values) if values else None
-
-    return {
-        "gate_rows": count,
-        "gate_rows_invalid": invalid,
-        "gate_rows_massless": massless,
-        "gate_mean": {b: mean(gates[b]) for b in ALL},
-        "branch_share": {b: mean(shares[b]) for b in ALL},
-        "gate_entropy": mean(entropy),
-        "collapse_share": mean(collapsed),
-    }
-
-
-def assert_equal(summary: Summary, want: dict[str, Any], *, rel: float = 1e-12) -> None:
-    got = summary.to_mapping()
-    for name, value in want.items():
-        nested = isinstance(value, dict)
-        for key, wanted in value.items() if nested else [(name, value)]:
-            found = got[name][key] if nested else got[name]
-            if wanted is None:
-                assert found is None, (name, key)
-                assert summary.reasons[f"{name}.{key}" if nested else name]
-            else:
-                assert found == pytest.approx(wanted, rel=rel, abs=1e-15), (name, key)
-
-
-def random_gates(*shape: int, seed: int) -> Tensor:
-    """fp64, sharp enough that some rows collapse."""
-    return (4 * randn(*shape, 3, seed=seed, dtype=torch.float64)).sigmoid()
+from tests.nsa.statistics_cases import (
+    ALL,
+    SEL_BLOCK,
+    assert_equal,
+    expect_gates,
+    expect_selection,
+    observe_both,
+    random_blocks,
+    random_gates,
+)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 50])
@@ -277,14 +166,6 @@ def test_summary_is_frozen_and_json() -> None:
     assert set(mapping) == {f.name for f in dataclasses.fields(Summary)}
 
 
-def observe_both(seed: int, tokens: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
-    """One call of each, and what it amounts to on its own."""
-    blocks, gates = random_blocks(1, tokens, 2, 4, start=[50], seed=seed), random_gates(1, tokens, 4, seed=seed)
-    statistics.observe_selection(blocks, q_start=50, sel_block=SEL_BLOCK)
-    statistics.observe_gates(gates, ALL)
-    return expect_selection([(blocks, [50], None)]), expect_gates([(gates, ALL)])
-
-
 def test_nested_and_repeated_collections() -> None:
     observe_both(0)
     with statistics.collect() as outer:
@@ -336,119 +217,6 @@ def test_interleaved_contexts_do_not_mix() -> None:
     assert alone[0].rows == 2 * 2 * 2 * 100 and alone[0] != alone[1]
 
 
-def gradients(model: TinyLM, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
-    model.zero_grad(set_to_none=True)
-    logits = model(ids)
-    logits.float().logsumexp(-1).sum().backward()
-    return logits.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_model_does_not_notice(checkpointed: bool) -> None:
-    config = dataclasses.replace(preset("tiny"), checkpoint_layers=(0, 2) if checkpointed else None)
-    torch.manual_seed(0)
-    model, ids = TinyLM(config), torch.randint(0, 256, (2, 100))
-    plain, plain_grads = gradients(model, ids)
-    with statistics.collect() as seen:
-        watched, watched_grads = gradients(model, ids)
-    assert torch.equal(plain, watched)
-    assert len(plain_grads) == len(watched_grads) and all(map(torch.equal, plain_grads, watched_grads))
-    got = seen.read()
-    assert (got.rows, got.gate_rows) == (2 * 100 * 2 * 2, 2 * 100 * 4 * 2), "layers times heads times queries, once each"
-
-
-def test_observing_adds_nothing_to_the_graph() -> None:
-    gates = random_gates(1, 20, 2, seed=9).requires_grad_()
-    with statistics.collect() as seen:
-        statistics.observe_gates(gates, ALL)
-    assert gates.grad_fn is None and not any(total.requires_grad for total in seen._sums.values())
-
-
-def test_a_recomputation_is_not_observed_again() -> None:
-    def layer(x: Tensor) -> Tensor:
-        gates = x.sigmoid()
-        statistics.observe_gates(gates, ALL)
-        return gates.square()
-
-    x = randn(1, 5, 2, 3, seed=10).requires_grad_()
-    with statistics.collect() as seen:
-        y = checkpoint(layer, x, use_reentrant=False)
-        assert isinstance(y, Tensor)
-        y.sum().backward()
-    assert seen.read().gate_rows == 10
-
-
-def test_inference_mode_first_and_then_training() -> None:
-    with statistics.collect() as seen:
-        with torch.inference_mode():
-            first = observe_both(1)
-            once = seen.read()
-        observe_both(2)
-    assert_equal(once, first[0] | first[1])
-    assert seen.read().rows == 80
-
-
-SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__len__")
-SYNCING_OPS = {"_local_scalar_dense", "nonzero", "index", "masked_select", "equal", "is_nonzero", "_unique2", "bincount"}
-
-
-class NoSyncingOps(TorchDispatchMode):
-    """Refuses operators that read a tensor on the host, whose output's shape depends on one, or that upload a Python list."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.name().split("::")[1].split(".")[0]
-        assert name not in SYNCING_OPS, f"{name} syncs"
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def no_syncs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def refuse(name: str) -> Callable[..., Any]:
-        def raise_(*args: Any, **kwargs: Any) -> Any:
-            raise AssertionError(f"Tensor.{name} syncs")
-
-        return raise_
-
-    with monkeypatch.context() as patch, NoSyncingOps():
-        for name in SYNCS:
-            patch.setattr(Tensor, name, refuse(name))
-        yield
-
-
-def test_observing_never_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks, gates = random_blocks(2, 40, 2, 4, start=[9, 50], seed=11), random_gates(2, 40, 4, seed=11)
-    present = torch.arange(40)[None] < 35
-    q_start = torch.tensor([9, 50])
-    with statistics.collect() as seen, no_syncs(monkeypatch):
-        for mask in (None, present):
-            statistics.observe_selection(blocks, q_start=q_start, sel_block=SEL_BLOCK, present=mask)
-            statistics.observe_selection(blocks, q_start=9, sel_block=SEL_BLOCK, present=mask)
-            statistics.observe_gates(gates, ALL, present=mask)
-            statistics.observe_gates(gates, ("sel",), present=mask)
-    assert seen.read().rows == 2 * (2 * 40 * 2 + 2 * 35 * 2)
-    with pytest.raises(AssertionError, match="syncs"), no_syncs(monkeypatch):
-        blocks.max().item()
-    with pytest.raises(AssertionError, match="syncs"), no_syncs(monkeypatch):
-        gates[..., [0, 2]]
-
-
-def test_read_moves_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves: list[int] = []
-    cpu = Tensor.cpu
-
-    def counting(self: Tensor) -> Tensor:
-        moves.append(self.numel())
-        return cpu(self)
-
-    with statistics.collect() as seen:
-        for seed in range(3):
-            observe_both(seed)
-    monkeypatch.setattr(Tensor, "cpu", counting)
-    monkeypatch.setattr(Tensor, "item", None)
-    assert seen.read().rows == 120
-    assert len(moves) == 1
-
-
 def test_devices_are_summed() -> None:
     """A second accumulator stands for a second device: sums add, extremes do not."""
     parts, wants = [], []
@@ -461,55 +229,6 @@ def test_devices_are_summed() -> None:
     both = statistics.Collection()
     both._sums = {torch.device("cpu"): next(iter(parts[0]._sums.values())), torch.device("cpu", 0): next(iter(parts[1]._sums.values()))}
     assert_equal(both.read(), expect_selection(wants))
-
-
-def watched(gates: Tensor, blocks: Tensor) -> Tensor:
-    statistics.observe_gates(gates, ALL)
-    statistics.observe_selection(blocks, q_start=0, sel_block=SEL_BLOCK)
-    return (gates * blocks.clamp(min=0).sum()).sum(-1)
-
-
-@pytest.mark.parametrize("opened", ["while tracing", "after tracing", "never"])
-def test_compiled_calls_are_not_observed_and_say_so(opened: str) -> None:
-    torch._dynamo.reset()
-    gates, blocks = random_gates(1, 20, 2, seed=12), random_blocks(1, 20, 1, 4, start=[0], seed=12)
-    compiles: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        compiles.append(len(list(graph.graph.nodes)))
-        return graph.forward
-
-    compiled = torch.compile(watched, fullgraph=True, backend=backend)
-    if opened != "while tracing":
-        assert torch.equal(compiled(gates, blocks), watched(gates, blocks))
-    if opened != "never":
-        with statistics.collect() as seen:
-            got = compiled(gates, blocks)
-        assert torch.equal(got, watched(gates, blocks))
-        assert seen.read().rows is None and seen.read().gate_rows is None
-        assert "torch.compile" in seen.read().reasons["rows"] and "profile" in seen.read().reasons["rows"]
-    assert torch.equal(compiled(gates, blocks), watched(gates, blocks))
-    assert len(compiles) == 1, "opening or closing a collection must not recompile"
-
-
-def test_eager_backend() -> None:
-    torch._dynamo.reset()
-    gates, blocks = random_gates(1, 20, 2, seed=13), random_blocks(1, 20, 1, 4, start=[0], seed=13)
-    with statistics.collect():
-        assert torch.equal(torch.compile(watched, fullgraph=True, backend="eager")(gates, blocks), watched(gates, blocks))
-
-
-def test_captured_calls_are_counted_not_observed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA graphs need a GPU; what is decided from the stream's state does not."""
-
-    class OnCuda(Tensor):
-        is_cuda = True  # type: ignore[assignment]
-
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with statistics.collect() as outer, statistics.collect() as seen:
-        statistics.observe_gates(random_gates(1, 4, 2, seed=14).as_subclass(OnCuda), ALL)
-    assert seen.read().captured_calls == outer.read().captured_calls == 1
-    assert seen.read().gate_rows is None and "captured 1 calls" in seen.read().reasons["gate_rows"]
 
 
 @pytest.mark.parametrize(

@@ -135,7 +135,7 @@ q, k, v = qkv(case)
 blocks = random_blocks(case, SMALL, seed=3)
 selected.MIN_ROWS_TO_SORT = 0  # so few queries would not be sorted
 sorted_, of, window = [], selected.Lists.of, {"first": None, "block": 1, "stride": 1, "width": 24, "q_start": 0, "scale": 0.25}
-selected.Lists.of = lambda *given: sorted_.append(given) or of(*given)
+selected.Lists.of = lambda *given, **full: sorted_.append(given) or of(*given, **full)
 
 def both(**variables):
     settings.current = lambda: settings.load(variables)

@@ -18,7 +18,7 @@ from perfbench.result import Status
 from perfbench.workload import Workload
 from tests import oracle
 from tests.perfbench.jobs import TINY, job
-from tests.perfbench.test_measure import run
+from tests.perfbench.measure_cases import run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 EVERY_PATH = pytest.mark.parametrize("path", ["v2", "masked", "auto", "dense"])

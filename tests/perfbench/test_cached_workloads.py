@@ -25,7 +25,7 @@ from perfbench.result import Replicate, Status
 from perfbench.verdict import PerfbenchError
 from perfbench.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY, job
-from tests.perfbench.test_measure import run
+from tests.perfbench.measure_cases import run
 from tests.perfbench.test_plan import BARE, CPU, H100, build
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")

@@ -18,7 +18,7 @@ from perfbench.job import Job
 from perfbench.result import METHOD_VERSION, Status
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
-from tests.perfbench.test_measure import PROOF, STEP_S, Watch, run, stub
+from tests.perfbench.measure_cases import PROOF, STEP_S, Watch, run, stub
 
 ROOT = pathlib.Path(__file__).parents[2]
 BASELINES = sorted((ROOT / "reports" / "baselines" / "h100-80gb-hbm3").glob("*.json"))

@@ -22,8 +22,8 @@ from perfbench.result import Replicate, Status
 from perfbench.verdict import PerfbenchError
 from perfbench.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY
+from tests.perfbench.measure_cases import run
 from tests.perfbench.test_cached_workloads import cached, keys_at
-from tests.perfbench.test_measure import run
 from tests.perfbench.test_plan import BARE, H100, build
 from tests.perfbench.test_stepped import FakeGrapher
 

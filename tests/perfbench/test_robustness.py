@@ -1,7 +1,7 @@
 """Damaged files through the command line: no bytes give a traceback, a user's error is one line with its exit code.
 
 The files are real ones (matrices, a run made on an H100, its baseline), damaged as bytes and as values. What a killed process,
-a full disk, a second writer and a clock that steps back do is in test_sweep.py and test_runfile.py.
+a full disk, a second writer and a clock that steps back do is in test_sweep_robustness.py and test_runfile.py.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""The sweep with a fake executor in milliseconds; kill -9, Ctrl-C and resume with real processes."""
+"""The runner with a fake executor in milliseconds: order, jobs and rows, what is skipped, injected or prepared ahead, progress."""
 
-import os
 import pathlib
 import random
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,91 +12,13 @@ from nsa.settings import Settings
 from perfbench import gpu, progress, runfile, runner
 from perfbench import matrix as matrices
 from perfbench import plan as plans
-from perfbench.axes import Cell
 from perfbench.environment import TargetFit
-from perfbench.isolate import failed
 from perfbench.job import Job
 from perfbench.progress import PlainProgress
-from perfbench.result import Environment, PlannedCell, Replicate, Source, Status
+from perfbench.result import Status
 from perfbench.verdict import Exit, PerfbenchError
-from tests.perfbench import builders
 from tests.perfbench.fake_nvml import Card, FakeNvml
-
-ROOT = pathlib.Path(__file__).parents[2]
-CODE = Source(commit="a" * 40, dirty_sha256=None)
-HERE = builders.environment(gpu=False)
-TEXT = """\
-version: 1
-name: t
-target: {gpu: none}
-model: tiny
-axes:
-  workload: [train, forward]
-  seq_len: [128, 256, 512]
-  path: [v2, dense]
-  fa2: [off]
-  dtype: [fp32]
-measure: {processes: 3}
-limits: {timeout_s: 30, oom: record_and_skip_larger}
-"""
-MATRIX = matrices.parse(TEXT, "m.yaml")
-PLAN = plans.build(MATRIX, only=[], capability=assumed("none"), settings=Settings())
-IDS = [cell.cell_id for cell in PLAN.cells]
-
-
-def cell_id(workload: str, seq_len: int, path: str) -> str:
-    return f"dtype=fp32,{'fa2=off,' if path == 'v2' else ''}path={path},seq_len={seq_len},workload={workload}"
-
-
-class FakeExecutor:
-    """Green rows; ``ends`` maps a cell to the status that it ends with, ``before`` runs first and may raise."""
-
-    def __init__(self, ends: dict[str, Status] | None = None, before: Callable[[Job], None] = lambda job: None) -> None:
-        self.ends, self.before = ends or {}, before
-        self.jobs: list[Job] = []
-        self.blocks: list[int] = []
-        self.prepared: list[list[tuple[str, int]]] = []
-        self.closed = False
-
-    def new_block(self) -> None:
-        self.blocks.append(len(self.jobs))
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        self.prepared.append([(job.cell_id, job.replicate) for job in jobs])
-
-    def execute(self, job: Job) -> Replicate:
-        self.before(job)
-        self.jobs.append(job)
-        status = self.ends.get(job.cell_id, Status.OK)
-        if status is not Status.OK:
-            return failed(job, status, "planted")
-        planned = next(cell for cell in PLAN.cells if cell.cell_id == job.cell_id)
-        return builders.replicate(planned, job.replicate, gpu=False)
-
-    def close(self) -> None:
-        self.closed = True
-
-    @property
-    def order(self) -> list[tuple[str, int]]:
-        return [(job.cell_id, job.replicate) for job in self.jobs]
-
-
-def run(tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes: Any) -> runner.Finished:
-    values: dict[str, Any] = {
-        "runs_dir": tmp_path,
-        "environment": HERE,
-        "source": CODE,
-        "argv": ["perfbench", "run", "m.yaml"],
-        "seed": 7,
-    }
-    return runner.run(changes.pop("plan", PLAN), changes.pop("matrix", MATRIX), executor or FakeExecutor(), **{**values, **changes})
-
-
-def refused(code: Exit, words: str, tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes: Any) -> str:
-    with pytest.raises(PerfbenchError, match=words) as caught:
-        run(tmp_path, executor, **changes)
-    assert caught.value.exit_code is code
-    return str(caught.value)
+from tests.perfbench.runner_cases import CODE, HERE, IDS, MATRIX, PLAN, TEXT, FakeExecutor, _first_in_order, cell_id, refused, run
 
 
 def test_every_cell_and_replicate_once_in_shuffled_blocks(tmp_path: pathlib.Path) -> None:
@@ -199,12 +115,6 @@ def test_after_an_oom_longer_sequences_of_the_same_path_are_skipped(tmp_path: pa
     assert len(finished.run.of_cell(cell_id("train", 512, "dense"))) == 3
 
 
-def _first_in_order(seed: int, first: str, others: list[str]) -> bool:
-    order = list(IDS)
-    random.Random(f"{seed}-0").shuffle(order)
-    return all(order.index(first) < order.index(other) for other in others)
-
-
 def test_oom_can_be_recorded_without_skipping(tmp_path: pathlib.Path) -> None:
     matrix = matrices.parse(TEXT.replace("record_and_skip_larger", "record"), "m.yaml")
     finished = run(tmp_path, FakeExecutor({cell_id("train", 128, "v2"): Status.OOM}), matrix=matrix)
@@ -229,95 +139,6 @@ def test_the_budget_starts_nothing_new_and_says_what_is_missing(tmp_path: pathli
     rest = FakeExecutor()
     assert run(tmp_path, rest, resume=finished.folder).missing == []
     assert sorted(rest.order) == sorted(finished.missing)
-
-
-def test_resume_completes_what_is_missing_in_the_same_order(tmp_path: pathlib.Path) -> None:
-    whole = FakeExecutor()
-    run(tmp_path / "whole", whole)
-
-    def interrupt(job: Job) -> None:
-        if len(first.jobs) == 17:
-            raise KeyboardInterrupt
-
-    first, second = FakeExecutor(before=interrupt), FakeExecutor()
-    message = refused(Exit.INTERRUPTED, "interrupted", tmp_path / "cut", first, argv=["perfbench", "run", "m.yaml", "--seed", "7"])
-    folder = next((tmp_path / "cut").iterdir())
-    assert f"perfbench run m.yaml --resume {folder}" in message and "17 finished" in message
-    finished = run(tmp_path, second, resume=folder, seed=99)
-    assert first.order + second.order == whole.order, "the stored seed wins"
-    assert len(finished.run.replicates) == 36 and len(finished.run.resumed) == 1 and finished.folder == folder
-    third = FakeExecutor()
-    run(tmp_path, third, resume=folder)
-    assert third.jobs == []
-
-
-def test_slices_join_one_run(tmp_path: pathlib.Path) -> None:
-    first = run(tmp_path, only=["seq_len=128"])
-    second = run(tmp_path, resume=first.folder, only=["seq_len=256"])
-    assert len(second.run.replicates) == 24 and [part.only for part in second.run.resumed] == [["seq_len=256"]]
-
-
-def test_a_failed_cell_is_not_tried_again_on_resume(tmp_path: pathlib.Path) -> None:
-    name = cell_id("train", 512, "v2")
-    first = run(tmp_path, FakeExecutor({name: Status.TIMEOUT}))
-    again = FakeExecutor()
-    run(tmp_path, again, resume=first.folder)
-    assert again.jobs == []
-
-
-def test_resume_after_a_torn_line(tmp_path: pathlib.Path) -> None:
-    first = run(tmp_path, only=["seq_len=128"])
-    path = first.folder / runfile.FILE_NAME
-    path.write_bytes(path.read_bytes()[:-50])
-    again = FakeExecutor()
-    finished = run(tmp_path, again, resume=first.folder, only=["seq_len=128"])
-    assert again.order == [(row.cell_id, row.replicate) for row in first.run.replicates[-1:]]
-    assert len(finished.run.replicates) == 12 and not finished.run.torn
-
-
-def test_resume_on_another_card_of_the_same_model(tmp_path: pathlib.Path) -> None:
-    first = run(tmp_path, only=["seq_len=128"], environment=builders.environment())
-    other = builders.environment(gpu_uuid_sha256="cd" * 32)
-    finished = run(tmp_path, resume=first.folder, environment=other)
-    assert finished.run.resumed[0].environment.gpu_uuid_sha256 == "cd" * 32
-
-
-@pytest.mark.parametrize(("key", "value"), [("device_name", "NVIDIA H200"), ("torch", "2.11.0"), ("driver", "580.1"), ("gpu_slug", "h200")])
-def test_resume_on_another_kind_of_machine_is_refused(tmp_path: pathlib.Path, key: str, value: str) -> None:
-    here: Environment = builders.environment()
-    first = run(tmp_path, only=["seq_len=128"], environment=here)
-    before = (first.folder / runfile.FILE_NAME).read_bytes()
-    executor = FakeExecutor()
-    message = refused(
-        Exit.ENVIRONMENT, "cannot go on here", tmp_path, executor, resume=first.folder, environment=here.model_copy(update={key: value})
-    )
-    assert f"{key} was {getattr(here, key)} and is {value}" in message
-    assert executor.jobs == [] and (first.folder / runfile.FILE_NAME).read_bytes() == before
-
-
-def test_resume_with_another_configuration_is_refused(tmp_path: pathlib.Path) -> None:
-    first = run(tmp_path, only=["seq_len=128"])
-    changed = [cell.model_copy(update={"config_sha256": "0" * 64}) if cell.cell_id == IDS[3] else cell for cell in PLAN.cells]
-    plan = plans.Plan(changed, [], [], 1.0, 3)
-    assert IDS[3] in refused(Exit.USAGE, "configuration of cell", tmp_path, resume=first.folder, plan=plan)
-    rerouted = [cell.model_copy(update={"route": cell.route.model_copy(update={"counters": ["sel.v1"]})}) for cell in PLAN.cells]
-    refused(Exit.USAGE, "now routes to", tmp_path, resume=first.folder, plan=plans.Plan(rerouted, [], [], 1.0, 3))
-    slower = matrices.parse(TEXT.replace("processes: 3", "processes: 3, warmup_s: 1"), "m.yaml")
-    refused(Exit.USAGE, "measures with", tmp_path, resume=first.folder, matrix=slower)
-    commented = matrices.parse(TEXT + "# a comment\n", "m.yaml")
-    run(tmp_path, resume=first.folder, matrix=commented)
-
-
-def test_resume_with_a_cell_that_was_not_planned_is_refused(tmp_path: pathlib.Path) -> None:
-    part = plans.Plan(PLAN.cells[:4], [], [], 1.0, 3)
-    first = run(tmp_path, plan=part)
-    assert IDS[4] in refused(Exit.USAGE, "planned without cell", tmp_path, resume=first.folder)
-
-
-@pytest.mark.parametrize("source", [Source(commit="b" * 40, dirty_sha256=None), Source(commit="a" * 40, dirty_sha256="c" * 64)])
-def test_resume_with_other_code_is_refused(tmp_path: pathlib.Path, source: Source) -> None:
-    first = run(tmp_path, only=["seq_len=128"])
-    refused(Exit.USAGE, "the code here is", tmp_path, resume=first.folder, source=source)
 
 
 def test_injections_reach_their_cell_alone_and_stay_on_resume(tmp_path: pathlib.Path) -> None:
@@ -403,188 +224,6 @@ def test_prepared_on_a_gpu_holds_its_lock_and_refuses_company(tmp_path: pathlib.
         with pytest.raises(PerfbenchError, match="4321") as caught, runner.prepared(fit, module=nvml):
             pass
         assert caught.value.exit_code is Exit.ENVIRONMENT
-
-
-REAL = """
-import pathlib, sys
-sys.path.insert(0, {root!r})
-from tests.perfbench.test_runner import CODE, HERE, MATRIX, PLAN
-from perfbench import runner
-from perfbench.environment import TargetFit
-from perfbench.verdict import PerfbenchError
-resume = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
-try:
-    with runner.prepared(TargetFit("cpu", None), "tests.perfbench.stub_measure:slow_measure") as executor:
-        runner.run(PLAN, MATRIX, executor, runs_dir=pathlib.Path(sys.argv[1]), environment=HERE, source=CODE,
-                   argv=["perfbench", "run", "m.yaml"], seed=7, only=["seq_len=128"], resume=resume)
-except PerfbenchError as error:
-    print(error)
-    sys.exit(error.exit_code)
-"""
-
-
-@pytest.fixture
-def real(tmp_path: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*args: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-c", REAL.format(root=str(ROOT)), str(tmp_path), *args]
-        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True))
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
-
-
-def wait_for_rows(tmp_path: pathlib.Path, rows: int) -> pathlib.Path:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for path in tmp_path.glob("*/run.jsonl"):
-            if path.read_bytes().count(b"\n") > rows:
-                return path.parent
-        time.sleep(0.02)
-    raise AssertionError("the run wrote no rows in 20 s")
-
-
-@pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
-def test_killed_in_the_middle_then_resumed(
-    tmp_path: pathlib.Path, real: Callable[..., subprocess.Popen[str]], sent: signal.Signals, code: int
-) -> None:
-    first = real()
-    folder = wait_for_rows(tmp_path, 3)
-    os.kill(first.pid, sent)
-    said, _ = first.communicate(timeout=10)
-    assert first.returncode == code
-    if sent is signal.SIGINT:
-        assert f"--resume {folder}" in said
-    before = runfile.read(folder)
-    assert 3 <= len(before.replicates) < 12
-    second = real(str(folder))
-    second.communicate(timeout=30)
-    assert second.returncode == 0
-    after = runfile.read(folder)
-    assert after.replicates[: len(before.replicates)] == before.replicates, "finished replicates survive"
-    assert len({(row.cell_id, row.replicate) for row in after.replicates}) == len(after.replicates) == 12
-    assert all(row.status is Status.OK for row in after.replicates) and len(after.resumed) == 1
-
-
-def test_two_runs_cannot_resume_one_folder(tmp_path: pathlib.Path, real: Callable[..., subprocess.Popen[str]]) -> None:
-    real()
-    folder = wait_for_rows(tmp_path, 1)
-    refused(Exit.USAGE, "another perfbench is writing", tmp_path, resume=folder)
-
-
-class Prover(FakeExecutor):
-    """As a measuring process does: a row carries the proof that it was given, or one of its own."""
-
-    def execute(self, job: Job) -> Replicate:
-        self.before(job)
-        self.jobs.append(job)
-        status = self.ends.get(job.cell_id, Status.OK)
-        proof = job.proof or builders.parity(worst=f"made for {job.cell_id} #{job.replicate}", ok=status is not Status.PARITY)
-        if status is not Status.OK:
-            proved = status in (Status.PARITY, Status.WRONG_PATH)
-            ran = builders.planned_cell(Cell("train", 128, "v1", "off", dtype="fp32"), gpu=False).route
-            route = ran if status is Status.WRONG_PATH else job.plan
-            return failed(job, status, "planted").model_copy(update={"parity": proof if proved else None, "route": route})
-        planned = PlannedCell(cell_id=job.cell_id, axes=job.axes, config_sha256=job.config_sha256, route=job.plan, expect=job.expect)
-        return builders.replicate(planned, job.replicate, gpu=False, parity=proof)
-
-    def unproved(self) -> list[str]:
-        """Cells that had to prove themselves, in order."""
-        return [job.cell_id for job in self.jobs if job.proof is None]
-
-
-def planned_from(text: str) -> tuple[matrices.Matrix, plans.Plan]:
-    matrix = matrices.parse(text, "m.yaml")
-    return matrix, plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
-
-
-def kind_of(job: Job) -> tuple[str | int, str | int]:
-    return job.axes["workload"], job.axes["path"]
-
-
-def test_a_route_is_proved_once_a_sitting(tmp_path: pathlib.Path) -> None:
-    executor = Prover()
-    finished = run(tmp_path, executor)
-    kinds = [(workload, path) for workload in ("train", "forward") for path in ("v2", "dense")]
-    assert len(executor.unproved()) == 4 and sorted(kind_of(job) for job in executor.jobs if job.proof is None) == sorted(kinds)
-    for kind in kinds:
-        first, *later = [job for job in executor.jobs if kind_of(job) == kind]
-        assert first.proof is None and len(later) == 8 and {job.axes["seq_len"] for job in later} == {128, 256, 512}
-        made = builders.parity(worst=f"made for {first.cell_id} #{first.replicate}", proved_in=f"{first.cell_id} #{first.replicate}")
-        assert [job.proof for job in later] == [made] * 8, "the first row's own, and it says whose"
-    assert [row.parity.proved_in is None for row in finished.run.replicates if row.parity] == [job.proof is None for job in executor.jobs]
-
-
-def test_a_proof_serves_other_lengths_and_batches_alone(tmp_path: pathlib.Path) -> None:
-    text = (
-        TEXT.replace("[train, forward]", "[train]")
-        .replace("[128, 256, 512]", "[128, 256]\n  batch: [1, 2]")
-        .replace("processes: 3", "processes: 1")
-    )
-    text = text.replace("[v2, dense]", "[v2, masked, v1, auto]").replace("fa2: [off]", "fa2: [off, auto]").replace("[fp32]", "[fp32, bf16]")
-    matrix, plan = planned_from(text)
-    executor = Prover()
-    run(tmp_path, executor, matrix=matrix, plan=plan)
-    assert len(executor.jobs) == 64 and len(executor.unproved()) == 16
-    for job in executor.jobs:
-        if job.proof:
-            prover = next(j for j in executor.jobs if job.proof.proved_in == f"{j.cell_id} #{j.replicate}")
-            assert all(prover.axes[axis] == job.axes[axis] for axis in ("workload", "path", "fa2", "dtype"))
-
-
-def test_a_proof_does_not_serve_another_route(tmp_path: pathlib.Path) -> None:
-    """The same axes but the length, and yet another path: `adaptive` takes v1 below 1024 tokens and v2 from there."""
-    text = (
-        TEXT.replace("[v2, dense]", "[adaptive]")
-        .replace("[128, 256, 512]", "[256, 512, 1024, 2048]")
-        .replace("[train, forward]", "[train]")
-    )
-    matrix, plan = planned_from(text)
-    executor = Prover()
-    run(tmp_path, executor, matrix=matrix, plan=plan)
-    assert len(executor.jobs) == 12 and len(executor.unproved()) == 2
-    for job in executor.jobs:
-        if job.proof:
-            prover = next(j for j in executor.jobs if job.proof.proved_in == f"{j.cell_id} #{j.replicate}")
-            assert prover.plan.counters == job.plan.counters
-
-
-@pytest.mark.parametrize("status", [Status.PARITY, Status.CRASH, Status.OOM, Status.TIMEOUT])
-def test_a_failed_parity_proves_nothing(tmp_path: pathlib.Path, status: Status) -> None:
-    """Nor does a row that ended before its proof: the next cell of the route makes its own."""
-    ends = dict.fromkeys((cell_id("train", seq_len, "v2") for seq_len in (128, 256)), status)
-    matrix = matrices.parse(TEXT.replace("record_and_skip_larger", "record"), "m.yaml")
-    executor = Prover(ends)
-    seed = next(s for s in range(1000) if all(_first_in_order(s, name, [cell_id("train", 512, "v2")]) for name in ends))
-    run(tmp_path, executor, matrix=matrix, seed=seed)
-    mine = [job for job in executor.jobs if kind_of(job) == ("train", "v2")]
-    assert [job.proof for job in mine[:3]] == [None] * 3 and mine[2].cell_id == cell_id("train", 512, "v2")
-    assert {job.proof.proved_in for job in mine[3:] if job.proof} == {f"{mine[2].cell_id} #0"} and len(mine) == 5
-
-
-def test_a_proof_ends_with_its_sitting(tmp_path: pathlib.Path) -> None:
-    """A resumed run may be on another card: what was proved there is proved again here."""
-    first, second = Prover(), Prover()
-    folder = run(tmp_path, first, only=["seq_len=128"]).folder
-    run(tmp_path, second, resume=folder)
-    assert len(first.unproved()) == 4 and len(second.unproved()) == 4 and len(second.jobs) == 24
-    own = {f"{job.cell_id} #{job.replicate}" for job in second.jobs if job.proof is None}
-    assert {job.proof.proved_in for job in second.jobs if job.proof} == own
-
-
-def test_a_proof_of_what_ran_is_not_one_of_what_was_planned(tmp_path: pathlib.Path) -> None:
-    """A row that took another path than planned was proved on that path."""
-    astray = cell_id("train", 128, "v2")
-    executor = Prover({astray: Status.WRONG_PATH})
-    seed = next(s for s in range(1000) if _first_in_order(s, astray, [cell_id("train", n, "v2") for n in (256, 512)]))
-    run(tmp_path, executor, seed=seed)
-    mine = [job for job in executor.jobs if kind_of(job) == ("train", "v2")]
-    assert mine[0].cell_id == astray and mine[1].proof is None
-    assert all(job.proof is not None and astray not in str(job.proof.proved_in) for job in mine[2:])
 
 
 def test_those_that_prepare_together_are_of_one_block_and_know_their_company(tmp_path: pathlib.Path) -> None:

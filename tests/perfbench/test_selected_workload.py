@@ -22,8 +22,8 @@ from perfbench.result import Status
 from perfbench.verdict import PerfbenchError
 from tests.perfbench import builders as b
 from tests.perfbench.jobs import TINY, cell_of, job
+from tests.perfbench.measure_cases import run
 from tests.perfbench.test_attention_workload import seen
-from tests.perfbench.test_measure import run
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 CPU = Capability("cpu", "cpu", None, None, "no GPU", "2.13.0")

@@ -24,7 +24,7 @@ from perfbench.result import Replicate, Status
 from perfbench.stepped import Captured, Compiled
 from perfbench.verdict import PerfbenchError
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
-from tests.perfbench.test_measure import PROOF, run
+from tests.perfbench.measure_cases import PROOF, run
 from tests.perfbench.test_plan import CPU, H100, ROOT, build
 from tests.perfbench.test_witness import CUDNN, EFFICIENT, FA2, LAYERS, cuda, dense, seen
 
@@ -287,7 +287,7 @@ def test_the_kernel_and_training_matrices() -> None:
     plans = [build(matrix, card) for matrix in (kernels, train)]
     assert [plan.warnings for plan in plans] == [[], []] and all(cell.expect.engaged for plan in plans for cell in plan.cells)
     assert {cell.layers for cell in plans[0].cells} == {1} and {cell.layers for cell in plans[1].cells} == {12}
-    assert {cell.axes["seq_len"] for cell in plans[0].cells} == {2**11, 2**13, 2**15, 2**16, 2**17}
+    assert {cell.axes["seq_len"] for cell in plans[0].cells} == {2**n for n in (11, 13, 14, 15, 16, 17)}
     shapes = {(cell.axes["batch"], cell.axes["seq_len"]) for cell in plans[1].cells}
     assert shapes == {(8, 2048), (2, 8192), (1, 32768), (1, 65536), (1, 2048)}
     graphs = {(cell.axes["compile"], cell.axes["cuda_graph"]) for cell in plans[1].cells if cell.axes["seq_len"] == 2048}

@@ -1,0 +1,64 @@
+"""The gated sum's kernel, and what PyTorch is told of all the operators, in Triton's interpreter (`--require interpreter`)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from nsa.ops import combine
+from tests.cases import Case, assert_same_function, qkv, randn
+from tests.nsa.kernel_cases import (
+    attend,
+    operator_calls,
+    poisoned_memory,  # noqa: F401
+)
+
+# The gated sum.
+
+
+@pytest.mark.parametrize("value_dim", [16, 100])
+def test_gated_sum(value_dim: int) -> None:
+    gates = randn(2, 3, 33, 3, seed=0).transpose(1, 2)
+    tensors = (gates, *(randn(2, 33, 3, value_dim, seed=i) for i in (1, 2, 3)))
+
+    def truth(g: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return torch.einsum("bthn,nbthd->bthd", g, torch.stack([a, b, c]))
+
+    def fused(g: Tensor, *outputs: Tensor) -> Tensor:
+        return combine.fused_gated_sum(g, outputs, (0, 1, 2))
+
+    assert_same_function(fused, truth, tensors, ("gates", "cmp", "sel", "win"))
+
+
+# What PyTorch is told of the operators.
+
+
+@pytest.mark.parametrize("name", operator_calls())
+def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
+    """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
+    arguments = operator_calls()[name]
+    if name in ("interval", "selected_triton", "gated_sum", "joined"):
+        wanted = len(arguments) if name != "joined" else 8  # what the branches left is constant
+        arguments = tuple(
+            x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() and i < wanted else x for i, x in enumerate(arguments)
+        )
+    torch.library.opcheck(getattr(torch.ops.nsa, name).default, arguments)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = (x.requires_grad_() for x in qkv(Case(4, 1, 16, 16, 1)))
+    blocks = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
+    (d_q,) = torch.autograd.grad(attend(q, k, v, blocks).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        d_q.sum().backward()
+
+
+def test_a_penalty_on_gradients_is_not_dropped() -> None:
+    """The incoming gradient depends on nothing here; the gradients do."""
+    q, k, v = (x.requires_grad_() for x in qkv(Case(4, 1, 16, 16, 1)))
+    blocks = torch.zeros(1, 4, 2, 1, dtype=torch.int32)
+    o = attend(q, k, v, blocks)
+    (d_q,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (o.sum() + d_q.square().sum()).backward()
