@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,11 +23,29 @@ def launched() -> set[str]:
     return {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("nsa_")}
 
 
-@pytest.mark.parametrize(("arch", "shape"), [(90, "A"), (90, "B"), (90, "odd"), (80, "A"), (80, "B")])
-def test_everything_launched_is_built_and_fits(arch: int, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    command = [sys.executable, "-m", "tests.nsa.gpu_build", str(arch), shape]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=300, check=False)
+Built = subprocess.CompletedProcess[str]
+BUILDS = [(90, "A"), (90, "B"), (90, "odd"), (80, "A"), (80, "B")]
+
+
+def build(arch: int, shape: str) -> Built:
+    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-m", "tests.nsa.gpu_build", str(arch), shape]
+    return subprocess.run(command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=300, check=False)
+
+
+@pytest.fixture(scope="module")
+def built(request: pytest.FixtureRequest) -> Iterator[Callable[[int, str], Built]]:
+    """Two at a time, since a build takes half a minute of one core; pytest-xdist has two workers of its own."""
+    if hasattr(request.config, "workerinput"):
+        yield build
+        return
+    with ThreadPoolExecutor(2) as pool:
+        found = {one: pool.submit(build, *one) for one in BUILDS}
+        yield lambda *one: found[one].result()
+
+
+@pytest.mark.parametrize(("arch", "shape"), BUILDS)
+def test_everything_launched_is_built_and_fits(arch: int, shape: str, built: Callable[[int, str], Built]) -> None:
+    done = built(arch, shape)
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
     assert {name for name, _ in built} == launched()
