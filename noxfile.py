@@ -51,7 +51,7 @@ def contracts(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that needs no GPU."""
     # Tensors of this size gain nothing from a second thread, and beside another process it waits: 13 minutes instead of 4.
-    _run(session, "pytest", "-q", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    _run(session, "pytest", "-q", "-n", "2", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])
