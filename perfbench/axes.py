@@ -10,7 +10,7 @@ from functools import lru_cache
 from urllib.parse import quote
 
 from nsa.config import nearest_name
-from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, TRITON_STEPS, Path
+from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
 
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 DEFAULT_CHUNK = 2048
@@ -20,7 +20,8 @@ ATTENTION = ("attention", "attention_forward")  # attention alone, on inputs of 
 SELECTED = ("selected", "selected_forward")  # the selected branch alone, on blocks of its own; the first with its backward
 BACKWARD = ("train", "attention", "selected")
 EVERYTHING = "none"  # what a cell is without by default
-STEPS = tuple(TRITON_STEPS)  # of path triton, each turned off by NSA_TRITON_<STEP>=0
+# Of path triton, each turned off by NSA_TRITON_<STEP>=0. Spelled out, since an older nsa, which `ab` measures, too, names none.
+STEPS = ("copy", "lists", "join", "split")
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes

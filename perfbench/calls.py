@@ -8,7 +8,6 @@ from dataclasses import replace
 from nsa import routing
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
-from nsa.routes import SORT_MIN_ROWS
 from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
 from perfbench.axes import ATTENTION, CACHED, DEFAULT_CHUNK, EVERYTHING, SELECTED, Cell, Value, torch_dtype_name
@@ -114,6 +113,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
 
 def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     """Why the cell has no such step to be without, so that its time would tell nothing."""
+    from nsa.routes import SORT_MIN_ROWS  # an older nsa, which `ab` measures, too, has no such cells
+
     got = f"without={cell.without} with"
     if cell.path != Path.TRITON:
         return f"{got} path={cell.path}: another path may serve it, which has no such step; wanted path=triton; name it"

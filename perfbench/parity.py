@@ -7,6 +7,7 @@ gives it, so that one proof holds for every length of a Route, else at the cell'
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -108,6 +109,8 @@ def _standard(model: ModelConfig, timed: Route, chunk: int | None) -> int:
     """Tokens of the usual proof: `standard_tokens`, or where path triton decodes, so many that its compressed keys are split."""
     usual = standard_tokens(model.nsa)
     if chunk != 1 or not any(branch.implementation == Path.TRITON for branch in timed.branches):
+        return usual
+    if importlib.util.find_spec("nsa.ops.kernels.decode") is None:  # an older nsa, which `ab` measures, too, splits none
         return usual
     from nsa.ops.kernels.decode import LEAST_KEYS
 

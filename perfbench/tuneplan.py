@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nsa.config import ModelConfig
-from nsa.routing import MASK_LIMIT_ELEMENTS, TRITON_STEPS, Capability, Path, Problem, RouteError
+from nsa.routing import MASK_LIMIT_ELEMENTS, Capability, Path, Problem, RouteError
 from nsa.settings import Settings
 from perfbench import calls
-from perfbench.axes import Cell, torch_dtype_name
+from perfbench.axes import STEPS, Cell, torch_dtype_name
 from perfbench.verdict import Exit, PerfbenchError
 
 NAME = "tune"
@@ -20,7 +20,7 @@ DEFAULT_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 # Every cell must be what its name says; these settings would make it another.
 _TURN_ROUTES = (
     "NSA_FORCE_SEL_MASK", "NSA_USE_FA2", "NSA_USE_FA2_WIN", "NSA_USE_FA2_CMP", "NSA_SEL_RANGES_V2",
-    *(f"NSA_TRITON_{step.upper()}" for step in TRITON_STEPS),
+    *(f"NSA_TRITON_{step.upper()}" for step in STEPS),
 )  # fmt: skip
 _OWN_WINDOW = "path triton has a window kernel of its own, so FA-2 beside it decides nothing"
 _ENGAGED: Mapping[tuple[Path, str], tuple[str, ...]] = {

@@ -24,7 +24,7 @@ class _Refused(torch.autograd.Function):
     def backward(ctx: Any, *_: Tensor) -> Tensor:
         raise RuntimeError(
             "got a request to differentiate twice through NSA's kernels, whose gradients have none of their own; wanted one derivative; "
-            "drop create_graph, or take path=reference"
+            "drop create_graph"
         )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -186,3 +188,20 @@ def test_how_to_measure_it_again_names_the_step() -> None:
     judgement = judge(rerouted(run_of(), LISTS, []), None, GatePolicy())
     (cell,) = [one for one in judgement.cells if one.cell_id == LISTS]
     assert "without=lists" in cell.reproduce
+
+
+OLDER = """
+import importlib
+from nsa import routes, routing, settings
+for module in (routes, routing):
+    for name in ("TRITON_STEPS", "SORT_MIN_ROWS"):
+        vars(module).pop(name, None)
+for name in ("axes", "calls", "plan", "hardgate", "witness", "parity", "measure", "forkserver"):
+    importlib.import_module(f"perfbench.{name}")
+"""
+
+
+def test_an_older_nsa_that_names_no_step_is_measured_all_the_same() -> None:
+    """The base of an A/B brings its own nsa; what measures it is this perfbench."""
+    done = subprocess.run([sys.executable, "-c", OLDER], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
