@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import combine
+from nsa.ops import combine, interval, joined, scoring  # noqa: F401 (importing them registers the operators)
 from tests.cases import Case, assert_same_function, qkv, randn
 from tests.nsa.kernel_cases import (
     attend,
