@@ -16,6 +16,7 @@ SCORE = "score"
 DENSE = "dense"  # a branch's implementation where it leaves no key out; no Path: nobody asks for it by name
 
 SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
+COPY_MIN_ELEMENTS = 12 << 20  # of q: below this the host is waited for, and a tensor descriptor costs it 16 us; m7c_125m: 16,384 tokens
 SORT_MIN_ROWS = 8192  # (b, t, kv head) of a call: below this path triton's selected forward goes query by query, without sorted lists
 # What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can tell what it buys; results are the same to rounding.
 TRITON_STEPS: Mapping[str, str] = {

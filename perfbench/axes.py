@@ -243,8 +243,9 @@ def _valid(name: str, text: str, cells: list[Cell]) -> str:
 def proof_key(axes: Mapping[str, str | int], counters: Iterable[str], *, own_length: bool) -> ProofKey:
     """What a parity proof depends on besides the model: its route, and all axes but the lengths and the batch.
 
-    Parity has a length of its own. ``own_length``: where it was made at the cell's instead, it holds for that one alone. A decode
-    step's kernels go by the batch, so its proof is of that.
+    Parity has a length of its own. ``own_length``: where it was made at the cell's instead, it holds for that one alone. Calls with a
+    cache have one size, by which their kernels go, so their proof is of their batch.
     """
-    free = [name for name, bound in (("seq_len", own_length), ("batch", axes.get("workload") == "decode")) if not bound]
+    cached = axes.get("workload") in CACHED
+    free = [name for name, bound in (("seq_len", own_length), ("batch", cached)) if not bound]
     return tuple(sorted(counters)), tuple(sorted((name, value) for name, value in axes.items() if name not in free))

@@ -89,20 +89,24 @@ def _batch(asked: str) -> int:
 
 
 def _batches(model: ModelConfig, asked: str, tokens: int, chunk: int | None, timed: int) -> tuple[int, ...]:
-    """Sequences of each proof. Path triton serves few rows of a call by other kernels than many, so there is a proof of each kind.
+    """Sequences of each proof. Path triton serves large calls by other kernels than small ones, so there is a proof of each kind.
 
-    A decode step has few for any number of sequences, and goes by that: its proof has as many as the ``timed`` one.
+    A call with a cache has one size, by which it goes: chunks that never make a large one need no proof of it, and a decode step,
+    which has few rows for any number of sequences, is proved with as many as the ``timed`` one.
     """
     few = _batch(asked)
     if asked != Path.TRITON:
         return (few,)
     if chunk == 1:
         return (few,) if few == timed else (few, timed)
+    from nsa import routes
     from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
 
     longest = tokens if chunk is None else max(end - begin for begin, end in cache_parity.pieces_of(chunk, [], tokens))
-    many = -(-MIN_ROWS_TO_SORT // (longest * model.num_kv_heads))
-    return tuple(sorted({n for n in (min(few, many - 1), max(2, many)) if n > 0}))
+    sizes = ((MIN_ROWS_TO_SORT, model.num_kv_heads), (getattr(routes, "COPY_MIN_ELEMENTS", 0), model.num_heads * model.head_dim))
+    reached = [(least, each) for least, each in sizes if least and (chunk is None or timed * chunk * each >= least)]
+    large = [-(-least // (longest * each)) for least, each in reached]
+    return tuple(sorted({n for n in (*(min(few, n - 1) for n in large), max([few, *large])) if n > 0}))
 
 
 def _standard(model: ModelConfig, timed: Route, chunk: int | None) -> int:

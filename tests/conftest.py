@@ -49,6 +49,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.fail("--require gpu was given, and torch sees no CUDA device; run without --require, or on a machine with a GPU")
 
 
+@pytest.fixture(autouse=True)
+def copy_engine_for_small_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Path triton fetches tiles by descriptors where q is large, which a test's is not: here always, unless the test says otherwise."""
+    if request.config.getoption("--require") is not None:
+        from nsa.ops.kernels import common
+
+        monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", 0)
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """As measure does: beside another process, a second thread that has to wait stalls the first (a test took 17 s, not 0.4)."""

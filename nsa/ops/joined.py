@@ -12,20 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.once import once
+from nsa.ops.once import Gradients, once
 
 KV = tuple[Tensor, Tensor]
-_INPUTS = (
-    "Tensor gates, Tensor q, Tensor k_cmp, Tensor v_cmp, Tensor k_sel, Tensor v_sel, Tensor k_win, Tensor v_win, Tensor blocks, "
-    "Tensor o_cmp, Tensor o_sel, Tensor o_win, Tensor lse_cmp, Tensor lse_sel, Tensor lse_win, Tensor? q_starts, Tensor? first"
-)
-_OPTIONS = "SymInt q_start, SymInt block, SymInt stride, SymInt sel_block, SymInt window, SymInt full, float scale"
+# Few arguments, in lists: torch.library looks at each of a schema's as often as there are any, 20 us a call for these and 260 for 24.
+_INPUTS = "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] left, Tensor? q_starts, Tensor? first, SymInt[] sizes, float scale"
+_NUM_GRADIENTS = 8  # of gates, of q, of each of kv
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-_NUM_TENSORS, _NUM_OPTIONS, _NUM_GRADIENTS = 17, 7, 8  # gradients: of the first so many inputs
-torch.library.define("nsa::joined", f"({_INPUTS}, {_OPTIONS}) -> Tensor", tags=_TAGS)
-torch.library.define(
-    "nsa::joined_backward", f"(Tensor do, {_INPUTS}, {_OPTIONS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})", tags=_TAGS
-)
+torch.library.define("nsa::joined", f"({_INPUTS}) -> Tensor", tags=_TAGS)
+torch.library.define("nsa::joined_backward", f"(Tensor do, {_INPUTS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})", tags=_TAGS)
 
 
 def attend(
@@ -39,48 +34,52 @@ def attend(
     """
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
-    gates = gates.to(outputs[0].dtype)
-    o: Tensor = torch.ops.nsa.joined(
-        gates, q, *cmp, *sel, *win, blocks, *outputs, *lse, q_starts, first, at, block, stride, sel_block, window, full, scale
-    )
+    sizes = [at, block, stride, sel_block, window, full]
+    kv, left = [*cmp, *sel, *win], [*outputs, *lse]
+    o: Tensor = torch.ops.nsa.joined(gates.to(outputs[0].dtype), q, kv, blocks, left, q_starts, first, sizes, scale)
     return o
 
 
-def _forward(gates: Tensor, *rest: Any) -> Tensor:
+def _forward(gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], *_: object) -> Tensor:
     from nsa.ops.kernels import combine
 
-    o_cmp, o_sel, o_win = (x.contiguous() for x in rest[8:11])
+    o_cmp, o_sel, o_win = (x.contiguous() for x in left[:3])
     return combine.forward(gates.contiguous(), (o_cmp, o_sel, o_win))
 
 
-def _backward(do: Tensor, *given: Any) -> tuple[Tensor, ...]:
+def _backward(
+    do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], q_starts: Tensor | None,
+    first: Tensor | None, sizes: list[int], scale: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
     from nsa.ops.kernels import joined
 
-    gates, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, blocks, *left, q_starts, first = given[:_NUM_TENSORS]
-    q_start, block, stride, sel_block, window, full, scale = given[_NUM_TENSORS:]
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
     o_cmp, o_sel, o_win, *lse = (x.contiguous() for x in left)
+    q_start, block, stride, sel_block, window, full = sizes
     geometry = joined.Geometry(block, stride, sel_block, window, scale, q_start if q_starts is None else q_starts, first, full)
-    kv = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
-    return joined.backward(do, gates, q, *kv, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry)
+    branches = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
+    return joined.backward(do, gates, q, *branches, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry)
 
 
-def _fake_forward(gates: Tensor, *rest: Any) -> Tensor:
-    return rest[8].new_empty(rest[8].shape)
+def _fake_forward(gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], *_: object) -> Tensor:
+    return left[0].new_empty(left[0].shape)
 
 
-def _fake_backward(do: Tensor, *given: Any) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in given[:_NUM_GRADIENTS])
+def _fake_backward(do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], *_: object) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (gates, q, *kv))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:_NUM_TENSORS])
-    ctx.options = inputs[_NUM_TENSORS:]
+    gates, q, kv, blocks, left, q_starts, first, *ctx.options = inputs
+    ctx.save_for_backward(gates, q, *kv, blocks, *left, q_starts, first)
 
 
 @once
-def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
-    gradients = torch.ops.nsa.joined_backward(do, *ctx.saved_tensors, *ctx.options)
-    return (*gradients, *(None,) * (_NUM_TENSORS - _NUM_GRADIENTS + _NUM_OPTIONS))
+def _gradients(ctx: Any, do: Tensor) -> Gradients:
+    gates, q, *kv, blocks = ctx.saved_tensors[:9]
+    *left, q_starts, first = ctx.saved_tensors[9:]
+    dgates, dq, *dkv = torch.ops.nsa.joined_backward(do, gates, q, kv, blocks, left, q_starts, first, *ctx.options)
+    return dgates, dq, dkv, None, [None] * len(left), None, None, None, None
 
 
 torch.library.impl("nsa::joined", "default", _forward)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Gradients = tuple[Tensor | None, ...]
+Gradient = Tensor | list[Tensor] | list[None] | None
+Gradients = tuple[Gradient, ...]
 
 
 class _Refused(torch.autograd.Function):
@@ -38,6 +39,12 @@ def once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
             found = backward(ctx, *gradients)
         if not wanted:
             return found
-        return tuple(None if x is None else _Refused.apply(x.detach().requires_grad_()) for x in found)
+        return tuple(_refusing(x) for x in found)
 
     return wrapped
+
+
+def _refusing(found: Any) -> Any:
+    if isinstance(found, list):  # of an input that is a list
+        return [_refusing(x) for x in found]
+    return None if found is None else _Refused.apply(found.detach().requires_grad_())

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compress, nsa_attention
-from nsa.ops.kernels import selected
+from nsa.ops.kernels import common, selected
 from tests import oracle
 from tests.cases import assert_bf16_rule, choose_by_kernel, eager_attention, randn
+from tests.nsa.kernel_cases import ORDINARY_LOADS
 
 PAPER = NSAConfig()
 TOKENS = 1_401
@@ -31,6 +32,8 @@ def test_the_gated_sum_of_three_branches(kv_heads: int, group: int, dim: int, by
         monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
         monkeypatch.setattr(selected, "PART_BYTES", 1 << 24)  # several chunks
         monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
+    else:
+        monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS)  # as such small calls are served
     tensors = inputs(kv_heads, group, dim)
     blocks = choose_by_kernel(tensors[0], compress(tensors[1], config=PAPER), PAPER, q_start=0, kv_len=TOKENS)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nsa import compress
 from nsa.ops import combine, interval
-from nsa.ops.kernels import selected
+from nsa.ops.kernels import common, selected
 from nsa.ops.selected import triton as operator
 from tests import oracle
 from tests.cases import (
@@ -24,12 +24,20 @@ from tests.cases import (
     random_blocks,
 )
 from tests.gpu.test_parity import DEVICE, DTYPES, LONG, PAPER, SHORT, assert_rule, full_precision_matmuls, inputs  # noqa: F401
-from tests.nsa.kernel_cases import operator_calls
+from tests.nsa.kernel_cases import ORDINARY_LOADS, differentiable, operator_calls
 
 LN2 = 0.6931471805599453
 LATE = LONG.tokens - 70
+LOADS = pytest.mark.parametrize("loads", ["copy engine", "ordinary"], indirect=True)
 
 
+@pytest.fixture(autouse=True)
+def loads(request: pytest.FixtureRequest, copy_engine_for_small_tensors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if getattr(request, "param", "copy engine") == "ordinary":
+        monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS)
+
+
+@LOADS
 @DTYPES
 @pytest.mark.parametrize("case", [LONG, SHORT, Case(31, 6, 64, 64, 1), Case(300, 16, 192, 128, 1), Case(300, 6, 60, 100, 2)], ids=str)
 def test_compressed_branch(case: Case, dtype: torch.dtype) -> None:
@@ -49,6 +57,7 @@ def test_compressed_branch(case: Case, dtype: torch.dtype) -> None:
         assert_lse(lse * LN2, want)
 
 
+@LOADS
 @DTYPES
 @pytest.mark.parametrize("window", [512, 24, 5000])
 @pytest.mark.parametrize("case", [LONG, SHORT, Case(1, 6, 64, 64, 1), Case(300, 17, 192, 128, 1), Case(300, 1, 60, 100, 2)], ids=str)
@@ -76,6 +85,7 @@ def test_window_branch_of_late_queries(ragged: bool, dtype: torch.dtype) -> None
     )
 
 
+@LOADS
 @DTYPES
 @pytest.mark.parametrize("start", [0, LATE], ids=["whole", "late"])
 def test_choice_of_blocks(start: int, dtype: torch.dtype) -> None:
@@ -188,7 +198,4 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
 @pytest.mark.parametrize("name", operator_calls())
 def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
     """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
-    differentiable = name in ("interval", "selected_triton", "gated_sum")
-    arguments = [x.to(DEVICE) if isinstance(x, Tensor) else x for x in operator_calls()[name]]
-    arguments = [x.requires_grad_(differentiable) if isinstance(x, Tensor) and x.is_floating_point() else x for x in arguments]
-    torch.library.opcheck(getattr(torch.ops.nsa, name).default, tuple(arguments))
+    torch.library.opcheck(getattr(torch.ops.nsa, name).default, differentiable(name, DEVICE))

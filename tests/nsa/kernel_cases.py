@@ -45,14 +45,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int = 
     return operator.attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=q.shape[-1] ** -0.5, fa2=None)
 
 
+ORDINARY_LOADS = 1 << 62  # as nsa.ops.kernels.common.COPY_MIN_ELEMENTS: no tile by a tensor descriptor
+
+
+def differentiable(name: str, device: str = "cpu") -> tuple[object, ...]:
+    """The arguments of ``operator_calls()[name]``; those that have a gradient require it."""
+    wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "joined": 3}.get(name, 0)  # the first so many arguments
+
+    def prepared(x: object, wants: bool) -> object:
+        if isinstance(x, list):
+            return [prepared(one, wants) for one in x]
+        return x.to(device).requires_grad_(wants and x.is_floating_point()) if isinstance(x, Tensor) else x
+
+    return tuple(prepared(x, i < wanted) for i, x in enumerate(operator_calls()[name]))
+
+
 def operator_calls() -> dict[str, tuple[object, ...]]:
     q, k, v = qkv(Case(6, 2, 16, 24, 1))
     o, lse = randn(1, 6, 4, 24, seed=3), randn(1, 6, 4, seed=4)
     blocks = torch.zeros(1, 6, 2, 2, dtype=torch.int32)
     blocks[..., 1] = -1
     gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0, 0.25)
-    left = (blocks, *(o + i for i in range(3)), *(lse + i for i in range(3)))
-    joined = (gates.sigmoid(), q, *(x + i for i in range(3) for x in (k, v)), *left, None, None, 0, 1, 1, 4, 3, 0, 0.25)
+    kv, left = [x + i for i in range(3) for x in (k, v)], [*(o + i for i in range(3)), *(lse + i for i in range(3))]
+    joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0], 0.25)
     return {
         "interval": (q, k, v, None, None, *window),
         "interval_backward": (o, o, lse, q, k, v, None, None, *window),

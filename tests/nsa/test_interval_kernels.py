@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from math import log
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from nsa.ops import interval
+from nsa.ops.kernels import common, products, scores
 from nsa.ops.kernels import interval as interval_kernels
-from nsa.ops.kernels import products, scores
 from tests import oracle
 from tests.cases import Case, assert_bf16_rule, assert_lse, assert_same_function, eager_attention, qkv, randn
 from tests.nsa.kernel_cases import (
@@ -111,6 +112,30 @@ def test_layouts_of_inputs(kind: str) -> None:
 
     for a, b in zip(everything(*plain), everything(*other), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("least", [0, 40 * 6 * 16, 40 * 6 * 16 + 1])
+def test_descriptors_are_made_for_calls_of_many_elements_only(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what is loaded otherwise is the same."""
+    q, k, v = qkv(Case(40, 3, 16, 32, 2))
+    do, geometry = randn(2, 40, 6, 32, seed=4), {"block": 1, "stride": 1, "width": 24, "q_start": 0, "first": None, "scale": 0.25}
+    taken: list[bool] = []
+
+    def watched(*given: Any, **options: Any) -> Any:
+        found = common.described(*given, **options)
+        taken.append(found[1])
+        return found
+
+    def everything() -> list[Tensor]:
+        o, lse = interval_kernels.forward(q[:1], k[:1], v[:1], **geometry)
+        return [o, lse, *interval_kernels.backward(do[:1], q[:1], k[:1], v[:1], lse, products.row_products(o, do[:1]), **geometry)]
+
+    monkeypatch.setattr(interval_kernels, "described", watched)
+    want = everything()
+    monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", least)
+    for a, b in zip(everything(), want, strict=True):
+        assert torch.equal(a, b)
+    assert taken == [True] * 3 + [least <= q[:1].numel()] * 3
 
 
 def test_no_key_at_all() -> None:

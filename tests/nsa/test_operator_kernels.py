@@ -10,6 +10,7 @@ from nsa.ops import combine, interval, joined, scoring  # noqa: F401 (importing 
 from tests.cases import Case, assert_same_function, qkv, randn
 from tests.nsa.kernel_cases import (
     attend,
+    differentiable,
     operator_calls,
     poisoned_memory,  # noqa: F401
 )
@@ -37,13 +38,7 @@ def test_gated_sum(value_dim: int) -> None:
 @pytest.mark.parametrize("name", operator_calls())
 def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
     """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
-    arguments = operator_calls()[name]
-    if name in ("interval", "selected_triton", "gated_sum", "joined"):
-        wanted = len(arguments) if name != "joined" else 8  # what the branches left is constant
-        arguments = tuple(
-            x.requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() and i < wanted else x for i, x in enumerate(arguments)
-        )
-    torch.library.opcheck(getattr(torch.ops.nsa, name).default, arguments)
+    torch.library.opcheck(getattr(torch.ops.nsa, name).default, differentiable(name))
 
 
 def test_a_second_derivative_is_refused() -> None:

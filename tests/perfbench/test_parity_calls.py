@@ -13,6 +13,7 @@ import torch
 from nsa.config import ModelConfig
 from nsa.ops.kernels import decode
 from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
+from nsa.routes import COPY_MIN_ELEMENTS
 from nsa.routing import Problem, Request, route
 from perfbench import cache_parity, parity
 from perfbench.blocks_parity import BlocksProof
@@ -22,36 +23,52 @@ from tests.perfbench.builders import H100
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def rows_of(chunk: int | None, batch: int = 1, tokens: int | None = None) -> list[int]:
-    """(b, t, kv head) rows of the largest call of each proof of m7c_125m."""
-    model = ModelConfig.from_mapping({"preset": "m7c_125m"})
+M7C = ModelConfig.from_mapping({"preset": "m7c_125m"})
+SHAPE_B = ModelConfig.from_mapping({"preset": "m7c_125m", "num_heads": 64, "num_kv_heads": 4, "head_dim": 128})
+WIDE = ModelConfig.from_mapping({"preset": "m7c_125m", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128})
+
+
+def kinds(model: ModelConfig, chunk: int | None = None, batch: int = 1, tokens: int | None = None) -> list[tuple[bool, bool]]:
+    """(whether queries are sorted, whether tiles come by descriptors) in the largest call of each proof."""
     at = parity.standard_tokens(model.nsa) if tokens is None else tokens
     longest = at if chunk is None else max(b - a for a, b in cache_parity.pieces_of(chunk, [], at))
-    return [n * longest * model.num_kv_heads for n in parity._batches(model, "triton", at, chunk, batch)]
+    calls = [n * longest for n in parity._batches(model, "triton", at, chunk, batch)]
+    elements = model.num_heads * model.head_dim
+    return [(n * model.num_kv_heads >= MIN_ROWS_TO_SORT, n * elements >= COPY_MIN_ELEMENTS) for n in calls]
 
 
-@pytest.mark.parametrize("chunk", [None, 2048, 256])
-@pytest.mark.parametrize("tokens", [None, 200, 20_000])
-def test_few_rows_and_many_are_proved(chunk: int | None, tokens: int | None) -> None:
-    found = rows_of(chunk, tokens=tokens)
-    assert max(found) >= MIN_ROWS_TO_SORT and len(found) == (1 if chunk is None and tokens == 20_000 else 2)
-    assert len(found) == 1 or min(found) < MIN_ROWS_TO_SORT
+@pytest.mark.parametrize("tokens", [None, 200])
+@pytest.mark.parametrize("model", [M7C, SHAPE_B, WIDE], ids=["A", "B", "wide"])
+def test_small_calls_and_large_are_proved(model: ModelConfig, tokens: int | None) -> None:
+    """Each kind of loads, and either forward of the selected branch: of any length, since one proof holds for all."""
+    found = kinds(model, tokens=tokens)
+    sorts = {True} if model is WIDE and tokens is None else {False, True}  # a sequence of the usual proof is many rows by itself
+    assert {rows for rows, _ in found} == sorts and {copy for _, copy in found} == {False, True}
+
+
+def test_a_sequence_that_is_long_itself_makes_large_calls_only() -> None:
+    assert kinds(M7C, tokens=20_000) == [(True, True)]
+
+
+@pytest.mark.parametrize(("chunk", "batch", "sorts", "copies"), [(256, 1, False, False), (256, 16, True, False), (256, 64, True, True)])
+def test_chunks_are_proved_up_to_the_timed_size(chunk: int, batch: int, sorts: bool, copies: bool) -> None:
+    found = kinds(M7C, chunk=chunk, batch=batch)
+    assert (False, False) in found
+    assert {rows for rows, _ in found} == {False, sorts} and {copy for _, copy in found} == {False, copies}
 
 
 def test_a_decode_step_is_proved_with_its_own_sequences() -> None:
-    model = ModelConfig.from_mapping({"preset": "m7c_125m"})
-    assert [parity._batches(model, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [(2, 1), (2,), (2, 64)]
-    assert parity._batches(model, "v2", 1_281, 1, 64) == (2,)
+    assert [parity._batches(M7C, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [(2, 1), (2,), (2, 64)]
+    assert parity._batches(M7C, "v2", 1_281, 1, 64) == (2,)
 
 
 def test_a_decode_step_is_proved_where_its_compressed_keys_are_split() -> None:
-    model = ModelConfig.from_mapping({"preset": "m7c_125m"})
     here = replace(H100, triton_provider="triton 3.7.1")
-    timed = route(Request("triton"), Problem.of(model, batch=64, tokens=4_096, dtype="bfloat16"), here)
-    tokens = parity._standard(model, timed, 1)
-    keys = (tokens - model.nsa.cmp_block) // model.nsa.cmp_stride + 1
-    assert min(decode.interval_splits(n * model.num_kv_heads, keys, banded=False) for n in (2, 64)) > 1
-    assert parity._standard(model, timed, None) == parity.standard_tokens(model.nsa)
+    timed = route(Request("triton"), Problem.of(M7C, batch=64, tokens=4_096, dtype="bfloat16"), here)
+    tokens = parity._standard(M7C, timed, 1)
+    keys = (tokens - M7C.nsa.cmp_block) // M7C.nsa.cmp_stride + 1
+    assert min(decode.interval_splits(n * M7C.num_kv_heads, keys, banded=False) for n in (2, 64)) > 1
+    assert parity._standard(M7C, timed, None) == parity.standard_tokens(M7C.nsa)
 
 
 def test_a_tensor_that_is_compared_twice_keeps_the_worse() -> None:

@@ -72,6 +72,8 @@ def test_another_path_has_one_cell_for_all_its_values(path: str) -> None:
         (Cell("selected", 512, "triton", without="join"), "wanted train or attention"),
         (Cell("decode", 512, "triton", without="copy"), "its kernels load no tile by a descriptor"),
         (Cell("selected_forward", 512, "triton", without="copy"), "its kernels load no tile by a descriptor"),
+        (Cell("attention_forward", 512, "triton", without="copy"), "so few are loaded without descriptors; wanted at least 12582912"),
+        (Cell("chunked_prefill", 1 << 20, "triton", chunk=512, without="copy"), "so few are loaded without descriptors"),
         (Cell("attention", 2048, "triton", without="lists"), "so few are not sorted; wanted at least 8192"),
         (Cell("chunked_prefill", 1 << 20, "triton", without="lists"), "so few are not sorted; wanted at least 8192"),
     ],
@@ -85,7 +87,8 @@ def test_a_step_that_the_cell_does_not_take_is_refused_in_one_line(cell: Cell, w
     "cell",
     [
         Cell("decode", 512, "triton", without="split"),
-        Cell("attention_forward", 512, "triton", without="copy"),
+        Cell("attention_forward", 1 << 20, "triton", without="copy"),
+        Cell("train", 1 << 19, "triton", batch=2, without="copy"),
         Cell("train", 512, "triton", without="join"),
         Cell("attention", 512, "triton", without="join"),
         Cell("selected_forward", 8192, "triton", without="lists"),
@@ -194,7 +197,7 @@ OLDER = """
 import importlib
 from nsa import routes, routing, settings
 for module in (routes, routing):
-    for name in ("TRITON_STEPS", "SORT_MIN_ROWS"):
+    for name in ("TRITON_STEPS", "SORT_MIN_ROWS", "COPY_MIN_ELEMENTS"):
         vars(module).pop(name, None)
 for name in ("axes", "calls", "plan", "hardgate", "witness", "parity", "measure", "forkserver"):
     importlib.import_module(f"perfbench.{name}")

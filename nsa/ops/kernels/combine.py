@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import padded
+from nsa.ops.kernels.common import cdiv, padded
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def forward(gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     DV = o.shape[-1]
     num_rows, BDV = o.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
-    nsa_gated_sum[(triton.cdiv(num_rows, R),)](gates, *outputs, o, num_rows, DV, R, BDV, num_warps=4)
+    nsa_gated_sum[(cdiv(num_rows, R),)](gates, *outputs, o, num_rows, DV, R, BDV, num_warps=4)
     return o
 
 
@@ -64,5 +64,5 @@ def backward(do: Tensor, gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]) 
     num_rows, BDV = do.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
     dgates, (da, db, dc) = torch.empty_like(gates), (torch.empty_like(x) for x in outputs)
-    nsa_gated_sum_backward[(triton.cdiv(num_rows, R),)](gates, *outputs, do, dgates, da, db, dc, num_rows, DV, R, BDV, num_warps=4)
+    nsa_gated_sum_backward[(cdiv(num_rows, R),)](gates, *outputs, do, dgates, da, db, dc, num_rows, DV, R, BDV, num_warps=4)
     return dgates, da, db, dc

@@ -11,14 +11,20 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa.routes import COPY_MIN_ELEMENTS
 from nsa.settings import is_off
 
 LOG2E = 1.4426950408889634
 
 
+# What runs before each launch is plain Python: triton.cdiv and triton.next_power_of_2 take some 3 us a call.
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def padded(size: int, least: int = 16) -> int:
     """The power of two that holds ``size``; a dot wants 16."""
-    return max(least, int(triton.next_power_of_2(size)))
+    return max(least, 1 << (max(1, size) - 1).bit_length())
 
 
 def width_class(x: Tensor, DV: int) -> int:
@@ -51,13 +57,14 @@ def named_by(name: str, marks: Mapping[str, str], end: str = "") -> Callable[[An
     return shown
 
 
-def described(tile_rows: int, *tensors: Tensor) -> tuple[list[Tensor | TensorDescriptor], bool]:
+def described(tile_rows: int, *tensors: Tensor, work: int) -> tuple[list[Tensor | TensorDescriptor], bool]:
     """(each x [B, L, heads, D] in tiles of ``tile_rows`` rows of one head, for the copy engine, True), or (the tensors, False).
 
-    Beyond L and D a tile reads 0. False where the engine cannot take one of them: an empty or expanded tensor, or addresses that are
-    no multiples of 16 bytes, or where a setting turns it off. Before Hopper, Triton makes ordinary loads of it.
+    Beyond L and D a tile reads 0. False where ``work``, the elements of q, is less than COPY_MIN_ELEMENTS, where the
+    engine cannot take one of the tensors (empty, expanded, or at addresses that are no multiples of 16 bytes), and where a setting
+    turns it off. Before Hopper, Triton makes ordinary loads of it.
     """
-    if is_off("copy"):
+    if work < COPY_MIN_ELEMENTS or is_off("copy"):
         return list(tensors), False
     made: list[Tensor | TensorDescriptor] = []
     for x in tensors:

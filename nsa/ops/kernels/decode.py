@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, load_rows, named_by, padded, precision, starts, width_class
+from nsa.ops.kernels.common import LOG2E, cdiv, load_rows, named_by, padded, precision, starts, width_class
 from nsa.settings import is_off
 
 MAX_ROWS = 64  # of a tile: T * H
@@ -191,7 +191,7 @@ def few_queries(T: int, H: int) -> bool:
 
 def interval_splits(tiles: int, keys: int, *, banded: bool) -> int:
     """Of at most ``keys`` keys that the queries of each of ``tiles`` (b, kv head) see."""
-    return max(1, min(PROGRAMS // max(1, tiles), triton.cdiv(keys, LEAST_KEYS_BANDED if banded else LEAST_KEYS)))
+    return max(1, min(PROGRAMS // max(1, tiles), cdiv(keys, LEAST_KEYS_BANDED if banded else LEAST_KEYS)))
 
 
 def few_rows(rows: int) -> bool:
@@ -201,7 +201,7 @@ def few_rows(rows: int) -> bool:
 
 def slots_per_split(rows: int, N: int, *, small: bool) -> int:
     """Of the N slots of each of ``rows`` (b, t, kv head): a power of two, since each is a variant to compile; N or more: no split."""
-    return padded(triton.cdiv(N, max(1, (SMALL_PROGRAMS if small else PROGRAMS) // max(1, rows))), 1)
+    return padded(cdiv(N, max(1, (SMALL_PROGRAMS if small else PROGRAMS) // max(1, rows))), 1)
 
 
 def _parts(o: Tensor, lse: Tensor, splits: int) -> tuple[Tensor, Tensor]:
@@ -240,7 +240,7 @@ def selected(
     H, J, L, block_bytes = HQ // G, -(-S // sel_block), sel_block, padded(sel_block) * (padded(D) + padded(DV)) * k.element_size()
     ahead = block_bytes <= PREFETCHED_BYTES
     per_split = per_split or min(N, slots_per_split(B * T * G, N, small=2 * block_bytes <= PREFETCHED_BYTES))
-    splits = triton.cdiv(N, per_split)
+    splits = cdiv(N, per_split)
     part = _parts(*into, splits)
     num_warps, num_stages = tiles or (max(SELECTED_WARPS, padded(H) // 16), 2 if ahead else 1)
     q0, Q0 = starts(q_start)

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels import decode
-from nsa.ops.kernels.common import LOG2E, described, named_by, padded, precision, rows, starts, width_class
+from nsa.ops.kernels import decode, parts
+from nsa.ops.kernels.common import LOG2E, cdiv, described, named_by, padded, precision, rows, starts, width_class
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
 _SHOWN = {"BANDED": "_band", "COPY": "_copy"}
@@ -334,8 +334,8 @@ def forward(
     config = dict(tiles or _tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     q0, Q0 = starts(q_start)
-    keys, copy = described(BC, k, v)
-    nsa_interval_forward[(triton.cdiv(T, BM), HQ, B)](
+    keys, copy = described(BC, k, v, work=q.numel())
+    nsa_interval_forward[(cdiv(T, BM), HQ, B)](
         q, *keys, o, lse, Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         scale * LOG2E, HQ // G, HQ, D, DV, BM, BC, padded(D), padded(DV), Q0 is not None, first is not None, width is not None,
         precision(q), copy, **config,
@@ -364,26 +364,26 @@ def backward(
     shapes = (padded(D), padded(DV), Q0 is not None, first is not None, width is not None, precision(q))
     config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    keys, copy = described(BC, k, v)
-    nsa_interval_backward_q[(triton.cdiv(T, BM), HQ, B)](
+    keys, copy = described(BC, k, v, work=q.numel())
+    nsa_interval_backward_q[(cdiv(T, BM), HQ, B)](
         q, *keys, do, lse, delta, dq, *geometry, *strides, H, HQ, D, DV, BM, BC, *shapes, adds, copy, **config
     )
     config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    heads, splits = parts_of(triton.cdiv(C, BC) * B * G, H, T, banded=width is not None)
-    per_split = triton.cdiv(triton.cdiv(T, splits), BM) * BM
-    splits = triton.cdiv(T, per_split)
+    heads, splits = parts_of(cdiv(C, BC) * B * G, H, T, banded=width is not None)
+    per_split = cdiv(cdiv(T, splits), BM) * BM
+    splits = cdiv(T, per_split)
     num_parts = splits * (H // heads)
     kept = torch.float32 if num_parts > 1 else k.dtype
     dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
-    (queries, gradients), copy = described(BM, q, do[:, :T])
-    nsa_interval_backward_kv[(G * (H // heads), B * splits, triton.cdiv(C, BC))](
+    (queries, gradients), copy = described(BM, q, do[:, :T], work=q.numel())
+    nsa_interval_backward_kv[(G * (H // heads), B * splits, cdiv(C, BC))](
         queries, k, v, gradients, lse, delta, dk, dv, *geometry, per_split, splits, *strides, G, H, heads, D, DV, BM, BC, *shapes, copy,
         **config,
     )  # fmt: skip
     if num_parts == 1:
         return dq, dk[0], dv[0]
-    return dq, dk.sum(0).to(k.dtype), dv.sum(0).to(v.dtype)
+    return dq, *parts.summed(dk, dv, dtype=k.dtype, banded=width is not None)
 
 
 def parts_of(num_tiles: int, H: int, T: int, *, banded: bool) -> tuple[int, int]:

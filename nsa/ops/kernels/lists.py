@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nsa.ops.kernels.common import cdiv
+
 
 @triton.jit
 def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, full, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
@@ -41,17 +43,15 @@ class Lists:
         """Of every row but each sequence's first ``full``."""
         B, T, G, N = blocks.shape
         num_lists = B * G * J
-        num_chunks = triton.cdiv(B * T, rows_per_chunk)
+        num_chunks = cdiv(B * T, rows_per_chunk)
         # a radix sort passes over half as many digits of 16 bits
         dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
         key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
-        nsa_selected_keys[(triton.cdiv(key_E.numel(), 1024),)](
-            blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024
-        )
+        nsa_selected_keys[(cdiv(key_E.numel(), 1024),)](blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024)
         return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
 
     def bounds(self, num_rows: int) -> Tensor:
         """First entry of every list, int32, and one past the last."""
-        count = triton.cdiv(num_rows, self.rows_per_chunk) * (self.num_lists + 1)
+        count = cdiv(num_rows, self.rows_per_chunk) * (self.num_lists + 1)
         lists = torch.arange(count + 1, dtype=self.key_E.dtype, device=self.key_E.device)
         return torch.searchsorted(self.key_E, lists, out_int32=True)

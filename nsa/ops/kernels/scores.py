@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, described, named_by, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import LOG2E, cdiv, described, named_by, padded, precision, rows, starts, width_class
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
 CANDIDATES = 32  # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by one
@@ -168,11 +168,11 @@ def choose(
     spare = q.new_empty(2, score.shape[0] * G, candidates, dtype=torch.int32)
     q0, Q0 = starts(q_start)
     geometry, flags = (T, C, q0, block, stride, J), (Q0 is not None, first is not None)
-    (queries,), copy = described(BM, q)
+    (queries,), copy = described(BM, q, work=q.numel())
     for b0, t0, batches, n in _chunks(B, T, most):
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
         if seen:
-            nsa_scores[(triton.cdiv(n, BM), triton.cdiv(seen, BC), G * batches)](
+            nsa_scores[(cdiv(n, BM), cdiv(seen, BC), G * batches)](
                 queries, k, lse, score, edge, Q0, first, b0, t0, n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
                 G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), copy, **config,
             )  # fmt: skip

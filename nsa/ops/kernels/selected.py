@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels import decode, interval, query_outer
-from nsa.ops.kernels.common import LOG2E, load_rows, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import LOG2E, cdiv, load_rows, padded, precision, rows, starts, width_class
 from nsa.ops.kernels.lists import Lists
 from nsa.routes import SORT_MIN_ROWS
 from nsa.settings import is_off
@@ -185,10 +185,10 @@ def nsa_selected_backward(
 
 @triton.jit
 def _sum_list(
-    PART, X, lo, hi, S, bg, j, sx_b, sx_s, sx_g,
+    PART, X, DENSE, lo, hi, S, full, bg, j, sx_b, sx_s, sx_g,
     L: tl.constexpr, LP: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sum parts lo .. hi - 1 into the rows of block j of X."""
+    """Sum parts lo .. hi - 1 into the rows of block j of X, and those of DENSE [B, full, G, D], unless it is None."""
     i = tl.arange(0, LP)
     d = tl.arange(0, BD)
     acc = tl.zeros([LP, BD], tl.float32)
@@ -200,6 +200,9 @@ def _sum_list(
     c = j * L + i
     at = X + (bg // G).to(tl.int64) * sx_b + (bg % G) * sx_g + c.to(tl.int64)[:, None] * sx_s + d[None, :]
     inside = inside & (c < S)[:, None]
+    if DENSE is not None:
+        dense = DENSE + (((bg // G).to(tl.int64) * full + c.to(tl.int64)) * G + bg % G)[:, None] * D + d[None, :]
+        acc += tl.load(dense, mask=inside & (c < full)[:, None], other=0.0).to(tl.float32)
     if ADD:
         acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(at, acc.to(X.dtype.element_ty), mask=inside)
@@ -207,11 +210,11 @@ def _sum_list(
 
 @triton.jit
 def nsa_selected_sum_kv(
-    DK_PART, DV_PART, BOUND, DK, DV_, e0, base, S, J, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g,
+    DK_PART, DV_PART, BOUND, DK, DV_, DENSE_K, DENSE_V, e0, base, S, full, J, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g,
     G: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, BD: tl.constexpr,
     BDV: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Sum a block's parts in their order; ADD to what earlier chunks left."""
+    """Sum a block's parts in their order; ADD to what earlier chunks left. DENSE: what the first ``full`` rows gave, or None."""
     list_ = tl.program_id(0)
     first = tl.load(BOUND + base + list_) - e0
     last = tl.load(BOUND + base + list_ + 1) - e0
@@ -219,9 +222,9 @@ def nsa_selected_sum_kv(
     hi = tl.where(last > first, list_ + (last - 1) // TILE + 1, lo)
     bg = list_ // J
     if tl.program_id(1) == 0:
-        _sum_list(DK_PART, DK, lo, hi, S, bg, list_ - bg * J, sk_b, sk_s, sk_g, L, LP, G, D, BD, ADD)
+        _sum_list(DK_PART, DK, DENSE_K, lo, hi, S, full, bg, list_ - bg * J, sk_b, sk_s, sk_g, L, LP, G, D, BD, ADD)
     else:
-        _sum_list(DV_PART, DV_, lo, hi, S, bg, list_ - bg * J, sv_b, sv_s, sv_g, L, LP, G, DV, BDV, ADD)
+        _sum_list(DV_PART, DV_, DENSE_V, lo, hi, S, full, bg, list_ - bg * J, sv_b, sv_s, sv_g, L, LP, G, DV, BDV, ADD)
 
 
 @triton.jit
@@ -328,7 +331,7 @@ def forward(
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
-        nsa_selected_forward[(triton.cdiv(e1 - e0, TILE),)](
+        nsa_selected_forward[(cdiv(e1 - e0, TILE),)](
             q, k, v, lists.key_E, lists.order_E, part, lse_part, Q0, e0, e1, number * (lists.num_lists + 1), T, S, q0, J, lists.num_lists,
             *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, *tail, **t.options,
         )  # fmt: skip
@@ -359,31 +362,31 @@ def backward(
     full = rows_in_full(full, T)
     lists = Lists.of(blocks, J, step, full=full)
     bound = lists.bounds(B * T)
-    several = step < B * T or full > 0  # sums of several parts are kept in fp32
+    several = step < B * T  # sums of several chunks are kept in fp32
     dk, dv = (x.new_empty(B, S, G, x.shape[3], dtype=torch.float32 if several else x.dtype) for x in (k, v))
-    slots = triton.cdiv(step * G * N, TILE) + lists.num_lists
+    slots = cdiv(step * G * N, TILE) + lists.num_lists
     dq_part = q.new_empty(step * G * N * H, D)
     dk_part, dv_part = (q.new_empty(slots, L, n, dtype=torch.float32) for n in (D, DV))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
+    dense: tuple[Tensor | None, Tensor | None] = (None, None)
+    if full:
+        few = (q[:, :full], k[:, :full], v[:, :full])
+        dense = interval.backward(do, *few, lse, delta, scale=scale, dq=dq, adds=adds, **FULL)[1:]
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         base = number * (lists.num_lists + 1)
-        nsa_selected_backward[(triton.cdiv(e1 - e0, TILE),)](
+        nsa_selected_backward[(cdiv(e1 - e0, TILE),)](
             q, k, v, do, lse, delta, lists.key_E, lists.order_E, dq_part, dk_part, dv_part, Q0, e0, e1, base, T, S, q0, J,
             lists.num_lists, *strides, G, H, N, L, padded(L), D, DV, QS, TILE, padded(TILE), M, padded(D), padded(DV), Q0 is not None,
             precision(q), **t.options,
         )  # fmt: skip
         nsa_selected_sum_kv[(lists.num_lists, 2)](
-            dk_part, dv_part, bound, dk, dv, e0, base, S, J, *dk.stride()[:3], *dv.stride()[:3],
+            dk_part, dv_part, bound, dk, dv, *dense, e0, base, S, full, J, *dk.stride()[:3], *dv.stride()[:3],
             G, L, padded(L), D, DV, TILE, padded(D), padded(DV), number > 0,
         )  # fmt: skip
+        dense = (None, None)  # only once
         nsa_selected_sum_q[(n * G,)](
             dq_part, blocks, dq, r0, T, full, J, G, H, N, D, padded(H, 1), padded(D), adds, num_warps=4 if H * D > 512 else 1
         )
-    if full:
-        few = (q[:, :full], k[:, :full], v[:, :full])
-        _, dk_full, dv_full = interval.backward(do, *few, lse, delta, scale=scale, dq=dq, adds=adds, **FULL)
-        dk[:, :full] += dk_full
-        dv[:, :full] += dv_full
     return dq, dk.to(k.dtype), dv.to(v.dtype)
