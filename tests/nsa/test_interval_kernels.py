@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import interval
-from nsa.ops.kernels import common, products, scores
+from nsa.ops.kernels import common, parts, products, scores
 from nsa.ops.kernels import interval as interval_kernels
 from tests import oracle
 from tests.cases import Case, assert_bf16_rule, assert_lse, assert_same_function, eager_attention, qkv, randn
@@ -64,12 +64,12 @@ def test_interval_of_any_heads(case: Case) -> None:
     )
 
 
-@pytest.mark.parametrize("parts", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=["a head", "all heads", "ranges of a head", "ranges of all heads"])
+@pytest.mark.parametrize("given", [(1, 1), (3, 1), (1, 3), (3, 3)], ids=["a head", "all heads", "ranges of a head", "ranges of all heads"])
 @pytest.mark.parametrize("grid", [COMPRESSED, CAUSAL], ids=["cmp", "causal"])
-def test_keys_gradients_in_parts(grid: tuple[int, int, int | None], parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_gradients_in_parts(grid: tuple[int, int, int | None], given: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """(query heads a program, ranges of queries): small shapes get one head and one range, large ones any."""
     block, stride, width = grid
-    monkeypatch.setattr(interval_kernels, "parts_of", lambda *_, **__: parts)
+    monkeypatch.setattr(parts, "heads_and_ranges", lambda *_, **__: given)
     q, _, _ = qkv(Case(200, 3, 16, 16, 1))
     _, k, v = qkv(Case((200 - block) // stride + 1, 3, 16, 16, 1))
     visible = seen(torch.arange(200)[None], k.shape[1], grid, None)[:, :, None].expand(-1, -1, 2, -1)
@@ -79,6 +79,22 @@ def test_keys_gradients_in_parts(grid: tuple[int, int, int | None], parts: tuple
         (q, k, v),
         QKV,
     )
+
+
+@pytest.mark.parametrize(
+    ("tiles", "H", "T", "pairs", "wanted"),
+    [
+        (4, 6, 2_048, 1_560_000, (1, 8)),  # few queries: a range has 256 or more
+        (32, 6, 2_048, 12_500_000, (1, 2)),  # eight sequences of them
+        (32, 16, 8_192, 134_000_000, (1, 1)),
+        (256, 16, 65_536, 8_590_000_000, (1, 1)),  # 4,096 programs
+        (256, 16, 65_536, 2_100_000_000, (2, 1)),
+        (1, 1, 1 << 20, 1 << 33, (1, 16)),
+    ],
+)
+def test_programs_go_by_the_root_of_the_work(tiles: int, H: int, T: int, pairs: int, wanted: tuple[int, int]) -> None:
+    assert parts.heads_and_ranges(tiles, H, T, pairs=pairs, banded=False) == wanted
+    assert parts.heads_and_ranges(tiles, H, T, pairs=pairs, banded=True)[1] == 1
 
 
 @pytest.mark.parametrize("kind", ["odd offset", "odd address", "expanded", "room beyond the end"])

@@ -357,6 +357,7 @@ def backward(
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
     H = HQ // G
+    assert dq is not None or lse.shape[1] == T, "rows of dq lie as those of lse"
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
     geometry = (Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0)
@@ -370,7 +371,7 @@ def backward(
     )
     config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    heads, splits = parts_of(cdiv(C, BC) * B * G, H, T, banded=width is not None)
+    heads, splits = parts.heads_and_ranges(cdiv(C, BC) * B * G, H, T, pairs=B * HQ * T * C // 2, banded=width is not None)
     per_split = cdiv(cdiv(T, splits), BM) * BM
     splits = cdiv(T, per_split)
     num_parts = splits * (H // heads)
@@ -384,17 +385,3 @@ def backward(
     if num_parts == 1:
         return dq, dk[0], dv[0]
     return dq, *parts.summed(dk, dv, dtype=k.dtype, banded=width is not None)
-
-
-def parts_of(num_tiles: int, H: int, T: int, *, banded: bool) -> tuple[int, int]:
-    """(query heads a program, ranges of queries): few parts, but enough programs to fill a GPU of 132 multiprocessors evenly.
-
-    Tiles of a band are alike; without one, the first tile is seen by every query and the last by few.
-    """
-    wanted = 1024 if banded else 4096
-    heads = H
-    while heads > 1 and num_tiles * (H // heads) < wanted:
-        heads = next(n for n in range(heads - 1, 0, -1) if H % n == 0)
-    if banded:
-        return heads, 1
-    return heads, max(1, min(16, wanted // max(1, num_tiles * (H // heads)), T // 128))
