@@ -21,7 +21,7 @@ from nsa.ops import packed
 from nsa.ops.positions import Documents
 from nsa.phi import Phi
 from nsa.rope import rotate
-from nsa.routing import Path, Request
+from nsa.routing import Path, Request, Route
 
 
 class NSAAttention(nn.Module):
@@ -86,15 +86,18 @@ class NSAAttention(nn.Module):
         k_cmp = k_rotated if self.config.rotates_before_compression else k
         kv_cmp, kv_sel, kv_win = zip(self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True)
         checks.qkv(q, *kv_sel, q_start=0)
+        route, whole = None, cache is None and layout.packing is None
         if cache is None:
-            view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout)
+            asked: dict[str, Any] = {"path": self.path, "fa2": self.fa2, "config": self.config, "whole": whole}
+            S, G, DV = kv_sel[1].shape[1:]
+            route = route_for(q, G, DV, S, branches=self.config.branches, q_start=0, **asked)
+            view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route)
         else:
             checks.no_gradient(q, k, v, gates)
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens, step=layout.step)
         o = attend_view(
             q, gates, view, config=self.config, path=self.path, fa2=self.fa2, documents=layout.documents, present=layout.present_BR,
-            keys_read=None if cache is None else cache.keys_read, whole=cache is None and layout.packing is None,
-            nonnegative_gates=True,
+            keys_read=None if cache is None else cache.keys_read, route=route, whole=whole, nonnegative_gates=True,
         )  # fmt: skip
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
@@ -130,14 +133,16 @@ class NSAAttention(nn.Module):
         packed.reserve(needed, weight.device)
         return needed
 
-    def _compress(self, k: Tensor, v: Tensor, first_block: Tensor | None = None, documents: Documents | None = None) -> KV:
+    def _compress(
+        self, k: Tensor, v: Tensor, first_block: Tensor | None = None, documents: Documents | None = None, route: Route | None = None
+    ) -> KV:
         phi_params = (self.phi_k.params(), self.phi_v.params())
-        return compress_kv(k, v, first_block, config=self.config, phi_params=phi_params, documents=documents)
+        return compress_kv(k, v, first_block, config=self.config, phi_params=phi_params, documents=documents, route=route)
 
-    def _view_of_tokens(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout) -> View:
+    def _view_of_tokens(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout, route: Route) -> View:
         """Whole sequences from position 0, or packed documents: without a cache, the tokens of the call are all there is."""
         if self.config.branches != ("win",):  # compressed keys serve the selection, too
-            kv_cmp = self._compress(*kv_cmp, documents=layout.documents)
+            kv_cmp = self._compress(*kv_cmp, documents=layout.documents, route=route)
         return View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=0, win_start=0)
 
     def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from nsa import engagement, settings
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops import combine, interval, joined, scoring, sdpa, sliding
+from nsa.ops import combine, interval, joined, means, scoring, sdpa, sliding
 from nsa.ops import compressed as compressed_ops
 from nsa.ops.positions import Documents
 from nsa.ops.selected import PATHS, triton
@@ -33,6 +33,17 @@ def _on_cuda(x: Tensor) -> bool:
 
 def _fa2(branch: BranchRoute) -> str | None:
     return branch.provider if branch.kernel == "fa2" else None
+
+
+def fuses_means(route: Route, config: NSAConfig, tokens: int) -> bool:
+    """Whether `means_of` may make the compressed K and V: path triton's, of a mean. A compiler fuses the formula itself."""
+    served = any(b.branch == "cmp" and b.kernel == Path.TRITON for b in route.branches)
+    return served and config.phi == "mean" and not torch.compiler.is_compiling() and tokens >= config.cmp_block
+
+
+def means_of(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
+    """`nsa.compress` of K and V where `fuses_means`; part of the compressed branch, which `compressed` counts."""
+    return means.means(k, v, block=config.cmp_block, stride=config.cmp_stride)
 
 
 def compressed(

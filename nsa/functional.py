@@ -193,12 +193,14 @@ def nsa_attention(
     else:
         kv_cmp, kv_sel, kv_win = (_up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win))
     documents = None if packing is None else packing.documents
+    S, G, DV = kv_sel[1].shape[1:]
+    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=q_start, path=path, fa2=fa2, config=config, whole=whole)
     if "cmp" in config.branches or "sel" in config.branches:
-        kv_cmp = compress_kv(*kv_cmp, config=config, phi_params=phi_params, documents=documents)
+        kv_cmp = compress_kv(*kv_cmp, config=config, phi_params=phi_params, documents=documents, route=chosen)
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
     o = attend_view(
-        q, gates, view, config=config, scale=scale, path=path, fa2=fa2, documents=documents, present=present, whole=whole,
+        q, gates, view, config=config, scale=scale, route=chosen, documents=documents, present=present, whole=whole,
         nonnegative_gates=nonnegative_gates,
     )  # fmt: skip
     return o if packing is None else packing.restore(o)
@@ -206,11 +208,17 @@ def nsa_attention(
 
 def compress_kv(
     k: Tensor, v: Tensor, first_block: Tensor | None = None, *, config: NSAConfig, phi_params: PhiParams = None,
-    documents: Documents | None = None,
+    documents: Documents | None = None, route: Route | None = None,
 ) -> KV:  # fmt: skip
-    """Eq. 7 for K and V, and RoPE of the compressed K where config wants it after. ``first_block`` int64 [B]: its index, 0 by default."""
+    """Eq. 7 for K and V, and RoPE of the compressed K where config wants it after. ``first_block`` int64 [B]: its index, 0 by default.
+
+    ``route``: of the call that attends to them, whose compressed branch may have a kernel for means; with a cache, None.
+    """
     params_k, params_v = (None, None) if phi_params is None else phi_params
-    k_cmp, v_cmp = compress(k, config=config, params=params_k), compress(v, config=config, params=params_v)
+    if route is not None and params_k is None and params_v is None and dispatch.fuses_means(route, config, k.shape[1]):
+        k_cmp, v_cmp = dispatch.means_of(k, v, config)
+    else:
+        k_cmp, v_cmp = compress(k, config=config, params=params_k), compress(v, config=config, params=params_v)
     if config.rotates_before_compression:
         return k_cmp, v_cmp
     block_BC = torch.arange(k_cmp.shape[1], device=k.device)[None]
@@ -225,6 +233,7 @@ def compress_kv(
 
 def attend_view(
     q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, scale: float | None = None, path: str = "auto", fa2: str = "auto",
+    route: Route | None = None,
     documents: Documents | None = None, present: Tensor | None = None, keys_read: reads.KeysRead | None = None,
     whole: bool = False, nonnegative_gates: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -233,12 +242,14 @@ def attend_view(
     ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of them. ``whole``: the view is
     of whole sequences that begin at 0, without a cache and not packed. Where the selected branch is then full causal attention,
     blocks are neither scored nor chosen unless statistics are collected, strict mode checks them, or keys are counted.
-    ``nonnegative_gates`` as in `nsa_attention`.
+    ``nonnegative_gates`` as in `nsa_attention`. ``route``: that of this call (`route_for`), where the caller knows it.
     """
     checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S, G, DV = view.sel[1].shape[1:]
-    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
+    chosen = route
+    if chosen is None:
+        chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
     statistics.observe_gates(gates, config.branches, present=present)
     full = config.num_selected_for(S) * config.sel_block if whole else 0  # queries before that choose every block
     asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents, "full": full}

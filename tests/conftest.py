@@ -12,7 +12,7 @@ import pytest
 from hypothesis import settings
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-KERNELS = ("choice", "decode", "interval", "joined", "operator", "selected")
+KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
 settings.register_profile("project", deadline=None, derandomize=True)  # shared CPUs stall for seconds; same inputs, same verdict

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nsa import compress
-from nsa.ops import combine, interval
+from nsa.ops import combine, interval, means
 from nsa.ops.kernels import common, selected
 from nsa.ops.selected import triton as operator
 from tests import oracle
@@ -113,6 +113,20 @@ def test_selected_branch_by_either_kernel(case: Case, by: str, dtype: torch.dtyp
         tensors,
         oracle.kept_selected(*tensors[:2], blocks, **options),
     )
+
+
+@DTYPES
+@pytest.mark.parametrize("case", [LONG, Case(32, 6, 64, 64, 1), Case(300, 1, 60, 100, 2)], ids=str)
+def test_means_of_keys_and_values(case: Case, dtype: torch.dtype) -> None:
+    tensors = inputs(case, dtype)[1:]
+    for which in (0, 1):
+        assert_bf16_rule(
+            lambda k, v, which=which: means.means(k, v, block=32, stride=16)[which],
+            lambda k, v, which=which: oracle.compress_mean((k, v)[which], 32, 16) + 0 * (v, k)[which].sum(),
+            lambda k, v, which=which: (k, v)[which].unfold(1, 32, 16).mean(-1) + 0 * (v, k)[which].sum(),
+            tensors,
+            ("k", "v"),
+        )
 
 
 def test_gated_sum() -> None:

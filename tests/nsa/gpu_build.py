@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops.kernels import combine, common, interval, joined, products, scores, selected
+from nsa.ops.kernels import combine, common, interval, joined, means, products, scores, selected
 
 # G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name, and one that fits no tile.
 SHAPES = {"A": (2, 6, 64, 64, torch.bfloat16), "B": (4, 16, 128, 128, torch.bfloat16), "odd": (2, 3, 60, 100, torch.float16)}
@@ -68,6 +68,7 @@ def everything(shape: str, *, batch: int = 1, ragged: bool = False, documents: b
     for by_row in (True, False):
         o, lse = selected.forward(q, *tokens, blocks, sel_block=64, by_row=by_row, **where)
     selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
+    means.backward(*means.forward(*tokens, block=32, stride=16), tokens=TOKENS, block=32, stride=16)
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))

@@ -50,7 +50,7 @@ ORDINARY_LOADS = 1 << 62  # as nsa.ops.kernels.common.COPY_MIN_ELEMENTS: no tile
 
 def differentiable(name: str, device: str = "cpu") -> tuple[object, ...]:
     """The arguments of ``operator_calls()[name]``; those that have a gradient require it."""
-    wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "joined": 3}.get(name, 0)  # the first so many arguments
+    wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "means": 2, "joined": 3}.get(name, 0)  # the first so many arguments
 
     def prepared(x: object, wants: bool) -> object:
         if isinstance(x, list):
@@ -76,6 +76,8 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         "choose": (q, k, lse, None, None, 0, 6, 1, 1, 4, 2, 1, 1, 0.25),
         "gated_sum": (gates, o, o + 1, o + 2),
         "gated_sum_backward": (o, gates, o, o + 1, o + 2),
+        "means": (randn(1, 9, 2, 16, seed=6), randn(1, 9, 2, 24, seed=7), 4, 2),
+        "means_backward": (randn(1, 3, 2, 16, seed=8), randn(1, 3, 2, 24, seed=9), 9, 4, 2),
         "joined": joined,
         "joined_backward": (o, *joined),
     }
