@@ -86,18 +86,18 @@ class NSAAttention(nn.Module):
         k_cmp = k_rotated if self.config.rotates_before_compression else k
         kv_cmp, kv_sel, kv_win = zip(self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True)
         checks.qkv(q, *kv_sel, q_start=0)
-        route, whole = None, cache is None and layout.packing is None
+        whole, route = cache is None and layout.packing is None, None
+        asked: dict[str, Any] = {"path": self.path, "fa2": self.fa2}
         if cache is None:
-            asked: dict[str, Any] = {"path": self.path, "fa2": self.fa2, "config": self.config, "whole": whole}
             S, G, DV = kv_sel[1].shape[1:]
-            route = route_for(q, G, DV, S, branches=self.config.branches, q_start=0, **asked)
+            route = route_for(q, G, DV, S, branches=self.config.branches, q_start=0, config=self.config, whole=whole, **asked)
             view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route)
         else:
             checks.no_gradient(q, k, v, gates)
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens, step=layout.step)
         o = attend_view(
-            q, gates, view, config=self.config, path=self.path, fa2=self.fa2, documents=layout.documents, present=layout.present_BR,
-            keys_read=None if cache is None else cache.keys_read, route=route, whole=whole, nonnegative_gates=True,
+            q, gates, view, config=self.config, route=route, documents=layout.documents, present=layout.present_BR, whole=whole,
+            keys_read=None if cache is None else cache.keys_read, nonnegative_gates=True, **({} if route else asked),
         )  # fmt: skip
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)

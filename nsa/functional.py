@@ -247,6 +247,7 @@ def attend_view(
     checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     S, G, DV = view.sel[1].shape[1:]
+    assert route is None or path == fa2 == "auto", "a Route is decided already"
     chosen = route
     if chosen is None:
         chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)

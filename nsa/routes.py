@@ -20,7 +20,7 @@ COPY_MIN_ELEMENTS = 12 << 20  # of q: below this the host is waited for, and a t
 SORT_MIN_ROWS = 8192  # (b, t, kv head) of a call: below this path triton's selected forward goes query by query, without sorted lists
 # What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can tell what it buys; results are the same to rounding.
 TRITON_STEPS: Mapping[str, str] = {
-    "copy": "tiles by tensor descriptors, which Hopper's copy engine fetches",
+    "copy": "tiles by tensor descriptors, which Hopper's copy engine fetches, in calls of many tokens",
     "lists": "the selected forward block by block, over sorted lists of the queries that chose it",
     "join": "one operator for the gated sum and the gradients of all branches",
     "split": "a decode step whose keys are split over the GPU",

@@ -113,7 +113,7 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
 
 def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     """Why the cell has no such step to be without, so that its time would tell nothing."""
-    from nsa.routes import COPY_MIN_ELEMENTS, SORT_MIN_ROWS  # an older nsa, which `ab` measures, too, has no such cells
+    from nsa import routes  # an older nsa, which `ab` measures, too, may lack these names
 
     got = f"without={cell.without} with"
     if cell.path != Path.TRITON:
@@ -125,15 +125,16 @@ def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     if cell.without == "lists" and cell.workload == "decode":
         return f"{got} workload=decode: a decode step has too few queries to sort; wanted another workload; leave it out"
     tokens = min(cell.chunk, cell.seq_len) if cell.workload == "chunked_prefill" else cell.seq_len
-    if cell.without == "lists" and (rows := cell.batch * tokens * model.num_kv_heads) < SORT_MIN_ROWS:
+    if cell.without == "lists" and (rows := cell.batch * tokens * model.num_kv_heads) < routes.SORT_MIN_ROWS:
         return (
-            f"{got} {rows} rows (batch x tokens of a call x KV heads): so few are not sorted; wanted at least {SORT_MIN_ROWS}; "
+            f"{got} {rows} rows (batch x tokens of a call x KV heads): so few are not sorted; wanted at least {routes.SORT_MIN_ROWS}; "
             "take longer sequences, or leave it out"
         )
-    if cell.without == "copy" and (elements := cell.batch * tokens * model.num_heads * model.head_dim) < COPY_MIN_ELEMENTS:
+    least = getattr(routes, "COPY_MIN_ELEMENTS", 0)
+    if cell.without == "copy" and (elements := cell.batch * tokens * model.num_heads * model.head_dim) < least:
         return (
             f"{got} {elements} elements of q in a call (batch x tokens x heads x dim): so few are loaded without descriptors; wanted at "
-            f"least {COPY_MIN_ELEMENTS}; take longer sequences, or leave it out"
+            f"least {least}; take longer sequences, or leave it out"
         )
     if cell.without == "join" and cell.workload not in ("train", "attention"):
         return f"{got} workload={cell.workload}: only a backward of all branches is joined; wanted train or attention; leave it out"

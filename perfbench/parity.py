@@ -52,7 +52,7 @@ def check(
     at_tokens, asked = _same_route_at(model, timed, path=path, fa2=fa2, dtype=dtype, device=device, tokens=tokens, alone=alone, chunk=chunk)
     rows = _sampled_rows(model.nsa, at_tokens, seed)
     compare = Comparison(dtype)
-    for sequences in _batches(model, asked, at_tokens, chunk, batch):
+    for sequences in _batches(model, timed, asked, at_tokens, chunk, batch, alone=alone):
         inputs = _inputs(model, sequences, at_tokens, dtype, device, seed)
         if selection is not None:
             blocks = selected_parity.blocks_of(selection, inputs["q"], model, seed)
@@ -88,25 +88,31 @@ def _batch(asked: str) -> int:
     return 1 if asked in tuple(Path) and SPECS[Path(asked)].slow else 2
 
 
-def _batches(model: ModelConfig, asked: str, tokens: int, chunk: int | None, timed: int) -> tuple[int, ...]:
+def _batches(
+    model: ModelConfig, timed: Route, asked: str, tokens: int, chunk: int | None, batch: int, *, alone: bool = False
+) -> tuple[int, ...]:
     """Sequences of each proof. Path triton serves large calls by other kernels than small ones, so there is a proof of each kind.
 
     A call with a cache has one size, by which it goes: chunks that never make a large one need no proof of it, and a decode step,
-    which has few rows for any number of sequences, is proved with as many as the ``timed`` one.
+    which has few rows for any number of sequences, is proved with as many as the timed ``batch``. ``alone``: the selected branch is,
+    which makes no descriptors.
     """
     few = _batch(asked)
-    if asked != Path.TRITON:
+    if not any(Path.TRITON in (branch.implementation, branch.kernel) for branch in timed.branches):
         return (few,)
     if chunk == 1:
-        return (few,) if few == timed else (few, timed)
+        return (few,) if few == batch else (few, batch)
     from nsa import routes
     from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
 
     longest = tokens if chunk is None else max(end - begin for begin, end in cache_parity.pieces_of(chunk, [], tokens))
-    sizes = ((MIN_ROWS_TO_SORT, model.num_kv_heads), (getattr(routes, "COPY_MIN_ELEMENTS", 0), model.num_heads * model.head_dim))
-    reached = [(least, each) for least, each in sizes if least and (chunk is None or timed * chunk * each >= least)]
-    large = [-(-least // (longest * each)) for least, each in reached]
-    return tuple(sorted({n for n in (*(min(few, n - 1) for n in large), max([few, *large])) if n > 0}))
+    copied = 0 if alone else getattr(routes, "COPY_MIN_ELEMENTS", 0)
+    sizes = ((MIN_ROWS_TO_SORT, model.num_kv_heads), (copied, model.num_heads * model.head_dim))
+    # (sequences from which a proof is a large call, whether a timed call may be one)
+    large = [(-(-least // (longest * each)), chunk is None or batch * chunk * each >= least) for least, each in sizes if least]
+    reached, never = ([n - beyond for n, may_be in large if may_be is reaches] for reaches, beyond in ((True, 0), (False, 1)))
+    wanted = {min(few, n - 1) for n, _ in large} | {max(few, n) for n in reached}
+    return tuple(sorted({n for n in (min([n, *never]) for n in wanted) if n > 0}))
 
 
 def _standard(model: ModelConfig, timed: Route, chunk: int | None) -> int:
@@ -257,10 +263,11 @@ def _inputs(model: ModelConfig, batch: int, tokens: int, dtype: torch.dtype, dev
     def normal(*shape: int) -> Tensor:
         return torch.randn(batch, tokens, *shape, generator=generator).to(device=device, dtype=dtype)
 
-    kv = {}
-    for branch in ("cmp", "sel", "win"):
-        kv[f"k_{branch}"] = normal(model.num_kv_heads, model.head_dim)
-        kv[f"v_{branch}"] = normal(model.num_kv_heads, model.value_dim)
+    kv: Tensors = {}
+    branches = ("cmp", "sel", "win")
+    for which, dim in (("k", model.head_dim), ("v", model.value_dim)):  # as a layer's: slices of one projection
+        projected = normal(len(branches) * model.num_kv_heads, dim).chunk(len(branches), dim=2)
+        kv |= {f"{which}_{branch}": x for branch, x in zip(branches, projected, strict=True)}
     phi = {}
     for which, dim in (("phi_k", model.head_dim), ("phi_v", model.value_dim)):
         for name, shape in param_shapes(model.nsa, dim).items():

@@ -21,6 +21,7 @@ PARTS: Parts = (
     ("sel", "nsa_selected_"),
     ("o . dO of every branch", "_products"),
     ("gated sum", "nsa_gated_sum"),
+    ("phi", "nsa_means"),
 )
 UNPARTED: Parts = ((TOGETHER, "nsa_interval_"), *PARTS[2:])
 REST = "rest"
@@ -46,9 +47,9 @@ def where(lines: Sequence[Line]) -> list[str]:
     if not longest:
         return ["### Where the time goes", "", "No proved cell has a profile of the device.", ""]
     note = (
-        f"Device milliseconds of one profiled step, medians over processes, with their share; below each the floor. *{REST}*: compression, "
-        "sorting, copies, and what is beyond the dozen longest kernels of a step; of a floor, the traffic. A profiled step runs apart from "
-        "the timed ones, so its sum may differ from their time."
+        "Device milliseconds of one profiled step, medians over processes, with their share; below each the floor. *phi*: compression by a "
+        f"kernel. *{REST}*: compression by PyTorch, sorting, copies, and what is beyond the dozen longest kernels of a step; of a floor, "
+        "the traffic. A profiled step runs apart from the timed ones, so its sum may differ from their time."
     )
     told = ["### Where the time goes", "", note, ""]
     if rows:

@@ -90,6 +90,7 @@ def test_keys_gradients_in_parts(grid: tuple[int, int, int | None], given: tuple
         (256, 16, 65_536, 8_590_000_000, (1, 1)),  # 4,096 programs
         (256, 16, 65_536, 2_100_000_000, (2, 1)),
         (1, 1, 1 << 20, 1 << 33, (1, 16)),
+        (4096, 16, 1 << 20, 1 << 41, (16, 1)),  # a million tokens: 4,096 are enough, and more would be memory
     ],
 )
 def test_programs_go_by_the_root_of_the_work(tiles: int, H: int, T: int, pairs: int, wanted: tuple[int, int]) -> None:

@@ -87,10 +87,10 @@ def test_explain_and_settings_tell_it(environment: dict[str, str], capsys: pytes
 
 
 def test_without_the_copy_engine_tiles_are_plain_tensors(environment: dict[str, str]) -> None:
-    x = torch.zeros(1, 32, 2, 16)
-    assert common.described(16, x)[1]
+    x, large = torch.zeros(1, 32, 2, 16), common.COPY_MIN_ELEMENTS
+    assert common.described(16, x, work=large)[1] and not common.described(16, x, work=large - 1)[1]
     environment["NSA_TRITON_COPY"] = "0"
-    found, copied = common.described(16, x)
+    found, copied = common.described(16, x, work=large)
     assert not copied and found[0] is x
 
 
@@ -120,7 +120,8 @@ def test_without_the_copy_engine_every_kernel_is_built_and_fits() -> None:
     done = subprocess.run([sys.executable, "-c", BUILD], env=process, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     built = dict(one.split("=") for one in done.stdout.split())
-    assert set(built) == {"nsa_interval_forward", "nsa_interval_backward_q", "nsa_interval_backward_kv", "nsa_scores", "nsa_choose"}
+    interval_ = {f"nsa_interval_{name}" for name in ("forward", "backward_q", "backward_kv", "sum_kv")}
+    assert set(built) == interval_ | {"nsa_scores", "nsa_choose"}
     assert all(int(shared_bytes) <= 227 * 1024 for shared_bytes in built.values()), built
 
 

@@ -14,7 +14,7 @@ from nsa.config import ModelConfig
 from nsa.ops.kernels import decode
 from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
 from nsa.routes import COPY_MIN_ELEMENTS
-from nsa.routing import Problem, Request, route
+from nsa.routing import Problem, Request, Route, route
 from perfbench import cache_parity, parity
 from perfbench.blocks_parity import BlocksProof
 from perfbench.deviation import Comparison
@@ -28,11 +28,18 @@ SHAPE_B = ModelConfig.from_mapping({"preset": "m7c_125m", "num_heads": 64, "num_
 WIDE = ModelConfig.from_mapping({"preset": "m7c_125m", "num_heads": 32, "num_kv_heads": 8, "head_dim": 128})
 
 
+def routed(path: str, tokens: int = 4_096) -> Route:
+    return route(Request(path), Problem.of(M7C, batch=16, tokens=tokens, dtype="bfloat16"), replace(H100, triton_provider="triton 3.7.1"))
+
+
+TIMED = routed("triton")
+
+
 def kinds(model: ModelConfig, chunk: int | None = None, batch: int = 1, tokens: int | None = None) -> list[tuple[bool, bool]]:
     """(whether queries are sorted, whether tiles come by descriptors) in the largest call of each proof."""
     at = parity.standard_tokens(model.nsa) if tokens is None else tokens
     longest = at if chunk is None else max(b - a for a, b in cache_parity.pieces_of(chunk, [], at))
-    calls = [n * longest for n in parity._batches(model, "triton", at, chunk, batch)]
+    calls = [n * longest for n in parity._batches(model, TIMED, "triton", at, chunk, batch)]
     elements = model.num_heads * model.head_dim
     return [(n * model.num_kv_heads >= MIN_ROWS_TO_SORT, n * elements >= COPY_MIN_ELEMENTS) for n in calls]
 
@@ -58,17 +65,32 @@ def test_chunks_are_proved_up_to_the_timed_size(chunk: int, batch: int, sorts: b
 
 
 def test_a_decode_step_is_proved_with_its_own_sequences() -> None:
-    assert [parity._batches(M7C, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [(2, 1), (2,), (2, 64)]
-    assert parity._batches(M7C, "v2", 1_281, 1, 64) == (2,)
+    assert [parity._batches(M7C, TIMED, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [(2, 1), (2,), (2, 64)]
+    assert parity._batches(M7C, routed("v2"), "v2", 1_281, 1, 64) == (2,)
+
+
+def test_kernels_of_two_branches_are_proved_where_auto_makes_the_third_dense() -> None:
+    timed = routed("auto", tokens=1_024)
+    assert timed.counters == ("cmp.triton", "sel.dense", "sel.sdpa", "win.triton")
+    assert parity._batches(M7C, timed, "auto", 1_024, None, 16) == (2, 16)
+
+
+def test_the_selected_branch_alone_makes_no_descriptors() -> None:
+    assert parity._batches(M7C, TIMED, "triton", 1_281, None, 1, alone=True) == (2, 4)
+
+
+@pytest.mark.parametrize(("chunk", "kv_heads"), [(448, 16), (256, 16)])
+def test_a_proof_of_chunks_is_no_larger_than_the_chunks(chunk: int, kv_heads: int) -> None:
+    """Two sequences of such chunks would sort, and one, which is timed, does not."""
+    many = ModelConfig.from_mapping({"preset": "m7c_125m", "num_heads": 16, "num_kv_heads": kv_heads, "head_dim": 64})
+    assert all(sorts is False for sorts, _ in kinds(many, chunk=chunk))
 
 
 def test_a_decode_step_is_proved_where_its_compressed_keys_are_split() -> None:
-    here = replace(H100, triton_provider="triton 3.7.1")
-    timed = route(Request("triton"), Problem.of(M7C, batch=64, tokens=4_096, dtype="bfloat16"), here)
-    tokens = parity._standard(M7C, timed, 1)
+    tokens = parity._standard(M7C, TIMED, 1)
     keys = (tokens - M7C.nsa.cmp_block) // M7C.nsa.cmp_stride + 1
     assert min(decode.interval_splits(n * M7C.num_kv_heads, keys, banded=False) for n in (2, 64)) > 1
-    assert parity._standard(M7C, timed, None) == parity.standard_tokens(M7C.nsa)
+    assert parity._standard(M7C, TIMED, None) == parity.standard_tokens(M7C.nsa)
 
 
 def test_a_tensor_that_is_compared_twice_keeps_the_worse() -> None:

@@ -317,11 +317,12 @@ def _tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, i
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, block: int, stride: int, width: int | None, q_start: int | Tensor, first: Tensor | None,
-    scale: float, into: tuple[Tensor, Tensor] | None = None, tiles: dict[str, int] | None = None,
+    scale: float, into: tuple[Tensor, Tensor] | None = None, work: int | None = None, tiles: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q] fp32).
 
-    ``into``: contiguous o and lse of T or more rows; those beyond T are left as they are.
+    ``into``: contiguous o and lse of T or more rows; those beyond T are left as they are. ``work`` as in `described`: of the whole call,
+    where q is a part of it, so that a proof of that call covers the part.
     """
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
@@ -334,7 +335,7 @@ def forward(
     config = dict(tiles or _tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     q0, Q0 = starts(q_start)
-    keys, copy = described(BC, k, v, work=q.numel())
+    keys, copy = described(BC, k, v, work=work or q.numel())
     nsa_interval_forward[(cdiv(T, BM), HQ, B)](
         q, *keys, o, lse, Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
         scale * LOG2E, HQ // G, HQ, D, DV, BM, BC, padded(D), padded(DV), Q0 is not None, first is not None, width is not None,
@@ -346,13 +347,13 @@ def forward(
 def backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, *, block: int, stride: int, width: int | None,
     q_start: int | Tensor, first: Tensor | None, scale: float, dq: Tensor | None = None, adds: bool = False,
-    tiles_q: dict[str, int] | None = None, tiles_kv: dict[str, int] | None = None,
+    work: int | None = None, tiles_q: dict[str, int] | None = None, tiles_kv: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order.
 
     ``delta`` [B, T, Q] fp32 is o . do. Where do is the gradient of gate * o, take log2 gate off the lse: a weight then has the gate
     as a factor. q's gradient goes into ``dq``, where that is given, or is added to it (``adds``). do, lse, delta and dq are contiguous
-    and may have more rows than q: those are neither read nor written.
+    and may have more rows than q: those are neither read nor written. ``work`` as in `forward`.
     """
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
@@ -365,7 +366,7 @@ def backward(
     shapes = (padded(D), padded(DV), Q0 is not None, first is not None, width is not None, precision(q))
     config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    keys, copy = described(BC, k, v, work=q.numel())
+    keys, copy = described(BC, k, v, work=work or q.numel())
     nsa_interval_backward_q[(cdiv(T, BM), HQ, B)](
         q, *keys, do, lse, delta, dq, *geometry, *strides, H, HQ, D, DV, BM, BC, *shapes, adds, copy, **config
     )
@@ -377,7 +378,7 @@ def backward(
     num_parts = splits * (H // heads)
     kept = torch.float32 if num_parts > 1 else k.dtype
     dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
-    (queries, gradients), copy = described(BM, q, do[:, :T], work=q.numel())
+    (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
     nsa_interval_backward_kv[(G * (H // heads), B * splits, cdiv(C, BC))](
         queries, k, v, gradients, lse, delta, dk, dv, *geometry, per_split, splits, *strides, G, H, heads, D, DV, BM, BC, *shapes, copy,
         **config,

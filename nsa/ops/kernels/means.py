@@ -16,8 +16,8 @@ AT_ONCE = tl.constexpr(8)  # loads that wait for nothing
 
 
 @triton.jit
-def _mean(X, OUT, b, g, C, block, stride, s_b, s_t, s_g, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr):
-    i = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
+def _mean(X, OUT, tile, b, g, C, block, stride, s_b, s_t, s_g, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr):
+    i = tile * BLOCKS + tl.arange(0, BLOCKS)
     d = tl.arange(0, BD)
     inside = (i < C)[:, None] & (d < D)[None, :]
     at = X + b * s_b + g * s_g + i.to(tl.int64)[:, None] * stride * s_t + d[None, :]
@@ -32,20 +32,21 @@ def _mean(X, OUT, b, g, C, block, stride, s_b, s_t, s_g, G: tl.constexpr, D: tl.
 
 @triton.jit
 def nsa_means(
-    K, V, OUT_K, OUT_V, C, block, stride, sk_b, sk_t, sk_g, sv_b, sv_t, sv_g,
+    K, V, OUT_K, OUT_V, B, C, block, stride, sk_b, sk_t, sk_g, sv_b, sv_t, sv_g,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = (tl.program_id(1) % G).to(tl.int64)
-    if tl.program_id(2) == 0:
-        _mean(K, OUT_K, b, g, C, block, stride, sk_b, sk_t, sk_g, G, D, BD, BLOCKS)
+    tile = tl.program_id(0) // (B * G)
+    b = (tl.program_id(0) // G % B).to(tl.int64)
+    g = (tl.program_id(0) % G).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _mean(K, OUT_K, tile, b, g, C, block, stride, sk_b, sk_t, sk_g, G, D, BD, BLOCKS)
     else:
-        _mean(V, OUT_V, b, g, C, block, stride, sv_b, sv_t, sv_g, G, DV, BDV, BLOCKS)
+        _mean(V, OUT_V, tile, b, g, C, block, stride, sv_b, sv_t, sv_g, G, DV, BDV, BLOCKS)
 
 
 @triton.jit
-def _spread(DOUT, DX, b, g, S, C, block, stride, parts, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TOKENS: tl.constexpr):
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+def _spread(DOUT, DX, tile, b, g, S, C, block, stride, parts, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TOKENS: tl.constexpr):
+    t = tile * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, BD)
     acc = tl.zeros([TOKENS, BD], tl.float32)
     for part in range(parts):  # of a block that begins so many strides before
@@ -59,15 +60,16 @@ def _spread(DOUT, DX, b, g, S, C, block, stride, parts, G: tl.constexpr, D: tl.c
 
 @triton.jit
 def nsa_means_backward(
-    DOUT_K, DOUT_V, DK, DV_, S, C, block, stride, parts,
+    DOUT_K, DOUT_V, DK, DV_, B, S, C, block, stride, parts,
     G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    b = (tl.program_id(1) // G).to(tl.int64)
-    g = (tl.program_id(1) % G).to(tl.int64)
-    if tl.program_id(2) == 0:
-        _spread(DOUT_K, DK, b, g, S, C, block, stride, parts, G, D, BD, TOKENS)
+    tile = tl.program_id(0) // (B * G)
+    b = (tl.program_id(0) // G % B).to(tl.int64)
+    g = (tl.program_id(0) % G).to(tl.int64)
+    if tl.program_id(1) == 0:
+        _spread(DOUT_K, DK, tile, b, g, S, C, block, stride, parts, G, D, BD, TOKENS)
     else:
-        _spread(DOUT_V, DV_, b, g, S, C, block, stride, parts, G, DV, BDV, TOKENS)
+        _spread(DOUT_V, DV_, tile, b, g, S, C, block, stride, parts, G, DV, BDV, TOKENS)
 
 
 def forward(k: Tensor, v: Tensor, *, block: int, stride: int) -> tuple[Tensor, Tensor]:
@@ -76,8 +78,8 @@ def forward(k: Tensor, v: Tensor, *, block: int, stride: int) -> tuple[Tensor, T
     (B, S, G, D), DV = k.shape, v.shape[3]
     C = (S - block) // stride + 1
     k_cmp, v_cmp = k.new_empty(B, C, G, D), v.new_empty(B, C, G, DV)
-    nsa_means[(cdiv(C, BLOCKS), B * G, 2)](
-        k, v, k_cmp, v_cmp, C, block, stride, *k.stride()[:3], *v.stride()[:3], G, D, DV, padded(D), padded(DV), BLOCKS
+    nsa_means[(cdiv(C, BLOCKS) * B * G, 2)](
+        k, v, k_cmp, v_cmp, B, C, block, stride, *k.stride()[:3], *v.stride()[:3], G, D, DV, padded(D), padded(DV), BLOCKS
     )
     return k_cmp, v_cmp
 
@@ -87,7 +89,7 @@ def backward(dk_cmp: Tensor, dv_cmp: Tensor, *, tokens: int, block: int, stride:
     dk_cmp, dv_cmp = dk_cmp.contiguous(), dv_cmp.contiguous()
     (B, C, G, D), DV = dk_cmp.shape, dv_cmp.shape[3]
     dk, dv = dk_cmp.new_empty(B, tokens, G, D), dv_cmp.new_empty(B, tokens, G, DV)
-    nsa_means_backward[(cdiv(tokens, TOKENS), B * G, 2)](
-        dk_cmp, dv_cmp, dk, dv, tokens, C, block, stride, cdiv(block, stride), G, D, DV, padded(D), padded(DV), TOKENS
+    nsa_means_backward[(cdiv(tokens, TOKENS) * B * G, 2)](
+        dk_cmp, dv_cmp, dk, dv, B, tokens, C, block, stride, cdiv(block, stride), G, D, DV, padded(D), padded(DV), TOKENS
     )
     return dk, dv

@@ -54,7 +54,7 @@ def heads_and_ranges(num_tiles: int, H: int, T: int, *, pairs: int, banded: bool
     Tiles of a band are alike; without one, the first tile is seen by every query and the last by few. A part costs its own size,
     whatever is computed; what an uneven end costs goes by the work, ``pairs`` of a query head and a key: so programs go by its root.
     """
-    wanted = 1024 if banded else max(512, isqrt(pairs // 512))
+    wanted = 1024 if banded else min(4096, max(512, isqrt(pairs // 512)))
     heads = H
     while heads > 1 and num_tiles * (H // heads) < wanted:
         heads = next(n for n in range(heads - 1, 0, -1) if H % n == 0)

@@ -321,7 +321,7 @@ def forward(
         query_outer.forward(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale)
         return o, lse
     if full := rows_in_full(full, T):
-        interval.forward(q[:, :full], k[:, :full], v[:, :full], scale=scale, into=(o, lse), **FULL)
+        interval.forward(q[:, :full], k[:, :full], v[:, :full], scale=scale, into=(o, lse), work=q.numel(), **FULL)
     t = tiles or _of_class(FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
@@ -371,7 +371,7 @@ def backward(
     dense: tuple[Tensor | None, Tensor | None] = (None, None)
     if full:
         few = (q[:, :full], k[:, :full], v[:, :full])
-        dense = interval.backward(do, *few, lse, delta, scale=scale, dq=dq, adds=adds, **FULL)[1:]
+        dense = interval.backward(do, *few, lse, delta, scale=scale, dq=dq, adds=adds, work=q.numel(), **FULL)[1:]
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
