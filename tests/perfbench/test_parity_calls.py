@@ -72,7 +72,7 @@ def test_a_decode_step_is_proved_with_its_own_sequences() -> None:
 def test_kernels_of_two_branches_are_proved_where_auto_makes_the_third_dense() -> None:
     timed = routed("auto", tokens=1_024)
     assert timed.counters == ("cmp.triton", "sel.dense", "sel.sdpa", "win.triton")
-    assert parity._batches(M7C, timed, "auto", 1_024, None, 16) == (2, 16)
+    assert parity._batches(M7C, timed, "auto", 1_024, None, 16) == (2, 4, 16)
 
 
 def test_the_selected_branch_alone_makes_no_descriptors() -> None:
