@@ -11,7 +11,7 @@ from torch import Tensor
 from nsa import compress, nsa_attention, select_blocks, selected_attention, sliding_attention
 from nsa.compression import param_shapes
 from nsa.config import PHI_KINDS, NSAConfig
-from nsa.ops import combine, compressed, interval, scoring
+from nsa.ops import combine, compressed, interval, means, scoring
 from nsa.rope import angles, rotate, turns
 from nsa.routing import SPECS, Path
 from tests import oracle
@@ -56,7 +56,7 @@ def operations(*, triton: bool) -> Mapping[str, Make]:
     made |= {f"sel {path}": _selected(path) for path in paths}
     if triton:
         made |= {"cmp triton": _compressed_triton, "choose triton": _choose_triton, "win triton": _window_triton}
-        made |= {"gated-sum triton": _gated_sum(combine.fused_gated_sum)}
+        made |= {"gated-sum triton": _gated_sum(combine.fused_gated_sum), "compress triton": _means_triton}
     made |= {f"rope {kind}": _rope(kind) for kind in ("interleaved", "half")}
     made |= {f"nsa {path}": _whole(path) for path in paths if not SPECS[path].slow}
     return made
@@ -98,6 +98,19 @@ def _compress(s: Shape, phi: str) -> Call:
         return truths[phi](x, *given, config.cmp_block, config.cmp_stride)
 
     return Call(function, truth, ("x", *shapes), (x, *params))
+
+
+def _means_triton(s: Shape) -> Call:
+    """Of K and V in one launch; their sum, so that both have a gradient."""
+    grid = {"block": s.config.cmp_block, "stride": s.config.cmp_stride}
+
+    def function(k: Tensor, v: Tensor) -> Tensor:
+        return torch.add(*means.means(k, v, **grid))
+
+    def truth(k: Tensor, v: Tensor) -> Tensor:
+        return oracle.compress_mean(k, *grid.values()) + oracle.compress_mean(v, *grid.values())
+
+    return Call(function, truth, ("k", "v"), _kv(s))
 
 
 def _compressed_truth(s: Shape) -> Function:
@@ -207,7 +220,8 @@ def _whole(path: Path) -> Make:
     def make(s: Shape) -> Call:
         def function(q: Tensor, *rest: Tensor) -> Tensor:
             *kv, gates = rest
-            return nsa_attention(q, tuple(kv[:2]), tuple(kv[2:4]), tuple(kv[4:]), gates, config=s.config, path=path)
+            branches = tuple(kv[:2]), tuple(kv[2:4]), tuple(kv[4:])
+            return nsa_attention(q, *branches, gates, config=s.config, path=path, nonnegative_gates=True)
 
         def truth(q: Tensor, *rest: Tensor) -> Tensor:
             *kv, gates = rest
