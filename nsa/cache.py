@@ -85,8 +85,9 @@ class NSACache:
         checks.fixed_selection(config, whole=False, what="a cache")
         capacity = max_len if initial_len is None else initial_len
         for name, value in {"batch": batch, "max_len": max_len, "initial_len": capacity}.items():
-            if value < 1:
-                raise ValueError(f"NSACache {name}={value}; wanted at least 1; give the longest sequence that you expect")
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                give = "the number of sequences" if name == "batch" else "the longest sequence that you expect, in tokens"
+                raise ValueError(f"NSACache {name}={value!r}; wanted a whole number of at least 1; give {give}")
         if capacity > max_len:
             raise ValueError(f"NSACache initial_len={capacity} exceeds max_len={max_len}; lower it, or raise max_len")
         return cls(config, batch, max_len, capacity, num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype, device)

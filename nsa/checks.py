@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,8 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
         if 0 in x.shape[:1] or (name == "q" and 0 in x.shape):
             raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted at least one sequence and one query; skip empty calls")
         if x.dtype not in DTYPES or x.dtype != q.dtype:
-            raise ValueError(f"{name} is {x.dtype} and q is {q.dtype}; wanted one floating dtype for all; cast them first")
+            beside = "" if x is q else f" and q is {q.dtype}"
+            raise ValueError(f"{name} is {x.dtype}{beside}; wanted one floating dtype for all; cast them first")
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; wanted one device; move them first")
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
@@ -108,6 +111,32 @@ def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
         raise ValueError(f"kv shapes (k, v) {shapes}; wanted the same for each branch; project them alike")
 
 
+def scale(scale: float | None) -> None:
+    """What scores are multiplied by before the softmax: finite, or None."""
+    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+        raise ValueError(f"scale={scale!r}; wanted a finite number; None is head_dim ** -0.5")
+
+
+def pair(name: str, kv: object) -> None:
+    """A branch's (k, v)."""
+    if not (isinstance(kv, tuple | list) and len(kv) == 2 and all(isinstance(x, Tensor) for x in kv)):
+        got = f"a tensor {tuple(kv.shape)}" if isinstance(kv, Tensor) else f"{type(kv).__name__}"
+        raise ValueError(f"{name} is {got}; wanted the pair (k, v) of tensors; pass (k, v)")
+
+
+def config(config: object) -> None:
+    if not isinstance(config, NSAConfig):
+        raise ValueError(f"config is {type(config).__name__}; wanted an NSAConfig; nsa.NSAConfig() has the paper's sizes")
+
+
+def keys(kv_len: int, q: Tensor, *, q_start: int | Tensor) -> None:
+    """kv_len tokens hold the queries."""
+    sizes(kv_len=kv_len)
+    if not isinstance(q_start, Tensor) and kv_len < q_start + q.shape[1]:
+        end = q_start + q.shape[1]
+        raise ValueError(f"kv_len={kv_len}; wanted at least {end}, the end of the queries; leave it out, or count every key that exists")
+
+
 def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
     """Floating [B, T, HQ, 3] beside q."""
     wanted = (*q.shape[:3], len(branches))
@@ -169,6 +198,9 @@ def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_start: int | Tensor, *, r
             f"cu_seqlens with q {tuple(q.shape)}, k {tuple(k.shape)}, q_start={q_start!r}; wanted one packed row of as many keys as "
             "queries, beginning at 0; pack the batch into B = 1"
         )
+    if not isinstance(cu_seqlens, Tensor):
+        got = type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens is {got}; wanted a tensor int32 or int64 [documents + 1]; torch.tensor(cu_seqlens) is one")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
         raise ValueError(f"cu_seqlens is {got}; wanted int32 or int64 [documents + 1]; torch.tensor([0, T]) is one document")

@@ -89,6 +89,7 @@ def compressed_attention(
     0 and -inf. ValueError for tensors that disagree in shape, dtype or device, and unless ``stride`` divides ``block``;
     RouteError where the environment asks FA-2 of this branch.
     """
+    checks.scale(scale)
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
     checks.compressed_grid(block, stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -109,11 +110,14 @@ def select_blocks(
     narrower. ``q`` [B, T, HQ, DK] and ``k_cmp`` [B, C, HKV, DK], rotated both. ValueError for tensors that disagree in shape,
     dtype or device, and for a ``q_start`` tensor without ``kv_len``.
     """
+    checks.config(config)
+    checks.scale(scale)
     checks.qkv(q, k_cmp, k_cmp, q_start=q_start, whole=False)
     if kv_len is None:
         if isinstance(q_start, Tensor):
             raise ValueError("kv_len is not given and q_start is a tensor; wanted kv_len, since reading it would sync; pass S")
         kv_len = q_start + q.shape[1]
+    checks.keys(kv_len, q, q_start=q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     G, D = k_cmp.shape[2:]
     chosen = route_for(q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config)
@@ -134,6 +138,7 @@ def selected_attention(
     [j * sel_block, (j + 1) * sel_block). A row without a key gets exactly 0. ValueError for tensors that disagree in shape, dtype
     or device; RouteError for a ``path`` or ``fa2`` that nothing serves.
     """
+    checks.scale(scale)
     checks.qkv(q, k, v, q_start=q_start)
     checks.blocks(blocks, q, k)
     checks.sizes(sel_block=sel_block)
@@ -152,6 +157,7 @@ def sliding_attention(
     ValueError for tensors that disagree in shape, dtype or device, and for a ``window`` that is no whole number >= 1;
     RouteError for an ``fa2`` that nothing serves.
     """
+    checks.scale(scale)
     checks.qkv(q, k, v, q_start=q_start)
     checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -178,8 +184,11 @@ def nsa_attention(
     ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the gradients of all branches together.
     A gate below 0 would make gradients NaN, those of the keys that its row attends to included.
     """
-    for k, v in (kv_cmp, kv_sel, kv_win):
-        checks.qkv(q, k, v, q_start=q_start)
+    checks.config(config)
+    checks.scale(scale)
+    for name, kv in (("kv_cmp", kv_cmp), ("kv_sel", kv_sel), ("kv_win", kv_win)):
+        checks.pair(name, kv)
+        checks.qkv(q, *kv, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
     checks.gates(gates, q, BRANCHES)
     whole = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0  # the keys are cut at the last query below

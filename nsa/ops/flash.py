@@ -17,6 +17,8 @@ def varlen(
 
     ``window`` counts (left, right) neighbours, -1 without limit, aligned bottom-right: (w - 1, 0) attends exactly w keys.
     """
+    if scale <= 0:  # as in nsa.ops.sdpa.causal
+        q_NHD, scale = q_NHD * scale, 1.0
     if provider.startswith("flash_attn"):
         from flash_attn import flash_attn_varlen_func
 

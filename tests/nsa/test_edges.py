@@ -13,6 +13,7 @@ from nsa.capability import probe
 from nsa.ops.selected import v2
 from nsa.routing import Problem, route
 from nsa.settings import Setting, Settings, load
+from tests import oracle
 from tests.cases import PATHS_HERE, SMALL, here
 
 EVERY_PATH = pytest.mark.parametrize("path", PATHS_HERE)
@@ -115,3 +116,15 @@ def test_the_environment_asks_fa2_of_what_can_use_it_and_an_argument_insists() -
         assert route(by_environment.request(path), problem, here).branches
         with pytest.raises(RouteError, match="fa2=on"):
             route(load({}).request(path, "on"), problem, here)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("path", ["auto", "v2", "masked", "v1"])
+def test_any_finite_scale_is_the_same_function(path: str, scale: float) -> None:
+    """Few tokens, so that auto takes full causal attention: fused kernels scale their mask, too."""
+    q, k, v = (x[:, :20] for x in tensors())
+    config = dataclasses.replace(SMALL, num_selected=8, window=32)
+    gates = torch.full((*q.shape[:3], 3), 0.5)
+    o = nsa_attention(q, (k, v), (k, v), (k, v), gates, config=config, scale=scale, path=path)
+    want = oracle.nsa(q.double() * scale, *[(k.double(), v.double())] * 3, gates.double(), config=config, scale=1.0)
+    torch.testing.assert_close(o.double(), want, rtol=1e-5, atol=1e-6)

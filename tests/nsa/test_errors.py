@@ -340,3 +340,49 @@ def test_autocast_casts_what_is_not_the_weights_dtype() -> None:
 @pytest.mark.parametrize("shape", [(64, 32), (1, 64, 31), (1, 0, 32), (0, 64, 32), (1, 1, 64, 32)], ids=str)
 def test_states_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     assert str(shape) in refused(lambda: layer()(torch.zeros(shape)))
+
+
+def whole(**changed: object) -> Tensor:
+    x = tensors()
+    pair = (x["k"], x["v"])
+    given = {"q": x["q"], "kv_cmp": pair, "kv_sel": pair, "kv_win": pair, "gates": x["gates"], "config": SMALL, **changed}
+    return nsa_attention(**given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"scale": float("nan")}, "scale=nan; wanted a finite number"),
+        ({"scale": float("inf")}, "scale=inf; wanted a finite number"),
+        ({"scale": "0.1"}, "scale='0.1'; wanted a finite number"),
+        ({"kv_sel": torch.zeros(1, TOKENS, 2, 8)}, r"kv_sel is a tensor \(1, 64, 2, 8\); wanted the pair"),
+        ({"kv_win": None}, "kv_win is NoneType; wanted the pair"),
+        ({"config": None}, "config is NoneType; wanted an NSAConfig"),
+        ({"cu_seqlens": [0, TOKENS]}, "cu_seqlens is list; wanted a tensor int32 or int64"),
+        ({"q": torch.zeros(1, TOKENS, 4, 8, dtype=torch.int64)}, "q is torch.int64; wanted one floating dtype"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_kind(changed: dict[str, object], words: str) -> None:
+    assert re.search(words, refused(lambda: whole(**changed)))
+
+
+@pytest.mark.parametrize("config", [None, {"window": 24}])
+def test_select_blocks_wants_a_config(config: object) -> None:
+    x = tensors()
+    assert "wanted an NSAConfig" in refused(lambda: select_blocks(x["q"], x["k_cmp"], config=config))  # type: ignore[arg-type]
+
+
+def test_keys_that_end_before_the_queries() -> None:
+    x = tensors()
+    assert "kv_len=10; wanted at least 64" in refused(lambda: select_blocks(x["q"], x["k_cmp"], config=SMALL, kv_len=10))
+    assert "kv_len=70; wanted at least 72" in refused(lambda: select_blocks(x["q"], x["k_cmp"], config=SMALL, kv_len=70, q_start=8))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"), [((0, 8), "batch=0"), ((1, "8"), "max_len='8'"), ((True, 8), "batch=True"), ((1, 0), "max_len=0")]
+)
+def test_sizes_of_a_cache(sizes: tuple[int, int], words: str) -> None:
+    message = refused(lambda: NSACache.empty(SMALL, *sizes, num_kv_heads=2, head_dim=8))
+    assert f"NSACache {words}; wanted a whole number of at least 1; give the " in message
+    assert ("number of sequences" in message) == words.startswith("batch")
