@@ -130,8 +130,15 @@ def judge(run_path: Path) -> Outcome:
     """Judge a run by itself: the hard gates, without any baseline."""
     from perfbench import gate, runfile
 
-    run = runfile.read(run_path)
+    run = warn_where_torn(runfile.read(run_path))
     return Outcome(run, gate.judge(run, None, policy_of(run)), folder_of(run_path))
+
+
+def warn_where_torn(run: Run) -> Run:
+    """Say on stderr that the file's last line was cut off, so that a replicate may be missing."""
+    if run.torn:
+        warn(f"the last line of run {run.manifest.run_id} was cut off and is left out; `perfbench run --resume` repairs the file")
+    return run
 
 
 def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
@@ -150,12 +157,25 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Ou
     """The first stage alone: a run judged by the stored baseline, and that baseline."""
     from perfbench import baseline, comparable, gate, runfile
 
-    run = runfile.read(run_path)
+    run = warn_where_torn(runfile.read(run_path))
     found, matrix = baseline.read(baseline_path or default_baseline(run)), matrix_of(run)
+    check_same_matrix(run, found)
     judgement = gate.judge(run, found, matrices.policies(matrix), strict=strict)
     if isinstance(found, baseline.Baseline):
         judgement = replace(judgement, notes=(*judgement.notes, *comparable.unasked(run, matrix.sentinels, found)))
     return Outcome(run, judgement, folder_of(run_path), found), found
+
+
+def check_same_matrix(run: Run, found: Baseline | BaselineProblem) -> None:
+    """PerfbenchError(Exit.USAGE) for the baseline of another matrix that shares no cell with the run: every cell would be MISSING."""
+    from perfbench.judgement import BaselineProblem
+
+    if isinstance(found, BaselineProblem) or found.matrix_name == run.manifest.matrix_name:
+        return
+    if not {cell.cell_id for cell in run.manifest.cells} & {*found.cells}:
+        theirs, ours = found.matrix_name, run.manifest.matrix_name
+        got = f"got a baseline of matrix {theirs} for a run of matrix {ours}, and they share no cell; wanted that of {ours}"
+        raise PerfbenchError(Exit.USAGE, f"{got}. Next: leave --baseline out, or name reports/baselines/<gpu>/{ours}.json")
 
 
 def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:

@@ -146,15 +146,17 @@ def _steps(cells: Sequence[Measured]) -> list[str]:
         on = whole.get(_key(one.axes, "without"))
         also = "".join(f", {name} {one.axes[name]}" for name in names)
         start = [f"{one.axes['seq_len']:,}", escape(f"{one.axes['workload']}{also}"), _step(one.axes)]
-        rows.append([*start, number(_middle(on)), number(_middle(one)), *_slower(on, one)])
+        bounds = " / ".join(dict.fromkeys(cell.bound for cell in (on, one) if cell is not None))
+        rows.append([*start, number(_middle(on)), number(_middle(one)), *_slower(on, one), bounds])
     steps = list(dict.fromkeys(_step(one.axes) for one in ablated))
     told = "; ".join(f"*{step}*: {TRITON_STEPS.get(step, step)}" for step in sorted(steps, key=_rank))
     note = (
         f"Path triton. {told}. Milliseconds a step, medians over processes. *x* is the time without the step over that with everything on: "
-        "above 1 the step saves time. *Least* and *most* are what any two processes, one of each, would have given. "
+        "above 1 the step saves time. *Least* and *most* are what any two processes, one of each, would have given. *Bound*: what both "
+        "wait for; the host's time says nothing of the kernels. "
         "A dash: not measured, or not proved."
     )
-    head = ["tokens", "workload", "step off", "everything on, ms", "without the step, ms", "x", "least", "most"]
+    head = ["tokens", "workload", "step off", "everything on, ms", "without the step, ms", "x", "least", "most", "bound"]
     return ["### Each step off", "", *table(head, rows), "", note, ""]
 
 

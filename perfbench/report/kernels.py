@@ -152,8 +152,9 @@ def _times(lines: Sequence[Line]) -> list[str]:
         rows.append([f"{line.tokens:,}", path_of(line, lines), *times, *ratios, " / ".join(bound)])
     note = (
         "Medians over processes, in brackets the least and the most. *Backward* is both less forward, each timed on its own; its "
-        "brackets are the least and the most that any two processes would have given. *Best dense* is the fastest dense kernel of "
-        "this run, for each column its own. A dash: not measured, or not proved."
+        "brackets are the least and the most that any two processes would have given, a dash where that is below 0, since one of the two "
+        "was held up. *Best dense* is the fastest dense kernel of this run, for each column its own. A dash: not measured, or not proved. "
+        "The run's own report.md has geometric means over processes."
     )
     return ["### Times", "", *table(head, rows), "", note, ""]
 

@@ -26,7 +26,8 @@ def backward(line: Line) -> str:
     span = line.backward_range_ms
     if span is None or line.backward_ms is None or line.whole is None or len(line.whole.times_ms) < 2:
         return number(line.backward_ms)
-    return f"{number(line.backward_ms)} ({number(span[0])} to {number(span[1])})"
+    low = number(span[0]) if span[0] > 0 else NULL  # no time is below 0: one of the two was held up by something else
+    return f"{number(line.backward_ms)} ({low} to {number(span[1])})"
 
 
 def path_of(line: Line, lines: Sequence[Line]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from nsa.config import ModelConfig
 from perfbench import matrix
+from perfbench.coverage import rows_by_cell
 from perfbench.judgement import CellVerdict, Judgement
 from perfbench.report.kerneltext import table
 from perfbench.result import Run
@@ -37,8 +38,7 @@ def facts(run: Run) -> list[str]:
     found = [
         f"GPU {escape(env.device_name)}, clocks {escape(env.clock_policy)}; "
         + ", ".join(f"{name} {escape(value)}" for name, value in software.items() if value),
-        f"Commit {commit}{dirty}; measured {escape(manifest.created_utc)}; matrix {code(manifest.matrix_path)}, "
-        f"{manifest.replicates} {'process' if manifest.replicates == 1 else 'processes'} a cell",
+        f"Commit {commit}{dirty}; measured {escape(manifest.created_utc)}; matrix {code(manifest.matrix_path)}, {_processes(run)} a cell",
     ]
     if env.nsa_settings:
         given = ", ".join(f"{name}={value}" for name, value in env.nsa_settings.items())
@@ -46,6 +46,20 @@ def facts(run: Run) -> list[str]:
     if manifest.injections:
         found.append(f"**INJECTED FAULTS, a demonstration: {escape(', '.join(manifest.injections))}**")
     return found
+
+
+def _processes(run: Run) -> str:
+    """'3 processes', or '1 to 2 of 3 processes' where a budget ended or a run was cut off."""
+    planned = run.manifest.replicates
+    counts = {len({row.replicate for row in rows}) for rows in rows_by_cell(run).values()} or {0}
+    of = f" of {planned}" if counts != {planned} else ""
+    return f"{_span(counts)}{of} {'process' if planned == 1 else 'processes'}"
+
+
+def _span(counts: Collection[int]) -> str:
+    """'2', or '1 to 2'."""
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def troubles(judgement: Judgement) -> list[str]:

@@ -1,4 +1,4 @@
-"""The tables of cells: every cell with its columns, and the fastest path of each length."""
+"""The tables of cells: every cell with its columns, and the fastest path of NSA at each length."""
 
 from __future__ import annotations
 

@@ -90,11 +90,24 @@ def with_cell(run: Run, axes: Mapping[str, Any], change: Callable[[Replicate], R
 def test_a_step_costs_the_time_without_it_over_the_time_with_everything() -> None:
     """15 over 12 ms; processes at 0.99 to 1.02 of both: from 0.99 * 15 / (1.02 * 12) = 1.213 to 1.02 * 15 / (0.99 * 12) = 1.288."""
     found = off(steps())
-    assert found["65,536", "attention", "copy"] == ["12", "15", "1.25", "1.21", "1.29"]
-    assert found["65,536", "attention", "lists"] == ["12", "24", "2.00", "1.94", "2.06"]
-    assert found["65,536", "attention_forward", "lists"] == ["5", "4", "0.80", "0.78", "0.82"], "a step that costs is told as well"
-    assert found["8,192", "attention", "lists"] == ["1.5", "3", "2.00", "1.94", "2.06"]
+    assert found["65,536", "attention", "copy"] == ["12", "15", "1.25", "1.21", "1.29", "GPU"]
+    assert found["65,536", "attention", "lists"] == ["12", "24", "2.00", "1.94", "2.06", "GPU"]
+    assert found["65,536", "attention_forward", "lists"] == ["5", "4", "0.80", "0.78", "0.82", "GPU"], "a step that costs is told as well"
+    assert found["8,192", "attention", "lists"] == ["1.5", "3", "2.00", "1.94", "2.06", "GPU"]
     assert ("8,192", "attention", "copy") not in found, "so short a call makes no descriptors"
+
+
+def test_a_step_that_the_host_is_waited_for_says_so() -> None:
+    run, _ = with_cell(
+        steps(), {"seq_len": 8192, "workload": "attention", "without": "lists"}, lambda row: row.model_copy(update={"host_bound": True})
+    )
+    assert [off(run)["8,192", "attention", step][-1] for step in ("lists", "join")] == ["GPU / host", "GPU"]
+
+
+def test_a_run_that_was_cut_off_tells_how_many_processes_it_has() -> None:
+    run = steps()
+    few = run.model_copy(update={"replicates": [row for row in run.replicates if row.replicate < 2 or "seq_len=8192" in row.cell_id]})
+    assert ", 3 processes a cell" in ablation.render([run]) and ", 2 to 3 of 3 processes a cell" in ablation.render([few])
 
 
 def test_steps_stand_in_one_order_and_each_is_explained() -> None:
@@ -136,7 +149,7 @@ def unproved(row: Replicate) -> Replicate:
 
 def test_a_number_without_its_proof_is_a_dash_with_its_reason() -> None:
     run, cell = with_cell(steps(), {"seq_len": 65536, "workload": "attention", "without": "none"}, unproved)
-    assert off(run)["65,536", "attention", "copy"] == ["-", "15", "-", "-", "-"]
+    assert off(run)["65,536", "attention", "copy"] == ["-", "15", "-", "-", "-", "- / GPU"]
     ((name, verdict, why),) = table(ablation.render([run]), "Not published")
     assert (name, verdict) == (f"`{cell}`", "PARITY") and why.startswith("differs from the oracle")
 
@@ -147,7 +160,7 @@ def test_a_setting_that_did_not_reach_its_process_is_a_dash() -> None:
         return row.model_copy(update={"route": row.route.model_copy(update={"off": []})})
 
     run, _ = with_cell(steps(), {"seq_len": 8192, "workload": "attention", "without": "lists"}, on)
-    assert off(run)["8,192", "attention", "lists"] == ["1.5", "-", "-", "-", "-"]
+    assert off(run)["8,192", "attention", "lists"] == ["1.5", "-", "-", "-", "-", "GPU / -"]
     assert "its process turned off nothing, the plan says lists" in ablation.render([run])
 
 

@@ -122,6 +122,28 @@ def test_a_slower_cell_whose_base_is_unknown_is_a_warning_and_is_named(executor:
     assert "WATCH, exit 0" in Path("again/report.md").read_text(encoding="utf-8")
 
 
+def test_the_baseline_of_another_matrix_is_refused_in_one_line(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+    promote()
+    other = MATRIX.replace("name: small", "name: other").replace("forward", "train")
+    assert "name: other" in other and "train" in other
+    Path("other.yaml").write_text(other, encoding="utf-8")
+    assert cli.invoke(["run", "other.yaml"]) == 0
+    capsys.readouterr()
+    assert cli.invoke(["gate", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "got a baseline of matrix small for a run of matrix other, and they share no cell; wanted that of other. Next: " in line
+
+
+@pytest.mark.parametrize("command", ["gate", "report"])
+def test_a_file_whose_end_was_cut_off_is_told_on_stderr(executor: FakeExecutor, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert cli.invoke(["run", "small.yaml"]) == 0
+    path = run_folder() / "run.jsonl"
+    path.write_bytes(path.read_bytes()[:-100])
+    capsys.readouterr()
+    cli.invoke([command, str(path.parent), *(["--out", "again"] if command == "report" else [])])
+    assert "was cut off and is left out; `perfbench run --resume` repairs the file" in capsys.readouterr().err
+
+
 def test_explain_names_the_cell_or_the_nearest(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
     promote()
     capsys.readouterr()

@@ -101,6 +101,19 @@ def test_times_are_medians_and_a_backward_is_their_difference_with_its_spread() 
     assert found["dense_cudnn"][:3] == ["15 (14.9 to 15.3)", "35 (34.2 to 36.1)", "50"]
 
 
+def test_a_backward_below_zero_is_no_time() -> None:
+    """One process of the forward waited for its host, longer than forward and backward take."""
+    run = run_of()
+    (cell,) = [
+        one for one in run.manifest.cells
+        if one.axes["workload"] == "attention_forward" and one.axes["path"] == "triton" and one.axes["seq_len"] == 65536
+    ]  # fmt: skip
+    held_up = rows(cell, 20.0)[1]
+    slow = b.change_rows(run, cell.cell_id, lambda row: held_up if row.replicate == held_up.replicate else row)
+    found = by_path(table(kernels.render([slow]), "Times"))["triton"]
+    assert found[:2] == ["5.1 (4.95 to 20)", "9.9 (- to 10.4)"]
+
+
 def test_the_best_dense_kernel_is_each_columns_own() -> None:
     steps = {65536: {"triton": (5.0, 15.0), "dense_flash": (14.0, 80.0), "dense_cudnn": (15.0, 50.0)}}
     assert by_path(table(text(steps=steps), "Times"))["triton"][3:6] == ["2.80", "3.50", "3.33"]

@@ -36,7 +36,7 @@ def test_sections_come_in_the_order_of_urgency() -> None:
         "Environment and sentinels",
         "New, missing and renamed cells",
         "Improvements",
-        "The fastest path of each length",
+        "The fastest path of NSA at each length",
         "Every cell",
         "Pictures",
         "Excluded",

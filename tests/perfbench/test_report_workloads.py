@@ -109,7 +109,7 @@ def test_attention_is_told_forward_backward_and_against_the_best_dense_kernel() 
     assert found["dense_cudnn"][3:8] == ["6", "14", "20", "0.83", "1.00"]
     by_id = {row.cell.cell_id: row for row in rows_in(run)}
     assert by_id["fa2=on,path=v2,seq_len=8192,workload=attention"].x_dense == pytest.approx(2.0)
-    top = text_of(run).split("## The fastest path of each length", 1)[1].split("## Attention", 1)[0]
+    top = text_of(run).split("## The fastest path of NSA at each length", 1)[1].split("## Attention", 1)[0]
     assert re.search(r"\| attention \| v2, FA-2 on \| 819,200 \| 409,600 \| 2\.00 \|", top)
 
 
