@@ -223,8 +223,10 @@ def test_shipped_matrices_are_all_there() -> None:
         "decode-h100",
         "decode-h200",
         "kernels-b-h200",
+        "kernels-h100",
         "kernels-h200",
         "selections-h200",
+        "train-h100",
         "train-h200",
     ]
     assert sorted(p.stem for p in SHIPPED) == sorted(cards + topics)
