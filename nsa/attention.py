@@ -86,18 +86,17 @@ class NSAAttention(nn.Module):
         k_cmp = k_rotated if self.config.rotates_before_compression else k
         kv_cmp, kv_sel, kv_win = zip(self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True)
         checks.qkv(q, *kv_sel, q_start=0)
-        whole, route = cache is None and layout.packing is None, None
-        asked: dict[str, Any] = {"path": self.path, "fa2": self.fa2}
+        whole = cache is None and layout.packing is None
         if cache is None:
-            S, G, DV = kv_sel[1].shape[1:]
-            route = route_for(q, G, DV, S, branches=self.config.branches, q_start=0, config=self.config, whole=whole, **asked)
+            route = self._route(q, q.shape[1], whole=whole)
             view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route)
         else:
             checks.no_gradient(q, k, v, gates)
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens, step=layout.step)
+            route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
         o = attend_view(
             q, gates, view, config=self.config, route=route, documents=layout.documents, present=layout.present_BR, whole=whole,
-            keys_read=None if cache is None else cache.keys_read, nonnegative_gates=True, **({} if route else asked),
+            keys_read=None if cache is None else cache.keys_read, nonnegative_gates=True,
         )  # fmt: skip
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
@@ -122,8 +121,7 @@ class NSAAttention(nn.Module):
         """
         weight = self.k_proj.weight
         q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(batch, tokens, self.num_heads, self.head_dim)  # a shape, no memory
-        asked: dict[str, Any] = {"path": self.path, "fa2": self.fa2, "config": self.config, "whole": True, "q_start": 0}
-        route = route_for(q, self.num_kv_heads, self.v_head_dim, tokens, branches=self.config.branches, **asked)
+        route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0
         needed = packed.workspace_bytes(
@@ -132,6 +130,13 @@ class NSAAttention(nn.Module):
         )  # fmt: skip
         packed.reserve(needed, weight.device)
         return needed
+
+    def _route(self, q: Tensor, tokens: int, *, q_start: int | Tensor = 0, whole: bool = False) -> Route:
+        """Of a call with these queries over ``tokens`` keys; ``whole`` as in `nsa.routing.Problem`."""
+        return route_for(
+            q, self.num_kv_heads, self.v_head_dim, tokens, branches=self.config.branches, q_start=q_start, path=self.path, fa2=self.fa2,
+            config=self.config, whole=whole,
+        )  # fmt: skip
 
     def _compress(
         self, k: Tensor, v: Tensor, first_block: Tensor | None = None, documents: Documents | None = None, route: Route | None = None

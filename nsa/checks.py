@@ -113,7 +113,8 @@ def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
 
 def scale(scale: float | None) -> None:
     """What scores are multiplied by before the softmax: finite, or None."""
-    if scale is not None and not (isinstance(scale, int | float) and math.isfinite(scale)):
+    # compared, since torch.compile traces no math.isfinite of a number that changes between calls
+    if scale is not None and not (isinstance(scale, int | float) and -math.inf < scale < math.inf):
         raise ValueError(f"scale={scale!r}; wanted a finite number; None is head_dim ** -0.5")
 
 

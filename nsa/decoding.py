@@ -43,6 +43,8 @@ class DecodeGraph:
     """
 
     def __init__(self, model: TinyLM, cache: Sequence[NSACache]) -> None:
+        if not hasattr(model, "embedding"):
+            raise ValueError(f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer alone is called as ever")
         device = model.embedding.weight.device
         check_device(device)
         if checks.is_strict():

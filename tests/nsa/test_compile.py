@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
 from torch.utils.flop_counter import FlopCounterMode
 
-from nsa import engagement
+from nsa import engagement, nsa_attention
 from nsa.attention import NSAAttention
 from nsa.config import preset
 from nsa.dense import DenseAttention
@@ -136,3 +136,16 @@ def test_v2_differentiates_under_a_dispatch_mode_and_refuses_a_second_time() -> 
     assert torch.equal(counted, gradient())
     with pytest.raises(RuntimeError, match="differentiate twice"):
         gradient(create_graph=True).sum().backward()
+
+
+def test_a_scale_that_changes_between_calls() -> None:
+    """torch.compile makes a number that changes an unknown one: what looks at it must be traceable."""
+    q, k, v = qkv(Case(40, 2, 16, 16, 1))
+    gates = torch.full((*q.shape[:3], 3), 0.5)
+
+    def call(scale: float) -> Tensor:
+        return nsa_attention(q, *[(k, v)] * 3, gates, config=SMALL, scale=scale, path="masked", fa2="off")
+
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    for scale in (0.1, 0.2, 0.3, -0.1):
+        torch.testing.assert_close(compiled(scale), call(scale))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import RouteError, checks, decoding, engagement, statistics
+from nsa import NSAAttention, RouteError, checks, decoding, engagement, statistics
 from nsa.blocks import BlockGrid
 from nsa.decoding import DecodeGraph
 from nsa.steps import Steps
@@ -98,6 +98,8 @@ def test_a_graph_counts_its_steps_and_gives_the_cache_back(graphs: list[str]) ->
     graph.close()
     with pytest.raises(ValueError, match="closed DecodeGraph"):
         graph(ids)
+    with pytest.raises(ValueError, match="model is NSAAttention; wanted a TinyLM"):
+        DecodeGraph(NSAAttention(32, 4, 2, 8), cache)
     ids = torch.randint(256, (2, 3))
     assert_parity(model(ids, cache=cache), model(ids, cache=plain), "an ordinary chunk afterwards")
     assert cache[0].lengths == (39, 20)

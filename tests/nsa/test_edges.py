@@ -10,6 +10,7 @@ from torch import Tensor
 
 from nsa import RouteError, compressed_attention, functional, nsa_attention, select_blocks, selected_attention, selection, sliding_attention
 from nsa.capability import probe
+from nsa.ops import flash
 from nsa.ops.selected import v2
 from nsa.routing import Problem, route
 from nsa.settings import Setting, Settings, load
@@ -128,3 +129,21 @@ def test_any_finite_scale_is_the_same_function(path: str, scale: float) -> None:
     o = nsa_attention(q, (k, v), (k, v), (k, v), gates, config=config, scale=scale, path=path)
     want = oracle.nsa(q.double() * scale, *[(k.double(), v.double())] * 3, gates.double(), config=config, scale=1.0)
     torch.testing.assert_close(o.double(), want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3, 0.3])
+def test_fa2_is_given_a_scale_above_zero(scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs a GPU; what it is asked for is the same product of scale and queries."""
+    asked: list[tuple[Tensor, float]] = []
+
+    def varlen_attn(q: Tensor, *_: object, scale: float, enable_gqa: bool = False, **__: object) -> Tensor:
+        asked.append((q, scale))
+        return q
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+    q, k, v = (x[0] for x in tensors())
+    bounds = torch.tensor([0, 97], dtype=torch.int32)
+    flash.varlen("torch.varlen", q, k, v, bounds, bounds, 97, 97, scale=scale)
+    ((given, factor),) = asked
+    assert factor > 0
+    torch.testing.assert_close(given * factor, q * scale)

@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 
-from nsa.capability import assumed
-from nsa.settings import Settings
-from perfbench import matrix as matrices
-from perfbench import plan as plans
 from perfbench import runner
 from perfbench.isolate import failed
 from perfbench.job import Job
-from perfbench.result import Replicate, Source, Status
+from perfbench.result import Replicate, Status
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench import builders
+from tests.perfbench.plan_cases import CODE, planned_from
 
-CODE = Source(commit="a" * 40, dirty_sha256=None)
 HERE = builders.environment(gpu=False)
 TEXT = """\
 version: 1
@@ -34,8 +30,7 @@ axes:
 measure: {processes: 3}
 limits: {timeout_s: 30, oom: record_and_skip_larger}
 """
-MATRIX = matrices.parse(TEXT, "m.yaml")
-PLAN = plans.build(MATRIX, only=[], capability=assumed("none"), settings=Settings())
+MATRIX, PLAN = planned_from(TEXT)
 IDS = [cell.cell_id for cell in PLAN.cells]
 
 

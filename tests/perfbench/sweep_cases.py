@@ -6,17 +6,13 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from nsa.capability import assumed
-from nsa.settings import Settings
-from perfbench import matrix as matrices
-from perfbench import plan as plans
 from perfbench import runner
 from perfbench.isolate import failed
 from perfbench.job import Job
-from perfbench.result import PlannedCell, Replicate, Source, Status
+from perfbench.result import PlannedCell, Replicate, Status
 from tests.perfbench import builders
+from tests.perfbench.plan_cases import CODE, planned_from
 
-CODE = Source(commit="a" * 40, dirty_sha256=None)
 CARD, OTHER_CARD = "ab" * 32, "cd" * 32
 SENTINELS = ("gemm", "copy", "sdpa_frozen")
 TEXT = """\
@@ -34,11 +30,6 @@ measure: {processes: 3, throttle_retries: 2}
 limits: {timeout_s: 30, oom: record_and_skip_larger}
 sentinels: [gemm, copy, sdpa_frozen]
 """
-
-
-def planned_from(text: str) -> tuple[matrices.Matrix, plans.Plan]:
-    matrix = matrices.parse(text, "m.yaml")
-    return matrix, plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
 
 
 class Executor:

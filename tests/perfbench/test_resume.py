@@ -14,10 +14,11 @@ from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.environment import TargetFit
 from perfbench.job import Job
-from perfbench.result import Replicate, Source
+from perfbench.result import Replicate
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench import builders
 from tests.perfbench.fake_nvml import Card, FakeNvml
+from tests.perfbench.plan_cases import CODE, planned_from
 
 TEXT = """\
 version: 1
@@ -36,7 +37,6 @@ measure: {processes: 2}
 limits: {timeout_s: 30, oom: record}
 gate: {tolerance_pct: 5, min_replicates: 2}
 """
-CODE = Source(commit="a" * 40, dirty_sha256=None)
 
 
 class FakeExecutor:
@@ -57,11 +57,6 @@ class FakeExecutor:
 
     def close(self) -> None:
         pass
-
-
-def planned_from(text: str) -> tuple[matrices.Matrix, plans.Plan]:
-    matrix = matrices.parse(text, "m.yaml")
-    return matrix, plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
 
 
 def run(folder: pathlib.Path, text: str = TEXT, executor: Any = None, settings: dict[str, str] | None = None, **changes: Any) -> Any:

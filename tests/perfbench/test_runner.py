@@ -18,7 +18,8 @@ from perfbench.progress import PlainProgress
 from perfbench.result import Status
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench.fake_nvml import Card, FakeNvml
-from tests.perfbench.runner_cases import CODE, HERE, IDS, MATRIX, PLAN, TEXT, FakeExecutor, _first_in_order, cell_id, refused, run
+from tests.perfbench.plan_cases import CODE
+from tests.perfbench.runner_cases import HERE, IDS, MATRIX, PLAN, TEXT, FakeExecutor, _first_in_order, cell_id, refused, run
 
 
 def test_every_cell_and_replicate_once_in_shuffled_blocks(tmp_path: pathlib.Path) -> None:

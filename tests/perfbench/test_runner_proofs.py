@@ -4,15 +4,13 @@ import pathlib
 
 import pytest
 
-from nsa.capability import assumed
-from nsa.settings import Settings
 from perfbench import matrix as matrices
-from perfbench import plan as plans
 from perfbench.axes import Cell
 from perfbench.isolate import failed
 from perfbench.job import Job
 from perfbench.result import PlannedCell, Replicate, Status
 from tests.perfbench import builders
+from tests.perfbench.plan_cases import planned_from
 from tests.perfbench.runner_cases import TEXT, FakeExecutor, _first_in_order, cell_id, run
 
 
@@ -32,14 +30,14 @@ class Prover(FakeExecutor):
         planned = PlannedCell(cell_id=job.cell_id, axes=job.axes, config_sha256=job.config_sha256, route=job.plan, expect=job.expect)
         return builders.replicate(planned, job.replicate, gpu=False, parity=proof)
 
+    def prover_of(self, job: Job) -> Job:
+        """The job that made the proof which ``job`` was given."""
+        assert job.proof is not None
+        return next(one for one in self.jobs if job.proof.proved_in == f"{one.cell_id} #{one.replicate}")
+
     def unproved(self) -> list[str]:
         """Cells that had to prove themselves, in order."""
         return [job.cell_id for job in self.jobs if job.proof is None]
-
-
-def planned_from(text: str) -> tuple[matrices.Matrix, plans.Plan]:
-    matrix = matrices.parse(text, "m.yaml")
-    return matrix, plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
 
 
 def kind_of(job: Job) -> tuple[str | int, str | int]:
@@ -72,7 +70,7 @@ def test_a_proof_serves_other_lengths_and_batches_alone(tmp_path: pathlib.Path) 
     assert len(executor.jobs) == 64 and len(executor.unproved()) == 16
     for job in executor.jobs:
         if job.proof:
-            prover = next(j for j in executor.jobs if job.proof.proved_in == f"{j.cell_id} #{j.replicate}")
+            prover = executor.prover_of(job)
             assert all(prover.axes[axis] == job.axes[axis] for axis in ("workload", "path", "fa2", "dtype"))
 
 
@@ -89,7 +87,7 @@ def test_a_proof_does_not_serve_another_route(tmp_path: pathlib.Path) -> None:
     assert len(executor.jobs) == 12 and len(executor.unproved()) == 2
     for job in executor.jobs:
         if job.proof:
-            prover = next(j for j in executor.jobs if job.proof.proved_in == f"{j.cell_id} #{j.replicate}")
+            prover = executor.prover_of(job)
             assert prover.plan.counters == job.plan.counters
 
 

@@ -114,7 +114,8 @@ def test_resume_with_other_code_is_refused(tmp_path: pathlib.Path, source: Sourc
 REAL = """
 import pathlib, sys
 sys.path.insert(0, {root!r})
-from tests.perfbench.runner_cases import CODE, HERE, MATRIX, PLAN
+from tests.perfbench.plan_cases import CODE
+from tests.perfbench.runner_cases import HERE, MATRIX, PLAN
 from perfbench import runner
 from perfbench.environment import TargetFit
 from perfbench.verdict import PerfbenchError

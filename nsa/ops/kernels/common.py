@@ -17,7 +17,7 @@ from nsa.settings import is_off
 LOG2E = 1.4426950408889634
 
 
-# What runs before each launch is plain Python: triton.cdiv and triton.next_power_of_2 take some 3 us a call.
+# What runs before each launch is plain Python: triton.cdiv and triton.next_power_of_2 take 2 to 3 us a call.
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 

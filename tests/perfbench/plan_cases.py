@@ -1,0 +1,16 @@
+"""What the runner's tests share: a commit that measured, and the plan of a matrix's text for a machine without a GPU."""
+
+from __future__ import annotations
+
+from nsa.capability import assumed
+from nsa.settings import Settings
+from perfbench import matrix as matrices
+from perfbench import plan as plans
+from perfbench.result import Source
+
+CODE = Source(commit="a" * 40, dirty_sha256=None)
+
+
+def planned_from(text: str) -> tuple[matrices.Matrix, plans.Plan]:
+    matrix = matrices.parse(text, "m.yaml")
+    return matrix, plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
