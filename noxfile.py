@@ -1,4 +1,7 @@
-"""`nox` runs every check a change must pass. One environment, built by the session `dev`, serves all the others."""
+"""`nox` runs every check a change must pass.
+
+One environment, built by the session `dev`, serves all the others.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,9 @@ FLA = "fla-core==0.6.0"  # tests/peers states where this version differs
 _bin: list[str] = []  # the folder of `dev`'s programs, known once it has run
 
 
-def _run(session: nox.Session, program: str, *arguments: str, env: dict[str, str] | None = None) -> None:
+def _run(
+    session: nox.Session, program: str, *arguments: str, env: dict[str, str] | None = None
+) -> None:
     session.run(str(Path(_bin[0]) / program), *arguments, external=True, env=env)
 
 
@@ -50,28 +55,62 @@ def contracts(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 def tests(session: nox.Session) -> None:
     """Everything that needs no GPU."""
-    # Tensors of this size gain nothing from a second thread, and beside another process it waits: 13 minutes instead of 4.
+    # Tensors of this size gain nothing from a second thread, and beside another process it waits:
+    # 13 minutes instead of 4.
     _run(session, "pytest", "-q", "-n", "2", *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def interpret(session: nox.Session) -> None:
-    """Path triton without a GPU: its kernels, and the tests that run every path, in Triton's interpreter."""
+    """Path triton without a GPU: its kernels, and the tests that run every path, in Triton's
+    interpreter.
+    """
     # Two at a time: nothing here is timed.
-    arguments = ("-q", "-n", "2", "--require", "interpreter", "-k", "triton or kernels", "tests/nsa")
+    arguments = (
+        "-q",
+        "-n",
+        "2",
+        "--require",
+        "interpreter",
+        "-k",
+        "triton or kernels",
+        "tests/nsa",
+    )
     _run(session, "pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])
 def smoke(session: nox.Session) -> None:
-    """Measure, promote, measure again, gate: on this machine, against a baseline made a minute ago and thrown away."""
+    """Measure, promote, measure again, gate: on this machine, against a baseline made a minute ago
+    and thrown away.
+    """
     with tempfile.TemporaryDirectory() as folder:
         runs, baseline = Path(folder, "runs"), Path(folder, "baseline.json")
         _run(session, "perfbench", "run", MATRIX, "--out", str(runs))
         (first,) = runs.iterdir()
-        _run(session, "perfbench", "baseline", "promote", str(first), "--to", str(baseline), "--allow-dirty")
-        # Unconfirmed: on a shared machine that got busy, 40 pairs of every cell would take half an hour (tests/perfbench/test_ab.py).
-        _run(session, "perfbench", "check", MATRIX, "--baseline", str(baseline), "--out", str(runs), "--no-confirm")
+        _run(
+            session,
+            "perfbench",
+            "baseline",
+            "promote",
+            str(first),
+            "--to",
+            str(baseline),
+            "--allow-dirty",
+        )
+        # Unconfirmed: on a shared machine that got busy, 40 pairs of every cell would take half an
+        # hour (tests/perfbench/test_ab.py).
+        _run(
+            session,
+            "perfbench",
+            "check",
+            MATRIX,
+            "--baseline",
+            str(baseline),
+            "--out",
+            str(runs),
+            "--no-confirm",
+        )
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
@@ -88,14 +127,43 @@ def bench(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def fuzz(session: nox.Session) -> None:
-    """Every reader of a file under atheris, two minutes each; `nox -s fuzz -- matrix --seconds 600` for one of them."""
-    _run(session, "python", "-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[fuzz]")
+    """Every reader of a file under atheris, two minutes each; `nox -s fuzz -- matrix --seconds 600`
+    for one of them.
+    """
+    _run(
+        session,
+        "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "-c",
+        "constraints.txt",
+        "-e",
+        ".[fuzz]",
+    )
     _run(session, "python", "-m", "tests.fuzz", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
 def peers(session: nox.Session) -> None:
-    """Compare with fla-core's pure-PyTorch NSA, and print where it differs; needs no GPU, and no package but its wheel's."""
-    with tempfile.TemporaryDirectory() as folder:  # beside the shared environment, so that no other session meets it
-        _run(session, "python", "-m", "pip", "install", "--quiet", "--target", folder, "-c", "constraints.txt", FLA)
+    """Compare with fla-core's pure-PyTorch NSA, and print where it differs; needs no GPU, and no
+    package but its wheel's.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder
+    ):  # beside the shared environment, so that no other session meets it
+        _run(
+            session,
+            "python",
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--target",
+            folder,
+            "-c",
+            "constraints.txt",
+            FLA,
+        )
         _run(session, "pytest", "-q", "tests/peers", *session.posargs, env={"PYTHONPATH": folder})

@@ -1,4 +1,7 @@
-"""Native Sparse Attention (arXiv 2502.11089) in PyTorch. Names load on first use, so that `nsa.config` needs no torch."""
+"""Native Sparse Attention (arXiv 2502.11089) in PyTorch.
+
+Names load on first use, so that `nsa.config` needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,13 @@ if TYPE_CHECKING:
     from nsa.compression import compress
     from nsa.config import ModelConfig, NSAConfig
     from nsa.decoding import DecodeGraph
-    from nsa.functional import compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_attention
+    from nsa.functional import (
+        compressed_attention,
+        nsa_attention,
+        select_blocks,
+        selected_attention,
+        sliding_attention,
+    )
     from nsa.model import TinyLM
     from nsa.routing import RouteError
 

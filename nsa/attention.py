@@ -25,23 +25,37 @@ from nsa.routing import Path, Request, Route
 
 
 class NSAAttention(nn.Module):
-    """Native sparse attention (arXiv 2502.11089, Eq. 5): x [B, T, M] -> y [B, T, M], causal; training, prefill and decode.
+    """Native sparse attention (arXiv 2502.11089, Eq. 5): x [B, T, M] -> y [B, T, M], causal;
+    training, prefill and decode.
 
-    One query projection; K and V projected for each branch of its own, unless config.share_kv. ``path`` and ``fa2`` are
-    requests as in ``nsa.routing``; ``auto`` takes the fastest that the device supports. Raises ValueError for heads that
-    do not form whole groups, RouteError for a request that nothing serves.
+    One query projection; K and V projected for each branch of its own, unless config.share_kv.
+    ``path`` and ``fa2`` are requests as in ``nsa.routing``; ``auto`` takes the fastest that the
+    device supports. Raises ValueError for heads that do not form whole groups, RouteError for a
+    request that nothing serves.
     """
 
     def __init__(
-        self, dim: int, num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int | None = None,
-        config: NSAConfig = NSAConfig(), path: str = "auto", fa2: str = "auto",
-    ) -> None:  # fmt: skip
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        config: NSAConfig = NSAConfig(),
+        path: str = "auto",
+        fa2: str = "auto",
+    ) -> None:
         super().__init__()
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
         Request(path, fa2)  # an unknown name fails here, not in the first forward
         self.config, self.path, self.fa2 = config, path, fa2
-        self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim = num_heads, num_kv_heads, head_dim, v_head_dim
+        self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim = (
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            v_head_dim,
+        )
         self.num_kv = 1 if config.share_kv else len(BRANCHES)
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.num_kv * num_kv_heads * head_dim, bias=False)
@@ -51,28 +65,46 @@ class NSAAttention(nn.Module):
         if config.gate == "sigmoid":
             self.gate: nn.Module = SigmoidGate(dim, num_heads)
         else:
-            self.gate = SoftmaxGate(num_kv_heads, head_dim, temperature=config.gate_temperature, branches=config.branches)
+            self.gate = SoftmaxGate(
+                num_kv_heads,
+                head_dim,
+                temperature=config.gate_temperature,
+                branches=config.branches,
+            )
 
     def forward(
-        self, x_BTM: Tensor, *, cache: NSACache | None = None, cu_seqlens: Tensor | None = None, num_tokens: Sequence[int] | None = None,
+        self,
+        x_BTM: Tensor,
+        *,
+        cache: NSACache | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_tokens: Sequence[int] | None = None,
         layout: Layout | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
-        With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its first ``num_tokens[b]``
-        tokens only; the others' y is 0. A cache that steps (`nsa.steps`) takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N
-        documents into B = 1; y beyond the last is 0.
-        ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype, which is the weights' (or any
-        floating one under autocast, whose dtype y then has). ValueError for an x that does not fit the weights, a cache of
-        another config, batch, dtype or device, or one given while gradients are recorded.
+        With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its
+        first ``num_tokens[b]`` tokens only; the others' y is 0. A cache that steps (`nsa.steps`)
+        takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N documents into B = 1; y beyond the
+        last is 0.
+        ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype,
+        which is the weights' (or any floating one under autocast, whose dtype y then has).
+        ValueError for an x that does not fit the weights, a cache of another config, batch, dtype
+        or device, or one given while gradients are recorded.
         """
         checks.states(x_BTM, self.q_proj.weight)
         if cache is not None:
             check_cache(cache, self.config)
         if layout is None:
-            layout = self.layout(x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+            layout = self.layout(
+                x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens
+            )
         else:
-            layout.check(x_BTM, packed=cu_seqlens is not None, some_absent=cu_seqlens is not None or num_tokens is not None)
+            layout.check(
+                x_BTM,
+                packed=cu_seqlens is not None,
+                some_absent=cu_seqlens is not None or num_tokens is not None,
+            )
         absent = layout.absent_BT1
         if absent is not None:  # whatever lies there, NaN included, touches no weight's gradient
             x_BTM = x_BTM.masked_fill(absent, 0)
@@ -84,7 +116,9 @@ class NSAAttention(nn.Module):
         q, k, v, gates = (layout.rows(t) for t in (q, k, v, gates))
         q, k_rotated = (rotate(t, layout.turns, kind=self.config.rope) for t in (q, k))
         k_cmp = k_rotated if self.config.rotates_before_compression else k
-        kv_cmp, kv_sel, kv_win = zip(self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True)
+        kv_cmp, kv_sel, kv_win = zip(
+            self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
+        )
         checks.qkv(q, *kv_sel, q_start=0)
         whole = cache is None and layout.packing is None
         if cache is None:
@@ -92,66 +126,143 @@ class NSAAttention(nn.Module):
             view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route)
         else:
             checks.no_gradient(q, k, v, gates)
-            view = cache.append(kv_cmp, kv_sel, kv_win, compress=self._compress, num_tokens=num_tokens, step=layout.step)
+            view = cache.append(
+                kv_cmp,
+                kv_sel,
+                kv_win,
+                compress=self._compress,
+                num_tokens=num_tokens,
+                step=layout.step,
+            )
             route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
         o = attend_view(
-            q, gates, view, config=self.config, route=route, documents=layout.documents, present=layout.present_BR, whole=whole,
-            keys_read=None if cache is None else cache.keys_read, nonnegative_gates=True,
-        )  # fmt: skip
+            q,
+            gates,
+            view,
+            config=self.config,
+            route=route,
+            documents=layout.documents,
+            present=layout.present_BR,
+            whole=whole,
+            keys_read=None if cache is None else cache.keys_read,
+            nonnegative_gates=True,
+        )
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
 
     def layout(self, x: Tensor, **options: Any) -> Layout:
-        """The Layout of x [B, T, ...], for this layer and others of its config and head dim; ``options`` as in `Layout.of`."""
+        """The Layout of x [B, T, ...], for this layer and others of its config and head dim;
+        ``options`` as in `Layout.of`.
+        """
         return Layout.of(x, self.config, self.head_dim, **options)
 
-    def new_cache(self, batch: int, max_len: int, *, initial_len: int | None = None, dtype: torch.dtype | None = None) -> NSACache:
-        """An empty NSACache of this layer's heads, dtype (or ``dtype``, under autocast) and device."""
-        weight = self.k_proj.weight
-        return NSACache.empty(
-            self.config, batch, max_len, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, v_head_dim=self.v_head_dim,
-            initial_len=initial_len, dtype=dtype or weight.dtype, device=weight.device,
-        )  # fmt: skip
-
-    def reserve(self, batch: int, tokens: int, *, dtype: torch.dtype | None = None, backward: bool = True) -> int:
-        """Bytes that path v2 packs in a call of this size (0 where another path serves it), held by the allocator from now on.
-
-        For the device of the weights, the current stream, and ``dtype`` (theirs by default). Nothing is shared between layers:
-        a layer's buffers go back to the allocator at the end of its call, so one layer's reservation serves all of its size.
+    def new_cache(
+        self,
+        batch: int,
+        max_len: int,
+        *,
+        initial_len: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> NSACache:
+        """An empty NSACache of this layer's heads, dtype (or ``dtype``, under autocast) and
+        device.
         """
         weight = self.k_proj.weight
-        q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(batch, tokens, self.num_heads, self.head_dim)  # a shape, no memory
+        return NSACache.empty(
+            self.config,
+            batch,
+            max_len,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            initial_len=initial_len,
+            dtype=dtype or weight.dtype,
+            device=weight.device,
+        )
+
+    def reserve(
+        self, batch: int, tokens: int, *, dtype: torch.dtype | None = None, backward: bool = True
+    ) -> int:
+        """Bytes that path v2 packs in a call of this size (0 where another path serves it), held by
+        the allocator from now on.
+
+        For the device of the weights, the current stream, and ``dtype`` (theirs by default).
+        Nothing is shared between layers: a layer's buffers go back to the allocator at the end of
+        its call, so one layer's reservation serves all of its size.
+        """
+        weight = self.k_proj.weight
+        q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(
+            batch, tokens, self.num_heads, self.head_dim
+        )  # a shape, no memory
         route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0
         needed = packed.workspace_bytes(
-            batch, tokens, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, v_head_dim=self.v_head_dim, dtype=q.dtype,
-            num_selected=self.config.num_selected_for(tokens), sel_block=self.config.sel_block, backward=backward,
-        )  # fmt: skip
+            batch,
+            tokens,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            v_head_dim=self.v_head_dim,
+            dtype=q.dtype,
+            num_selected=self.config.num_selected_for(tokens),
+            sel_block=self.config.sel_block,
+            backward=backward,
+        )
         packed.reserve(needed, weight.device)
         return needed
 
-    def _route(self, q: Tensor, tokens: int, *, q_start: int | Tensor = 0, whole: bool = False) -> Route:
-        """Of a call with these queries over ``tokens`` keys; ``whole`` as in `nsa.routing.Problem`."""
+    def _route(
+        self, q: Tensor, tokens: int, *, q_start: int | Tensor = 0, whole: bool = False
+    ) -> Route:
+        """Of a call with these queries over ``tokens`` keys; ``whole`` as in
+        `nsa.routing.Problem`.
+        """
         return route_for(
-            q, self.num_kv_heads, self.v_head_dim, tokens, branches=self.config.branches, q_start=q_start, path=self.path, fa2=self.fa2,
-            config=self.config, whole=whole,
-        )  # fmt: skip
+            q,
+            self.num_kv_heads,
+            self.v_head_dim,
+            tokens,
+            branches=self.config.branches,
+            q_start=q_start,
+            path=self.path,
+            fa2=self.fa2,
+            config=self.config,
+            whole=whole,
+        )
 
     def _compress(
-        self, k: Tensor, v: Tensor, first_block: Tensor | None = None, documents: Documents | None = None, route: Route | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        first_block: Tensor | None = None,
+        documents: Documents | None = None,
+        route: Route | None = None,
     ) -> KV:
         phi_params = (self.phi_k.params(), self.phi_v.params())
-        return compress_kv(k, v, first_block, config=self.config, phi_params=phi_params, documents=documents, route=route)
+        return compress_kv(
+            k,
+            v,
+            first_block,
+            config=self.config,
+            phi_params=phi_params,
+            documents=documents,
+            route=route,
+        )
 
-    def _view_of_tokens(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout, route: Route) -> View:
-        """Whole sequences from position 0, or packed documents: without a cache, the tokens of the call are all there is."""
+    def _view_of_tokens(
+        self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout, route: Route
+    ) -> View:
+        """Whole sequences from position 0, or packed documents: without a cache, the tokens of the
+        call are all there is.
+        """
         if self.config.branches != ("win",):  # compressed keys serve the selection, too
             kv_cmp = self._compress(*kv_cmp, documents=layout.documents, route=route)
         return View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=0, win_start=0)
 
     def _per_branch(self, cmp_BTND: Tensor, rest_BTND: Tensor) -> list[Tensor]:
-        """Slices [B, T, G, D] for cmp, sel and win; the same one thrice where K and V are shared."""
+        """Slices [B, T, G, D] for cmp, sel and win; the same one thrice where K and V are
+        shared.
+        """
         if self.num_kv == 1:
             return [cmp_BTND, rest_BTND, rest_BTND]
         # split, not slices: its backward is one concatenation instead of three zero-filled copies

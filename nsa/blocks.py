@@ -1,6 +1,7 @@
 """BlockGrid: all index arithmetic of NSA. Integers only, 0-based; no torch.
 
-l = cmp_block, d = cmp_stride, l' = sel_block, n = num_selected, w = window (arXiv 2502.11089, section 3).
+l = cmp_block, d = cmp_stride, l' = sel_block, n = num_selected, w = window (arXiv 2502.11089,
+section 3).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class BlockGrid:
         )
 
     def num_cmp(self, tokens: int) -> int:
-        """Compressed blocks that are whole within the first ``tokens`` tokens: C(S); a partial tail is no block."""
+        """Compressed blocks that are whole within the first ``tokens`` tokens: C(S); a partial tail
+        is no block.
+        """
         return 0 if tokens < self.cmp_block else (tokens - self.cmp_block) // self.cmp_stride + 1
 
     def visible_cmp(self, position: int) -> int:
@@ -44,11 +47,15 @@ class BlockGrid:
         return self.num_cmp(position + 1)
 
     def num_sel(self, tokens: int) -> int:
-        """Selection blocks that hold at least one of the first ``tokens`` tokens; the last may be partial."""
+        """Selection blocks that hold at least one of the first ``tokens`` tokens; the last may be
+        partial.
+        """
         return -(-tokens // self.sel_block)
 
     def forced(self, position: int) -> tuple[int, ...]:
-        """Selection blocks that the query at ``position`` always attends to, ascending and distinct."""
+        """Selection blocks that the query at ``position`` always attends to, ascending and
+        distinct.
+        """
         current = position // self.sel_block
         initial = range(min(self.num_initial, current + 1))
         local = range(max(0, current - self.num_local + 1), current + 1)
@@ -58,28 +65,43 @@ class BlockGrid:
     def overlap(self) -> tuple[tuple[int, int], ...]:
         """Eq. 9 as geometry: pairs (offset, weight).
 
-        Selection block j receives weight * p[j * l'/d + offset], weight being the number of d-sized sub-chunks that
-        the two blocks share. For l = 32, d = 16, l' = 64: offsets -1 .. 3, weights 1, 2, 2, 2, 1.
+        Selection block j receives weight * p[j * l'/d + offset], weight being the number of d-sized
+        sub-chunks that the two blocks share. For l = 32, d = 16, l' = 64: offsets -1 .. 3, weights
+        1, 2, 2, 2, 1.
         """
-        cmp_chunks, sel_chunks = self.cmp_block // self.cmp_stride, self.sel_block // self.cmp_stride
-        shared = ((offset, min(sel_chunks, offset + cmp_chunks) - max(0, offset)) for offset in range(1 - cmp_chunks, sel_chunks))
+        cmp_chunks, sel_chunks = (
+            self.cmp_block // self.cmp_stride,
+            self.sel_block // self.cmp_stride,
+        )
+        shared = (
+            (offset, min(sel_chunks, offset + cmp_chunks) - max(0, offset))
+            for offset in range(1 - cmp_chunks, sel_chunks)
+        )
         return tuple(shared)
 
     @property
     def everything_selected_tokens(self) -> int:
-        """Up to this many tokens every block fits into the n slots, so selection is full causal attention."""
+        """Up to this many tokens every block fits into the n slots, so selection is full causal
+        attention.
+        """
         return self.num_selected * self.sel_block
 
     def keys_sel(self, position: int) -> int:
         """Keys that the selected branch reads for the query at ``position``, in closed form."""
         current = position // self.sel_block
-        return (min(self.num_selected, current + 1) - 1) * self.sel_block + position % self.sel_block + 1
+        return (
+            (min(self.num_selected, current + 1) - 1) * self.sel_block
+            + position % self.sel_block
+            + 1
+        )
 
     def keys_win(self, position: int) -> int:
         return min(self.window, position + 1)
 
     def pairs(self, tokens: int) -> dict[str, int]:
-        """(query, key) pairs per query head and sequence of ``tokens`` tokens, for each branch and for ``dense``."""
+        """(query, key) pairs per query head and sequence of ``tokens`` tokens, for each branch and
+        for ``dense``.
+        """
         return {
             "cmp": sum(self.visible_cmp(t) for t in range(tokens)),
             "sel": sum(self.keys_sel(t) for t in range(tokens)),

@@ -34,7 +34,9 @@ def torch_version() -> str:
 
 
 def fa2_provider() -> tuple[str | None, str]:
-    """(provider and version, '') or (None, reason): the flash_attn package first, else PyTorch's own FA-2 build."""
+    """(provider and version, '') or (None, reason): the flash_attn package first, else PyTorch's
+    own FA-2 build.
+    """
     installed = _version("flash-attn")
     if installed and importlib.util.find_spec("flash_attn"):
         return f"flash_attn {installed}", ""
@@ -42,11 +44,20 @@ def fa2_provider() -> tuple[str | None, str]:
     numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())
     if numbers >= TORCH_VARLEN_SINCE:
         return f"torch.varlen {version}", ""
-    return None, f"flash_attn is not installed and torch {version} is older than 2.11; pip install 'nsa-perfbench[flash]'"
+    return (
+        None,
+        (
+            f"flash_attn is not installed and torch {version} is older than 2.11; pip install"
+            " 'nsa-perfbench[flash]'"
+        ),
+    )
 
 
 def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
-    """(package and version, '') or (None, reason). Without a GPU only Triton's interpreter runs kernels, slowly: it is for tests."""
+    """(package and version, '') or (None, reason).
+
+    Without a GPU only Triton's interpreter runs kernels, slowly: it is for tests.
+    """
     installed = _version("triton")
     if not installed or not importlib.util.find_spec("triton"):
         return None, "triton is not installed; pip install triton"
@@ -54,7 +65,10 @@ def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
         from triton import knobs
 
         if not knobs.runtime.interpret:
-            return None, "there is no GPU, and Triton's interpreter is off (TRITON_INTERPRET=1, for tests)"
+            return (
+                None,
+                "there is no GPU, and Triton's interpreter is off (TRITON_INTERPRET=1, for tests)",
+            )
     return f"triton {installed}", ""
 
 
@@ -68,7 +82,9 @@ def probe(device: str = "cpu") -> Capability:
     """What the device offers ('cpu', 'cuda', 'cuda:1'). Touches CUDA only for a CUDA device."""
     provider, reason = fa2_provider()
     if not device.startswith("cuda"):
-        return Capability(device, device, None, provider, reason, torch_version(), *triton_provider(None))
+        return Capability(
+            device, device, None, provider, reason, torch_version(), *triton_provider(None)
+        )
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -83,14 +99,17 @@ def this_machine() -> Capability:
 
 
 def assumed(gpu: str) -> Capability:
-    """The capability of a machine that is not at hand: 'none' or 'cpu', or one of KNOWN_GPUS (case and spaces ignored).
+    """The capability of a machine that is not at hand: 'none' or 'cpu', or one of KNOWN_GPUS (case
+    and spaces ignored).
 
     An unknown name is a ValueError with the nearest one and all that are known.
     """
     provider, reason = fa2_provider()
     name = gpu.lower().replace(" ", "").replace("-", "")
     if name in ("none", "cpu"):
-        return Capability("cpu", "cpu", None, provider, reason, torch_version(), None, "there is no GPU")
+        return Capability(
+            "cpu", "cpu", None, provider, reason, torch_version(), None, "there is no GPU"
+        )
     if name not in KNOWN_GPUS:
         known = ["none", *KNOWN_GPUS]
         raise ValueError(f"gpu={gpu!r} is not one of {', '.join(known)}{nearest_name(name, known)}")

@@ -1,4 +1,6 @@
-"""Arguments of the public functions, checked before anything runs: each ValueError says got, wanted, next step."""
+"""Arguments of the public functions, checked before anything runs: each ValueError says got,
+wanted, next step.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,16 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict mode.
+    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict
+    mode.
 
     A subclass of Tensor may have none, wherever it says it is: FakeTensor is one.
     """
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter) or x.device.type == "meta":
+    if (
+        torch.compiler.is_compiling()
+        or type(x) not in (Tensor, torch.nn.Parameter)
+        or x.device.type == "meta"
+    ):
         return False
     return x.device.type == "cpu" or is_strict()
 
@@ -29,62 +36,101 @@ def is_strict() -> bool:
 
 
 def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool = True) -> None:
-    """q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV]; with ``whole``, S must reach q_start + T."""
+    """q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV]; with ``whole``, S must reach q_start
+    + T.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted four dimensions [B, tokens, heads, D]; unflatten the heads")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; wanted four dimensions [B, tokens, heads, D];"
+                " unflatten the heads"
+            )
         if 0 in x.shape[:1] or (name == "q" and 0 in x.shape):
-            raise ValueError(f"{name} has shape {tuple(x.shape)}; wanted at least one sequence and one query; skip empty calls")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}; wanted at least one sequence and one query;"
+                " skip empty calls"
+            )
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             beside = "" if x is q else f" and q is {q.dtype}"
-            raise ValueError(f"{name} is {x.dtype}{beside}; wanted one floating dtype for all; cast them first")
+            raise ValueError(
+                f"{name} is {x.dtype}{beside}; wanted one floating dtype for all; cast them first"
+            )
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} and q on {q.device}; wanted one device; move them first")
+            raise ValueError(
+                f"{name} is on {x.device} and q on {q.device}; wanted one device; move them first"
+            )
     if k.shape[:3] != v.shape[:3] or k.shape[0] != q.shape[0]:
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: wanted equal batches, and k and v alike up to "
-            "their last dimension; check the layout [B, tokens, heads, D]"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: wanted equal batches, and"
+            " k and v alike up to their last dimension; check the layout [B, tokens, heads, D]"
         )
     if q.shape[3] != k.shape[3]:
-        raise ValueError(f"q has head dim {q.shape[3]}, k has {k.shape[3]}; wanted them equal; only v's may differ")
+        raise ValueError(
+            f"q has head dim {q.shape[3]}, k has {k.shape[3]}; wanted them equal; only v's may"
+            " differ"
+        )
     if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{q.shape[2]} query heads over {k.shape[2]} kv heads; wanted a whole multiple; check num_heads, num_kv_heads")
+        raise ValueError(
+            f"{q.shape[2]} query heads over {k.shape[2]} kv heads; wanted a whole multiple; check"
+            " num_heads, num_kv_heads"
+        )
     start(q, q_start, num_keys=k.shape[1] if whole else None)
     if whole and isinstance(q_start, int) and k.shape[1] < q_start + q.shape[1]:
         raise ValueError(
-            f"k holds {k.shape[1]} tokens; queries at {q_start} .. {q_start + q.shape[1] - 1} want {q_start + q.shape[1]}; "
-            "pass every key up to the last query, or a smaller q_start"
+            f"k holds {k.shape[1]} tokens; queries at {q_start} .. {q_start + q.shape[1] - 1} want"
+            f" {q_start + q.shape[1]}; pass every key up to the last query, or a smaller q_start"
         )
 
 
 def start(q: Tensor, q_start: int | Tensor, *, num_keys: int | None) -> None:
-    """q_start: an int >= 0, or int64 [B] on q's device; the contents of a tensor only where they may be read.
+    """q_start: an int >= 0, or int64 [B] on q's device; the contents of a tensor only where they
+    may be read.
 
-    With ``num_keys`` none may reach beyond num_keys - T, where the last query would stand behind the last key.
+    With ``num_keys`` none may reach beyond num_keys - T, where the last query would stand behind
+    the last key.
     """
     if not isinstance(q_start, Tensor):
         if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
-            raise ValueError(f"q_start={q_start!r}; wanted the position of the first query, an int >= 0; 0 begins a sequence")
+            raise ValueError(
+                f"q_start={q_start!r}; wanted the position of the first query, an int >= 0; 0"
+                " begins a sequence"
+            )
         return
     if q_start.shape != q.shape[:1] or q_start.dtype != torch.int64:
         raise ValueError(
-            f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64 [{q.shape[0]}]; give one position a row"
+            f"q_start is {q_start.dtype} {tuple(q_start.shape)}; wanted an int, or int64"
+            f" [{q.shape[0]}]; give one position a row"
         )
     if q_start.device != q.device:
-        raise ValueError(f"q_start is on {q_start.device} and q on {q.device}; wanted one device; move it")
+        raise ValueError(
+            f"q_start is on {q_start.device} and q on {q.device}; wanted one device; move it"
+        )
     if may_read(q_start):
         lowest, highest = (int(x) for x in q_start.aminmax())
         if lowest < 0 or (num_keys is not None and highest + q.shape[1] > num_keys):
-            end = "" if num_keys is None else f" and <= {num_keys - q.shape[1]}, for {q.shape[1]} queries over {num_keys} keys"
-            raise ValueError(f"q_start holds {lowest} .. {highest}; wanted positions >= 0{end}; pass every key up to each row's last query")
+            end = (
+                ""
+                if num_keys is None
+                else (
+                    f" and <= {num_keys - q.shape[1]}, for {q.shape[1]} queries over {num_keys}"
+                    " keys"
+                )
+            )
+            raise ValueError(
+                f"q_start holds {lowest} .. {highest}; wanted positions >= 0{end}; pass every key"
+                " up to each row's last query"
+            )
 
 
 def fixed_selection(config: NSAConfig, *, whole: bool, what: str) -> None:
-    """The adaptive n goes by the length of a call: only whole sequences, one to a row, would choose alike in every call."""
+    """The adaptive n goes by the length of a call: only whole sequences, one to a row, would choose
+    alike in every call.
+    """
     if config.adaptive_num_selected and not whole:
         raise ValueError(
-            f"got config.adaptive_num_selected=True with {what}; wanted whole sequences without cache or packing, since n goes by the "
-            "length of the call and would differ from that of the same tokens in one sequence; set adaptive_num_selected=False"
+            f"got config.adaptive_num_selected=True with {what}; wanted whole sequences without"
+            " cache or packing, since n goes by the length of the call and would differ from that"
+            " of the same tokens in one sequence; set adaptive_num_selected=False"
         )
 
 
@@ -92,14 +138,20 @@ def sizes(**values: int) -> None:
     """Block sizes, strides and windows, in tokens."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r}; wanted a whole number of tokens >= 1; nsa.NSAConfig holds the paper's")
+            raise ValueError(
+                f"{name}={value!r}; wanted a whole number of tokens >= 1; nsa.NSAConfig holds the"
+                " paper's"
+            )
 
 
 def compressed_grid(block: int, stride: int) -> None:
     """d must divide l, or no block would end where another begins."""
     sizes(block=block, stride=stride)
     if block % stride:
-        raise ValueError(f"block={block}, stride={stride}; wanted a block that is a multiple of the stride; 32 and 16 are the paper's")
+        raise ValueError(
+            f"block={block}, stride={stride}; wanted a block that is a multiple of the stride; 32"
+            " and 16 are the paper's"
+        )
 
 
 def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
@@ -108,7 +160,9 @@ def same_kv(pairs: dict[str, tuple[Tensor, Tensor]]) -> None:
     # pairwise, not as a set: hashing a dynamic length would fix it under torch.compile
     if any(k.shape != first_k.shape or v.shape != first_v.shape for k, v in pairs.values()):
         shapes = {branch: (tuple(k.shape), tuple(v.shape)) for branch, (k, v) in pairs.items()}
-        raise ValueError(f"kv shapes (k, v) {shapes}; wanted the same for each branch; project them alike")
+        raise ValueError(
+            f"kv shapes (k, v) {shapes}; wanted the same for each branch; project them alike"
+        )
 
 
 def scale(scale: float | None) -> None:
@@ -120,14 +174,19 @@ def scale(scale: float | None) -> None:
 
 def pair(name: str, kv: object) -> None:
     """A branch's (k, v)."""
-    if not (isinstance(kv, tuple | list) and len(kv) == 2 and all(isinstance(x, Tensor) for x in kv)):
+    if not (
+        isinstance(kv, tuple | list) and len(kv) == 2 and all(isinstance(x, Tensor) for x in kv)
+    ):
         got = f"a tensor {tuple(kv.shape)}" if isinstance(kv, Tensor) else f"{type(kv).__name__}"
         raise ValueError(f"{name} is {got}; wanted the pair (k, v) of tensors; pass (k, v)")
 
 
 def config(config: object) -> None:
     if not isinstance(config, NSAConfig):
-        raise ValueError(f"config is {type(config).__name__}; wanted an NSAConfig; nsa.NSAConfig() has the paper's sizes")
+        raise ValueError(
+            f"config is {type(config).__name__}; wanted an NSAConfig; nsa.NSAConfig() has the"
+            " paper's sizes"
+        )
 
 
 def keys(kv_len: int, q: Tensor, *, q_start: int | Tensor) -> None:
@@ -135,27 +194,47 @@ def keys(kv_len: int, q: Tensor, *, q_start: int | Tensor) -> None:
     sizes(kv_len=kv_len)
     if not isinstance(q_start, Tensor) and kv_len < q_start + q.shape[1]:
         end = q_start + q.shape[1]
-        raise ValueError(f"kv_len={kv_len}; wanted at least {end}, the end of the queries; leave it out, or count every key that exists")
+        raise ValueError(
+            f"kv_len={kv_len}; wanted at least {end}, the end of the queries; leave it out, or"
+            " count every key that exists"
+        )
 
 
 def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
     """Floating [B, T, HQ, 3] beside q."""
     wanted = (*q.shape[:3], len(branches))
     if gates.shape != wanted:
-        raise ValueError(f"gates {tuple(gates.shape)}; wanted {wanted}: one a head for each of {branches}; unflatten the heads")
+        raise ValueError(
+            f"gates {tuple(gates.shape)}; wanted {wanted}: one a head for each of {branches};"
+            " unflatten the heads"
+        )
     if not gates.is_floating_point() or gates.device != q.device:
-        raise ValueError(f"gates is {gates.dtype} on {gates.device}; wanted a floating dtype on {q.device}, where q is; cast or move it")
+        raise ValueError(
+            f"gates is {gates.dtype} on {gates.device}; wanted a floating dtype on {q.device},"
+            " where q is; cast or move it"
+        )
 
 
 def states(x: Tensor, weight: Tensor) -> None:
-    """x [B, T, M] of a layer whose first projection is ``weight`` [F, M]. Autocast casts any floating x."""
+    """x [B, T, M] of a layer whose first projection is ``weight`` [F, M]. Autocast casts any
+    floating x.
+    """
     dim = weight.shape[1]
     if x.ndim != 3 or x.shape[2] != dim or 0 in x.shape:
-        raise ValueError(f"x has shape {tuple(x.shape)}; wanted [B, tokens, {dim}], none of them 0; give a batch of sequences")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; wanted [B, tokens, {dim}], none of them 0; give a batch"
+            " of sequences"
+        )
     if x.device != weight.device:
-        raise ValueError(f"x is on {x.device}; wanted {weight.device}, where the layer's weights are; move one of them")
+        raise ValueError(
+            f"x is on {x.device}; wanted {weight.device}, where the layer's weights are; move one"
+            " of them"
+        )
     if x.dtype != weight.dtype and not (x.is_floating_point() and _is_autocast(x.device)):
-        raise ValueError(f"x is {x.dtype}; wanted {weight.dtype}, the weights' dtype; cast x or the layer, or run under torch.autocast")
+        raise ValueError(
+            f"x is {x.dtype}; wanted {weight.dtype}, the weights' dtype; cast x or the layer, or"
+            " run under torch.autocast"
+        )
 
 
 def _is_autocast(device: torch.device) -> bool:
@@ -163,65 +242,103 @@ def _is_autocast(device: torch.device) -> bool:
 
 
 def ids(ids: Tensor, embedding: Tensor, *, padded: bool = False) -> None:
-    """int64 [B, T] beside an embedding [vocab_size, M]; each id is looked at where it may be, unless padding is to be cut yet."""
+    """int64 [B, T] beside an embedding [vocab_size, M]; each id is looked at where it may be,
+    unless padding is to be cut yet.
+    """
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
-        raise ValueError(f"ids is {ids.dtype} {tuple(ids.shape)}; wanted int64 [B, tokens], none of them 0; ids[None] is a batch of one")
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)}; wanted int64 [B, tokens], none of them 0;"
+            " ids[None] is a batch of one"
+        )
     if ids.device != embedding.device:
-        raise ValueError(f"ids is on {ids.device}; wanted {embedding.device}, where the model's weights are; move one of them")
+        raise ValueError(
+            f"ids is on {ids.device}; wanted {embedding.device}, where the model's weights are;"
+            " move one of them"
+        )
     if not padded and may_read(ids):
         lowest, highest = (int(x) for x in ids.aminmax())
         if lowest < 0 or highest >= embedding.shape[0]:
             raise ValueError(
-                f"ids holds {lowest} .. {highest}; wanted 0 .. {embedding.shape[0] - 1}; use the model's tokenizer, or a larger vocab_size"
+                f"ids holds {lowest} .. {highest}; wanted 0 .. {embedding.shape[0] - 1}; use the"
+                " model's tokenizer, or a larger vocab_size"
             )
 
 
 def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
     """int32 [B, T, HKV, N] beside q and k."""
     wanted = (*q.shape[:2], k.shape[2])
-    if blocks.ndim != 4 or tuple(blocks.shape[:3]) != wanted or blocks.dtype != torch.int32 or blocks.device != q.device:
+    if (
+        blocks.ndim != 4
+        or tuple(blocks.shape[:3]) != wanted
+        or blocks.dtype != torch.int32
+        or blocks.device != q.device
+    ):
         raise ValueError(
-            f"blocks is {blocks.dtype} {tuple(blocks.shape)} on {blocks.device}; wanted int32 [{', '.join(map(str, wanted))}, N] "
-            f"on {q.device}; nsa.select_blocks returns such"
+            f"blocks is {blocks.dtype} {tuple(blocks.shape)} on {blocks.device}; wanted int32"
+            f" [{', '.join(map(str, wanted))}, N] on {q.device}; nsa.select_blocks returns such"
         )
 
 
 def no_gradient(*tensors: Tensor) -> None:
     """A cache keeps values, not their history."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise ValueError("a cache was given while gradients are recorded, and a cache keeps none; wrap the call in torch.no_grad()")
+        raise ValueError(
+            "a cache was given while gradients are recorded, and a cache keeps none; wrap the call"
+            " in torch.no_grad()"
+        )
 
 
 def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_start: int | Tensor, *, read: bool) -> None:
-    """cu_seqlens [N + 1] beside packed q [1, T, ...]; its contents are looked at only with ``read``, which may sync."""
+    """cu_seqlens [N + 1] beside packed q [1, T, ...]; its contents are looked at only with
+    ``read``, which may sync.
+    """
     if q.shape[0] != 1 or k.shape[1] != q.shape[1] or isinstance(q_start, Tensor) or q_start != 0:
         raise ValueError(
-            f"cu_seqlens with q {tuple(q.shape)}, k {tuple(k.shape)}, q_start={q_start!r}; wanted one packed row of as many keys as "
-            "queries, beginning at 0; pack the batch into B = 1"
+            f"cu_seqlens with q {tuple(q.shape)}, k {tuple(k.shape)}, q_start={q_start!r}; wanted"
+            " one packed row of as many keys as queries, beginning at 0; pack the batch into B = 1"
         )
     if not isinstance(cu_seqlens, Tensor):
         got = type(cu_seqlens).__name__
-        raise ValueError(f"cu_seqlens is {got}; wanted a tensor int32 or int64 [documents + 1]; torch.tensor(cu_seqlens) is one")
-    if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"cu_seqlens is {got}; wanted a tensor int32 or int64 [documents + 1];"
+            " torch.tensor(cu_seqlens) is one"
+        )
+    if (
+        cu_seqlens.ndim != 1
+        or cu_seqlens.shape[0] < 2
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+    ):
         got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
-        raise ValueError(f"cu_seqlens is {got}; wanted int32 or int64 [documents + 1]; torch.tensor([0, T]) is one document")
+        raise ValueError(
+            f"cu_seqlens is {got}; wanted int32 or int64 [documents + 1]; torch.tensor([0, T]) is"
+            " one document"
+        )
     if cu_seqlens.device != q.device:
-        raise ValueError(f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; wanted one device; move it")
+        raise ValueError(
+            f"cu_seqlens is on {cu_seqlens.device} and q on {q.device}; wanted one device; move it"
+        )
     if read:
         bounds = cu_seqlens.tolist()
         if bounds[0] != 0 or bounds != sorted(bounds) or bounds[-1] > q.shape[1]:
             got = f"{bounds[:8]} .. {bounds[-1]} over {q.shape[1]} tokens"
-            raise ValueError(f"cu_seqlens {got}; wanted 0 first, ascending, and no more; give each document's end")
+            raise ValueError(
+                f"cu_seqlens {got}; wanted 0 first, ascending, and no more; give each"
+                " document's end"
+            )
 
 
 def block_contents(blocks: Tensor, num_keys: int, sel_block: int, q_start: int | Tensor) -> None:
-    """Strict mode: ids ascend, are unique and begin at or before their query; -1 only at the end. Synchronises.
+    """Strict mode: ids ascend, are unique and begin at or before their query; -1 only at the end.
+
+    Synchronises.
 
     Aligned rows of packed documents are positions from 0, too, and their ids global.
     """
     highest = -(-num_keys // sel_block) - 1
     first_B1 = q_start[:, None] if isinstance(q_start, Tensor) else q_start
-    current = ((torch.arange(blocks.shape[1], device=blocks.device) + first_B1) // sel_block)[..., None, None]
+    current = ((torch.arange(blocks.shape[1], device=blocks.device) + first_B1) // sel_block)[
+        ..., None, None
+    ]
     before, after = blocks[..., :-1], blocks[..., 1:]
     faults = {
         "out of range": (blocks < -1) | (blocks > highest),
@@ -229,11 +346,14 @@ def block_contents(blocks: Tensor, num_keys: int, sel_block: int, q_start: int |
         "repeated": (after >= 0) & (after == before),
         "out of order": (after >= 0) & ((after < before) | (before < 0)),
     }
-    for fault, found in zip(faults, torch.stack([x.any() for x in faults.values()]).tolist(), strict=True):
+    for fault, found in zip(
+        faults, torch.stack([x.any() for x in faults.values()]).tolist(), strict=True
+    ):
         if found:
             b, t, g, _ = faults[fault].nonzero()[0].tolist()
             last = int(current.expand(blocks.shape[0], *current.shape[-3:])[b, t])
             raise ValueError(
-                f"blocks[{b}, {t}, {g}] is {blocks[b, t, g].tolist()}, with an id {fault}; wanted distinct ids within "
-                f"0 .. {min(last, highest)}, ascending, -1 only at the end; sort and mask each row, or call nsa.select_blocks"
+                f"blocks[{b}, {t}, {g}] is {blocks[b, t, g].tolist()}, with an id {fault}; wanted"
+                f" distinct ids within 0 .. {min(last, highest)}, ascending, -1 only at the end;"
+                " sort and mask each row, or call nsa.select_blocks"
             )

@@ -1,4 +1,7 @@
-"""``python -m nsa``: which settings hold, and which route a call would take. No command imports torch unless it must probe."""
+"""``python -m nsa``: which settings hold, and which route a call would take.
+
+No command imports torch unless it must probe.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,12 @@ from nsa.config import PRESETS, nearest_name, preset
 from nsa.retired import RETIRED
 from nsa.routing import FA2_CHOICES, PATH_REQUESTS, Capability, Request, Route, plan
 
-DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+DTYPES: Mapping[str, str] = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
 USAGE = 2
 
 app = typer.Typer(
@@ -29,46 +37,85 @@ Json = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 @app.command("settings")
 def show_settings(
-    retired: Annotated[bool, typer.Option("--retired", help="List the variables that are retired, and what replaces them.")] = False,
+    retired: Annotated[
+        bool,
+        typer.Option(
+            "--retired", help="List the variables that are retired, and what replaces them."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print every NSA_* variable: its value, where the value is from, and what it means."""
     if retired:
         typer.echo(
-            json.dumps(dict(RETIRED), indent=2) if as_json else _table(["NAME", "USE INSTEAD"], [list(row) for row in RETIRED.items()])
+            json.dumps(dict(RETIRED), indent=2)
+            if as_json
+            else _table(["NAME", "USE INSTEAD"], [list(row) for row in RETIRED.items()])
         )
         return
     rows = [
-        {"name": name, "value": setting.text, "source": setting.source, "meaning": settings.MEANINGS[name]}
+        {
+            "name": name,
+            "value": setting.text,
+            "source": setting.source,
+            "meaning": settings.MEANINGS[name],
+        }
         for name, setting in settings.current().by_name().items()
     ]
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    typer.echo(_table(["NAME", "VALUE", "SOURCE", "MEANING"], [[text or "unset" for text in row.values()] for row in rows]))
+    typer.echo(
+        _table(
+            ["NAME", "VALUE", "SOURCE", "MEANING"],
+            [[text or "unset" for text in row.values()] for row in rows],
+        )
+    )
 
 
 @app.command()
 def explain(
-    seq_len: Annotated[int, typer.Option("--seq-len", metavar="TOKENS", help="Tokens of each sequence.")],
+    seq_len: Annotated[
+        int, typer.Option("--seq-len", metavar="TOKENS", help="Tokens of each sequence.")
+    ],
     gpu: Annotated[
         str | None,
-        typer.Option("--gpu", metavar="NAME", help=f"none, {', '.join(capability.KNOWN_GPUS)}; default: this machine.", show_default=False),
+        typer.Option(
+            "--gpu",
+            metavar="NAME",
+            help=f"none, {', '.join(capability.KNOWN_GPUS)}; default: this machine.",
+            show_default=False,
+        ),
     ] = None,
-    model: Annotated[str, typer.Option("--model", metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")] = "m7c_125m",
-    path: Annotated[str, typer.Option("--path", metavar="PATH", help=f"One of {', '.join(PATH_REQUESTS)}.")] = "auto",
-    fa2: Annotated[str, typer.Option("--fa2", metavar="FA2", help=f"One of {', '.join(FA2_CHOICES)}.")] = "auto",
+    model: Annotated[
+        str, typer.Option("--model", metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")
+    ] = "m7c_125m",
+    path: Annotated[
+        str, typer.Option("--path", metavar="PATH", help=f"One of {', '.join(PATH_REQUESTS)}.")
+    ] = "auto",
+    fa2: Annotated[
+        str, typer.Option("--fa2", metavar="FA2", help=f"One of {', '.join(FA2_CHOICES)}.")
+    ] = "auto",
     batch: Annotated[int, typer.Option("--batch", metavar="N", help="Sequences.")] = 1,
-    dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help=f"One of {', '.join(DTYPES)}.")] = "bf16",
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help=f"One of {', '.join(DTYPES)}.")
+    ] = "bf16",
     as_json: Json = False,
 ) -> None:
-    """Print the route of one attention layer, with its reasons and what was rejected; nothing runs."""
+    """Print the route of one attention layer, with its reasons and what was rejected; nothing
+    runs.
+    """
     for option, number in (("--seq-len", seq_len), ("--batch", batch)):
         if number < 1:
-            raise ValueError(f"{option} {number} must be a whole number >= 1; 8192 tokens in 1 sequence are a usual training step")
+            raise ValueError(
+                f"{option} {number} must be a whole number >= 1; 8192 tokens in 1 sequence are a"
+                " usual training step"
+            )
     config, request = preset(model), settings.current().request(path, fa2)
     where = capability.this_machine() if gpu is None else capability.assumed(gpu)
-    chosen = plan(request, config, batch=batch, tokens=seq_len, dtype=_dtype(dtype), capability=where)
+    chosen = plan(
+        request, config, batch=batch, tokens=seq_len, dtype=_dtype(dtype), capability=where
+    )
     if as_json:
         call = {"model": model, "batch": batch, "seq_len": seq_len, "dtype": _dtype(dtype)}
         typer.echo(json.dumps(_as_data(call, request, where, chosen), indent=2))
@@ -80,28 +127,42 @@ def explain(
     typer.echo("\n".join(chosen.explain()))
 
 
-def _as_data(call: dict[str, Any], request: Request, where: Capability, chosen: Route) -> dict[str, Any]:
-    return {"call": call, "request": asdict(request), "capability": asdict(where), "route": asdict(chosen)}
+def _as_data(
+    call: dict[str, Any], request: Request, where: Capability, chosen: Route
+) -> dict[str, Any]:
+    return {
+        "call": call,
+        "request": asdict(request),
+        "capability": asdict(where),
+        "route": asdict(chosen),
+    }
 
 
 def _dtype(name: str) -> str:
     """torch's name of a dtype given by either name."""
     if name not in DTYPES and name not in DTYPES.values():
-        raise ValueError(f"--dtype {name!r} is not known{nearest_name(name, [*DTYPES, *DTYPES.values()])}")
+        raise ValueError(
+            f"--dtype {name!r} is not known{nearest_name(name, [*DTYPES, *DTYPES.values()])}"
+        )
     return DTYPES.get(name, name)
 
 
 def _table(header: list[str], rows: list[list[str]]) -> str:
     """Columns of text, two spaces apart; the last one runs on."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header) - 1)]
-    lines = ([f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=True)] + [row[-1]] for row in [header, *rows])
+    lines = (
+        [f"{cell:<{width}}" for cell, width in zip(row[:-1], widths, strict=True)] + [row[-1]]
+        for row in [header, *rows]
+    )
     return "\n".join("  ".join(line) for line in lines)
 
 
 def invoke(argv: Sequence[str]) -> int:
     """Run one command line and return its exit code; a user's error is one line on stderr and 2."""
     try:
-        code = typer.main.get_command(app).main(args=list(argv) or ["--help"], prog_name="python -m nsa", standalone_mode=False)
+        code = typer.main.get_command(app).main(
+            args=list(argv) or ["--help"], prog_name="python -m nsa", standalone_mode=False
+        )
     except (typer.TyperException, ValueError) as error:  # a RouteError is a ValueError
         message = error.format_message() if isinstance(error, typer.TyperException) else str(error)
         typer.echo(f"nsa: {' '.join(message.split())}", err=True)

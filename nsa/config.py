@@ -10,7 +10,12 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 BRANCHES = ("cmp", "sel", "win")
-_LATER_NSA_OPTIONS = ("phi_hidden", "adaptive_num_selected", "selection", "score_dtype")  # see ModelConfig.sha256
+_LATER_NSA_OPTIONS = (
+    "phi_hidden",
+    "adaptive_num_selected",
+    "selection",
+    "score_dtype",
+)  # see ModelConfig.sha256
 PHI_KINDS = ("mean", "linear", "mlp")
 SELECTION_KINDS = ("exact", "hierarchical")
 SCORE_DTYPES = ("float32", "bfloat16", "float16")
@@ -43,7 +48,9 @@ def _positive(owner: str, **values: int) -> None:
 
 def _one_of(owner: str, name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ValueError(f"{owner}.{name}={value!r} is not known; choose one of {', '.join(choices)}")
+        raise ValueError(
+            f"{owner}.{name}={value!r} is not known; choose one of {', '.join(choices)}"
+        )
 
 
 def nearest_name(name: str, valid: list[str]) -> str:
@@ -52,28 +59,37 @@ def nearest_name(name: str, valid: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else f"; valid names: {', '.join(sorted(valid))}"
 
 
-def _resolve_keys(owner: str, data: Mapping[str, Any], known: list[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+def _resolve_keys(
+    owner: str, data: Mapping[str, Any], known: list[str], aliases: Mapping[str, str]
+) -> dict[str, Any]:
     resolved: dict[str, Any] = {}
     for key, value in data.items():
         name = aliases.get(key, key)
         if name not in known:
             raise ValueError(f"{owner} has no key {key!r}{nearest_name(key, [*known, *aliases])}")
         if name in resolved:
-            raise ValueError(f"{owner}.{name} is given twice ({key!r} is another name for it); keep one")
+            raise ValueError(
+                f"{owner}.{name} is given twice ({key!r} is another name for it); keep one"
+            )
         resolved[name] = value
     return resolved
 
 
 @dataclass(frozen=True, slots=True)
 class NSAConfig:
-    """Geometry and options of one NSA layer (arXiv 2502.11089; defaults are the paper's section 4.1).
+    """Geometry and options of one NSA layer (arXiv 2502.11089; defaults are the paper's section
+    4.1).
 
-    All sizes are in tokens, except ``num_selected``, ``num_initial`` and ``num_local``, which count selection blocks.
-    ``cmp_rope='auto'`` means ``before`` for phi = mean and ``after`` for linear and mlp, since a learned map of rotated keys
-    is not a function of relative position. ``phi_hidden`` is mlp's hidden width, by default the head dim.
-    ``adaptive_num_selected`` lowers num_selected to 8 up to 512 tokens and to 12 up to 1,024 (the founding reports' rule).
-    ``selection='hierarchical'`` searches regions of four blocks; ``score_dtype`` below float32 changes the chosen set of
-    close rows: both are opt-in, and nsa.selection reports what they change. Raises ValueError naming the field, what it got and what fits.
+    All sizes are in tokens, except ``num_selected``, ``num_initial`` and ``num_local``, which count
+    selection blocks.
+    ``cmp_rope='auto'`` means ``before`` for phi = mean and ``after`` for linear and mlp, since a
+    learned map of rotated keys is not a function of relative position. ``phi_hidden`` is mlp's
+    hidden width, by default the head dim.
+    ``adaptive_num_selected`` lowers num_selected to 8 up to 512 tokens and to 12 up to 1,024 (the
+    founding reports' rule).
+    ``selection='hierarchical'`` searches regions of four blocks; ``score_dtype`` below float32
+    changes the chosen set of close rows: both are opt-in, and nsa.selection reports what they
+    change. Raises ValueError naming the field, what it got and what fits.
     """
 
     cmp_block: int = 32
@@ -108,17 +124,22 @@ class NSAConfig:
             num_local=self.num_local,
         )
         if self.num_initial < 0:
-            raise ValueError(f"NSAConfig.num_initial={self.num_initial} must be >= 0; 1 is the paper's value")
+            raise ValueError(
+                f"NSAConfig.num_initial={self.num_initial} must be >= 0; 1 is the paper's value"
+            )
         for name in ("cmp_block", "sel_block"):
             size = getattr(self, name)
             if size % self.cmp_stride:
                 nearest = max(1, round(size / self.cmp_stride)) * self.cmp_stride
-                raise ValueError(f"NSAConfig.{name}={size} must be a multiple of cmp_stride={self.cmp_stride}; try {nearest}")
+                raise ValueError(
+                    f"NSAConfig.{name}={size} must be a multiple of cmp_stride={self.cmp_stride};"
+                    f" try {nearest}"
+                )
         forced = self.num_initial + self.num_local
         if self.num_selected < forced:
             raise ValueError(
-                f"NSAConfig.num_selected={self.num_selected} cannot hold num_initial + num_local = {forced} forced blocks; "
-                f"raise num_selected to at least {forced}"
+                f"NSAConfig.num_selected={self.num_selected} cannot hold num_initial + num_local ="
+                f" {forced} forced blocks; raise num_selected to at least {forced}"
             )
         _one_of("NSAConfig", "phi", self.phi, PHI_KINDS)
         _one_of("NSAConfig", "gate", self.gate, GATE_KINDS)
@@ -127,18 +148,29 @@ class NSAConfig:
         if self.phi_hidden is not None:
             _positive("NSAConfig", phi_hidden=self.phi_hidden)
             if self.phi != "mlp":
-                raise ValueError(f"NSAConfig.phi_hidden={self.phi_hidden} is mlp's, and phi={self.phi!r}; set phi='mlp' or leave it away")
+                raise ValueError(
+                    f"NSAConfig.phi_hidden={self.phi_hidden} is mlp's, and phi={self.phi!r}; set"
+                    " phi='mlp' or leave it away"
+                )
         if self.adaptive_num_selected not in (True, False):
-            raise ValueError(f"NSAConfig.adaptive_num_selected={self.adaptive_num_selected!r} must be true or false; set it to one")
+            raise ValueError(
+                f"NSAConfig.adaptive_num_selected={self.adaptive_num_selected!r} must be true or"
+                " false; set it to one"
+            )
         _one_of("NSAConfig", "rope", self.rope, ROPE_KINDS)
         _one_of("NSAConfig", "cmp_rope", self.cmp_rope, CMP_ROPE_KINDS)
         for name in ("gate_temperature", "rope_base", "rope_scale"):
             value = getattr(self, name)
             if not value > 0:
-                raise ValueError(f"NSAConfig.{name}={value!r} must be > 0; the default is fine for most uses")
+                raise ValueError(
+                    f"NSAConfig.{name}={value!r} must be > 0; the default is fine for most uses"
+                )
         object.__setattr__(self, "branches", tuple(self.branches))
         if not self.branches or len(set(self.branches)) != len(self.branches):
-            raise ValueError(f"NSAConfig.branches={self.branches!r} must name each branch once, and at least one of {BRANCHES}")
+            raise ValueError(
+                f"NSAConfig.branches={self.branches!r} must name each branch once, and at least one"
+                f" of {BRANCHES}"
+            )
         for branch in self.branches:
             _one_of("NSAConfig", "branches", branch, BRANCHES)
 
@@ -147,25 +179,32 @@ class NSAConfig:
         return self.cmp_rope == "before" or (self.cmp_rope == "auto" and self.phi == "mean")
 
     def num_selected_for(self, kv_len: int) -> int:
-        """n for a sequence of ``kv_len`` keys: num_selected, or by the adaptive rule at most 8 to 512 tokens and 12 to 1,024.
+        """n for a sequence of ``kv_len`` keys: num_selected, or by the adaptive rule at most 8 to
+        512 tokens and 12 to 1,024.
 
         Never fewer than the forced blocks, which the rule does not know.
         """
         if not self.adaptive_num_selected or kv_len > 1024:
             return self.num_selected
-        return max(min(self.num_selected, 8 if kv_len <= 512 else 12), self.num_initial + self.num_local)
+        return max(
+            min(self.num_selected, 8 if kv_len <= 512 else 12), self.num_initial + self.num_local
+        )
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
-        """Build from YAML keys, the paper's letters included; an unknown key is a ValueError with the nearest name."""
+        """Build from YAML keys, the paper's letters included; an unknown key is a ValueError with
+        the nearest name.
+        """
         return cls(**_resolve_keys("nsa", data, [f.name for f in fields(cls)], NSA_ALIASES))
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape of a decoder-only language model whose attention is NSA (or, in its dense twin, causal attention).
+    """Shape of a decoder-only language model whose attention is NSA (or, in its dense twin, causal
+    attention).
 
-    ``num_heads`` are query heads; ``num_heads % num_kv_heads`` must be 0. ``v_head_dim=None`` means ``head_dim``.
+    ``num_heads`` are query heads; ``num_heads % num_kv_heads`` must be 0. ``v_head_dim=None`` means
+    ``head_dim``.
     """
 
     dim: int = 768
@@ -176,19 +215,28 @@ class ModelConfig:
     v_head_dim: int | None = None
     vocab_size: int = 256
     mlp_ratio: int = 4
-    checkpoint_layers: tuple[int, int] | None = None  # layers [first, stop) are recomputed in the backward; None: none
+    checkpoint_layers: tuple[int, int] | None = (
+        None  # layers [first, stop) are recomputed in the backward; None: none
+    )
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
-        _positive("ModelConfig", dim=self.dim, num_layers=self.num_layers, vocab_size=self.vocab_size, mlp_ratio=self.mlp_ratio)
+        _positive(
+            "ModelConfig",
+            dim=self.dim,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
+            mlp_ratio=self.mlp_ratio,
+        )
         if self.checkpoint_layers is not None:
             object.__setattr__(self, "checkpoint_layers", tuple(self.checkpoint_layers))
             first, stop = self.checkpoint_layers
             if not 0 <= first < stop <= self.num_layers:
                 raise ValueError(
-                    f"ModelConfig.checkpoint_layers={self.checkpoint_layers} must be (first, stop) with 0 <= first < stop <= "
-                    f"num_layers={self.num_layers}; null checkpoints none"
+                    f"ModelConfig.checkpoint_layers={self.checkpoint_layers} must be (first, stop)"
+                    f" with 0 <= first < stop <= num_layers={self.num_layers}; null checkpoints"
+                    " none"
                 )
 
     @property
@@ -197,26 +245,35 @@ class ModelConfig:
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
-        """Build from YAML keys (``preset:`` names a base, ``nsa:`` is a mapping); unknown keys are ValueErrors."""
+        """Build from YAML keys (``preset:`` names a base, ``nsa:`` is a mapping); unknown keys are
+        ValueErrors.
+        """
         data = dict(data)
         base = preset(data.pop("preset")) if "preset" in data else cls()
         known = [f.name for f in fields(cls)]
         resolved = _resolve_keys("model", data, known, MODEL_ALIASES)
         if "nsa" in resolved:
             if not isinstance(resolved["nsa"], Mapping):
-                raise ValueError(f"model.nsa={resolved['nsa']!r} must be a mapping such as {{l: 32, d: 16}}")
+                raise ValueError(
+                    f"model.nsa={resolved['nsa']!r} must be a mapping such as {{l: 32, d: 16}}"
+                )
             nsa_keys = [f.name for f in fields(NSAConfig)]
-            resolved["nsa"] = replace(base.nsa, **_resolve_keys("nsa", resolved["nsa"], nsa_keys, NSA_ALIASES))
+            resolved["nsa"] = replace(
+                base.nsa, **_resolve_keys("nsa", resolved["nsa"], nsa_keys, NSA_ALIASES)
+            )
         return cls(**{name: getattr(base, name) for name in known} | resolved)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Every value by its field's name, ``nsa`` as a mapping of its own: what `from_mapping` takes back. Raises nothing."""
+        """Every value by its field's name, ``nsa`` as a mapping of its own: what `from_mapping`
+        takes back. Raises nothing.
+        """
         return asdict(self)
 
     def sha256(self) -> str:
         """Hash of every resolved value, so that a toy config never runs under a big one's name.
 
-        An option that came later is left out at its default, where it changes nothing: stored baselines stay comparable.
+        An option that came later is left out at its default, where it changes nothing: stored
+        baselines stay comparable.
         """
         mapping = self.to_mapping()
         defaults = asdict(NSAConfig())
@@ -230,12 +287,23 @@ class ModelConfig:
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:
     """Raise ValueError unless the heads form whole groups and head_dim can be rotated in pairs."""
-    _positive("model", num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, v_head_dim=v_head_dim)
+    _positive(
+        "model",
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+    )
     if num_heads % num_kv_heads:
         nearest = max(1, round(num_heads / num_kv_heads)) * num_kv_heads
-        raise ValueError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}; try num_heads={nearest}")
+        raise ValueError(
+            f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}; try"
+            f" num_heads={nearest}"
+        )
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even: RoPE rotates pairs; try {head_dim + 1}")
+        raise ValueError(
+            f"head_dim={head_dim} must be even: RoPE rotates pairs; try {head_dim + 1}"
+        )
 
 
 PRESETS: Mapping[str, ModelConfig] = {

@@ -1,4 +1,7 @@
-"""The dense twin of NSAAttention: the same dims, one K and V, full causal attention. What a user would pick instead."""
+"""The dense twin of NSAAttention: the same dims, one K and V, full causal attention.
+
+What a user would pick instead.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from nsa.routing import Problem, route_dense
 
 
 class DenseAttention(nn.Module):
-    """Causal grouped-query attention with RoPE: x [B, T, M] -> y [B, T, M]. ``kind`` as in nsa.routing.DENSE_KINDS."""
+    """Causal grouped-query attention with RoPE: x [B, T, M] -> y [B, T, M]. ``kind`` as in
+    nsa.routing.DENSE_KINDS.
+    """
 
     def __init__(self, model: ModelConfig, kind: str = "dense") -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""The one door: the only caller of the implementations, the only one who counts them, and who marks them for a profiler."""
+"""The one door: the only caller of the implementations, the only one who counts them, and who marks
+them for a profiler.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from nsa.ops.positions import Documents
 from nsa.ops.selected import PATHS, triton
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
 
-Attended = tuple[Tensor, Tensor | None]  # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
+Attended = tuple[
+    Tensor, Tensor | None
+]  # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
 
 
 def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:
-    """An NVTX range named by the branch's counter around its forward, with NSA_NVTX=1 on CUDA; nothing inside torch.compile."""
+    """An NVTX range named by the branch's counter around its forward, with NSA_NVTX=1 on CUDA;
+    nothing inside torch.compile.
+    """
     if torch.compiler.is_compiling() or not _on_cuda(x) or not settings.current().nvtx.value:
         return nullcontext()
     mark: AbstractContextManager[None] = torch.cuda.nvtx.range(branch.counters[0])
@@ -36,71 +42,161 @@ def _fa2(branch: BranchRoute) -> str | None:
 
 
 def fuses_means(route: Route, config: NSAConfig, tokens: int) -> bool:
-    """Whether `means_of` may make the compressed K and V: path triton's, of a mean. A compiler fuses the formula itself."""
+    """Whether `means_of` may make the compressed K and V: path triton's, of a mean.
+
+    A compiler fuses the formula itself.
+    """
     served = any(b.branch == "cmp" and b.kernel == Path.TRITON for b in route.branches)
-    return served and config.phi == "mean" and not torch.compiler.is_compiling() and tokens >= config.cmp_block
+    return (
+        served
+        and config.phi == "mean"
+        and not torch.compiler.is_compiling()
+        and tokens >= config.cmp_block
+    )
 
 
 def means_of(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
-    """`nsa.compress` of K and V where `fuses_means`; part of the compressed branch, which `compressed` counts."""
+    """`nsa.compress` of K and V where `fuses_means`; part of the compressed branch, which
+    `compressed` counts.
+    """
     return means.means(k, v, block=config.cmp_block, stride=config.cmp_stride)
 
 
 def compressed(
-    route: Route, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor, scale: float,
+    route: Route,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    block: int,
+    stride: int,
+    q_start: int | Tensor,
+    scale: float,
     documents: Documents | None = None,
-) -> Attended:  # fmt: skip
+) -> Attended:
     """The lse is what `choose` and `join` take."""
     branch = route.branch("cmp")
     engagement.record(branch)
     with _marked(branch, q):
         if branch.kernel == Path.TRITON:
             first = _first(documents)
-            return interval.attend(q, k_cmp, v_cmp, block=block, stride=stride, width=None, q_start=q_start, scale=scale, first=first)
-        o = compressed_ops.attend(q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale, documents=documents)
+            return interval.attend(
+                q,
+                k_cmp,
+                v_cmp,
+                block=block,
+                stride=stride,
+                width=None,
+                q_start=q_start,
+                scale=scale,
+                first=first,
+            )
+        o = compressed_ops.attend(
+            q,
+            k_cmp,
+            v_cmp,
+            block=block,
+            stride=stride,
+            q_start=q_start,
+            scale=scale,
+            documents=documents,
+        )
         return o, None
 
 
 def choose(
-    route: Route, q: Tensor, k_cmp: Tensor, lse: Tensor | None, *, config: NSAConfig, q_start: int | Tensor, kv_len: int, scale: float,
+    route: Route,
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor | None,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor,
+    kv_len: int,
+    scale: float,
     documents: Documents | None,
-) -> Tensor:  # fmt: skip
-    """The blocks of a Route that has a kernel for them: int32 [B, T, G, N]. ``lse`` as `compressed` left it, else made here."""
+) -> Tensor:
+    """The blocks of a Route that has a kernel for them: int32 [B, T, G, N]. ``lse`` as `compressed`
+    left it, else made here.
+    """
     branch = route.branch(SCORE)
     engagement.record(branch)
     grid = {"block": config.cmp_block, "stride": config.cmp_stride}
     with _marked(branch, q), torch.no_grad():
         first = _first(documents)
         if lse is None:  # the compressed branch is off
-            _, lse = interval.attend(q, k_cmp, k_cmp, width=None, q_start=q_start, scale=scale, first=first, **grid)
+            _, lse = interval.attend(
+                q, k_cmp, k_cmp, width=None, q_start=q_start, scale=scale, first=first, **grid
+            )
         return scoring.choose(
-            q, k_cmp, lse, q_start=q_start, first=first, kv_len=kv_len, sel_block=config.sel_block,
-            num_selected=config.num_selected_for(kv_len), num_initial=config.num_initial, num_local=config.num_local, scale=scale, **grid,
-        )  # fmt: skip
+            q,
+            k_cmp,
+            lse,
+            q_start=q_start,
+            first=first,
+            kv_len=kv_len,
+            sel_block=config.sel_block,
+            num_selected=config.num_selected_for(kv_len),
+            num_initial=config.num_initial,
+            num_local=config.num_local,
+            scale=scale,
+            **grid,
+        )
 
 
-def combined(route: Route, gates: Tensor, outputs: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
+def combined(
+    route: Route, gates: Tensor, outputs: Sequence[Tensor], columns: Sequence[int]
+) -> Tensor:
     """The gated sum, fused where the selected branch is."""
     fused = any(b.branch == "sel" and b.implementation == Path.TRITON for b in route.branches)
     return (combine.fused_gated_sum if fused else combine.gated_sum)(gates, outputs, columns)
 
 
 def joins(route: Route) -> bool:
-    """Whether gradients are recorded and all three branches leave what `join` takes, since kernels serve them; NSA_TRITON_JOIN=0: never."""
-    served = [b.branch for b in route.branches if b.branch in BRANCHES and Path.TRITON in (b.kernel, b.implementation)]
+    """Whether gradients are recorded and all three branches leave what `join` takes, since kernels
+    serve them; NSA_TRITON_JOIN=0: never.
+    """
+    served = [
+        b.branch
+        for b in route.branches
+        if b.branch in BRANCHES and Path.TRITON in (b.kernel, b.implementation)
+    ]
     return torch.is_grad_enabled() and len(served) == len(BRANCHES) and "join" not in route.off
 
 
 def join(
-    gates: Tensor, q: Tensor, kv: tuple[joined.KV, joined.KV, joined.KV], blocks: Tensor, attended: Sequence[Attended], *,
-    config: NSAConfig, q_start: int | Tensor, scale: float, documents: Documents | None, full: int,
-) -> Tensor:  # fmt: skip
-    """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the order of BRANCHES."""
+    gates: Tensor,
+    q: Tensor,
+    kv: tuple[joined.KV, joined.KV, joined.KV],
+    blocks: Tensor,
+    attended: Sequence[Attended],
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor,
+    scale: float,
+    documents: Documents | None,
+    full: int,
+) -> Tensor:
+    """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the
+    order of BRANCHES.
+    """
     outputs, lse = tuple(o for o, _ in attended), tuple(x for _, x in attended if x is not None)
     return joined.attend(
-        gates, q, *kv, blocks, outputs, lse, block=config.cmp_block, stride=config.cmp_stride, sel_block=config.sel_block,
-        window=config.window, q_start=q_start, scale=scale, first=_first(documents), full=full,
-    )  # fmt: skip
+        gates,
+        q,
+        *kv,
+        blocks,
+        outputs,
+        lse,
+        block=config.cmp_block,
+        stride=config.cmp_stride,
+        sel_block=config.sel_block,
+        window=config.window,
+        q_start=q_start,
+        scale=scale,
+        first=_first(documents),
+        full=full,
+    )
 
 
 def _first(documents: Documents | None) -> Tensor | None:
@@ -108,10 +204,19 @@ def _first(documents: Documents | None) -> Tensor | None:
 
 
 def selected(
-    route: Route, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor | None, *, sel_block: int, q_start: int | Tensor, scale: float,
+    route: Route,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor | None,
+    *,
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
     full: int = 0,
-) -> Attended:  # fmt: skip
-    """``full``: a promise that the first so many queries of each sequence chose every block up to their own, and that q_start is 0.
+) -> Attended:
+    """``full``: a promise that the first so many queries of each sequence chose every block up to
+    their own, and that q_start is 0.
 
     ``blocks`` may be None where the Route is full causal attention, which looks at none."""
     branch = route.branch("sel")
@@ -122,12 +227,27 @@ def selected(
     engagement.record(branch)
     with _marked(branch, q):
         if branch.implementation == Path.TRITON:
-            return triton.attend_with_lse(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, full=full)
-        return attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch)), None
+            return triton.attend_with_lse(
+                q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, full=full
+            )
+        return (
+            attend(
+                q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch)
+            ),
+            None,
+        )
 
 
 def window(
-    route: Route, q: Tensor, k: Tensor, v: Tensor, *, size: int, q_start: int | Tensor, scale: float, documents: Documents | None = None
+    route: Route,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    size: int,
+    q_start: int | Tensor,
+    scale: float,
+    documents: Documents | None = None,
 ) -> Attended:
     branch = route.branch("win")
     if branch.implementation == DENSE:
@@ -136,8 +256,22 @@ def window(
     with _marked(branch, q):
         if branch.kernel == Path.TRITON:
             grid = {"block": 1, "stride": 1, "width": size}
-            return interval.attend(q, k, v, q_start=q_start, scale=scale, first=_first(documents), **grid)
-        return sliding.attend(q, k, v, window=size, q_start=q_start, scale=scale, fa2=_fa2(branch), documents=documents), None
+            return interval.attend(
+                q, k, v, q_start=q_start, scale=scale, first=_first(documents), **grid
+            )
+        return (
+            sliding.attend(
+                q,
+                k,
+                v,
+                window=size,
+                q_start=q_start,
+                scale=scale,
+                fa2=_fa2(branch),
+                documents=documents,
+            ),
+            None,
+        )
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

@@ -1,6 +1,9 @@
-"""Counters of what ran. Only ``nsa.dispatch`` increments them, in the line before it calls an implementation.
+"""Counters of what ran.
 
-Nothing is counted inside torch.compile, and a CUDA graph counts its captures, not its runs: there the profiler is the witness.
+Only ``nsa.dispatch`` increments them, in the line before it calls an implementation.
+
+Nothing is counted inside torch.compile, and a CUDA graph counts its captures, not its runs: there
+the profiler is the witness.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ def collect() -> Iterator[Engagement]:
 
 def record(route: BranchRoute) -> None:
     """Count one call of ``route`` in every open collection."""
-    # A count made while tracing would be of traces; one made in a backward, of a checkpointed layer's second forward, which
-    # runs in this thread on a CPU and in autograd's own on CUDA.
+    # A count made while tracing would be of traces; one made in a backward, of a checkpointed
+    # layer's second forward, which runs in this thread on a CPU and in autograd's own on CUDA.
     if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
         return
     for engagement in _ACTIVE.get():

@@ -1,7 +1,10 @@
-"""The public functions. Layout is token-major: q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV].
+"""The public functions.
 
-Query heads of one kv head are adjacent. ``q_start`` is the position of the first query: an int, or int64 [B] where rows
-differ. ``scale`` defaults to DK ** -0.5. Outputs keep the inputs' dtype. Errors are ValueErrors (RouteError among them).
+Layout is token-major: q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV].
+
+Query heads of one kv head are adjacent. ``q_start`` is the position of the first query: an int, or
+int64 [B] where rows differ. ``scale`` defaults to DK ** -0.5. Outputs keep the inputs' dtype.
+Errors are ValueErrors (RouteError among them).
 """
 
 from __future__ import annotations
@@ -31,12 +34,25 @@ PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | No
 
 
 def route_for(
-    q: Tensor, num_kv_heads: int, v_head_dim: int, num_keys: int, *, branches: tuple[str, ...], q_start: int | Tensor, path: str, fa2: str,
-    config: NSAConfig | None = None, whole: bool = False, sel_block: int | None = None,
-) -> Route:  # fmt: skip
-    """The Route of a call with these tensors: arguments, environment and device joined. ``whole`` as in Problem.
+    q: Tensor,
+    num_kv_heads: int,
+    v_head_dim: int,
+    num_keys: int,
+    *,
+    branches: tuple[str, ...],
+    q_start: int | Tensor,
+    path: str,
+    fa2: str,
+    config: NSAConfig | None = None,
+    whole: bool = False,
+    sel_block: int | None = None,
+) -> Route:
+    """The Route of a call with these tensors: arguments, environment and device joined.
 
-    Inside torch.compile no branch is full causal attention by its length: a Route that knew would recompile at that length.
+    ``whole`` as in Problem.
+
+    Inside torch.compile no branch is full causal attention by its length: a Route that knew would
+    recompile at that length.
     """
     compiling = torch.compiler.is_compiling()
     told = None if compiling else config
@@ -57,8 +73,12 @@ def route_for(
         scores=None if config is None else scores_of(config),
         sel_block=sel_block if config is None else config.sel_block,
     )
-    if compiling:  # the cache of `route` is opaque to the compiler, and so is reading the environment and the machine
-        return route.__wrapped__(_settings_of_process().request(path, fa2), problem, capability_of(str(q.device)))
+    # the cache of `route` is opaque to the compiler, and so is reading the environment and the
+    # machine
+    if compiling:
+        return route.__wrapped__(
+            _settings_of_process().request(path, fa2), problem, capability_of(str(q.device))
+        )
     return settings.decide(problem, capability_of(str(q.device)), path=path, fa2=fa2)
 
 
@@ -80,63 +100,116 @@ def capability_of(device: str) -> Capability:
 
 
 def compressed_attention(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor = 0, scale: float | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    block: int,
+    stride: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention (Eq. 2) over the compressed keys of Eq. 7: (o [B, T, HQ, DV], lse [B, T, HQ]).
 
-    ``k_cmp`` [B, C, HKV, DK] and ``v_cmp`` [B, C, HKV, DV], in the dtype of q; block i ends at token i * stride + block - 1, and
-    is seen from there on. lse is fp32 (fp64 for fp64), natural log, without gradient. A query that sees no block gets exactly
-    0 and -inf. ValueError for tensors that disagree in shape, dtype or device, and unless ``stride`` divides ``block``;
+    ``k_cmp`` [B, C, HKV, DK] and ``v_cmp`` [B, C, HKV, DV], in the dtype of q; block i ends at
+    token i * stride + block - 1, and is seen from there on. lse is fp32 (fp64 for fp64), natural
+    log, without gradient. A query that sees no block gets exactly 0 and -inf. ValueError for
+    tensors that disagree in shape, dtype or device, and unless ``stride`` divides ``block``;
     RouteError where the environment asks FA-2 of this branch.
     """
     checks.scale(scale)
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
     checks.compressed_grid(block, stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(q, k_cmp.shape[2], v_cmp.shape[3], k_cmp.shape[1], branches=("cmp",), q_start=q_start, path="auto", fa2="auto")
-    o, lse_base_2 = dispatch.compressed(chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
+    chosen = route_for(
+        q,
+        k_cmp.shape[2],
+        v_cmp.shape[3],
+        k_cmp.shape[1],
+        branches=("cmp",),
+        q_start=q_start,
+        path="auto",
+        fa2="auto",
+    )
+    o, lse_base_2 = dispatch.compressed(
+        chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
+    )
     if lse_base_2 is not None:
         return o, lse_base_2 * math.log(2)
     return o, log_sum_exp(q, k_cmp, block=block, stride=stride, q_start=q_start, scale=scale)
 
 
 def select_blocks(
-    q: Tensor, k_cmp: Tensor, *, config: NSAConfig, q_start: int | Tensor = 0, kv_len: int | None = None, scale: float | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor = 0,
+    kv_len: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Choose N = config.num_selected_for(kv_len) blocks a query and kv head (Eq. 8 to 12): int32 [B, T, HKV, N], ascending, -1 padded.
+    """Choose N = config.num_selected_for(kv_len) blocks a query and kv head (Eq. 8 to 12): int32
+    [B, T, HKV, N], ascending, -1 padded.
 
-    ``kv_len`` is the number of keys that exist, by default q_start + T. Forced blocks take their slots first; the rest
-    go by score, equal scores to the lower index. Carries no gradient; scores are fp32 or wider, unless config.score_dtype is
-    narrower. ``q`` [B, T, HQ, DK] and ``k_cmp`` [B, C, HKV, DK], rotated both. ValueError for tensors that disagree in shape,
-    dtype or device, and for a ``q_start`` tensor without ``kv_len``.
+    ``kv_len`` is the number of keys that exist, by default q_start + T. Forced blocks take their
+    slots first; the rest go by score, equal scores to the lower index. Carries no gradient; scores
+    are fp32 or wider, unless config.score_dtype is narrower. ``q`` [B, T, HQ, DK] and ``k_cmp`` [B,
+    C, HKV, DK], rotated both. ValueError for tensors that disagree in shape, dtype or device, and
+    for a ``q_start`` tensor without ``kv_len``.
     """
     checks.config(config)
     checks.scale(scale)
     checks.qkv(q, k_cmp, k_cmp, q_start=q_start, whole=False)
     if kv_len is None:
         if isinstance(q_start, Tensor):
-            raise ValueError("kv_len is not given and q_start is a tensor; wanted kv_len, since reading it would sync; pass S")
+            raise ValueError(
+                "kv_len is not given and q_start is a tensor; wanted kv_len, since reading it would"
+                " sync; pass S"
+            )
         kv_len = q_start + q.shape[1]
     checks.keys(kv_len, q, q_start=q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     G, D = k_cmp.shape[2:]
-    chosen = route_for(q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config)
+    chosen = route_for(
+        q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config
+    )
     if chosen.has(SCORE):
-        return dispatch.choose(chosen, q, k_cmp, None, config=config, q_start=q_start, kv_len=kv_len, scale=scale, documents=None)
+        return dispatch.choose(
+            chosen,
+            q,
+            k_cmp,
+            None,
+            config=config,
+            q_start=q_start,
+            kv_len=kv_len,
+            scale=scale,
+            documents=None,
+        )
     return selection.choose(q, k_cmp, config=config, q_start=q_start, kv_len=kv_len, scale=scale)
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor = 0, scale: float | None = None,
-    path: str = "auto", fa2: str = "auto",
-) -> Tensor:  # fmt: skip
-    """Attention (Eq. 2) over the tokens of the chosen blocks (Eq. 12) at or before the query; o [B, T, HQ, DV].
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    path: str = "auto",
+    fa2: str = "auto",
+) -> Tensor:
+    """Attention (Eq. 2) over the tokens of the chosen blocks (Eq. 12) at or before the query; o [B,
+    T, HQ, DV].
 
-    ``blocks`` int32 [B, T, HKV, N] must ascend, be unique, begin at or before their query, and be padded with -1 at the end. These
-    contents are checked only in strict mode (NSA_STRICT_ASSERTS=1): reading them would make the host wait. Otherwise a block
-    beyond the query holds no key for it, and rows that break the rest mean what the path makes of them. Block j is tokens
-    [j * sel_block, (j + 1) * sel_block). A row without a key gets exactly 0. ValueError for tensors that disagree in shape, dtype
-    or device; RouteError for a ``path`` or ``fa2`` that nothing serves.
+    ``blocks`` int32 [B, T, HKV, N] must ascend, be unique, begin at or before their query, and be
+    padded with -1 at the end. These contents are checked only in strict mode
+    (NSA_STRICT_ASSERTS=1): reading them would make the host wait. Otherwise a block beyond the
+    query holds no key for it, and rows that break the rest mean what the path makes of them. Block
+    j is tokens [j * sel_block, (j + 1) * sel_block). A row without a key gets exactly 0. ValueError
+    for tensors that disagree in shape, dtype or device; RouteError for a ``path`` or ``fa2`` that
+    nothing serves.
     """
     checks.scale(scale)
     checks.qkv(q, k, v, q_start=q_start)
@@ -145,44 +218,89 @@ def selected_attention(
     _assert_blocks(blocks, k.shape[1], sel_block, q_start)
     k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("sel",), q_start=q_start, path=path, fa2=fa2, sel_block=sel_block)
-    return dispatch.selected(chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale)[0]
+    chosen = route_for(
+        q,
+        k.shape[2],
+        v.shape[3],
+        k.shape[1],
+        branches=("sel",),
+        q_start=q_start,
+        path=path,
+        fa2=fa2,
+        sel_block=sel_block,
+    )
+    return dispatch.selected(
+        chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
+    )[0]
 
 
 def sliding_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, q_start: int | Tensor = 0, scale: float | None = None, fa2: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    fa2: str = "auto",
 ) -> Tensor:
-    """Attention (Eq. 2) over keys t - window + 1 .. t, exactly ``window`` tokens (section 3.3.3); o [B, T, HQ, DV] in q's dtype.
+    """Attention (Eq. 2) over keys t - window + 1 .. t, exactly ``window`` tokens (section 3.3.3); o
+    [B, T, HQ, DV] in q's dtype.
 
-    ValueError for tensors that disagree in shape, dtype or device, and for a ``window`` that is no whole number >= 1;
-    RouteError for an ``fa2`` that nothing serves.
+    ValueError for tensors that disagree in shape, dtype or device, and for a ``window`` that is no
+    whole number >= 1; RouteError for an ``fa2`` that nothing serves.
     """
     checks.scale(scale)
     checks.qkv(q, k, v, q_start=q_start)
     checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(q, k.shape[2], v.shape[3], k.shape[1], branches=("win",), q_start=q_start, path="auto", fa2=fa2)
+    chosen = route_for(
+        q,
+        k.shape[2],
+        v.shape[3],
+        k.shape[1],
+        branches=("win",),
+        q_start=q_start,
+        path="auto",
+        fa2=fa2,
+    )
     return dispatch.window(chosen, q, k, v, size=window, q_start=q_start, scale=scale)[0]
 
 
 def nsa_attention(
-    q: Tensor, kv_cmp: KV, kv_sel: KV, kv_win: KV, gates: Tensor, *, config: NSAConfig, q_start: int | Tensor = 0,
-    scale: float | None = None, phi_params: PhiParams = None, cu_seqlens: Tensor | None = None, path: str = "auto", fa2: str = "auto",
+    q: Tensor,
+    kv_cmp: KV,
+    kv_sel: KV,
+    kv_win: KV,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    phi_params: PhiParams = None,
+    cu_seqlens: Tensor | None = None,
+    path: str = "auto",
+    fa2: str = "auto",
     nonnegative_gates: bool = False,
-) -> Tensor:  # fmt: skip
-    """Native sparse attention (Eq. 5): the gated sum of the compressed, selected and sliding branches; o [B, T, HQ, DV].
+) -> Tensor:
+    """Native sparse attention (Eq. 5): the gated sum of the compressed, selected and sliding
+    branches; o [B, T, HQ, DV].
 
-    ``kv_cmp``, ``kv_sel`` and ``kv_win`` are (k, v) of tokens, k rotated already; only with config.cmp_rope='after' (and 'auto'
-    for a learned phi) the compressed branch's k comes unrotated and is rotated here, block i at position i * cmp_stride.
-    ``gates`` [B, T, HQ, 3] in the order cmp, sel, win, activated already, of any floating dtype; o has q's. A branch outside
-    config.branches is not computed. ``phi_params`` are phi's tensors for K and for V (see `compress`), None for mean.
-    ``cu_seqlens`` int [N + 1] packs N documents into B = 1: no query sees another document's key, and rows beyond cu_seqlens[-1]
-    are exactly 0. config.adaptive_num_selected is a ValueError with cu_seqlens or a q_start other than 0, where its n would not be
-    that of the sequence; so is any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
+    ``kv_cmp``, ``kv_sel`` and ``kv_win`` are (k, v) of tokens, k rotated already; only with
+    config.cmp_rope='after' (and 'auto' for a learned phi) the compressed branch's k comes unrotated
+    and is rotated here, block i at position i * cmp_stride.
+    ``gates`` [B, T, HQ, 3] in the order cmp, sel, win, activated already, of any floating dtype; o
+    has q's. A branch outside config.branches is not computed. ``phi_params`` are phi's tensors for
+    K and for V (see `compress`), None for mean.
+    ``cu_seqlens`` int [N + 1] packs N documents into B = 1: no query sees another document's key,
+    and rows beyond cu_seqlens[-1] are exactly 0. config.adaptive_num_selected is a ValueError with
+    cu_seqlens or a q_start other than 0, where its n would not be that of the sequence; so is any
+    tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
 
-    ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the gradients of all branches together.
-    A gate below 0 would make gradients NaN, those of the keys that its row attends to included.
+    ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the
+    gradients of all branches together. A gate below 0 would make gradients NaN, those of the keys
+    that its row attends to included.
     """
     checks.config(config)
     checks.scale(scale)
@@ -191,43 +309,89 @@ def nsa_attention(
         checks.qkv(q, *kv, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
     checks.gates(gates, q, BRANCHES)
-    whole = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0  # the keys are cut at the last query below
-    checks.fixed_selection(config, whole=whole, what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)")
+    whole = (
+        cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
+    )  # the keys are cut at the last query below
+    checks.fixed_selection(
+        config, whole=whole, what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)"
+    )
     packing = None
     if cu_seqlens is not None:
         checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=checks.may_read(q))
         packing = Packing.of(cu_seqlens, q.shape[1], config.sel_block)
         q, gates = packing.align(q), packing.align(gates)
-        kv_cmp, kv_sel, kv_win = ((packing.align(k), packing.align(v)) for k, v in (kv_cmp, kv_sel, kv_win))
+        kv_cmp, kv_sel, kv_win = (
+            (packing.align(k), packing.align(v)) for k, v in (kv_cmp, kv_sel, kv_win)
+        )
     else:
-        kv_cmp, kv_sel, kv_win = (_up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win))
+        kv_cmp, kv_sel, kv_win = (
+            _up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win)
+        )
     documents = None if packing is None else packing.documents
     S, G, DV = kv_sel[1].shape[1:]
-    chosen = route_for(q, G, DV, S, branches=config.branches, q_start=q_start, path=path, fa2=fa2, config=config, whole=whole)
+    chosen = route_for(
+        q,
+        G,
+        DV,
+        S,
+        branches=config.branches,
+        q_start=q_start,
+        path=path,
+        fa2=fa2,
+        config=config,
+        whole=whole,
+    )
     if "cmp" in config.branches or "sel" in config.branches:
-        kv_cmp = compress_kv(*kv_cmp, config=config, phi_params=phi_params, documents=documents, route=chosen)
+        kv_cmp = compress_kv(
+            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=chosen
+        )
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
     o = attend_view(
-        q, gates, view, config=config, scale=scale, route=chosen, documents=documents, present=present, whole=whole,
+        q,
+        gates,
+        view,
+        config=config,
+        scale=scale,
+        route=chosen,
+        documents=documents,
+        present=present,
+        whole=whole,
         nonnegative_gates=nonnegative_gates,
-    )  # fmt: skip
+    )
     return o if packing is None else packing.restore(o)
 
 
 def compress_kv(
-    k: Tensor, v: Tensor, first_block: Tensor | None = None, *, config: NSAConfig, phi_params: PhiParams = None,
-    documents: Documents | None = None, route: Route | None = None,
-) -> KV:  # fmt: skip
-    """Eq. 7 for K and V, and RoPE of the compressed K where config wants it after. ``first_block`` int64 [B]: its index, 0 by default.
+    k: Tensor,
+    v: Tensor,
+    first_block: Tensor | None = None,
+    *,
+    config: NSAConfig,
+    phi_params: PhiParams = None,
+    documents: Documents | None = None,
+    route: Route | None = None,
+) -> KV:
+    """Eq. 7 for K and V, and RoPE of the compressed K where config wants it after.
 
-    ``route``: of the call that attends to them, whose compressed branch may have a kernel for means; with a cache, None.
+    ``first_block`` int64 [B]: its index, 0 by default.
+
+    ``route``: of the call that attends to them, whose compressed branch may have a kernel for
+    means; with a cache, None.
     """
     params_k, params_v = (None, None) if phi_params is None else phi_params
-    if route is not None and params_k is None and params_v is None and dispatch.fuses_means(route, config, k.shape[1]):
+    if (
+        route is not None
+        and params_k is None
+        and params_v is None
+        and dispatch.fuses_means(route, config, k.shape[1])
+    ):
         k_cmp, v_cmp = dispatch.means_of(k, v, config)
     else:
-        k_cmp, v_cmp = compress(k, config=config, params=params_k), compress(v, config=config, params=params_v)
+        k_cmp, v_cmp = (
+            compress(k, config=config, params=params_k),
+            compress(v, config=config, params=params_v),
+        )
     if config.rotates_before_compression:
         return k_cmp, v_cmp
     block_BC = torch.arange(k_cmp.shape[1], device=k.device)[None]
@@ -241,17 +405,30 @@ def compress_kv(
 
 
 def attend_view(
-    q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, scale: float | None = None, path: str = "auto", fa2: str = "auto",
+    q: Tensor,
+    gates: Tensor,
+    view: View,
+    *,
+    config: NSAConfig,
+    scale: float | None = None,
+    path: str = "auto",
+    fa2: str = "auto",
     route: Route | None = None,
-    documents: Documents | None = None, present: Tensor | None = None, keys_read: reads.KeysRead | None = None,
-    whole: bool = False, nonnegative_gates: bool = False,
-) -> Tensor:  # fmt: skip
-    """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read`` where that is given.
+    documents: Documents | None = None,
+    present: Tensor | None = None,
+    keys_read: reads.KeysRead | None = None,
+    whole: bool = False,
+    nonnegative_gates: bool = False,
+) -> Tensor:
+    """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read``
+    where that is given.
 
-    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of them. ``whole``: the view is
-    of whole sequences that begin at 0, without a cache and not packed. Where the selected branch is then full causal attention,
-    blocks are neither scored nor chosen unless statistics are collected, strict mode checks them, or keys are counted.
-    ``nonnegative_gates`` as in `nsa_attention`. ``route``: that of this call (`route_for`), where the caller knows it.
+    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of
+    them. ``whole``: the view is of whole sequences that begin at 0, without a cache and not packed.
+    Where the selected branch is then full causal attention, blocks are neither scored nor chosen
+    unless statistics are collected, strict mode checks them, or keys are counted.
+    ``nonnegative_gates`` as in `nsa_attention`. ``route``: that of this call (`route_for`), where
+    the caller knows it.
     """
     checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -259,61 +436,151 @@ def attend_view(
     assert route is None or path == fa2 == "auto", "a Route is decided already"
     chosen = route
     if chosen is None:
-        chosen = route_for(q, G, DV, S, branches=config.branches, q_start=view.q_start, path=path, fa2=fa2, config=config, whole=whole)
+        chosen = route_for(
+            q,
+            G,
+            DV,
+            S,
+            branches=config.branches,
+            q_start=view.q_start,
+            path=path,
+            fa2=fa2,
+            config=config,
+            whole=whole,
+        )
     statistics.observe_gates(gates, config.branches, present=present)
-    full = config.num_selected_for(S) * config.sel_block if whole else 0  # queries before that choose every block
+    full = (
+        config.num_selected_for(S) * config.sel_block if whole else 0
+    )  # queries before that choose every block
     asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents, "full": full}
     # a cache's window begins elsewhere, and keeps no gradient
     joined = nonnegative_gates and view.win_start is view.q_start and dispatch.joins(chosen)
     with torch.no_grad() if joined else nullcontext():
-        attended, blocks = _attend_branches(chosen, q, view, present=present, keys_read=keys_read, **asked)
+        attended, blocks = _attend_branches(
+            chosen, q, view, present=present, keys_read=keys_read, **asked
+        )
     if joined:
         assert blocks is not None
-        return dispatch.join(gates, q, (view.cmp, view.sel, view.win), blocks, attended, q_start=view.q_start, **asked)
-    return dispatch.combined(chosen, gates, [o for o, _ in attended], [i for i, b in enumerate(BRANCHES) if b in config.branches])
+        return dispatch.join(
+            gates,
+            q,
+            (view.cmp, view.sel, view.win),
+            blocks,
+            attended,
+            q_start=view.q_start,
+            **asked,
+        )
+    return dispatch.combined(
+        chosen,
+        gates,
+        [o for o, _ in attended],
+        [i for i, b in enumerate(BRANCHES) if b in config.branches],
+    )
 
 
 def _attend_branches(
-    chosen: Route, q: Tensor, view: View, *, config: NSAConfig, scale: float, documents: Documents | None, full: int,
-    present: Tensor | None, keys_read: reads.KeysRead | None,
-) -> tuple[list[dispatch.Attended], Tensor | None]:  # fmt: skip
-    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were chosen; ``full`` as in `dispatch`."""
+    chosen: Route,
+    q: Tensor,
+    view: View,
+    *,
+    config: NSAConfig,
+    scale: float,
+    documents: Documents | None,
+    full: int,
+    present: Tensor | None,
+    keys_read: reads.KeysRead | None,
+) -> tuple[list[dispatch.Attended], Tensor | None]:
+    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were
+    chosen; ``full`` as in `dispatch`.
+    """
     S = view.sel[1].shape[1]
-    grid: dict[str, Any] = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": view.q_start}
+    grid: dict[str, Any] = {
+        "block": config.cmp_block,
+        "stride": config.cmp_stride,
+        "q_start": view.q_start,
+    }
     attended: list[dispatch.Attended] = []
     lse = blocks = None
     if "cmp" in config.branches:
-        attended.append(dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid))
+        attended.append(
+            dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid)
+        )
         lse = attended[-1][1]
         if keys_read is not None:
             keys_read.later("cmp", partial(reads.compressed, q, view.cmp[0].shape[1], **grid))
     if "sel" in config.branches:
         if not _needs_no_blocks(chosen) or keys_read is not None:
-            asked: dict[str, Any] = {"config": config, "q_start": view.q_start, "kv_len": S, "scale": scale}
+            asked: dict[str, Any] = {
+                "config": config,
+                "q_start": view.q_start,
+                "kv_len": S,
+                "scale": scale,
+            }
             if chosen.has(SCORE):
                 blocks = dispatch.choose(chosen, q, view.cmp[0], lse, documents=documents, **asked)
             else:
-                blocks = selection.choose(q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked)
+                blocks = selection.choose(
+                    q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked
+                )
             _assert_blocks(blocks, S, config.sel_block, view.q_start)
-            statistics.observe_selection(blocks, q_start=view.q_start, sel_block=config.sel_block, present=present)
-        given: dict[str, Any] = {"sel_block": config.sel_block, "q_start": view.q_start, "scale": scale, "full": full}
+            statistics.observe_selection(
+                blocks, q_start=view.q_start, sel_block=config.sel_block, present=present
+            )
+        given: dict[str, Any] = {
+            "sel_block": config.sel_block,
+            "q_start": view.q_start,
+            "scale": scale,
+            "full": full,
+        }
         attended.append(dispatch.selected(chosen, q, *view.sel, blocks, **given))
         if keys_read is not None and blocks is not None:
-            keys_read.later("sel", partial(reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block))
+            keys_read.later(
+                "sel",
+                partial(
+                    reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block
+                ),
+            )
     if "win" in config.branches:
-        attended.append(dispatch.window(chosen, q, *view.win, size=config.window, q_start=view.win_start, scale=scale, documents=documents))
+        attended.append(
+            dispatch.window(
+                chosen,
+                q,
+                *view.win,
+                size=config.window,
+                q_start=view.win_start,
+                scale=scale,
+                documents=documents,
+            )
+        )
         if keys_read is not None:
-            keys_read.later("win", partial(reads.sliding, q, view.win[0].shape[1], q_start=view.win_start, window=config.window))
+            keys_read.later(
+                "win",
+                partial(
+                    reads.sliding,
+                    q,
+                    view.win[0].shape[1],
+                    q_start=view.win_start,
+                    window=config.window,
+                ),
+            )
     return attended, blocks
 
 
 def _needs_no_blocks(chosen: Route) -> bool:
-    """Whether the selected branch attends to every key up to the query, and nobody looks at the blocks that say so."""
-    return chosen.branch("sel").implementation == DENSE and not statistics.is_collecting() and not checks.is_strict()
+    """Whether the selected branch attends to every key up to the query, and nobody looks at the
+    blocks that say so.
+    """
+    return (
+        chosen.branch("sel").implementation == DENSE
+        and not statistics.is_collecting()
+        and not checks.is_strict()
+    )
 
 
 def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
-    """Without the keys that no query can see (a cache's unused room), whose contents may be anything."""
+    """Without the keys that no query can see (a cache's unused room), whose contents may be
+    anything.
+    """
     if isinstance(q_start, Tensor):
         return kv
     end = q_start + q.shape[1]

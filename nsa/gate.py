@@ -1,4 +1,8 @@
-"""Branch gates. ``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` the founding reports'."""
+"""Branch gates.
+
+``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` the founding
+reports'.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +24,21 @@ class SigmoidGate(nn.Module):
 
 
 class SoftmaxGate(nn.Module):
-    """One MLP per kv group on the group's mean query (before RoPE); softmax(logits / temperature) over the active branches."""
+    """One MLP per kv group on the group's mean query (before RoPE); softmax(logits / temperature)
+    over the active branches.
+    """
 
     off_N: Tensor
 
-    def __init__(self, num_kv_heads: int, head_dim: int, *, temperature: float, branches: tuple[str, ...]) -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, *, temperature: float, branches: tuple[str, ...]
+    ) -> None:
         super().__init__()
         self.temperature = temperature
         self.all_on = len(branches) == len(BRANCHES)
-        self.register_buffer("off_N", torch.tensor([b not in branches for b in BRANCHES]), persistent=False)
+        self.register_buffer(
+            "off_N", torch.tensor([b not in branches for b in BRANCHES]), persistent=False
+        )
         self.up = nn.Parameter(torch.empty(num_kv_heads, head_dim, head_dim))
         self.down = nn.Parameter(torch.empty(num_kv_heads, head_dim, len(BRANCHES)))
         bound = head_dim**-0.5

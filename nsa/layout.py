@@ -1,6 +1,9 @@
-"""Layout: where the tokens of one forward stand. The same for every layer, so a model makes it once a forward.
+"""Layout: where the tokens of one forward stand.
 
-B batch, T tokens, R rows (the tokens, or those of packed documents with room between them), M model dim, D head dim.
+The same for every layer, so a model makes it once a forward.
+
+B batch, T tokens, R rows (the tokens, or those of packed documents with room between them), M model
+dim, D head dim.
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from nsa.steps import Step
 class Layout:
     """What the layers of one forward share.
 
-    ``turns``: RoPE of each row, complex [B or 1, R, 1, D / 2]. ``packing``: of packed documents, else None.
-    ``absent_BT1``: bool [B or 1, T, 1], tokens that hold nothing; ``present_BR``: bool [B or 1, R], rows that hold a token;
-    each None where all do. ``step``: where the tokens go in caches that step (`nsa.steps`), else None.
+    ``turns``: RoPE of each row, complex [B or 1, R, 1, D / 2]. ``packing``: of packed documents,
+    else None.
+    ``absent_BT1``: bool [B or 1, T, 1], tokens that hold nothing; ``present_BR``: bool [B or 1, R],
+    rows that hold a token; each None where all do. ``step``: where the tokens go in caches that
+    step (`nsa.steps`), else None.
     """
 
     turns: Tensor
@@ -38,26 +43,48 @@ class Layout:
 
     @classmethod
     def of(
-        cls, x: Tensor, config: NSAConfig, head_dim: int, *, dtype: torch.dtype, cache: NSACache | None = None,
-        cu_seqlens: Tensor | None = None, num_tokens: Sequence[int] | None = None,
-    ) -> Self:  # fmt: skip
-        """The Layout of x [B, T, ...] (ids or states) in a model of ``dtype``; the rest as in NSAAttention.forward.
+        cls,
+        x: Tensor,
+        config: NSAConfig,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        cache: NSACache | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_tokens: Sequence[int] | None = None,
+    ) -> Self:
+        """The Layout of x [B, T, ...] (ids or states) in a model of ``dtype``; the rest as in
+        NSAAttention.forward.
 
-        ValueError for a cache with cu_seqlens, num_tokens without a cache, and cu_seqlens that do not fit x.
+        ValueError for a cache with cu_seqlens, num_tokens without a cache, and cu_seqlens that do
+        not fit x.
         """
         if cache is not None and cu_seqlens is not None:
-            raise ValueError("got a cache and cu_seqlens; wanted at most one; fill a cache with rows of num_tokens, or pack without one")
+            raise ValueError(
+                "got a cache and cu_seqlens; wanted at most one; fill a cache with rows of"
+                " num_tokens, or pack without one"
+            )
         if num_tokens is not None and cache is None:
-            raise ValueError("got num_tokens without a cache; wanted both; pack rows of different lengths with cu_seqlens instead")
+            raise ValueError(
+                "got num_tokens without a cache; wanted both; pack rows of different lengths with"
+                " cu_seqlens instead"
+            )
         T, device = x.shape[1], x.device
 
         def turned(position: Tensor) -> Tensor:
-            return turns(angles(position, head_dim, base=config.rope_base, scale=config.rope_scale), dtype)
+            return turns(
+                angles(position, head_dim, base=config.rope_base, scale=config.rope_scale), dtype
+            )
 
         if cu_seqlens is not None:
             checks.packed(cu_seqlens, x, x, 0, read=checks.may_read(x))
             packing = Packing.of(cu_seqlens, T, config.sel_block)
-            return cls(turned(packing.position_R[None]), packing, packing.outside_T[None, :, None], packing.present_R[None])
+            return cls(
+                turned(packing.position_R[None]),
+                packing,
+                packing.outside_T[None, :, None],
+                packing.present_R[None],
+            )
         if cache is not None and cache.steps is not None and num_tokens is None:
             step = cache.steps.next()
             return cls(turned(step.position_B[:, None]), None, None, None, step)
@@ -68,13 +95,25 @@ class Layout:
         return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
 
     def check(self, x: Tensor, *, packed: bool, some_absent: bool) -> None:
-        """ValueError where this is evidently the Layout of other arguments than a call with x [B, T, ...] has."""
+        """ValueError where this is evidently the Layout of other arguments than a call with x [B,
+        T, ...] has.
+        """
         rows = x.shape[1] if self.packing is None else self.packing.num_rows
-        fits = (self.packing is not None) == packed and (self.absent_BT1 is not None) == some_absent and self.turns.shape[1] == rows
+        fits = (
+            (self.packing is not None) == packed
+            and (self.absent_BT1 is not None) == some_absent
+            and self.turns.shape[1] == rows
+        )
         tokens = x.shape[1] if self.absent_BT1 is None else self.absent_BT1.shape[1]
         if not fits or tokens != x.shape[1]:
-            got = f"a layout of {tokens} {'packed ' if self.packing is not None else ''}tokens for x {tuple(x.shape)}"
-            raise ValueError(f"got {got}; wanted that of this call's x, cache, cu_seqlens and num_tokens; make it anew, or leave it out")
+            got = (
+                f"a layout of {tokens} {'packed ' if self.packing is not None else ''}tokens for x"
+                f" {tuple(x.shape)}"
+            )
+            raise ValueError(
+                f"got {got}; wanted that of this call's x, cache, cu_seqlens and num_tokens; make"
+                " it anew, or leave it out"
+            )
 
     @property
     def documents(self) -> Documents | None:

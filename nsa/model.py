@@ -31,7 +31,11 @@ class Block(nn.Module):
         self.attention = attention
         self.mlp_norm = nn.RMSNorm(model.dim)
         hidden = model.mlp_ratio * model.dim
-        self.mlp = nn.Sequential(nn.Linear(model.dim, hidden, bias=False), nn.SiLU(), nn.Linear(hidden, model.dim, bias=False))
+        self.mlp = nn.Sequential(
+            nn.Linear(model.dim, hidden, bias=False),
+            nn.SiLU(),
+            nn.Linear(hidden, model.dim, bias=False),
+        )
 
     def forward(self, x_BTM: Tensor, **options: Any) -> Tensor:
         x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), **options)
@@ -47,7 +51,9 @@ class _Decoder(nn.Module):
         self.norm = nn.RMSNorm(model.dim)
         self.head = nn.Linear(model.dim, model.vocab_size, bias=False)
 
-    def _logits(self, ids_BT: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}) -> Tensor:
+    def _logits(
+        self, ids_BT: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}
+    ) -> Tensor:
         """``options`` gives each layer its own."""
         x = self.embedding(ids_BT)
         first, stop = self.config.checkpoint_layers or (0, 0)
@@ -60,66 +66,115 @@ class _Decoder(nn.Module):
 
 
 class TinyLM(_Decoder):
-    """Decoder-only language model with NSA (Eq. 5) in every layer: ids int64 [B, T] -> logits [B, T, vocab_size] in the weights' dtype.
+    """Decoder-only language model with NSA (Eq. 5) in every layer: ids int64 [B, T] -> logits [B,
+    T, vocab_size] in the weights' dtype.
 
-    ``path`` and ``fa2`` as in NSAAttention. RouteError for a request that nothing serves: of an unknown name at once, else in
-    the forward.
+    ``path`` and ``fa2`` as in NSAAttention. RouteError for a request that nothing serves: of an
+    unknown name at once, else in the forward.
     """
 
     def __init__(self, model: ModelConfig, path: str = "auto", fa2: str = "auto") -> None:
         super().__init__(
             model,
             lambda: NSAAttention(
-                model.dim, model.num_heads, model.num_kv_heads, model.head_dim, model.v_head_dim, model.nsa, path=path, fa2=fa2
+                model.dim,
+                model.num_heads,
+                model.num_kv_heads,
+                model.head_dim,
+                model.v_head_dim,
+                model.nsa,
+                path=path,
+                fa2=fa2,
             ),
         )
 
     def forward(
-        self, ids_BT: Tensor, *, cache: Sequence[NSACache] | None = None, cu_seqlens: Tensor | None = None,
+        self,
+        ids_BT: Tensor,
+        *,
+        cache: Sequence[NSACache] | None = None,
+        cu_seqlens: Tensor | None = None,
         num_tokens: Sequence[int] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one cache a layer (`new_cache`).
+    ) -> Tensor:
+        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one
+        cache a layer (`new_cache`).
 
-        ValueError for ids of another shape, dtype or device, on a CPU also outside the vocabulary (elsewhere in strict mode alone,
-        since looking would make the host wait), and for caches that are not one a layer, of its config, with one history.
+        ValueError for ids of another shape, dtype or device, on a CPU also outside the vocabulary
+        (elsewhere in strict mode alone, since looking would make the host wait), and for caches
+        that are not one a layer, of its config, with one history.
         """
         checks.ids(ids_BT, self.embedding.weight)
         if cache is not None and (not isinstance(cache, Sequence) or isinstance(cache, str)):
             raise ValueError(
-                f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a layer; TinyLM.new_cache makes it"
+                f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a"
+                " layer; TinyLM.new_cache makes it"
             )
         if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each; TinyLM.new_cache makes them")
+            raise ValueError(
+                f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each;"
+                " TinyLM.new_cache makes them"
+            )
         for layer in cache or ():
             check_cache(layer, self.config.nsa)
         if cache is not None and len({c.lengths for c in cache}) > 1:
             lengths = [c.lengths for c in cache]
-            raise ValueError(f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew with TinyLM.new_cache")
+            raise ValueError(
+                f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew"
+                " with TinyLM.new_cache"
+            )
         if cache is not None and len({id(c.steps) for c in cache}) > 1:
-            raise ValueError("got caches of which only some step, or apart; wanted all of them or none; give Steps those of all layers")
+            raise ValueError(
+                "got caches of which only some step, or apart; wanted all of them or none; give"
+                " Steps those of all layers"
+            )
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
         first = None if cache is None else cache[0]
         options["layout"] = Layout.of(
-            ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype, cache=first, **options
-        )  # fmt: skip
-        return self._logits(ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **options})
+            ids_BT,
+            self.config.nsa,
+            self.config.head_dim,
+            dtype=self.embedding.weight.dtype,
+            cache=first,
+            **options,
+        )
+        return self._logits(
+            ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **options}
+        )
 
-    def new_cache(self, batch: int, max_len: int, *, initial_len: int | None = None, dtype: torch.dtype | None = None) -> list[NSACache]:
+    def new_cache(
+        self,
+        batch: int,
+        max_len: int,
+        *,
+        initial_len: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[NSACache]:
         """One empty cache a layer."""
         layers: list[Any] = list(self.blocks)
-        return [layer.attention.new_cache(batch, max_len, initial_len=initial_len, dtype=dtype) for layer in layers]
+        return [
+            layer.attention.new_cache(batch, max_len, initial_len=initial_len, dtype=dtype)
+            for layer in layers
+        ]
 
     @torch.no_grad()
     def generate(
-        self, ids_BT: Tensor, *, max_new_tokens: int, temperature: float = 0.0, top_p: float = 1.0,
-        prompt_lengths: Sequence[int] | None = None, generator: torch.Generator | None = None, cuda_graph: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        ids_BT: Tensor,
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        prompt_lengths: Sequence[int] | None = None,
+        generator: torch.Generator | None = None,
+        cuda_graph: bool = False,
+    ) -> Tensor:
         """Continue each prompt by ``max_new_tokens`` tokens: int64 [B, T + max_new_tokens].
 
-        ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds ``top_p`` of the
-        probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones, then zeros. ``cuda_graph`` replays each decode
-        step from a DecodeGraph, which spares the host's time; its capture costs some steps' worth once a call. ValueError for it
-        where the model is not on CUDA, and for arguments that do not fit.
+        ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds
+        ``top_p`` of the probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones,
+        then zeros. ``cuda_graph`` replays each decode step from a DecodeGraph, which spares the
+        host's time; its capture costs some steps' worth once a call. ValueError for it where the
+        model is not on CUDA, and for arguments that do not fit.
         """
         checks.ids(ids_BT, self.embedding.weight, padded=prompt_lengths is not None)
         if cuda_graph:
@@ -128,8 +183,9 @@ class TinyLM(_Decoder):
         lengths = [T] * B if prompt_lengths is None else [int(n) for n in prompt_lengths]
         if max_new_tokens < 1 or len(lengths) != B or not all(1 <= n <= T for n in lengths):
             raise ValueError(
-                f"max_new_tokens={max_new_tokens}, prompt_lengths={lengths} for ids [{B}, {T}]; wanted at least one new token, and "
-                f"{B} lengths from 1 to {T}; an empty prompt needs a first token"
+                f"max_new_tokens={max_new_tokens}, prompt_lengths={lengths} for ids [{B}, {T}];"
+                f" wanted at least one new token, and {B} lengths from 1 to {T}; an empty prompt"
+                " needs a first token"
             )
         longest = max(lengths)
         cache = self.new_cache(B, longest + max_new_tokens)
@@ -143,7 +199,9 @@ class TinyLM(_Decoder):
         if cuda_graph and max_new_tokens > 1:  # the first token is the prefill's
             decode = DecodeGraph(self, cache)
         for step in range(max_new_tokens):
-            chosen_B = next_token(last_BV, temperature=temperature, top_p=top_p, generator=generator)
+            chosen_B = next_token(
+                last_BV, temperature=temperature, top_p=top_p, generator=generator
+            )
             out.scatter_(1, (length_B + step)[:, None], chosen_B[:, None])
             if step + 1 < max_new_tokens:
                 last_BV = decode(chosen_B[:, None])
@@ -159,14 +217,17 @@ class DenseLM(_Decoder):
     def forward(self, ids_BT: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]."""
         checks.ids(ids_BT, self.embedding.weight)
-        layout = Layout.of(ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype)
+        layout = Layout.of(
+            ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype
+        )
         return self._logits(ids_BT, lambda layer: {"layout": layout})
 
 
 def next_token_labels(ids_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
     """The label of each token is the next one: int64 [B, T], IGNORED_LABEL where there is none.
 
-    With ``cu_seqlens`` (B = 1) the last token of each document has none, nor have tokens beyond the last document.
+    With ``cu_seqlens`` (B = 1) the last token of each document has none, nor have tokens beyond the
+    last document.
     """
     labels = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
     if cu_seqlens is None:

@@ -1,7 +1,11 @@
-"""The judge: fp64, explicit softmax over explicit boolean masks, differentiable, dull. Imports torch alone.
+"""The judge: fp64, explicit softmax over explicit boolean masks, differentiable, dull.
 
-It shares no code with what it judges. Layout as everywhere: q [B, T, HQ, DK], k [B, S, G, DK], v [B, S, G, DV].
-``positions`` int64 [B or 1, T] gives the query rows' positions; without it they are q_start, q_start + 1, ...
+Imports torch alone.
+
+It shares no code with what it judges. Layout as everywhere: q [B, T, HQ, DK], k [B, S, G, DK], v
+[B, S, G, DV].
+``positions`` int64 [B or 1, T] gives the query rows' positions; without it they are q_start,
+q_start + 1, ...
 """
 
 from __future__ import annotations
@@ -19,8 +23,12 @@ def row_positions(q: Tensor, q_start: int | Tensor, positions: Tensor | None) ->
     return (q_start[:, None].to(q.device) if isinstance(q_start, Tensor) else q_start) + rows[None]
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Softmax over the kept keys, ``keep`` boolean [B or 1, G or 1, T, S]; a row that keeps none is 0 with lse = -inf."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax over the kept keys, ``keep`` boolean [B or 1, G or 1, T, S]; a row that keeps none is
+    0 with lse = -inf.
+    """
     q, k, v = q.double(), k.double(), v.double()
     B, T, HQ, DK = q.shape
     G = k.shape[2]
@@ -30,7 +38,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float | None
     keep = keep[:, :, None].expand(logits.shape)
     some = keep.any(-1, keepdim=True)
     logits = torch.where(keep, logits, -torch.inf)
-    top = torch.where(some, logits.amax(-1, keepdim=True), 0.0).detach() if k.shape[1] else torch.zeros_like(some, dtype=q.dtype)
+    top = (
+        torch.where(some, logits.amax(-1, keepdim=True), 0.0).detach()
+        if k.shape[1]
+        else torch.zeros_like(some, dtype=q.dtype)
+    )
     weight = torch.where(keep, torch.exp(logits - top), 0.0)
     total = weight.sum(-1, keepdim=True)
     p = weight / torch.where(some, total, 1.0)
@@ -68,43 +80,76 @@ def compress_mean(x: Tensor, block: int, stride: int) -> Tensor:
 
 
 def compressed(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor = 0, scale: float | None = None,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    block: int,
+    stride: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(o, lse) over the compressed blocks that end at or before the query."""
     keep = compressed_mask(row_positions(q, q_start, positions), k_cmp.shape[1], block, stride)
     return attention(q, k_cmp, v_cmp, keep, scale)
 
 
 def selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor = 0, scale: float | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
     positions: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention over the tokens of the chosen blocks at or before the query."""
     keep = selected_mask(row_positions(q, q_start, positions), blocks, k.shape[1], sel_block)
     return attention(q, k, v, keep, scale)[0]
 
 
 def sliding(
-    q: Tensor, k: Tensor, v: Tensor, *, window: int, q_start: int | Tensor = 0, scale: float | None = None, positions: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """Attention over the last ``window`` keys, the query's own included."""
-    return attention(q, k, v, sliding_mask(row_positions(q, q_start, positions), k.shape[1], window), scale)[0]
+    return attention(
+        q, k, v, sliding_mask(row_positions(q, q_start, positions), k.shape[1], window), scale
+    )[0]
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, positions: Tensor | None = None) -> Tensor:
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, positions: Tensor | None = None
+) -> Tensor:
     """Full causal attention: the dense twin's oracle."""
     return attention(q, k, v, causal_mask(row_positions(q, 0, positions), k.shape[1]), scale)[0]
 
 
 @torch.no_grad()
 def select(
-    q: Tensor, k_cmp: Tensor, *, config: Any, q_start: int | Tensor = 0, kv_len: int | None = None, scale: float | None = None,
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: Any,
+    q_start: int | Tensor = 0,
+    kv_len: int | None = None,
+    scale: float | None = None,
     positions: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(blocks int64 [B, T, G, n] ascending, -1 padded; relative gap [B, T, G] between the last chosen score and the next).
+) -> tuple[Tensor, Tensor]:
+    """(blocks int64 [B, T, G, n] ascending, -1 padded; relative gap [B, T, G] between the last
+    chosen score and the next).
 
-    The gap is inf where no block was left out, or where every chosen one was forced. ``config`` is an NSAConfig.
+    The gap is inf where no block was left out, or where every chosen one was forced. ``config`` is
+    an NSAConfig.
     """
     position = row_positions(q, q_start, positions)
     kv_len = int(position.max()) + 1 if kv_len is None else kv_len
@@ -128,20 +173,37 @@ def select(
         last = torch.where(taking, best, last)
         chosen = chosen | (taking[..., None] & (j == lowest[..., None]))
     index = torch.where(chosen, j, J).sort(-1).values
-    index = torch.cat([index, index.new_full((B, G, T, config.num_selected), J)], -1)[..., : config.num_selected]
-    gap = torch.where(following.isnan() | last.isinf(), torch.inf, (last - following) / last.clamp(min=1e-300))
+    index = torch.cat([index, index.new_full((B, G, T, config.num_selected), J)], -1)[
+        ..., : config.num_selected
+    ]
+    gap = torch.where(
+        following.isnan() | last.isinf(), torch.inf, (last - following) / last.clamp(min=1e-300)
+    )
     return torch.where(index == J, -1, index).permute(0, 2, 1, 3), gap.permute(0, 2, 1)
 
 
-def block_scores(q: Tensor, k_cmp: Tensor, position: Tensor, config: Any, J: int, scale: float | None) -> Tensor:
-    """Group scores [B, G, T, J]: softmax over visible blocks, each counted by the sub-chunks it shares with block j."""
+def block_scores(
+    q: Tensor, k_cmp: Tensor, position: Tensor, config: Any, J: int, scale: float | None
+) -> Tensor:
+    """Group scores [B, G, T, J]: softmax over visible blocks, each counted by the sub-chunks it
+    shares with block j.
+    """
     q, k_cmp = q.double(), k_cmp.double()
     B, T, HQ, DK = q.shape
     C, G = k_cmp.shape[1:3]
-    l, d, sel = config.cmp_block, config.cmp_stride, config.sel_block  # noqa: E741 (the paper's letters)
-    logits = torch.einsum("btghd,bcgd->bghtc", q.reshape(B, T, G, HQ // G, DK), k_cmp) * (DK**-0.5 if scale is None else scale)
+    l, d = config.cmp_block, config.cmp_stride  # noqa: E741 (the paper's letters)
+    sel = config.sel_block
+    logits = torch.einsum("btghd,bcgd->bghtc", q.reshape(B, T, G, HQ // G, DK), k_cmp) * (
+        DK**-0.5 if scale is None else scale
+    )
     keep = compressed_mask(position, C, l, d)[:, :, None].expand(logits.shape)
-    weight = torch.where(keep, torch.exp(logits - torch.where(keep, logits, -1e300).amax(-1, keepdim=True)), 0.0) if C else logits
+    weight = (
+        torch.where(
+            keep, torch.exp(logits - torch.where(keep, logits, -1e300).amax(-1, keepdim=True)), 0.0
+        )
+        if C
+        else logits
+    )
     p = weight / weight.sum(-1, keepdim=True).clamp(min=1e-300)
     shared = torch.zeros(C, J, dtype=torch.float64, device=q.device)
     for chunk in range(l // d):
@@ -152,7 +214,9 @@ def block_scores(q: Tensor, k_cmp: Tensor, position: Tensor, config: Any, J: int
 
 
 def rope(x: Tensor, positions: Tensor, *, base: float, scale: float, kind: str) -> Tensor:
-    """Rotate x [B, T, heads, D] at ``positions`` [T] or [B, T]: pairs (2i, 2i+1) for interleaved, (i, i + D/2) for half."""
+    """Rotate x [B, T, heads, D] at ``positions`` [T] or [B, T]: pairs (2i, 2i+1) for interleaved,
+    (i, i + D/2) for half.
+    """
     x = x.double()
     D = x.shape[-1]
     positions = positions if positions.ndim == 2 else positions[None]
@@ -175,8 +239,12 @@ def compress_linear(x: Tensor, weight: Tensor, block: int, stride: int) -> Tenso
     return torch.stack(out, 1) if out else x[:, :0]
 
 
-def compress_mlp(x: Tensor, position: Tensor, up: Tensor, down: Tensor, block: int, stride: int) -> Tensor:
-    """down [D, hidden] times SiLU of up [hidden, l * D] times each whole block plus position [l, D]: [B, C, G, D]."""
+def compress_mlp(
+    x: Tensor, position: Tensor, up: Tensor, down: Tensor, block: int, stride: int
+) -> Tensor:
+    """down [D, hidden] times SiLU of up [hidden, l * D] times each whole block plus position [l,
+    D]: [B, C, G, D].
+    """
     x, position, up, down = x.double(), position.double(), up.double(), down.double()
     out = []
     for s in range(0, x.shape[1] - block + 1, stride):

@@ -1,7 +1,9 @@
-"""Packed documents (cu_seqlens), laid out so that every document begins at a multiple of the selection block.
+"""Packed documents (cu_seqlens), laid out so that every document begins at a multiple of the
+selection block.
 
-Then the grids of compressed and selection blocks coincide with the document's own, block ids stay global, and "no key of
-another document" is one lower bound a query. Costs at most l' - 1 rows a document; nothing is read on the host.
+Then the grids of compressed and selection blocks coincide with the document's own, block ids stay
+global, and "no key of another document" is one lower bound a query. Costs at most l' - 1 rows a
+document; nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -19,9 +21,10 @@ from nsa.ops.positions import Documents
 class Packing:
     """The way from packed rows [1, T, ...] to aligned rows [1, P, ...] and back.
 
-    ``row_T``: the aligned row of each token (tokens beyond cu_seqlens[-1] are in row P, which is cut off); ``read_T`` the
-    same, but within the rows. ``inside_T``: before cu_seqlens[-1], ``outside_T`` not. ``position_R``: each aligned row's
-    position in its own document. ``present_R``: rows that hold a token.
+    ``row_T``: the aligned row of each token (tokens beyond cu_seqlens[-1] are in row P, which is
+    cut off); ``read_T`` the same, but within the rows. ``inside_T``: before cu_seqlens[-1],
+    ``outside_T`` not. ``position_R``: each aligned row's position in its own document.
+    ``present_R``: rows that hold a token.
     """
 
     row_T: Tensor
@@ -35,7 +38,9 @@ class Packing:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, tokens: int, sel_block: int) -> Self:
-        """``cu_seqlens`` int32 or int64 [N + 1], ascending from 0, on the tokens' device; documents may be empty."""
+        """``cu_seqlens`` int32 or int64 [N + 1], ascending from 0, on the tokens' device; documents
+        may be empty.
+        """
         cu = cu_seqlens.long()
         length_N = cu.diff()
         room_N = (length_N + sel_block - 1) // sel_block * sel_block
@@ -47,14 +52,22 @@ class Packing:
         P = -(-(tokens + length_N.shape[0] * (sel_block - 1)) // sel_block) * sel_block
         row = torch.where(inside, token + (bounds[:-1] - cu[:-1])[document], P)
         aligned = torch.arange(P, device=cu.device)
-        first = bounds[torch.searchsorted(bounds[1:], aligned, right=True)]  # what is left at the end is one more document, of zeros
+        first = bounds[
+            torch.searchsorted(bounds[1:], aligned, right=True)
+        ]  # what is left at the end is one more document, of zeros
         ends = torch.cat([bounds, bounds.new_full((1,), P)])
-        present = torch.zeros(P + 1, dtype=torch.bool, device=cu.device).index_fill(0, row, True)[:P]
+        present = torch.zeros(P + 1, dtype=torch.bool, device=cu.device).index_fill(0, row, True)[
+            :P
+        ]
         documents = Documents(first[None], ends.int())
-        return cls(row, row.clamp(max=P - 1), inside, ~inside, aligned - first, present, P, documents)
+        return cls(
+            row, row.clamp(max=P - 1), inside, ~inside, aligned - first, present, P, documents
+        )
 
     def align(self, x: Tensor) -> Tensor:
-        """[1, T, ...] -> [1, P, ...]; rows of no token are 0, whatever lies beyond the last document."""
+        """[1, T, ...] -> [1, P, ...]; rows of no token are 0, whatever lies beyond the last
+        document.
+        """
         rows = x.new_zeros(self.num_rows + 1, *x.shape[2:]).index_copy(0, self.row_T, x[0])
         return rows[None, : self.num_rows]
 

@@ -9,29 +9,43 @@ import torch
 from torch import Tensor
 
 
-def angles(positions: Tensor, dim: int, *, base: float, scale: float, dtype: torch.dtype = torch.float32) -> Tensor:
+def angles(
+    positions: Tensor, dim: int, *, base: float, scale: float, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Angles [..., dim / 2] of ``positions`` [...]: positions * scale * base^(-2i / dim)."""
     pairs = torch.arange(0, dim, 2, device=positions.device, dtype=dtype)
     return (positions.to(dtype) * scale)[..., None] * base ** (-pairs / dim)
 
 
 def turns(angles_BTP: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(i * angle), complex [B or 1, T, 1, P], for `rotate` of tensors of ``dtype``; made once, it serves q, k and every layer."""
+    """exp(i * angle), complex [B or 1, T, 1, P], for `rotate` of tensors of ``dtype``; made once,
+    it serves q, k and every layer.
+    """
     theta_BT1P = angles_BTP[:, :, None].to(_wide(dtype))
     return torch.polar(torch.ones_like(theta_BT1P), theta_BT1P)
 
 
 def rotate(x: Tensor, by: Tensor, *, kind: str) -> Tensor:
-    """Rotate x [B, T, N, D] by its ``turns`` [B or 1, T, 1, P], or by angles [B or 1, T, P]; keeps x.dtype.
+    """Rotate x [B, T, N, D] by its ``turns`` [B or 1, T, 1, P], or by angles [B or 1, T, P]; keeps
+    x.dtype.
 
-    ``interleaved`` turns pairs (2i, 2i + 1), ``half`` pairs (i, i + D/2) as Hugging Face's Llama does.
+    ``interleaved`` turns pairs (2i, 2i + 1), ``half`` pairs (i, i + D/2) as Hugging Face's Llama
+    does.
     """
     wide = _wide(x.dtype)
-    by = (by if by.is_complex() else turns(by, x.dtype)).to(torch.promote_types(wide, torch.complex64))
+    by = (by if by.is_complex() else turns(by, x.dtype)).to(
+        torch.promote_types(wide, torch.complex64)
+    )
     # last dimension: the two halves of a pair, which are one complex number
-    pairs = x.unflatten(-1, (-1, 2)) if kind == "interleaved" else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    pairs = (
+        x.unflatten(-1, (-1, 2))
+        if kind == "interleaved"
+        else x.unflatten(-1, (2, -1)).transpose(-1, -2)
+    )
     pairs = pairs.to(wide, memory_format=torch.contiguous_format).contiguous()
-    if torch.compiler.is_compiling():  # Inductor fuses real numbers alone; these are the same products and sums
+    if (
+        torch.compiler.is_compiling()
+    ):  # Inductor fuses real numbers alone; these are the same products and sums
         (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(by).unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     elif x.numel() == 0:

@@ -1,7 +1,10 @@
-"""Which blocks each query attends to (arXiv 2502.11089, Eq. 8 to 12). Runs under no_grad, in fp32 or wider.
+"""Which blocks each query attends to (arXiv 2502.11089, Eq. 8 to 12).
 
-B batch, T query tokens, G kv heads, H query heads per kv head, C compressed blocks, J selection blocks, N selected,
-R regions of four selection blocks. A ranking holds a block's score, +inf where it is forced and -inf where it may not be chosen.
+Runs under no_grad, in fp32 or wider.
+
+B batch, T query tokens, G kv heads, H query heads per kv head, C compressed blocks, J selection
+blocks, N selected, R regions of four selection blocks. A ranking holds a block's score, +inf where
+it is forced and -inf where it may not be chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ BLOCKS_PER_REGION = 2  # that a chosen region may give
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Queries [B, T, HQ, D], their positions [B or 1, T], and where their documents begin [B or 1, T] (None: at 0)."""
+    """Queries [B, T, HQ, D], their positions [B or 1, T], and where their documents begin [B or 1,
+    T] (None: at 0).
+    """
 
     q: Tensor
     position_BT: Tensor
@@ -35,7 +40,9 @@ class Rows:
 
     def current_block(self, sel_block: int) -> Tensor:
         """The block of each query, counted from its document's first one."""
-        position_BT = self.position_BT if self.first_BT is None else self.position_BT - self.first_BT
+        position_BT = (
+            self.position_BT if self.first_BT is None else self.position_BT - self.first_BT
+        )
         return position_BT // sel_block
 
     def first_block(self, sel_block: int) -> Tensor | None:
@@ -44,25 +51,37 @@ class Rows:
 
 @torch.no_grad()
 def choose(
-    q: Tensor, k_cmp: Tensor, *, config: NSAConfig, q_start: int | Tensor, kv_len: int, scale: float, first: Tensor | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor,
+    kv_len: int,
+    scale: float,
+    first: Tensor | None = None,
 ) -> Tensor:
-    """Blocks int32 [B, T, G, N], ascending, unique, -1 padded at the end. See ``nsa.select_blocks``.
+    """Blocks int32 [B, T, G, N], ascending, unique, -1 padded at the end.
 
-    N = config.num_selected_for(kv_len): num_selected, or fewer by the adaptive rule. One call has one N: the number of
-    slots is a shape, so it goes by kv_len (of a packed batch: by all its rows), never by a row's own length.
+    See ``nsa.select_blocks``.
 
-    ``first`` int64 [B or 1, T] is the position of the first token of each query's document in a packed batch, always a
-    multiple of sel_block; None means 0. A compressed block is visible if it begins at or after ``first`` and ends at or
-    before the query; initial blocks are the document's own first ones; block ids stay global.
+    N = config.num_selected_for(kv_len): num_selected, or fewer by the adaptive rule. One call has
+    one N: the number of slots is a shape, so it goes by kv_len (of a packed batch: by all its
+    rows), never by a row's own length.
 
-    A forced block is ranked +inf inside the one ranking that also holds the others, so nothing is chosen twice and nothing
-    has to be deduplicated. config.score_dtype: see `group_probabilities`; config.selection: see `within_regions`. No host sync.
+    ``first`` int64 [B or 1, T] is the position of the first token of each query's document in a
+    packed batch, always a multiple of sel_block; None means 0. A compressed block is visible if it
+    begins at or after ``first`` and ends at or before the query; initial blocks are the document's
+    own first ones; block ids stay global.
+
+    A forced block is ranked +inf inside the one ranking that also holds the others, so nothing is
+    chosen twice and nothing has to be deduplicated. config.score_dtype: see `group_probabilities`;
+    config.selection: see `within_regions`. No host sync.
     """
     J, N = BlockGrid.of(config).num_sel(kv_len), config.num_selected_for(kv_len)
     rows = Rows(q, query_positions(q_start, q.shape[1], q.device), first)
-    # Every candidate fits, and no score can change the set. A search by regions may reach fewer, however few blocks there are:
-    # were it left out here, the same query would get other blocks in a longer call. Compiled, the lengths at which all fit
-    # would be a graph of their own.
+    # Every candidate fits, and no score can change the set. A search by regions may reach fewer,
+    # however few blocks there are: were it left out here, the same query would get other blocks in
+    # a longer call. Compiled, the lengths at which all fit would be a graph of their own.
     if not torch.compiler.is_compiling() and N >= J and config.selection == "exact":
         return _all_candidates(rows, k_cmp.shape[2], J, N, config.sel_block)
     chunks = []
@@ -73,17 +92,25 @@ def choose(
     return torch.cat(chunks, 1)
 
 
-def rankings(rows: Rows, k_cmp: Tensor, J: int, *, config: NSAConfig, scale: float) -> Iterator[tuple[Rows, Tensor]]:
-    """Chunks of the queries with their rankings [B, G, T, J]; j counts from the first block of the query's document."""
+def rankings(
+    rows: Rows, k_cmp: Tensor, J: int, *, config: NSAConfig, scale: float
+) -> Iterator[tuple[Rows, Tensor]]:
+    """Chunks of the queries with their rankings [B, G, T, J]; j counts from the first block of the
+    query's document.
+    """
     for chunk in _query_slices(rows.q, k_cmp):
         part = rows.part(chunk)
         with torch.autocast(part.q.device.type, enabled=False):  # which would score in bf16
-            scores_BGTJ = block_scores(group_probabilities(part, k_cmp, config, scale), BlockGrid.of(config), J)
+            scores_BGTJ = block_scores(
+                group_probabilities(part, k_cmp, config, scale), BlockGrid.of(config), J
+            )
         yield part, _ranking(scores_BGTJ, part, config)
 
 
 def block_scores(p: Tensor, grid: BlockGrid, num_sel: int) -> Tensor:
-    """Eq. 9: p [..., C] over compressed blocks -> scores [..., J], each weighted by the sub-chunks that it shares."""
+    """Eq. 9: p [..., C] over compressed blocks -> scores [..., J], each weighted by the sub-chunks
+    that it shares.
+    """
     stride = grid.sel_block // grid.cmp_stride
     first, last = grid.overlap[0][0], grid.overlap[-1][0]
     needed = (num_sel - 1) * stride + last + 1
@@ -96,12 +123,14 @@ def block_scores(p: Tensor, grid: BlockGrid, num_sel: int) -> Tensor:
 
 
 def group_probabilities(rows: Rows, k_cmp: Tensor, config: NSAConfig, scale: float) -> Tensor:
-    """Eq. 8 and 10: softmax over the visible blocks, summed over the heads of a group. [B, G, T, C], fp32 or wider.
+    """Eq. 8 and 10: softmax over the visible blocks, summed over the heads of a group. [B, G, T,
+    C], fp32 or wider.
 
-    config.score_dtype below float32 rounds q and k_cmp to it, saturating at its range; products and sums of the logits, the
-    softmax and all that follows stay fp32. The rounded values are multiplied in fp32 on every device: a product of two
-    of them is exact there, so this is what a matmul in the narrow dtype with an fp32 result computes. float32 rounds
-    nothing: bf16 inputs are scored as they came, and fp64 ones in fp64.
+    config.score_dtype below float32 rounds q and k_cmp to it, saturating at its range; products and
+    sums of the logits, the softmax and all that follows stay fp32. The rounded values are
+    multiplied in fp32 on every device: a product of two of them is exact there, so this is what a
+    matmul in the narrow dtype with an fp32 result computes. float32 rounds nothing: bf16 inputs are
+    scored as they came, and fp64 ones in fp64.
     """
     q, wide = rows.q, torch.promote_types(rows.q.dtype, torch.float32)
     C, G = k_cmp.shape[1:3]
@@ -113,23 +142,29 @@ def group_probabilities(rows: Rows, k_cmp: Tensor, config: NSAConfig, scale: flo
     if rows.first_BT is not None:
         hidden_BTC = hidden_BTC | (first_token_C < rows.first_BT[..., None])
     p = logits.masked_fill_(hidden_BTC[:, None, None], -torch.inf).softmax(-1)
-    # A row that sees no block has no probabilities: its scores are 0, and its candidates are all forced or few.
+    # A row that sees no block has no probabilities: its scores are 0, and its candidates are all
+    # forced or few.
     return p.sum(2).masked_fill(hidden_BTC.all(-1)[:, None, :, None], 0.0)
 
 
 def within_regions(ranking_BGTJ: Tensor, N: int) -> Tensor:
-    """Hierarchical selection: the ranking with -inf for every block that the search by regions does not reach.
+    """Hierarchical selection: the ranking with -inf for every block that the search by regions does
+    not reach.
 
-    Region r is blocks 4r .. 4r + 3, counted from the document's first block. Forced blocks have their slots already, so they
-    take no part: they neither raise their region's score nor use up one of its two places, and stay +inf. A region's
-    score is the best score of its other candidates. The N // 2 best regions are searched, equal ones from the lower index;
-    of each, the two best candidates stay, equal ones from the lower index. The free slots then go to what stays, in order of
-    score; where less stays than there are free slots (few regions, or candidates mostly forced), slots are left empty.
+    Region r is blocks 4r .. 4r + 3, counted from the document's first block. Forced blocks have
+    their slots already, so they take no part: they neither raise their region's score nor use up
+    one of its two places, and stay +inf. A region's score is the best score of its other
+    candidates. The N // 2 best regions are searched, equal ones from the lower index; of each, the
+    two best candidates stay, equal ones from the lower index. The free slots then go to what stays,
+    in order of score; where less stays than there are free slots (few regions, or candidates mostly
+    forced), slots are left empty.
     """
     J = ranking_BGTJ.shape[-1]
     forced_BGTJ = ranking_BGTJ == torch.inf
     free_BGTJ = ranking_BGTJ.masked_fill(forced_BGTJ, -torch.inf)
-    free_BGTR4 = torch.nn.functional.pad(free_BGTJ, (0, -J % REGION_BLOCKS), value=-torch.inf).unflatten(-1, (-1, REGION_BLOCKS))
+    free_BGTR4 = torch.nn.functional.pad(
+        free_BGTJ, (0, -J % REGION_BLOCKS), value=-torch.inf
+    ).unflatten(-1, (-1, REGION_BLOCKS))
     region_BGTR = _is_among_best(free_BGTR4.amax(-1), N // BLOCKS_PER_REGION)
     reached_BGTR4 = _is_among_best(free_BGTR4, BLOCKS_PER_REGION) & region_BGTR[..., None]
     return ranking_BGTJ.masked_fill(~(reached_BGTR4.flatten(-2)[..., :J] | forced_BGTJ), -torch.inf)
@@ -151,7 +186,9 @@ def _query_slices(q: Tensor, k_cmp: Tensor) -> list[slice]:
 
 
 def _rounded(x: Tensor, score_dtype: str) -> Tensor:
-    """x in a dtype narrower than float32, its values beyond that dtype's range at the range's end; float32: x itself."""
+    """x in a dtype narrower than float32, its values beyond that dtype's range at the range's end;
+    float32: x itself.
+    """
     if score_dtype == "float32":
         return x
     dtype = torch.bfloat16 if score_dtype == "bfloat16" else torch.float16
@@ -165,7 +202,9 @@ def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
     J = scores_BGTJ.shape[-1]
     j = torch.arange(J, device=scores_BGTJ.device)
     current_BT1 = rows.current_block(config.sel_block)[..., None]
-    forced_BTJ = ((j < config.num_initial) | (j > current_BT1 - config.num_local)) & (j <= current_BT1)
+    forced_BTJ = ((j < config.num_initial) | (j > current_BT1 - config.num_local)) & (
+        j <= current_BT1
+    )
     absent_BTJ = j > current_BT1
     first_block_BT = rows.first_block(config.sel_block)
     if first_block_BT is not None:
@@ -173,18 +212,25 @@ def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
         absent_BTJ = absent_BTJ | (global_BTJ >= J)
         index_BTJ = global_BTJ.clamp(max=J - 1)
         scores_BGTJ = scores_BGTJ.gather(-1, index_BTJ[:, None].expand(scores_BGTJ.shape))
-    # +inf and -inf are outside the range of scores, so no real score can tie with a forced or an absent block.
-    return scores_BGTJ.masked_fill(forced_BTJ[:, None], torch.inf).masked_fill(absent_BTJ[:, None], -torch.inf)
+    # +inf and -inf are outside the range of scores, so no real score can tie with a forced or an
+    # absent block.
+    return scores_BGTJ.masked_fill(forced_BTJ[:, None], torch.inf).masked_fill(
+        absent_BTJ[:, None], -torch.inf
+    )
 
 
 def _best(ranking_BGTJ: Tensor, N: int, first_block_BT: Tensor | None) -> Tensor:
     """The N best of each ranking, [B, T, G, N] int32, as global ids; -inf is not chosen."""
     J = ranking_BGTJ.shape[-1]
-    absent = N if torch.compiler.is_compiling() else max(0, N - J)  # enough for any J, so that no length is another graph
+    absent = (
+        N if torch.compiler.is_compiling() else max(0, N - J)
+    )  # enough for any J, so that no length is another graph
     ranking_BGTJ = torch.nn.functional.pad(ranking_BGTJ, (0, absent), value=-torch.inf)
     # A stable sort keeps equal scores in order of their index, which topk does not promise.
     order = ranking_BGTJ.sort(dim=-1, descending=True, stable=True)
-    chosen = torch.where(order.values[..., :N] == -torch.inf, J, order.indices[..., :N]).sort(-1).values
+    chosen = (
+        torch.where(order.values[..., :N] == -torch.inf, J, order.indices[..., :N]).sort(-1).values
+    )
     blocks = chosen if first_block_BT is None else chosen + first_block_BT[:, None, :, None]
     return blocks.masked_fill(chosen == J, -1).transpose(1, 2).int()
 

@@ -1,4 +1,7 @@
-"""What each provider's kernels can serve: every reason why not, so that a Route can repeat them. Pure, like nsa.routing."""
+"""What each provider's kernels can serve: every reason why not, so that a Route can repeat them.
+
+Pure, like nsa.routing.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
     """Every reason why the Triton kernels cannot serve this problem; empty where they can."""
     reasons = [capability.triton_reason] if capability.triton_provider is None else []
     if capability.sm is not None and capability.sm < FA2_MIN_SM:
-        reasons.append(f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}")
+        reasons.append(
+            f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}"
+        )
     if problem.dtype not in TRITON_DTYPES:
         reasons.append(f"dtype {problem.dtype} is not one of {', '.join(TRITON_DTYPES)}")
     if problem.dtype == "bfloat16" and capability.sm is None:
@@ -32,9 +37,15 @@ def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
         if size > TRITON_MAX_HEAD_DIM:
             reasons.append(f"{name} {size} exceeds {TRITON_MAX_HEAD_DIM}")
     if problem.sel_block is not None:
-        block, size = (1 << (n - 1).bit_length() for n in (problem.sel_block, max(problem.head_dim, problem.v_head_dim)))
+        block, size = (
+            1 << (n - 1).bit_length()
+            for n in (problem.sel_block, max(problem.head_dim, problem.v_head_dim))
+        )
         if block * size * (4 if problem.dtype == "float32" else 2) > TRITON_MAX_BLOCK_BYTES:
-            reasons.append(f"a selection block of {block} x {size} {problem.dtype} exceeds {TRITON_MAX_BLOCK_BYTES} bytes")
+            reasons.append(
+                f"a selection block of {block} x {size} {problem.dtype} exceeds"
+                f" {TRITON_MAX_BLOCK_BYTES} bytes"
+            )
     if (group := problem.num_heads // problem.num_kv_heads) > TRITON_MAX_GROUP:
         reasons.append(f"{group} query heads per kv head exceed {TRITON_MAX_GROUP}")
     return reasons
@@ -46,7 +57,9 @@ def fused_reasons(problem: Problem, capability: Capability) -> list[str]:
     if capability.sm is None:
         reasons.append(f"device {capability.device} is not CUDA")
     elif capability.sm < FA2_MIN_SM:
-        reasons.append(f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}")
+        reasons.append(
+            f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}"
+        )
     if problem.dtype not in FA2_DTYPES:
         reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FA2_DTYPES)}")
     if problem.head_dim != problem.v_head_dim:

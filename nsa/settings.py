@@ -11,7 +11,19 @@ from typing import Any, Generic, TypeVar
 
 from nsa.config import nearest_name
 from nsa.retired import RETIRED
-from nsa.routing import ADAPTIVE, AUTO, STAIRCASE, TRITON_STEPS, Capability, Path, Problem, Request, Route, RouteError, route
+from nsa.routing import (
+    ADAPTIVE,
+    AUTO,
+    STAIRCASE,
+    TRITON_STEPS,
+    Capability,
+    Path,
+    Problem,
+    Request,
+    Route,
+    RouteError,
+    route,
+)
 
 T = TypeVar("T", bool, int)
 
@@ -33,14 +45,29 @@ MEANINGS: Mapping[str, str] = {
     "NSA_FORCE_SEL_MASK": "1: an explicit request for path=masked",
     "NSA_USE_FA2": "1: an explicit fa2=on for every branch that FA-2 can express; 0: fa2=off",
     "NSA_USE_FA2_WIN": "the same for the window branch alone; outranks NSA_USE_FA2",
-    "NSA_USE_FA2_CMP": "1: refused, since FA-2 cannot express the compressed branch's mask; 0: what happens anyway",
-    "NSA_FA2_MIN_LEN_WIN": "tokens: with fewer keys fa2=auto does not take FA-2 for the window; an explicit fa2=on outranks it",
-    "NSA_FA2_MIN_LEN_CMP": "tokens: the same for the compressed branch, which FA-2 serves at no length",
+    "NSA_USE_FA2_CMP": (
+        "1: refused, since FA-2 cannot express the compressed branch's mask; 0: what happens anyway"
+    ),
+    "NSA_FA2_MIN_LEN_WIN": (
+        "tokens: with fewer keys fa2=auto does not take FA-2 for the window; an explicit fa2=on"
+        " outranks it"
+    ),
+    "NSA_FA2_MIN_LEN_CMP": (
+        "tokens: the same for the compressed branch, which FA-2 serves at no length"
+    ),
     "NSA_SEL_RANGES_V2": "0: a request for path=v2 becomes an explicit request for v1",
-    "NSA_STRICT_ASSERTS": "1: check the contents of `blocks` before every selected attention (synchronises)",
-    "NSA_NVTX": "1: mark each branch's forward with an NVTX range named by its counter (sel.v2); CUDA only, none inside torch.compile",
+    "NSA_STRICT_ASSERTS": (
+        "1: check the contents of `blocks` before every selected attention (synchronises)"
+    ),
+    "NSA_NVTX": (
+        "1: mark each branch's forward with an NVTX range named by its counter (sel.v2); CUDA only,"
+        " none inside torch.compile"
+    ),
     "NSA_DEBUG_LOG": "1: log every new Route once, at INFO to the logger 'nsa'",
-    **{f"NSA_TRITON_{step.upper()}": f"0, for measurements: path triton without {what}" for step, what in TRITON_STEPS.items()},
+    **{
+        f"NSA_TRITON_{step.upper()}": f"0, for measurements: path triton without {what}"
+        for step, what in TRITON_STEPS.items()
+    },
 }
 _TOKENS = ("NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP")
 _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
@@ -71,7 +98,11 @@ class Settings:
 
     def given(self) -> dict[str, str]:
         """What the environment set, as text: {'NSA_FA2_MIN_LEN_WIN': '512'}."""
-        return {name: setting.text for name, setting in self.by_name().items() if setting.text is not None}
+        return {
+            name: setting.text
+            for name, setting in self.by_name().items()
+            if setting.text is not None
+        }
 
     def is_off(self, step: str) -> bool:
         """Whether ``step``, one of TRITON_STEPS, is turned off; AttributeError for any other."""
@@ -79,7 +110,9 @@ class Settings:
         return setting.value is False
 
     def request(self, path: str = AUTO, fa2: str = AUTO) -> Request:
-        """Join a call's arguments with the environment; RouteError where two explicit requests contradict."""
+        """Join a call's arguments with the environment; RouteError where two explicit requests
+        contradict.
+        """
         asked, notes, v2_allowed = Request(path, fa2), [], self.sel_ranges_v2.value is not False
         path, fa2, fa2_win = asked.path, asked.fa2, AUTO
         if self.force_sel_mask.value:
@@ -112,9 +145,17 @@ class Settings:
 
     def _without_effect(self) -> list[str]:
         """Notes on what was set for the compressed branch, where FA-2 has no say."""
-        given = (("NSA_USE_FA2_CMP", self.use_fa2_cmp), ("NSA_FA2_MIN_LEN_CMP", self.fa2_min_len_cmp))
-        set_in_vain = [f"{name}={setting.text}" for name, setting in given if setting.text is not None]
-        return [f"{what} (environment) changes nothing for the compressed branch: {STAIRCASE}" for what in set_in_vain]
+        given = (
+            ("NSA_USE_FA2_CMP", self.use_fa2_cmp),
+            ("NSA_FA2_MIN_LEN_CMP", self.fa2_min_len_cmp),
+        )
+        set_in_vain = [
+            f"{name}={setting.text}" for name, setting in given if setting.text is not None
+        ]
+        return [
+            f"{what} (environment) changes nothing for the compressed branch: {STAIRCASE}"
+            for what in set_in_vain
+        ]
 
 
 def _field(name: str) -> str:
@@ -128,21 +169,28 @@ def _on_off(value: bool) -> str:
 def _agree(variable: str, wanted: str, name: str, argument: str) -> None:
     if argument not in (AUTO, wanted):
         raise RouteError(
-            f"{variable} (environment) requests {name}={wanted}, and the call requests {name}={argument}. "
-            f"Next: unset {variable.split('=')[0]} or ask for {name}=auto"
+            f"{variable} (environment) requests {name}={wanted}, and the call requests"
+            f" {name}={argument}. Next: unset {variable.split('=')[0]} or ask for {name}=auto"
         )
 
 
 def load(environ: Mapping[str, str]) -> Settings:
-    """Parse every NSA_* name; an unknown or retired name and an unknown value are ValueErrors that say what is valid."""
+    """Parse every NSA_* name; an unknown or retired name and an unknown value are ValueErrors that
+    say what is valid.
+    """
     values: dict[str, Setting[Any]] = {}
     for name, text in environ.items():
         if not name.startswith("NSA_"):
             continue
         if name in RETIRED:
-            raise ValueError(f"environment variable {name}={text!r} is retired; unset it and use instead: {RETIRED[name]}")
+            raise ValueError(
+                f"environment variable {name}={text!r} is retired; unset it and use instead:"
+                f" {RETIRED[name]}"
+            )
         if name not in MEANINGS:
-            raise ValueError(f"environment variable {name} is not known{nearest_name(name, list(MEANINGS))}")
+            raise ValueError(
+                f"environment variable {name} is not known{nearest_name(name, list(MEANINGS))}"
+            )
         if (word := text.strip().lower()) != "":
             values[_field(name)] = Setting(_parse(name, word, text), "environment")
     return Settings(**values)
@@ -151,7 +199,10 @@ def load(environ: Mapping[str, str]) -> Settings:
 def _parse(name: str, word: str, text: str) -> bool | int:
     if name in _TOKENS:
         if not (word.isascii() and word.isdigit()):
-            raise ValueError(f"{name}={text!r} must be a whole number >= 0 in plain digits, such as 512; it means: {MEANINGS[name]}")
+            raise ValueError(
+                f"{name}={text!r} must be a whole number >= 0 in plain digits, such as 512; it"
+                f" means: {MEANINGS[name]}"
+            )
         return int(word)
     if word not in _TRUE + _FALSE:
         raise ValueError(f"{name}={text!r} must be 1 or 0; it means: {MEANINGS[name]}")
@@ -160,20 +211,27 @@ def _parse(name: str, word: str, text: str) -> bool | int:
 
 @lru_cache(maxsize=1)
 def current() -> Settings:
-    """The process's settings, read at the first call; later changes of the environment have no effect."""
+    """The process's settings, read at the first call; later changes of the environment have no
+    effect.
+    """
     return load(os.environ)
 
 
 def is_off(step: str) -> bool:
-    """Whether NSA_TRITON_<STEP>=0 turns a step of path triton off; ``step`` is one of nsa.routing.TRITON_STEPS.
+    """Whether NSA_TRITON_<STEP>=0 turns a step of path triton off; ``step`` is one of
+    nsa.routing.TRITON_STEPS.
 
-    For code that no compiler traces, such as what a custom operator runs; a compiled region asks its Route (`Route.off`).
+    For code that no compiler traces, such as what a custom operator runs; a compiled region asks
+    its Route (`Route.off`).
     """
     return current().is_off(step)
 
 
 def decide(problem: Problem, capability: Capability, *, path: str = AUTO, fa2: str = AUTO) -> Route:
-    """The Route of a call under the process's settings; raises RouteError. NSA_DEBUG_LOG=1 logs it, the first time."""
+    """The Route of a call under the process's settings; raises RouteError.
+
+    NSA_DEBUG_LOG=1 logs it, the first time.
+    """
     settings = current()
     chosen = route(settings.request(path, fa2), problem, capability)
     if settings.debug_log.value:
@@ -188,7 +246,9 @@ def log_route(chosen: Route) -> None:
 
 
 def _audible_logger() -> logging.Logger:
-    """The logger 'nsa', with a level and a way to stderr where nobody configured one: the variable asked to see it."""
+    """The logger 'nsa', with a level and a way to stderr where nobody configured one: the variable
+    asked to see it.
+    """
     logger = logging.getLogger("nsa")
     if logger.level == logging.NOTSET:
         logger.setLevel(logging.INFO)

@@ -1,4 +1,5 @@
-"""Workloads attention and attention_forward: attention alone, without projections, on inputs of its own.
+"""Workloads attention and attention_forward: attention alone, without projections, on inputs of its
+own.
 
 B batch, T tokens, G kv heads, D head dim.
 """
@@ -19,21 +20,35 @@ from nsa.config import BRANCHES, ModelConfig
 from nsa.functional import capability_of, nsa_attention
 from nsa.routing import Problem, route_dense
 
-# What the gates of every input here are; older versions of nsa, which `ab` measures, too, are not asked for the promise.
-SIGMOID_GATES: dict[str, Any] = {"nonnegative_gates": True} if "nonnegative_gates" in inspect.signature(nsa_attention).parameters else {}
+# What the gates of every input here are; older versions of nsa, which `ab` measures, too, are not
+# asked for the promise.
+SIGMOID_GATES: dict[str, Any] = (
+    {"nonnegative_gates": True}
+    if "nonnegative_gates" in inspect.signature(nsa_attention).parameters
+    else {}
+)
 NUM_INPUTS = 4  # distinct random inputs: the model's shape at 131,072 tokens takes 0.4 GB of each
 
 
 class SparseAttention(nn.Module):
-    """`nsa.nsa_attention` of one call's tensors, in the order of ``names``; phi's tensors are parameters."""
+    """`nsa.nsa_attention` of one call's tensors, in the order of ``names``; phi's tensors are
+    parameters.
+    """
 
     def __init__(self, model: ModelConfig, path: str, fa2: str) -> None:
         super().__init__()
         self.model, self.path, self.fa2 = model, path, fa2
-        self.names = ["q", *(f"{kind}_{branch}" for branch in BRANCHES for kind in ("k", "v")), "gates"]
+        self.names = [
+            "q",
+            *(f"{kind}_{branch}" for branch in BRANCHES for kind in ("k", "v")),
+            "gates",
+        ]
         self.phi = nn.ModuleDict()
         for which, dim in (("k", model.head_dim), ("v", model.value_dim)):
-            phi = {name: nn.Parameter(torch.randn(shape) * shape[-1] ** -0.5) for name, shape in param_shapes(model.nsa, dim).items()}
+            phi = {
+                name: nn.Parameter(torch.randn(shape) * shape[-1] ** -0.5)
+                for name, shape in param_shapes(model.nsa, dim).items()
+            }
             self.phi[which] = nn.ParameterDict(phi)
 
     def shapes(self) -> dict[str, tuple[int, int]]:
@@ -41,19 +56,35 @@ class SparseAttention(nn.Module):
         model = self.model
         keys, values = (model.num_kv_heads, model.head_dim), (model.num_kv_heads, model.value_dim)
         kv = {name: keys if name.startswith("k_") else values for name in self.names[1:-1]}
-        return {"q": (model.num_heads, model.head_dim), **kv, "gates": (model.num_heads, len(BRANCHES))}
+        return {
+            "q": (model.num_heads, model.head_dim),
+            **kv,
+            "gates": (model.num_heads, len(BRANCHES)),
+        }
 
     def used(self) -> list[str]:
         """Inputs that have a gradient: those of branches that are computed."""
-        return [name for name in self.names if name in ("q", "gates") or name[2:] in self.model.nsa.branches]
+        return [
+            name
+            for name in self.names
+            if name in ("q", "gates") or name[2:] in self.model.nsa.branches
+        ]
 
     def forward(self, *inputs: Tensor) -> Tensor:
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
         phi_k, phi_v = (dict(self.phi[which].named_parameters()) or None for which in ("k", "v"))
         return nsa_attention(
-            q, (k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win), gates, config=self.model.nsa, phi_params=(phi_k, phi_v),
-            path=self.path, fa2=self.fa2, **SIGMOID_GATES,
-        )  # fmt: skip
+            q,
+            (k_cmp, v_cmp),
+            (k_sel, v_sel),
+            (k_win, v_win),
+            gates,
+            config=self.model.nsa,
+            phi_params=(phi_k, phi_v),
+            path=self.path,
+            fa2=self.fa2,
+            **SIGMOID_GATES,
+        )
 
 
 class FullAttention(nn.Module):
@@ -77,45 +108,80 @@ class FullAttention(nn.Module):
         return list(self.names)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        problem = Problem.of(self.model, batch=q.shape[0], tokens=q.shape[1], dtype=str(q.dtype).removeprefix("torch."))
+        problem = Problem.of(
+            self.model,
+            batch=q.shape[0],
+            tokens=q.shape[1],
+            dtype=str(q.dtype).removeprefix("torch."),
+        )
         route = route_dense(self.kind, problem, capability_of(str(q.device)))
         return dispatch.dense(route, q, k, v, scale=self.model.head_dim**-0.5)
 
 
 def module_of(model: ModelConfig, path: str, fa2: str) -> SparseAttention | FullAttention:
-    return FullAttention(model, path) if path.startswith("dense") else SparseAttention(model, path, fa2)
+    return (
+        FullAttention(model, path)
+        if path.startswith("dense")
+        else SparseAttention(model, path, fa2)
+    )
 
 
 def inputs(
-    module: SparseAttention | FullAttention, *, batch: int, tokens: int, dtype: torch.dtype, device: str, backward: bool
+    module: SparseAttention | FullAttention,
+    *,
+    batch: int,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    backward: bool,
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Random inputs [B, T, heads, width] in the order of the module's names, then the output's gradient where ``backward``; for ever.
+    """Random inputs [B, T, heads, width] in the order of the module's names, then the output's
+    gradient where ``backward``; for ever.
 
     Gates are sigmoids. With ``backward`` the used inputs are leaves that want a gradient.
     """
     model, used = module.model, module.used() if backward else []
 
     def one() -> tuple[Tensor, ...]:
-        made = {name: torch.randn(batch, tokens, *size, dtype=dtype, device=device) for name, size in module.shapes().items()}
+        made = {
+            name: torch.randn(batch, tokens, *size, dtype=dtype, device=device)
+            for name, size in module.shapes().items()
+        }
         if "gates" in made:
             made["gates"] = made["gates"].sigmoid()
         leaves = [x.requires_grad_(name in used) for name, x in made.items()]
         if backward:
-            leaves.append(torch.randn(batch, tokens, model.num_heads, model.value_dim, dtype=dtype, device=device))
+            leaves.append(
+                torch.randn(
+                    batch, tokens, model.num_heads, model.value_dim, dtype=dtype, device=device
+                )
+            )
         return tuple(leaves)
 
     return itertools.cycle([one() for _ in range(NUM_INPUTS)])
 
 
-def step_body(module: SparseAttention | FullAttention, run: Callable[..., Tensor], *, backward: bool) -> Callable[..., None]:
-    """One call of ``run`` (the module, or what it was compiled to) on one of `inputs`; with ``backward`` every gradient, too."""
-    return body_of(run, list(module.parameters()) if "cmp" in module.model.nsa.branches else [], backward=backward)
+def step_body(
+    module: SparseAttention | FullAttention, run: Callable[..., Tensor], *, backward: bool
+) -> Callable[..., None]:
+    """One call of ``run`` (the module, or what it was compiled to) on one of `inputs`; with
+    ``backward`` every gradient, too.
+    """
+    return body_of(
+        run,
+        list(module.parameters()) if "cmp" in module.model.nsa.branches else [],
+        backward=backward,
+    )
 
 
-def body_of(run: Callable[..., Tensor], parameters: list[Tensor], *, backward: bool) -> Callable[..., None]:
-    """One call of ``run``; with ``backward`` the gradients of ``parameters`` and of each argument that wants one.
+def body_of(
+    run: Callable[..., Tensor], parameters: list[Tensor], *, backward: bool
+) -> Callable[..., None]:
+    """One call of ``run``; with ``backward`` the gradients of ``parameters`` and of each argument
+    that wants one.
 
-    The last argument is then the gradient of what ``run`` returns. Gradients are returned to nobody, and not added up.
+    The last argument is then the gradient of what ``run`` returns. Gradients are returned to
+    nobody, and not added up.
     """
     if not backward:
 

@@ -1,10 +1,12 @@
-"""Proof of the chosen blocks: equal to the exact top n where the config promises that, else its structure and how near it comes.
+"""Proof of the chosen blocks: equal to the exact top n where the config promises that, else its
+structure and how near it comes.
 
-A hierarchical search and scores below fp32 are options that choose other blocks on purpose. There, attention is proved over the
-blocks that were chosen, and the blocks by what each option does promise.
+A hierarchical search and scores below fp32 are options that choose other blocks on purpose. There,
+attention is proved over the blocks that were chosen, and the blocks by what each option does
+promise.
 
-B batch, T sampled rows, H query heads per kv head, G kv heads, D head dim, C compressed blocks, J selection blocks, N selected,
-R regions.
+B batch, T sampled rows, H query heads per kv head, G kv heads, D head dim, C compressed blocks, J
+selection blocks, N selected, R regions.
 """
 
 from __future__ import annotations
@@ -19,18 +21,29 @@ from nsa import dispatch, functional, oracle
 from nsa.config import NSAConfig
 from nsa.routing import SCORE
 
-NEAR_TIE = 1e-5  # sets may differ where the last chosen and the next score are closer than this, relatively
-HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}  # largest relative error of rounding to nearest
-REGION, PER_REGION = 4, 2  # a hierarchical search takes at most two of four neighbours, from at most n // 2 fours
+# sets may differ where the last chosen and the next score are closer than this, relatively
+NEAR_TIE = 1e-5
+HALF_ULP = {
+    "float32": 0.0,
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+}  # largest relative error of rounding to nearest
+REGION, PER_REGION = (
+    4,
+    2,
+)  # a hierarchical search takes at most two of four neighbours, from at most n // 2 fours
 SIGMAS = 3.0  # by which a search must beat a choice that does not look at the scores
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksProof:
-    """``wrong_rows``: rows (a query of a kv head) whose blocks nothing explains. ``report``: what a run file says about an option.
+    """``wrong_rows``: rows (a query of a kv head) whose blocks nothing explains.
 
-    ``missed`` and ``missed_by_chance``, of a hierarchical search alone: the share of the exact top n's unforced blocks that it
-    leaves out, and the largest share that is still better than chance; None where no row's blocks compete.
+    ``report``: what a run file says about an option.
+
+    ``missed`` and ``missed_by_chance``, of a hierarchical search alone: the share of the exact top
+    n's unforced blocks that it leaves out, and the largest share that is still better than chance;
+    None where no row's blocks compete.
     """
 
     wrong_rows: int
@@ -41,10 +54,27 @@ class BlocksProof:
 
 @torch.no_grad()
 def chosen(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, config: NSAConfig, path: str, fa2: str, q_start: int | Tensor, kv_len: int, whole: bool
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    config: NSAConfig,
+    path: str,
+    fa2: str,
+    q_start: int | Tensor,
+    kv_len: int,
+    whole: bool,
 ) -> Tensor:
-    """The blocks int32 [B, T, G, N] that a call of this path takes: its kernel's where the Route has one, else `select_blocks`'."""
-    asked: dict[str, Any] = {"path": path, "fa2": fa2, "config": config, "whole": whole, "branches": config.branches}
+    """The blocks int32 [B, T, G, N] that a call of this path takes: its kernel's where the Route
+    has one, else `select_blocks`'.
+    """
+    asked: dict[str, Any] = {
+        "path": path,
+        "fa2": fa2,
+        "config": config,
+        "whole": whole,
+        "branches": config.branches,
+    }
     G, DV = v_cmp.shape[2:]
     route = functional.route_for(q, G, DV, kv_len, q_start=q_start, **asked)
     if not route.has(SCORE):
@@ -52,19 +82,30 @@ def chosen(
     call: dict[str, Any] = {"q_start": q_start, "scale": q.shape[-1] ** -0.5, "documents": None}
     lse = None
     if "cmp" in config.branches:
-        _, lse = dispatch.compressed(route, q, k_cmp, v_cmp, block=config.cmp_block, stride=config.cmp_stride, **call)
+        _, lse = dispatch.compressed(
+            route, q, k_cmp, v_cmp, block=config.cmp_block, stride=config.cmp_stride, **call
+        )
     return dispatch.choose(route, q, k_cmp, lse, config=config, kv_len=kv_len, **call)
 
 
 @torch.no_grad()
-def judge(q: Tensor, k_cmp: Tensor, blocks: Tensor, *, config: NSAConfig, rows: Tensor, kv_len: int) -> BlocksProof:
-    """Judge ``blocks`` int [B, T, G, N] of queries q [B, T, HQ, D] at positions ``rows`` [T] over k_cmp [B, C, G, D], all on the CPU.
+def judge(
+    q: Tensor, k_cmp: Tensor, blocks: Tensor, *, config: NSAConfig, rows: Tensor, kv_len: int
+) -> BlocksProof:
+    """Judge ``blocks`` int [B, T, G, N] of queries q [B, T, HQ, D] at positions ``rows`` [T] over
+    k_cmp [B, C, G, D], all on the CPU.
 
-    The number of slots is config.num_selected, whatever its adaptive rule says: resolve that before.
+    The number of slots is config.num_selected, whatever its adaptive rule says: resolve that
+    before.
     """
     truth, gap = oracle.select(q, k_cmp, config=config, kv_len=kv_len, positions=rows[None])
-    width = max(truth.shape[-1], blocks.shape[-1])  # another number of slots is a wrong answer, not a crash
-    truth, blocks = (torch.nn.functional.pad(x.long(), (0, width - x.shape[-1]), value=-1) for x in (truth, blocks))
+    width = max(
+        truth.shape[-1], blocks.shape[-1]
+    )  # another number of slots is a wrong answer, not a crash
+    truth, blocks = (
+        torch.nn.functional.pad(x.long(), (0, width - x.shape[-1]), value=-1)
+        for x in (truth, blocks)
+    )
     differs = (blocks != truth).any(-1)
     if config.selection == "exact" and config.score_dtype == "float32":
         return BlocksProof(int((differs & (gap > NEAR_TIE)).sum()), None, None, {})
@@ -72,7 +113,11 @@ def judge(q: Tensor, k_cmp: Tensor, blocks: Tensor, *, config: NSAConfig, rows: 
     wrong = is_malformed(blocks, config, rows, J)
     exact, chosen = _members(truth, J), _members(blocks, J)
     shares = (exact & chosen).sum(-1).double() / exact.sum(-1)
-    report = {"rows": float(differs.numel()), "recall": float(shares.mean()), "changed_share": float(differs.double().mean())}
+    report = {
+        "rows": float(differs.numel()),
+        "recall": float(shares.mean()),
+        "changed_share": float(differs.double().mean()),
+    }
     if config.selection == "exact":
         wrong |= differs & ~_is_explained(q, k_cmp, exact, chosen, config, rows, J)
         return BlocksProof(int(wrong.sum()), None, None, report)
@@ -81,7 +126,9 @@ def judge(q: Tensor, k_cmp: Tensor, blocks: Tensor, *, config: NSAConfig, rows: 
 
 
 def _forced_and_candidates(config: NSAConfig, rows: Tensor, J: int) -> tuple[Tensor, Tensor]:
-    """Boolean [1, T, 1, J] each: blocks that every query has, and those that begin at or before it."""
+    """Boolean [1, T, 1, J] each: blocks that every query has, and those that begin at or before
+    it.
+    """
     j, current = torch.arange(J), (rows // config.sel_block)[None, :, None, None]
     candidate = j <= current
     return ((j < config.num_initial) | (j > current - config.num_local)) & candidate, candidate
@@ -93,7 +140,9 @@ def _members(blocks: Tensor, J: int) -> Tensor:
 
 
 def is_malformed(blocks: Tensor, config: NSAConfig, rows: Tensor, J: int) -> Tensor:
-    """Boolean [B, T, G]: not ascending, repeated, padded before the end, out of range, without a forced block, or of another number."""
+    """Boolean [B, T, G]: not ascending, repeated, padded before the end, out of range, without a
+    forced block, or of another number.
+    """
     forced, candidate = _forced_and_candidates(config, rows, J)
     real = blocks >= 0
     order = (real[..., 1:] & (~real[..., :-1] | (blocks[..., 1:] <= blocks[..., :-1]))).any(-1)
@@ -107,41 +156,73 @@ def is_malformed(blocks: Tensor, config: NSAConfig, rows: Tensor, J: int) -> Ten
     searched = config.num_selected // PER_REGION
     taken_R, most_R = _by_region(free), _by_region(candidate & ~forced).clamp(max=PER_REGION)
     crowded = (taken_R > PER_REGION).any(-1) | ((taken_R > 0).sum(-1) > searched)
-    # Which regions are searched is not known here: at least as many blocks come out as the poorest of them hold.
+    # Which regions are searched is not known here: at least as many blocks come out as the poorest
+    # of them hold.
     poorest = torch.where(most_R > 0, most_R, PER_REGION + 1).sort(-1).values[..., :searched]
     fewest = torch.minimum(slots, torch.where(poorest > PER_REGION, 0, poorest).sum(-1))
-    return order | outside | (forced & ~chosen).any(-1) | crowded | (free.sum(-1) > slots) | (free.sum(-1) < fewest)
+    return (
+        order
+        | outside
+        | (forced & ~chosen).any(-1)
+        | crowded
+        | (free.sum(-1) > slots)
+        | (free.sum(-1) < fewest)
+    )
 
 
 def _by_region(members: Tensor) -> Tensor:
     """How many of each four neighbours: [..., J] -> [..., R]."""
-    taken: Tensor = torch.nn.functional.pad(members, (0, -members.shape[-1] % REGION)).unflatten(-1, (-1, REGION)).sum(-1)
+    taken: Tensor = (
+        torch.nn.functional.pad(members, (0, -members.shape[-1] % REGION))
+        .unflatten(-1, (-1, REGION))
+        .sum(-1)
+    )
     return taken
 
 
-def _is_explained(q: Tensor, k_cmp: Tensor, exact: Tensor, chosen: Tensor, config: NSAConfig, rows: Tensor, J: int) -> Tensor:
-    """Boolean [B, T, G]: whether rounding q and k_cmp to config.score_dtype can have made the row's blocks of the exact ones.
+def _is_explained(
+    q: Tensor, k_cmp: Tensor, exact: Tensor, chosen: Tensor, config: NSAConfig, rows: Tensor, J: int
+) -> Tensor:
+    """Boolean [B, T, G]: whether rounding q and k_cmp to config.score_dtype can have made the row's
+    blocks of the exact ones.
 
-    Both factors of a product are off by at most u relatively, so a logit by at most delta = scale * sum |q k| * (2u + u^2), a
-    softmax over such logits by e^(2 delta), and the ratio of two blocks' scores by e^(4 delta): a block may replace another
-    whose exact score is larger by no more than that.
+    Both factors of a product are off by at most u relatively, so a logit by at most delta = scale *
+    sum |q k| * (2u + u^2), a softmax over such logits by e^(2 delta), and the ratio of two blocks'
+    scores by e^(4 delta): a block may replace another whose exact score is larger by no more than
+    that.
     """
     scores = oracle.block_scores(q, k_cmp, rows[None], config, J, None).permute(0, 2, 1, 3)
     lost = scores.masked_fill(~(exact & ~chosen), 0.0).amax(-1)
     gained = scores.masked_fill(~(chosen & ~exact), torch.inf).amin(-1)
-    u = 0.0 if str(q.dtype).removeprefix("torch.") == config.score_dtype else HALF_ULP[config.score_dtype]
+    u = (
+        0.0
+        if str(q.dtype).removeprefix("torch.") == config.score_dtype
+        else HALF_ULP[config.score_dtype]
+    )
     q_BTGHD = q.double().abs().unflatten(2, (k_cmp.shape[2], -1))
-    size_BTGHC = torch.einsum("btghd,bcgd->btghc", q_BTGHD, k_cmp.double().abs()) * q.shape[-1] ** -0.5
-    visible_TC = torch.arange(k_cmp.shape[1]) * config.cmp_stride + config.cmp_block <= rows[:, None] + 1
-    size_BTG = torch.where(visible_TC[:, None, None], size_BTGHC, 0.0).amax((-1, -2)) if k_cmp.shape[1] else torch.zeros_like(lost)
+    size_BTGHC = (
+        torch.einsum("btghd,bcgd->btghc", q_BTGHD, k_cmp.double().abs()) * q.shape[-1] ** -0.5
+    )
+    visible_TC = (
+        torch.arange(k_cmp.shape[1]) * config.cmp_stride + config.cmp_block <= rows[:, None] + 1
+    )
+    size_BTG = (
+        torch.where(visible_TC[:, None, None], size_BTGHC, 0.0).amax((-1, -2))
+        if k_cmp.shape[1]
+        else torch.zeros_like(lost)
+    )
     explained: Tensor = lost <= gained * torch.exp(4 * size_BTG * (2 * u + u * u)) * (1 + NEAR_TIE)
     return explained
 
 
-def _against_chance(exact: Tensor, chosen: Tensor, config: NSAConfig, rows: Tensor, J: int) -> tuple[float | None, float | None]:
-    """(share of the exact unforced blocks that are missed, the most that a search may miss), over the rows where blocks compete.
+def _against_chance(
+    exact: Tensor, chosen: Tensor, config: NSAConfig, rows: Tensor, J: int
+) -> tuple[float | None, float | None]:
+    """(share of the exact unforced blocks that are missed, the most that a search may miss), over
+    the rows where blocks compete.
 
-    Of k blocks drawn without a look from f, of which s are exact, k s / f are hits, with the hypergeometric variance.
+    Of k blocks drawn without a look from f, of which s are exact, k s / f are hits, with the
+    hypergeometric variance.
     """
     forced, candidate = _forced_and_candidates(config, rows, J)
     f = (candidate & ~forced).sum(-1).expand(exact.shape[:3])

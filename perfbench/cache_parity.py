@@ -1,4 +1,5 @@
-"""Proof of steps that go through an NSACache: what decode and chunked prefill give, for the oracle that judges whole sequences.
+"""Proof of steps that go through an NSACache: what decode and chunked prefill give, for the oracle
+that judges whole sequences.
 
 B batch, T tokens, G kv heads, N blocks.
 """
@@ -28,7 +29,9 @@ Pieces = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Through:
-    """``o`` [B, T, HQ, DV] and ``blocks`` int32 [B, T, G, N] of all tokens; ``engaged``: the counters of the calls asked about."""
+    """``o`` [B, T, HQ, DV] and ``blocks`` int32 [B, T, G, N] of all tokens; ``engaged``: the
+    counters of the calls asked about.
+    """
 
     o: Tensor
     blocks: Tensor
@@ -36,7 +39,8 @@ class Through:
 
 
 def pieces_of(chunk: int, rows: Sequence[int], tokens: int) -> list[tuple[int, int]]:
-    """How a proof cuts ``tokens``: with ``chunk`` 1 each of ``rows`` is a call of its own, and what is between is filled in.
+    """How a proof cuts ``tokens``: with ``chunk`` 1 each of ``rows`` is a call of its own, and what
+    is between is filled in.
 
     Else into chunks of that size, or of a third where they would be fewer than three.
     """
@@ -49,18 +53,33 @@ def pieces_of(chunk: int, rows: Sequence[int], tokens: int) -> list[tuple[int, i
 
 @torch.no_grad()
 def attention(
-    model: ModelConfig, t: Tensors, pieces: Pieces, phi: functional.PhiParams, *, path: str, fa2: str, rows: Sequence[int],
+    model: ModelConfig,
+    t: Tensors,
+    pieces: Pieces,
+    phi: functional.PhiParams,
+    *,
+    path: str,
+    fa2: str,
+    rows: Sequence[int],
     stepping: bool = False,
-) -> Through:  # fmt: skip
-    """The attention function of the inputs ``t``, a piece at a time; engagement counted in pieces that hold one of ``rows``.
+) -> Through:
+    """The attention function of the inputs ``t``, a piece at a time; engagement counted in pieces
+    that hold one of ``rows``.
 
-    ``stepping``: a piece of one token is a step of static shapes, on a cache that is turned for it and back.
+    ``stepping``: a piece of one token is a step of static shapes, on a cache that is turned for it
+    and back.
     """
     nsa, q = model.nsa, t["q"]
     cache = NSACache.empty(
-        nsa, q.shape[0], q.shape[1], num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, v_head_dim=model.value_dim,
-        dtype=q.dtype, device=q.device,
-    )  # fmt: skip
+        nsa,
+        q.shape[0],
+        q.shape[1],
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.value_dim,
+        dtype=q.dtype,
+        device=q.device,
+    )
 
     def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
         return functional.compress_kv(k, v, first_block, config=nsa, phi_params=phi)
@@ -68,12 +87,18 @@ def attention(
     outputs, blocks, engaged, judged = [], [], set[str](), set(rows)
     for begin, end in pieces:
         part = slice(begin, end)
-        kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win"))
+        kv_cmp, kv_sel, kv_win = (
+            (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
+        )
         with _turned(cache, stepping and end - begin == 1):
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         asked: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
         k_cmp, v_cmp = view.cmp
-        at: dict[str, Any] = {"q_start": view.q_start, "kv_len": view.sel[0].shape[1], "whole": False}
+        at: dict[str, Any] = {
+            "q_start": view.q_start,
+            "kv_len": view.sel[0].shape[1],
+            "whole": False,
+        }
         blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, **at, **asked))
         with engagement.collect() as counted:
             outputs.append(functional.attend_view(q[:, part], t["gates"][:, part], view, **asked))
@@ -84,7 +109,9 @@ def attention(
 
 @torch.no_grad()
 def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = False) -> Tensor:
-    """The layer's y [B, T, M], a piece at a time through a cache of its own; ``stepping`` as in `attention`."""
+    """The layer's y [B, T, M], a piece at a time through a cache of its own; ``stepping`` as in
+    `attention`.
+    """
     assert isinstance(layer, NSAAttention)
     cache, parts = layer.new_cache(*x_BTM.shape[:2]), []
     for begin, end in pieces:

@@ -1,4 +1,6 @@
-"""What `check` does: measure, judge by the stored baseline, and measure what looks slower again beside the baseline's commit."""
+"""What `check` does: measure, judge by the stored baseline, and measure what looks slower again
+beside the baseline's commit.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,12 @@ if TYPE_CHECKING:
     from perfbench.recheck import Ground
 
 
-def check(path: Path, options: RunOptions, baseline_path: Path | None, strict: bool, confirmed: bool) -> Outcome | None:
-    """None where the matrix skips this machine; ``confirmed`` False leaves what looks slower as WATCH."""
+def check(
+    path: Path, options: RunOptions, baseline_path: Path | None, strict: bool, confirmed: bool
+) -> Outcome | None:
+    """None where the matrix skips this machine; ``confirmed`` False leaves what looks slower as
+    WATCH.
+    """
     began = time.monotonic()
     session.warn_of_baseline(path, baseline_path)
     folder = session.measure(path, options)
@@ -34,7 +40,10 @@ def check(path: Path, options: RunOptions, baseline_path: Path | None, strict: b
 
 
 def _trace_reds(outcome: Outcome, found: Baseline | BaselineProblem) -> None:
-    """Leaves trace.json beside the run; starts nothing where nothing is red. The verdict stands, whatever the machine does."""
+    """Leaves trace.json beside the run; starts nothing where nothing is red.
+
+    The verdict stands, whatever the machine does.
+    """
     from perfbench import nvml, recheck, trace
 
     red = [cell.cell_id for cell in outcome.judgement.of(*trace.RED)]
@@ -43,20 +52,43 @@ def _trace_reds(outcome: Outcome, found: Baseline | BaselineProblem) -> None:
     try:
         matrix = session.matrix_of(outcome.run)
         bases = recheck.base_commits(red, found, session.policy_of(outcome.run))
-        trace.on_red(outcome.judgement, trace.Sides(outcome.run, matrix, _ground(matrix), bases), outcome.folder)
+        trace.on_red(
+            outcome.judgement,
+            trace.Sides(outcome.run, matrix, _ground(matrix), bases),
+            outcome.folder,
+        )
     except (PerfbenchError, nvml.NvmlUnavailable, OSError) as error:
-        session.warn(f"no trace was taken of the red cells, and the verdict stands without: {' '.join(str(error).split())}")
+        session.warn(
+            "no trace was taken of the red cells, and the verdict stands without:"
+            f" {' '.join(str(error).split())}"
+        )
     except KeyboardInterrupt:
-        session.warn("no trace was taken of the red cells, and the verdict stands without: interrupted")
+        session.warn(
+            "no trace was taken of the red cells, and the verdict stands without: interrupted"
+        )
 
 
-def _confirmed(outcome: Outcome, found: Baseline | BaselineProblem, options: RunOptions, left_s: float | None) -> Judgement:
+def _confirmed(
+    outcome: Outcome, found: Baseline | BaselineProblem, options: RunOptions, left_s: float | None
+) -> Judgement:
     from perfbench import recheck, settle
     from perfbench.pair import Task
 
-    run, matrix, policy = outcome.run, session.matrix_of(outcome.run), session.policy_of(outcome.run)
+    run, matrix, policy = (
+        outcome.run,
+        session.matrix_of(outcome.run),
+        session.policy_of(outcome.run),
+    )
     ground = _ground(matrix)
-    task = Task(matrix, [], settle.pairs_for(outcome.judgement, policy), run.manifest.seed, options.argv, run.manifest.injections, left_s)
+    task = Task(
+        matrix,
+        [],
+        settle.pairs_for(outcome.judgement, policy),
+        run.manifest.seed,
+        options.argv,
+        run.manifest.injections,
+        left_s,
+    )
     commits = recheck.base_commits(outcome.judgement.to_confirm, found, policy)
     told = recheck.confirm(run, outcome.folder, commits, task, ground)
     if told.reasons:

@@ -1,7 +1,9 @@
-"""Two versions of the code beside one another: a revision becomes a git worktree, a folder is taken as it is.
+"""Two versions of the code beside one another: a revision becomes a git worktree, a folder is taken
+as it is.
 
-A side is a folder with nothing but a link named `nsa` in it, because only that package may differ: the harness is the
-running one on both sides. The user's own tree is never touched, so it may be dirty.
+A side is a folder with nothing but a link named `nsa` in it, because only that package may differ:
+the harness is the running one on both sides. The user's own tree is never touched, so it may be
+dirty.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ _TIMEOUT_S = 300.0  # a checkout from a cold disk
 
 
 class CannotBuild(PerfbenchError):
-    """This version of the code cannot be measured here: no git, no such commit, or an `nsa` that the harness cannot drive."""
+    """This version of the code cannot be measured here: no git, no such commit, or an `nsa` that
+    the harness cannot drive.
+    """
 
     def __init__(self, message: str) -> None:
         super().__init__(Exit.USAGE, message)
@@ -33,7 +37,9 @@ class CannotBuild(PerfbenchError):
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One version of the code, ready to be imported from ``folder``; ``name`` is what the user called it."""
+    """One version of the code, ready to be imported from ``folder``; ``name`` is what the user
+    called it.
+    """
 
     name: str
     folder: Path
@@ -42,11 +48,15 @@ class Side:
 
 @contextmanager
 def side(text: str, repository: Path) -> Iterator[Side]:
-    """The code that ``text`` names: a folder that holds nsa/ (FOLDER@SHA where git is missing there), or a revision of ``repository``.
+    """The code that ``text`` names: a folder that holds nsa/ (FOLDER@SHA where git is missing
+    there), or a revision of ``repository``.
 
-    A worktree lives until the end of the block, Ctrl-C and errors included; one that a killed process left is removed by the next.
+    A worktree lives until the end of the block, Ctrl-C and errors included; one that a killed
+    process left is removed by the next.
     """
-    folder, _, commit = text.rpartition("@") if _holds_nsa(text.rpartition("@")[0]) else (text, "", "")
+    folder, _, commit = (
+        text.rpartition("@") if _holds_nsa(text.rpartition("@")[0]) else (text, "", "")
+    )
     with ExitStack() as stack:
         home = stack.enter_context(_temporary_folder())
         if _holds_nsa(folder):
@@ -70,7 +80,10 @@ def _holds_nsa(folder: str) -> bool:
 
 def _link(code: Path, home: Path) -> Path:
     if not _holds_nsa(str(code)):
-        raise CannotBuild(f"got {code} without nsa/__init__.py, wanted a version of the code that has the package. Next: take another one")
+        raise CannotBuild(
+            f"got {code} without nsa/__init__.py, wanted a version of the code that has the"
+            " package. Next: take another one"
+        )
     folder = home / "path"
     folder.mkdir()
     (folder / "nsa").symlink_to(code.resolve() / "nsa", target_is_directory=True)
@@ -94,11 +107,23 @@ def _temporary_folder() -> Iterator[Path]:
 def _worktree(revision: str, repository: Path, home: Path) -> Iterator[Path]:
     """The folder that holds nsa/ in a fresh checkout of ``revision``."""
     commit = _commit_of(revision, repository)
-    inside = _git(repository, "rev-parse", "--show-prefix").strip()  # where the package is not at the repository's top
+    inside = _git(
+        repository, "rev-parse", "--show-prefix"
+    ).strip()  # where the package is not at the repository's top
     _remove_left_behind(repository)
     tree = home / "checkout"
     try:
-        _git(repository, "-c", "core.hooksPath=/dev/null", "worktree", "add", "--detach", "--quiet", str(tree), commit)
+        _git(
+            repository,
+            "-c",
+            "core.hooksPath=/dev/null",
+            "worktree",
+            "add",
+            "--detach",
+            "--quiet",
+            str(tree),
+            commit,
+        )
         yield tree / inside
     finally:
         _remove(repository, tree)
@@ -109,17 +134,35 @@ def _commit_of(revision: str, repository: Path) -> str:
     try:
         _git(repository, "rev-parse", "--git-dir")
     except CannotBuild as error:
-        raise CannotBuild(f"got {revision!r}, {wanted}, and {error}. Next: work in a git checkout, or name two folders") from None
+        raise CannotBuild(
+            f"got {revision!r}, {wanted}, and {error}. Next: work in a git checkout, or name two"
+            " folders"
+        ) from None
     try:
-        return _git(repository, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+        return _git(
+            repository,
+            "rev-parse",
+            "--verify",
+            "--quiet",
+            "--end-of-options",
+            f"{revision}^{{commit}}",
+        ).strip()
     except CannotBuild:
         shallow = _git(repository, "rev-parse", "--is-shallow-repository").strip() == "true"
-        step = "this clone is shallow: `git fetch --unshallow`, in CI `fetch-depth: 0`" if shallow else "`git fetch`, or see `git log`"
-        raise CannotBuild(f"got {revision!r}, which {repository} does not have, {wanted}. Next: {step}") from None
+        step = (
+            "this clone is shallow: `git fetch --unshallow`, in CI `fetch-depth: 0`"
+            if shallow
+            else "`git fetch`, or see `git log`"
+        )
+        raise CannotBuild(
+            f"got {revision!r}, which {repository} does not have, {wanted}. Next: {step}"
+        ) from None
 
 
 def _remove_left_behind(repository: Path) -> None:
-    """Worktrees of ours whose process is gone (kill -9): their lock is free, or their folder is not there any more."""
+    """Worktrees of ours whose process is gone (kill -9): their lock is free, or their folder is not
+    there any more.
+    """
     for line in _git(repository, "worktree", "list", "--porcelain").splitlines():
         home = Path(line.removeprefix("worktree ")).parent
         if not line.startswith("worktree ") or not home.name.startswith(PREFIX):
@@ -146,7 +189,9 @@ def _is_abandoned(home: Path) -> bool:
 
 
 def _remove(repository: Path, tree: Path) -> None:
-    """With git's own record of it; twice --force, because an interrupted `worktree add` leaves it locked."""
+    """With git's own record of it; twice --force, because an interrupted `worktree add` leaves it
+    locked.
+    """
     subprocess.run(
         ["git", "-C", str(repository), "worktree", "remove", "--force", "--force", str(tree)],
         capture_output=True,
@@ -162,7 +207,13 @@ def _git(repository: Path, *args: str) -> str:
     command = ["git", "-C", str(repository), *args]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="surrogateescape", timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+            command,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
         )
     except OSError as error:
         raise CannotBuild(f"git cannot be started ({error.strerror})") from error
@@ -170,5 +221,7 @@ def _git(repository: Path, *args: str) -> str:
         raise CannotBuild(f"git {args[0]} took longer than {_TIMEOUT_S:.0f} s") from error
     if done.returncode:
         message = done.stderr.strip().splitlines()
-        raise CannotBuild(f"git says: {message[0] if message else f'exit status {done.returncode}'}")
+        raise CannotBuild(
+            f"git says: {message[0] if message else f'exit status {done.returncode}'}"
+        )
     return done.stdout

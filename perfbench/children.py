@@ -1,7 +1,9 @@
-"""The parent's end of the measuring server (``perfbench.forkserver``): its pipe, and the children it has forked.
+"""The parent's end of the measuring server (``perfbench.forkserver``): its pipe, and the children
+it has forked.
 
-A child has two phases. It prepares (proof, model, first step) and waits; told to go on, it times, and ends with a result.
-So several can prepare side by side, and each still has the machine to itself while it is timed.
+A child has two phases. It prepares (proof, model, first step) and waits; told to go on, it times,
+and ends with a result. So several can prepare side by side, and each still has the machine to
+itself while it is timed.
 """
 
 from __future__ import annotations
@@ -30,17 +32,27 @@ class TimedOut(Exception):
 
 
 class Server:
-    """One server process; it and its children die when its stdin closes, so also when we are killed."""
+    """One server process; it and its children die when its stdin closes, so also when we are
+    killed.
+    """
 
     def __init__(self, command: list[str], folder: Path, cwd: Path | None) -> None:
         self.log = folder / f"server-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, cwd=cwd, start_new_session=True, bufsize=0
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=cwd,
+                start_new_session=True,
+                bufsize=0,
             )
         self._buffer = b""
         self._waiting: set[int] = set()  # children that are prepared
-        self._ended: dict[int, int] = {}  # pid -> status of children whose end nobody has asked for yet
+        self._ended: dict[
+            int, int
+        ] = {}  # pid -> status of children whose end nobody has asked for yet
         self.alive: set[int] = set()
         self.ready = False
 
@@ -79,12 +91,16 @@ class Server:
         return self._ended.pop(pid)
 
     def kill(self, pid: int) -> None:
-        """End a child with all that it started, and wait for its end, without which the server would be out of step."""
+        """End a child with all that it started, and wait for its end, without which the server
+        would be out of step.
+        """
         kill_group(pid)
         try:
             self.await_end(pid, time.monotonic() + ANSWER_TIMEOUT_S)
         except TimedOut:
-            raise ServerDied(f"the measuring server did not answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+            raise ServerDied(
+                f"the measuring server did not answer within {ANSWER_TIMEOUT_S:.0f} s"
+            ) from None
 
     def close(self) -> None:
         """Closing its stdin ends it; after two seconds it is killed."""
@@ -130,7 +146,9 @@ class Server:
         try:
             return self._receive(deadline)
         except TimedOut:
-            raise ServerDied(f"the measuring server did not answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+            raise ServerDied(
+                f"the measuring server did not answer within {ANSWER_TIMEOUT_S:.0f} s"
+            ) from None
 
     def _how_it_ended(self) -> str:
         with suppress(subprocess.TimeoutExpired):
@@ -145,7 +163,11 @@ def describe_exit(status: int | None) -> str:
     if status >= 0:
         return f"exit status {status}"
     name = next((known.name for known in signal.Signals if known == -status), f"signal {-status}")
-    return f"killed by {name}, perhaps out of host memory (`dmesg` says)" if name == "SIGKILL" else f"killed by {name}"
+    return (
+        f"killed by {name}, perhaps out of host memory (`dmesg` says)"
+        if name == "SIGKILL"
+        else f"killed by {name}"
+    )
 
 
 def kill_group(pid: int) -> None:
@@ -165,5 +187,7 @@ def tail(path: Path, lines: int = TAIL_LINES) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    kept = [line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n") if line.strip()][-lines:]
+    kept = [
+        line.rsplit("\r", 1)[-1] for line in text.replace("\r\n", "\n").split("\n") if line.strip()
+    ][-lines:]
     return "\n".join("".join(c for c in line if c.isprintable() or c == "\t") for line in kept)

@@ -1,4 +1,7 @@
-"""The command line. Each command says what it takes and hands over; nothing is imported before it is needed."""
+"""The command line.
+
+Each command says what it takes and hands over; nothing is imported before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,11 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich costs more than the rest of --help together
     pretty_exceptions_enable=False,
 )
-baseline_app = typer.Typer(help="Show or replace a baseline, which is a file in git.", no_args_is_help=True, rich_markup_mode=None)
+baseline_app = typer.Typer(
+    help="Show or replace a baseline, which is a file in git.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 app.add_typer(baseline_app, name="baseline")
 app.command()(tune)
 
@@ -45,7 +52,11 @@ RUNS = Path("reports/runs")
 
 
 @app.callback(invoke_without_command=True)
-def _root(version: Annotated[bool, typer.Option("--version", help="Print the version and leave.")] = False) -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.")
+    ] = False,
+) -> None:
     if version:
         from importlib.metadata import version as installed
 
@@ -57,7 +68,12 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 def plan(
     matrix: opt.MatrixArg,
     only: opt.Only = None,
-    gpu: Annotated[str | None, typer.Option("--gpu", help="Instead of the matrix's target: a100, h100, rtx4090, none, ...")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", help="Instead of the matrix's target: a100, h100, rtx4090, none, ..."
+        ),
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Show what a run would do, and why; needs no GPU."""
@@ -81,7 +97,9 @@ def run(
     """Measure a matrix and write its report."""
     from perfbench import session
 
-    options = session.RunOptions(_argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or [])
+    options = session.RunOptions(
+        _argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or []
+    )
     folder = session.measure(matrix, options)
     _finish(session.judge(folder) if folder else None, as_json)
 
@@ -105,12 +123,19 @@ def check(
     from perfbench import check as checking
     from perfbench import session
 
-    options = session.RunOptions(_argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or [])
+    options = session.RunOptions(
+        _argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or []
+    )
     _finish(checking.check(matrix, options, baseline, strict, confirmed=not no_confirm), as_json)
 
 
 @app.command()
-def gate(run: opt.RunArg, baseline: opt.BaselinePath = None, strict: opt.Strict = False, as_json: opt.Json = False) -> None:
+def gate(
+    run: opt.RunArg,
+    baseline: opt.BaselinePath = None,
+    strict: opt.Strict = False,
+    as_json: opt.Json = False,
+) -> None:
     """Judge a finished run against the baseline."""
     from perfbench import session
 
@@ -135,7 +160,9 @@ def ab(
     """Measure two versions in turns and compare them."""
     from perfbench import session, versions
 
-    options = session.RunOptions(_argv(), only or [], resume, opt.seconds(budget), seed, out, None, inject or [])
+    options = session.RunOptions(
+        _argv(), only or [], resume, opt.seconds(budget), seed, out, None, inject or []
+    )
     _finish(versions.ab(matrix, versions.Versions(rev_a, rev_b, blocks), options, strict), as_json)
 
 
@@ -177,21 +204,37 @@ def trace(
     """Profile one step of one cell, on every side of a run."""
     from perfbench import tracecommand
 
-    text, code = tracecommand.trace(run, cell, out=out, side=side, baseline=baseline, as_json=as_json)
+    text, code = tracecommand.trace(
+        run, cell, out=out, side=side, baseline=baseline, as_json=as_json
+    )
     _say(text)
     raise typer.Exit(code)
 
 
 @app.command()
 def calibrate(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run folders of one matrix and one machine.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Run folders of one matrix and one machine."),
+    ],
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the permutations.")] = 0,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="PATH", help="Where the report goes too: a folder or a .md file.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--out",
+            metavar="PATH",
+            help="Where the report goes too: a folder or a .md file.",
+            show_default=False,
+        ),
     ] = None,
     pairs: Annotated[
         list[Path] | None,
-        typer.Option("--pair", metavar="PAIR", help="A folder of `ab` of one commit with itself, planted or not.", show_default=False),
+        typer.Option(
+            "--pair",
+            metavar="PAIR",
+            help="A folder of `ab` of one commit with itself, planted or not.",
+            show_default=False,
+        ),
     ] = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -205,7 +248,10 @@ def calibrate(
 def report(
     run: opt.TraceArg,
     baseline: opt.BaselinePath = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where to write; the run's folder by default.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Where to write; the run's folder by default."),
+    ] = None,
     as_json: opt.Json = False,
 ) -> None:
     """Write a run's report again, with --baseline compared."""
@@ -215,7 +261,9 @@ def report(
 
 
 @baseline_app.command("show")
-def baseline_show(baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_json: opt.Json = False) -> None:
+def baseline_show(
+    baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_json: opt.Json = False
+) -> None:
     """Print what a baseline file holds."""
     from perfbench import session
 
@@ -225,13 +273,26 @@ def baseline_show(baseline: Annotated[Path, typer.Argument(metavar="PATH")], as_
 @baseline_app.command("promote")
 def baseline_promote(
     run: opt.RunArg,
-    to: Annotated[Path | None, typer.Option("--to", metavar="PATH", help="Default: reports/baselines/<gpu>/<matrix>.json.")] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            "--to", metavar="PATH", help="Default: reports/baselines/<gpu>/<matrix>.json."
+        ),
+    ] = None,
     allow_dirty: Annotated[
-        bool, typer.Option("--allow-dirty", help="Take a run of uncommitted or unproved code; the file records it.")
+        bool,
+        typer.Option(
+            "--allow-dirty", help="Take a run of uncommitted or unproved code; the file records it."
+        ),
     ] = False,
     calibration: Annotated[
         Path | None,
-        typer.Option("--calibration", metavar="FILE", help="calibration.json: the luck between nights of each cell.", show_default=False),
+        typer.Option(
+            "--calibration",
+            metavar="FILE",
+            help="calibration.json: the luck between nights of each cell.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Make a green run the baseline."""
@@ -258,8 +319,12 @@ def doctor(log: opt.DoctorLog = None, gpu: opt.DoctorGpu = None, as_json: opt.Js
     raise typer.Exit(code)
 
 
-def _finish(outcome: Outcome | None, as_json: bool, out: Path | None = None, write: bool = True) -> None:
-    """Print the verdict, write the report, leave with the verdict's exit code; None is a machine that the matrix skips."""
+def _finish(
+    outcome: Outcome | None, as_json: bool, out: Path | None = None, write: bool = True
+) -> None:
+    """Print the verdict, write the report, leave with the verdict's exit code; None is a machine
+    that the matrix skips.
+    """
     if outcome is None:
         raise typer.Exit(Exit.OK)
     from perfbench import github
@@ -268,7 +333,9 @@ def _finish(outcome: Outcome | None, as_json: bool, out: Path | None = None, wri
     _say(outcome.to_json() if as_json else outcome.table())
     for file in files:
         typer.echo(f"perfbench: wrote {file}", err=True)
-    for line in github.announce(outcome.judgement, next((file for file in files if file.name == "report.md"), None)):
+    for line in github.announce(
+        outcome.judgement, next((file for file in files if file.name == "report.md"), None)
+    ):
         typer.echo(line, err=True)  # stdout is data
     raise typer.Exit(outcome.judgement.exit_code)
 
@@ -295,7 +362,9 @@ def invoke(argv: Sequence[str]) -> int:
 
 
 def main() -> int:
-    """The entry point: SIGTERM stops like Ctrl-C but exits 143; a bug exits 1 with its traceback in a file."""
+    """The entry point: SIGTERM stops like Ctrl-C but exits 143; a bug exits 1 with its traceback in
+    a file.
+    """
     terminated = False
 
     def terminate(signum: int, frame: FrameType | None) -> None:
@@ -309,8 +378,18 @@ def main() -> int:
     return 128 + signal.SIGTERM if terminated and code == Exit.INTERRUPTED else code
 
 
-def save_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Python's last stop before exit status 1: the traceback goes to a file, one line says where."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", prefix="perfbench-", suffix=".traceback", delete=False) as file:
+def save_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Python's last stop before exit status 1: the traceback goes to a file, one line says
+    where.
+    """
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", prefix="perfbench-", suffix=".traceback", delete=False
+    ) as file:
         traceback.print_exception(kind, error, trace, file=file)
-    print(f"perfbench: internal error, {kind.__name__}: {error}; please report the traceback in {file.name}", file=sys.stderr)
+    print(
+        f"perfbench: internal error, {kind.__name__}: {error}; please report the traceback in"
+        f" {file.name}",
+        file=sys.stderr,
+    )

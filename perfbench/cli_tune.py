@@ -1,4 +1,7 @@
-"""The command `perfbench tune`: what it takes. Like `cli`, it imports nothing before it is needed."""
+"""The command `perfbench tune`: what it takes.
+
+Like `cli`, it imports nothing before it is needed.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,56 @@ import typer
 from perfbench import cli_options as opt
 
 Stored = Annotated[
-    Path | None, typer.Option("--from", metavar="RUN", help="Decide again from this run of it; measures nothing.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="Decide again from this run of it; measures nothing.",
+        show_default=False,
+    ),
 ]
-Model = Annotated[str | None, typer.Option("--model", help="A preset; m7c_125m by default, tiny for a CPU.", show_default=False)]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="A preset; m7c_125m by default, tiny for a CPU.", show_default=False
+    ),
+]
 Lengths = Annotated[
-    str | None, typer.Option("--lengths", metavar="N,N", help="256 to 8192, doubling, by default: 256,512,...", show_default=False)
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="N,N",
+        help="256 to 8192, doubling, by default: 256,512,...",
+        show_default=False,
+    ),
 ]
 Processes = Annotated[
-    int | None, typer.Option("--processes", min=2, metavar="N", help="Fresh ones of each cell; 3 by default.", show_default=False)
+    int | None,
+    typer.Option(
+        "--processes",
+        min=2,
+        metavar="N",
+        help="Fresh ones of each cell; 3 by default.",
+        show_default=False,
+    ),
 ]
 Budget = Annotated[
-    str | None, typer.Option("--budget", metavar="TIME", help="Start no replicate after this time; 5m by default.", show_default=False)
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="TIME",
+        help="Start no replicate after this time; 5m by default.",
+        show_default=False,
+    ),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Where the run's folder is made; reports/runs by default.", show_default=False)
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Where the run's folder is made; reports/runs by default.",
+        show_default=False,
+    ),
 ]
 
 
@@ -45,12 +84,21 @@ def tune(
     from perfbench import tune as tuning
 
     if stored is not None:
-        given = {"model": model, "lengths": lengths, "processes": processes, "resume": resume, "budget": budget, "seed": seed}
+        given = {
+            "model": model,
+            "lengths": lengths,
+            "processes": processes,
+            "resume": resume,
+            "budget": budget,
+            "seed": seed,
+        }
         tuning.refuse_measuring_options({**given, "source-commit": source_commit})
         text, code = tuning.tell(stored, out, as_json)
     else:
         argv, budget_s = ["perfbench", *sys.argv[1:]], opt.seconds(budget or tuning.DEFAULT_BUDGET)
-        options = session.RunOptions(argv, [], resume, budget_s, seed, out or tuning.DEFAULT_OUT, source_commit)
+        options = session.RunOptions(
+            argv, [], resume, budget_s, seed, out or tuning.DEFAULT_OUT, source_commit
+        )
         text, code = tuning.tune(tuning.TuneOptions(model, lengths, processes), options, as_json)
     typer.echo(text.rstrip("\n"))
     raise typer.Exit(code)

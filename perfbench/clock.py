@@ -1,4 +1,7 @@
-"""Clocks: the seam between a measurement and time. CUDA work is timed by events on its own stream."""
+"""Clocks: the seam between a measurement and time.
+
+CUDA work is timed by events on its own stream.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ class Clock(Protocol):
         """Monotonic seconds."""
         ...
 
-    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
+    def time_steps(
+        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
+    ) -> float:
         """Seconds that ``steps`` calls of ``step`` take, their device work included.
 
         ``between`` runs before each step and is not in those seconds.
@@ -26,7 +31,9 @@ class PerfCounterClock:
     def now(self) -> float:
         return time.perf_counter()
 
-    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
+    def time_steps(
+        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
+    ) -> float:
         _check(steps)
         if between is not None:
             return sum(self._one(step, between) for _ in range(steps))
@@ -43,12 +50,16 @@ class PerfCounterClock:
 
 
 class CudaEventClock:
-    """Events on the current stream, around all steps or around each, read only after the last has completed."""
+    """Events on the current stream, around all steps or around each, read only after the last has
+    completed.
+    """
 
     def now(self) -> float:
         return time.perf_counter()
 
-    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
+    def time_steps(
+        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
+    ) -> float:
         import torch
 
         _check(steps)
@@ -63,12 +74,16 @@ class CudaEventClock:
             for _ in range(per_pair):
                 step()
             end.record()
-        events[-1][1].synchronize()  # an event read before it completed gives an error, or an old time
+        events[-1][
+            1
+        ].synchronize()  # an event read before it completed gives an error, or an old time
         return sum(float(begin.elapsed_time(end)) for begin, end in events) / 1e3
 
 
 class FakeClock:
-    """Time that passes only when a step runs: ``step_s`` seconds each, or one value of the iterator each."""
+    """Time that passes only when a step runs: ``step_s`` seconds each, or one value of the iterator
+    each.
+    """
 
     def __init__(self, step_s: float | Iterator[float] = 0.01) -> None:
         self._step_s = step_s
@@ -80,7 +95,9 @@ class FakeClock:
     def advance(self, seconds: float) -> None:
         self._now += seconds
 
-    def time_steps(self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None) -> float:
+    def time_steps(
+        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
+    ) -> float:
         _check(steps)
         begin, aside = self._now, 0.0
         for _ in range(steps):
@@ -89,7 +106,9 @@ class FakeClock:
                 between()
                 aside += self._now - before
             step()
-            self._now += self._step_s if isinstance(self._step_s, float | int) else next(self._step_s)
+            self._now += (
+                self._step_s if isinstance(self._step_s, float | int) else next(self._step_s)
+            )
         return self._now - begin - aside
 
 

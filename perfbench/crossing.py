@@ -1,8 +1,12 @@
-"""From which length one implementation is proved faster than another: the rule of `perfbench tune`. Pure arithmetic.
+"""From which length one implementation is proved faster than another: the rule of `perfbench tune`.
 
-The rule. At one length A is proved faster than B when the median of B's processes is above the median of A's by more than the
-margin: `MARGIN_PCT`, or the spread of either side's processes (slowest over fastest) where that is wider. Each side needs
-`MIN_PROCESSES` processes; with fewer, nothing tells its noise. A tie is no proof, so it leaves things as they are.
+Pure arithmetic.
+
+The rule. At one length A is proved faster than B when the median of B's processes is above the
+median of A's by more than the margin: `MARGIN_PCT`, or the spread of either side's processes
+(slowest over fastest) where that is wider. Each side needs
+`MIN_PROCESSES` processes; with fewer, nothing tells its noise. A tie is no proof, so it leaves
+things as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-MARGIN_PCT = 3.0  # three times the largest sd between processes of one GPU-bound cell on an idle H100 (1.0 %)
+# three times the largest sd between processes of one GPU-bound cell on an idle H100 (1.0 %)
+MARGIN_PCT = 3.0
 MIN_PROCESSES = 2
 Times = Sequence[float]  # one for each process, in any unit
 
@@ -42,12 +47,16 @@ def proved_faster(times_a: Times, times_b: Times) -> bool:
     return gain_pct(times_a, times_b) > margin_pct(times_a, times_b)
 
 
-def crossing(lengths: Sequence[int], times_a: Sequence[Times | None], times_b: Sequence[Times | None]) -> int | None:
-    """The shortest of ``lengths`` from which A is proved faster at it and at every longer one; None where there is none.
+def crossing(
+    lengths: Sequence[int], times_a: Sequence[Times | None], times_b: Sequence[Times | None]
+) -> int | None:
+    """The shortest of ``lengths`` from which A is proved faster at it and at every longer one; None
+    where there is none.
 
-    ``times_a[i]`` and ``times_b[i]`` are the processes' times at ``lengths[i]``; None, or too few, where they are not known. An A
-    that is not known proves nothing: the crossing is beyond that length. A B that is not known neither proves nor refutes (it may
-    not fit there): that length is passed over, and is never the crossing itself. ValueError: lengths that do not ascend, lists
+    ``times_a[i]`` and ``times_b[i]`` are the processes' times at ``lengths[i]``; None, or too few,
+    where they are not known. An A that is not known proves nothing: the crossing is beyond that
+    length. A B that is not known neither proves nor refutes (it may not fit there): that length is
+    passed over, and is never the crossing itself. ValueError: lengths that do not ascend, lists
     that are not as long, or a time that is not a positive number.
     """
     _check(lengths, times_a, times_b)
@@ -63,13 +72,21 @@ def crossing(lengths: Sequence[int], times_a: Sequence[Times | None], times_b: S
     return found
 
 
-def _check(lengths: Sequence[int], times_a: Sequence[Times | None], times_b: Sequence[Times | None]) -> None:
+def _check(
+    lengths: Sequence[int], times_a: Sequence[Times | None], times_b: Sequence[Times | None]
+) -> None:
     if not len(lengths) == len(times_a) == len(times_b):
         raise ValueError(
-            f"got {len(lengths)} lengths with {len(times_a)} and {len(times_b)} times, wanted as many of each; pass None for a gap"
+            f"got {len(lengths)} lengths with {len(times_a)} and {len(times_b)} times, wanted as"
+            " many of each; pass None for a gap"
         )
     if any(longer <= shorter for shorter, longer in pairwise(lengths)):
-        raise ValueError(f"got lengths {list(lengths)}, wanted ascending ones, each once; sort them with their times")
+        raise ValueError(
+            f"got lengths {list(lengths)}, wanted ascending ones, each once; sort them with their"
+            " times"
+        )
     for time in (time for side in (times_a, times_b) for times in side for time in times or ()):
         if not (math.isfinite(time) and time > 0):
-            raise ValueError(f"got a time of {time!r}, wanted a positive number; leave out what was not measured")
+            raise ValueError(
+                f"got a time of {time!r}, wanted a positive number; leave out what was not measured"
+            )

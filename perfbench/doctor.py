@@ -1,6 +1,8 @@
-"""What a run would find on this machine, and what is wrong with one that was made: a line each, with what to do.
+"""What a run would find on this machine, and what is wrong with one that was made: a line each,
+with what to do.
 
-Needs no GPU and imports no torch. `doctor_gpu` asks the driver, `doctor_software` the installation, `doctor_log` a run or a log.
+Needs no GPU and imports no torch. `doctor_gpu` asks the driver, `doctor_software` the installation,
+`doctor_log` a run or a log.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ def diagnose(
     module: Any | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> list[Line]:
-    """Every line, in the order in which a fault hides the next one; with ``log`` those of that run folder, run file or text first.
+    """Every line, in the order in which a fault hides the next one; with ``log`` those of that run
+    folder, run file or text first.
 
-    ``gpu`` is looked at in place of what CUDA_VISIBLE_DEVICES names, and spelled like it; ``module`` stands in for pynvml,
+    ``gpu`` is looked at in place of what CUDA_VISIBLE_DEVICES names, and spelled like it;
+    ``module`` stands in for pynvml,
     ``environ`` for the process's environment. PerfbenchError(USAGE) where ``log`` cannot be read.
     """
     order = environment.variable("CUDA_DEVICE_ORDER", environ)
-    source, listed = ("--gpu", gpu) if gpu is not None else (VISIBLE, environment.variable(VISIBLE, environ))
+    source, listed = (
+        ("--gpu", gpu) if gpu is not None else (VISIBLE, environment.variable(VISIBLE, environ))
+    )
     sight = doctor_gpu.look(source, listed, order, module)
     return [
         *([] if log is None else doctor_log.lines(log)),
         *doctor_gpu.lines(sight, module),
-        *doctor_software.lines(root, has_gpu=sight.gpu is not None, driver_cuda=sight.driver_cuda, environ=environ),
+        *doctor_software.lines(
+            root, has_gpu=sight.gpu is not None, driver_cuda=sight.driver_cuda, environ=environ
+        ),
     ]

@@ -1,4 +1,6 @@
-"""What the doctor asks of the driver: NVML, the GPU that CUDA will see, and the state that it is in."""
+"""What the doctor asks of the driver: NVML, the GPU that CUDA will see, and the state that it is
+in.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,30 @@ from perfbench.findings import Level, Line
 from perfbench.gpu import GpuHandle
 from perfbench.telemetry import THROTTLING, reason_names
 
-ABSENT = (9, 12)  # no driver at all: a machine without a GPU, which is no fault; a driver that cannot be asked is one
+ABSENT = (
+    9,
+    12,
+    # no driver at all: a machine without a GPU, which is no fault; a driver that cannot be asked is
+    # one
+)
 _UNCORRECTED, _VOLATILE = 1, 0  # NVML's enums: errors since the driver was loaded
-_STATE = ("MIG", "other processes", "persistence mode", "clocks", "clock events", "ECC", "power limit")
+_STATE = (
+    "MIG",
+    "other processes",
+    "persistence mode",
+    "clocks",
+    "clock events",
+    "ECC",
+    "power limit",
+)
 _LEAST_LIMIT = 0.99  # of the default power limit
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """What NVML answered: the GPUs that CUDA will see under ``listed`` and ``order``, or why there is none."""
+    """What NVML answered: the GPUs that CUDA will see under ``listed`` and ``order``, or why there
+    is none.
+    """
 
     source: str  # 'CUDA_VISIBLE_DEVICES', or what stands in for it
     listed: str | None
@@ -48,7 +65,18 @@ def look(source: str, listed: str | None, order: str | None, module: Any | None 
     except nvml.NvmlUnavailable as error:
         return Sight(source, listed, order, visible, reason, unavailable=error)
     cuda = (newest // 1000, newest % 1000 // 10) if newest else None
-    return Sight(source, listed, order, visible, reason, None, nvml.text(driver or ""), no_driver, cuda, count)
+    return Sight(
+        source,
+        listed,
+        order,
+        visible,
+        reason,
+        None,
+        nvml.text(driver or ""),
+        no_driver,
+        cuda,
+        count,
+    )
 
 
 def lines(sight: Sight, module: Any | None = None) -> Iterator[Line]:
@@ -77,9 +105,16 @@ def _nvml_lines(sight: Sight) -> Iterator[Line]:
         return
     yield Line(Level.GOOD, "NVML", "answers")
     if sight.no_driver:
-        yield Line(Level.BAD, "driver", sight.no_driver, "the driver does not tell its version: reinstall it")
+        yield Line(
+            Level.BAD,
+            "driver",
+            sight.no_driver,
+            "the driver does not tell its version: reinstall it",
+        )
         return
-    cuda = f", CUDA up to {sight.driver_cuda[0]}.{sight.driver_cuda[1]}" if sight.driver_cuda else ""
+    cuda = (
+        f", CUDA up to {sight.driver_cuda[0]}.{sight.driver_cuda[1]}" if sight.driver_cuda else ""
+    )
     yield Line(Level.GOOD, "driver", f"{sight.driver}{cuda}")
 
 
@@ -90,7 +125,9 @@ def _gpu_line(sight: Sight) -> Line:
         return Line(Level.INFO, "GPU", f"none{why}", "only matrices with `gpu: none` can run here")
     beside = f", first of {len(sight.visible)} visible" if len(sight.visible) > 1 else ""
     where = f"NVML index {found.index}, UUID {found.uuid[:12]}..."
-    return Line(Level.GOOD, "GPU", f"{found.name} ({where}{beside}), reports/baselines/{found.slug}")
+    return Line(
+        Level.GOOD, "GPU", f"{found.name} ({where}{beside}), reports/baselines/{found.slug}"
+    )
 
 
 def _visible_line(sight: Sight) -> Line:
@@ -99,7 +136,10 @@ def _visible_line(sight: Sight) -> Line:
     order = sight.order or "FASTEST_FIRST (default)"
     value = f"{'unset: every GPU' if listed is None else repr(listed)}, order {order}"
     if listed is not None and (not listed.strip() or listed.strip().startswith("-")):
-        meant = f"it hides every GPU{f' of {sight.count}' if sight.count else ''}: unset it, unless a CPU is meant to be measured"
+        meant = (
+            f"it hides every GPU{f' of {sight.count}' if sight.count else ''}: unset it, unless a"
+            " CPU is meant to be measured"
+        )
         return Line(Level.WARN if sight.count else Level.INFO, what, value, meant)
     if sight.unavailable or not sight.count:
         return Line(Level.INFO, what, f"{value}; there is no GPU to compare it with")
@@ -107,7 +147,10 @@ def _visible_line(sight: Sight) -> Line:
         return Line(Level.BAD, what, value, sight.reason)
     named = 0 if listed is None else len(listed.split(","))
     if named > len(sight.visible):
-        advice = f"CUDA stops at the first entry that it does not know, and shows {len(sight.visible)} of the {named} named"
+        advice = (
+            f"CUDA stops at the first entry that it does not know, and shows {len(sight.visible)}"
+            f" of the {named} named"
+        )
         return Line(Level.WARN, what, value, f"{advice}; `nvidia-smi -L` lists what there is")
     return Line(Level.GOOD, what, value)
 
@@ -123,18 +166,34 @@ def _state_lines(found: GpuHandle, opened: Any, handle: Any, module: Any | None)
 
 def _mig_line(found: GpuHandle, opened: Any, handle: Any) -> Line:
     if found.uuid.startswith("MIG-"):
-        advice = "NVML gives no utilisation, and clocks and power are the whole card's: compare such numbers with the same slice only"
+        advice = (
+            "NVML gives no utilisation, and clocks and power are the whole card's: compare such"
+            " numbers with the same slice only"
+        )
         return Line(Level.INFO, "MIG", "this is a slice of a card", advice)
     mode, missing = nvml.query(opened, "nvmlDeviceGetMigMode", handle)
     if missing:
-        return Line(Level.INFO, "MIG", missing, "this card has no MIG" if missing == nvml.error_name(3) else "")
+        return Line(
+            Level.INFO,
+            "MIG",
+            missing,
+            "this card has no MIG" if missing == nvml.error_name(3) else "",
+        )
     current, pending = mode
     if current:
         return Line(
-            Level.BAD, "MIG", "on, without a slice", "CUDA can use no part of the card: `nvidia-smi mig -cgi`, or `nvidia-smi -mig 0`"
+            Level.BAD,
+            "MIG",
+            "on, without a slice",
+            "CUDA can use no part of the card: `nvidia-smi mig -cgi`, or `nvidia-smi -mig 0`",
         )
     if pending:
-        return Line(Level.WARN, "MIG", "off, and on after the next reset of the card", "`sudo nvidia-smi -mig 0` takes it back")
+        return Line(
+            Level.WARN,
+            "MIG",
+            "off, and on after the next reset of the card",
+            "`sudo nvidia-smi -mig 0` takes it back",
+        )
     return Line(Level.GOOD, "MIG", "off")
 
 
@@ -142,7 +201,10 @@ def _company_line(found: GpuHandle, module: Any | None) -> Line:
     others, missing = gpu.busy_processes(found.uuid, module)
     if missing:
         return Line(
-            Level.INFO, "other processes", missing, "company would go unseen: see that nothing else runs, or look outside the container"
+            Level.INFO,
+            "other processes",
+            missing,
+            "company would go unseen: see that nothing else runs, or look outside the container",
         )
     if not others:
         return Line(Level.GOOD, "other processes", "none")
@@ -156,66 +218,133 @@ def _persistence_line(opened: Any, handle: Any) -> Line:
         return Line(Level.INFO, "persistence mode", missing)
     if mode:
         return Line(Level.GOOD, "persistence mode", "on")
-    return Line(Level.WARN, "persistence mode", "off", "the driver starts anew for each process: `sudo nvidia-smi -pm 1`")
+    return Line(
+        Level.WARN,
+        "persistence mode",
+        "off",
+        "the driver starts anew for each process: `sudo nvidia-smi -pm 1`",
+    )
 
 
 def _clock_lines(opened: Any, handle: Any) -> Iterator[Line]:
-    """Clocks against their highest, then why they are lower. NVML tells no one whether clocks are locked; the noise does."""
+    """Clocks against their highest, then why they are lower.
+
+    NVML tells no one whether clocks are locked; the noise does.
+    """
     sm, memory = getattr(opened, "NVML_CLOCK_SM", 1), getattr(opened, "NVML_CLOCK_MEM", 2)
     now, missing = nvml.query(opened, "nvmlDeviceGetClockInfo", handle, sm)
     highest, no_highest = nvml.query(opened, "nvmlDeviceGetMaxClockInfo", handle, sm)
     memory_mhz, no_memory = nvml.query(opened, "nvmlDeviceGetClockInfo", handle, memory)
-    value = f"SM {missing or now} of {no_highest or highest} MHz, memory {no_memory or memory_mhz} MHz"
+    value = (
+        f"SM {missing or now} of {no_highest or highest} MHz, memory {no_memory or memory_mhz} MHz"
+    )
     application, no_application = nvml.query(opened, "nvmlDeviceGetApplicationsClock", handle, sm)
     default, no_default = nvml.query(opened, "nvmlDeviceGetDefaultApplicationsClock", handle, sm)
     if not (no_application or no_default) and application != default:
-        held = f"somebody set it (default {default} MHz), and work runs at it: `sudo nvidia-smi -rac` takes it back"
+        held = (
+            f"somebody set it (default {default} MHz), and work runs at it: `sudo nvidia-smi -rac`"
+            " takes it back"
+        )
         yield Line(Level.WARN, "clocks", f"{value}, application clock {application} MHz", held)
     else:
-        unlocked = "NVML cannot say whether they are locked; `sudo nvidia-smi -lgc MHZ` locks them, and numbers repeat better"
+        unlocked = (
+            "NVML cannot say whether they are locked; `sudo nvidia-smi -lgc MHZ` locks them, and"
+            " numbers repeat better"
+        )
         yield Line(Level.INFO, "clocks", value, "" if missing else unlocked)
     newer = "nvmlDeviceGetCurrentClocksEventReasons"
-    bits, missing = nvml.query(opened, newer if hasattr(opened, newer) else "nvmlDeviceGetCurrentClocksThrottleReasons", handle)
-    yield Line(Level.INFO, "clock events", missing) if missing else _events_line(reason_names(int(bits)))
+    bits, missing = nvml.query(
+        opened,
+        newer if hasattr(opened, newer) else "nvmlDeviceGetCurrentClocksThrottleReasons",
+        handle,
+    )
+    yield (
+        Line(Level.INFO, "clock events", missing)
+        if missing
+        else _events_line(reason_names(int(bits)))
+    )
 
 
 def _events_line(reasons: list[str]) -> Line:
     listed = ", ".join(reasons) or "none"
     if hot := sorted(THROTTLING & set(reasons)):
-        advice = f"the card slows itself down ({', '.join(hot)}), and a run would be UNSTABLE or ENV: see to cooling and the power supply"
+        advice = (
+            f"the card slows itself down ({', '.join(hot)}), and a run would be UNSTABLE or ENV:"
+            " see to cooling and the power supply"
+        )
         return Line(Level.BAD, "clock events", listed, advice)
     if "sw_power_cap" in reasons:
-        return Line(Level.WARN, "clock events", listed, "the power limit holds the clocks down: see the power limit below, and other load")
+        return Line(
+            Level.WARN,
+            "clock events",
+            listed,
+            "the power limit holds the clocks down: see the power limit below, and other load",
+        )
     return Line(Level.GOOD, "clock events", listed)
 
 
 def _ecc_line(opened: Any, handle: Any) -> Line:
     mode, missing = nvml.query(opened, "nvmlDeviceGetEccMode", handle)
     if missing:
-        return Line(Level.INFO, "ECC", missing, "this card has none" if missing == nvml.error_name(3) else "")
+        return Line(
+            Level.INFO,
+            "ECC",
+            missing,
+            "this card has none" if missing == nvml.error_name(3) else "",
+        )
     current, pending = mode
-    change = "" if bool(current) == bool(pending) else f", {'on' if pending else 'off'} after the next reboot"
+    change = (
+        ""
+        if bool(current) == bool(pending)
+        else f", {'on' if pending else 'off'} after the next reboot"
+    )
     if not current:
         return Line(
-            Level.WARN if change else Level.INFO, "ECC", f"off{change}", "memory is faster without it: compare with runs without it only"
+            Level.WARN if change else Level.INFO,
+            "ECC",
+            f"off{change}",
+            "memory is faster without it: compare with runs without it only",
         )
-    errors, unknown = nvml.query(opened, "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE)
-    value = (
-        f"on{change}, {f'uncorrected errors not known ({unknown})' if unknown else f'{errors} uncorrected errors since the driver started'}"
+    errors, unknown = nvml.query(
+        opened, "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE
     )
+    counted = (
+        f"uncorrected errors not known ({unknown})"
+        if unknown
+        else f"{errors} uncorrected errors since the driver started"
+    )
+    value = f"on{change}, {counted}"
     if errors:
         return Line(
-            Level.BAD, "ECC", value, "memory is failing and results may be wrong: reset the card, and have it exchanged if they return"
+            Level.BAD,
+            "ECC",
+            value,
+            "memory is failing and results may be wrong: reset the card, and have it exchanged if"
+            " they return",
         )
-    return Line(Level.WARN if change else Level.GOOD, "ECC", value, "speeds before and after that reboot differ" if change else "")
+    return Line(
+        Level.WARN if change else Level.GOOD,
+        "ECC",
+        value,
+        "speeds before and after that reboot differ" if change else "",
+    )
 
 
 def _power_line(opened: Any, handle: Any) -> Line:
     limit_mw, missing = nvml.query(opened, "nvmlDeviceGetPowerManagementLimit", handle)
     default_mw, no_default = nvml.query(opened, "nvmlDeviceGetPowerManagementDefaultLimit", handle)
     if missing or no_default:
-        return Line(Level.INFO, "power limit", missing or f"{limit_mw / 1e3:.0f} W, its default is not known ({no_default})")
+        return Line(
+            Level.INFO,
+            "power limit",
+            missing or f"{limit_mw / 1e3:.0f} W, its default is not known ({no_default})",
+        )
     value = f"{limit_mw / 1e3:.0f} W, default {default_mw / 1e3:.0f} W"
     if limit_mw < _LEAST_LIMIT * default_mw:
-        return Line(Level.WARN, "power limit", value, f"heavy work runs at lower clocks: `sudo nvidia-smi -pl {default_mw / 1e3:.0f}`")
+        return Line(
+            Level.WARN,
+            "power limit",
+            value,
+            f"heavy work runs at lower clocks: `sudo nvidia-smi -pl {default_mw / 1e3:.0f}`",
+        )
     return Line(Level.GOOD, "power limit", value)

@@ -1,4 +1,7 @@
-"""Where a run is made, and the only os.environ of perfbench. Imports no torch and touches no CUDA."""
+"""Where a run is made, and the only os.environ of perfbench.
+
+Imports no torch and touches no CUDA.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,51 @@ from typing import Any, Protocol
 
 from perfbench import gpu as _gpu
 from perfbench import nvml
-from perfbench.gpu import GpuHandle, GpuProcess, busy_processes, gpu_lock, refuse_busy, slug, used_memory, uuid_sha256
+from perfbench.gpu import (
+    GpuHandle,
+    GpuProcess,
+    busy_processes,
+    gpu_lock,
+    refuse_busy,
+    slug,
+    used_memory,
+    uuid_sha256,
+)
 from perfbench.result import Environment
 from perfbench.source import source
 from perfbench.verdict import Exit, PerfbenchError
 
 __all__ = [
-    "GpuHandle", "GpuProcess", "TargetFit", "busy_processes", "check_target", "collect", "cpu_name", "give", "gpu_lock", "in_ci",
-    "no_color", "nsa_settings", "refuse_busy", "slug", "source", "step_summary", "torch_cuda", "used_memory", "uuid_sha256", "variable",
-    "version", "visible_gpu", "visible_gpus",
-]  # fmt: skip
+    "GpuHandle",
+    "GpuProcess",
+    "TargetFit",
+    "busy_processes",
+    "check_target",
+    "collect",
+    "cpu_name",
+    "give",
+    "gpu_lock",
+    "in_ci",
+    "no_color",
+    "nsa_settings",
+    "refuse_busy",
+    "slug",
+    "source",
+    "step_summary",
+    "torch_cuda",
+    "used_memory",
+    "uuid_sha256",
+    "variable",
+    "version",
+    "visible_gpu",
+    "visible_gpus",
+]
 
 
 def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and only here."""
+    """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and
+    only here.
+    """
     return (os.environ if environ is None else environ).get(name)
 
 
@@ -50,12 +84,18 @@ def step_summary(environ: Mapping[str, str] | None = None) -> Path | None:
     return Path(path) if path else None
 
 
-def visible_gpus(*, module: Any | None = None, environ: Mapping[str, str] | None = None) -> tuple[list[GpuHandle], str]:
+def visible_gpus(
+    *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[list[GpuHandle], str]:
     """GPUs in the order in which CUDA numbers them, or ([], reason)."""
-    return _gpu.visible(variable("CUDA_VISIBLE_DEVICES", environ), variable("CUDA_DEVICE_ORDER", environ), module)
+    return _gpu.visible(
+        variable("CUDA_VISIBLE_DEVICES", environ), variable("CUDA_DEVICE_ORDER", environ), module
+    )
 
 
-def visible_gpu(*, module: Any | None = None, environ: Mapping[str, str] | None = None) -> tuple[GpuHandle | None, str]:
+def visible_gpu(
+    *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[GpuHandle | None, str]:
     """The GPU that torch will call cuda:0, or (None, reason)."""
     gpus, reason = visible_gpus(module=module, environ=environ)
     return (gpus[0], "") if gpus else (None, reason)
@@ -69,17 +109,29 @@ def version(distribution: str) -> str | None:
 
 
 def torch_cuda() -> str | None:
-    """The CUDA version that the installed torch was built for; read from its version.py, because importing it takes seconds."""
+    """The CUDA version that the installed torch was built for; read from its version.py, because
+    importing it takes seconds.
+    """
     try:
         file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
         tree = ast.parse(Path(str(file)).read_text(encoding="utf-8"))
     except (importlib.metadata.PackageNotFoundError, OSError, SyntaxError, UnicodeDecodeError):
         return None
     for node in tree.body:
-        targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
+        targets = (
+            [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else node.targets
+            if isinstance(node, ast.Assign)
+            else []
+        )
         if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
             value = node.value  # type: ignore[attr-defined]  # only assignments have targets
-            return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+            return (
+                value.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str)
+                else None
+            )
     return None
 
 
@@ -89,7 +141,12 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     except OSError:
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next((name for name in names if name), None) or platform.processor() or platform.machine() or "unknown CPU"
+    return (
+        next((name for name in names if name), None)
+        or platform.processor()
+        or platform.machine()
+        or "unknown CPU"
+    )
 
 
 def cpu_count() -> int:
@@ -107,8 +164,12 @@ def nsa_settings() -> dict[str, str]:
         raise PerfbenchError(Exit.USAGE, str(error)) from None
 
 
-def collect(device: str, *, module: Any | None = None, environ: Mapping[str, str] | None = None) -> Environment:
-    """Describe this machine for a run on ``device`` ('cpu' or 'cuda'); ENVIRONMENT where CUDA would find no GPU."""
+def collect(
+    device: str, *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> Environment:
+    """Describe this machine for a run on ``device`` ('cpu' or 'cuda'); ENVIRONMENT where CUDA would
+    find no GPU.
+    """
     from nsa.capability import fa2_provider, torch_version
 
     here: dict[str, Any] = {
@@ -123,10 +184,20 @@ def collect(device: str, *, module: Any | None = None, environ: Mapping[str, str
     }
     if not device.startswith("cuda"):
         nothing: dict[str, Any] = dict.fromkeys(("gpu_uuid_sha256", "driver", "cuda"))
-        return Environment(gpu_slug="cpu", device_name=here["cpu_name"], clock_policy=_cpu_clock_policy(), **nothing, **here)
+        return Environment(
+            gpu_slug="cpu",
+            device_name=here["cpu_name"],
+            clock_policy=_cpu_clock_policy(),
+            **nothing,
+            **here,
+        )
     gpu, reason = visible_gpu(module=module, environ=environ)
     if gpu is None:
-        raise PerfbenchError(Exit.ENVIRONMENT, f"no GPU to measure on: {reason}. Next: `perfbench doctor`, or a matrix with `gpu: none`")
+        raise PerfbenchError(
+            Exit.ENVIRONMENT,
+            f"no GPU to measure on: {reason}. Next: `perfbench doctor`, or a matrix with `gpu:"
+            " none`",
+        )
     with nvml.session(module) as opened:
         driver, _ = nvml.query(opened, "nvmlSystemGetDriverVersion")
         policy = _gpu_clock_policy(opened, gpu.uuid)
@@ -141,7 +212,9 @@ def collect(device: str, *, module: Any | None = None, environ: Mapping[str, str
     )
 
 
-def _cpu_clock_policy(governor: Path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")) -> str:
+def _cpu_clock_policy(
+    governor: Path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+) -> str:
     try:
         return f"governor {governor.read_text(encoding='ascii').strip()}"
     except (OSError, UnicodeDecodeError):
@@ -149,7 +222,9 @@ def _cpu_clock_policy(governor: Path = Path("/sys/devices/system/cpu/cpu0/cpufre
 
 
 def _gpu_clock_policy(module: Any, uuid: str) -> str:
-    """NVML cannot say whether clocks are locked; the limits and persistence are what can be known."""
+    """NVML cannot say whether clocks are locked; the limits and persistence are what can be
+    known.
+    """
     handle, missing = nvml.query(module, "nvmlDeviceGetHandleByUUID", uuid)
     if missing:
         return f"unknown ({missing})"
@@ -178,7 +253,9 @@ class TargetLike(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TargetFit:
-    """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs or cannot be known."""
+    """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs
+    or cannot be known.
+    """
 
     device: str  # 'cpu' or 'cuda'
     gpu: GpuHandle | None
@@ -186,11 +263,13 @@ class TargetFit:
     skip: bool = False
 
 
-def check_target(target: TargetLike, *, module: Any | None = None, environ: Mapping[str, str] | None = None) -> TargetFit:
+def check_target(
+    target: TargetLike, *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> TargetFit:
     """Compare the machine with the matrix's target.
 
-    ENVIRONMENT where it differs and `on_mismatch` is refuse, and under `warn` too where there is no GPU at all:
-    nothing could be measured.
+    ENVIRONMENT where it differs and `on_mismatch` is refuse, and under `warn` too where there is no
+    GPU at all: nothing could be measured.
     """
     if target.gpu.lower() in ("none", "cpu"):
         return TargetFit("cpu", None)
@@ -199,16 +278,26 @@ def check_target(target: TargetLike, *, module: Any | None = None, environ: Mapp
     if not gpus:
         problem = f"got no GPU ({reason}), and the matrix wants {wanted}"
     elif not all(_gpu.matches(target.gpu, gpu.name) for gpu in gpus[: target.count]):
-        problem = f"got {', '.join(gpu.name for gpu in gpus[: target.count])}, and the matrix wants {wanted}"
+        problem = (
+            f"got {', '.join(gpu.name for gpu in gpus[: target.count])}, and the matrix wants"
+            f" {wanted}"
+        )
     elif len(gpus) < target.count:
         problem = f"got {len(gpus)} x {gpus[0].name}, and the matrix wants {wanted}"
     else:
         return TargetFit("cuda", gpus[0], _gpu.blindness(gpus[0], module))
     if target.on_mismatch == "skip":
-        return TargetFit("cuda", gpus[0] if gpus else None, f"nothing measured: {problem} (on_mismatch: skip)", skip=True)
+        return TargetFit(
+            "cuda",
+            gpus[0] if gpus else None,
+            f"nothing measured: {problem} (on_mismatch: skip)",
+            skip=True,
+        )
     if target.on_mismatch == "warn" and gpus:
         warnings = [f"{problem} (on_mismatch: warn)", _gpu.blindness(gpus[0], module)]
         return TargetFit("cuda", gpus[0], "; ".join(filter(None, warnings)))
     raise PerfbenchError(
-        Exit.ENVIRONMENT, f"{problem}. Next: run it on that card, choose a GPU with CUDA_VISIBLE_DEVICES, or take another matrix"
+        Exit.ENVIRONMENT,
+        f"{problem}. Next: run it on that card, choose a GPU with CUDA_VISIBLE_DEVICES, or take"
+        " another matrix",
     )

@@ -11,7 +11,9 @@ from perfbench.verdict import Exit
 
 
 class Level(StrEnum):
-    """GOOD as it should be; INFO neither good nor bad here; WARN costs speed or repeatability; BAD stops or spoils a run."""
+    """GOOD as it should be; INFO neither good nor bad here; WARN costs speed or repeatability; BAD
+    stops or spoils a run.
+    """
 
     GOOD = "good"
     INFO = "info"
@@ -24,7 +26,9 @@ _MARKS = {Level.GOOD: "ok", Level.INFO: "--", Level.WARN: "warn", Level.BAD: "BA
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """``what`` was looked at, the ``value`` found, and in ``advice`` what it means and the next step; empty where none is needed."""
+    """``what`` was looked at, the ``value`` found, and in ``advice`` what it means and the next
+    step; empty where none is needed.
+    """
 
     level: Level
     what: str
@@ -38,7 +42,9 @@ def exit_code(lines: Iterable[Line]) -> Exit:
 
 
 def render_text(lines: list[Line]) -> str:
-    """For a terminal: a mark, what, value, and below it what to do; whatever bytes a log or a variable holds, one line each."""
+    """For a terminal: a mark, what, value, and below it what to do; whatever bytes a log or a
+    variable holds, one line each.
+    """
     width = max(len(line.what) for line in lines)
     rows = []
     for line in lines:

@@ -1,9 +1,11 @@
-"""The measuring server and its children: imports torch once, never touches CUDA, forks one child per job.
+"""The measuring server and its children: imports torch once, never touches CUDA, forks one child
+per job.
 
-With ``--nsa FOLDER`` it imports that folder's `nsa` and no other, or refuses to start: one side of an A/B.
-It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for each job {"event": "started"},
-{"event": "prepared"} and {"event": "ended", "status": S} (negative: a signal), each with its "pid". A prepared child waits for
-{"go": PID}; what ends early is never prepared. End of stdin ends the server and its children.
+With ``--nsa FOLDER`` it imports that folder's `nsa` and no other, or refuses to start: one side of
+an A/B. It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for
+each job {"event": "started"}, {"event": "prepared"} and {"event": "ended", "status": S} (negative:
+a signal), each with its "pid". A prepared child waits for {"go": PID}; what ends early is never
+prepared. End of stdin ends the server and its children.
 """
 
 from __future__ import annotations
@@ -36,14 +38,23 @@ from perfbench.telemetry import Sampler, sampler_for
 
 Measure = Callable[[Job, Clock, Sampler, Callable[[], None]], Replicate]
 _PR_SET_PDEATHSIG = 1
-_OOM_SIGNS = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "DefaultCPUAllocator")
+_OOM_SIGNS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator",
+)
 
 
 def main() -> None:
-    """Serve until stdin ends. stdout belongs to the protocol: whatever else prints goes to stderr."""
+    """Serve until stdin ends. stdout belongs to the protocol: whatever else prints goes to
+    stderr.
+    """
     parser = argparse.ArgumentParser(prog="python -m perfbench.forkserver")
     parser.add_argument("--measure", required=True, metavar="MODULE:FUNCTION")
-    parser.add_argument("--nsa", type=Path, metavar="FOLDER", help="import the package nsa from here")
+    parser.add_argument(
+        "--nsa", type=Path, metavar="FOLDER", help="import the package nsa from here"
+    )
     options = parser.parse_args()
     module, _, function = options.measure.partition(":")
     protocol = os.dup(1)
@@ -51,13 +62,19 @@ def main() -> None:
     if options.nsa is not None:
         side.use(options.nsa)
     measure: Measure = getattr(importlib.import_module(module), function)
-    _Server(measure if options.nsa is None else _of_one_side(measure, options.nsa), protocol).serve()
+    _Server(
+        measure if options.nsa is None else _of_one_side(measure, options.nsa), protocol
+    ).serve()
 
 
 def _of_one_side(measure: Measure, folder: Path) -> Measure:
-    """``measure``, whose rows say which `nsa` they are of; WrongSide where a later import brought another one."""
+    """``measure``, whose rows say which `nsa` they are of; WrongSide where a later import brought
+    another one.
+    """
 
-    def measured(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+    def measured(
+        job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]
+    ) -> Replicate:
         row = measure(job, clock, sampler, prepared)
         side.verify(folder)
         return row.model_copy(update={side.WITNESS: str(folder)})
@@ -74,12 +91,16 @@ class _Server:
         for fd in (self._woken, wake):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda signum, frame: None)  # a handler of our own, so that the wake-up byte is written
+        signal.signal(
+            signal.SIGCHLD, lambda signum, frame: None
+        )  # a handler of our own, so that the wake-up byte is written
 
     def serve(self) -> None:
         self._say(event="ready", pid=os.getpid())
         while True:
-            saying = {pipes.prepared: pid for pid, pipes in self._children.items() if not pipes.heard}
+            saying = {
+                pipes.prepared: pid for pid, pipes in self._children.items() if not pipes.heard
+            }
             ready, _, _ = select.select([0, self._woken, *saying], [], [])
             for fd in saying.keys() & set(ready):
                 self._hear(saying[fd])
@@ -108,11 +129,17 @@ class _Server:
         _assert_cuda_untouched()
         server, (prepared, say), (wait, go) = os.getpid(), os.pipe(), os.pipe()
         with warnings.catch_warnings():
-            # Python 3.12 warns because importing numpy starts threads; no op has run, so none of them holds a lock.
+            # Python 3.12 warns because importing numpy starts threads; no op has run, so none of
+            # them holds a lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            for fd in (self._protocol, prepared, go, *(fd for pipes in self._children.values() for fd in (pipes.prepared, pipes.go))):
+            for fd in (
+                self._protocol,
+                prepared,
+                go,
+                *(fd for pipes in self._children.values() for fd in (pipes.prepared, pipes.go)),
+            ):
                 os.close(fd)
             _child(self._measure, message, server, _Turn(say, wait))
         for fd in (say, wait):
@@ -135,7 +162,9 @@ class _Server:
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                 continue
-            kill_group(pid)  # what the child left behind; the zombie keeps its number from being given to another
+            kill_group(
+                pid
+            )  # what the child left behind; the zombie keeps its number from being given to another
             _, status = os.waitpid(pid, 0)
             self._children.pop(pid).close()
             self._say(event="ended", pid=pid, status=os.waitstatus_to_exitcode(status))
@@ -156,7 +185,9 @@ class _Server:
 
 @dataclass(slots=True)
 class _Pipes:
-    """The server's ends of a child's two pipes: hears one byte when it is prepared, sends one to let it go on."""
+    """The server's ends of a child's two pipes: hears one byte when it is prepared, sends one to
+    let it go on.
+    """
 
     prepared: int
     go: int
@@ -184,11 +215,16 @@ class _Turn:
 def _assert_cuda_untouched() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        raise RuntimeError("the measuring server has initialised CUDA, so no child could use it; find the import that does")
+        raise RuntimeError(
+            "the measuring server has initialised CUDA, so no child could use it; find the import"
+            " that does"
+        )
 
 
 def _child(measure: Measure, message: dict[str, Any], server: int, turn: _Turn) -> NoReturn:
-    """Never returns into the server's loop: ends with 0 after a result, with 1 and a traceback otherwise."""
+    """Never returns into the server's loop: ends with 0 after a result, with 1 and a traceback
+    otherwise.
+    """
     status = 1
     try:
         _detach(server, message["stderr"])
@@ -207,7 +243,9 @@ def _child(measure: Measure, message: dict[str, Any], server: int, turn: _Turn) 
 
 
 def _detach(server: int, stderr: str) -> None:
-    """A session of its own (so that the whole group can be killed), output in a file, death with the server."""
+    """A session of its own (so that the whole group can be killed), output in a file, death with
+    the server.
+    """
     os.setsid()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -229,19 +267,27 @@ def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
         if job.injection is not None:
             _inject(job)
         uuid, reason = _gpu_uuid(job)
-        replicate = measure(job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn.take)
+        replicate = measure(
+            job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn.take
+        )
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise
         words = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
-        return failed(job, Status.OOM, words, wall_s=time.monotonic() - begin, started_utc=started_utc)
+        return failed(
+            job, Status.OOM, words, wall_s=time.monotonic() - begin, started_utc=started_utc
+        )
     if uuid and replicate.device_uuid_sha256 is None:
-        replicate = replicate.model_copy(update={"device_uuid_sha256": environment.uuid_sha256(uuid)})
+        replicate = replicate.model_copy(
+            update={"device_uuid_sha256": environment.uuid_sha256(uuid)}
+        )
     return replicate
 
 
 def _gpu_uuid(job: Job) -> tuple[str | None, str]:
-    """CUDA's own word on which GPU this is, in NVML's spelling; NVML's enumeration only where torch does not say."""
+    """CUDA's own word on which GPU this is, in NVML's spelling; NVML's enumeration only where torch
+    does not say.
+    """
     if not job.device.startswith("cuda"):
         return None, ""
     import torch
@@ -256,8 +302,12 @@ def _gpu_uuid(job: Job) -> tuple[str | None, str]:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """By name, because the allocators of CUDA, of the CPU and of cuBLAS each raise their own kind."""
-    if isinstance(error, MemoryError) or any(kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__):
+    """By name, because the allocators of CUDA, of the CPU and of cuBLAS each raise their own
+    kind.
+    """
+    if isinstance(error, MemoryError) or any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    ):
         return True
     return any(sign in str(error) for sign in _OOM_SIGNS)
 

@@ -1,4 +1,6 @@
-"""What a command says to GitHub where it runs there: annotations, and the report as the step's summary."""
+"""What a command says to GitHub where it runs there: annotations, and the report as the step's
+summary.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,19 @@ if TYPE_CHECKING:
 
 
 def announce(judgement: Judgement, page: Path | None) -> Iterator[str]:
-    """Lines to print: one annotation a finding. ``page`` (report.md) is appended to the step's summary. Nothing elsewhere."""
+    """Lines to print: one annotation a finding.
+
+    ``page`` (report.md) is appended to the step's summary. Nothing elsewhere.
+    """
     if environment.variable("GITHUB_ACTIONS") != "true":
         return
     from perfbench import report
 
     yield from report.github_commands(judgement)
     summary = environment.step_summary()
-    if page is not None and summary is not None and (problem := report.append_summary(summary, page.read_text(encoding="utf-8"))):
+    if (
+        page is not None
+        and summary is not None
+        and (problem := report.append_summary(summary, page.read_text(encoding="utf-8")))
+    ):
         yield f"perfbench: warning: {problem}"

@@ -1,7 +1,9 @@
-"""One process for each replicate: a freshly spawned server per block forks them, the parent here enforces the limits.
+"""One process for each replicate: a freshly spawned server per block forks them, the parent here
+enforces the limits.
 
-The server (``perfbench.forkserver``) has imported torch once and never touched CUDA, so a child costs milliseconds
-instead of an import. A child that hangs, crashes or runs out of memory becomes a status; the sweep goes on.
+The server (``perfbench.forkserver``) has imported torch once and never touched CUDA, so a child
+costs milliseconds instead of an import. A child that hangs, crashes or runs out of memory becomes a
+status; the sweep goes on.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ class Executor(Protocol):
         ...
 
     def prepare(self, jobs: Sequence[Job]) -> None:
-        """Let all of ``jobs`` prepare side by side; `execute` then times each alone. A help, never a duty."""
+        """Let all of ``jobs`` prepare side by side; `execute` then times each alone.
+
+        A help, never a duty.
+        """
         ...
 
     def execute(self, job: Job) -> Replicate:
@@ -47,7 +52,9 @@ class Executor(Protocol):
         ...
 
 
-def failed(job: Job, status: Status, reason: str, *, wall_s: float = 0.0, started_utc: str | None = None) -> Replicate:
+def failed(
+    job: Job, status: Status, reason: str, *, wall_s: float = 0.0, started_utc: str | None = None
+) -> Replicate:
     """A replicate without a speed."""
     return Replicate(
         cell_id=job.cell_id,
@@ -79,11 +86,14 @@ class _Child:
 
 
 class ForkServerExecutor:
-    """Runs each job in a child of its own. ``measure`` is ``module:function(job, clock, sampler, prepared) -> Replicate``.
+    """Runs each job in a child of its own.
 
-    ``used_memory`` returns the bytes in use on the GPU, or None; the default of a CPU run is to know nothing.
-    ``before_block`` runs before each server starts, when no child is alive, and may raise PerfbenchError. ``arguments`` are
-    more of the server's own.
+    ``measure`` is ``module:function(job, clock, sampler, prepared) -> Replicate``.
+
+    ``used_memory`` returns the bytes in use on the GPU, or None; the default of a CPU run is to
+    know nothing.
+    ``before_block`` runs before each server starts, when no child is alive, and may raise
+    PerfbenchError. ``arguments`` are more of the server's own.
     """
 
     def __init__(
@@ -97,7 +107,8 @@ class ForkServerExecutor:
         arguments: Sequence[str] = (),
     ) -> None:
         self._command = [python, "-m", "perfbench.forkserver", "--measure", measure, *arguments]
-        # `python -m` imports from its working folder first: that is this perfbench's own root, never the user's.
+        # `python -m` imports from its working folder first: that is this perfbench's own root,
+        # never the user's.
         self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd or ROOT
         self._scratch = tempfile.TemporaryDirectory(prefix="perfbench-")
         self._folder = Path(self._scratch.name)
@@ -108,11 +119,16 @@ class ForkServerExecutor:
     def new_block(self) -> None:
         self._end_server()
         self._before_block()
-        self._server = Server(self._command, self._folder, self._cwd)  # imports while the parent goes on
+        self._server = Server(
+            self._command, self._folder, self._cwd
+        )  # imports while the parent goes on
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         server = self._ready_server()
-        with ExitStack() as cleanup, suppress(ServerDied):  # `execute` starts another, and each job alone
+        with (
+            ExitStack() as cleanup,
+            suppress(ServerDied),
+        ):  # `execute` starts another, and each job alone
             cleanup.callback(self._end_server)
             for job in jobs:
                 self._prepared[_key(job)] = self._fork(server, job)
@@ -128,7 +144,8 @@ class ForkServerExecutor:
     def execute(self, job: Job) -> Replicate:
         row = self._run(job)
         if row.status is Status.OOM and job.company:
-            # The others held memory too, so this proves nothing about the cell: once more, without them.
+            # The others held memory too, so this proves nothing about the cell: once more, without
+            # them.
             self._end_server()
             row = self._run(job.model_copy(update={"company": 0}))
         return row
@@ -153,12 +170,20 @@ class ForkServerExecutor:
                 finished = _read_result(job, child, self._status_of(server, child, job))
                 cleanup.pop_all()  # the server is in step; it is not after Ctrl-C
             except TimedOut:
-                finished = failed(job, Status.TIMEOUT, f"no result after {job.timeout_s:g} s, so its process group was killed")
+                finished = failed(
+                    job,
+                    Status.TIMEOUT,
+                    f"no result after {job.timeout_s:g} s, so its process group was killed",
+                )
                 cleanup.pop_all()
             except ServerDied as error:
                 finished = failed(job, Status.CRASH, str(error))
         if finished.status is not Status.OK:
-            known = {"wall_s": time.monotonic() - begin, "started_utc": started_utc, "stderr_tail": tail(child.stderr) if child else ""}
+            known = {
+                "wall_s": time.monotonic() - begin,
+                "started_utc": started_utc,
+                "stderr_tail": tail(child.stderr) if child else "",
+            }
             finished = finished.model_copy(update=known)
         return self._await_memory(finished)
 
@@ -172,7 +197,9 @@ class ForkServerExecutor:
         return _Child(pid, result, stderr, begin, started_utc)
 
     def _status_of(self, server: Server, child: _Child, job: Job) -> int:
-        """The child's exit status once it has prepared and timed; TimedOut past the job's timeout for either."""
+        """The child's exit status once it has prepared and timed; TimedOut past the job's timeout
+        for either.
+        """
         try:
             if server.await_prepared(child.pid, child.begin + job.timeout_s):
                 server.go(child.pid)
@@ -189,10 +216,15 @@ class ForkServerExecutor:
             try:
                 self._server.await_ready(START_TIMEOUT_S)
             except (ServerDied, TimedOut) as error:
-                why, log = str(error) or f"it was not ready after {START_TIMEOUT_S:.0f} s", tail(self._server.log)
+                why, log = (
+                    str(error) or f"it was not ready after {START_TIMEOUT_S:.0f} s",
+                    tail(self._server.log),
+                )
                 self._end_server()
                 raise PerfbenchError(
-                    Exit.ENVIRONMENT, f"nothing can be measured: {why}. Its last words:\n{log}\nNext: `perfbench doctor`"
+                    Exit.ENVIRONMENT,
+                    f"nothing can be measured: {why}. Its last words:\n{log}\nNext: `perfbench"
+                    " doctor`",
                 ) from None
         return self._server
 
@@ -204,14 +236,28 @@ class ForkServerExecutor:
             self._server = None
 
     def _await_memory(self, finished: Replicate) -> Replicate:
-        """Give the driver time to take the children's memory back, or say that it did not. Not while others are alive."""
+        """Give the driver time to take the children's memory back, or say that it did not.
+
+        Not while others are alive.
+        """
         if self._server is not None and self._server.alive:
             return finished
         before, deadline, pause = self._memory_before, time.monotonic() + MEMORY_BACK_S, 0.02
-        while before is not None and (used := self._used_memory()) is not None and used > before + MEMORY_SLACK_BYTES:
+        while (
+            before is not None
+            and (used := self._used_memory()) is not None
+            and used > before + MEMORY_SLACK_BYTES
+        ):
             if time.monotonic() > deadline:
-                kept = f"{(used - before) / 2**20:.0f} MiB more than before, {MEMORY_BACK_S:.0f} s after this process ended"
-                return finished.model_copy(update={"reason": f"{finished.reason}; the GPU still held {kept}".removeprefix("; ")})
+                kept = (
+                    f"{(used - before) / 2**20:.0f} MiB more than before, {MEMORY_BACK_S:.0f} s"
+                    " after this process ended"
+                )
+                return finished.model_copy(
+                    update={
+                        "reason": f"{finished.reason}; the GPU still held {kept}".removeprefix("; ")
+                    }
+                )
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
         return finished
@@ -223,15 +269,31 @@ def _key(job: Job) -> tuple[str, int]:
 
 def _read_result(job: Job, child: _Child, status: int) -> Replicate:
     if status != 0:
-        return failed(job, Status.CRASH, describe_exit(status) + (_last_words(child.stderr) if status > 0 else ""))
+        return failed(
+            job,
+            Status.CRASH,
+            describe_exit(status) + (_last_words(child.stderr) if status > 0 else ""),
+        )
     try:
         replicate = Replicate.model_validate_json(child.result.read_bytes())
     except FileNotFoundError:
         return failed(job, Status.CRASH, "the child ended with exit status 0 and without a result")
     except ValidationError as error:
-        return failed(job, Status.CRASH, f"the child's result is damaged: {error.errors(include_url=False)[0]['msg']}")
-    if (replicate.cell_id, replicate.replicate, replicate.config_sha256) != (job.cell_id, job.replicate, job.config_sha256):
-        return failed(job, Status.CRASH, f"the child measured {replicate.cell_id} #{replicate.replicate} instead")
+        return failed(
+            job,
+            Status.CRASH,
+            f"the child's result is damaged: {error.errors(include_url=False)[0]['msg']}",
+        )
+    if (replicate.cell_id, replicate.replicate, replicate.config_sha256) != (
+        job.cell_id,
+        job.replicate,
+        job.config_sha256,
+    ):
+        return failed(
+            job,
+            Status.CRASH,
+            f"the child measured {replicate.cell_id} #{replicate.replicate} instead",
+        )
     return replicate
 
 

@@ -11,21 +11,33 @@ from pydantic import BaseModel, ConfigDict, Field
 from perfbench.result import Expect, ParityLine, RouteLine
 
 # What a sentinel's rate counts, by its name. Its work is in perfbench/sentinels.py.
-SENTINEL_UNITS: Mapping[str, str] = MappingProxyType({"gemm": "FLOP", "copy": "byte", "sdpa_frozen": "FLOP"})
+SENTINEL_UNITS: Mapping[str, str] = MappingProxyType(
+    {"gemm": "FLOP", "copy": "byte", "sdpa_frozen": "FLOP"}
+)
 
 
 class MeasureOptions(BaseModel):
     """How long and how often to time; the matrix's `measure:` section."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    warmup_s: float = Field(default=2.0, ge=0)  # goes on until steady, at most 4 times as long and 5 s
+    warmup_s: float = Field(
+        default=2.0, ge=0
+    )  # goes on until steady, at most 4 times as long and 5 s
     min_sample_ms: float = Field(default=50.0, gt=0)
     processes: int = Field(default=5, ge=1)  # replicates of every cell
-    prepare_together: int = Field(default=1, ge=1, le=64)  # processes that prove and load side by side; each is timed alone
+    prepare_together: int = Field(
+        default=1, ge=1, le=64
+    )  # processes that prove and load side by side; each is timed alone
     max_s: float = Field(default=10.0, gt=0)  # timed window of one replicate
-    samples: int | None = Field(default=None, ge=1)  # a fixed number of samples instead of filling max_s
-    profile: Literal["first", "every"] = "first"  # which replicates profile one step: host-bound cells are judged by it
-    throttle_retries: int = Field(default=2, ge=0)  # times that a throttled replicate is measured again
+    samples: int | None = Field(
+        default=None, ge=1
+    )  # a fixed number of samples instead of filling max_s
+    profile: Literal["first", "every"] = (
+        "first"  # which replicates profile one step: host-bound cells are judged by it
+    )
+    throttle_retries: int = Field(
+        default=2, ge=0
+    )  # times that a throttled replicate is measured again
 
 
 class Injection(BaseModel):
@@ -41,7 +53,9 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     cell_id: str
     replicate: int
-    axes: dict[str, str | int]  # workload, seq_len, path, fa2, batch, dtype: every axis, defaults included
+    axes: dict[
+        str, str | int
+    ]  # workload, seq_len, path, fa2, batch, dtype: every axis, defaults included
     config_sha256: str
     model: dict[str, Any]  # ModelConfig.to_mapping(), resolved
     measure: MeasureOptions
@@ -52,7 +66,13 @@ class Job(BaseModel):
     seed: int
     profile: bool  # one untimed step under torch.profiler
     injection: Injection | None = None
-    company: int = Field(default=0, ge=0)  # other processes that prepare beside this one, then wait while it is timed
-    proof: ParityLine | None = None  # of the same route, workload and dtype, made earlier in this run on this card
+    company: int = Field(
+        default=0, ge=0
+    )  # other processes that prepare beside this one, then wait while it is timed
+    proof: ParityLine | None = (
+        None  # of the same route, workload and dtype, made earlier in this run on this card
+    )
     sentinel: str | None = None  # measure this frozen work in place of a cell
-    trace: str | None = None  # time nothing, and write the profile of one step to this file (.json.gz)
+    trace: str | None = (
+        None  # time nothing, and write the profile of one step to this file (.json.gz)
+    )

@@ -1,4 +1,6 @@
-"""What the gate found, as data: findings, one verdict for each cell, and the sentence that heads the report."""
+"""What the gate found, as data: findings, one verdict for each cell, and the sentence that heads
+the report.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, SEVERITY, Exit, Verdic
 def severity(verdict: Verdict) -> tuple[int, int]:
     """Sort key of verdicts, worst first."""
     code = EXIT_OF[verdict]
-    return (SEVERITY.index(code) if code in SEVERITY else len(SEVERITY)), list(Verdict).index(verdict)
+    return (SEVERITY.index(code) if code in SEVERITY else len(SEVERITY)), list(Verdict).index(
+        verdict
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +33,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class BaselineProblem:
-    """A baseline that cannot judge: NO_BASELINE (absent) or CORRUPT (damaged, zero speeds, newer schema)."""
+    """A baseline that cannot judge: NO_BASELINE (absent) or CORRUPT (damaged, zero speeds, newer
+    schema).
+    """
 
     verdict: Verdict
     message: str
@@ -50,10 +56,13 @@ class BaselineOrigin:
 
 @dataclass(frozen=True, slots=True)
 class CellVerdict:
-    """One cell, judged. ``verdict`` is null where nothing was compared and nothing is wrong; ``reason`` says why.
+    """One cell, judged.
 
-    Speeds are geometric means over the usable replicates. ``screened``: WATCH until base and candidate were measured
-    interleaved. ``evidence`` holds the comparisons, that of ``metric`` first; ``notes`` what explains a change.
+    ``verdict`` is null where nothing was compared and nothing is wrong; ``reason`` says why.
+
+    Speeds are geometric means over the usable replicates. ``screened``: WATCH until base and
+    candidate were measured interleaved. ``evidence`` holds the comparisons, that of ``metric``
+    first; ``notes`` what explains a change.
     """
 
     cell_id: str
@@ -102,7 +111,9 @@ class Judgement:
 
     @property
     def to_confirm(self) -> list[str]:
-        """Cells that base and candidate must measure interleaved before anything is called slower."""
+        """Cells that base and candidate must measure interleaved before anything is called
+        slower.
+        """
         return [cell.cell_id for cell in self.cells if cell.screened and not cell.confirmed]
 
     def of(self, *verdicts: Verdict) -> list[CellVerdict]:
@@ -118,18 +129,30 @@ def summarise(
     notes: tuple[str, ...] = (),
 ) -> Judgement:
     """Derive the exit code and the headline from the findings."""
-    verdicts = [cell.verdict for cell in cells if cell.verdict is not None] + [f.verdict for f in findings]
+    verdicts = [cell.verdict for cell in cells if cell.verdict is not None] + [
+        f.verdict for f in findings
+    ]
     exits = [EXIT_OF[verdict] for verdict in verdicts]
     if strict and any(verdict in FAIL_UNDER_STRICT for verdict in verdicts):
         exits.append(Exit.STRICT)
     code = worst(exits)
     tally = Counter(cell.verdict for cell in cells)
-    counts = {"MEASURED" if verdict is None else verdict.value: tally[verdict] for verdict in (None, *Verdict) if tally[verdict]}
+    counts = {
+        "MEASURED" if verdict is None else verdict.value: tally[verdict]
+        for verdict in (None, *Verdict)
+        if tally[verdict]
+    }
     headline = _headline(code, cells, findings, policy, baseline)
     return Judgement(code, headline, cells, findings, policy, strict, baseline, counts, notes)
 
 
-def _headline(code: Exit, cells: list[CellVerdict], findings: list[Finding], policy: GatePolicy, baseline: BaselineOrigin | None) -> str:
+def _headline(
+    code: Exit,
+    cells: list[CellVerdict],
+    findings: list[Finding],
+    policy: GatePolicy,
+    baseline: BaselineOrigin | None,
+) -> str:
     if code is Exit.STRICT:
         return _of_cells(FAIL_UNDER_STRICT, "exit 7 (warnings fail under --strict)", cells)
     if code is not Exit.OK:
@@ -137,12 +160,20 @@ def _headline(code: Exit, cells: list[CellVerdict], findings: list[Finding], pol
     if any(cell.verdict in FAIL_UNDER_STRICT for cell in cells):
         return _of_cells(FAIL_UNDER_STRICT, "exit 0 (a warning; --strict fails)", cells)
     if baseline is None:
-        return f"MEASURED, exit 0: {len(cells)} cells ran as planned, each proved by parity, route and physics; speed not compared"
+        return (
+            f"MEASURED, exit 0: {len(cells)} cells ran as planned, each proved by parity, route and"
+            " physics; speed not compared"
+        )
     compared = sum(cell.compared for cell in cells)
-    faster, new = (sum(cell.verdict is verdict for cell in cells) for verdict in (Verdict.FASTER, Verdict.NEW))
+    faster, new = (
+        sum(cell.verdict is verdict for cell in cells) for verdict in (Verdict.FASTER, Verdict.NEW)
+    )
     word = "FASTER" if faster else "SAME"
     extra = (f", {faster} faster" if faster else "") + (f", {new} NEW" if new else "")
-    return f"{word}, exit 0: {compared} of {len(cells)} cells compared, none slower by {policy.min_effect_pct:g} % or more{extra}"
+    return (
+        f"{word}, exit 0: {compared} of {len(cells)} cells compared, none slower by"
+        f" {policy.min_effect_pct:g} % or more{extra}"
+    )
 
 
 def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:
@@ -157,11 +188,15 @@ def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:
 def _of_cells(verdicts: Iterable[Verdict], exit_text: str, cells: list[CellVerdict]) -> str:
     verdicts = tuple(verdicts)
     found = [cell for cell in cells if cell.verdict in verdicts]
-    if set(verdicts) & {Verdict.REGRESSED}:  # the worst first: a hurried reader sees the largest drop
+    if set(verdicts) & {
+        Verdict.REGRESSED
+    }:  # the worst first: a hurried reader sees the largest drop
         found.sort(key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     names = " + ".join(_present(verdicts, [cell.verdict for cell in found]))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    what = f"{len(found)} of {len(cells)} cells: {found[0].cell_id}: {shorten(found[0].reason)}{more}"
+    what = (
+        f"{len(found)} of {len(cells)} cells: {found[0].cell_id}: {shorten(found[0].reason)}{more}"
+    )
     return f"{names}, {exit_text}: {what}{_others(verdicts, cells)}"
 
 
@@ -172,9 +207,15 @@ def _present(order: Iterable[Verdict], found: Iterable[Verdict | None]) -> list[
 
 def _others(named: Iterable[Verdict], cells: list[CellVerdict]) -> str:
     passing = {Verdict.SAME, Verdict.FASTER, *named}
-    rest = Counter(cell.verdict for cell in cells if cell.verdict is not None and cell.verdict not in passing)
+    rest = Counter(
+        cell.verdict for cell in cells if cell.verdict is not None and cell.verdict not in passing
+    )
     order = sorted(rest, key=severity)
-    return "; also " + ", ".join(f"{rest[verdict]} {verdict.value}" for verdict in order) if order else ""
+    return (
+        "; also " + ", ".join(f"{rest[verdict]} {verdict.value}" for verdict in order)
+        if order
+        else ""
+    )
 
 
 def unproved(source: Source) -> str | None:

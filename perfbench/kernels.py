@@ -1,4 +1,7 @@
-"""What one step ran, as a table: name, calls, seconds. Kernels of the device on a GPU, operators on a CPU."""
+"""What one step ran, as a table: name, calls, seconds.
+
+Kernels of the device on a GPU, operators on a CPU.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,9 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-NAME_CHARS = 2000  # template arguments can go on for longer; two names that agree so far are one row
+NAME_CHARS = (
+    2000  # template arguments can go on for longer; two names that agree so far are one row
+)
 
 
 class Kernel(BaseModel):
@@ -21,7 +26,11 @@ class Kernel(BaseModel):
 
 
 class Kernels(BaseModel):
-    """One step. On a GPU ``rows`` are device kernels and copies; on a CPU operators, each without what it called."""
+    """One step.
+
+    On a GPU ``rows`` are device kernels and copies; on a CPU operators, each without what it
+    called.
+    """
 
     model_config = ConfigDict(extra="allow", frozen=True, allow_inf_nan=False)
     device: Literal["cuda", "cpu"]
@@ -38,7 +47,11 @@ class Kernels(BaseModel):
     def total_s(self) -> float | None:
         """Null where any row has no time: a part is not the whole."""
         times_s = [row.seconds for row in self.rows.values()]
-        return None if not times_s or None in times_s else sum(seconds for seconds in times_s if seconds is not None)
+        return (
+            None
+            if not times_s or None in times_s
+            else sum(seconds for seconds in times_s if seconds is not None)
+        )
 
 
 def totalled(calls: Iterable[tuple[str, int]]) -> dict[str, Kernel]:
@@ -46,16 +59,22 @@ def totalled(calls: Iterable[tuple[str, int]]) -> dict[str, Kernel]:
     found: dict[str, list[int]] = defaultdict(list)
     for name, duration_ns in calls:
         found[name[:NAME_CHARS]].append(duration_ns)
-    return {name: Kernel(count=len(times_ns), seconds=sum(times_ns) * 1e-9) for name, times_ns in found.items()}
+    return {
+        name: Kernel(count=len(times_ns), seconds=sum(times_ns) * 1e-9)
+        for name, times_ns in found.items()
+    }
 
 
 def own_times(calls: Iterable[tuple[str, int, int, int]]) -> list[tuple[str, int]]:
-    """(name, duration in ns without what it called itself) of (name, thread, start in ns, duration in ns), in order of start.
+    """(name, duration in ns without what it called itself) of (name, thread, start in ns, duration
+    in ns), in order of start.
 
     Calls of one thread nest or follow one another, as function calls do.
     """
     found: list[tuple[str, int]] = []
-    open_calls: dict[int, list[tuple[int, int]]] = defaultdict(list)  # thread -> (end, place in found), outermost first
+    open_calls: dict[int, list[tuple[int, int]]] = defaultdict(
+        list
+    )  # thread -> (end, place in found), outermost first
     for name, thread, start_ns, duration_ns in sorted(calls, key=lambda call: (call[2], -call[3])):
         callers = open_calls[thread]
         while callers and callers[-1][0] <= start_ns:

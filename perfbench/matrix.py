@@ -1,6 +1,9 @@
-"""A matrix: which cells to measure, what they must show, and how they are judged. Pure but for reading the file.
+"""A matrix: which cells to measure, what they must show, and how they are judged.
 
-A dead `expect` rule (it matches no cell) is an error, because it promises a check that never happens; a dead
+Pure but for reading the file.
+
+A dead `expect` rule (it matches no cell) is an error, because it promises a check that never
+happens; a dead
 `exclude` or `include` is a warning of the plan.
 """
 
@@ -31,9 +34,25 @@ from perfbench.yamlfile import Document, read_text
 from perfbench.yamlfile import parse as parse_yaml
 
 __all__ = [
-    "AXES", "COUNTERS", "Cell", "ExcludeRule", "Excluded", "ExpectRule", "IncludeRule", "Matrix", "cells", "config_sha256",
-    "expect_for", "json_schema", "load", "parse", "policies", "select", "torch_dtype_name", "warnings",
-]  # fmt: skip
+    "AXES",
+    "COUNTERS",
+    "Cell",
+    "ExcludeRule",
+    "Excluded",
+    "ExpectRule",
+    "IncludeRule",
+    "Matrix",
+    "cells",
+    "config_sha256",
+    "expect_for",
+    "json_schema",
+    "load",
+    "parse",
+    "policies",
+    "select",
+    "torch_dtype_name",
+    "warnings",
+]
 
 MAX_CELLS = 100_000  # at five seconds a cell this is a week; a larger product is a slip
 MAX_MATCHES = 2_000_000  # cells times rules: seconds of planning
@@ -67,11 +86,16 @@ class Matrix:
     overrides: tuple[OverrideRule, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)  # a cell's former id -> its id now
     sentinels: tuple[str, ...] = ()
-    by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # of the cells that an override matches
+    by_cell: Mapping[str, GatePolicy] = field(
+        default_factory=dict
+    )  # of the cells that an override matches
 
 
 def load(path: str | pathlib.Path) -> Matrix:
-    """Read and check a matrix file. PerfbenchError(USAGE) with file:line for everything that is wrong with it."""
+    """Read and check a matrix file.
+
+    PerfbenchError(USAGE) with file:line for everything that is wrong with it.
+    """
     return parse(read_text(str(path)), str(path))
 
 
@@ -87,8 +111,12 @@ def parse(text: str, path: str) -> Matrix:
         model=model,
         model_name=model_name,
         axes=rules.parse_axes(document, file),
-        exclude=tuple(rules.parse_exclude(document, i, rule) for i, rule in enumerate(file.exclude)),
-        include=tuple(rules.parse_include(document, i, entry) for i, entry in enumerate(file.include)),
+        exclude=tuple(
+            rules.parse_exclude(document, i, rule) for i, rule in enumerate(file.exclude)
+        ),
+        include=tuple(
+            rules.parse_include(document, i, entry) for i, entry in enumerate(file.include)
+        ),
         expect=tuple(rules.parse_expect(document, file, i) for i in range(len(file.expect))),
         measure=file.measure,
         limits=file.limits,
@@ -96,7 +124,9 @@ def parse(text: str, path: str) -> Matrix:
         text=text,
         sha256=hashlib.sha256(text.encode()).hexdigest(),
         path=path,
-        overrides=tuple(rules.parse_override(document, file, i) for i in range(len(file.overrides))),
+        overrides=tuple(
+            rules.parse_override(document, file, i) for i in range(len(file.overrides))
+        ),
         aliases=dict(file.aliases),
         sentinels=rules.parse_sentinels(document, file),
     )
@@ -106,15 +136,22 @@ def parse(text: str, path: str) -> Matrix:
 
 
 def _check_whole(document: Document, matrix: Matrix) -> list[Cell]:
-    """What only the expanded matrix can show: too many cells, none left, dead or contradictory expectations. The cells."""
+    """What only the expanded matrix can show: too many cells, none left, dead or contradictory
+    expectations. The cells.
+    """
     spans = [_span(matrix, rule) for rule in (None, *matrix.include)]
     if matrix.measure.processes > MAX_REPLICATES:
         document.fail(
-            ("measure", "processes"), f"{matrix.measure.processes} is more than {MAX_REPLICATES}, which no run file may hold; lower it"
+            ("measure", "processes"),
+            f"{matrix.measure.processes} is more than {MAX_REPLICATES}, which no run file may hold;"
+            " lower it",
         )
     size = sum(math.prod(len(values) for values in span.values()) for span in spans)
     if size > MAX_CELLS:
-        document.fail(("axes",), f"the axes span {size} cells, more than {MAX_CELLS}; shorten one or split the matrix")
+        document.fail(
+            ("axes",),
+            f"the axes span {size} cells, more than {MAX_CELLS}; shorten one or split the matrix",
+        )
     count = sum(map(len, (matrix.exclude, matrix.include, matrix.expect, matrix.overrides)))
     if size * count > MAX_MATCHES:
         text = f"{size} cells times {count} rules are more than {MAX_MATCHES} comparisons"
@@ -122,14 +159,26 @@ def _check_whole(document: Document, matrix: Matrix) -> list[Cell]:
     kept, excluded = cells(matrix)
     if not kept:
         named = "; ".join(f"line {r.line} {r.match}: {r.reason}" for r in matrix.exclude)
-        document.fail(("exclude",), f"all {len(excluded)} cells are excluded, nothing would be measured, by {named}; narrow one of them")
+        document.fail(
+            ("exclude",),
+            f"all {len(excluded)} cells are excluded, nothing would be measured, by {named}; narrow"
+            " one of them",
+        )
     for index, expectation in enumerate(matrix.expect):
         if not any(expectation.match.matches(cell) for cell in kept):
-            document.fail(("expect", index), f"dead rule: {expectation.match} matches none of the {len(kept)} cells; correct or remove it")
+            document.fail(
+                ("expect", index),
+                f"dead rule: {expectation.match} matches none of the {len(kept)} cells; correct or"
+                " remove it",
+            )
     for cell in kept:
         expect = expect_for(matrix, cell)
         if both := set(expect.engaged) & set(expect.forbidden):
-            document.fail(("expect",), f"cell {cell.cell_id}: {', '.join(sorted(both))} is both engaged and forbidden; narrow a `match`")
+            document.fail(
+                ("expect",),
+                f"cell {cell.cell_id}: {', '.join(sorted(both))} is both engaged and forbidden;"
+                " narrow a `match`",
+            )
     return kept
 
 
@@ -138,14 +187,19 @@ def _span(matrix: Matrix, rule: IncludeRule | None) -> dict[str, tuple[Value, ..
 
 
 def _product(axes: Mapping[str, tuple[Value, ...]]) -> Iterable[Cell]:
-    """Cells in the order of the axes, each once: dense paths have one cell for all values of fa2."""
+    """Cells in the order of the axes, each once: dense paths have one cell for all values of
+    fa2.
+    """
     return _product_of(tuple(axes.items()))
 
 
 @lru_cache(maxsize=8)  # loading and planning one matrix span it three times
 def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, ...]:
     names = [name for name, _ in axes]
-    points = (dict(zip(names, values, strict=True)) for values in itertools.product(*(values for _, values in axes)))
+    points = (
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(values for _, values in axes))
+    )
     return tuple(dict.fromkeys(Cell(**point) for point in points))  # type: ignore[arg-type]  # _values checked the kinds
 
 
@@ -171,8 +225,13 @@ def warnings(matrix: Matrix) -> list[str]:
     product = list(_product(matrix.axes))
     for rule in matrix.exclude:
         if not any(rule.match.matches(cell) for cell in product):
-            found.append(f"{matrix.path}:{rule.line}: exclude {rule.match} matches no cell; correct or remove it")
-    excluded = {cell for cell in product if any(rule.match.matches(cell) for rule in matrix.exclude)}
+            found.append(
+                f"{matrix.path}:{rule.line}: exclude {rule.match} matches no cell; correct or"
+                " remove it"
+            )
+    excluded = {
+        cell for cell in product if any(rule.match.matches(cell) for rule in matrix.exclude)
+    }
     known = set(product) - excluded
     for entry in matrix.include:
         added = set(_product(_span(matrix, entry)))
@@ -181,14 +240,17 @@ def warnings(matrix: Matrix) -> list[str]:
         known |= added
     if matrix.measure.processes < matrix.gate.min_replicates:
         found.append(
-            f"{matrix.path}: measure.processes={matrix.measure.processes} is below gate.min_replicates={matrix.gate.min_replicates}, "
-            "so every cell will be WATCH; raise processes"
+            f"{matrix.path}: measure.processes={matrix.measure.processes} is below"
+            f" gate.min_replicates={matrix.gate.min_replicates}, so every cell will be WATCH; raise"
+            " processes"
         )
     return found
 
 
 def select(cells: list[Cell], only: list[str]) -> list[Cell]:
-    """The cells that `--only AXIS=V` keeps; the same axis repeated is `or`, different axes are `and`."""
+    """The cells that `--only AXIS=V` keeps; the same axis repeated is `or`, different axes are
+    `and`.
+    """
     try:
         return _axes.select(cells, only)
     except ValueError as error:
@@ -206,15 +268,19 @@ def expect_for(matrix: Matrix, cell: Cell) -> Expect:
 
 def policies(matrix: Matrix) -> Policies:
     """How each cell is judged: `gate:`, its `overrides` and its `aliases`."""
-    aliases = {old: Alias(new, _config_sha256(matrix, new), _config_sha256(matrix, old)) for old, new in matrix.aliases.items()}
+    aliases = {
+        old: Alias(new, _config_sha256(matrix, new), _config_sha256(matrix, old))
+        for old, new in matrix.aliases.items()
+    }
     return Policies(matrix.gate, matrix.by_cell, aliases)
 
 
 def config_sha256(matrix: Matrix, cell: Cell) -> str:
-    """Hash of what is measured: the resolved model, the cell and the method; not how long it is timed.
+    """Hash of what is measured: the resolved model, the cell and the method; not how long it is
+    timed.
 
-    A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts. The cell enters by
-    its id: an axis that is added later, at its default, changes no hash.
+    A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts.
+    The cell enters by its id: an axis that is added later, at its default, changes no hash.
     """
     return _config_sha256(matrix, cell.cell_id)
 

@@ -1,4 +1,6 @@
-"""The sections of a matrix file as pydantic models, and their errors with file, line and the nearest name."""
+"""The sections of a matrix file as pydantic models, and their errors with file, line and the
+nearest name.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,15 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from nsa.config import MODEL_ALIASES, NSA_ALIASES, PRESETS, ModelConfig, NSAConfig, nearest_name, preset
+from nsa.config import (
+    MODEL_ALIASES,
+    NSA_ALIASES,
+    PRESETS,
+    ModelConfig,
+    NSAConfig,
+    nearest_name,
+    preset,
+)
 from perfbench.axes import AXES, Axis, show
 from perfbench.job import SENTINEL_UNITS, MeasureOptions
 from perfbench.policy import GatePolicy
@@ -24,7 +34,9 @@ class _Section(BaseModel):
 
 
 class Target(_Section):
-    """The machine that the numbers are about; ``gpu`` is part of the card's name, or none for a CPU."""
+    """The machine that the numbers are about; ``gpu`` is part of the card's name, or none for a
+    CPU.
+    """
 
     gpu: str = Field(min_length=1)
     count: int = Field(default=1, ge=1)
@@ -45,7 +57,9 @@ class ExpectSection(_Section):
 
 
 class OverrideSection(_Section):
-    """Keys of ``gate:`` that some cells change, and why; ``match: {}`` would be every cell, which is ``gate:`` itself."""
+    """Keys of ``gate:`` that some cells change, and why; ``match: {}`` would be every cell, which
+    is ``gate:`` itself.
+    """
 
     match: dict[str, Any]
     gate: dict[str, Any]
@@ -80,7 +94,12 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "overrides": OverrideSection,
 }
 SENTINELS = tuple(SENTINEL_UNITS)
-WHOLE_RUN = ("metric", "alpha_confirm", "confirm_blocks", "sentinel_band_pct")  # keys of `gate:` that no single cell has
+WHOLE_RUN = (
+    "metric",
+    "alpha_confirm",
+    "confirm_blocks",
+    "sentinel_band_pct",
+)  # keys of `gate:` that no single cell has
 
 
 def validate(document: Document) -> MatrixFile:
@@ -89,7 +108,11 @@ def validate(document: Document) -> MatrixFile:
     if isinstance(version, bool):  # pydantic takes true for Literal[1]
         document.fail(("version",), f"got {show(version)}, wanted {MATRIX_VERSION}")
     if isinstance(version, int) and version > MATRIX_VERSION:
-        document.fail(("version",), f"version {version} is newer than {MATRIX_VERSION}, which this perfbench reads; upgrade perfbench")
+        document.fail(
+            ("version",),
+            f"version {version} is newer than {MATRIX_VERSION}, which this perfbench reads; upgrade"
+            " perfbench",
+        )
     try:
         return MatrixFile.model_validate(document.data, strict=True)
     except ValidationError as error:
@@ -97,22 +120,34 @@ def validate(document: Document) -> MatrixFile:
     lines = [_located(document, error_loc(e), _explain(e)) for e in found[:MAX_MISTAKES]]
     if more := len(found) - len(lines):
         at = document.line(error_loc(found[MAX_MISTAKES]))
-        lines.append(_located(document, (), f"{more} more mistakes, from line {at} on; correct these first"))
+        lines.append(
+            _located(document, (), f"{more} more mistakes, from line {at} on; correct these first")
+        )
     raise PerfbenchError(Exit.USAGE, "\n".join(lines))
 
 
-def policy_with(document: Document, loc: Loc, base: GatePolicy, changes: Mapping[str, Any]) -> GatePolicy:
-    """``base`` with the keys that the `gate:` at ``loc`` changes; PerfbenchError(USAGE) names the line of a wrong one."""
+def policy_with(
+    document: Document, loc: Loc, base: GatePolicy, changes: Mapping[str, Any]
+) -> GatePolicy:
+    """``base`` with the keys that the `gate:` at ``loc`` changes; PerfbenchError(USAGE) names the
+    line of a wrong one.
+    """
     for key in changes:
         if key in WHOLE_RUN:
-            document.fail((*loc, key), "holds for the whole run, not for some cells; set it in the top-level `gate:`")
+            document.fail(
+                (*loc, key),
+                "holds for the whole run, not for some cells; set it in the top-level `gate:`",
+            )
     try:
         return GatePolicy.model_validate({**base.model_dump(), **changes}, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         at = error_loc(first)
         if first["type"] == "extra_forbidden":
-            document.fail((*loc, *at), f"unknown key{nearest_name(str(at[-1]), list(GatePolicy.model_fields))}")
+            document.fail(
+                (*loc, *at),
+                f"unknown key{nearest_name(str(at[-1]), list(GatePolicy.model_fields))}",
+            )
         document.fail((*loc, *at), _explain(first))
 
 
@@ -137,7 +172,11 @@ def _explain(error: Mapping[str, Any]) -> str:
     got = show(error["input"])
     if kind == "literal_error":
         wanted = str(error["ctx"]["expected"]).replace("'", "").replace(" or ", ", ")
-        near = nearest_name(error["input"], wanted.split(", ")) if isinstance(error["input"], str) else ""
+        near = (
+            nearest_name(error["input"], wanted.split(", "))
+            if isinstance(error["input"], str)
+            else ""
+        )
         return f"got {got}, wanted {wanted}{near}"
     if kind == "string_pattern_mismatch":
         return f"got {got}, wanted letters, digits, '.', '_' and '-' only (it names files)"
@@ -153,7 +192,10 @@ def resolve_model(document: Document, spec: object) -> tuple[ModelConfig, str]:
         if isinstance(spec, str):
             return preset(spec), spec
         if not isinstance(spec, dict):
-            wanted = f"a preset ({', '.join(PRESETS)}) or a mapping such as {{preset: tiny, num_layers: 4}}"
+            wanted = (
+                f"a preset ({', '.join(PRESETS)}) or a mapping such as {{preset: tiny,"
+                " num_layers: 4}"
+            )
             document.fail(loc, f"got {show(spec)}, wanted {wanted}")
         _check_kinds(document, loc, spec, ModelConfig(), MODEL_ALIASES)
         model = ModelConfig.from_mapping(spec)
@@ -162,8 +204,16 @@ def resolve_model(document: Document, spec: object) -> tuple[ModelConfig, str]:
     return model, f"inline-{model.sha256()[:8]}"
 
 
-def _check_kinds(document: Document, loc: Loc, spec: dict[str, Any], defaults: ModelConfig | NSAConfig, aliases: Mapping[str, str]) -> None:
-    """Refuse values of another kind than the field's default, which `from_mapping` takes for granted."""
+def _check_kinds(
+    document: Document,
+    loc: Loc,
+    spec: dict[str, Any],
+    defaults: ModelConfig | NSAConfig,
+    aliases: Mapping[str, str],
+) -> None:
+    """Refuse values of another kind than the field's default, which `from_mapping` takes for
+    granted.
+    """
     names = {f.name for f in fields(defaults)}
     for key, value in spec.items():
         name = aliases.get(key, key)
@@ -205,7 +255,9 @@ def _blamed(spec: object, message: str) -> Loc:
     if not isinstance(spec, dict):
         return loc
     nested = spec.get("nsa")
-    candidates = [(*loc, key) for key in spec] + [(*loc, "nsa", key) for key in (nested if isinstance(nested, dict) else ())]
+    candidates = [(*loc, key) for key in spec] + [
+        (*loc, "nsa", key) for key in (nested if isinstance(nested, dict) else ())
+    ]
     for candidate in candidates:
         key = str(candidate[-1])
         name = MODEL_ALIASES.get(key, NSA_ALIASES.get(key, key))
@@ -223,17 +275,30 @@ def json_schema() -> dict[str, Any]:
     properties = schema["properties"]
     properties["model"] = {"anyOf": [{"enum": list(PRESETS)}, {"type": "object"}]}
     properties["axes"] = _closed(
-        {name: {"type": "array", "minItems": 1, "uniqueItems": True, "items": value} for name, value in values.items()},
+        {
+            name: {"type": "array", "minItems": 1, "uniqueItems": True, "items": value}
+            for name, value in values.items()
+        },
         required=[name for name, axis in AXES.items() if axis.default is None],
     )
-    properties["exclude"]["items"] = _closed({**matched, "reason": {"type": "string", "minLength": 1}}, required=["reason"])
-    properties["include"]["items"] = _closed({name: _one_or_many(value) for name, value in values.items()})
+    properties["exclude"]["items"] = _closed(
+        {**matched, "reason": {"type": "string", "minLength": 1}}, required=["reason"]
+    )
+    properties["include"]["items"] = _closed(
+        {name: _one_or_many(value) for name, value in values.items()}
+    )
     properties["aliases"]["additionalProperties"] = {"type": "string", "minLength": 1}
     properties["sentinels"] |= {"items": {"enum": list(SENTINELS)}, "uniqueItems": True}
     defined = schema["$defs"]
     defined["ExpectSection"]["properties"]["match"] = _closed(matched)
-    changeable = {name: one for name, one in defined["GatePolicy"]["properties"].items() if name not in WHOLE_RUN}
-    changes = _closed({name: {k: v for k, v in one.items() if k != "default"} for name, one in changeable.items()})
+    changeable = {
+        name: one
+        for name, one in defined["GatePolicy"]["properties"].items()
+        if name not in WHOLE_RUN
+    }
+    changes = _closed(
+        {name: {k: v for k, v in one.items() if k != "default"} for name, one in changeable.items()}
+    )
     defined["OverrideSection"]["properties"] = {
         "match": {**_closed(matched), "minProperties": 1},
         "gate": {**changes, "minProperties": 1},
@@ -243,7 +308,12 @@ def json_schema() -> dict[str, Any]:
 
 
 def _closed(properties: dict[str, Any], required: list[str] | None = None) -> dict[str, Any]:
-    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required or []}
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "required": required or [],
+    }
 
 
 def _value_schema(axis: Axis) -> dict[str, Any]:
@@ -253,7 +323,12 @@ def _value_schema(axis: Axis) -> dict[str, Any]:
 def _match_schema(axis: Axis) -> dict[str, Any]:
     if axis.choices:
         return {"enum": [*axis.choices, *axis.recorded]}
-    return {"anyOf": [_value_schema(axis), {"type": "string", "pattern": r"^(>=|<=|>|<)\s*[1-9][0-9]*$"}]}
+    return {
+        "anyOf": [
+            _value_schema(axis),
+            {"type": "string", "pattern": r"^(>=|<=|>|<)\s*[1-9][0-9]*$"},
+        ]
+    }
 
 
 def _one_or_many(value: dict[str, Any]) -> dict[str, Any]:

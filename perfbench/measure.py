@@ -1,4 +1,7 @@
-"""One replicate of one cell, in a process of its own: prove, warm up, time, witness. Runs inside the child."""
+"""One replicate of one cell, in a process of its own: prove, warm up, time, witness.
+
+Runs inside the child.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # the optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in the server
+
+# the optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in
+# the server
+import torch._dynamo
 
 from nsa import capability, engagement, settings
 from nsa.config import ModelConfig
@@ -24,9 +30,11 @@ from perfbench.result import ParityLine, Physics, Replicate, Status
 from perfbench.telemetry import Sampler
 from perfbench.timing import MIN_POINTS, Warmth, time_samples, warm_up
 
-# On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times beside another process.
+# On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times
+# beside another process.
 CPU_THREADS = 1
-TRACE_WARM_STEPS = 2  # after the first, which compiles and tunes; the optimizer's state is there from the second on
+# after the first, which compiles and tunes; the optimizer's state is there from the second on
+TRACE_WARM_STEPS = 2
 
 
 @dataclass(slots=True)
@@ -38,11 +46,16 @@ class Stop(Exception):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None] = lambda: None) -> Replicate:
-    """Measure ``job``. Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through.
+def measure(
+    job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None] = lambda: None
+) -> Replicate:
+    """Measure ``job``.
 
-    ``prepared`` is called once, before the first timed step, and returns when this process may have the machine to itself.
-    A sentinel's job goes to ``sentinels``, which knows no model and no route.
+    Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through.
+
+    ``prepared`` is called once, before the first timed step, and returns when this process may have
+    the machine to itself. A sentinel's job goes to ``sentinels``, which knows no model and no
+    route.
     """
     if job.sentinel is not None:
         return sentinels.measure(job, clock, sampler, prepared)
@@ -73,8 +86,12 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     )
 
 
-def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], None]) -> dict[str, Any]:
-    torch.set_num_threads(CPU_THREADS if job.device == "cpu" else max(1, torch.get_num_threads() // (job.company + 1)))
+def _measure(
+    job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], None]
+) -> dict[str, Any]:
+    torch.set_num_threads(
+        CPU_THREADS if job.device == "cpu" else max(1, torch.get_num_threads() // (job.company + 1))
+    )
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
@@ -92,27 +109,41 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
         raise Stop(Status.PARITY, fault, facts)
 
     if job.device == "cuda":
-        torch.cuda.empty_cache()  # what waits holds its weights only; the warm-up takes the rest again
+        # what waits holds its weights only; the warm-up takes the rest again
+        torch.cuda.empty_cache()
     take_turn()
 
     retries, flush = _allocation_retries(job), workload.l2_flush(job)
     warmth = warm_up(work.step, clock, job.measure.warmup_s, flush)
     step = _slowed(work.step, warmth.step_s, job, clock)
     timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
-    facts |= {"steady": warmth.steady, "tuned": tuning.choices(), **timed.facts(work.tokens_per_step)}
+    facts |= {
+        "steady": warmth.steady,
+        "tuned": tuning.choices(),
+        **timed.facts(work.tokens_per_step),
+    }
     facts["absent"] |= _absent(job, warmth)
     if work.engaged_by != "call" and timed.engaged:
-        raise Stop(Status.WRONG_PATH, f"{sorted(timed.engaged)} ran eagerly beside the {work.engaged_by}", _without_speed(facts))
+        raise Stop(
+            Status.WRONG_PATH,
+            f"{sorted(timed.engaged)} ran eagerly beside the {work.engaged_by}",
+            _without_speed(facts),
+        )
     facts["engaged"] = engaged = work.engaged(timed.engaged, timed.num_steps, route)
     if fault := wrong_path(route, job, engaged, due=due * timed.num_steps):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
     if job.company and (again := _allocation_retries(job) - retries):
-        raise torch.OutOfMemoryError(f"memory was so scarce beside {job.company} waiting processes that {again} allocations were retried")
+        raise torch.OutOfMemoryError(
+            f"memory was so scarce beside {job.company} waiting processes that {again} allocations"
+            " were retried"
+        )
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
-        facts["profile"] = witness.profile(step, route, job.device, timed.step_s, due, flush, work.engaged_by != "call")
+        facts["profile"] = witness.profile(
+            step, route, job.device, timed.step_s, due, flush, work.engaged_by != "call"
+        )
         facts["host_bound"] = witness.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
@@ -125,32 +156,58 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], N
 
 
 def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
-    """One warm step under the profiler. Publishes no speed, so it needs no proof, and a wrong path is what it is to show."""
+    """One warm step under the profiler.
+
+    Publishes no speed, so it needs no proof, and a wrong path is what it is to show.
+    """
     work = workload.build(job)
-    cold_start_s, engaged = _first_step(work, actual_route(job, ModelConfig.from_mapping(job.model)))
+    cold_start_s, engaged = _first_step(
+        work, actual_route(job, ModelConfig.from_mapping(job.model))
+    )
     take_turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
-    capture.capture(_slowed(work.step, step_s, job, clock), job.device, flush, tuning.choices(), chrome)
-    return {"cold_start_s": cold_start_s, "engaged": engaged, "absent": {"tok_per_s": "a trace times nothing"}}
+    capture.capture(
+        _slowed(work.step, step_s, job, clock), job.device, flush, tuning.choices(), chrome
+    )
+    return {
+        "cold_start_s": cold_start_s,
+        "engaged": engaged,
+        "absent": {"tok_per_s": "a trace times nothing"},
+    }
 
 
 def actual_route(job: Job, model: ModelConfig) -> Route:
     """What this process will run: the plan is checked against it, not copied from it."""
-    return calls.route_of(job.axes, model, settings.current(), capability.probe(_indexed(job.device)))
+    return calls.route_of(
+        job.axes, model, settings.current(), capability.probe(_indexed(job.device))
+    )
 
 
 def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> str | None:
-    """Why what ran is not what was planned or expected; None where it is. ``due`` calls are due from every counter."""
-    routed, planned, ran = sorted(set(route.counters)), sorted(set(job.plan.counters)), sorted(engaged)
+    """Why what ran is not what was planned or expected; None where it is.
+
+    ``due`` calls are due from every counter.
+    """
+    routed, planned, ran = (
+        sorted(set(route.counters)),
+        sorted(set(job.plan.counters)),
+        sorted(engaged),
+    )
     if routed != planned:
         return f"this process routes to {routed}, the plan said {planned}"
     if (off := route_line(route).off) != job.plan.off:
-        return f"this process turns off {off}, the plan said {job.plan.off}: a setting did not reach it, or one too many did"
+        return (
+            f"this process turns off {off}, the plan said {job.plan.off}: a setting did not reach"
+            " it, or one too many did"
+        )
     if ran != planned:
         return f"engaged {ran}, the plan said {planned}"
     if odd := {name: count for name, count in engaged.items() if count != due}:
-        return f"{due} calls were due from each counter (one a layer and step, or chunk of it), got {odd}"
+        return (
+            f"{due} calls were due from each counter (one a layer and step, or chunk of it), got"
+            f" {odd}"
+        )
     if missing := [name for name in job.expect.engaged if name not in engaged]:
         return f"expected {', '.join(missing)} to be engaged, what ran is {ran}"
     if present := [name for name in job.expect.forbidden if name in engaged]:
@@ -159,8 +216,12 @@ def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> 
 
 
 def _with_reasons(fault: str, route: Route) -> str:
-    """The fault, and why the route is what it is: what was rejected, and which setting had a say."""
-    return "; ".join([fault, *(f"not {r.alternative}: {r.reason}" for r in route.rejected), *route.notes])
+    """The fault, and why the route is what it is: what was rejected, and which setting had a
+    say.
+    """
+    return "; ".join(
+        [fault, *(f"not {r.alternative}: {r.reason}" for r in route.rejected), *route.notes]
+    )
 
 
 def _indexed(device: str) -> str:
@@ -172,7 +233,12 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
         return job.proof
     dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
     path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] in BACKWARD
-    options: dict[str, Any] = {"train": train, "seed": job.seed, "tokens": int(job.axes["seq_len"]), "batch": int(job.axes["batch"])}
+    options: dict[str, Any] = {
+        "train": train,
+        "seed": job.seed,
+        "tokens": int(job.axes["seq_len"]),
+        "batch": int(job.axes["batch"]),
+    }
     if job.axes.get("compile") == "on":
         options["compiled"] = True
     if job.axes["workload"] in CACHED:
@@ -182,11 +248,15 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
     if job.axes["workload"] in SELECTED:
         options["selection"] = str(job.axes["selection"])
     try:
-        line = parity.check(model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options)
+        line = parity.check(
+            model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options
+        )
     except parity.RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
-        raise Stop(Status.PARITY, f"differs from the fp64 oracle: {line.worst}", facts | {"parity": line})
+        raise Stop(
+            Status.PARITY, f"differs from the fp64 oracle: {line.worst}", facts | {"parity": line}
+        )
     if job.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -206,20 +276,30 @@ def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
     """Why a value of a row that has a speed is null, besides those that the timed window knows."""
     absent = {}
     if warmth.steady is None:
-        absent["steady"] = f"{warmth.num_samples} samples fitted into the warm-up, and fewer than {2 * MIN_POINTS - 1} show no slope"
+        absent["steady"] = (
+            f"{warmth.num_samples} samples fitted into the warm-up, and fewer than"
+            f" {2 * MIN_POINTS - 1} show no slope"
+        )
     if not job.profile:
-        absent["profile"] = absent["host_bound"] = "replicate 0 is profiled (measure.profile: first)"
+        absent["profile"] = absent["host_bound"] = (
+            "replicate 0 is profiled (measure.profile: first)"
+        )
     if job.device == "cpu":
-        absent |= dict.fromkeys(("host_bound", "peak_memory_bytes", "device_uuid_sha256"), "no GPU: measured on the CPU")
+        absent |= dict.fromkeys(
+            ("host_bound", "peak_memory_bytes", "device_uuid_sha256"), "no GPU: measured on the CPU"
+        )
     return absent
 
 
 def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> Callable[[], None]:
-    """The step itself; with an injected slowdown, followed by real extra work of that share of its time."""
+    """The step itself; with an injected slowdown, followed by real extra work of that share of its
+    time.
+    """
     if job.injection is None or job.injection.kind != "slowdown":
         return step
     assert job.injection.percent is not None
-    # Large enough on a GPU that its time is the device's and not the launch's: 512 lost three quarters of the slowdown.
+    # Large enough on a GPU that its time is the device's and not the launch's: 512 lost three
+    # quarters of the slowdown.
     unit = _gemm(4096 if job.device == "cuda" else 128, job)
     clock.time_steps(unit, 10)
     unit_s = clock.time_steps(unit, 50) / 50
@@ -259,7 +339,9 @@ def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physi
 
 def _gemm(size: int, job: Job) -> Callable[[], None]:
     dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
-    a, b = (torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2))
+    a, b = (
+        torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2)
+    )
     out = torch.empty_like(a)
 
     def multiply() -> None:
@@ -274,7 +356,9 @@ def _without_speed(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _allocation_retries(job: Job) -> int:
-    """How often the allocator had to give everything back to the driver and ask once more: a slow step, not a step's speed."""
+    """How often the allocator had to give everything back to the driver and ask once more: a slow
+    step, not a step's speed.
+    """
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if job.device == "cuda" else 0
 
 

@@ -1,4 +1,6 @@
-"""Whether the samples of one process have two modes: a machine that changes state while it is measured."""
+"""Whether the samples of one process have two modes: a machine that changes state while it is
+measured.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,31 @@ from itertools import accumulate
 LEAST_SAMPLES = 5
 LEAST_SHARE = 0.2  # of the samples in the smaller mode: fewer are outliers
 LEAST_GAP = 0.01  # ln: closer modes change no verdict
-# Samples -> how many within-mode sd the best split of ONE mode reaches by chance: above the 99.5 % quantiles of the normal,
-# uniform, exponential, lognormal and Student distributions. Fewer than 12 samples show two modes only by luck.
+# Samples -> how many within-mode sd the best split of ONE mode reaches by chance: above the 99.5 %
+# quantiles of the normal, uniform, exponential, lognormal and Student distributions. Fewer than 12
+# samples show two modes only by luck.
 _CHANCE = (
-    (5, 24.0), (6, 17.0), (7, 15.0), (8, 14.0), (10, 13.5), (12, 9.0), (15, 8.8), (20, 7.5), (30, 6.2), (50, 5.6), (100, 4.9),
-    (300, 4.4), (1000, 4.1),
-)  # fmt: skip
+    (5, 24.0),
+    (6, 17.0),
+    (7, 15.0),
+    (8, 14.0),
+    (10, 13.5),
+    (12, 9.0),
+    (15, 8.8),
+    (20, 7.5),
+    (30, 6.2),
+    (50, 5.6),
+    (100, 4.9),
+    (300, 4.4),
+    (1000, 4.1),
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Modes:
-    """Two levels of the samples (their unit), how far apart they are (ln), and the share of the samples in the upper one."""
+    """Two levels of the samples (their unit), how far apart they are (ln), and the share of the
+    samples in the upper one.
+    """
 
     low: float
     high: float
@@ -30,10 +46,12 @@ class Modes:
 
 
 def modes(samples: Sequence[float]) -> Modes | None:
-    """The two modes of positive samples; None where one mode explains them, or fewer than 5 are there.
+    """The two modes of positive samples; None where one mode explains them, or fewer than 5 are
+    there.
 
-    The sorted logarithms are split where the sum of squares within the two sides is least; the distance of the sides' means,
-    in standard deviations within them, must exceed what chance makes of one mode. ValueError for samples that are not positive.
+    The sorted logarithms are split where the sum of squares within the two sides is least; the
+    distance of the sides' means, in standard deviations within them, must exceed what chance makes
+    of one mode. ValueError for samples that are not positive.
     """
     if any(not (x > 0 and math.isfinite(x)) for x in samples):
         raise ValueError("samples must be positive and finite; leave failed ones out")
@@ -45,7 +63,10 @@ def modes(samples: Sequence[float]) -> Modes | None:
     x = [value - centre for value in ordered]  # centred, or the squares would cancel
     total, squares = list(accumulate(x)), math.fsum(value * value for value in x)
     least = max(2, math.ceil(LEAST_SHARE * n))
-    between = {k: total[k - 1] ** 2 / k + (total[-1] - total[k - 1]) ** 2 / (n - k) for k in range(least, n - least + 1)}
+    between = {
+        k: total[k - 1] ** 2 / k + (total[-1] - total[k - 1]) ** 2 / (n - k)
+        for k in range(least, n - least + 1)
+    }
     split = max(between, key=lambda k: between[k])
     low, high = total[split - 1] / split, (total[-1] - total[split - 1]) / (n - split)
     sd = math.sqrt(max(squares - between[split], 0.0) / (n - 2))

@@ -1,6 +1,8 @@
-"""How a cell's speed moves between machine starts: estimated from A/A runs, and read back for the baseline that the gate reads.
+"""How a cell's speed moves between machine starts: estimated from A/A runs, and read back for the
+baseline that the gate reads.
 
-A night's luck is shared by all processes of a start, so no number of replicates tells it: only other starts do.
+A night's luck is shared by all processes of a start, so no number of replicates tells it: only
+other starts do.
 """
 
 from __future__ import annotations
@@ -19,16 +21,21 @@ from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
 CONFIDENCE = 0.95  # of the upper bound, one-sided
-MAX_GATE_SD = 0.5  # of ln speed that a baseline takes: beyond it a night says nothing, so the file is wrong
+MAX_GATE_SD = (
+    0.5  # of ln speed that a baseline takes: beyond it a night says nothing, so the file is wrong
+)
 Starts = Mapping[Any, Sequence[float]]  # start -> ln speed of its processes
 
 
 @dataclass(frozen=True, slots=True)
 class Night:
-    """The sd of ln speed between ``starts`` machine starts, without the part that is luck between processes.
+    """The sd of ln speed between ``starts`` machine starts, without the part that is luck between
+    processes.
 
-    ``own_variance``: of this cell's starts alone, below zero by chance. ``sd``: shrunk to its family where that is larger.
-    ``upper``: its bound, nominally at 95 %, with ``df`` degrees of freedom. ``gate_sd``: what the gate takes, see `gate_sd`.
+    ``own_variance``: of this cell's starts alone, below zero by chance. ``sd``: shrunk to its
+    family where that is larger.
+    ``upper``: its bound, nominally at 95 %, with ``df`` degrees of freedom. ``gate_sd``: what the
+    gate takes, see `gate_sd`.
     """
 
     starts: int
@@ -40,49 +47,70 @@ class Night:
 
 
 def gate_sd(sd: float, upper: float) -> float:
-    """The bound, or what is assumed without any start where that is less; never less than the estimate.
+    """The bound, or what is assumed without any start where that is less; never less than the
+    estimate.
 
-    Too small a value costs missed drops, too large a one only confirmations; and few starts, whose bound is far, must not
-    make the gate worse than none. Simulated with three starts: nights of 0.3 % halve the confirmations and no 3 % drop of
-    1,000 is missed; nights of 1 % that all cells share let 2 % of such drops pass the screen.
+    Too small a value costs missed drops, too large a one only confirmations; and few starts, whose
+    bound is far, must not make the gate worse than none. Simulated with three starts: nights of 0.3
+    % halve the confirmations and no 3 % drop of 1,000 is missed; nights of 1 % that all cells share
+    let 2 % of such drops pass the screen.
     """
     return max(sd, min(upper, stats.ASSUMED_NIGHT_SD))
 
 
 def estimate(family: Mapping[str, Starts]) -> dict[str, Night]:
-    """Every cell of a family of like noise that was seen in two starts or more; cells of fewer are left out.
+    """Every cell of a family of like noise that was seen in two starts or more; cells of fewer are
+    left out.
 
-    Analysis of variance of the unweighted means of the starts: their variance is that between starts plus that between
-    processes over their number. Both variances are moderated (Smyth 2004); that between starts is never shrunk below the
-    cell's own. Cells of one start share some of its luck, so they are worth less than as many independent ones: see
-    `independence`. In simulated families of four cells and two to five starts the bound holds for 90 to 98 % where the cells
-    are alike, and for 82 % of cells at worst where half are three times as restless as the rest.
+    Analysis of variance of the unweighted means of the starts: their variance is that between
+    starts plus that between processes over their number. Both variances are moderated (Smyth 2004);
+    that between starts is never shrunk below the cell's own. Cells of one start share some of its
+    luck, so they are worth less than as many independent ones: see
+    `independence`. In simulated families of four cells and two to five starts the bound holds for
+    90 to 98 % where the cells are alike, and for 82 % of cells at worst where half are three times
+    as restless as the rest.
     """
     from scipy.special import chdtri
 
     cells = {cell_id: starts for cell_id, starts in sorted(family.items()) if len(starts) > 1}
-    means = {cell_id: {start: math.fsum(one) / len(one) for start, one in starts.items()} for cell_id, starts in cells.items()}
+    means = {
+        cell_id: {start: math.fsum(one) / len(one) for start, one in starts.items()}
+        for cell_id, starts in cells.items()
+    }
     within = _moderated({cell_id: variance_within(starts) for cell_id, starts in cells.items()})
-    between = {cell_id: (stats.variance_of(list(found.values())), len(found) - 1.0) for cell_id, found in means.items()}
+    between = {
+        cell_id: (stats.variance_of(list(found.values())), len(found) - 1.0)
+        for cell_id, found in means.items()
+    }
     shrunk = _moderated(between)
-    share = independence([means[cell_id] for cell_id in cells], [math.sqrt(shrunk[cell_id][0]) for cell_id in cells])
+    share = independence(
+        [means[cell_id] for cell_id in cells], [math.sqrt(shrunk[cell_id][0]) for cell_id in cells]
+    )
     nights = {}
     for cell_id, starts in cells.items():
-        noise = within[cell_id][0] * math.fsum(1 / len(one) for one in starts.values()) / len(starts)
+        noise = (
+            within[cell_id][0] * math.fsum(1 / len(one) for one in starts.values()) / len(starts)
+        )
         variance, df = max(shrunk[cell_id][0], between[cell_id][0]), shrunk[cell_id][1]
         df = max(len(starts) - 1.0, share * df)
         sd = math.sqrt(max(0.0, variance - noise))
-        least = max(variance, noise)  # means closer than their processes explain are luck, and bound nothing
+        least = max(
+            variance, noise
+        )  # means closer than their processes explain are luck, and bound nothing
         upper = math.sqrt(max(0.0, least * df / float(chdtri(df, CONFIDENCE)) - noise))
-        nights[cell_id] = Night(len(starts), between[cell_id][0] - noise, sd, upper, df, gate_sd(sd, upper))
+        nights[cell_id] = Night(
+            len(starts), between[cell_id][0] - noise, sd, upper, df, gate_sd(sd, upper)
+        )
     return nights
 
 
 def independence(means: Sequence[Mapping[Any, float]], sds: Sequence[float]) -> float:
-    """The part of the cells' degrees of freedom that is independent: 1 where each has its own luck, 1 / cells where all share it.
+    """The part of the cells' degrees of freedom that is independent: 1 where each has its own luck,
+    1 / cells where all share it.
 
-    ``means`` by start, in units of ``sds``, in two ways, start and cell: the variance of a cell is a sum of two mean squares,
-    whose degrees of freedom are Satterthwaite's. 1 / cells too where fewer than two cells or common starts tell nothing.
+    ``means`` by start, in units of ``sds``, in two ways, start and cell: the variance of a cell is
+    a sum of two mean squares, whose degrees of freedom are Satterthwaite's. 1 / cells too where
+    fewer than two cells or common starts tell nothing.
     """
     cells = len(means)
     common = sorted(set.intersection(*(set(found) for found in means))) if means else []
@@ -90,13 +118,22 @@ def independence(means: Sequence[Mapping[Any, float]], sds: Sequence[float]) -> 
     if cells < 2 or k < 2:
         return 1 / max(cells, 1)
     centre = [math.fsum(found[start] for start in common) / k for found in means]
-    z = [[(found[start] - mid) / sd for start in common] for found, mid, sd in zip(means, centre, sds, strict=True)]
+    z = [
+        [(found[start] - mid) / sd for start in common]
+        for found, mid, sd in zip(means, centre, sds, strict=True)
+    ]
     shared = [math.fsum(row[at] for row in z) / cells for at in range(k)]
-    start_part = math.fsum(x * x for x in shared) / (k - 1)  # mean square of the starts, over the number of cells
-    own_part = math.fsum((row[at] - shared[at]) ** 2 for row in z for at in range(k)) / (cells * (k - 1))
+    start_part = math.fsum(x * x for x in shared) / (
+        k - 1
+    )  # mean square of the starts, over the number of cells
+    own_part = math.fsum((row[at] - shared[at]) ** 2 for row in z for at in range(k)) / (
+        cells * (k - 1)
+    )
     if start_part + own_part <= 0:
         return 1 / cells
-    df = (start_part + own_part) ** 2 / (start_part**2 / (k - 1) + own_part**2 / ((cells - 1) * (k - 1)))
+    df = (start_part + own_part) ** 2 / (
+        start_part**2 / (k - 1) + own_part**2 / ((cells - 1) * (k - 1))
+    )
     return df / (cells * (k - 1))
 
 
@@ -104,18 +141,28 @@ def pooled_sd(nights: Mapping[str, Night]) -> float | None:
     """One sd for a family, from the mean of its variances; None where no cell has two starts."""
     if not nights:
         return None
-    return math.sqrt(max(0.0, math.fsum(night.own_variance for night in nights.values()) / len(nights)))
+    return math.sqrt(
+        max(0.0, math.fsum(night.own_variance for night in nights.values()) / len(nights))
+    )
 
 
 def variance_within(starts: Starts) -> tuple[float, float]:
     """(variance between the processes of a start, its degrees of freedom)."""
     df = sum(len(one) - 1 for one in starts.values())
-    return (math.fsum(stats.variance_of(one) * (len(one) - 1) for one in starts.values()) / df if df else 0.0), float(df)
+    return (
+        math.fsum(stats.variance_of(one) * (len(one) - 1) for one in starts.values()) / df
+        if df
+        else 0.0
+    ), float(df)
 
 
 def _moderated(found: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
-    prior = stats.prior_of([variance for variance, _ in found.values()], [df for _, df in found.values()])
-    return {cell_id: stats.moderated(variance, df, prior) for cell_id, (variance, df) in found.items()}
+    prior = stats.prior_of(
+        [variance for variance, _ in found.values()], [df for _, df in found.values()]
+    )
+    return {
+        cell_id: stats.moderated(variance, df, prior) for cell_id, (variance, df) in found.items()
+    }
 
 
 class _StoredNight(BaseModel):
@@ -150,8 +197,8 @@ class Known:
 def read(path: Path, gpu_slug: str) -> Known:
     """The calibration at ``path`` (calibration.json).
 
-    PerfbenchError(USAGE): not such a file, a cell told twice or as restless as no machine is, of another GPU than ``gpu_slug``,
-    or of one start only.
+    PerfbenchError(USAGE): not such a file, a cell told twice or as restless as no machine is, of
+    another GPU than ``gpu_slug``, or of one start only.
     """
     try:
         stored = _Stored.model_validate_json(path.read_bytes())
@@ -159,48 +206,81 @@ def read(path: Path, gpu_slug: str) -> Known:
         raise _refused(path, f"cannot be read: {error.strerror or error}") from None
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _refused(path, f"is no calibration: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        raise _refused(
+            path, f"is no calibration: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        ) from None
     if stored.gpu_slug != gpu_slug:
         raise _refused(path, f"got a calibration of {stored.gpu_slug}, wanted one of {gpu_slug}")
-    if twice := [cell_id for cell_id, n in Counter(cell.cell_id for cell in stored.cells).items() if n > 1]:
-        raise _refused(path, f"is no calibration: got cell {twice[0][:200]!r} twice, wanted each once")
+    if twice := [
+        cell_id for cell_id, n in Counter(cell.cell_id for cell in stored.cells).items() if n > 1
+    ]:
+        raise _refused(
+            path, f"is no calibration: got cell {twice[0][:200]!r} twice, wanted each once"
+        )
     found = {cell.cell_id: cell for cell in stored.cells if _fields(cell)}
     if not found:
-        raise _refused(path, "tells no luck between nights: got one machine start, wanted two or more")
+        raise _refused(
+            path, "tells no luck between nights: got one machine start, wanted two or more"
+        )
     return Known(path, stored.environment, found)
 
 
-def told(known: Known, environment: Mapping[str, str | None], configs: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """By cell of ``configs`` (its id to the hash of its work), the fields of a baseline's cell that the calibration tells.
+def told(
+    known: Known, environment: Mapping[str, str | None], configs: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """By cell of ``configs`` (its id to the hash of its work), the fields of a baseline's cell that
+    the calibration tells.
 
-    ``environment``: the fingerprint of the run. Its driver alone may differ: torch and triton choose the kernels, not the driver,
-    what differs between starts is mostly the card and its host, and an update of the driver must not cost days of new starts.
-    PerfbenchError(USAGE): another environment, another work under the same id, or no cell in common.
+    ``environment``: the fingerprint of the run. Its driver alone may differ: torch and triton
+    choose the kernels, not the driver, what differs between starts is mostly the card and its host,
+    and an update of the driver must not cost days of new starts. PerfbenchError(USAGE): another
+    environment, another work under the same id, or no cell in common.
     """
     for name in sorted(set(environment) - {"driver"}):
         got, wanted = known.environment.get(name), environment[name]
         if got != wanted:
-            raise _refused(known.path, f"got a calibration with {name} {got or 'unknown'}, wanted {wanted or 'none'} as in the run")
+            raise _refused(
+                known.path,
+                f"got a calibration with {name} {got or 'unknown'}, wanted {wanted or 'none'} as in"
+                " the run",
+            )
     common = sorted(set(known.cells) & set(configs))
     if not common:
-        raise _refused(known.path, f"knows no cell of the run: got {len(known.cells)} others, wanted runs of the same matrix")
+        raise _refused(
+            known.path,
+            f"knows no cell of the run: got {len(known.cells)} others, wanted runs of the same"
+            " matrix",
+        )
     for cell_id in common:
         got, wanted = known.cells[cell_id].config_sha256, configs[cell_id]
         if got != wanted:
-            which = "no config (an earlier perfbench wrote it)" if got is None else f"config {got[:12]}"
-            raise _refused(known.path, f"got {which} of {cell_id}, wanted {wanted[:12]}, the work that the run measured")
+            which = (
+                "no config (an earlier perfbench wrote it)" if got is None else f"config {got[:12]}"
+            )
+            raise _refused(
+                known.path,
+                f"got {which} of {cell_id}, wanted {wanted[:12]}, the work that the run measured",
+            )
     return {cell_id: _fields(known.cells[cell_id]) for cell_id in common}
 
 
 def _fields(cell: _StoredCell) -> dict[str, Any]:
-    """All three where anything is told, so that no field of an earlier calibration stays beside them."""
+    """All three where anything is told, so that no field of an earlier calibration stays beside
+    them.
+    """
     both = {"night_log_sd": cell.night, "device_night_log_sd": cell.device_night}
     starts = [night.starts for night in both.values() if night is not None]
     if not starts:
         return {}
-    return {**{name: None if night is None else night.gate_sd for name, night in both.items()}, "night_starts": min(starts)}
+    return {
+        **{name: None if night is None else night.gate_sd for name, night in both.items()},
+        "night_starts": min(starts),
+    }
 
 
 def _refused(path: Path, why: str) -> PerfbenchError:
-    next_ = "perfbench calibrate RUN RUN RUN --out reports, with a run of each machine start, writes one"
+    next_ = (
+        "perfbench calibrate RUN RUN RUN --out reports, with a run of each machine start,"
+        " writes one"
+    )
     return PerfbenchError(Exit.USAGE, plain(f"{path} {why}. Next: {next_}"))

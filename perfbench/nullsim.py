@@ -1,6 +1,8 @@
-"""Certify the gate's rule by simulation: whole nights of cells, judged by `stats` itself, with and without a slower cell.
+"""Certify the gate's rule by simulation: whole nights of cells, judged by `stats` itself, with and
+without a slower cell.
 
-A world says how a machine's noise looks; a night draws every process of every cell from it. Deterministic for a seed.
+A world says how a machine's noise looks; a night draws every process of every cell from it.
+Deterministic for a seed.
 """
 
 from __future__ import annotations
@@ -29,11 +31,14 @@ STORED_REPLICATES = 5
 class World:
     """The noise of one kind of machine, in per cent of speed (sd).
 
-    ``process_sd_pct``: between processes, taken in turn by the cells. ``night_shared_pct``: one luck for all cells of a night,
-    ``night_own_pct``: one for each. ``assumed_night_pct``: what the gate believes of a night; None: the truth.
-    ``shape``: heavy: Student's t with 3 degrees of freedom; drift: 2 % over the night, and 2 % between two states that each
-    last some ten processes; stored: real samples. ``process_state``: (share, per cent) of the processes that are slower by
-    so much; ``night_state_pct``: half of the nights are.
+    ``process_sd_pct``: between processes, taken in turn by the cells. ``night_shared_pct``: one
+    luck for all cells of a night,
+    ``night_own_pct``: one for each. ``assumed_night_pct``: what the gate believes of a night; None:
+    the truth.
+    ``shape``: heavy: Student's t with 3 degrees of freedom; drift: 2 % over the night, and 2 %
+    between two states that each last some ten processes; stored: real samples. ``process_state``:
+    (share, per cent) of the processes that are slower by so much; ``night_state_pct``: half of the
+    nights are.
     """
 
     name: str
@@ -51,7 +56,11 @@ class World:
     def night_variance(self) -> float:
         if self.assumed_night_pct is not None:
             return (self.assumed_night_pct / 100) ** 2
-        parts = (self.night_shared_pct, self.night_own_pct, self.night_state_pct / 2)  # a fair coin has sd 1/2
+        parts = (
+            self.night_shared_pct,
+            self.night_own_pct,
+            self.night_state_pct / 2,
+        )  # a fair coin has sd 1/2
         return math.fsum((part / 100) ** 2 for part in parts)
 
 
@@ -61,8 +70,20 @@ ASSUMED = 100 * stats.ASSUMED_NIGHT_SD
 WORLDS = (
     World("GPU bound", GPU_BOUND),
     World("GPU bound, bad nights", GPU_BOUND, night_shared_pct=2.0, night_own_pct=1.0),
-    World("GPU bound, nights unknown and as assumed", GPU_BOUND, night_shared_pct=0.7, night_own_pct=0.7, assumed_night_pct=ASSUMED),
-    World("GPU bound, nights twice as bad as assumed", GPU_BOUND, night_shared_pct=1.4, night_own_pct=1.4, assumed_night_pct=ASSUMED),
+    World(
+        "GPU bound, nights unknown and as assumed",
+        GPU_BOUND,
+        night_shared_pct=0.7,
+        night_own_pct=0.7,
+        assumed_night_pct=ASSUMED,
+    ),
+    World(
+        "GPU bound, nights twice as bad as assumed",
+        GPU_BOUND,
+        night_shared_pct=1.4,
+        night_own_pct=1.4,
+        assumed_night_pct=ASSUMED,
+    ),
     World("GPU bound, 3 stored replicates", GPU_BOUND, replicates=3),
     World("one cell of 1 %", (1.0,), cells=1),
     World("two cells, 0.34 and 1 %", (0.34, 1.0), cells=2),
@@ -92,7 +113,9 @@ class Judged:
 class Tally:
     """Outcomes of many cell-nights of one kind."""
 
-    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("SAME", "WATCH", "BLIND", "REGRESSED"), 0))
+    outcomes: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(("SAME", "WATCH", "BLIND", "REGRESSED"), 0)
+    )
     screened: int = 0
     significant: int = 0
     blocks: list[int] = field(default_factory=list)
@@ -118,20 +141,42 @@ def judge_night(
     night_variance: float,
     policy: GatePolicy,
 ) -> list[Judged]:
-    """The two stages on one family of cells; ``again``: the pairs of both sides, `stats.MAX_BLOCKS` ready for each cell."""
-    prior = stats.prior_of(*zip(*(stats.pooled(b, c) for b, c in zip(base, candidate, strict=True)), strict=True))
+    """The two stages on one family of cells; ``again``: the pairs of both sides, `stats.MAX_BLOCKS`
+    ready for each cell.
+    """
+    prior = stats.prior_of(
+        *zip(*(stats.pooled(b, c) for b, c in zip(base, candidate, strict=True)), strict=True)
+    )
     bound = stats.screen_alpha(policy)
     first = [
-        stats.unpaired(b, c, prior=prior, night_variance=night_variance, alpha=bound, power=policy.power)
+        stats.unpaired(
+            b, c, prior=prior, night_variance=night_variance, alpha=bound, power=policy.power
+        )
         for b, c in zip(base, candidate, strict=True)
     ]
     chosen = [cell for cell, comparison in enumerate(first) if stats.screened(comparison, policy)]
-    plan = {cell: stats.planned_blocks(base[cell], candidate[cell], prior=prior, cells=len(chosen), policy=policy) for cell in chosen}
-    pairs = {cell: (again[0][cell][:n], again[1][cell][:n]) for cell, n in plan.items() if n is not None}
-    spreads = [(stats.variance_of(stats.differences(b, c)), len(b) - 1.0) for b, c in pairs.values()]
+    plan = {
+        cell: stats.planned_blocks(
+            base[cell], candidate[cell], prior=prior, cells=len(chosen), policy=policy
+        )
+        for cell in chosen
+    }
+    pairs = {
+        cell: (again[0][cell][:n], again[1][cell][:n]) for cell, n in plan.items() if n is not None
+    }
+    spreads = [
+        (stats.variance_of(stats.differences(b, c)), len(b) - 1.0) for b, c in pairs.values()
+    ]
     prior = stats.prior_of([s2 for s2, _ in spreads], [df for _, df in spreads])
-    second = {cell: stats.paired(b, c, prior=prior, alpha=policy.alpha_confirm, power=policy.power) for cell, (b, c) in pairs.items()}
-    adjusted = dict(zip(second, stats.holm([comparison.p_slower for comparison in second.values()]), strict=True))
+    second = {
+        cell: stats.paired(b, c, prior=prior, alpha=policy.alpha_confirm, power=policy.power)
+        for cell, (b, c) in pairs.items()
+    }
+    adjusted = dict(
+        zip(
+            second, stats.holm([comparison.p_slower for comparison in second.values()]), strict=True
+        )
+    )
     judged = []
     for cell in range(len(base)):
         significant = first[cell].p_slower < policy.alpha_screen
@@ -147,9 +192,16 @@ def judge_night(
 
 
 def simulate(
-    world: World, policy: GatePolicy, *, nights: int, seed: Sequence[int], drop_pct: float = 0.0, stored: Sequence[float] = ()
+    world: World,
+    policy: GatePolicy,
+    *,
+    nights: int,
+    seed: Sequence[int],
+    drop_pct: float = 0.0,
+    stored: Sequence[float] = (),
 ) -> dict[float, Tally]:
-    """Tallies by process sd: of every cell where ``drop_pct`` is 0, else of every second cell, which alone got slower.
+    """Tallies by process sd: of every cell where ``drop_pct`` is 0, else of every second cell,
+    which alone got slower.
 
     ``stored``: standardised real samples for the shape of that name.
     """
@@ -167,7 +219,9 @@ def simulate(
         slots = _night(world, rng, sd, 2 * stats.MAX_BLOCKS, pool)
         base_at, candidate_at = abba(stats.MAX_BLOCKS)
         again = slots[:, base_at].tolist(), (slots[:, candidate_at] + slower).tolist()
-        judged = judge_night(old.tolist(), (new + slower).tolist(), again, world.night_variance, policy)
+        judged = judge_night(
+            old.tolist(), (new + slower).tolist(), again, world.night_variance, policy
+        )
         for cell in np.flatnonzero(hit):
             tallies[float(sd[cell])].add(judged[cell])
     return tallies
@@ -184,7 +238,9 @@ def _night(world: World, rng: np.random.Generator, sd_pct: Array, slots: int, po
     import numpy as np
 
     size = (world.cells, slots)
-    luck_C1 = rng.normal(0, world.night_own_pct, (world.cells, 1)) + rng.normal(0, world.night_shared_pct)
+    luck_C1 = rng.normal(0, world.night_own_pct, (world.cells, 1)) + rng.normal(
+        0, world.night_shared_pct
+    )
     if world.shape == "heavy":
         noise_CR = rng.standard_t(3, size) / math.sqrt(3)
     elif world.shape == "stored":
@@ -195,6 +251,8 @@ def _night(world: World, rng: np.random.Generator, sd_pct: Array, slots: int, po
     share, gap_pct = world.process_state
     speed_CR -= gap_pct * (rng.random(size) < share) + world.night_state_pct * (rng.random() < 0.5)
     if world.shape == "drift":
-        state_1R = np.cumsum(rng.random((1, slots)) < 0.1, 1) % 2  # changes every ten processes or so
+        state_1R = (
+            np.cumsum(rng.random((1, slots)) < 0.1, 1) % 2
+        )  # changes every ten processes or so
         speed_CR += np.linspace(-1, 1, slots)[None] * rng.choice([-1, 1]) + 2 * state_1R
     return speed_CR / 100

@@ -11,18 +11,49 @@ from typing import Any
 # code -> (name, what it means, what to do). The numbers are NVML's ABI.
 ERRORS: Mapping[int, tuple[str, str, str]] = MappingProxyType(
     {
-        1: ("NVML_ERROR_UNINITIALIZED", "NVML was not initialised", "report this as a bug of perfbench"),
-        2: ("NVML_ERROR_INVALID_ARGUMENT", "NVML does not know this device", "compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`"),
-        3: ("NVML_ERROR_NOT_SUPPORTED", "this device does not offer the value", "nothing: MIG slices and some cards lack it"),
-        4: ("NVML_ERROR_NO_PERMISSION", "this user may not ask", "run as a user that may open /dev/nvidiactl"),
-        6: ("NVML_ERROR_NOT_FOUND", "no such device", "compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`"),
-        9: ("NVML_ERROR_DRIVER_NOT_LOADED", "the NVIDIA driver is not loaded", "`modprobe nvidia`, or a matrix with `gpu: none`"),
+        1: (
+            "NVML_ERROR_UNINITIALIZED",
+            "NVML was not initialised",
+            "report this as a bug of perfbench",
+        ),
+        2: (
+            "NVML_ERROR_INVALID_ARGUMENT",
+            "NVML does not know this device",
+            "compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`",
+        ),
+        3: (
+            "NVML_ERROR_NOT_SUPPORTED",
+            "this device does not offer the value",
+            "nothing: MIG slices and some cards lack it",
+        ),
+        4: (
+            "NVML_ERROR_NO_PERMISSION",
+            "this user may not ask",
+            "run as a user that may open /dev/nvidiactl",
+        ),
+        6: (
+            "NVML_ERROR_NOT_FOUND",
+            "no such device",
+            "compare CUDA_VISIBLE_DEVICES with `nvidia-smi -L`",
+        ),
+        9: (
+            "NVML_ERROR_DRIVER_NOT_LOADED",
+            "the NVIDIA driver is not loaded",
+            "`modprobe nvidia`, or a matrix with `gpu: none`",
+        ),
         12: (
             "NVML_ERROR_LIBRARY_NOT_FOUND",
             "libnvidia-ml.so is missing",
-            "install the NVIDIA driver or pass it into the container (`--gpus all`); for a CPU, a matrix with `gpu: none`",
+            (
+                "install the NVIDIA driver or pass it into the container (`--gpus all`); for a CPU,"
+                " a matrix with `gpu: none`"
+            ),
         ),
-        13: ("NVML_ERROR_FUNCTION_NOT_FOUND", "the driver is older than this call", "upgrade the driver"),
+        13: (
+            "NVML_ERROR_FUNCTION_NOT_FOUND",
+            "the driver is older than this call",
+            "upgrade the driver",
+        ),
         15: ("NVML_ERROR_GPU_IS_LOST", "the GPU fell off the bus", "reboot the machine"),
         18: (
             "NVML_ERROR_LIB_RM_VERSION_MISMATCH",
@@ -47,14 +78,20 @@ def error_name(code: int) -> str:
 
 
 def unavailable(code: int) -> NvmlUnavailable:
-    """What NVML's error ``code`` means, as an exception that carries name, meaning and next step."""
-    name, meaning, advice = ERRORS.get(code, (error_name(code), "unknown to perfbench", "see NVML's reference"))
+    """What NVML's error ``code`` means, as an exception that carries name, meaning and next
+    step.
+    """
+    name, meaning, advice = ERRORS.get(
+        code, (error_name(code), "unknown to perfbench", "see NVML's reference")
+    )
     return NvmlUnavailable(code, name, meaning, advice)
 
 
 @contextmanager
 def session(module: Any | None = None) -> Iterator[Any]:
-    """Initialise NVML, yield the ``pynvml`` module (or the stand-in given), shut down; raises NvmlUnavailable."""
+    """Initialise NVML, yield the ``pynvml`` module (or the stand-in given), shut down; raises
+    NvmlUnavailable.
+    """
     opened = _load() if module is None else module
     try:
         opened.nvmlInit()
@@ -63,7 +100,9 @@ def session(module: Any | None = None) -> Iterator[Any]:
     try:
         yield opened
     finally:
-        with suppress(opened.NVMLError):  # the driver went away while we read: what was read stays valid
+        with suppress(
+            opened.NVMLError
+        ):  # the driver went away while we read: what was read stays valid
             opened.nvmlShutdown()
 
 
@@ -76,7 +115,9 @@ def _load() -> Any:
 
 
 def query(module: Any, name: str, *args: Any) -> tuple[Any, str]:
-    """(value, '') or (None, NVML's error name); a call that this binding lacks is FUNCTION_NOT_FOUND."""
+    """(value, '') or (None, NVML's error name); a call that this binding lacks is
+    FUNCTION_NOT_FOUND.
+    """
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         return None, error_name(13)

@@ -1,4 +1,5 @@
-"""A pair: one folder with two ordinary run files, ``a/run.jsonl`` (the base) and ``b/run.jsonl`` (the candidate).
+"""A pair: one folder with two ordinary run files, ``a/run.jsonl`` (the base) and ``b/run.jsonl``
+(the candidate).
 
 Replicate r of a is to be compared with replicate r of b: they were measured one after the other.
 """
@@ -28,7 +29,9 @@ BEGUN_WITHIN_S = 60.0  # the two manifests are written one after the other
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Both runs of one A/B. ``missing``: the (cell, block) without a pair that counts, of cells that no side failed.
+    """Both runs of one A/B.
+
+    ``missing``: the (cell, block) without a pair that counts, of cells that no side failed.
 
     They were not measured, the card throttled, or an interruption parted the two rows.
     """
@@ -41,9 +44,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What to measure, and how; of a resumed pair its own seed, blocks and injections (which go to side b) stay.
+    """What to measure, and how; of a resumed pair its own seed, blocks and injections (which go to
+    side b) stay.
 
-    ``name`` begins the ids of both runs, and no other pair may have it; by default the name of the pair's folder.
+    ``name`` begins the ids of both runs, and no other pair may have it; by default the name of the
+    pair's folder.
     """
 
     matrix: Matrix
@@ -78,15 +83,27 @@ def is_pair(folder: Path) -> bool:
 
 
 def are_paired(base: Run, candidate: Run) -> bool:
-    """Whether these are the two runs of one A/B: one name, seed, number of blocks and matrix, and begun together."""
+    """Whether these are the two runs of one A/B: one name, seed, number of blocks and matrix, and
+    begun together.
+    """
     one, other = base.manifest, candidate.manifest
-    named = one.run_id.endswith("-a") and other.run_id.endswith("-b") and one.run_id[:-2] == other.run_id[:-2]
-    alike = (one.seed, one.replicates, one.matrix_sha256) == (other.seed, other.replicates, other.matrix_sha256)
+    named = (
+        one.run_id.endswith("-a")
+        and other.run_id.endswith("-b")
+        and one.run_id[:-2] == other.run_id[:-2]
+    )
+    alike = (one.seed, one.replicates, one.matrix_sha256) == (
+        other.seed,
+        other.replicates,
+        other.matrix_sha256,
+    )
     return named and alike and _begun_together(one.created_utc, other.created_utc)
 
 
 def _begun_together(one_utc: str, other_utc: str) -> bool:
-    """Older pairs of a `check` are named after the base's commit alone, which other nights share."""
+    """Older pairs of a `check` are named after the base's commit alone, which other nights
+    share.
+    """
     try:
         apart = datetime.fromisoformat(one_utc) - datetime.fromisoformat(other_utc)
     except (ValueError, TypeError):  # edited by hand
@@ -110,7 +127,9 @@ def _missing(base: Run, candidate: Run) -> list[tuple[str, int]]:
         mine, theirs = rows.get(cell_id, []), others.get(cell_id, [])
         if all(row.status is Status.OK for row in [*mine, *theirs]):
             count = paired(base, candidate, mine, theirs)
-            found += [(cell_id, block) for block in range(base.manifest.replicates) if block not in count]
+            found += [
+                (cell_id, block) for block in range(base.manifest.replicates) if block not in count
+            ]
     return found
 
 
@@ -119,20 +138,40 @@ def new_folder(out: Path, environment: Environment, commit: str | None) -> Path:
     return out / runfile.new_run_id(datetime.now(UTC), environment.gpu_slug, commit)
 
 
-def create(task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment) -> Opened:
-    """Make ``folder/name/run.jsonl``, which must not exist. USAGE where an injection names no cell, or nothing can be written."""
+def create(
+    task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment
+) -> Opened:
+    """Make ``folder/name/run.jsonl``, which must not exist.
+
+    USAGE where an injection names no cell, or nothing can be written.
+    """
     cells = [cell.cell_id for cell in plan.plan.cells]
     injections = list(task.injections) if name == "b" else []
     for text in injections:
         runner.parse_injection(text, cells)
-    made = runner.manifest_of(plan.plan, task.matrix, environment, side.source, task.argv, task.seed, list(task.only), injections, [])
-    manifest = made.model_copy(update={"run_id": f"{task.name or folder.name}-{name}", "replicates": task.blocks})
+    made = runner.manifest_of(
+        plan.plan,
+        task.matrix,
+        environment,
+        side.source,
+        task.argv,
+        task.seed,
+        list(task.only),
+        injections,
+        [],
+    )
+    manifest = made.model_copy(
+        update={"run_id": f"{task.name or folder.name}-{name}", "replicates": task.blocks}
+    )
     home = folder / name
     try:
         home.mkdir(parents=True)
         fd = os.open(home / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     except OSError as error:
-        raise PerfbenchError(Exit.USAGE, f"{home} cannot be written: {error.strerror}. Next: choose another --out DIR") from None
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{home} cannot be written: {error.strerror}. Next: choose another --out DIR",
+        ) from None
     with ExitStack() as until_written:
         writer = until_written.enter_context(RunWriter(home, fd))
         writer.append(manifest)
@@ -140,13 +179,23 @@ def create(task: Task, side: Side, plan: SidePlan, folder: Path, name: str, envi
     return Opened(writer, manifest, [])
 
 
-def go_on(task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment) -> Opened:
-    """Open ``folder/name`` to append; refuses other code, cells, rules, settings or software, as any resumed run."""
+def go_on(
+    task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment
+) -> Opened:
+    """Open ``folder/name`` to append; refuses other code, cells, rules, settings or software, as
+    any resumed run.
+    """
     with ExitStack() as until_checked:
         writer, found = runfile.open_for_resume(folder / name)
         until_checked.enter_context(writer)
         check_same_ground(found.manifest, environment, side.source, writer.path)
         check_cells(found.manifest, plan.plan, task.matrix, task.only, writer.path)
-        writer.append(Resumed(resumed_utc=utc_now(), argv=task.argv, environment=environment, only=list(task.only)))
+        writer.append(
+            Resumed(
+                resumed_utc=utc_now(), argv=task.argv, environment=environment, only=list(task.only)
+            )
+        )
         until_checked.pop_all()
-    return Opened(writer, found.manifest, list(found.replicates), [one.resumed_utc for one in found.resumed])
+    return Opened(
+        writer, found.manifest, list(found.replicates), [one.resumed_utc for one in found.resumed]
+    )

@@ -12,9 +12,11 @@ from pydantic import BaseModel, ConfigDict, Field
 class GatePolicy(BaseModel):
     """Percentages are of tok/s; a cell needs ``min_replicates`` on both sides, fewer are WATCH.
 
-    ``min_effect_pct``: a change within it is proved to be none (SAME), or cannot be (BLIND). ``tolerance_pct``: a drop below
-    it is never REGRESSED, however certain. ``alpha_screen`` is one-sided for each cell against the stored baseline,
-    ``alpha_confirm`` for the family of the confirmed cells (Holm), which are measured in ``confirm_blocks`` pairs.
+    ``min_effect_pct``: a change within it is proved to be none (SAME), or cannot be (BLIND).
+    ``tolerance_pct``: a drop below it is never REGRESSED, however certain. ``alpha_screen`` is
+    one-sided for each cell against the stored baseline,
+    ``alpha_confirm`` for the family of the confirmed cells (Holm), which are measured in
+    ``confirm_blocks`` pairs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,7 +35,10 @@ class GatePolicy(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """A renamed cell. Its id is part of its config's hash, so both hashes are those of the same work."""
+    """A renamed cell.
+
+    Its id is part of its config's hash, so both hashes are those of the same work.
+    """
 
     cell_id: str
     config_sha256: str
@@ -42,10 +47,15 @@ class Alias:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """The policy of every cell. ``aliases`` maps a cell's former id to what it is now, so that it keeps its baseline."""
+    """The policy of every cell.
+
+    ``aliases`` maps a cell's former id to what it is now, so that it keeps its baseline.
+    """
 
     whole: GatePolicy
-    by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # only cells that an override matches
+    by_cell: Mapping[str, GatePolicy] = field(
+        default_factory=dict
+    )  # only cells that an override matches
     aliases: Mapping[str, Alias] = field(default_factory=dict)
 
     def of(self, cell_id: str) -> GatePolicy:

@@ -16,7 +16,9 @@ class Progress(Protocol):
     def begin(self, cell_id: str, replicate: int) -> None: ...
 
     def finished(self, row: Replicate, *, covers: int = 1) -> None:
-        """``covers`` planned replicates are settled by this row: more than one where a failed cell is not repeated."""
+        """``covers`` planned replicates are settled by this row: more than one where a failed cell
+        is not repeated.
+        """
         ...
 
     def note(self, text: str) -> None: ...
@@ -56,7 +58,10 @@ class PlainProgress:
         self._done += covers
         self._measured += covers
         left_s = (self._now() - self._began) / self._measured * (self._total - self._done)
-        self.note(f"[{self._done}/{self._total}] {row.cell_id} #{row.replicate}: {outcome(row)}, ETA {_minutes(left_s)}")
+        self.note(
+            f"[{self._done}/{self._total}] {row.cell_id} #{row.replicate}: {outcome(row)}, ETA"
+            f" {_minutes(left_s)}"
+        )
 
     def note(self, text: str) -> None:
         print(f"perfbench: {text}", file=self._stream, flush=True)
@@ -69,7 +74,13 @@ class RichProgress:
 
     def __init__(self, stream: TextIO, no_color: bool) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
         from rich.progress import Progress as Bar
 
         self._bar = Bar(

@@ -1,6 +1,8 @@
-"""Interleaved pairs of one commit with itself, for `calibrate`: nothing planted, or real extra work planted in side b.
+"""Interleaved pairs of one commit with itself, for `calibrate`: nothing planted, or real extra work
+planted in side b.
 
-They show on real processes what the certificate simulates: the confirmation stays silent, and finds what was put in.
+They show on real processes what the certificate simulates: the confirmation stays silent, and finds
+what was put in.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ from perfbench.verdict import Exit, PerfbenchError, Verdict
 class RealPair:
     """One cell of one pair. ``extra_work_pct``: of a step's time, planted in side b; 0 in an A/A.
 
-    ``expected_pct`` is the change of tok/s that such work makes, -100 x / (100 + x); ``change_pct`` what was measured, between
-    ``lower_pct`` and ``upper_pct`` at the confirmation's alpha; null with a verdict that is not of speed, whose ``reason`` says why.
+    ``expected_pct`` is the change of tok/s that such work makes, -100 x / (100 + x); ``change_pct``
+    what was measured, between
+    ``lower_pct`` and ``upper_pct`` at the confirmation's alpha; null with a verdict that is not of
+    speed, whose ``reason`` says why.
     """
 
     run_id: str
@@ -40,22 +44,35 @@ class RealPair:
 
 
 def read(folders: Sequence[Path], gpu_slug: str) -> list[RealPair]:
-    """Every cell of the pairs in ``folders``, each judged by its own matrix's rule, the most extra work last.
+    """Every cell of the pairs in ``folders``, each judged by its own matrix's rule, the most extra
+    work last.
 
-    PerfbenchError(USAGE): a folder that is no pair, sides of different or unknown code, another kind of machine than ``gpu_slug``,
-    another fault than a slowdown, a matrix that this perfbench cannot read, or a pair named twice.
+    PerfbenchError(USAGE): a folder that is no pair, sides of different or unknown code, another
+    kind of machine than ``gpu_slug``, another fault than a slowdown, a matrix that this perfbench
+    cannot read, or a pair named twice.
     """
     found: list[RealPair] = []
     for folder in folders:
         if not pairs.is_pair(folder):
-            raise PerfbenchError(Exit.USAGE, f"--pair got {folder}, wanted the folder of a `perfbench ab`, with a/ and b/ in it; name one")
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"--pair got {folder}, wanted the folder of a `perfbench ab`, with a/ and b/ in it;"
+                " name one",
+            )
         one = pairs.read(folder)
         _same_code(one.base, one.candidate, folder)
         if one.candidate.manifest.environment.gpu_slug != gpu_slug:
             got = one.candidate.manifest.environment.gpu_slug
-            raise PerfbenchError(Exit.USAGE, f"--pair {folder} was measured on {got}, the runs on {gpu_slug}; calibrate each by itself")
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"--pair {folder} was measured on {got}, the runs on {gpu_slug}; calibrate each by"
+                " itself",
+            )
         if one.candidate.manifest.run_id in {known.run_id for known in found}:
-            raise PerfbenchError(Exit.USAGE, f"--pair names {one.candidate.manifest.run_id} twice; name each pair once")
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"--pair names {one.candidate.manifest.run_id} twice; name each pair once",
+            )
         found += _cells(one)
     return sorted(found, key=lambda one: (one.extra_work_pct, one.run_id, one.cell_id))
 
@@ -68,8 +85,17 @@ def false_alarms(found: Sequence[RealPair]) -> Rate:
 
 def _cells(one: pairs.Pair) -> list[RealPair]:
     planted = _planted(one.candidate)
-    judgement = compare.judge(one.base, one.candidate, _policies(one.candidate), paired=True, go_on=f"perfbench ab --resume {one.folder}")
-    return [_real(cell, one.candidate.manifest.run_id, planted.get(cell.cell_id, 0.0)) for cell in judgement.cells]
+    judgement = compare.judge(
+        one.base,
+        one.candidate,
+        _policies(one.candidate),
+        paired=True,
+        go_on=f"perfbench ab --resume {one.folder}",
+    )
+    return [
+        _real(cell, one.candidate.manifest.run_id, planted.get(cell.cell_id, 0.0))
+        for cell in judgement.cells
+    ]
 
 
 def _policies(run: Run) -> Policies:
@@ -82,7 +108,11 @@ def _planted(run: Run) -> Mapping[str, float]:
     made = [parse_injection(text, cells) for text in run.manifest.injections]
     for one in made:
         if one.percent is None:
-            raise PerfbenchError(Exit.USAGE, f"{run.manifest.run_id} has the fault {one.kind}, wanted slowdowns alone; leave that pair out")
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{run.manifest.run_id} has the fault {one.kind}, wanted slowdowns alone; leave"
+                " that pair out",
+            )
     return {one.cell_id: one.percent or 0.0 for one in made}
 
 
@@ -105,5 +135,12 @@ def _real(cell: CellVerdict, run_id: str, extra_pct: float) -> RealPair:
 def _same_code(base: Run, candidate: Run, folder: Path) -> None:
     one, other = base.manifest.source, candidate.manifest.source
     if one.commit is None or (one.commit, one.dirty_sha256) != (other.commit, other.dirty_sha256):
-        text = f"--pair {folder} has sides of {one.commit or 'unknown code'} and {other.commit or 'unknown code'}"
-        raise PerfbenchError(Exit.USAGE, f"{text}; wanted one commit twice: `perfbench ab HEAD HEAD MATRIX`, with --inject or without")
+        text = (
+            f"--pair {folder} has sides of {one.commit or 'unknown code'} and"
+            f" {other.commit or 'unknown code'}"
+        )
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{text}; wanted one commit twice: `perfbench ab HEAD HEAD MATRIX`, with --inject or"
+            " without",
+        )

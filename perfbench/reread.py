@@ -1,4 +1,6 @@
-"""What `report` and `explain` do: judge again what lies on the disk, a run or the pair of an `ab`."""
+"""What `report` and `explain` do: judge again what lies on the disk, a run or the pair of an
+`ab`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ from perfbench.verdict import Exit, PerfbenchError
 
 
 def report(path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
-    """Without a baseline the hard gates alone; a pair by its own base. USAGE where that would write over the verdict of a baseline."""
+    """Without a baseline the hard gates alone; a pair by its own base.
+
+    USAGE where that would write over the verdict of a baseline.
+    """
     if (pair := _pair(path, baseline_path)) is not None:
         return pair
     if baseline_path is not None:
@@ -25,13 +30,21 @@ def report(path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
         except (ValueError, AttributeError, RecursionError):
             return outcome
         if before != outcome.judgement.exit_code:
-            text = f"{known} says exit {before}, and without a baseline this run is exit {int(outcome.judgement.exit_code)}"
-            raise PerfbenchError(Exit.USAGE, f"{text}. Next: name what judged it with --baseline, or another folder with --out")
+            text = (
+                f"{known} says exit {before}, and without a baseline this run is exit"
+                f" {int(outcome.judgement.exit_code)}"
+            )
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{text}. Next: name what judged it with --baseline, or another folder with --out",
+            )
     return outcome
 
 
 def explain(path: Path, cell_id: str, baseline_path: Path | None, *, as_json: bool = False) -> str:
-    """Why a cell got its verdict, in plain words and with the numbers between; as JSON with verdict.json's line of the cell."""
+    """Why a cell got its verdict, in plain words and with the numbers between; as JSON with
+    verdict.json's line of the cell.
+    """
     from perfbench import baseline
     from perfbench import explain as explaining
     from perfbench import report as reports
@@ -40,12 +53,17 @@ def explain(path: Path, cell_id: str, baseline_path: Path | None, *, as_json: bo
     outcome = pair or session.judge_against_baseline(path, baseline_path, strict=False)
     known = [cell.cell_id for cell in outcome.judgement.cells]
     if cell_id not in known:
-        raise PerfbenchError(Exit.USAGE, f"got cell {cell_id!r}, which {path} does not have{nearest_name(cell_id, known)}")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"got cell {cell_id!r}, which {path} does not have{nearest_name(cell_id, known)}",
+        )
     if pair is not None and pair.base_run is not None:
         found = baseline.of_run(pair.base_run)
     else:
         found = baseline.read(baseline_path or session.default_baseline(outcome.run))
-    text = explaining.text(outcome.run, outcome.judgement, cell_id, session.policy_of(outcome.run), found)
+    text = explaining.text(
+        outcome.run, outcome.judgement, cell_id, session.policy_of(outcome.run), found
+    )
     if not as_json:
         return text
     whole = reports.to_json(outcome.judgement, outcome.run)
@@ -63,5 +81,7 @@ def _pair(path: Path, baseline_path: Path | None) -> Outcome | None:
         return None
     if baseline_path is not None:
         text = f"got --baseline beside {path}, which holds both sides of an A/B, wanted one run"
-        raise PerfbenchError(Exit.USAGE, f"{text}. Next: leave --baseline away, or name {path / 'b'}")
+        raise PerfbenchError(
+            Exit.USAGE, f"{text}. Next: leave --baseline away, or name {path / 'b'}"
+        )
     return versions.compare(path, None, strict=False)

@@ -1,6 +1,9 @@
-"""The run file: one manifest line, then one line per replicate. Everything printed is rendered from it.
+"""The run file: one manifest line, then one line per replicate.
 
-SI units, units in key names, raw samples kept, NaN and infinity forbidden. Unknown fields survive a round trip.
+Everything printed is rendered from it.
+
+SI units, units in key names, raw samples kept, NaN and infinity forbidden. Unknown fields survive a
+round trip.
 """
 
 from __future__ import annotations
@@ -43,7 +46,9 @@ class BranchLine(_Record):
 
 
 class RouteLine(_Record):
-    """The Route as data; ``counters`` are those that must be engaged, and no others of these branches."""
+    """The Route as data; ``counters`` are those that must be engaged, and no others of these
+    branches.
+    """
 
     branches: list[BranchLine]
     counters: list[str]
@@ -65,7 +70,11 @@ class PlannedCell(_Record):
     config_sha256: str
     route: RouteLine
     expect: Expect = Expect()
-    layers: int | None = None  # calls of each counter due a step: one a layer, and one for each chunk of it; null in older files
+    layers: int | None = (
+        # calls of each counter due a step: one a layer, and one for each chunk of it; null in older
+        # files
+        None
+    )
 
 
 class Environment(_Record):
@@ -93,7 +102,10 @@ class Environment(_Record):
 
 
 class Source(_Record):
-    """The measured code: a commit, and the hash of uncommitted changes (null: clean). ``reason`` where git is missing."""
+    """The measured code: a commit, and the hash of uncommitted changes (null: clean).
+
+    ``reason`` where git is missing.
+    """
 
     commit: str | None
     dirty_sha256: str | None
@@ -134,7 +146,9 @@ class Resumed(_Record):
 
 
 class ParityLine(_Record):
-    """Comparison with the fp64 oracle at the cell's own geometry, heads and dtype, on sampled rows."""
+    """Comparison with the fp64 oracle at the cell's own geometry, heads and dtype, on sampled
+    rows.
+    """
 
     ok: bool
     tokens: int
@@ -142,9 +156,14 @@ class ParityLine(_Record):
     max_error: float
     tolerance: float
     tensors: dict[str, float] = {}  # 'o', 'dq', ... -> error / tolerance
-    own_length: bool = False  # proved at the timed cell's own length: at the standard one this request takes another route
-    selection: dict[str, float] | None = None  # recall and share of changed rows, where the choice of blocks is no exact fp32 top-n
-    proved_in: str | None = None  # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
+    # proved at the timed cell's own length: at the standard one this request takes another route
+    own_length: bool = False
+    selection: dict[str, float] | None = (
+        None  # recall and share of changed rows, where the choice of blocks is no exact fp32 top-n
+    )
+    proved_in: str | None = (
+        None  # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
+    )
     worst: str  # tensor and place of the largest error / tolerance
 
 
@@ -164,7 +183,9 @@ class Telemetry(_Record):
     num_samples: int = 0
     window_s: float = 0.0
     sampler_cost_pct: float | None = None  # thread CPU time over wall time
-    sampler_query_s: dict[str, float] = {}  # that CPU time by value asked for; energy_j is read outside the window
+    sampler_query_s: dict[
+        str, float
+    ] = {}  # that CPU time by value asked for; energy_j is read outside the window
     absent: dict[str, str] = {}
 
 
@@ -177,16 +198,25 @@ class Profile(_Record):
     wall_s: float
     busy_fraction: float | None
     host_syncs: int
-    witness_ok: bool | None  # kernel names show what the Route names; null where nothing can witness it
+    witness_ok: (
+        bool | None
+    )  # kernel names show what the Route names; null where nothing can witness it
     witness: str
 
 
 class CacheLine(_Record):
-    """What the NSACache of a layer held in a step of workload decode or chunked_prefill, and what a query read of it."""
+    """What the NSACache of a layer held in a step of workload decode or chunked_prefill, and what a
+    query read of it.
+    """
 
     tokens: int  # each sequence held, when a timed decode step began; when a timed prefill ended
     memory_bytes: int  # of all layers, compressed keys and windows included
-    keys_read: dict[str, float]  # branch -> keys a query and kv head, counted in one untimed step, mean over queries and layers
+    keys_read: dict[
+        str,
+        float,
+        # branch -> keys a query and kv head, counted in one untimed step, mean over queries and
+        # layers
+    ]
 
 
 class Physics(_Record):
@@ -197,7 +227,9 @@ class Physics(_Record):
     flops_per_s: float
     bytes_per_s: float
     gemm_flops_per_s: float | None  # measured in this process, same dtype
-    datasheet_flops_per_s: float | None = None  # null for a card that is not in the table, and in older files
+    datasheet_flops_per_s: float | None = (
+        None  # null for a card that is not in the table, and in older files
+    )
     datasheet_bytes_per_s: float | None  # null for a card that is not in the table
     l2_bytes: int | None
     floor_s: float | None
@@ -206,7 +238,9 @@ class Physics(_Record):
 
 
 class SentinelLine(_Record):
-    """A frozen piece of work that no commit changes, timed once a block: it tells a slower machine from slower code."""
+    """A frozen piece of work that no commit changes, timed once a block: it tells a slower machine
+    from slower code.
+    """
 
     kind: Literal["sentinel"] = "sentinel"
     name: str  # gemm | copy | sdpa_frozen
@@ -216,7 +250,9 @@ class SentinelLine(_Record):
     reason: str = ""
     started_utc: str
     samples_s: list[float] = []  # of one unit of work each
-    rate_per_s: float | None = Field(default=None, gt=0)  # median over the samples, in ``unit`` per second
+    rate_per_s: float | None = Field(
+        default=None, gt=0
+    )  # median over the samples, in ``unit`` per second
     unit: str  # FLOP | byte
     telemetry: Telemetry | None = None
     device_uuid_sha256: str | None = None
@@ -240,19 +276,30 @@ class Replicate(_Record):
     samples_s: list[float] = []
     tok_per_s: float | None = Field(default=None, gt=0)
     steady: bool | None = None  # the warm-up ended level; false: it ran into its cap first
-    cycles_per_step: float | None = Field(default=None, gt=0)  # seconds a step times the mean SM clock of the window
-    energy_j_per_token: float | None = Field(default=None, gt=0)  # null in a window too short for NVML's counter
-    tuned: dict[str, str] = {}  # autotuner -> the configuration that it chose; a changed choice explains a changed speed
+    cycles_per_step: float | None = Field(
+        default=None, gt=0
+    )  # seconds a step times the mean SM clock of the window
+    energy_j_per_token: float | None = Field(
+        default=None, gt=0
+    )  # null in a window too short for NVML's counter
+    tuned: dict[
+        str,
+        str,
+        # autotuner -> the configuration that it chose; a changed choice explains a changed speed
+    ] = {}
     absent: dict[str, str] = {}  # why a value of this row is null
-    # The first step; shorter where this process made the proof and had loaded libraries, longer beside `company`.
+    # The first step; shorter where this process made the proof and had loaded libraries, longer
+    # beside `company`.
     cold_start_s: float | None = None
-    company: int = 0  # other processes that prepared at the same time; all of them waited while this one was timed
+    # other processes that prepared at the same time; all of them waited while this one was timed
+    company: int = 0
     peak_memory_bytes: int | None = None
     cache: CacheLine | None = None  # null in other workloads, and in older files
     host_bound: bool | None = None
     route: RouteLine | None = None
     engaged: dict[str, int] = {}
-    # How it is known: each call counted as it ran; or counted at a CUDA graph's capture, or read from a compiled graph, times its runs.
+    # How it is known: each call counted as it ran; or counted at a CUDA graph's capture, or read
+    # from a compiled graph, times its runs.
     engaged_by: Literal["call", "capture", "graph"] = "call"
     parity: ParityLine | None = None
     telemetry: Telemetry | None = None

@@ -1,4 +1,6 @@
-"""Whether a run may go on: the same cells, expectations, rules, settings, software and code, or a message that says what differs."""
+"""Whether a run may go on: the same cells, expectations, rules, settings, software and code, or a
+message that says what differs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from perfbench.verdict import Exit, PerfbenchError
 
 
 def selected(cells: Sequence[PlannedCell], only: Sequence[str]) -> list[PlannedCell]:
-    """The cells that `--only` keeps, in the plan's order; USAGE where a term is malformed or keeps none."""
+    """The cells that `--only` keeps, in the plan's order; USAGE where a term is malformed or keeps
+    none.
+    """
     by_cell = {Cell(**cell.axes): cell for cell in cells}  # type: ignore[arg-type]  # the plan wrote these axes
     try:
         return [by_cell[cell] for cell in select(by_cell, only)]
@@ -21,8 +25,12 @@ def selected(cells: Sequence[PlannedCell], only: Sequence[str]) -> list[PlannedC
         raise PerfbenchError(Exit.USAGE, str(error)) from None
 
 
-def check_cells(manifest: Manifest, plan: Plan, matrix: Matrix, only: Sequence[str], path: Path) -> None:
-    """Refuse (USAGE) to mix two configurations, routes, expectations, ways of timing or sets of rules in one run."""
+def check_cells(
+    manifest: Manifest, plan: Plan, matrix: Matrix, only: Sequence[str], path: Path
+) -> None:
+    """Refuse (USAGE) to mix two configurations, routes, expectations, ways of timing or sets of
+    rules in one run.
+    """
     planned = {cell.cell_id: cell for cell in manifest.cells}
     for cell in selected(plan.cells, only):
         before = planned.get(cell.cell_id)
@@ -31,20 +39,28 @@ def check_cells(manifest: Manifest, plan: Plan, matrix: Matrix, only: Sequence[s
         elif before.config_sha256 != cell.config_sha256:
             problem = f"the configuration of cell {cell.cell_id} has changed since the run began"
         elif before.route.counters != cell.route.counters:
-            problem = f"cell {cell.cell_id} was planned as {before.route.counters} and now routes to {cell.route.counters}"
+            problem = (
+                f"cell {cell.cell_id} was planned as {before.route.counters} and now routes to"
+                f" {cell.route.counters}"
+            )
         elif before.expect != cell.expect:
             problem = (
-                f"cell {cell.cell_id} was planned to show {_expected(before.expect)}, and the matrix now expects {_expected(cell.expect)}"
+                f"cell {cell.cell_id} was planned to show {_expected(before.expect)}, and the"
+                f" matrix now expects {_expected(cell.expect)}"
             )
         else:
             continue
-        raise PerfbenchError(Exit.USAGE, f"{path}: {problem}. Next: undo the change, or start a new run")
+        raise PerfbenchError(
+            Exit.USAGE, f"{path}: {problem}. Next: undo the change, or start a new run"
+        )
     if manifest.matrix_sha256 != matrix.sha256:
         _check_rules(parse(manifest.matrix_text, f"{path} (its matrix)"), matrix, path)
 
 
 def _check_rules(before: Matrix, now: Matrix, path: Path) -> None:
-    """The run is judged by the text that it began with, so a section that changed since would be passed over in silence."""
+    """The run is judged by the text that it began with, so a section that changed since would be
+    passed over in silence.
+    """
     sections: tuple[tuple[str, object, object], ...] = (
         ("measures with", before.measure, now.measure),
         ("has limits", before.limits, now.limits),
@@ -54,7 +70,11 @@ def _check_rules(before: Matrix, now: Matrix, path: Path) -> None:
     )
     for what, old, new in sections:
         if old != new:
-            raise PerfbenchError(Exit.USAGE, f"{path} {what} {old}, the matrix now says {new}. Next: undo the change, or start a new run")
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{path} {what} {old}, the matrix now says {new}. Next: undo the change, or start a"
+                " new run",
+            )
 
 
 def _by_cell(matrix: Matrix) -> tuple[object, object]:
@@ -63,19 +83,34 @@ def _by_cell(matrix: Matrix) -> tuple[object, object]:
 
 
 def _expected(expect: Expect) -> str:
-    parts = [f"{name} {', '.join(found)}" for name, found in (("engaged", expect.engaged), ("forbidden", expect.forbidden)) if found]
+    parts = [
+        f"{name} {', '.join(found)}"
+        for name, found in (("engaged", expect.engaged), ("forbidden", expect.forbidden))
+        if found
+    ]
     return "; ".join(parts) or "nothing"
 
 
-def check_same_ground(manifest: Manifest, environment: Environment, source: Source, path: Path) -> None:
-    """Refuse another kind of machine, software or NSA_* settings (ENVIRONMENT), and another state of the code (USAGE)."""
+def check_same_ground(
+    manifest: Manifest, environment: Environment, source: Source, path: Path
+) -> None:
+    """Refuse another kind of machine, software or NSA_* settings (ENVIRONMENT), and another state
+    of the code (USAGE).
+    """
     then, here = manifest.environment.fingerprint(), environment.fingerprint()
-    if changed := [f"{key} was {then[key]} and is {here[key]}" for key in then if then[key] != here[key]]:
+    if changed := [
+        f"{key} was {then[key]} and is {here[key]}" for key in then if then[key] != here[key]
+    ]:
         problem = f"{path} cannot go on here: {'; '.join(changed)}"
-        raise PerfbenchError(Exit.ENVIRONMENT, f"{problem}. Next: resume it on the same model and software, or start a new run")
+        raise PerfbenchError(
+            Exit.ENVIRONMENT,
+            f"{problem}. Next: resume it on the same model and software, or start a new run",
+        )
     if changed := _changed_settings(manifest.environment.nsa_settings, environment.nsa_settings):
         problem = f"{path} cannot go on with other settings: {'; '.join(changed)}"
-        raise PerfbenchError(Exit.ENVIRONMENT, f"{problem}. Next: set them as they were, or start a new run")
+        raise PerfbenchError(
+            Exit.ENVIRONMENT, f"{problem}. Next: set them as they were, or start a new run"
+        )
     before = manifest.source
     if (before.commit, before.dirty_sha256) != (source.commit, source.dirty_sha256):
         problem = f"{path} measures {_code(before)}, and the code here is {_code(source)}"
@@ -84,10 +119,17 @@ def check_same_ground(manifest: Manifest, environment: Environment, source: Sour
 
 def _changed_settings(then: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
     names = sorted(name for name in {*then, *here} if then.get(name) != here.get(name))
-    return [f"{name} was {then.get(name, 'not set')} and is {here.get(name, 'not set')}" for name in names]
+    return [
+        f"{name} was {then.get(name, 'not set')} and is {here.get(name, 'not set')}"
+        for name in names
+    ]
 
 
 def _code(source: Source) -> str:
     if source.commit is None:
         return f"of unknown origin ({source.reason})"
-    return f"{source.commit[:12]} with changes {source.dirty_sha256[:8]}" if source.dirty_sha256 else source.commit[:12]
+    return (
+        f"{source.commit[:12]} with changes {source.dirty_sha256[:8]}"
+        if source.dirty_sha256
+        else source.commit[:12]
+    )

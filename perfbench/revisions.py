@@ -1,4 +1,6 @@
-"""What to type so that `ab` measures the code of a run again: its commit, since a branch or HEAD moves on."""
+"""What to type so that `ab` measures the code of a run again: its commit, since a branch or HEAD
+moves on.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ if TYPE_CHECKING:
 
 
 def asked(argv: Sequence[str]) -> tuple[str, str] | None:
-    """REV_A and REV_B as the user typed them; None where the command was no `ab`, or began with options."""
+    """REV_A and REV_B as the user typed them; None where the command was no `ab`, or began with
+    options.
+    """
     if "ab" not in argv[1:2] or len(argv) < 4 or any(word.startswith("-") for word in argv[2:4]):
         return None
     return argv[2], argv[3]
@@ -22,14 +26,18 @@ def name_of(source: Source) -> str:
 
 
 def to_type(base: Run, candidate: Run) -> tuple[str, str]:
-    """Both sides' commits; where git proved none, or there were uncommitted changes, what the user typed."""
+    """Both sides' commits; where git proved none, or there were uncommitted changes, what the user
+    typed.
+    """
     said = asked(candidate.manifest.argv) or (name_of(base.manifest.source), ".")
     one, other = (_clean(run.manifest.source) for run in (base, candidate))
     return one or said[0], other or said[1]
 
 
 def injections(run: Run, cell_id: str | None = None, shown: str | None = None) -> Iterator[str]:
-    """``--inject FAULT@CELL`` as words: all of the run's, or those of one cell, which may be ``shown`` by another name."""
+    """``--inject FAULT@CELL`` as words: all of the run's, or those of one cell, which may be
+    ``shown`` by another name.
+    """
     for text in run.manifest.injections:
         fault, _, cell = text.partition("@")
         if cell_id is None or cell == cell_id:
@@ -37,4 +45,8 @@ def injections(run: Run, cell_id: str | None = None, shown: str | None = None) -
 
 
 def _clean(source: Source) -> str | None:
-    return source.commit[:12] if source.commit and source.dirty_sha256 is None and source.reason is None else None
+    return (
+        source.commit[:12]
+        if source.commit and source.dirty_sha256 is None and source.reason is None
+        else None
+    )

@@ -1,7 +1,8 @@
-"""The run folder: `run.jsonl` is append-only, each line on the disk before the next replicate starts.
+"""The run folder: `run.jsonl` is append-only, each line on the disk before the next replicate
+starts.
 
-A line that was cut off at the end (the process was killed) is dropped and flagged; any other damage is a USAGE error
-with file:line. One writer at a time holds the file.
+A line that was cut off at the end (the process was killed) is dropped and flagged; any other damage
+is a USAGE error with file:line. One writer at a time holds the file.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def new_run_id(now: datetime, gpu_slug: str, commit: str | None) -> str:
 
 
 class RunWriter:
-    """Appends records to one run file, and holds its lock until closed. Get one from ``create`` or ``open_for_resume``."""
+    """Appends records to one run file, and holds its lock until closed.
+
+    Get one from ``create`` or ``open_for_resume``.
+    """
 
     def __init__(self, folder: Path, fd: int) -> None:
         self.folder = folder
@@ -52,7 +56,9 @@ class RunWriter:
         except BlockingIOError:
             os.close(fd)
             raise PerfbenchError(
-                Exit.USAGE, f"another perfbench is writing to {self.path}. Next: wait for it, or start a new run without --resume"
+                Exit.USAGE,
+                f"another perfbench is writing to {self.path}. Next: wait for it, or start a new"
+                " run without --resume",
             ) from None
 
     @property
@@ -60,7 +66,9 @@ class RunWriter:
         return self.folder / FILE_NAME
 
     def append(self, record: Record) -> None:
-        """Write one line and wait until it is on the disk; what a full disk cut off is taken back."""
+        """Write one line and wait until it is on the disk; what a full disk cut off is taken
+        back.
+        """
         line = json.dumps(record.model_dump(), allow_nan=False).encode() + b"\n"
         size = os.fstat(self._fd).st_size
         with _writing(self.path):
@@ -87,14 +95,21 @@ class RunWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 def create(runs_dir: Path, manifest: Manifest) -> RunWriter:
     """Make ``runs_dir/<run_id>/run.jsonl``, which must not exist, and write its first line."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", manifest.run_id):
-        raise ValueError(f"run_id={manifest.run_id!r} must be a plain folder name; build it with new_run_id")
+        raise ValueError(
+            f"run_id={manifest.run_id!r} must be a plain folder name; build it with new_run_id"
+        )
     folder = runs_dir / manifest.run_id
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=False)
@@ -108,7 +123,10 @@ def create(runs_dir: Path, manifest: Manifest) -> RunWriter:
 
 
 def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
-    """Lock a run, read it, cut its torn last line off. Everything that ``read`` refuses is refused here, unchanged."""
+    """Lock a run, read it, cut its torn last line off.
+
+    Everything that ``read`` refuses is refused here, unchanged.
+    """
     path = _file_of(run_dir)
     with _writing(path):
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
@@ -123,7 +141,10 @@ def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
 
 
 def read(path: Path) -> Run:
-    """Read a run folder, or its run.jsonl. PerfbenchError(USAGE) with file:line for whatever is wrong."""
+    """Read a run folder, or its run.jsonl.
+
+    PerfbenchError(USAGE) with file:line for whatever is wrong.
+    """
     file = _file_of(path)
     return parse(_bytes_of(file), str(file))
 
@@ -136,7 +157,12 @@ def parse(data: bytes, name: str) -> Run:
         _fail(name, 1, f"{what}, so there is nothing to go on with; start a new run")
     manifest = _record(lines[0], name, 1)
     if not isinstance(manifest, Manifest):
-        _fail(name, 1, f"got a {manifest.kind} line, wanted the manifest first; the beginning of the file is lost, start a new run")
+        _fail(
+            name,
+            1,
+            f"got a {manifest.kind} line, wanted the manifest first; the beginning of the file is"
+            " lost, start a new run",
+        )
     records = [_record(line, name, number) for number, line in enumerate(lines[1:], start=2)]
     for number, record in enumerate(records, start=2):
         if isinstance(record, Manifest):
@@ -155,7 +181,12 @@ def _record(line: bytes, name: str, number: int) -> Record:
     kind = data.get("kind")
     record = _KINDS.get(kind) if isinstance(kind, str) else None
     if record is None:
-        _fail(name, number, f"kind={str(kind)[:40]!r} is not one of {', '.join(_KINDS)}; was it written by a newer perfbench?")
+        _fail(
+            name,
+            number,
+            f"kind={str(kind)[:40]!r} is not one of {', '.join(_KINDS)}; was it written by a newer"
+            " perfbench?",
+        )
     if record is Manifest:
         _check_schema(data.get("schema_version"), name, number)
     try:
@@ -163,7 +194,11 @@ def _record(line: bytes, name: str, number: int) -> Record:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(str(part) for part in first["loc"]) or kind
-        _fail(name, number, f"{place}: {first['msg']}; the line is damaged, restore the file or start a new run")
+        _fail(
+            name,
+            number,
+            f"{place}: {first['msg']}; the line is damaged, restore the file or start a new run",
+        )
     if problem := _implausible(found):
         _fail(name, number, f"{problem}; the line is damaged, restore the file or start a new run")
     return found
@@ -178,12 +213,18 @@ def _implausible(record: Record) -> str:
     if not isinstance(record, Replicate):
         return ""
     speed = record.tok_per_s
-    absurd = speed is not None and not 1e-12 < speed < 1e24  # beyond any machine; ratios of such overflow
-    return axes_problem(record.axes) or (f"tok_per_s is {speed:g}, the speed of no machine" if absurd else "")
+    absurd = (
+        speed is not None and not 1e-12 < speed < 1e24
+    )  # beyond any machine; ratios of such overflow
+    return axes_problem(record.axes) or (
+        f"tok_per_s is {speed:g}, the speed of no machine" if absurd else ""
+    )
 
 
 def axes_problem(axes: Mapping[str, str | int]) -> str:
-    """The first axis that is absent although it has no default, or of another type than its values; empty where all are right."""
+    """The first axis that is absent although it has no default, or of another type than its values;
+    empty where all are right.
+    """
     for name, axis in AXES.items():
         if name not in axes and axis.default is None:
             return f"no axis {name}"
@@ -194,26 +235,55 @@ def axes_problem(axes: Mapping[str, str | int]) -> str:
 
 def _check_schema(schema: object, name: str, number: int) -> None:
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-        _fail(name, number, f"schema_version={str(schema)[:40]!r}, wanted a whole number up to {SCHEMA_VERSION}; the line is damaged")
+        _fail(
+            name,
+            number,
+            f"schema_version={str(schema)[:40]!r}, wanted a whole number up to {SCHEMA_VERSION};"
+            " the line is damaged",
+        )
     if schema > SCHEMA_VERSION:
-        _fail(name, number, f"schema_version={schema} is newer than {SCHEMA_VERSION}, the newest that this perfbench reads; upgrade it")
+        _fail(
+            name,
+            number,
+            f"schema_version={schema} is newer than {SCHEMA_VERSION}, the newest that this"
+            " perfbench reads; upgrade it",
+        )
 
 
 def _json_object(line: bytes, name: str, number: int) -> dict[str, Any]:
     try:
-        data = json.loads(line.decode("utf-8"), parse_constant=_not_finite, parse_float=_finite, parse_int=whole)
+        data = json.loads(
+            line.decode("utf-8"), parse_constant=_not_finite, parse_float=_finite, parse_int=whole
+        )
     except UnicodeDecodeError as error:
-        _fail(name, number, f"not UTF-8 at byte {error.start} of the line; the file is damaged, restore it or start a new run")
+        _fail(
+            name,
+            number,
+            f"not UTF-8 at byte {error.start} of the line; the file is damaged, restore it or start"
+            " a new run",
+        )
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
-        _fail(name, number, f"not a JSON record ({reason[:120]}); the file is damaged, restore it or start a new run")
+        _fail(
+            name,
+            number,
+            f"not a JSON record ({reason[:120]}); the file is damaged, restore it or start a"
+            " new run",
+        )
     if not isinstance(data, dict):
-        _fail(name, number, f"got a JSON {type(data).__name__}, wanted an object; the file is damaged, restore it or start a new run")
+        _fail(
+            name,
+            number,
+            f"got a JSON {type(data).__name__}, wanted an object; the file is damaged, restore it"
+            " or start a new run",
+        )
     return data
 
 
 def whole(text: str) -> int:
-    """A whole number of a JSON file; ValueError beyond 64 bits, which no float and no count holds."""
+    """A whole number of a JSON file; ValueError beyond 64 bits, which no float and no count
+    holds.
+    """
     if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**63:
         raise ValueError(f"{text[:40]} is beyond 64 bits")
     return value
@@ -243,7 +313,9 @@ def _bytes_of(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise PerfbenchError(
-            Exit.USAGE, f"{path} cannot be read ({error.strerror}). Next: name a run folder, e.g. one under reports/runs"
+            Exit.USAGE,
+            f"{path} cannot be read ({error.strerror}). Next: name a run folder, e.g. one under"
+            " reports/runs",
         ) from None
 
 
@@ -261,11 +333,20 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except FileExistsError:
-        raise PerfbenchError(Exit.USAGE, f"{path} exists already, and no two runs share a folder. Next: run again, or --out DIR") from None
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} exists already, and no two runs share a folder. Next: run again, or --out DIR",
+        ) from None
     except FileNotFoundError:
         step = "name a run folder, e.g. one under reports/runs, or choose another --out DIR"
         raise PerfbenchError(Exit.USAGE, f"{path} does not exist. Next: {step}") from None
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        step = "free space, then go on with --resume" if full else "choose a folder that you may write to with --out DIR"
-        raise PerfbenchError(Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {step}") from None
+        step = (
+            "free space, then go on with --resume"
+            if full
+            else "choose a folder that you may write to with --out DIR"
+        )
+        raise PerfbenchError(
+            Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {step}"
+        ) from None

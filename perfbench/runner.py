@@ -41,19 +41,27 @@ class Finished:
 
 
 @contextmanager
-def prepared(fit: TargetFit, measure: str = "perfbench.measure:measure", *, module: Any | None = None) -> Iterator[Executor]:
-    """The executor for a machine that ``check_target`` accepted: on a GPU, with its lock held and alone on it.
+def prepared(
+    fit: TargetFit, measure: str = "perfbench.measure:measure", *, module: Any | None = None
+) -> Iterator[Executor]:
+    """The executor for a machine that ``check_target`` accepted: on a GPU, with its lock held and
+    alone on it.
 
-    Company is looked for before each block too: a sweep takes hours. ``module`` stands in for pynvml.
+    Company is looked for before each block too: a sweep takes hours. ``module`` stands in for
+    pynvml.
     """
     with ExitStack() as stack:
         seams: dict[str, Any] = {}
         if fit.gpu is not None:
             stack.enter_context(gpu.gpu_lock(fit.gpu.uuid))
             gpu.refuse_busy(fit.gpu, module)
-            stack.enter_context(nvml.session(module))  # held open: without persistence mode each opening wakes the driver anew
+            stack.enter_context(
+                nvml.session(module)
+            )  # held open: without persistence mode each opening wakes the driver anew
             seams["used_memory"] = partial(gpu.used_memory, fit.gpu.uuid, module)
-            seams["before_block"] = partial(gpu.refuse_busy, fit.gpu, module, patience_s=gpu.NVML_LAG_S)
+            seams["before_block"] = partial(
+                gpu.refuse_busy, fit.gpu, module, patience_s=gpu.NVML_LAG_S
+            )
         yield stack.enter_context(ForkServerExecutor(measure, **seams))
 
 
@@ -75,30 +83,53 @@ def run(
     now: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Finished:
-    """Measure what ``only`` selects of ``plan``, in a new folder under ``runs_dir`` or going on with ``resume``.
+    """Measure what ``only`` selects of ``plan``, in a new folder under ``runs_dir`` or going on
+    with ``resume``.
 
-    ``plan`` holds every cell of the matrix, so that a later slice can join the run. A resumed run keeps its own seed,
-    injections, sentinels and number of replicates. ``now`` must be monotonic: the wall clock may step back. INTERRUPTED
-    with the command to go on after Ctrl-C; nothing written is lost.
+    ``plan`` holds every cell of the matrix, so that a later slice can join the run. A resumed run
+    keeps its own seed, injections, sentinels and number of replicates. ``now`` must be monotonic:
+    the wall clock may step back. INTERRUPTED with the command to go on after Ctrl-C; nothing
+    written is lost.
     """
     chosen = {cell.cell_id for cell in selected(plan.cells, only)}
     faults = [parse_injection(text, [cell.cell_id for cell in plan.cells]) for text in injections]
     with ExitStack() as stack:
         if resume is None:
-            manifest = manifest_of(plan, matrix, environment, source, argv, seed, list(only), list(injections), list(matrix.sentinels))
+            manifest = manifest_of(
+                plan,
+                matrix,
+                environment,
+                source,
+                argv,
+                seed,
+                list(only),
+                list(injections),
+                list(matrix.sentinels),
+            )
             ledger = Ledger(matrix.measure.throttle_retries)
             writer = stack.enter_context(runfile.create(runs_dir, manifest))
         else:
             if faults:
-                raise PerfbenchError(Exit.USAGE, "--inject cannot join a run that has begun. Next: leave --resume away")
+                raise PerfbenchError(
+                    Exit.USAGE,
+                    "--inject cannot join a run that has begun. Next: leave --resume away",
+                )
             writer, found = runfile.open_for_resume(resume)
             stack.enter_context(writer)
             # The ground first: where a setting has changed the routes, the setting is what to name.
             check_same_ground(found.manifest, environment, source, writer.path)
             check_cells(found.manifest, plan, matrix, only, writer.path)
-            manifest, ledger = found.manifest, Ledger(matrix.measure.throttle_retries, [*found.replicates, *found.sentinels])
-            faults = [parse_injection(text, [cell.cell_id for cell in manifest.cells]) for text in manifest.injections]
-            writer.append(Resumed(resumed_utc=utc_now(), argv=argv, environment=environment, only=list(only)))
+            manifest, ledger = (
+                found.manifest,
+                Ledger(matrix.measure.throttle_retries, [*found.replicates, *found.sentinels]),
+            )
+            faults = [
+                parse_injection(text, [cell.cell_id for cell in manifest.cells])
+                for text in manifest.injections
+            ]
+            writer.append(
+                Resumed(resumed_utc=utc_now(), argv=argv, environment=environment, only=list(only))
+            )
         sweep = Sweep(
             manifest=manifest,
             matrix=matrix,
@@ -120,15 +151,27 @@ def parse_injection(text: str, cell_ids: Sequence[str]) -> Injection:
     """`slowdown=10%@CELL`, `oom@CELL`, `hang@CELL` or `segv@CELL`; USAGE names the nearest cell."""
     found = _INJECTION.fullmatch(text)
     if not found:
-        raise PerfbenchError(Exit.USAGE, f"--inject {text!r} is not slowdown=10%@CELL, oom@CELL, hang@CELL or segv@CELL; write one of them")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--inject {text!r} is not slowdown=10%@CELL, oom@CELL, hang@CELL or segv@CELL; write"
+            " one of them",
+        )
     slowdown, amount, fault, cell_id = found.groups()
     if cell_id not in cell_ids:
-        raise PerfbenchError(Exit.USAGE, f"--inject {text!r}: the plan has no cell {cell_id!r}{nearest_name(cell_id, list(cell_ids))}")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--inject {text!r}: the plan has no cell"
+            f" {cell_id!r}{nearest_name(cell_id, list(cell_ids))}",
+        )
     if not slowdown:
         return Injection(kind=fault, cell_id=cell_id)
     percent = float(amount) if re.fullmatch(r"\d{1,4}(\.\d+)?", amount) else 0.0
     if not 0 < percent <= 1000:
-        raise PerfbenchError(Exit.USAGE, f"--inject {text!r}: got {amount} %, wanted more than 0 and at most 1000; write e.g. slowdown=10%")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--inject {text!r}: got {amount} %, wanted more than 0 and at most 1000; write e.g."
+            " slowdown=10%",
+        )
     return Injection(kind=slowdown, percent=percent, cell_id=cell_id)
 
 

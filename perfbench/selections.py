@@ -1,9 +1,12 @@
-"""Kinds of selections for the selected branch alone: what a model would choose, and what is hardest for one kernel or another.
+"""Kinds of selections for the selected branch alone: what a model would choose, and what is hardest
+for one kernel or another.
 
-All have the contract of `nsa.selected_attention`'s blocks, the forced blocks of the config, and as many others as the slots and
-the query's past hold. So every kind reads the same number of keys, and a difference in time is the pattern's alone.
+All have the contract of `nsa.selected_attention`'s blocks, the forced blocks of the config, and as
+many others as the slots and the query's past hold. So every kind reads the same number of keys, and
+a difference in time is the pattern's alone.
 
-B batch, T tokens, G kv heads, D head dim, J selection blocks, N slots, K slots that no forced block takes, F blocks to fill them.
+B batch, T tokens, G kv heads, D head dim, J selection blocks, N slots, K slots that no forced block
+takes, F blocks to fill them.
 """
 
 from __future__ import annotations
@@ -22,32 +25,46 @@ NONE = torch.iinfo(torch.int32).max  # an empty slot until all are sorted: it co
 
 
 @torch.no_grad()
-def chosen(kind: str, q: Tensor, *, config: NSAConfig, num_kv_heads: int, generator: torch.Generator) -> Tensor:
-    """Blocks int32 [B, T, G, N], ascending, unique, -1 padded at the end, none beyond its query, for q [B, T, HQ, D] at positions 0 on.
+def chosen(
+    kind: str, q: Tensor, *, config: NSAConfig, num_kv_heads: int, generator: torch.Generator
+) -> Tensor:
+    """Blocks int32 [B, T, G, N], ascending, unique, -1 padded at the end, none beyond its query,
+    for q [B, T, HQ, D] at positions 0 on.
 
-    ``kind`` is one of perfbench.axes.SELECTIONS. ``own``: what `nsa.select_blocks` chooses for q and random keys compressed by
-    their mean. The others are the forced blocks and, of the free ones (those before the local and after the initial blocks):
+    ``kind`` is one of perfbench.axes.SELECTIONS. ``own``: what `nsa.select_blocks` chooses for q
+    and random keys compressed by their mean. The others are the forced blocks and, of the free ones
+    (those before the local and after the initial blocks):
 
     - ``random``: uniform and distinct, drawn anew for each query and kv head;
-    - ``local``: one set for all queries of a selection block, but for one block of each query's own;
+    - ``local``: one set for all queries of a selection block, but for one block of each query's
+    own;
     - ``hot``: the earliest ones, the same for every query that is late enough to see them.
 
-    ``generator`` is of q's device and decides all of it. N is config.num_selected_for(T). No host sync but of ``own``, whose scores
-    are made in chunks; memory is O(T N). ValueError for a kind that does not exist.
+    ``generator`` is of q's device and decides all of it. N is config.num_selected_for(T). No host
+    sync but of ``own``, whose scores are made in chunks; memory is O(T N). ValueError for a kind
+    that does not exist.
     """
     if kind == "own":
         B, T, _, D = q.shape
-        keys = torch.randn(B, T, num_kv_heads, D, dtype=q.dtype, device=q.device, generator=generator)
+        keys = torch.randn(
+            B, T, num_kv_heads, D, dtype=q.dtype, device=q.device, generator=generator
+        )
         return select_blocks(q, compress(keys, config=replace(config, phi="mean")), config=config)
     if kind not in _FREE:
         raise ValueError(f"selection={kind!r}: wanted own, {', '.join(_FREE)}; name one of them")
-    return _with_forced(_FREE[kind](_Free.of(q, config, num_kv_heads), generator), q.shape[1], config)
+    return _with_forced(
+        _FREE[kind](_Free.of(q, config, num_kv_heads), generator), q.shape[1], config
+    )
 
 
 class _Free:
-    """How many free blocks each query has, ids num_initial .. num_initial + F - 1, and how many of them its K slots take."""
+    """How many free blocks each query has, ids num_initial .. num_initial + F - 1, and how many of
+    them its K slots take.
+    """
 
-    def __init__(self, size: tuple[int, int, int], slots: int, config: NSAConfig, device: torch.device) -> None:
+    def __init__(
+        self, size: tuple[int, int, int], slots: int, config: NSAConfig, device: torch.device
+    ) -> None:
         self.size, self.slots, self.config, self.device = size, slots, config, device
 
     @classmethod
@@ -80,7 +97,9 @@ def _local(free: _Free, generator: torch.Generator) -> Tensor:
     shared_BTGK = shared_BJGK[:, free.current_T].sort(-1).values
     left_T = (free.counts(free.current_T) - (free.slots - 1)).clamp(min=0)[None, :, None]
     own_BTG = _below(left_T.expand(B, T, G), generator)
-    for shared_BTG in shared_BTGK.unbind(-1):  # the own-th of those that are not shared: step over each shared one at or before it
+    for shared_BTG in shared_BTGK.unbind(
+        -1
+    ):  # the own-th of those that are not shared: step over each shared one at or before it
         own_BTG = own_BTG + (shared_BTG <= own_BTG)
     return torch.cat([shared_BTGK, own_BTG.masked_fill(left_T == 0, NONE)[..., None]], -1)
 
@@ -96,10 +115,12 @@ _FREE = {"random": _random, "local": _local, "hot": _hot}
 
 
 def _distinct(count_T: Tensor, B: int, G: int, K: int, generator: torch.Generator) -> Tensor:
-    """min(K, count) distinct numbers below ``count_T``, every set equally likely; int64 [B, T, G, K], the rest `NONE`.
+    """min(K, count) distinct numbers below ``count_T``, every set equally likely; int64 [B, T, G,
+    K], the rest `NONE`.
 
-    Floyd's way (Bentley and Floyd, CACM 30(9), 1987): for each j of the last K numbers one below or equal to it, or j itself
-    where that was drawn before. It needs K numbers a row, not one for each of the count.
+    Floyd's way (Bentley and Floyd, CACM 30(9), 1987): for each j of the last K numbers one below or
+    equal to it, or j itself where that was drawn before. It needs K numbers a row, not one for each
+    of the count.
     """
     T = len(count_T)
     drawn = torch.full((B, T, G, K), NONE, dtype=torch.int64, device=count_T.device)
@@ -118,14 +139,18 @@ def _below(limit: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _with_forced(free_BTGK: Tensor, T: int, config: NSAConfig) -> Tensor:
-    """The free blocks, counted from num_initial, with the forced ones, in the order that the contract wants."""
+    """The free blocks, counted from num_initial, with the forced ones, in the order that the
+    contract wants.
+    """
     B, _, G, _ = free_BTGK.shape
     device = free_BTGK.device
     current_T1 = (torch.arange(T, device=device) // config.sel_block)[:, None]
     initial = torch.arange(config.num_initial, device=device).expand(T, -1)
     local = current_T1 - torch.arange(config.num_local, device=device)
     initial = initial.masked_fill(initial > current_T1, NONE)
-    local = local.masked_fill(local < config.num_initial, NONE)  # an initial one already, or before the first
+    local = local.masked_fill(
+        local < config.num_initial, NONE
+    )  # an initial one already, or before the first
     forced_BTGN = torch.cat([initial, local], -1)[None, :, None].expand(B, T, G, -1)
     found = torch.where(free_BTGK == NONE, NONE, free_BTGK + config.num_initial)
     blocks = torch.cat([forced_BTGN, found], -1).to(torch.int32).sort(-1).values

@@ -1,7 +1,8 @@
-"""Sentinels: frozen pieces of work that use nothing of `nsa`, so only the machine can change their speed.
+"""Sentinels: frozen pieces of work that use nothing of `nsa`, so only the machine can change their
+speed.
 
-Nothing here may change, or the sentinels of old runs no longer compare: sizes, dtypes, seeds and kernels are part of the name.
-Shapes: B batch, H heads, T tokens, D head dim.
+Nothing here may change, or the sentinels of old runs no longer compare: sizes, dtypes, seeds and
+kernels are part of the name. Shapes: B batch, H heads, T tokens, D head dim.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ SEED = 20_260_102  # power, and with it the clock, depends on the data
 GEMM_SIZE = MappingProxyType({"cuda": 8192, "cpu": 2048})
 COPY_BYTES = MappingProxyType({"cuda": 2**30, "cpu": 2**28})
 SDPA_BHTD = MappingProxyType({"cuda": (2, 16, 8192, 128), "cpu": (1, 4, 1024, 64)})
-DTYPE = MappingProxyType({"cuda": torch.bfloat16, "cpu": torch.float32})  # bf16 is 80 times slower on an older CPU
+DTYPE = MappingProxyType(
+    {"cuda": torch.bfloat16, "cpu": torch.float32}
+)  # bf16 is 80 times slower on an older CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +54,41 @@ def gemm(device: str) -> Work:
 
 
 def copy(device: str) -> Work:
-    """1 GiB from device memory to device memory, 256 MiB on a CPU; each byte is read and written."""
+    """1 GiB from device memory to device memory, 256 MiB on a CPU; each byte is read and
+    written.
+    """
     source = torch.arange(COPY_BYTES[device] // 4, dtype=torch.int32, device=device)
     target = torch.zeros_like(source)
     return Work(lambda: _discard(target.copy_(source)), 2 * COPY_BYTES[device])
 
 
 def sdpa_frozen(device: str) -> Work:
-    """Causal attention by PyTorch's flash kernel, which is demanded: no other may stand in. FLOP of the visible pairs."""
+    """Causal attention by PyTorch's flash kernel, which is demanded: no other may stand in.
+
+    FLOP of the visible pairs.
+    """
     B, H, T, D = SDPA_BHTD[device]
     q_BHTD, k_BHTD, v_BHTD = (_random(device, B, H, T, D) for _ in range(3))
 
     def step() -> None:
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            # Mask, dropout, causal by position; T queries over the same T keys, so both alignments are one.
+            # Mask, dropout, causal by position; T queries over the same T keys, so both alignments
+            # are one.
             F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, None, 0.0, True)
 
     return Work(step, 4 * B * H * D * (T * (T + 1) // 2))
 
 
-WORKS: Mapping[str, Callable[[str], Work]] = MappingProxyType({"gemm": gemm, "copy": copy, "sdpa_frozen": sdpa_frozen})
+WORKS: Mapping[str, Callable[[str], Work]] = MappingProxyType(
+    {"gemm": gemm, "copy": copy, "sdpa_frozen": sdpa_frozen}
+)
 
 
 def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
-    """Time ``job.sentinel``. ``samples_s`` are seconds of one unit of work, ``tok_per_s`` is its rate in the sentinel's unit."""
+    """Time ``job.sentinel``.
+
+    ``samples_s`` are seconds of one unit of work, ``tok_per_s`` is its rate in the sentinel's unit.
+    """
     begin, started_utc = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     if job.device == "cpu":
         torch.set_num_threads(CPU_THREADS)
@@ -116,7 +130,9 @@ def _warm_up(step: Callable[[], None], clock: Clock) -> float:
 
 def _random(device: str, *shape: int) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(SEED)
-    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(DTYPE[device])
+    return torch.randn(shape, generator=generator, device=device, dtype=torch.float32).to(
+        DTYPE[device]
+    )
 
 
 def _discard(result: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """What each command does, in the order in which it does it: plan, measure, judge, render.
 
-The glue of `ab` and `compare` is in `versions`, of `report` and `explain` in `reread`, of `trace` in `tracecommand`.
+The glue of `ab` and `compare` is in `versions`, of `report` and `explain` in `reread`, of `trace`
+in `tracecommand`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A run, what was judged of it, where it lies, and what it was judged by: a baseline, or the base's own run."""
+    """A run, what was judged of it, where it lies, and what it was judged by: a baseline, or the
+    base's own run.
+    """
 
     run: Run
     judgement: Judgement
@@ -66,20 +69,28 @@ class Outcome:
 
         traces = tracediff.to_markdown(tracediff.stored(self.folder))
         paired = self.base_run is not None and pairs.are_paired(self.base_run, self.run)
-        beside = Beside.of(self.baseline, policy_of(self.run), base_run=self.base_run, paired=paired, traces=traces)
+        beside = Beside.of(
+            self.baseline, policy_of(self.run), base_run=self.base_run, paired=paired, traces=traces
+        )
         to = out or self.folder
-        return report.render(self.run, self.judgement, to, beside) + report.write_ci(self.run, self.judgement, to)
+        return report.render(self.run, self.judgement, to, beside) + report.write_ci(
+            self.run, self.judgement, to
+        )
 
     def table(self) -> str:
         from perfbench import environment, report
 
         colour = sys.stdout.isatty() and not environment.no_color()
-        return report.terminal_table(self.run, self.judgement, width=get_terminal_size((120, 24)).columns, colour=colour)
+        return report.terminal_table(
+            self.run, self.judgement, width=get_terminal_size((120, 24)).columns, colour=colour
+        )
 
     def to_json(self) -> str:
         from perfbench import report
 
-        return json.dumps({"run_dir": str(self.folder), **report.to_json(self.judgement, self.run)}, indent=2)
+        return json.dumps(
+            {"run_dir": str(self.folder), **report.to_json(self.judgement, self.run)}, indent=2
+        )
 
 
 def plan(path: Path, only: list[str], gpu: str | None, as_json: bool) -> str:
@@ -90,11 +101,15 @@ def plan(path: Path, only: list[str], gpu: str | None, as_json: bool) -> str:
     except ValueError as error:
         raise PerfbenchError(Exit.USAGE, f"{error}. Next: name one of them with --gpu") from None
     built = plans.build(matrix, only=only, capability=capability, settings=_settings())
-    return json.dumps(plans.to_json(built), indent=2) if as_json else plans.render_text(built, matrix)
+    return (
+        json.dumps(plans.to_json(built), indent=2) if as_json else plans.render_text(built, matrix)
+    )
 
 
 def measure(path: Path, options: RunOptions) -> Path | None:
-    """Measure a matrix on this machine and return the run folder; None where the matrix skips this machine."""
+    """Measure a matrix on this machine and return the run folder; None where the matrix skips this
+    machine.
+    """
     from perfbench import environment, runner
     from perfbench.progress import progress_for
 
@@ -137,23 +152,35 @@ def judge(run_path: Path) -> Outcome:
 def warn_where_torn(run: Run) -> Run:
     """Say on stderr that the file's last line was cut off, so that a replicate may be missing."""
     if run.torn:
-        warn(f"the last line of run {run.manifest.run_id} was cut off and is left out; `perfbench run --resume` repairs the file")
+        warn(
+            f"the last line of run {run.manifest.run_id} was cut off and is left out; `perfbench"
+            " run --resume` repairs the file"
+        )
     return run
 
 
 def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
-    """Judge a run by the baseline of its GPU and matrix, or by the one that is named, and by what `check` confirmed of it."""
+    """Judge a run by the baseline of its GPU and matrix, or by the one that is named, and by what
+    `check` confirmed of it.
+    """
     from perfbench import recheck, settle
 
     outcome, base = screen(run_path, baseline_path, strict)
     asked, policy = outcome.judgement.to_confirm, policy_of(outcome.run)
-    found = recheck.stored(outcome.folder, recheck.base_commits(asked, base, policy)) if asked else None
+    found = (
+        recheck.stored(outcome.folder, recheck.base_commits(asked, base, policy)) if asked else None
+    )
     if found is None:
         return outcome
-    return replace(outcome, judgement=settle.conclude_all(outcome.judgement, found.measured, policy, found.reasons))
+    return replace(
+        outcome,
+        judgement=settle.conclude_all(outcome.judgement, found.measured, policy, found.reasons),
+    )
 
 
-def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Outcome, Baseline | BaselineProblem]:
+def screen(
+    run_path: Path, baseline_path: Path | None, strict: bool
+) -> tuple[Outcome, Baseline | BaselineProblem]:
     """The first stage alone: a run judged by the stored baseline, and that baseline."""
     from perfbench import baseline, comparable, gate, runfile
 
@@ -162,40 +189,63 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> tuple[Ou
     check_same_matrix(run, found)
     judgement = gate.judge(run, found, matrices.policies(matrix), strict=strict)
     if isinstance(found, baseline.Baseline):
-        judgement = replace(judgement, notes=(*judgement.notes, *comparable.unasked(run, matrix.sentinels, found)))
+        judgement = replace(
+            judgement, notes=(*judgement.notes, *comparable.unasked(run, matrix.sentinels, found))
+        )
     return Outcome(run, judgement, folder_of(run_path), found), found
 
 
 def check_same_matrix(run: Run, found: Baseline | BaselineProblem) -> None:
-    """PerfbenchError(Exit.USAGE) for the baseline of another matrix that shares no cell with the run: every cell would be MISSING."""
+    """PerfbenchError(Exit.USAGE) for the baseline of another matrix that shares no cell with the
+    run: every cell would be MISSING.
+    """
     from perfbench.judgement import BaselineProblem
 
     if isinstance(found, BaselineProblem) or found.matrix_name == run.manifest.matrix_name:
         return
     if not {cell.cell_id for cell in run.manifest.cells} & {*found.cells}:
         theirs, ours = found.matrix_name, run.manifest.matrix_name
-        got = f"got a baseline of matrix {theirs} for a run of matrix {ours}, and they share no cell; wanted that of {ours}"
-        raise PerfbenchError(Exit.USAGE, f"{got}. Next: leave --baseline out, or name reports/baselines/<gpu>/{ours}.json")
+        got = (
+            f"got a baseline of matrix {theirs} for a run of matrix {ours}, and they share no cell;"
+            f" wanted that of {ours}"
+        )
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{got}. Next: leave --baseline out, or name reports/baselines/<gpu>/{ours}.json",
+        )
 
 
 def warn_of_baseline(matrix_path: Path, baseline_path: Path | None) -> None:
-    """Say before the minutes are spent that the baseline cannot judge; the run is kept and can be promoted."""
+    """Say before the minutes are spent that the baseline cannot judge; the run is kept and can be
+    promoted.
+    """
     from perfbench import baseline, environment
     from perfbench.judgement import BaselineProblem
 
     if baseline_path is None:
         matrix = matrices.load(matrix_path)
         fit = environment.check_target(matrix.target)
-        baseline_path = baseline.path_for(BASELINES, "cpu" if fit.gpu is None else fit.gpu.slug, matrix.name)
+        baseline_path = baseline.path_for(
+            BASELINES, "cpu" if fit.gpu is None else fit.gpu.slug, matrix.name
+        )
     found = baseline.read(baseline_path)
     if isinstance(found, BaselineProblem):
         warn(f"{found.message}. Measuring all the same; the run can be promoted")
 
 
-def calibrate(run_paths: list[Path], seed: int, out: Path | None, *, pairs: list[Path] | None = None, as_json: bool = False) -> str:
-    """Certify the gate on stored samples; the report also goes to ``out``, a .md file or the folder of calibration.md.
+def calibrate(
+    run_paths: list[Path],
+    seed: int,
+    out: Path | None,
+    *,
+    pairs: list[Path] | None = None,
+    as_json: bool = False,
+) -> str:
+    """Certify the gate on stored samples; the report also goes to ``out``, a .md file or the folder
+    of calibration.md.
 
-    A name without suffix is a folder, there or not. USAGE for any other suffix: the JSON file goes beside, by the same name.
+    A name without suffix is a folder, there or not. USAGE for any other suffix: the JSON file goes
+    beside, by the same name.
     """
     from perfbench import calibrate as calibrating
     from perfbench import runfile
@@ -205,19 +255,30 @@ def calibrate(run_paths: list[Path], seed: int, out: Path | None, *, pairs: list
     if out is not None and (out.is_dir() or not out.suffix):
         to = out / "calibration.md"
     elif out is not None and out.suffix != ".md":
-        raise PerfbenchError(Exit.USAGE, f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}",
+        )
     files = [path / runfile.FILE_NAME if path.is_dir() else path for path in run_paths]
     policy = policy_of(runfile.read(files[0])).whole if files else GatePolicy()
     found = calibrating.calibrate(files, seed=seed, policy=policy, pair_folders=pairs or (), out=to)
     return calibrating.as_json(found) if as_json else calibrating.render(found)
 
 
-def promote(run_path: Path, to: Path | None, allow_dirty: bool, calibration: Path | None = None) -> str:
-    """Make a green run the baseline of its GPU and matrix; ``calibration``: a calibration.json of that GPU."""
+def promote(
+    run_path: Path, to: Path | None, allow_dirty: bool, calibration: Path | None = None
+) -> str:
+    """Make a green run the baseline of its GPU and matrix; ``calibration``: a calibration.json of
+    that GPU.
+    """
     from perfbench import baseline, runfile
 
     run = runfile.read(run_path)
-    return str(baseline.promote(run, to or default_baseline(run), allow_dirty=allow_dirty, calibration=calibration))
+    return str(
+        baseline.promote(
+            run, to or default_baseline(run), allow_dirty=allow_dirty, calibration=calibration
+        )
+    )
 
 
 def show_baseline(path: Path, as_json: bool) -> str:
@@ -243,11 +304,17 @@ def schema(kind: str) -> dict[str, Any]:
 
 
 def doctor(as_json: bool, log: Path | None = None, gpu: str | None = None) -> tuple[str, Exit]:
-    """What a run would find here (and what ``log`` tells of one that was), and ENVIRONMENT where something is bad."""
+    """What a run would find here (and what ``log`` tells of one that was), and ENVIRONMENT where
+    something is bad.
+    """
     from perfbench import doctor as doctors
 
     lines = doctors.diagnose(CHECKOUT, log=log, gpu=gpu)
-    text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else doctors.render_text(lines)
+    text = (
+        json.dumps([asdict(line) for line in lines], indent=2)
+        if as_json
+        else doctors.render_text(lines)
+    )
     return text, doctors.exit_code(lines)
 
 
@@ -259,7 +326,9 @@ def _settings() -> nsa.settings.Settings:
 
 
 def _whole_plan(matrix: Matrix, only: list[str], capability: Capability) -> Plan:
-    """Every cell, so that a later slice can join the run; or the selected ones, where others cannot be routed here."""
+    """Every cell, so that a later slice can join the run; or the selected ones, where others cannot
+    be routed here.
+    """
     try:
         return plans.build(matrix, only=[], capability=capability, settings=_settings())
     except PerfbenchError:
@@ -269,17 +338,25 @@ def _whole_plan(matrix: Matrix, only: list[str], capability: Capability) -> Plan
 
 
 def capability_here(fit: TargetFit) -> Capability:
-    """The machine as routing sees it, asked of NVML: the parent imports no torch and touches no CUDA."""
+    """The machine as routing sees it, asked of NVML: the parent imports no torch and touches no
+    CUDA.
+    """
     if fit.gpu is None:
         return assumed("none")
     from perfbench import nvml
 
     with nvml.session() as opened:
         handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", fit.gpu.uuid)
-        sm, missing = (None, missing) if missing else nvml.query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
+        sm, missing = (
+            (None, missing)
+            if missing
+            else nvml.query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
+        )
     if missing or sm is None:
         raise PerfbenchError(
-            Exit.ENVIRONMENT, f"NVML cannot tell the compute capability of {fit.gpu.name}: {missing}. Next: `perfbench doctor`"
+            Exit.ENVIRONMENT,
+            f"NVML cannot tell the compute capability of {fit.gpu.name}: {missing}. Next:"
+            " `perfbench doctor`",
         )
     return of_gpu(fit.gpu.name, (int(sm[0]), int(sm[1])))
 

@@ -1,7 +1,9 @@
-"""Run inside the processes of one side of an A/B: they import that side's `nsa`, prove it, or refuse.
+"""Run inside the processes of one side of an A/B: they import that side's `nsa`, prove it, or
+refuse.
 
-Two sides that import the same package look like two equal commits, so nothing here is left to the order of a search path.
-Nothing but the standard library is imported: `nsa` must not be loaded before ``use``.
+Two sides that import the same package look like two equal commits, so nothing here is left to the
+order of a search path. Nothing but the standard library is imported: `nsa` must not be loaded
+before ``use``.
 """
 
 from __future__ import annotations
@@ -10,7 +12,9 @@ import importlib
 import sys
 from pathlib import Path
 
-WITNESS = "nsa_folder"  # the field of a row of an A/B that names the side's folder, whose nsa measured it
+WITNESS = (  # the field of a row of an A/B that names the side's folder, whose nsa measured it
+    "nsa_folder"
+)
 
 
 class WrongSide(Exception):
@@ -18,9 +22,14 @@ class WrongSide(Exception):
 
 
 def use(folder: Path) -> None:
-    """Import ``folder``/nsa as `nsa`; WrongSide where that cannot be, e.g. because another one is loaded already."""
+    """Import ``folder``/nsa as `nsa`; WrongSide where that cannot be, e.g. because another one is
+    loaded already.
+    """
     if "nsa" in sys.modules:
-        raise WrongSide(f"got {_origin('nsa')} imported first, wanted {folder / 'nsa'}. Next: import no nsa before its side is known")
+        raise WrongSide(
+            f"got {_origin('nsa')} imported first, wanted {folder / 'nsa'}. Next: import no nsa"
+            " before its side is known"
+        )
     sys.path.insert(0, str(folder))  # before the current folder and every installed copy
     importlib.invalidate_caches()
     importlib.import_module("nsa")
@@ -28,11 +37,16 @@ def use(folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Every loaded module of `nsa` comes from ``folder``/nsa, links followed; WrongSide names the first that does not."""
+    """Every loaded module of `nsa` comes from ``folder``/nsa, links followed; WrongSide names the
+    first that does not.
+    """
     home = (folder / "nsa").resolve()
     for name in sorted(sys.modules):
         if (name == "nsa" or name.startswith("nsa.")) and not _lies_in(name, home):
-            raise WrongSide(f"got module {name} from {_origin(name)}, wanted it from {home}. Next: give that side a whole nsa package")
+            raise WrongSide(
+                f"got module {name} from {_origin(name)}, wanted it from {home}. Next: give that"
+                " side a whole nsa package"
+            )
 
 
 def _lies_in(name: str, home: Path) -> bool:

@@ -1,6 +1,8 @@
-"""The plan of a matrix as one side's own `nsa` makes it: its routes, its presets, in a process of its own.
+"""The plan of a matrix as one side's own `nsa` makes it: its routes, its presets, in a process of
+its own.
 
-An older commit may route `auto` elsewhere; judged by this checkout's routes it would be WRONG_PATH, and it is not.
+An older commit may route `auto` elsewhere; judged by this checkout's routes it would be WRONG_PATH,
+and it is not.
 ``python -m perfbench.sideplan`` reads one JSON object on stdin and answers with one on stdout.
 """
 
@@ -29,14 +31,18 @@ TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class SidePlan:
-    """What one side would measure; ``model`` is the matrix's model, resolved by that side's presets and defaults."""
+    """What one side would measure; ``model`` is the matrix's model, resolved by that side's presets
+    and defaults.
+    """
 
     plan: Plan
     model: dict[str, Any]
 
 
 def plan_of(one: Side, matrix: Matrix, only: Sequence[str], capability: Capability) -> SidePlan:
-    """Ask the side's own code; CannotBuild where it lacks what this harness needs, USAGE where the matrix does not fit it."""
+    """Ask the side's own code; CannotBuild where it lacks what this harness needs, USAGE where the
+    matrix does not fit it.
+    """
     from perfbench.checkout import CannotBuild
 
     asked = {
@@ -48,12 +54,24 @@ def plan_of(one: Side, matrix: Matrix, only: Sequence[str], capability: Capabili
     }
     command = [sys.executable, "-m", "perfbench.sideplan"]
     try:
-        done = subprocess.run(command, input=json.dumps(asked), capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(
+            command,
+            input=json.dumps(asked),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
-        raise CannotBuild(f"{one.name} cannot be planned: no answer within {TIMEOUT_S:.0f} s. Next: look at what its nsa imports") from None
+        raise CannotBuild(
+            f"{one.name} cannot be planned: no answer within {TIMEOUT_S:.0f} s. Next: look at what"
+            " its nsa imports"
+        ) from None
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise CannotBuild(f"{one.name} lacks what this harness needs of nsa: {words}. Next: take a newer revision") from None
+        raise CannotBuild(
+            f"{one.name} lacks what this harness needs of nsa: {words}. Next: take a newer revision"
+        ) from None
     answer = json.loads(done.stdout)
     if "error" in answer:
         raise PerfbenchError(Exit(answer["exit_code"]), f"{one.name}: {answer['error']}")
@@ -68,11 +86,16 @@ def _side_plan(answer: dict[str, Any]) -> SidePlan:
     told = answer["plan"]
     cells = [PlannedCell.model_validate(cell) for cell in told["cells"]]
     excluded = [Excluded(**one) for one in told["excluded"]]
-    return SidePlan(Plan(cells, excluded, told["warnings"], told["estimate_s"], told["replicates"]), answer["model"])
+    return SidePlan(
+        Plan(cells, excluded, told["warnings"], told["estimate_s"], told["replicates"]),
+        answer["model"],
+    )
 
 
 def main() -> None:
-    """Answer with {"plan": ..., "model": ...}, or {"error": ..., "exit_code": ...} for a matrix that does not fit."""
+    """Answer with {"plan": ..., "model": ...}, or {"error": ..., "exit_code": ...} for a matrix
+    that does not fit.
+    """
     asked = json.load(sys.stdin)
     side.use(Path(asked["folder"]))
     try:

@@ -19,14 +19,20 @@ class _NoGit(Exception):
 
 
 def source(root: Path, source_commit: str | None = None) -> Source:
-    """The checkout at ``root``; where git cannot tell, ``source_commit`` with the reason, else null with the reason."""
+    """The checkout at ``root``; where git cannot tell, ``source_commit`` with the reason, else null
+    with the reason.
+    """
     try:
         found = _from_git(root)
     except _NoGit as error:
-        return Source(commit=source_commit, dirty_sha256=None, reason=_unproved(source_commit, str(error)))
+        return Source(
+            commit=source_commit, dirty_sha256=None, reason=_unproved(source_commit, str(error))
+        )
     if source_commit and not (found.commit or "").startswith(source_commit.lower()):
         raise PerfbenchError(
-            Exit.USAGE, f"--source-commit {source_commit}, but git says that {root} is at {found.commit}. Next: leave the option away"
+            Exit.USAGE,
+            f"--source-commit {source_commit}, but git says that {root} is at {found.commit}. Next:"
+            " leave the option away",
         )
     return found
 
@@ -42,34 +48,49 @@ def _from_git(root: Path) -> Source:
         raise _NoGit(f"{root} is not a directory")
     _git(root, "rev-parse", "--show-toplevel")
     if _ignored(root):
-        raise _NoGit(f"{root} is ignored by the repository around it, so it is an installed copy and no checkout")
+        raise _NoGit(
+            f"{root} is ignored by the repository around it, so it is an installed copy and no"
+            " checkout"
+        )
     commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
     branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").decode("utf-8", "replace").strip()
-    return Source(commit=commit, dirty_sha256=_dirty_sha256(root), branch=None if branch == "HEAD" else branch)
+    return Source(
+        commit=commit, dirty_sha256=_dirty_sha256(root), branch=None if branch == "HEAD" else branch
+    )
 
 
 def _git(root: Path, *args: str) -> bytes:
     command = ["git", "-C", str(root), *args]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         raise _NoGit(f"git cannot be started ({error.strerror})") from error
     except subprocess.TimeoutExpired as error:
         raise _NoGit(f"git {args[0]} took longer than {_TIMEOUT_S:.0f} s") from error
     if done.returncode:
         message = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise _NoGit(f"git {' '.join(args[:2])}: {message[0] if message else f'exit status {done.returncode}'}")
+        raise _NoGit(
+            f"git {' '.join(args[:2])}:"
+            f" {message[0] if message else f'exit status {done.returncode}'}"
+        )
     return done.stdout
 
 
 def _ignored(root: Path) -> bool:
     command = ["git", "-C", str(root), "check-ignore", "-q", "."]
-    return subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).returncode == 0
+    return (
+        subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).returncode
+        == 0
+    )
 
 
 def _dirty_sha256(root: Path) -> str | None:
     """Hash of the difference to HEAD and of every untracked file; None where there is neither."""
-    changes = _git(root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color", "--", *_MEASURED)
+    changes = _git(
+        root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color", "--", *_MEASURED
+    )
     listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_MEASURED)
     untracked = sorted(name for name in listed.split(b"\0") if name)
     if not changes and not untracked:

@@ -1,12 +1,17 @@
-"""The gate's statistics: what a speed changed by, how sure that is, and the two-stage rule. Pure; no torch, no clock.
+"""The gate's statistics: what a speed changed by, how sure that is, and the two-stage rule.
 
-Every sample is the natural logarithm of a speed (`logs`), one a process, so a difference is the ln of a ratio: below zero is
-slower. Variances are those of these logarithms. scipy.special is imported where it is called: the gate starts at once.
+Pure; no torch, no clock.
 
-The rule. **Screen** against the stored baseline: a cell is left alone only where a drop of min_effect is refuted, at the
-level of a quarter of the misses that the policy allows, or it is tested slower at alpha_screen. **Confirm** on pairs of the same
-night: slower after Holm at alpha_confirm, and by more than the tolerance. The screen so bounds what is missed, the
-confirmation what is called wrongly; testing for slower alone would miss most 3 % drops behind one night's luck of 1 %.
+Every sample is the natural logarithm of a speed (`logs`), one a process, so a difference is the ln
+of a ratio: below zero is slower. Variances are those of these logarithms. scipy.special is imported
+where it is called: the gate starts at once.
+
+The rule. **Screen** against the stored baseline: a cell is left alone only where a drop of
+min_effect is refuted, at the level of a quarter of the misses that the policy allows, or it is
+tested slower at alpha_screen. **Confirm** on pairs of the same night: slower after Holm at
+alpha_confirm, and by more than the tolerance. The screen so bounds what is missed, the confirmation
+what is called wrongly; testing for slower alone would miss most 3 % drops behind one night's luck
+of 1 %.
 """
 
 from __future__ import annotations
@@ -22,9 +27,14 @@ from perfbench.modes import modes as modes
 if TYPE_CHECKING:
     from perfbench.policy import GatePolicy
 
-VARIANCE_FLOOR = 1e-10  # sd 0.001 %: no event timer tells more, and identical samples must not prove anything
-HYPERVARIABLE_P = 0.05  # a variance less likely than this under the prior is of another family: it is not shrunk
-ASSUMED_NIGHT_SD = 0.01  # of ln speed between nights, where no history tells it; too large only costs confirmations
+VARIANCE_FLOOR = (
+    1e-10  # sd 0.001 %: no event timer tells more, and identical samples must not prove anything
+)
+HYPERVARIABLE_P = (
+    0.05  # a variance less likely than this under the prior is of another family: it is not shrunk
+)
+# of ln speed between nights, where no history tells it; too large only costs confirmations
+ASSUMED_NIGHT_SD = 0.01
 MAX_BLOCKS = 40  # pairs a cell is worth; one that needs more for min_effect is BLIND
 PLAN_RISK = 0.05  # of planning with too small a variance
 NORMAL_DF = 1e4  # from here on the t distribution is the normal one, to four digits
@@ -32,7 +42,9 @@ NORMAL_DF = 1e4  # from here on the t distribution is the normal one, to four di
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """What the family of cells says about a variance: its value, worth so many degrees of freedom (inf: all are equal)."""
+    """What the family of cells says about a variance: its value, worth so many degrees of freedom
+    (inf: all are equal).
+    """
 
     variance: float
     df: float
@@ -42,9 +54,10 @@ class Prior:
 class Comparison:
     """``estimate``: mean ln(candidate / base), negative is slower; ``p_slower`` is one-sided.
 
-    ``lower`` and ``upper`` are one-sided bounds at the alpha that was passed. ``mde``: the drop, positive, that a test at
-    this alpha finds with this power, given this standard error (noncentral t). With nothing to estimate a variance from,
-    standard_error, mde and the bounds are infinite, df is 0 and p_slower 0.5.
+    ``lower`` and ``upper`` are one-sided bounds at the alpha that was passed. ``mde``: the drop,
+    positive, that a test at this alpha finds with this power, given this standard error (noncentral
+    t). With nothing to estimate a variance from, standard_error, mde and the bounds are infinite,
+    df is 0 and p_slower 0.5.
     """
 
     estimate: float
@@ -61,7 +74,9 @@ class Comparison:
 def logs(speeds: Sequence[float]) -> list[float]:
     """ln of each speed; ValueError for one that is not positive and finite."""
     if bad := [speed for speed in speeds if not (speed > 0 and math.isfinite(speed))]:
-        raise ValueError(f"speed {bad[0]} is not above zero and finite; leave failed replicates out")
+        raise ValueError(
+            f"speed {bad[0]} is not above zero and finite; leave failed replicates out"
+        )
     return [math.log(speed) for speed in speeds]
 
 
@@ -74,29 +89,40 @@ def variance_of(samples: Sequence[float]) -> float:
 
 
 def pooled(base: Sequence[float], candidate: Sequence[float]) -> tuple[float, float]:
-    """(variance within the sides, its degrees of freedom): what `prior_of` takes from an unpaired cell."""
+    """(variance within the sides, its degrees of freedom): what `prior_of` takes from an unpaired
+    cell.
+    """
     df = len(base) + len(candidate) - 2
     if df < 1:
         return 0.0, 0.0
-    return (variance_of(base) * (len(base) - 1) + variance_of(candidate) * (len(candidate) - 1)) / df, float(df)
+    return (
+        variance_of(base) * (len(base) - 1) + variance_of(candidate) * (len(candidate) - 1)
+    ) / df, float(df)
 
 
 def differences(base: Sequence[float], candidate: Sequence[float]) -> list[float]:
     """candidate - base by place; ValueError for sides of different length."""
     if len(base) != len(candidate):
-        raise ValueError(f"{len(base)} base and {len(candidate)} candidate samples; pairs need the same replicate numbers on both sides")
+        raise ValueError(
+            f"{len(base)} base and {len(candidate)} candidate samples; pairs need the same"
+            " replicate numbers on both sides"
+        )
     return [ours - theirs for theirs, ours in zip(base, candidate, strict=True)]
 
 
 def prior_of(variances: Sequence[float], dfs: Sequence[float]) -> Prior | None:
-    """The scaled inverse chi-squared prior of a family's variances, by the moments of their logarithms (Smyth 2004, 6.2).
+    """The scaled inverse chi-squared prior of a family's variances, by the moments of their
+    logarithms (Smyth 2004, 6.2).
 
-    A variance of zero counts as the smallest believable one. The prior is never worth more degrees of freedom than the
-    other cells of the family have together. None for fewer than two variances with df > 0.
+    A variance of zero counts as the smallest believable one. The prior is never worth more degrees
+    of freedom than the other cells of the family have together. None for fewer than two variances
+    with df > 0.
     """
     from scipy.special import digamma, polygamma
 
-    usable = [(s2, df) for s2, df in zip(variances, dfs, strict=True) if df > 0 and math.isfinite(s2)]
+    usable = [
+        (s2, df) for s2, df in zip(variances, dfs, strict=True) if df > 0 and math.isfinite(s2)
+    ]
     if len(usable) < 2:
         return None
     middle = sorted(s2 for s2, _ in usable)[len(usable) // 2]
@@ -113,7 +139,9 @@ def prior_of(variances: Sequence[float], dfs: Sequence[float]) -> Prior | None:
 
 
 def trigamma_inverse(x: float) -> float:
-    """y > 0 with trigamma(y) = x, for x > 0: Newton on 1 / trigamma, which is nearly linear (Smyth 2004, appendix)."""
+    """y > 0 with trigamma(y) = x, for x > 0: Newton on 1 / trigamma, which is nearly linear (Smyth
+    2004, appendix).
+    """
     from scipy.special import polygamma
 
     if x > 1e7:
@@ -160,10 +188,11 @@ def unpaired(
     alpha: float,
     power: float,
 ) -> Comparison:
-    """The screen: two nights, so the variance within a night is moderated, and the variance between nights counts twice.
+    """The screen: two nights, so the variance within a night is moderated, and the variance between
+    nights counts twice.
 
-    ``night_variance`` is taken as known (ln speed squared; infinite: nothing about the change is known). Degrees of freedom
-    by Satterthwaite. ValueError for a side without samples.
+    ``night_variance`` is taken as known (ln speed squared; infinite: nothing about the change is
+    known). Degrees of freedom by Satterthwaite. ValueError for a side without samples.
     """
     _some(base, candidate)
     variance, df = moderated(*pooled(base, candidate), prior)
@@ -175,10 +204,18 @@ def unpaired(
     return _compared(estimate, total, df, alpha, power, len(base), len(candidate))
 
 
-def paired(base: Sequence[float], candidate: Sequence[float], *, prior: Prior | None, alpha: float, power: float) -> Comparison:
+def paired(
+    base: Sequence[float],
+    candidate: Sequence[float],
+    *,
+    prior: Prior | None,
+    alpha: float,
+    power: float,
+) -> Comparison:
     """The confirmation: one difference a pair of neighbours in time, whose variance is moderated.
 
-    The prior is of the variances of such differences. ValueError for no pairs, or sides of different length.
+    The prior is of the variances of such differences. ValueError for no pairs, or sides of
+    different length.
     """
     _some(base, candidate)
     d = differences(base, candidate)
@@ -197,12 +234,16 @@ def holm(p: Sequence[float]) -> list[float]:
 
 
 def screen_alpha(policy: GatePolicy) -> float:
-    """The alpha of the screen's bounds: a quarter of the misses allowed, 1 - power; the confirmation plans with a half."""
+    """The alpha of the screen's bounds: a quarter of the misses allowed, 1 - power; the
+    confirmation plans with a half.
+    """
     return (1 - policy.power) / 4
 
 
 def confirm_power(policy: GatePolicy) -> float:
-    """The power that the confirmation is planned with: it may miss half of what the policy allows."""
+    """The power that the confirmation is planned with: it may miss half of what the policy
+    allows.
+    """
     return (1 + policy.power) / 2
 
 
@@ -212,30 +253,63 @@ def proved_same(comparison: Comparison, policy: GatePolicy) -> bool:
 
 
 def screened(comparison: Comparison, policy: GatePolicy) -> bool:
-    """The cell must be confirmed. ``comparison`` is `unpaired` at ``alpha=screen_alpha(policy)``."""
+    """The cell must be confirmed.
+
+    ``comparison`` is `unpaired` at ``alpha=screen_alpha(policy)``.
+    """
     return not proved_same(comparison, policy) or comparison.p_slower < policy.alpha_screen
 
 
 def regressed(comparison: Comparison, adjusted_p: float, policy: GatePolicy) -> bool:
-    """Slower for certain, and by more than the tolerance. ``comparison`` is `paired`, ``adjusted_p`` from `holm`."""
-    return adjusted_p < policy.alpha_confirm and comparison.estimate < math.log1p(-policy.tolerance_pct / 100)
+    """Slower for certain, and by more than the tolerance.
 
-
-def blocks_for(sd: float, *, drop: float, alpha: float, power: float, prior_df: float = 0.0, most: int = 10_000) -> int | None:
-    """The fewest pairs whose one-sided t test at ``alpha`` finds ``drop`` (ln, positive) with ``power``; None: above ``most``.
-
-    ``sd`` is of the paired difference (sqrt(2) times that between processes). ``prior_df``: what moderation adds to df.
+    ``comparison`` is `paired`, ``adjusted_p`` from `holm`.
     """
-    least = max(2, math.floor(((t_quantile(1 - alpha, math.inf) + t_quantile(power, math.inf)) * sd / drop) ** 2))  # were sd known
-    return next((n for n in range(least, most + 1) if _power(math.sqrt(n) * drop / sd, n - 1 + prior_df, alpha) >= power), None)
+    return adjusted_p < policy.alpha_confirm and comparison.estimate < math.log1p(
+        -policy.tolerance_pct / 100
+    )
 
 
-def planned_blocks(base: Sequence[float], candidate: Sequence[float], *, prior: Prior | None, cells: int, policy: GatePolicy) -> int | None:
-    """Pairs to confirm a screened cell with, from its screen's samples and ``prior``; None: above MAX_BLOCKS, the cell is BLIND.
+def blocks_for(
+    sd: float, *, drop: float, alpha: float, power: float, prior_df: float = 0.0, most: int = 10_000
+) -> int | None:
+    """The fewest pairs whose one-sided t test at ``alpha`` finds ``drop`` (ln, positive) with
+    ``power``; None: above ``most``.
 
-    ``cells``: how many are confirmed; the number is for the hardest step of Holm, alpha / cells. Decided before the first
-    pair. The few samples of a screen may lie too close together by luck, so the plan is for the upper bound of their
-    variance, as far as MAX_BLOCKS allows; BLIND is only said of the variance itself.
+    ``sd`` is of the paired difference (sqrt(2) times that between processes). ``prior_df``: what
+    moderation adds to df.
+    """
+    least = max(
+        2,
+        math.floor(
+            ((t_quantile(1 - alpha, math.inf) + t_quantile(power, math.inf)) * sd / drop) ** 2
+        ),
+    )  # were sd known
+    return next(
+        (
+            n
+            for n in range(least, most + 1)
+            if _power(math.sqrt(n) * drop / sd, n - 1 + prior_df, alpha) >= power
+        ),
+        None,
+    )
+
+
+def planned_blocks(
+    base: Sequence[float],
+    candidate: Sequence[float],
+    *,
+    prior: Prior | None,
+    cells: int,
+    policy: GatePolicy,
+) -> int | None:
+    """Pairs to confirm a screened cell with, from its screen's samples and ``prior``; None: above
+    MAX_BLOCKS, the cell is BLIND.
+
+    ``cells``: how many are confirmed; the number is for the hardest step of Holm, alpha / cells.
+    Decided before the first pair. The few samples of a screen may lie too close together by luck,
+    so the plan is for the upper bound of their variance, as far as MAX_BLOCKS allows; BLIND is only
+    said of the variance itself.
     """
     from scipy.special import chdtri
 
@@ -244,31 +318,65 @@ def planned_blocks(base: Sequence[float], candidate: Sequence[float], *, prior: 
         return None
     sd = math.sqrt(2 * max(variance, VARIANCE_FLOOR))
     bound = 1.0 if math.isinf(df) else math.sqrt(df / float(chdtri(df, 1 - PLAN_RISK)))
-    drop, alpha, power = -math.log1p(-policy.min_effect_pct / 100), policy.alpha_confirm / max(cells, 1), confirm_power(policy)
-    # The confirmation's own prior is worth no more than the other confirmed cells; half of it, because that is a rough guess.
-    prior_df = 0.0 if prior is None else min(prior.df, (cells - 1) * (policy.confirm_blocks - 1)) / 2
-    if blocks_for(sd, drop=drop, alpha=alpha, power=power, prior_df=prior_df, most=MAX_BLOCKS) is None:
+    drop, alpha, power = (
+        -math.log1p(-policy.min_effect_pct / 100),
+        policy.alpha_confirm / max(cells, 1),
+        confirm_power(policy),
+    )
+    # The confirmation's own prior is worth no more than the other confirmed cells; half of it,
+    # because that is a rough guess.
+    prior_df = (
+        0.0 if prior is None else min(prior.df, (cells - 1) * (policy.confirm_blocks - 1)) / 2
+    )
+    if (
+        blocks_for(sd, drop=drop, alpha=alpha, power=power, prior_df=prior_df, most=MAX_BLOCKS)
+        is None
+    ):
         return None
-    wanted = blocks_for(sd * bound, drop=drop, alpha=alpha, power=power, prior_df=prior_df, most=MAX_BLOCKS)
+    wanted = blocks_for(
+        sd * bound, drop=drop, alpha=alpha, power=power, prior_df=prior_df, most=MAX_BLOCKS
+    )
     return max(wanted or MAX_BLOCKS, policy.confirm_blocks)
 
 
 def _some(base: Sequence[float], candidate: Sequence[float]) -> None:
     if not base or not candidate:
-        raise ValueError(f"{len(base)} base and {len(candidate)} candidate samples; each side needs at least one")
+        raise ValueError(
+            f"{len(base)} base and {len(candidate)} candidate samples; each side needs at least one"
+        )
 
 
 def _mean(samples: Sequence[float]) -> float:
     return math.fsum(samples) / len(samples)
 
 
-def _compared(estimate: float, variance: float, df: float, alpha: float, power: float, n_base: int, n_candidate: int) -> Comparison:
+def _compared(
+    estimate: float,
+    variance: float,
+    df: float,
+    alpha: float,
+    power: float,
+    n_base: int,
+    n_candidate: int,
+) -> Comparison:
     if df <= 0 or not math.isfinite(variance):
-        return Comparison(estimate, math.inf, 0.0, 0.5, -math.inf, math.inf, math.inf, n_base, n_candidate)
+        return Comparison(
+            estimate, math.inf, 0.0, 0.5, -math.inf, math.inf, math.inf, n_base, n_candidate
+        )
     error = math.sqrt(variance)
     far = t_quantile(1 - alpha, df) * error
     mde = noncentrality(df, alpha, power) * error
-    return Comparison(estimate, error, df, t_below(estimate / error, df), estimate - far, estimate + far, mde, n_base, n_candidate)
+    return Comparison(
+        estimate,
+        error,
+        df,
+        t_below(estimate / error, df),
+        estimate - far,
+        estimate + far,
+        mde,
+        n_base,
+        n_candidate,
+    )
 
 
 def t_below(t: float, df: float) -> float:
@@ -289,11 +397,17 @@ def _power(noncentrality: float, df: float, alpha: float) -> float:
     from scipy.special import nctdtr, ndtr
 
     far = t_quantile(1 - alpha, df)
-    return float(ndtr(noncentrality - far)) if df > NORMAL_DF else 1 - float(nctdtr(df, noncentrality, far))
+    return (
+        float(ndtr(noncentrality - far))
+        if df > NORMAL_DF
+        else 1 - float(nctdtr(df, noncentrality, far))
+    )
 
 
 def noncentrality(df: float, alpha: float, power: float) -> float:
-    """How many standard errors a drop must measure to be found: 1 - power is left of the test's bound."""
+    """How many standard errors a drop must measure to be found: 1 - power is left of the test's
+    bound.
+    """
     from scipy.special import nctdtrinc
 
     far = t_quantile(1 - alpha, df)

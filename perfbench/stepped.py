@@ -1,8 +1,9 @@
-"""How a step runs: eagerly, from a compiled graph, or replayed from a CUDA graph; and how it is then known what ran.
+"""How a step runs: eagerly, from a compiled graph, or replayed from a CUDA graph; and how it is
+then known what ran.
 
-Nothing is counted inside a compiled graph nor in a replay. What a replay runs was counted when it was captured. What a compiled
-graph holds is read from the graph itself: which functions of nsa its nodes came from, for each layer. Which kernels those became,
-the profiler says.
+Nothing is counted inside a compiled graph nor in a replay. What a replay runs was counted when it
+was captured. What a compiled graph holds is read from the graph itself: which functions of nsa its
+nodes came from, for each layer. Which kernels those became, the profiler says.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from nsa.routing import BranchRoute, Path, Route
 Body = Callable[..., None]
 Batches = Iterator[tuple[Tensor, ...]]
 # The function of nsa/dispatch.py that is the door of each branch.
-_DOORS: Mapping[str, str] = {"cmp": "compressed", "sel": "selected", "win": "window", "score": "choose", "dense": "dense"}
+_DOORS: Mapping[str, str] = {
+    "cmp": "compressed",
+    "sel": "selected",
+    "win": "window",
+    "score": "choose",
+    "dense": "dense",
+}
 _FRAME = re.compile(r'File "[^"]*?\bnsa[/\\]([\w/\\]+)\.py", line \d+, in (\w+)')
 
 
@@ -56,9 +63,11 @@ class CudaGrapher:
 
 
 class Captured:
-    """Replays ``body`` from a graph, the next batch copied into its inputs before each replay; captures at the first call.
+    """Replays ``body`` from a graph, the next batch copied into its inputs before each replay;
+    captures at the first call.
 
-    What a graph cannot hold, a sync with the host above all, is the RuntimeError of that call; nothing runs eagerly instead.
+    What a graph cannot hold, a sync with the host above all, is the RuntimeError of that call;
+    nothing runs eagerly instead.
     """
 
     def __init__(self, body: Body, batches: Batches, grapher: Grapher) -> None:
@@ -76,7 +85,9 @@ class Captured:
         self._replay()
 
     def _captured(self) -> Callable[[], None]:
-        self.inputs = tuple(x.detach().clone().requires_grad_(x.requires_grad) for x in next(self._batches))
+        self.inputs = tuple(
+            x.detach().clone().requires_grad_(x.requires_grad) for x in next(self._batches)
+        )
 
         def work() -> None:
             self._body(*self.inputs)
@@ -89,24 +100,41 @@ class Captured:
 
 
 class Compiled:
-    """A module compiled as one graph, which raises where it cannot be one; remembers what that graph calls of nsa."""
+    """A module compiled as one graph, which raises where it cannot be one; remembers what that
+    graph calls of nsa.
+    """
 
     def __init__(self, module: nn.Module, backend: str = "inductor") -> None:
         self._compile = torch._dynamo.lookup_backend(backend)
-        self._graphs: list[list[tuple[str, str]]] = []  # of each graph and node: the layer, and its frames in nsa
-        self.run: Callable[..., Tensor] = torch.compile(module, backend=self._read, fullgraph=True, dynamic=False)
+        self._graphs: list[
+            list[tuple[str, str]]
+        ] = []  # of each graph and node: the layer, and its frames in nsa
+        self.run: Callable[..., Tensor] = torch.compile(
+            module, backend=self._read, fullgraph=True, dynamic=False
+        )
 
     def _read(self, graph: fx.GraphModule, example_inputs: list[Tensor]) -> Any:
-        self._graphs.append([(_layer(node), node.stack_trace or "") for node in graph.graph.nodes if node.op.startswith("call_")])
+        self._graphs.append(
+            [
+                (_layer(node), node.stack_trace or "")
+                for node in graph.graph.nodes
+                if node.op.startswith("call_")
+            ]
+        )
         return self._compile(graph, example_inputs)
 
     def counts(self, route: Route) -> dict[str, int]:
-        """Counters of one run: for each branch of ``route`` the layers whose nodes came through its door and implementation.
+        """Counters of one run: for each branch of ``route`` the layers whose nodes came through its
+        door and implementation.
 
-        A branch that no layer holds is left out. RuntimeError where a second graph was compiled, and another one may have run.
+        A branch that no layer holds is left out. RuntimeError where a second graph was compiled,
+        and another one may have run.
         """
         if len(self._graphs) != 1:
-            raise RuntimeError(f"{len(self._graphs)} graphs were compiled for one shape; wanted 1; fix what makes it recompile")
+            raise RuntimeError(
+                f"{len(self._graphs)} graphs were compiled for one shape; wanted 1; fix what makes"
+                " it recompile"
+            )
         counts: dict[str, int] = {}
         for branch in route.branches:
             layers = {layer for layer, stack in self._graphs[0] if _came_through(branch, stack)}
@@ -120,7 +148,9 @@ def _layer(node: fx.Node) -> str:
 
 
 def _came_through(branch: BranchRoute, stack: str) -> bool:
-    """Whether the frames of a node pass the branch's door and, of the selected branch, the path's own file."""
+    """Whether the frames of a node pass the branch's door and, of the selected branch, the path's
+    own file.
+    """
     frames = [(file.replace("\\", "/"), function) for file, function in _FRAME.findall(stack)]
     if ("dispatch", _DOORS[branch.branch]) not in frames:
         return False

@@ -1,7 +1,9 @@
-"""One sitting of a run: the missing replicates block by block, each row on the disk before the next one is measured.
+"""One sitting of a run: the missing replicates block by block, each row on the disk before the next
+one is measured.
 
-Block r holds replicate r of every cell, in a random order from the stored seed, so that a drift of the machine meets all
-cells alike; the sentinels come first. What throttled is measured again after a pause; all rows stay, the last one counts.
+Block r holds replicate r of every cell, in a random order from the stored seed, so that a drift of
+the machine meets all cells alike; the sentinels come first. What throttled is measured again after
+a pause; all rows stay, the last one counts.
 """
 
 from __future__ import annotations
@@ -19,11 +21,21 @@ from perfbench.job import SENTINEL_UNITS, Injection, Job
 from perfbench.ledger import Ledger
 from perfbench.matrix import Matrix
 from perfbench.progress import Progress
-from perfbench.result import Expect, Manifest, ParityLine, PlannedCell, Replicate, RouteLine, SentinelLine, Status
+from perfbench.result import (
+    Expect,
+    Manifest,
+    ParityLine,
+    PlannedCell,
+    Replicate,
+    RouteLine,
+    SentinelLine,
+    Status,
+)
 from perfbench.runfile import RunWriter
 from perfbench.verdict import Exit, PerfbenchError
 
-# A card that is too hot cools within tens of seconds without work; each retry waits twice as long as the one before.
+# A card that is too hot cools within tens of seconds without work; each retry waits twice as long
+# as the one before.
 PAUSE_S, LONGEST_PAUSE_S = 10.0, 60.0
 
 
@@ -33,7 +45,9 @@ class BudgetSpent(Exception):
 
 @dataclass
 class Sweep:
-    """``card`` is the hash of this sitting's GPU UUID, None on a CPU; ``deadline`` is a reading of ``now``, which never steps back."""
+    """``card`` is the hash of this sitting's GPU UUID, None on a CPU; ``deadline`` is a reading of
+    ``now``, which never steps back.
+    """
 
     manifest: Manifest
     matrix: Matrix
@@ -61,9 +75,15 @@ class Sweep:
         except BudgetSpent:
             return self._over_budget(blocks)
         except KeyboardInterrupt:
-            raise PerfbenchError(Exit.INTERRUPTED, f"interrupted with {self._kept()}. Next: {self._go_on()}") from None
-        except PerfbenchError as error:  # the machine can no longer measure, e.g. another process came to the GPU
-            raise PerfbenchError(error.exit_code, f"{error}, then go on with {self._kept()}: {self._go_on()}") from None
+            raise PerfbenchError(
+                Exit.INTERRUPTED, f"interrupted with {self._kept()}. Next: {self._go_on()}"
+            ) from None
+        except (
+            PerfbenchError
+        ) as error:  # the machine can no longer measure, e.g. another process came to the GPU
+            raise PerfbenchError(
+                error.exit_code, f"{error}, then go on with {self._kept()}: {self._go_on()}"
+            ) from None
         finally:
             self.progress.stop()
 
@@ -71,10 +91,13 @@ class Sweep:
         """What is due, by block, each block in its own order."""
         blocks: dict[int, list[PlannedCell]] = {}
         for block in range(self.manifest.replicates):
-            # All cells are shuffled, not only the chosen, so that a resumed or sliced run keeps the order of a whole one.
+            # All cells are shuffled, not only the chosen, so that a resumed or sliced run keeps the
+            # order of a whole one.
             shuffled = list(self.manifest.cells)
             random.Random(f"{self.manifest.seed}-{block}").shuffle(shuffled)
-            blocks[block] = [cell for cell in shuffled if cell.cell_id in chosen and self._is_due(cell, block)]
+            blocks[block] = [
+                cell for cell in shuffled if cell.cell_id in chosen and self._is_due(cell, block)
+            ]
         return blocks
 
     def _is_due(self, cell: PlannedCell, block: int) -> bool:
@@ -86,7 +109,9 @@ class Sweep:
         for place, cell in enumerate(cells):
             left[cell.cell_id] -= 1
             if not self._is_due(cell, block):
-                continue  # it failed in an earlier block: one row says it, and repeating it would only cost GPU minutes
+                # it failed in an earlier block: one row says it, and repeating it would only cost
+                # GPU minutes
+                continue
             self._check_budget()
             if not began:
                 self.executor.new_block()
@@ -98,12 +123,16 @@ class Sweep:
             self._measure_cell(cell, jobs[cell.cell_id], left[cell.cell_id])
 
     def _measure_cell(self, cell: PlannedCell, job: Job, later: int) -> None:
-        """Measure until a row counts; ``later`` blocks hold this cell too, and are settled with it where it fails."""
+        """Measure until a row counts; ``later`` blocks hold this cell too, and are settled with it
+        where it fails.
+        """
         attempt = self.ledger.next_attempt(job.cell_id, job.replicate)
         while attempt is not None:
             if attempt > 0:
                 self._cool_down(f"{job.cell_id} #{job.replicate}", attempt)
-            row = (self._smaller_ran_out(job) or self.executor.execute(job)).model_copy(update={"attempt": attempt})
+            row = (self._smaller_ran_out(job) or self.executor.execute(job)).model_copy(
+                update={"attempt": attempt}
+            )
             self.ledger.add(row)
             self.writer.append(row)
             self._keep_proof(cell, row)
@@ -131,7 +160,11 @@ class Sweep:
                 line = self._sentinel_line(name, block, attempt)
                 self.ledger.add(line)
                 self.writer.append(line)
-                said.append(f"{name} {line.rate_per_s:.4g} {line.unit}/s" if line.rate_per_s else f"{name} {line.status}: {line.reason}")
+                said.append(
+                    f"{name} {line.rate_per_s:.4g} {line.unit}/s"
+                    if line.rate_per_s
+                    else f"{name} {line.status}: {line.reason}"
+                )
                 attempt = self.ledger.attempt_after(line)
         if said:
             self.progress.note(f"sentinels of block {block}: {'; '.join(said)}")
@@ -159,7 +192,8 @@ class Sweep:
         seconds = min(PAUSE_S * 2 ** (attempt - 1), LONGEST_PAUSE_S)
         self._check_budget(seconds)
         self.progress.note(
-            f"{what}: the card throttled; attempt {attempt} of {self.matrix.measure.throttle_retries} to repeat it follows in {seconds:g} s"
+            f"{what}: the card throttled; attempt {attempt} of"
+            f" {self.matrix.measure.throttle_retries} to repeat it follows in {seconds:g} s"
         )
         self.pause(seconds)
 
@@ -168,29 +202,46 @@ class Sweep:
             raise BudgetSpent
 
     def _over_budget(self, blocks: dict[int, list[PlannedCell]]) -> list[tuple[str, int]]:
-        missing = [(cell.cell_id, block) for block, cells in blocks.items() for cell in cells if self._is_due(cell, block)]
+        missing = [
+            (cell.cell_id, block)
+            for block, cells in blocks.items()
+            for cell in cells
+            if self._is_due(cell, block)
+        ]
         shown = ", ".join(f"{cell_id} #{block}" for cell_id, block in missing[:10])
         more = f" and {len(missing) - 10} more" if len(missing) > 10 else ""
-        self.progress.note(f"the budget is spent; not measured: {shown}{more}. Go on with --resume {shlex.quote(str(self.writer.folder))}")
+        self.progress.note(
+            f"the budget is spent; not measured: {shown}{more}. Go on with --resume"
+            f" {shlex.quote(str(self.writer.folder))}"
+        )
         return missing
 
     def _keep_proof(self, cell: PlannedCell, row: Replicate) -> None:
-        """A proof holds for its route (and for a length only where it was made at the cell's own), and for this sitting's card only.
+        """A proof holds for its route (and for a length only where it was made at the cell's own),
+        and for this sitting's card only.
 
-        It costs 7 s of a fresh process on an H100 (cuDNN loads, and builds a plan for each shape), so it is made once.
+        It costs 7 s of a fresh process on an H100 (cuDNN loads, and builds a plan for each shape),
+        so it is made once.
         """
         if row.status is Status.WRONG_PATH:
             return  # it proved what ran, which is not what was planned
         if row.parity is not None and row.parity.ok and row.parity.proved_in is None:
             proof = row.parity.model_copy(update={"proved_in": f"{row.cell_id} #{row.replicate}"})
-            self.proofs.setdefault(proof_key(cell.axes, cell.route.counters, own_length=row.parity.own_length), proof)
+            self.proofs.setdefault(
+                proof_key(cell.axes, cell.route.counters, own_length=row.parity.own_length), proof
+            )
 
     def _proof(self, cell: PlannedCell) -> ParityLine | None:
-        keys = (proof_key(cell.axes, cell.route.counters, own_length=own_length) for own_length in (False, True))
+        keys = (
+            proof_key(cell.axes, cell.route.counters, own_length=own_length)
+            for own_length in (False, True)
+        )
         return next((self.proofs[key] for key in keys if key in self.proofs), None)
 
     def _smaller_ran_out(self, job: Job) -> Replicate | None:
-        """A SKIPPED row where a shorter sequence of the same path ran out of memory, and this one has never succeeded."""
+        """A SKIPPED row where a shorter sequence of the same path ran out of memory, and this one
+        has never succeeded.
+        """
         if self.matrix.limits.oom != "record_and_skip_larger":
             return None
         shorter = self.ledger.smaller_ran_out(job.cell_id, job.axes)
@@ -241,7 +292,9 @@ class Sweep:
         return f"{self.ledger.num_replicates} finished replicates in {self.writer.folder}"
 
     def _go_on(self) -> str:
-        return shlex.join([*without_resume(self.manifest.argv), "--resume", str(self.writer.folder)])
+        return shlex.join(
+            [*without_resume(self.manifest.argv), "--resume", str(self.writer.folder)]
+        )
 
 
 def without_resume(argv: Sequence[str]) -> Iterator[str]:

@@ -1,4 +1,6 @@
-"""What the GPU did while it was timed: NVML read in a thread, on the device found by its UUID, never by an index."""
+"""What the GPU did while it was timed: NVML read in a thread, on the device found by its UUID,
+never by an index.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,13 @@ from typing import Any, Protocol
 from perfbench import nvml
 from perfbench.result import Telemetry
 
-# 0.5 % of a core is the limit. Asking for everything 10 times a second cost 0.24 % in the median of 171 windows of 0.7 s on an
-# H100's host, and 0.51 % in the worst; so what NVML itself renews more slowly is asked for more slowly.
+# 0.5 % of a core is the limit. Asking for everything 10 times a second cost 0.24 % in the median of
+# 171 windows of 0.7 s on an H100's host, and 0.51 % in the worst; so what NVML itself renews more
+# slowly is asked for more slowly.
 HERTZ = 10.0
 SLOW_PERIOD_S = 1.0
-# NVML's utilisation is an average over its own past window (1/6 s to 1 s by card), so a shorter window of ours
-# would report what ran before it.
+# NVML's utilisation is an average over its own past window (1/6 s to 1 s by card), so a shorter
+# window of ours would report what ran before it.
 UTILISATION_WINDOW_S = 0.2
 REASON_BITS: Mapping[int, str] = MappingProxyType(
     {
@@ -32,7 +35,9 @@ REASON_BITS: Mapping[int, str] = MappingProxyType(
         0x100: "display_clock_setting",
     }
 )
-THROTTLING = frozenset({"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"})
+THROTTLING = frozenset(
+    {"hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown"}
+)
 VALUES = (
     "utilisation_pct",
     "memory_utilisation_pct",
@@ -56,7 +61,9 @@ class Window:
     @property
     def result(self) -> Telemetry:
         if self._result is None:
-            raise ValueError("the telemetry of a window that is still open; read it after the `with` block")
+            raise ValueError(
+                "the telemetry of a window that is still open; read it after the `with` block"
+            )
         return self._result
 
     def close(self, result: Telemetry) -> None:
@@ -99,7 +106,9 @@ class FakeSampler:
 
 
 class NvmlSampler:
-    """Samples the GPU ``uuid`` ``hertz`` times a second while a window is open; ``module`` stands in for pynvml."""
+    """Samples the GPU ``uuid`` ``hertz`` times a second while a window is open; ``module`` stands
+    in for pynvml.
+    """
 
     def __init__(self, uuid: str, *, module: Any | None = None, hertz: float = HERTZ) -> None:
         self._uuid, self._module, self._period_s = uuid, module, 1.0 / hertz
@@ -159,7 +168,9 @@ class _Recorder:
         return self._summary(window_s)
 
     def _prime(self) -> None:
-        """Ask everything once and forget the answers: the first call of each query binds it, and pays for that."""
+        """Ask everything once and forget the answers: the first call of each query binds it, and
+        pays for that.
+        """
         self._call("utilisation_pct", "nvmlDeviceGetUtilizationRates")
         self._read_slow()
         self._read_reasons()
@@ -197,14 +208,28 @@ class _Recorder:
             self._keep("memory_utilisation_pct", rates.memory)
 
     def _read_energy(self) -> None:
-        self._read("energy_j", "nvmlDeviceGetTotalEnergyConsumption", lambda millijoules: millijoules / 1e3)
+        self._read(
+            "energy_j", "nvmlDeviceGetTotalEnergyConsumption", lambda millijoules: millijoules / 1e3
+        )
 
     def _read_slow(self) -> None:
         module = self._nvml
-        self._read("sm_clock_mhz", "nvmlDeviceGetClockInfo", float, getattr(module, "NVML_CLOCK_SM", 1))
-        self._read("memory_clock_mhz", "nvmlDeviceGetClockInfo", float, getattr(module, "NVML_CLOCK_MEM", 2))
+        self._read(
+            "sm_clock_mhz", "nvmlDeviceGetClockInfo", float, getattr(module, "NVML_CLOCK_SM", 1)
+        )
+        self._read(
+            "memory_clock_mhz",
+            "nvmlDeviceGetClockInfo",
+            float,
+            getattr(module, "NVML_CLOCK_MEM", 2),
+        )
         self._read("power_w", "nvmlDeviceGetPowerUsage", lambda milliwatts: milliwatts / 1e3)
-        self._read("temperature_c", "nvmlDeviceGetTemperature", float, getattr(module, "NVML_TEMPERATURE_GPU", 0))
+        self._read(
+            "temperature_c",
+            "nvmlDeviceGetTemperature",
+            float,
+            getattr(module, "NVML_TEMPERATURE_GPU", 0),
+        )
         self._read("memory_used_bytes", "nvmlDeviceGetMemoryInfo", lambda info: float(info.used))
 
     def _read_reasons(self) -> None:
@@ -236,7 +261,13 @@ class _Recorder:
 
     def _summary(self, window_s: float) -> Telemetry:
         values: dict[str, Any] = {}
-        for key in ("utilisation_pct", "memory_utilisation_pct", "sm_clock_mhz", "memory_clock_mhz", "power_w"):
+        for key in (
+            "utilisation_pct",
+            "memory_utilisation_pct",
+            "sm_clock_mhz",
+            "memory_clock_mhz",
+            "power_w",
+        ):
             seen = self._seen.get(key, [])
             values[key] = sum(seen) / len(seen) if seen else None
         for key in ("temperature_c", "memory_used_bytes"):
@@ -248,14 +279,23 @@ class _Recorder:
         values["sampler_cost_pct"] = 100.0 * self._cpu_s / window_s if window_s > 0 else None
         values["sampler_query_s"] = dict(self._query_s)
         absent = {key: self._why(key, window_s) for key in VALUES if values[key] is None}
-        return Telemetry(**values, clock_event_reasons=reasons, num_samples=self._num_samples, window_s=window_s, absent=absent)
+        return Telemetry(
+            **values,
+            clock_event_reasons=reasons,
+            num_samples=self._num_samples,
+            window_s=window_s,
+            absent=absent,
+        )
 
     def _why(self, key: str, window_s: float) -> str:
         source = "utilisation_pct" if key == "memory_utilisation_pct" else key
         if source in self._absent:
             return self._absent[source]
         if source == "utilisation_pct":
-            return f"the window of {window_s:.3f} s is shorter than NVML's own averaging window ({UTILISATION_WINDOW_S} s)"
+            return (
+                f"the window of {window_s:.3f} s is shorter than NVML's own averaging window"
+                f" ({UTILISATION_WINDOW_S} s)"
+            )
         return "NVML gave no value while the window was open"
 
 

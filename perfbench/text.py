@@ -17,7 +17,9 @@ def plain(value: object) -> str:
 
 
 def escape(value: object) -> str:
-    """Prose for anywhere in GitHub's Markdown: nothing in it is markup, and it stays on one line."""
+    """Prose for anywhere in GitHub's Markdown: nothing in it is markup, and it stays on one
+    line.
+    """
     return _SPECIAL.sub(r"\\\1", plain(value))
 
 
@@ -37,14 +39,22 @@ def cell_code(value: object) -> str:
 
 def block(value: str) -> str:
     """A fenced block; the fence is longer than any inside."""
-    text = _CONTROL.sub("", value.encode("utf-8", "backslashreplace").decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
+    text = _CONTROL.sub(
+        "",
+        value.encode("utf-8", "backslashreplace")
+        .decode("utf-8")
+        .replace("\r\n", "\n")
+        .replace("\r", "\n"),
+    ).strip("\n")
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """``digits`` significant digits, whole numbers from there on, thousands separated; '-' for null."""
+    """``digits`` significant digits, whole numbers from there on, thousands separated; '-' for
+    null.
+    """
     if value is None:
         return NULL
     if abs(value) >= 10 ** (digits - 1):

@@ -1,6 +1,9 @@
-"""Traces of both versions: after a red on their own, or of one cell by `perfbench trace`. One untimed step each.
+"""Traces of both versions: after a red on their own, or of one cell by `perfbench trace`.
 
-A trace explains a verdict and never makes one: whatever goes wrong here is a sentence in the report, not an exit code.
+One untimed step each.
+
+A trace explains a verdict and never makes one: whatever goes wrong here is a sentence in the
+report, not an exit code.
 """
 
 from __future__ import annotations
@@ -33,9 +36,13 @@ if TYPE_CHECKING:
     from perfbench.result import Run
 
 FOLDER = "traces"
-SLUG_CHARS = 150  # a name may have 255 bytes almost everywhere, and a whole Windows path 260 characters
+SLUG_CHARS = (
+    150  # a name may have 255 bytes almost everywhere, and a whole Windows path 260 characters
+)
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "_-")
-_RESERVED = frozenset(["con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))])
+_RESERVED = frozenset(
+    ["con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))]
+)
 RED = (Verdict.REGRESSED, Verdict.WRONG_PATH)
 
 
@@ -43,8 +50,8 @@ RED = (Verdict.REGRESSED, Verdict.WRONG_PATH)
 class Sides:
     """Both versions behind a judgement, as they are called.
 
-    ``run`` is the candidate's. ``base``: cell -> revision or folder, null where nobody knows it. ``candidate``: likewise,
-    null for the running checkout.
+    ``run`` is the candidate's. ``base``: cell -> revision or folder, null where nobody knows it.
+    ``candidate``: likewise, null for the running checkout.
     """
 
     run: Run
@@ -56,7 +63,9 @@ class Sides:
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """What all traces of one sitting share: ``shown`` is how ``folder`` is called where the files are named."""
+    """What all traces of one sitting share: ``shown`` is how ``folder`` is called where the files
+    are named.
+    """
 
     matrix: Matrix
     ground: Ground
@@ -69,7 +78,9 @@ class Tracing:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One side: 'a' or 'b', what it is called, and the way to its code, which may raise CannotBuild."""
+    """One side: 'a' or 'b', what it is called, and the way to its code, which may raise
+    CannotBuild.
+    """
 
     side: str
     name: str
@@ -77,18 +88,24 @@ class Version:
 
 
 def on_red(judgement: Judgement, sides: Sides, out: Path, *, limit: int = 3) -> list[TraceDiff]:
-    """Trace the ``limit`` largest drops on both sides into ``out``/traces, and write ``out``/trace.json. Empty without a red.
+    """Trace the ``limit`` largest drops on both sides into ``out``/traces, and write
+    ``out``/trace.json. Empty without a red.
 
-    Never raises for what a side, the machine or the disk does; the TraceDiff says it. Ctrl-C ends the tracing and leaves the
-    verdict. The GPU's lock must be free.
+    Never raises for what a side, the machine or the disk does; the TraceDiff says it. Ctrl-C ends
+    the tracing and leaves the verdict. The GPU's lock must be free.
     """
     red = sorted(judgement.of(*RED), key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     if not red:
         return []
     chosen, rest = red[:limit], red[limit:]
     ground, manifest = sides.ground, sides.run.manifest
-    tracing = Tracing(sides.matrix, ground, manifest.seed, out / FOLDER, Path(FOLDER), manifest.injections)
-    ground.say(f"tracing {len(chosen)} red cell{'s' if len(chosen) > 1 else ''} on both sides, one step each")
+    tracing = Tracing(
+        sides.matrix, ground, manifest.seed, out / FOLDER, Path(FOLDER), manifest.injections
+    )
+    ground.say(
+        f"tracing {len(chosen)} red cell{'s' if len(chosen) > 1 else ''} on both sides, one step"
+        " each"
+    )
     base = _of_bases([cell.cell_id for cell in chosen], sides, tracing)
     candidate = trace_side(_candidate(sides), [cell.cell_id for cell in chosen], tracing)
     diffs = [_diff_of(cell, base[cell.cell_id], candidate[cell.cell_id]) for cell in chosen]
@@ -96,12 +113,18 @@ def on_red(judgement: Judgement, sides: Sides, out: Path, *, limit: int = 3) -> 
     try:
         _write(out / tracediff.FILE_NAME, tracediff.to_json(diffs))
     except OSError as error:
-        ground.say(f"{out / tracediff.FILE_NAME} cannot be written: {error.strerror}. The verdict stands without it")
+        ground.say(
+            f"{out / tracediff.FILE_NAME} cannot be written: {error.strerror}. The verdict stands"
+            " without it"
+        )
     return diffs
 
 
 def trace_side(version: Version, cells: Sequence[str], tracing: Tracing) -> dict[str, Traced]:
-    """Trace ``cells`` of one version; each has an answer, at the least a reason. Raises nothing but bugs."""
+    """Trace ``cells`` of one version; each has an answer, at the least a reason.
+
+    Raises nothing but bugs.
+    """
     found: dict[str, Traced] = {}
     reason = tracing.stopped[0] if tracing.stopped else ""
     try:
@@ -115,14 +138,17 @@ def trace_side(version: Version, cells: Sequence[str], tracing: Tracing) -> dict
         reason = "interrupted; the verdict stands"
         tracing.stopped.append(reason)
     reason = reason or f"{version.name} does not plan this cell"
-    return {cell_id: found.get(cell_id) or Traced(name=version.name, reason=reason) for cell_id in cells}
+    return {
+        cell_id: found.get(cell_id) or Traced(name=version.name, reason=reason) for cell_id in cells
+    }
 
 
 def slug(cell_id: str) -> str:
-    """A file name for any cell id, on any system: percent-encoded with lower-case letters only, at most SLUG_CHARS long.
+    """A file name for any cell id, on any system: percent-encoded with lower-case letters only, at
+    most SLUG_CHARS long.
 
-    Different ids have different names, also where the file system does not tell upper from lower case. What is too long is
-    cut and ends with a hash.
+    Different ids have different names, also where the file system does not tell upper from lower
+    case. What is too long is cut and ends with a hash.
     """
     encoded = "".join(char if char in _PLAIN else _percent(char) for char in cell_id)
     if 0 < len(encoded) <= SLUG_CHARS and encoded not in _RESERVED:
@@ -141,7 +167,9 @@ def _of_bases(cells: Sequence[str], sides: Sides, tracing: Tracing) -> dict[str,
     for revision in dict.fromkeys(sides.base.get(cell_id) for cell_id in cells):
         here = [cell_id for cell_id in cells if sides.base.get(cell_id) == revision]
         if revision is None:
-            unknown = Traced(name="the base", reason="nobody knows its commit; promote a run of a git checkout")
+            unknown = Traced(
+                name="the base", reason="nobody knows its commit; promote a run of a git checkout"
+            )
             found |= dict.fromkeys(here, unknown)
         else:
             found |= trace_side(_revision("a", revision, sides.ground.repository), here, tracing)
@@ -159,12 +187,16 @@ def _revision(side: str, revision: str, repository: Path) -> Version:
     return Version(side, revision, lambda: checkout.side(revision, repository))
 
 
-def _trace_into(found: dict[str, Traced], version: Version, cells: Sequence[str], tracing: Tracing) -> None:
+def _trace_into(
+    found: dict[str, Traced], version: Version, cells: Sequence[str], tracing: Tracing
+) -> None:
     """Fills ``found`` one by one, so that what is done stays done."""
     ground = tracing.ground
     tracing.folder.mkdir(parents=True, exist_ok=True)
     with version.open() as one:
-        planned = sideplan.plan_of(one, tracing.matrix, [f"cell={cell_id}" for cell_id in cells], ground.capability)
+        planned = sideplan.plan_of(
+            one, tracing.matrix, [f"cell={cell_id}" for cell_id in cells], ground.capability
+        )
         with ab.prepared(ground.fit, (one, one)) as both:  # the other one never starts its server
             executor = both["ab".index(version.side)]
             executor.new_block()
@@ -174,7 +206,13 @@ def _trace_into(found: dict[str, Traced], version: Version, cells: Sequence[str]
                 found[cell.cell_id] = _trace_cell(version, cell, planned.model, executor, tracing)
 
 
-def _trace_cell(version: Version, cell: PlannedCell, model: dict[str, object], executor: Executor, tracing: Tracing) -> Traced:
+def _trace_cell(
+    version: Version,
+    cell: PlannedCell,
+    model: dict[str, object],
+    executor: Executor,
+    tracing: Tracing,
+) -> Traced:
     name = f"{slug(cell.cell_id)}-{version.side}"
     chrome = tracing.folder / f"{name}.json.gz"
     for old in tracing.folder.glob(f"{name}.*"):  # an older trace would pass for this one
@@ -187,11 +225,19 @@ def _trace_cell(version: Version, cell: PlannedCell, model: dict[str, object], e
     try:
         kernels = Kernels.model_validate_json(table_beside(chrome).read_bytes())
     except (OSError, ValidationError):
-        return Traced(name=version.name, reason=f"its process left no readable {table_beside(chrome).name}")
-    return Traced(name=version.name, kernels=kernels, chrome=(tracing.shown / chrome.name).as_posix() if chrome.exists() else None)
+        return Traced(
+            name=version.name, reason=f"its process left no readable {table_beside(chrome).name}"
+        )
+    return Traced(
+        name=version.name,
+        kernels=kernels,
+        chrome=(tracing.shown / chrome.name).as_posix() if chrome.exists() else None,
+    )
 
 
-def _job(version: Version, cell: PlannedCell, model: dict[str, object], tracing: Tracing, chrome: Path) -> Job:
+def _job(
+    version: Version, cell: PlannedCell, model: dict[str, object], tracing: Tracing, chrome: Path
+) -> Job:
     """As replicate 0 of a run, its inputs included, but for what it writes."""
     return Job(
         cell_id=cell.cell_id,
@@ -214,12 +260,23 @@ def _job(version: Version, cell: PlannedCell, model: dict[str, object], tracing:
 def _fault(version: Version, cell: PlannedCell, tracing: Tracing) -> Injection | None:
     """The candidate's planted fault, so that a demonstration shows in its trace."""
     texts = [text for text in tracing.injections if text.partition("@")[2] == cell.cell_id]
-    return runner.parse_injection(texts[0], [cell.cell_id]) if texts and version.side == "b" else None
+    return (
+        runner.parse_injection(texts[0], [cell.cell_id]) if texts and version.side == "b" else None
+    )
 
 
-def _diff_of(cell: CellVerdict, base: Traced | None, candidate: Traced | None, *, left_out: bool = False) -> TraceDiff:
+def _diff_of(
+    cell: CellVerdict, base: Traced | None, candidate: Traced | None, *, left_out: bool = False
+) -> TraceDiff:
     verdict = cell.verdict.value if cell.verdict else ""
-    return TraceDiff(cell_id=cell.cell_id, verdict=verdict, base=base, candidate=candidate, reproduce=cell.reproduce, left_out=left_out)
+    return TraceDiff(
+        cell_id=cell.cell_id,
+        verdict=verdict,
+        base=base,
+        candidate=candidate,
+        reproduce=cell.reproduce,
+        left_out=left_out,
+    )
 
 
 def _write(path: Path, content: bytes) -> None:

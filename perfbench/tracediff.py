@@ -1,4 +1,6 @@
-"""What was traced after a red, and how the report shows it: pure, from `trace.json` in the run's folder."""
+"""What was traced after a red, and how the report shows it: pure, from `trace.json` in the run's
+folder.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,18 @@ FILE_NAME = "trace.json"
 
 
 class Traced(BaseModel):
-    """One side of one cell. ``kernels`` is null where nothing was traced, and then ``reason`` says why."""
+    """One side of one cell.
+
+    ``kernels`` is null where nothing was traced, and then ``reason`` says why.
+    """
 
     model_config = ConfigDict(frozen=True)
     name: str  # what was measured: a revision, a folder, 'this checkout'
     kernels: Kernels | None = None
-    chrome: str | None = None  # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
+    chrome: str | None = (
+        # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
+        None
+    )
     reason: str = ""
 
     @property
@@ -29,7 +37,14 @@ class Traced(BaseModel):
         """Why this side cannot be compared; empty where it can."""
         if self.kernels is None:
             return self.reason
-        return "" if self.kernels.rows else f"the profiler saw no kernel of {self.name}; `perfbench doctor` names its usual causes"
+        return (
+            ""
+            if self.kernels.rows
+            else (
+                f"the profiler saw no kernel of {self.name}; `perfbench doctor` names its usual"
+                " causes"
+            )
+        )
 
 
 class TraceDiff(BaseModel):
@@ -47,16 +62,25 @@ class TraceDiff(BaseModel):
     def changes(self) -> list[Change]:
         """Empty also where a side is missing: ``problems`` says which."""
         base, candidate = self._tables()
-        return kerneldiff.diff(base, candidate) if base is not None and candidate is not None else []
+        return (
+            kerneldiff.diff(base, candidate) if base is not None and candidate is not None else []
+        )
 
     @property
     def problems(self) -> list[str]:
         sides = (("base", self.base), ("candidate", self.candidate))
-        return [f"{side}: {one.unusable}" for side, one in sides if one is not None and one.unusable]
+        return [
+            f"{side}: {one.unusable}" for side, one in sides if one is not None and one.unusable
+        ]
 
     def to_markdown(self, top: int = 10) -> str:
-        """Heading, totals, table, files and how to measure this cell again; a side that is missing is said."""
-        lines = [f"### {text.escape(self.cell_id)}{f' ({self.verdict})' if self.verdict else ''}", ""]
+        """Heading, totals, table, files and how to measure this cell again; a side that is missing
+        is said.
+        """
+        lines = [
+            f"### {text.escape(self.cell_id)}{f' ({self.verdict})' if self.verdict else ''}",
+            "",
+        ]
         lines += [f"- not traced, {text.escape(problem)}" for problem in self.problems]
         base, candidate = self._tables()
         if base is not None and candidate is not None:
@@ -70,16 +94,23 @@ class TraceDiff(BaseModel):
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def _tables(self) -> tuple[Kernels | None, Kernels | None]:
-        base, candidate = (None if one is None or one.unusable else one.kernels for one in (self.base, self.candidate))
+        base, candidate = (
+            None if one is None or one.unusable else one.kernels
+            for one in (self.base, self.candidate)
+        )
         return base, candidate
 
     def _files(self) -> list[str]:
         found = []
         for side, one in (("base", self.base), ("candidate", self.candidate)):
             if one is not None and one.chrome is not None:
-                found.append(f"- timeline of the {side} ({text.escape(one.name)}): {text.code(one.chrome)}")
+                found.append(
+                    f"- timeline of the {side} ({text.escape(one.name)}): {text.code(one.chrome)}"
+                )
             elif one is not None and one.kernels is not None:
-                found.append(f"- no timeline of the {side}: {text.escape(one.kernels.chrome_absent)}")
+                found.append(
+                    f"- no timeline of the {side}: {text.escape(one.kernels.chrome_absent)}"
+                )
         return found
 
 
@@ -103,13 +134,22 @@ def to_json(diffs: Sequence[TraceDiff]) -> bytes:
 
 
 def stored(folder: Path) -> list[TraceDiff]:
-    """What was traced of the run in ``folder``; empty where nothing was, USAGE where its file is damaged."""
+    """What was traced of the run in ``folder``; empty where nothing was, USAGE where its file is
+    damaged.
+    """
     path = folder / FILE_NAME
     try:
         return _LIST.validate_json(path.read_bytes())
     except FileNotFoundError:
         return []
     except (OSError, ValidationError) as error:
-        why = error.strerror if isinstance(error, OSError) else error.errors(include_url=False)[0]["msg"]
+        why = (
+            error.strerror
+            if isinstance(error, OSError)
+            else error.errors(include_url=False)[0]["msg"]
+        )
         step = "remove it; `perfbench trace RUN CELL` shows one cell again"
-        raise PerfbenchError(Exit.USAGE, f"got {path} damaged ({why}), wanted what a red run's traces left. Next: {step}") from None
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"got {path} damaged ({why}), wanted what a red run's traces left. Next: {step}",
+        ) from None

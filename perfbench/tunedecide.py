@@ -1,4 +1,7 @@
-"""What a run of `perfbench tune` decides, by the rule of `crossing`, and what it cannot. Pure: same run, same decisions."""
+"""What a run of `perfbench tune` decides, by the rule of `crossing`, and what it cannot.
+
+Pure: same run, same decisions.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,15 @@ from perfbench.tuneplan import WORKLOAD, sm_of
 from perfbench.verdict import Exit, worst
 
 Key = tuple[str, str]  # path, fa2
-KEYS: tuple[Key, ...] = (("triton", "off"), ("v2", "on"), ("v2", "off"), ("masked", "on"), ("masked", "off"))
-# What is decided -> its two sides. Of several keys the fastest at each length stands for the side; a tie goes to the second side.
+KEYS: tuple[Key, ...] = (
+    ("triton", "off"),
+    ("v2", "on"),
+    ("v2", "off"),
+    ("masked", "on"),
+    ("masked", "off"),
+)
+# What is decided -> its two sides. Of several keys the fastest at each length stands for the side;
+# a tie goes to the second side.
 CONTESTS: Mapping[str, tuple[tuple[Key, ...], tuple[Key, ...]]] = {
     "triton_min_tokens": (KEYS[:1], KEYS[1:]),
     "fa2_min_len_win": (KEYS[3:4], KEYS[4:]),
@@ -25,15 +35,25 @@ CONTESTS: Mapping[str, tuple[tuple[Key, ...], tuple[Key, ...]]] = {
 }
 MEANS: Mapping[str, str] = {
     "triton_min_tokens": "keys from which path triton is the fastest",
-    "fa2_min_len_win": "keys from which FA-2 is faster than SDPA for the window branch (path masked, alike but for the window's kernel)",
-    "v2_min_tokens": "tokens from which v2 is faster than masked; for the reader, since `auto` reads no such length",
+    "fa2_min_len_win": (
+        "keys from which FA-2 is faster than SDPA for the window branch (path masked, alike but for"
+        " the window's kernel)"
+    ),
+    "v2_min_tokens": (
+        "tokens from which v2 is faster than masked; for the reader, since `auto` reads no such"
+        " length"
+    ),
 }
 Cells = Mapping[tuple[Key, int], "Cell"]
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One path at one length. ``step_ms``: the median step of each process; None with ``why_not`` where the cell does not count."""
+    """One path at one length.
+
+    ``step_ms``: the median step of each process; None with ``why_not`` where the cell does not
+    count.
+    """
 
     step_ms: tuple[float, ...] | None
     why_not: str = ""
@@ -46,7 +66,9 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """``min_tokens``: from there on the first side is proved faster; None where it never is, or where nothing was ``judged``."""
+    """``min_tokens``: from there on the first side is proved faster; None where it never is, or
+    where nothing was ``judged``.
+    """
 
     name: str
     means: str
@@ -73,8 +95,12 @@ class Tuned:
 
     @property
     def exit_code(self) -> Exit:
-        """OK where all that this machine can serve is decided; what a cell failed by, else FAILED where a decision lacks cells."""
-        return worst([self.judgement.exit_code, *(Exit.FAILED for one in self.decisions if one.incomplete)])
+        """OK where all that this machine can serve is decided; what a cell failed by, else FAILED
+        where a decision lacks cells.
+        """
+        return worst(
+            [self.judgement.exit_code, *(Exit.FAILED for one in self.decisions if one.incomplete)]
+        )
 
 
 def tell(run: Run, judgement: Judgement) -> Tuned:
@@ -84,34 +110,50 @@ def tell(run: Run, judgement: Judgement) -> Tuned:
     """
     sm_of(run.manifest.matrix_name)
     if run.manifest.injections:
-        raise ValueError(f"got a run with injected faults ({', '.join(run.manifest.injections)}), wanted one that nothing was planted in")
+        raise ValueError(
+            f"got a run with injected faults ({', '.join(run.manifest.injections)}), wanted one"
+            " that nothing was planted in"
+        )
     _refuse_cells(run)
     cells = dict(_cells(run, judgement))
     lengths = tuple(sorted({length for _, length in cells}))
-    return Tuned(run, judgement, lengths, cells, tuple(_decide(name, lengths, cells) for name in CONTESTS))
+    return Tuned(
+        run, judgement, lengths, cells, tuple(_decide(name, lengths, cells) for name in CONTESTS)
+    )
 
 
 def _refuse_cells(run: Run) -> None:
-    """ValueError where a planned cell is none of tune's, two stand at one place, or there is none: the name proves nothing."""
+    """ValueError where a planned cell is none of tune's, two stand at one place, or there is none:
+    the name proves nothing.
+    """
     name, seen = run.manifest.matrix_name, dict[tuple[Key, int], str]()
     for cell in run.manifest.cells:
         place = _place(cell.axes)
         if place is None or place[0] not in KEYS or cell.axes.get("workload") != WORKLOAD:
             paths = " or ".join(dict.fromkeys(path for path, _ in KEYS))
             wanted = f"workload {WORKLOAD}, path {paths}, fa2 on or off"
-            raise ValueError(plain(f"got a run of matrix {name!r} with cell {cell.cell_id}, wanted {wanted}"))
+            raise ValueError(
+                plain(f"got a run of matrix {name!r} with cell {cell.cell_id}, wanted {wanted}")
+            )
         if place in seen:
-            text = f"got a run of matrix {name!r} with both {seen[place]} and {cell.cell_id}, wanted one cell of a path, fa2 and length"
+            text = (
+                f"got a run of matrix {name!r} with both {seen[place]} and {cell.cell_id}, wanted"
+                " one cell of a path, fa2 and length"
+            )
             raise ValueError(plain(text))
         seen[place] = cell.cell_id
     if not seen:
-        raise ValueError(f"got a run of matrix {name!r} without any cell, wanted those of `perfbench tune`")
+        raise ValueError(
+            f"got a run of matrix {name!r} without any cell, wanted those of `perfbench tune`"
+        )
 
 
 def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Cell]]:
     rows, verdicts = rows_by_cell(run), {cell.cell_id: cell for cell in judgement.cells}
     for one in run.manifest.excluded:
-        place = _place(dict(part.partition("=")[::2] for part in str(one.get("cell_id")).split(",")))
+        place = _place(
+            dict(part.partition("=")[::2] for part in str(one.get("cell_id")).split(","))
+        )
         if place is not None and place[0] in KEYS:
             yield place, Cell(None, str(one.get("reason")), planned=False)
     for cell in run.manifest.cells:
@@ -119,15 +161,30 @@ def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Ce
         assert place is not None  # `_refuse_cells` saw to it
         verdict, good = verdicts.get(cell.cell_id), usable(rows.get(cell.cell_id, []))
         if verdict is None or verdict.verdict is not None:
-            yield place, Cell(None, f"{verdict.verdict}: {verdict.reason}" if verdict is not None else "it was left out with --only")
+            yield (
+                place,
+                Cell(
+                    None,
+                    (
+                        f"{verdict.verdict}: {verdict.reason}"
+                        if verdict is not None
+                        else "it was left out with --only"
+                    ),
+                ),
+            )
         elif len(good) < rule.MIN_PROCESSES:
-            yield place, Cell(None, f"{len(good)} of {rule.MIN_PROCESSES} processes that tell the noise")
+            yield (
+                place,
+                Cell(None, f"{len(good)} of {rule.MIN_PROCESSES} processes that tell the noise"),
+            )
         else:
             yield place, Cell(tuple(map(_step_ms, good)))
 
 
 def _place(axes: Mapping[str, Value]) -> tuple[Key, int] | None:
-    """Path, fa2 and length; None where a cell (or the id of an excluded one, which leaves defaults out) does not name all three."""
+    """Path, fa2 and length; None where a cell (or the id of an excluded one, which leaves defaults
+    out) does not name all three.
+    """
     path, fa2, length = axes.get("path"), axes.get("fa2"), str(axes.get("seq_len"))
     if path is None or fa2 is None or not (length.isascii() and length.isdigit()):
         return None
@@ -142,18 +199,37 @@ def _decide(name: str, lengths: Sequence[int], cells: Cells) -> Decision:
     keys_a, keys_b = CONTESTS[name]
     sides = [[_fastest(cells, keys, length) for length in lengths] for keys in (keys_a, keys_b)]
     times_a, times_b = (
-        [None if key is None else cells[key, length].step_ms for key, length in zip(side, lengths, strict=True)] for side in sides
+        [
+            None if key is None else cells[key, length].step_ms
+            for key, length in zip(side, lengths, strict=True)
+        ]
+        for side in sides
     )
-    both = tuple(length for length, a, b in zip(lengths, times_a, times_b, strict=True) if a is not None and b is not None)
+    both = tuple(
+        length
+        for length, a, b in zip(lengths, times_a, times_b, strict=True)
+        if a is not None and b is not None
+    )
     if not both:
-        planned = all(any(cells[key, n].planned for key in keys for n in lengths if (key, n) in cells) for keys in (keys_a, keys_b))
-        return Decision(name, MEANS[name], False, None, _why_not(cells, keys_a, keys_b), (), planned)
+        planned = all(
+            any(cells[key, n].planned for key in keys for n in lengths if (key, n) in cells)
+            for keys in (keys_a, keys_b)
+        )
+        return Decision(
+            name, MEANS[name], False, None, _why_not(cells, keys_a, keys_b), (), planned
+        )
     found = rule.crossing(lengths, times_a, times_b)
-    return Decision(name, MEANS[name], True, found, _because(found, lengths, times_a, times_b), both, False)
+    return Decision(
+        name, MEANS[name], True, found, _because(found, lengths, times_a, times_b), both, False
+    )
 
 
 def _fastest(cells: Cells, keys: Sequence[Key], length: int) -> Key | None:
-    known = [(median_ms, key) for key in keys if (key, length) in cells and (median_ms := cells[key, length].median_ms) is not None]
+    known = [
+        (median_ms, key)
+        for key in keys
+        if (key, length) in cells and (median_ms := cells[key, length].median_ms) is not None
+    ]
     return min(known)[1] if known else None
 
 
@@ -165,7 +241,12 @@ def _why_not(cells: Cells, keys_a: Sequence[Key], keys_b: Sequence[Key]) -> str:
     return "no length has both sides"
 
 
-def _because(found: int | None, lengths: Sequence[int], times_a: Sequence[rule.Times | None], times_b: Sequence[rule.Times | None]) -> str:
+def _because(
+    found: int | None,
+    lengths: Sequence[int],
+    times_a: Sequence[rule.Times | None],
+    times_b: Sequence[rule.Times | None],
+) -> str:
     """What holds at the crossing, and what keeps it from being shorter."""
     by_length = {length: (a, b) for length, a, b in zip(lengths, times_a, times_b, strict=True)}
     parts = []
@@ -188,7 +269,10 @@ def _because(found: int | None, lengths: Sequence[int], times_a: Sequence[rule.T
 def compared(a: rule.Times, b: rule.Times) -> str:
     """How much longer B takes than A, and whether that is proved."""
     gain, margin = rule.gain_pct(a, b), rule.margin_pct(a, b)
-    return f"{gain:+.1f} %, {'proved' if rule.proved_faster(a, b) else 'not proved'} (margin {margin:.1f} %)"
+    return (
+        f"{gain:+.1f} %, {'proved' if rule.proved_faster(a, b) else 'not proved'} (margin"
+        f" {margin:.1f} %)"
+    )
 
 
 def lines(tuned: Tuned) -> list[str]:
@@ -206,7 +290,9 @@ def settings(tuned: Tuned) -> dict[str, int]:
 
 
 def _threshold(decision: Decision, lengths: Sequence[int]) -> int:
-    """0 where it is the fastest at every length; beyond the longest where at none: what was not measured is not forbidden."""
+    """0 where it is the fastest at every length; beyond the longest where at none: what was not
+    measured is not forbidden.
+    """
     if decision.min_tokens is None:
         return lengths[-1] + 1
     return 0 if decision.min_tokens == lengths[0] else decision.min_tokens

@@ -1,4 +1,7 @@
-"""The matrix that `perfbench tune` measures: as text, so that its run file holds all of it. Pure: no torch, no file."""
+"""The matrix that `perfbench tune` measures: as text, so that its run file holds all of it.
+
+Pure: no torch, no file.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,13 @@ PATHS = (Path.TRITON, Path.V2, Path.MASKED)
 DEFAULT_LENGTHS = (256, 512, 1024, 2048, 4096, 8192)
 # Every cell must be what its name says; these settings would make it another.
 _TURN_ROUTES = (
-    "NSA_FORCE_SEL_MASK", "NSA_USE_FA2", "NSA_USE_FA2_WIN", "NSA_USE_FA2_CMP", "NSA_SEL_RANGES_V2",
+    "NSA_FORCE_SEL_MASK",
+    "NSA_USE_FA2",
+    "NSA_USE_FA2_WIN",
+    "NSA_USE_FA2_CMP",
+    "NSA_SEL_RANGES_V2",
     *(f"NSA_TRITON_{step.upper()}" for step in STEPS),
-)  # fmt: skip
+)
 _OWN_WINDOW = "path triton has a window kernel of its own, so FA-2 beside it decides nothing"
 _ENGAGED: Mapping[tuple[Path, str], tuple[str, ...]] = {
     (Path.TRITON, "off"): ("cmp.triton", "sel.triton", "win.triton"),
@@ -45,7 +52,9 @@ class Machine:
 
     @property
     def matrix_name(self) -> str:
-        """It carries the compute capability, which keys nsa.tuned and is nowhere else in a run file."""
+        """It carries the compute capability, which keys nsa.tuned and is nowhere else in a run
+        file.
+        """
         sm = self.capability.sm
         return f"{NAME}-cpu" if sm is None else f"{NAME}-sm{sm[0]}.{sm[1]}"
 
@@ -55,11 +64,18 @@ def _is_number(text: str) -> bool:
 
 
 def sm_of(matrix_name: str) -> tuple[int, int] | None:
-    """The compute capability that `Machine.matrix_name` carries; None on a CPU. ValueError: not a name of a tune matrix."""
+    """The compute capability that `Machine.matrix_name` carries; None on a CPU.
+
+    ValueError: not a name of a tune matrix.
+    """
     kind, _, rest = matrix_name.partition("-")
     major, _, minor = rest.removeprefix("sm").partition(".")
-    if kind != NAME or (rest != "cpu" and not (rest.startswith("sm") and _is_number(major) and _is_number(minor))):
-        raise ValueError(f"got a run of matrix {matrix_name!r}, wanted one that `perfbench tune` made")
+    if kind != NAME or (
+        rest != "cpu" and not (rest.startswith("sm") and _is_number(major) and _is_number(minor))
+    ):
+        raise ValueError(
+            f"got a run of matrix {matrix_name!r}, wanted one that `perfbench tune` made"
+        )
     return None if rest == "cpu" else (int(major), int(minor))
 
 
@@ -67,21 +83,44 @@ def parse_lengths(text: str) -> tuple[int, ...]:
     """'256,512' as whole numbers, ascending; PerfbenchError(USAGE) for anything else."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and 0 < int(part) < 10**9 for part in parts):
-        raise PerfbenchError(Exit.USAGE, f"--lengths {text[:100]!r} is not a list of whole numbers >= 1; write e.g. 256,512,1024")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--lengths {text[:100]!r} is not a list of whole numbers >= 1; write e.g."
+            " 256,512,1024",
+        )
     if len(set(map(int, parts))) < len(parts):
-        raise PerfbenchError(Exit.USAGE, f"--lengths {text[:100]!r} names a length twice; write each once")
+        raise PerfbenchError(
+            Exit.USAGE, f"--lengths {text[:100]!r} names a length twice; write each once"
+        )
     return tuple(sorted(map(int, parts)))
 
 
 def refuse_settings(settings: Settings) -> None:
-    """PerfbenchError(USAGE) where the environment turns a named path or FA-2 choice into another."""
-    if turning := [f"{name}={value}" for name, value in settings.given().items() if name in _TURN_ROUTES]:
-        text = f"{', '.join(turning)} changes what a cell runs, and every cell of `perfbench tune` must be what its name says"
-        raise PerfbenchError(Exit.USAGE, f"{text}. Next: unset {' and '.join(one.split('=')[0] for one in turning)}")
+    """PerfbenchError(USAGE) where the environment turns a named path or FA-2 choice into
+    another.
+    """
+    if turning := [
+        f"{name}={value}" for name, value in settings.given().items() if name in _TURN_ROUTES
+    ]:
+        text = (
+            f"{', '.join(turning)} changes what a cell runs, and every cell of `perfbench tune`"
+            " must be what its name says"
+        )
+        raise PerfbenchError(
+            Exit.USAGE, f"{text}. Next: unset {' and '.join(one.split('=')[0] for one in turning)}"
+        )
 
 
-def matrix_text(machine: Machine, model_name: str, model: ModelConfig, lengths: Sequence[int], processes: int, settings: Settings) -> str:
-    """The matrix as YAML; what this machine cannot serve is excluded with the reasons of its RouteError.
+def matrix_text(
+    machine: Machine,
+    model_name: str,
+    model: ModelConfig,
+    lengths: Sequence[int],
+    processes: int,
+    settings: Settings,
+) -> str:
+    """The matrix as YAML; what this machine cannot serve is excluded with the reasons of its
+    RouteError.
 
     ``lengths`` ascend. The same arguments give the same text.
     """
@@ -92,11 +131,14 @@ def matrix_text(machine: Machine, model_name: str, model: ModelConfig, lengths: 
     expect = [
         f"{{match: {_flow(path=path, fa2=fa2)}, engaged: {json.dumps(counters)}}}"
         for (path, fa2), counters in _ENGAGED.items()
-        if (path, fa2) not in gone and (path is not Path.MASKED or _mask_fits(machine, model, lengths[0]))
+        if (path, fa2) not in gone
+        and (path is not Path.MASKED or _mask_fits(machine, model, lengths[0]))
     ]
     on_gpu = machine.gpu is not None
     measure = (
-        "prepare_together: 8, warmup_s: 0.3, max_s: 0.4, min_sample_ms: 50" if on_gpu else "warmup_s: 0.1, samples: 5, min_sample_ms: 20"
+        "prepare_together: 8, warmup_s: 0.3, max_s: 0.4, min_sample_ms: 50"
+        if on_gpu
+        else "warmup_s: 0.1, samples: 5, min_sample_ms: 20"
     )
     lines = [
         "# Written by `perfbench tune`: from which lengths which implementation is the fastest.",
@@ -104,8 +146,10 @@ def matrix_text(machine: Machine, model_name: str, model: ModelConfig, lengths: 
         f"name: {machine.matrix_name}",
         f"target: {{gpu: {json.dumps(machine.gpu or 'none')}}}",
         f"model: {model_name}",
-        f"axes: {{workload: [{WORKLOAD}], seq_len: {list(lengths)}, path: [{', '.join(PATHS)}], fa2: [on, off], "
-        f"dtype: [{machine.dtype}], l2: [{'cold' if on_gpu else 'warm'}]}}",
+        (
+            f"axes: {{workload: [{WORKLOAD}], seq_len: {list(lengths)}, path: [{', '.join(PATHS)}],"
+            f" fa2: [on, off], dtype: [{machine.dtype}], l2: [{'cold' if on_gpu else 'warm'}]}}"
+        ),
         "exclude:",
         *(f"  - {rule}" for rule in rules),
         "expect:",
@@ -117,8 +161,12 @@ def matrix_text(machine: Machine, model_name: str, model: ModelConfig, lengths: 
     return "\n".join(lines) + "\n"
 
 
-def _excluded(machine: Machine, model: ModelConfig, lengths: Sequence[int], settings: Settings) -> list[tuple[Path, str, str]]:
-    """(path, fa2, why) of what is not measured at any length: no route of a path that is named looks at the length."""
+def _excluded(
+    machine: Machine, model: ModelConfig, lengths: Sequence[int], settings: Settings
+) -> list[tuple[Path, str, str]]:
+    """(path, fa2, why) of what is not measured at any length: no route of a path that is named
+    looks at the length.
+    """
     found = []
     for path, fa2 in _ENGAGED:
         cell = Cell(WORKLOAD, lengths[0], path.value, fa2, dtype=machine.dtype)
@@ -144,4 +192,6 @@ def _too_large(machine: Machine, model: ModelConfig, lengths: Sequence[int]) -> 
 
 
 def _flow(**values: str) -> str:
-    return "{" + ", ".join(f"{key}: {json.dumps(str(value))}" for key, value in values.items()) + "}"
+    return (
+        "{" + ", ".join(f"{key}: {json.dumps(str(value))}" for key, value in values.items()) + "}"
+    )

@@ -11,9 +11,11 @@ PACKAGES = ("nsa", "perfbench")
 
 
 def choices(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:
-    """'MODULE.KERNEL[KEY]' -> the configuration in use, for each Triton autotuner of our own modules that has chosen.
+    """'MODULE.KERNEL[KEY]' -> the configuration in use, for each Triton autotuner of our own
+    modules that has chosen.
 
-    Looks only at what is loaded (``modules``, by default ``sys.modules``): without Triton nothing can have been tuned.
+    Looks only at what is loaded (``modules``, by default ``sys.modules``): without Triton nothing
+    can have been tuned.
     """
     loaded = sys.modules if modules is None else modules
     kind = getattr(loaded.get("triton.runtime.autotuner"), "Autotuner", None)
@@ -24,16 +26,28 @@ def choices(modules: Mapping[str, ModuleType] | None = None) -> dict[str, str]:
         if name.partition(".")[0] in PACKAGES:
             for value in vars(loaded[name]).values():
                 tuner = _tuner(value, kind)
-                found |= {f"{_name(tuner)}[{_key(key)}]": str(config) for key, config in tuner.cache.items()} if tuner else {}
+                found |= (
+                    {
+                        f"{_name(tuner)}[{_key(key)}]": str(config)
+                        for key, config in tuner.cache.items()
+                    }
+                    if tuner
+                    else {}
+                )
     return dict(sorted(found.items()))
 
 
 def _tuner(value: Any, kind: type) -> Any:
-    """The autotuner itself, or the one inside of decorators such as triton.heuristics; None for anything else."""
+    """The autotuner itself, or the one inside of decorators such as triton.heuristics; None for
+    anything else.
+    """
     for _ in range(4):
         if isinstance(value, kind):
             return value
-        if isinstance(value, ModuleType | type) or type(value).__module__.partition(".")[0] != "triton":
+        if (
+            isinstance(value, ModuleType | type)
+            or type(value).__module__.partition(".")[0] != "triton"
+        ):
             return None
         value = getattr(value, "fn", None)
     return None

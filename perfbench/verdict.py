@@ -22,9 +22,16 @@ class Exit(IntEnum):
 
 # Several at once: the exit by severity.
 SEVERITY = (
-    Exit.INTERNAL, Exit.USAGE, Exit.NOT_TRUE, Exit.WRONG_PATH, Exit.FAILED,
-    Exit.BASELINE, Exit.REGRESSED, Exit.ENVIRONMENT, Exit.STRICT,
-)  # fmt: skip
+    Exit.INTERNAL,
+    Exit.USAGE,
+    Exit.NOT_TRUE,
+    Exit.WRONG_PATH,
+    Exit.FAILED,
+    Exit.BASELINE,
+    Exit.REGRESSED,
+    Exit.ENVIRONMENT,
+    Exit.STRICT,
+)
 
 
 class Verdict(StrEnum):
@@ -74,7 +81,9 @@ def worst(exits: Iterable[Exit]) -> Exit:
 
 
 class PerfbenchError(Exception):
-    """A user's problem: one message (got, wanted, next step) and the exit code that says which kind."""
+    """A user's problem: one message (got, wanted, next step) and the exit code that says which
+    kind.
+    """
 
     def __init__(self, exit_code: Exit, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,6 @@
-"""What `ab` and `compare` do: two versions of the code, measured in turns, or two runs that are there already."""
+"""What `ab` and `compare` do: two versions of the code, measured in turns, or two runs that are
+there already.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Versions:
-    """What `ab` is asked to compare: two revisions or folders; ``blocks`` None is the policy's own number."""
+    """What `ab` is asked to compare: two revisions or folders; ``blocks`` None is the policy's own
+    number.
+    """
 
     base: str
     candidate: str
@@ -26,7 +30,8 @@ class Versions:
 
 
 def ab(path: Path, versions: Versions, options: RunOptions, strict: bool) -> Outcome | None:
-    """Measure both versions in turns and judge the second by the first; None where the matrix skips this machine.
+    """Measure both versions in turns and judge the second by the first; None where the matrix skips
+    this machine.
 
     The outcome's run is that of side b; its folder holds ``a/``, ``b/`` and the report.
     """
@@ -46,14 +51,22 @@ def ab(path: Path, versions: Versions, options: RunOptions, strict: bool) -> Out
     only = options.only
     if options.resume is not None:
         if options.inject:
-            raise PerfbenchError(Exit.USAGE, "--inject cannot join a pair that has begun. Next: leave --resume away")
+            raise PerfbenchError(
+                Exit.USAGE, "--inject cannot join a pair that has begun. Next: leave --resume away"
+            )
         only = only or pairs.read(options.resume).candidate.manifest.only
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     blocks = versions.blocks or matrix.gate.confirm_blocks
     task = pairs.Task(matrix, only, blocks, seed, options.argv, options.inject, options.budget_s)
     here, capability = environment.collect(fit.device), session.capability_here(fit)
-    with checkout.side(versions.base, session.CHECKOUT) as a, checkout.side(versions.candidate, session.CHECKOUT) as b:
-        plans = sideplan.plan_of(a, matrix, only, capability), sideplan.plan_of(b, matrix, only, capability)
+    with (
+        checkout.side(versions.base, session.CHECKOUT) as a,
+        checkout.side(versions.candidate, session.CHECKOUT) as b,
+    ):
+        plans = (
+            sideplan.plan_of(a, matrix, only, capability),
+            sideplan.plan_of(b, matrix, only, capability),
+        )
         folder = options.resume or pairs.new_folder(options.out, here, b.source.commit)
         with interleaved.prepared(fit, (a, b)) as executors:
             found = interleaved.interleave(
@@ -67,26 +80,49 @@ def ab(path: Path, versions: Versions, options: RunOptions, strict: bool) -> Out
                 resume=options.resume is not None,
             )
     outcome = _judged(found.base, found.candidate, found.folder, strict)
-    ground = Ground(fit, capability, here, session.CHECKOUT, progress_for(no_color=environment.no_color()), session.say)
+    ground = Ground(
+        fit,
+        capability,
+        here,
+        session.CHECKOUT,
+        progress_for(no_color=environment.no_color()),
+        session.say,
+    )
     bases = dict.fromkeys((cell.cell_id for cell in outcome.judgement.cells), versions.base)
-    trace.on_red(outcome.judgement, trace.Sides(found.candidate, matrix, ground, bases, versions.candidate), found.folder)
+    trace.on_red(
+        outcome.judgement,
+        trace.Sides(found.candidate, matrix, ground, bases, versions.candidate),
+        found.folder,
+    )
     return outcome
 
 
 def compare(base: Path, candidate: Path | None, strict: bool) -> Outcome:
-    """Judge one run by another, or both sides of one `ab` folder; pairs count only between the two sides of one `ab`."""
+    """Judge one run by another, or both sides of one `ab` folder; pairs count only between the two
+    sides of one `ab`.
+    """
     from perfbench import pair as pairs
     from perfbench import runfile
 
     if candidate is None:
         if not pairs.is_pair(base):
-            raise PerfbenchError(Exit.USAGE, f"got one run, {base}, and wanted two, or the folder of a `perfbench ab`. Next: name CAND too")
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"got one run, {base}, and wanted two, or the folder of a `perfbench ab`. Next:"
+                " name CAND too",
+            )
         found = pairs.read(base)
         return _judged(found.base, found.candidate, base, strict)
     for one in (base, candidate):
         if one.is_dir() and pairs.is_pair(one):
-            raise PerfbenchError(Exit.USAGE, f"got {one}, which holds two runs, beside another. Next: name {one / 'a'} or {one / 'b'}")
-    return _judged(runfile.read(base), runfile.read(candidate), session.folder_of(candidate), strict)
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"got {one}, which holds two runs, beside another. Next: name {one / 'a'} or"
+                f" {one / 'b'}",
+            )
+    return _judged(
+        runfile.read(base), runfile.read(candidate), session.folder_of(candidate), strict
+    )
 
 
 def _judged(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
@@ -96,15 +132,26 @@ def _judged(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
     policy = session.policy_of(candidate)
     paired = pairs.are_paired(base, candidate)
     home = folder if pairs.is_pair(folder) else folder.parent
-    judgement = judge(base, candidate, policy, paired=paired, strict=strict, go_on=_go_on(base, candidate, home) if paired else "")
+    judgement = judge(
+        base,
+        candidate,
+        policy,
+        paired=paired,
+        strict=strict,
+        go_on=_go_on(base, candidate, home) if paired else "",
+    )
     return Outcome(candidate, judgement, folder, base_run=base)
 
 
 def _go_on(base: Run, candidate: Run, folder: Path) -> str:
-    """The command that measures the pairs which are left; the pair keeps its own cells, blocks, seed and faults."""
+    """The command that measures the pairs which are left; the pair keeps its own cells, blocks,
+    seed and faults.
+    """
     from perfbench import recheck, revisions
 
     matrix = candidate.manifest.matrix_path
     if folder.parent.name == recheck.FOLDER:  # `check` measured it beside a baseline's commit
         return shlex.join(["perfbench", "check", matrix, "--resume", str(folder.parent.parent)])
-    return shlex.join(["perfbench", "ab", *revisions.to_type(base, candidate), matrix, "--resume", str(folder)])
+    return shlex.join(
+        ["perfbench", "ab", *revisions.to_type(base, candidate), matrix, "--resume", str(folder)]
+    )

@@ -21,7 +21,8 @@ from perfbench.job import Job
 from perfbench.result import CacheLine
 from perfbench.stepped import Batches, Body, Captured, Compiled, CudaGrapher, eager
 
-L2_FLUSH_FACTOR = 2  # the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
+# the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
+L2_FLUSH_FACTOR = 2
 NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one's inputs
 
 
@@ -29,9 +30,11 @@ NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one
 class Workload:
     """``step()`` enqueues one step on the current stream and returns without waiting for it.
 
-    ``cache()`` runs one more step and says what the caches held and gave; None where the workload has none. ``compiled`` and
-    ``captured`` know what a step engages where its calls are not counted as they run; None where they are. ``differs()`` says how a
-    replay differs from the same step without a graph, where that was not proved before.
+    ``cache()`` runs one more step and says what the caches held and gave; None where the workload
+    has none. ``compiled`` and
+    ``captured`` know what a step engages where its calls are not counted as they run; None where
+    they are. ``differs()`` says how a replay differs from the same step without a graph, where that
+    was not proved before.
     """
 
     step: Callable[[], None]
@@ -48,7 +51,9 @@ class Workload:
         return "graph" if self.compiled else "capture" if self.captured else "call"
 
     def engaged(self, counted: dict[str, int], steps: int, route: Route) -> dict[str, int]:
-        """Counters of ``steps`` steps, while which ``counted`` were: those, or where nothing can be counted, one step's times ``steps``."""
+        """Counters of ``steps`` steps, while which ``counted`` were: those, or where nothing can be
+        counted, one step's times ``steps``.
+        """
         if self.compiled:
             return {name: count * steps for name, count in self.compiled.counts(route).items()}
         if self.captured:
@@ -57,7 +62,9 @@ class Workload:
 
 
 def build(job: Job) -> Workload:
-    """Build the cell's model in its dtype, with random data; raises torch.OutOfMemoryError where it does not fit."""
+    """Build the cell's model in its dtype, with random data; raises torch.OutOfMemoryError where it
+    does not fit.
+    """
     torch.manual_seed(job.seed)
     config, axes = ModelConfig.from_mapping(job.model), job.axes
     workload, path, fa2 = str(axes["workload"]), str(axes["path"]), str(axes["fa2"])
@@ -67,12 +74,21 @@ def build(job: Job) -> Workload:
         alone = attention_only.module_of(config, path, fa2).to(device=job.device, dtype=dtype)
         shape: dict[str, Any] = {"batch": batch, "tokens": tokens, "backward": workload in BACKWARD}
         given = attention_only.inputs(alone, dtype=dtype, device=job.device, **shape)
-        return _stepped(job, alone, lambda run: attention_only.step_body(alone, run, backward=workload in BACKWARD), given)
+        return _stepped(
+            job,
+            alone,
+            lambda run: attention_only.step_body(alone, run, backward=workload in BACKWARD),
+            given,
+        )
     if workload in SELECTED:
         branch, backward = selected_only.SelectedBranch(config, path, fa2), workload in BACKWARD
         shape = {"batch": batch, "tokens": tokens, "backward": backward, "seed": job.seed}
-        chosen = selected_only.inputs(config, str(axes["selection"]), dtype=dtype, device=job.device, **shape)
-        return _stepped(job, branch, lambda run: attention_only.body_of(run, [], backward=backward), chosen)
+        chosen = selected_only.inputs(
+            config, str(axes["selection"]), dtype=dtype, device=job.device, **shape
+        )
+        return _stepped(
+            job, branch, lambda run: attention_only.body_of(run, [], backward=backward), chosen
+        )
     model = DenseLM(config, path) if path.startswith("dense") else TinyLM(config, path, fa2)
     model = model.to(device=job.device, dtype=dtype)
     if workload in CACHED:
@@ -82,23 +98,38 @@ def build(job: Job) -> Workload:
             return Workload(steps.run, steps.tokens_per_step, model, steps.line)
         replay = Captured(steps.body, steps.batches, CudaGrapher())
         differs = partial(steps.how_a_replay_differs, replay, lambda: replay.inputs)
-        return Workload(replay, steps.tokens_per_step, model, partial(steps.line, replay), captured=replay, differs=differs)
+        return Workload(
+            replay,
+            steps.tokens_per_step,
+            model,
+            partial(steps.line, replay),
+            captured=replay,
+            differs=differs,
+        )
     ids = torch.randint(config.vocab_size, (NUM_BATCHES, batch, tokens + 1), device=job.device)
     batches = itertools.cycle((one,) for one in ids.unbind(0))
     if workload == "forward":
         return _stepped(job, model, _forward_body, batches)
     # A graph cannot count the optimizer's steps on the host.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=_is_on(job, "cuda_graph"))
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, fused=True, capturable=_is_on(job, "cuda_graph")
+    )
     return _stepped(job, model, lambda run: _train_body(run, optimizer), batches)
 
 
-def _stepped(job: Job, model: nn.Module, body_of: Callable[[Callable[..., Tensor]], Body], batches: Batches) -> Workload:
-    """The body of a step as the axes compile and cuda_graph want it run; nothing is compiled or captured before the first step."""
+def _stepped(
+    job: Job, model: nn.Module, body_of: Callable[[Callable[..., Tensor]], Body], batches: Batches
+) -> Workload:
+    """The body of a step as the axes compile and cuda_graph want it run; nothing is compiled or
+    captured before the first step.
+    """
     compiled = Compiled(model) if _is_on(job, "compile") else None
     body = body_of(model if compiled is None else compiled.run)
     captured = Captured(body, batches, CudaGrapher()) if _is_on(job, "cuda_graph") else None
     tokens = int(job.axes["batch"]) * int(job.axes["seq_len"])
-    return Workload(captured or eager(body, batches), tokens, model, compiled=compiled, captured=captured)
+    return Workload(
+        captured or eager(body, batches), tokens, model, compiled=compiled, captured=captured
+    )
 
 
 def _is_on(job: Job, axis: str) -> bool:
@@ -106,12 +137,20 @@ def _is_on(job: Job, axis: str) -> bool:
 
 
 def l2_flush(job: Job) -> Callable[[], None] | None:
-    """What must run before each timed step of a cell with a cold L2: a write of twice the L2; None for a warm one."""
+    """What must run before each timed step of a cell with a cold L2: a write of twice the L2; None
+    for a warm one.
+    """
     if job.axes.get("l2", AXES["l2"].default) == "warm":
         return None
     if job.device != "cuda":
-        raise ValueError(f"l2=cold on device={job.device}: only a GPU's L2 can be flushed; use l2=warm")
-    buffer = torch.empty(L2_FLUSH_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size, dtype=torch.int8, device=job.device)
+        raise ValueError(
+            f"l2=cold on device={job.device}: only a GPU's L2 can be flushed; use l2=warm"
+        )
+    buffer = torch.empty(
+        L2_FLUSH_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size,
+        dtype=torch.int8,
+        device=job.device,
+    )
 
     def flush() -> None:
         buffer.zero_()

@@ -1,7 +1,7 @@
 """Strict YAML 1.2 with positions: text in, plain data and the line of every value out.
 
-Built on ruamel.yaml's events, because its constructors accept what a matrix must not: explicit tags, aliases that
-expand without bound, and numbers that readers take for others (010, 0x10, .inf).
+Built on ruamel.yaml's events, because its constructors accept what a matrix must not: explicit
+tags, aliases that expand without bound, and numbers that readers take for others (010, 0x10, .inf).
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
 Loc = tuple[str | int, ...]
-MAX_DEPTH = 16  # the deepest valid matrix has 5; a bound keeps hostile input from exhausting the stack
+MAX_DEPTH = (
+    16  # the deepest valid matrix has 5; a bound keeps hostile input from exhausting the stack
+)
 MAX_BYTES = 2**20
 MAX_VALUES = 25_000  # two seconds of parsing; ten thousand cells spelled out one by one have fewer
 
@@ -38,13 +40,19 @@ _NULL = ("", "~", "null", "Null", "NULL")
 _TRUE, _FALSE = ("true", "True", "TRUE"), ("false", "False", "FALSE")
 _INT = re.compile(r"-?(0|[1-9][0-9]{0,17})")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
-_MISLEADING = re.compile(r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
+_MISLEADING = re.compile(
+    r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
 _DIRECTIVE = re.compile(r"^%", re.MULTILINE)
 
 
 def fail(path: str, line: int | None, message: str) -> NoReturn:
-    """Raise the error of one place of a file; ``path`` may be what a damaged run file says it was."""
-    raise PerfbenchError(Exit.USAGE, plain(f"{path}:{line}: {message}" if line else f"{path}: {message}"))
+    """Raise the error of one place of a file; ``path`` may be what a damaged run file says it
+    was.
+    """
+    raise PerfbenchError(
+        Exit.USAGE, plain(f"{path}:{line}: {message}" if line else f"{path}: {message}")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,9 @@ class Document:
         return self.lines.get(loc, 1)
 
     def fail(self, loc: Loc, message: str) -> NoReturn:
-        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+        where = "".join(
+            f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc
+        ).lstrip(".")
         fail(self.path, self.line(loc), f"{where}: {message}" if where else message)
 
 
@@ -73,9 +83,16 @@ def read_text(path: str) -> str:
             raw = file.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
-        raise PerfbenchError(Exit.USAGE, f"cannot read {path!r}: {reason}; give the path of a matrix such as matrices/cpu.yaml") from None
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"cannot read {path!r}: {reason}; give the path of a matrix such as matrices/cpu.yaml",
+        ) from None
     if len(raw) > MAX_BYTES:
-        fail(path, None, f"larger than {MAX_BYTES} bytes, which no matrix is; check that it is the right file")
+        fail(
+            path,
+            None,
+            f"larger than {MAX_BYTES} bytes, which no matrix is; check that it is the right file",
+        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -84,9 +101,15 @@ def read_text(path: str) -> str:
 
 
 def parse(text: str, path: str) -> Document:
-    """Parse one YAML document whose top is a mapping; PerfbenchError gives file and line of what is wrong."""
+    """Parse one YAML document whose top is a mapping; PerfbenchError gives file and line of what is
+    wrong.
+    """
     if found := _DIRECTIVE.search(text):
-        fail(path, _line_of(text, found.start()), "a line that begins with % is a YAML directive; remove it, matrices are YAML 1.2")
+        fail(
+            path,
+            _line_of(text, found.start()),
+            "a line that begins with % is a YAML directive; remove it, matrices are YAML 1.2",
+        )
     try:
         return _Builder(path, iter(YAML(typ="safe", pure=True).parse(text))).document()
     except MarkedYAMLError as error:
@@ -96,7 +119,11 @@ def parse(text: str, path: str) -> Document:
     except YAMLError as error:  # the reader's: a character that YAML forbids
         position = getattr(error, "position", None)
         line = _line_of(text, position) if isinstance(position, int) else None
-        fail(path, line, f"not valid YAML: {getattr(error, 'reason', None) or error}; remove the character")
+        fail(
+            path,
+            line,
+            f"not valid YAML: {getattr(error, 'reason', None) or error}; remove the character",
+        )
     except (ValueError, OverflowError) as error:  # an escape such as "\UFFFFFFFF", beyond Unicode
         fail(path, None, f"not valid YAML: {error}; look for a broken escape in a quoted text")
 
@@ -125,14 +152,23 @@ class _Builder:
         assert isinstance(next(self._events), DocumentEndEvent)
         extra = next(self._events)
         if not isinstance(extra, StreamEndEvent):
-            fail(self._path, _line(extra), "a second document begins here; one file is one matrix, split it")
+            fail(
+                self._path,
+                _line(extra),
+                "a second document begins here; one file is one matrix, split it",
+            )
         return Document(self._path, data, self._lines)
 
     def _value(self, event: Event, loc: Loc) -> Any:
         self._lines.setdefault(loc, _line(event))
         self._values += 1
         if self._values > MAX_VALUES:
-            fail(self._path, _line(event), f"more than {MAX_VALUES} values, which no matrix has; check that it is the right file")
+            fail(
+                self._path,
+                _line(event),
+                f"more than {MAX_VALUES} values, which no matrix has; check that it is the right"
+                " file",
+            )
         self._refuse_unneeded(event, loc)
         if isinstance(event, MappingStartEvent):
             return self._mapping(loc)
@@ -153,18 +189,36 @@ class _Builder:
             self._refuse_unneeded(event, loc)
             at = (*loc, key)
             if key in entries:
-                fail(self._path, _line(event), f"duplicate key {key[:60]!r}, first given in line {self._lines[at]}; keep one")
+                fail(
+                    self._path,
+                    _line(event),
+                    f"duplicate key {key[:60]!r}, first given in line {self._lines[at]}; keep one",
+                )
             self._lines[at] = _line(event)
             entries[key] = self._value(next(self._events), at)
         return entries
 
     def _refuse_unneeded(self, event: Event, loc: Loc) -> None:
         if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
-            fail(self._path, _line(event), "anchors (&) and aliases (*) are not used in a matrix; write the value out, or quote the text")
+            fail(
+                self._path,
+                _line(event),
+                "anchors (&) and aliases (*) are not used in a matrix; write the value out, or"
+                " quote the text",
+            )
         if tag := getattr(event, "tag", None):
-            fail(self._path, _line(event), f"the tag {str(tag)[:60]!r} is not used in a matrix; remove it, or quote the text")
+            fail(
+                self._path,
+                _line(event),
+                f"the tag {str(tag)[:60]!r} is not used in a matrix; remove it, or quote the text",
+            )
         if len(loc) > MAX_DEPTH:
-            fail(self._path, _line(event), f"nested deeper than {MAX_DEPTH} levels, which no matrix is; look for a missing bracket")
+            fail(
+                self._path,
+                _line(event),
+                f"nested deeper than {MAX_DEPTH} levels, which no matrix is; look for a missing"
+                " bracket",
+            )
 
     def _scalar(self, event: ScalarEvent) -> str | int | float | bool | None:
         text = event.value
@@ -180,12 +234,16 @@ class _Builder:
             fail(
                 self._path,
                 _line(event),
-                f"{text[:60]} is a number that readers take for another one; write plain decimal digits "
-                "without leading zeros (at most 18), or quote it as text",
+                f"{text[:60]} is a number that readers take for another one; write plain decimal"
+                " digits without leading zeros (at most 18), or quote it as text",
             )
         if _FLOAT.fullmatch(text):
             if not math.isfinite(number := float(text)):
-                fail(self._path, _line(event), f"{text[:60]} is beyond the range of numbers; write a smaller one")
+                fail(
+                    self._path,
+                    _line(event),
+                    f"{text[:60]} is beyond the range of numbers; write a smaller one",
+                )
             return number
         return str(text)
 

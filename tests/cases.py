@@ -17,7 +17,8 @@ from nsa.routing import SPECS, Path, Problem, triton_reasons
 
 T = TypeVar("T")
 
-# Triton's interpreter runs the kernels in this process (`--require interpreter`): 10 ms a program, so cases are few and small.
+# Triton's interpreter runs the kernels in this process (`--require interpreter`): 10 ms a program,
+# so cases are few and small.
 INTERPRETED = probe("cpu").triton_provider is not None
 
 
@@ -26,7 +27,9 @@ def here(usual: T, interpreted: T) -> T:
 
 
 def paths_on_cpu(dtype: str) -> tuple[Path, ...]:
-    """Every path that runs on the CPU in this process: triton only in its interpreter, which takes neither fp64 nor bf16."""
+    """Every path that runs on the CPU in this process: triton only in its interpreter, which takes
+    neither fp64 nor bf16.
+    """
     refused = triton_reasons(Problem(1, 16, 16, 1, 1, 16, 16, dtype), probe("cpu"))
     return tuple(path for path in Path if path is not Path.TRITON or not refused)
 
@@ -60,38 +63,85 @@ class Case:
 
 
 def pairwise() -> tuple[Case, ...]:
-    """Every pair of values of (S, group, dims, B) in 42 cases, the least that 14 x 3 pairs of (S, group) allow."""
+    """Every pair of values of (S, group, dims, B) in 42 cases, the least that 14 x 3 pairs of (S,
+    group) allow.
+    """
     return tuple(
-        Case(tokens, group, *DIMS[(i + j) % 3], (1, 3)[(i + j) % 2]) for i, tokens in enumerate(TOKENS) for j, group in enumerate(GROUPS)
+        Case(tokens, group, *DIMS[(i + j) % 3], (1, 3)[(i + j) % 2])
+        for i, tokens in enumerate(TOKENS)
+        for j, group in enumerate(GROUPS)
     )
 
 
 COVER = pairwise()
 
 
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype).to(device)
+def randn(
+    *shape: int, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tensor:
+    return (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        .to(dtype)
+        .to(device)
+    )
 
 
 def qkv(
-    case: Case, *, seed: int = 0, q_tokens: int | None = None, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    case: Case,
+    *,
+    seed: int = 0,
+    q_tokens: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Random q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV]."""
     tokens = case.tokens if q_tokens is None else q_tokens
-    q = randn(case.batch, tokens, case.kv_heads * case.group, case.key_dim, seed=seed, dtype=dtype, device=device)
-    k = randn(case.batch, case.tokens, case.kv_heads, case.key_dim, seed=seed + 1, dtype=dtype, device=device)
-    v = randn(case.batch, case.tokens, case.kv_heads, case.value_dim, seed=seed + 2, dtype=dtype, device=device)
+    q = randn(
+        case.batch,
+        tokens,
+        case.kv_heads * case.group,
+        case.key_dim,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+    )
+    k = randn(
+        case.batch,
+        case.tokens,
+        case.kv_heads,
+        case.key_dim,
+        seed=seed + 1,
+        dtype=dtype,
+        device=device,
+    )
+    v = randn(
+        case.batch,
+        case.tokens,
+        case.kv_heads,
+        case.value_dim,
+        seed=seed + 2,
+        dtype=dtype,
+        device=device,
+    )
     return q, k, v
 
 
-def random_blocks(case: Case, config: NSAConfig, *, seed: int, q_tokens: int | None = None) -> Tensor:
-    """Blocks given by hand: arbitrary sets, non-local, some wholly in the future, some rows of nothing but -1."""
+def random_blocks(
+    case: Case, config: NSAConfig, *, seed: int, q_tokens: int | None = None
+) -> Tensor:
+    """Blocks given by hand: arbitrary sets, non-local, some wholly in the future, some rows of
+    nothing but -1.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = case.tokens if q_tokens is None else q_tokens
     num_sel = -(-case.tokens // config.sel_block)
-    blocks = torch.full((case.batch, tokens, case.kv_heads, config.num_selected), -1, dtype=torch.int32)
+    blocks = torch.full(
+        (case.batch, tokens, case.kv_heads, config.num_selected), -1, dtype=torch.int32
+    )
     for row in blocks.view(-1, config.num_selected):
-        count = int(torch.randint(0, min(num_sel, config.num_selected) + 1, (), generator=generator))
+        count = int(
+            torch.randint(0, min(num_sel, config.num_selected) + 1, (), generator=generator)
+        )
         row[:count] = torch.randperm(num_sel, generator=generator)[:count].sort().values.int()
     return blocks
 
@@ -106,14 +156,29 @@ def choose_by_kernel(
     first: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """`select_blocks` by the kernels of path triton, as its layer calls them: from the lse that the compressed branch left."""
+    """`select_blocks` by the kernels of path triton, as its layer calls them: from the lse that the
+    compressed branch left.
+    """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    grid = {"block": config.cmp_block, "stride": config.cmp_stride, "q_start": q_start, "first": first, "scale": scale}
+    grid = {
+        "block": config.cmp_block,
+        "stride": config.cmp_stride,
+        "q_start": q_start,
+        "first": first,
+        "scale": scale,
+    }
     _, lse = interval.attend(q, k_cmp, k_cmp, width=None, **grid)
     return scoring.choose(
-        q, k_cmp, lse, kv_len=kv_len, sel_block=config.sel_block, num_selected=config.num_selected, num_initial=config.num_initial,
-        num_local=config.num_local, **grid,
-    )  # fmt: skip
+        q,
+        k_cmp,
+        lse,
+        kv_len=kv_len,
+        sel_block=config.sel_block,
+        num_selected=config.num_selected,
+        num_initial=config.num_initial,
+        num_local=config.num_local,
+        **grid,
+    )
 
 
 def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -121,14 +186,22 @@ def leaves(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> list[
 
 
 def run(
-    function: Callable[..., Tensor], tensors: Sequence[Tensor], *, dtype: torch.dtype | None = None, seed: int = 99
+    function: Callable[..., Tensor],
+    tensors: Sequence[Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    seed: int = 99,
 ) -> tuple[Tensor, list[Tensor]]:
-    """(output, gradient of each input) in ``dtype``, under one fixed random dO that is rounded as the inputs are."""
+    """(output, gradient of each input) in ``dtype``, under one fixed random dO that is rounded as
+    the inputs are.
+    """
     inputs = leaves(tensors, dtype)
     o = function(*inputs)
     upstream = randn(*o.shape, seed=seed, dtype=tensors[0].dtype, device=str(o.device)).to(o.dtype)
     grads = torch.autograd.grad(o, inputs, upstream, allow_unused=True)
-    return o.detach(), [torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads, strict=True)]
+    return o.detach(), [
+        torch.zeros_like(t) if g is None else g for t, g in zip(inputs, grads, strict=True)
+    ]
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -151,7 +224,9 @@ def assert_parity(got: Tensor, want: Tensor, what: str, *, tolerance: float = 1e
 
 
 def assert_lse(got: Tensor, want: Tensor) -> None:
-    assert torch.equal(torch.isneginf(got), torch.isneginf(want)), "lse = -inf on other rows than the oracle's"
+    assert torch.equal(torch.isneginf(got), torch.isneginf(want)), (
+        "lse = -inf on other rows than the oracle's"
+    )
     finite = torch.isfinite(want)
     assert_parity(got[finite], want[finite], "lse")
 
@@ -164,7 +239,9 @@ def assert_same_function(
     *,
     tolerance: float = 1e-5,
 ) -> None:
-    """Value and every input's gradient of ``function`` against the oracle's on the same (rounded) inputs."""
+    """Value and every input's gradient of ``function`` against the oracle's on the same (rounded)
+    inputs.
+    """
     o, grads = run(function, tensors)
     true_o, true_grads = run(truth, tensors, dtype=torch.float64)
     assert o.dtype == tensors[0].dtype, f"output dtype {o.dtype}, inputs {tensors[0].dtype}"
@@ -174,13 +251,19 @@ def assert_same_function(
 
 
 def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Softmax attention over a kept set with every step rounded to the inputs' dtype: the yardstick of the bf16 rule."""
+    """Softmax attention over a kept set with every step rounded to the inputs' dtype: the yardstick
+    of the bf16 rule.
+    """
     batch, tokens, q_heads, key_dim = q.shape
     grouped = q.reshape(batch, tokens, k.shape[2], -1, key_dim)
     logits = torch.einsum("btghd,bsgd->btghs", grouped, k) * key_dim**-0.5
     seen = visible[:, :, :, None, :]
-    weights = torch.softmax(logits.masked_fill(~seen, torch.finfo(q.dtype).min), -1).masked_fill(~seen, 0)
-    return torch.einsum("btghs,bsgd->btghd", weights, v).reshape(batch, tokens, q_heads, v.shape[-1])
+    weights = torch.softmax(logits.masked_fill(~seen, torch.finfo(q.dtype).min), -1).masked_fill(
+        ~seen, 0
+    )
+    return torch.einsum("btghs,bsgd->btghd", weights, v).reshape(
+        batch, tokens, q_heads, v.shape[-1]
+    )
 
 
 def assert_bf16_rule(
@@ -190,23 +273,39 @@ def assert_bf16_rule(
     tensors: Sequence[Tensor],
     names: Sequence[str],
 ) -> None:
-    """NSA.md: error <= 2 * (eager bf16 attention's error over the same kept set) + 2^-8 * max|oracle|."""
+    """NSA.md: error <= 2 * (eager bf16 attention's error over the same kept set) + 2^-8 *
+    max|oracle|.
+    """
     o, grads = run(function, tensors)
     eager_o, eager_grads = run(eager, tensors)
     true_o, true_grads = run(truth, tensors, dtype=torch.float64)
-    rows = zip(["o", *(f"d{n}" for n in names)], [o, *grads], [eager_o, *eager_grads], [true_o, *true_grads], strict=True)
+    rows = zip(
+        ["o", *(f"d{n}" for n in names)],
+        [o, *grads],
+        [eager_o, *eager_grads],
+        [true_o, *true_grads],
+        strict=True,
+    )
     for what, got, rough, want in rows:
         bound = 2 * error(rough, want) + 2**-8 * magnitude(want)
-        # No narrower than the rule for fp32: a gradient of exactly 0 may come out as the rest of an fp32 subtraction.
+        # No narrower than the rule for fp32: a gradient of exactly 0 may come out as the rest of an
+        # fp32 subtraction.
         bound = max(bound, 1e-5 * max(1.0, magnitude(want)))
         found = error(got, want)
-        assert found <= bound, f"{what}: error {found:.3e} exceeds {bound:.3e} (eager bf16: {error(rough, want):.3e})"
+        assert found <= bound, (
+            f"{what}: error {found:.3e} exceeds {bound:.3e} (eager bf16: {error(rough, want):.3e})"
+        )
 
 
 def assert_blocks(got: Tensor, want: Tensor, gap: Tensor, *, near_tie: float = 1e-5) -> float:
-    """Chosen sets are equal wherever the n-th and (n+1)-th score differ by more than 1e-5; returns the share of closer rows."""
+    """Chosen sets are equal wherever the n-th and (n+1)-th score differ by more than 1e-5; returns
+    the share of closer rows.
+    """
     assert got.dtype == torch.int32 and got.shape == want.shape, (got.dtype, got.shape, want.shape)
     clear = gap > near_tie
     wrong = (got.long() != want).any(-1) & clear
-    assert not wrong.any(), f"{int(wrong.sum())} rows differ, first {wrong.nonzero()[0].tolist()}: {got[wrong][0]} {want[wrong][0]}"
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} rows differ, first {wrong.nonzero()[0].tolist()}: {got[wrong][0]}"
+        f" {want[wrong][0]}"
+    )
     return 1.0 - float(clear.double().mean()) if clear.numel() else math.nan

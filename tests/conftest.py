@@ -1,6 +1,8 @@
-"""GPU tests are asked for by name (`--require gpu`); then a missing GPU fails them, it does not skip them.
+"""GPU tests are asked for by name (`--require gpu`); then a missing GPU fails them, it does not
+skip them.
 
-`--require interpreter` turns Triton's interpreter on, so that path `triton` runs on a CPU: every test over the paths gets it.
+`--require interpreter` turns Triton's interpreter on, so that path `triton` runs on a CPU: every
+test over the paths gets it.
 """
 
 from __future__ import annotations
@@ -15,12 +17,17 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
-settings.register_profile("project", deadline=None, derandomize=True)  # shared CPUs stall for seconds; same inputs, same verdict
+settings.register_profile(
+    "project", deadline=None, derandomize=True
+)  # shared CPUs stall for seconds; same inputs, same verdict
 settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    what = "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run path triton in Triton's interpreter"
+    what = (
+        "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run"
+        " path triton in Triton's interpreter"
+    )
     parser.addoption("--require", choices=["gpu", "interpreter"], default=None, help=what)
 
 
@@ -46,12 +53,19 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        pytest.fail("--require gpu was given, and torch sees no CUDA device; run without --require, or on a machine with a GPU")
+        pytest.fail(
+            "--require gpu was given, and torch sees no CUDA device; run without --require, or on a"
+            " machine with a GPU"
+        )
 
 
 @pytest.fixture(autouse=True)
-def copy_engine_for_small_tensors(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Path triton fetches tiles by descriptors where q is large, which a test's is not: here always, unless the test says otherwise."""
+def copy_engine_for_small_tensors(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Path triton fetches tiles by descriptors where q is large, which a test's is not: here
+    always, unless the test says otherwise.
+    """
     if request.config.getoption("--require") is not None:
         from nsa.ops.kernels import common
 
@@ -60,7 +74,9 @@ def copy_engine_for_small_tensors(request: pytest.FixtureRequest, monkeypatch: p
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As measure does: beside another process, a second thread that has to wait stalls the first (a test took 17 s, not 0.4)."""
+    """As measure does: beside another process, a second thread that has to wait stalls the first (a
+    test took 17 s, not 0.4).
+    """
     import torch
 
     before = torch.get_num_threads()

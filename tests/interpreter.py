@@ -8,7 +8,9 @@ from triton.runtime import interpreter
 
 
 def patch_language_once() -> None:
-    """Each call of a device function patches `triton.language` anew, which is already patched: half of the interpreter's time."""
+    """Each call of a device function patches `triton.language` anew, which is already patched: half
+    of the interpreter's time.
+    """
     patched: set[int] = set()
 
     def call(self: Any, *args: Any, **options: Any) -> Any:

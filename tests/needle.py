@@ -1,4 +1,6 @@
-"""A needle in a haystack: one key that the queries want, in one selection block, beside noise. For the CPU and the GPU tests.
+"""A needle in a haystack: one key that the queries want, in one selection block, beside noise.
+
+For the CPU and the GPU tests.
 
 G kv heads, H query heads per kv head, D head dim.
 """
@@ -17,7 +19,9 @@ from tests.cases import randn
 PAPER = NSAConfig()
 G, H, D = 2, 2, 64
 PULL = 160.0  # logit of the needle's key; 5 even after a mean over 32 tokens
-PUSH = -2.0  # logit of every other key of its block, so that without the needle no query wants the block
+PUSH = (
+    -2.0
+)  # logit of every other key of its block, so that without the needle no query wants the block
 VALUE = 10.0  # along the last value dimension, in which everything else is exactly 0
 
 
@@ -47,18 +51,33 @@ class Haystack:
         return self.k, self.v
 
 
-def haystack(tokens: int, blocks: Mapping[int, int], *, seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Haystack:
-    """Every query wants the needle of its kv head, which lies at a random token of selection block ``blocks[head]``."""
+def haystack(
+    tokens: int,
+    blocks: Mapping[int, int],
+    *,
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> Haystack:
+    """Every query wants the needle of its kv head, which lies at a random token of selection block
+    ``blocks[head]``.
+    """
     direction_GD = torch.nn.functional.normalize(randn(G, D, seed=seed), dim=-1)
-    q = (direction_GD * D**0.5)[:, None].expand(-1, H, -1).reshape(G * H, D) + 0.1 * randn(1, tokens, G * H, D, seed=seed + 1)
+    q = (direction_GD * D**0.5)[:, None].expand(-1, H, -1).reshape(G * H, D) + 0.1 * randn(
+        1, tokens, G * H, D, seed=seed + 1
+    )
     k, v = randn(1, tokens, G, D, seed=seed + 2), randn(1, tokens, G, D, seed=seed + 3)
     v[..., -1] = 0
-    for block in blocks.values():  # for each head, so that a needle of one head is no reason for another
+    for (
+        block
+    ) in blocks.values():  # for each head, so that a needle of one head is no reason for another
         k[:, block * PAPER.sel_block : (block + 1) * PAPER.sel_block] = PUSH * direction_GD
     generator = torch.Generator().manual_seed(seed + 4)
     positions = {}
     for head, block in blocks.items():
-        token = block * PAPER.sel_block + int(torch.randint(PAPER.sel_block, (), generator=generator))
+        token = block * PAPER.sel_block + int(
+            torch.randint(PAPER.sel_block, (), generator=generator)
+        )
         k[:, token, head] = PULL * direction_GD[head]
         v[:, token, head] = 0
         v[:, token, head, -1] = VALUE
@@ -79,5 +98,9 @@ def of_head(o_BTQD: Tensor, head: int) -> Tensor:
 def assert_found(o_BTHD: Tensor, gate: float) -> None:
     """The needle's value, weighted by the selected branch's gate, is nearly all of the output."""
     needle, rest = o_BTHD[..., -1].float(), o_BTHD[..., :-1].float().norm(dim=-1)
-    assert bool((needle >= 0.99 * gate * VALUE).all()), f"least share of the needle's value {needle.min().item() / (gate * VALUE):.3f}"
-    assert bool((rest <= 0.3 * needle).all()), f"other values make {float((rest / needle).max()):.2f} of the needle's"
+    assert bool((needle >= 0.99 * gate * VALUE).all()), (
+        f"least share of the needle's value {needle.min().item() / (gate * VALUE):.3f}"
+    )
+    assert bool((rest <= 0.3 * needle).all()), (
+        f"other values make {float((rest / needle).max()):.2f} of the needle's"
+    )

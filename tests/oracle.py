@@ -1,7 +1,8 @@
 """The independent judge: NSA in fp64, dense masks, explicit softmax, written from NSA.md alone.
 
-Shapes are token-major: q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV]; everything is computed and returned in
-fp64 and differentiable, except the selection. Nothing here imports the package under test.
+Shapes are token-major: q [B, T, HQ, DK], k [B, S, HKV, DK], v [B, S, HKV, DV]; everything is
+computed and returned in fp64 and differentiable, except the selection. Nothing here imports the
+package under test.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from torch import Tensor
 NEAR_TIE = 1e-5
 
 
-def row_positions(q_start: int | Tensor, batch: int, tokens: int, device: torch.device | str = "cpu") -> Tensor:
+def row_positions(
+    q_start: int | Tensor, batch: int, tokens: int, device: torch.device | str = "cpu"
+) -> Tensor:
     """Absolute position of every query row, int64 [B, T]."""
     first = torch.as_tensor(q_start, dtype=torch.int64, device=device).expand(batch)
     return first[:, None] + torch.arange(tokens, device=device)[None, :]
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Softmax attention over ``visible`` bool [B, T, HKV, S]; a row that sees nothing is 0 with lse = -inf."""
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over ``visible`` bool [B, T, HKV, S]; a row that sees nothing is 0 with lse
+    = -inf.
+    """
     q, k, v = q.double(), k.double(), v.double()
     batch, tokens, q_heads, key_dim = q.shape
     kv_heads = k.shape[2]
@@ -45,7 +52,9 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: fl
     return o.reshape(batch, tokens, q_heads, v.shape[-1]), lse.reshape(batch, tokens, q_heads)
 
 
-def causal(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor = 0, scale: float | None = None) -> Tensor:
+def causal(
+    q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor = 0, scale: float | None = None
+) -> Tensor:
     """Full causal attention."""
     position = row_positions(q_start, q.shape[0], q.shape[1], q.device)
     key = torch.arange(k.shape[1], device=q.device)
@@ -71,17 +80,25 @@ def compress_mean(x: Tensor, block: int, stride: int) -> Tensor:
     count = num_compressed(x.shape[1], block, stride)
     if count == 0:
         return x[:, :0]
-    return torch.stack([x[:, i * stride : i * stride + block].sum(1) / block for i in range(count)], 1)
+    return torch.stack(
+        [x[:, i * stride : i * stride + block].sum(1) / block for i in range(count)], 1
+    )
 
 
-def kept_compressed(q: Tensor, k_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor = 0) -> Tensor:
-    """bool [B, T, HKV, C]: query t sees block i iff its last token i*d + l - 1 is at or before t."""
+def kept_compressed(
+    q: Tensor, k_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor = 0
+) -> Tensor:
+    """bool [B, T, HKV, C]: query t sees block i iff its last token i*d + l - 1 is at or before
+    t.
+    """
     position = row_positions(q_start, q.shape[0], q.shape[1], q.device)
     last_token = torch.arange(k_cmp.shape[1], device=q.device) * stride + block - 1
     return _every_head(last_token[None, None, :] <= position[:, :, None], k_cmp.shape[2])
 
 
-def kept_selected(q: Tensor, k: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor = 0) -> Tensor:
+def kept_selected(
+    q: Tensor, k: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor = 0
+) -> Tensor:
     """bool [B, T, HKV, S]: tokens of the chosen blocks with position <= t."""
     position = row_positions(q_start, q.shape[0], q.shape[1], q.device)
     key = torch.arange(k.shape[1], device=q.device)
@@ -99,24 +116,48 @@ def kept_window(q: Tensor, k: Tensor, *, window: int, q_start: int | Tensor = 0)
 
 
 def compressed(
-    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *, block: int, stride: int, q_start: int | Tensor = 0, scale: float | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    *,
+    block: int,
+    stride: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compressed branch: query t sees block i iff i*d + l - 1 <= t. Returns (o, lse)."""
-    return masked_attention(q, k_cmp, v_cmp, kept_compressed(q, k_cmp, block=block, stride=stride, q_start=q_start), scale)
+    return masked_attention(
+        q,
+        k_cmp,
+        v_cmp,
+        kept_compressed(q, k_cmp, block=block, stride=stride, q_start=q_start),
+        scale,
+    )
 
 
 def shared_chunks(cmp_index: int, sel_index: int, cmp_chunks: int, sel_chunks: int) -> int:
-    """Stride-sized sub-chunks that a compressed block and a selection block have in common, counted as sets."""
-    return len(set(range(cmp_index, cmp_index + cmp_chunks)) & set(range(sel_index * sel_chunks, (sel_index + 1) * sel_chunks)))
+    """Stride-sized sub-chunks that a compressed block and a selection block have in common, counted
+    as sets.
+    """
+    return len(
+        set(range(cmp_index, cmp_index + cmp_chunks))
+        & set(range(sel_index * sel_chunks, (sel_index + 1) * sel_chunks))
+    )
 
 
-def group_probability(q: Tensor, k_cmp: Tensor, *, config: Any, q_start: int | Tensor = 0, scale: float | None = None) -> Tensor:
-    """p_cmp over the visible blocks only, summed over each group's heads in order: fp64 [B, T, HKV, C]."""
+def group_probability(
+    q: Tensor, k_cmp: Tensor, *, config: Any, q_start: int | Tensor = 0, scale: float | None = None
+) -> Tensor:
+    """p_cmp over the visible blocks only, summed over each group's heads in order: fp64 [B, T, HKV,
+    C].
+    """
     q, k_cmp = q.detach().double(), k_cmp.detach().double()
     batch, tokens, q_heads, key_dim = q.shape
     kv_heads, group = k_cmp.shape[2], q_heads // k_cmp.shape[2]
     factor = key_dim**-0.5 if scale is None else scale
-    seen = kept_compressed(q, k_cmp, block=config.cmp_block, stride=config.cmp_stride, q_start=q_start)
+    seen = kept_compressed(
+        q, k_cmp, block=config.cmp_block, stride=config.cmp_stride, q_start=q_start
+    )
     total = q.new_zeros(batch, tokens, kv_heads, k_cmp.shape[1])
     if k_cmp.shape[1] == 0:
         return total
@@ -124,19 +165,28 @@ def group_probability(q: Tensor, k_cmp: Tensor, *, config: Any, q_start: int | T
         heads = q.reshape(batch, tokens, kv_heads, group, key_dim)[:, :, :, head]
         logits = torch.einsum("btgd,bcgd->btgc", heads, k_cmp) * factor
         top = torch.where(seen, logits, -math.inf).amax(-1, keepdim=True)
-        weights = torch.where(seen, torch.exp(logits - torch.where(torch.isfinite(top), top, 0.0)), 0.0)
+        weights = torch.where(
+            seen, torch.exp(logits - torch.where(torch.isfinite(top), top, 0.0)), 0.0
+        )
         norm = weights.sum(-1, keepdim=True)
         total = total + weights / torch.where(norm == 0, 1.0, norm)
     return total
 
 
 def block_scores(p: Tensor, *, config: Any, num_sel: int) -> Tensor:
-    """Eq. 9: [..., C] to [..., J], each block summing its overlapped compressed blocks in ascending order."""
-    cmp_chunks, sel_chunks = config.cmp_block // config.cmp_stride, config.sel_block // config.cmp_stride
+    """Eq. 9: [..., C] to [..., J], each block summing its overlapped compressed blocks in ascending
+    order.
+    """
+    cmp_chunks, sel_chunks = (
+        config.cmp_block // config.cmp_stride,
+        config.sel_block // config.cmp_stride,
+    )
     columns = []
     for j in range(num_sel):
         column = torch.zeros(p.shape[:-1], dtype=p.dtype, device=p.device)
-        for i in range(max(0, j * sel_chunks - cmp_chunks + 1), min(p.shape[-1], (j + 1) * sel_chunks)):
+        for i in range(
+            max(0, j * sel_chunks - cmp_chunks + 1), min(p.shape[-1], (j + 1) * sel_chunks)
+        ):
             column = column + p[..., i] * shared_chunks(i, j, cmp_chunks, sel_chunks)
         columns.append(column)
     return torch.stack(columns, -1)
@@ -144,12 +194,18 @@ def block_scores(p: Tensor, *, config: Any, num_sel: int) -> Tensor:
 
 def forced_blocks(position: int, config: Any) -> set[int]:
     current = position // config.sel_block
-    wanted = set(range(config.num_initial)) | set(range(current - config.num_local + 1, current + 1))
+    wanted = set(range(config.num_initial)) | set(
+        range(current - config.num_local + 1, current + 1)
+    )
     return {j for j in wanted if 0 <= j <= current}
 
 
-def _choose(scores: list[float], position: int, num_sel: int, config: Any) -> tuple[list[int], float]:
-    """(ascending blocks without padding, relative gap between the last block taken and the first one left out)."""
+def _choose(
+    scores: list[float], position: int, num_sel: int, config: Any
+) -> tuple[list[int], float]:
+    """(ascending blocks without padding, relative gap between the last block taken and the first
+    one left out).
+    """
     forced = forced_blocks(position, config)
     candidates = [j for j in range(num_sel) if j * config.sel_block <= position and j not in forced]
     ranked = sorted(candidates, key=lambda j: (-scores[j], j))
@@ -170,10 +226,17 @@ def select(
     kv_len: int | Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Blocks int64 [B, T, HKV, n] (ascending, -1 padded) and the relative gap fp64 [B, T, HKV] (inf: no competition)."""
+    """Blocks int64 [B, T, HKV, n] (ascending, -1 padded) and the relative gap fp64 [B, T, HKV]
+    (inf: no competition).
+    """
     batch, tokens, kv_heads = q.shape[0], q.shape[1], k_cmp.shape[2]
     position = row_positions(q_start, batch, tokens).tolist()
-    lengths = torch.as_tensor(torch.as_tensor(q_start).cpu() + tokens if kv_len is None else kv_len).cpu().expand(batch).tolist()
+    lengths = (
+        torch.as_tensor(torch.as_tensor(q_start).cpu() + tokens if kv_len is None else kv_len)
+        .cpu()
+        .expand(batch)
+        .tolist()
+    )
     num_sel = max(-(-length // config.sel_block) for length in lengths)
     p = group_probability(q, k_cmp, config=config, q_start=q_start, scale=scale)
     scores = block_scores(p, config=config, num_sel=num_sel).tolist()
@@ -189,19 +252,45 @@ def select(
 
 
 def selected(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor = 0, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """Selected branch: softmax over the union of the chosen blocks' tokens with position <= t."""
-    return masked_attention(q, k, v, kept_selected(q, k, blocks, sel_block=sel_block, q_start=q_start), scale)[0]
+    return masked_attention(
+        q, k, v, kept_selected(q, k, blocks, sel_block=sel_block, q_start=q_start), scale
+    )[0]
 
 
-def sliding(q: Tensor, k: Tensor, v: Tensor, *, window: int, q_start: int | Tensor = 0, scale: float | None = None) -> Tensor:
+def sliding(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    window: int,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+) -> Tensor:
     """Sliding branch: keys t - w + 1 .. t."""
     return masked_attention(q, k, v, kept_window(q, k, window=window, q_start=q_start), scale)[0]
 
 
-def rope(x: Tensor, positions: Tensor, *, base: float = 10_000.0, scale: float = 1.0, kind: str = "interleaved") -> Tensor:
-    """Rotate pair i of the last dim of x [B, T, H, D] by position * scale * base**(-2 i / D); positions [T] or [B, T]."""
+def rope(
+    x: Tensor,
+    positions: Tensor,
+    *,
+    base: float = 10_000.0,
+    scale: float = 1.0,
+    kind: str = "interleaved",
+) -> Tensor:
+    """Rotate pair i of the last dim of x [B, T, H, D] by position * scale * base**(-2 i / D);
+    positions [T] or [B, T].
+    """
     x = x.double()
     dim = x.shape[-1]
     even, odd = {
@@ -209,7 +298,11 @@ def rope(x: Tensor, positions: Tensor, *, base: float = 10_000.0, scale: float =
         "half": (list(range(dim // 2)), list(range(dim // 2, dim))),
     }[kind]
     pair = torch.arange(dim // 2, dtype=torch.float64, device=x.device)
-    angle = positions.double()[..., None] * scale * torch.pow(torch.tensor(base, dtype=torch.float64), -2 * pair / dim)
+    angle = (
+        positions.double()[..., None]
+        * scale
+        * torch.pow(torch.tensor(base, dtype=torch.float64), -2 * pair / dim)
+    )
     cos, sin = angle.cos()[..., None, :], angle.sin()[..., None, :]
     first, second = x[..., even], x[..., odd]
     rotated = torch.cat([first * cos - second * sin, first * sin + second * cos], -1)
@@ -229,16 +322,30 @@ def nsa(
     scale: float | None = None,
     blocks: Tensor | None = None,
 ) -> Tensor:
-    """One whole layer's attention (phi = mean, keys rotated already); gates [B, T, HQ, 3] in the order cmp, sel, win.
+    """One whole layer's attention (phi = mean, keys rotated already); gates [B, T, HQ, 3] in the
+    order cmp, sel, win.
 
-    ``blocks`` replaces the oracle's own selection, for comparisons where near-ties chose another set.
+    ``blocks`` replaces the oracle's own selection, for comparisons where near-ties chose another
+    set.
     """
     k_cmp, v_cmp = (compress_mean(x, config.cmp_block, config.cmp_stride) for x in kv_cmp)
     if blocks is None:
-        blocks, _ = select(q, k_cmp, config=config, q_start=q_start, kv_len=kv_sel[0].shape[1], scale=scale)
+        blocks, _ = select(
+            q, k_cmp, config=config, q_start=q_start, kv_len=kv_sel[0].shape[1], scale=scale
+        )
     outputs = {
-        "cmp": compressed(q, k_cmp, v_cmp, block=config.cmp_block, stride=config.cmp_stride, q_start=q_start, scale=scale)[0],
-        "sel": selected(q, *kv_sel, blocks, sel_block=config.sel_block, q_start=q_start, scale=scale),
+        "cmp": compressed(
+            q,
+            k_cmp,
+            v_cmp,
+            block=config.cmp_block,
+            stride=config.cmp_stride,
+            q_start=q_start,
+            scale=scale,
+        )[0],
+        "sel": selected(
+            q, *kv_sel, blocks, sel_block=config.sel_block, q_start=q_start, scale=scale
+        ),
         "win": sliding(q, *kv_win, window=config.window, q_start=q_start, scale=scale),
     }
     gates = gates.double()
@@ -250,7 +357,9 @@ def nsa(
 
 
 def _linear_of_block(tokens: Tensor, weight: Tensor) -> Tensor:
-    """Token by token: tokens [B, l, H, D] under weight [F, l * D], whose column token * D + d meets feature d of that token."""
+    """Token by token: tokens [B, l, H, D] under weight [F, l * D], whose column token * D + d meets
+    feature d of that token.
+    """
     dim = tokens.shape[3]
     total = tokens.new_zeros(tokens.shape[0], tokens.shape[2], weight.shape[0])
     for token in range(tokens.shape[1]):
@@ -270,15 +379,21 @@ def compress_linear(x: Tensor, weight: Tensor, block: int, stride: int) -> Tenso
     return compressed_x
 
 
-def compress_mlp(x: Tensor, position: Tensor, up: Tensor, down: Tensor, block: int, stride: int) -> Tensor:
-    """phi = mlp: position encoding [l, D] added to a block's tokens, up [hidden, l * D], z / (1 + e^-z), down [D, hidden]."""
+def compress_mlp(
+    x: Tensor, position: Tensor, up: Tensor, down: Tensor, block: int, stride: int
+) -> Tensor:
+    """phi = mlp: position encoding [l, D] added to a block's tokens, up [hidden, l * D], z / (1 +
+    e^-z), down [D, hidden].
+    """
     x, position, up, down = x.double(), position.double(), up.double(), down.double()
     count = num_compressed(x.shape[1], block, stride)
     if count == 0:
         return x[:, :0]
     compressed_x = x.new_zeros(x.shape[0], count, x.shape[2], down.shape[0])
     for i in range(count):
-        tokens = torch.stack([x[:, i * stride + token] + position[token] for token in range(block)], 1)
+        tokens = torch.stack(
+            [x[:, i * stride + token] + position[token] for token in range(block)], 1
+        )
         z = _linear_of_block(tokens, up)
         compressed_x[:, i] = (z / (1 + torch.exp(-z))) @ down.T
     return compressed_x

@@ -1,4 +1,5 @@
-"""The gated sum of the branches (arXiv 2502.11089, Eq. 5), and the operator of ``nsa.ops.kernels.combine``.
+"""The gated sum of the branches (arXiv 2502.11089, Eq. 5), and the operator of
+``nsa.ops.kernels.combine``.
 
 B batch, T query tokens, Q query heads, D value dim.
 """
@@ -14,16 +15,22 @@ from torch import Tensor
 from nsa.ops.once import once
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-torch.library.define("nsa::gated_sum", "(Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> Tensor", tags=_TAGS)
+torch.library.define(
+    "nsa::gated_sum", "(Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> Tensor", tags=_TAGS
+)
 torch.library.define(
     "nsa::gated_sum_backward",
-    "(Tensor do, Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> (Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor do, Tensor gates, Tensor cmp, Tensor sel, Tensor win) -> (Tensor, Tensor, Tensor,"
+    " Tensor)",
     tags=_TAGS,
 )
 
 
 def gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
-    """sum over branches of g_b * o_b; ``columns`` says which gate belongs to which output. Returns [B, T, HQ, DV]."""
+    """sum over branches of g_b * o_b; ``columns`` says which gate belongs to which output.
+
+    Returns [B, T, HQ, DV].
+    """
     gates_BTQ = gates_BTQN.to(outputs_BTQD[0].dtype).unbind(-1)
     terms = [gates_BTQ[c][..., None] * o for c, o in zip(columns, outputs_BTQD, strict=True)]
     total = terms[0]
@@ -32,7 +39,9 @@ def gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Seque
     return total
 
 
-def fused_gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
+def fused_gated_sum(
+    gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Sequence[int]
+) -> Tensor:
     """The same in one kernel each way, summed in fp32; where a branch is off, `gated_sum`."""
     if len(columns) < gates_BTQN.shape[-1]:
         return gated_sum(gates_BTQN, outputs_BTQD, columns)
@@ -43,13 +52,19 @@ def fused_gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns:
 def _forward(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
     from nsa.ops.kernels import combine
 
-    return combine.forward(gates.contiguous(), (cmp.contiguous(), sel.contiguous(), win.contiguous()))
+    return combine.forward(
+        gates.contiguous(), (cmp.contiguous(), sel.contiguous(), win.contiguous())
+    )
 
 
-def _backward(do: Tensor, gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _backward(
+    do: Tensor, gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from nsa.ops.kernels import combine
 
-    return combine.backward(do.contiguous(), gates.contiguous(), (cmp.contiguous(), sel.contiguous(), win.contiguous()))
+    return combine.backward(
+        do.contiguous(), gates.contiguous(), (cmp.contiguous(), sel.contiguous(), win.contiguous())
+    )
 
 
 def _fake_forward(gates: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""The operator of ``nsa.ops.kernels.interval`` and its gradient: attention over one interval of keys a query.
+"""The operator of ``nsa.ops.kernels.interval`` and its gradient: attention over one interval of
+keys a query.
 
 B batch, T queries, C keys, Q query heads, G kv heads, D head dim.
 """
@@ -17,18 +18,31 @@ _OPTIONS = "SymInt q_start, SymInt block, SymInt stride, SymInt? width, float sc
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define("nsa::interval", f"({_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor)", tags=_TAGS)
 torch.library.define(
-    "nsa::interval_backward", f"(Tensor do, Tensor o, Tensor lse, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_TAGS
+    "nsa::interval_backward",
+    f"(Tensor do, Tensor o, Tensor lse, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
 )
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, block: int, stride: int, width: int | None, q_start: int | Tensor, scale: float,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    stride: int,
+    width: int | None,
+    q_start: int | Tensor,
+    scale: float,
     first: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q], fp32, without gradient).
+) -> tuple[Tensor, Tensor]:
+    """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q],
+    fp32, without gradient).
 
-    The query at position p sees keys lo .. hi - 1: hi = (p + 1 - block) // stride + 1, lo the later of first // stride and hi - width.
-    ``first`` int64 [T] (B = 1): where each query's document begins, a multiple of ``stride``. A row that sees none is exactly 0.
+    The query at position p sees keys lo .. hi - 1: hi = (p + 1 - block) // stride + 1, lo the later
+    of first // stride and hi - width.
+    ``first`` int64 [T] (B = 1): where each query's document begins, a multiple of ``stride``. A row
+    that sees none is exactly 0.
     """
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
@@ -41,31 +55,67 @@ def _start(q_starts: Tensor | None, q_start: int) -> int | Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor | None, first: Tensor | None, q_start: int, block: int, stride: int,
-    width: int | None, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: Tensor | None,
+    first: Tensor | None,
+    q_start: int,
+    block: int,
+    stride: int,
+    width: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
     from nsa.ops.kernels import interval
 
     at = _start(q_starts, q_start)
-    return interval.forward(q, k, v, block=block, stride=stride, width=width, q_start=at, first=first, scale=scale)
+    return interval.forward(
+        q, k, v, block=block, stride=stride, width=width, q_start=at, first=first, scale=scale
+    )
 
 
 def _backward(
-    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, q_starts: Tensor | None, first: Tensor | None, q_start: int,
-    block: int, stride: int, width: int | None, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    do: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_starts: Tensor | None,
+    first: Tensor | None,
+    q_start: int,
+    block: int,
+    stride: int,
+    width: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
     from nsa.ops.kernels import interval, products
 
     do, at = do.contiguous(), _start(q_starts, q_start)
     delta = products.row_products(o, do)
-    return interval.backward(do, q, k, v, lse, delta, block=block, stride=stride, width=width, q_start=at, first=first, scale=scale)
+    return interval.backward(
+        do,
+        q,
+        k,
+        v,
+        lse,
+        delta,
+        block=block,
+        stride=stride,
+        width=width,
+        q_start=at,
+        first=first,
+        scale=scale,
+    )
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _fake_backward(do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -1,8 +1,9 @@
-"""The gated sum of three branches (arXiv 2502.11089, Eq. 5) as one function of autograd: the operator of ``nsa.ops.kernels.joined``.
+"""The gated sum of three branches (arXiv 2502.11089, Eq. 5) as one function of autograd: the
+operator of ``nsa.ops.kernels.joined``.
 
-Forward it is the gated sum of what the branches' kernels left. Backward it goes through all three at once, which spares each
-branch's share of the gradient, and the sum of three dQ, a way through memory.
-B batch, T queries, Q query heads, G kv heads, N slots, D head dim.
+Forward it is the gated sum of what the branches' kernels left. Backward it goes through all three
+at once, which spares each branch's share of the gradient, and the sum of three dQ, a way through
+memory. B batch, T queries, Q query heads, G kv heads, N slots, D head dim.
 """
 
 from __future__ import annotations
@@ -16,31 +17,59 @@ from nsa.ops.once import Gradients, once
 
 KV = tuple[Tensor, Tensor]
 # Few arguments, in lists: torch.library looks at each of a schema's as often as there are any.
-_INPUTS = "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] left, Tensor? q_starts, Tensor? first, SymInt[] sizes, float scale"
+_INPUTS = (
+    "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] left, Tensor? q_starts, Tensor?"
+    " first, SymInt[] sizes, float scale"
+)
 _NUM_GRADIENTS = 8  # of gates, of q, of each of kv
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define("nsa::joined", f"({_INPUTS}) -> Tensor", tags=_TAGS)
-torch.library.define("nsa::joined_backward", f"(Tensor do, {_INPUTS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})", tags=_TAGS)
+torch.library.define(
+    "nsa::joined_backward",
+    f"(Tensor do, {_INPUTS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})",
+    tags=_TAGS,
+)
 
 
 def attend(
-    gates: Tensor, q: Tensor, cmp: KV, sel: KV, win: KV, blocks: Tensor, outputs: tuple[Tensor, ...], lse: tuple[Tensor, ...], *,
-    block: int, stride: int, sel_block: int, window: int, q_start: int | Tensor, scale: float, first: Tensor | None, full: int,
-) -> Tensor:  # fmt: skip
-    """gates [B, T, Q, 3] in the order cmp, sel, win -> o [B, T, Q, DV], the sum of gate * output, with every gradient.
+    gates: Tensor,
+    q: Tensor,
+    cmp: KV,
+    sel: KV,
+    win: KV,
+    blocks: Tensor,
+    outputs: tuple[Tensor, ...],
+    lse: tuple[Tensor, ...],
+    *,
+    block: int,
+    stride: int,
+    sel_block: int,
+    window: int,
+    q_start: int | Tensor,
+    scale: float,
+    first: Tensor | None,
+    full: int,
+) -> Tensor:
+    """gates [B, T, Q, 3] in the order cmp, sel, win -> o [B, T, Q, DV], the sum of gate * output,
+    with every gradient.
 
-    ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the same q, k and v, as constants;
+    ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the
+    same q, k and v, as constants;
     ``full`` as in `nsa.ops.selected.triton.attend_with_lse`.
     """
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
     sizes = [at, block, stride, sel_block, window, full]
     kv, left = [*cmp, *sel, *win], [*outputs, *lse]
-    o: Tensor = torch.ops.nsa.joined(gates.to(outputs[0].dtype), q, kv, blocks, left, q_starts, first, sizes, scale)
+    o: Tensor = torch.ops.nsa.joined(
+        gates.to(outputs[0].dtype), q, kv, blocks, left, q_starts, first, sizes, scale
+    )
     return o
 
 
-def _forward(gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], *_: object) -> Tensor:
+def _forward(
+    gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], *_: object
+) -> Tensor:
     from nsa.ops.kernels import combine
 
     o_cmp, o_sel, o_win = (x.contiguous() for x in left[:3])
@@ -48,24 +77,47 @@ def _forward(gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: l
 
 
 def _backward(
-    do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], q_starts: Tensor | None,
-    first: Tensor | None, sizes: list[int], scale: float,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    do: Tensor,
+    gates: Tensor,
+    q: Tensor,
+    kv: list[Tensor],
+    blocks: Tensor,
+    left: list[Tensor],
+    q_starts: Tensor | None,
+    first: Tensor | None,
+    sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, ...]:
     from nsa.ops.kernels import joined
 
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
     o_cmp, o_sel, o_win, *lse = (x.contiguous() for x in left)
     q_start, block, stride, sel_block, window, full = sizes
-    geometry = joined.Geometry(block, stride, sel_block, window, scale, q_start if q_starts is None else q_starts, first, full)
+    geometry = joined.Geometry(
+        block,
+        stride,
+        sel_block,
+        window,
+        scale,
+        q_start if q_starts is None else q_starts,
+        first,
+        full,
+    )
     branches = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
-    return joined.backward(do, gates, q, *branches, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry)
+    return joined.backward(
+        do, gates, q, *branches, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry
+    )
 
 
-def _fake_forward(gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], *_: object) -> Tensor:
+def _fake_forward(
+    gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, left: list[Tensor], *_: object
+) -> Tensor:
     return left[0].new_empty(left[0].shape)
 
 
-def _fake_backward(do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], *_: object) -> tuple[Tensor, ...]:
+def _fake_backward(
+    do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], *_: object
+) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (gates, q, *kv))
 
 
@@ -78,7 +130,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, do: Tensor) -> Gradients:
     gates, q, *kv, blocks = ctx.saved_tensors[:9]
     *left, q_starts, first = ctx.saved_tensors[9:]
-    dgates, dq, *dkv = torch.ops.nsa.joined_backward(do, gates, q, kv, blocks, left, q_starts, first, *ctx.options)
+    dgates, dq, *dkv = torch.ops.nsa.joined_backward(
+        do, gates, q, kv, blocks, left, q_starts, first, *ctx.options
+    )
     return dgates, dq, dkv, None, [None] * len(left), None, None, None, None
 
 

@@ -1,4 +1,5 @@
-"""The operator of ``nsa.ops.kernels.means``: phi = mean (arXiv 2502.11089, Eq. 7) of K and V together.
+"""The operator of ``nsa.ops.kernels.means``: phi = mean (arXiv 2502.11089, Eq. 7) of K and V
+together.
 
 B batch, S tokens, C compressed blocks, G kv heads, D head dim.
 """
@@ -13,14 +14,22 @@ from torch import Tensor
 from nsa.ops.once import Gradients, once
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
-torch.library.define("nsa::means", "(Tensor k, Tensor v, SymInt block, SymInt stride) -> (Tensor, Tensor)", tags=_TAGS)
 torch.library.define(
-    "nsa::means_backward", "(Tensor dk, Tensor dv, SymInt tokens, SymInt block, SymInt stride) -> (Tensor, Tensor)", tags=_TAGS
+    "nsa::means",
+    "(Tensor k, Tensor v, SymInt block, SymInt stride) -> (Tensor, Tensor)",
+    tags=_TAGS,
+)
+torch.library.define(
+    "nsa::means_backward",
+    "(Tensor dk, Tensor dv, SymInt tokens, SymInt block, SymInt stride) -> (Tensor, Tensor)",
+    tags=_TAGS,
 )
 
 
 def means(k: Tensor, v: Tensor, *, block: int, stride: int) -> tuple[Tensor, Tensor]:
-    """k [B, S, G, D], v [B, S, G, DV] -> [B, C, G, D] and [B, C, G, DV] in their dtype, as `nsa.compress` has it; S >= block."""
+    """k [B, S, G, D], v [B, S, G, DV] -> [B, C, G, D] and [B, C, G, DV] in their dtype, as
+    `nsa.compress` has it; S >= block.
+    """
     k_cmp, v_cmp = torch.ops.nsa.means(k, v, block, stride)
     return k_cmp, v_cmp
 
@@ -31,7 +40,9 @@ def _forward(k: Tensor, v: Tensor, block: int, stride: int) -> tuple[Tensor, Ten
     return means.forward(k, v, block=block, stride=stride)
 
 
-def _backward(dk: Tensor, dv: Tensor, tokens: int, block: int, stride: int) -> tuple[Tensor, Tensor]:
+def _backward(
+    dk: Tensor, dv: Tensor, tokens: int, block: int, stride: int
+) -> tuple[Tensor, Tensor]:
     from nsa.ops.kernels import means
 
     return means.backward(dk, dv, tokens=tokens, block=block, stride=stride)
@@ -43,7 +54,9 @@ def _fake_forward(k: Tensor, v: Tensor, block: int, stride: int) -> tuple[Tensor
 
 
 def _fake_backward(dk: Tensor, dv: Tensor, tokens: int, *_: object) -> tuple[Tensor, Tensor]:
-    return dk.new_empty(dk.shape[0], tokens, *dk.shape[2:]), dv.new_empty(dv.shape[0], tokens, *dv.shape[2:])
+    return dk.new_empty(dk.shape[0], tokens, *dk.shape[2:]), dv.new_empty(
+        dv.shape[0], tokens, *dv.shape[2:]
+    )
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

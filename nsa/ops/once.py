@@ -1,6 +1,7 @@
 """A backward that has no derivative of its own: asked for one, it is an error, never a silent 0.
 
-PyTorch's `once_differentiable` notices a second derivative by the incoming gradient alone, and not by what else the gradients depend on.
+PyTorch's `once_differentiable` notices a second derivative by the incoming gradient alone, and not
+by what else the gradients depend on.
 """
 
 from __future__ import annotations
@@ -24,13 +25,15 @@ class _Refused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Tensor:
         raise RuntimeError(
-            "got a request to differentiate twice through NSA's kernels, whose gradients have none of their own; wanted one derivative; "
-            "drop create_graph"
+            "got a request to differentiate twice through NSA's kernels, whose gradients have none"
+            " of their own; wanted one derivative; drop create_graph"
         )
 
 
 def once(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """``backward`` of an operator, without a graph of its own; where one was asked for (create_graph), its gradients refuse to go on."""
+    """``backward`` of an operator, without a graph of its own; where one was asked for
+    (create_graph), its gradients refuse to go on.
+    """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Tensor | None) -> Gradients:

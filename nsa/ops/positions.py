@@ -13,7 +13,8 @@ from torch import Tensor
 class Documents:
     """Where the documents of a packed row lie; no query sees a key of another document.
 
-    ``first_BT`` int64 [1, T]: position of the first token of each query's document, a multiple of the selection block.
+    ``first_BT`` int64 [1, T]: position of the first token of each query's document, a multiple of
+    the selection block.
     ``bounds_N`` int32 [N + 1]: where each document begins, and where the last ends.
     """
 
@@ -22,7 +23,10 @@ class Documents:
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """``values`` as int64 [N] on ``device``. The copy is queued, so that the host does not wait for the device's work."""
+    """``values`` as int64 [N] on ``device``.
+
+    The copy is queued, so that the host does not wait for the device's work.
+    """
     return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
 

@@ -1,4 +1,5 @@
-"""How many keys each branch really gathers, counted from the masks and blocks of a call (never from a formula).
+"""How many keys each branch really gathers, counted from the masks and blocks of a call (never from
+a formula).
 
 B batch, T query tokens, G kv heads. All counts are int64 and stay on the device.
 """
@@ -15,7 +16,9 @@ from nsa.ops.positions import query_positions
 
 
 class KeysRead(Mapping[str, Tensor]):
-    """Branch -> keys read in the last call, counted when asked for: nobody should wait for a count that is not read."""
+    """Branch -> keys read in the last call, counted when asked for: nobody should wait for a count
+    that is not read.
+    """
 
     def __init__(self) -> None:
         self._counts: dict[str, Callable[[], Tensor]] = {}
@@ -34,16 +37,24 @@ class KeysRead(Mapping[str, Tensor]):
         return len(self._counts)
 
 
-def compressed(q: Tensor, num_blocks: int, *, block: int, stride: int, q_start: int | Tensor) -> Tensor:
+def compressed(
+    q: Tensor, num_blocks: int, *, block: int, stride: int, q_start: int | Tensor
+) -> Tensor:
     """Compressed keys a query, [B or 1, T]."""
     return visible_blocks(q, num_blocks, block=block, stride=stride, q_start=q_start).sum(-1)
 
 
-def selected(blocks: Tensor, num_keys: int | None, *, q_start: int | Tensor, sel_block: int) -> Tensor:
-    """Tokens at or before the query in its chosen ``blocks`` [B, T, G, N]: [B, T, G]. ``num_keys``: how many exist; None: all those."""
+def selected(
+    blocks: Tensor, num_keys: int | None, *, q_start: int | Tensor, sel_block: int
+) -> Tensor:
+    """Tokens at or before the query in its chosen ``blocks`` [B, T, G, N]: [B, T, G]. ``num_keys``:
+    how many exist; None: all those.
+    """
     limit = query_positions(q_start, blocks.shape[1], blocks.device) + 1
     limit = (limit if num_keys is None else limit.clamp(max=num_keys))[..., None, None]
-    return (limit - blocks.long() * sel_block).clamp(0, sel_block).masked_fill(blocks < 0, 0).sum(-1)
+    return (
+        (limit - blocks.long() * sel_block).clamp(0, sel_block).masked_fill(blocks < 0, 0).sum(-1)
+    )
 
 
 def sliding(q: Tensor, num_keys: int, *, q_start: int | Tensor, window: int) -> Tensor:

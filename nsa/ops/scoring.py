@@ -1,4 +1,5 @@
-"""The operator of ``nsa.ops.kernels.scores``: block scores and the best blocks, from what the compressed branch left. No gradient.
+"""The operator of ``nsa.ops.kernels.scores``: block scores and the best blocks, from what the
+compressed branch left. No gradient.
 
 B batch, T queries, C compressed blocks, Q query heads, G kv heads, D head dim, N slots.
 """
@@ -9,35 +10,75 @@ import torch
 from torch import Tensor
 
 _SCHEMA = (
-    "(Tensor q, Tensor k_cmp, Tensor lse, Tensor? q_starts, Tensor? first, SymInt q_start, SymInt kv_len, SymInt block, SymInt stride, "
-    "SymInt sel_block, SymInt num_selected, SymInt num_initial, SymInt num_local, float scale) -> Tensor"
+    "(Tensor q, Tensor k_cmp, Tensor lse, Tensor? q_starts, Tensor? first, SymInt q_start, SymInt"
+    " kv_len, SymInt block, SymInt stride, SymInt sel_block, SymInt num_selected, SymInt"
+    " num_initial, SymInt num_local, float scale) -> Tensor"
 )
 torch.library.define("nsa::choose", _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
 
 
 @torch.no_grad()
 def choose(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, *, q_start: int | Tensor, first: Tensor | None, kv_len: int, block: int, stride: int,
-    sel_block: int, num_selected: int, num_initial: int, num_local: int, scale: float,
-) -> Tensor:  # fmt: skip
-    """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N], as ``nsa.selection.choose``."""
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    kv_len: int,
+    block: int,
+    stride: int,
+    sel_block: int,
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+    scale: float,
+) -> Tensor:
+    """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N], as
+    ``nsa.selection.choose``.
+    """
     q_starts = q_start if isinstance(q_start, Tensor) else None
     at = 0 if isinstance(q_start, Tensor) else q_start
     geometry = (at, kv_len, block, stride, sel_block, num_selected, num_initial, num_local, scale)
-    blocks: Tensor = torch.ops.nsa.choose(q.detach(), k_cmp.detach(), lse, q_starts, first, *geometry)
+    blocks: Tensor = torch.ops.nsa.choose(
+        q.detach(), k_cmp.detach(), lse, q_starts, first, *geometry
+    )
     return blocks
 
 
 def _choose(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, q_starts: Tensor | None, first: Tensor | None, q_start: int, kv_len: int, block: int,
-    stride: int, sel_block: int, num_selected: int, num_initial: int, num_local: int, scale: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    q_starts: Tensor | None,
+    first: Tensor | None,
+    q_start: int,
+    kv_len: int,
+    block: int,
+    stride: int,
+    sel_block: int,
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+    scale: float,
+) -> Tensor:
     from nsa.ops.kernels import scores
 
     return scores.choose(
-        q, k_cmp, lse, block=block, stride=stride, sel_block=sel_block, num_selected=num_selected, num_initial=num_initial,
-        num_local=num_local, kv_len=kv_len, q_start=q_start if q_starts is None else q_starts, first=first, scale=scale,
-    )  # fmt: skip
+        q,
+        k_cmp,
+        lse,
+        block=block,
+        stride=stride,
+        sel_block=sel_block,
+        num_selected=num_selected,
+        num_initial=num_initial,
+        num_local=num_local,
+        kv_len=kv_len,
+        q_start=q_start if q_starts is None else q_starts,
+        first=first,
+        scale=scale,
+    )
 
 
 def _fake(q: Tensor, k_cmp: Tensor, *rest: object) -> Tensor:

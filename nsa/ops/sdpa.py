@@ -1,4 +1,5 @@
-"""PyTorch's scaled_dot_product_attention behind the project's layout; the only file that may say `is_causal`.
+"""PyTorch's scaled_dot_product_attention behind the project's layout; the only file that may say
+`is_causal`.
 
 B batch, T query tokens, S key tokens, G kv heads, H query heads per kv head, D head dim.
 """
@@ -16,46 +17,71 @@ MASK_ALIGNMENT = 16
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def grouped(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Tensor, *, scale: float) -> Tensor:
-    """Attention under a boolean mask [B or 1, G or 1, T, S]; every row must allow a key. Returns [B, T, HQ, DV].
+def grouped(
+    q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, mask: Tensor, *, scale: float
+) -> Tensor:
+    """Attention under a boolean mask [B or 1, G or 1, T, S]; every row must allow a key.
 
-    A group's heads share the mask as an expanded view. `enable_gqa` with a mask falls to the unfused kernel on CUDA, and
-    the memory-efficient one returns wrong numbers for expanded K and V of some lengths (PyTorch issue 191937), so those
-    are copied per head there: O(S), beside the O(T S) mask.
+    Returns [B, T, HQ, DV].
+
+    A group's heads share the mask as an expanded view. `enable_gqa` with a mask falls to the
+    unfused kernel on CUDA, and the memory-efficient one returns wrong numbers for expanded K and V
+    of some lengths (PyTorch issue 191937), so those are copied per head there: O(S), beside the O(T
+    S) mask.
     """
     B, T, num_heads, _ = q_BTQD.shape
     S, G = k_BSGD.shape[1:3]
     H = num_heads // G
     q = q_BTQD.unflatten(2, (G, H)).permute(0, 2, 3, 1, 4).reshape(B * G, H, T, -1)
-    k, v = (x.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1) for x in (k_BSGD, v_BSGD))
+    k, v = (
+        x.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1) for x in (k_BSGD, v_BSGD)
+    )
     if q.is_cuda:
-        # Its kernels want masks aligned to 16 bytes; PyTorch would pad every head's expanded mask by itself.
+        # Its kernels want masks aligned to 16 bytes; PyTorch would pad every head's expanded mask
+        # by itself.
         pad = -S % MASK_ALIGNMENT
-        k, v, mask = F.pad(k, (0, 0, 0, pad)).contiguous(), F.pad(v, (0, 0, 0, pad)).contiguous(), F.pad(mask, (0, pad))
+        k, v, mask = (
+            F.pad(k, (0, 0, 0, pad)).contiguous(),
+            F.pad(v, (0, 0, 0, pad)).contiguous(),
+            F.pad(mask, (0, pad)),
+        )
         S += pad
     if mask.shape[0] != 1 or mask.shape[1] != 1:
         mask = mask.expand(B, G, T, S).reshape(B * G, 1, T, S)
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=_additive(mask, q).expand(B * G, H, T, S), scale=scale)
+    o = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=_additive(mask, q).expand(B * G, H, T, S), scale=scale
+    )
     return o.unflatten(0, (B, G)).permute(0, 3, 1, 2, 4).reshape(B, T, num_heads, -1)
 
 
-def rows(q_RHD: Tensor, k_RLD: Tensor, v_RLD: Tensor, mask_RL: Tensor | None, *, scale: float) -> Tensor:
+def rows(
+    q_RHD: Tensor, k_RLD: Tensor, v_RLD: Tensor, mask_RL: Tensor | None, *, scale: float
+) -> Tensor:
     """One query position a row: its H heads over the row's own L keys. Returns [R, H, DV]."""
     mask = None if mask_RL is None else mask_RL[:, None, None]
-    return F.scaled_dot_product_attention(q_RHD[:, None], k_RLD[:, None], v_RLD[:, None], attn_mask=mask, scale=scale)[:, 0]
+    return F.scaled_dot_product_attention(
+        q_RHD[:, None], k_RLD[:, None], v_RLD[:, None], attn_mask=mask, scale=scale
+    )[:, 0]
 
 
 def _additive(mask: Tensor, q: Tensor) -> Tensor:
-    # SDPA turns a boolean mask into this itself, but after expanding it: H copies, 1.6 GB a layer at 1 x 8,192.
+    # SDPA turns a boolean mask into this itself, but after expanding it: H copies, 1.6 GB a layer
+    # at 1 x 8,192.
     return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
 
 
 def causal(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, scale: float, kernel: str) -> Tensor:
-    """Full causal attention of T queries over the same T keys; ``kernel`` sdpa lets PyTorch choose, flash and cudnn demand."""
-    if scale <= 0:  # the fused kernels scale the masked scores, too: -inf times 0 or less is no mask
+    """Full causal attention of T queries over the same T keys; ``kernel`` sdpa lets PyTorch choose,
+    flash and cudnn demand.
+    """
+    if (
+        scale <= 0
+    ):  # the fused kernels scale the masked scores, too: -inf times 0 or less is no mask
         q_BTQD, scale = q_BTQD * scale, 1.0
     q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BTGD, v_BTGD))
     chosen = sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else nullcontext()
     with chosen:  # T == S, so top-left and bottom-right alignment are one
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        o = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     return o.transpose(1, 2)

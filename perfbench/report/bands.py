@@ -1,4 +1,6 @@
-"""Confidence of one cell's own speed: what the tables print behind ± and the plots draw as a band."""
+"""Confidence of one cell's own speed: what the tables print behind ± and the plots draw as a
+band.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,12 @@ Band = tuple[float, float]
 
 
 def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
-    """(low, high) of the geometric mean of tok/s, two-sided 95 %, for every cell whose noise is known.
+    """(low, high) of the geometric mean of tok/s, two-sided 95 %, for every cell whose noise is
+    known.
 
-    The interval is of the processes of one night: another night adds its own luck. Variances of ln tok/s are moderated
-    within their family (host bound or not), as in the gate; one process alone has its family's.
+    The interval is of the processes of one night: another night adds its own luck. Variances of ln
+    tok/s are moderated within their family (host bound or not), as in the gate; one process alone
+    has its family's.
     """
     logs: dict[str, list[float]] = {}
     family: dict[str, bool | None] = {}
@@ -26,8 +30,13 @@ def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
             logs[cell_id] = stats.logs([row.tok_per_s for row in good if row.tok_per_s is not None])
             known = [row.host_bound for row in good if row.host_bound is not None]
             family[cell_id] = any(known) if known else None
-    own = {cell_id: (stats.variance_of(values), len(values) - 1.0) for cell_id, values in logs.items()}
-    priors = {kind: _prior([own[cell_id] for cell_id in own if family[cell_id] is kind]) for kind in (True, False, None)}
+    own = {
+        cell_id: (stats.variance_of(values), len(values) - 1.0) for cell_id, values in logs.items()
+    }
+    priors = {
+        kind: _prior([own[cell_id] for cell_id in own if family[cell_id] is kind])
+        for kind in (True, False, None)
+    }
     found = {}
     for cell_id, values in logs.items():
         variance, df = stats.moderated(*own[cell_id], priors[family[cell_id]])

@@ -1,4 +1,6 @@
-"""What stands beside a run in its report: the baseline or the base's own run, renamed cells, kernel tables."""
+"""What stands beside a run in its report: the baseline or the base's own run, renamed cells, kernel
+tables.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Everything may be absent. ``base_run``: the other side of `compare` and `ab`; ``traces``: Markdown, of `tracediff`.
+    """Everything may be absent.
 
-    ``paired``: it was measured in turns with the run. ``renamed`` maps the id that the baseline knows to the cell's id of today.
+    ``base_run``: the other side of `compare` and `ab`; ``traces``: Markdown, of `tracediff`.
+
+    ``paired``: it was measured in turns with the run. ``renamed`` maps the id that the baseline
+    knows to the cell's id of today.
     """
 
     baseline: Baseline | None = None
@@ -44,7 +49,11 @@ class Beside:
         renamed = {}
         if known is not None and policies is not None:
             there, aliases = set(known.cells), policies.aliases.items()
-            renamed = {old: alias.cell_id for old, alias in aliases if old in there and alias.cell_id not in there}
+            renamed = {
+                old: alias.cell_id
+                for old, alias in aliases
+                if old in there and alias.cell_id not in there
+            }
         return cls(known, base_run, policies, renamed, traces, paired)
 
     @property
@@ -57,7 +66,11 @@ class Beside:
         """Fingerprint and method of the other side."""
         if self.base_run is not None:
             return ground_of(self.base_run.manifest)
-        return None if self.baseline is None else {**self.baseline.environment, "method_version": self.baseline.method_version}
+        return (
+            None
+            if self.baseline is None
+            else {**self.baseline.environment, "method_version": self.baseline.method_version}
+        )
 
     @property
     def sentinels(self) -> Mapping[str, list[float]]:

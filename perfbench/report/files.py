@@ -12,25 +12,38 @@ from perfbench.result import Run
 from perfbench.text import plain
 from perfbench.verdict import Exit, PerfbenchError
 
-REPORT, THROUGHPUT, CHANGES, UTILISATION = "report.md", "throughput.png", "changes.png", "utilisation.png"
+REPORT, THROUGHPUT, CHANGES, UTILISATION = (
+    "report.md",
+    "throughput.png",
+    "changes.png",
+    "utilisation.png",
+)
 VERDICT, JUNIT = "verdict.json", "junit.xml"
 
 
-def write(run: Run, judgement: Judgement, out_dir: Path, beside: Beside | None = None) -> list[Path]:
-    """Return the files written; a picture that would be empty is removed, and the report says why it is absent."""
+def write(
+    run: Run, judgement: Judgement, out_dir: Path, beside: Beside | None = None
+) -> list[Path]:
+    """Return the files written; a picture that would be empty is removed, and the report says why
+    it is absent.
+    """
     rows = rows_of(run, judgement)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         pictures = _pictures(run, judgement, rows, out_dir)
         report = out_dir / REPORT
-        report.write_text(markdown.text(run, judgement, rows, pictures, beside), encoding="utf-8", newline="\n")
+        report.write_text(
+            markdown.text(run, judgement, rows, pictures, beside), encoding="utf-8", newline="\n"
+        )
     except OSError as error:
         raise _unwritable(out_dir, error) from error
     return [report, *(out_dir / picture.name for picture in pictures if picture.drawn)]
 
 
 def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
-    """Write verdict.json and junit.xml into ``out_dir``; PerfbenchError(Exit.USAGE) where they cannot be written."""
+    """Write verdict.json and junit.xml into ``out_dir``; PerfbenchError(Exit.USAGE) where they
+    cannot be written.
+    """
     found = {VERDICT: verdictfile.text(run, judgement), JUNIT: junit.text(run, judgement)}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
@@ -42,34 +55,72 @@ def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
 
 
 def _unwritable(out_dir: Path, error: OSError) -> PerfbenchError:
-    text = f"cannot write the report into {out_dir}: {error.strerror or error}; wanted a writable folder: change rights, or give --out"
+    text = (
+        f"cannot write the report into {out_dir}: {error.strerror or error}; wanted a writable"
+        " folder: change rights, or give --out"
+    )
     return PerfbenchError(Exit.USAGE, text)
 
 
-def _pictures(run: Run, judgement: Judgement, rows: list[Row], out_dir: Path) -> list[markdown.Picture]:
+def _pictures(
+    run: Run, judgement: Judgement, rows: list[Row], out_dir: Path
+) -> list[markdown.Picture]:
     machine = f"{plain(run.manifest.environment.device_name)} ({plain(run.manifest.matrix_name)})"
     if run.manifest.injections:
         machine += "\nINJECTED FAULTS: a demonstration"
-    speeds = plots.throughput(rows, out_dir / THROUGHPUT, f"Tokens per second, {machine}{_host_bound(rows)}")
-    found = [markdown.Picture(THROUGHPUT, speeds, "tok/s against seq_len for each path", "" if speeds else "no cell has a speed")]
-    drawn = changes.draw(rows, out_dir / CHANGES, f"Change of speed, {machine}", min_effect_pct=judgement.policy.min_effect_pct)
+    speeds = plots.throughput(
+        rows, out_dir / THROUGHPUT, f"Tokens per second, {machine}{_host_bound(rows)}"
+    )
+    found = [
+        markdown.Picture(
+            THROUGHPUT,
+            speeds,
+            "tok/s against seq_len for each path",
+            "" if speeds else "no cell has a speed",
+        )
+    ]
+    drawn = changes.draw(
+        rows,
+        out_dir / CHANGES,
+        f"Change of speed, {machine}",
+        min_effect_pct=judgement.policy.min_effect_pct,
+    )
     compared = sum(bool(row.cell.evidence) for row in rows)
-    what = "Change of each cell with its bounds" if drawn == compared else f"Change of {drawn} of the {compared} compared cells"
+    what = (
+        "Change of each cell with its bounds"
+        if drawn == compared
+        else f"Change of {drawn} of the {compared} compared cells"
+    )
     if judgement.baseline is not None:
-        why = "" if drawn else "every compared cell is BLIND" if compared else "no cell was compared"
+        why = (
+            "" if drawn else "every compared cell is BLIND" if compared else "no cell was compared"
+        )
         found.append(markdown.Picture(CHANGES, drawn > 0, what, why))
     bars = plots.utilisation(rows, out_dir / UTILISATION, f"GPU utilisation, {machine}")
     lacking = dict.fromkeys(row.nulls["utilisation"] for row in rows if "utilisation" in row.nulls)
     why = "" if bars else "; ".join(lacking) or "no cell has a speed"
     measured = sum(row.utilisation_pct is not None for row in rows)
-    what = "GPU utilisation for each cell" if bars == measured else f"GPU utilisation of the first {bars} of {measured} cells"
+    what = (
+        "GPU utilisation for each cell"
+        if bars == measured
+        else f"GPU utilisation of the first {bars} of {measured} cells"
+    )
     found.append(markdown.Picture(UTILISATION, bars > 0, what, why))
-    for name in {THROUGHPUT, CHANGES, UTILISATION} - {picture.name for picture in found if picture.drawn}:
-        (out_dir / name).unlink(missing_ok=True)  # a stale one of an earlier rendering would contradict the report
+    for name in {THROUGHPUT, CHANGES, UTILISATION} - {
+        picture.name for picture in found if picture.drawn
+    }:
+        (out_dir / name).unlink(
+            missing_ok=True
+        )  # a stale one of an earlier rendering would contradict the report
     return found
 
 
 def _host_bound(rows: list[Row]) -> str:
     known = [row.bound for row in rows if row.bound is not None]
     host = known.count("host")
-    return f"\n{host} of {len(known)} cells are host bound: their wall time follows the CPU, not the card" if host else ""
+    return (
+        f"\n{host} of {len(known)} cells are host bound: their wall time follows the CPU, not the"
+        " card"
+        if host
+        else ""
+    )

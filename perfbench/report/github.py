@@ -1,4 +1,6 @@
-"""What GitHub shows of a run: annotations beside the log, and the report on the page of the workflow run."""
+"""What GitHub shows of a run: annotations beside the log, and the report on the page of the
+workflow run.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,22 @@ _FENCE = re.compile(r"^(`{3,})")
 
 
 def commands(judgement: Judgement) -> list[str]:
-    """Workflow commands, one a line, worst first: an error for each red cell, one warning for each kind of open verdict.
+    """Workflow commands, one a line, worst first: an error for each red cell, one warning for each
+    kind of open verdict.
 
-    At most 10 errors and 10 warnings; the tenth says how many are left out. Nothing for a green judgement.
+    At most 10 errors and 10 warnings; the tenth says how many are left out. Nothing for a green
+    judgement.
     """
-    failing = [(f.verdict, _command("error", f"perfbench: {f.verdict.value}", f.reason)) for f in judgement.findings if _fails(f)]
-    failing += [(cell.verdict, _red(cell)) for cell in judgement.cells if cell.verdict is not None and cell.exit_code is not Exit.OK]
+    failing = [
+        (f.verdict, _command("error", f"perfbench: {f.verdict.value}", f.reason))
+        for f in judgement.findings
+        if _fails(f)
+    ]
+    failing += [
+        (cell.verdict, _red(cell))
+        for cell in judgement.cells
+        if cell.verdict is not None and cell.exit_code is not Exit.OK
+    ]
     errors = [line for _, line in sorted(failing, key=lambda one: severity(one[0]))]
     level = "error" if judgement.strict else "warning"
     warnings = list(_open(judgement, level))
@@ -34,7 +46,9 @@ def commands(judgement: Judgement) -> list[str]:
 
 
 def escape_data(value: str) -> str:
-    """The message of a workflow command: it ends with the line, so line ends are percent-encoded."""
+    """The message of a workflow command: it ends with the line, so line ends are
+    percent-encoded.
+    """
     return value.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -44,11 +58,14 @@ def escape_property(value: str) -> str:
 
 
 def summary(report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
-    """``report`` (Markdown) for the step summary: pictures, which only the artifact holds, by name; at most ``limit_bytes``.
+    """``report`` (Markdown) for the step summary: pictures, which only the artifact holds, by name;
+    at most ``limit_bytes``.
 
     What is cut is said in the last line, with open code blocks and folds closed before it.
     """
-    shown = _IMAGE.sub(r"*\1*: `\2` in the run's folder, which the workflow keeps as an artifact.", report)
+    shown = _IMAGE.sub(
+        r"*\1*: `\2` in the run's folder, which the workflow keeps as an artifact.", report
+    )
     if len(shown.encode()) <= limit_bytes:
         return shown
     kept, fence, folds, room = [], "", 0, limit_bytes - _NOTICE_BYTES
@@ -65,23 +82,36 @@ def summary(report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
         if not fence:
             folds += line.startswith("<details>") - line.startswith("</details>")
     closing = [*([fence] if fence else []), *["", "</details>"] * folds]
-    notice = f"**Cut here**: GitHub shows at most {limit_bytes:,} bytes and the report has {len(shown.encode()):,}."
-    return "\n".join([*kept, *closing, "", f"{notice} The whole of it is `report.md` in the run's folder.", ""])
+    notice = (
+        f"**Cut here**: GitHub shows at most {limit_bytes:,} bytes and the report has"
+        f" {len(shown.encode()):,}."
+    )
+    return "\n".join(
+        [*kept, *closing, "", f"{notice} The whole of it is `report.md` in the run's folder.", ""]
+    )
 
 
 def append_summary(path: Path, report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
-    """Append ``report`` to the step's summary file; return why it could not be done, or an empty text.
+    """Append ``report`` to the step's summary file; return why it could not be done, or an empty
+    text.
 
-    What earlier commands of the step wrote counts against the limit. A summary never changes an exit code: nothing is raised.
+    What earlier commands of the step wrote counts against the limit. A summary never changes an
+    exit code: nothing is raised.
     """
     try:
         held = path.stat().st_size if path.exists() else 0
         if limit_bytes - held <= 2 * _NOTICE_BYTES:
-            return f"got {held:,} bytes in {path}, wanted room for the report below {limit_bytes:,}; see report.md in the run's folder"
+            return (
+                f"got {held:,} bytes in {path}, wanted room for the report below {limit_bytes:,};"
+                " see report.md in the run's folder"
+            )
         with path.open("a", encoding="utf-8", newline="\n") as file:
             file.write(summary(report, limit_bytes=limit_bytes - held))
     except OSError as error:
-        return f"cannot append the report to {path}: {error.strerror or error}; see report.md in the run's folder"
+        return (
+            f"cannot append the report to {path}: {error.strerror or error}; see report.md in the"
+            " run's folder"
+        )
     return ""
 
 
@@ -102,7 +132,12 @@ def _open(judgement: Judgement, level: str) -> Iterator[str]:
             kind = "warning" if verdict is Verdict.NEW else level
             first, more = cells[0], f" (and {len(cells) - 1} more)" if len(cells) > 1 else ""
             count = f"{len(cells)} {'cell' if len(cells) == 1 else 'cells'}"
-            yield _command(kind, f"perfbench: {verdict.value}, {count}", f"{first.cell_id}: {first.reason}", more)
+            yield _command(
+                kind,
+                f"perfbench: {verdict.value}, {count}",
+                f"{first.cell_id}: {first.reason}",
+                more,
+            )
 
 
 def _command(level: str, title: str, message: str, tail: str = "") -> str:
@@ -114,4 +149,9 @@ def _at_most(lines: list[str], level: str) -> Iterable[str]:
     if len(lines) <= MAX_ANNOTATIONS:
         return lines
     left = len(lines) - MAX_ANNOTATIONS + 1
-    return [*lines[: MAX_ANNOTATIONS - 1], _command(level, "perfbench: more", f"{left} more of this kind; see the summary of this run")]
+    return [
+        *lines[: MAX_ANNOTATIONS - 1],
+        _command(
+            level, "perfbench: more", f"{left} more of this kind; see the summary of this run"
+        ),
+    ]

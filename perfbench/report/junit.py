@@ -17,8 +17,9 @@ _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 def text(run: Run, judgement: Judgement) -> str:
     """The file's content; the same run and judgement, the same bytes.
 
-    A cell fails where its verdict fails, WATCH, BLIND and UNSTABLE under --strict alone; their MDE is a property. An excluded
-    cell is skipped with its reason. A finding of the run as a whole is a test case of its own.
+    A cell fails where its verdict fails, WATCH, BLIND and UNSTABLE under --strict alone; their MDE
+    is a property. An excluded cell is skipped with its reason. A finding of the run as a whole is a
+    test case of its own.
     """
     suite = ET.Element("testsuite", name=_clean(f"perfbench {run.manifest.matrix_name}"))
     suite.set("timestamp", _clean(run.manifest.created_utc.removesuffix("Z").split("+")[0]))
@@ -26,13 +27,19 @@ def text(run: Run, judgement: Judgement) -> str:
     seconds = _seconds(run)
     for finding in judgement.findings:
         case = _case(suite, run, "the run as a whole", finding.verdict.value, 0.0)
-        if EXIT_OF[finding.verdict] is not Exit.OK or (judgement.strict and finding.verdict in FAIL_UNDER_STRICT):
+        if EXIT_OF[finding.verdict] is not Exit.OK or (
+            judgement.strict and finding.verdict in FAIL_UNDER_STRICT
+        ):
             _failure(case, finding.verdict, finding.reason, finding.reason)
     for cell in judgement.cells:
         _cell(suite, run, judgement, cell, seconds.get(cell.cell_id, 0.0))
     for one in run.manifest.excluded:
         case = _case(suite, run, "excluded", str(one.get("cell_id", "a cell")), 0.0)
-        ET.SubElement(case, "skipped", message=_clean(f"excluded: {one.get('reason') or 'no reason was recorded'}"))
+        ET.SubElement(
+            case,
+            "skipped",
+            message=_clean(f"excluded: {one.get('reason') or 'no reason was recorded'}"),
+        )
     whole = ET.Element("testsuites", name="perfbench")
     whole.append(suite)
     for element in (whole, suite):
@@ -42,27 +49,44 @@ def text(run: Run, judgement: Judgement) -> str:
         element.set("skipped", str(len(suite.findall("testcase/skipped"))))
         element.set("time", f"{sum(seconds.values()):.3f}")
     ET.indent(whole)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(whole, encoding="unicode") + "\n"
+    return (
+        '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(whole, encoding="unicode") + "\n"
+    )
 
 
-def _cell(suite: ET.Element, run: Run, judgement: Judgement, cell: CellVerdict, seconds: float) -> None:
+def _cell(
+    suite: ET.Element, run: Run, judgement: Judgement, cell: CellVerdict, seconds: float
+) -> None:
     case = _case(suite, run, str(cell.axes.get("workload", "cells")), cell.cell_id, seconds)
     _properties(case, _numbers(cell))
-    failed = cell.exit_code is not Exit.OK or (judgement.strict and cell.verdict in FAIL_UNDER_STRICT)
+    failed = cell.exit_code is not Exit.OK or (
+        judgement.strict and cell.verdict in FAIL_UNDER_STRICT
+    )
     if failed and cell.verdict is not None:
-        _failure(case, cell.verdict, cell.reason, f"{cell.reason}\nreproduce: {cell.reproduce}" if cell.reproduce else cell.reason)
+        _failure(
+            case,
+            cell.verdict,
+            cell.reason,
+            f"{cell.reason}\nreproduce: {cell.reproduce}" if cell.reproduce else cell.reason,
+        )
     else:
-        ET.SubElement(case, "system-out").text = _clean(f"{cell.verdict or 'MEASURED'}: {cell.reason}")
+        ET.SubElement(case, "system-out").text = _clean(
+            f"{cell.verdict or 'MEASURED'}: {cell.reason}"
+        )
 
 
 def _case(suite: ET.Element, run: Run, group: str, name: str, seconds: float) -> ET.Element:
     # Viewers split the class at dots.
     group = f"{run.manifest.matrix_name.replace('.', '_')}.{group.replace('.', '_')}"
-    return ET.SubElement(suite, "testcase", classname=_clean(group), name=_clean(name), time=f"{seconds:.3f}")
+    return ET.SubElement(
+        suite, "testcase", classname=_clean(group), name=_clean(name), time=f"{seconds:.3f}"
+    )
 
 
 def _failure(case: ET.Element, verdict: Verdict, message: str, body: str) -> None:
-    ET.SubElement(case, "failure", type=verdict.value, message=_clean(f"{verdict.value}: {message}")).text = _clean(body)
+    ET.SubElement(
+        case, "failure", type=verdict.value, message=_clean(f"{verdict.value}: {message}")
+    ).text = _clean(body)
 
 
 def _properties(element: ET.Element, values: Mapping[str, str]) -> None:
@@ -73,8 +97,16 @@ def _properties(element: ET.Element, values: Mapping[str, str]) -> None:
 
 def _about(run: Run, judgement: Judgement) -> dict[str, str]:
     manifest = run.manifest
-    found = {"headline": judgement.headline, "exit_code": str(int(judgement.exit_code)), "strict": str(judgement.strict).lower()}
-    found |= {"run_id": manifest.run_id, "commit": manifest.source.commit or "unknown", "gpu": manifest.environment.gpu_slug}
+    found = {
+        "headline": judgement.headline,
+        "exit_code": str(int(judgement.exit_code)),
+        "strict": str(judgement.strict).lower(),
+    }
+    found |= {
+        "run_id": manifest.run_id,
+        "commit": manifest.source.commit or "unknown",
+        "gpu": manifest.environment.gpu_slug,
+    }
     return found | ({"injections": ", ".join(manifest.injections)} if manifest.injections else {})
 
 

@@ -1,4 +1,6 @@
-"""Where the time goes: device time of a step by part beside the floor of each, and the longest kernels."""
+"""Where the time goes: device time of a step by part beside the floor of each, and the longest
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from perfbench.text import NULL, cell_code, fixed, number
 
 Parts = Sequence[tuple[str, str]]
 NUM_LONGEST = 4  # kernels named for each length
-BAND = "_band"  # in the name of an interval kernel: it serves the window; names in run files from before it do not part the branches
+# in the name of an interval kernel: it serves the window; names in run files from before it do not
+# part the branches
+BAND = "_band"
 TOGETHER = "cmp and win"
 # What a kernel's name says of its part; the first that fits.
 PARTS: Parts = (
@@ -25,11 +29,18 @@ PARTS: Parts = (
 )
 UNPARTED: Parts = ((TOGETHER, "nsa_interval_"), *PARTS[2:])
 REST = "rest"
-FLOOR_PART = {"cmp": "cmp", "win": "win", "score": "scores", "sel": "sel"}  # part of a floor -> its column
+FLOOR_PART = {
+    "cmp": "cmp",
+    "win": "win",
+    "score": "scores",
+    "sel": "sel",
+}  # part of a floor -> its column
 
 
 def where(lines: Sequence[Line]) -> list[str]:
-    """Device time by part for the sparse paths, then the longest kernels of every line, forward and both."""
+    """Device time by part for the sparse paths, then the longest kernels of every line, forward and
+    both.
+    """
     rows, longest = [], []
     parts = parts_of(lines)
     for line in lines:
@@ -38,37 +49,62 @@ def where(lines: Sequence[Line]) -> list[str]:
                 continue
             kernels = kernel_ms(timed.profiles)
             start = [f"{line.tokens:,}", path_of(line, lines), what]
-            shown = "; ".join(f"{cell_code(name[:80])} {number(ms)}" for name, ms in list(kernels.items())[:NUM_LONGEST])
+            shown = "; ".join(
+                f"{cell_code(name[:80])} {number(ms)}"
+                for name, ms in list(kernels.items())[:NUM_LONGEST]
+            )
             longest.append([*start, fixed(total_ms, 3), shown])
             if not line.is_dense:
                 by_part = parts_ms(kernels, total_ms, parts)
-                rows.append([*start, fixed(total_ms, 3), *(share(ms, total_ms) for ms in by_part.values())])
+                rows.append(
+                    [*start, fixed(total_ms, 3), *(share(ms, total_ms) for ms in by_part.values())]
+                )
                 rows += _floor_row(line, what, parts)
     if not longest:
         return ["### Where the time goes", "", "No proved cell has a profile of the device.", ""]
     note = (
-        "Device milliseconds of one profiled step, medians over processes, with their share; below each the floor. *phi*: compression by a "
-        f"kernel. *{REST}*: compression by PyTorch, sorting, copies, and what is beyond the dozen longest kernels of a step; of a floor, "
-        "the traffic. A profiled step runs apart from the timed ones, so its sum may differ from their time."
+        "Device milliseconds of one profiled step, medians over processes, with their share; below"
+        f" each the floor. *phi*: compression by a kernel. *{REST}*: compression by PyTorch,"
+        " sorting, copies, and what is beyond the dozen longest kernels of a step; of a floor, the"
+        " traffic. A profiled step runs apart from the timed ones, so its sum may differ from"
+        " their time."
     )
     told = ["### Where the time goes", "", note, ""]
     if rows:
         head = ["tokens", "path", "step", "all", *(name for name, _ in parts), REST]
         told += [*table(head, rows), ""]
-    return [*told, "The longest kernels, ms:", "", *table(["tokens", "path", "step", "all", "kernels"], longest), ""]
+    return [
+        *told,
+        "The longest kernels, ms:",
+        "",
+        *table(["tokens", "path", "step", "all", "kernels"], longest),
+        "",
+    ]
 
 
 def parts_of(lines: Sequence[Line]) -> Parts:
     """`PARTS`; where no kernel of these lines bears the mark of the window, `UNPARTED`."""
-    profiles = [profile for line in lines for timed in (line.forward, line.whole) if timed is not None for profile in timed.profiles]
-    return PARTS if any(BAND in kernel for profile in profiles for kernel in profile.kernels) else UNPARTED
+    profiles = [
+        profile
+        for line in lines
+        for timed in (line.forward, line.whole)
+        if timed is not None
+        for profile in timed.profiles
+    ]
+    return (
+        PARTS
+        if any(BAND in kernel for profile in profiles for kernel in profile.kernels)
+        else UNPARTED
+    )
 
 
 def _floor_row(line: Line, what: str, parts: Parts) -> list[list[str]]:
     """The floor of the step in the columns of ``parts``; nothing where there is none."""
     if line.forward_floor is None or line.backward_floor is None:
         return []
-    given = (line.forward_floor,) if what == "forward" else (line.forward_floor, line.backward_floor)
+    given = (
+        (line.forward_floor,) if what == "forward" else (line.forward_floor, line.backward_floor)
+    )
     by_part = dict.fromkeys((name for name, _ in parts), 0.0)
     for floor in given:
         for branch, ms in floor.parts_ms.items():
@@ -79,7 +115,9 @@ def _floor_row(line: Line, what: str, parts: Parts) -> list[list[str]]:
     return [["", "", "its floor", fixed(sum(floor.total_ms for floor in given), 3), *cells]]
 
 
-def parts_ms(kernels: Mapping[str, float], total_ms: float, parts: Parts = PARTS) -> dict[str, float]:
+def parts_ms(
+    kernels: Mapping[str, float], total_ms: float, parts: Parts = PARTS
+) -> dict[str, float]:
     """Milliseconds of each of ``parts``, and what is left of ``total_ms`` as the rest."""
     found = dict.fromkeys((name for name, _ in parts), 0.0)
     for kernel, ms in kernels.items():

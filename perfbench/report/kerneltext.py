@@ -10,9 +10,24 @@ from perfbench.text import NULL, escape, number
 
 COLUMNS = ("path", "seq_len", "selection")  # axes that have one of their own
 TEXT = (
-    "path", "selection", "step", "kernels", "target", "measured", "must", "aim", "far aim", "cell", "verdict", "why", "bound", "workload",
-    "step off", "batch x tokens", "link",
-)  # fmt: skip
+    "path",
+    "selection",
+    "step",
+    "kernels",
+    "target",
+    "measured",
+    "must",
+    "aim",
+    "far aim",
+    "cell",
+    "verdict",
+    "why",
+    "bound",
+    "workload",
+    "step off",
+    "batch x tokens",
+    "link",
+)
 
 
 def with_range(timed: Timed | None) -> str:
@@ -24,9 +39,16 @@ def with_range(timed: Timed | None) -> str:
 
 def backward(line: Line) -> str:
     span = line.backward_range_ms
-    if span is None or line.backward_ms is None or line.whole is None or len(line.whole.times_ms) < 2:
+    if (
+        span is None
+        or line.backward_ms is None
+        or line.whole is None
+        or len(line.whole.times_ms) < 2
+    ):
         return number(line.backward_ms)
-    low = number(span[0]) if span[0] > 0 else NULL  # no time is below 0: one of the two was held up by something else
+    low = (
+        number(span[0]) if span[0] > 0 else NULL
+    )  # no time is below 0: one of the two was held up by something else
     return f"{number(line.backward_ms)} ({low} to {number(span[1])})"
 
 

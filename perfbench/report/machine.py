@@ -1,4 +1,6 @@
-"""The machine in the report: is it the one of the baseline, is it as fast as it was, did it stay cool."""
+"""The machine in the report: is it the one of the baseline, is it as fast as it was, did it stay
+cool.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,19 @@ def facts(run: Run, judgement: Judgement, beside: Beside) -> list[str]:
     """Markdown lines; what is not known is said."""
     lines = []
     if beside.ground is None:
-        known = "its file is not at hand here" if judgement.baseline is not None else "there is no baseline"
+        known = (
+            "its file is not at hand here"
+            if judgement.baseline is not None
+            else "there is no baseline"
+        )
         lines.append(f"Not compared with the machine of {beside.name}: {known}.")
     elif changed := differences(ground_of(run.manifest), beside.ground):
         lines.append(f"Not the environment of {beside.name} (then to now): {escape(changed)}")
     else:
-        lines.append(f"GPU, driver, CUDA, torch, triton, flash provider and method are those of {beside.name}.")
+        lines.append(
+            "GPU, driver, CUDA, torch, triton, flash provider and method are those of"
+            f" {beside.name}."
+        )
     lines += [escape(note) for note in judgement.notes]
     return lines + _telemetry(run)
 
@@ -38,7 +47,11 @@ def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str]
     last = {(line.name, line.block): line for line in run.sentinels}
     blocks = sorted({block for _, block in last})
     single = len(blocks) <= MAX_BLOCKS
-    head = ["sentinel", "unit", *([f"block {block}" for block in blocks] if single else ["blocks", "least", "most"])]
+    head = [
+        "sentinel",
+        "unit",
+        *([f"block {block}" for block in blocks] if single else ["blocks", "least", "most"]),
+    ]
     head += ["median", beside.name, "change", "band", "in band"]
     rates = sentinel_rates(run)
     lines = []
@@ -46,15 +59,23 @@ def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str]
         units = [line.unit for line in run.sentinels if line.name == name]
         scale, unit = SCALES.get(units[0], (1.0, units[0])) if units else (1.0, NULL)
         mine = rates.get(name, [])
-        each = [_block(last.get((name, block)), scale) for block in blocks] if single else _range(mine, scale)
-        lines.append(f"| {' | '.join([escape(name), unit, *each, *_against(mine, beside.sentinels, name, scale, judgement)])} |")
+        each = (
+            [_block(last.get((name, block)), scale) for block in blocks]
+            if single
+            else _range(mine, scale)
+        )
+        against = _against(mine, beside.sentinels, name, scale, judgement)
+        lines.append(f"| {' | '.join([escape(name), unit, *each, *against])} |")
     return head, lines
 
 
 def no_sentinels(beside: Beside) -> str:
     """What stands in place of their table."""
     if beside.paired:
-        return "No sentinel ran, and none is needed: both sides share the night, in turns on one machine, so what slows it slows both."
+        return (
+            "No sentinel ran, and none is needed: both sides share the night, in turns on one"
+            " machine, so what slows it slows both."
+        )
     return "No sentinel ran, so a slower machine is not told from slower code."
 
 
@@ -68,10 +89,20 @@ def _block(line: SentinelLine | None, scale: float) -> str:
 
 
 def _range(rates: list[float], scale: float) -> list[str]:
-    return [str(len(rates)), *(number(one / scale, 4) for one in (min(rates), max(rates)))] if rates else ["0", NULL, NULL]
+    return (
+        [str(len(rates)), *(number(one / scale, 4) for one in (min(rates), max(rates)))]
+        if rates
+        else ["0", NULL, NULL]
+    )
 
 
-def _against(mine: list[float], then: Mapping[str, list[float]], name: str, scale: float, judgement: Judgement) -> list[str]:
+def _against(
+    mine: list[float],
+    then: Mapping[str, list[float]],
+    name: str,
+    scale: float,
+    judgement: Judgement,
+) -> list[str]:
     band = judgement.policy.sentinel_band_pct
     now = median(mine) if mine else None
     theirs = median(then[name]) if then.get(name) else None
@@ -97,4 +128,7 @@ def _telemetry(run: Run) -> list[str]:
             parts.append(f"{what} {low if low == high else f'{low} to {high}'} {unit}")
     text = ", ".join(parts) or "no telemetry of the device"
     cold = f"{hot} of {len(timed)} timed replicates throttled and do not count"
-    return [f"While timing: {text}; {cold if hot else 'none throttled' if seen else 'throttling is not known'}."]
+    return [
+        f"While timing: {text};"
+        f" {cold if hot else 'none throttled' if seen else 'throttling is not known'}."
+    ]

@@ -29,14 +29,29 @@ class Picture:
     why: str
 
 
-def text(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], beside: Beside | None = None) -> str:
+def text(
+    run: Run,
+    judgement: Judgement,
+    rows: list[Row],
+    pictures: list[Picture],
+    beside: Beside | None = None,
+) -> str:
     """The whole report as Markdown that GitHub renders; the same inputs, the same bytes."""
     import jinja2
 
-    source = resources.files("perfbench.report").joinpath("report.md.j2").read_text(encoding="utf-8")
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    source = (
+        resources.files("perfbench.report").joinpath("report.md.j2").read_text(encoding="utf-8")
+    )
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     environment.filters.update(md=escape, code=code, cell=cell_code, block=block)
-    rendered = environment.from_string(source).render(_context(run, judgement, rows, pictures, beside or Beside()))
+    rendered = environment.from_string(source).render(
+        _context(run, judgement, rows, pictures, beside or Beside())
+    )
     return _squeeze(rendered)
 
 
@@ -49,7 +64,9 @@ def _squeeze(rendered: str) -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], beside: Beside) -> dict[str, Any]:
+def _context(
+    run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], beside: Beside
+) -> dict[str, Any]:
     sentinel_head, sentinel_lines = machine.sentinels(run, judgement, beside)
     return {
         "manifest": run.manifest,
@@ -67,7 +84,10 @@ def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Pic
         "workload_tables": workloads.tables(run, rows),
         "pictures": pictures,
         "physics": _physics(rows),
-        "excluded": [(str(one.get("cell_id", NULL)), str(one.get("reason", ""))) for one in run.manifest.excluded],
+        "excluded": [
+            (str(one.get("cell_id", NULL)), str(one.get("reason", "")))
+            for one in run.manifest.excluded
+        ],
         "header_facts": _header(run),
         "argv": shlex.join(plain(part) for part in run.manifest.argv),
         "policy": judgement.policy,
@@ -79,8 +99,15 @@ def _context(run: Run, judgement: Judgement, rows: list[Row], pictures: list[Pic
 
 def _changed(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> dict[str, Any]:
     """What is not as it was, by urgency."""
-    elsewhere = (Verdict.INCOMPARABLE, Verdict.MISSING)  # many at once, with one reason: listed in groups
-    failed = [row for row in rows if row.cell.exit_code is not Exit.OK and row.cell.verdict not in elsewhere]
+    elsewhere = (
+        Verdict.INCOMPARABLE,
+        Verdict.MISSING,
+    )  # many at once, with one reason: listed in groups
+    failed = [
+        row
+        for row in rows
+        if row.cell.exit_code is not Exit.OK and row.cell.verdict not in elsewhere
+    ]
     reds = [red_cells.red(row, run, judgement, beside) for row in red_cells.by_severity(failed)]
     return {
         "findings": [(finding.verdict.value, finding.reason) for finding in judgement.findings],
@@ -102,7 +129,10 @@ def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
         "fastest": tables.fastest(rows),
         "columns": shown,
         "tables": tables.tables(rows, shown),
-        "nulls": [(column, reason, tables.ids(cells, len(rows))) for column, reason, cells in null_reasons(rows)],
+        "nulls": [
+            (column, reason, tables.ids(cells, len(rows)))
+            for column, reason, cells in null_reasons(rows)
+        ],
     }
 
 
@@ -113,24 +143,45 @@ def _light(judgement: Judgement) -> str:
 
 
 def _processes(run: Run) -> str:
-    """How many processes a cell was measured in; fewer than planned where a run was cut off or a budget ended."""
+    """How many processes a cell was measured in; fewer than planned where a run was cut off or a
+    budget ended.
+    """
     counts = Counter(replicate.cell_id for replicate in run.replicates if replicate.status == "ok")
-    planned, least, most = run.manifest.replicates, min(counts.values(), default=0), max(counts.values(), default=0)
+    planned, least, most = (
+        run.manifest.replicates,
+        min(counts.values(), default=0),
+        max(counts.values(), default=0),
+    )
     if least == most == planned or not counts:
         return f"{planned} processes"
     measured = f"{least}" if least == most else f"{least} to {most}"
     return f"{measured} of {planned} processes"
 
 
-def _glance(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> list[tuple[str, str]]:
-    """The questions of a hurried reader, answered in a line each; every value is Markdown already."""
+def _glance(
+    run: Run, judgement: Judgement, rows: list[Row], beside: Beside
+) -> list[tuple[str, str]]:
+    """The questions of a hurried reader, answered in a line each; every value is Markdown
+    already.
+    """
     manifest, env = run.manifest, run.manifest.environment
-    machine_ = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (f", driver {escape(env.driver)}" if env.driver else "")
+    machine_ = f"{escape(env.device_name)}, torch {escape(env.torch)}" + (
+        f", driver {escape(env.driver)}" if env.driver else ""
+    )
     processes = f"{len(rows)} {'cell' if len(rows) == 1 else 'cells'} x {_processes(run)}"
-    counts = ", ".join(f"{count} {name}" for name, count in judgement.counts.items()) or "no cell was judged"
+    counts = (
+        ", ".join(f"{count} {name}" for name, count in judgement.counts.items())
+        or "no cell was judged"
+    )
     return [
         ("Is it right?", _right(judgement, rows)),
-        ("What ran?", f"{processes} of matrix {code(manifest.matrix_name)} on {machine_}; {_commit(manifest.source)}"),
+        (
+            "What ran?",
+            (
+                f"{processes} of matrix {code(manifest.matrix_name)} on {machine_};"
+                f" {_commit(manifest.source)}"
+            ),
+        ),
         ("What changed?", f"{counts} ({_against(run, judgement, beside)})"),
         ("What binds?", _bound(rows)),
         ("Again?", f"{code(_again(run, beside))}, one cell: add {code('--only cell=ID')}"),
@@ -138,7 +189,9 @@ def _glance(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> 
 
 
 def _again(run: Run, beside: Beside) -> str:
-    """The command with its seed and its faults; of an A/B with the commits, since a branch or HEAD moves on."""
+    """The command with its seed and its faults; of an A/B with the commits, since a branch or HEAD
+    moves on.
+    """
     from perfbench.sweep import without_resume
 
     words = list(without_resume(run.manifest.argv))
@@ -153,13 +206,22 @@ def _right(judgement: Judgement, rows: list[Row]) -> str:
     untrue = judgement.of(Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
     proved = sum(row.tok_per_s is not None for row in rows)
     worst = f"; worst parity error {max(ratios):.2g} of its tolerance" if ratios else ""
-    text_ = f"{proved} of {len(rows)} cells ran the planned path, agree with the fp64 oracle and stay within the hardware's known limits"
-    return text_ + worst + (f"; **not proved, so without a number here: {len(untrue)}**" if untrue else "")
+    text_ = (
+        f"{proved} of {len(rows)} cells ran the planned path, agree with the fp64 oracle and stay"
+        " within the hardware's known limits"
+    )
+    return (
+        text_
+        + worst
+        + (f"; **not proved, so without a number here: {len(untrue)}**" if untrue else "")
+    )
 
 
 def _commit(source: Source) -> str:
     commit = f"commit {code(source.commit[:12])}" if source.commit else "commit"
-    commit += f"{', ' if source.commit else ' '}**{escape(why)}**" if (why := unproved(source)) else ""
+    commit += (
+        f"{', ' if source.commit else ' '}**{escape(why)}**" if (why := unproved(source)) else ""
+    )
     return commit + (" **with uncommitted changes**" if source.dirty_sha256 else "")
 
 
@@ -167,9 +229,16 @@ def _against(run: Run, judgement: Judgement, beside: Beside) -> str:
     base = judgement.baseline
     if (sides := red_cells.sides(run, beside)) is not None and beside.base_run is not None:
         there = beside.base_run.manifest
-        return f"candidate {code(sides[1])} against base {code(sides[0])}, {_commit(there.source)}, run {code(there.run_id)}"
+        return (
+            f"candidate {code(sides[1])} against base {code(sides[0])}, {_commit(there.source)},"
+            f" run {code(there.run_id)}"
+        )
     if base is not None:
-        itself = "; **this very run is the baseline: it is compared with itself**" if base.run_id == run.manifest.run_id else ""
+        itself = (
+            "; **this very run is the baseline: it is compared with itself**"
+            if base.run_id == run.manifest.run_id
+            else ""
+        )
         return f"against run {code(base.run_id)} of {escape(base.promoted_utc)}{itself}"
     if any(f.verdict in (Verdict.NO_BASELINE, Verdict.CORRUPT) for f in judgement.findings):
         return "the baseline cannot be used"
@@ -180,28 +249,45 @@ def _bound(rows: list[Row]) -> str:
     host, gpu = (sum(row.bound == name for row in rows) for name in ("host", "GPU"))
     if not host + gpu:
         return "not known: no cell was profiled on a GPU"
-    host_text = f"**the host in {host}** (their tok/s follows the CPU: read the device time), " if host else ""
+    host_text = (
+        f"**the host in {host}** (their tok/s follows the CPU: read the device time), "
+        if host
+        else ""
+    )
     return f"{host_text}the GPU in {gpu} of {len(rows)} cells"
 
 
 def _physics(rows: list[Row]) -> list[str]:
     notes = Counter(note for row in rows for note in row.physics_notes)
     lines = [f"{escape(note)} ({count} cells)" for note, count in notes.items()]
-    return lines + [f"time does not grow with the length (launch bound): {escape(line)}" for line in launch_bound(rows)]
+    return lines + [
+        f"time does not grow with the length (launch bound): {escape(line)}"
+        for line in launch_bound(rows)
+    ]
 
 
 def _header(run: Run) -> list[tuple[str, str]]:
     """What it takes to do it again, as (name, Markdown)."""
     manifest, env = run.manifest, run.manifest.environment
     source = manifest.source
-    commit = code(source.commit) if source.commit else f"{NULL} ({escape(source.reason or 'no reason was recorded')})"
+    commit = (
+        code(source.commit)
+        if source.commit
+        else f"{NULL} ({escape(source.reason or 'no reason was recorded')})"
+    )
     dirty = f"yes, sha256 {code(source.dirty_sha256[:16])}" if source.dirty_sha256 else "no"
     only = ", ".join(manifest.only) or "every cell"
-    settings = ", ".join(f"{name}={value}" for name, value in sorted(env.nsa_settings.items())) or "defaults"
+    settings = (
+        ", ".join(f"{name}={value}" for name, value in sorted(env.nsa_settings.items()))
+        or "defaults"
+    )
     uuid = f" (uuid sha256 {env.gpu_uuid_sha256[:16]})" if env.gpu_uuid_sha256 else ""
     facts: list[tuple[str, object]] = [
         ("run", f"{manifest.run_id}, {manifest.created_utc}"),
-        ("matrix", f"{manifest.matrix_path} ({manifest.matrix_name}), sha256 {manifest.matrix_sha256}"),
+        (
+            "matrix",
+            f"{manifest.matrix_path} ({manifest.matrix_name}), sha256 {manifest.matrix_sha256}",
+        ),
         ("cells", f"{only}, {manifest.replicates} processes each, seed {manifest.seed}"),
         ("device", f"{env.device_name}{uuid}, clocks {env.clock_policy}"),
         ("host", f"{env.cpu_name}, {env.cpu_count} CPUs, {env.platform}"),
@@ -212,5 +298,8 @@ def _header(run: Run) -> list[tuple[str, str]]:
         ("injections", ", ".join(manifest.injections) or "none"),
         ("schema, method", f"{manifest.schema_version}, {manifest.method_version}"),
     ]
-    known = [("branch, commit", f"{escape(source.branch or NULL)}, {commit}"), ("uncommitted changes", dirty)]
+    known = [
+        ("branch, commit", f"{escape(source.branch or NULL)}, {commit}"),
+        ("uncommitted changes", dirty),
+    ]
     return known + [(name, escape(value)) for name, value in facts]

@@ -1,4 +1,6 @@
-"""Pictures: tok/s against seq_len for each path, and GPU utilisation for each cell. Figures are built without pyplot's globals.
+"""Pictures: tok/s against seq_len for each path, and GPU utilisation for each cell.
+
+Figures are built without pyplot's globals.
 
 A band is the 95 % confidence of a cell's speed, as in the tables.
 """
@@ -17,20 +19,34 @@ if TYPE_CHECKING:
 
 DPI = 120
 # Okabe and Ito's colours: told apart by colour-blind readers, and by marker in black and white.
-COLOURS = {"reference": "#999999", "v1": "#E69F00", "v2": "#0072B2", "masked": "#D55E00", "triton": "#009E73", "auto": "#CC79A7"}
+COLOURS = {
+    "reference": "#999999",
+    "v1": "#E69F00",
+    "v2": "#0072B2",
+    "masked": "#D55E00",
+    "triton": "#009E73",
+    "auto": "#CC79A7",
+}
 OTHER_COLOUR = "#56B4E9"
 MARKERS = {"reference": "v", "v1": "s", "v2": "o", "masked": "^", "triton": "D", "auto": "P"}
-DENSE_MARKERS = {"dense": ".", "dense_flash": "<", "dense_cudnn": ">"}  # a panel of one length shows no lines
+DENSE_MARKERS = {
+    "dense": ".",
+    "dense_flash": "<",
+    "dense_cudnn": ">",
+}  # a panel of one length shows no lines
 DENSE_LINES = {"dense": "--", "dense_flash": "-.", "dense_cudnn": (0, (3, 1, 1, 1, 1, 1))}
 FA2_LINES = {"on": "-", "off": ":", "auto": "-"}
 INK, GRID = "#333333", "#e4e4e4"
-ASIDE = 1.04  # factor between the series of a panel that has one length only, which would hide one another
+# factor between the series of a panel that has one length only, which would hide one another
+ASIDE = 1.04
 MAX_BARS = 80  # a taller picture is no longer looked at; the table has all of them
 Series = tuple[str, str]  # path, fa2
 
 
 def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
-    """Write tok/s against seq_len, one panel for each workload and variant of it; False where no cell has a speed."""
+    """Write tok/s against seq_len, one panel for each workload and variant of it; False where no
+    cell has a speed.
+    """
     panels = _panels(rows)
     if not any(row.tok_per_s is not None for row in rows):
         return False
@@ -46,17 +62,29 @@ def throughput(rows: Sequence[Row], target: Path, title: str) -> bool:
         axes.set_axis_off()
     _one_scale(dict(zip(panels, grid.flat, strict=False)))
     ordered = sorted(handles, key=_series_order)
-    labels, artists = [_series_name(*series) for series in ordered], [handles[series] for series in ordered]
+    labels, artists = (
+        [_series_name(*series) for series in ordered],
+        [handles[series] for series in ordered],
+    )
     if failed:
         labels, artists = [*labels, "no number (see the table)"], [*artists, _cross()]
     drawn.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
-    drawn.legend(artists, labels, loc="outside lower center", ncols=min(5, len(labels)), frameon=False, fontsize=9)
+    drawn.legend(
+        artists,
+        labels,
+        loc="outside lower center",
+        ncols=min(5, len(labels)),
+        frameon=False,
+        fontsize=9,
+    )
     save(drawn, target)
     return True
 
 
 def utilisation(rows: Sequence[Row], target: Path, title: str) -> int:
-    """Write one bar for each measured cell; return how many, 0 (and no file) where no cell has a utilisation."""
+    """Write one bar for each measured cell; return how many, 0 (and no file) where no cell has a
+    utilisation.
+    """
     shown = [row for row in rows if row.utilisation_pct is not None][:MAX_BARS]
     if not shown:
         return 0
@@ -64,16 +92,41 @@ def utilisation(rows: Sequence[Row], target: Path, title: str) -> int:
     drawn = figure(8.4, 1.5 + 0.215 * len(shown))
     axes = drawn.subplots()
     places = range(len(shown))
-    axes.barh(places, [row.utilisation_pct or 0.0 for row in shown], height=0.7, color=[_colour(row) for row in shown])
-    busy = [(place, row.busy_pct) for place, row in zip(places, shown, strict=True) if row.busy_pct is not None]
+    axes.barh(
+        places,
+        [row.utilisation_pct or 0.0 for row in shown],
+        height=0.7,
+        color=[_colour(row) for row in shown],
+    )
+    busy = [
+        (place, row.busy_pct)
+        for place, row in zip(places, shown, strict=True)
+        if row.busy_pct is not None
+    ]
     if busy:
         name = "GPU busy fraction of the profiled step"
         ys, xs = [place for place, _ in busy], [min(value, 100.0) for _, value in busy]
-        axes.plot(xs, ys, linestyle="none", marker="D", markersize=4.5, markerfacecolor="white", markeredgecolor=INK, label=name)
+        axes.plot(
+            xs,
+            ys,
+            linestyle="none",
+            marker="D",
+            markersize=4.5,
+            markerfacecolor="white",
+            markeredgecolor=INK,
+            label=name,
+        )
         drawn.legend(loc="outside lower center", frameon=False, fontsize=9)
     for place, row in zip(places, shown, strict=True):
         text = f"{row.utilisation_pct:.0f} %" + ("  host bound" if row.bound == "host" else "")
-        axes.text(101.5, place, text, va="center", fontsize=8, color="#b00020" if row.bound == "host" else INK)
+        axes.text(
+            101.5,
+            place,
+            text,
+            va="center",
+            fontsize=8,
+            color="#b00020" if row.bound == "host" else INK,
+        )
     axes.set_yticks(list(places), [literal(label(row, several)) for row in shown], fontsize=8)
     axes.set_xlim(0, 100)
     axes.set_ylim(len(shown) - 0.4, -0.6)
@@ -99,7 +152,9 @@ def varying(rows: Sequence[Row]) -> list[str]:
     names = dict.fromkeys(name for row in rows for name in row.cell.axes)
     order = ("workload", "batch", "dtype", "seq_len", "path", "fa2")
     several = [name for name in names if len({row.cell.axes.get(name) for row in rows}) > 1]
-    return sorted(several, key=lambda name: (order.index(name) if name in order else len(order), name))
+    return sorted(
+        several, key=lambda name: (order.index(name) if name in order else len(order), name)
+    )
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
@@ -108,7 +163,11 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     panels: dict[str, list[Row]] = {}
     for row in rows:
         parts = [str(row.cell.axes.get("workload", ""))]
-        parts += [f"{name}={row.cell.axes.get(name)}" for name in names if name != "workload" and not unmarked(row.cell.axes, name)]
+        parts += [
+            f"{name}={row.cell.axes.get(name)}"
+            for name in names
+            if name != "workload" and not unmarked(row.cell.axes, name)
+        ]
         panels.setdefault(", ".join(parts), []).append(row)
     return panels
 
@@ -116,19 +175,34 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _panel(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -> bool:
     series: dict[Series, list[Row]] = {}
     for row in rows:
-        series.setdefault((str(row.cell.axes.get("path")), str(row.cell.axes.get("fa2"))), []).append(row)
+        series.setdefault(
+            (str(row.cell.axes.get("path")), str(row.cell.axes.get("fa2"))), []
+        ).append(row)
     lost = []
     lengths = sorted({int(row.cell.axes["seq_len"]) for row in rows})
-    for place, ((path, fa2), members) in enumerate(sorted(series.items(), key=lambda item: _series_order(item[0]))):
-        points = sorted((row for row in members if row.tok_per_s is not None), key=lambda row: int(row.cell.axes["seq_len"]))
+    for place, ((path, fa2), members) in enumerate(
+        sorted(series.items(), key=lambda item: _series_order(item[0]))
+    ):
+        points = sorted(
+            (row for row in members if row.tok_per_s is not None),
+            key=lambda row: int(row.cell.axes["seq_len"]),
+        )
         lost += [row for row in members if row.tok_per_s is None]
         if points:
             aside = ASIDE ** (place - (len(series) - 1) / 2) if len(lengths) == 1 else None
-            handles[path, fa2] = _draw(axes, path, fa2, points, [int(row.cell.axes["seq_len"]) for row in members], aside)
+            handles[path, fa2] = _draw(
+                axes, path, fa2, points, [int(row.cell.axes["seq_len"]) for row in members], aside
+            )
     _scales(axes, lengths, any(row.tok_per_s is not None for row in rows))
     for row in lost:
         axes.plot(
-            int(row.cell.axes["seq_len"]), 0.025, transform=axes.get_xaxis_transform(), marker="x", color=_colour(row), markersize=8, mew=2
+            int(row.cell.axes["seq_len"]),
+            0.025,
+            transform=axes.get_xaxis_transform(),
+            marker="x",
+            color=_colour(row),
+            markersize=8,
+            mew=2,
         )
     axes.set_xlabel("tokens in the cache" if _decodes(rows) else "seq_len (tokens)", color=INK)
     axes.set_title(literal(name), loc="left", fontsize=11, color=INK)
@@ -140,8 +214,12 @@ def _decodes(rows: list[Row]) -> bool:
     return all(row.cell.axes.get("workload") == "decode" for row in rows)
 
 
-def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int], aside: float | None) -> Any:
-    """Draw one series, its lengths times ``aside``; one without a number breaks the line: nothing is interpolated over it."""
+def _draw(
+    axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int], aside: float | None
+) -> Any:
+    """Draw one series, its lengths times ``aside``; one without a number breaks the line: nothing
+    is interpolated over it.
+    """
     known = {int(row.cell.axes["seq_len"]): row for row in points}
     gap = float("nan")
     ys = [known[x].tok_per_s or gap if x in known else gap for x in sorted(lengths)]
@@ -159,7 +237,16 @@ def _draw(axes: Axes, path: str, fa2: str, points: list[Row], lengths: list[int]
     else:
         axes.vlines(xs, low, high, color=colour, alpha=0.3, linewidth=5)
     marker = (DENSE_MARKERS if dense else MARKERS).get(path, "X")
-    (line,) = axes.plot(xs, ys, linestyle=style, color=colour, marker=marker, markersize=6.5, markerfacecolor=fill, linewidth=1.8)
+    (line,) = axes.plot(
+        xs,
+        ys,
+        linestyle=style,
+        color=colour,
+        marker=marker,
+        markersize=6.5,
+        markerfacecolor=fill,
+        linewidth=1.8,
+    )
     return line
 
 
@@ -169,7 +256,9 @@ def _scales(axes: Axes, lengths: list[int], numbers: bool) -> None:
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(lengths))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([f"{length:,}" for length in lengths], fontsize=9, rotation=30 if len(lengths) > 7 else 0)
+    axes.set_xticklabels(
+        [f"{length:,}" for length in lengths], fontsize=9, rotation=30 if len(lengths) > 7 else 0
+    )
     axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
     axes.set_ylabel("tok/s", color=INK)
     if not numbers:

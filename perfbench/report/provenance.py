@@ -1,4 +1,6 @@
-"""What generated pages share: where their numbers come from (machine, software, commit, matrix), what has none, and the file."""
+"""What generated pages share: where their numbers come from (machine, software, commit, matrix),
+what has none, and the file.
+"""
 
 from __future__ import annotations
 
@@ -25,26 +27,46 @@ def model_of(run: Run) -> ModelConfig | None:
 
 def title(run: Run, model: ModelConfig | None) -> str:
     """'NVIDIA H200, 12 heads over 2 of 64: run ID'."""
-    return f"{escape(run.manifest.environment.device_name)}, {_heads(model)}: run {escape(run.manifest.run_id)}"
+    return (
+        f"{escape(run.manifest.environment.device_name)}, {_heads(model)}: run"
+        f" {escape(run.manifest.run_id)}"
+    )
 
 
 def facts(run: Run) -> list[str]:
-    """The machine's line, the code's line, and a line each for settings and planted faults, where there are any."""
+    """The machine's line, the code's line, and a line each for settings and planted faults, where
+    there are any.
+    """
     manifest, env = run.manifest, run.manifest.environment
     source = manifest.source
     commit = escape(source.commit or f"unknown ({source.reason or 'no reason recorded'})")
-    dirty = "" if source.dirty_sha256 is None else f", **with uncommitted changes** ({escape(source.dirty_sha256[:12])})"
-    software = {"driver": env.driver, "CUDA": env.cuda, "torch": env.torch, "Triton": env.triton, "FA-2": env.flash_provider}
+    dirty = (
+        ""
+        if source.dirty_sha256 is None
+        else f", **with uncommitted changes** ({escape(source.dirty_sha256[:12])})"
+    )
+    software = {
+        "driver": env.driver,
+        "CUDA": env.cuda,
+        "torch": env.torch,
+        "Triton": env.triton,
+        "FA-2": env.flash_provider,
+    }
     found = [
         f"GPU {escape(env.device_name)}, clocks {escape(env.clock_policy)}; "
         + ", ".join(f"{name} {escape(value)}" for name, value in software.items() if value),
-        f"Commit {commit}{dirty}; measured {escape(manifest.created_utc)}; matrix {code(manifest.matrix_path)}, {_processes(run)} a cell",
+        (
+            f"Commit {commit}{dirty}; measured {escape(manifest.created_utc)}; matrix"
+            f" {code(manifest.matrix_path)}, {_processes(run)} a cell"
+        ),
     ]
     if env.nsa_settings:
         given = ", ".join(f"{name}={value}" for name, value in env.nsa_settings.items())
         found.append(f"**Settings of the whole run: {escape(given)}**")
     if manifest.injections:
-        found.append(f"**INJECTED FAULTS, a demonstration: {escape(', '.join(manifest.injections))}**")
+        found.append(
+            f"**INJECTED FAULTS, a demonstration: {escape(', '.join(manifest.injections))}**"
+        )
     return found
 
 
@@ -64,22 +86,33 @@ def _span(counts: Collection[int]) -> str:
 
 def troubles(judgement: Judgement) -> list[str]:
     """What a gate found about the whole run."""
-    return [f"**{finding.verdict.value}**: {escape(finding.reason)}" for finding in judgement.findings]
+    return [
+        f"**{finding.verdict.value}**: {escape(finding.reason)}" for finding in judgement.findings
+    ]
 
 
 def not_published(cells: Sequence[CellVerdict]) -> list[str]:
-    """A section that names each of ``cells`` with the reason why it has no number; nothing for none."""
-    rows = [[cell_code(cell.cell_id), cell.verdict.value if cell.verdict else NULL, escape(cell.reason)] for cell in cells]
+    """A section that names each of ``cells`` with the reason why it has no number; nothing for
+    none.
+    """
+    rows = [
+        [cell_code(cell.cell_id), cell.verdict.value if cell.verdict else NULL, escape(cell.reason)]
+        for cell in cells
+    ]
     return ["### Not published", "", *table(["cell", "verdict", "why"], rows), ""] if rows else []
 
 
 def save(out: Path, text: str) -> Path:
-    """Write a page and return where it is; PerfbenchError(Exit.USAGE) where it cannot be written."""
+    """Write a page and return where it is; PerfbenchError(Exit.USAGE) where it cannot be
+    written.
+    """
     try:
         out.write_text(text, encoding="utf-8", newline="\n")
     except OSError as error:
         raise PerfbenchError(
-            Exit.USAGE, f"{out} cannot be written ({error.strerror}); wanted a writable file: give another --out"
+            Exit.USAGE,
+            f"{out} cannot be written ({error.strerror}); wanted a writable file: give another"
+            " --out",
         ) from error
     return out
 
@@ -87,5 +120,9 @@ def save(out: Path, text: str) -> Path:
 def _heads(model: ModelConfig | None) -> str:
     if model is None:
         return "heads unknown"
-    dims = f"{model.head_dim}" if model.head_dim == model.value_dim else f"{model.head_dim} and {model.value_dim}"
+    dims = (
+        f"{model.head_dim}"
+        if model.head_dim == model.value_dim
+        else f"{model.head_dim} and {model.value_dim}"
+    )
     return f"{model.num_heads} heads over {model.num_kv_heads} of {dims}"

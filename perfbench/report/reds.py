@@ -1,4 +1,6 @@
-"""What a reader must act on: red cells with their numbers, and open ones with what would settle them."""
+"""What a reader must act on: red cells with their numbers, and open ones with what would settle
+them.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ METRICS = {DEVICE: "device time"}
 def by_severity(rows: Iterable[Row]) -> list[Row]:
     def key(row: Row) -> tuple[int, float, str]:
         code_ = row.cell.exit_code
-        return (ORDER.index(code_) if code_ in ORDER else len(ORDER), row.cell.change_pct or 0.0, row.cell.cell_id)
+        return (
+            ORDER.index(code_) if code_ in ORDER else len(ORDER),
+            row.cell.change_pct or 0.0,
+            row.cell.cell_id,
+        )
 
     return sorted(rows, key=key)
 
@@ -45,28 +51,50 @@ def red(row: Row, run: Run, judgement: Judgement, beside: Beside) -> dict[str, A
         "numbers": [_numbers(evidence) for evidence in row.cell.evidence],
         "statuses": ", ".join(f"{count} {name}" for name, count in row.statuses.items()),
         "planned": " ".join(route.counters) if route else "",
-        "rejected": [f"not {r['alternative']}: {r['reason']}" for r in route.rejected] + route.notes if route else [],
+        "rejected": (
+            [f"not {r['alternative']}: {r['reason']}" for r in route.rejected] + route.notes
+            if route
+            else []
+        ),
         "engaged": " ".join(f"{name}={count}" for name, count in sorted(row.engaged.items())),
         "reproduce": row.cell.reproduce,
-        "side_by_side": ab_command(run, judgement, beside, row.cell.cell_id) if row.cell.verdict is Verdict.REGRESSED else "",
+        "side_by_side": (
+            ab_command(run, judgement, beside, row.cell.cell_id)
+            if row.cell.verdict is Verdict.REGRESSED
+            else ""
+        ),
         "stderr": row.stderr_tail if row.cell.verdict is Verdict.FAILED else "",
     }
 
 
-def ab_command(run: Run, judgement: Judgement, beside: Beside, cell: str, shown: str | None = None) -> str:
-    """The A/B that settles one cell, with the faults planted in it; empty where the base's commit is not known.
+def ab_command(
+    run: Run, judgement: Judgement, beside: Beside, cell: str, shown: str | None = None
+) -> str:
+    """The A/B that settles one cell, with the faults planted in it; empty where the base's commit
+    is not known.
 
     ``shown`` stands for the cell where the command is for several.
     """
     base = judgement.baseline.commit if judgement.baseline else None
     source = run.manifest.source
-    here = source.commit if source.commit and source.commit != base and source.dirty_sha256 is None else None
+    here = (
+        source.commit
+        if source.commit and source.commit != base and source.dirty_sha256 is None
+        else None
+    )
     named: tuple[str | None, str] = (base and base[:12], here[:12] if here else ".")
     if beside.base_run is not None:
         named = revisions.to_type(beside.base_run, run)
     if named[0] is None:
         return ""
-    words = ["perfbench", "ab", *map(str, named), run.manifest.matrix_path, "--only", f"cell={shown or cell}"]
+    words = [
+        "perfbench",
+        "ab",
+        *map(str, named),
+        run.manifest.matrix_path,
+        "--only",
+        f"cell={shown or cell}",
+    ]
     return shlex.join(plain(word) for word in [*words, *revisions.injections(run, cell, shown)])
 
 
@@ -74,23 +102,32 @@ def sides(run: Run, beside: Beside) -> tuple[str, str] | None:
     """What the user called base and candidate of an A/B or a comparison; None with one side."""
     if beside.base_run is None:
         return None
-    names = revisions.name_of(beside.base_run.manifest.source), revisions.name_of(run.manifest.source)
+    names = (
+        revisions.name_of(beside.base_run.manifest.source),
+        revisions.name_of(run.manifest.source),
+    )
     return revisions.asked(run.manifest.argv) or names
 
 
-def open_cells(rows: list[Row], run: Run, judgement: Judgement, beside: Beside) -> list[dict[str, Any]]:
+def open_cells(
+    rows: list[Row], run: Run, judgement: Judgement, beside: Beside
+) -> list[dict[str, Any]]:
     """WATCH, BLIND and UNSTABLE in groups, each with what would settle it."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for verdict in FAIL_UNDER_STRICT:
         for row in rows:
             if row.cell.verdict is verdict:
-                groups.setdefault((verdict.value, _settles(row, run, judgement, beside)), []).append(row)
+                groups.setdefault(
+                    (verdict.value, _settles(row, run, judgement, beside)), []
+                ).append(row)
     return [
         {
             "verdict": verdict,
             "count": len(members),
             "settles": settles,
-            "lines": [_open_line(row.cell, _policy(row.cell, judgement, beside)) for row in members],
+            "lines": [
+                _open_line(row.cell, _policy(row.cell, judgement, beside)) for row in members
+            ],
             "reasons": _reasons(members),
             "fold": len(members) >= FOLD,
         }
@@ -100,25 +137,39 @@ def open_cells(rows: list[Row], run: Run, judgement: Judgement, beside: Beside) 
 
 def _overview(cell: CellVerdict) -> str:
     adjusted = cell.evidence[0].adjusted_p if cell.evidence else None
-    values = [signed_pct(cell.change_pct), NULL if adjusted is None else _p(adjusted), mde(cell.mde_pct)]
+    values = [
+        signed_pct(cell.change_pct),
+        NULL if adjusted is None else _p(adjusted),
+        mde(cell.mde_pct),
+    ]
     return f"| {' | '.join([cell_code(cell.cell_id), str(cell.verdict), *values])} |"
 
 
 def _numbers(evidence: Evidence) -> str:
     c = evidence.comparison
-    bounds = f"{_pct(evidence.lower_pct)} to {_pct(evidence.upper_pct)} (alpha {evidence.alpha:.3g})"
+    bounds = (
+        f"{_pct(evidence.lower_pct)} to {_pct(evidence.upper_pct)} (alpha {evidence.alpha:.3g})"
+    )
     count = f"{c.n_base} pairs" if evidence.paired else f"{c.n_base} and {c.n_candidate}"
     metric = METRICS.get(evidence.metric, "tok/s")
     p, adjusted = _p(c.p_slower), NULL if evidence.adjusted_p is None else _p(evidence.adjusted_p)
-    return f"| {' | '.join([metric, signed_pct(evidence.change_pct), bounds, p, adjusted, mde(evidence.mde_pct), count])} |"
+    change, smallest = signed_pct(evidence.change_pct), mde(evidence.mde_pct)
+    return f"| {' | '.join([metric, change, bounds, p, adjusted, smallest, count])} |"
 
 
 def _open_line(cell: CellVerdict, policy: GatePolicy) -> str:
     if not cell.evidence:
-        return f"| {' | '.join([cell_code(cell.cell_id), NULL, signed_pct(cell.change_pct), NULL, NULL, NULL])} |"
+        change = signed_pct(cell.change_pct)
+        return f"| {' | '.join([cell_code(cell.cell_id), NULL, change, NULL, NULL, NULL])} |"
     one = cell.evidence[0]
     bounds = f"{_pct(one.lower_pct)} to {_pct(one.upper_pct)}"
-    values = [METRICS.get(one.metric, "tok/s"), signed_pct(one.change_pct), bounds, mde(one.mde_pct), _pairs(one, policy)]
+    values = [
+        METRICS.get(one.metric, "tok/s"),
+        signed_pct(one.change_pct),
+        bounds,
+        mde(one.mde_pct),
+        _pairs(one, policy),
+    ]
     return f"| {' | '.join([cell_code(cell.cell_id), *values])} |"
 
 
@@ -135,12 +186,16 @@ def _reasons(members: list[Row]) -> list[tuple[str, str]]:
 
 
 def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
-    """How many interleaved pairs show a drop of min_effect in this noise, were it the only cell confirmed."""
+    """How many interleaved pairs show a drop of min_effect in this noise, were it the only cell
+    confirmed.
+    """
     sd = evidence.moderated_sd * (1 if evidence.paired else math.sqrt(2))
     if not 0 < sd < math.inf:
         return NULL
     drop, power = -math.log1p(-policy.min_effect_pct / 100), stats.confirm_power(policy)
-    found = stats.blocks_for(sd, drop=drop, alpha=policy.alpha_confirm, power=power, most=MOST_PAIRS)
+    found = stats.blocks_for(
+        sd, drop=drop, alpha=policy.alpha_confirm, power=power, most=MOST_PAIRS
+    )
     return f"over {MOST_PAIRS}" if found is None else str(found)
 
 
@@ -148,25 +203,53 @@ def _settles(row: Row, run: Run, judgement: Judgement, beside: Beside) -> str:
     """Markdown: what would turn this into a verdict."""
     cell, policy = row.cell, _policy(row.cell, judgement, beside)
     by_hand = ab_command(run, judgement, beside, cell.cell_id, "ID")
-    in_turns = f"by hand {code(f'{by_hand} --blocks N')}" if by_hand else "by hand an A/B; the base's commit is not known"
+    in_turns = (
+        f"by hand {code(f'{by_hand} --blocks N')}"
+        if by_hand
+        else "by hand an A/B; the base's commit is not known"
+    )
     if cell.verdict is Verdict.UNSTABLE:
-        return "Cool the card or lock its clocks, then measure again; two speeds within a process are explained by `perfbench explain`."
+        return (
+            "Cool the card or lock its clocks, then measure again; two speeds within a process are"
+            " explained by `perfbench explain`."
+        )
     if cell.cut_short:
-        return f"The other pairs of the plan ({cell.cut_short} were measured): the reason says how to go on; or a new A/B, {in_turns}."
+        return (
+            f"The other pairs of the plan ({cell.cut_short} were measured): the reason says how to"
+            f" go on; or a new A/B, {in_turns}."
+        )
     if not cell.evidence:
         return "No speed was compared: the reason says what is missing."
     if cell.verdict is Verdict.WATCH and cell.screened and not cell.confirmed:
-        return f"Base and candidate in turns: {code('perfbench check')} does it by itself, {in_turns}."
+        return (
+            f"Base and candidate in turns: {code('perfbench check')} does it by itself, {in_turns}."
+        )
     if cell.verdict is Verdict.WATCH:
-        return f"More of the same, at least {policy.min_replicates} replicates a side; {in_turns}, with the pairs below."
+        return (
+            f"More of the same, at least {policy.min_replicates} replicates a side; {in_turns},"
+            " with the pairs below."
+        )
     if row.bound == "host" or cell.metric == DEVICE:
-        judged = "Device time, launches and syncs were judged instead" if cell.metric == DEVICE else _unjudged()
-        return f"More processes do not help, because wall time follows the CPU. {judged}. Compiled, or as a CUDA graph, it is GPU bound."
-    return f"Less noise: locked clocks, an idle host; or an override with a larger min_effect than {policy.min_effect_pct:g} %."
+        judged = (
+            "Device time, launches and syncs were judged instead"
+            if cell.metric == DEVICE
+            else _unjudged()
+        )
+        return (
+            f"More processes do not help, because wall time follows the CPU. {judged}. Compiled, or"
+            " as a CUDA graph, it is GPU bound."
+        )
+    return (
+        "Less noise: locked clocks, an idle host; or an override with a larger min_effect than"
+        f" {policy.min_effect_pct:g} %."
+    )
 
 
 def _unjudged() -> str:
-    return f"{code('measure: {profile: every}')}, here and in the baseline, lets device time, launches and syncs judge it"
+    return (
+        f"{code('measure: {profile: every}')}, here and in the baseline, lets device time, launches"
+        " and syncs judge it"
+    )
 
 
 def _policy(cell: CellVerdict, judgement: Judgement, beside: Beside) -> GatePolicy:

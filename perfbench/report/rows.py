@@ -1,4 +1,6 @@
-"""One row of the matrix for each judged cell: its speed with its band, ratios to the dense twin, and a reason for each null."""
+"""One row of the matrix for each judged cell: its speed with its band, ratios to the dense twin,
+and a reason for each null.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,30 @@ from perfbench.result import CacheLine, PlannedCell, Profile, Replicate, Run, Te
 from perfbench.verdict import Verdict
 
 UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
-PATH_ORDER = ("reference", "v1", "v2", "masked", "triton", "auto", "adaptive", "dense", "dense_flash", "dense_cudnn")
+PATH_ORDER = (
+    "reference",
+    "v1",
+    "v2",
+    "masked",
+    "triton",
+    "auto",
+    "adaptive",
+    "dense",
+    "dense_flash",
+    "dense_cudnn",
+)
 GIB = 2**30
-LAUNCH_BOUND_GROWTH = 1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
-SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection", "without")  # axes that are named only where they are not at their default
+LAUNCH_BOUND_GROWTH = (
+    1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
+)
+SWITCHES = (
+    "l2",
+    "chunk",
+    "compile",
+    "cuda_graph",
+    "selection",
+    "without",
+)  # axes that are named only where they are not at their default
 Key = tuple[tuple[str, str | int], ...]
 
 
@@ -27,7 +49,8 @@ Key = tuple[tuple[str, str | int], ...]
 class Row:
     """What the report says about one cell; ``low`` and ``high`` are the 95 % band of its speed.
 
-    ``device_ms``: kernels of one profiled step, summed. ``nulls`` maps a column's name to why it is empty.
+    ``device_ms``: kernels of one profiled step, summed. ``nulls`` maps a column's name to why it is
+    empty.
     """
 
     cell: CellVerdict
@@ -60,7 +83,11 @@ class Row:
 
     @property
     def step_s(self) -> float | None:
-        return None if self.tok_per_s is None or self.tokens_per_step is None else self.tokens_per_step / self.tok_per_s
+        return (
+            None
+            if self.tok_per_s is None or self.tokens_per_step is None
+            else self.tokens_per_step / self.tok_per_s
+        )
 
     @property
     def step_ms(self) -> float | None:
@@ -69,7 +96,11 @@ class Row:
     @property
     def half_pct(self) -> float | None:
         """Half the band in per cent of the speed, its upper and larger half."""
-        return None if self.high is None or self.tok_per_s is None else 100 * (self.high / self.tok_per_s - 1)
+        return (
+            None
+            if self.high is None or self.tok_per_s is None
+            else 100 * (self.high / self.tok_per_s - 1)
+        )
 
     @property
     def is_dense(self) -> bool:
@@ -88,7 +119,9 @@ def rows_of(run: Run, judgement: Judgement) -> list[Row]:
     rows = []
     for cell in judgement.cells:
         mine = by_cell.get(cell.cell_id, [])
-        rows.append(_row(cell, planned.get(cell.cell_id), mine, dense, known.get(cell.cell_id), on_cpu))
+        rows.append(
+            _row(cell, planned.get(cell.cell_id), mine, dense, known.get(cell.cell_id), on_cpu)
+        )
     if judgement.baseline is not None:
         for row in rows:
             if row.tok_per_s is not None and row.cell.change_pct is None:
@@ -97,16 +130,22 @@ def rows_of(run: Run, judgement: Judgement) -> list[Row]:
 
 
 def null_reasons(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
-    """Every (column, reason) of the empty fields, with the cells that it holds for; the commonest first."""
+    """Every (column, reason) of the empty fields, with the cells that it holds for; the commonest
+    first.
+    """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for column, reason in row.nulls.items():
             groups.setdefault((column, reason), []).append(row.cell.cell_id)
-    return sorted(((c, r, ids) for (c, r), ids in groups.items()), key=lambda item: (-len(item[2]), item[0], item[1]))
+    return sorted(
+        ((c, r, ids) for (c, r), ids in groups.items()),
+        key=lambda item: (-len(item[2]), item[0], item[1]),
+    )
 
 
 def launch_bound(rows: Iterable[Row]) -> list[str]:
-    """Cells whose time hardly grows although their length doubles: they pay for launches, not for tokens.
+    """Cells whose time hardly grows although their length doubles: they pay for launches, not for
+    tokens.
 
     Not of decode, whose step is one token whatever the length.
     """
@@ -121,13 +160,18 @@ def launch_bound(rows: Iterable[Row]) -> list[str]:
             assert short.step_s is not None and long.step_s is not None
             doubled = int(long.cell.axes["seq_len"]) >= 2 * int(short.cell.axes["seq_len"])
             if doubled and long.step_s < LAUNCH_BOUND_GROWTH * short.step_s:
-                times = f"{long.step_s * 1e3:.3g} ms a step against {short.step_s * 1e3:.3g} ms at seq_len={short.cell.axes['seq_len']}"
+                times = (
+                    f"{long.step_s * 1e3:.3g} ms a step against {short.step_s * 1e3:.3g} ms at"
+                    f" seq_len={short.cell.axes['seq_len']}"
+                )
                 found.append(f"{long.cell.cell_id}: {times}")
     return found
 
 
 def is_twin(axes: Mapping[str, str | int]) -> bool:
-    """Whether a cell is what others are held against: path dense, and of attention alone every dense kernel."""
+    """Whether a cell is what others are held against: path dense, and of attention alone every
+    dense kernel.
+    """
     return axes.get("path") in (DENSE_KINDS if axes.get("workload") in ATTENTION else ("dense",))
 
 
@@ -159,7 +203,15 @@ def _reading_order(row: Row) -> tuple[int, str, int, int, int, int, str, int, st
     fa2_off = 1 if axes.get("fa2") == "off" else 0
     turned = sum(name in axes and not unmarked(axes, name) for name in SWITCHES)
     sizes = int(axes.get("seq_len", 0)), int(axes.get("batch", 1)), turned
-    return (0 if workload == "train" else 1, workload, *sizes, rank, path, fa2_off, row.cell.cell_id)
+    return (
+        0 if workload == "train" else 1,
+        workload,
+        *sizes,
+        rank,
+        path,
+        fa2_off,
+        row.cell.cell_id,
+    )
 
 
 def _row(
@@ -177,29 +229,53 @@ def _row(
     ratios = [ratio for one in rows if one.parity for ratio in one.parity.tensors.values()]
     if parity is not None and not ratios and parity.tolerance > 0:
         ratios = [parity.max_error / parity.tolerance]
-    engaged, how = next(((dict(one.engaged), one.engaged_by) for one in rows if one.engaged), ({}, "call"))
+    engaged, how = next(
+        ((dict(one.engaged), one.engaged_by) for one in rows if one.engaged), ({}, "call")
+    )
     tail = next((one.stderr_tail for one in rows if one.stderr_tail), "")
     nulls = {} if ratios else {"parity": "no parity check was recorded"}
     good = usable(rows)
     if cell.cand_tok_per_s is None or not good:
-        nulls["every number"] = f"{'not published' if cell.verdict in UNTRUE else 'no speed'}: {cell.verdict}"
+        nulls["every number"] = (
+            f"{'not published' if cell.verdict in UNTRUE else 'no speed'}: {cell.verdict}"
+        )
         proof = max(ratios, default=None)
-        return Row(cell, planned, statuses, parity_ratio=proof, engaged=engaged, engaged_by=how, stderr_tail=tail, nulls=nulls)
+        return Row(
+            cell,
+            planned,
+            statuses,
+            parity_ratio=proof,
+            engaged=engaged,
+            engaged_by=how,
+            stderr_tail=tail,
+            nulls=nulls,
+        )
     twin = dense.get(without(cell.axes, "path", "fa2"))
-    utilisation = _median(good, lambda one: one.telemetry.utilisation_pct if one.telemetry else None)
+    utilisation = _median(
+        good, lambda one: one.telemetry.utilisation_pct if one.telemetry else None
+    )
     floor = _median(good, lambda one: one.physics.floor_fraction if one.physics else None)
     memory = [one.peak_memory_bytes for one in good if one.peak_memory_bytes is not None]
     profiles = [one.profile for one in good if one.profile is not None]
     busy = next((one.busy_fraction for one in profiles if one.busy_fraction is not None), None)
     host_bound = [one.host_bound for one in good if one.host_bound is not None]
     bound = None if not host_bound else "host" if any(host_bound) else "GPU"
-    device = _median(good, lambda one: one.profile.device_time_s if one.profile and one.profile.device_time_s > 0 else None)
+    device = _median(
+        good,
+        lambda one: (
+            one.profile.device_time_s if one.profile and one.profile.device_time_s > 0 else None
+        ),
+    )
     energy = _median(good, lambda one: one.energy_j_per_token)
-    cycles = _median(good, lambda one: one.cycles_per_step / one.tokens_per_step if one.cycles_per_step else None)
+    cycles = _median(
+        good, lambda one: one.cycles_per_step / one.tokens_per_step if one.cycles_per_step else None
+    )
     notes = dict.fromkeys(note for one in good if one.physics for note in one.physics.notes)
     nulls |= _nulls(good, twin, floor, bound, utilisation, memory, on_cpu, profiles)
     if cell.axes.get("workload") in SELECTED:
-        nulls["x dense"] = "the selected branch alone has no dense twin: full attention selects nothing"
+        nulls["x dense"] = (
+            "the selected branch alone has no dense twin: full attention selects nothing"
+        )
     nulls |= _absent_costs(good, device, energy, cycles, on_cpu)
     if band is None:
         nulls["± (95 %)"] = "one process, and no other cell tells its noise"
@@ -256,19 +332,34 @@ def _nulls(
     return found
 
 
-def _absent_costs(good: list[Replicate], device: float | None, energy: float | None, cycles: float | None, on_cpu: bool) -> dict[str, str]:
+def _absent_costs(
+    good: list[Replicate],
+    device: float | None,
+    energy: float | None,
+    cycles: float | None,
+    on_cpu: bool,
+) -> dict[str, str]:
     found = {}
     if device is None:
-        found["device ms a step"] = "a CPU has no device" if on_cpu else "no profiled step saw a kernel"
-    for column, value, field_ in (("mJ a token", energy, "energy_j_per_token"), ("cycles a token", cycles, "cycles_per_step")):
+        found["device ms a step"] = (
+            "a CPU has no device" if on_cpu else "no profiled step saw a kernel"
+        )
+    for column, value, field_ in (
+        ("mJ a token", energy, "energy_j_per_token"),
+        ("cycles a token", cycles, "cycles_per_step"),
+    ):
         if value is None:
-            found[column] = next((one.absent[field_] for one in good if one.absent.get(field_)), "not recorded")
+            found[column] = next(
+                (one.absent[field_] for one in good if one.absent.get(field_)), "not recorded"
+            )
     return found
 
 
 def _absent(good: list[Replicate]) -> str:
     samples: list[Telemetry] = [one.telemetry for one in good if one.telemetry is not None]
-    reasons = [one.absent["utilisation_pct"] for one in samples if one.absent.get("utilisation_pct")]
+    reasons = [
+        one.absent["utilisation_pct"] for one in samples if one.absent.get("utilisation_pct")
+    ]
     return reasons[0] if reasons else "no telemetry was recorded"
 
 

@@ -15,7 +15,9 @@ MAX_IDS = 6  # cells named for one reason; the table has all
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``compared``: shown where there is something to compare with; ``known``: only where some cell has a value."""
+    """``compared``: shown where there is something to compare with; ``known``: only where some cell
+    has a value.
+    """
 
     name: str
     value: Callable[[Row], str]
@@ -55,7 +57,10 @@ COLUMNS = (
     Column("x dense", lambda row: ratio(row.x_dense)),
     Column("% of floor", lambda row: fixed(row.floor_pct, 1)),
     Column("bound", lambda row: row.bound or NULL, right=False),
-    Column("utilisation", lambda row: NULL if row.utilisation_pct is None else f"{row.utilisation_pct:.0f} %"),
+    Column(
+        "utilisation",
+        lambda row: NULL if row.utilisation_pct is None else f"{row.utilisation_pct:.0f} %",
+    ),
     Column("memory, GiB", lambda row: fixed(row.memory_gib, 2)),
     Column("mJ a token", lambda row: number(row.mj_per_token), known=True),
     Column("cycles a token", lambda row: number(row.cycles_per_token), known=True),
@@ -82,7 +87,10 @@ def tables(rows: list[Row], shown: list[Column]) -> list[tuple[str, list[str]]]:
 def counters(row: Row) -> str:
     """How often each was called; where no call can be counted, how it is known."""
     counted = ", ".join(f"{name} {count}" for name, count in sorted(row.engaged.items()))
-    return escape(counted + (f" ({HOW[row.engaged_by]})" if counted and row.engaged_by in HOW else "")) or NULL
+    return (
+        escape(counted + (f" ({HOW[row.engaged_by]})" if counted and row.engaged_by in HOW else ""))
+        or NULL
+    )
 
 
 def ids(cells: list[str], total: int) -> str:
@@ -104,25 +112,65 @@ def listed(rows: Iterable[Row], verdicts: tuple[Verdict, ...]) -> list[tuple[str
 
 
 def fastest(rows: list[Row]) -> list[list[str]]:
-    """For each workload and length (batch, dtype, ...): the fastest path that is not dense, and the fastest dense twin."""
+    """For each workload and length (batch, dtype, ...): the fastest path that is not dense, and the
+    fastest dense twin.
+    """
     groups: dict[tuple[tuple[str, str | int], ...], list[Row]] = {}
     for row in rows:
         if row.tok_per_s is not None:
-            key = tuple((name, value) for name, value in row.cell.axes.items() if name not in ("path", "fa2"))
+            key = tuple(
+                (name, value)
+                for name, value in row.cell.axes.items()
+                if name not in ("path", "fa2")
+            )
             groups.setdefault(key, []).append(row)
-    several = {name for key in groups for name, value in key if any(dict(other).get(name) != value for other in groups)}
+    several = {
+        name
+        for key in groups
+        for name, value in key
+        if any(dict(other).get(name) != value for other in groups)
+    }
     found = []
     for key, members in groups.items():
-        best = max((row for row in members if not row.is_dense), key=lambda row: row.tok_per_s or 0.0, default=None)
-        dense = max((row for row in members if is_twin(row.cell.axes)), key=lambda row: row.tok_per_s or 0.0, default=None)
+        best = max(
+            (row for row in members if not row.is_dense),
+            key=lambda row: row.tok_per_s or 0.0,
+            default=None,
+        )
+        dense = max(
+            (row for row in members if is_twin(row.cell.axes)),
+            key=lambda row: row.tok_per_s or 0.0,
+            default=None,
+        )
         if best is None:
             continue
-        shown = [(name, value) for name, value in key if (name in several and not unmarked(dict(key), name)) or name == "workload"]
+        shown = [
+            (name, value)
+            for name, value in key
+            if (name in several and not unmarked(dict(key), name)) or name == "workload"
+        ]
         where = ", ".join(_named(name, value) for name, value in shown)
         which = f"{best.cell.axes.get('path')}, FA-2 {best.cell.axes.get('fa2')}"
-        speeds = [number(best.tok_per_s), number(dense.tok_per_s if dense else None), ratio(best.x_dense)]
-        devices = [number(best.device_ms), number(dense.device_ms if dense else None), ratio(_on_device(best, dense))]
-        found.append([escape(where), escape(which), *speeds, *devices, fixed(best.floor_pct, 1), best.bound or NULL])
+        speeds = [
+            number(best.tok_per_s),
+            number(dense.tok_per_s if dense else None),
+            ratio(best.x_dense),
+        ]
+        devices = [
+            number(best.device_ms),
+            number(dense.device_ms if dense else None),
+            ratio(_on_device(best, dense)),
+        ]
+        found.append(
+            [
+                escape(where),
+                escape(which),
+                *speeds,
+                *devices,
+                fixed(best.floor_pct, 1),
+                best.bound or NULL,
+            ]
+        )
     return found
 
 

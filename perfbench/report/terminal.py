@@ -1,4 +1,6 @@
-"""The same rows for a terminal: verdict first, every cell that is not green with its reason, then the table."""
+"""The same rows for a terminal: verdict first, every cell that is not green with its reason, then
+the table.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
 from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
 
 QUIET = (None, Verdict.SAME)
-_COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"} | {v.value: "yellow" for v in FAIL_UNDER_STRICT}
+_COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"} | {
+    v.value: "yellow" for v in FAIL_UNDER_STRICT
+}
 MIN_WIDTH = 60
 WIDE = 110  # from here on utilisation and memory have room
 MAX_OPEN = 5  # reasons printed of each kind of open cells; the report has all
@@ -39,7 +43,13 @@ def table(run: Run, judgement: Judgement, *, width: int, colour: bool) -> str:
     rows = rows_of(run, judgement)
     with console.capture() as captured:
         if run.manifest.injections:
-            console.print(Text(f"INJECTED FAULTS: {plain(', '.join(run.manifest.injections))}: a demonstration", style="bold magenta"))
+            console.print(
+                Text(
+                    f"INJECTED FAULTS: {plain(', '.join(run.manifest.injections))}: a"
+                    " demonstration",
+                    style="bold magenta",
+                )
+            )
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
@@ -47,15 +57,23 @@ def table(run: Run, judgement: Judgement, *, width: int, colour: bool) -> str:
             line = f"  {row.verdict} {plain(row.cell.cell_id)}: {plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
             if left:
-                console.print(Text(f"  and {left} more {row.verdict}, as the table shows", style=_style_of(row)))
+                console.print(
+                    Text(
+                        f"  and {left} more {row.verdict}, as the table shows", style=_style_of(row)
+                    )
+                )
         console.print(_cells(rows, compared=judgement.baseline is not None, wide=width >= WIDE))
         for column, reason, cells in null_reasons(rows):
-            console.print(Text(f"{column} {NULL}: {plain(reason)} ({len(cells)} cells)", style="dim"))
+            console.print(
+                Text(f"{column} {NULL}: {plain(reason)} ({len(cells)} cells)", style="dim")
+            )
     return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
 
 
 def _told(rows: list[Row]) -> Iterator[tuple[Row, int]]:
-    """Rows whose reason is printed, worst first; of open cells the first few, the last of them with how many are left."""
+    """Rows whose reason is printed, worst first; of open cells the first few, the last of them with
+    how many are left.
+    """
     loud = sorted((row for row in rows if row.cell.verdict not in QUIET), key=_worst_first)
     for verdict, members in groupby(loud, key=lambda row: row.cell.verdict):
         found = list(members)
@@ -81,13 +99,32 @@ def _style(judgement: Judgement) -> str:
 def _cells(rows: list[Row], *, compared: bool, wide: bool) -> Table:
     shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     shown.add_column("cell", overflow="fold", ratio=1)
-    names = ["tok/s", *(("change", "MDE") if compared else ("± 95 %",)), "dev ms", "x dense", "% floor", "bound"]
+    names = [
+        "tok/s",
+        *(("change", "MDE") if compared else ("± 95 %",)),
+        "dev ms",
+        "x dense",
+        "% floor",
+        "bound",
+    ]
     for name in [*names, *(("util", "GiB") if wide else ())]:
         shown.add_column(name, justify="right", no_wrap=True)
     shown.add_column("verdict", no_wrap=True)
     for row in rows:
-        values = [number(row.tok_per_s), *((signed_pct(row.cell.change_pct), mde(row.cell.mde_pct)) if compared else (half(row.half_pct),))]
-        values += [number(row.device_ms), ratio(row.x_dense), fixed(row.floor_pct, 1), row.bound or NULL]
+        values = [
+            number(row.tok_per_s),
+            *(
+                (signed_pct(row.cell.change_pct), mde(row.cell.mde_pct))
+                if compared
+                else (half(row.half_pct),)
+            ),
+        ]
+        values += [
+            number(row.device_ms),
+            ratio(row.x_dense),
+            fixed(row.floor_pct, 1),
+            row.bound or NULL,
+        ]
         values += [number(row.utilisation_pct, 2), fixed(row.memory_gib, 1)] if wide else []
         verdict = Text(row.verdict, style=_style_of(row))
         shown.add_row(Text(plain(row.cell.cell_id)), *(Text(value) for value in values), verdict)

@@ -1,4 +1,6 @@
-"""verdict.json: the judgement as data for other programs, with a JSON Schema (`perfbench schema verdict`)."""
+"""verdict.json: the judgement as data for other programs, with a JSON Schema (`perfbench schema
+verdict`).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ SCHEMA_VERSION: Literal[1] = 1
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, json_schema_serialization_defaults_required=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        json_schema_serialization_defaults_required=True,
+    )
 
 
 class Numbers(_Part):
@@ -100,7 +107,9 @@ class RunLine(_Part):
 
 
 class VerdictFile(_Part):
-    """Everything that decided the exit code; ``run`` is null where only the judgement was asked for."""
+    """Everything that decided the exit code; ``run`` is null where only the judgement was asked
+    for.
+    """
 
     kind: Literal["verdict"] = "verdict"
     schema_version: Literal[1] = SCHEMA_VERSION
@@ -118,7 +127,10 @@ class VerdictFile(_Part):
 
 def verdict_schema() -> dict[str, Any]:
     """JSON Schema (draft 2020-12) of verdict.json as it is written: every key is there."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **VerdictFile.model_json_schema(mode="serialization")}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **VerdictFile.model_json_schema(mode="serialization"),
+    }
 
 
 def text(run: Run | None, judgement: Judgement) -> str:
@@ -184,5 +196,9 @@ def _baseline(judgement: Judgement) -> BaselineLine | None:
     if base is None:
         return None
     return BaselineLine(
-        matrix_name=base.matrix_name, run_id=base.run_id, promoted_utc=base.promoted_utc, commit=base.commit, dirty=base.dirty
+        matrix_name=base.matrix_name,
+        run_id=base.run_id,
+        promoted_utc=base.promoted_utc,
+        commit=base.commit,
+        dirty=base.dirty,
     )

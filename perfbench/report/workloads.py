@@ -1,4 +1,6 @@
-"""Tables of what some workloads add: caches of decode and prefill, forward and backward of attention, or of its selected branch, alone."""
+"""Tables of what some workloads add: caches of decode and prefill, forward and backward of
+attention, or of its selected branch, alone.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,16 @@ from perfbench.verdict import PerfbenchError
 
 MIB = 2**20
 NO_NUMBER = "A dash: not measured, or not proved."
-SHOWN = ("workload", "seq_len", "batch", "chunk", "path", "selection")  # axes with a column or a title of their own
-SAME_KEYS = 1e-6  # counted keys are means over queries and layers: beyond this they differ, not their rounding
+SHOWN = (
+    "workload",
+    "seq_len",
+    "batch",
+    "chunk",
+    "path",
+    "selection",
+)  # axes with a column or a title of their own
+# counted keys are means over queries and layers: beyond this they differ, not their rounding
+SAME_KEYS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,11 @@ def tables(run: Run, rows: Sequence[Row]) -> list[Table]:
     found = [_cached(name, mine, _model(run)) for name in CACHED if (mine := _of(rows, name))]
     alone = [row for name in ATTENTION for row in _of(rows, name)]
     branch = [row for name in SELECTED for row in _of(rows, name)]
-    return [*found, *([_attention(alone)] if alone else []), *([_selected(branch)] if branch else [])]
+    return [
+        *found,
+        *([_attention(alone)] if alone else []),
+        *([_selected(branch)] if branch else []),
+    ]
 
 
 def _of(rows: Sequence[Row], workload: str) -> list[Row]:
@@ -53,7 +67,9 @@ def _model(run: Run) -> ModelConfig | None:
 
 
 def closed_form(model: ModelConfig, workload: str, tokens: int) -> Mapping[str, float]:
-    """Keys a query and kv head for each branch: of the token that a decode step adds to ``tokens``, or the mean of a prefill's."""
+    """Keys a query and kv head for each branch: of the token that a decode step adds to ``tokens``,
+    or the mean of a prefill's.
+    """
     if workload == "decode":
         return physics.keys_of_query(model, tokens)
     pairs = BlockGrid.of(model.nsa).pairs(tokens)
@@ -63,10 +79,19 @@ def closed_form(model: ModelConfig, workload: str, tokens: int) -> Mapping[str, 
 def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
     decodes = workload == "decode"
     size = ["batch", "context"] if decodes else ["batch", "prompt", "chunk"]
-    head = ["path", *size, "ms a step", "tok/s", *(f"{branch}: keys a query" for branch in BRANCHES), "caches, MiB"]
+    head = [
+        "path",
+        *size,
+        "ms a step",
+        "tok/s",
+        *(f"{branch}: keys a query" for branch in BRANCHES),
+        "caches, MiB",
+    ]
     several = _varying(rows)
     lines = []
-    for row in sorted(rows, key=lambda row: (int(row.cell.axes["batch"]), int(row.cell.axes["seq_len"]))):
+    for row in sorted(
+        rows, key=lambda row: (int(row.cell.axes["batch"]), int(row.cell.axes["seq_len"]))
+    ):
         held = row.cache.tokens if row.cache is not None else None
         sizes = (
             [f"{row.cell.axes['batch']}", f"{held or row.cell.axes['seq_len']:,}"]
@@ -76,10 +101,30 @@ def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
         formula = {} if model is None or held is None else closed_form(model, workload, held)
         keys = [_keys(row, branch, formula.get(branch)) for branch in BRANCHES]
         mib = None if row.cache is None else row.cache.memory_bytes / MIB
-        lines.append([_path(row, several), *sizes, number(row.step_ms), number(row.tok_per_s), *keys, fixed(mib, 1)])
-    what = "A step is one token for each sequence." if decodes else "A step is a whole prompt; keys are the mean over its queries."
-    source = "in brackets the closed form" if model is not None else "this perfbench cannot read the run's matrix, so no closed form"
-    keys_note = f"Keys are those that a query attends to for each KV head, counted in one untimed step, {source}; bold where they differ."
+        lines.append(
+            [
+                _path(row, several),
+                *sizes,
+                number(row.step_ms),
+                number(row.tok_per_s),
+                *keys,
+                fixed(mib, 1),
+            ]
+        )
+    what = (
+        "A step is one token for each sequence."
+        if decodes
+        else "A step is a whole prompt; keys are the mean over its queries."
+    )
+    source = (
+        "in brackets the closed form"
+        if model is not None
+        else "this perfbench cannot read the run's matrix, so no closed form"
+    )
+    keys_note = (
+        "Keys are those that a query attends to for each KV head, counted in one untimed step,"
+        f" {source}; bold where they differ."
+    )
     return Table(workload, head, lines, f"{what} {keys_note} Caches are of all layers. {NO_NUMBER}")
 
 
@@ -97,58 +142,104 @@ def _count(keys: float | None) -> str:
 
 def _attention(rows: list[Row]) -> Table:
     """One line for each path and shape, over both workloads."""
-    whole, forward = ({without(row.cell.axes, "workload"): row for row in _of(rows, name)} for name in ATTENTION)
+    whole, forward = (
+        {without(row.cell.axes, "workload"): row for row in _of(rows, name)} for name in ATTENTION
+    )
     several = _varying(rows)
-    head = ["path", "batch", "seq_len", "forward ms", "backward ms", "both ms", "x dense, forward", "x dense, both", "best dense", "bound"]
+    head = [
+        "path",
+        "batch",
+        "seq_len",
+        "forward ms",
+        "backward ms",
+        "both ms",
+        "x dense, forward",
+        "x dense, both",
+        "best dense",
+        "bound",
+    ]
     lines = []
     for key in dict.fromkeys(without(row.cell.axes, "workload") for row in rows):
         one = whole.get(key) or forward[key]
         mine = [found.get(key) for found in (forward, whole)]
         best = [_best_dense(found.values(), key) for found in (forward, whole)]
         times = [None if row is None else row.step_ms for row in mine]
-        ratios = [ratio(row.step_ms / time if row and row.step_ms and time else None) for row, time in zip(best, times, strict=True)]
+        ratios = [
+            ratio(row.step_ms / time if row and row.step_ms and time else None)
+            for row, time in zip(best, times, strict=True)
+        ]
         names = dict.fromkeys(str(row.cell.axes["path"]) for row in best if row)
         bounds = dict.fromkeys(row.bound for row in mine if row and row.bound)
         sizes = [f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len")]
         shown = [number(times[0]), number(backward_ms(*mine)), number(times[1])]
-        lines.append([_path(one, several), *sizes, *shown, *ratios, escape(", ".join(names)) or NULL, " / ".join(bounds) or NULL])
+        lines.append(
+            [
+                _path(one, several),
+                *sizes,
+                *shown,
+                *ratios,
+                escape(", ".join(names)) or NULL,
+                " / ".join(bounds) or NULL,
+            ]
+        )
     note = (
-        "Attention alone, no projections. Backward is both less the forward of the same shape, each timed on its own. "
-        "x dense is against the fastest dense kernel measured at that shape, above 1 being faster. "
-        f"{NO_NUMBER}"
+        "Attention alone, no projections. Backward is both less the forward of the same shape,"
+        " each timed on its own. x dense is against the fastest dense kernel measured at that"
+        f" shape, above 1 being faster. {NO_NUMBER}"
     )
     return Table("attention", head, lines, note)
 
 
 def _selected(rows: list[Row]) -> Table:
-    """One line for each path, shape and kind of selection, over both workloads; the kinds in their order."""
-    whole, forward = ({without(row.cell.axes, "workload"): row for row in _of(rows, name)} for name in SELECTED)
+    """One line for each path, shape and kind of selection, over both workloads; the kinds in their
+    order.
+    """
+    whole, forward = (
+        {without(row.cell.axes, "workload"): row for row in _of(rows, name)} for name in SELECTED
+    )
     several = _varying(rows)
     lines = []
-    for key in sorted(dict.fromkeys(without(row.cell.axes, "workload") for row in rows), key=_by_kind):
+    for key in sorted(
+        dict.fromkeys(without(row.cell.axes, "workload") for row in rows), key=_by_kind
+    ):
         one = whole.get(key) or forward[key]
         mine = [found.get(key) for found in (forward, whole)]
         times = [None if row is None else row.step_ms for row in mine]
         bounds = dict.fromkeys(row.bound for row in mine if row and row.bound)
-        sizes = [str(one.cell.axes["selection"]), *(f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len"))]
+        sizes = [
+            str(one.cell.axes["selection"]),
+            *(f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len")),
+        ]
         shown = [number(times[0]), number(backward_ms(*mine)), number(times[1])]
         lines.append([_path(one, several), *sizes, *shown, " / ".join(bounds) or NULL])
     note = (
-        "The selected branch alone, on blocks that it is given. Every kind of selection reads the same number of keys. Backward is both "
-        f"less the forward of the same shape, each timed on its own. {NO_NUMBER}"
+        "The selected branch alone, on blocks that it is given. Every kind of selection reads the"
+        " same number of keys. Backward is both less the forward of the same shape, each timed on"
+        f" its own. {NO_NUMBER}"
     )
     return Table(
-        "selected", ["path", "selection", "batch", "seq_len", "forward ms", "backward ms", "both ms", "bound"], lines, note, left=2
+        "selected",
+        ["path", "selection", "batch", "seq_len", "forward ms", "backward ms", "both ms", "bound"],
+        lines,
+        note,
+        left=2,
     )
 
 
 def _by_kind(key: Key) -> tuple[int, int, int, str]:
     axes = dict(key)
-    return int(axes["batch"]), int(axes["seq_len"]), SELECTIONS.index(str(axes["selection"])), str(axes["path"])
+    return (
+        int(axes["batch"]),
+        int(axes["seq_len"]),
+        SELECTIONS.index(str(axes["selection"])),
+        str(axes["path"]),
+    )
 
 
 def backward_ms(forward: Row | None, whole: Row | None) -> float | None:
-    """What the backward adds to the forward; null unless both have a proved speed and the difference is a time."""
+    """What the backward adds to the forward; null unless both have a proved speed and the
+    difference is a time.
+    """
     if forward is None or whole is None or forward.step_ms is None or whole.step_ms is None:
         return None
     return whole.step_ms - forward.step_ms if whole.step_ms > forward.step_ms else None
@@ -156,13 +247,26 @@ def backward_ms(forward: Row | None, whole: Row | None) -> float | None:
 
 def _best_dense(rows: Iterable[Row], key: Key) -> Row | None:
     same = without(dict(key), "path", "fa2")
-    twins = [row for row in rows if is_twin(row.cell.axes) and without(row.cell.axes, "workload", "path", "fa2") == same]
-    return min((row for row in twins if row.step_ms is not None), key=lambda row: row.step_ms or 0.0, default=None)
+    twins = [
+        row
+        for row in rows
+        if is_twin(row.cell.axes) and without(row.cell.axes, "workload", "path", "fa2") == same
+    ]
+    return min(
+        (row for row in twins if row.step_ms is not None),
+        key=lambda row: row.step_ms or 0.0,
+        default=None,
+    )
 
 
 def _varying(rows: Sequence[Row]) -> list[str]:
     """Axes, in their order, in which these cells differ and which have no column."""
-    return [name for name in AXES if name not in SHOWN and len({row.cell.axes.get(name) for row in rows if not _unnamed(row, name)}) > 1]
+    return [
+        name
+        for name in AXES
+        if name not in SHOWN
+        and len({row.cell.axes.get(name) for row in rows if not _unnamed(row, name)}) > 1
+    ]
 
 
 def _unnamed(row: Row, name: str) -> bool:
@@ -170,5 +274,9 @@ def _unnamed(row: Row, name: str) -> bool:
 
 
 def _path(row: Row, several: Sequence[str]) -> str:
-    rest = [f"{'FA-2' if name == 'fa2' else name} {row.cell.axes[name]}" for name in several if not _unnamed(row, name)]
+    rest = [
+        f"{'FA-2' if name == 'fa2' else name} {row.cell.axes[name]}"
+        for name in several
+        if not _unnamed(row, name)
+    ]
     return escape(", ".join([str(row.cell.axes.get("path", NULL)), *rest]))

@@ -1,4 +1,6 @@
-"""The parts of NSA that bench_fusion compiles: each a module, with the inputs that it takes in a model."""
+"""The parts of NSA that bench_fusion compiles: each a module, with the inputs that it takes in a
+model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class GateAndCombine(nn.Module):
         super().__init__()
         self.gate: nn.Module = SigmoidGate(model.dim, model.num_heads)
         if kind == "softmax":
-            self.gate = SoftmaxGate(model.num_kv_heads, model.head_dim, temperature=1.0, branches=model.nsa.branches)
+            self.gate = SoftmaxGate(
+                model.num_kv_heads, model.head_dim, temperature=1.0, branches=model.nsa.branches
+            )
 
     def forward(self, x: Tensor, q: Tensor, cmp: Tensor, sel: Tensor, win: Tensor) -> Tensor:
         return gated_sum(self.gate(x, q), [cmp, sel, win], (0, 1, 2))
@@ -54,7 +58,9 @@ class Step(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         logits = self.model(ids).flatten(0, 1).float()
-        return nn.functional.cross_entropy(logits, next_token_labels(ids).flatten(), ignore_index=IGNORED_LABEL)
+        return nn.functional.cross_entropy(
+            logits, next_token_labels(ids).flatten(), ignore_index=IGNORED_LABEL
+        )
 
     def compile_blocks(self, backend: str) -> None:
         for block in self.model.blocks:
@@ -63,7 +69,9 @@ class Step(nn.Module):
 
 @dataclass(frozen=True)
 class Part:
-    """``inputs`` makes the arguments of ``module`` for (batch, tokens) in a dtype, those with a gradient asking for it."""
+    """``inputs`` makes the arguments of ``module`` for (batch, tokens) in a dtype, those with a
+    gradient asking for it.
+    """
 
     name: str
     module: Callable[[], nn.Module]
@@ -79,15 +87,26 @@ def parts(model: ModelConfig, dtype: torch.dtype, device: str) -> dict[str, Part
 
     def gate_inputs(B: int, T: int, _: torch.dtype) -> list[Tensor]:
         heads = (B, T, model.num_heads)
-        return [randn(B, T, model.dim), randn(*heads, model.head_dim), *(randn(*heads, model.value_dim) for _ in range(3))]
+        return [
+            randn(B, T, model.dim),
+            randn(*heads, model.head_dim),
+            *(randn(*heads, model.value_dim) for _ in range(3)),
+        ]
 
     def rope_inputs(B: int, T: int, of: torch.dtype) -> list[Tensor]:
-        theta = angles(torch.arange(T, device=device)[None], model.head_dim, base=model.nsa.rope_base, scale=model.nsa.rope_scale)
+        theta = angles(
+            torch.arange(T, device=device)[None],
+            model.head_dim,
+            base=model.nsa.rope_base,
+            scale=model.nsa.rope_scale,
+        )
         return [randn(B, T, model.dim), turns(theta, of)]
 
     def layer(path: str) -> Callable[[], nn.Module]:
         heads = (model.dim, model.num_heads, model.num_kv_heads, model.head_dim, model.v_head_dim)
-        return lambda: NSAAttention(*heads, config=model.nsa, path=path, fa2="off" if path == "masked" else "auto")
+        return lambda: NSAAttention(
+            *heads, config=model.nsa, path=path, fa2="off" if path == "masked" else "auto"
+        )
 
     def states(B: int, T: int, _: torch.dtype) -> list[Tensor]:
         return [randn(B, T, model.dim)]
@@ -97,8 +116,18 @@ def parts(model: ModelConfig, dtype: torch.dtype, device: str) -> dict[str, Part
 
     wide = WIDER[dtype]
     made = [
-        Part("gate+combine softmax", lambda: GateAndCombine(model, "softmax"), gate_inputs, torch.float64),
-        Part("gate+combine sigmoid", lambda: GateAndCombine(model, "sigmoid"), gate_inputs, torch.float64),
+        Part(
+            "gate+combine softmax",
+            lambda: GateAndCombine(model, "softmax"),
+            gate_inputs,
+            torch.float64,
+        ),
+        Part(
+            "gate+combine sigmoid",
+            lambda: GateAndCombine(model, "sigmoid"),
+            gate_inputs,
+            torch.float64,
+        ),
         Part("projections+rope", lambda: ProjectAndRotate(model), rope_inputs, torch.float64),
         Part("layer masked", layer("masked"), states, wide),
         Part("layer v2", layer("v2"), states, wide),

@@ -1,4 +1,6 @@
-"""Every operation of NSA as test_ops times it: a function of tensors, its inputs, and the oracle's function of the same inputs."""
+"""Every operation of NSA as test_ops times it: a function of tensors, its inputs, and the oracle's
+function of the same inputs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """``function(*tensors)``; ``truth`` is the same in fp64, and None where the result is blocks (then `blocks_of_oracle` tells them)."""
+    """``function(*tensors)``; ``truth`` is the same in fp64, and None where the result is blocks
+    (then `blocks_of_oracle` tells them).
+    """
 
     function: Function
     truth: Function | None
@@ -50,13 +54,27 @@ Make = Callable[[Shape], Call]
 
 def operations(*, triton: bool) -> Mapping[str, Make]:
     """By name, 'operation implementation'; those of path triton only where Triton runs on a GPU."""
-    made: dict[str, Make] = {f"compress {phi}": lambda s, phi=phi: _compress(s, phi) for phi in PHI_KINDS}  # type: ignore[misc]
-    made |= {"cmp sdpa": _compressed_sdpa, "choose torch": _choose, "win sdpa": _window, "gated-sum torch": _gated_sum(combine.gated_sum)}
+    made: dict[str, Make] = {
+        f"compress {phi}": lambda s, phi=phi: _compress(s, phi) for phi in PHI_KINDS
+    }  # type: ignore[misc]
+    made |= {
+        "cmp sdpa": _compressed_sdpa,
+        "choose torch": _choose,
+        "win sdpa": _window,
+        "gated-sum torch": _gated_sum(combine.gated_sum),
+    }
     paths = [path for path in Path if triton or path is not Path.TRITON]
     made |= {f"sel {path}": _selected(path) for path in paths}
     if triton:
-        made |= {"cmp triton": _compressed_triton, "choose triton": _choose_triton, "win triton": _window_triton}
-        made |= {"gated-sum triton": _gated_sum(combine.fused_gated_sum), "compress triton": _means_triton}
+        made |= {
+            "cmp triton": _compressed_triton,
+            "choose triton": _choose_triton,
+            "win triton": _window_triton,
+        }
+        made |= {
+            "gated-sum triton": _gated_sum(combine.fused_gated_sum),
+            "compress triton": _means_triton,
+        }
     made |= {f"rope {kind}": _rope(kind) for kind in ("interleaved", "half")}
     made |= {f"nsa {path}": _whole(path) for path in paths if not SPECS[path].slow}
     return made
@@ -88,8 +106,14 @@ def _compressed_kv(s: Shape) -> tuple[Tensor, Tensor]:
 def _compress(s: Shape, phi: str) -> Call:
     config, (x, _) = replace(s.config, phi=phi), _kv(s)
     shapes = param_shapes(config, s.dim)
-    params = [_tensor(s, *size, seed=9 + i) * size[-1] ** -0.5 for i, size in enumerate(shapes.values())]
-    truths = {"mean": oracle.compress_mean, "linear": oracle.compress_linear, "mlp": oracle.compress_mlp}
+    params = [
+        _tensor(s, *size, seed=9 + i) * size[-1] ** -0.5 for i, size in enumerate(shapes.values())
+    ]
+    truths = {
+        "mean": oracle.compress_mean,
+        "linear": oracle.compress_linear,
+        "mlp": oracle.compress_mlp,
+    }
 
     def function(x: Tensor, *given: Tensor) -> Tensor:
         return compress(x, config=config, params=dict(zip(shapes, given, strict=True)) or None)
@@ -137,13 +161,24 @@ def _compressed_triton(s: Shape) -> Call:
 
 
 def _choose(s: Shape) -> Call:
-    return Call(lambda q, k: select_blocks(q, k, config=s.config, kv_len=s.tokens), None, ("q", "k"), (_q(s), _compressed_kv(s)[0]))
+    return Call(
+        lambda q, k: select_blocks(q, k, config=s.config, kv_len=s.tokens),
+        None,
+        ("q", "k"),
+        (_q(s), _compressed_kv(s)[0]),
+    )
 
 
 def _choose_triton(s: Shape) -> Call:
     """From the lse that the compressed branch left, which is an input here."""
     c, q, (k, v) = s.config, _q(s), _compressed_kv(s)
-    at = {"block": c.cmp_block, "stride": c.cmp_stride, "q_start": 0, "first": None, "scale": s.dim**-0.5}
+    at = {
+        "block": c.cmp_block,
+        "stride": c.cmp_stride,
+        "q_start": 0,
+        "first": None,
+        "scale": s.dim**-0.5,
+    }
     _, lse = interval.attend(q, k, v, width=None, **at)
     slots = {"num_selected": c.num_selected, "num_initial": c.num_initial, "num_local": c.num_local}
 
@@ -176,16 +211,28 @@ def _window(s: Shape) -> Call:
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliding_attention(q, k, v, window=width, fa2="off")
 
-    return Call(function, lambda q, k, v: oracle.sliding(q, k, v, window=width), ("q", "k", "v"), (_q(s), *_kv(s)))
+    return Call(
+        function,
+        lambda q, k, v: oracle.sliding(q, k, v, window=width),
+        ("q", "k", "v"),
+        (_q(s), *_kv(s)),
+    )
 
 
 def _window_triton(s: Shape) -> Call:
     width = s.config.window
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return interval.attend(q, k, v, block=1, stride=1, width=width, q_start=0, scale=s.dim**-0.5)[0]
+        return interval.attend(
+            q, k, v, block=1, stride=1, width=width, q_start=0, scale=s.dim**-0.5
+        )[0]
 
-    return Call(function, lambda q, k, v: oracle.sliding(q, k, v, window=width), ("q", "k", "v"), (_q(s), *_kv(s)))
+    return Call(
+        function,
+        lambda q, k, v: oracle.sliding(q, k, v, window=width),
+        ("q", "k", "v"),
+        (_q(s), *_kv(s)),
+    )
 
 
 def _gated_sum(implementation: Callable[..., Tensor]) -> Make:
@@ -206,10 +253,15 @@ def _gated_sum(implementation: Callable[..., Tensor]) -> Make:
 def _rope(kind: str) -> Make:
     def make(s: Shape) -> Call:
         position_T = torch.arange(s.tokens, device=s.device)
-        by = turns(angles(position_T[None], s.dim, base=s.config.rope_base, scale=s.config.rope_scale), s.dtype)
+        by = turns(
+            angles(position_T[None], s.dim, base=s.config.rope_base, scale=s.config.rope_scale),
+            s.dtype,
+        )
 
         def truth(x: Tensor) -> Tensor:
-            return oracle.rope(x, position_T, base=s.config.rope_base, scale=s.config.rope_scale, kind=kind)
+            return oracle.rope(
+                x, position_T, base=s.config.rope_base, scale=s.config.rope_scale, kind=kind
+            )
 
         return Call(lambda x: rotate(x, by, kind=kind), truth, ("x",), (_q(s),))
 
@@ -221,14 +273,22 @@ def _whole(path: Path) -> Make:
         def function(q: Tensor, *rest: Tensor) -> Tensor:
             *kv, gates = rest
             branches = tuple(kv[:2]), tuple(kv[2:4]), tuple(kv[4:])
-            return nsa_attention(q, *branches, gates, config=s.config, path=path, nonnegative_gates=True)
+            return nsa_attention(
+                q, *branches, gates, config=s.config, path=path, nonnegative_gates=True
+            )
 
         def truth(q: Tensor, *rest: Tensor) -> Tensor:
             *kv, gates = rest
-            return oracle.nsa(q, tuple(kv[:2]), tuple(kv[2:4]), tuple(kv[4:]), gates, config=s.config)
+            return oracle.nsa(
+                q, tuple(kv[:2]), tuple(kv[2:4]), tuple(kv[4:]), gates, config=s.config
+            )
 
         kv = [x for seed in (2, 4, 6) for x in _kv(s, seed=seed)]
-        names = ("q", *(f"{kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in ("k", "v")), "gates")
+        names = (
+            "q",
+            *(f"{kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in ("k", "v")),
+            "gates",
+        )
         return Call(function, truth, names, (_q(s), *kv, _gates(s)))
 
     return make

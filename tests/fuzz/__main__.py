@@ -1,6 +1,9 @@
-"""Coverage-guided fuzzing: ``python -m tests.fuzz [READER ...] [--seconds 120]``. Needs the extra `fuzz` (atheris).
+"""Coverage-guided fuzzing: ``python -m tests.fuzz [READER ...] [--seconds 120]``.
 
-Each reader has a process of its own, which ends with its first finding; the input is kept, and its path printed.
+Needs the extra `fuzz` (atheris).
+
+Each reader has a process of its own, which ends with its first finding; the input is kept, and its
+path printed.
 """
 
 from __future__ import annotations
@@ -25,10 +28,18 @@ MEMORY_MB = 2048
 def main() -> int:
     """0 where no reader has a finding, else 1."""
     asked = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    asked.add_argument("readers", nargs="*", metavar="READER", help=f"all by default: {', '.join(READERS)}")
+    asked.add_argument(
+        "readers", nargs="*", metavar="READER", help=f"all by default: {', '.join(READERS)}"
+    )
     asked.add_argument("--seconds", type=int, default=120, help="for each reader")
-    asked.add_argument("--out", type=Path, help="where the corpus and the findings go; a new temporary folder by default")
-    asked.add_argument("--here", action="store_true", help=argparse.SUPPRESS)  # the process of one reader
+    asked.add_argument(
+        "--out",
+        type=Path,
+        help="where the corpus and the findings go; a new temporary folder by default",
+    )
+    asked.add_argument(
+        "--here", action="store_true", help=argparse.SUPPRESS
+    )  # the process of one reader
     options = asked.parse_args()
     names: list[str] = options.readers or list(READERS)
     if unknown := [name for name in names if name not in READERS]:
@@ -39,7 +50,17 @@ def main() -> int:
     red = []
     for name in names:
         print(f"== {name}: {options.seconds} s, in {out / name}", flush=True)
-        command = [sys.executable, "-m", "tests.fuzz", name, "--seconds", str(options.seconds), "--out", str(out), "--here"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.fuzz",
+            name,
+            "--seconds",
+            str(options.seconds),
+            "--out",
+            str(out),
+            "--here",
+        ]
         if subprocess.run(command, check=False).returncode:
             red.append(name)
     print(f"findings: {', '.join(red) or 'none'}; in {out}", flush=True)
@@ -63,8 +84,19 @@ def fuzz(name: str, seconds: int, out: Path) -> None:
     def once(data: bytes) -> None:
         survives(name, data, scratch)
 
-    limits = [f"-max_total_time={seconds}", f"-max_len={MAX_BYTES}", f"-timeout={TIMEOUT_S}", f"-rss_limit_mb={MEMORY_MB}"]
-    arguments = [sys.argv[0], *limits, f"-artifact_prefix={out / name}/", "-print_final_stats=1", str(corpus)]
+    limits = [
+        f"-max_total_time={seconds}",
+        f"-max_len={MAX_BYTES}",
+        f"-timeout={TIMEOUT_S}",
+        f"-rss_limit_mb={MEMORY_MB}",
+    ]
+    arguments = [
+        sys.argv[0],
+        *limits,
+        f"-artifact_prefix={out / name}/",
+        "-print_final_stats=1",
+        str(corpus),
+    ]
     atheris.Setup(arguments, once, custom_mutator=mutate)
     atheris.Fuzz()
 

@@ -1,4 +1,6 @@
-"""Damage that keeps a document's shape, so that it comes past the parser and reaches the checks behind it."""
+"""Damage that keeps a document's shape, so that it comes past the parser and reaches the checks
+behind it.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,139 @@ from typing import Any
 Mutate = Callable[[bytes, Random], bytes]
 
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**18, -(10**30), 10**400, int("9" * 4300), 0.0, -0.0, 0.5, 1e308, 1e-308, 5e-324,
-    -1.5, "", " ", "x", "1", "NaN", "\ud800", "\x00", "\x1b[31m", "a\nb", "\u2028", "\ufeff", "é" * 300, "n/a", "ok", "tune-cpu",
-    "tune-sm9.0", "tune-sm²." + "9" * 5000, "2026-01-01T00:00:00Z", [], {}, [None], [[]], [0.0, 0.0], [1e308] * 3, [5e-324] * 3,
-    {"": None}, {"cell_id": 1}, {"path": "v2"}, {"\ud800": "\ud800"}, float("nan"), float("inf"),
-)  # fmt: skip
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    2**31,
+    2**63,
+    10**18,
+    -(10**30),
+    10**400,
+    int("9" * 4300),
+    0.0,
+    -0.0,
+    0.5,
+    1e308,
+    1e-308,
+    5e-324,
+    -1.5,
+    "",
+    " ",
+    "x",
+    "1",
+    "NaN",
+    "\ud800",
+    "\x00",
+    "\x1b[31m",
+    "a\nb",
+    "\u2028",
+    "\ufeff",
+    "é" * 300,
+    "n/a",
+    "ok",
+    "tune-cpu",
+    "tune-sm9.0",
+    "tune-sm²." + "9" * 5000,
+    "2026-01-01T00:00:00Z",
+    [],
+    {},
+    [None],
+    [[]],
+    [0.0, 0.0],
+    [1e308] * 3,
+    [5e-324] * 3,
+    {"": None},
+    {"cell_id": 1},
+    {"path": "v2"},
+    {"\ud800": "\ud800"},
+    float("nan"),
+    float("inf"),
+)
 WORDS = (
-    "&a ", "*a", "<<: ", "!!int ", "!x ", "%YAML 1.1\n", "---\n", "...\n", "? ", "- ", ": ", "{", "}", "[", "]", ", ", "|\n", ">-\n", "#",
-    '"', "'", '"\\ud800"', '"\\UFFFFFFFF"', '"\\x00"', "~", "null", "true", "on", "off", "0", "-1", "1.5", "010", "0x1F", "1_000", "1e5",
-    "1e999", ".nan", "9" * 5000, "2**31", "'>=128'", ">0", "128", "999999999", "100000000000000000", "\t", "\r\n", "\x00", "\ufeff",
-    "\u0085", "\u2028", "v1", "v2", "masked", "dense", "triton", "train", "decode", "chunked_prefill", "attention", "bf16", "fp32", "tiny",
-    "m7c_125m", "preset: tiny", "match: {}", "reason: x", "{l: 16, d: 16}", "n_sel: 0", "num_layers: 0", "gemm", "sel.v2",
-)  # fmt: skip
+    "&a ",
+    "*a",
+    "<<: ",
+    "!!int ",
+    "!x ",
+    "%YAML 1.1\n",
+    "---\n",
+    "...\n",
+    "? ",
+    "- ",
+    ": ",
+    "{",
+    "}",
+    "[",
+    "]",
+    ", ",
+    "|\n",
+    ">-\n",
+    "#",
+    '"',
+    "'",
+    '"\\ud800"',
+    '"\\UFFFFFFFF"',
+    '"\\x00"',
+    "~",
+    "null",
+    "true",
+    "on",
+    "off",
+    "0",
+    "-1",
+    "1.5",
+    "010",
+    "0x1F",
+    "1_000",
+    "1e5",
+    "1e999",
+    ".nan",
+    "9" * 5000,
+    "2**31",
+    "'>=128'",
+    ">0",
+    "128",
+    "999999999",
+    "100000000000000000",
+    "\t",
+    "\r\n",
+    "\x00",
+    "\ufeff",
+    "\u0085",
+    "\u2028",
+    "v1",
+    "v2",
+    "masked",
+    "dense",
+    "triton",
+    "train",
+    "decode",
+    "chunked_prefill",
+    "attention",
+    "bf16",
+    "fp32",
+    "tiny",
+    "m7c_125m",
+    "preset: tiny",
+    "match: {}",
+    "reason: x",
+    "{l: 16, d: 16}",
+    "n_sel: 0",
+    "num_layers: 0",
+    "gemm",
+    "sel.v2",
+)
 
 
 def of_json(data: bytes, random: Random) -> bytes:
-    """A JSON document with one to three of its values replaced, lost, doubled or exchanged; other bytes as they are."""
+    """A JSON document with one to three of its values replaced, lost, doubled or exchanged; other
+    bytes as they are.
+    """
     try:
         whole = [json.loads(data)]
     except (ValueError, RecursionError):
@@ -53,7 +172,9 @@ def of_json_lines(data: bytes, random: Random) -> bytes:
 
 
 def of_yaml(data: bytes, random: Random) -> bytes:
-    """Up to three of: a word replaced by another of a matrix or a hostile one, a line lost, doubled, moved or indented."""
+    """Up to three of: a word replaced by another of a matrix or a hostile one, a line lost,
+    doubled, moved or indented.
+    """
     lines = data.decode("utf-8", "replace").split("\n")
     for _ in range(random.randint(1, 3)):
         at = random.randrange(len(lines))
@@ -76,7 +197,9 @@ def _other_word(line: str, lines: list[str], random: Random) -> str:
     gone = random.choice(found)
     near = re.findall(r"[\w.>=<+-]+", random.choice(lines)) or [""]
     new = random.choice((random.choice(WORDS), random.choice(near)))
-    return line[: gone.start()] + new + line[gone.end() if random.random() < 0.8 else gone.start() :]
+    return (
+        line[: gone.start()] + new + line[gone.end() if random.random() < 0.8 else gone.start() :]
+    )
 
 
 def _damage(whole: Any, random: Random) -> None:
@@ -93,8 +216,12 @@ def _damage(whole: Any, random: Random) -> None:
         other, at = random.choice(list(_places(whole)))
         holder[key] = deepcopy(other[at])
     elif kind == 3 and isinstance(holder, dict):
-        holder[random.choice(("", "x", "kind", "\ud800", "a\nb", *map(str, holder)))] = holder.pop(key)
-    elif kind == 4 and isinstance(holder[key], int | float) and abs(holder[key]) < 10**400:  # Python writes no more than 4,300 digits
+        holder[random.choice(("", "x", "kind", "\ud800", "a\nb", *map(str, holder)))] = holder.pop(
+            key
+        )
+    elif (
+        kind == 4 and isinstance(holder[key], int | float) and abs(holder[key]) < 10**400
+    ):  # Python writes no more than 4,300 digits
         with suppress(OverflowError):
             holder[key] = random.choice((-1, 1000, 10**9, 0.5, 1e300)) * holder[key]
     else:

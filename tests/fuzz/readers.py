@@ -1,6 +1,7 @@
 """What is fuzzed: every reader of a file that a user may hand over, and valid files to start from.
 
-A reader passes where it returns or refuses with a PerfbenchError that the command line can print. Everything else is a finding.
+A reader passes where it returns or refuses with a PerfbenchError that the command line can print.
+Everything else is a finding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,19 @@ from pathlib import Path
 from nsa.capability import assumed
 from nsa.config import preset
 from nsa.settings import Settings
-from perfbench import baselinefile, gate, judgement, nights, pair, runfile, session, starts, tunedecide, tuneplan, tunetext
+from perfbench import (
+    baselinefile,
+    gate,
+    judgement,
+    nights,
+    pair,
+    runfile,
+    session,
+    starts,
+    tunedecide,
+    tuneplan,
+    tunetext,
+)
 from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.report import verdictfile
@@ -35,7 +48,9 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f\u2028\u2029]")
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """``read`` gets the bytes and a folder of its own to lay them in; ``seeds`` are valid; ``mutate`` keeps their shape."""
+    """``read`` gets the bytes and a folder of its own to lay them in; ``seeds`` are valid;
+    ``mutate`` keeps their shape.
+    """
 
     read: Callable[[bytes, Path], None]
     seeds: Callable[[], list[bytes]]
@@ -43,7 +58,10 @@ class Reader:
 
 
 def survives(name: str, data: bytes, folder: Path) -> bool:
-    """Whether reader ``name`` took ``data``; False where it refused it as it should. Any other outcome is an exception."""
+    """Whether reader ``name`` took ``data``; False where it refused it as it should.
+
+    Any other outcome is an exception.
+    """
     try:
         READERS[name].read(data, folder)
     except PerfbenchError as error:
@@ -57,11 +75,19 @@ def _check_refusal(name: str, error: PerfbenchError, folder: Path) -> None:
     assert error.exit_code in (Exit.USAGE, Exit.BASELINE), f"{error.exit_code!r}: {text[:300]}"
     assert 0 < len(text) <= MAX_MESSAGE_CHARS, f"a message of {len(text)} characters"
     text.encode()  # a lone surrogate cannot be printed
-    lines = text.split("\n")  # a matrix has a line for each mistake, also the one that a run file holds
-    assert name in ("matrix", "run", "tune") or len(lines) == 1, f"more than one line: {text[:300]!r}"
-    assert all(lines) and not _CONTROL.search("".join(lines)), f"what no terminal should be sent: {text[:300]!r}"
+    lines = text.split(
+        "\n"
+    )  # a matrix has a line for each mistake, also the one that a run file holds
+    assert name in ("matrix", "run", "tune") or len(lines) == 1, (
+        f"more than one line: {text[:300]!r}"
+    )
+    assert all(lines) and not _CONTROL.search("".join(lines)), (
+        f"what no terminal should be sent: {text[:300]!r}"
+    )
     if name == "matrix":
-        assert all(line.startswith(str(folder)) for line in lines), f"a mistake without its place: {text[:300]!r}"
+        assert all(line.startswith(str(folder)) for line in lines), (
+            f"a mistake without its place: {text[:300]!r}"
+        )
 
 
 def _matrix(data: bytes, folder: Path) -> None:
@@ -102,8 +128,11 @@ def _tune(data: bytes, folder: Path) -> None:
     judged = session.judge(folder).judgement
     try:
         tuned = tunedecide.tell(run, judged)
-    except ValueError as error:  # of another matrix, or a demonstration: `perfbench tune --from` makes this error of it
-        raise PerfbenchError(Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from") from None
+    # of another matrix, or a demonstration: `perfbench tune --from` makes this error of it
+    except ValueError as error:
+        raise PerfbenchError(
+            Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from"
+        ) from None
     tunetext.to_json(tuned).encode()
     tunetext.to_markdown(tuned).encode()
 
@@ -130,13 +159,18 @@ def _matrix_seeds() -> list[bytes]:
 
 
 def _run_seeds() -> list[bytes]:
-    small = [_cut(REPORTS / "evidence" / name) for name in ("h100-demo/green", "h100-demo/wrong-path", "h100-gate/start-1", "cpu-confirm")]
+    small = [
+        _cut(REPORTS / "evidence" / name)
+        for name in ("h100-demo/green", "h100-demo/wrong-path", "h100-gate/start-1", "cpu-confirm")
+    ]
     return [*small, _lines(builders.small_run()), _lines(builders.resumed(builders.small_run()))]
 
 
 def _cut(folder: Path) -> bytes:
     """The first cell of a run with two of its replicates and one sentinel."""
-    first, *rest = [json.loads(line) for line in (folder / runfile.FILE_NAME).read_bytes().splitlines()]
+    first, *rest = [
+        json.loads(line) for line in (folder / runfile.FILE_NAME).read_bytes().splitlines()
+    ]
     first["cells"] = first["cells"][:1]
     rows = [one for one in rest if one.get("cell_id") == first["cells"][0]["cell_id"]][:2]
     watched = [one for one in rest if one["kind"] == "sentinel"][:1]
@@ -149,8 +183,12 @@ def _lines(run: Run) -> bytes:
 
 
 def _baseline_seeds() -> list[bytes]:
-    whole = [json.loads(path.read_bytes()) for path in sorted((REPORTS / "baselines").rglob("*.json"))]
-    return [json.dumps(one | {"cells": dict(list(one["cells"].items())[:2])}).encode() for one in whole]
+    whole = [
+        json.loads(path.read_bytes()) for path in sorted((REPORTS / "baselines").rglob("*.json"))
+    ]
+    return [
+        json.dumps(one | {"cells": dict(list(one["cells"].items())[:2])}).encode() for one in whole
+    ]
 
 
 def _calibration_seeds() -> list[bytes]:
@@ -160,12 +198,20 @@ def _calibration_seeds() -> list[bytes]:
 
 def _tune_seeds() -> list[bytes]:
     capability = assumed("none")
-    text = tuneplan.matrix_text(tuneplan.Machine(None, capability), "tiny", preset("tiny"), (64, 128), 2, Settings())
+    text = tuneplan.matrix_text(
+        tuneplan.Machine(None, capability), "tiny", preset("tiny"), (64, 128), 2, Settings()
+    )
     matrix = matrices.parse(text, "tune-cpu.yaml")
     plan = plans.build(matrix, only=[], capability=capability, settings=Settings())
     excluded = [{"cell_id": one.cell_id, "reason": one.reason} for one in plan.excluded]
     run = builders.make_run(plan.cells[:4], replicates=2, gpu=False)
-    named = builders.with_manifest(run, matrix_name=matrix.name, matrix_text=text, matrix_sha256=matrix.sha256, excluded=excluded[:2])
+    named = builders.with_manifest(
+        run,
+        matrix_name=matrix.name,
+        matrix_text=text,
+        matrix_sha256=matrix.sha256,
+        excluded=excluded[:2],
+    )
     return [_lines(named)]
 
 

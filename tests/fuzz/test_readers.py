@@ -1,4 +1,6 @@
-"""The fuzzer's readers without the fuzzer: valid files, a few hundred damaged ones, and attacks by name."""
+"""The fuzzer's readers without the fuzzer: valid files, a few hundred damaged ones, and attacks by
+name.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def refusal(name: str, data: bytes, folder: Path) -> str:
 
 @pytest.mark.parametrize("name", READERS)
 def test_seeds_are_read(name: str, tmp_path: Path) -> None:
-    """At least one is taken whole: a reader that refuses all of them would be fuzzed no deeper than its first check."""
+    """At least one is taken whole: a reader that refuses all of them would be fuzzed no deeper than
+    its first check.
+    """
     assert sum(survives(name, seed, tmp_path) for seed in READERS[name].seeds()) > 0
 
 
@@ -52,10 +56,25 @@ def test_damaged_seeds(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\n", b"\x00" * 4096, b"\xef\xbb\xbf", b"\xff\xfe{\x00", b"\r", b"null", b"[]", b"{}", b'"\\ud800"', b"9" * 5000, b"1e999999",
-        b"[" * 200_000, b'{"a":' * 100_000, b'{"kind": "manifest", "schema_version": ' + b"9" * 4000 + b"}\n", b"- " * 50_000, PART,
+        b"",
+        b"\n",
+        b"\x00" * 4096,
+        b"\xef\xbb\xbf",
+        b"\xff\xfe{\x00",
+        b"\r",
+        b"null",
+        b"[]",
+        b"{}",
+        b'"\\ud800"',
+        b"9" * 5000,
+        b"1e999999",
+        b"[" * 200_000,
+        b'{"a":' * 100_000,
+        b'{"kind": "manifest", "schema_version": ' + b"9" * 4000 + b"}\n",
+        b"- " * 50_000,
+        PART,
     ],
-)  # fmt: skip
+)
 def test_files_that_are_none(name: str, data: bytes, tmp_path: Path) -> None:
     begin = time.process_time()
     assert not survives(name, data, tmp_path) and time.process_time() - begin < 2.0
@@ -92,7 +111,9 @@ def refusal_once(name: str, data: bytes, folder: Path) -> str:
 def test_a_matrix_of_too_many_values_is_refused_before_all_are_parsed(tmp_path: Path) -> None:
     """A megabyte of them took 22 s."""
     begin = time.process_time()
-    assert f"more than {yamlfile.MAX_VALUES} values" in refusal("matrix", b"version: 1\nx: [" + b"1," * 520_000, tmp_path)
+    assert f"more than {yamlfile.MAX_VALUES} values" in refusal(
+        "matrix", b"version: 1\nx: [" + b"1," * 520_000, tmp_path
+    )
     assert time.process_time() - begin < 8.0  # it is read twice
 
 
@@ -108,7 +129,9 @@ def test_an_axis_of_many_values_is_checked_in_linear_time() -> None:
 
 def test_of_many_mistakes_the_first_are_shown() -> None:
     """Thousands of them were ten megabytes of text."""
-    text = GOOD.replace("LENGTHS", "64") + "gate:\n" + "".join(f"  wrong_{n}: 1\n" for n in range(500))
+    text = (
+        GOOD.replace("LENGTHS", "64") + "gate:\n" + "".join(f"  wrong_{n}: 1\n" for n in range(500))
+    )
     with pytest.raises(PerfbenchError) as caught:
         matrix.parse(text, "m.yaml")
     lines = str(caught.value).splitlines()
@@ -118,38 +141,61 @@ def test_of_many_mistakes_the_first_are_shown() -> None:
 
 def test_cells_times_rules_are_bounded() -> None:
     """20,000 cells and as many exclusions would be compared for minutes."""
-    text = GOOD.replace("LENGTHS", ",".join(map(str, range(1, 5001)))) + "exclude:\n" + "  - {path: v1, reason: x}\n" * 401
-    with pytest.raises(PerfbenchError, match=r"m.yaml:5: axes: 5000 cells times 401 rules are more than 2000000 comparisons"):
+    text = (
+        GOOD.replace("LENGTHS", ",".join(map(str, range(1, 5001))))
+        + "exclude:\n"
+        + "  - {path: v1, reason: x}\n" * 401
+    )
+    with pytest.raises(
+        PerfbenchError,
+        match=r"m.yaml:5: axes: 5000 cells times 401 rules are more than 2000000 comparisons",
+    ):
         matrix.parse(text, "m.yaml")
 
 
 def edited(seed: bytes, kind: str, **values: Any) -> bytes:
     """``seed`` with fields of every line of that kind changed."""
     lines = [json.loads(line) for line in seed.splitlines()]
-    return b"".join(json.dumps(one | values if one["kind"] == kind else one).encode() + b"\n" for one in lines)
+    return b"".join(
+        json.dumps(one | values if one["kind"] == kind else one).encode() + b"\n" for one in lines
+    )
 
 
 @pytest.mark.parametrize("count", [-1, runfile.MAX_REPLICATES + 1, 10**18])
 def test_a_number_of_replicates_that_no_run_has(count: int, tmp_path: Path) -> None:
     """What is missing in a pair is counted up to it: 10**9 hung for minutes."""
     seed = READERS["run"].seeds()[0]
-    assert ":1: replicates is" in refusal("run", edited(seed, "manifest", replicates=count), tmp_path)
+    assert ":1: replicates is" in refusal(
+        "run", edited(seed, "manifest", replicates=count), tmp_path
+    )
     runfile.parse(edited(seed, "manifest", replicates=runfile.MAX_REPLICATES), "run.jsonl")
 
 
 def test_a_matrix_asks_for_no_more_replicates_than_a_run_file_holds() -> None:
     text = GOOD.replace("LENGTHS", "64") + f"measure: {{processes: {runfile.MAX_REPLICATES + 1}}}\n"
-    with pytest.raises(PerfbenchError, match=r"m.yaml:6: measure.processes: 100001 is more than 100000"):
+    with pytest.raises(
+        PerfbenchError, match=r"m.yaml:6: measure.processes: 100001 is more than 100000"
+    ):
         matrix.parse(text, "m.yaml")
 
 
 @pytest.mark.parametrize(
     "values",
-    [{"samples_s": [1e308] * 4}, {"steps_per_sample": 10**400}, {"steps_per_sample": -(2**63) - 1}, {"wall_s": -1e100}, {"attempt": 2**63}],
+    [
+        {"samples_s": [1e308] * 4},
+        {"steps_per_sample": 10**400},
+        {"steps_per_sample": -(2**63) - 1},
+        {"wall_s": -1e100},
+        {"attempt": 2**63},
+    ],
 )
 def test_numbers_of_a_run_that_overflow(values: dict[str, Any], tmp_path: Path) -> None:
-    """The gate adds, divides and turns them into floats: such were a ZeroDivisionError and an OverflowError."""
-    assert "is beyond" in refusal("run", edited(READERS["run"].seeds()[0], "replicate", **values), tmp_path)
+    """The gate adds, divides and turns them into floats: such were a ZeroDivisionError and an
+    OverflowError.
+    """
+    assert "is beyond" in refusal(
+        "run", edited(READERS["run"].seeds()[0], "replicate", **values), tmp_path
+    )
 
 
 def test_numbers_at_the_bound_are_read() -> None:
@@ -164,13 +210,20 @@ def test_a_count_of_a_baseline_that_overflows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("slug", ["a\nb", "\x1b[31m", "\x00", "\u2028"])
-def test_a_calibration_of_a_gpu_whose_name_no_terminal_should_be_sent(slug: str, tmp_path: Path) -> None:
+def test_a_calibration_of_a_gpu_whose_name_no_terminal_should_be_sent(
+    slug: str, tmp_path: Path
+) -> None:
     whole = json.loads(READERS["calibration"].seeds()[0]) | {"gpu_slug": slug}
     assert "got a calibration of" in refusal("calibration", json.dumps(whole).encode(), tmp_path)
 
 
 def test_the_matrix_of_a_run_whose_path_no_terminal_should_be_sent(tmp_path: Path) -> None:
-    data = edited(READERS["run"].seeds()[0], "manifest", matrix_text="version: 2\n", matrix_path="m\n\x1b[31m.yaml")
+    data = edited(
+        READERS["run"].seeds()[0],
+        "manifest",
+        matrix_text="version: 2\n",
+        matrix_path="m\n\x1b[31m.yaml",
+    )
     assert refusal("run", data, tmp_path).startswith("m [31m.yaml:1: ")
 
 
@@ -186,7 +239,9 @@ def test_the_matrix_of_a_run_whose_path_no_terminal_should_be_sent(tmp_path: Pat
         (PerfbenchError(Exit.USAGE, "x" * 9000), AssertionError),
     ],
 )
-def test_what_counts_as_a_finding(error: Exception, finding: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_counts_as_a_finding(
+    error: Exception, finding: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def read(data: bytes, folder: Path) -> None:
         raise error
 

@@ -1,4 +1,6 @@
-"""On CUDA: a decode step replayed from its graph is the eager step, waits for nothing, and lives beside another."""
+"""On CUDA: a decode step replayed from its graph is the eager step, waits for nothing, and lives
+beside another.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,32 @@ from nsa.steps import Steps
 from tests.cases import SMALL, error, magnitude
 
 DEVICE, VOCABULARY = "cuda", 256
-# In fp32 every path is exact to rounding, so that greedy tokens may be compared over blocks that compete.
-PAPER = ModelConfig(dim=96, num_layers=3, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=VOCABULARY, nsa=NSAConfig())
+# In fp32 every path is exact to rounding, so that greedy tokens may be compared over blocks that
+# compete.
+PAPER = ModelConfig(
+    dim=96,
+    num_layers=3,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=VOCABULARY,
+    nsa=NSAConfig(),
+)
 TIGHT = replace(PAPER, nsa=replace(SMALL, sel_block=16))
 PATHS = pytest.mark.parametrize("path", ["triton", "masked", "v2"])
 
 
-def model_of(config: ModelConfig = TIGHT, path: str = "triton", dtype: torch.dtype = torch.float32) -> TinyLM:
+def model_of(
+    config: ModelConfig = TIGHT, path: str = "triton", dtype: torch.dtype = torch.float32
+) -> TinyLM:
     torch.manual_seed(1)
     return TinyLM(config, path=path, fa2="off").to(DEVICE, dtype)
 
 
 def ids_of(batch: int, tokens: int, seed: int = 1) -> Tensor:
-    return torch.randint(VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return torch.randint(
+        VOCABULARY, (batch, tokens), generator=torch.Generator().manual_seed(seed)
+    ).to(DEVICE)
 
 
 @torch.no_grad()
@@ -53,24 +68,38 @@ def no_sync() -> Iterator[None]:
 @PATHS
 @pytest.mark.parametrize(
     ("config", "lengths", "count"),
-    [(TIGHT, (1, 5, 33, 64), 70), (PAPER, (14, 30, 500, 511), 40), (PAPER, (1020, 1087, 60, 128), 30)],
+    [
+        (TIGHT, (1, 5, 33, 64), 70),
+        (PAPER, (14, 30, 500, 511), 40),
+        (PAPER, (1020, 1087, 60, 128), 30),
+    ],
     ids=["small", "window", "competing"],
 )
 @torch.no_grad()
-def test_replays_are_eager_steps(path: str, config: ModelConfig, lengths: tuple[int, ...], count: int) -> None:
-    """Rows of different lengths, across the boundaries of l, d, l' and w; then an ordinary chunk on what the graph left."""
+def test_replays_are_eager_steps(
+    path: str, config: ModelConfig, lengths: tuple[int, ...], count: int
+) -> None:
+    """Rows of different lengths, across the boundaries of l, d, l' and w; then an ordinary chunk on
+    what the graph left.
+    """
     model = model_of(config, path)
     room = max(lengths) + count + 4
     plain, cache = prefilled(model, lengths, room), prefilled(model, lengths, room)
     graph, grid = DecodeGraph(model, cache), BlockGrid.of(config.nsa)
-    assert graph.steps.length_B.tolist() == list(lengths) == list(cache[0].lengths), "neither warm-up nor capture is a step"
+    assert graph.steps.length_B.tolist() == list(lengths) == list(cache[0].lengths), (
+        "neither warm-up nor capture is a step"
+    )
     for step in range(count):
         ids = ids_of(len(lengths), 1, seed=step)
         got, want = graph(ids), model(ids, cache=plain)[:, -1]
         assert error(got, want) <= 1e-4 * max(1.0, magnitude(want)), step
         assert cache[2].lengths == plain[2].lengths == tuple(n + step + 1 for n in lengths)
     at = [n + count - 1 for n in lengths]
-    for branch, closed in (("cmp", grid.visible_cmp), ("sel", grid.keys_sel), ("win", grid.keys_win)):
+    for branch, closed in (
+        ("cmp", grid.visible_cmp),
+        ("sel", grid.keys_sel),
+        ("win", grid.keys_win),
+    ):
         read = cache[2].keys_read[branch].flatten(1)[:, 0].tolist()
         assert read == [closed(t) for t in at], f"{branch}: the last replay's own count"
     assert graph.steps.length_B.tolist() == [n + count for n in lengths]
@@ -85,13 +114,20 @@ def test_replays_are_eager_steps(path: str, config: ModelConfig, lengths: tuple[
 def test_generation_by_graph_is_greedy_generation(path: str, lengths: list[int] | None) -> None:
     model, ids = model_of(path=path), ids_of(3, 100)
     want = model.generate(ids, max_new_tokens=80, prompt_lengths=lengths)
-    assert torch.equal(model.generate(ids, max_new_tokens=80, prompt_lengths=lengths, cuda_graph=True), want)
+    assert torch.equal(
+        model.generate(ids, max_new_tokens=80, prompt_lengths=lengths, cuda_graph=True), want
+    )
 
 
 def test_sampled_generation_by_graph_is_seeded_and_stays_in_the_vocabulary() -> None:
     model, ids = model_of(), ids_of(2, 20)
     seeds = (torch.Generator(DEVICE).manual_seed(3) for _ in range(2))
-    one, same = (model.generate(ids, max_new_tokens=30, temperature=1.0, top_p=0.9, generator=seed, cuda_graph=True) for seed in seeds)
+    one, same = (
+        model.generate(
+            ids, max_new_tokens=30, temperature=1.0, top_p=0.9, generator=seed, cuda_graph=True
+        )
+        for seed in seeds
+    )
     assert torch.equal(one, same) and int(one.max()) < VOCABULARY and int(one.min()) >= 0
 
 
@@ -111,14 +147,18 @@ def test_bf16_replays_are_close_to_eager_steps_and_repeatable() -> None:
 
 @torch.no_grad()
 def test_two_graphs_live_at_once() -> None:
-    """Taken in turns, each with a batch, lengths and a model of its own, they do not touch each other."""
+    """Taken in turns, each with a batch, lengths and a model of its own, they do not touch each
+    other.
+    """
     first, second = model_of(), model_of(PAPER)
     shapes = ((first, (40, 3)), (second, (90, 600, 31)))
     plain = [prefilled(model, lengths, 640) for model, lengths in shapes]
     graphs = [DecodeGraph(model, prefilled(model, lengths, 640)) for model, lengths in shapes]
     for step in range(24):
         ids = [ids_of(len(lengths), 1, seed=step) for _, lengths in shapes]
-        got = [graph(x) for graph, x in zip(graphs, ids, strict=True)]  # both, before either is looked at
+        got = [
+            graph(x) for graph, x in zip(graphs, ids, strict=True)
+        ]  # both, before either is looked at
         for (model, _), cache, x, y in zip(shapes, plain, ids, got, strict=True):
             want = model(x, cache=cache)[:, -1]
             assert error(y, want) <= 1e-4 * max(1.0, magnitude(want)), step
@@ -140,12 +180,16 @@ def test_neither_a_replay_nor_an_uncaptured_step_syncs() -> None:
     assert graph.steps.length_B.tolist() == steps.length_B.tolist() == [45, 14]
 
 
-def test_generation_by_graph_does_not_sync_once_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generation_by_graph_does_not_sync_once_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model, ids = model_of(), ids_of(2, 20)
     real = DecodeGraph.__call__
 
     def watched(self: DecodeGraph, ids_B1: Tensor) -> Tensor:
-        torch.cuda.set_sync_debug_mode("error")  # from the first replay to the end, sampling included
+        torch.cuda.set_sync_debug_mode(
+            "error"
+        )  # from the first replay to the end, sampling included
         return real(self, ids_B1)
 
     monkeypatch.setattr(DecodeGraph, "__call__", watched)
@@ -165,7 +209,9 @@ def test_a_full_cache_is_refused_before_anything_is_written() -> None:
     with pytest.raises(ValueError, match="would hold 11 tokens; wanted at most max_len=10"):
         graph(ids_of(2, 1))
     torch.cuda.synchronize()
-    assert all(map(torch.equal, before, (x for c in cache for x in (*c.sel, *c.cmp, *c.win, *c.raw))))
+    assert all(
+        map(torch.equal, before, (x for c in cache for x in (*c.sel, *c.cmp, *c.win, *c.raw)))
+    )
     with pytest.raises(ValueError, match="one token a row"):
         graph(torch.zeros(2, 1, dtype=torch.int64))
 

@@ -1,4 +1,6 @@
-"""On CUDA: the gradients of three branches together are the oracle's, through the kernels of many rows and of few."""
+"""On CUDA: the gradients of three branches together are the oracle's, through the kernels of many
+rows and of few.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,39 @@ from tests.nsa.kernel_cases import ORDINARY_LOADS
 PAPER = NSAConfig()
 TOKENS = 1_401
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-SHAPES = pytest.mark.parametrize(("kv_heads", "group", "dim"), [(2, 6, 64), (1, 16, 128)], ids=["A", "B"])
+SHAPES = pytest.mark.parametrize(
+    ("kv_heads", "group", "dim"), [(2, 6, 64), (1, 16, 128)], ids=["A", "B"]
+)
 
 
 def inputs(kv_heads: int, group: int, dim: int) -> list[Tensor]:
     def one(heads: int, width: int, seed: int) -> Tensor:
         return randn(1, TOKENS, heads, width, seed=seed, dtype=torch.bfloat16, device="cuda")
 
-    return [one(kv_heads * group, dim, 0), *(one(kv_heads, dim, i) for i in range(1, 7)), one(kv_heads * group, 3, 7).sigmoid()]
+    return [
+        one(kv_heads * group, dim, 0),
+        *(one(kv_heads, dim, i) for i in range(1, 7)),
+        one(kv_heads * group, 3, 7).sigmoid(),
+    ]
 
 
 @SHAPES
 @pytest.mark.parametrize("by", ["lists", "rows"])
-def test_the_gated_sum_of_three_branches(kv_heads: int, group: int, dim: int, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gated_sum_of_three_branches(
+    kv_heads: int, group: int, dim: int, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if by == "lists":
         monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
         monkeypatch.setattr(selected, "PART_BYTES", 1 << 24)  # several chunks
         monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
     else:
-        monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS)  # as such small calls are served
+        monkeypatch.setattr(
+            common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS
+        )  # as such small calls are served
     tensors = inputs(kv_heads, group, dim)
-    blocks = choose_by_kernel(tensors[0], compress(tensors[1], config=PAPER), PAPER, q_start=0, kv_len=TOKENS)
+    blocks = choose_by_kernel(
+        tensors[0], compress(tensors[1], config=PAPER), PAPER, q_start=0, kv_len=TOKENS
+    )
 
     def ours(*x: Tensor) -> Tensor:
         q, *kv, gates = x
@@ -45,7 +59,14 @@ def test_the_gated_sum_of_three_branches(kv_heads: int, group: int, dim: int, by
     def branches(*x: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
         """K, V and what each query sees of them: [B, HQ, T, S]."""
         q, *kv, _ = x
-        means = [oracle.compress_mean(y, 32, 16) if y.dtype == torch.float64 else y.unfold(1, 32, 16).mean(-1) for y in kv[:2]]
+        means = [
+            (
+                oracle.compress_mean(y, 32, 16)
+                if y.dtype == torch.float64
+                else y.unfold(1, 32, 16).mean(-1)
+            )
+            for y in kv[:2]
+        ]
         return [
             (*means, oracle.kept_compressed(q, means[0], block=32, stride=16)),
             (kv[2], kv[3], oracle.kept_selected(q, kv[2], blocks, sel_block=64)),

@@ -1,4 +1,6 @@
-"""On CUDA: the kernels of path `triton` one by one, at the paper's geometry; tensors beyond 32-bit indices; what torch.compile is told."""
+"""On CUDA: the kernels of path `triton` one by one, at the paper's geometry; tensors beyond 32-bit
+indices; what torch.compile is told.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,16 @@ from tests.cases import (
     randn,
     random_blocks,
 )
-from tests.gpu.test_parity import DEVICE, DTYPES, LONG, PAPER, SHORT, assert_rule, full_precision_matmuls, inputs  # noqa: F401
+from tests.gpu.test_parity import (
+    DEVICE,
+    DTYPES,
+    LONG,
+    PAPER,
+    SHORT,
+    assert_rule,
+    full_precision_matmuls,  # noqa: F401
+    inputs,
+)
 from tests.nsa.kernel_cases import ORDINARY_LOADS, differentiable, operator_calls
 
 LN2 = 0.6931471805599453
@@ -32,14 +43,22 @@ LOADS = pytest.mark.parametrize("loads", ["copy engine", "ordinary"], indirect=T
 
 
 @pytest.fixture(autouse=True)
-def loads(request: pytest.FixtureRequest, copy_engine_for_small_tensors: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def loads(
+    request: pytest.FixtureRequest,
+    copy_engine_for_small_tensors: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     if getattr(request, "param", "copy engine") == "ordinary":
         monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS)
 
 
 @LOADS
 @DTYPES
-@pytest.mark.parametrize("case", [LONG, SHORT, Case(31, 6, 64, 64, 1), Case(300, 16, 192, 128, 1), Case(300, 6, 60, 100, 2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [LONG, SHORT, Case(31, 6, 64, 64, 1), Case(300, 16, 192, 128, 1), Case(300, 6, 60, 100, 2)],
+    ids=str,
+)
 def test_compressed_branch(case: Case, dtype: torch.dtype) -> None:
     q, k, v = inputs(case, dtype)
     k_cmp, v_cmp = compress(k, config=PAPER), compress(v, config=PAPER)
@@ -60,11 +79,17 @@ def test_compressed_branch(case: Case, dtype: torch.dtype) -> None:
 @LOADS
 @DTYPES
 @pytest.mark.parametrize("window", [512, 24, 5000])
-@pytest.mark.parametrize("case", [LONG, SHORT, Case(1, 6, 64, 64, 1), Case(300, 17, 192, 128, 1), Case(300, 1, 60, 100, 2)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [LONG, SHORT, Case(1, 6, 64, 64, 1), Case(300, 17, 192, 128, 1), Case(300, 1, 60, 100, 2)],
+    ids=str,
+)
 def test_window_branch(case: Case, window: int, dtype: torch.dtype) -> None:
     tensors = inputs(case, dtype)
     assert_rule(
-        lambda *x: interval.attend(*x, block=1, stride=1, width=window, q_start=0, scale=case.key_dim**-0.5)[0],
+        lambda *x: interval.attend(
+            *x, block=1, stride=1, width=window, q_start=0, scale=case.key_dim**-0.5
+        )[0],
         lambda *x: oracle.sliding(*x, window=window),
         tensors,
         oracle.kept_window(*tensors[:2], window=window),
@@ -78,7 +103,9 @@ def test_window_branch_of_late_queries(ragged: bool, dtype: torch.dtype) -> None
     start = torch.tensor([11, 89], device=DEVICE) if ragged else LATE
     q = q[:, :40].contiguous() if ragged else q[:, LATE:].contiguous()
     assert_rule(
-        lambda *x: interval.attend(*x, block=1, stride=1, width=24, q_start=start, scale=64**-0.5)[0],
+        lambda *x: interval.attend(*x, block=1, stride=1, width=24, q_start=start, scale=64**-0.5)[
+            0
+        ],
         lambda *x: oracle.sliding(*x, window=24, q_start=start),
         (q, k, v),
         oracle.kept_window(q, k, window=24, q_start=start),
@@ -94,18 +121,28 @@ def test_choice_of_blocks(start: int, dtype: torch.dtype) -> None:
     got = choose_by_kernel(q, k_cmp, PAPER, q_start=start, kv_len=LONG.tokens)
     assert assert_blocks(got, *oracle.select(q, k_cmp, config=PAPER, q_start=start)) <= 0.01
     for _ in range(2):
-        assert torch.equal(choose_by_kernel(q, k_cmp, PAPER, q_start=start, kv_len=LONG.tokens), got)
+        assert torch.equal(
+            choose_by_kernel(q, k_cmp, PAPER, q_start=start, kv_len=LONG.tokens), got
+        )
 
 
 @DTYPES
 @pytest.mark.parametrize("by", ["query-outer", "KV-outer", "KV-outer in chunks"])
-@pytest.mark.parametrize("case", [SHORT, Case(129, 16, 192, 128, 1), Case(129, 17, 60, 100, 1), Case(129, 1, 16, 256, 2)], ids=str)
-def test_selected_branch_by_either_kernel(case: Case, by: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "case",
+    [SHORT, Case(129, 16, 192, 128, 1), Case(129, 17, 60, 100, 1), Case(129, 1, 16, 256, 2)],
+    ids=str,
+)
+def test_selected_branch_by_either_kernel(
+    case: Case, by: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, blocks = inputs(case, dtype), random_blocks(case, SMALL, seed=5).to(DEVICE)
     if by != "query-outer":
         monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
     if by == "KV-outer in chunks":
-        monkeypatch.setattr(selected, "PART_BYTES", 50 * case.kv_heads * case.group * SMALL.num_selected * 64 * 2)
+        monkeypatch.setattr(
+            selected, "PART_BYTES", 50 * case.kv_heads * case.group * SMALL.num_selected * 64 * 2
+        )
     options = {"sel_block": 16, "q_start": 0}
     assert_rule(
         lambda *x: operator.attend(*x, blocks, **options, scale=case.key_dim**-0.5, fa2=None),
@@ -122,8 +159,12 @@ def test_means_of_keys_and_values(case: Case, dtype: torch.dtype) -> None:
     for which in (0, 1):
         assert_bf16_rule(
             lambda k, v, which=which: means.means(k, v, block=32, stride=16)[which],
-            lambda k, v, which=which: oracle.compress_mean((k, v)[which], 32, 16) + 0 * (v, k)[which].sum(),
-            lambda k, v, which=which: (k, v)[which].unfold(1, 32, 16).mean(-1) + 0 * (v, k)[which].sum(),
+            lambda k, v, which=which: (
+                oracle.compress_mean((k, v)[which], 32, 16) + 0 * (v, k)[which].sum()
+            ),
+            lambda k, v, which=which: (
+                (k, v)[which].unfold(1, 32, 16).mean(-1) + 0 * (v, k)[which].sum()
+            ),
             tensors,
             ("k", "v"),
         )
@@ -131,7 +172,9 @@ def test_means_of_keys_and_values(case: Case, dtype: torch.dtype) -> None:
 
 def test_gated_sum() -> None:
     gates = randn(2, 300, 12, 3, seed=0, dtype=torch.bfloat16, device=DEVICE)
-    outputs = [randn(2, 300, 12, 100, seed=i, dtype=torch.bfloat16, device=DEVICE) for i in (1, 2, 3)]
+    outputs = [
+        randn(2, 300, 12, 100, seed=i, dtype=torch.bfloat16, device=DEVICE) for i in (1, 2, 3)
+    ]
 
     def truth(g: Tensor, *outputs: Tensor) -> Tensor:
         return (g[..., None, :] @ torch.stack(outputs, -2))[..., 0, :]
@@ -154,7 +197,10 @@ def assert_close(got: Tensor, want: Tensor, what: str) -> None:
 
 
 def test_partial_results_of_more_than_2_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All rows in one chunk: S * N * H * D = 2.2e9 numbers, 4 GB each for o and dQ. The last rows are compared."""
+    """All rows in one chunk: S * N * H * D = 2.2e9 numbers, 4 GB each for o and dQ.
+
+    The last rows are compared.
+    """
     tokens, slots, case = 136_000, 16, Case(136_000, 16, 64, 64, 1)
     assert tokens * slots * case.group * case.key_dim > 2**31
     monkeypatch.setattr(selected, "PART_BYTES", 1 << 40)
@@ -169,9 +215,14 @@ def test_inputs_of_more_than_2_to_the_31_elements() -> None:
 
 
 def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
-    """Selected and window branch, forward and backward, of the last rows; the last keys are seen by those alone."""
+    """Selected and window branch, forward and backward, of the last rows; the last keys are seen by
+    those alone.
+    """
     T, G, H, D = case.tokens, case.kv_heads, case.group, case.key_dim
-    q, k, v = (torch.randn(1, T, n, D, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for n in (G * H, G, G))
+    q, k, v = (
+        torch.randn(1, T, n, D, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for n in (G * H, G, G)
+    )
     current = torch.arange(T, device=DEVICE, dtype=torch.int32)[:, None] // 64
     slot = torch.arange(slots, device=DEVICE, dtype=torch.int32)
     blocks = (current - slots + 1 + slot).where(
@@ -181,15 +232,24 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
     tail = slice(T - rows, T)
     kept = (slots + 2) * 64  # tokens that the last rows may see
     base = (T - kept) // 64 * 64
-    small = [x.detach()[:, part].double().requires_grad_() for x, part in ((q, tail), (k, slice(base, T)), (v, slice(base, T)))]
+    small = [
+        x.detach()[:, part].double().requires_grad_()
+        for x, part in ((q, tail), (k, slice(base, T)), (v, slice(base, T)))
+    ]
     do = torch.randn(1, rows, G * H, D, device=DEVICE, dtype=torch.bfloat16)
     branches = {
         "sel": (
-            lambda: operator.attend(q, k, v, blocks, sel_block=64, q_start=0, scale=D**-0.5, fa2=None),
-            oracle.selected(*small, blocks[:, tail] - base // 64, sel_block=64, q_start=T - rows - base),
+            lambda: operator.attend(
+                q, k, v, blocks, sel_block=64, q_start=0, scale=D**-0.5, fa2=None
+            ),
+            oracle.selected(
+                *small, blocks[:, tail] - base // 64, sel_block=64, q_start=T - rows - base
+            ),
         ),
         "win": (
-            lambda: interval.attend(q, k, v, block=1, stride=1, width=100, q_start=0, scale=D**-0.5)[0],
+            lambda: interval.attend(
+                q, k, v, block=1, stride=1, width=100, q_start=0, scale=D**-0.5
+            )[0],
             oracle.sliding(*small, window=100, q_start=T - rows - base),
         ),
     }
@@ -200,9 +260,13 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
         upstream[:, tail] = do
         grads = torch.autograd.grad(o, (q, k, v), upstream)
         del o, upstream
-        for what, got, true in zip(("dq", "dk", "dv"), grads, torch.autograd.grad(want, small, do.double()), strict=True):
+        for what, got, true in zip(
+            ("dq", "dk", "dv"), grads, torch.autograd.grad(want, small, do.double()), strict=True
+        ):
             assert_close(got[:, T - true.shape[1] :], true, f"{name} {what}")
-            assert not got[:, : T - true.shape[1]].any(), f"{name} {what}: rows before have no gradient"
+            assert not got[:, : T - true.shape[1]].any(), (
+                f"{name} {what}: rows before have no gradient"
+            )
         del grads, got
 
 
@@ -211,5 +275,7 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
 
 @pytest.mark.parametrize("name", operator_calls())
 def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
-    """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
+    """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic
+    shapes as well.
+    """
     torch.library.opcheck(getattr(torch.ops.nsa, name).default, differentiable(name, DEVICE))

@@ -1,4 +1,6 @@
-"""On CUDA: the needle of tests/nsa/test_needle.py in 65,536 tokens, all queries at once, on the paths that hold no S x S mask."""
+"""On CUDA: the needle of tests/nsa/test_needle.py in 65,536 tokens, all queries at once, on the
+paths that hold no S x S mask.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,19 @@ def run(stack: Haystack, path: str, fa2: str) -> tuple[torch.Tensor, torch.Tenso
     """(blocks, output of the selected branch, output of all three)."""
     with torch.no_grad():
         blocks = select_blocks(stack.q, compress(stack.k, config=PAPER), config=PAPER)
-        o_sel = selected_attention(stack.q, *stack.kv, blocks, sel_block=PAPER.sel_block, path=path, fa2=fa2)
-        gates = torch.tensor(GATES, device=DEVICE, dtype=stack.q.dtype).expand(*stack.q.shape[:3], 3)
-        return blocks, o_sel, nsa_attention(stack.q, stack.kv, stack.kv, stack.kv, gates, config=PAPER, path=path, fa2=fa2)
+        o_sel = selected_attention(
+            stack.q, *stack.kv, blocks, sel_block=PAPER.sel_block, path=path, fa2=fa2
+        )
+        gates = torch.tensor(GATES, device=DEVICE, dtype=stack.q.dtype).expand(
+            *stack.q.shape[:3], 3
+        )
+        return (
+            blocks,
+            o_sel,
+            nsa_attention(
+                stack.q, stack.kv, stack.kv, stack.kv, gates, config=PAPER, path=path, fa2=fa2
+            ),
+        )
 
 
 @pytest.mark.parametrize(("path", "fa2"), REQUESTS)

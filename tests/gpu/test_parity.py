@@ -1,4 +1,6 @@
-"""On CUDA: every path and FA-2 setting against the fp64 oracle, forward and backward, at the paper's geometry."""
+"""On CUDA: every path and FA-2 setting against the fp64 oracle, forward and backward, at the
+paper's geometry.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,13 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 # FA-2 serves v2 alone, and half precision alone; every other combination is SDPA or a loop.
 SELECTED = [(path, "off", dtype) for path in Path for dtype in (torch.bfloat16, torch.float32)]
 SELECTED += [(Path.V2, "on", torch.bfloat16)]
-EVERY_SELECTED = pytest.mark.parametrize(("path", "fa2", "dtype"), SELECTED, ids=lambda value: str(value).removeprefix("torch."))
+EVERY_SELECTED = pytest.mark.parametrize(
+    ("path", "fa2", "dtype"), SELECTED, ids=lambda value: str(value).removeprefix("torch.")
+)
 WINDOW = [("off", torch.bfloat16), ("off", torch.float32), ("on", torch.bfloat16)]
-EVERY_WINDOW = pytest.mark.parametrize(("fa2", "dtype"), WINDOW, ids=lambda value: str(value).removeprefix("torch."))
+EVERY_WINDOW = pytest.mark.parametrize(
+    ("fa2", "dtype"), WINDOW, ids=lambda value: str(value).removeprefix("torch.")
+)
 
 
 @pytest.fixture(autouse=True)
@@ -101,8 +107,12 @@ def test_selected(path: Path, fa2: str, dtype: torch.dtype) -> None:
 
 @EVERY_SELECTED
 @pytest.mark.parametrize("ragged", [False, True], ids=["aligned", "ragged"])
-def test_selected_with_blocks_given_by_hand(path: Path, fa2: str, dtype: torch.dtype, ragged: bool) -> None:
-    """Arbitrary sets, blocks of the future, rows of nothing but -1, rows that begin at different positions."""
+def test_selected_with_blocks_given_by_hand(
+    path: Path, fa2: str, dtype: torch.dtype, ragged: bool
+) -> None:
+    """Arbitrary sets, blocks of the future, rows of nothing but -1, rows that begin at different
+    positions.
+    """
     q, k, v = inputs(SHORT, dtype)
     start: int | Tensor = 0
     if ragged:
@@ -115,7 +125,9 @@ def test_selected_with_blocks_given_by_hand(path: Path, fa2: str, dtype: torch.d
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return selected_attention(q, k, v, blocks, sel_block=16, q_start=start, path=path, fa2=fa2)
 
-    assert_rule(attend, lambda *x: oracle.selected(*x, blocks, sel_block=16, q_start=start), (q, k, v), kept)
+    assert_rule(
+        attend, lambda *x: oracle.selected(*x, blocks, sel_block=16, q_start=start), (q, k, v), kept
+    )
     o, grads = run(attend, (q, k, v))
     heads = blind.repeat_interleave(SHORT.group, 2)
     assert not o[heads].any() and not grads[0][heads].any(), "exactly 0"
@@ -196,7 +208,9 @@ def test_compress_mean(dtype: torch.dtype) -> None:
 # The layer: what ran is what was asked for.
 
 
-def layer(tensors: tuple[Tensor, ...], path: Path, fa2: str, branches: tuple[str, ...] = BRANCHES) -> Tensor:
+def layer(
+    tensors: tuple[Tensor, ...], path: Path, fa2: str, branches: tuple[str, ...] = BRANCHES
+) -> Tensor:
     q, k, v, gates = tensors
     config = NSAConfig(branches=branches)
     return nsa_attention(q, (k, v), (k, v), (k, v), gates, config=config, path=path, fa2=fa2)
@@ -204,12 +218,16 @@ def layer(tensors: tuple[Tensor, ...], path: Path, fa2: str, branches: tuple[str
 
 def layer_inputs(dtype: torch.dtype) -> tuple[Tensor, ...]:
     q, k, v = inputs(LONG, dtype)
-    gates = torch.rand(*q.shape[:3], 3, generator=torch.Generator().manual_seed(3)).to(DEVICE, dtype)
+    gates = torch.rand(*q.shape[:3], 3, generator=torch.Generator().manual_seed(3)).to(
+        DEVICE, dtype
+    )
     return q, k, v, gates
 
 
 def routed(path: Path, fa2: str, dtype: torch.dtype, branch: str) -> BranchRoute:
-    problem = Problem(1, LONG.tokens, LONG.tokens, 12, 2, 64, 64, str(dtype).removeprefix("torch."), (branch,))
+    problem = Problem(
+        1, LONG.tokens, LONG.tokens, 12, 2, 64, 64, str(dtype).removeprefix("torch."), (branch,)
+    )
     return route(Request(path, fa2), problem, probe("cuda")).branch(branch)
 
 
@@ -226,21 +244,29 @@ def routed(path: Path, fa2: str, dtype: torch.dtype, branch: str) -> BranchRoute
     ],
 )
 def test_layer(path: Path, fa2: str, counters: tuple[str, ...]) -> None:
-    """bf16, gates in bf16: each branch may err by its own rule, so the sum is held to three of them."""
+    """bf16, gates in bf16: each branch may err by its own rule, so the sum is held to three of
+    them.
+    """
     tensors = layer_inputs(torch.bfloat16)
     with engagement.collect() as engaged:
         o, grads = run(lambda *x: layer(x, path, fa2), tensors)
     assert dict(engaged.counts) == dict.fromkeys(counters, 1)
     blocks = chosen(torch.bfloat16)
-    if path is Path.TRITON:  # which may decide a near-tie otherwise; its choice is judged in test_kernels.py
+    if (
+        path is Path.TRITON
+    ):  # which may decide a near-tie otherwise; its choice is judged in test_kernels.py
         q, k, _ = inputs(LONG, torch.bfloat16)
-        blocks = choose_by_kernel(q, compress(k, config=PAPER), PAPER, q_start=0, kv_len=LONG.tokens)
+        blocks = choose_by_kernel(
+            q, compress(k, config=PAPER), PAPER, q_start=0, kv_len=LONG.tokens
+        )
 
     def truth(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return oracle.nsa(q, (k, v), (k, v), (k, v), gates, config=PAPER, blocks=blocks)
 
     true_o, true_grads = run(truth, tensors, dtype=torch.float64)
-    for what, got, want in zip(("o", "dq", "dk", "dv", "dgates"), (o, *grads), (true_o, *true_grads), strict=True):
+    for what, got, want in zip(
+        ("o", "dq", "dk", "dv", "dgates"), (o, *grads), (true_o, *true_grads), strict=True
+    ):
         assert float((got.double() - want).abs().max()) <= 6 * 2**-8 * float(want.abs().max()), what
 
 
@@ -251,7 +277,10 @@ def test_fa2_in_fp32_is_refused(path: str) -> None:
 
 
 # FA-2's backward sums by atomics, and its routes say so.
-REPEATABLE = [(path, "sel") for path in Path if SPECS[path].repeatable_on_cuda] + [(Path.TRITON, "cmp"), (Path.TRITON, "win")]
+REPEATABLE = [(path, "sel") for path in Path if SPECS[path].repeatable_on_cuda] + [
+    (Path.TRITON, "cmp"),
+    (Path.TRITON, "win"),
+]
 
 
 @pytest.mark.parametrize(("path", "branch"), REPEATABLE)
@@ -268,7 +297,9 @@ def test_routes_that_claim_it_are_bitwise_repeatable(path: Path, branch: str) ->
 def test_selection_is_bitwise_repeatable() -> None:
     q, k, _ = inputs(LONG, torch.bfloat16)
     k_cmp = compress(k, config=PAPER)
-    assert all(torch.equal(select_blocks(q, k_cmp, config=PAPER), chosen(torch.bfloat16)) for _ in range(3))
+    assert all(
+        torch.equal(select_blocks(q, k_cmp, config=PAPER), chosen(torch.bfloat16)) for _ in range(3)
+    )
 
 
 @pytest.mark.parametrize("path", [path for path in Path if not SPECS[path].syncs])
@@ -277,7 +308,9 @@ def test_routes_that_claim_it_do_not_sync(path: Path, fa2: str) -> None:
     assert not routed(path, "auto", torch.bfloat16, "sel").syncs
     leaves = [x.clone().requires_grad_() for x in layer_inputs(torch.bfloat16)]
     upstream = torch.randn_like(leaves[0])
-    torch.autograd.grad(layer(tuple(leaves), path, fa2), leaves, upstream)  # first use may initialise libraries
+    torch.autograd.grad(
+        layer(tuple(leaves), path, fa2), leaves, upstream
+    )  # first use may initialise libraries
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.autograd.grad(layer(tuple(leaves), path, fa2), leaves, upstream)
@@ -287,8 +320,13 @@ def test_routes_that_claim_it_do_not_sync(path: Path, fa2: str) -> None:
 
 @pytest.mark.parametrize("fa2", ["off", "on"])
 def test_the_window_copies_no_window_per_row(fa2: str) -> None:
-    """A copy of w keys per row would take S * w * HKV * D * 2 bytes = 1 GiB for K alone at this shape."""
-    tensors = [x.requires_grad_() for x in qkv(Case(8192, 6, 64, 64, 1), dtype=torch.bfloat16, device=DEVICE)]
+    """A copy of w keys per row would take S * w * HKV * D * 2 bytes = 1 GiB for K alone at this
+    shape.
+    """
+    tensors = [
+        x.requires_grad_()
+        for x in qkv(Case(8192, 6, 64, 64, 1), dtype=torch.bfloat16, device=DEVICE)
+    ]
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

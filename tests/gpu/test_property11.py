@@ -1,4 +1,7 @@
-"""On CUDA: property 11. No host sync, CUDA-graph capturable, one compiled graph for many lengths; forward and backward."""
+"""On CUDA: property 11.
+
+No host sync, CUDA-graph capturable, one compiled graph for many lengths; forward and backward.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,13 @@ from nsa.ops import packed
 from tests.cases import error, magnitude, randn
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
-CASES = pytest.mark.parametrize(("kind", "fa2"), [("masked", "off"), ("v2", "off"), ("v2", "on"), ("triton", "off"), ("dense", "off")])
-MODEL = ModelConfig(dim=96, num_layers=1, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=256, nsa=NSAConfig())
+CASES = pytest.mark.parametrize(
+    ("kind", "fa2"),
+    [("masked", "off"), ("v2", "off"), ("v2", "on"), ("triton", "off"), ("dense", "off")],
+)
+MODEL = ModelConfig(
+    dim=96, num_layers=1, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=256, nsa=NSAConfig()
+)
 EVERY_BLOCK = (1024, 777, 600)  # up to 16 blocks of 64: all are selected; beyond the window of 512
 COMPETING = (1100, 1280, 1537)
 Step = list[Tensor]
@@ -26,7 +34,10 @@ Step = list[Tensor]
 
 @pytest.fixture(autouse=True)
 def no_recompiles() -> Iterator[None]:
-    """A second graph is an error. (Counting calls of the backend would not do: Inductor may ask for the same frame twice.)"""
+    """A second graph is an error.
+
+    (Counting calls of the backend would not do: Inductor may ask for the same frame twice.)
+    """
     torch._dynamo.reset()
     with torch._dynamo.config.patch(error_on_recompile=True):
         yield
@@ -125,7 +136,8 @@ def test_one_compiled_graph_where_blocks_compete(kind: str, fa2: str) -> None:
         x, upstream = x_of(tokens), x_of(tokens, seed=2)
         got, want = (step(function, layer, fresh(x), upstream) for function in (compiled, layer))
         assert all(bool(g.isfinite().all()) for g in got)
-        # Queries and keys rounded elsewhere may choose other blocks in rows near a tie; those rows are few.
+        # Queries and keys rounded elsewhere may choose other blocks in rows near a tie; those rows
+        # are few.
         close_BT = (got[0] - want[0]).abs().amax(-1) <= 2**-6 * want[0].abs().max()
         assert float(close_BT.float().mean()) >= 0.95, tokens
 
@@ -133,7 +145,14 @@ def test_one_compiled_graph_where_blocks_compete(kind: str, fa2: str) -> None:
 def test_a_reserved_workspace_is_what_the_first_step_takes() -> None:
     config = MODEL.nsa
     need = packed.workspace_bytes(
-        1, 2048, num_kv_heads=2, head_dim=64, v_head_dim=64, num_selected=config.num_selected, sel_block=config.sel_block, dtype=DTYPE
+        1,
+        2048,
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        num_selected=config.num_selected,
+        sel_block=config.sel_block,
+        dtype=DTYPE,
     )
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -143,4 +162,6 @@ def test_a_reserved_workspace_is_what_the_first_step_takes() -> None:
     layer, x = layer_of("v2", "off"), fresh(x_of(2048))
     before = torch.cuda.memory_reserved()
     layer(x).sum().backward()
-    assert torch.cuda.memory_reserved() - before < need / 2, "the packed K and V came from what was reserved"
+    assert torch.cuda.memory_reserved() - before < need / 2, (
+        "the packed K and V came from what was reserved"
+    )

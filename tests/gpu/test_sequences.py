@@ -1,4 +1,6 @@
-"""On CUDA: a cache and packed documents change nothing but the rounding, on every fast path, FA-2 and bf16 included."""
+"""On CUDA: a cache and packed documents change nothing but the rounding, on every fast path, FA-2
+and bf16 included.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def layer_of(path: Path, fa2: str, dtype: torch.dtype) -> NSAAttention:
 
 
 def assert_no_worse(got: Tensor, whole: Tensor, truth: Tensor, what: str) -> None:
-    """``whole`` is the same layer in the same dtype, uncached and unpacked; ``truth`` the same in fp64 on the CPU."""
+    """``whole`` is the same layer in the same dtype, uncached and unpacked; ``truth`` the same in
+    fp64 on the CPU.
+    """
     bound = max(2 * error(whole.cpu(), truth) + 2**-8 * magnitude(truth), 1e-5)
     found = error(got.cpu(), truth)
     assert found <= bound, f"{what}: error {found:.3e} exceeds {bound:.3e}"
@@ -43,13 +47,19 @@ def truth_of(layer: NSAAttention, x: Tensor) -> Tensor:
 def test_chunks_and_decode_equal_a_whole_prefill(path: Path, fa2: str) -> None:
     layer = layer_of(path, fa2, torch.bfloat16)
     x = randn(2, 1300, 96, seed=1, dtype=torch.bfloat16, device=DEVICE)
-    cache, bounds = layer.new_cache(2, 1300, initial_len=256), [0, 15, 47, 512, 1250, *range(1251, 1301)]
+    cache, bounds = (
+        layer.new_cache(2, 1300, initial_len=256),
+        [0, 15, 47, 512, 1250, *range(1251, 1301)],
+    )
     with engagement.collect() as ran:
         got = torch.cat([layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(bounds)], 1)
     assert ran.counts[f"sel.{path}"] == len(bounds) - 1
-    # Near-ties of bf16 keys may choose other blocks than fp64, so both are judged where every block is chosen.
+    # Near-ties of bf16 keys may choose other blocks than fp64, so both are judged where every block
+    # is chosen.
     every = slice(0, 1024)
-    assert_no_worse(got[:, every], layer(x)[:, every], truth_of(layer, x)[:, every], f"{path} {fa2}")
+    assert_no_worse(
+        got[:, every], layer(x)[:, every], truth_of(layer, x)[:, every], f"{path} {fa2}"
+    )
     assert error(got[:, 1024:], layer(x)[:, 1024:]) <= 0.05 * magnitude(got)
 
 
@@ -65,7 +75,9 @@ def test_packed_equals_one_by_one(path: Path, fa2: str) -> None:
     assert bool((packed[:, total:] == 0).all())
     with torch.no_grad():
         alone = torch.cat([layer(x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1)
-        truth = torch.cat([truth_of(layer, x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1)
+        truth = torch.cat(
+            [truth_of(layer, x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1
+        )
     assert_no_worse(packed[:, :total].detach(), alone, truth, f"{path} {fa2}")
     packed[:, :total].sum().backward()
     assert x.grad is not None and bool(x.grad.isfinite().all()) and not x.grad[:, total:].any()
@@ -101,4 +113,6 @@ def test_generation_in_fp32_is_the_cpu_s() -> None:
     with torch.no_grad():
         logits = model(ids)
         assert_parity(model.to(DEVICE)(ids.to(DEVICE)).cpu(), logits, "logits", tolerance=1e-4)
-    assert torch.equal(model.generate(ids.to(DEVICE), max_new_tokens=30, prompt_lengths=[70, 33]).cpu(), on_cpu)
+    assert torch.equal(
+        model.generate(ids.to(DEVICE), max_new_tokens=30, prompt_lengths=[70, 33]).cpu(), on_cpu
+    )

@@ -1,7 +1,9 @@
-"""Builds everything that path triton launches, down to machine code, for a GPU that is not here; launches nothing.
+"""Builds everything that path triton launches, down to machine code, for a GPU that is not here;
+launches nothing.
 
-The interpreter runs kernels as Python, so it accepts what Triton's compiler refuses: run as `python -m tests.nsa.gpu_build ARCH SHAPE`,
-in a process of its own, because Triton's driver is one for all. Prints `kernel bytes-of-shared-memory` for each build.
+The interpreter runs kernels as Python, so it accepts what Triton's compiler refuses: run as `python
+-m tests.nsa.gpu_build ARCH SHAPE`, in a process of its own, because Triton's driver is one for all.
+Prints `kernel bytes-of-shared-memory` for each build.
 """
 
 from __future__ import annotations
@@ -17,10 +19,18 @@ from triton.runtime.jit import JITFunction
 
 from nsa.ops.kernels import combine, common, interval, joined, means, products, scores, selected
 
-# G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name, and one that fits no tile.
-SHAPES = {"A": (2, 6, 64, 64, torch.bfloat16), "B": (4, 16, 128, 128, torch.bfloat16), "odd": (2, 3, 60, 100, torch.float16)}
+# G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name,
+# and one that fits no tile.
+SHAPES = {
+    "A": (2, 6, 64, 64, torch.bfloat16),
+    "B": (4, 16, 128, 128, torch.bfloat16),
+    "odd": (2, 3, 60, 100, torch.float16),
+}
 TOKENS = 1024
-GEOMETRIES: tuple[dict[str, Any], ...] = ({"block": 32, "stride": 16, "width": None}, {"block": 1, "stride": 1, "width": 512})
+GEOMETRIES: tuple[dict[str, Any], ...] = (
+    {"block": 32, "stride": 16, "width": None},
+    {"block": 1, "stride": 1, "width": 512},
+)
 
 
 class Absent:
@@ -40,7 +50,9 @@ class Absent:
 
 
 def instead_of_launching(found: list[tuple[str, int]]) -> None:
-    """Every launch from now on builds its kernel, notes (name, bytes of shared memory), and returns."""
+    """Every launch from now on builds its kernel, notes (name, bytes of shared memory), and
+    returns.
+    """
     run = JITFunction.run
 
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -50,21 +62,40 @@ def instead_of_launching(found: list[tuple[str, int]]) -> None:
     JITFunction.run = build
 
 
-def everything(shape: str, *, batch: int = 1, ragged: bool = False, documents: bool = False) -> None:
+def everything(
+    shape: str, *, batch: int = 1, ragged: bool = False, documents: bool = False
+) -> None:
     """Forward and backward of every operation, with tensors of zeros."""
     G, H, DK, DV, dtype = SHAPES[shape]
 
     def kv(heads: int, length: int) -> tuple[Tensor, Tensor]:
-        return torch.zeros(batch, length, heads, DK, dtype=dtype), torch.zeros(batch, length, heads, DV, dtype=dtype)
+        return torch.zeros(batch, length, heads, DK, dtype=dtype), torch.zeros(
+            batch, length, heads, DV, dtype=dtype
+        )
 
     (q, do), tokens = kv(G * H, TOKENS), kv(G, TOKENS)
-    where: dict[str, Any] = {"q_start": torch.zeros(batch, dtype=torch.int64) if ragged else 0, "scale": 0.1}
+    where: dict[str, Any] = {
+        "q_start": torch.zeros(batch, dtype=torch.int64) if ragged else 0,
+        "scale": 0.1,
+    }
     first = torch.zeros(TOKENS, dtype=torch.int64) if documents else None
     for geometry, keys in zip(GEOMETRIES, (kv(G, (TOKENS - 32) // 16 + 1), tokens), strict=True):
         o, lse = interval.forward(q, *keys, first=first, **geometry, **where)
-        interval.backward(do, q, *keys, lse, products.row_products(o, do), first=first, **geometry, **where)
-    chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2, "kv_len": TOKENS}
-    blocks = scores.choose(q, kv(G, (TOKENS - 32) // 16 + 1)[0], lse, first=first, **chosen, **where)
+        interval.backward(
+            do, q, *keys, lse, products.row_products(o, do), first=first, **geometry, **where
+        )
+    chosen = {
+        "block": 32,
+        "stride": 16,
+        "sel_block": 64,
+        "num_selected": 16,
+        "num_initial": 1,
+        "num_local": 2,
+        "kv_len": TOKENS,
+    }
+    blocks = scores.choose(
+        q, kv(G, (TOKENS - 32) // 16 + 1)[0], lse, first=first, **chosen, **where
+    )
     for by_row in (True, False):
         o, lse = selected.forward(q, *tokens, blocks, sel_block=64, by_row=by_row, **where)
     selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
@@ -73,20 +104,48 @@ def everything(shape: str, *, batch: int = 1, ragged: bool = False, documents: b
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))
     geometry = joined.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
-    joined.backward(do, gates, q, kv(G, (TOKENS - 32) // 16 + 1), tokens, tokens, blocks, (o, o, o), (lse, lse, lse), geometry)
+    joined.backward(
+        do,
+        gates,
+        q,
+        kv(G, (TOKENS - 32) // 16 + 1),
+        tokens,
+        tokens,
+        blocks,
+        (o, o, o),
+        (lse, lse, lse),
+        geometry,
+    )
 
 
-def decoding(shape: str, *, queries: int = 1, ragged: bool = False, documents: bool = False) -> None:
-    """The forwards of few queries, whose keys are split over programs, of one batch row; and of many, where they are not."""
+def decoding(
+    shape: str, *, queries: int = 1, ragged: bool = False, documents: bool = False
+) -> None:
+    """The forwards of few queries, whose keys are split over programs, of one batch row; and of
+    many, where they are not.
+    """
     G, H, DK, DV, dtype = SHAPES[shape]
     for batch in (1, 300):
-        q, k, v = (torch.zeros(batch, n, h, d, dtype=dtype) for n, h, d in ((queries, G * H, DK), (TOKENS, G, DK), (TOKENS, G, DV)))
-        where: dict[str, Any] = {"q_start": torch.zeros(batch, dtype=torch.int64) if ragged else TOKENS - queries, "scale": 0.1}
+        q, k, v = (
+            torch.zeros(batch, n, h, d, dtype=dtype)
+            for n, h, d in ((queries, G * H, DK), (TOKENS, G, DK), (TOKENS, G, DV))
+        )
+        where: dict[str, Any] = {
+            "q_start": torch.zeros(batch, dtype=torch.int64) if ragged else TOKENS - queries,
+            "scale": 0.1,
+        }
         first = torch.zeros(queries, dtype=torch.int64) if documents and batch == 1 else None
         for geometry in GEOMETRIES:
             interval.forward(q, k, v, first=first, **geometry, **where)
         for slots in (16, 512):  # one slot a split, and several
-            selected.forward(q, k, v, torch.zeros(batch, queries, G, slots, dtype=torch.int32), sel_block=64, **where)
+            selected.forward(
+                q,
+                k,
+                v,
+                torch.zeros(batch, queries, G, slots, dtype=torch.int32),
+                sel_block=64,
+                **where,
+            )
 
 
 def main(arch: int, shape: str) -> None:

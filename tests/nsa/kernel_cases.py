@@ -1,4 +1,6 @@
-"""What the tests of the Triton kernels share: memory that nobody wrote, intervals of keys, calls of every operator."""
+"""What the tests of the Triton kernels share: memory that nobody wrote, intervals of keys, calls of
+every operator.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,12 @@ def poisoned_memory(one_thread: None) -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def seen(position_BT: Tensor, num_keys: int, grid: tuple[int, int, int | None], first_T: Tensor | None) -> Tensor:
-    """bool [B, T, C]: the key's last token is no later than the query, its first is of the document, and it is within the width."""
+def seen(
+    position_BT: Tensor, num_keys: int, grid: tuple[int, int, int | None], first_T: Tensor | None
+) -> Tensor:
+    """bool [B, T, C]: the key's last token is no later than the query, its first is of the
+    document, and it is within the width.
+    """
     block, stride, width = grid
     key = torch.arange(num_keys)
     kept = key * stride + block - 1 <= position_BT[..., None]
@@ -41,21 +47,39 @@ def first_of(tokens: int) -> Tensor:
     return DOCUMENTS[(torch.arange(tokens)[:, None] >= DOCUMENTS).sum(1) - 1]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int = 16, q_start: int | Tensor = 0) -> Tensor:
-    return operator.attend(q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=q.shape[-1] ** -0.5, fa2=None)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int = 16,
+    q_start: int | Tensor = 0,
+) -> Tensor:
+    return operator.attend(
+        q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=q.shape[-1] ** -0.5, fa2=None
+    )
 
 
-ORDINARY_LOADS = 1 << 62  # as nsa.ops.kernels.common.COPY_MIN_ELEMENTS: no tile by a tensor descriptor
+ORDINARY_LOADS = (
+    1 << 62
+)  # as nsa.ops.kernels.common.COPY_MIN_ELEMENTS: no tile by a tensor descriptor
 
 
 def differentiable(name: str, device: str = "cpu") -> tuple[object, ...]:
     """The arguments of ``operator_calls()[name]``; those that have a gradient require it."""
-    wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "means": 2, "joined": 3}.get(name, 0)  # the first so many arguments
+    wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "means": 2, "joined": 3}.get(
+        name, 0
+    )  # the first so many arguments
 
     def prepared(x: object, wants: bool) -> object:
         if isinstance(x, list):
             return [prepared(one, wants) for one in x]
-        return x.to(device).requires_grad_(wants and x.is_floating_point()) if isinstance(x, Tensor) else x
+        return (
+            x.to(device).requires_grad_(wants and x.is_floating_point())
+            if isinstance(x, Tensor)
+            else x
+        )
 
     return tuple(prepared(x, i < wanted) for i, x in enumerate(operator_calls()[name]))
 
@@ -66,7 +90,10 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
     blocks = torch.zeros(1, 6, 2, 2, dtype=torch.int32)
     blocks[..., 1] = -1
     gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0, 0.25)
-    kv, left = [x + i for i in range(3) for x in (k, v)], [*(o + i for i in range(3)), *(lse + i for i in range(3))]
+    kv, left = (
+        [x + i for i in range(3) for x in (k, v)],
+        [*(o + i for i in range(3)), *(lse + i for i in range(3))],
+    )
     joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0], 0.25)
     return {
         "interval": (q, k, v, None, None, *window),

@@ -11,7 +11,11 @@ from nsa.routing import Capability, Problem, Request, Route, plan
 
 H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
 TRITON = dataclasses.replace(H100, triton_provider="triton 3.6.0", triton_reason="")
-NO_FA2 = dataclasses.replace(H100, fa2_provider=None, fa2_reason="flash_attn is not installed and torch 2.5 is older than 2.11")
+NO_FA2 = dataclasses.replace(
+    H100,
+    fa2_provider=None,
+    fa2_reason="flash_attn is not installed and torch 2.5 is older than 2.11",
+)
 V100 = dataclasses.replace(H100, device_name="Tesla V100", sm=(7, 0))
 CPU = Capability("cpu", "cpu", None, "torch.varlen 2.13.0", "", "2.13.0")
 PROBLEM = Problem(1, 2048, 2048, 12, 2, 64, 64, "bfloat16")
@@ -47,7 +51,12 @@ problems = st.builds(
 fa2s = st.sampled_from(["on", "off", "auto"])
 
 
-def route_at(tokens: int, request: Request = Request(), capability: Capability = H100, **options: object) -> Route:  # noqa: B008
+def route_at(
+    tokens: int,
+    request: Request = Request(),  # noqa: B008
+    capability: Capability = H100,
+    **options: object,
+) -> Route:
     model = preset("m7c_125m")
     model = dataclasses.replace(model, nsa=dataclasses.replace(model.nsa, **options))
     return plan(request, model, batch=1, tokens=tokens, dtype="bfloat16", capability=capability)

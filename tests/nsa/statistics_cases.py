@@ -1,4 +1,6 @@
-"""Selections and gates at random for the tests of the telemetry, and what plain loops say of them."""
+"""Selections and gates at random for the tests of the telemetry, and what plain loops say of
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,12 @@ ALL = ("cmp", "sel", "win")
 SEL_BLOCK = 8
 
 
-def random_blocks(batch: int, tokens: int, heads: int, slots: int, *, start: list[int], seed: int) -> Tensor:
-    """Ascending unique ids up to the query's block, -1 padded; about a third repeats the previous query's, some are empty."""
+def random_blocks(
+    batch: int, tokens: int, heads: int, slots: int, *, start: list[int], seed: int
+) -> Tensor:
+    """Ascending unique ids up to the query's block, -1 padded; about a third repeats the previous
+    query's, some are empty.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def draw(high: int) -> int:
@@ -32,7 +38,13 @@ def random_blocks(batch: int, tokens: int, heads: int, slots: int, *, start: lis
                 if kind < 2 and t:
                     out[b, t, g] = out[b, t - 1, g]
                 elif kind < 5:
-                    candidates = torch.randperm((start[b] + t) // SEL_BLOCK + 1, generator=generator)[: 1 + draw(slots)].sort().values
+                    candidates = (
+                        torch.randperm((start[b] + t) // SEL_BLOCK + 1, generator=generator)[
+                            : 1 + draw(slots)
+                        ]
+                        .sort()
+                        .values
+                    )
                     out[b, t, g, : len(candidates)] = candidates
     return out
 
@@ -46,7 +58,10 @@ def expect_selection(calls: list[tuple[Tensor, list[int], Tensor | None]]) -> di
     window_sizes: list[int] = []
     for blocks, start, present in calls:
         B, T, G, _ = blocks.shape
-        there = [[present is None or bool(present.expand(B, T)[b, t]) for t in range(T)] for b in range(B)]
+        there = [
+            [present is None or bool(present.expand(B, T)[b, t]) for t in range(T)]
+            for b in range(B)
+        ]
         for b in range(B):
             for g in range(G):
                 sets = [{j for j in row if j >= 0} for row in blocks[b, :, g].tolist()]
@@ -54,7 +69,11 @@ def expect_selection(calls: list[tuple[Tensor, list[int], Tensor | None]]) -> di
                     if not there[b][t]:
                         continue
                     lengths.append(
-                        sum(j * SEL_BLOCK <= p <= start[b] + t for j in chosen for p in range(j * SEL_BLOCK, (j + 1) * SEL_BLOCK))
+                        sum(
+                            j * SEL_BLOCK <= p <= start[b] + t
+                            for j in chosen
+                            for p in range(j * SEL_BLOCK, (j + 1) * SEL_BLOCK)
+                        )
                     )
                     sizes.append(len(chosen))
                     if t and there[b][t - 1]:
@@ -70,7 +89,11 @@ def expect_selection(calls: list[tuple[Tensor, list[int], Tensor | None]]) -> di
         "tokens_max": max(lengths),
         "blocks_mean": sum(sizes) / len(sizes),
         "union_blocks_mean": sum(unions) / len(unions) if unions else None,
-        "union_ratio": (sum(unions) / len(unions)) / (sum(window_sizes) / len(window_sizes)) if unions else None,
+        "union_ratio": (
+            (sum(unions) / len(unions)) / (sum(window_sizes) / len(window_sizes))
+            if unions
+            else None
+        ),
         "same_as_previous_share": sum(same) / len(same) if same else None,
     }
 
@@ -132,7 +155,10 @@ def random_gates(*shape: int, seed: int) -> Tensor:
 
 def observe_both(seed: int, tokens: int = 20) -> tuple[dict[str, Any], dict[str, Any]]:
     """One call of each, and what it amounts to on its own."""
-    blocks, gates = random_blocks(1, tokens, 2, 4, start=[50], seed=seed), random_gates(1, tokens, 4, seed=seed)
+    blocks, gates = (
+        random_blocks(1, tokens, 2, 4, start=[50], seed=seed),
+        random_gates(1, tokens, 4, seed=seed),
+    )
     statistics.observe_selection(blocks, q_start=50, sel_block=SEL_BLOCK)
     statistics.observe_gates(gates, ALL)
     return expect_selection([(blocks, [50], None)]), expect_gates([(gates, ALL)])

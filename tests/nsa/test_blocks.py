@@ -13,8 +13,24 @@ GEOMETRIES = (
     NSAConfig(),
     SMALL,
     NSAConfig(cmp_block=4, cmp_stride=4, sel_block=4, num_selected=3, window=5),
-    NSAConfig(cmp_block=12, cmp_stride=4, sel_block=8, num_selected=4, window=3, num_initial=2, num_local=2),
-    NSAConfig(cmp_block=16, cmp_stride=4, sel_block=8, num_selected=6, window=1, num_initial=0, num_local=1),
+    NSAConfig(
+        cmp_block=12,
+        cmp_stride=4,
+        sel_block=8,
+        num_selected=4,
+        window=3,
+        num_initial=2,
+        num_local=2,
+    ),
+    NSAConfig(
+        cmp_block=16,
+        cmp_stride=4,
+        sel_block=8,
+        num_selected=6,
+        window=1,
+        num_initial=0,
+        num_local=1,
+    ),
 )
 
 
@@ -22,14 +38,25 @@ GEOMETRIES = (
 def test_compressed_blocks_are_the_whole_ones(config: NSAConfig) -> None:
     grid = BlockGrid.of(config)
     for tokens in range(300):
-        assert grid.num_cmp(tokens) == oracle.num_compressed(tokens, config.cmp_block, config.cmp_stride)
+        assert grid.num_cmp(tokens) == oracle.num_compressed(
+            tokens, config.cmp_block, config.cmp_stride
+        )
         ends = [i * config.cmp_stride + config.cmp_block - 1 for i in range(80)]
         assert grid.visible_cmp(tokens) == sum(end <= tokens for end in ends)
 
 
 def test_emission_at_the_papers_boundaries() -> None:
     grid = BlockGrid.of(NSAConfig())
-    assert [grid.visible_cmp(t) for t in (0, 15, 30, 31, 46, 47, 62, 63)] == [0, 0, 0, 1, 1, 2, 2, 3]
+    assert [grid.visible_cmp(t) for t in (0, 15, 30, 31, 46, 47, 62, 63)] == [
+        0,
+        0,
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
     assert [grid.num_sel(s) for s in (0, 1, 64, 65, 100)] == [0, 1, 1, 2, 2]
 
 
@@ -37,7 +64,12 @@ def test_emission_at_the_papers_boundaries() -> None:
 def test_overlap_counts_shared_chunks(config: NSAConfig) -> None:
     grid = BlockGrid.of(config)
     chunks, ratio = config.cmp_block // config.cmp_stride, config.sel_block // config.cmp_stride
-    got = {(j * ratio + offset, j): weight for j in range(9) for offset, weight in grid.overlap if j * ratio + offset >= 0}
+    got = {
+        (j * ratio + offset, j): weight
+        for j in range(9)
+        for offset, weight in grid.overlap
+        if j * ratio + offset >= 0
+    }
     want = {
         (i, j): oracle.shared_chunks(i, j, chunks, ratio)
         for j in range(9)
@@ -67,7 +99,8 @@ def test_keys_read_equal_the_count(config: NSAConfig) -> None:
     totals = {"cmp": 0, "sel": 0, "win": 0, "dense": 0}
     for t in range(200):
         visible = t // config.sel_block + 1
-        # Any n candidates hold the same number of tokens, because the current, partial block is always among them.
+        # Any n candidates hold the same number of tokens, because the current, partial block is
+        # always among them.
         kept = {*range(min(config.num_selected, visible) - 1), visible - 1}
         keys = [s for s in range(t + 1) if s // config.sel_block in kept]
         assert grid.keys_sel(t) == len(keys)

@@ -1,4 +1,6 @@
-"""Prefill = chunked prefill = decode step by step; rows of different lengths; what is kept, counted and refused."""
+"""Prefill = chunked prefill = decode step by step; rows of different lengths; what is kept, counted
+and refused.
+"""
 
 from __future__ import annotations
 
@@ -38,25 +40,46 @@ OPTIONS = {
 
 def layer_of(config: NSAConfig = SMALL, path: str = "masked", **changes: int) -> NSAAttention:
     torch.manual_seed(0)
-    heads = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": KEY_DIM, "v_head_dim": VALUE_DIM} | changes
+    heads = {
+        "num_heads": HEADS,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": KEY_DIM,
+        "v_head_dim": VALUE_DIM,
+    } | changes
     return NSAAttention(DIM, **heads, config=config, path=path, fa2="off").double()
 
 
 @torch.no_grad()
-def in_chunks(layer: NSAAttention, x: Tensor, cuts: Sequence[int], *, initial_len: int | None = None) -> Tensor:
+def in_chunks(
+    layer: NSAAttention, x: Tensor, cuts: Sequence[int], *, initial_len: int | None = None
+) -> Tensor:
     cache = layer.new_cache(x.shape[0], x.shape[1], initial_len=initial_len)
     bounds = [0, *cuts, x.shape[1]]
-    return torch.cat([layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(bounds) if b > a], 1)
+    return torch.cat(
+        [layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(bounds) if b > a], 1
+    )
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_prefill_is_chunked_prefill_is_decode(option: str) -> None:
-    """NSA.md property 5, at every boundary of the small geometry, and of the paper's to 70 tokens."""
+    """NSA.md property 5, at every boundary of the small geometry, and of the paper's to 70
+    tokens.
+    """
     layer = layer_of(OPTIONS[option])
     x = randn(2, 133 if option != "paper" else 70, DIM, seed=3, dtype=torch.float64)
     with torch.no_grad():
         whole = layer(x)
-    for cuts in ([1], [7], [8], [15], [16], [23, 24, 25], [31, 32, 63, 64], [5, 60], range(1, x.shape[1])):
+    for cuts in (
+        [1],
+        [7],
+        [8],
+        [15],
+        [16],
+        [23, 24, 25],
+        [31, 32, 63, 64],
+        [5, 60],
+        range(1, x.shape[1]),
+    ):
         assert_parity(in_chunks(layer, x, cuts), whole, f"cuts {list(cuts)[:4]}")
 
 
@@ -77,7 +100,9 @@ def test_every_path_decodes(path: Path) -> None:
     st.sampled_from([(8, 4, 16, 24), (4, 4, 8, 1), (6, 2, 4, 7), (12, 4, 16, 200)]),
     st.integers(1, 140),
 )
-def test_any_split_of_any_geometry(cuts: list[int], geometry: tuple[int, int, int, int], initial_len: int) -> None:
+def test_any_split_of_any_geometry(
+    cuts: list[int], geometry: tuple[int, int, int, int], initial_len: int
+) -> None:
     l, d, sel, w = geometry  # noqa: E741 (the paper's letters)
     layer = layer_of(replace(SMALL, cmp_block=l, cmp_stride=d, sel_block=sel, window=w))
     x = randn(1, 140, DIM, seed=5, dtype=torch.float64)
@@ -88,11 +113,19 @@ def test_any_split_of_any_geometry(cuts: list[int], geometry: tuple[int, int, in
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=6),
+    st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40)),
+        min_size=1,
+        max_size=6,
+    ),
     st.sampled_from(["mean", "mlp"]),
 )
-def test_rows_of_different_lengths_are_each_row_alone(chunks: list[tuple[int, int, int]], option: str) -> None:
-    """Each chunk adds its own number of tokens to each of three rows; what pads a row may be NaN."""
+def test_rows_of_different_lengths_are_each_row_alone(
+    chunks: list[tuple[int, int, int]], option: str
+) -> None:
+    """Each chunk adds its own number of tokens to each of three rows; what pads a row may be
+    NaN.
+    """
     layer = layer_of(OPTIONS[option])
     totals = [sum(chunk[b] for chunk in chunks) for b in range(3)]
     x = randn(3, max(1, *totals), DIM, seed=6, dtype=torch.float64)
@@ -116,7 +149,9 @@ def test_rows_of_different_lengths_are_each_row_alone(chunks: list[tuple[int, in
 
 
 def test_trap_21_emission_goes_on_after_any_prefill() -> None:
-    """31 raw tokens are kept at S = 47 of the paper's geometry, and no block is due twice or never."""
+    """31 raw tokens are kept at S = 47 of the paper's geometry, and no block is due twice or
+    never.
+    """
     layer = layer_of(NSAConfig())
     cache = layer.new_cache(1, 400)
     grid = BlockGrid.of(NSAConfig())
@@ -149,13 +184,22 @@ def test_keys_read_are_counted_and_equal_the_closed_form(ragged: bool) -> None:
             layer(randn(2, 1, DIM, seed=step, dtype=torch.float64), cache=cache)
             for b, start in enumerate(starts):
                 t = start + step
-                read = {name: count.expand(2, *count.shape[1:])[b].flatten().tolist() for name, count in cache.keys_read.items()}
-                assert read == {"cmp": [grid.visible_cmp(t)], "sel": [grid.keys_sel(t)] * KV_HEADS, "win": [grid.keys_win(t)]}
+                read = {
+                    name: count.expand(2, *count.shape[1:])[b].flatten().tolist()
+                    for name, count in cache.keys_read.items()
+                }
+                assert read == {
+                    "cmp": [grid.visible_cmp(t)],
+                    "sel": [grid.keys_sel(t)] * KV_HEADS,
+                    "win": [grid.keys_win(t)],
+                }
 
 
 @pytest.mark.parametrize("capacity", [1, 7, 8, 100])
 def test_memory_is_the_formula(capacity: int) -> None:
-    cache = NSACache.empty(SMALL, 3, capacity, num_kv_heads=2, head_dim=8, v_head_dim=6, dtype=torch.float32)
+    cache = NSACache.empty(
+        SMALL, 3, capacity, num_kv_heads=2, head_dim=8, v_head_dim=6, dtype=torch.float32
+    )
     shape = {"batch": 3, "num_kv_heads": 2, "head_dim": 8, "v_head_dim": 6, "element_size": 4}
     assert cache.memory_bytes() == cache_bytes(SMALL, capacity=capacity, **shape)
     by_hand = 3 * 2 * (8 + 6) * 4 * ((100 + 1) + (24 + 1) + 24 + 7)
@@ -174,7 +218,10 @@ def test_growth_doubles_at_most_and_stops_at_max_len() -> None:
         before = [x.clone() for x in (*cache.sel, *cache.cmp, *cache.win, *cache.tail)]
         with pytest.raises(ValueError, match=r"would hold 101 tokens.*max_len=100.*make it larger"):
             layer(randn(1, 1, DIM, seed=0, dtype=torch.float64), cache=cache)
-        assert all(torch.equal(a, b) for a, b in zip(before, (*cache.sel, *cache.cmp, *cache.win, *cache.tail), strict=True))
+        assert all(
+            torch.equal(a, b)
+            for a, b in zip(before, (*cache.sel, *cache.cmp, *cache.win, *cache.tail), strict=True)
+        )
         assert cache.lengths == (100,)
 
 
@@ -187,12 +234,17 @@ def test_what_a_cache_refuses() -> None:
         for cache, words in (
             (layer.new_cache(3, 9), "holds 3 rows, the chunk 2"),
             (layer.new_cache(2, 9, dtype=torch.float32), "float32 on cpu, the chunk torch.float64"),
-            (NSACache.empty(SMALL, 2, 9, num_kv_heads=1, head_dim=8, dtype=torch.float64), "holds heads"),
+            (
+                NSACache.empty(SMALL, 2, 9, num_kv_heads=1, head_dim=8, dtype=torch.float64),
+                "holds heads",
+            ),
         ):
             with pytest.raises(ValueError, match=words):
                 layer(x, cache=cache)
         for num_tokens in ([5], [5, 6], [-1, 5], [4, 4]):
-            with pytest.raises(ValueError, match="wanted 2 numbers from 0 to 5, the largest being 5"):
+            with pytest.raises(
+                ValueError, match="wanted 2 numbers from 0 to 5, the largest being 5"
+            ):
                 layer(x, cache=layer.new_cache(2, 9), num_tokens=num_tokens)
         with pytest.raises(ValueError, match="num_tokens without a cache"):
             layer(x, num_tokens=[5, 5])
@@ -200,7 +252,9 @@ def test_what_a_cache_refuses() -> None:
             layer(x[:1], cache=layer.new_cache(1, 9), cu_seqlens=torch.tensor([0, 5]))
     for wrong in ({"batch": 0}, {"max_len": 0}, {"initial_len": 0}, {"initial_len": 10}):
         with pytest.raises(ValueError, match="NSACache"):
-            NSACache.empty(SMALL, **{"batch": 1, "max_len": 9, "num_kv_heads": 1, "head_dim": 8} | wrong)
+            NSACache.empty(
+                SMALL, **{"batch": 1, "max_len": 9, "num_kv_heads": 1, "head_dim": 8} | wrong
+            )
 
 
 @pytest.mark.parametrize("lengths", [None, [33, 7, 20]])
@@ -222,12 +276,21 @@ def test_sampling_is_seeded_and_keeps_to_the_nucleus() -> None:
     model = TinyLM(preset("tiny"), fa2="off")
     ids = torch.randint(256, (2, 9))
     one, same, other = (
-        model.generate(ids, max_new_tokens=12, temperature=1.0, generator=torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
+        model.generate(
+            ids, max_new_tokens=12, temperature=1.0, generator=torch.Generator().manual_seed(seed)
+        )
+        for seed in (1, 1, 2)
     )
     assert torch.equal(one, same) and not torch.equal(one, other)
     narrow = model.generate(ids, max_new_tokens=12, temperature=1.0, top_p=1e-9)
     assert torch.equal(narrow, model.generate(ids, max_new_tokens=12))
-    for wrong in ({"max_new_tokens": 0}, {"prompt_lengths": [0, 9]}, {"prompt_lengths": [9]}, {"temperature": -1.0}, {"top_p": 0.0}):
+    for wrong in (
+        {"max_new_tokens": 0},
+        {"prompt_lengths": [0, 9]},
+        {"prompt_lengths": [9]},
+        {"temperature": -1.0},
+        {"top_p": 0.0},
+    ):
         with pytest.raises(ValueError, match="wanted"):
             model.generate(ids, **{"max_new_tokens": 1} | wrong)
 

@@ -1,4 +1,6 @@
-"""Selective checkpointing by layer range: the same bits, fewer kept activations, and one count a layer."""
+"""Selective checkpointing by layer range: the same bits, fewer kept activations, and one count a
+layer.
+"""
 
 from __future__ import annotations
 
@@ -38,9 +40,15 @@ def trained(layers: tuple[int, int] | None) -> tuple[list[torch.Tensor], list[in
 def test_the_same_bits_and_a_second_forward_of_those_layers_alone(layers: tuple[int, int]) -> None:
     plain, once, counts = trained(None)
     checkpointed, forwards, same_counts = trained(layers)
-    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True)) and len(plain) == len(checkpointed)
-    assert once == [1, 1, 1] and forwards == [2 if layers[0] <= n < layers[1] else 1 for n in range(3)]
-    assert same_counts == counts and set(counts.values()) == {3}, "a recomputation is no call of its own"
+    assert all(torch.equal(a, b) for a, b in zip(plain, checkpointed, strict=True)) and len(
+        plain
+    ) == len(checkpointed)
+    assert once == [1, 1, 1] and forwards == [
+        2 if layers[0] <= n < layers[1] else 1 for n in range(3)
+    ]
+    assert same_counts == counts and set(counts.values()) == {3}, (
+        "a recomputation is no call of its own"
+    )
 
 
 def test_without_gradients_nothing_is_recomputed() -> None:

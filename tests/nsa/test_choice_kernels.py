@@ -1,4 +1,6 @@
-"""The kernel that chooses blocks, in Triton's interpreter (`--require interpreter`): far queries, chunks, documents, ties."""
+"""The kernel that chooses blocks, in Triton's interpreter (`--require interpreter`): far queries,
+chunks, documents, ties.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,24 @@ CHOICES = [
     (replace(SMALL, cmp_block=4, sel_block=4), 2, 12, 300, 1.0),
     (replace(SMALL, sel_block=8, num_selected=6, num_local=3, num_initial=2), 1, 12, 700, 3.0),
     (replace(SMALL, num_selected=7), 3, 6, torch.tensor([5, 300, 131]), 1.0),
-    (replace(SMALL, num_selected=16), 1, 8, 4000, 1.0),  # 251 blocks: more than CANDIDATES, which a threshold thins out
+    (
+        replace(SMALL, num_selected=16),
+        1,
+        8,
+        4000,
+        1.0,
+    ),  # 251 blocks: more than CANDIDATES, which a threshold thins out
 ]
 
 
-@pytest.mark.parametrize(("config", "batch", "queries", "start", "size"), CHOICES, ids=["whole", "no overlap", "sharp", "ragged", "far"])
-def test_choice(config: NSAConfig, batch: int, queries: int, start: int | Tensor, size: float) -> None:
+@pytest.mark.parametrize(
+    ("config", "batch", "queries", "start", "size"),
+    CHOICES,
+    ids=["whole", "no overlap", "sharp", "ragged", "far"],
+)
+def test_choice(
+    config: NSAConfig, batch: int, queries: int, start: int | Tensor, size: float
+) -> None:
     keys = queries + int(torch.as_tensor(start).max())
     num_cmp = oracle.num_compressed(keys, config.cmp_block, config.cmp_stride)
     q = size * randn(batch, queries, 3 if batch == 1 else 4, 16, seed=1)
@@ -61,18 +75,28 @@ def test_choice_in_packed_documents() -> None:
 
 @pytest.mark.parametrize(("start", "branch"), [(400, "counted"), (1500, "one by one")])
 def test_equal_scores_go_to_the_lower_index(start: int, branch: str) -> None:
-    """Of queries of 0 every block inside the past has one score; beyond CANDIDATES of them slots are filled one by one."""
+    """Of queries of 0 every block inside the past has one score; beyond CANDIDATES of them slots
+    are filled one by one.
+    """
     config = replace(SMALL, num_selected=8)
     assert (start // 16 + 1 > scores.CANDIDATES) == (branch == "one by one")
     num_cmp = oracle.num_compressed(start + 6, 8, 4)
-    got = choose_by_kernel(torch.zeros(1, 6, 2, 16), randn(1, num_cmp, 1, 16, seed=2), config, q_start=start, kv_len=start + 6)
+    got = choose_by_kernel(
+        torch.zeros(1, 6, 2, 16),
+        randn(1, num_cmp, 1, 16, seed=2),
+        config,
+        q_start=start,
+        kv_len=start + 6,
+    )
     for i in range(6):
         current = (start + i) // 16
         assert got[0, i, 0].tolist() == [0, 1, 2, 3, 4, 5, current - 1, current]
 
 
 def one_hot(num_cmp: int, hot: int) -> tuple[Tensor, Tensor]:
-    """(q, k_cmp) whose probabilities are exactly 1 at compressed block ``hot`` and 0 elsewhere, in fp32."""
+    """(q, k_cmp) whose probabilities are exactly 1 at compressed block ``hot`` and 0 elsewhere, in
+    fp32.
+    """
     k_cmp = torch.zeros(1, num_cmp, 1, 16)
     k_cmp[0, hot, 0, 0] = 500.0
     q = torch.zeros(1, 3, 2, 16)
@@ -86,7 +110,9 @@ def one_hot(num_cmp: int, hot: int) -> tuple[Tensor, Tensor]:
     [(4 * 9 + 1, [0, 1, 2, 9]), (4 * 9 + 3, [0, 1, 9, 10]), (4 * 20, [0, 1, 2, 20])],
     ids=["inside", "straddling", "first"],
 )
-def test_one_probability_of_1_names_the_blocks_it_overlaps(start: int, hot: int, wanted: list[int]) -> None:
+def test_one_probability_of_1_names_the_blocks_it_overlaps(
+    start: int, hot: int, wanted: list[int]
+) -> None:
     """All other scores are exactly 0: the lowest indices take what is left."""
     config = replace(SMALL, num_selected=6)
     q, k_cmp = one_hot(oracle.num_compressed(start + 3, 8, 4), hot)
@@ -95,10 +121,19 @@ def test_one_probability_of_1_names_the_blocks_it_overlaps(start: int, hot: int,
 
 
 def test_a_tie_of_a_few_among_many_goes_to_the_lower_index() -> None:
-    """Six blocks share the best score, three slots are free, and no other of the 100 comes near: a threshold leaves nine to count."""
+    """Six blocks share the best score, three slots are free, and no other of the 100 comes near: a
+    threshold leaves nine to count.
+    """
     config, start, k_cmp = replace(SMALL, num_selected=6), 1600, torch.zeros(1, 399, 1, 16)
     assert start // 16 + 1 > scores.CANDIDATES
     for block in (9, 20, 33, 47, 60, 70):
         k_cmp[0, 4 * block + 1, 0, 0] = 20.0
-    got = choose_by_kernel(torch.eye(16)[:1].expand(1, 3, 2, 16), k_cmp, config, q_start=start, kv_len=start + 3, scale=1.0)
+    got = choose_by_kernel(
+        torch.eye(16)[:1].expand(1, 3, 2, 16),
+        k_cmp,
+        config,
+        q_start=start,
+        kv_len=start + 3,
+        scale=1.0,
+    )
     assert got[0, :, 0].tolist() == [[0, 9, 20, 33, 99, 100]] * 3

@@ -1,4 +1,6 @@
-"""torch.compile(fullgraph=True) with a dynamic length: one graph for many lengths, and the same numbers as eager."""
+"""torch.compile(fullgraph=True) with a dynamic length: one graph for many lengths, and the same
+numbers as eager.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,12 @@ from nsa.ops.selected import masked, v2
 from tests.cases import INTERPRETED, SMALL, Case, assert_parity, here, qkv, randn, random_blocks
 
 TINY = preset("tiny")
-EVERY_BLOCK_TOKENS = SMALL.num_selected * SMALL.sel_block  # up to this length every block is selected
-# Blocks compete or all find a slot, the window has tiles behind it or covers all: multiples of the selection block, of the
-# window, and of neither. Up to one selection block (16 here) the sizes are 0 and 1, which torch.compile makes other graphs of.
+EVERY_BLOCK_TOKENS = (
+    SMALL.num_selected * SMALL.sel_block
+)  # up to this length every block is selected
+# Blocks compete or all find a slot, the window has tiles behind it or covers all: multiples of the
+# selection block, of the window, and of neither. Up to one selection block (16 here) the sizes are
+# 0 and 1, which torch.compile makes other graphs of.
 LENGTHS = (200, 201, 96, 333, 160, 240, 111, 80, 64, 48, 33, 24, 23, 17)
 
 
@@ -36,7 +41,16 @@ def layer_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     if kind == "dense":
         return DenseAttention(TINY)
-    return NSAAttention(TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, TINY.nsa, path=kind, fa2="off")
+    return NSAAttention(
+        TINY.dim,
+        TINY.num_heads,
+        TINY.num_kv_heads,
+        TINY.head_dim,
+        None,
+        TINY.nsa,
+        path=kind,
+        fa2="off",
+    )
 
 
 def value_and_gradient(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
@@ -51,7 +65,9 @@ def test_one_graph_of_a_layer_serves_every_length(kind: str) -> None:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     for tokens in LENGTHS if kind != "triton" else LENGTHS[-2:]:
         x = randn(here(2, 1), tokens, TINY.dim, seed=tokens)
-        for got, want in zip(value_and_gradient(compiled, x), value_and_gradient(layer, x), strict=True):
+        for got, want in zip(
+            value_and_gradient(compiled, x), value_and_gradient(layer, x), strict=True
+        ):
             assert_parity(got, want, f"{kind} {tokens}")
     assert counter.frame_count == 1
 
@@ -62,16 +78,32 @@ def test_one_graph_of_the_selected_branch_serves_short_lengths_too(path) -> None
     counter = CompileCounter()
 
     def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
-        return path.attend(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+        return path.attend(
+            q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None
+        )
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
-    for tokens in (100, EVERY_BLOCK_TOKENS, EVERY_BLOCK_TOKENS + 1, SMALL.window, SMALL.window - 1, SMALL.sel_block, 5, 160):
+    for tokens in (
+        100,
+        EVERY_BLOCK_TOKENS,
+        EVERY_BLOCK_TOKENS + 1,
+        SMALL.window,
+        SMALL.window - 1,
+        SMALL.sel_block,
+        5,
+        160,
+    ):
         case = Case(tokens, 6, 16, 8, 2)
         blocks = random_blocks(case, SMALL, seed=tokens)
         got, want = ([x.requires_grad_() for x in qkv(case, seed=tokens)] for _ in range(2))
         o, true_o = compiled(*got, blocks), attend(*want, blocks)
-        grads = torch.autograd.grad(o.square().sum(), got), torch.autograd.grad(true_o.square().sum(), want)
-        assert torch.equal(o, true_o) and all(torch.equal(a, b) for a, b in zip(*grads, strict=True)), tokens
+        grads = (
+            torch.autograd.grad(o.square().sum(), got),
+            torch.autograd.grad(true_o.square().sum(), want),
+        )
+        assert torch.equal(o, true_o) and all(
+            torch.equal(a, b) for a, b in zip(*grads, strict=True)
+        ), tokens
     assert counter.frame_count == 1
 
 
@@ -86,7 +118,9 @@ def test_a_language_model_is_one_graph_too_and_nothing_is_counted_inside_it() ->
             with engagement.collect() as seen:
                 logits = function(ids)
             assert seen.counts.get("sel.v2", 0) == calls
-            runs.append((logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters()))))
+            runs.append(
+                (logits, *torch.autograd.grad(logits.square().mean(), list(model.parameters())))
+            )
         for got, want in zip(*runs, strict=True):
             assert_parity(got, want, f"{tokens} tokens")
     assert counter.frame_count == 1
@@ -94,7 +128,9 @@ def test_a_language_model_is_one_graph_too_and_nothing_is_counted_inside_it() ->
 
 @pytest.mark.parametrize("ragged", [False, True])
 def test_the_operators_keep_what_their_schemas_promise(ragged: bool) -> None:
-    """No alias, no mutation; fake tensors have the shapes, strides and dtypes of real ones, for dynamic shapes as well."""
+    """No alias, no mutation; fake tensors have the shapes, strides and dtypes of real ones, for
+    dynamic shapes as well.
+    """
     case = Case(37, 3, 8, 16, 2)
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for x in qkv(case))
     position = torch.arange(37)[None] if not ragged else torch.tensor([[0], [5]]) + torch.arange(37)
@@ -139,12 +175,16 @@ def test_v2_differentiates_under_a_dispatch_mode_and_refuses_a_second_time() -> 
 
 
 def test_a_scale_that_changes_between_calls() -> None:
-    """torch.compile makes a number that changes an unknown one: what looks at it must be traceable."""
+    """torch.compile makes a number that changes an unknown one: what looks at it must be
+    traceable.
+    """
     q, k, v = qkv(Case(40, 2, 16, 16, 1))
     gates = torch.full((*q.shape[:3], 3), 0.5)
 
     def call(scale: float) -> Tensor:
-        return nsa_attention(q, *[(k, v)] * 3, gates, config=SMALL, scale=scale, path="masked", fa2="off")
+        return nsa_attention(
+            q, *[(k, v)] * 3, gates, config=SMALL, scale=scale, path="masked", fa2="off"
+        )
 
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     for scale in (0.1, 0.2, 0.3, -0.1):

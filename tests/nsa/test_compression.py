@@ -1,4 +1,5 @@
-"""phi (Eq. 7): the learned maps against both fp64 oracles, and what each map promises besides its value.
+"""phi (Eq. 7): the learned maps against both fp64 oracles, and what each map promises besides its
+value.
 
 Of the mean's values test_branches.py is the judge.
 """
@@ -28,11 +29,21 @@ B, G, D, HIDDEN = 3, 5, 7, 9
 
 def config_of(phi: str, parts: int = 2, **options: object) -> NSAConfig:
     hidden = {"phi_hidden": HIDDEN} if phi == "mlp" else {}
-    return NSAConfig(cmp_block=parts * STRIDE, cmp_stride=STRIDE, sel_block=4 * STRIDE, phi=phi, **{**hidden, **options})
+    return NSAConfig(
+        cmp_block=parts * STRIDE,
+        cmp_stride=STRIDE,
+        sel_block=4 * STRIDE,
+        phi=phi,
+        **{**hidden, **options},
+    )
 
 
-def random_params(config: NSAConfig, dim: int = D, *, seed: int = 10, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    """In the order of NAMES, written out by hand: the shapes are the brief's, and scaled so that SiLU bends."""
+def random_params(
+    config: NSAConfig, dim: int = D, *, seed: int = 10, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
+    """In the order of NAMES, written out by hand: the shapes are the brief's, and scaled so that
+    SiLU bends.
+    """
     flat = config.cmp_block * dim
     if config.phi == "linear":
         return (randn(dim, flat, seed=seed, dtype=dtype) * flat**-0.5,)
@@ -43,7 +54,9 @@ def random_params(config: NSAConfig, dim: int = D, *, seed: int = 10, dtype: tor
 
 
 def function_of(config: NSAConfig) -> Callable[..., Tensor]:
-    return lambda x, *params: compress(x, config=config, params=dict(zip(NAMES[config.phi], params, strict=True)))
+    return lambda x, *params: compress(
+        x, config=config, params=dict(zip(NAMES[config.phi], params, strict=True))
+    )
 
 
 def truth_of(config: NSAConfig, judge: ModuleType = oracle) -> Callable[..., Tensor]:
@@ -67,9 +80,14 @@ def eager_of(config: NSAConfig) -> Callable[..., Tensor]:
 def test_by_hand() -> None:
     config = NSAConfig(cmp_block=2, cmp_stride=1, sel_block=2, phi="linear")
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).view(1, 3, 1, 2)
-    weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0], [0.0, 0.0, 0.0, 1.0]])  # token 0's two features, then token 1's
+    weight = torch.tensor(
+        [[1.0, 10.0, 100.0, 1000.0], [0.0, 0.0, 0.0, 1.0]]
+    )  # token 0's two features, then token 1's
     want = [[4321.0, 4.0], [6543.0, 6.0]]
-    for got in (compress(x, config=config, params={"weight": weight}), *(j.compress_linear(x, weight, 2, 1) for j in (oracle, nsa.oracle))):
+    for got in (
+        compress(x, config=config, params={"weight": weight}),
+        *(j.compress_linear(x, weight, 2, 1) for j in (oracle, nsa.oracle)),
+    ):
         assert got[0, :, 0].tolist() == want
 
     config = NSAConfig(cmp_block=2, cmp_stride=2, sel_block=2, phi="mlp", phi_hidden=1)
@@ -77,7 +95,9 @@ def test_by_hand() -> None:
     up, down = torch.tensor([[2.0, 1.0]]), torch.tensor([[5.0]])
     x = torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)  # 2 * (1 + 0) + 1 * (2 - 3) = 1
     want_mlp = 5 / (1 + 2.718281828459045**-1)
-    assert compress(x, config=config, params={"position": position, "up": up, "down": down}).item() == pytest.approx(want_mlp)
+    assert compress(
+        x, config=config, params={"position": position, "up": up, "down": down}
+    ).item() == pytest.approx(want_mlp)
     for judge in (oracle, nsa.oracle):
         assert judge.compress_mlp(x, position, up, down, 2, 2).item() == pytest.approx(want_mlp)
 
@@ -88,18 +108,29 @@ def test_both_oracles_agree(phi: str, parts: int) -> None:
     config = config_of(phi, parts)
     tensors = (randn(B, 29, G, D, seed=1), *random_params(config))
     assert_same_function(
-        lambda *t: truth_of(config, nsa.oracle)(*t).to(t[0].dtype), truth_of(config), tensors, ("x", *NAMES[phi]), tolerance=1e-6
+        lambda *t: truth_of(config, nsa.oracle)(*t).to(t[0].dtype),
+        truth_of(config),
+        tensors,
+        ("x", *NAMES[phi]),
+        tolerance=1e-6,
     )
 
 
 @pytest.mark.parametrize("phi", LEARNED)
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("past", [-1, 0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 5 * STRIDE - 1])  # tokens beyond one whole block
+@pytest.mark.parametrize(
+    "past", [-1, 0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 5 * STRIDE - 1]
+)  # tokens beyond one whole block
 def test_equals_the_oracle(phi: str, parts: int, past: int) -> None:
     config = config_of(phi, parts)
     tokens = config.cmp_block + past
     tensors = (randn(B, tokens, G, D, seed=1), *random_params(config))
-    assert function_of(config)(*tensors).shape == (B, (past + STRIDE) // STRIDE if past >= 0 else 0, G, D)
+    assert function_of(config)(*tensors).shape == (
+        B,
+        (past + STRIDE) // STRIDE if past >= 0 else 0,
+        G,
+        D,
+    )
     assert_same_function(function_of(config), truth_of(config), tensors, ("x", *NAMES[phi]))
 
 
@@ -115,7 +146,10 @@ def test_equals_the_oracle_at_the_papers_geometry(phi: str, shape: tuple[int, ..
 @pytest.mark.parametrize("parts", PARTS)
 def test_gradcheck(phi: str, parts: int) -> None:
     config = config_of(phi, parts, **({"phi_hidden": 3} if phi == "mlp" else {}))
-    tensors = (randn(1, 14, 1, 2, seed=3, dtype=torch.float64), *random_params(config, 2, dtype=torch.float64))
+    tensors = (
+        randn(1, 14, 1, 2, seed=3, dtype=torch.float64),
+        *random_params(config, 2, dtype=torch.float64),
+    )
     assert torch.autograd.gradcheck(function_of(config), [t.requires_grad_() for t in tensors])
 
 
@@ -123,7 +157,9 @@ def test_gradcheck(phi: str, parts: int) -> None:
 def test_bf16_rule(phi: str) -> None:
     config = config_of(phi)
     tensors = [t.bfloat16() for t in (randn(1, 22, 1, D, seed=4), *random_params(config))]
-    assert_bf16_rule(function_of(config), truth_of(config), eager_of(config), tensors, ("x", *NAMES[phi]))
+    assert_bf16_rule(
+        function_of(config), truth_of(config), eager_of(config), tensors, ("x", *NAMES[phi])
+    )
 
 
 @pytest.mark.parametrize("phi", ["mean", *LEARNED])
@@ -142,7 +178,9 @@ def test_keeps_the_dtype_of_x(phi: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("phi", LEARNED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_autocast_computes_in_its_own_dtype_and_keeps_that_of_x(phi: str, dtype: torch.dtype) -> None:
+def test_autocast_computes_in_its_own_dtype_and_keeps_that_of_x(
+    phi: str, dtype: torch.dtype
+) -> None:
     module = Phi(config_of(phi), D)
     x = randn(1, 13, 1, D, seed=5, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
@@ -154,13 +192,20 @@ def test_autocast_computes_in_its_own_dtype_and_keeps_that_of_x(phi: str, dtype:
 def test_float64_is_not_computed_in_less() -> None:
     for phi in LEARNED:
         config = config_of(phi, 3)
-        tensors = (randn(1, 30, 1, D, seed=6, dtype=torch.float64), *random_params(config, dtype=torch.float64))
-        assert_parity(function_of(config)(*tensors), truth_of(config)(*tensors), phi, tolerance=1e-14)
+        tensors = (
+            randn(1, 30, 1, D, seed=6, dtype=torch.float64),
+            *random_params(config, dtype=torch.float64),
+        )
+        assert_parity(
+            function_of(config)(*tensors), truth_of(config)(*tensors), phi, tolerance=1e-14
+        )
 
 
 @pytest.mark.parametrize("phi", ["mean", *LEARNED])
 def test_without_a_whole_block_the_result_is_empty_and_in_the_graph(phi: str) -> None:
-    """A sequence too short must not leave parameters without a gradient: DDP would wait for them."""
+    """A sequence too short must not leave parameters without a gradient: DDP would wait for
+    them.
+    """
     module = Phi(config_of(phi), D)
     for tokens in (0, 1, 7):
         x = randn(2, tokens, 3, D, seed=7).requires_grad_()
@@ -175,7 +220,9 @@ def test_without_a_whole_block_the_result_is_empty_and_in_the_graph(phi: str) ->
 @pytest.mark.parametrize("phi", ["mean", *LEARNED])
 @pytest.mark.parametrize("parts", PARTS)
 def test_a_block_depends_on_its_own_tokens_alone(phi: str, parts: int) -> None:
-    """Bit-identical under any change outside, NaN included; different under a change of any token inside."""
+    """Bit-identical under any change outside, NaN included; different under a change of any token
+    inside.
+    """
     config = config_of(phi, parts)
     module, x = Phi(config, D), randn(2, 27, 3, D, seed=8)
     before = module(x)
@@ -191,7 +238,9 @@ def test_a_block_depends_on_its_own_tokens_alone(phi: str, parts: int) -> None:
 @pytest.mark.parametrize("phi", ["mean", *LEARNED])
 @pytest.mark.parametrize("parts", PARTS)
 def test_a_poisoned_tail_reaches_no_gradient(phi: str, parts: int) -> None:
-    """A tail that is no block may be a cache's unused room: 0 * NaN must not come into a weight's gradient either."""
+    """A tail that is no block may be a cache's unused room: 0 * NaN must not come into a weight's
+    gradient either.
+    """
     config = config_of(phi, parts)
     module, x = Phi(config, D), randn(1, config.cmp_block + 2 * STRIDE - 1, 1, D, seed=8)
     x[:, config.cmp_block + STRIDE :] = torch.nan
@@ -206,7 +255,12 @@ def test_every_kv_head_and_row_goes_through_the_same_map(phi: str) -> None:
     whole = module(x)
     for b in range(2):
         for g in range(3):
-            assert_parity(module(x[b : b + 1, :, g : g + 1]), whole[b : b + 1, :, g : g + 1], f"row {b}, head {g}", tolerance=1e-6)
+            assert_parity(
+                module(x[b : b + 1, :, g : g + 1]),
+                whole[b : b + 1, :, g : g + 1],
+                f"row {b}, head {g}",
+                tolerance=1e-6,
+            )
 
 
 @pytest.mark.parametrize("phi", LEARNED)
@@ -240,7 +294,11 @@ def test_compiles_once_for_every_length(phi: str) -> None:
 @pytest.mark.parametrize("parts", PARTS)
 def test_linear_begins_as_the_mean(parts: int) -> None:
     x = randn(B, 30, G, D, seed=11)
-    assert_parity(Phi(config_of("linear", parts), D)(x), oracle.compress_mean(x, parts * STRIDE, STRIDE), "linear at its init")
+    assert_parity(
+        Phi(config_of("linear", parts), D)(x),
+        oracle.compress_mean(x, parts * STRIDE, STRIDE),
+        "linear at its init",
+    )
     papers = Phi(NSAConfig(phi="linear"), 64)
     assert torch.equal(papers.weight, torch.eye(64).repeat(1, 32) / 32)
 
@@ -251,7 +309,10 @@ def test_mlp_begins_within_the_scale_of_the_tokens() -> None:
     assert 0.01 < float(module.position.detach().std()) < 0.03
     y = module(randn(1, 512, 2, 64, seed=12))
     assert 0.01 < float(y.detach().std()) < 1.0
-    assert float(module.up.detach().abs().max()) <= 2048**-0.5 and float(module.down.detach().abs().max()) <= 64**-0.5
+    assert (
+        float(module.up.detach().abs().max()) <= 2048**-0.5
+        and float(module.down.detach().abs().max()) <= 64**-0.5
+    )
 
 
 @pytest.mark.parametrize(
@@ -260,7 +321,10 @@ def test_mlp_begins_within_the_scale_of_the_tokens() -> None:
         (NSAConfig(), {}),
         (NSAConfig(phi="linear"), {"weight": (6, 192)}),
         (NSAConfig(phi="mlp"), {"position": (32, 6), "up": (6, 192), "down": (6, 6)}),
-        (NSAConfig(phi="mlp", phi_hidden=11), {"position": (32, 6), "up": (11, 192), "down": (6, 11)}),
+        (
+            NSAConfig(phi="mlp", phi_hidden=11),
+            {"position": (32, 6), "up": (11, 192), "down": (6, 11)},
+        ),
     ],
 )
 def test_phi_owns_its_parameters(config: NSAConfig, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -279,7 +343,9 @@ def test_mean_draws_no_random_numbers() -> None:
 
 
 def test_places_inside_a_block_matter_to_mlp() -> None:
-    """Permuted tokens, and another encoding of the same tokens, are another block; to the mean the first is not."""
+    """Permuted tokens, and another encoding of the same tokens, are another block; to the mean the
+    first is not.
+    """
     config = config_of("mlp")
     position, up, down = random_params(config)
     x = randn(1, config.cmp_block, 1, D, seed=13)
@@ -291,7 +357,9 @@ def test_places_inside_a_block_matter_to_mlp() -> None:
     ):
         assert float((y - other).abs().max()) > 1e-2, what
     mean = config_of("mean")
-    assert_parity(compress(x.flip(1), config=mean), compress(x, config=mean), "mean", tolerance=1e-6)
+    assert_parity(
+        compress(x.flip(1), config=mean), compress(x, config=mean), "mean", tolerance=1e-6
+    )
 
 
 def test_mlp_adds_the_encoding_to_the_tokens() -> None:
@@ -307,7 +375,9 @@ def test_mlp_adds_the_encoding_to_the_tokens() -> None:
 
 
 def refusals() -> list[tuple[str, dict[str, object] | None, str]]:
-    good = {phi: dict(zip(NAMES[phi], random_params(config_of(phi)), strict=True)) for phi in LEARNED}
+    good = {
+        phi: dict(zip(NAMES[phi], random_params(config_of(phi)), strict=True)) for phi in LEARNED
+    }
     linear, mlp = good["linear"], good["mlp"]
     return [
         ("mean", linear, "phi='mean' got params .'weight'.; it wants none"),
@@ -324,19 +394,37 @@ def refusals() -> list[tuple[str, dict[str, object] | None, str]]:
             "shape .56, 7.; wanted a tensor of shape .7, 56. for head dim 7 and cmp_block=8",
         ),
         ("linear", {"weight": linear["weight"][:, :-1]}, "of shape .7, 55."),
-        ("mlp", {**mlp, "position": mlp["position"][:-1]}, "'position'. of shape .7, 7.; wanted a tensor of shape .8, 7."),
-        ("mlp", {**mlp, "up": mlp["up"][:-1]}, "'up'. of shape .8, 56.; wanted a tensor of shape .9, 56."),
+        (
+            "mlp",
+            {**mlp, "position": mlp["position"][:-1]},
+            "'position'. of shape .7, 7.; wanted a tensor of shape .8, 7.",
+        ),
+        (
+            "mlp",
+            {**mlp, "up": mlp["up"][:-1]},
+            "'up'. of shape .8, 56.; wanted a tensor of shape .9, 56.",
+        ),
         ("mlp", {**mlp, "up": mlp["up"][0]}, "'up'. of shape .56,.; wanted"),
-        ("mlp", {**mlp, "down": mlp["down"].T}, "'down'. of shape .9, 7.; wanted a tensor of shape .7, 9."),
+        (
+            "mlp",
+            {**mlp, "down": mlp["down"].T},
+            "'down'. of shape .9, 7.; wanted a tensor of shape .7, 9.",
+        ),
         ("linear", {"weight": [1.0]}, "'weight'. of list; wanted a tensor"),
-        ("linear", {"weight": linear["weight"].long()}, "of torch.int64 on cpu; wanted a floating dtype"),
+        (
+            "linear",
+            {"weight": linear["weight"].long()},
+            "of torch.int64 on cpu; wanted a floating dtype",
+        ),
         ("mlp", {**mlp, "down": mlp["down"].to("meta")}, "on meta; wanted a floating dtype on cpu"),
     ]
 
 
 @pytest.mark.parametrize(("phi", "params", "message"), refusals())
 @pytest.mark.parametrize("tokens", [3, 13])
-def test_refuses_other_params(phi: str, params: dict[str, Tensor] | None, message: str, tokens: int) -> None:
+def test_refuses_other_params(
+    phi: str, params: dict[str, Tensor] | None, message: str, tokens: int
+) -> None:
     with pytest.raises(ValueError, match=message):
         compress(randn(1, tokens, 1, D, seed=14), config=config_of(phi), params=params)
 
@@ -345,8 +433,12 @@ def test_hidden_width_is_free_unless_the_config_names_it() -> None:
     params = dict(zip(NAMES["mlp"], random_params(config_of("mlp")), strict=True))
     free = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, phi="mlp")
     x = randn(1, 13, 1, D, seed=14)
-    assert torch.equal(compress(x, config=free, params=params), compress(x, config=config_of("mlp"), params=params))
-    with pytest.raises(ValueError, match=r"'down'. of shape .7, 9.; wanted a tensor of shape .7, 8."):
+    assert torch.equal(
+        compress(x, config=free, params=params), compress(x, config=config_of("mlp"), params=params)
+    )
+    with pytest.raises(
+        ValueError, match=r"'down'. of shape .7, 9.; wanted a tensor of shape .7, 8."
+    ):
         compress(x, config=free, params={**params, "up": params["up"][:-1]})
 
 

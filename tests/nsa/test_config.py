@@ -11,14 +11,32 @@ from nsa.config import PRESETS, ModelConfig, NSAConfig, check_heads, preset
 
 def test_defaults_are_the_papers() -> None:
     config = NSAConfig()
-    assert (config.cmp_block, config.cmp_stride, config.sel_block, config.num_selected, config.window) == (32, 16, 64, 16, 512)
-    assert (config.num_initial, config.num_local, config.phi, config.gate, config.rope) == (1, 2, "mean", "sigmoid", "interleaved")
+    assert (
+        config.cmp_block,
+        config.cmp_stride,
+        config.sel_block,
+        config.num_selected,
+        config.window,
+    ) == (32, 16, 64, 16, 512)
+    assert (config.num_initial, config.num_local, config.phi, config.gate, config.rope) == (
+        1,
+        2,
+        "mean",
+        "sigmoid",
+        "interleaved",
+    )
     assert config.rotates_before_compression
 
 
 def test_the_founding_preset() -> None:
     model = preset("m7c_125m")
-    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (768, 12, 12, 2, 64)
+    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (
+        768,
+        12,
+        12,
+        2,
+        64,
+    )
     assert model.nsa.gate == "softmax" and model.nsa.window == 512
 
 
@@ -60,7 +78,9 @@ def test_bad_geometry_is_a_clear_error(kwargs: dict[str, object], words: tuple[s
 @pytest.mark.parametrize("heads", [(33, 2), (1, 2), (7, 3)])
 def test_heads_must_form_whole_groups(heads: tuple[int, int]) -> None:
     """33 query heads over 2 KV heads: elsewhere accepted, with the last head never written."""
-    with pytest.raises(ValueError, match=f"num_heads={heads[0]} must be a multiple of num_kv_heads={heads[1]}"):
+    with pytest.raises(
+        ValueError, match=f"num_heads={heads[0]} must be a multiple of num_kv_heads={heads[1]}"
+    ):
         ModelConfig(num_heads=heads[0], num_kv_heads=heads[1])
 
 
@@ -73,8 +93,16 @@ def test_head_dim_must_pair_up_for_rope() -> None:
 def test_paper_letters_and_founding_names() -> None:
     config = NSAConfig.from_mapping({"l": 8, "d": 4, "l_sel": 16, "n_sel": 5, "w": 24})
     assert config == NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
-    model = ModelConfig.from_mapping({"n_layers": 1, "n_heads": 6, "n_kv_groups": 3, "d_k": 10, "d_v": 4, "nsa": {"w": 7}})
-    assert (model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim) == (1, 6, 3, 10, 4)
+    model = ModelConfig.from_mapping(
+        {"n_layers": 1, "n_heads": 6, "n_kv_groups": 3, "d_k": 10, "d_v": 4, "nsa": {"w": 7}}
+    )
+    assert (
+        model.num_layers,
+        model.num_heads,
+        model.num_kv_heads,
+        model.head_dim,
+        model.value_dim,
+    ) == (1, 6, 3, 10, 4)
     assert model.nsa.window == 7
 
 

@@ -1,4 +1,6 @@
-"""The kernels of few queries, in Triton's interpreter (`--require interpreter`): all heads in one tile, the keys split over programs."""
+"""The kernels of few queries, in Triton's interpreter (`--require interpreter`): all heads in one
+tile, the keys split over programs.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,17 @@ from nsa.ops.kernels import decode, selected
 from nsa.ops.kernels import interval as interval_kernels
 from nsa.ops.selected import triton as operator
 from tests import oracle
-from tests.cases import SMALL, Case, assert_bf16_rule, assert_lse, assert_parity, assert_same_function, eager_attention, qkv, random_blocks
+from tests.cases import (
+    SMALL,
+    Case,
+    assert_bf16_rule,
+    assert_lse,
+    assert_parity,
+    assert_same_function,
+    eager_attention,
+    qkv,
+    random_blocks,
+)
 from tests.nsa.kernel_cases import (
     CAUSAL,
     COMPRESSED,
@@ -35,8 +47,14 @@ TILES = (16, 1, 1)  # keys, warps, stages
 GRIDS = pytest.mark.parametrize("grid", [COMPRESSED, WINDOW, CAUSAL], ids=["cmp", "win", "causal"])
 
 
-def options(grid: tuple[int, int, int | None], q_start: int | Tensor, first: Tensor | None = None) -> dict[str, Any]:
-    return dict(zip(("block", "stride", "width"), grid, strict=True)) | {"q_start": q_start, "first": first, "scale": 0.2}
+def options(
+    grid: tuple[int, int, int | None], q_start: int | Tensor, first: Tensor | None = None
+) -> dict[str, Any]:
+    return dict(zip(("block", "stride", "width"), grid, strict=True)) | {
+        "q_start": q_start,
+        "first": first,
+        "scale": 0.2,
+    }
 
 
 def split(q: Tensor, k: Tensor, v: Tensor, *, splits: int, **given: Any) -> Pair:
@@ -65,7 +83,9 @@ KINDS = [
 @GRIDS
 @pytest.mark.parametrize("splits", [1, 5])
 @pytest.mark.parametrize(("start", "case"), KINDS, ids=[str(start) for start, _ in KINDS])
-def test_interval(start: int | str, case: Case, splits: int, grid: tuple[int, int, int | None]) -> None:
+def test_interval(
+    start: int | str, case: Case, splits: int, grid: tuple[int, int, int | None]
+) -> None:
     block, stride, _ = grid
     documents = start == "documents"
     tokens = int(DOCUMENTS[-1]) + 9 if documents else case.tokens
@@ -76,7 +96,12 @@ def test_interval(start: int | str, case: Case, splits: int, grid: tuple[int, in
     positions = oracle.row_positions(q_start, case.batch, tokens)
     if documents:  # the last queries of the one document and the first of the next
         rows = slice(int(DOCUMENTS[-1]) - 1, int(DOCUMENTS[-1]) + 1)
-        q, first, positions, q_start = q[:, rows], first_of(tokens)[rows], positions[:, rows], rows.start
+        q, first, positions, q_start = (
+            q[:, rows],
+            first_of(tokens)[rows],
+            positions[:, rows],
+            rows.start,
+        )
     visible = seen(positions, num_keys, grid, first)[:, :, None].expand(-1, -1, k.shape[2], -1)
     want, want_lse = oracle.masked_attention(q, k, v, visible, 0.2)
     given = options(grid, q_start, first)
@@ -84,13 +109,20 @@ def test_interval(start: int | str, case: Case, splits: int, grid: tuple[int, in
     assert_parity(o, want, "o")
     assert_lse(lse * log(2), want_lse)
     assert not o[torch.isneginf(want_lse)].any(), "exactly 0"
-    assert torch.isneginf(want_lse).any() == (block > 1 and start in (0, "ragged", "documents")), "the case has rows that see nothing"
+    assert torch.isneginf(want_lse).any() == (block > 1 and start in (0, "ragged", "documents")), (
+        "the case has rows that see nothing"
+    )
 
 
 @GRIDS
 def test_the_kernel_of_many_queries_gives_the_same(grid: tuple[int, int, int | None]) -> None:
-    (q, _, _), (_, k, v) = qkv(Case(3, 1, 16, 24, 3)), qkv(Case((80 - grid[0]) // grid[1] + 1, 1, 16, 24, 3))
-    (o, lse), (other, other_lse) = (run(q, k, v, **options(grid, RAGGED)) for run in (partial(split, splits=5), of_one_head))
+    (q, _, _), (_, k, v) = (
+        qkv(Case(3, 1, 16, 24, 3)),
+        qkv(Case((80 - grid[0]) // grid[1] + 1, 1, 16, 24, 3)),
+    )
+    (o, lse), (other, other_lse) = (
+        run(q, k, v, **options(grid, RAGGED)) for run in (partial(split, splits=5), of_one_head)
+    )
     assert_parity(o, other, "o")
     assert_lse(lse, other_lse)
 
@@ -101,7 +133,9 @@ def test_more_splits_than_keys(num_keys: int, grid: tuple[int, int, int | None])
     case = Case(num_keys, 3, 16, 16, 2)
     q, k, v = qkv(case, q_tokens=2)
     starts = torch.tensor([3, 90])  # the first row sees none of the compressed keys
-    visible = seen(oracle.row_positions(starts, 2, 2), num_keys, grid, None)[:, :, None].expand(-1, -1, 2, -1)
+    visible = seen(oracle.row_positions(starts, 2, 2), num_keys, grid, None)[:, :, None].expand(
+        -1, -1, 2, -1
+    )
     want, want_lse = oracle.masked_attention(q, k, v, visible, 0.2)
     o, lse = split(q, k, v, splits=7, **options(grid, starts))
     assert_parity(o, want, "o")
@@ -109,12 +143,16 @@ def test_more_splits_than_keys(num_keys: int, grid: tuple[int, int, int | None])
 
 
 def test_more_parts_than_are_summed_at_once() -> None:
-    """A tile of keys each; the largest logits come last, in the second pass, which scales what the first left."""
+    """A tile of keys each; the largest logits come last, in the second pass, which scales what the
+    first left.
+    """
     num_keys, splits = 16 * (decode.AT_ONCE + 3) - 5, decode.AT_ONCE + 4
     q, k, v = qkv(Case(num_keys, 3, 16, 16, 1), q_tokens=1)
     k = k * torch.linspace(0.1, 4.0, num_keys)[:, None, None]
     o, lse = split(q, k, v, splits=splits, **options(CAUSAL, num_keys - 1))
-    want, want_lse = oracle.masked_attention(q, k, v, torch.ones(1, 1, 2, num_keys, dtype=torch.bool), 0.2)
+    want, want_lse = oracle.masked_attention(
+        q, k, v, torch.ones(1, 1, 2, num_keys, dtype=torch.bool), 0.2
+    )
     assert_parity(o, want, "o")
     assert_lse(lse * log(2), want_lse)
 
@@ -126,24 +164,35 @@ def test_keys_that_no_query_sees_are_not_read(grid: tuple[int, int, int | None])
     visible = seen(torch.tensor([[60]]), 90, grid, None)
     poisoned = (x.masked_fill(~visible[0, 0][:, None, None], torch.nan) for x in (k, v))
     given = options(grid, 60)
-    for got, want in zip(split(q, *poisoned, splits=3, **given), split(q, k, v, splits=3, **given), strict=True):
+    for got, want in zip(
+        split(q, *poisoned, splits=3, **given), split(q, k, v, splits=3, **given), strict=True
+    ):
         assert torch.equal(got, want)
 
 
 def test_the_branch_takes_it_where_queries_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and gradients through the operator, of as many splits as shapes ask for; then without, bit for bit the other kernel's."""
+    """Value and gradients through the operator, of as many splits as shapes ask for; then without,
+    bit for bit the other kernel's.
+    """
     called: list[int] = []
     real = decode.interval_splits
-    monkeypatch.setattr(decode, "interval_splits", lambda *x, **o: called.append(real(*x, **o)) or called[-1])
+    monkeypatch.setattr(
+        decode, "interval_splits", lambda *x, **o: called.append(real(*x, **o)) or called[-1]
+    )
     q, k, v = qkv(Case(300, 3, 16, 16, 1), q_tokens=2)
     given = options(CAUSAL, 298)
     visible = seen(torch.tensor([[298, 299]]), 300, CAUSAL, None)[:, :, None].expand(-1, -1, 2, -1)
     assert_same_function(
-        lambda *x: interval.attend(*x, **given)[0], lambda *x: oracle.masked_attention(*x, visible, 0.2)[0], (q, k, v), QKV
+        lambda *x: interval.attend(*x, **given)[0],
+        lambda *x: oracle.masked_attention(*x, visible, 0.2)[0],
+        (q, k, v),
+        QKV,
     )
     assert called == [3]
     monkeypatch.setattr(decode, "MAX_ROWS", 0)
-    assert torch.equal(interval_kernels.forward(q, k, v, **given)[0], interval.attend(q, k, v, **given)[0])
+    assert torch.equal(
+        interval_kernels.forward(q, k, v, **given)[0], interval.attend(q, k, v, **given)[0]
+    )
     assert called == [3]
 
 
@@ -157,16 +206,24 @@ CHOSEN = [
 ]
 
 
-def split_slots(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, per_split: int, **given: Any) -> Pair:
+def split_slots(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, per_split: int, **given: Any
+) -> Pair:
     into = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.empty(q.shape[:3])
     decode.selected(q, k, v, blocks, into=into, per_split=per_split, tiles=(1, 1), **given)
     return into
 
 
 @pytest.mark.parametrize("per_split", [1, 2, 4, 8])
-@pytest.mark.parametrize(("case", "queries", "start", "sel_block"), CHOSEN, ids=["odd", "late", "ragged", "many heads"])
-def test_selected(case: Case, queries: int, start: int | Tensor, sel_block: int, per_split: int) -> None:
-    """Sets given by hand, of which five slots are no multiple of a split's: blocks of the future, rows of nothing but -1."""
+@pytest.mark.parametrize(
+    ("case", "queries", "start", "sel_block"), CHOSEN, ids=["odd", "late", "ragged", "many heads"]
+)
+def test_selected(
+    case: Case, queries: int, start: int | Tensor, sel_block: int, per_split: int
+) -> None:
+    """Sets given by hand, of which five slots are no multiple of a split's: blocks of the future,
+    rows of nothing but -1.
+    """
     blocks = random_blocks(case, replace(SMALL, sel_block=sel_block), seed=5, q_tokens=queries)
     blocks[0, 0] = -1
     tensors, scale = qkv(case, q_tokens=queries), case.key_dim**-0.5
@@ -176,7 +233,9 @@ def test_selected(case: Case, queries: int, start: int | Tensor, sel_block: int,
     want, want_lse = oracle.masked_attention(*tensors, kept, scale)
     assert_parity(o, want, "o")
     assert_lse(lse * log(2), want_lse)
-    assert not o[torch.isneginf(want_lse)].any() and torch.isneginf(want_lse).any(), "exactly 0, where all slots are empty"
+    assert not o[torch.isneginf(want_lse)].any() and torch.isneginf(want_lse).any(), (
+        "exactly 0, where all slots are empty"
+    )
 
 
 def test_keys_beyond_the_last_and_later_ones_are_not_read() -> None:
@@ -187,12 +246,17 @@ def test_keys_beyond_the_last_and_later_ones_are_not_read() -> None:
     for wide, x in zip(room, kv, strict=True):
         wide[:, :19] = x[:, :19]
     given = {"sel_block": 16, "q_start": 18, "scale": 0.25}
-    got, want = split_slots(q, room[0][:, :21], room[1][:, :21], blocks, 1, **given), split_slots(q, *kv, blocks, 1, **given)
+    got, want = (
+        split_slots(q, room[0][:, :21], room[1][:, :21], blocks, 1, **given),
+        split_slots(q, *kv, blocks, 1, **given),
+    )
     assert all(map(torch.equal, got, want)) and not want[0].isnan().any()
 
 
 @pytest.mark.parametrize("programs", [decode.PROGRAMS, 1], ids=["split", "one program a row"])
-def test_the_selected_branch_takes_it_where_rows_are_few(programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_selected_branch_takes_it_where_rows_are_few(
+    programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called: list[int] = []
     real = decode.selected
 
@@ -258,7 +322,17 @@ def test_fp16() -> None:
 
 @pytest.mark.parametrize(
     ("tiles", "keys", "splits"),
-    [(2, 4095, 32), (16, 4095, 16), (128, 4095, 2), (256, 4095, 1), (2, 512, 4), (2, 1, 1), (2, 0, 1), (0, 9, 1), (2, 1 << 20, 132)],
+    [
+        (2, 4095, 32),
+        (16, 4095, 16),
+        (128, 4095, 2),
+        (256, 4095, 1),
+        (2, 512, 4),
+        (2, 1, 1),
+        (2, 0, 1),
+        (0, 9, 1),
+        (2, 1 << 20, 132),
+    ],
 )
 def test_splits_of_an_interval(tiles: int, keys: int, splits: int) -> None:
     """About 264 programs, of at least 128 keys each; of a window, at least 64."""
@@ -266,22 +340,43 @@ def test_splits_of_an_interval(tiles: int, keys: int, splits: int) -> None:
 
 
 def test_splits_of_a_window() -> None:
-    assert [decode.interval_splits(tiles, 512, banded=True) for tiles in (2, 16, 128, 256)] == [8, 8, 2, 1]
+    assert [decode.interval_splits(tiles, 512, banded=True) for tiles in (2, 16, 128, 256)] == [
+        8,
+        8,
+        2,
+        1,
+    ]
 
 
 @pytest.mark.parametrize(
     ("rows", "small", "per_split"),
-    [(2, False, 1), (16, False, 1), (32, False, 2), (64, False, 4), (256, False, 16), (16, True, 1), (128, True, 2), (256, True, 4)],
+    [
+        (2, False, 1),
+        (16, False, 1),
+        (32, False, 2),
+        (64, False, 4),
+        (256, False, 16),
+        (16, True, 1),
+        (128, True, 2),
+        (256, True, 4),
+    ],
 )
 def test_slots_of_a_split(rows: int, small: bool, per_split: int) -> None:
     """Of 16 slots."""
     assert decode.slots_per_split(rows, 16, small=small) == per_split
 
 
-@pytest.mark.parametrize(("queries", "heads", "few"), [(1, 6, True), (4, 16, True), (5, 16, False), (64, 1, True), (0, 6, False)])
+@pytest.mark.parametrize(
+    ("queries", "heads", "few"),
+    [(1, 6, True), (4, 16, True), (5, 16, False), (64, 1, True), (0, 6, False)],
+)
 def test_few_queries_fit_one_tile(queries: int, heads: int, few: bool) -> None:
     assert decode.few_queries(queries, heads) == few
 
 
 def test_many_rows_are_served_as_before() -> None:
-    assert decode.few_rows(256) and not decode.few_rows(265) and not decode.few_rows(selected.MIN_ROWS_TO_SORT)
+    assert (
+        decode.few_rows(256)
+        and not decode.few_rows(265)
+        and not decode.few_rows(selected.MIN_ROWS_TO_SORT)
+    )

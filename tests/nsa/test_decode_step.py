@@ -1,4 +1,6 @@
-"""A step of static shapes, lengths on the device (nsa.steps), equals the ordinary decode step, and asks the host for nothing."""
+"""A step of static shapes, lengths on the device (nsa.steps), equals the ordinary decode step, and
+asks the host for nothing.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,23 @@ def kept(cache: NSACache) -> list[Tensor]:
     for b, n in enumerate(cache.lengths):
         done = grid.num_cmp(n)
         slots = [p % w for p in range(max(0, n - w + 1), n)]
-        for pair, rows in ((cache.sel, range(n)), (cache.cmp, range(done)), (cache.win, slots), (cache.tail, range(n - done * d))):
+        for pair, rows in (
+            (cache.sel, range(n)),
+            (cache.cmp, range(done)),
+            (cache.win, slots),
+            (cache.tail, range(n - done * d)),
+        ):
             parts += [x[b, list(rows)] for x in pair]
     return parts
 
 
 @torch.no_grad()
-def assert_steps_are_decode(layer: NSAAttention, lengths: Sequence[int], count: int, *, room: int | None = None) -> None:
-    """``count`` steps against ``count`` ordinary calls, then one more ordinary chunk on what each left."""
+def assert_steps_are_decode(
+    layer: NSAAttention, lengths: Sequence[int], count: int, *, room: int | None = None
+) -> None:
+    """``count`` steps against ``count`` ordinary calls, then one more ordinary chunk on what each
+    left.
+    """
     x = randn(len(lengths), max(lengths) + count + 5, DIM, seed=3, dtype=layer.q_proj.weight.dtype)
     room = max(lengths) + count + 5 if room is None else room
     plain, stepped = (filled(layer, x, lengths, room) for _ in range(2))
@@ -65,17 +76,26 @@ def assert_steps_are_decode(layer: NSAAttention, lengths: Sequence[int], count: 
         assert stepped.lengths == plain.lengths == tuple(n + step + 1 for n in lengths)
         for branch in ("cmp", "sel", "win"):
             if branch in layer.config.branches:
-                a, b = (torch.broadcast_to(c.keys_read[branch], (len(lengths), *c.keys_read[branch].shape[1:])) for c in (plain, stepped))
+                a, b = (
+                    torch.broadcast_to(
+                        c.keys_read[branch], (len(lengths), *c.keys_read[branch].shape[1:])
+                    )
+                    for c in (plain, stepped)
+                )
                 assert torch.equal(a, b), (branch, step)
     steps.end()
-    assert all(map(torch.equal, kept(plain), kept(stepped))), "the caches hold the same, bit for bit"
+    assert all(map(torch.equal, kept(plain), kept(stepped))), (
+        "the caches hold the same, bit for bit"
+    )
     rest = torch.cat([tokens_at(x, lengths, count + i) for i in range(5)], 1)
     assert torch.equal(layer(rest, cache=plain), layer(rest, cache=stepped))
 
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_steps_are_decode_across_every_boundary(option: str) -> None:
-    """From the first token on: those of l, d, l' and w, of the small geometry and of the paper's."""
+    """From the first token on: those of l, d, l' and w, of the small geometry and of the
+    paper's.
+    """
     layer = layer_of(OPTIONS[option])
     assert_steps_are_decode(layer, [0, 0], 110 if option != "paper" else 70)
 
@@ -93,9 +113,15 @@ def test_every_fast_path_steps(path: Path) -> None:
     st.sampled_from([(8, 4, 16, 24), (4, 4, 8, 1), (6, 2, 4, 7), (12, 4, 16, 200), (1, 1, 4, 3)]),
     st.sampled_from(["mean", "mlp", "linear"]),
 )
-def test_any_rows_of_any_geometry(lengths: list[int], count: int, geometry: tuple[int, int, int, int], phi: Any) -> None:
+def test_any_rows_of_any_geometry(
+    lengths: list[int], count: int, geometry: tuple[int, int, int, int], phi: Any
+) -> None:
     l, d, sel, w = geometry  # noqa: E741 (the paper's letters)
-    assert_steps_are_decode(layer_of(replace(SMALL, cmp_block=l, cmp_stride=d, sel_block=sel, window=w, phi=phi)), lengths, count)
+    assert_steps_are_decode(
+        layer_of(replace(SMALL, cmp_block=l, cmp_stride=d, sel_block=sel, window=w, phi=phi)),
+        lengths,
+        count,
+    )
 
 
 def test_steps_in_room_that_holds_no_block_at_all() -> None:
@@ -106,14 +132,21 @@ def test_steps_in_room_that_holds_no_block_at_all() -> None:
         plain, stepped = layer.new_cache(1, 7), layer.new_cache(1, 7)
         Steps([stepped])
         for t in range(7):
-            assert_parity(layer(x[:, t : t + 1], cache=stepped), layer(x[:, t : t + 1], cache=plain), t)
-        with pytest.raises(ValueError, match=r"would hold 8 tokens; wanted at most max_len=7.*make it larger"):
+            assert_parity(
+                layer(x[:, t : t + 1], cache=stepped), layer(x[:, t : t + 1], cache=plain), t
+            )
+        with pytest.raises(
+            ValueError, match=r"would hold 8 tokens; wanted at most max_len=7.*make it larger"
+        ):
             layer(x[:, :1], cache=stepped)
 
 
 @torch.no_grad()
 def test_a_step_that_is_forgotten_leaves_no_trace() -> None:
-    """At each position, so also where a block ends; the next step takes its place. What was there is random, to be seen."""
+    """At each position, so also where a block ends; the next step takes its place.
+
+    What was there is random, to be seen.
+    """
     layer, lengths = layer_of(OPTIONS["mlp"]), (60, 13)
     x = randn(2, 120, DIM, seed=4, dtype=torch.float64)
     once, again = (filled(layer, x, lengths, 120) for _ in range(2))
@@ -141,21 +174,37 @@ def test_what_a_cache_that_steps_refuses() -> None:
         with pytest.raises(ValueError, match="wanted the same of each"):
             Steps([])
         wider = layer_of(replace(SMALL, window=2 * SMALL.window))
-        with pytest.raises(ValueError, match=rf"a cache made with \{{'window': {2 * SMALL.window}\}}; wanted"):
+        with pytest.raises(
+            ValueError, match=rf"a cache made with \{{'window': {2 * SMALL.window}\}}; wanted"
+        ):
             Steps([cache, filled(wider, x, (4, 4), 9)])
         second = filled(other, x, (4, 4), 9)
         steps = Steps([cache, second])
         with pytest.raises(ValueError, match="step already"):
             Steps([cache])
         before = [t.clone() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
-        with pytest.raises(ValueError, match=r"a chunk of 2 tokens for a cache that steps; wanted one token.*end its Steps"):
+        with pytest.raises(
+            ValueError,
+            match=r"a chunk of 2 tokens for a cache that steps; wanted one token.*end its Steps",
+        ):
             layer(x[:, :2], cache=cache)
         with pytest.raises(ValueError, match=r"num_tokens=\[1, 0\] for a cache that steps"):
             layer(x[:, :1], cache=cache, num_tokens=[1, 0])
-        assert all(map(torch.equal, before, (t for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name))))
+        assert all(
+            map(
+                torch.equal,
+                before,
+                (t for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)),
+            )
+        )
         layer(x[:, :1], cache=cache)
-        assert (cache.lengths, second.lengths) == ((5, 5), (4, 4)) and steps.length_B.tolist() == [4, 4]
-        with pytest.raises(ValueError, match="a second token for a cache while another layer waits"):
+        assert (cache.lengths, second.lengths) == ((5, 5), (4, 4)) and steps.length_B.tolist() == [
+            4,
+            4,
+        ]
+        with pytest.raises(
+            ValueError, match="a second token for a cache while another layer waits"
+        ):
             layer(x[:, :1], cache=cache)
         with pytest.raises(ValueError, match="got no whole step to forget"):
             steps.forget_last()
@@ -186,16 +235,31 @@ def test_buffers_grow_first_and_their_bytes_are_counted() -> None:
         cache = layer.new_cache(2, 100, initial_len=10)
         layer(randn(2, 10, DIM, seed=0, dtype=torch.float64), cache=cache)
         Steps([cache])
-        places = [t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
+        places = [
+            t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)
+        ]
         for _ in range(30):
             layer(randn(2, 1, DIM, seed=1, dtype=torch.float64), cache=cache)
-    assert cache.capacity == 100 and places == [t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)]
-    shape = {"batch": 2, "num_kv_heads": KV_HEADS, "head_dim": 8, "v_head_dim": 6, "element_size": 8}
-    assert cache.memory_bytes() == cache_bytes(SMALL, capacity=100, **shape) + 2 * 8 * KV_HEADS * (8 + 6) * 8  # l = 8 raw tokens
+    assert cache.capacity == 100 and places == [
+        t.data_ptr() for name in ("sel", "cmp", "win", "raw") for t in getattr(cache, name)
+    ]
+    shape = {
+        "batch": 2,
+        "num_kv_heads": KV_HEADS,
+        "head_dim": 8,
+        "v_head_dim": 6,
+        "element_size": 8,
+    }
+    assert (
+        cache.memory_bytes()
+        == cache_bytes(SMALL, capacity=100, **shape) + 2 * 8 * KV_HEADS * (8 + 6) * 8
+    )  # l = 8 raw tokens
 
 
 def test_where_memory_ends_the_caches_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second layer's buffers do not fit: no cache steps, and each goes on as if nothing had been asked."""
+    """The second layer's buffers do not fit: no cache steps, and each goes on as if nothing had
+    been asked.
+    """
     layer = layer_of()
     x = randn(2, 30, DIM, seed=0, dtype=torch.float64)
     with torch.no_grad():
@@ -217,7 +281,9 @@ def test_where_memory_ends_the_caches_are_what_they_were(monkeypatch: pytest.Mon
                 with pytest.raises(torch.OutOfMemoryError):
                     Steps(caches)
         assert all(cache.steps is None and cache.lengths == (11, 11) for cache in caches)
-        assert [cache.sel[0].shape[1] - 1 for cache in caches] == [cache.capacity for cache in caches]
+        assert [cache.sel[0].shape[1] - 1 for cache in caches] == [
+            cache.capacity for cache in caches
+        ]
         whole = layer(x)
         for cache in caches:
             assert_parity(layer(x[:, 11:], cache=cache), whole[:, 11:], "the rest")
@@ -227,7 +293,9 @@ def test_where_memory_ends_the_caches_are_what_they_were(monkeypatch: pytest.Mon
 
 
 class Calls(TorchDispatchMode):
-    """Counts ATen calls, and those that read back from the device, or make a tensor of Python numbers, which is copied to it."""
+    """Counts ATen calls, and those that read back from the device, or make a tensor of Python
+    numbers, which is copied to it.
+    """
 
     HOST = ("_local_scalar_dense", "nonzero", "unique2", "lift_fresh")
 
@@ -235,7 +303,13 @@ class Calls(TorchDispatchMode):
         super().__init__()
         self.count: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         self.count[func._schema.name.removeprefix("aten::")] += 1
         return func(*args, **(kwargs or {}))
 
@@ -264,7 +338,9 @@ def calls_of(step: Callable[[], Any]) -> Calls:
 @pytest.mark.parametrize("path", FAST)
 @pytest.mark.usefixtures("as_on_cuda")
 def test_a_step_never_asks_the_host(path: Path) -> None:
-    """No read-back, no tensor made of Python numbers; the same calls at every position, and far fewer than an ordinary step's."""
+    """No read-back, no tensor made of Python numbers; the same calls at every position, and far
+    fewer than an ordinary step's.
+    """
     ids, lengths = torch.zeros(2, 1, dtype=torch.int64), here([33, 20], [9, 6])
     seen = []
     for layers in (1, 2):
@@ -280,5 +356,8 @@ def test_a_step_never_asks_the_host(path: Path) -> None:
         assert all(c.of_host == {} and c.count == counts[0].count for c in counts)
         seen.append((counts[0].count.total(), ordinary.count.total()))
     (few, many), (few_more, many_more) = seen
-    print(f"{path}: {few_more - few} ATen calls a layer in a step, {many_more - many} in an ordinary one; {few} in a model of one")
+    print(
+        f"{path}: {few_more - few} ATen calls a layer in a step, {many_more - many} in an ordinary"
+        f" one; {few} in a model of one"
+    )
     assert few_more - few < many_more - many

@@ -1,4 +1,6 @@
-"""DecodeGraph on a CPU, by a stand-in for the card's graphs: what is captured, counted, refused and given back."""
+"""DecodeGraph on a CPU, by a stand-in for the card's graphs: what is captured, counted, refused and
+given back.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from tests.nsa.test_decode_step import model_of
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A capture that replays like a graph: the device's part of the step alone, which moves no count of the host's."""
+    """A capture that replays like a graph: the device's part of the step alone, which moves no
+    count of the host's.
+    """
     done: list[str] = []
 
     def warm_up(work: Callable[[], None], device: torch.device) -> None:
@@ -66,7 +70,14 @@ def test_generation_by_graph_is_generation(graphs: list[str], lengths: list[int]
     assert torch.equal(got, want)
     assert graphs == ["warm", "capture"] + ["replay"] * 29
     a, b = (
-        model.generate(ids, max_new_tokens=9, temperature=0.9, top_p=0.8, generator=torch.Generator().manual_seed(2), cuda_graph=graph)
+        model.generate(
+            ids,
+            max_new_tokens=9,
+            temperature=0.9,
+            top_p=0.8,
+            generator=torch.Generator().manual_seed(2),
+            cuda_graph=graph,
+        )
         for graph in (False, True)
     )
     assert torch.equal(a, b)
@@ -83,16 +94,28 @@ def test_a_graph_counts_its_steps_and_gives_the_cache_back(graphs: list[str]) ->
     for c in (cache, plain):
         model(prompt, cache=c, num_tokens=[30, 11])
     graph = DecodeGraph(model, cache)
-    assert {c.lengths for c in cache} == {(30, 11)} and graph.steps.length_B.tolist() == [30, 11], "neither warm-up nor capture is a step"
+    assert {c.lengths for c in cache} == {(30, 11)} and graph.steps.length_B.tolist() == [
+        30,
+        11,
+    ], "neither warm-up nor capture is a step"
     assert graph.engaged == {"cmp.sdpa": 2, "sel.masked": 2, "sel.sdpa": 2, "win.sdpa": 2}
     grid = BlockGrid.of(model.config.nsa)
     for step in range(6):
         ids = torch.randint(256, (2, 1))
         assert_parity(graph(ids), model(ids, cache=plain)[:, -1], step)
         assert {c.lengths for c in cache} == {(31 + step, 12 + step)}
-        assert cache[1].keys_read["sel"][:, 0, 0].tolist() == [grid.keys_sel(30 + step), grid.keys_sel(11 + step)]
-    for wrong in (torch.zeros(2, 2, dtype=torch.int64), torch.zeros(2, 1), torch.zeros(3, 1, dtype=torch.int64)):
-        with pytest.raises(ValueError, match=r"wanted torch.int64 \(2, 1\) on cpu: one token a row"):
+        assert cache[1].keys_read["sel"][:, 0, 0].tolist() == [
+            grid.keys_sel(30 + step),
+            grid.keys_sel(11 + step),
+        ]
+    for wrong in (
+        torch.zeros(2, 2, dtype=torch.int64),
+        torch.zeros(2, 1),
+        torch.zeros(3, 1, dtype=torch.int64),
+    ):
+        with pytest.raises(
+            ValueError, match=r"wanted torch.int64 \(2, 1\) on cpu: one token a row"
+        ):
             graph(wrong)
     graph.close()
     graph.close()
@@ -105,10 +128,16 @@ def test_a_graph_counts_its_steps_and_gives_the_cache_back(graphs: list[str]) ->
     assert cache[0].lengths == (39, 20)
     graph = DecodeGraph(model, cache)
     graph(ids[:, :1])
-    before, replays = [t.clone() for c in cache for t in (*c.sel, *c.win, *c.raw)], graphs.count("replay")
+    before, replays = (
+        [t.clone() for c in cache for t in (*c.sel, *c.win, *c.raw)],
+        graphs.count("replay"),
+    )
     with pytest.raises(ValueError, match="would hold 41 tokens; wanted at most max_len=40"):
         graph(ids[:, :1])
-    assert all(map(torch.equal, before, (t for c in cache for t in (*c.sel, *c.win, *c.raw)))) and graphs.count("replay") == replays
+    assert (
+        all(map(torch.equal, before, (t for c in cache for t in (*c.sel, *c.win, *c.raw))))
+        and graphs.count("replay") == replays
+    )
 
 
 @torch.no_grad()
@@ -121,7 +150,10 @@ def test_what_a_graph_refuses(graphs: list[str], monkeypatch: pytest.MonkeyPatch
     assert all(c.steps is None for c in full), "a cache that was refused is an ordinary one"
     slow = model_of("reference")
     cache = slow.new_cache(1, 9)
-    with pytest.raises(RouteError, match=r"sel.reference, whose loop runs on the host.*wanted one of v2, masked, triton"):
+    with pytest.raises(
+        RouteError,
+        match=r"sel.reference, whose loop runs on the host.*wanted one of v2, masked, triton",
+    ):
         DecodeGraph(slow, cache)
     assert graphs.count("capture") == 0 and cache[0].steps is None
     cache = model.new_cache(1, 9)
@@ -137,13 +169,18 @@ def test_what_a_graph_refuses(graphs: list[str], monkeypatch: pytest.MonkeyPatch
 
 @torch.no_grad()
 @pytest.mark.parametrize("fails_at", ["warm-up", "capture"])
-def test_a_graph_that_fails_leaves_no_token(graphs: list[str], fails_at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_that_fails_leaves_no_token(
+    graphs: list[str], fails_at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = model_of().double()
     cache, plain = model.new_cache(2, 40), model.new_cache(2, 40)
     prompt, ids = torch.randint(256, (2, 9)), torch.randint(256, (2, 3))
     for c in (cache, plain):
         model(prompt, cache=c)
-    head, calls = model.head.forward, [1 if fails_at == "warm-up" else 2]  # the fixture warms up by two steps
+    head, calls = (
+        model.head.forward,
+        [1 if fails_at == "warm-up" else 2],
+    )  # the fixture warms up by two steps
 
     def fails(x: Tensor) -> Tensor:
         calls[0] -= 1
@@ -184,7 +221,10 @@ def test_caches_go_when_nobody_holds_them() -> None:
 
 def test_a_cpu_has_no_graphs() -> None:
     model = model_of()
-    with pytest.raises(ValueError, match=r"for a model on cpu; wanted one on 'cuda'; move it there, or leave cuda_graph off"):
+    with pytest.raises(
+        ValueError,
+        match=r"for a model on cpu; wanted one on 'cuda'; move it there, or leave cuda_graph off",
+    ):
         model.generate(torch.zeros(1, 3, dtype=torch.int64), max_new_tokens=2, cuda_graph=True)
     with pytest.raises(ValueError, match="wanted one on 'cuda'"):
         DecodeGraph(model, model.new_cache(1, 9))

@@ -1,4 +1,6 @@
-"""The one door: full causal attention where `auto` may take it, the same numbers there, and NVTX marks."""
+"""The one door: full causal attention where `auto` may take it, the same numbers there, and NVTX
+marks.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +24,25 @@ from tests.cases import PATHS_HERE, SMALL, assert_parity, randn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = preset("tiny")
-ALL = SMALL.num_selected * SMALL.sel_block  # 80 tokens: the last length at which every block has a slot
+ALL = (
+    SMALL.num_selected * SMALL.sel_block
+)  # 80 tokens: the last length at which every block has a slot
 
 
-def inputs(tokens: int, *, batch: int = 2, dims: tuple[int, int] = (16, 24), seed: int = 0) -> dict[str, Tensor]:
+def inputs(
+    tokens: int, *, batch: int = 2, dims: tuple[int, int] = (16, 24), seed: int = 0
+) -> dict[str, Tensor]:
     DK, DV = dims
     named = {
         f"{kind}_{b}": randn(batch, tokens, 2, D, seed=seed + i)
         for i, b in enumerate(("cmp", "sel", "win"))
         for kind, D in (("k", DK), ("v", DV))
     }
-    return {"q": randn(batch, tokens, 6, DK, seed=seed + 9), "gates": randn(batch, tokens, 6, 3, seed=seed + 10).sigmoid(), **named}
+    return {
+        "q": randn(batch, tokens, 6, DK, seed=seed + 9),
+        "gates": randn(batch, tokens, 6, 3, seed=seed + 10).sigmoid(),
+        **named,
+    }
 
 
 def attend(x: dict[str, Tensor], path: str, *, config: NSAConfig = SMALL, **options: Any) -> Tensor:
@@ -51,12 +61,22 @@ def grads(x: dict[str, Tensor], path: str, config: NSAConfig) -> tuple[Tensor, l
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in x.items()}
     o = attend(leaves, path, config=config)
     upstream = randn(*o.shape, seed=77)
-    return o.detach(), list(torch.autograd.grad(o, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True))
+    return o.detach(), list(
+        torch.autograd.grad(
+            o, list(leaves.values()), upstream, allow_unused=True, materialize_grads=True
+        )
+    )
 
 
 @pytest.mark.parametrize(
     ("tokens", "taken"),
-    [(1, {"sel.dense", "win.dense"}), (24, {"sel.dense", "win.dense"}), (25, {"sel.dense"}), (80, {"sel.dense"}), (81, {"sel.masked"})],
+    [
+        (1, {"sel.dense", "win.dense"}),
+        (24, {"sel.dense", "win.dense"}),
+        (25, {"sel.dense"}),
+        (80, {"sel.dense"}),
+        (81, {"sel.masked"}),
+    ],
 )
 def test_auto_equals_masked_where_it_is_full_causal_attention(tokens: int, taken: set[str]) -> None:
     """Output and the gradient of every input, each branch's K and V among them."""
@@ -80,14 +100,20 @@ def test_a_path_by_name_is_that_path(path: str) -> None:
 
 
 def test_only_whole_sequences_take_it() -> None:
-    """A chunk, rows that begin at different positions, and packed documents do not, however short they are."""
+    """A chunk, rows that begin at different positions, and packed documents do not, however short
+    they are.
+    """
     x = inputs(40, batch=1)
-    later = {name: tensor[:, 20:] if name in ("q", "gates") else tensor for name, tensor in x.items()}
+    later = {
+        name: tensor[:, 20:] if name in ("q", "gates") else tensor for name, tensor in x.items()
+    }
     assert engaged_by(later, q_start=20) == {"sel.masked"}
     assert engaged_by(later, q_start=torch.tensor([20])) == {"sel.masked"}
     assert engaged_by(x, q_start=torch.tensor([0])) == {"sel.masked"}
     assert engaged_by(x, cu_seqlens=torch.tensor([0, 40])) == {"sel.masked"}
-    assert_parity(attend(later, "auto", q_start=20), attend(x, "auto")[:, 20:], "the chunk of the whole")
+    assert_parity(
+        attend(later, "auto", q_start=20), attend(x, "auto")[:, 20:], "the chunk of the whole"
+    )
 
 
 def test_a_cache_never_takes_it_and_counts_its_keys() -> None:
@@ -112,14 +138,23 @@ def test_the_plan_is_what_runs() -> None:
         with engagement.collect() as engaged:
             layer(randn(1, tokens, TINY.dim, seed=2))
         assert set(engaged.counts) == set(
-            plan(Request(), TINY, batch=1, tokens=tokens, dtype="float32", capability=capability.probe("cpu")).counters
+            plan(
+                Request(),
+                TINY,
+                batch=1,
+                tokens=tokens,
+                dtype="float32",
+                capability=capability.probe("cpu"),
+            ).counters
         )
 
 
 def test_blocks_are_chosen_only_for_those_who_look(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     choose = selection.choose
-    monkeypatch.setattr(selection, "choose", lambda *x, **options: calls.append(1) or choose(*x, **options))
+    monkeypatch.setattr(
+        selection, "choose", lambda *x, **options: calls.append(1) or choose(*x, **options)
+    )
     x = inputs(ALL)
     attend(x, "auto")
     assert calls == []
@@ -153,10 +188,14 @@ ADAPTIVE = replace(SMALL, adaptive_num_selected=True)
 
 
 def test_adaptive_n_is_for_whole_sequences() -> None:
-    """Decode would choose 8 blocks where a call over 1,300 tokens chooses 16; so would a short document beside a long one."""
+    """Decode would choose 8 blocks where a call over 1,300 tokens chooses 16; so would a short
+    document beside a long one.
+    """
     x = inputs(40, batch=1)
     attend(x, "auto", config=ADAPTIVE)
-    later = {name: tensor[:, 20:] if name in ("q", "gates") else tensor for name, tensor in x.items()}
+    later = {
+        name: tensor[:, 20:] if name in ("q", "gates") else tensor for name, tensor in x.items()
+    }
     for call in (
         lambda: attend(x, "auto", config=ADAPTIVE, cu_seqlens=torch.tensor([0, 20, 40])),
         lambda: attend(later, "auto", config=ADAPTIVE, q_start=20),
@@ -164,13 +203,24 @@ def test_adaptive_n_is_for_whole_sequences() -> None:
         lambda: NSACache.empty(ADAPTIVE, 1, 512, num_kv_heads=2, head_dim=16),
     ):
         with pytest.raises(
-            ValueError, match=r"got config\.adaptive_num_selected=True with .*; wanted whole .*; set adaptive_num_selected=False"
+            ValueError,
+            match=(
+                r"got config\.adaptive_num_selected=True with .*; wanted whole .*; set"
+                r" adaptive_num_selected=False"
+            ),
         ):
             call()
 
 
 def test_a_cache_of_another_config_does_not_slip_through() -> None:
-    layer = NSAAttention(TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, replace(TINY.nsa, adaptive_num_selected=True))
+    layer = NSAAttention(
+        TINY.dim,
+        TINY.num_heads,
+        TINY.num_kv_heads,
+        TINY.head_dim,
+        None,
+        replace(TINY.nsa, adaptive_num_selected=True),
+    )
     cache = NSACache.empty(TINY.nsa, 1, 64, num_kv_heads=TINY.num_kv_heads, head_dim=TINY.head_dim)
     with torch.no_grad(), pytest.raises(ValueError, match="adaptive_num_selected"):
         layer(randn(1, 8, TINY.dim, seed=4), cache=cache)
@@ -203,25 +253,45 @@ def test_every_branch_is_marked_by_its_counter(ranges: list[str]) -> None:
     assert ranges == ["+cmp.sdpa", "-cmp.sdpa", "+sel.v2", "-sel.v2", "+win.sdpa", "-win.sdpa"]
     ranges.clear()
     attend(inputs(20), "auto")
-    assert ranges == ["+cmp.sdpa", "-cmp.sdpa", "+sel.dense", "-sel.dense", "+win.dense", "-win.dense"]
+    assert ranges == [
+        "+cmp.sdpa",
+        "-cmp.sdpa",
+        "+sel.dense",
+        "-sel.dense",
+        "+win.dense",
+        "-win.dense",
+    ]
 
 
 def test_marks_lie_around_the_work(ranges: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     causal = dispatch.sdpa.causal
-    monkeypatch.setattr(dispatch.sdpa, "causal", lambda *x, **options: ranges.append("work") or causal(*x, **options))
+    monkeypatch.setattr(
+        dispatch.sdpa,
+        "causal",
+        lambda *x, **options: ranges.append("work") or causal(*x, **options),
+    )
     attend(inputs(20), "auto")
     assert ranges[2:5] == ["+sel.dense", "work", "-sel.dense"]
 
 
 @pytest.mark.parametrize("why", ["not set", "a CPU", "compiling"])
-def test_nothing_is_marked_otherwise(ranges: list[str], monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+def test_nothing_is_marked_otherwise(
+    ranges: list[str], monkeypatch: pytest.MonkeyPatch, why: str
+) -> None:
     if why == "not set":
         monkeypatch.setattr(settings, "current", lambda: settings.load({}))
     if why == "a CPU":
         monkeypatch.setattr(dispatch, "_on_cuda", lambda x: x.is_cuda)
     if why == "compiling":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    branch = plan(Request("v2", "off"), TINY, batch=1, tokens=20, dtype="float32", capability=capability.probe("cpu")).branch("sel")
+    branch = plan(
+        Request("v2", "off"),
+        TINY,
+        batch=1,
+        tokens=20,
+        dtype="float32",
+        capability=capability.probe("cpu"),
+    ).branch("sel")
     with dispatch._marked(branch, torch.ones(1)):
         pass
     assert ranges == []

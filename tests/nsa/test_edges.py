@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import RouteError, compressed_attention, functional, nsa_attention, select_blocks, selected_attention, selection, sliding_attention
+from nsa import (
+    RouteError,
+    compressed_attention,
+    functional,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    selection,
+    sliding_attention,
+)
 from nsa.capability import probe
 from nsa.ops import flash
 from nsa.ops.selected import v2
@@ -20,16 +29,22 @@ from tests.cases import PATHS_HERE, SMALL, here
 EVERY_PATH = pytest.mark.parametrize("path", PATHS_HERE)
 
 
-def tensors(tokens: int = 97, keys: int | None = None, heads: int = 4, kv_heads: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+def tensors(
+    tokens: int = 97, keys: int | None = None, heads: int = 4, kv_heads: int = 2
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
     sizes = ((tokens, heads), (keys or tokens, kv_heads), (keys or tokens, kv_heads))
     q, k, v = (torch.randn(2, length, count, 16, generator=generator) for length, count in sizes)
     return q, k, v
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, path: str = "masked", **changes: tuple[Tensor, Tensor]) -> Tensor:
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, path: str = "masked", **changes: tuple[Tensor, Tensor]
+) -> Tensor:
     pairs = {"kv_cmp": (k, v), "kv_sel": (k, v), "kv_win": (k, v)} | changes
-    return nsa_attention(q, **pairs, gates=torch.ones(*q.shape[:3], 3), config=SMALL, path=path, fa2="off")
+    return nsa_attention(
+        q, **pairs, gates=torch.ones(*q.shape[:3], 3), config=SMALL, path=path, fa2="off"
+    )
 
 
 def test_branches_of_different_kv_heads_are_refused() -> None:
@@ -40,7 +55,10 @@ def test_branches_of_different_kv_heads_are_refused() -> None:
 
 def test_empty_calls_are_refused_alike() -> None:
     q, k, v = tensors()
-    for call in (lambda: sliding_attention(q[:, :0], k, v, window=4), lambda: whole(q[:0], k[:0], v[:0])):
+    for call in (
+        lambda: sliding_attention(q[:, :0], k, v, window=4),
+        lambda: whole(q[:0], k[:0], v[:0]),
+    ):
         with pytest.raises(ValueError, match="at least one sequence and one query"):
             call()
 
@@ -66,7 +84,9 @@ def test_strict_asserts_hold_inside_the_layer_too(monkeypatch: pytest.MonkeyPatc
     strict = Settings(strict_asserts=Setting(True, "environment"))
     monkeypatch.setattr(functional.settings, "current", lambda: strict)
     whole(q, k, v)
-    monkeypatch.setattr(selection, "choose", lambda q, k_cmp, **_: torch.full((2, 97, 2, 5), 3, dtype=torch.int32))
+    monkeypatch.setattr(
+        selection, "choose", lambda q, k_cmp, **_: torch.full((2, 97, 2, 5), 3, dtype=torch.int32)
+    )
     with pytest.raises(ValueError, match="in the future; wanted distinct ids"):
         whole(q, k, v)
 
@@ -96,7 +116,9 @@ def test_outputs_keep_the_queries_dtype_whatever_the_gates() -> None:
     assert nsa_attention(q, (k, v), (k, v), (k, v), gates, config=SMALL).dtype == torch.bfloat16
 
 
-def test_v2_is_the_same_function_in_one_workspace_and_in_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_v2_is_the_same_function_in_one_workspace_and_in_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def run() -> tuple[Tensor, ...]:
         leaves = [x.clone().requires_grad_() for x in tensors()]
         o = whole(*leaves, path="v2")
@@ -110,7 +132,9 @@ def test_v2_is_the_same_function_in_one_workspace_and_in_many(monkeypatch: pytes
 
 
 def test_the_environment_asks_fa2_of_what_can_use_it_and_an_argument_insists() -> None:
-    here = dataclasses.replace(probe("cpu"), device="cuda", sm=(9, 0), fa2_provider="flash_attn 2.8", fa2_reason="")
+    here = dataclasses.replace(
+        probe("cpu"), device="cuda", sm=(9, 0), fa2_provider="flash_attn 2.8", fa2_reason=""
+    )
     by_environment = load({"NSA_USE_FA2": "1"})
     for branches, path in ((("cmp",), "auto"), (("sel",), "masked")):
         problem = Problem(1, 2048, 2048, 12, 2, 64, 64, "bfloat16", branches)
@@ -127,7 +151,13 @@ def test_any_finite_scale_is_the_same_function(path: str, scale: float) -> None:
     config = dataclasses.replace(SMALL, num_selected=8, window=32)
     gates = torch.full((*q.shape[:3], 3), 0.5)
     o = nsa_attention(q, (k, v), (k, v), (k, v), gates, config=config, scale=scale, path=path)
-    want = oracle.nsa(q.double() * scale, *[(k.double(), v.double())] * 3, gates.double(), config=config, scale=1.0)
+    want = oracle.nsa(
+        q.double() * scale,
+        *[(k.double(), v.double())] * 3,
+        gates.double(),
+        config=config,
+        scale=1.0,
+    )
     torch.testing.assert_close(o.double(), want, rtol=1e-5, atol=1e-6)
 
 
@@ -136,7 +166,9 @@ def test_fa2_is_given_a_scale_above_zero(scale: float, monkeypatch: pytest.Monke
     """It needs a GPU; what it is asked for is the same product of scale and queries."""
     asked: list[tuple[Tensor, float]] = []
 
-    def varlen_attn(q: Tensor, *_: object, scale: float, enable_gqa: bool = False, **__: object) -> Tensor:
+    def varlen_attn(
+        q: Tensor, *_: object, scale: float, enable_gqa: bool = False, **__: object
+    ) -> Tensor:
         asked.append((q, scale))
         return q
 

@@ -1,4 +1,6 @@
-"""What the documentation shows runs, and does what it says: README's block, examples/train_text.py, examples/llama.py."""
+"""What the documentation shows runs, and does what it says: README's block, examples/train_text.py,
+examples/llama.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from tests.cases import SMALL
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TOKENS, VOCABULARY = 100, 61
-# At 100 tokens each branch sees every key at or before the query; compressed blocks of one token are the tokens.
+# At 100 tokens each branch sees every key at or before the query; compressed blocks of one token
+# are the tokens.
 ALL = NSAConfig(cmp_block=1, cmp_stride=1, sel_block=16, num_selected=7, window=TOKENS)
 
 
@@ -29,7 +32,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def test_readme_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """Exactly the code that is printed there; its results are those of the layer on whole and on single documents."""
+    """Exactly the code that is printed there; its results are those of the layer on whole and on
+    single documents.
+    """
     section = README.read_text(encoding="utf-8").partition("## NSA in your model\n")[2]
     code = section.partition("```python\n")[2].partition("```")[0]
     assert len([line for line in code.splitlines() if line and "import " not in line]) == 10
@@ -40,29 +45,40 @@ def test_readme_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
     layer, x = shown["layer"], shown["x"]
     promised = code.partition("print(ran.counts)  # ")[2].partition(" on a CPU")[0]
     assert capsys.readouterr().out == f"{promised}\n"
-    assert all(parameter.grad is not None and bool(parameter.grad.abs().sum() > 0) for parameter in layer.parameters())
+    assert all(
+        parameter.grad is not None and bool(parameter.grad.abs().sum() > 0)
+        for parameter in layer.parameters()
+    )
     with torch.no_grad():
         whole = layer(x[:, :1001])
         documents = torch.cat([layer(x[:1, :300]), layer(x[:1, 300:])], 1)
         one_document = layer(x[:1])
     packed = shown["packed"].detach()
-    torch.testing.assert_close(torch.cat([shown["prefill"], shown["decode"]], 1), whole, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        torch.cat([shown["prefill"], shown["decode"]], 1), whole, atol=1e-5, rtol=0
+    )
     torch.testing.assert_close(packed, documents, atol=1e-5, rtol=0)
     assert float((packed - one_document)[:, 300:].abs().max()) > 1e-2
 
 
 def test_training_on_a_text_learns_and_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    """In 60 short steps already below what the bytes' frequencies give, and the sample goes on from the prompt."""
+    """In 60 short steps already below what the bytes' frequencies give, and the sample goes on from
+    the prompt.
+    """
     outcome = train_text.run(README, steps=60, seq_len=128, prompt="## ", seed=0, max_new_tokens=20)
     count = Counter(README.read_bytes())
     by_hand = -sum(n / count.total() * math.log(n / count.total()) for n in count.values())
     assert outcome.unigram == pytest.approx(by_hand, abs=1e-9)
-    assert len(outcome.losses) == 60 and outcome.losses[0] > 5.0  # nearly ln 256: nothing is known yet
+    assert (
+        len(outcome.losses) == 60 and outcome.losses[0] > 5.0
+    )  # nearly ln 256: nothing is known yet
     assert sum(outcome.losses[-10:]) / 10 < by_hand - 0.3
     assert outcome.text.startswith("## ") and len(outcome.text) > len("## ")
 
     out = capsys.readouterr().out
-    assert "sel: masked (sdpa, torch" in out and "'sel.masked': 2" in out  # planned, and run by both layers
+    assert (
+        "sel: masked (sdpa, torch" in out and "'sel.masked': 2" in out
+    )  # planned, and run by both layers
     assert out.count("tok/s") == 10 and outcome.text in out
 
 
@@ -70,8 +86,9 @@ def test_training_repeats_with_its_seed(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(bytes(range(256)) * 2)
     first, again, other = (
-        train_text.run(file, steps=3, seq_len=64, prompt=None, seed=seed, max_new_tokens=5) for seed in (1, 1, 2)
-    )  # fmt: skip
+        train_text.run(file, steps=3, seq_len=64, prompt=None, seed=seed, max_new_tokens=5)
+        for seed in (1, 1, 2)
+    )
     assert first == again and first.losses != other.losses
 
 
@@ -79,7 +96,14 @@ def test_training_repeats_with_its_seed(tmp_path: Path) -> None:
     ("size", "arguments", "message"),
     [
         (None, [], "which is not a file; wanted a text"),
-        (200, [], "has 200 bytes; wanted at least 1139 for --seq-len 512; give a longer file or lower --seq-len"),
+        (
+            200,
+            [],
+            (
+                "has 200 bytes; wanted at least 1139 for --seq-len 512; give a longer file or lower"
+                " --seq-len"
+            ),
+        ),
         (72, ["--seq-len", "32"], "has 72 bytes; wanted at least 73"),
         (2000, ["--seq-len", "8"], "--seq-len 8; wanted at least 1 and 32"),
         (2000, ["--steps", "0"], "--steps 0"),
@@ -87,7 +111,11 @@ def test_training_repeats_with_its_seed(tmp_path: Path) -> None:
     ],
 )
 def test_training_says_what_is_missing(
-    size: int | None, arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    size: int | None,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "text"
     if size is not None:
@@ -103,10 +131,20 @@ def test_smallest_text_trains(tmp_path: Path) -> None:
 
 
 def llama_of(**changes: Any) -> LlamaForCausalLM:
-    """A tiny random Llama whose attention is peaked, so that another attention gives other logits."""
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    """A tiny random Llama whose attention is peaked, so that another attention gives other
+    logits.
+    """
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.4, **(sizes | changes))).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCABULARY, initializer_range=0.4, **(sizes | changes))
+    ).eval()
 
 
 def ids_of(batch: int = 2, tokens: int = TOKENS) -> Tensor:
@@ -160,7 +198,12 @@ def test_llama_of_other_shapes_is_the_original(changes: dict[str, Any]) -> None:
 
 def test_llama_comparison_can_fail() -> None:
     """One key fewer than all, in any branch, is seen; so is sparse attention."""
-    for config in (replace(ALL, window=TOKENS - 1), replace(ALL, num_selected=6), replace(ALL, cmp_block=2), SMALL):
+    for config in (
+        replace(ALL, window=TOKENS - 1),
+        replace(ALL, num_selected=6),
+        replace(ALL, cmp_block=2),
+        SMALL,
+    ):
         assert difference(config) > 1e-3
 
 
@@ -169,9 +212,13 @@ def test_llama_keeps_weights_and_trains() -> None:
     before = model.state_dict()
     model = llama.with_nsa(model, SMALL).train()
     after = model.state_dict()
-    assert all(after[name].data_ptr() == tensor.data_ptr() for name, tensor in before.items())  # the tensors themselves, not copies
+    assert all(
+        after[name].data_ptr() == tensor.data_ptr() for name, tensor in before.items()
+    )  # the tensors themselves, not copies
     assert {name for name in after if name not in before} == {
-        f"model.layers.{layer}.self_attn.gate.proj.{kind}" for layer in range(2) for kind in ("weight", "bias")
+        f"model.layers.{layer}.self_attn.gate.proj.{kind}"
+        for layer in range(2)
+        for kind in ("weight", "bias")
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -209,7 +256,10 @@ def test_llama_generates() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "wanted rope_type default or linear"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "wanted rope_type default or linear",
+        ),
         ({"attention_bias": True}, "attention_bias=True; wanted projections without bias"),
         ({"attention_dropout": 0.1}, "attention_dropout=0.1; wanted 0"),
     ],
@@ -252,7 +302,11 @@ def test_llama_decoder_refuses_as_well() -> None:
 @torch.no_grad()
 def test_llama_takes_a_mask_and_positions_that_say_nothing() -> None:
     model = llama.with_nsa(llama_of(), SMALL)
-    told = model(ids_of(), attention_mask=torch.ones(2, TOKENS, dtype=torch.long), position_ids=torch.arange(TOKENS)[None]).logits
+    told = model(
+        ids_of(),
+        attention_mask=torch.ones(2, TOKENS, dtype=torch.long),
+        position_ids=torch.arange(TOKENS)[None],
+    ).logits
     assert torch.equal(told, model(ids_of()).logits)
 
 

@@ -1,7 +1,8 @@
-"""Which tests show each system that the core must have, by the founding list's row; and the small ones that were missing.
+"""Which tests show each system that the core must have, by the founding list's row; and the small
+ones that were missing.
 
-Row 6 is `perfbench tune`, and that the lengths it finds are obeyed. Row 12 runs in Triton's interpreter (`nox -s interpret`), and
-in bf16 in tests/gpu.
+Row 6 is `perfbench tune`, and that the lengths it finds are obeyed. Row 12 runs in Triton's
+interpreter (`nox -s interpret`), and in bf16 in tests/gpu.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ TESTS = File(__file__).parents[1]
 ROOT = TESTS.parent
 
 FEATURES: Mapping[int, tuple[str, ...]] = {
-    1: ("nsa/test_branches.py::test_selected", "nsa/test_settings.py::test_force_sel_mask_is_the_explicit_request"),
+    1: (
+        "nsa/test_branches.py::test_selected",
+        "nsa/test_settings.py::test_force_sel_mask_is_the_explicit_request",
+    ),
     2: (
         "nsa/test_features.py::test_the_slow_path_says_so_every_time",
         "nsa/test_routing.py::test_auto_is_never_slow_nor_v1",
@@ -54,7 +58,10 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
         "nsa/test_settings.py::test_the_minimum_length_reaches_the_route",
         "nsa/test_routing_fa2.py::test_fa2_auto_leaves_a_short_window_to_sdpa",
     ),
-    7: ("nsa/test_features.py::test_no_head_is_copied", "nsa/test_function.py::test_the_window_copies_no_window_per_row"),
+    7: (
+        "nsa/test_features.py::test_no_head_is_copied",
+        "nsa/test_function.py::test_the_window_copies_no_window_per_row",
+    ),
     8: (
         "nsa/test_workspace.py::test_the_closed_form_is_what_was_gathered",
         "nsa/test_workspace.py::test_interleaved_models_agree_with_fresh_ones",
@@ -65,8 +72,14 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
         "nsa/test_routing.py::test_adaptive_names_its_rule_and_the_side",
         "nsa/test_settings.py::test_ranges_v2_off_turns_v2_into_an_explicit_v1",
     ),
-    10: ("nsa/test_edges.py::test_v2_is_the_same_function_in_one_workspace_and_in_many", "gpu/test_parity.py::test_selected"),
-    11: ("nsa/test_branches.py::test_selected_with_blocks_given_by_hand", "nsa/test_layer.py::test_engagement_counts_every_layer_once"),
+    10: (
+        "nsa/test_edges.py::test_v2_is_the_same_function_in_one_workspace_and_in_many",
+        "gpu/test_parity.py::test_selected",
+    ),
+    11: (
+        "nsa/test_branches.py::test_selected_with_blocks_given_by_hand",
+        "nsa/test_layer.py::test_engagement_counts_every_layer_once",
+    ),
     12: (
         "nsa/test_selected_kernels.py::test_selected",
         "nsa/test_choice_kernels.py::test_choice",
@@ -122,7 +135,11 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
 
 def functions_of(file: File) -> set[str]:
     """Names of the functions at the top of a module: what pytest collects there."""
-    return {node.name for node in ast.parse(file.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.parse(file.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def test_every_row_has_its_tests() -> None:
@@ -134,7 +151,9 @@ def test_every_row_has_its_tests() -> None:
 def test_a_named_test_is_one_that_exists(row: int) -> None:
     for name in FEATURES[row]:
         file, function = name.split("::")
-        assert function.startswith("test_") and function in functions_of(TESTS / file), f"row {row}: no {name}"
+        assert function.startswith("test_") and function in functions_of(TESTS / file), (
+            f"row {row}: no {name}"
+        )
 
 
 # 2. The slow path is loud.
@@ -150,7 +169,9 @@ def test_the_slow_path_says_so_every_time(caplog: pytest.LogCaptureFixture) -> N
             for _ in range(2):
                 selected_attention(q, k, v, blocks, sel_block=16, path=path, fa2="off")
             said = [r for r in caplog.records if "Using slow _sdpa_over_ranges" in r.getMessage()]
-            assert [r.levelname for r in said] == (["WARNING"] * 2 if path is Path.REFERENCE else []), path
+            assert [r.levelname for r in said] == (
+                ["WARNING"] * 2 if path is Path.REFERENCE else []
+            ), path
     assert SPECS[Path.REFERENCE].slow
 
 
@@ -160,10 +181,21 @@ def test_the_slow_path_says_so_every_time(caplog: pytest.LogCaptureFixture) -> N
 def copies_of_heads(tree: ast.AST) -> list[int]:
     """Lines that name ``repeat_interleave``, whatever it is called on."""
     names = [
-        n.lineno for n in ast.walk(tree) if isinstance(n, ast.Attribute | ast.Name) and "repeat_interleave" in ast.unparse(n).split(".")[-1]
+        n.lineno
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Attribute | ast.Name)
+        and "repeat_interleave" in ast.unparse(n).split(".")[-1]
     ]
-    texts = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value == "repeat_interleave"]  # getattr(x, "...")
-    imported = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and any(a.name == "repeat_interleave" for a in n.names)]
+    texts = [
+        n.lineno
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Constant) and n.value == "repeat_interleave"
+    ]  # getattr(x, "...")
+    imported = [
+        n.lineno
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and any(a.name == "repeat_interleave" for a in n.names)
+    ]
     return names + texts + imported
 
 
@@ -181,10 +213,16 @@ def test_the_checker_sees_what_it_bans(violation: str) -> None:
 
 
 def test_no_head_is_copied() -> None:
-    """Query heads of one kv head are adjacent, so a view serves; a copy of K and V for each head is what GQA saves."""
+    """Query heads of one kv head are adjacent, so a view serves; a copy of K and V for each head is
+    what GQA saves.
+    """
     files = sorted([*ROOT.glob("nsa/**/*.py"), *ROOT.glob("perfbench/**/*.py")])
     assert len(files) > 100
-    assert [(f.name, lines) for f in files if (lines := copies_of_heads(ast.parse(f.read_text("utf-8"))))] == []
+    assert [
+        (f.name, lines)
+        for f in files
+        if (lines := copies_of_heads(ast.parse(f.read_text("utf-8"))))
+    ] == []
 
 
 # 18. The softmax gate.
@@ -192,7 +230,9 @@ def test_no_head_is_copied() -> None:
 
 @pytest.mark.parametrize("branches", [("cmp", "sel", "win"), ("cmp", "win")], ids="+".join)
 def test_the_softmax_gate_by_hand(branches: tuple[str, ...]) -> None:
-    """One MLP a kv group on the mean of the group's queries: z / (1 + e^-z) between two matrices, softmax at T = 0.5."""
+    """One MLP a kv group on the mean of the group's queries: z / (1 + e^-z) between two matrices,
+    softmax at T = 0.5.
+    """
     T, G, H, D = 5, 2, 3, 4
     torch.manual_seed(0)
     gate = SoftmaxGate(G, D, temperature=0.5, branches=branches).double()
@@ -206,26 +246,40 @@ def test_the_softmax_gate_by_hand(branches: tuple[str, ...]) -> None:
             mean = [sum(rows[t][g * H + h][d] for h in range(H)) / H for d in range(D)]
             hidden = [sum(mean[d] * up[g][d][j] for d in range(D)) for j in range(D)]
             hidden = [z / (1 + math.exp(-z)) for z in hidden]
-            weight = {i: math.exp(sum(hidden[j] * down[g][j][i] for j in range(D)) / 0.5) for i in on}
+            weight = {
+                i: math.exp(sum(hidden[j] * down[g][j][i] for j in range(D)) / 0.5) for i in on
+            }
             want = [weight.get(i, 0.0) / sum(weight.values()) for i in range(3)]
             for h in range(H):
                 # The softmax is in fp32 whatever its inputs.
-                assert got[0, t, g * H + h].tolist() == pytest.approx(want, rel=1e-6, abs=1e-7), (t, g, h)
+                assert got[0, t, g * H + h].tolist() == pytest.approx(want, rel=1e-6, abs=1e-7), (
+                    t,
+                    g,
+                    h,
+                )
                 assert len(on) == 3 or got[0, t, g * H + h, 1] == 0
 
 
 @pytest.mark.parametrize("branches", [("cmp", "sel", "win"), ("sel", "win")], ids="+".join)
 def test_a_layer_with_softmax_gates_is_their_sum_of_branches(branches: tuple[str, ...]) -> None:
-    """The gate sees the queries before they are rotated: afterwards its group means would turn with the position."""
+    """The gate sees the queries before they are rotated: afterwards its group means would turn with
+    the position.
+    """
     torch.manual_seed(0)
-    layer = NSAAttention(24, 6, 2, 8, config=replace(SMALL, gate="softmax", gate_temperature=0.5, branches=branches)).double()
+    layer = NSAAttention(
+        24, 6, 2, 8, config=replace(SMALL, gate="softmax", gate_temperature=0.5, branches=branches)
+    ).double()
     x = 3 * randn(1, 100, 24, seed=1, dtype=torch.float64)
     q, k, v = (x @ getattr(layer, f"{name}_proj").weight.T for name in "qkv")
     q, at = q.view(1, 100, 6, 8), torch.arange(100)
     hidden = torch.einsum("btgd,gdh->btgh", q.view(1, 100, 2, 3, 8).mean(3), layer.gate.up)
     logits = torch.einsum("btgh,ghn->btgn", hidden * torch.sigmoid(hidden), layer.gate.down) / 0.5
     weight = logits.exp() * torch.tensor([branch in branches for branch in ("cmp", "sel", "win")])
-    gates = (weight / weight.sum(-1, keepdim=True))[:, :, :, None].expand(-1, -1, -1, 3, -1).reshape(1, 100, 6, 3)
+    gates = (
+        (weight / weight.sum(-1, keepdim=True))[:, :, :, None]
+        .expand(-1, -1, -1, 3, -1)
+        .reshape(1, 100, 6, 3)
+    )
     keys = [oracle.rope(y, at) for y in k.view(1, 100, 3, 2, 8).unbind(2)]
     pairs = zip(keys, v.view(1, 100, 3, 2, 8).unbind(2), strict=True)
     o = oracle.nsa(oracle.rope(q, at), *pairs, gates, config=layer.config)
@@ -236,7 +290,9 @@ def test_a_layer_with_softmax_gates_is_their_sum_of_branches(branches: tuple[str
 
 
 def test_the_founding_model_has_78_3_million_parameters() -> None:
-    """Embedding and head, then twelve layers of: two norms, MLP, q, k and v of three branches, o, softmax gate."""
+    """Embedding and head, then twelve layers of: two norms, MLP, q, k and v of three branches, o,
+    softmax gate.
+    """
     with torch.device("meta"):
         model = TinyLM(preset("m7c_125m"))
     attention = 768 * 12 * 64 + 2 * (768 * 3 * 2 * 64) + 12 * 64 * 768 + (2 * 64 * 64 + 2 * 64 * 3)

@@ -1,4 +1,6 @@
-"""Property 1 for the whole function, at the paper's geometry too, and what the design promises about memory."""
+"""Property 1 for the whole function, at the paper's geometry too, and what the design promises
+about memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,14 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nsa import compress, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_attention
+from nsa import (
+    compress,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_attention,
+)
 from nsa.config import NSAConfig
 from nsa.routing import Path
 from tests import oracle
@@ -46,22 +55,39 @@ def layer_inputs(case: Case, *, shared: bool, q_tokens: int | None = None) -> tu
 
 
 LAYER_NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
-LAYER_CASES: tuple[Case, ...] = (Case(7, 2, 8, 8, 1), Case(100, 6, 12, 8, 1), Case(129, 1, 8, 12, 3), Case(513, 6, 64, 64, 1))
+LAYER_CASES: tuple[Case, ...] = (
+    Case(7, 2, 8, 8, 1),
+    Case(100, 6, 12, 8, 1),
+    Case(129, 1, 8, 12, 3),
+    Case(513, 6, 64, 64, 1),
+)
 LAYER_CASES = here(LAYER_CASES, (Case(7, 2, 8, 8, 1), Case(97, 16, 12, 8, 1)))
 
 
 @by_path([(p, c) for p in PATHS_HERE for c in LAYER_CASES if p in FAST_PATHS or c.tokens <= 129])
-@pytest.mark.parametrize("branches", [("cmp", "sel", "win"), ("sel",), ("cmp", "win")], ids="+".join)
+@pytest.mark.parametrize(
+    "branches", [("cmp", "sel", "win"), ("sel",), ("cmp", "win")], ids="+".join
+)
 def test_layer(path: Path, case: Case, branches: tuple[str, ...]) -> None:
-    config = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24, branches=branches)
+    config = NSAConfig(
+        cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24, branches=branches
+    )
     tensors = layer_inputs(case, shared=False)
     blocks = select_blocks(tensors[0], compress(tensors[1], config=config), config=config)
-    assert_blocks(blocks, *oracle.select(tensors[0], oracle.compress_mean(tensors[1], 8, 4), config=config))
+    assert_blocks(
+        blocks, *oracle.select(tensors[0], oracle.compress_mean(tensors[1], 8, 4), config=config)
+    )
 
-    def branch(q: Tensor, kc: Tensor, vc: Tensor, ks: Tensor, vs: Tensor, kw: Tensor, vw: Tensor, g: Tensor) -> Tensor:
-        return nsa_attention(q, (kc, vc), (ks, vs), (kw, vw), g, config=config, path=path, fa2="off")
+    def branch(
+        q: Tensor, kc: Tensor, vc: Tensor, ks: Tensor, vs: Tensor, kw: Tensor, vw: Tensor, g: Tensor
+    ) -> Tensor:
+        return nsa_attention(
+            q, (kc, vc), (ks, vs), (kw, vw), g, config=config, path=path, fa2="off"
+        )
 
-    def truth(q: Tensor, kc: Tensor, vc: Tensor, ks: Tensor, vs: Tensor, kw: Tensor, vw: Tensor, g: Tensor) -> Tensor:
+    def truth(
+        q: Tensor, kc: Tensor, vc: Tensor, ks: Tensor, vs: Tensor, kw: Tensor, vw: Tensor, g: Tensor
+    ) -> Tensor:
         return oracle.nsa(q, (kc, vc), (ks, vs), (kw, vw), g, config=config, blocks=blocks)
 
     assert_same_function(branch, truth, tensors, LAYER_NAMES)
@@ -71,17 +97,43 @@ def test_layer(path: Path, case: Case, branches: tuple[str, ...]) -> None:
 def test_layer_with_late_queries(path: Path) -> None:
     case = Case(129, 3, 8, 8, 2)
     q, kc, vc, ks, vs, kw, vw, gates = layer_inputs(case, shared=True, q_tokens=30)
-    o = nsa_attention(q, (kc, vc), (ks, vs), (kw, vw), gates, config=SMALL, q_start=99, path=path, fa2="off")
+    o = nsa_attention(
+        q, (kc, vc), (ks, vs), (kw, vw), gates, config=SMALL, q_start=99, path=path, fa2="off"
+    )
     want = oracle.nsa(q, (kc, vc), (ks, vs), (kw, vw), gates, config=SMALL, q_start=99)
     assert_parity(o, want, "o")
 
 
-# The paper's geometry, where blocks compete from 1,025 tokens on: sampled rows around every kind of boundary.
+# The paper's geometry, where blocks compete from 1,025 tokens on: sampled rows around every kind of
+# boundary.
 
 
 PAPER = NSAConfig()
 LONG = Case((PAPER.num_selected + 4) * PAPER.sel_block + 1, 6, 64, 64, 1)
-ROWS = torch.tensor(sorted({0, 15, 16, 30, 31, 32, 63, 64, 511, 512, 1023, 1024, 1087, 1088, 1216, 1279, 1280, *range(7, 1281, 29)}))
+ROWS = torch.tensor(
+    sorted(
+        {
+            0,
+            15,
+            16,
+            30,
+            31,
+            32,
+            63,
+            64,
+            511,
+            512,
+            1023,
+            1024,
+            1087,
+            1088,
+            1216,
+            1279,
+            1280,
+            *range(7, 1281, 29),
+        }
+    )
+)
 
 
 @pytest.fixture(scope="module")
@@ -91,31 +143,53 @@ def long_inputs() -> tuple[tuple[Tensor, ...], Tensor]:
     blocks = select_blocks(q, compress(k, config=PAPER), config=PAPER)
     k_cmp = oracle.compress_mean(k, 32, 16)
     for t in ROWS.tolist():
-        want, gap = oracle.select(q[:, t : t + 1], k_cmp, config=PAPER, q_start=t, kv_len=LONG.tokens)
+        want, gap = oracle.select(
+            q[:, t : t + 1], k_cmp, config=PAPER, q_start=t, kv_len=LONG.tokens
+        )
         assert_blocks(blocks[:, t : t + 1], want, gap)
     return (q, k, v), blocks
 
 
 # The interpreter would need minutes for 2,562 rows; triton is held to this geometry on a GPU.
 @pytest.mark.parametrize("path", [path for path in FAST_PATHS if path is not Path.TRITON])
-def test_selected_at_the_papers_geometry(long_inputs: tuple[tuple[Tensor, ...], Tensor], path: Path) -> None:
+def test_selected_at_the_papers_geometry(
+    long_inputs: tuple[tuple[Tensor, ...], Tensor], path: Path
+) -> None:
     (q, k, v), blocks = long_inputs
-    o, grads = run(lambda *x: selected_attention(*x, blocks, sel_block=64, path=path, fa2="off")[:, ROWS], (q, k, v))
-    true_o, true_grads = run(lambda *x: sampled_selected(*x, blocks), (q, k, v), dtype=torch.float64)
-    for what, got, want in zip(("o", "dq", "dk", "dv"), (o, *grads), (true_o, *true_grads), strict=True):
+    o, grads = run(
+        lambda *x: selected_attention(*x, blocks, sel_block=64, path=path, fa2="off")[:, ROWS],
+        (q, k, v),
+    )
+    true_o, true_grads = run(
+        lambda *x: sampled_selected(*x, blocks), (q, k, v), dtype=torch.float64
+    )
+    for what, got, want in zip(
+        ("o", "dq", "dk", "dv"), (o, *grads), (true_o, *true_grads), strict=True
+    ):
         assert_parity(got, want, what)
 
 
 def sampled_selected(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
-    rows = [oracle.selected(q[:, t : t + 1], k, v, blocks[:, t : t + 1], sel_block=64, q_start=t) for t in ROWS.tolist()]
+    rows = [
+        oracle.selected(q[:, t : t + 1], k, v, blocks[:, t : t + 1], sel_block=64, q_start=t)
+        for t in ROWS.tolist()
+    ]
     return torch.cat(rows, 1)
 
 
-def test_sliding_and_compressed_at_the_papers_geometry(long_inputs: tuple[tuple[Tensor, ...], Tensor]) -> None:
+def test_sliding_and_compressed_at_the_papers_geometry(
+    long_inputs: tuple[tuple[Tensor, ...], Tensor],
+) -> None:
     tensors, _ = long_inputs
     k_cmp, v_cmp = (oracle.compress_mean(x, 32, 16) for x in tensors[1:])
     o = sliding_attention(*tensors, window=512)[:, ROWS]
-    want = torch.cat([oracle.sliding(tensors[0][:, t : t + 1], *tensors[1:], window=512, q_start=t) for t in ROWS.tolist()], 1)
+    want = torch.cat(
+        [
+            oracle.sliding(tensors[0][:, t : t + 1], *tensors[1:], window=512, q_start=t)
+            for t in ROWS.tolist()
+        ],
+        1,
+    )
     assert_parity(o, want, "win")
     o, lse = compressed_attention(tensors[0], k_cmp.float(), v_cmp.float(), block=32, stride=16)
     want, true_lse = oracle.compressed(tensors[0], k_cmp, v_cmp, block=32, stride=16)

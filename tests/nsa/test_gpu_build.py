@@ -1,4 +1,6 @@
-"""What path triton launches is built for GPUs that are not here: the interpreter accepts what the compiler refuses."""
+"""What path triton launches is built for GPUs that are not here: the interpreter accepts what the
+compiler refuses.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,23 @@ import pytest
 import nsa.ops
 
 KERNELS = Path(nsa.ops.__file__).parent / "kernels"
-SHARED_BYTES = {80: 166_912, 90: 232_448}  # CUDA C++ Programming Guide: most that a block may have (163 and 227 KB)
+SHARED_BYTES = {
+    80: 166_912,
+    90: 232_448,
+}  # CUDA C++ Programming Guide: most that a block may have (163 and 227 KB)
 
 
 def launched() -> set[str]:
-    """Every jitted function that is named for the profiler, and so launched; the others are parts of those."""
+    """Every jitted function that is named for the profiler, and so launched; the others are parts
+    of those.
+    """
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in KERNELS.glob("*.py")]
-    return {node.name for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("nsa_")}
+    return {
+        node.name
+        for tree in trees
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("nsa_")
+    }
 
 
 Built = subprocess.CompletedProcess[str]
@@ -28,13 +40,26 @@ BUILDS = [(90, "A"), (90, "B"), (90, "odd"), (80, "A"), (80, "B")]
 
 
 def build(arch: int, shape: str) -> Built:
-    command = ["env", "-u", "TRITON_INTERPRET", sys.executable, "-m", "tests.nsa.gpu_build", str(arch), shape]
-    return subprocess.run(command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=300, check=False)
+    command = [
+        "env",
+        "-u",
+        "TRITON_INTERPRET",
+        sys.executable,
+        "-m",
+        "tests.nsa.gpu_build",
+        str(arch),
+        shape,
+    ]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=300, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def built(request: pytest.FixtureRequest) -> Iterator[Callable[[int, str], Built]]:
-    """Two at a time, since a build takes half a minute of one core; pytest-xdist has two workers of its own."""
+    """Two at a time, since a build takes half a minute of one core; pytest-xdist has two workers of
+    its own.
+    """
     if hasattr(request.config, "workerinput"):
         yield build
         return
@@ -44,7 +69,9 @@ def built(request: pytest.FixtureRequest) -> Iterator[Callable[[int, str], Built
 
 
 @pytest.mark.parametrize(("arch", "shape"), BUILDS)
-def test_everything_launched_is_built_and_fits(arch: int, shape: str, built: Callable[[int, str], Built]) -> None:
+def test_everything_launched_is_built_and_fits(
+    arch: int, shape: str, built: Callable[[int, str], Built]
+) -> None:
     done = built(arch, shape)
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]

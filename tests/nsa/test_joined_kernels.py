@@ -1,4 +1,6 @@
-"""The gradients of three branches together, in Triton's interpreter (`--require interpreter`): the same as each branch's own."""
+"""The gradients of three branches together, in Triton's interpreter (`--require interpreter`): the
+same as each branch's own.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +72,12 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize(("batch", "queries", "options"), CALLS, ids=["two rows", "a chunk", "ragged chunks", "packed"])
-def test_together_is_what_each_branch_gives(batch: int, queries: int, options: dict[str, Any], taken: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("batch", "queries", "options"), CALLS, ids=["two rows", "a chunk", "ragged chunks", "packed"]
+)
+def test_together_is_what_each_branch_gives(
+    batch: int, queries: int, options: dict[str, Any], taken: list[str]
+) -> None:
     given = inputs(batch, 24, queries)
     together = gradients(lambda *x: call(*x, nonnegative_gates=True, **options), given)
     assert taken == ["joined"]
@@ -82,16 +88,33 @@ def test_together_is_what_each_branch_gives(batch: int, queries: int, options: d
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_against_the_oracle(together: bool, by: str, taken: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_against_the_oracle(
+    together: bool, by: str, taken: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By lists, rows below num_selected * sel_block = 80 go without them."""
     whole: list[int] = []
     forward = interval_kernels.forward
     monkeypatch.setattr(
-        interval_kernels, "forward", lambda q, *x, **o: (whole.append(q.shape[1]) if "into" in o else None, forward(q, *x, **o))[1]
+        interval_kernels,
+        "forward",
+        lambda q, *x, **o: (whole.append(q.shape[1]) if "into" in o else None, forward(q, *x, **o))[
+            1
+        ],
     )
 
-    def truth(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor) -> Tensor:
-        k_c, v_c = (oracle.compress_mean(x, SMALL.cmp_block, SMALL.cmp_stride) for x in (k_cmp, v_cmp))
+    def truth(
+        q: Tensor,
+        k_cmp: Tensor,
+        v_cmp: Tensor,
+        k_sel: Tensor,
+        v_sel: Tensor,
+        k_win: Tensor,
+        v_win: Tensor,
+        gates: Tensor,
+    ) -> Tensor:
+        k_c, v_c = (
+            oracle.compress_mean(x, SMALL.cmp_block, SMALL.cmp_stride) for x in (k_cmp, v_cmp)
+        )
         blocks = oracle.select(q.detach(), k_c.detach(), config=SMALL, kv_len=90)[0]
         outputs = (
             oracle.compressed(q, k_c, v_c, block=SMALL.cmp_block, stride=SMALL.cmp_stride)[0],
@@ -100,7 +123,12 @@ def test_against_the_oracle(together: bool, by: str, taken: list[str], monkeypat
         )
         return sum((gates[..., i, None] * o for i, o in enumerate(outputs)), torch.zeros(()))
 
-    assert_same_function(lambda *x: call(*x, nonnegative_gates=together), truth, inputs(2 if by == "lists" else 1), NAMES)
+    assert_same_function(
+        lambda *x: call(*x, nonnegative_gates=together),
+        truth,
+        inputs(2 if by == "lists" else 1),
+        NAMES,
+    )
     assert bool(taken) == together and whole == ([80] if by == "lists" else [])
 
 
@@ -130,7 +158,14 @@ def test_a_branch_that_is_off_leaves_the_others_apart(taken: list[str]) -> None:
     q, *kv, gates = inputs(1, 30, 30)
     leaves = [x.requires_grad_() for x in (q, gates)]
     o = nsa_attention(
-        leaves[0], (kv[0], kv[1]), (kv[2], kv[3]), (kv[4], kv[5]), leaves[1], config=config, path="triton", nonnegative_gates=True
+        leaves[0],
+        (kv[0], kv[1]),
+        (kv[2], kv[3]),
+        (kv[4], kv[5]),
+        leaves[1],
+        config=config,
+        path="triton",
+        nonnegative_gates=True,
     )
     o.sum().backward()
     assert not taken and gates.grad is not None and not gates.grad[..., 2].any()

@@ -1,4 +1,6 @@
-"""NSAAttention and TinyLM: the module is the function, causal bit for bit, undisturbed by neighbours, and counted."""
+"""NSAAttention and TinyLM: the module is the function, causal bit for bit, undisturbed by
+neighbours, and counted.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def attention(path: str = "auto", **options: object) -> NSAAttention:
 
 
 def by_hand(module: NSAAttention, x: Tensor, config: NSAConfig) -> Tensor:
-    """The sigmoid-gated layer from its parameters, in fp64: three K/V projections, RoPE on q and k, gates from x."""
+    """The sigmoid-gated layer from its parameters, in fp64: three K/V projections, RoPE on q and k,
+    gates from x.
+    """
     parameters = {name: p.double() for name, p in module.named_parameters()}
     x = x.double()
     batch, tokens, _ = x.shape
@@ -39,7 +43,9 @@ def by_hand(module: NSAAttention, x: Tensor, config: NSAConfig) -> Tensor:
 
     q = rotated((x @ parameters["q_proj.weight"].T).view(batch, tokens, HEADS, KEY_DIM))
     keys = (x @ parameters["k_proj.weight"].T).view(batch, tokens, -1, GROUPS, KEY_DIM).unbind(2)
-    values = (x @ parameters["v_proj.weight"].T).view(batch, tokens, -1, GROUPS, VALUE_DIM).unbind(2)
+    values = (
+        (x @ parameters["v_proj.weight"].T).view(batch, tokens, -1, GROUPS, VALUE_DIM).unbind(2)
+    )
     pairs = [(rotated(k), v) for k, v in zip(keys, values, strict=True)]
     pairs = pairs * 3 if config.share_kv else pairs
     logits = x @ parameters["gate.proj.weight"].T + parameters["gate.proj.bias"]
@@ -49,7 +55,9 @@ def by_hand(module: NSAAttention, x: Tensor, config: NSAConfig) -> Tensor:
 
 
 @EVERY_PATH
-@pytest.mark.parametrize("options", here([{}, {"rope": "half", "rope_scale": 0.5}, {"share_kv": True}], [{}]), ids=str)
+@pytest.mark.parametrize(
+    "options", here([{}, {"rope": "half", "rope_scale": 0.5}, {"share_kv": True}], [{}]), ids=str
+)
 def test_the_module_equals_the_oracle(path: Path, options: dict[str, object]) -> None:
     module = attention(path, **options)
     x = randn(here(2, 1), TOKENS, DIM, seed=1).requires_grad_()
@@ -59,7 +67,9 @@ def test_the_module_equals_the_oracle(path: Path, options: dict[str, object]) ->
     upstream = randn(*o.shape, seed=2)
     grads = torch.autograd.grad(o, [x, *module.parameters()], upstream)
     true_grads = torch.autograd.grad(want, [true_x, *module.parameters()], upstream.double())
-    for name, got, true in zip(["x", *dict(module.named_parameters())], grads, true_grads, strict=True):
+    for name, got, true in zip(
+        ["x", *dict(module.named_parameters())], grads, true_grads, strict=True
+    ):
         assert_parity(got, true, f"d{name}", tolerance=2e-5)
 
 
@@ -104,7 +114,9 @@ def test_paths_agree_through_a_model() -> None:
         assert_parity(other(ids), want, path)
 
 
-@pytest.mark.parametrize("branches", [("cmp",), ("sel",), ("win",), ("cmp", "win"), ("cmp", "sel", "win")], ids="+".join)
+@pytest.mark.parametrize(
+    "branches", [("cmp",), ("sel",), ("win",), ("cmp", "win"), ("cmp", "sel", "win")], ids="+".join
+)
 @pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
 def test_a_branch_that_is_off_is_not_computed(branches: tuple[str, ...], gate: str) -> None:
     module = attention(branches=branches, gate=gate)
@@ -132,10 +144,15 @@ COUNTERS: list[tuple[str, tuple[str, ...]]] = [
     ("v2", ("cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa")),
     ("v1", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
     ("reference", ("cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa")),
-    ("auto", ("cmp.sdpa", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa")),  # as short as this, both are causal attention
+    (
+        "auto",
+        ("cmp.sdpa", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa"),
+    ),  # as short as this, both are causal attention
     ("adaptive", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
 ]
-COUNTERS += [("triton", ("cmp.triton", "score.triton", "sel.triton", "win.triton"))] if INTERPRETED else []
+COUNTERS += (
+    [("triton", ("cmp.triton", "score.triton", "sel.triton", "win.triton"))] if INTERPRETED else []
+)
 
 
 @pytest.mark.parametrize(("path", "counters"), COUNTERS)
@@ -162,7 +179,9 @@ def test_engagement_opens_and_closes() -> None:
 
 
 def test_the_dense_twin_is_full_causal_attention() -> None:
-    """Same dims, another attention: within n blocks and the window, selection alone would be the same function."""
+    """Same dims, another attention: within n blocks and the window, selection alone would be the
+    same function.
+    """
     torch.manual_seed(0)
     model, ids = DenseLM(TINY), torch.randint(256, (2, 100))
     with engagement.collect() as engaged:
@@ -190,7 +209,15 @@ OTHER = ModelConfig(
     num_kv_heads=3,
     head_dim=8,
     v_head_dim=12,
-    nsa=NSAConfig(cmp_block=4, cmp_stride=4, sel_block=8, num_selected=4, window=9, rope="half", gate="softmax"),
+    nsa=NSAConfig(
+        cmp_block=4,
+        cmp_stride=4,
+        sel_block=8,
+        num_selected=4,
+        window=9,
+        rope="half",
+        gate="softmax",
+    ),
 )
 
 
@@ -205,7 +232,9 @@ class Trainer:
 
     def step(self) -> None:
         ids = torch.randint(256, (2, 50), generator=self.data)
-        loss = torch.nn.functional.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()
+        )
         self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
@@ -214,11 +243,17 @@ class Trainer:
 @pytest.mark.parametrize("paths", [("masked", "v2"), ("v2", "masked"), ("masked", "masked")])
 def test_two_interleaved_models_equal_each_alone(paths: tuple[str, str]) -> None:
     """State kept in classes or modules would let one geometry disturb the other."""
-    alone = [Trainer(config, path, seed) for seed, (config, path) in enumerate(zip((TINY, OTHER), paths, strict=True))]
+    alone = [
+        Trainer(config, path, seed)
+        for seed, (config, path) in enumerate(zip((TINY, OTHER), paths, strict=True))
+    ]
     for trainer in alone:
         for _ in range(3):
             trainer.step()
-    together = [Trainer(config, path, seed) for seed, (config, path) in enumerate(zip((TINY, OTHER), paths, strict=True))]
+    together = [
+        Trainer(config, path, seed)
+        for seed, (config, path) in enumerate(zip((TINY, OTHER), paths, strict=True))
+    ]
     for _ in range(3):
         for trainer in together:
             trainer.step()

@@ -1,4 +1,6 @@
-"""Whole layers with every phi, before and after RoPE, against fp64 by hand; a shift of the positions; decode at the paper's sizes."""
+"""Whole layers with every phi, before and after RoPE, against fp64 by hand; a shift of the
+positions; decode at the paper's sizes.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +31,17 @@ def randomised(module: torch.nn.Module) -> None:
 
 
 def turned(x: Tensor, position: Tensor) -> Tensor:
-    """Pairs (2i, 2i + 1) of x [B, N, heads, D] turned by position * 10000^(-2i / D), as complex numbers."""
+    """Pairs (2i, 2i + 1) of x [B, N, heads, D] turned by position * 10000^(-2i / D), as complex
+    numbers.
+    """
     D = x.shape[-1]
-    angle = position.double()[:, None] * 10_000.0 ** (-torch.arange(0, D, 2, dtype=torch.float64) / D)
+    angle = position.double()[:, None] * 10_000.0 ** (
+        -torch.arange(0, D, 2, dtype=torch.float64) / D
+    )
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)[None, :, None]).flatten(-2)
+    return torch.view_as_real(
+        pairs * torch.polar(torch.ones_like(angle), angle)[None, :, None]
+    ).flatten(-2)
 
 
 def phi_by_hand(x: Tensor, kind: str, parameters: dict[str, Tensor]) -> Tensor:
@@ -53,13 +61,22 @@ def phi_by_hand(x: Tensor, kind: str, parameters: dict[str, Tensor]) -> Tensor:
 
 def layer_by_hand(layer: NSAAttention, x: Tensor, *, after: bool) -> Tensor:
     parameters = {name: p.double() for name, p in layer.named_parameters()}
-    phi = {side: {n.split(".")[1]: p for n, p in parameters.items() if n.startswith(f"phi_{side}.")} for side in "kv"}
+    phi = {
+        side: {n.split(".")[1]: p for n, p in parameters.items() if n.startswith(f"phi_{side}.")}
+        for side in "kv"
+    }
     B, T, _ = x.shape
     at = torch.arange(T)
     q = turned((x @ parameters["q_proj.weight"].T).view(B, T, HEADS, KEY_DIM), at)
-    k_cmp, k_sel, k_win = (x @ parameters["k_proj.weight"].T).view(B, T, 3, GROUPS, KEY_DIM).unbind(2)
-    v_cmp, v_sel, v_win = (x @ parameters["v_proj.weight"].T).view(B, T, 3, GROUPS, VALUE_DIM).unbind(2)
-    gates = torch.sigmoid((x @ parameters["gate.proj.weight"].T + parameters["gate.proj.bias"]).view(B, T, HEADS, 3))
+    k_cmp, k_sel, k_win = (
+        (x @ parameters["k_proj.weight"].T).view(B, T, 3, GROUPS, KEY_DIM).unbind(2)
+    )
+    v_cmp, v_sel, v_win = (
+        (x @ parameters["v_proj.weight"].T).view(B, T, 3, GROUPS, VALUE_DIM).unbind(2)
+    )
+    gates = torch.sigmoid(
+        (x @ parameters["gate.proj.weight"].T + parameters["gate.proj.bias"]).view(B, T, HEADS, 3)
+    )
     kind = layer.config.phi
     if after:
         k_cmp = phi_by_hand(k_cmp, kind, phi["k"])
@@ -80,10 +97,14 @@ def layer_by_hand(layer: NSAAttention, x: Tensor, *, after: bool) -> Tensor:
 @pytest.mark.parametrize("cmp_rope", ["auto", "before", "after"])
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 def test_a_layer_with_any_phi_equals_the_oracle(phi: str, cmp_rope: str, path: Path) -> None:
-    """Forward, and the gradient of x and of every parameter; ``auto`` is after for a learned phi and before for the mean."""
+    """Forward, and the gradient of x and of every parameter; ``auto`` is after for a learned phi
+    and before for the mean.
+    """
     torch.manual_seed(0)
     config = replace(SMALL, phi=phi, cmp_rope=cmp_rope)
-    layer = NSAAttention(DIM, HEADS, GROUPS, KEY_DIM, VALUE_DIM, config=config, path=path, fa2="off").double()
+    layer = NSAAttention(
+        DIM, HEADS, GROUPS, KEY_DIM, VALUE_DIM, config=config, path=path, fa2="off"
+    ).double()
     randomised(layer)
     x = (2 * randn(1, 113, DIM, seed=1, dtype=torch.float64)).requires_grad_()
     true_x = x.detach().clone().requires_grad_()
@@ -104,7 +125,10 @@ def test_a_layer_with_any_phi_equals_the_oracle(phi: str, cmp_rope: str, path: P
 
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 def test_shifting_positions_changes_nothing_where_rope_comes_after(phi: str) -> None:
-    """The queries by 16 strides, the compressed keys by 16 blocks. Angles are fp32: to 160 * 2^-23 radians."""
+    """The queries by 16 strides, the compressed keys by 16 blocks.
+
+    Angles are fp32: to 160 * 2^-23 radians.
+    """
     config = replace(SMALL, phi=phi, cmp_rope="after")
     q, k, v = qkv(Case(100, 3, 8, 8, 1), dtype=torch.float64)
     phis = [Phi(config, 8).double() for _ in range(2)]
@@ -131,7 +155,9 @@ def test_shifting_positions_changes_nothing_where_rope_comes_after(phi: str) -> 
 
 
 def test_decode_is_prefill_across_the_boundaries_of_the_papers_geometry() -> None:
-    """Steps across 511, 512 and 1,023, 1,024, 1,025 (where a 17th block competes for 16 slots), after a prefill and a chunk."""
+    """Steps across 511, 512 and 1,023, 1,024, 1,025 (where a 17th block competes for 16 slots),
+    after a prefill and a chunk.
+    """
     torch.manual_seed(0)
     layer = NSAAttention(DIM, 4, 2, 8, 6, config=NSAConfig(), path="masked", fa2="off").double()
     x = randn(1, 1100, DIM, seed=1, dtype=torch.float64)
@@ -146,4 +172,6 @@ def test_decode_is_prefill_across_the_boundaries_of_the_papers_geometry() -> Non
     other.load_state_dict(layer.state_dict())
     with torch.no_grad():
         all_selected = other(x)
-    assert torch.equal(all_selected[:, :1024], whole[:, :1024]) and not torch.equal(all_selected[:, 1087:], whole[:, 1087:])
+    assert torch.equal(all_selected[:, :1024], whole[:, :1024]) and not torch.equal(
+        all_selected[:, 1087:], whole[:, 1087:]
+    )

@@ -1,4 +1,6 @@
-"""Property 9, the leak detector: nothing can be learned from fresh uniform random bytes, unless the future leaks."""
+"""Property 9, the leak detector: nothing can be learned from fresh uniform random bytes, unless the
+future leaks.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def train_on_random_bytes() -> tuple[float, float]:
-    """(mean loss of the last 100 steps, its standard error), on the default path; every batch is seen once."""
+    """(mean loss of the last 100 steps, its standard error), on the default path; every batch is
+    seen once.
+    """
     torch.manual_seed(0)
     model = TinyLM(MODEL)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -43,7 +47,9 @@ def train_on_random_bytes() -> tuple[float, float]:
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-    assert engaged.counts["sel.masked"] == STEPS, "the detector must watch the path that it plants the leak in"
+    assert engaged.counts["sel.masked"] == STEPS, (
+        "the detector must watch the path that it plants the leak in"
+    )
     counted = torch.tensor(losses[-COUNTED:], dtype=torch.float64)
     return float(counted.mean()), float(counted.std()) / math.sqrt(COUNTED)
 
@@ -55,13 +61,19 @@ def shows_a_leak(mean: float, standard_error: float) -> bool:
 
 def test_random_bytes_cannot_be_learned() -> None:
     mean, standard_error = train_on_random_bytes()
-    assert not shows_a_leak(mean, standard_error), f"loss {mean:.4f} +- {standard_error:.4f} is below ln 256"
-    assert abs(mean - math.log(256)) < 0.05, f"loss {mean:.4f}: training has not settled, so the detector says nothing"
+    assert not shows_a_leak(mean, standard_error), (
+        f"loss {mean:.4f} +- {standard_error:.4f} is below ln 256"
+    )
+    assert abs(mean - math.log(256)) < 0.05, (
+        f"loss {mean:.4f}: training has not settled, so the detector says nothing"
+    )
     assert standard_error < 0.005
 
 
 def test_a_planted_leak_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each key stands one place early in the selected branch: every query sees one token of the future."""
+    """Each key stands one place early in the selected branch: every query sees one token of the
+    future.
+    """
     honest = PATHS[Path.MASKED]
 
     def leaky(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -69,4 +81,6 @@ def test_a_planted_leak_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setitem(PATHS, Path.MASKED, leaky)  # type: ignore[arg-type]
     mean, standard_error = train_on_random_bytes()
-    assert shows_a_leak(mean, standard_error), f"loss {mean:.4f} +- {standard_error:.4f}: the leak went unseen"
+    assert shows_a_leak(mean, standard_error), (
+        f"loss {mean:.4f} +- {standard_error:.4f}: the leak went unseen"
+    )

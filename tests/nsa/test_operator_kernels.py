@@ -1,4 +1,6 @@
-"""The gated sum's kernel, and what PyTorch is told of all the operators, in Triton's interpreter (`--require interpreter`)."""
+"""The gated sum's kernel, and what PyTorch is told of all the operators, in Triton's interpreter
+(`--require interpreter`).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops import combine, interval, joined, scoring  # noqa: F401 (importing them registers the operators)
+# importing them registers the operators
+from nsa.ops import combine, interval, joined, scoring  # noqa: F401
 from tests.cases import Case, assert_same_function, qkv, randn
 from tests.nsa.kernel_cases import (
     attend,
@@ -37,7 +40,9 @@ def test_gated_sum(value_dim: int) -> None:
 
 @pytest.mark.parametrize("name", operator_calls())
 def test_the_operators_keep_what_their_schemas_promise(name: str) -> None:
-    """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic shapes as well."""
+    """No alias, no mutation, a gradient that is registered; fake tensors as real ones, for dynamic
+    shapes as well.
+    """
     torch.library.opcheck(getattr(torch.ops.nsa, name).default, differentiable(name))
 
 

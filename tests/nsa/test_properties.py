@@ -8,11 +8,30 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import compress, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_attention
+from nsa import (
+    compress,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_attention,
+)
 from nsa.config import NSAConfig
 from nsa.routing import Path
 from tests import oracle
-from tests.cases import FP64_PATHS, PATHS_HERE, SMALL, Case, assert_parity, assert_same_function, here, leaves, qkv, randn, run
+from tests.cases import (
+    FP64_PATHS,
+    PATHS_HERE,
+    SMALL,
+    Case,
+    assert_parity,
+    assert_same_function,
+    here,
+    leaves,
+    qkv,
+    randn,
+    run,
+)
 
 QKV = ("q", "k", "v")
 EVERY_PATH = pytest.mark.parametrize("path", PATHS_HERE)
@@ -20,12 +39,20 @@ CASE = here(Case(100, 3, 12, 8, 2), Case(17, 3, 12, 8, 2))
 PAST = here(51, 9)  # tokens before a change
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, path: str, config: NSAConfig = SMALL) -> Tensor:
+def whole(
+    q: Tensor, k: Tensor, v: Tensor, gates: Tensor, *, path: str, config: NSAConfig = SMALL
+) -> Tensor:
     return nsa_attention(q, (k, v), (k, v), (k, v), gates, config=config, path=path, fa2="off")
 
 
 def gates_for(case: Case) -> Tensor:
-    return torch.rand(case.batch, case.tokens, case.kv_heads * case.group, 3, generator=torch.Generator().manual_seed(2))
+    return torch.rand(
+        case.batch,
+        case.tokens,
+        case.kv_heads * case.group,
+        3,
+        generator=torch.Generator().manual_seed(2),
+    )
 
 
 # 2. Everything selected, or a window as long as the sequence, is full causal attention.
@@ -36,19 +63,28 @@ def gates_for(case: Case) -> Tensor:
 def test_everything_selected_is_full_causal_attention(path: Path, tokens: int) -> None:
     tensors = qkv(Case(tokens, 3, 12, 8, 2))
     blocks = select_blocks(tensors[0], compress(tensors[1], config=SMALL), config=SMALL)
-    assert_same_function(lambda *x: selected_attention(*x, blocks, sel_block=16, path=path, fa2="off"), oracle.causal, tensors, QKV)
+    assert_same_function(
+        lambda *x: selected_attention(*x, blocks, sel_block=16, path=path, fa2="off"),
+        oracle.causal,
+        tensors,
+        QKV,
+    )
 
 
 @pytest.mark.parametrize("window", [100, 101, 5000])
 def test_a_window_as_long_as_the_sequence_is_full_causal_attention(window: int) -> None:
-    assert_same_function(lambda *x: sliding_attention(*x, window=window), oracle.causal, qkv(CASE), QKV)
+    assert_same_function(
+        lambda *x: sliding_attention(*x, window=window), oracle.causal, qkv(CASE), QKV
+    )
 
 
 def test_compressing_single_tokens_is_full_causal_attention() -> None:
     config = NSAConfig(cmp_block=1, cmp_stride=1, sel_block=16)
 
     def branch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compressed_attention(q, compress(k, config=config), compress(v, config=config), block=1, stride=1)[0]
+        return compressed_attention(
+            q, compress(k, config=config), compress(v, config=config), block=1, stride=1
+        )[0]
 
     assert_same_function(branch, oracle.causal, qkv(CASE), QKV)
 
@@ -76,9 +112,13 @@ def test_tokens_after_t_move_nothing_at_or_before_t(path: Path, t: int) -> None:
     changed = [x.clone() for x in (q, k, v, gates)]
     for x, noise in zip(changed, (31.0, 1e3, -1e3, 0.5), strict=True):
         x[:, t + 1 :] = noise * torch.randn_like(x[:, t + 1 :])
-    before, after = (select_blocks(a, compress(b, config=SMALL), config=SMALL) for a, b in ((q, k), changed[:2]))
+    before, after = (
+        select_blocks(a, compress(b, config=SMALL), config=SMALL) for a, b in ((q, k), changed[:2])
+    )
     assert torch.equal(before[:, past], after[:, past]), "selected blocks"
-    assert torch.equal(whole(q, k, v, gates, path=path)[:, past], whole(*changed, path=path)[:, past]), "outputs"
+    assert torch.equal(
+        whole(q, k, v, gates, path=path)[:, past], whole(*changed, path=path)[:, past]
+    ), "outputs"
 
 
 @EVERY_PATH
@@ -90,14 +130,18 @@ def test_every_branch_alone_ignores_the_future(path: Path) -> None:
         x[:, PAST:] = 77.0
     blocks = select_blocks(q, compress(k, config=SMALL), config=SMALL)
     branches: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-        "cmp": lambda k, v: compressed_attention(q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4)[0],
+        "cmp": lambda k, v: compressed_attention(
+            q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4
+        )[0],
         "sel": lambda k, v: selected_attention(q, k, v, blocks, sel_block=16, path=path, fa2="off"),
         "win": lambda k, v: sliding_attention(q, k, v, window=24),
     }
     for name, branch in branches.items():
         now, then = branch(k, v), branch(*future)
         assert torch.equal(now[:, :PAST], then[:, :PAST]), name
-        assert not torch.equal(now[:, PAST:], then[:, PAST:]), f"{name}: the change must matter somewhere"
+        assert not torch.equal(now[:, PAST:], then[:, PAST:]), (
+            f"{name}: the change must matter somewhere"
+        )
 
 
 @EVERY_PATH
@@ -138,7 +182,9 @@ def test_tokens_outside_the_selected_set_move_nothing(path: Path) -> None:
             unseen = [s for s in range(t) if s // 16 not in blocks[0, t, g].tolist()]
             changed_k, changed_v = k.clone(), v.clone()
             changed_k[:, unseen, g], changed_v[:, unseen, g] = 50.0, -1e4
-            after = selected_attention(q, changed_k, changed_v, blocks, sel_block=16, path=path, fa2="off")
+            after = selected_attention(
+                q, changed_k, changed_v, blocks, sel_block=16, path=path, fa2="off"
+            )
             heads = slice(case.group * g, case.group * (g + 1))
             assert unseen and torch.equal(before[:, t, heads], after[:, t, heads]), (t, g)
             assert not torch.equal(before[:, :, heads], after[:, :, heads])
@@ -157,12 +203,18 @@ def test_shifting_all_positions_changes_nothing(path: Path, kind: str) -> None:
         at = torch.arange(CASE.tokens) + by
 
         def layer(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
-            return whole(oracle.rope(q, at, kind=kind), oracle.rope(k, at, kind=kind), v, gates, path=path)
+            return whole(
+                oracle.rope(q, at, kind=kind), oracle.rope(k, at, kind=kind), v, gates, path=path
+            )
 
         return layer
 
-    assert_same_function(shifted(1000), shifted(0), (q, k, v, gates), (*QKV, "gates"), tolerance=1e-9)
-    assert (shifted(0)(q, k, v, gates) - whole(q, k, v, gates, path=path)).abs().max() > 1e-3, "RoPE must matter"
+    assert_same_function(
+        shifted(1000), shifted(0), (q, k, v, gates), (*QKV, "gates"), tolerance=1e-9
+    )
+    assert (shifted(0)(q, k, v, gates) - whole(q, k, v, gates, path=path)).abs().max() > 1e-3, (
+        "RoPE must matter"
+    )
 
 
 @pytest.mark.parametrize("kind", ["interleaved", "half"])
@@ -187,7 +239,10 @@ def test_rope_equals_the_oracle(kind: str, base: float, scale: float) -> None:
         oracle.rope(small, at[:40], base=base, scale=scale, kind=kind),
         "rope",
     )
-    assert rotate(x.bfloat16(), angles(at[None], 12, base=base, scale=scale), kind=kind).dtype == torch.bfloat16
+    assert (
+        rotate(x.bfloat16(), angles(at[None], 12, base=base, scale=scale), kind=kind).dtype
+        == torch.bfloat16
+    )
 
 
 # 10. Three runs are bitwise equal (on a CPU every path is).
@@ -207,7 +262,9 @@ def test_batch_rows_are_independent(path: Path) -> None:
     tensors = (*qkv(CASE), gates_for(CASE))
     order = torch.tensor([1, 0])
     o = whole(*tensors, path=path)
-    assert_parity(whole(*(x[order] for x in tensors), path=path), o[order].double(), "permuted batch")
+    assert_parity(
+        whole(*(x[order] for x in tensors), path=path), o[order].double(), "permuted batch"
+    )
     assert_parity(whole(*(x[:1] for x in tensors), path=path), o[:1].double(), "alone")
 
 

@@ -1,4 +1,6 @@
-"""Property 8: extreme logits, strange strides, poisoned neighbours in memory, and refusals that say what to do."""
+"""Property 8: extreme logits, strange strides, poisoned neighbours in memory, and refusals that say
+what to do.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import compress, compressed_attention, nsa_attention, select_blocks, selected_attention, sliding_attention
+from nsa import (
+    compress,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_attention,
+)
 from nsa.routing import Path, RouteError
 from tests import oracle
 from tests.cases import PATHS_HERE, SMALL, Case, here, leaves, qkv, randn, run
@@ -67,7 +76,9 @@ def test_extreme_logits_stay_finite_and_true(path: Path, kind: str) -> None:
 
 @EVERY_PATH
 def test_a_shift_is_taken_from_the_row_itself(path: Path) -> None:
-    """Logits of neighbouring rows differ by hundreds: a softmax shift borrowed from another row would overflow."""
+    """Logits of neighbouring rows differ by hundreds: a softmax shift borrowed from another row
+    would overflow.
+    """
     q, k, v, gates = layer_inputs()
     q = q * torch.where(torch.arange(CASE.tokens) % 2 == 0, 1e3, 1e-3)[None, :, None, None]
     o, grads = run(layer(path), (q, k, v, gates))
@@ -131,8 +142,12 @@ def test_every_branch_takes_an_expanded_upstream_gradient(path: Path, branch: st
     q, k, v = qkv(CASE)
     blocks = select_blocks(q, compress(k, config=SMALL), config=SMALL)
     functions: dict[str, Callable[..., Tensor]] = {
-        "cmp": lambda q, k, v: compressed_attention(q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4)[0],
-        "sel": lambda q, k, v: selected_attention(q, k, v, blocks, sel_block=16, path=path, fa2="off"),
+        "cmp": lambda q, k, v: compressed_attention(
+            q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4
+        )[0],
+        "sel": lambda q, k, v: selected_attention(
+            q, k, v, blocks, sel_block=16, path=path, fa2="off"
+        ),
         "win": lambda q, k, v: sliding_attention(q, k, v, window=24),
     }
     summed = leaves((q, k, v))
@@ -148,7 +163,9 @@ def test_every_branch_takes_an_expanded_upstream_gradient(path: Path, branch: st
 
 
 def inside_poison(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A view of x's values inside a larger storage of NaN (before, after and between the rows), and that storage."""
+    """A view of x's values inside a larger storage of NaN (before, after and between the rows), and
+    that storage.
+    """
     shape = (x.shape[0], x.shape[1] + 37, x.shape[2] + 1, x.shape[3] + 3)
     storage = torch.full(shape, torch.nan, dtype=x.dtype)
     view = storage[:, 5 : 5 + x.shape[1], : x.shape[2], : x.shape[3]]
@@ -169,7 +186,9 @@ def test_poison_around_the_tensors_is_neither_read_nor_written(path: Path) -> No
     for a, b in zip(got_grads, grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
     for storage, nans, x, view in zip(storages, before, tensors, views, strict=True):
-        assert storage.isnan().sum().item() == nans and torch.equal(view.detach(), x), "inputs and canaries untouched"
+        assert storage.isnan().sum().item() == nans and torch.equal(view.detach(), x), (
+            "inputs and canaries untouched"
+        )
 
 
 @EVERY_PATH
@@ -179,9 +198,15 @@ def test_poison_around_every_branch(path: Path, tokens: int) -> None:
     q, k, v = (inside_poison(x)[0] for x in tensors)
     k_cmp, v_cmp = (inside_poison(compress(x, config=SMALL))[0] for x in (k, v))
     blocks = select_blocks(q, k_cmp, config=SMALL)
-    assert torch.equal(blocks, select_blocks(tensors[0], compress(tensors[1], config=SMALL), config=SMALL))
+    assert torch.equal(
+        blocks, select_blocks(tensors[0], compress(tensors[1], config=SMALL), config=SMALL)
+    )
     o, lse = compressed_attention(q, k_cmp, v_cmp, block=8, stride=4)
-    for branch in (o, selected_attention(q, k, v, blocks, sel_block=16, path=path, fa2="off"), sliding_attention(q, k, v, window=24)):
+    for branch in (
+        o,
+        selected_attention(q, k, v, blocks, sel_block=16, path=path, fa2="off"),
+        sliding_attention(q, k, v, window=24),
+    ):
         assert torch.isfinite(branch).all()
     assert not lse.isnan().any()
 
@@ -202,13 +227,17 @@ def test_blocks_may_be_a_view_and_are_not_changed(path: Path) -> None:
 def test_all_rows_blind(path: Path) -> None:
     q, k, v = qkv(CASE)
     blocks = torch.full((2, CASE.tokens, CASE.kv_heads, 5), -1, dtype=torch.int32)
-    o, grads = run(lambda *x: selected_attention(*x, blocks, sel_block=16, path=path, fa2="off"), (q, k, v))
+    o, grads = run(
+        lambda *x: selected_attention(*x, blocks, sel_block=16, path=path, fa2="off"), (q, k, v)
+    )
     assert not o.any() and not any(g.any() for g in grads)
 
 
 def test_no_query_may_stand_before_any_block() -> None:
     q, k, v = qkv(Case(5, 2, 8, 8, 1))
-    o, lse = compressed_attention(q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4)
+    o, lse = compressed_attention(
+        q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4
+    )
     assert o.shape == (1, 5, 4, 8) and not o.any() and torch.isneginf(lse).all()
 
 

@@ -1,4 +1,6 @@
-"""The router: explicit requests are that path or a RouteError with every reason; auto is never slow, nor v1."""
+"""The router: explicit requests are that path or a RouteError with every reason; auto is never
+slow, nor v1.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_path_names_what_runs_only() -> None:
 
 
 @given(problem=problems, capability=capabilities, fa2=fa2s, v2_allowed=st.booleans())
-def test_auto_is_never_slow_nor_v1(problem: Problem, capability: Capability, fa2: str, v2_allowed: bool) -> None:
+def test_auto_is_never_slow_nor_v1(
+    problem: Problem, capability: Capability, fa2: str, v2_allowed: bool
+) -> None:
     try:
         found = route(Request("auto", fa2, v2_allowed=v2_allowed), problem, capability)
     except RouteError as refused:
@@ -62,16 +66,22 @@ def test_auto_is_never_slow_nor_v1(problem: Problem, capability: Capability, fa2
     assert v2_allowed or path is not Path.V2
     if path is Path.MASKED:
         assert problem.mask_elements <= MASK_LIMIT_ELEMENTS
-        assert any(r.alternative == "v2" for r in found.rejected), "says why not the other fast path"
+        assert any(r.alternative == "v2" for r in found.rejected), (
+            "says why not the other fast path"
+        )
 
 
 @given(problem=problems, capability=capabilities, fa2=fa2s, path=st.sampled_from(list(Path)))
-def test_an_explicit_request_is_that_path_or_an_error(problem: Problem, capability: Capability, fa2: str, path: Path) -> None:
+def test_an_explicit_request_is_that_path_or_an_error(
+    problem: Problem, capability: Capability, fa2: str, path: Path
+) -> None:
     try:
         found = route(Request(path, fa2), problem, capability)
     except RouteError as refused:
         unserved = triton_reasons(problem, capability) if path is Path.TRITON else []
-        assert fa2 == "on" or unserved, f"only fa2=on and what triton lacks can be refused here: {refused}"
+        assert fa2 == "on" or unserved, (
+            f"only fa2=on and what triton lacks can be refused here: {refused}"
+        )
         assert all(reason in str(refused) for reason in unserved)
         return
     for branch in found.branches:
@@ -80,9 +90,15 @@ def test_an_explicit_request_is_that_path_or_an_error(problem: Problem, capabili
     if "sel" in problem.branches:
         assert found.branch("sel").implementation == path.value
     if "cmp" in problem.branches:
-        assert found.branch("cmp").kernel == ("triton" if path is Path.TRITON else "sdpa") and "staircase" in found.branch("cmp").reason
+        assert (
+            found.branch("cmp").kernel == ("triton" if path is Path.TRITON else "sdpa")
+            and "staircase" in found.branch("cmp").reason
+        )
     chosen_by_a_kernel = path is Path.TRITON and "sel" in problem.branches and problem.scores == ""
-    assert tuple(b.branch for b in found.branches if b.branch != "score") == problem.branches and found.has("score") == chosen_by_a_kernel
+    assert (
+        tuple(b.branch for b in found.branches if b.branch != "score") == problem.branches
+        and found.has("score") == chosen_by_a_kernel
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,22 +112,39 @@ def test_an_explicit_request_is_that_path_or_an_error(problem: Problem, capabili
         ("adaptive", "off", H100, 1024, {"cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa"}),
         ("reference", "off", CPU, 128, {"cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa"}),
         ("masked", "on", H100, 2048, {"cmp.sdpa", "sel.masked", "sel.sdpa", "win.fa2"}),
-        ("triton", "auto", TRITON, 2048, {"cmp.triton", "sel.triton", "win.triton"}),  # this problem chooses no blocks
+        (
+            "triton",
+            "auto",
+            TRITON,
+            2048,
+            {"cmp.triton", "sel.triton", "win.triton"},
+        ),  # this problem chooses no blocks
         ("triton", "off", TRITON, 2048, {"cmp.triton", "sel.triton", "win.triton"}),
         ("triton", "on", TRITON, 2048, {"cmp.triton", "sel.triton", "win.fa2"}),
     ],
 )
-def test_the_table(path: str, fa2: str, capability: Capability, tokens: int, counters: set[str]) -> None:
+def test_the_table(
+    path: str, fa2: str, capability: Capability, tokens: int, counters: set[str]
+) -> None:
     problem = dataclasses.replace(PROBLEM, q_tokens=tokens, k_tokens=tokens)
     assert set(route(Request(path, fa2), problem, capability).counters) == counters
 
 
-@pytest.mark.parametrize(("tokens", "path", "side"), [(1023, "v1", "fewer"), (1024, "v2", "at least as many")])
+@pytest.mark.parametrize(
+    ("tokens", "path", "side"), [(1023, "v1", "fewer"), (1024, "v2", "at least as many")]
+)
 def test_adaptive_names_its_rule_and_the_side(tokens: int, path: str, side: str) -> None:
     assert ADAPTIVE_MIN_TOKENS == 1024
-    found = route(Request("adaptive", "off"), dataclasses.replace(PROBLEM, q_tokens=tokens, k_tokens=tokens), H100).branch("sel")
+    found = route(
+        Request("adaptive", "off"),
+        dataclasses.replace(PROBLEM, q_tokens=tokens, k_tokens=tokens),
+        H100,
+    ).branch("sel")
     assert found.implementation == path
-    assert found.reason.startswith("adaptive: v1 below 1024 query tokens, v2 from there") and side in found.reason
+    assert (
+        found.reason.startswith("adaptive: v1 below 1024 query tokens, v2 from there")
+        and side in found.reason
+    )
 
 
 def test_adaptive_without_v2_is_v1_and_says_why() -> None:
@@ -122,7 +155,16 @@ def test_adaptive_without_v2_is_v1_and_says_why() -> None:
 def said_by(request: Request, tokens: int, capability: Capability) -> str:
     """What the Route, or the refusal, says."""
     try:
-        return " ".join(plan(request, preset("m7c_125m"), batch=1, tokens=tokens, dtype="bfloat16", capability=capability).explain())
+        return " ".join(
+            plan(
+                request,
+                preset("m7c_125m"),
+                batch=1,
+                tokens=tokens,
+                dtype="bfloat16",
+                capability=capability,
+            ).explain()
+        )
     except RouteError as refused:
         return str(refused)
 
@@ -130,8 +172,12 @@ def said_by(request: Request, tokens: int, capability: Capability) -> str:
 @pytest.mark.parametrize("capability", [H100, TRITON, CPU], ids=["H100", "H100 and Triton", "CPU"])
 @pytest.mark.parametrize("path", PATH_REQUESTS)
 @pytest.mark.parametrize(("tokens", "others"), [(2039, 3571), (601, 907), (131071, 262139)])
-def test_no_reason_names_the_length(path: str, capability: Capability, tokens: int, others: int) -> None:
-    """Under torch.compile a string formatted with the length compiles every length anew (NSA.md, property 11)."""
+def test_no_reason_names_the_length(
+    path: str, capability: Capability, tokens: int, others: int
+) -> None:
+    """Under torch.compile a string formatted with the length compiles every length anew (NSA.md,
+    property 11).
+    """
     request = Request(path, fa2_min_len_win=10**6)
     one, other = (said_by(request, n, capability) for n in (tokens, others))
     assert one == other
@@ -163,7 +209,9 @@ def test_syncs_and_repeatability_are_stated() -> None:
         assert not route(Request("masked", "off"), PROBLEM, H100).branch(branch).repeatable
         assert route(Request("masked", "off"), PROBLEM, CPU).branch(branch).repeatable
     assert route(Request("v2", "off"), PROBLEM, CPU).branch("sel").repeatable
-    assert all(b.repeatable for b in route(Request("triton", "off"), PROBLEM, TRITON).branches), "no atomics in any of its kernels"
+    assert all(b.repeatable for b in route(Request("triton", "off"), PROBLEM, TRITON).branches), (
+        "no atomics in any of its kernels"
+    )
 
 
 def test_explain_answers_why_not_the_fast_one() -> None:
@@ -191,10 +239,20 @@ def test_unknown_names_get_the_nearest() -> None:
 
 
 def test_plan_of_a_model() -> None:
-    found = plan(Request("masked", "on"), preset("m7c_125m"), batch=1, tokens=2048, dtype="bfloat16", capability=H100)
+    found = plan(
+        Request("masked", "on"),
+        preset("m7c_125m"),
+        batch=1,
+        tokens=2048,
+        dtype="bfloat16",
+        capability=H100,
+    )
     assert found == route(Request("masked", "on"), PROBLEM, H100)
 
 
 def test_routing_imports_no_torch() -> None:
-    code = "import sys, nsa.routing, nsa.settings, nsa.blocks, nsa.config; assert 'torch' not in sys.modules"
+    code = (
+        "import sys, nsa.routing, nsa.settings, nsa.blocks, nsa.config; assert 'torch' not in"
+        " sys.modules"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

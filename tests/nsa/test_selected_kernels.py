@@ -1,4 +1,6 @@
-"""The kernels of attention over chosen blocks, in Triton's interpreter (`--require interpreter`): both forwards, chunks, segments."""
+"""The kernels of attention over chosen blocks, in Triton's interpreter (`--require interpreter`):
+both forwards, chunks, segments.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,18 @@ from torch import Tensor
 
 from nsa.ops.kernels import products, selected
 from tests import oracle
-from tests.cases import SMALL, Case, assert_bf16_rule, assert_parity, assert_same_function, eager_attention, qkv, randn, random_blocks, run
+from tests.cases import (
+    SMALL,
+    Case,
+    assert_bf16_rule,
+    assert_parity,
+    assert_same_function,
+    eager_attention,
+    qkv,
+    randn,
+    random_blocks,
+    run,
+)
 from tests.nsa.kernel_cases import (
     QKV,
     RAGGED,
@@ -33,9 +46,16 @@ def chunks_of(rows: int, case: Case, num_slots: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(selected, "PART_BYTES", rows * row_bytes)
 
 
-def assert_selected(tensors: tuple[Tensor, ...], blocks: Tensor, *, sel_block: int = 16, q_start: int | Tensor = 0) -> None:
+def assert_selected(
+    tensors: tuple[Tensor, ...], blocks: Tensor, *, sel_block: int = 16, q_start: int | Tensor = 0
+) -> None:
     options = {"sel_block": sel_block, "q_start": q_start}
-    assert_same_function(lambda *x: attend(*x, blocks, **options), lambda *x: oracle.selected(*x, blocks, **options), tensors, QKV)
+    assert_same_function(
+        lambda *x: attend(*x, blocks, **options),
+        lambda *x: oracle.selected(*x, blocks, **options),
+        tensors,
+        QKV,
+    )
 
 
 SELECTED = [
@@ -46,9 +66,22 @@ SELECTED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "queries", "start", "sel_block"), SELECTED, ids=["whole", "late", "ragged", "many heads"])
-def test_selected(forward: str, case: Case, queries: int, start: int | Tensor, sel_block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets given by hand: blocks of the future, rows of nothing but -1, chunks that end inside a sequence of the batch."""
+@pytest.mark.parametrize(
+    ("case", "queries", "start", "sel_block"),
+    SELECTED,
+    ids=["whole", "late", "ragged", "many heads"],
+)
+def test_selected(
+    forward: str,
+    case: Case,
+    queries: int,
+    start: int | Tensor,
+    sel_block: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Sets given by hand: blocks of the future, rows of nothing but -1, chunks that end inside a
+    sequence of the batch.
+    """
     blocks = random_blocks(case, replace(SMALL, sel_block=sel_block), seed=5, q_tokens=queries)
     blocks[0, 0] = -1
     if forward == "KV-outer in chunks":
@@ -58,20 +91,36 @@ def test_selected(forward: str, case: Case, queries: int, start: int | Tensor, s
 
 @pytest.mark.parametrize("segments", [1, 3])
 def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
-    """Tiles of 16 rows: block 0's queries fill several, and a program of the backward has several segments of several blocks."""
+    """Tiles of 16 rows: block 0's queries fill several, and a program of the backward has several
+    segments of several blocks.
+    """
     case, scale = Case(40, 3, 16, 32, 1), 0.25
     q, k, v = qkv(case)
     blocks = torch.tensor([0, 1, 2], dtype=torch.int32).expand(1, 40, 2, 3).clone()
     blocks[:, :, 1, 0] = -1  # the second kv head's list of block 0 is empty
-    blocks = torch.where(blocks * 8 > torch.arange(40)[:, None, None], -1, blocks).sort(-1, descending=True).values
-    blocks = torch.where(blocks < 0, 9, blocks).sort(-1).values.masked_fill_((blocks < 0).sort(-1).values, -1).int()
+    blocks = (
+        torch.where(blocks * 8 > torch.arange(40)[:, None, None], -1, blocks)
+        .sort(-1, descending=True)
+        .values
+    )
+    blocks = (
+        torch.where(blocks < 0, 9, blocks)
+        .sort(-1)
+        .values.masked_fill_((blocks < 0).sort(-1).values, -1)
+        .int()
+    )
     tiles, do = selected.Tiles(16, 1, segments), randn(1, 40, 6, 32, seed=4)
     options = {"sel_block": 8, "q_start": 0, "scale": scale, "tiles": tiles}
     o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
     got = (o, *selected.backward(do, q, k, v, blocks, lse, products.row_products(o, do), **options))
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     want = oracle.selected(*leaves, blocks, sel_block=8, scale=scale)
-    for what, a, b in zip(("o", "dq", "dk", "dv"), got, (want, *torch.autograd.grad(want, leaves, do.double())), strict=True):
+    for what, a, b in zip(
+        ("o", "dq", "dk", "dv"),
+        got,
+        (want, *torch.autograd.grad(want, leaves, do.double())),
+        strict=True,
+    ):
         assert_parity(a, b, what)
 
 
@@ -82,7 +131,9 @@ def test_three_runs_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks_of(5, case, blocks.shape[-1], monkeypatch)
     first, *others = (run(lambda *x: attend(*x, blocks), qkv(case)) for _ in range(3))
     for other in others:
-        assert torch.equal(first[0], other[0]) and all(torch.equal(a, b) for a, b in zip(first[1], other[1], strict=True))
+        assert torch.equal(first[0], other[0]) and all(
+            torch.equal(a, b) for a, b in zip(first[1], other[1], strict=True)
+        )
 
 
 def test_nan_beyond_the_last_key_is_not_read(forward: str) -> None:

@@ -1,4 +1,6 @@
-"""Property 7 and the rules of Eq. 8 to 10: ties, forced slots, padding, visible-only softmax, no gradient."""
+"""Property 7 and the rules of Eq. 8 to 10: ties, forced slots, padding, visible-only softmax, no
+gradient.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from tests.cases import SMALL, Case, assert_blocks, qkv, randn
 
 PAPER = NSAConfig()
 # Blocks of four strides over blocks of two, and other forced counts than the paper's.
-WIDE = NSAConfig(cmp_block=16, cmp_stride=4, sel_block=8, num_selected=6, num_initial=2, num_local=3)
+WIDE = NSAConfig(
+    cmp_block=16, cmp_stride=4, sel_block=8, num_selected=6, num_initial=2, num_local=3
+)
 
 
 def small_keys(case: Case, *, seed: int = 0, q_tokens: int | None = None) -> tuple[Tensor, Tensor]:
@@ -27,27 +31,38 @@ def small_keys(case: Case, *, seed: int = 0, q_tokens: int | None = None) -> tup
 def test_one_hot_adds_its_overlap(config: NSAConfig) -> None:
     num_cmp, num_sel = 40, 10
     scores = block_scores(torch.eye(num_cmp), BlockGrid.of(config), num_sel)
-    torch.testing.assert_close(scores, oracle.block_scores(torch.eye(num_cmp), config=config, num_sel=num_sel), rtol=0, atol=0)
+    torch.testing.assert_close(
+        scores,
+        oracle.block_scores(torch.eye(num_cmp), config=config, num_sel=num_sel),
+        rtol=0,
+        atol=0,
+    )
 
 
 def test_one_hot_at_the_papers_geometry_by_hand() -> None:
     scores = block_scores(torch.eye(16), BlockGrid.of(PAPER), 4)
     for i in range(16):
         want = {i // 4: 2.0} if i % 4 != 3 else {i // 4: 1.0, i // 4 + 1: 1.0}
-        assert {j: s for j, s in enumerate(scores[i].tolist()) if s} == {j: s for j, s in want.items() if j < 4}
+        assert {j: s for j, s in enumerate(scores[i].tolist()) if s} == {
+            j: s for j, s in want.items() if j < 4
+        }
 
 
 def test_block_scores_batch_and_missing_tail() -> None:
     p = torch.rand(2, 3, 2, 23, generator=torch.Generator().manual_seed(0))
     want = oracle.block_scores(p.double(), config=SMALL, num_sel=7)
-    torch.testing.assert_close(block_scores(p, BlockGrid.of(SMALL), 7).double(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        block_scores(p, BlockGrid.of(SMALL), 7).double(), want, rtol=1e-6, atol=1e-6
+    )
     assert block_scores(p[..., :0], BlockGrid.of(SMALL), 1).shape == (2, 3, 2, 1)
 
 
 @pytest.mark.parametrize("heads", [1, 6, 16])
 @pytest.mark.parametrize("config", [SMALL, WIDE])
 def test_equal_scores_choose_the_lowest_index(heads: int, config: NSAConfig) -> None:
-    """q = 0: p is uniform, so interior blocks tie exactly in every row; compare with exact rational scores."""
+    """q = 0: p is uniform, so interior blocks tie exactly in every row; compare with exact rational
+    scores.
+    """
     tokens = 200
     num_cmp = oracle.num_compressed(tokens, config.cmp_block, config.cmp_stride)
     k_cmp = randn(1, num_cmp, 1, 8, seed=0)
@@ -55,7 +70,10 @@ def test_equal_scores_choose_the_lowest_index(heads: int, config: NSAConfig) -> 
     chunks, ratio = config.cmp_block // config.cmp_stride, config.sel_block // config.cmp_stride
     for t in range(tokens):
         visible = oracle.num_compressed(t + 1, config.cmp_block, config.cmp_stride)
-        exact = {j: sum(oracle.shared_chunks(i, j, chunks, ratio) for i in range(visible)) for j in range(t // config.sel_block + 1)}
+        exact = {
+            j: sum(oracle.shared_chunks(i, j, chunks, ratio) for i in range(visible))
+            for j in range(t // config.sel_block + 1)
+        }
         forced = oracle.forced_blocks(t, config)
         ranked = sorted(exact.keys() - forced, key=lambda j: (-exact[j], j))
         want = sorted(forced | set(ranked[: config.num_selected - len(forced)]))
@@ -63,16 +81,21 @@ def test_equal_scores_choose_the_lowest_index(heads: int, config: NSAConfig) -> 
 
 
 def test_ties_of_large_scores() -> None:
-    """Two blocks share all the mass: their scores tie above 0.5, where an index bias of 1e-8 would vanish in fp32."""
+    """Two blocks share all the mass: their scores tie above 0.5, where an index bias of 1e-8 would
+    vanish in fp32.
+    """
     k_cmp = torch.zeros(1, 63, 1, 4)
     k_cmp[0, [13, 25, 37], 0, 0] = 64.0
     blocks = select_blocks(torch.ones(1, 256, 4, 4), k_cmp, config=SMALL)[0, 255, 0].tolist()
-    # Compressed blocks 13, 25, 37 lie inside selection blocks 3, 6, 9; forced are 0, 14, 15; two slots are free.
+    # Compressed blocks 13, 25, 37 lie inside selection blocks 3, 6, 9; forced are 0, 14, 15; two
+    # slots are free.
     assert blocks == [0, 3, 6, 14, 15]
 
 
 def test_underflowed_past_blocks_still_beat_the_future() -> None:
-    """One logit of 1e4: every other visible block's p is exactly 0, and a future block must not win that tie."""
+    """One logit of 1e4: every other visible block's p is exactly 0, and a future block must not win
+    that tie.
+    """
     k_cmp = torch.zeros(1, 63, 1, 4)
     k_cmp[0, 20, 0, 0] = 1e4
     blocks = select_blocks(torch.ones(1, 256, 2, 4), k_cmp, config=SMALL)
@@ -91,7 +114,15 @@ def test_forced_blocks_hold_against_saturated_scores() -> None:
         assert oracle.forced_blocks(t, SMALL) <= set(blocks[t].tolist())
 
 
-@pytest.mark.parametrize("config", [SMALL, WIDE, NSAConfig(8, 4, 16, 3, 24), NSAConfig(8, 4, 16, 4, 24, num_initial=0, num_local=1)])
+@pytest.mark.parametrize(
+    "config",
+    [
+        SMALL,
+        WIDE,
+        NSAConfig(8, 4, 16, 3, 24),
+        NSAConfig(8, 4, 16, 4, 24, num_initial=0, num_local=1),
+    ],
+)
 @pytest.mark.parametrize("tokens", [1, 7, 8, 15, 16, 17, 80, 81, 100, 257])
 def test_rows_are_ascending_unique_padded_and_causal(config: NSAConfig, tokens: int) -> None:
     q, k, _ = qkv(Case(tokens, 3, 8, 8, 2), seed=tokens)
@@ -104,8 +135,12 @@ def test_rows_are_ascending_unique_padded_and_causal(config: NSAConfig, tokens: 
         candidates = t // config.sel_block + 1
         assert row == chosen + [-1] * (config.num_selected - len(chosen)), "-1 only at the end"
         assert chosen == sorted(set(chosen)), "ascending, no duplicates"
-        assert len(chosen) == min(config.num_selected, candidates), "every slot is used while candidates last"
-        assert chosen[0] >= 0 and chosen[-1] == t // config.sel_block, "the current block is the last one"
+        assert len(chosen) == min(config.num_selected, candidates), (
+            "every slot is used while candidates last"
+        )
+        assert chosen[0] >= 0 and chosen[-1] == t // config.sel_block, (
+            "the current block is the last one"
+        )
         assert oracle.forced_blocks(t, config) <= set(chosen)
 
 
@@ -185,7 +220,9 @@ def test_selection_is_repeatable_and_batch_rows_are_independent() -> None:
     assert torch.equal(first, select_blocks(q, k_cmp, config=SMALL))
     _, gap = oracle.select(q, k_cmp, config=SMALL)
     order = torch.tensor([2, 0, 1])
-    assert_blocks(select_blocks(q[order], k_cmp[order], config=SMALL), first[order].long(), gap[order])
+    assert_blocks(
+        select_blocks(q[order], k_cmp[order], config=SMALL), first[order].long(), gap[order]
+    )
 
 
 def test_the_oracles_own_gap_is_measured_where_blocks_compete() -> None:

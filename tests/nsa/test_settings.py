@@ -1,4 +1,6 @@
-"""NSA_* environment variables: read by one function, joined with arguments, contradictions refused."""
+"""NSA_* environment variables: read by one function, joined with arguments, contradictions
+refused.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,11 @@ def test_what_replaces_a_retired_name_exists() -> None:
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("NSA_FORCE_SEL_MSK", "NSA_FORCE_SEL_MASK"), ("NSA_USE_FA3", "NSA_USE_FA2"), ("NSA_STRICT_ASSERT", "NSA_STRICT_ASSERTS")],
+    [
+        ("NSA_FORCE_SEL_MSK", "NSA_FORCE_SEL_MASK"),
+        ("NSA_USE_FA3", "NSA_USE_FA2"),
+        ("NSA_STRICT_ASSERT", "NSA_STRICT_ASSERTS"),
+    ],
 )
 def test_an_unknown_name_is_an_error_with_the_nearest(name: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"{name} is not known.*{nearest}"):
@@ -109,7 +115,9 @@ def test_an_unknown_value_is_an_error_with_the_meaning(text: str) -> None:
         load({"NSA_USE_FA2": text})
 
 
-@pytest.mark.parametrize(("text", "value"), [("1", True), (" TRUE ", True), ("on", True), ("0", False), ("No", False)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", True), (" TRUE ", True), ("on", True), ("0", False), ("No", False)]
+)
 def test_values_carry_their_source(text: str, value: bool) -> None:
     setting = load({"NSA_STRICT_ASSERTS": text}).strict_asserts
     assert setting.value is value and setting.source == "environment"
@@ -124,7 +132,9 @@ def test_lengths_are_whole_numbers_with_their_source(text: str, value: int) -> N
     assert load({}).fa2_min_len_win.source == "default" and load({}).given() == {}
 
 
-@pytest.mark.parametrize("text", ["-1", "+1", "1.5", "1e3", "1_000", "0x10", "on", "512 tokens", "\u0663", "\u00b2"])
+@pytest.mark.parametrize(
+    "text", ["-1", "+1", "1.5", "1e3", "1_000", "0x10", "on", "512 tokens", "\u0663", "\u00b2"]
+)
 @pytest.mark.parametrize("name", ["NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP"])
 def test_a_length_that_is_none_is_an_error_with_the_meaning(name: str, text: str) -> None:
     with pytest.raises(ValueError) as caught:
@@ -181,16 +191,25 @@ def test_the_minimum_length_reaches_the_route() -> None:
     request = load({"NSA_FA2_MIN_LEN_WIN": "4096"}).request()
     assert request.fa2_min_len_win == 4096
     assert route(request, PROBLEM, H100).branch("win").kernel == "sdpa"
-    assert route(load({"NSA_FA2_MIN_LEN_WIN": "2048"}).request(), PROBLEM, H100).branch("win").kernel == "fa2"
+    assert (
+        route(load({"NSA_FA2_MIN_LEN_WIN": "2048"}).request(), PROBLEM, H100).branch("win").kernel
+        == "fa2"
+    )
     named = load({"NSA_FA2_MIN_LEN_WIN": "4096"}).request(fa2="on")
     assert route(named, PROBLEM, H100).branch("win").kernel == "fa2"
 
 
-@pytest.mark.parametrize(("name", "value"), [("NSA_USE_FA2_CMP", "0"), ("NSA_FA2_MIN_LEN_CMP", "512")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("NSA_USE_FA2_CMP", "0"), ("NSA_FA2_MIN_LEN_CMP", "512")]
+)
 def test_what_cannot_change_the_compressed_branch_is_noted(name: str, value: str) -> None:
     found = route(load({name: value}).request(), PROBLEM, H100)
     assert found.branches == route(Request(), PROBLEM, H100).branches
-    assert [note for note in found.notes if f"{name}={value}" in note and "changes nothing" in note and "staircase" in note]
+    assert [
+        note
+        for note in found.notes
+        if f"{name}={value}" in note and "changes nothing" in note and "staircase" in note
+    ]
 
 
 def test_fa2_on_for_the_compressed_branch_is_a_route_error() -> None:
@@ -223,17 +242,23 @@ def records(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 def test_decide_joins_arguments_and_settings(environment: dict[str, str]) -> None:
     assert module.decide(PROBLEM, H100) == route(Request(), PROBLEM, H100)
-    assert module.decide(PROBLEM, H100, path="v2", fa2="off") == route(Request("v2", "off"), PROBLEM, H100)
+    assert module.decide(PROBLEM, H100, path="v2", fa2="off") == route(
+        Request("v2", "off"), PROBLEM, H100
+    )
     environment["NSA_SEL_RANGES_V2"] = "0"
     assert module.decide(PROBLEM, H100, path="v2").branch("sel").implementation == "v1"
 
 
-def test_each_new_route_is_logged_once(environment: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_each_new_route_is_logged_once(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
     environment["NSA_DEBUG_LOG"] = "1"
     with caplog.at_level(logging.INFO, "nsa"):
         first = module.decide(PROBLEM, H100)
         module.decide(PROBLEM, H100)
-        module.decide(dataclasses.replace(PROBLEM, q_tokens=2047, k_tokens=2047), H100)  # the same Route
+        module.decide(
+            dataclasses.replace(PROBLEM, q_tokens=2047, k_tokens=2047), H100
+        )  # the same Route
         assert len(records(caplog)) == 1
         module.decide(PROBLEM, H100, path="masked")
     assert [record.levelno for record in records(caplog)] == [logging.INFO, logging.INFO]
@@ -242,7 +267,9 @@ def test_each_new_route_is_logged_once(environment: dict[str, str], caplog: pyte
 
 
 @pytest.mark.parametrize("value", ["", "0"])
-def test_nothing_is_logged_unless_asked(environment: dict[str, str], caplog: pytest.LogCaptureFixture, value: str) -> None:
+def test_nothing_is_logged_unless_asked(
+    environment: dict[str, str], caplog: pytest.LogCaptureFixture, value: str
+) -> None:
     environment["NSA_DEBUG_LOG"] = value
     with caplog.at_level(logging.DEBUG, "nsa"):
         module.decide(PROBLEM, H100)
@@ -262,12 +289,23 @@ for _ in range(2):
 
 @pytest.mark.parametrize(
     ("configure", "lines"),
-    [("", 1), ("logging.basicConfig(format='%(message)s')", 1), ("logging.getLogger('nsa').setLevel('ERROR')", 0)],
+    [
+        ("", 1),
+        ("logging.basicConfig(format='%(message)s')", 1),
+        ("logging.getLogger('nsa').setLevel('ERROR')", 0),
+    ],
     ids=["unconfigured", "configured", "silenced"],
 )
 def test_the_log_is_seen_unless_it_was_silenced(configure: str, lines: int) -> None:
     code = LOGGING.format(configure=configure)
-    done = subprocess.run([sys.executable, "-c", code], env={"NSA_DEBUG_LOG": "1"}, cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"NSA_DEBUG_LOG": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stderr.count("sel: masked") == lines and done.stdout == ""
 
 
@@ -284,9 +322,13 @@ print(sorted(engaged.counts))
 """
 
 
-def attend_in_a_process(environment: dict[str, str], *, path: str = "auto", change: str = "") -> subprocess.CompletedProcess[str]:
+def attend_in_a_process(
+    environment: dict[str, str], *, path: str = "auto", change: str = ""
+) -> subprocess.CompletedProcess[str]:
     code = ATTEND.format(path=path, change=change)
-    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(
@@ -296,7 +338,9 @@ def attend_in_a_process(environment: dict[str, str], *, path: str = "auto", chan
         ({"NSA_SEL_RANGES_V2": "0"}, "v2", "['sel.sdpa', 'sel.v1']"),
     ],
 )
-def test_the_environment_decides_what_runs(environment: dict[str, str], path: str, engaged: str) -> None:
+def test_the_environment_decides_what_runs(
+    environment: dict[str, str], path: str, engaged: str
+) -> None:
     done = attend_in_a_process(environment, path=path)
     assert done.returncode == 0 and done.stdout.strip() == engaged, done.stderr
 
@@ -317,9 +361,18 @@ def test_the_environment_refuses_loudly(environment: dict[str, str], path: str, 
 
 @pytest.mark.parametrize(
     ("change", "fault"),
-    [(".flip(-1)", "out of order"), (" * 0", "repeated"), (" * 50", "out of range"), (".abs()", "in the future")],
+    [
+        (".flip(-1)", "out of order"),
+        (" * 0", "repeated"),
+        (" * 50", "out of range"),
+        (".abs()", "in the future"),
+    ],
 )
 def test_strict_asserts_check_the_blocks(change: str, fault: str) -> None:
     assert attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}).returncode == 0
     done = attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}, change=change)
-    assert done.returncode == 1 and "ValueError: blocks" in done.stderr and f"an id {fault};" in done.stderr, done.stderr
+    assert (
+        done.returncode == 1
+        and "ValueError: blocks" in done.stderr
+        and f"an id {fault};" in done.stderr
+    ), done.stderr

@@ -1,4 +1,6 @@
-"""Telemetry has no effect on what it watches: no gradient, no sync, no graph break; what it cannot see it says."""
+"""Telemetry has no effect on what it watches: no gradient, no sync, no graph break; what it cannot
+see it says.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,14 @@ from torch.utils.checkpoint import checkpoint
 from nsa import TinyLM, statistics
 from nsa.config import preset
 from tests.cases import randn
-from tests.nsa.statistics_cases import ALL, SEL_BLOCK, assert_equal, observe_both, random_blocks, random_gates
+from tests.nsa.statistics_cases import (
+    ALL,
+    SEL_BLOCK,
+    assert_equal,
+    observe_both,
+    random_blocks,
+    random_gates,
+)
 
 
 def gradients(model: TinyLM, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -35,9 +44,14 @@ def test_the_model_does_not_notice(checkpointed: bool) -> None:
     with statistics.collect() as seen:
         watched, watched_grads = gradients(model, ids)
     assert torch.equal(plain, watched)
-    assert len(plain_grads) == len(watched_grads) and all(map(torch.equal, plain_grads, watched_grads))
+    assert len(plain_grads) == len(watched_grads) and all(
+        map(torch.equal, plain_grads, watched_grads)
+    )
     got = seen.read()
-    assert (got.rows, got.gate_rows) == (2 * 100 * 2 * 2, 2 * 100 * 4 * 2), "layers times heads times queries, once each"
+    assert (got.rows, got.gate_rows) == (
+        2 * 100 * 2 * 2,
+        2 * 100 * 4 * 2,
+    ), "layers times heads times queries, once each"
 
 
 def test_observing_adds_nothing_to_the_graph() -> None:
@@ -71,12 +85,34 @@ def test_inference_mode_first_and_then_training() -> None:
     assert seen.read().rows == 80
 
 
-SYNCS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__", "__len__")
-SYNCING_OPS = {"_local_scalar_dense", "nonzero", "index", "masked_select", "equal", "is_nonzero", "_unique2", "bincount"}
+SYNCS = (
+    "item",
+    "tolist",
+    "cpu",
+    "numpy",
+    "nonzero",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__len__",
+)
+SYNCING_OPS = {
+    "_local_scalar_dense",
+    "nonzero",
+    "index",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "_unique2",
+    "bincount",
+}
 
 
 class NoSyncingOps(TorchDispatchMode):
-    """Refuses operators that read a tensor on the host, whose output's shape depends on one, or that upload a Python list."""
+    """Refuses operators that read a tensor on the host, whose output's shape depends on one, or
+    that upload a Python list.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().split("::")[1].split(".")[0]
@@ -99,7 +135,10 @@ def no_syncs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_observing_never_syncs(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks, gates = random_blocks(2, 40, 2, 4, start=[9, 50], seed=11), random_gates(2, 40, 4, seed=11)
+    blocks, gates = (
+        random_blocks(2, 40, 2, 4, start=[9, 50], seed=11),
+        random_gates(2, 40, 4, seed=11),
+    )
     present = torch.arange(40)[None] < 35
     q_start = torch.tensor([9, 50])
     with statistics.collect() as seen, no_syncs(monkeypatch):
@@ -156,7 +195,10 @@ def test_compiled_calls_are_not_observed_and_say_so(opened: str) -> None:
             got = compiled(gates, blocks)
         assert torch.equal(got, watched(gates, blocks))
         assert seen.read().rows is None and seen.read().gate_rows is None
-        assert "torch.compile" in seen.read().reasons["rows"] and "profile" in seen.read().reasons["rows"]
+        assert (
+            "torch.compile" in seen.read().reasons["rows"]
+            and "profile" in seen.read().reasons["rows"]
+        )
     assert torch.equal(compiled(gates, blocks), watched(gates, blocks))
     assert len(compiles) == 1, "opening or closing a collection must not recompile"
 
@@ -165,7 +207,10 @@ def test_eager_backend() -> None:
     torch._dynamo.reset()
     gates, blocks = random_gates(1, 20, 2, seed=13), random_blocks(1, 20, 1, 4, start=[0], seed=13)
     with statistics.collect():
-        assert torch.equal(torch.compile(watched, fullgraph=True, backend="eager")(gates, blocks), watched(gates, blocks))
+        assert torch.equal(
+            torch.compile(watched, fullgraph=True, backend="eager")(gates, blocks),
+            watched(gates, blocks),
+        )
 
 
 def test_captured_calls_are_counted_not_observed(monkeypatch: pytest.MonkeyPatch) -> None:

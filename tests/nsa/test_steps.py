@@ -1,4 +1,6 @@
-"""Steps of path triton that a setting turns off: what says so, and that no kernel of the step is asked for then."""
+"""Steps of path triton that a setting turns off: what says so, and that no kernel of the step is
+asked for then.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from nsa.routing import TRITON_STEPS, Capability, Problem, Request, RouteError, 
 from nsa.settings import MEANINGS, load
 
 ROOT = File(__file__).parents[2]
-H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.7.1", "")
+H100 = Capability(
+    "cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.7.1", ""
+)
 PROBLEM = Problem(1, 2048, 2048, 12, 2, 64, 64, "bfloat16", scores="", sel_block=64)
 EVERY_STEP = pytest.mark.parametrize("step", ["copy", "lists", "join", "split"])
 
@@ -31,9 +35,13 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 @EVERY_STEP
-def test_zero_turns_one_step_off_and_anything_else_none(environment: dict[str, str], step: str) -> None:
+def test_zero_turns_one_step_off_and_anything_else_none(
+    environment: dict[str, str], step: str
+) -> None:
     name = f"NSA_TRITON_{step.upper()}"
-    assert name in MEANINGS and MEANINGS[name].startswith("0, for measurements: path triton without ")
+    assert name in MEANINGS and MEANINGS[name].startswith(
+        "0, for measurements: path triton without "
+    )
     for text in ("", "1", "on"):
         environment[name] = text
         assert [one for one in TRITON_STEPS if settings.is_off(one)] == []
@@ -50,8 +58,13 @@ def test_a_step_that_does_not_exist_is_an_error(environment: dict[str, str]) -> 
 def test_the_route_says_which_step_is_off(step: str) -> None:
     request = load({f"NSA_TRITON_{step.upper()}": "0"}).request("triton")
     found = route(request, PROBLEM, H100)
-    assert found.off == (step,) and found.branches == route(Request("triton"), PROBLEM, H100).branches
-    assert f"note: NSA_TRITON_{step.upper()}=0 (environment) turns off {TRITON_STEPS[step]}" in found.explain()
+    assert (
+        found.off == (step,) and found.branches == route(Request("triton"), PROBLEM, H100).branches
+    )
+    assert (
+        f"note: NSA_TRITON_{step.upper()}=0 (environment) turns off {TRITON_STEPS[step]}"
+        in found.explain()
+    )
     assert route(Request("triton"), PROBLEM, H100).off == ()
 
 
@@ -67,22 +80,37 @@ def test_a_route_without_path_triton_has_no_step_to_turn_off(path: str) -> None:
 
 
 def test_a_branch_that_is_full_attention_has_no_step_either() -> None:
-    alone = dataclasses.replace(PROBLEM, branches=("sel",), select_all_tokens=4096, whole=True, scores=None)
+    alone = dataclasses.replace(
+        PROBLEM, branches=("sel",), select_all_tokens=4096, whole=True, scores=None
+    )
     found = route(load({"NSA_TRITON_LISTS": "0"}).request(), alone, H100)
     assert found.branch("sel").implementation == "dense" and found.off == ()
 
 
 def test_a_step_off_is_no_way_round_a_refusal() -> None:
     with pytest.raises(RouteError, match="head_dim 300 exceeds"):
-        route(load({"NSA_TRITON_COPY": "0"}).request("triton"), dataclasses.replace(PROBLEM, head_dim=300), H100)
+        route(
+            load({"NSA_TRITON_COPY": "0"}).request("triton"),
+            dataclasses.replace(PROBLEM, head_dim=300),
+            H100,
+        )
 
 
-def test_explain_and_settings_tell_it(environment: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_and_settings_tell_it(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     environment["NSA_TRITON_LISTS"] = "0"
-    assert cli.invoke(["explain", "--seq-len", "8192", "--gpu", "h100", "--path", "triton", "--json"]) == 0
+    assert (
+        cli.invoke(["explain", "--seq-len", "8192", "--gpu", "h100", "--path", "triton", "--json"])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["route"]["off"] == ["lists"]
     assert cli.invoke(["settings"]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("NSA_TRITON_LISTS ")]
+    (line,) = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("NSA_TRITON_LISTS ")
+    ]
     assert line.split()[:3] == ["NSA_TRITON_LISTS", "0", "environment"]
 
 
@@ -102,25 +130,39 @@ gpu.driver.set_active(gpu.Absent(90))
 found = []
 gpu.instead_of_launching(found)
 G, H, DK, DV, dtype = gpu.SHAPES["B"]
-q, do, k, v = (torch.zeros(1, gpu.TOKENS, heads, dim, dtype=dtype) for heads, dim in ((G * H, DK), (G * H, DV), (G, DK), (G, DV)))
+shapes = ((G * H, DK), (G * H, DV), (G, DK), (G, DV))
+q, do, k, v = (torch.zeros(1, gpu.TOKENS, *shape, dtype=dtype) for shape in shapes)
 lse = torch.zeros(1, gpu.TOKENS, G * H)
 where = {"first": None, "q_start": 0, "scale": 0.1}
 for geometry in gpu.GEOMETRIES:
     interval.forward(q, k, v, **geometry, **where)
     interval.backward(do, q, k, v, lse, lse, **geometry, **where)
-chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2, "kv_len": gpu.TOKENS}
+chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16,
+          "num_initial": 1, "num_local": 2, "kv_len": gpu.TOKENS}
 scores.choose(q, k[:, :63], lse, **chosen, **where)
 print(*(f"{name}={shared_bytes}" for name, shared_bytes in found))
 """
 
 
 def test_without_the_copy_engine_every_kernel_is_built_and_fits() -> None:
-    """For SM 9.0, where a block may have 227 KB of shared memory; plain loads are another variant of every kernel with tiles."""
+    """For SM 9.0, where a block may have 227 KB of shared memory; plain loads are another variant
+    of every kernel with tiles.
+    """
     process = {"NSA_TRITON_COPY": "0", "PATH": "/usr/bin:/bin", "HOME": str(File.home())}
-    done = subprocess.run([sys.executable, "-c", BUILD], env=process, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD],
+        env=process,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     built = dict(one.split("=") for one in done.stdout.split())
-    interval_ = {f"nsa_interval_{name}" for name in ("forward", "backward_q", "backward_kv", "sum_kv")}
+    interval_ = {
+        f"nsa_interval_{name}" for name in ("forward", "backward_q", "backward_kv", "sum_kv")
+    }
     assert set(built) == interval_ | {"nsa_scores", "nsa_choose"}
     assert all(int(shared_bytes) <= 227 * 1024 for shared_bytes in built.values()), built
 
@@ -135,7 +177,8 @@ case = Case(70, 2, 16, 16, 1)
 q, k, v = qkv(case)
 blocks = random_blocks(case, SMALL, seed=3)
 selected.MIN_ROWS_TO_SORT = 0  # so few queries would not be sorted
-sorted_, of, window = [], selected.Lists.of, {"first": None, "block": 1, "stride": 1, "width": 24, "q_start": 0, "scale": 0.25}
+sorted_, of = [], selected.Lists.of
+window = {"first": None, "block": 1, "stride": 1, "width": 24, "q_start": 0, "scale": 0.25}
 selected.Lists.of = lambda *given, **full: sorted_.append(given) or of(*given, **full)
 
 def both(**variables):
@@ -154,7 +197,17 @@ print("same")
 
 
 def test_what_is_computed_without_a_step_is_the_same() -> None:
-    """In Triton's interpreter: with its lists the selected forward sorts once, without them never."""
+    """In Triton's interpreter: with its lists the selected forward sorts once, without them
+    never.
+    """
     process = {"TRITON_INTERPRET": "1", "PATH": "/usr/bin:/bin", "HOME": str(File.home())}
-    done = subprocess.run([sys.executable, "-c", SAME], env=process, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", SAME],
+        env=process,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
     assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-3000:]

@@ -1,4 +1,6 @@
-"""Packed documents equal each document alone, in every branch and path; nothing crosses, nothing leaks beyond the end."""
+"""Packed documents equal each document alone, in every branch and path; nothing crosses, nothing
+leaks beyond the end.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def cu(lengths: Sequence[int]) -> Tensor:
     return torch.tensor([0, *itertools.accumulate(lengths)])
 
 
-def one_by_one(layer: Callable[[Tensor], Tensor], x: Tensor, lengths: Sequence[int], **options: object) -> Tensor:
+def one_by_one(
+    layer: Callable[[Tensor], Tensor], x: Tensor, lengths: Sequence[int], **options: object
+) -> Tensor:
     bounds = cu(lengths).tolist()
     return torch.cat([layer(x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1)
 
@@ -38,7 +42,10 @@ def one_by_one(layer: Callable[[Tensor], Tensor], x: Tensor, lengths: Sequence[i
 def gradients(layer: nn.Module, y: Tensor, x: Tensor) -> list[Tensor]:
     upstream = randn(*y.shape, seed=9, dtype=y.dtype)
     grads = torch.autograd.grad(y, [x, *layer.parameters()], upstream, allow_unused=True)
-    return [torch.zeros_like(t) if g is None else g for t, g in zip([x, *layer.parameters()], grads, strict=True)]
+    return [
+        torch.zeros_like(t) if g is None else g
+        for t, g in zip([x, *layer.parameters()], grads, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIONS if name != "paper"])
@@ -74,7 +81,12 @@ def test_slow_paths_pack_too(path: Path) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.integers(0, 60), min_size=1, max_size=8), st.sampled_from(FAST), st.integers(0, 9), st.booleans())
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=8),
+    st.sampled_from(FAST),
+    st.integers(0, 9),
+    st.booleans(),
+)
 def test_any_packing(lengths: list[int], path: Path, beyond: int, narrow: bool) -> None:
     """What lies beyond the last document may be NaN: its rows are 0 and move no gradient."""
     if sum(lengths) == 0:
@@ -87,7 +99,10 @@ def test_any_packing(lengths: list[int], path: Path, beyond: int, narrow: bool) 
     assert bool((y[:, sum(lengths) :] == 0).all())
     alone = one_by_one(layer, x, lengths)
     assert_parity(y[:, : sum(lengths)], alone, "y")
-    got, want = gradients(layer, y, x), gradients(layer, torch.cat([alone, torch.zeros_like(y[:, sum(lengths) :])], 1), x)
+    got, want = (
+        gradients(layer, y, x),
+        gradients(layer, torch.cat([alone, torch.zeros_like(y[:, sum(lengths) :])], 1), x),
+    )
     for a, b in zip(got, want, strict=True):
         assert_parity(a, b, "gradient")
 
@@ -104,7 +119,9 @@ def test_no_key_of_another_document() -> None:
             changed[:, a:b] = 1e3
             after = layer(changed, cu_seqlens=cu(lengths))
             others = [t for t in range(sum(lengths)) if not a <= t < b]
-            assert torch.equal(before[:, others], after[:, others]) and not torch.equal(before[:, a:b], after[:, a:b])
+            assert torch.equal(before[:, others], after[:, others]) and not torch.equal(
+                before[:, a:b], after[:, a:b]
+            )
 
 
 def test_trap_4_781_and_2048() -> None:
@@ -112,7 +129,12 @@ def test_trap_4_781_and_2048() -> None:
     layer = layer_of(NSAConfig(), path="masked").float()
     x = randn(1, 2048, DIM, seed=4)
     with torch.no_grad():
-        assert_parity(layer(x, cu_seqlens=cu([781, 1267])), one_by_one(layer, x, [781, 1267]), "y", tolerance=1e-5)
+        assert_parity(
+            layer(x, cu_seqlens=cu([781, 1267])),
+            one_by_one(layer, x, [781, 1267]),
+            "y",
+            tolerance=1e-5,
+        )
 
 
 def test_trap_5_rows_beyond_the_end_poison_no_weight() -> None:
@@ -126,12 +148,24 @@ def test_trap_5_rows_beyond_the_end_poison_no_weight() -> None:
 def test_the_functional_form_packs() -> None:
     heads = {"q": (4, 8), "k": (2, 8), "v": (2, 6)}
     lengths = [50, 3, 70]
-    t = {name: randn(1, sum(lengths), *shape, seed=i, dtype=torch.float64) for i, (name, shape) in enumerate(heads.items())}
+    t = {
+        name: randn(1, sum(lengths), *shape, seed=i, dtype=torch.float64)
+        for i, (name, shape) in enumerate(heads.items())
+    }
     gates = randn(1, sum(lengths), 4, 3, seed=8, dtype=torch.float64)
 
     def call(rows: slice, cu_seqlens: Tensor | None = None) -> Tensor:
         kv = (t["k"][:, rows], t["v"][:, rows])
-        return nsa_attention(t["q"][:, rows], kv, kv, kv, gates[:, rows], config=SMALL, cu_seqlens=cu_seqlens, fa2="off")
+        return nsa_attention(
+            t["q"][:, rows],
+            kv,
+            kv,
+            kv,
+            gates[:, rows],
+            config=SMALL,
+            cu_seqlens=cu_seqlens,
+            fa2="off",
+        )
 
     bounds = cu(lengths)
     alone = torch.cat([call(slice(a, b)) for a, b in itertools.pairwise(bounds.tolist())], 1)
@@ -158,10 +192,14 @@ def test_a_model_takes_packed_batches_and_labels_end_with_each_document() -> Non
     ids = torch.randint(256, (1, 140))
     with torch.no_grad():
         logits = model(ids, cu_seqlens=cu(lengths))
-        alone = torch.cat([model(ids[:, a:b]) for a, b in itertools.pairwise(cu(lengths).tolist())], 1)
+        alone = torch.cat(
+            [model(ids[:, a:b]) for a, b in itertools.pairwise(cu(lengths).tolist())], 1
+        )
     assert_parity(logits[:, :131], alone, "logits")
     labels = next_token_labels(ids, cu_seqlens=cu(lengths))[0].tolist()
-    wanted = [IGNORED_LABEL if t in (39, 40, 130) or t >= 131 else int(ids[0, t + 1]) for t in range(140)]
+    wanted = [
+        IGNORED_LABEL if t in (39, 40, 130) or t >= 131 else int(ids[0, t + 1]) for t in range(140)
+    ]
     assert labels == wanted
     assert next_token_labels(ids)[0].tolist() == [*ids[0, 1:].tolist(), IGNORED_LABEL]
 
@@ -185,7 +223,9 @@ def test_what_packing_refuses(bounds: list[object], batch: int, words: str) -> N
 
 
 def test_statistics_count_tokens_and_not_what_fills_the_blocks_up() -> None:
-    """60 rows of which two documents of 20 and 30 are tokens, over 2 kv heads; a ragged chunk counts its tokens too."""
+    """60 rows of which two documents of 20 and 30 are tokens, over 2 kv heads; a ragged chunk
+    counts its tokens too.
+    """
     layer = layer_of()
     x = randn(1, 60, DIM, seed=6, dtype=torch.float64)
     with torch.no_grad(), statistics.collect() as packed:

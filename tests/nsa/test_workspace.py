@@ -42,13 +42,20 @@ def start(model: TinyLM, tokens: int) -> tuple[Tensor, Callable[[], Step]]:
     """Logits of one step, and what finishes it."""
     ids = torch.randint(256, (2, tokens), generator=torch.Generator().manual_seed(tokens))
     logits = model(ids)
-    return logits, lambda: (logits.detach(), *torch.autograd.grad(logits.square().mean(), list(model.parameters())))
+    return logits, lambda: (
+        logits.detach(),
+        *torch.autograd.grad(logits.square().mean(), list(model.parameters())),
+    )
 
 
 @pytest.mark.parametrize("path", ["v2", "masked"])
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 1 << 15])
-def test_interleaved_models_agree_with_fresh_ones(path: str, limit_bytes: int, monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    """Different geometry, activation checkpointing, forwards between another's forward and backward, also a longer one."""
+def test_interleaved_models_agree_with_fresh_ones(
+    path: str, limit_bytes: int, monkeypatch: pytest.MonkeyPatch, one_thread: None
+) -> None:
+    """Different geometry, activation checkpointing, forwards between another's forward and
+    backward, also a longer one.
+    """
     monkeypatch.setattr(v2, "WORKSPACE_BYTES", limit_bytes)
     jobs = [(FIRST, 100), (SECOND, 70), (FIRST, 131), (SECOND, 33)]
     alone = [start(model_of(config, path), tokens)[1]() for config, tokens in jobs]
@@ -64,7 +71,9 @@ def nbytes(x: Tensor) -> int:
 
 
 class Made(TorchDispatchMode):
-    """Bytes that the operators of interest returned or, for products, read: a list per name, in order."""
+    """Bytes that the operators of interest returned or, for products, read: a list per name, in
+    order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,16 +102,34 @@ ROWS = CASE.batch * CASE.kv_heads * CASE.tokens
 
 def closed_form(limit_bytes: int, *, backward: bool) -> int:
     return packed.workspace_bytes(
-        CASE.batch, CASE.tokens, num_kv_heads=CASE.kv_heads, head_dim=8, v_head_dim=12, num_selected=SMALL.num_selected,
-        sel_block=SMALL.sel_block, dtype=torch.float32, limit_bytes=limit_bytes, backward=backward,
-    )  # fmt: skip
+        CASE.batch,
+        CASE.tokens,
+        num_kv_heads=CASE.kv_heads,
+        head_dim=8,
+        v_head_dim=12,
+        num_selected=SMALL.num_selected,
+        sel_block=SMALL.sel_block,
+        dtype=torch.float32,
+        limit_bytes=limit_bytes,
+        backward=backward,
+    )
 
 
 @pytest.mark.parametrize("limit_bytes", [1 << 30, 7 * ROW_BYTES, 60 * ROW_BYTES + 5, 1])
 def test_the_closed_form_is_what_was_gathered(limit_bytes: int) -> None:
     q, k, v = qkv(CASE)
     blocks = random_blocks(CASE, SMALL, seed=3)
-    inputs = (q, k, v, blocks, torch.arange(CASE.tokens)[None], SMALL.sel_block, 0.25, None, limit_bytes)
+    inputs = (
+        q,
+        k,
+        v,
+        blocks,
+        torch.arange(CASE.tokens)[None],
+        SMALL.sel_block,
+        0.25,
+        None,
+        limit_bytes,
+    )
     with Made() as forward:
         v2._forward(*inputs)
     gathered = forward.pairs("index_select")
@@ -118,22 +145,38 @@ def test_the_closed_form_is_what_was_gathered(limit_bytes: int) -> None:
 
 
 def test_a_dtype_narrower_than_fp32_is_added_up_in_fp32() -> None:
-    shape: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "num_selected": 16, "sel_block": 64}
+    shape: dict[str, Any] = {
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "v_head_dim": 64,
+        "num_selected": 16,
+        "sel_block": 64,
+    }
     forward = packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, backward=False, **shape)
-    # 4,096 rows of 16 blocks of 64 keys of 2 x 64 numbers of 2 bytes fill 1 GiB; they touch one kv head's 128 blocks.
+    # 4,096 rows of 16 blocks of 64 keys of 2 x 64 numbers of 2 bytes fill 1 GiB; they touch one kv
+    # head's 128 blocks.
     assert forward == 4096 * 16 * 64 * 128 * 2 == 1 << 30
     matrix, totals = 128 * 4096 * 16 * (1 + 2), 2 * 8192 * 128 * 4
-    assert packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, **shape) == 2 * forward + matrix + totals
-    decode = packed.workspace_bytes(1, 8192, q_tokens=1, dtype=torch.bfloat16, backward=False, **shape)
+    assert (
+        packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, **shape)
+        == 2 * forward + matrix + totals
+    )
+    decode = packed.workspace_bytes(
+        1, 8192, q_tokens=1, dtype=torch.bfloat16, backward=False, **shape
+    )
     assert decode == 2 * 16 * 64 * 128 * 2
 
 
 @pytest.mark.parametrize("limit_bytes", [1, 7 * ROW_BYTES])
-def test_a_tiny_limit_changes_no_bit_of_the_forward(limit_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_limit_changes_no_bit_of_the_forward(
+    limit_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tensors, blocks = qkv(CASE), random_blocks(CASE, SMALL, seed=3)
 
     def attend() -> Tensor:
-        return v2.attend(*tensors, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+        return v2.attend(
+            *tensors, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None
+        )
 
     whole = attend()
     monkeypatch.setattr(v2, "WORKSPACE_BYTES", limit_bytes)
@@ -147,7 +190,15 @@ def test_reserving_on_a_cpu_allocates_nothing() -> None:
 def test_a_layer_reserves_what_its_own_path_packs() -> None:
     layer = NSAAttention(48, 6, 2, 8, 16, SECOND.nsa, path="v2", fa2="off")
     wanted = packed.workspace_bytes(
-        2, 100, num_kv_heads=2, head_dim=8, v_head_dim=16, num_selected=7, sel_block=8, dtype=torch.float32, backward=False
+        2,
+        100,
+        num_kv_heads=2,
+        head_dim=8,
+        v_head_dim=16,
+        num_selected=7,
+        sel_block=8,
+        dtype=torch.float32,
+        backward=False,
     )
     assert wanted == 2 * 2 * 100 * 7 * 8 * (8 + 16) * 4
     assert layer.reserve(2, 100, backward=False) == wanted

@@ -1,8 +1,10 @@
-"""Against fla-core's pure-PyTorch references (`fla.ops.nsa.naive`, 0.6.0): what is the same function, and what is not.
+"""Against fla-core's pure-PyTorch references (`fla.ops.nsa.naive`, 0.6.0): what is the same
+function, and what is not.
 
-They know one geometry: compressed blocks, stride and selection blocks of one size. Their whole layer also needs a Triton
-kernel for mean pooling and FlashAttention for its window, neither of which runs on a CPU; in the tests that call it, these
-two functions are replaced by loops written here. Nothing else is replaced.
+They know one geometry: compressed blocks, stride and selection blocks of one size. Their whole
+layer also needs a Triton kernel for mean pooling and FlashAttention for its window, neither of
+which runs on a CPU; in the tests that call it, these two functions are replaced by loops written
+here. Nothing else is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +19,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAConfig, compress, compressed_attention, functional, nsa_attention, select_blocks, selected_attention
+from nsa import (
+    NSAConfig,
+    compress,
+    compressed_attention,
+    functional,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+)
 from nsa.settings import Setting, Settings
 from tests import oracle
 from tests.cases import PATHS_HERE, Case, assert_lse, assert_parity, qkv, randn, run
@@ -34,7 +44,8 @@ def naive() -> ModuleType:
         return importlib.import_module("fla.ops.nsa.naive")
     except ImportError as missing:
         pytest.fail(
-            f"tests/peers was asked for, and fla-core cannot be imported ({missing}); run nox -s peers, or pip install fla-core==0.6.0"
+            f"tests/peers was asked for, and fla-core cannot be imported ({missing}); run nox -s"
+            " peers, or pip install fla-core==0.6.0"
         )
 
 
@@ -47,7 +58,9 @@ def test_selected_attention(naive: ModuleType, path: str, case: Case) -> None:
     """For given blocks of the past, forward and backward; their -1 is masked wherever it stands."""
     q, k, v = qkv(case)
     blocks = select_blocks(q, compress(k, config=CONFIG), config=CONFIG)
-    o, grads = run(lambda *x: selected_attention(*x, blocks, sel_block=SIZE, path=path, fa2="off"), (q, k, v))
+    o, grads = run(
+        lambda *x: selected_attention(*x, blocks, sel_block=SIZE, path=path, fa2="off"), (q, k, v)
+    )
     shuffled = blocks.flip(-1).long()
     want, want_grads = run(lambda *x: naive.naive_nsa_selection(*x, shuffled, SIZE), (q, k, v))
     assert_parity(o, want, "o")
@@ -60,9 +73,16 @@ def test_selected_attention_of_packed_documents(naive: ModuleType) -> None:
     bounds = [0, 37, 38, 100]
     q, k, v = qkv(Case(100, 2, 8, 8, 1))
     parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-    blocks = [select_blocks(q[:, p], compress(k[:, p], config=CONFIG), config=CONFIG) for p in parts]
-    alone = [selected_attention(q[:, p], k[:, p], v[:, p], b, sel_block=SIZE) for p, b in zip(parts, blocks, strict=True)]
-    packed = naive.naive_nsa_selection(q, k, v, torch.cat(blocks, 1).long(), SIZE, cu_seqlens=torch.tensor(bounds))
+    blocks = [
+        select_blocks(q[:, p], compress(k[:, p], config=CONFIG), config=CONFIG) for p in parts
+    ]
+    alone = [
+        selected_attention(q[:, p], k[:, p], v[:, p], b, sel_block=SIZE)
+        for p, b in zip(parts, blocks, strict=True)
+    ]
+    packed = naive.naive_nsa_selection(
+        q, k, v, torch.cat(blocks, 1).long(), SIZE, cu_seqlens=torch.tensor(bounds)
+    )
     assert_parity(torch.cat(alone, 1), packed, "o")
 
 
@@ -73,7 +93,9 @@ def test_compressed_attention(naive: ModuleType, case: Case) -> None:
     scale = q.shape[-1] ** -0.5
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return compressed_attention(q, compress(k, config=CONFIG), compress(v, config=CONFIG), block=SIZE, stride=SIZE)
+        return compressed_attention(
+            q, compress(k, config=CONFIG), compress(v, config=CONFIG), block=SIZE, stride=SIZE
+        )
 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         return naive.naive_nsa_compression(q, pooled(k, SIZE), pooled(v, SIZE), SIZE, scale)
@@ -88,19 +110,25 @@ def test_compressed_attention(naive: ModuleType, case: Case) -> None:
 
 @EVERY_CASE
 def test_chosen_sets(naive: ModuleType, case: Case) -> None:
-    """Where nothing ties or underflows, the sets are the same: sum and mean over the heads rank alike."""
+    """Where nothing ties or underflows, the sets are the same: sum and mean over the heads rank
+    alike.
+    """
     q, k, _ = qkv(case)
     k_cmp = compress(k, config=CONFIG)
     _, gap = oracle.select(q, k_cmp, config=CONFIG)
     ours = select_blocks(q, k_cmp, config=CONFIG)
-    theirs = naive.naive_nsa_topk(q, pooled(k, SIZE), CONFIG.num_selected, SIZE, q.shape[-1] ** -0.5)
+    theirs = naive.naive_nsa_topk(
+        q, pooled(k, SIZE), CONFIG.num_selected, SIZE, q.shape[-1] ** -0.5
+    )
     clear, competing = gap > 1e-4, torch.isfinite(gap)
     assert competing.any() and bool((clear & competing).any())
     assert torch.equal(as_sets(theirs)[clear], ours[clear].long())
 
 
 def test_a_number_of_blocks_for_each_row(naive: ModuleType) -> None:
-    """Theirs takes one count a row, here one call has one n: each row equals the call with its n."""
+    """Theirs takes one count a row, here one call has one n: each row equals the call with its
+    n.
+    """
     case = CASES[0]
     q, k, _ = qkv(case)
     counts = torch.arange(100).remainder(3).add(3).expand(2, 100)[..., None].repeat(1, 1, 2)
@@ -112,14 +140,23 @@ def test_a_number_of_blocks_for_each_row(naive: ModuleType) -> None:
 
 
 def test_a_whole_layer(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three branches and their gates; the window that theirs asks FlashAttention for is w tokens, as here."""
+    """Three branches and their gates; the window that theirs asks FlashAttention for is w tokens,
+    as here.
+    """
     asked = on_a_cpu(naive, monkeypatch)
     q, k, v = qkv(CASES[2])
     gates = randn(*q.shape[:3], 3, seed=5).sigmoid()
-    options = {"block_counts": 5, "block_size": SIZE, "window_size": CONFIG.window, "return_block_indices": True}
+    options = {
+        "block_counts": 5,
+        "block_size": SIZE,
+        "window_size": CONFIG.window,
+        "return_block_indices": True,
+    }
     want, blocks = naive.naive_nsa(q, k, v, *gates.unbind(-1), **options)
     assert asked == [{"causal": True, "window_size": (CONFIG.window - 1, 0)}]
-    assert torch.equal(as_sets(blocks), select_blocks(q, compress(k, config=CONFIG), config=CONFIG).long())
+    assert torch.equal(
+        as_sets(blocks), select_blocks(q, compress(k, config=CONFIG), config=CONFIG).long()
+    )
     assert_parity(nsa_attention(q, (k, v), (k, v), (k, v), gates, config=CONFIG), want, "o")
 
 
@@ -128,7 +165,9 @@ def test_a_whole_layer(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> No
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``ours`` and ``theirs`` say in words what ``show`` asserts in numbers; ``why`` is NSA.md's reason."""
+    """``ours`` and ``theirs`` say in words what ``show`` asserts in numbers; ``why`` is NSA.md's
+    reason.
+    """
 
     what: str
     ours: str
@@ -147,7 +186,9 @@ def saturated_scores(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None
     theirs = [set(topk(naive, hot(11, **{f"b{j}": 500.0}), 175, 3)) for j in range(1, 9)]
     ours = [set(ours_for(hot(11, **{f"b{j}": 500.0}), 175, 3)) for j in range(1, 9)]
     assert ours == [{0, 9, 10}] * 8
-    assert any(j in chosen and len(chosen & {0, 9, 10}) == 2 for j, chosen in enumerate(theirs, start=1))
+    assert any(
+        j in chosen and len(chosen & {0, 9, 10}) == 2 for j, chosen in enumerate(theirs, start=1)
+    )
 
 
 def future_blocks(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +198,10 @@ def future_blocks(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ties(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs, ours = topk(naive, torch.zeros(1, 1100), 17_599, 9), ours_for(torch.zeros(1, 1100), 17_599, 9)
+    theirs, ours = (
+        topk(naive, torch.zeros(1, 1100), 17_599, 9),
+        ours_for(torch.zeros(1, 1100), 17_599, 9),
+    )
     assert ours == [0, 1, 2, 3, 4, 5, 6, 1098, 1099] != sorted(theirs)
 
 
@@ -165,7 +209,9 @@ def partial_tail(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     k = randn(1, 166, 1, 8, seed=0)
     assert compress(k, config=CONFIG).shape[1] == 10 and pooled(k, SIZE).shape[1] == 11
     assert 10 in ours_for(torch.zeros(1, 10), 165, 5)
-    assert 10 not in topk(naive, torch.zeros(1, 10), 165, 5), "their current block must be among the pooled ones"
+    assert 10 not in topk(naive, torch.zeros(1, 10), 165, 5), (
+        "their current block must be among the pooled ones"
+    )
     assert 10 in topk(naive, torch.zeros(1, 11), 165, 5)
 
 
@@ -187,18 +233,29 @@ def repeated_blocks(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     once, twice = (torch.tensor(row).expand(1, 32, 2, -1) for row in ([0, 1], [0, 0, 1]))
     theirs = [naive.naive_nsa_selection(q, k, v, blocks, SIZE) for blocks in (once, twice)]
     assert float((theirs[0] - theirs[1])[:, 16:].abs().max()) > 0.05
-    monkeypatch.setattr(functional.settings, "current", lambda: Settings(strict_asserts=Setting(True, "environment")))
+    monkeypatch.setattr(
+        functional.settings,
+        "current",
+        lambda: Settings(strict_asserts=Setting(True, "environment")),
+    )
     with pytest.raises(ValueError, match="without repetition"):
         selected_attention(q, k, v, twice.int(), sel_block=SIZE)
 
 
 def bf16_scores(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """bf16 knows 64 and 64.5: of logits (64.26, 64) and (64.24, 64.24) it makes (64.5, 64) and (64, 64)."""
+    """bf16 knows 64 and 64.5: of logits (64.26, 64) and (64.24, 64.24) it makes (64.5, 64) and (64,
+    64).
+    """
     k_cmp = torch.zeros(1, 20, 1, 4, dtype=torch.bfloat16)
-    k_cmp[0, 3, 0], k_cmp[0, 7, 0] = torch.tensor([64, 0.26, 64, 0]).bfloat16(), torch.tensor([64, 0.24, 64, 0.24]).bfloat16()
+    k_cmp[0, 3, 0], k_cmp[0, 7, 0] = (
+        torch.tensor([64, 0.26, 64, 0]).bfloat16(),
+        torch.tensor([64, 0.24, 64, 0.24]).bfloat16(),
+    )
     q = torch.tensor([[1, 1, 0, 0], [0, 0, 1, 1]]).bfloat16().expand(1, 320, 2, 4)
     theirs = naive.naive_nsa_topk(q, k_cmp, 4, SIZE, 1.0)[0, -1, 0].tolist()
-    ours = select_blocks(q, k_cmp, config=replace(CONFIG, num_selected=4), scale=1.0)[0, -1, 0].tolist()
+    ours = select_blocks(q, k_cmp, config=replace(CONFIG, num_selected=4), scale=1.0)[
+        0, -1, 0
+    ].tolist()
     assert set(theirs) == {0, 3, 18, 19} and ours == [0, 7, 18, 19]
 
 
@@ -206,7 +263,9 @@ def wide_inputs(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(Case(64, 2, 8, 8, 1), dtype=torch.float64)
     blocks = select_blocks(q, compress(k, config=CONFIG), config=CONFIG)
     truth = oracle.selected(q, k, v, blocks, sel_block=SIZE)
-    assert float((naive.naive_nsa_selection(q, k, v, blocks.long(), SIZE) - truth).abs().max()) > 1e-9
+    assert (
+        float((naive.naive_nsa_selection(q, k, v, blocks.long(), SIZE) - truth).abs().max()) > 1e-9
+    )
     assert float((selected_attention(q, k, v, blocks, sel_block=SIZE) - truth).abs().max()) < 1e-13
 
 
@@ -224,14 +283,24 @@ def scale_of_the_window(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
     gates = torch.zeros(*q.shape[:3], 3)
     gates[..., 2] = 1  # the window alone
     options = {"block_counts": 5, "block_size": SIZE, "window_size": CONFIG.window}
-    scaled, plain = (naive.naive_nsa(q, k, v, *gates.unbind(-1), scale=scale, **options) for scale in (0.05, None))
+    scaled, plain = (
+        naive.naive_nsa(q, k, v, *gates.unbind(-1), scale=scale, **options)
+        for scale in (0.05, None)
+    )
     assert torch.equal(scaled, plain) and all("softmax_scale" not in call for call in asked)
     assert_parity(
         nsa_attention(q, (k, v), (k, v), (k, v), gates, config=CONFIG, scale=0.05),
         oracle.sliding(q, k, v, window=CONFIG.window, scale=0.05),
         "scaled window",
     )
-    assert float((nsa_attention(q, (k, v), (k, v), (k, v), gates, config=CONFIG, scale=0.05) - scaled).abs().max()) > 0.05
+    assert (
+        float(
+            (nsa_attention(q, (k, v), (k, v), (k, v), gates, config=CONFIG, scale=0.05) - scaled)
+            .abs()
+            .max()
+        )
+        > 0.05
+    )
 
 
 DIFFERENCES = (
@@ -239,7 +308,8 @@ DIFFERENCES = (
         "fewer slots than forced blocks",
         "ValueError",
         "a forced block is dropped, perhaps the query's own",
-        "forced blocks are reserved inside n; without the current block a query does not see itself",
+        "forced blocks are reserved inside n; without the current block a query does not see"
+        " itself",
         too_few_slots,
     ),
     Difference(
@@ -252,8 +322,10 @@ DIFFERENCES = (
     Difference(
         "blocks of the future",
         "absent",
-        "ranked with score 0, so they take slots (as -1) from past blocks whose probability underflowed",
-        "a slot for -1 is a block not attended, and which one depends on how long the sequence will be",
+        "ranked with score 0, so they take slots (as -1) from past blocks whose probability"
+        " underflowed",
+        "a slot for -1 is a block not attended, and which one depends on how long the sequence"
+        " will be",
         future_blocks,
     ),
     Difference(
@@ -267,7 +339,8 @@ DIFFERENCES = (
         "the partial block at the end",
         "is no compressed block, and is selected all the same",
         "is pooled from fewer tokens, and must be, or the current block cannot be selected",
-        "C(S) = (S - l) // d + 1; a block's score needs whole tokens, a forced block needs no score",
+        "C(S) = (S - l) // d + 1; a block's score needs whole tokens, a forced block needs no"
+        " score",
         partial_tail,
     ),
     Difference(
@@ -277,7 +350,13 @@ DIFFERENCES = (
         "neighbouring queries' rows are then comparable, and visible tokens are a prefix",
         order,
     ),
-    Difference("a row without any key", "exactly 0", "NaN", "one such row would reach every weight's gradient", blind_rows),
+    Difference(
+        "a row without any key",
+        "exactly 0",
+        "NaN",
+        "one such row would reach every weight's gradient",
+        blind_rows,
+    ),
     Difference(
         "a block given twice",
         "refused in strict mode; select_blocks never does it",
@@ -318,10 +397,15 @@ DIFFERENCES = (
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda d: d.what)
 def test_difference(
-    naive: ModuleType, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None], difference: Difference
+    naive: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+    difference: Difference,
 ) -> None:
     difference.show(naive, monkeypatch)
-    record_property("difference", (difference.what, difference.ours, difference.theirs, difference.why))
+    record_property(
+        "difference", (difference.what, difference.ours, difference.theirs, difference.why)
+    )
 
 
 # Helpers.
@@ -330,7 +414,9 @@ def test_difference(
 def pooled(x: Tensor, size: int, cu_seqlens: Tensor | None = None) -> Tensor:
     """Their mean pooling (a Triton kernel), which takes a partial tail for a block."""
     assert cu_seqlens is None
-    return torch.stack([x[:, start : start + size].mean(1) for start in range(0, x.shape[1], size)], 1)
+    return torch.stack(
+        [x[:, start : start + size].mean(1) for start in range(0, x.shape[1], size)], 1
+    )
 
 
 def on_a_cpu(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
@@ -363,7 +449,9 @@ def hot(num_blocks: int, **logits: float) -> Tensor:
 
 
 def as_query(logits_HC: Tensor, position: int) -> tuple[Tensor, Tensor]:
-    """q [1, position + 1, H, H] and k_cmp [1, C, 1, H] with these logits at scale 1, for every query."""
+    """q [1, position + 1, H, H] and k_cmp [1, C, 1, H] with these logits at scale 1, for every
+    query.
+    """
     H = logits_HC.shape[0]
     return torch.eye(H).expand(1, position + 1, H, H), logits_HC.T[None, :, None]
 
@@ -377,4 +465,6 @@ def ours_for(logits_HC: Tensor, position: int, count: int) -> list[int]:
     q, k_cmp = as_query(logits_HC, position)
     config = replace(CONFIG, num_selected=count)
     kv_len = max(position + 1, logits_HC.shape[1] * SIZE)
-    return select_blocks(q[:, -1:], k_cmp, config=config, q_start=position, kv_len=kv_len, scale=1.0)[0, 0, 0].tolist()
+    return select_blocks(
+        q[:, -1:], k_cmp, config=config, q_start=position, kv_len=kv_len, scale=1.0
+    )[0, 0, 0].tolist()

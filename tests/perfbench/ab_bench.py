@@ -1,4 +1,6 @@
-"""A repository of two commits and stand-ins for the machine: what the tests of `ab` and of `check`'s second stage share."""
+"""A repository of two commits and stand-ins for the machine: what the tests of `ab` and of
+`check`'s second stage share.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ SHORT, LONG = (f"dtype=fp32,fa2=off,path=v2,seq_len={n},workload=forward" for n 
 
 @dataclass
 class FakeSide:
-    """One side's executor: green rows at ``speed``, written into the shared ``log``. ``hot``: throttled once."""
+    """One side's executor: green rows at ``speed``, written into the shared ``log``.
+
+    ``hot``: throttled once.
+    """
 
     name: str
     speed: float
@@ -63,7 +68,9 @@ class FakeSide:
         row = side_measure.row_of(job, self.speed * slower)
         if (job.cell_id, job.replicate) in self.hot:
             self.hot.discard((job.cell_id, job.replicate))
-            return row.model_copy(update={"telemetry": builders.telemetry(gpu=False, throttled=True)})
+            return row.model_copy(
+                update={"telemetry": builders.telemetry(gpu=False, throttled=True)}
+            )
         return row
 
 
@@ -89,31 +96,48 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]
 
 
 @pytest.fixture
-def bench(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+def bench(
+    template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Bench:
     """In an empty folder with small.yaml; all executors are fakes."""
     monkeypatch.setattr(session, "CHECKOUT", template[0])
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(MATRIX, encoding="utf-8")
     random.seed(5)
     log: list[tuple[str, str, int]] = []
-    made = Bench(*template, FakeSide("a", 1000.0, log), FakeSide("b", 1000.0, log), FakeSide("tonight", 1000.0, []), log)
+    made = Bench(
+        *template,
+        FakeSide("a", 1000.0, log),
+        FakeSide("b", 1000.0, log),
+        FakeSide("tonight", 1000.0, []),
+        log,
+    )
 
     @contextmanager
     def prepared(fit: TargetFit) -> Iterator[FakeSide]:
         yield made.tonight
 
     @contextmanager
-    def both(fit: TargetFit, sides: tuple[checkout.Side, checkout.Side]) -> Iterator[tuple[FakeSide, FakeSide]]:
+    def both(
+        fit: TargetFit, sides: tuple[checkout.Side, checkout.Side]
+    ) -> Iterator[tuple[FakeSide, FakeSide]]:
         yield made.a, made.b
 
     monkeypatch.setattr(runner, "prepared", prepared)
     monkeypatch.setattr(ab, "prepared", both)
     monkeypatch.setattr(sideplan, "plan_of", plan_here)  # half a second of process each
     monkeypatch.setattr(session.Outcome, "write_report", lambda outcome, out=None: [])
-    monkeypatch.setattr(trace, "on_red", lambda *arguments, **options: [])  # tests/perfbench/test_trace.py
+    monkeypatch.setattr(
+        trace, "on_red", lambda *arguments, **options: []
+    )  # tests/perfbench/test_trace.py
     return made
 
 
-def plan_here(one: checkout.Side, matrix: Matrix, only: Sequence[str], capability: Capability) -> sideplan.SidePlan:
+def plan_here(
+    one: checkout.Side, matrix: Matrix, only: Sequence[str], capability: Capability
+) -> sideplan.SidePlan:
     """What the side's own process would answer, since its nsa differs in the marker alone."""
-    return sideplan.SidePlan(plans.build(matrix, only=list(only), capability=capability, settings=Settings()), matrix.model.to_mapping())
+    return sideplan.SidePlan(
+        plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
+        matrix.model.to_mapping(),
+    )

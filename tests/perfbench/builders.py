@@ -1,8 +1,8 @@
 """Synthetic runs whose rows pass every hard gate; a test breaks the one thing that it is about.
 
 run = make_run(h100_cells(), replicates=5)                 # 60 cells, plausible speeds
-run = replace_rows(run, cell_id, tok_per_s=80.0)           # ... one cell slower, samples kept consistent
-baseline = baseline_of(run)
+run = replace_rows(run, cell_id, tok_per_s=80.0)           # ... one cell slower, samples kept
+consistent baseline = baseline_of(run)
 """
 
 from __future__ import annotations
@@ -37,7 +37,15 @@ from perfbench.result import (
     Telemetry,
 )
 
-MODEL = ModelConfig(dim=768, num_layers=12, num_heads=12, num_kv_heads=2, head_dim=64, vocab_size=50257, nsa=NSAConfig())
+MODEL = ModelConfig(
+    dim=768,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=50257,
+    nsa=NSAConfig(),
+)
 LAYERS = MODEL.num_layers
 H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
 CPU = Capability("cpu", "AMD EPYC", None, None, "no CUDA device", "2.13.0")
@@ -78,27 +86,51 @@ def route_line(decided: Route) -> RouteLine:
         for b in decided.branches
     ]
     rejected = [{"alternative": r.alternative, "reason": r.reason} for r in decided.rejected]
-    return RouteLine(branches=lines, counters=list(decided.counters), rejected=rejected, notes=list(decided.notes))
+    return RouteLine(
+        branches=lines,
+        counters=list(decided.counters),
+        rejected=rejected,
+        notes=list(decided.notes),
+    )
 
 
 def planned_cell(cell: Cell, *, gpu: bool = True, expect: Expect | None = None) -> PlannedCell:
     capability = H100 if gpu else CPU
-    problem = Problem.of(MODEL, batch=cell.batch, tokens=cell.seq_len, dtype=torch_dtype_name(cell.dtype))
+    problem = Problem.of(
+        MODEL, batch=cell.batch, tokens=cell.seq_len, dtype=torch_dtype_name(cell.dtype)
+    )
     dense = cell.path in DENSE_KINDS
-    decided = route_dense(cell.path, problem, capability) if dense else route(Request(cell.path, cell.fa2), problem, capability)
+    decided = (
+        route_dense(cell.path, problem, capability)
+        if dense
+        else route(Request(cell.path, cell.fa2), problem, capability)
+    )
     config = hashlib.sha256(f"{cell.cell_id}".encode()).hexdigest()
     return PlannedCell(
-        cell_id=cell.cell_id, axes=cell.axes(), config_sha256=config, route=route_line(decided), expect=expect or Expect(), layers=LAYERS
+        cell_id=cell.cell_id,
+        axes=cell.axes(),
+        config_sha256=config,
+        route=route_line(decided),
+        expect=expect or Expect(),
+        layers=LAYERS,
     )
 
 
 def h100_cells() -> list[PlannedCell]:
-    """60 cells: train and forward, 512 to 8192, v2 and masked and v1 (to 1024) with FA-2 on and off, and the dense twin."""
+    """60 cells: train and forward, 512 to 8192, v2 and masked and v1 (to 1024) with FA-2 on and
+    off, and the dense twin.
+    """
     cells = []
     for workload in ("train", "forward"):
         for seq_len in (512, 1024, 2048, 4096, 8192):
-            cells += [Cell(workload, seq_len, path, fa2) for path in ("v2", "masked") for fa2 in ("on", "off")]
-            cells += [Cell(workload, seq_len, "v1", fa2) for fa2 in ("on", "off") if seq_len <= 1024]
+            cells += [
+                Cell(workload, seq_len, path, fa2)
+                for path in ("v2", "masked")
+                for fa2 in ("on", "off")
+            ]
+            cells += [
+                Cell(workload, seq_len, "v1", fa2) for fa2 in ("on", "off") if seq_len <= 1024
+            ]
             cells.append(Cell(workload, seq_len, "dense"))
         cells += [Cell(workload, 128, "reference", "off")]
     return [planned_cell(cell) for cell in cells]
@@ -106,30 +138,52 @@ def h100_cells() -> list[PlannedCell]:
 
 def cpu_cells() -> list[PlannedCell]:
     paths = ("v2", "masked", "dense")
-    cells = [Cell(w, s, p, "off", dtype="fp32") for w in ("train", "forward") for s in (128, 256, 512) for p in paths]
+    cells = [
+        Cell(w, s, p, "off", dtype="fp32")
+        for w in ("train", "forward")
+        for s in (128, 256, 512)
+        for p in paths
+    ]
     return [planned_cell(cell, gpu=False) for cell in cells]
 
 
 def speed_of(cell: PlannedCell) -> float:
-    """A plausible tok/s: sublinear in length, a factor for the path, forward three times as fast as training."""
+    """A plausible tok/s: sublinear in length, a factor for the path, forward three times as fast as
+    training.
+    """
     axes = cell.axes
     length = float(axes["seq_len"])
-    factor = {"dense": 1.0, "v2": 0.32, "masked": 0.62, "v1": 0.006, "reference": 0.0004}.get(str(axes["path"]), 0.5)
+    factor = {"dense": 1.0, "v2": 0.32, "masked": 0.62, "v1": 0.006, "reference": 0.0004}.get(
+        str(axes["path"]), 0.5
+    )
     factor *= 1.0 if axes["fa2"] in ("on", "n/a") or axes["path"] == "v1" else 0.78
     slope = {"dense": 5200.0, "v2": 30_000.0, "masked": 2600.0}.get(str(axes["path"]), 4000.0)
     launch = length / (length + 900.0)
     speed = 260_000.0 * factor * launch / (1 + length / slope)
-    return speed * (3.1 if axes["workload"] == "forward" else 1.0) * (1.0 if axes["dtype"] == "bf16" else 0.004)
+    return (
+        speed
+        * (3.1 if axes["workload"] == "forward" else 1.0)
+        * (1.0 if axes["dtype"] == "bf16" else 0.004)
+    )
 
 
 def parity(**overrides: Any) -> ParityLine:
-    values: dict[str, Any] = {"ok": True, "tokens": 1281, "rows": 64, "max_error": 0.0011, "tolerance": 0.008, "worst": "o[0, 640, 3]"}
+    values: dict[str, Any] = {
+        "ok": True,
+        "tokens": 1281,
+        "rows": 64,
+        "max_error": 0.0011,
+        "tolerance": 0.008,
+        "worst": "o[0, 640, 3]",
+    }
     return ParityLine(**{**values, "tensors": {"o": 0.14, "dq": 0.22}, **overrides})
 
 
 def telemetry(gpu: bool = True, **overrides: Any) -> Telemetry:
     if not gpu:
-        reasons = dict.fromkeys(("utilisation_pct", "power_w", "sm_clock_mhz"), "no NVIDIA GPU: NVML was not asked")
+        reasons = dict.fromkeys(
+            ("utilisation_pct", "power_w", "sm_clock_mhz"), "no NVIDIA GPU: NVML was not asked"
+        )
         return Telemetry(**{"absent": reasons, "window_s": 1.0, **overrides})
     values: dict[str, Any] = {
         "utilisation_pct": 93.0,
@@ -150,10 +204,33 @@ def telemetry(gpu: bool = True, **overrides: Any) -> Telemetry:
 
 def profile(gpu: bool = True, **overrides: Any) -> Profile:
     if not gpu:
-        blank: dict[str, Any] = {"kernel_count": 0, "device_time_s": 0.0, "wall_s": 0.022, "busy_fraction": None, "host_syncs": 0}
-        return Profile(**{**blank, "witness_ok": True, "witness": "operators agree with the Route", **overrides})
-    values: dict[str, Any] = {"kernels": {"flash_fwd": 0.01}, "kernel_count": 420, "device_time_s": 0.02, "wall_s": 0.022}
-    values |= {"busy_fraction": 0.91, "host_syncs": 0, "witness_ok": True, "witness": "flash_fwd seen"}
+        blank: dict[str, Any] = {
+            "kernel_count": 0,
+            "device_time_s": 0.0,
+            "wall_s": 0.022,
+            "busy_fraction": None,
+            "host_syncs": 0,
+        }
+        return Profile(
+            **{
+                **blank,
+                "witness_ok": True,
+                "witness": "operators agree with the Route",
+                **overrides,
+            }
+        )
+    values: dict[str, Any] = {
+        "kernels": {"flash_fwd": 0.01},
+        "kernel_count": 420,
+        "device_time_s": 0.02,
+        "wall_s": 0.022,
+    }
+    values |= {
+        "busy_fraction": 0.91,
+        "host_syncs": 0,
+        "witness_ok": True,
+        "witness": "flash_fwd seen",
+    }
     return Profile(**{**values, **overrides})
 
 
@@ -161,15 +238,33 @@ def physics(tok_per_s: float, tokens: int, gpu: bool = True, **overrides: Any) -
     step_s = tokens / tok_per_s
     gemm = 700e12 if gpu else 90e9
     flops, min_bytes = 0.08 * gemm * step_s, 0.05 * 3.35e12 * step_s
-    values: dict[str, Any] = {"flops": flops, "min_bytes": min_bytes, "flops_per_s": 0.08 * gemm, "bytes_per_s": 0.05 * 3.35e12}
-    values |= {"gemm_flops_per_s": gemm, "datasheet_bytes_per_s": 3.35e12 if gpu else None, "l2_bytes": 50 * 2**20 if gpu else None}
+    values: dict[str, Any] = {
+        "flops": flops,
+        "min_bytes": min_bytes,
+        "flops_per_s": 0.08 * gemm,
+        "bytes_per_s": 0.05 * 3.35e12,
+    }
+    values |= {
+        "gemm_flops_per_s": gemm,
+        "datasheet_bytes_per_s": 3.35e12 if gpu else None,
+        "l2_bytes": 50 * 2**20 if gpu else None,
+    }
     values |= {"floor_s": 0.08 * step_s if gpu else None, "floor_fraction": 0.08 if gpu else None}
     notes = [] if gpu else ["no floor: the memory bandwidth of this processor is not in the table"]
     return Physics(**{**values, "notes": notes, **overrides})
 
 
-def replicate(cell: PlannedCell, number: int = 0, *, tok_per_s: float | None = None, gpu: bool = True, **overrides: Any) -> Replicate:
-    """A green row of ``cell``; samples, tokens and physics follow ``tok_per_s`` unless overridden."""
+def replicate(
+    cell: PlannedCell,
+    number: int = 0,
+    *,
+    tok_per_s: float | None = None,
+    gpu: bool = True,
+    **overrides: Any,
+) -> Replicate:
+    """A green row of ``cell``; samples, tokens and physics follow ``tok_per_s`` unless
+    overridden.
+    """
     speed = speed_of(cell) if tok_per_s is None else tok_per_s
     tokens = int(cell.axes["seq_len"]) * int(cell.axes["batch"])
     values: dict[str, Any] = {
@@ -198,9 +293,16 @@ def replicate(cell: PlannedCell, number: int = 0, *, tok_per_s: float | None = N
     return Replicate(**{**values, **overrides})
 
 
-def failed(cell: PlannedCell, status: Status, number: int = 0, reason: str = "", **overrides: Any) -> Replicate:
+def failed(
+    cell: PlannedCell, status: Status, number: int = 0, reason: str = "", **overrides: Any
+) -> Replicate:
     """A row that ended without a speed."""
-    values: dict[str, Any] = {"cell_id": cell.cell_id, "replicate": number, "axes": cell.axes, "config_sha256": cell.config_sha256}
+    values: dict[str, Any] = {
+        "cell_id": cell.cell_id,
+        "replicate": number,
+        "axes": cell.axes,
+        "config_sha256": cell.config_sha256,
+    }
     values |= {"status": status, "reason": reason, "started_utc": UTC, "wall_s": 3.0}
     return Replicate(**{**values, **overrides})
 
@@ -227,18 +329,33 @@ def manifest(cells: Sequence[PlannedCell], *, gpu: bool = True, **overrides: Any
     return Manifest(**{**values, **overrides})
 
 
-def make_run(cells: Sequence[PlannedCell], *, replicates: int = 3, gpu: bool = True, noise: float = 0.0, **overrides: Any) -> Run:
+def make_run(
+    cells: Sequence[PlannedCell],
+    *,
+    replicates: int = 3,
+    gpu: bool = True,
+    noise: float = 0.0,
+    **overrides: Any,
+) -> Run:
     """A complete green run; ``noise`` is the relative sd between replicates, from a fixed seed."""
     luck = random.Random(11)
     rows = [
-        replicate(cell, n, tok_per_s=speed_of(cell) * (1 + noise * luck.gauss(0, 1)), gpu=gpu) for cell in cells for n in range(replicates)
+        replicate(cell, n, tok_per_s=speed_of(cell) * (1 + noise * luck.gauss(0, 1)), gpu=gpu)
+        for cell in cells
+        for n in range(replicates)
     ]
-    return Run(manifest=manifest(cells, gpu=gpu, replicates=replicates, **overrides), replicates=rows)
+    return Run(
+        manifest=manifest(cells, gpu=gpu, replicates=replicates, **overrides), replicates=rows
+    )
 
 
 def small_run(**overrides: Any) -> Run:
     """Four cells: train and forward of v2 (fa2 on) and dense at 2048."""
-    cells = [Cell(w, 2048, p, f) for w in ("train", "forward") for p, f in (("v2", "on"), ("dense", "auto"))]
+    cells = [
+        Cell(w, 2048, p, f)
+        for w in ("train", "forward")
+        for p, f in (("v2", "on"), ("dense", "auto"))
+    ]
     return make_run([planned_cell(cell) for cell in cells], **overrides)
 
 
@@ -256,11 +373,21 @@ def change_rows(run: Run, cell_id: str, change: Callable[[Replicate], Replicate 
     return with_rows(run, (row for row in changed if row is not None))
 
 
-def replace_rows(run: Run, cell_id: str, *, tok_per_s: float | None = None, **overrides: Any) -> Run:
-    """Rebuild every row of one cell with another speed or other fields, everything else consistent and green."""
+def replace_rows(
+    run: Run, cell_id: str, *, tok_per_s: float | None = None, **overrides: Any
+) -> Run:
+    """Rebuild every row of one cell with another speed or other fields, everything else consistent
+    and green.
+    """
     cell = next(c for c in run.manifest.cells if c.cell_id == cell_id)
     gpu = run.manifest.environment.gpu_slug != "cpu"
-    return change_rows(run, cell_id, lambda row: replicate(cell, row.replicate, tok_per_s=tok_per_s or row.tok_per_s, gpu=gpu, **overrides))
+    return change_rows(
+        run,
+        cell_id,
+        lambda row: replicate(
+            cell, row.replicate, tok_per_s=tok_per_s or row.tok_per_s, gpu=gpu, **overrides
+        ),
+    )
 
 
 def scale_rows(run: Run, cell_id: str, factor: float) -> Run:
@@ -272,30 +399,52 @@ def scale_rows(run: Run, cell_id: str, factor: float) -> Run:
 
 def resumed(run: Run, **overrides: Any) -> Run:
     """The same run, resumed once."""
-    values: dict[str, Any] = {"resumed_utc": UTC, "argv": ["perfbench", "run"], "environment": run.manifest.environment}
+    values: dict[str, Any] = {
+        "resumed_utc": UTC,
+        "argv": ["perfbench", "run"],
+        "environment": run.manifest.environment,
+    }
     return run.model_copy(update={"resumed": [*run.resumed, Resumed(**{**values, **overrides})]})
 
 
-def sentinel(name: str, block: int = 0, rate_per_s: float | None = 700e12, **overrides: Any) -> SentinelLine:
+def sentinel(
+    name: str, block: int = 0, rate_per_s: float | None = 700e12, **overrides: Any
+) -> SentinelLine:
     """A finished sentinel of one block."""
-    values: dict[str, Any] = {"name": name, "block": block, "status": Status.OK, "started_utc": UTC, "samples_s": [0.1] * 3}
+    values: dict[str, Any] = {
+        "name": name,
+        "block": block,
+        "status": Status.OK,
+        "started_utc": UTC,
+        "samples_s": [0.1] * 3,
+    }
     unit = "byte" if name == "copy" else "FLOP"
-    return SentinelLine(**{**values, "rate_per_s": rate_per_s, "unit": unit, "telemetry": telemetry(), **overrides})
+    return SentinelLine(
+        **{**values, "rate_per_s": rate_per_s, "unit": unit, "telemetry": telemetry(), **overrides}
+    )
 
 
 def watched(run: Run, rates: dict[str, list[float]]) -> Run:
     """The run with sentinels, one rate a block, asked for in its manifest."""
-    lines = [sentinel(name, block, rate) for name, values in rates.items() for block, rate in enumerate(values)]
+    lines = [
+        sentinel(name, block, rate)
+        for name, values in rates.items()
+        for block, rate in enumerate(values)
+    ]
     return with_manifest(run, sentinels=list(rates)).model_copy(update={"sentinels": lines})
 
 
 def baseline_of(run: Run, *, night_log_sd: float | None = 0.0, **overrides: Any) -> Baseline:
-    """The baseline that this run would become, without promote's refusals, by default of a machine without night-to-night luck."""
+    """The baseline that this run would become, without promote's refusals, by default of a machine
+    without night-to-night luck.
+    """
     rows = rows_by_cell(run)
     cells = {}
     for planned in run.manifest.cells:
         if good := usable(rows.get(planned.cell_id, [])):
-            profiles = [row.profile for row in good if row.profile is not None and row.profile.kernel_count]
+            profiles = [
+                row.profile for row in good if row.profile is not None and row.profile.kernel_count
+            ]
             cells[planned.cell_id] = BaselineCell(
                 axes=planned.axes,
                 config_sha256=planned.config_sha256,

@@ -9,7 +9,9 @@ __all__ = ["bench", "template"]
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small GEMM in place of the one that takes a second on a CPU; use it beside ``one_thread``, which restores the threads."""
+    """A small GEMM in place of the one that takes a second on a CPU; use it beside ``one_thread``,
+    which restores the threads.
+    """
     from perfbench import measure
 
     real = measure._gemm
@@ -18,5 +20,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables as a terminal of 120 columns shows them, whatever runs the tests: beside other workers pytest-xdist says 80."""
+    """Tables as a terminal of 120 columns shows them, whatever runs the tests: beside other workers
+    pytest-xdist says 80.
+    """
     monkeypatch.setenv("COLUMNS", "120")

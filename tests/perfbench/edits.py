@@ -26,7 +26,11 @@ def only_rows(run: Run, cell_id: str, numbers: set[int]) -> Run:
 
 def throttle(run: Run, cell_id: str, numbers: set[int]) -> Run:
     hot = b.telemetry(throttled=True, clock_event_reasons=["hw_thermal_slowdown"])
-    return b.change_rows(run, cell_id, lambda row: row.model_copy(update={"telemetry": hot}) if row.replicate in numbers else row)
+    return b.change_rows(
+        run,
+        cell_id,
+        lambda row: row.model_copy(update={"telemetry": hot}) if row.replicate in numbers else row,
+    )
 
 
 def fail(run: Run, cell_id: str, status: Status, **fields: object) -> Run:

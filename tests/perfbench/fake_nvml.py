@@ -1,4 +1,6 @@
-"""A stand-in for the pynvml module: cards given as data, failures by function name and NVML's error code."""
+"""A stand-in for the pynvml module: cards given as data, failures by function name and NVML's error
+code.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,16 @@ class Card:
 
 
 class FakeNvml:
-    """``fails`` maps a function's name to the error code that it raises; 'nvmlInit' is one of them."""
+    """``fails`` maps a function's name to the error code that it raises; 'nvmlInit' is one of
+    them.
+    """
 
     NVMLError = NVMLError
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
-    def __init__(self, *cards: Card, fails: dict[str, int] | None = None, lacks: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, *cards: Card, fails: dict[str, int] | None = None, lacks: tuple[str, ...] = ()
+    ) -> None:
         self.cards = list(cards)
         self.fails = fails or {}
         self.lacks = lacks
@@ -123,7 +129,9 @@ class FakeNvml:
         return list(card.ecc)
 
     def nvmlDeviceGetTotalEccErrors(self, card: Card, error_type: int, counter: int) -> int:
-        return card.ecc_errors if (error_type, counter) == (1, 0) else 10_000  # uncorrected, volatile
+        return (
+            card.ecc_errors if (error_type, counter) == (1, 0) else 10_000
+        )  # uncorrected, volatile
 
     def nvmlDeviceGetPowerManagementLimit(self, card: Card) -> int:
         return card.power_limit_mw

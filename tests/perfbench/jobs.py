@@ -23,11 +23,22 @@ def route_of(cell: Cell, model: ModelConfig = TINY) -> Route:
     """What the planner decides for ``cell`` on this CPU, with no NSA_* variable set."""
     here, dtype = capability.probe("cpu"), torch_dtype_name(cell.dtype)
     if cell.path in DENSE_KINDS:
-        return route_dense(cell.path, Problem.of(model, batch=cell.batch, tokens=cell.seq_len, dtype=dtype), here)
-    return plan(Request(cell.path, cell.fa2), model, batch=cell.batch, tokens=cell.seq_len, dtype=dtype, capability=here)
+        return route_dense(
+            cell.path, Problem.of(model, batch=cell.batch, tokens=cell.seq_len, dtype=dtype), here
+        )
+    return plan(
+        Request(cell.path, cell.fa2),
+        model,
+        batch=cell.batch,
+        tokens=cell.seq_len,
+        dtype=dtype,
+        capability=here,
+    )
 
 
-def job(path: str = "v2", workload: str = "train", seq_len: int = 64, *, batch: int = 1, **changes: Any) -> Job:
+def job(
+    path: str = "v2", workload: str = "train", seq_len: int = 64, *, batch: int = 1, **changes: Any
+) -> Job:
     """A job whose plan is true; ``changes`` replace any field, ``measure`` being a mapping."""
     cell = cell_of(path, workload, seq_len, batch=batch)
     values: dict[str, Any] = {

@@ -1,4 +1,6 @@
-"""A workload that only counts its steps, a sampler that watches the timed window, and the measuring function called with both."""
+"""A workload that only counts its steps, a sampler that watches the timed window, and the measuring
+function called with both.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ TELEMETRY = builders.telemetry(gpu=False)
 
 @dataclass
 class Stub:
-    """A workload that only counts: each step engages what ``engages`` says for its number, once a layer."""
+    """A workload that only counts: each step engages what ``engages`` says for its number, once a
+    layer.
+    """
 
     engages: Callable[[int], tuple[BranchRoute, ...]]
     clock: FakeClock | None = None

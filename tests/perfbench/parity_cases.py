@@ -21,29 +21,54 @@ Attend = Callable[..., Tensor]
 
 
 def prove(
-    path: str = "v2", *, model: ModelConfig = TINY, train: bool = True, dtype: torch.dtype = torch.float32, **changes: Any
+    path: str = "v2",
+    *,
+    model: ModelConfig = TINY,
+    train: bool = True,
+    dtype: torch.dtype = torch.float32,
+    **changes: Any,
 ) -> ParityLine:
     """The proof of a cell of 64 tokens, or of ``tokens``."""
     tokens = changes.setdefault("tokens", 64)
-    timed = route_of(cell_of(path, seq_len=tokens, dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]), model)
+    timed = route_of(
+        cell_of(path, seq_len=tokens, dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]),
+        model,
+    )
     fa2 = "n/a" if path in DENSE_KINDS else "off"
-    values: dict[str, Any] = {"path": path, "fa2": fa2, "dtype": dtype, "device": "cpu", "train": train, "seed": 3}
+    values: dict[str, Any] = {
+        "path": path,
+        "fa2": fa2,
+        "dtype": dtype,
+        "device": "cpu",
+        "train": train,
+        "seed": 3,
+    }
     return parity.check(model, timed, **{**values, **changes})
 
 
 def wrong(line: ParityLine) -> set[str]:
-    """Tensors of the attention function beyond their tolerance; ``layer`` has tests of its own (test_parity_layer.py)."""
+    """Tensors of the attention function beyond their tolerance; ``layer`` has tests of its own
+    (test_parity_layer.py).
+    """
     assert line.ok == all(ratio <= 1 for ratio in line.tensors.values())
     return {name for name, ratio in line.tensors.items() if ratio > 1} - {"layer"}
 
 
-def in_path(monkeypatch: pytest.MonkeyPatch, path: Path, change: Callable[[Attend], Attend]) -> None:
+def in_path(
+    monkeypatch: pytest.MonkeyPatch, path: Path, change: Callable[[Attend], Attend]
+) -> None:
     monkeypatch.setitem(PATHS, path, change(PATHS[path]))  # type: ignore[arg-type]
 
 
 def last_block_dropped(attend: Attend) -> Attend:
     def dropped(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, **options: Any) -> Tensor:
-        return attend(q, k, v, torch.cat([blocks[..., :-1], torch.full_like(blocks[..., :1], -1)], -1), **options)
+        return attend(
+            q,
+            k,
+            v,
+            torch.cat([blocks[..., :-1], torch.full_like(blocks[..., :1], -1)], -1),
+            **options,
+        )
 
     return dropped
 

@@ -1,4 +1,6 @@
-"""What the runner's tests share: a commit that measured, and the plan of a matrix's text for a machine without a GPU."""
+"""What the runner's tests share: a commit that measured, and the plan of a matrix's text for a
+machine without a GPU.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,10 @@ DENSE = "path=dense,seq_len=2048,workload=train"
 
 def written(run: Run, judgement: Judgement, beside: Beside | None = None) -> str:
     """report.md as text, without the second that its pictures take."""
-    pictures = [Picture("throughput.png", True, "tok/s against seq_len", ""), Picture("utilisation.png", False, "utilisation", "not drawn")]
+    pictures = [
+        Picture("throughput.png", True, "tok/s against seq_len", ""),
+        Picture("utilisation.png", False, "utilisation", "not drawn"),
+    ]
     return markdown.text(run, judgement, rows_of(run, judgement), pictures, beside)
 
 
@@ -28,24 +31,43 @@ def alone(run: Run) -> str:
 
 
 def troubled() -> tuple[Run, Judgement]:
-    """One of everything: confirmed slower, wrong path, out of memory, blind, new, missing, faster, excluded."""
+    """One of everything: confirmed slower, wrong path, out of memory, blind, new, missing, faster,
+    excluded.
+    """
     whole = run = b.make_run(
-        b.h100_cells(), excluded=[{"cell_id": "path=v1,seq_len=8192,workload=train", "reason": "Python | loops:\nhours"}]
+        b.h100_cells(),
+        excluded=[
+            {"cell_id": "path=v1,seq_len=8192,workload=train", "reason": "Python | loops:\nhours"}
+        ],
     )
     base = b.baseline_of(b.replace_rows(run, TRAIN, host_bound=True))
     cells = {cell.cell_id: cell for cell in run.manifest.cells}
     run = b.scale_rows(run, "fa2=on,path=masked,seq_len=8192,workload=train", 0.9)
     run = b.scale_rows(run, "fa2=on,path=v2,seq_len=8192,workload=forward", 1.2)
-    run = b.replace_rows(run, FORWARD, engaged={"cmp.sdpa": 12, "sel.reference": 12, "sel.loop": 12, "win.fa2": 12})
+    run = b.replace_rows(
+        run, FORWARD, engaged={"cmp.sdpa": 12, "sel.reference": 12, "sel.loop": 12, "win.fa2": 12}
+    )
     run = b.replace_rows(b.scale_rows(run, TRAIN, 0.9), TRAIN, host_bound=True)
     lost = cells["fa2=off,path=v2,seq_len=8192,workload=train"]
     run = b.change_rows(
-        run, lost.cell_id, lambda row: b.failed(lost, Status.OOM, row.replicate, "out of | memory", stderr_tail="```\nboom")
+        run,
+        lost.cell_id,
+        lambda row: b.failed(
+            lost, Status.OOM, row.replicate, "out of | memory", stderr_tail="```\nboom"
+        ),
     )
     gone = "path=dense,seq_len=512,workload=forward"
     planned = [cell for cell in run.manifest.cells if cell.cell_id != gone]
-    run = b.with_manifest(b.with_rows(run, [row for row in run.replicates if row.cell_id != gone]), cells=planned)
-    base = base.model_copy(update={"cells": {k: v for k, v in base.cells.items() if k != "path=dense,seq_len=512,workload=train"}})
+    run = b.with_manifest(
+        b.with_rows(run, [row for row in run.replicates if row.cell_id != gone]), cells=planned
+    )
+    base = base.model_copy(
+        update={
+            "cells": {
+                k: v for k, v in base.cells.items() if k != "path=dense,seq_len=512,workload=train"
+            }
+        }
+    )
     return run, conclude(judge(run, base, POLICY), whole, run, POLICY)
 
 

@@ -10,8 +10,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def git(folder: Path, *args: str) -> str:
-    identity = ("-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false", "-c", "init.defaultBranch=main")
-    done = subprocess.run(["git", "-C", str(folder), *identity, *args], capture_output=True, text=True, check=False)
+    identity = (
+        "-c",
+        "user.name=t",
+        "-c",
+        "user.email=t@example.org",
+        "-c",
+        "commit.gpgsign=false",
+        "-c",
+        "init.defaultBranch=main",
+    )
+    done = subprocess.run(
+        ["git", "-C", str(folder), *identity, *args], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -40,4 +51,8 @@ def make(folder: Path, *speeds: float) -> list[str]:
 
 
 def worktrees(folder: Path) -> list[str]:
-    return [line for line in git(folder, "worktree", "list", "--porcelain").splitlines() if line.startswith("worktree ")]
+    return [
+        line
+        for line in git(folder, "worktree", "list", "--porcelain").splitlines()
+        if line.startswith("worktree ")
+    ]

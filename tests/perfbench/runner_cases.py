@@ -35,13 +35,20 @@ IDS = [cell.cell_id for cell in PLAN.cells]
 
 
 def cell_id(workload: str, seq_len: int, path: str) -> str:
-    return f"dtype=fp32,{'fa2=off,' if path == 'v2' else ''}path={path},seq_len={seq_len},workload={workload}"
+    fa2 = "fa2=off," if path == "v2" else ""
+    return f"dtype=fp32,{fa2}path={path},seq_len={seq_len},workload={workload}"
 
 
 class FakeExecutor:
-    """Green rows; ``ends`` maps a cell to the status that it ends with, ``before`` runs first and may raise."""
+    """Green rows; ``ends`` maps a cell to the status that it ends with, ``before`` runs first and
+    may raise.
+    """
 
-    def __init__(self, ends: dict[str, Status] | None = None, before: Callable[[Job], None] = lambda job: None) -> None:
+    def __init__(
+        self,
+        ends: dict[str, Status] | None = None,
+        before: Callable[[Job], None] = lambda job: None,
+    ) -> None:
         self.ends, self.before = ends or {}, before
         self.jobs: list[Job] = []
         self.blocks: list[int] = []
@@ -71,7 +78,9 @@ class FakeExecutor:
         return [(job.cell_id, job.replicate) for job in self.jobs]
 
 
-def run(tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes: Any) -> runner.Finished:
+def run(
+    tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes: Any
+) -> runner.Finished:
     values: dict[str, Any] = {
         "runs_dir": tmp_path,
         "environment": HERE,
@@ -79,10 +88,21 @@ def run(tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes:
         "argv": ["perfbench", "run", "m.yaml"],
         "seed": 7,
     }
-    return runner.run(changes.pop("plan", PLAN), changes.pop("matrix", MATRIX), executor or FakeExecutor(), **{**values, **changes})
+    return runner.run(
+        changes.pop("plan", PLAN),
+        changes.pop("matrix", MATRIX),
+        executor or FakeExecutor(),
+        **{**values, **changes},
+    )
 
 
-def refused(code: Exit, words: str, tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes: Any) -> str:
+def refused(
+    code: Exit,
+    words: str,
+    tmp_path: pathlib.Path,
+    executor: FakeExecutor | None = None,
+    **changes: Any,
+) -> str:
     with pytest.raises(PerfbenchError, match=words) as caught:
         run(tmp_path, executor, **changes)
     assert caught.value.exit_code is code

@@ -1,4 +1,6 @@
-"""A measuring function for real child processes that says which settings nsa reads there: instant, and without torch."""
+"""A measuring function for real child processes that says which settings nsa reads there: instant,
+and without torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A measuring function for real child processes of an A/B: its speed is what the imported `nsa` says in nsa/marker.py."""
+"""A measuring function for real child processes of an A/B: its speed is what the imported `nsa`
+says in nsa/marker.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     prepared()
     at = time.monotonic_ns()
     slower = 1 - (job.injection.percent or 0.0) / 100 if job.injection else 1.0
-    return row_of(job, marker.SPEED * slower).model_copy(update={"reason": f"at={at} file={marker.__file__}"})
+    return row_of(job, marker.SPEED * slower).model_copy(
+        update={"reason": f"at={at} file={marker.__file__}"}
+    )
 
 
 def row_of(job: Job, speed: float) -> Replicate:
@@ -32,4 +36,6 @@ def row_of(job: Job, speed: float) -> Replicate:
         expect=job.expect,
         layers=job.model["num_layers"],
     )
-    return builders.replicate(cell, job.replicate, tok_per_s=speed * random.gauss(1, 0.001), gpu=False)
+    return builders.replicate(
+        cell, job.replicate, tok_per_s=speed * random.gauss(1, 0.001), gpu=False
+    )

@@ -1,4 +1,7 @@
-"""Measuring functions for real child processes: instant, and without torch. The batch axis chooses what happens."""
+"""Measuring functions for real child processes: instant, and without torch.
+
+The batch axis chooses what happens.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,15 @@ class OutOfMemoryError(RuntimeError):
     """Named as torch's."""
 
 
-OOM, HANG, SEGV, RAISE, KILLED, SILENT, EXIT, LITTER, OTHER, CPU_OOM, NOISY, CROWDED = range(101, 113)
+OOM, HANG, SEGV, RAISE, KILLED, SILENT, EXIT, LITTER, OTHER, CPU_OOM, NOISY, CROWDED = range(
+    101, 113
+)
 
 
 def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
-    """Act out what ``batch`` asks for, then return a row whose reason holds this process's own facts."""
+    """Act out what ``batch`` asks for, then return a row whose reason holds this process's own
+    facts.
+    """
     _misbehave(int(job.axes.get("batch", 1)), job.company)
     prepared()
     begin = time.monotonic_ns()
@@ -36,7 +43,10 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
         axes=job.axes,
         config_sha256=job.config_sha256,
         status=Status.OK,
-        reason=f"pid={os.getpid()} server={os.getppid()} session={os.getsid(0)} began={begin} ended={time.monotonic_ns()}",
+        reason=(
+            f"pid={os.getpid()} server={os.getppid()} session={os.getsid(0)} began={begin}"
+            f" ended={time.monotonic_ns()}"
+        ),
         started_utc="2026-01-02T03:04:05Z",
         wall_s=seconds,
         steps_per_sample=2,
@@ -51,7 +61,9 @@ def _misbehave(batch: int, company: int) -> None:
     if batch == OOM or (batch == CROWDED and company):
         raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     if batch == CPU_OOM:
-        raise RuntimeError("[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory")
+        raise RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory"
+        )
     if batch == HANG:
         print("about to hang")
         sys.stdout.flush()
@@ -78,7 +90,9 @@ def _misbehave(batch: int, company: int) -> None:
         raise LookupError("after much noise")
 
 
-def slow_measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+def slow_measure(
+    job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]
+) -> Replicate:
     """A replicate that takes 0.15 s, so that a test can interrupt a run in the middle."""
     time.sleep(0.15)
     return measure(job, clock, sampler, prepared)

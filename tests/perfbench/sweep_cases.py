@@ -1,4 +1,6 @@
-"""A matrix with sentinels, an executor whose cells throttle or fail as told, and the runner called with both."""
+"""A matrix with sentinels, an executor whose cells throttle or fail as told, and the runner called
+with both.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +35,15 @@ sentinels: [gemm, copy, sdpa_frozen]
 
 
 class Executor:
-    """Green rows; ``hot`` lists how often a cell (or sentinel) and replicate throttles first, ``ends`` how one fails."""
+    """Green rows; ``hot`` lists how often a cell (or sentinel) and replicate throttles first,
+    ``ends`` how one fails.
+    """
 
-    def __init__(self, hot: dict[tuple[str, int], int] | None = None, ends: dict[tuple[str, int], Status] | None = None) -> None:
+    def __init__(
+        self,
+        hot: dict[tuple[str, int], int] | None = None,
+        ends: dict[tuple[str, int], Status] | None = None,
+    ) -> None:
         self.hot, self.ends = dict(hot or {}), dict(ends or {})
         self.jobs: list[Job] = []
         self.log: list[str] = []
@@ -58,10 +66,15 @@ class Executor:
         reasons = ["hw_thermal_slowdown"] if hot else []
         seen = builders.telemetry(throttled=hot, clock_event_reasons=reasons)
         cell = PlannedCell(
-            cell_id=job.cell_id, axes={"seq_len": 64, "batch": 1, **job.axes}, config_sha256=job.config_sha256, route=job.plan
+            cell_id=job.cell_id,
+            axes={"seq_len": 64, "batch": 1, **job.axes},
+            config_sha256=job.config_sha256,
+            route=job.plan,
         )
         speed = 100.0 + len(self.jobs)
-        row = builders.replicate(cell, job.replicate, tok_per_s=speed, telemetry=seen, device_uuid_sha256=None)
+        row = builders.replicate(
+            cell, job.replicate, tok_per_s=speed, telemetry=seen, device_uuid_sha256=None
+        )
         return row.model_copy(update={"axes": job.axes})
 
     def close(self) -> None: ...
@@ -75,7 +88,13 @@ class Executor:
         return [(job.sentinel, job.replicate) for job in self.jobs if job.sentinel is not None]
 
 
-def run(folder: pathlib.Path, executor: Executor, text: str = TEXT, card: str | None = CARD, **changes: Any) -> runner.Finished:
+def run(
+    folder: pathlib.Path,
+    executor: Executor,
+    text: str = TEXT,
+    card: str | None = CARD,
+    **changes: Any,
+) -> runner.Finished:
     matrix, plan = planned_from(text)
     values: dict[str, Any] = {
         "runs_dir": folder,

@@ -26,10 +26,14 @@ REAL = ab.prepared
 
 @pytest.fixture
 def real(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Real processes, started in the project's own folder: its nsa is in their current folder and must not be taken."""
+    """Real processes, started in the project's own folder: its nsa is in their current folder and
+    must not be taken.
+    """
     monkeypatch.setattr(session, "CHECKOUT", template[0])
     monkeypatch.chdir(repositories.ROOT)
-    monkeypatch.setattr(ab, "prepared", partial(REAL, measure="tests.perfbench.side_measure:measure"))
+    monkeypatch.setattr(
+        ab, "prepared", partial(REAL, measure="tests.perfbench.side_measure:measure")
+    )
     (tmp_path / "small.yaml").write_text(MATRIX, encoding="utf-8")
     return tmp_path
 
@@ -48,55 +52,123 @@ def files(run: Run) -> set[str]:
     return {row.reason.partition("file=")[2] for row in run.replicates}
 
 
-def test_each_side_runs_its_own_code_in_turns(real: Path, template: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-    """Real worktrees, servers and children: order, origin, sources, verdict, and nothing left behind."""
+def test_each_side_runs_its_own_code_in_turns(
+    real: Path, template: tuple[Path, list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Real worktrees, servers and children: order, origin, sources, verdict, and nothing left
+    behind.
+    """
     out = real / "out"
-    assert cli.invoke(["ab", "HEAD~1", "HEAD", str(real / "small.yaml"), "--blocks", "4", "--seed", "3", "--out", str(out), "--json"]) == 3
+    assert (
+        cli.invoke(
+            [
+                "ab",
+                "HEAD~1",
+                "HEAD",
+                str(real / "small.yaml"),
+                "--blocks",
+                "4",
+                "--seed",
+                "3",
+                "--out",
+                str(out),
+                "--json",
+            ]
+        )
+        == 3
+    )
     printed = json.loads(capsys.readouterr().out)
     assert {cell["verdict"] for cell in printed["cells"]} == {"REGRESSED"}
     found = pair_in(out)
     assert (speeds(found.base), speeds(found.candidate)) == ({1000}, {900})
-    assert len(files(found.base)) == len(files(found.candidate)) == 1 and files(found.base) != files(found.candidate)
+    assert len(files(found.base)) == len(files(found.candidate)) == 1 and files(
+        found.base
+    ) != files(found.candidate)
     assert [run.manifest.source.commit for run in (found.base, found.candidate)] == template[1]
-    assert pair.are_paired(found.base, found.candidate) and not pair.are_paired(found.candidate, found.base)
+    assert pair.are_paired(found.base, found.candidate) and not pair.are_paired(
+        found.candidate, found.base
+    )
     order = []
     for name, run in (("a", found.base), ("b", found.candidate)):
-        order += [(int(re.findall(r"at=(\d+)", row.reason)[0]), row.replicate, row.cell_id, name) for row in run.replicates]
+        order += [
+            (int(re.findall(r"at=(\d+)", row.reason)[0]), row.replicate, row.cell_id, name)
+            for row in run.replicates
+        ]
     order.sort()
     assert [block for _, block, _, _ in order] == sorted([0, 1, 2, 3] * 4)
     assert "".join(name for _, _, _, name in order) == "abab" + "baba" + "abab" + "baba"
-    assert all(order[i][2] == order[i + 1][2] for i in range(0, 16, 2))  # the two of a cell are neighbours
-    assert len({tuple(cell for _, block, cell, _ in order if block == b) for b in range(4)}) > 1  # cells are shuffled
+    assert all(
+        order[i][2] == order[i + 1][2] for i in range(0, 16, 2)
+    )  # the two of a cell are neighbours
+    assert (
+        len({tuple(cell for _, block, cell, _ in order if block == b) for b in range(4)}) > 1
+    )  # cells are shuffled
     assert len(worktrees(template[0])) == 1
     assert (next(iter(out.iterdir())) / "report.md").exists()
 
 
-def test_the_working_tree_is_a_side_and_an_injection_hits_side_b_alone(real: Path, template: tuple[Path, list[str]]) -> None:
+def test_the_working_tree_is_a_side_and_an_injection_hits_side_b_alone(
+    real: Path, template: tuple[Path, list[str]]
+) -> None:
     """HEAD against the same folder with an uncommitted change; the fault is on top of it."""
     repositories.mark(template[0], 2000.0)
     try:
-        argv = ["ab", "HEAD", str(template[0]), str(real / "small.yaml"), "--blocks", "2", "--out", str(real / "out")]
+        argv = [
+            "ab",
+            "HEAD",
+            str(template[0]),
+            str(real / "small.yaml"),
+            "--blocks",
+            "2",
+            "--out",
+            str(real / "out"),
+        ]
         cli.invoke([*argv, "--inject", f"slowdown=50%@{LONG}"])
         assert git(template[0], "status", "--porcelain") == "M nsa/marker.py"
     finally:
         git(template[0], "checkout", "-q", "nsa/marker.py")
     found = pair_in(real / "out")
     assert speeds(found.base) == {900}
-    by_cell = {row.cell_id: round((row.tok_per_s or 0) / 100) * 100 for row in found.candidate.replicates}
+    by_cell = {
+        row.cell_id: round((row.tok_per_s or 0) / 100) * 100 for row in found.candidate.replicates
+    }
     assert by_cell == {SHORT: 2000, LONG: 1000}
-    assert (found.base.manifest.injections, found.candidate.manifest.injections) == ([], [f"slowdown=50%@{LONG}"])
-    assert found.base.manifest.source.dirty_sha256 is None and found.candidate.manifest.source.dirty_sha256 is not None
+    assert (found.base.manifest.injections, found.candidate.manifest.injections) == (
+        [],
+        [f"slowdown=50%@{LONG}"],
+    )
+    assert (
+        found.base.manifest.source.dirty_sha256 is None
+        and found.candidate.manifest.source.dirty_sha256 is not None
+    )
 
 
 def job_of(one: checkout.Side) -> Job:
     matrix = matrices.parse(MATRIX, "m.yaml")
     plan = sideplan.plan_of(one, matrix, [f"cell={SHORT}"], assumed("none"))
     (cell,) = plan.plan.cells
-    fields = {"cell_id": SHORT, "axes": cell.axes, "config_sha256": cell.config_sha256, "plan": cell.route, "expect": cell.expect}
-    return Job(**fields, replicate=0, model=plan.model, measure=MeasureOptions(), timeout_s=30, device="cpu", seed=1, profile=False)
+    fields = {
+        "cell_id": SHORT,
+        "axes": cell.axes,
+        "config_sha256": cell.config_sha256,
+        "plan": cell.route,
+        "expect": cell.expect,
+    }
+    return Job(
+        **fields,
+        replicate=0,
+        model=plan.model,
+        measure=MeasureOptions(),
+        timeout_s=30,
+        device="cpu",
+        seed=1,
+        profile=False,
+    )
 
 
-def test_a_server_that_was_not_told_its_side_yields_no_row(real: Path, template: tuple[Path, list[str]]) -> None:
+def test_a_server_that_was_not_told_its_side_yields_no_row(
+    real: Path, template: tuple[Path, list[str]]
+) -> None:
     """The worst bug would be a silent A/A; here the one argument that prevents it is taken away."""
     with checkout.side("HEAD", template[0]) as one, ab.SideExecutor(one, STUB) as executor:
         told = list(executor._command)
@@ -111,7 +183,9 @@ def test_a_server_that_was_not_told_its_side_yields_no_row(real: Path, template:
     assert caught.value.exit_code is Exit.INTERNAL
 
 
-def test_a_server_whose_side_is_no_package_refuses_to_start(real: Path, template: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_a_server_whose_side_is_no_package_refuses_to_start(
+    real: Path, template: tuple[Path, list[str]], tmp_path: Path
+) -> None:
     (tmp_path / "empty" / "nsa").mkdir(parents=True)
     with checkout.side("HEAD", template[0]) as one:
         wrong = checkout.Side("v0", tmp_path / "empty", one.source)
@@ -124,15 +198,24 @@ def test_a_server_whose_side_is_no_package_refuses_to_start(real: Path, template
 
 def test_nothing_is_timed_before_both_servers_are_ready(bench: Bench) -> None:
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "2") == 0
-    assert bench.log[:4] == [("a", "block", -1), ("b", "block", -1), ("a", "ready", -1), ("b", "ready", -1)]
+    assert bench.log[:4] == [
+        ("a", "block", -1),
+        ("b", "block", -1),
+        ("a", "ready", -1),
+        ("b", "ready", -1),
+    ]
     assert [name for name, what, _ in bench.log if what.startswith("dtype")] == list("ababbaba")
     assert all(job.company == 0 for job in bench.a.jobs + bench.b.jobs)
-    assert [(j.cell_id, j.replicate, j.seed) for j in bench.a.jobs] == [(j.cell_id, j.replicate, j.seed) for j in bench.b.jobs]
+    assert [(j.cell_id, j.replicate, j.seed) for j in bench.a.jobs] == [
+        (j.cell_id, j.replicate, j.seed) for j in bench.b.jobs
+    ]
 
 
 def test_blocks_are_the_policys_by_default_and_one_cell_can_be_chosen(bench: Bench) -> None:
     assert bench.run("ab", "HEAD", "HEAD", "small.yaml", "--only", "seq_len=128") == 0
-    assert {job.cell_id for job in bench.a.jobs} == {SHORT} and len(bench.a.jobs) == len(bench.b.jobs) == 6
+    assert {job.cell_id for job in bench.a.jobs} == {SHORT} and len(bench.a.jobs) == len(
+        bench.b.jobs
+    ) == 6
 
 
 def test_a_side_that_fails_stops_its_cell_and_the_other_still_proves_itself(bench: Bench) -> None:
@@ -143,13 +226,17 @@ def test_a_side_that_fails_stops_its_cell_and_the_other_still_proves_itself(benc
     assert len([job for job in bench.b.jobs if job.cell_id == LONG]) == 4
 
 
-def test_a_candidate_that_fails_has_its_own_verdict(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_candidate_that_fails_has_its_own_verdict(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.b.ends[SHORT] = Status.WRONG_PATH
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml") == 4
     assert "WRONG_PATH" in capsys.readouterr().out
 
 
-def test_an_interrupted_pair_goes_on_and_parts_no_pair(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_pair_goes_on_and_parts_no_pair(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.b.interrupt_at = 3  # block 1 is BA: side b of its second pair; then resumed
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "3", "--seed", "9") == 130
     (folder,) = Path("reports/runs").iterdir()
@@ -158,8 +245,12 @@ def test_an_interrupted_pair_goes_on_and_parts_no_pair(bench: Bench, capsys: pyt
     bench.b.interrupt_at = None
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
     for side in (bench.a, bench.b):
-        assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted((c, r) for c in (SHORT, LONG) for r in range(3))
-    assert {run.manifest.seed for run in (pair.read(folder).base, pair.read(folder).candidate)} == {9}
+        assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted(
+            (c, r) for c in (SHORT, LONG) for r in range(3)
+        )
+    assert {run.manifest.seed for run in (pair.read(folder).base, pair.read(folder).candidate)} == {
+        9
+    }
 
 
 def test_half_a_pair_is_measured_again(bench: Bench) -> None:
@@ -175,7 +266,11 @@ def test_half_a_pair_is_measured_again(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "message"),
-    [(["--resume", "{folder}", "--inject", f"oom@{SHORT}"], "--inject"), (["HEAD"], ""), (["--resume", "nowhere"], "nowhere")],
+    [
+        (["--resume", "{folder}", "--inject", f"oom@{SHORT}"], "--inject"),
+        (["HEAD"], ""),
+        (["--resume", "nowhere"], "nowhere"),
+    ],
 )
 def test_a_resumed_pair_takes_no_new_faults_and_no_other_code(
     bench: Bench, capsys: pytest.CaptureFixture[str], extra: list[str], message: str
@@ -191,7 +286,9 @@ def test_a_resumed_pair_takes_no_new_faults_and_no_other_code(
     assert message in capsys.readouterr().err
 
 
-def test_a_budget_stops_before_the_next_pair(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_budget_stops_before_the_next_pair(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--budget", "0.000001s") == 6
     assert "12 pairs are not measured" in capsys.readouterr().err
     assert bench.a.jobs == bench.b.jobs == []
@@ -208,13 +305,17 @@ def test_a_budget_stops_before_the_next_pair(bench: Bench, capsys: pytest.Captur
         (["HEAD", "HEAD", "small.yaml", "--out", "small.yaml"], "--out DIR"),
     ],
 )
-def test_usage_errors_exit_2(bench: Bench, capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
+def test_usage_errors_exit_2(
+    bench: Bench, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
     assert bench.run("ab", *argv) == 2
     assert message in capsys.readouterr().err
     assert len(worktrees(bench.repository)) == 1
 
 
-def test_compare_judges_both_sides_of_an_ab_or_two_runs(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_judges_both_sides_of_an_ab_or_two_runs(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     bench.b.speed = 800.0
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml") == 3
     (folder,) = Path("reports/runs").iterdir()
@@ -225,7 +326,9 @@ def test_compare_judges_both_sides_of_an_ab_or_two_runs(bench: Bench, capsys: py
     assert bench.run("run", "small.yaml", "--out", "night") == 0
     (night,) = Path("night").iterdir()
     capsys.readouterr()
-    assert bench.run("compare", str(night), str(folder / "b"), "--strict") == 7  # two nights: a drop is at most WATCH
+    assert (
+        bench.run("compare", str(night), str(folder / "b"), "--strict") == 7
+    )  # two nights: a drop is at most WATCH
     assert "WATCH" in capsys.readouterr().out
     assert bench.run("compare", str(night)) == 2
     assert "wanted two" in capsys.readouterr().err
@@ -245,14 +348,23 @@ def in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ab, "interleave", partial(ab.interleave, pause=pause))
 
 
-@pytest.mark.parametrize(("hot", "a_attempts", "b_attempts"), [("a", [0, 1], [0]), ("b", [0, 0], [0, 1])])
+@pytest.mark.parametrize(
+    ("hot", "a_attempts", "b_attempts"), [("a", [0, 1], [0]), ("b", [0, 0], [0, 1])]
+)
 def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, hot: str, a_attempts: list[int], b_attempts: list[int]
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    hot: str,
+    a_attempts: list[int],
+    b_attempts: list[int],
 ) -> None:
     """Block 0 is AB. Where b was hot, a's half is measured again too, beside b's retry."""
     in_the_pause(monkeypatch)
     getattr(bench, hot).hot = {(SHORT, 0)}
-    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--only", "seq_len=128", "--blocks", "2") == 130
+    assert (
+        bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--only", "seq_len=128", "--blocks", "2")
+        == 130
+    )
     (folder,) = Path("reports/runs").iterdir()
     before = pair.read(folder)
     assert before.missing == [(SHORT, 0), (SHORT, 1)]
@@ -260,14 +372,18 @@ def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
     found = pair.read(folder)
     assert found.missing == []
     for run, attempts in ((found.base, a_attempts), (found.candidate, b_attempts)):
-        assert [row.attempt for row in run.replicates if row.replicate == 0] == attempts  # all stay in the file
+        assert [
+            row.attempt for row in run.replicates if row.replicate == 0
+        ] == attempts  # all stay in the file
         assert [row.attempt for row in run.replicates if row.replicate == 1] == [0]
     measured = [(name, block) for name, cell, block in bench.log if cell == SHORT]
     assert measured[-4:] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
 def test_a_pair_that_a_resume_parted_does_not_count_and_is_measured_again(bench: Bench) -> None:
-    """Side a of block 1 of one sitting, side b of the next: no machine stays the same over night."""
+    """Side a of block 1 of one sitting, side b of the next: no machine stays the same over
+    night.
+    """
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "2") == 0
     (folder,) = Path("reports/runs").iterdir()
     for name in pair.NAMES:
@@ -275,30 +391,51 @@ def test_a_pair_that_a_resume_parted_does_not_count_and_is_measured_again(bench:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for line in lines[1:]:
             late = name == "b" and line["replicate"] == 1
-            line["started_utc"] = "2026-01-03T01:00:00+00:00" if late else "2026-01-02T01:00:00+00:00"
-        again = {"kind": "resumed", "resumed_utc": "2026-01-03T00:00:00+00:00", "argv": [], "environment": lines[0]["environment"]}
-        path.write_text("".join(json.dumps(line) + "\n" for line in [*lines, again]), encoding="utf-8")
+            line["started_utc"] = (
+                "2026-01-03T01:00:00+00:00" if late else "2026-01-02T01:00:00+00:00"
+            )
+        again = {
+            "kind": "resumed",
+            "resumed_utc": "2026-01-03T00:00:00+00:00",
+            "argv": [],
+            "environment": lines[0]["environment"],
+        }
+        path.write_text(
+            "".join(json.dumps(line) + "\n" for line in [*lines, again]), encoding="utf-8"
+        )
     assert sorted(pair.read(folder).missing) == sorted([(SHORT, 1), (LONG, 1)])
     bench.a.jobs.clear(), bench.b.jobs.clear()
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
     for side in (bench.a, bench.b):
-        assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted([(SHORT, 1), (LONG, 1)])
+        assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted(
+            [(SHORT, 1), (LONG, 1)]
+        )
     assert pair.read(folder).missing == []
 
 
-def test_a_throttled_side_leaves_the_pair_out(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_throttled_side_leaves_the_pair_out(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its retries are spent: the pair does not count, and the verdict says how many do."""
-    Path("small.yaml").write_text(MATRIX.replace("processes: 4", "processes: 4, throttle_retries: 0"), encoding="utf-8")
+    Path("small.yaml").write_text(
+        MATRIX.replace("processes: 4", "processes: 4, throttle_retries: 0"), encoding="utf-8"
+    )
     bench.b.hot = {(SHORT, 1)}
     assert bench.run("ab", "HEAD", "HEAD", "small.yaml", "--blocks", "6", "--json") == 0
     (folder,) = Path("reports/runs").iterdir()
     assert pair.read(folder).missing == [(SHORT, 1)]
-    reasons = {cell["cell_id"]: cell["reason"] for cell in json.loads(capsys.readouterr().out)["cells"]}
+    reasons = {
+        cell["cell_id"]: cell["reason"] for cell in json.loads(capsys.readouterr().out)["cells"]
+    }
     assert "5 of 6 pairs count" in reasons[SHORT] and "pairs count" not in reasons[LONG]
 
 
-def test_a_pair_that_was_cut_short_names_the_command_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    """Five of six pairs of a drop that all six show; the command that is printed measures the sixth, HEAD or not."""
+def test_a_pair_that_was_cut_short_names_the_command_that_goes_on(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Five of six pairs of a drop that all six show; the command that is printed measures the
+    sixth, HEAD or not.
+    """
     bench.b.interrupt_at, bench.b.speed = 10, 985.0
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "6", "--seed", "4") == 130
     (folder,) = Path("reports/runs").iterdir()
@@ -309,7 +446,10 @@ def test_a_pair_that_was_cut_short_names_the_command_that_goes_on(bench: Bench, 
     command = f"perfbench ab {base} {candidate} small.yaml --resume {folder}"
     assert "cut short: 5 of 6 planned pairs" in printed["headline"]
     for cell in printed["cells"]:
-        assert cell["reason"].startswith("cut short: 5 of 6 planned pairs; ") and f"`{command}` goes on" in cell["reason"]
+        assert (
+            cell["reason"].startswith("cut short: 5 of 6 planned pairs; ")
+            and f"`{command}` goes on" in cell["reason"]
+        )
     bench.run("compare", str(folder / "a"), str(folder / "b"), "--json")
     assert f"`{command}` goes on" in capsys.readouterr().out
     bench.b.interrupt_at = None
@@ -328,10 +468,16 @@ def test_explain_and_report_take_a_pair(bench: Bench, capsys: pytest.CaptureFixt
     assert json.loads(capsys.readouterr().out)["counts"] == {"REGRESSED": 2}
     assert bench.run("explain", str(folder), SHORT) == 0
     text = capsys.readouterr().out
-    assert text.startswith(f"{SHORT}: REGRESSED") and "Base: measured interleaved with the candidate" in text and "Pairs, tok_per_s" in text
+    assert (
+        text.startswith(f"{SHORT}: REGRESSED")
+        and "Base: measured interleaved with the candidate" in text
+        and "Pairs, tok_per_s" in text
+    )
     assert bench.run("explain", str(folder), SHORT, "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["cell"]["cell_id"], data["cell"]["verdict"]) == (SHORT, "REGRESSED") and "\n".join(data["explanation"]) + "\n" == text
+    assert (data["cell"]["cell_id"], data["cell"]["verdict"]) == (SHORT, "REGRESSED") and "\n".join(
+        data["explanation"]
+    ) + "\n" == text
     for command in (["report", str(folder)], ["explain", str(folder), SHORT]):
         assert bench.run(*command, "--baseline", "any.json") == 2
         assert f"leave --baseline away, or name {folder / 'b'}" in capsys.readouterr().err

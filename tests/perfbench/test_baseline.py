@@ -1,4 +1,6 @@
-"""Baselines: whatever the bytes, a clear message and exit 9; only a whole, green, clean run becomes one."""
+"""Baselines: whatever the bytes, a clear message and exit 9; only a whole, green, clean run becomes
+one.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,12 @@ def part(run: Run, workload: str, **manifest: Any) -> Run:
     """The slice of a run that ``--only workload=...`` gives."""
     cells = [cell for cell in run.manifest.cells if cell.axes["workload"] == workload]
     rows = [row for row in run.replicates if row.axes["workload"] == workload]
-    return b.with_manifest(b.with_rows(run, rows), cells=cells, only=[f"workload={workload}"], **manifest)
+    return b.with_manifest(
+        b.with_rows(run, rows), cells=cells, only=[f"workload={workload}"], **manifest
+    )
 
 
-# --- promote and load -------------------------------------------------------------------------------------------------
+# --- promote and load
 
 
 def test_a_promoted_run_loads_and_judges_itself_green(target: Path) -> None:
@@ -51,8 +55,14 @@ def test_a_promoted_run_loads_and_judges_itself_green(target: Path) -> None:
     assert loaded.cells[TRAIN].tok_per_s == [row.tok_per_s for row in run.of_cell(TRAIN)]
     assert loaded.cells[TRAIN].counters == sorted(run.manifest.cells[0].route.counters)
     assert loaded.environment == run.manifest.environment.fingerprint()
-    calm = {cell_id: cell.model_copy(update={"night_log_sd": 0.0}) for cell_id, cell in loaded.cells.items()}
-    assert judge(run, loaded.model_copy(update={"cells": calm}), GatePolicy(), strict=True).exit_code is Exit.OK
+    calm = {
+        cell_id: cell.model_copy(update={"night_log_sd": 0.0})
+        for cell_id, cell in loaded.cells.items()
+    }
+    assert (
+        judge(run, loaded.model_copy(update={"cells": calm}), GatePolicy(), strict=True).exit_code
+        is Exit.OK
+    )
     assert judge(run, loaded, GatePolicy()).exit_code is Exit.OK
 
 
@@ -71,7 +81,9 @@ def test_nothing_but_the_file_is_left(target: Path) -> None:
     assert [file.name for file in target.parent.iterdir()] == ["nsa-h100.json"]
 
 
-def test_a_failed_write_keeps_the_old_file_and_exits_2(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_file_and_exits_2(
+    target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     promoted(b.small_run(), target)
     before = target.read_bytes()
 
@@ -104,47 +116,79 @@ def test_unknown_fields_survive(target: Path) -> None:
     "change, words",
     [
         (lambda r: b.with_manifest(r, injections=["oom@cell"]), "injected faults"),
-        (lambda r: b.with_manifest(r, source=Source(commit=b.COMMIT, dirty_sha256="d" * 64)), "uncommitted changes"),
         (
-            lambda r: b.with_manifest(r, source=Source(commit=b.COMMIT, dirty_sha256=None, reason="by hand")),
+            lambda r: b.with_manifest(r, source=Source(commit=b.COMMIT, dirty_sha256="d" * 64)),
+            "uncommitted changes",
+        ),
+        (
+            lambda r: b.with_manifest(
+                r, source=Source(commit=b.COMMIT, dirty_sha256=None, reason="by hand")
+            ),
             "unproved origin: got commit 4f1c",
         ),
-        (lambda r: b.with_manifest(r, source=Source(commit=None, dirty_sha256=None)), "got commit unknown, not proved (no reason was"),
+        (
+            lambda r: b.with_manifest(r, source=Source(commit=None, dirty_sha256=None)),
+            "got commit unknown, not proved (no reason was",
+        ),
         (lambda r: b.replace_rows(r, TRAIN, parity=None), "PARITY"),
         (lambda r: b.replace_rows(r, TRAIN, engaged={}), "WRONG_PATH"),
         (lambda r: b.replace_rows(r, TRAIN, samples_s=[1.0]), "IMPOSSIBLE"),
-        (lambda r: b.change_rows(r, TRAIN, lambda row: b.failed(r.manifest.cells[0], Status.OOM, row.replicate)), "FAILED"),
+        (
+            lambda r: b.change_rows(
+                r, TRAIN, lambda row: b.failed(r.manifest.cells[0], Status.OOM, row.replicate)
+            ),
+            "FAILED",
+        ),
         (lambda r: b.change_rows(r, TRAIN, lambda row: None), "MISSING"),
-        (lambda r: b.change_rows(r, TRAIN, lambda row: row if row.replicate < 2 else None), "2 of 3"),
+        (
+            lambda r: b.change_rows(r, TRAIN, lambda row: row if row.replicate < 2 else None),
+            "2 of 3",
+        ),
         (lambda r: b.with_rows(r, []), "nothing was measured"),
         (lambda r: b.replace_rows(r, TRAIN, telemetry=b.telemetry(throttled=True)), "throttled"),
         (
             lambda r: b.change_rows(
-                r, TRAIN, lambda row: row.model_copy(update={"telemetry": b.telemetry(throttled=True)}) if row.replicate else row
+                r,
+                TRAIN,
+                lambda row: (
+                    row.model_copy(update={"telemetry": b.telemetry(throttled=True)})
+                    if row.replicate
+                    else row
+                ),
             ),
             "1 of 3",
         ),
         (lambda r: b.resumed(r, environment=b.environment(driver="1")), "mix two machines"),
     ],
 )
-def test_what_must_not_become_a_baseline(change: Callable[[Run], Run], words: str, target: Path) -> None:
+def test_what_must_not_become_a_baseline(
+    change: Callable[[Run], Run], words: str, target: Path
+) -> None:
     with pytest.raises(PerfbenchError, match="cannot become a baseline") as caught:
         promoted(change(b.small_run()), target)
-    assert caught.value.exit_code is Exit.USAGE and words in str(caught.value) and not target.exists()
+    assert (
+        caught.value.exit_code is Exit.USAGE and words in str(caught.value) and not target.exists()
+    )
 
 
 def test_a_dirty_tree_may_be_allowed_and_is_recorded(target: Path) -> None:
     dirty = b.with_manifest(b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256="d" * 64))
     promotion = promote(dirty, target, allow_dirty=True)
     assert load(target).allow_dirty and load(target).source.dirty_sha256 == "d" * 64
-    assert "uncommitted changes" in str(promotion) and "with uncommitted changes" in show(load(target))
+    assert "uncommitted changes" in str(promotion) and "with uncommitted changes" in show(
+        load(target)
+    )
 
 
 def test_code_of_unproved_origin_may_be_allowed_and_is_recorded(target: Path) -> None:
-    by_hand = b.with_manifest(b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256=None, reason="no git"))
+    by_hand = b.with_manifest(
+        b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256=None, reason="no git")
+    )
     promotion = promote(by_hand, target, allow_dirty=True)
     assert load(target).allow_dirty and load(target).source.reason == "no git"
-    assert "given by hand, not proved" in str(promotion) and f"commit {b.COMMIT}, given by hand, not proved" in show(load(target))
+    assert "given by hand, not proved" in str(
+        promotion
+    ) and f"commit {b.COMMIT}, given by hand, not proved" in show(load(target))
 
 
 def test_host_bound_is_kept_and_null_stays_null(target: Path) -> None:
@@ -154,7 +198,7 @@ def test_host_bound_is_kept_and_null_stays_null(target: Path) -> None:
     assert (cells[TRAIN].host_bound, cells[DENSE].host_bound) == (True, None)
 
 
-# --- slices -----------------------------------------------------------------------------------------------------------
+# --- slices
 
 
 def test_a_slice_keeps_the_cells_that_it_did_not_select(target: Path) -> None:
@@ -162,15 +206,25 @@ def test_a_slice_keeps_the_cells_that_it_did_not_select(target: Path) -> None:
     newer = part(b.small_run(noise=0.01), "train", run_id="newer-run")
     promotion = promote(newer, target)
     baseline = load(target)
-    assert len(baseline.cells) == 4 and promotion.kept == sorted(c for c in baseline.cells if "forward" in c) and promotion.removed == []
-    assert {cell.run_id == "newer-run" for id_, cell in baseline.cells.items() if "train" in id_} == {True}
-    assert {cell.run_id == "newer-run" for id_, cell in baseline.cells.items() if "forward" in id_} == {False}
+    assert (
+        len(baseline.cells) == 4
+        and promotion.kept == sorted(c for c in baseline.cells if "forward" in c)
+        and promotion.removed == []
+    )
+    assert {
+        cell.run_id == "newer-run" for id_, cell in baseline.cells.items() if "train" in id_
+    } == {True}
+    assert {
+        cell.run_id == "newer-run" for id_, cell in baseline.cells.items() if "forward" in id_
+    } == {False}
     assert "kept 2 cells" in str(promotion)
 
 
 def test_a_slice_in_another_environment_keeps_nothing_and_says_so(target: Path) -> None:
     promoted(b.small_run(), target)
-    promotion = promote(part(b.small_run(), "train", environment=b.environment(driver="580")), target)
+    promotion = promote(
+        part(b.small_run(), "train", environment=b.environment(driver="580")), target
+    )
     assert promotion.kept == [] and len(promotion.removed) == 2 and len(load(target).cells) == 2
     assert "removed 2 cells" in str(promotion) and "environment or method changed" in str(promotion)
 
@@ -179,7 +233,9 @@ def test_a_slice_drops_what_it_selected_and_no_longer_has(target: Path) -> None:
     promoted(b.small_run(), target)
     newer = part(b.small_run(), "train")
     cells = [cell for cell in newer.manifest.cells if cell.cell_id != TRAIN]
-    newer = b.with_manifest(b.with_rows(newer, [row for row in newer.replicates if row.cell_id != TRAIN]), cells=cells)
+    newer = b.with_manifest(
+        b.with_rows(newer, [row for row in newer.replicates if row.cell_id != TRAIN]), cells=cells
+    )
     assert promote(newer, target).removed == [TRAIN]
 
 
@@ -187,7 +243,10 @@ def test_a_whole_run_merges_nothing(target: Path) -> None:
     promoted(b.small_run(), target)
     other = b.make_run([b.planned_cell(Cell("train", 512, "dense"))])
     promotion = promote(other, target)
-    assert list(load(target).cells) == ["path=dense,seq_len=512,workload=train"] and len(promotion.removed) == 4
+    assert (
+        list(load(target).cells) == ["path=dense,seq_len=512,workload=train"]
+        and len(promotion.removed) == 4
+    )
 
 
 def test_a_damaged_file_is_replaced_by_a_whole_run_and_never_by_a_slice(target: Path) -> None:
@@ -196,7 +255,10 @@ def test_a_damaged_file_is_replaced_by_a_whole_run_and_never_by_a_slice(target: 
     with pytest.raises(PerfbenchError, match="not overwritten") as caught:
         promote(part(b.small_run(), "train"), target)
     assert caught.value.exit_code is Exit.BASELINE
-    assert "replaced an unusable file" in str(promote(b.small_run(), target)) and len(load(target).cells) == 4
+    assert (
+        "replaced an unusable file" in str(promote(b.small_run(), target))
+        and len(load(target).cells) == 4
+    )
 
 
 def test_a_newer_file_is_never_overwritten(target: Path) -> None:
@@ -207,7 +269,7 @@ def test_a_newer_file_is_never_overwritten(target: Path) -> None:
     assert target.read_text() == '{"schema_version": 3}'
 
 
-# --- damaged files ----------------------------------------------------------------------------------------------------
+# --- damaged files
 
 
 def damaged(path: Path, change: Callable[[dict[str, Any]], object]) -> BaselineProblem:
@@ -224,18 +286,28 @@ def damaged(path: Path, change: Callable[[dict[str, Any]], object]) -> BaselineP
 
 def test_a_missing_file_is_no_baseline_and_says_how_to_make_one(target: Path) -> None:
     problem = read(target)
-    assert isinstance(problem, BaselineProblem) and problem.verdict is Verdict.NO_BASELINE and "baseline promote" in problem.message
+    assert (
+        isinstance(problem, BaselineProblem)
+        and problem.verdict is Verdict.NO_BASELINE
+        and "baseline promote" in problem.message
+    )
     with pytest.raises(PerfbenchError) as caught:
         load(target)
     assert caught.value.exit_code is Exit.BASELINE
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"[1, 2", b"\xff\xfe\x00", b"nul", b"{'a': 1}", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "data", [b"", b"{", b"[1, 2", b"\xff\xfe\x00", b"nul", b"{'a': 1}", b"[" * 100_000]
+)
 def test_what_is_not_json(data: bytes, target: Path) -> None:
     target.parent.mkdir(parents=True)
     target.write_bytes(data)
     problem = read(target)
-    assert isinstance(problem, BaselineProblem) and problem.verdict is Verdict.CORRUPT and "is not JSON" in problem.message
+    assert (
+        isinstance(problem, BaselineProblem)
+        and problem.verdict is Verdict.CORRUPT
+        and "is not JSON" in problem.message
+    )
 
 
 def test_every_truncation_is_corrupt(target: Path) -> None:
@@ -251,7 +323,10 @@ def test_a_folder_is_corrupt_not_a_traceback(tmp_path: Path) -> None:
     assert isinstance(problem, BaselineProblem) and "cannot be read" in problem.message
 
 
-@pytest.mark.parametrize("speeds", [[0.0], [-1.0], [float("nan")], [float("inf")], [], ["5"], [None], [True], [100.0, 0.0]])
+@pytest.mark.parametrize(
+    "speeds",
+    [[0.0], [-1.0], [float("nan")], [float("inf")], [], ["5"], [None], [True], [100.0, 0.0]],
+)
 def test_a_speed_that_is_none(speeds: list[Any], target: Path) -> None:
     promoted(b.small_run(), target)
     problem = damaged(target, lambda data: data["cells"][TRAIN].update(tok_per_s=speeds))
@@ -303,14 +378,18 @@ def test_a_lone_surrogate_can_be_printed(key: str, target: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
 WHOLE = b.baseline_of(b.small_run()).model_dump(mode="json")
 
 
 @given(key=st.sampled_from(sorted(WHOLE)), value=JSON)
-def test_no_value_makes_a_traceback(key: str, value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_value_makes_a_traceback(
+    key: str, value: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"
     path.write_text(json.dumps({**WHOLE, key: value}))
     found = read(path)
@@ -319,7 +398,9 @@ def test_no_value_makes_a_traceback(key: str, value: Any, tmp_path_factory: pyte
 
 
 @given(field=st.sampled_from(sorted(WHOLE["cells"][TRAIN])), value=JSON)
-def test_no_cell_makes_a_traceback_in_the_gate(field: str, value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_no_cell_makes_a_traceback_in_the_gate(
+    field: str, value: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     path = tmp_path_factory.getbasetemp() / "cell.json"
     cells = {**WHOLE["cells"], TRAIN: {**WHOLE["cells"][TRAIN], field: value}}
     path.write_text(json.dumps({**WHOLE, "cells": cells}))
@@ -328,11 +409,13 @@ def test_no_cell_makes_a_traceback_in_the_gate(field: str, value: Any, tmp_path_
         judge(b.with_manifest(b.small_run(), only=["workload=train"]), found, GatePolicy())
 
 
-# --- luck between nights ----------------------------------------------------------------------------------------------
+# --- luck between nights
 
 
 def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) -> Path:
-    """A calibration.json of three starts that tells of TRAIN, or of the cells named; the device is half as restless."""
+    """A calibration.json of three starts that tells of TRAIN, or of the cells named; the device is
+    half as restless.
+    """
     manifest = b.small_run().manifest
     configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
     cells = [
@@ -344,7 +427,15 @@ def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) 
         }
         for cell_id, sd in (gate_sd or {TRAIN: 0.004}).items()
     ]
-    path.write_text(json.dumps({"gpu_slug": gpu_slug, "environment": manifest.environment.fingerprint(), "cells": cells}))
+    path.write_text(
+        json.dumps(
+            {
+                "gpu_slug": gpu_slug,
+                "environment": manifest.environment.fingerprint(),
+                "cells": cells,
+            }
+        )
+    )
     return path
 
 
@@ -356,7 +447,10 @@ def test_a_calibration_tells_the_gate_how_restless_a_cell_is(target: Path, tmp_p
     cell = load(target).cells[TRAIN]
     assert (cell.night_log_sd, cell.device_night_log_sd, cell.night_starts) == (0.004, 0.002, 3)
     judgement = judge(run, load(target), GatePolicy())
-    assert judgement.counts == {"SAME": 1, "WATCH": 3} and judgement.cells[0].evidence[0].night_sd == 0.004
+    assert (
+        judgement.counts == {"SAME": 1, "WATCH": 3}
+        and judgement.cells[0].evidence[0].night_sd == 0.004
+    )
     assert any("of 1 of 4 cells" in note and DENSE in note for note in found.notes)
     assert promoted(run, target).cells[TRAIN] == cell  # a later baseline is as restless
     other = promoted(run, target, calibration=calibration(tmp_path / "c.json", **{DENSE: 0.003}))
@@ -367,33 +461,48 @@ def test_a_slice_takes_the_luck_of_the_cells_that_it_keeps(target: Path, tmp_pat
     run = b.small_run()
     promoted(run, target)
     forward = part(run, "forward")
-    found = promote(forward, target, promoted_utc=b.UTC, calibration=calibration(tmp_path / "c.json"))
+    found = promote(
+        forward, target, promoted_utc=b.UTC, calibration=calibration(tmp_path / "c.json")
+    )
     assert TRAIN in found.kept and found.baseline.cells[TRAIN].night_log_sd == 0.004
     assert sorted(found.written) == sorted(cell.cell_id for cell in forward.manifest.cells)
 
 
-def test_the_calibration_of_another_gpu_is_refused_before_anything_is_written(target: Path, tmp_path: Path) -> None:
-    with pytest.raises(PerfbenchError, match="got a calibration of h200, wanted one of h100-80gb-hbm3") as caught:
+def test_the_calibration_of_another_gpu_is_refused_before_anything_is_written(
+    target: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        PerfbenchError, match="got a calibration of h200, wanted one of h100-80gb-hbm3"
+    ) as caught:
         promoted(b.small_run(), target, calibration=calibration(tmp_path / "c.json", "h200"))
     assert caught.value.exit_code is Exit.USAGE and not target.exists()
 
 
-def test_the_calibration_of_other_work_is_refused_before_anything_is_written(target: Path, tmp_path: Path) -> None:
+def test_the_calibration_of_other_work_is_refused_before_anything_is_written(
+    target: Path, tmp_path: Path
+) -> None:
     """The same cell id under another model; and the same work under another torch."""
     run = b.small_run()
     planned, rows = (
-        [one.model_copy(update={"config_sha256": "0" * 64}) for one in records] for records in (run.manifest.cells, run.replicates)
+        [one.model_copy(update={"config_sha256": "0" * 64}) for one in records]
+        for records in (run.manifest.cells, run.replicates)
     )
     for foreign, words in (
-        (b.with_manifest(b.with_rows(run, rows), cells=planned), f"of {TRAIN}, wanted 000000000000, the work that the run measured"),
-        (b.with_manifest(run, environment=b.environment(torch="2.14.0")), "got a calibration with torch 2.13.0, wanted 2.14.0"),
+        (
+            b.with_manifest(b.with_rows(run, rows), cells=planned),
+            f"of {TRAIN}, wanted 000000000000, the work that the run measured",
+        ),
+        (
+            b.with_manifest(run, environment=b.environment(torch="2.14.0")),
+            "got a calibration with torch 2.13.0, wanted 2.14.0",
+        ),
     ):
         with pytest.raises(PerfbenchError, match=words) as caught:
             promoted(foreign, target, calibration=calibration(tmp_path / "c.json"))
         assert caught.value.exit_code is Exit.USAGE and not target.exists()
 
 
-# --- names and text ---------------------------------------------------------------------------------------------------
+# --- names and text
 
 
 def test_path_for_keeps_plain_names_and_encodes_odd_ones(tmp_path: Path) -> None:
@@ -406,7 +515,19 @@ def test_path_for_keeps_plain_names_and_encodes_odd_ones(tmp_path: Path) -> None
 
 def test_show_names_run_environment_and_every_cell() -> None:
     text = show(b.baseline_of(b.small_run(noise=0.01), night_log_sd=0.0042))
-    assert "run base-run" in text and "driver 570.86.10" in text and all(cell in text for cell in (TRAIN, DENSE))
-    assert text.splitlines()[4].split() == ["cell", "tok/s", "n", "spread", "bound", "between", "nights"]
+    assert (
+        "run base-run" in text
+        and "driver 570.86.10" in text
+        and all(cell in text for cell in (TRAIN, DENSE))
+    )
+    assert text.splitlines()[4].split() == [
+        "cell",
+        "tok/s",
+        "n",
+        "spread",
+        "bound",
+        "between",
+        "nights",
+    ]
     assert text.splitlines()[5].endswith("GPU    0.42 %")
     assert show(b.baseline_of(b.small_run(), night_log_sd=None)).splitlines()[5].endswith("assumed")

@@ -20,7 +20,17 @@ from perfbench.nights import read, told
 from perfbench.policy import GatePolicy, Policies
 from perfbench.result import Run
 from perfbench.verdict import Exit, PerfbenchError
-from tests.perfbench.builders import environment, make_run, planned_cell, profile, replicate, small_run, speed_of, with_manifest, with_rows
+from tests.perfbench.builders import (
+    environment,
+    make_run,
+    planned_cell,
+    profile,
+    replicate,
+    small_run,
+    speed_of,
+    with_manifest,
+    with_rows,
+)
 
 POLICY = GatePolicy()
 LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
@@ -31,14 +41,24 @@ def _few_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify, "WORLDS", nullsim.WORLDS[:1])
 
 
-def noisy(run_id: str, luck: random.Random, *, replicates: int = 6, within: float = 0.01, night: float = 0.02, cells: int = 12) -> Run:
+def noisy(
+    run_id: str,
+    luck: random.Random,
+    *,
+    replicates: int = 6,
+    within: float = 0.01,
+    night: float = 0.02,
+    cells: int = 12,
+) -> Run:
     """One start: every cell with a luck of its own for the night, every process with its own."""
     planned = [planned_cell(Cell("train", 1024 * (i + 1), "dense", "auto")) for i in range(cells)]
     rows = []
     for cell in planned:
         speed = speed_of(cell) * (1 + luck.gauss(0, night))
         for n in range(replicates):
-            rows.append(replicate(cell, n, tok_per_s=speed * (1 + luck.gauss(0, within)), host_bound=False))
+            rows.append(
+                replicate(cell, n, tok_per_s=speed * (1 + luck.gauss(0, within)), host_bound=False)
+            )
     return with_manifest(with_rows(make_run(planned, replicates=replicates), rows), run_id=run_id)
 
 
@@ -46,16 +66,24 @@ def saved(folder: Path, runs: Sequence[Run]) -> list[Path]:
     paths = []
     for number, run in enumerate(runs):
         path = folder / f"{number}.jsonl"
-        path.write_text("".join(record.model_dump_json() + "\n" for record in (run.manifest, *run.replicates)), encoding="utf-8")
+        path.write_text(
+            "".join(record.model_dump_json() + "\n" for record in (run.manifest, *run.replicates)),
+            encoding="utf-8",
+        )
         paths.append(path)
     return paths
 
 
 def test_bounds_of_clopper_and_pearson() -> None:
-    """The design's own numbers: 2,996 silent nights claim 0.1 %, 299 caught drops claim 99 %; 3 of 10 from a printed table."""
+    """The design's own numbers: 2,996 silent nights claim 0.1 %, 299 caught drops claim 99 %; 3 of
+    10 from a printed table.
+    """
     assert Rate(0, 2995).upper < 0.001001 and Rate(0, 2900).upper > 0.001
     assert Rate(299, 299).lower == pytest.approx(0.99, abs=1e-4)
-    assert (Rate(3, 10).lower, Rate(3, 10).upper) == (pytest.approx(0.0873, abs=1e-4), pytest.approx(0.6066, abs=1e-4))
+    assert (Rate(3, 10).lower, Rate(3, 10).upper) == (
+        pytest.approx(0.0873, abs=1e-4),
+        pytest.approx(0.6066, abs=1e-4),
+    )
     assert (Rate(0, 5).lower, Rate(5, 5).upper) == (0.0, 1.0)
 
 
@@ -78,14 +106,22 @@ def test_the_rule_keeps_its_two_promises_on_gpu_bound_cells() -> None:
     assert sum(tally.outcomes["REGRESSED"] for tally in null.values()) == 0
     found = [tally.outcomes["REGRESSED"] / tally.nights for tally in drops.values()]
     assert min(found) > 0.95 and sum(found) / 3 > 0.98
-    assert all(tally.significant < 0.9 * tally.nights for tally in drops.values())  # what significance alone would have looked at
+    assert all(
+        tally.significant < 0.9 * tally.nights for tally in drops.values()
+    )  # what significance alone would have looked at
 
 
-def test_a_screen_by_significance_alone_would_miss_the_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_screen_by_significance_alone_would_miss_the_goal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The certificate can fail: with the usual screen it does."""
-    monkeypatch.setattr(stats, "screened", lambda comparison, policy: comparison.p_slower < policy.alpha_screen)
+    monkeypatch.setattr(
+        stats, "screened", lambda comparison, policy: comparison.p_slower < policy.alpha_screen
+    )
     drops = nullsim.simulate(nullsim.WORLDS[0], POLICY, nights=40, seed=(7, 1), drop_pct=3.0)
-    assert sum(tally.outcomes["REGRESSED"] for tally in drops.values()) < 0.9 * sum(tally.nights for tally in drops.values())
+    assert sum(tally.outcomes["REGRESSED"] for tally in drops.values()) < 0.9 * sum(
+        tally.nights for tally in drops.values()
+    )
 
 
 def test_host_bound_cells_are_blind_and_never_red() -> None:
@@ -98,12 +134,22 @@ def test_a_night_is_judged_alone_when_the_family_is_one_cell() -> None:
     base = [[0.0, 0.001, -0.001, 0.002, -0.002]]
     slower = [[x - 0.1 for x in base[0]]]
     pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_BLOCKS)]]
-    (judged,) = nullsim.judge_night(base, slower, (pairs, [[x - 0.1 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]), 0.0, POLICY)
-    assert judged.outcome == "REGRESSED" and judged.screened and judged.blocks == POLICY.confirm_blocks
+    (judged,) = nullsim.judge_night(
+        base,
+        slower,
+        (pairs, [[x - 0.1 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]),
+        0.0,
+        POLICY,
+    )
+    assert (
+        judged.outcome == "REGRESSED" and judged.screened and judged.blocks == POLICY.confirm_blocks
+    )
 
 
 @pytest.mark.parametrize(("within", "noisier"), [(0.001, False), (0.05, True)])
-def test_a_machine_that_is_noisier_than_the_claim_is_named_beside_it(within: float, noisier: bool, tmp_path: Path) -> None:
+def test_a_machine_that_is_noisier_than_the_claim_is_named_beside_it(
+    within: float, noisier: bool, tmp_path: Path
+) -> None:
     runs = [noisy(f"run-{n}", random.Random(n), within=within) for n in range(2)]
     text = headline(render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)))
     assert ("**This machine is noisier than that claim: " in text) is noisier
@@ -113,11 +159,18 @@ def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
     luck = random.Random(5)
     paths = saved(tmp_path, [noisy(f"run-{n}", luck) for n in range(4)])
     found = calibrate(paths, seed=1, policy=POLICY, effort=LITTLE)
-    assert len(found.starts) == 4 and {cell.starts for cell in found.cells} == {4} and {cell.within_df for cell in found.cells} == {20}
+    assert (
+        len(found.starts) == 4
+        and {cell.starts for cell in found.cells} == {4}
+        and {cell.within_df for cell in found.cells} == {20}
+    )
     moderated = [cell.moderated_sd_pct for cell in found.cells if cell.moderated_sd_pct is not None]
     assert len(moderated) == 12 and sum(moderated) / 12 == pytest.approx(1.0, rel=0.15)
     assert found.night_sd_pct["GPU bound"] == pytest.approx(2.0, rel=0.35)
-    assert all(cell.blocks is not None and cell.judged_drop_pct == 3 and cell.tolerance_pct == 1 for cell in found.cells)
+    assert all(
+        cell.blocks is not None and cell.judged_drop_pct == 3 and cell.tolerance_pct == 1
+        for cell in found.cells
+    )
     assert found.screened.trials == 36 and found.red == Rate(0, 48)
 
 
@@ -132,7 +185,11 @@ def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_p
     assert all(night.sd < night.gate_sd < 0.01 for night in nights)
     manifest = runs[0].manifest
     configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
-    taken = told(read(out.with_suffix(".json"), "h100-80gb-hbm3"), manifest.environment.fingerprint(), configs)
+    taken = told(
+        read(out.with_suffix(".json"), "h100-80gb-hbm3"),
+        manifest.environment.fingerprint(),
+        configs,
+    )
     assert taken == {
         cell.cell_id: {
             "night_log_sd": cell.night.gate_sd,
@@ -145,26 +202,43 @@ def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_p
 
 
 def test_device_time_has_a_luck_of_its_own(tmp_path: Path) -> None:
-    """20 ms on the device, 4 % apart between two starts, the same for all processes of a start: sd 4 % / sqrt(2)."""
+    """20 ms on the device, 4 % apart between two starts, the same for all processes of a start: sd
+    4 % / sqrt(2).
+    """
     runs = []
     for n in range(2):
         run = noisy(f"run-{n}", random.Random(n), cells=1)
-        rows = [row.model_copy(update={"profile": profile(device_time_s=0.02 * (1 + 0.04 * n))}) for row in run.replicates]
+        rows = [
+            row.model_copy(update={"profile": profile(device_time_s=0.02 * (1 + 0.04 * n))})
+            for row in run.replicates
+        ]
         runs.append(with_rows(run, rows))
     (cell,) = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE).cells
-    assert cell.device_night is not None and cell.device_night.sd == pytest.approx(math.log(1.04) / math.sqrt(2), rel=1e-3)
+    assert cell.device_night is not None and cell.device_night.sd == pytest.approx(
+        math.log(1.04) / math.sqrt(2), rel=1e-3
+    )
     assert cell.device_sd_pct == pytest.approx(0, abs=1e-9)
 
 
 def test_the_report_names_the_gpu_its_starts_and_both_kinds_of_sd(tmp_path: Path) -> None:
     """Nothing in it is of one GPU only."""
     here = environment(gpu_slug="h200-141gb-hbm3e", device_name="NVIDIA H200")
-    runs = [with_manifest(noisy(f"run-{n}", random.Random(n), cells=2), environment=here) for n in range(3)]
+    runs = [
+        with_manifest(noisy(f"run-{n}", random.Random(n), cells=2), environment=here)
+        for n in range(3)
+    ]
     found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
     text = render(found)
-    assert "**The machine: 3 machine starts** of NVIDIA H200" in text and "NVIDIA H200 (h200-141gb-hbm3e), 3 machine starts" in text
-    assert [line for line in text.splitlines() if line.startswith("| run-")] == [f"| run-{n} | abababab | 2 | 12 |" for n in range(3)]
-    (line,) = [line for line in text.splitlines() if "seq_len=1024," in line and "| tok/s | 3 |" in line]
+    assert (
+        "**The machine: 3 machine starts** of NVIDIA H200" in text
+        and "NVIDIA H200 (h200-141gb-hbm3e), 3 machine starts" in text
+    )
+    assert [line for line in text.splitlines() if line.startswith("| run-")] == [
+        f"| run-{n} | abababab | 2 | 12 |" for n in range(3)
+    ]
+    (line,) = [
+        line for line in text.splitlines() if "seq_len=1024," in line and "| tok/s | 3 |" in line
+    ]
     night = found.cells[0].night
     assert night is not None and f"| {100 * night.sd:.2f} | {100 * night.upper:.2f} |" in line
     assert line.endswith(f"| {100 * night.gate_sd:.2f} |")
@@ -175,7 +249,8 @@ def test_a_machine_noisier_than_the_worlds_says_that_they_are_not_it(tmp_path: P
     for within, said in ((0.005, False), (0.03, True)):
         runs = [noisy(f"run-{n}", random.Random(n), within=within) for n in range(2)]
         assert (
-            "Noisier than the certified worlds" in render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE))
+            "Noisier than the certified worlds"
+            in render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE))
         ) is said
 
 
@@ -183,40 +258,65 @@ def test_a_restless_cell_is_blind_with_a_drop_that_it_can_judge(tmp_path: Path) 
     paths = saved(tmp_path, [noisy(f"run-{n}", random.Random(n), within=0.10) for n in range(2)])
     found = calibrate(paths, seed=1, policy=POLICY, effort=LITTLE)
     for cell in found.cells:
-        assert cell.blocks is None and cell.judged_drop_pct is not None and 6 < cell.judged_drop_pct < 20
+        assert (
+            cell.blocks is None
+            and cell.judged_drop_pct is not None
+            and 6 < cell.judged_drop_pct < 20
+        )
         assert cell.tolerance_pct == pytest.approx(cell.judged_drop_pct / 3)
     assert "| BLIND |" in render(found)
 
 
 def test_the_overrides_of_blind_cells_are_a_matrix_s(tmp_path: Path) -> None:
-    """The printed lines, under a matrix of these cells: each is judged for a drop that the pairs can show, a third of it tolerated."""
+    """The printed lines, under a matrix of these cells: each is judged for a drop that the pairs
+    can show, a third of it tolerated.
+    """
     noise = [0.10, 0.002]
     runs = []
     for n in range(2):
-        restless, calm = (noisy(f"run-{n}", random.Random(n), within=within, cells=3) for within in noise)
+        restless, calm = (
+            noisy(f"run-{n}", random.Random(n), within=within, cells=3) for within in noise
+        )
         last = restless.manifest.cells[2].cell_id
-        rows = [row for row in restless.replicates if row.cell_id != last] + [row for row in calm.replicates if row.cell_id == last]
+        rows = [row for row in restless.replicates if row.cell_id != last] + [
+            row for row in calm.replicates if row.cell_id == last
+        ]
         runs.append(with_rows(restless, rows))
     found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
     text = render(found)
     block = text.split("```yaml\n")[1].split("```")[0]
     matrix = matrices.parse(
         "version: 1\nname: small\ntarget: {gpu: none}\nmodel: tiny\n"
-        "axes: {workload: [train], seq_len: [1024, 2048, 3072], path: [dense], batch: [1, 2]}\n" + block,
+        "axes: {workload: [train], seq_len: [1024, 2048, 3072], path: [dense], batch: [1, 2]}\n"
+        + block,
         "small.yaml",
     )
     blind = {cell.cell_id: cell for cell in found.cells if cell.blocks is None}
-    assert len(blind) == 2 and set(matrix.by_cell) == set(blind)  # no cell of batch 2, none that is not BLIND
+    assert len(blind) == 2 and set(matrix.by_cell) == set(
+        blind
+    )  # no cell of batch 2, none that is not BLIND
     for cell_id, cell in blind.items():
         policy = matrices.policies(matrix).of(cell_id)
-        assert cell.judged_drop_pct is not None and cell.judged_drop_pct <= policy.min_effect_pct < cell.judged_drop_pct + 0.1
+        assert (
+            cell.judged_drop_pct is not None
+            and cell.judged_drop_pct <= policy.min_effect_pct < cell.judged_drop_pct + 0.1
+        )
         assert policy.tolerance_pct == pytest.approx(policy.min_effect_pct / 3, rel=0.01)
     again = calibrate(saved(tmp_path, runs), seed=1, policy=policy, effort=LITTLE)
-    assert next(cell for cell in again.cells if cell.cell_id == cell_id).blocks is not None  # with its override it is not BLIND
+    assert (
+        next(cell for cell in again.cells if cell.cell_id == cell_id).blocks is not None
+    )  # with its override it is not BLIND
 
 
 def test_no_blind_cell_no_override(tmp_path: Path) -> None:
-    text = render(calibrate(saved(tmp_path, [noisy("only", random.Random(1), within=0.002)]), seed=1, policy=POLICY, effort=LITTLE))
+    text = render(
+        calibrate(
+            saved(tmp_path, [noisy("only", random.Random(1), within=0.002)]),
+            seed=1,
+            policy=POLICY,
+            effort=LITTLE,
+        )
+    )
     assert "so no `overrides:`." in text and "```yaml" not in text
 
 
@@ -224,15 +324,25 @@ def headline(text: str) -> str:
     return text.split("## The rule")[0]
 
 
-def power_row(name: str, sd_pct: float, hits: int, *, blind: int = 0, drop_pct: float = 3.0) -> certify.PowerRow:
+def power_row(
+    name: str, sd_pct: float, hits: int, *, blind: int = 0, drop_pct: float = 3.0
+) -> certify.PowerRow:
     world = nullsim.World(name, (sd_pct,))
     every = Rate(1000, 1000)
-    return certify.PowerRow(world, sd_pct, drop_pct, Rate(hits, 1000), every, every, Rate(blind, 1000), 9.0)
+    return certify.PowerRow(
+        world, sd_pct, drop_pct, Rate(hits, 1000), every, every, Rate(blind, 1000), 9.0
+    )
 
 
 def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) -> None:
-    found = calibrate(saved(tmp_path, [noisy("only", random.Random(1))]), seed=1, policy=POLICY, effort=LITTLE)
-    best = [certify.PowerRow(nullsim.WORLDS[0], 0.93, 3.0, Rate(2490, 2500), Rate(9, 9), Rate(9, 9), Rate(0, 9), 9.0)]
+    found = calibrate(
+        saved(tmp_path, [noisy("only", random.Random(1))]), seed=1, policy=POLICY, effort=LITTLE
+    )
+    best = [
+        certify.PowerRow(
+            nullsim.WORLDS[0], 0.93, 3.0, Rate(2490, 2500), Rate(9, 9), Rate(9, 9), Rate(0, 9), 9.0
+        )
+    ]
     others = [
         power_row("restless nights", 0.34, 929),
         power_row("restless nights", 0.93, 925),
@@ -243,15 +353,33 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
         power_row("small drops", 1.0, 300, drop_pct=1.0),
         power_row("good", 1.0, 1000),
     ]
-    text = headline(render(dataclasses.replace(found, certificate=dataclasses.replace(found.certificate, power=best + others))))
+    text = headline(
+        render(
+            dataclasses.replace(
+                found, certificate=dataclasses.replace(found.certificate, power=best + others)
+            )
+        )
+    )
     assert 'in the world "GPU bound" alone: 2,490 of 2,500 drops**' in text
     missed, blind, open_ = (line for line in text.splitlines() if "of the 6 worlds" in line)
     assert "99.00 % is missed in 2 of the 6 worlds**" in missed
-    assert missed.endswith(': "restless nights" 92.5 % (925 of 1,000, sd 0.93 %); "heavy tails" 95.7 % (957 of 1,000, sd 1 %).')
-    assert "BLIND on wall time in 1 of the 6 worlds" in blind and '"host bound" 0 % (0 of 1,000, sd 7.3 %)' in blind
+    assert missed.endswith(
+        ': "restless nights" 92.5 % (925 of 1,000, sd 0.93 %); "heavy tails" 95.7 % (957 of 1,000,'
+        " sd 1 %)."
+    )
+    assert (
+        "BLIND on wall time in 1 of the 6 worlds" in blind
+        and '"host bound" 0 % (0 of 1,000, sd 7.3 %)' in blind
+    )
     assert 'in 1 of the 6 worlds: "hardly told" 99.10 % (991 of 1,000' in open_
     assert "small drops" not in text and "good" not in text
-    alone = headline(render(dataclasses.replace(found, certificate=dataclasses.replace(found.certificate, power=best))))
+    alone = headline(
+        render(
+            dataclasses.replace(
+                found, certificate=dataclasses.replace(found.certificate, power=best)
+            )
+        )
+    )
     assert "is reached in every one of the 1 worlds" in alone and "missed" not in alone
 
 
@@ -259,44 +387,80 @@ def test_the_headline_says_that_no_confirmation_was_judged_here(tmp_path: Path) 
     """Two processes of a cell and start make no two pairs."""
     for replicates, judged in ((2, False), (3, False), (6, True)):
         runs = [noisy(f"run-{n}", random.Random(n), replicates=replicates) for n in range(2)]
-        text = headline(render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)))
+        text = headline(
+            render(calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE))
+        )
         assert ("**No confirmation was judged in these runs: 0 of 0.**" in text) is not judged
         assert (f"With {replicates} processes of a cell and start" in text) is not judged
         assert ("an A/A by interleaved pairs has not run in them" in text) is not judged
-        assert ("an A/A of two checkouts by interleaved pairs is not in it" in text) is judged and ("0 of 24 REGRESSED" in text) is judged
+        assert ("an A/A of two checkouts by interleaved pairs is not in it" in text) is judged and (
+            "0 of 24 REGRESSED" in text
+        ) is judged
         assert "**No real pair was given**" in text and "no kernel got slower" in text
 
 
-@pytest.mark.parametrize("name, written", [("new", "new/calibration.md"), ("deep/new", "deep/new/calibration.md"), ("a/b.md", "a/b.md")])
-def test_a_name_without_suffix_is_a_folder(name: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name, written",
+    [("new", "new/calibration.md"), ("deep/new", "deep/new/calibration.md"), ("a/b.md", "a/b.md")],
+)
+def test_a_name_without_suffix_is_a_folder(
+    name: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
     monkeypatch.setattr(session, "policy_of", lambda run: Policies(POLICY))
-    session.calibrate(saved(tmp_path, [noisy("only", random.Random(1), cells=1)]), 1, tmp_path / name)
+    session.calibrate(
+        saved(tmp_path, [noisy("only", random.Random(1), cells=1)]), 1, tmp_path / name
+    )
     out = tmp_path / written
-    assert out.read_text().startswith("# Calibration") and json.loads(out.with_suffix(".json").read_text())["seed"] == 1
+    assert (
+        out.read_text().startswith("# Calibration")
+        and json.loads(out.with_suffix(".json").read_text())["seed"] == 1
+    )
     assert sum(path.is_file() for path in tmp_path.rglob("*")) == 3
 
 
 def test_another_suffix_is_refused_before_anything_is_simulated(tmp_path: Path) -> None:
-    with pytest.raises(PerfbenchError, match=r"wanted a folder or a \.md file\. Next: --out .*/found$") as caught:
+    with pytest.raises(
+        PerfbenchError, match=r"wanted a folder or a \.md file\. Next: --out .*/found$"
+    ) as caught:
         session.calibrate([tmp_path / "none.jsonl"], 1, tmp_path / "found.json")
     assert caught.value.exit_code is Exit.USAGE
 
 
 def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "calibration.md"
-    found = calibrate(saved(tmp_path, [noisy("only", random.Random(1))]), seed=1, policy=POLICY, out=out, effort=LITTLE)
+    found = calibrate(
+        saved(tmp_path, [noisy("only", random.Random(1))]),
+        seed=1,
+        policy=POLICY,
+        out=out,
+        effort=LITTLE,
+    )
     text, data = out.read_text(), json.loads(out.with_suffix(".json").read_text())
     assert found.night_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
-    assert "**The machine: 1 machine start** of" in text and "give more runs of the same commit" in text and "nan" not in text.lower()
+    assert (
+        "**The machine: 1 machine start** of" in text
+        and "give more runs of the same commit" in text
+        and "nan" not in text.lower()
+    )
     assert data["certificate"]["seed"] == 1 and data["cells"][0]["night"] is None
     assert data["certificate"]["null"][0]["red"]["upper"] == pytest.approx(Rate(0, 24).upper)
 
 
 def test_cards_of_one_run_are_starts_of_their_own(tmp_path: Path) -> None:
     run = noisy("two-cards", random.Random(2))
-    rows = [row.model_copy(update={"device_uuid_sha256": "cd" * 32 if row.replicate > 2 else "ab" * 32}) for row in run.replicates]
-    assert len(calibrate(saved(tmp_path, [with_rows(run, rows)]), seed=1, policy=POLICY, effort=LITTLE).starts) == 2
+    rows = [
+        row.model_copy(update={"device_uuid_sha256": "cd" * 32 if row.replicate > 2 else "ab" * 32})
+        for row in run.replicates
+    ]
+    assert (
+        len(
+            calibrate(
+                saved(tmp_path, [with_rows(run, rows)]), seed=1, policy=POLICY, effort=LITTLE
+            ).starts
+        )
+        == 2
+    )
 
 
 def test_the_same_inputs_give_the_same_bytes(tmp_path: Path) -> None:
@@ -322,14 +486,26 @@ def test_what_is_not_a_against_a_is_refused(tmp_path: Path) -> None:
     _refused(tmp_path, [small_run(replicates=1)], "at most 1 usable replicates .* processes: 5")
     _refused(tmp_path, [run, run], "named twice")
     _refused(tmp_path, [run, with_manifest(run, run_id="b", source=code)], "needs the same code")
-    _refused(tmp_path, [run, with_manifest(run, run_id="b", environment=environment(torch="2.14.0"))], "another environment")
+    _refused(
+        tmp_path,
+        [run, with_manifest(run, run_id="b", environment=environment(torch="2.14.0"))],
+        "another environment",
+    )
     work = [cell.model_copy(update={"config_sha256": "0" * 64}) for cell in run.manifest.cells]
-    _refused(tmp_path, [run, with_manifest(run, run_id="b", cells=work)], "needs the same work: name runs of one matrix")
-    _refused(tmp_path, [with_manifest(run, injections=["slowdown=10%@all"])], "measure without --inject")
+    _refused(
+        tmp_path,
+        [run, with_manifest(run, run_id="b", cells=work)],
+        "needs the same work: name runs of one matrix",
+    )
+    _refused(
+        tmp_path, [with_manifest(run, injections=["slowdown=10%@all"])], "measure without --inject"
+    )
 
 
 def test_a_report_that_cannot_be_written_is_the_user_s_problem(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     paths = saved(tmp_path, [small_run(replicates=3)])
     with pytest.raises(PerfbenchError, match="cannot be written"):
-        calibrate(paths, seed=1, policy=POLICY, out=tmp_path / "file" / "calibration.md", effort=LITTLE)
+        calibrate(
+            paths, seed=1, policy=POLICY, out=tmp_path / "file" / "calibration.md", effort=LITTLE
+        )

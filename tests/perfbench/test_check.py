@@ -1,4 +1,6 @@
-"""The second stage of `check`: what it confirms beside the commit of the baseline, by fake executors."""
+"""The second stage of `check`: what it confirms beside the commit of the baseline, by fake
+executors.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,19 @@ def confirmed(out: str = "reports/runs") -> Path:
     return folder
 
 
-def test_check_confirms_a_drop_before_it_is_red(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_confirms_a_drop_before_it_is_red(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote(bench)
     bench.tonight.speed = bench.b.speed = 800.0
     capsys.readouterr()
     assert bench.run("check", "small.yaml") == 3
     out, err = capsys.readouterr()
     assert out.startswith("REGRESSED, exit 3")
-    assert re.search(r"2 cells are not proved as fast .* in \d+ interleaved pairs each, about [\d.]+ minutes", err)
+    assert re.search(
+        r"2 cells are not proved as fast .* in \d+ interleaved pairs each, about [\d.]+ minutes",
+        err,
+    )
     folder = confirmed()
     found = pair.read(folder / "confirm" / bench.commits[1][:12])
     assert found.base.manifest.source.commit == bench.commits[1]
@@ -48,19 +55,25 @@ def test_check_confirms_a_drop_before_it_is_red(bench: Bench, capsys: pytest.Cap
     assert bench.run("report", str(folder), "--baseline", "reports/baselines/cpu/small.json") == 3
 
 
-def test_check_clears_what_only_tonights_machine_slowed(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_clears_what_only_tonights_machine_slowed(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote(bench)
     bench.tonight.speed, bench.a.speed, bench.b.speed = 800.0, 800.0, 800.0
     assert bench.run("check", "small.yaml", "--strict") == 0
     assert len(bench.a.jobs) == len(bench.b.jobs) >= 12
 
 
-def test_check_injects_into_the_candidate_alone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_injects_into_the_candidate_alone(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote(bench)
     assert bench.run("check", "small.yaml", "--inject", f"slowdown=10%@{LONG}") == 3
     assert f"REGRESSED, exit 3: 1 of 2 cells: {LONG}" in capsys.readouterr().out
     assert {job.cell_id for job in bench.a.jobs} == {LONG}  # only what was screened
-    assert all(job.injection is None for job in bench.a.jobs) and all(job.injection for job in bench.b.jobs)
+    assert all(job.injection is None for job in bench.a.jobs) and all(
+        job.injection for job in bench.b.jobs
+    )
 
 
 def test_nothing_is_confirmed_where_nothing_looks_slower(bench: Bench) -> None:
@@ -85,7 +98,9 @@ def edit_baseline(**changes: Any) -> None:
     path.write_text(json.dumps(data), encoding="utf-8")
 
 
-@pytest.mark.parametrize(("base", "why"), [("0" * 40, "does not have"), (None, "knows no commit of")])
+@pytest.mark.parametrize(
+    ("base", "why"), [("0" * 40, "does not have"), (None, "knows no commit of")]
+)
 def test_a_base_that_cannot_be_built_leaves_it_watched(
     bench: Bench, capsys: pytest.CaptureFixture[str], base: str | None, why: str
 ) -> None:
@@ -98,7 +113,9 @@ def test_a_base_that_cannot_be_built_leaves_it_watched(
     assert bench.run("check", "small.yaml", "--strict") == 7
 
 
-def test_a_base_whose_package_is_too_old_leaves_it_watched(bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_base_whose_package_is_too_old_leaves_it_watched(
+    bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     promote(bench)
     git(tmp_path, "clone", "-q", str(bench.repository), "clone")
     old = tmp_path / "clone"
@@ -114,7 +131,9 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(bench: Bench, capsys:
     assert "lacks what this harness needs of nsa" in err and "nsa.routing" in err
 
 
-def test_an_interrupted_confirmation_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_confirmation_goes_on(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote(bench)
     bench.tonight.speed = bench.b.speed = 800.0
     bench.b.interrupt_at = 5
@@ -126,12 +145,16 @@ def test_an_interrupted_confirmation_goes_on(bench: Bench, capsys: pytest.Captur
     assert len(bench.b.jobs) >= 12 and len(runfile.read(folder).replicates) == 8
 
 
-def test_a_spent_budget_leaves_it_watched(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_spent_budget_leaves_it_watched(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from perfbench import check
 
     promote(bench)
     bench.tonight.speed = 800.0
     readings = iter([0.0, 100.0])
-    monkeypatch.setattr(check, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(readings))}))
+    monkeypatch.setattr(
+        check, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(readings))})
+    )
     assert bench.run("check", "small.yaml", "--budget", "90s") == 0
     assert "the budget is spent" in " ".join(capsys.readouterr().out.split()) and bench.a.jobs == []

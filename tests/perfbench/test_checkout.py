@@ -1,4 +1,6 @@
-"""Two versions beside one another: worktrees that leave nothing behind, folders, and every reason why there is none."""
+"""Two versions beside one another: worktrees that leave nothing behind, folders, and every reason
+why there is none.
+"""
 
 from __future__ import annotations
 
@@ -46,12 +48,19 @@ def version_in(folder: Path) -> str:
     return (folder / "nsa" / "__init__.py").read_text(encoding="utf-8").strip()
 
 
-def test_a_revision_is_checked_out_beside_a_dirty_tree_and_gone_afterwards(repository: Path, temporary: Path) -> None:
+def test_a_revision_is_checked_out_beside_a_dirty_tree_and_gone_afterwards(
+    repository: Path, temporary: Path
+) -> None:
     before = git(repository, "status", "--porcelain")
     with checkout.side("HEAD~1", repository) as old, checkout.side("HEAD", repository) as new:
         assert (version_in(old.folder), version_in(new.folder)) == ("VERSION = 1", "VERSION = 2")
-        assert old.source.commit == git(repository, "rev-parse", "HEAD~1") and old.source.dirty_sha256 is None
-        assert [file.name for file in old.folder.iterdir()] == ["nsa"]  # nothing else of that version can be imported
+        assert (
+            old.source.commit == git(repository, "rev-parse", "HEAD~1")
+            and old.source.dirty_sha256 is None
+        )
+        assert [file.name for file in old.folder.iterdir()] == [
+            "nsa"
+        ]  # nothing else of that version can be imported
         assert len(worktrees(repository)) == 3
     assert len(worktrees(repository)) == 1
     assert list(temporary.iterdir()) == []
@@ -66,7 +75,10 @@ def test_a_folder_is_taken_as_it_is(repository: Path, temporary: Path, tmp_path:
     copy = tmp_path / "copy"
     (copy / "nsa").mkdir(parents=True)
     (copy / "nsa" / "__init__.py").write_text("VERSION = 'copy'\n", encoding="utf-8")
-    with checkout.side(f"{copy}@{'c' * 40}", tmp_path) as named, checkout.side(str(copy), tmp_path) as nameless:
+    with (
+        checkout.side(f"{copy}@{'c' * 40}", tmp_path) as named,
+        checkout.side(str(copy), tmp_path) as nameless,
+    ):
         assert version_in(named.folder) == "VERSION = 'copy'"
         assert named.source.commit == "c" * 40 and "not proved" in (named.source.reason or "")
         assert nameless.source.commit is None and nameless.source.reason
@@ -82,7 +94,9 @@ def test_the_own_checkout_needs_no_worktree(repository: Path, temporary: Path) -
     assert list(temporary.iterdir()) == [] and version_in(repository) == "VERSION = 'dirty'"
 
 
-def test_a_package_below_the_top_of_its_repository_is_found(tmp_path: Path, temporary: Path) -> None:
+def test_a_package_below_the_top_of_its_repository_is_found(
+    tmp_path: Path, temporary: Path
+) -> None:
     inside = tmp_path / "mono" / "python"
     (inside / "nsa").mkdir(parents=True)
     (inside / "nsa" / "__init__.py").write_text("VERSION = 7\n", encoding="utf-8")
@@ -93,7 +107,9 @@ def test_a_package_below_the_top_of_its_repository_is_found(tmp_path: Path, temp
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_nothing_is_left_after_an_error(repository: Path, temporary: Path, error: type[BaseException]) -> None:
+def test_nothing_is_left_after_an_error(
+    repository: Path, temporary: Path, error: type[BaseException]
+) -> None:
     with pytest.raises(error), checkout.side("HEAD", repository):
         raise error
     assert len(worktrees(repository)) == 1
@@ -108,19 +124,29 @@ def refusal(text: str, repository: Path) -> str:
 
 
 @pytest.mark.parametrize("text", ["nonsense", "-x", "HEAD~9", "0" * 40, "nowhere@abc", ""])
-def test_an_unknown_revision_says_what_was_wanted_and_what_is_next(repository: Path, temporary: Path, text: str) -> None:
+def test_an_unknown_revision_says_what_was_wanted_and_what_is_next(
+    repository: Path, temporary: Path, text: str
+) -> None:
     message = refusal(text, repository)
-    assert repr(text) in message and "wanted a commit, branch or tag, or a folder that holds nsa/" in message and "Next: " in message
+    assert (
+        repr(text) in message
+        and "wanted a commit, branch or tag, or a folder that holds nsa/" in message
+        and "Next: " in message
+    )
     assert list(temporary.iterdir()) == []
 
 
-def test_a_shallow_clone_says_how_to_deepen_it(repository: Path, temporary: Path, tmp_path: Path) -> None:
+def test_a_shallow_clone_says_how_to_deepen_it(
+    repository: Path, temporary: Path, tmp_path: Path
+) -> None:
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repository}", "shallow")
     message = refusal("HEAD~1", tmp_path / "shallow")
     assert "shallow" in message and "fetch-depth: 0" in message
 
 
-def test_no_repository_and_no_git(repository: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_repository_and_no_git(
+    repository: Path, temporary: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = tmp_path / "bare"
     bare.mkdir()
     assert "not a git repository" in refusal("HEAD", bare)
@@ -135,12 +161,17 @@ def test_a_revision_without_the_package_cannot_be_a_side(repository: Path, tempo
     assert len(worktrees(repository)) == 1
 
 
-def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(repository: Path, temporary: Path) -> None:
+def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(
+    repository: Path, temporary: Path
+) -> None:
     code = (
-        f"import sys, tempfile, time\nfrom pathlib import Path\ntempfile.tempdir = {str(temporary)!r}\nfrom perfbench import checkout\n"
-        f"with checkout.side('HEAD', Path({str(repository)!r})):\n    print('ready', flush=True)\n    time.sleep(60)"
+        "import sys, tempfile, time\nfrom pathlib import Path\ntempfile.tempdir ="
+        f" {str(temporary)!r}\nfrom perfbench import checkout\nwith checkout.side('HEAD',"
+        f" Path({str(repository)!r})):\n    print('ready', flush=True)\n    time.sleep(60)"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
         with checkout.side("HEAD", repository):
             assert len(worktrees(repository)) == 3  # the living one keeps its own
@@ -155,7 +186,11 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(repository:
 @pytest.fixture
 def without_nsa(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which nobody has imported nsa; what is imported meanwhile is forgotten."""
-    kept = {name: module for name, module in sys.modules.items() if name == "nsa" or name.startswith("nsa.")}
+    kept = {
+        name: module
+        for name, module in sys.modules.items()
+        if name == "nsa" or name.startswith("nsa.")
+    }
     path = list(sys.path)
     for name in kept:
         del sys.modules[name]
@@ -166,13 +201,17 @@ def without_nsa(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     sys.path[:] = path
 
 
-def test_a_process_imports_its_own_side_before_the_current_folder(repository: Path, temporary: Path, without_nsa: None) -> None:
+def test_a_process_imports_its_own_side_before_the_current_folder(
+    repository: Path, temporary: Path, without_nsa: None
+) -> None:
     with checkout.side("HEAD~1", repository) as old:
         side.use(old.folder)
         assert sys.modules["nsa"].VERSION == 1
 
 
-def test_a_process_that_holds_another_nsa_refuses(repository: Path, temporary: Path, without_nsa: None) -> None:
+def test_a_process_that_holds_another_nsa_refuses(
+    repository: Path, temporary: Path, without_nsa: None
+) -> None:
     with checkout.side("HEAD", repository) as one, checkout.side("HEAD~1", repository) as other:
         side.use(one.folder)
         with pytest.raises(side.WrongSide, match="imported first"):
@@ -186,7 +225,9 @@ def test_a_process_that_holds_another_nsa_refuses(repository: Path, temporary: P
             side.verify(one.folder)
 
 
-def test_a_folder_without_a_package_does_not_fall_back_to_the_installed_one(tmp_path: Path, without_nsa: None) -> None:
+def test_a_folder_without_a_package_does_not_fall_back_to_the_installed_one(
+    tmp_path: Path, without_nsa: None
+) -> None:
     (tmp_path / "nsa").mkdir()  # a bare folder would lose to any real package further down the path
     with pytest.raises(side.WrongSide):
         side.use(tmp_path)

@@ -1,4 +1,6 @@
-"""The command line from outside: what goes to stdout, what to stderr, and every exit code, with a fake executor."""
+"""The command line from outside: what goes to stdout, what to stderr, and every exit code, with a
+fake executor.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,17 @@ class FakeExecutor:
         self.jobs.append(job)
         if (status := self.status.get(job.cell_id, Status.OK)) is not Status.OK:
             return isolate.failed(job, status, f"{status} by the test")
-        fields = {"cell_id": job.cell_id, "axes": job.axes, "config_sha256": job.config_sha256, "route": job.plan, "expect": job.expect}
+        fields = {
+            "cell_id": job.cell_id,
+            "axes": job.axes,
+            "config_sha256": job.config_sha256,
+            "route": job.plan,
+            "expect": job.expect,
+        }
         cell = PlannedCell(**fields, layers=job.model["num_layers"])
-        return builders.replicate(cell, job.replicate, tok_per_s=self.speed.get(job.cell_id, 1000.0), gpu=False)
+        return builders.replicate(
+            cell, job.replicate, tok_per_s=self.speed.get(job.cell_id, 1000.0), gpu=False
+        )
 
 
 @pytest.fixture
@@ -83,7 +93,9 @@ def promote() -> None:
     assert cli.invoke(["baseline", "promote", str(run_folder()), "--allow-dirty"]) == 0
 
 
-def test_run_prints_a_table_and_writes_a_report(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_prints_a_table_and_writes_a_report(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.invoke(["run", "small.yaml"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("MEASURED, exit 0: 4 cells")
@@ -93,7 +105,9 @@ def test_run_prints_a_table_and_writes_a_report(executor: FakeExecutor, capsys: 
     assert len(executor.jobs) == 8
 
 
-def test_json_is_all_that_stdout_carries(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_that_stdout_carries(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.invoke(["run", "small.yaml", "--json", "--only", "path=v2"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["exit_code"] == 0
@@ -101,7 +115,9 @@ def test_json_is_all_that_stdout_carries(executor: FakeExecutor, capsys: pytest.
     assert {cell["axes"]["path"] for cell in printed["cells"]} == {"v2"}
 
 
-def test_check_against_its_own_baseline_is_green(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_against_its_own_baseline_is_green(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote()
     assert Path("reports/baselines/cpu/small.json").exists()
     assert cli.invoke(["check", "small.yaml", "--strict"]) == 0
@@ -110,41 +126,74 @@ def test_check_against_its_own_baseline_is_green(executor: FakeExecutor, capsys:
     assert V2 in capsys.readouterr().out
 
 
-def test_a_slower_cell_whose_base_is_unknown_is_a_warning_and_is_named(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stored baseline alone makes nothing red; tests/perfbench/test_ab.py has the confirmation."""
+def test_a_slower_cell_whose_base_is_unknown_is_a_warning_and_is_named(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A stored baseline alone makes nothing red; tests/perfbench/test_ab.py has the
+    confirmation.
+    """
     promote()
     executor.speed[V2] = 600.0
     assert cli.invoke(["check", "small.yaml"]) == 0
     assert "knows no commit of" in capsys.readouterr().err
     assert cli.invoke(["gate", str(run_folder()), "--strict"]) == 7
-    assert capsys.readouterr().out.startswith(f"WATCH, exit 7 (warnings fail under --strict): 1 of 4 cells: {V2}")
-    assert cli.invoke(["report", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json", "--out", "again"]) == 0
+    assert capsys.readouterr().out.startswith(
+        f"WATCH, exit 7 (warnings fail under --strict): 1 of 4 cells: {V2}"
+    )
+    assert (
+        cli.invoke(
+            [
+                "report",
+                str(run_folder()),
+                "--baseline",
+                "reports/baselines/cpu/small.json",
+                "--out",
+                "again",
+            ]
+        )
+        == 0
+    )
     assert "WATCH, exit 0" in Path("again/report.md").read_text(encoding="utf-8")
 
 
-def test_the_baseline_of_another_matrix_is_refused_in_one_line(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_baseline_of_another_matrix_is_refused_in_one_line(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote()
     other = MATRIX.replace("name: small", "name: other").replace("forward", "train")
     assert "name: other" in other and "train" in other
     Path("other.yaml").write_text(other, encoding="utf-8")
     assert cli.invoke(["run", "other.yaml"]) == 0
     capsys.readouterr()
-    assert cli.invoke(["gate", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json"]) == 2
+    assert (
+        cli.invoke(["gate", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json"])
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
-    assert "got a baseline of matrix small for a run of matrix other, and they share no cell; wanted that of other. Next: " in line
+    assert (
+        "got a baseline of matrix small for a run of matrix other, and they share no cell; wanted"
+        " that of other. Next: " in line
+    )
 
 
 @pytest.mark.parametrize("command", ["gate", "report"])
-def test_a_file_whose_end_was_cut_off_is_told_on_stderr(executor: FakeExecutor, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_a_file_whose_end_was_cut_off_is_told_on_stderr(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     assert cli.invoke(["run", "small.yaml"]) == 0
     path = run_folder() / "run.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
     capsys.readouterr()
     cli.invoke([command, str(path.parent), *(["--out", "again"] if command == "report" else [])])
-    assert "was cut off and is left out; `perfbench run --resume` repairs the file" in capsys.readouterr().err
+    assert (
+        "was cut off and is left out; `perfbench run --resume` repairs the file"
+        in capsys.readouterr().err
+    )
 
 
-def test_explain_names_the_cell_or_the_nearest(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_names_the_cell_or_the_nearest(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote()
     capsys.readouterr()
     assert cli.invoke(["explain", str(run_folder()), V2]) == 0
@@ -155,7 +204,13 @@ def test_explain_names_the_cell_or_the_nearest(executor: FakeExecutor, capsys: p
 
 @pytest.mark.parametrize(
     ("status", "code"),
-    [(Status.WRONG_PATH, 4), (Status.PARITY, 5), (Status.OOM, 6), (Status.TIMEOUT, 6), (Status.CRASH, 6)],
+    [
+        (Status.WRONG_PATH, 4),
+        (Status.PARITY, 5),
+        (Status.OOM, 6),
+        (Status.TIMEOUT, 6),
+        (Status.CRASH, 6),
+    ],
 )
 def test_a_bad_cell_has_its_exit_code_and_the_rest_is_measured(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str], status: Status, code: int
@@ -168,12 +223,16 @@ def test_a_bad_cell_has_its_exit_code_and_the_rest_is_measured(
 
 def test_warnings_fail_under_strict_only(executor: FakeExecutor) -> None:
     promote()
-    Path("small.yaml").write_text(MATRIX.replace("min_replicates: 2", "min_replicates: 3"), encoding="utf-8")
+    Path("small.yaml").write_text(
+        MATRIX.replace("min_replicates: 2", "min_replicates: 3"), encoding="utf-8"
+    )
     assert cli.invoke(["check", "small.yaml"]) == 0
     assert cli.invoke(["gate", str(run_folder()), "--strict"]) == 7
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"schema_version": 99}', '{"schema_version": 1, "cells": {}}'])
+@pytest.mark.parametrize(
+    "content", [None, "{", '{"schema_version": 99}', '{"schema_version": 1, "cells": {}}']
+)
 def test_an_unusable_baseline_is_told_first_and_exits_9(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
@@ -185,7 +244,9 @@ def test_an_unusable_baseline_is_told_first_and_exits_9(
     assert len(executor.jobs) == 8  # nothing is lost: the run can be promoted
 
 
-def test_an_interrupted_run_says_how_to_go_on_and_goes_on(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_says_how_to_go_on_and_goes_on(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     executor.interrupt_at = 3
     assert cli.invoke(["run", "small.yaml"]) == 130
     assert f"--resume {run_folder()}" in capsys.readouterr().err
@@ -195,7 +256,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(executor: FakeExecutor
     assert len(list(Path("reports/runs").iterdir())) == 1
 
 
-def test_a_demonstration_cannot_become_a_baseline(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_demonstration_cannot_become_a_baseline(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.invoke(["run", "small.yaml", "--inject", f"slowdown=10%@{V2}"]) == 0
     assert [job.injection.percent for job in executor.jobs if job.injection] == [10.0, 10.0]
     assert cli.invoke(["baseline", "promote", str(run_folder())]) == 2
@@ -206,23 +269,53 @@ def calibration(path: Path, **changes: object) -> str:
     """A calibration.json that knows one cell, from three machine starts."""
     manifest = runfile.read(run_folder()).manifest
     config = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}[V2]
-    cell = {"cell_id": V2, "config_sha256": config, "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
-    stored = {"gpu_slug": "cpu", "environment": manifest.environment.fingerprint(), "cells": [cell], **changes}
+    cell = {
+        "cell_id": V2,
+        "config_sha256": config,
+        "night": {"starts": 3, "gate_sd": 0.004},
+        "device_night": None,
+    }
+    stored = {
+        "gpu_slug": "cpu",
+        "environment": manifest.environment.fingerprint(),
+        "cells": [cell],
+        **changes,
+    }
     path.write_text(json.dumps(stored), encoding="utf-8")
     return str(path)
 
 
-def test_promote_stores_the_luck_between_nights(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_promote_stores_the_luck_between_nights(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     promote()
-    again = ["baseline", "promote", str(run_folder()), "--allow-dirty", "--to", "reports/baselines/cpu/small.json"]
+    again = [
+        "baseline",
+        "promote",
+        str(run_folder()),
+        "--allow-dirty",
+        "--to",
+        "reports/baselines/cpu/small.json",
+    ]
     assert cli.invoke([*again, "--calibration", calibration(Path("calibration.json"))]) == 0
     assert "tells the luck between nights of 1 of 4 cells" in capsys.readouterr().out
-    cells = json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))["cells"]
-    assert {cell_id: cell["night_log_sd"] for cell_id, cell in cells.items() if cell["night_log_sd"] is not None} == {V2: 0.004}
+    cells = json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))[
+        "cells"
+    ]
+    assert {
+        cell_id: cell["night_log_sd"]
+        for cell_id, cell in cells.items()
+        if cell["night_log_sd"] is not None
+    } == {V2: 0.004}
     assert cli.invoke(["baseline", "show", "reports/baselines/cpu/small.json"]) == 0
     assert sum(line.endswith("0.40 %") for line in capsys.readouterr().out.splitlines()) == 1
     assert cli.invoke(again) == 0  # without a calibration what was known stays
-    assert json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))["cells"][V2]["night_starts"] == 3
+    assert (
+        json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))["cells"][
+            V2
+        ]["night_starts"]
+        == 3
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,23 +323,38 @@ def test_promote_stores_the_luck_between_nights(executor: FakeExecutor, capsys: 
     [
         (None, "cannot be read: No such file"),
         ({"gpu_slug": "h200"}, "got a calibration of h200, wanted one of cpu"),
-        ({"cells": [{"cell_id": V2, "night_sd": 0.004}]}, "is no calibration: cells.0.night: Field required"),
+        (
+            {"cells": [{"cell_id": V2, "night_sd": 0.004}]},
+            "is no calibration: cells.0.night: Field required",
+        ),
     ],
 )
 def test_a_calibration_that_tells_nothing_exits_2_in_one_line(
-    executor: FakeExecutor, capsys: pytest.CaptureFixture[str], changes: dict[str, object] | None, message: str
+    executor: FakeExecutor,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, object] | None,
+    message: str,
 ) -> None:
     assert cli.invoke(["run", "small.yaml"]) == 0
     capsys.readouterr()
     file = "none.json" if changes is None else calibration(Path("calibration.json"), **changes)
-    assert cli.invoke(["baseline", "promote", str(run_folder()), "--allow-dirty", "--calibration", file]) == 2
+    assert (
+        cli.invoke(
+            ["baseline", "promote", str(run_folder()), "--allow-dirty", "--calibration", file]
+        )
+        == 2
+    )
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line and "Next: perfbench calibrate" in line
     assert not Path("reports/baselines").exists()
 
 
-def test_budget_stops_before_the_next_replicate(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6  # nothing measured is not green
+def test_budget_stops_before_the_next_replicate(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        cli.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
+    )  # nothing measured is not green
     assert "--resume" in capsys.readouterr().err
     assert executor.jobs == []
 
@@ -297,13 +405,17 @@ def test_an_absent_gpu_exits_8_and_skip_exits_0(
     Path("h100.yaml").write_text(MATRIX.replace("gpu: none", "gpu: H100"), encoding="utf-8")
     assert cli.invoke(["run", "h100.yaml"]) == 8
     assert "H100" in capsys.readouterr().err
-    Path("skip.yaml").write_text(MATRIX.replace("gpu: none", "gpu: H100, on_mismatch: skip"), encoding="utf-8")
+    Path("skip.yaml").write_text(
+        MATRIX.replace("gpu: none", "gpu: H100, on_mismatch: skip"), encoding="utf-8"
+    )
     assert cli.invoke(["check", "skip.yaml"]) == 0
     out, err = capsys.readouterr()
     assert out == "" and "nothing measured" in err
 
 
-def test_an_unknown_setting_exits_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], executor: FakeExecutor) -> None:
+def test_an_unknown_setting_exits_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], executor: FakeExecutor
+) -> None:
     monkeypatch.setenv("NSA_USE_FA3", "1")
     nsa.settings.current.cache_clear()
     try:
@@ -322,7 +434,9 @@ def test_plan_needs_no_gpu(executor: FakeExecutor, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("matrix", sorted(ROOT.glob("matrices/*.yaml")), ids=lambda path: path.name)
-def test_every_matrix_of_the_project_plans(matrix: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_matrix_of_the_project_plans(
+    matrix: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.invoke(["plan", str(matrix)]) == 0
     assert "Estimated" in capsys.readouterr().out
 
@@ -346,10 +460,13 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def outside(replacement: str) -> subprocess.CompletedProcess[str]:
     """`perfbench plan` in a process of its own, its work replaced by a line of Python."""
     code = (
-        f"import os, signal, sys\nfrom perfbench import cli, session\ndef plan(*args):\n    {replacement}\nsession.plan = plan\n"
-        "sys.argv = ['perfbench', 'plan', 'matrices/cpu.yaml']\nsys.exit(cli.main())"
+        "import os, signal, sys\nfrom perfbench import cli, session\ndef plan(*args):\n   "
+        f" {replacement}\nsession.plan = plan\nsys.argv = ['perfbench', 'plan',"
+        " 'matrices/cpu.yaml']\nsys.exit(cli.main())"
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
 
 
 def test_a_bug_exits_1_and_keeps_its_traceback() -> None:
@@ -366,10 +483,14 @@ def test_signals_have_their_exit_codes(signal: str, code: int) -> None:
     assert outside(f"os.kill(os.getpid(), signal.{signal})").returncode == code
 
 
-def test_the_readme_tells_the_truth(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_tells_the_truth(
+    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its matrix is valid, its cell name is one of that matrix, and it lists every command."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    Path("readme.yaml").write_text(readme.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8")
+    Path("readme.yaml").write_text(
+        readme.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8"
+    )
     assert cli.invoke(["plan", "readme.yaml"]) == 0
     out = capsys.readouterr().out
     assert "fa2=on,path=v2,seq_len=2048,workload=train" in out and "warning" not in out

@@ -52,7 +52,9 @@ def test_the_fake_clock() -> None:
     clock.advance(1.0)
     assert clock.now() == 3.0
     varied = FakeClock(iter([0.1, 0.2, 0.3]))
-    assert varied.time_steps(lambda: None, 2) == pytest.approx(0.3) and varied.time_steps(lambda: None, 1) == pytest.approx(0.3)
+    assert varied.time_steps(lambda: None, 2) == pytest.approx(0.3) and varied.time_steps(
+        lambda: None, 1
+    ) == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("clock", [PerfCounterClock(), FakeClock()])
@@ -62,7 +64,9 @@ def test_no_steps_are_no_time(clock: Clock) -> None:
 
 
 def test_clock_for_each_device() -> None:
-    assert isinstance(clock_for("cpu"), PerfCounterClock) and isinstance(clock_for("cuda"), CudaEventClock)
+    assert isinstance(clock_for("cpu"), PerfCounterClock) and isinstance(
+        clock_for("cuda"), CudaEventClock
+    )
 
 
 def cuda_torch(log: list[str], milliseconds: list[float]) -> SimpleNamespace:
@@ -83,15 +87,28 @@ def cuda_torch(log: list[str], milliseconds: list[float]) -> SimpleNamespace:
             log.append(f"read {self.name} {end.name}")
             return next(left)
 
-    return SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: log.append("idle")))
+    return SimpleNamespace(
+        cuda=SimpleNamespace(Event=Event, synchronize=lambda: log.append("idle"))
+    )
 
 
-def test_what_runs_between_steps_is_outside_of_every_pair_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_between_steps_is_outside_of_every_pair_of_events(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     log: list[str] = []
     monkeypatch.setitem(sys.modules, "torch", cuda_torch(log, [3.0, 5.0]))
-    assert CudaEventClock().time_steps(lambda: log.append("step"), 2, lambda: log.append("flush")) == pytest.approx(0.008)
+    assert CudaEventClock().time_steps(
+        lambda: log.append("step"), 2, lambda: log.append("flush")
+    ) == pytest.approx(0.008)
     one, two = ["flush", "e0", "step", "e1"], ["flush", "e2", "step", "e3"]
-    assert log == ["idle", *one, *two, "wait e3", "read e0 e1", "read e2 e3"], "read once, after the last has completed"
+    assert log == [
+        "idle",
+        *one,
+        *two,
+        "wait e3",
+        "read e0 e1",
+        "read e2 e3",
+    ], "read once, after the last has completed"
 
 
 def test_what_runs_between_steps_costs_no_time() -> None:
@@ -104,4 +121,6 @@ def test_what_runs_between_steps_costs_no_time() -> None:
     seconds = PerfCounterClock().time_steps(lambda: calls.append("step"), 3, flush)
     assert calls == ["flush", "step"] * 3 and seconds < 0.02
     fake = FakeClock(0.5)
-    assert fake.time_steps(lambda: None, 4, lambda: fake.advance(10.0)) == 2.0 and fake.now() == 42.0
+    assert (
+        fake.time_steps(lambda: None, 4, lambda: fake.advance(10.0)) == 2.0 and fake.now() == 42.0
+    )

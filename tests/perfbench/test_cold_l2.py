@@ -1,4 +1,6 @@
-"""The axis `l2`: it renames nothing, needs a GPU, and empties the L2 before each timed step and outside of its time."""
+"""The axis `l2`: it renames nothing, needs a GPU, and empties the L2 before each timed step and
+outside of its time.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ def cold(path: str = "v2", **changes: Any) -> Job:
 
 
 @pytest.mark.parametrize("file", BASELINES, ids=lambda file: file.stem)
-def test_no_cell_of_a_baseline_is_renamed_and_no_configuration_hashed_anew(file: pathlib.Path) -> None:
+def test_no_cell_of_a_baseline_is_renamed_and_no_configuration_hashed_anew(
+    file: pathlib.Path,
+) -> None:
     matrix = matrices.load(ROOT / "matrices" / file.name.replace(".json", ".yaml"))
     baseline = json.loads(file.read_text())
     cells, same_method = baseline["cells"], baseline["method_version"] == METHOD_VERSION
@@ -49,7 +53,10 @@ def test_a_cold_cell_has_a_name_of_its_own() -> None:
 
 def test_a_cpu_refuses_cold_with_a_reason() -> None:
     chill = Cell("train", 128, "v2", l2="cold")
-    assert "needs a GPU" in str(why_not_here(chill, on_gpu=False)) and why_not_here(chill, on_gpu=True) is None
+    assert (
+        "needs a GPU" in str(why_not_here(chill, on_gpu=False))
+        and why_not_here(chill, on_gpu=True) is None
+    )
     assert why_not_here(Cell("train", 128, "v2"), on_gpu=False) is None
     with pytest.raises(ValueError, match="use l2=warm"):
         workload.l2_flush(cold())
@@ -58,7 +65,9 @@ def test_a_cpu_refuses_cold_with_a_reason() -> None:
 def test_a_warm_cell_flushes_nothing() -> None:
     asked = job("v2")
     assert workload.l2_flush(asked) is None
-    older = {name: value for name, value in asked.axes.items() if name != "l2"}  # planned before the axis was there
+    older = {
+        name: value for name, value in asked.axes.items() if name != "l2"
+    }  # planned before the axis was there
     assert workload.l2_flush(asked.model_copy(update={"axes": older})) is None
 
 
@@ -71,7 +80,9 @@ def test_the_flush_writes_twice_the_l2(monkeypatch: pytest.MonkeyPatch) -> None:
         made.append(empty(*shape, dtype=dtype).fill_(1))
         return made[0]
 
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1000))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=1000)
+    )
     monkeypatch.setattr(torch, "empty", on_cpu)
     flush = workload.l2_flush(cold().model_copy(update={"device": "cuda"}))
     assert flush is not None and made[0].nbytes == 2000 and int(made[0].sum()) == 2000
@@ -87,14 +98,18 @@ def test_a_cold_row_counts_steps_and_not_flushes(monkeypatch: pytest.MonkeyPatch
         flushes[0] += 1
         clock.advance(1.0)
 
-    monkeypatch.setattr(workload, "l2_flush", lambda asked: flush if asked.axes["l2"] == "cold" else None)
+    monkeypatch.setattr(
+        workload, "l2_flush", lambda asked: flush if asked.axes["l2"] == "cold" else None
+    )
     monkeypatch.setattr("perfbench.measure._physics", lambda *_: None)
     watch = Watch(clock, counted)
     row = run(cold(measure={"samples": 3, "min_sample_ms": 4 * STEP_S * 1e3}), clock, watch)
     assert row.status is Status.OK and row.tok_per_s == pytest.approx(64 / STEP_S)
     assert row.samples_s == [pytest.approx(4 * STEP_S)] * 3 and row.steps_per_sample == 4
     assert set(row.engaged.values()) == {TINY.num_layers * 12}
-    assert flushes[0] == counted.steps - 1, "before every warm-up and timed step; the first step is neither"
+    assert flushes[0] == counted.steps - 1, (
+        "before every warm-up and timed step; the first step is neither"
+    )
     assert watch.closed_s - watch.opened_s == pytest.approx(12 * (1.0 + STEP_S))
 
 
@@ -105,12 +120,16 @@ def test_the_profiled_step_of_a_cold_cell_is_cold_too(monkeypatch: pytest.Monkey
     def flush() -> None: ...
 
     monkeypatch.setattr(workload, "l2_flush", lambda asked: flush)
-    monkeypatch.setattr(witness, "profile", lambda *args: given.append(args[5]) or builders.profile())
+    monkeypatch.setattr(
+        witness, "profile", lambda *args: given.append(args[5]) or builders.profile()
+    )
     run(cold(profile=True), clock)
     assert given == [flush]
 
 
-def test_what_runs_before_the_profiled_step_is_not_in_its_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_before_the_profiled_step_is_not_in_its_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     done: list[str] = []
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("waited"))
 
@@ -118,6 +137,10 @@ def test_what_runs_before_the_profiled_step_is_not_in_its_profile(monkeypatch: p
         done.append("before")
         torch.ones(3).cumsum(0)
 
-    monkeypatch.setattr(witness, "testify", lambda route, kernels, operators, *_: (None, ",".join(operators)))
-    found = witness.profile(lambda: done.append("step"), route_of(cell_of("v2")), "cpu", 0.01, 1, before)
+    monkeypatch.setattr(
+        witness, "testify", lambda route, kernels, operators, *_: (None, ",".join(operators))
+    )
+    found = witness.profile(
+        lambda: done.append("step"), route_of(cell_of("v2")), "cpu", 0.01, 1, before
+    )
     assert done == ["before", "waited", "step"] and "cumsum" not in found.witness

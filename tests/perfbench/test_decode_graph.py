@@ -1,4 +1,6 @@
-"""Workload decode with cuda_graph=on: what is captured, what a replay does, what is counted, proved and refused."""
+"""Workload decode with cuda_graph=on: what is captured, what a replay does, what is counted, proved
+and refused.
+"""
 
 from __future__ import annotations
 
@@ -48,9 +50,12 @@ def seen(work: Workload, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
     positions: list[Tensor] = []
     hooks = [
         work.model.register_forward_pre_hook(
-            lambda _, args, options: positions.append(options["cache"][0].steps.length_B.clone()), with_kwargs=True
+            lambda _, args, options: positions.append(options["cache"][0].steps.length_B.clone()),
+            with_kwargs=True,
         ),
-        work.model.register_forward_hook(lambda _, args, logits: calls_.append((args[0].clone(), positions[-1], logits.clone()))),
+        work.model.register_forward_hook(
+            lambda _, args, logits: calls_.append((args[0].clone(), positions[-1], logits.clone()))
+        ),
     ]
     for _ in range(steps):
         work.step()
@@ -62,8 +67,13 @@ def seen(work: Workload, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 @PATHS
 @pytest.mark.parametrize("seq_len", [32, 99, 100])
 def test_every_replay_is_the_eager_cells_step(path: str, seq_len: int) -> None:
-    """The same weights, cache, ids and position give the same logits; and a replay leaves no trace."""
-    graph, eager = workload.build(captured(path, seq_len, batch=2)), workload.build(cached(path, seq_len=seq_len, batch=2))
+    """The same weights, cache, ids and position give the same logits; and a replay leaves no
+    trace.
+    """
+    graph, eager = (
+        workload.build(captured(path, seq_len, batch=2)),
+        workload.build(cached(path, seq_len=seq_len, batch=2)),
+    )
     wanted: list[Tensor] = []
     hook = eager.model.register_forward_hook(lambda _, args, logits: wanted.append(logits.clone()))
     for _ in range(NUM_BATCHES):
@@ -73,7 +83,11 @@ def test_every_replay_is_the_eager_cells_step(path: str, seq_len: int) -> None:
     warm, capture, *replays = seen(graph, 2 * NUM_BATCHES)
     assert len(replays) == 2 * NUM_BATCHES and graph.tokens_per_step == 2
     for i, (ids, position_B, logits) in enumerate([warm, capture, *replays]):
-        assert ids.shape == (2, 1) and position_B.tolist() == [held, held] and logits.shape == (2, 1, TINY.vocab_size), i
+        assert (
+            ids.shape == (2, 1)
+            and position_B.tolist() == [held, held]
+            and logits.shape == (2, 1, TINY.vocab_size)
+        ), i
     torch.testing.assert_close(warm[2], wanted[0], rtol=1e-4, atol=1e-5)
     for i, (_, _, logits) in enumerate(replays):  # the capture took the first batch
         torch.testing.assert_close(logits, wanted[(i + 1) % NUM_BATCHES], rtol=1e-4, atol=1e-5)
@@ -85,7 +99,9 @@ def test_a_row_says_what_was_captured_and_read(path: str) -> None:
     asked = captured(path, batch=2)
     row = run(asked)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
-    assert row.engaged == dict.fromkeys(asked.plan.counters, TINY.num_layers * row.steps_per_sample * len(row.samples_s))
+    assert row.engaged == dict.fromkeys(
+        asked.plan.counters, TINY.num_layers * row.steps_per_sample * len(row.samples_s)
+    )
     assert row.cache is not None and row.cache.tokens == 100 and row.cache.keys_read == keys_at(100)
     eager = run(cached(path, batch=2))
     assert eager.cache is not None and eager.engaged_by == "call"
@@ -96,7 +112,9 @@ def test_a_row_says_what_was_captured_and_read(path: str) -> None:
 
 
 def test_a_replay_that_moves_on_is_seen_in_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the token not forgotten, each replay would stand at another position, until the cache is full."""
+    """Were the token not forgotten, each replay would stand at another position, until the cache is
+    full.
+    """
     monkeypatch.setattr(Steps, "forget_last", lambda self: None)
     with pytest.raises(ValueError, match="would hold 102 tokens"):
         run(captured())
@@ -115,7 +133,10 @@ def test_a_replay_that_is_not_the_step_is_never_timed(monkeypatch: pytest.Monkey
     monkeypatch.setattr(workload, "CudaGrapher", HollowGrapher)
     row = run(captured())
     assert row.status is Status.PARITY and row.tok_per_s is None and row.samples_s == []
-    assert row.reason.startswith("a replay's logits differ by ") and "the same step launched by the host" in row.reason
+    assert (
+        row.reason.startswith("a replay's logits differ by ")
+        and "the same step launched by the host" in row.reason
+    )
 
 
 def blocks_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,22 +163,35 @@ def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Steps, "next", short)
 
 
-@pytest.mark.parametrize("fault", [blocks_over_another, short_window], ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault", [blocks_over_another, short_window], ids=lambda fault: fault.__name__
+)
 def test_a_step_that_is_wrong_is_never_timed(monkeypatch: pytest.MonkeyPatch, fault: Any) -> None:
-    """The proof goes through the steps that are captured: what is wrong with them alone turns this cell red, and not the eager one."""
+    """The proof goes through the steps that are captured: what is wrong with them alone turns this
+    cell red, and not the eager one.
+    """
     fault(monkeypatch)
     row = run(captured("v2"))
-    assert row.status is Status.PARITY and row.tok_per_s is None and row.samples_s == [] and row.cache is None
+    assert (
+        row.status is Status.PARITY
+        and row.tok_per_s is None
+        and row.samples_s == []
+        and row.cache is None
+    )
     assert run(cached("v2")).status is Status.OK
 
 
 def test_the_proof_is_asked_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
     real = parity.check
-    monkeypatch.setattr(parity, "check", lambda *args, **given: asked.append(given) or real(*args, **given))
+    monkeypatch.setattr(
+        parity, "check", lambda *args, **given: asked.append(given) or real(*args, **given)
+    )
     run(captured())
     run(cached())
-    assert [given.get("stepping", False) for given in asked] == [True, False] and {given["chunk"] for given in asked} == {1}
+    assert [given.get("stepping", False) for given in asked] == [True, False] and {
+        given["chunk"] for given in asked
+    } == {1}
 
 
 # Routes and refusals.
@@ -171,7 +205,10 @@ def test_a_captured_step_is_routed_as_rows_that_may_differ() -> None:
     fused = calls.route_of(axes("triton"), TINY, Settings(), H100)
     assert set(fused.counters) == {"cmp.triton", "score.triton", "sel.triton", "win.triton"}
     assert calls.route_of(axes("auto"), TINY, Settings(), H100).counters == fused.counters
-    assert calls.problems(axes("v2"), TINY)[0].ragged and not calls.problems({**axes("v2"), "cuda_graph": "off"}, TINY)[0].ragged
+    assert (
+        calls.problems(axes("v2"), TINY)[0].ragged
+        and not calls.problems({**axes("v2"), "cuda_graph": "off"}, TINY)[0].ragged
+    )
     assert "win.sdpa" in calls.route_of(axes("v2", fa2="off"), TINY, Settings(), BARE).counters
     with pytest.raises(RouteError):
         calls.route_of(axes("v2", fa2="on"), TINY, Settings(), BARE)
@@ -195,13 +232,28 @@ def planned(path: str, fa2: str, axis: str = "cuda_graph") -> Any:
 @pytest.mark.parametrize(
     ("path", "fa2", "axis", "message"),
     [
-        ("v2", "auto", "cuda_graph", "cuda_graph=on with workload=decode, path=v2 and fa2=auto: a captured step's positions are on the"),
+        (
+            "v2",
+            "auto",
+            "cuda_graph",
+            (
+                "cuda_graph=on with workload=decode, path=v2 and fa2=auto: a captured step's"
+                " positions are on the"
+            ),
+        ),
         ("masked", "on", "cuda_graph", "wanted fa2=off or path=triton; name one of them"),
         ("v1", "off", "cuda_graph", "its loop runs on the host, which no graph holds"),
-        ("v2", "off", "compile", "compile=on with workload=decode: the lengths of a cache are the host's"),
+        (
+            "v2",
+            "off",
+            "compile",
+            "compile=on with workload=decode: the lengths of a cache are the host's",
+        ),
     ],
 )
-def test_what_no_graph_holds_is_refused_before(path: str, fa2: str, axis: str, message: str) -> None:
+def test_what_no_graph_holds_is_refused_before(
+    path: str, fa2: str, axis: str, message: str
+) -> None:
     with pytest.raises(PerfbenchError) as caught:
         planned(path, fa2, axis)
     assert message in str(caught.value)
@@ -215,8 +267,17 @@ def test_the_fast_paths_are_planned_and_a_cpu_is_refused() -> None:
 
 
 def test_the_decode_matrices_time_both_the_host_and_the_graph() -> None:
-    cells = build(matrices.load(ROOT / "matrices" / "decode-h100.yaml"), replace(H100, triton_provider="triton 3.6.0")).cells
+    cells = build(
+        matrices.load(ROOT / "matrices" / "decode-h100.yaml"),
+        replace(H100, triton_provider="triton 3.6.0"),
+    ).cells
     grids: dict[Any, set[Any]] = {"off": set(), "on": set()}
-    for axes_ in (c.axes for c in cells if (c.axes["workload"], c.axes["path"]) == ("decode", "triton")):
+    for axes_ in (
+        c.axes for c in cells if (c.axes["workload"], c.axes["path"]) == ("decode", "triton")
+    ):
         grids[axes_["cuda_graph"]].add((axes_["batch"], axes_["seq_len"]))
-    assert grids["on"] == grids["off"] == {(b, s) for b in (1, 8, 64) for s in (2048, 8192, 32768, 65536)}
+    assert (
+        grids["on"]
+        == grids["off"]
+        == {(b, s) for b in (1, 8, 64) for s in (2048, 8192, 32768, 65536)}
+    )

@@ -1,4 +1,6 @@
-"""The doctor's lines on healthy, broken and absent GPUs, on installations that do not fit, and on runs and logs."""
+"""The doctor's lines on healthy, broken and absent GPUs, on installations that do not fit, and on
+runs and logs.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,16 @@ TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
 NONE = FakeNvml(fails={"nvmlInit": 12})
 
 
-def lines(module: FakeNvml, environ: dict[str, str] | None = None, root: pathlib.Path = ROOT, **options: Any) -> dict[str, doctor.Line]:
-    return {line.what: line for line in doctor.diagnose(root, module=module, environ=environ or {}, **options)}
+def lines(
+    module: FakeNvml,
+    environ: dict[str, str] | None = None,
+    root: pathlib.Path = ROOT,
+    **options: Any,
+) -> dict[str, doctor.Line]:
+    return {
+        line.what: line
+        for line in doctor.diagnose(root, module=module, environ=environ or {}, **options)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +61,10 @@ def test_a_healthy_card() -> None:
         assert found[what].level is Level.GOOD, found[what]
     assert found["driver"].value == "570.86.10, CUDA up to 12.8"
     assert "h100-80gb-hbm3" in found["GPU"].value and Card().uuid not in found["GPU"].value
-    assert found["clocks"].value == "SM 1755 of 1980 MHz, memory 2619 MHz" and "-lgc" in found["clocks"].advice
+    assert (
+        found["clocks"].value == "SM 1755 of 1980 MHz, memory 2619 MHz"
+        and "-lgc" in found["clocks"].advice
+    )
     assert found["power limit"].value == "700 W, default 700 W"
     assert doctor.exit_code(found.values()) is Exit.OK
 
@@ -75,12 +88,20 @@ def test_no_gpu_is_no_fault() -> None:
 )
 def test_nvml_codes_are_explained(code: int, level: Level, words: str) -> None:
     found = lines(FakeNvml(Card(), fails={"nvmlInit": code}))
-    assert found["NVML"].level is level and f"code {code}" in found["NVML"].value and words in found["NVML"].advice
+    assert (
+        found["NVML"].level is level
+        and f"code {code}" in found["NVML"].value
+        and words in found["NVML"].advice
+    )
     assert doctor.exit_code(found.values()) is (Exit.ENVIRONMENT if level is Level.BAD else Exit.OK)
 
 
 def test_a_binding_that_is_missing_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib, "import_module", lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")))
+    monkeypatch.setattr(
+        importlib,
+        "import_module",
+        lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")),
+    )
     line = next(line for line in doctor.diagnose(ROOT, environ={}) if line.what == "NVML")
     assert line.level is Level.BAD and "pip install nvidia-ml-py" in line.advice
 
@@ -116,12 +137,23 @@ def test_forms_of_cuda_visible_devices(listed: str | None, level: Level, words: 
 def test_different_cards_need_an_order() -> None:
     cards = FakeNvml(Card(uuid=ONE), Card(uuid=TWO, name="NVIDIA A100-SXM4-80GB"))
     line = lines(cards)["CUDA_VISIBLE_DEVICES"]
-    assert line.level is Level.BAD and "CUDA_DEVICE_ORDER=PCI_BUS_ID" in line.advice and "FASTEST_FIRST" in line.value
-    assert lines(cards, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})["CUDA_VISIBLE_DEVICES"].level is Level.GOOD
+    assert (
+        line.level is Level.BAD
+        and "CUDA_DEVICE_ORDER=PCI_BUS_ID" in line.advice
+        and "FASTEST_FIRST" in line.value
+    )
+    assert (
+        lines(cards, {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"})["CUDA_VISIBLE_DEVICES"].level
+        is Level.GOOD
+    )
 
 
 def test_one_gpu_can_be_named() -> None:
-    found = lines(FakeNvml(Card(uuid=ONE), Card(uuid=TWO, persistence=0)), {"CUDA_VISIBLE_DEVICES": "0"}, gpu=TWO)
+    found = lines(
+        FakeNvml(Card(uuid=ONE), Card(uuid=TWO, persistence=0)),
+        {"CUDA_VISIBLE_DEVICES": "0"},
+        gpu=TWO,
+    )
     assert "NVML index 1" in found["GPU"].value and found["persistence mode"].level is Level.WARN
     assert found["--gpu"].level is Level.GOOD and "CUDA_VISIBLE_DEVICES" not in found
     assert lines(FakeNvml(Card(uuid=ONE)), gpu="5")["--gpu"].level is Level.BAD
@@ -163,7 +195,11 @@ def test_clock_events(bits: int, level: Level, words: str) -> None:
     card = FakeNvml(Card())
     card.reasons = bits
     line = lines(card)["clock events"]
-    assert line.level is level and words in line.value and bool(line.advice) is (level is not Level.GOOD)
+    assert (
+        line.level is level
+        and words in line.value
+        and bool(line.advice) is (level is not Level.GOOD)
+    )
     card.lacks = ("nvmlDeviceGetCurrentClocksEventReasons",)
     assert lines(card)["clock events"] == line, "older bindings call them throttle reasons"
 
@@ -184,8 +220,18 @@ def test_what_a_card_does_not_offer_is_said_and_is_no_fault() -> None:
     fails = {name: 3 for name, _ in asked.calls if not name.startswith(finding)}
     assert len(fails) >= 10
     found = lines(FakeNvml(Card(), fails=fails))
-    for what in ("MIG", "other processes", "persistence mode", "clocks", "clock events", "ECC", "power limit"):
-        assert found[what].level is Level.INFO and "NVML_ERROR_NOT_SUPPORTED" in found[what].value, found[what]
+    for what in (
+        "MIG",
+        "other processes",
+        "persistence mode",
+        "clocks",
+        "clock events",
+        "ECC",
+        "power limit",
+    ):
+        assert (
+            found[what].level is Level.INFO and "NVML_ERROR_NOT_SUPPORTED" in found[what].value
+        ), found[what]
 
 
 def test_a_card_that_is_lost_between_two_questions() -> None:
@@ -194,7 +240,10 @@ def test_a_card_that_is_lost_between_two_questions() -> None:
 
 
 def test_a_driver_without_a_version_is_bad() -> None:
-    assert lines(FakeNvml(Card(), fails={"nvmlSystemGetDriverVersion": 999}))["driver"].level is Level.BAD
+    assert (
+        lines(FakeNvml(Card(), fails={"nvmlSystemGetDriverVersion": 999}))["driver"].level
+        is Level.BAD
+    )
 
 
 # The installation.
@@ -210,7 +259,9 @@ def test_a_driver_without_a_version_is_bad() -> None:
         (None, Level.BAD, "a CPU build, beside a GPU"),
     ],
 )
-def test_torch_and_the_driver(monkeypatch: pytest.MonkeyPatch, built: str | None, level: Level, words: str) -> None:
+def test_torch_and_the_driver(
+    monkeypatch: pytest.MonkeyPatch, built: str | None, level: Level, words: str
+) -> None:
     monkeypatch.setattr(environment, "torch_cuda", lambda: built)
     line = lines(FakeNvml(Card()))["CUDA of torch"]
     assert line.level is level and words in f"{line.value} {line.advice}", line
@@ -227,20 +278,46 @@ def requires(monkeypatch: pytest.MonkeyPatch, *requirements: str) -> None:
 @pytest.mark.parametrize(
     ("torch", "triton", "pin", "level", "words"),
     [
-        ("2.13.0+cu130", "3.7.1", 'triton==3.7.1; platform_system == "Linux"', Level.GOOD, "as torch 2.13.0+cu130 wants"),
-        ("2.11.0+cu128", "3.7.1", 'triton==3.6.0; platform_system == "Linux"', Level.BAD, "pip install 'triton==3.6.0'"),
-        ("2.12.0.dev1+cu130", "3.7.0+git9844da95", "pytorch-triton==3.7.0+git9844da95", Level.GOOD, "wants"),
+        (
+            "2.13.0+cu130",
+            "3.7.1",
+            'triton==3.7.1; platform_system == "Linux"',
+            Level.GOOD,
+            "as torch 2.13.0+cu130 wants",
+        ),
+        (
+            "2.11.0+cu128",
+            "3.7.1",
+            'triton==3.6.0; platform_system == "Linux"',
+            Level.BAD,
+            "pip install 'triton==3.6.0'",
+        ),
+        (
+            "2.12.0.dev1+cu130",
+            "3.7.0+git9844da95",
+            "pytorch-triton==3.7.0+git9844da95",
+            Level.GOOD,
+            "wants",
+        ),
         ("2.13.0+cpu", "3.7.1", "filelock", Level.GOOD, "names no version of its own"),
         ("2.13.0+cpu", "3.5.0", "filelock", Level.WARN, "was tried with 3.7.1"),
         ("2.11.0+cpu", "3.5.0", "filelock", Level.GOOD, "names no version of its own"),
     ],
 )
 def test_torch_and_triton_are_a_pair(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, torch: str, triton: str, pin: str, level: Level, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: pathlib.Path,
+    torch: str,
+    triton: str,
+    pin: str,
+    level: Level,
+    words: str,
 ) -> None:
     versions(monkeypatch, torch=torch, triton=triton)
     requires(monkeypatch, "sympy>=1.13.3", pin)
-    (tmp_path / "constraints.txt").write_text("torch==2.13.0\ntriton==3.7.1 ; platform_system == 'Linux'\n")
+    (tmp_path / "constraints.txt").write_text(
+        "torch==2.13.0\ntriton==3.7.1 ; platform_system == 'Linux'\n"
+    )
     line = lines(FakeNvml(Card()), root=tmp_path)["triton"]
     assert line.level is level and words in f"{line.value} {line.advice}", line
 
@@ -249,7 +326,9 @@ def test_a_flash_attn_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     versions(monkeypatch, torch="2.13.0", flash_attn="2.8.3")
     line = lines(FakeNvml(Card()))["FA-2 provider"]
     assert line.level is Level.BAD and "without flash_attn_2_cuda" in line.value
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"/x/{name}.py"))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"/x/{name}.py")
+    )
     url = "https://example.org/flash_attn-2.8.3%2Bcu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"
     monkeypatch.setattr(doctor_software, "_direct_url", lambda name: json.dumps({"url": url}))
     line = lines(FakeNvml(Card()))["FA-2 provider"]
@@ -273,16 +352,26 @@ def test_a_flash_attn_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_two_distributions_that_serve_pynvml(
-    monkeypatch: pytest.MonkeyPatch, binding: str | None, wrong: str | None, file: str, level: Level, words: str
+    monkeypatch: pytest.MonkeyPatch,
+    binding: str | None,
+    wrong: str | None,
+    file: str,
+    level: Level,
+    words: str,
 ) -> None:
-    monkeypatch.setattr(environment, "version", lambda name: {"nvidia-ml-py": binding, "pynvml": wrong}.get(name))
+    monkeypatch.setattr(
+        environment, "version", lambda name: {"nvidia-ml-py": binding, "pynvml": wrong}.get(name)
+    )
     monkeypatch.setattr(doctor_software, "module_file", lambda name: file)
     line = lines(NONE)["NVML binding"]
     assert line.level is level and words in f"{line.value} {line.advice}", line
 
 
 def test_the_binding_that_is_installed_here_is_the_right_one() -> None:
-    assert pathlib.Path(doctor_software.module_file("pynvml")).name == "pynvml.py" and doctor_software.module_file("no.such") == ""
+    assert (
+        pathlib.Path(doctor_software.module_file("pynvml")).name == "pynvml.py"
+        and doctor_software.module_file("no.such") == ""
+    )
     assert lines(NONE)["NVML binding"].level is Level.GOOD
 
 
@@ -304,7 +393,12 @@ def test_settings(environ: dict[str, str], what: str, level: Level, words: str) 
 
 
 def git(folder: pathlib.Path, *args: str) -> None:
-    subprocess.run(["git", "-c", "user.name=x", "-c", "user.email=x@y", *args], cwd=folder, check=True, capture_output=True)
+    subprocess.run(
+        ["git", "-c", "user.name=x", "-c", "user.email=x@y", *args],
+        cwd=folder,
+        check=True,
+        capture_output=True,
+    )
 
 
 def test_the_checkout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,14 +416,26 @@ def test_the_checkout(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -
     assert line.level is Level.WARN and "git fetch --unshallow" in line.advice
     monkeypatch.setenv("PATH", str(tmp_path))
     line = lines(NONE, root=whole)["measured code"]
-    assert line.level is Level.WARN and "git cannot be started" in line.value and "baseline" in line.advice
+    assert (
+        line.level is Level.WARN
+        and "git cannot be started" in line.value
+        and "baseline" in line.advice
+    )
 
 
-@pytest.mark.parametrize(("free", "level"), [(2**40, Level.GOOD), (2**30, Level.WARN), (2**20, Level.BAD)])
-def test_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, free: int, level: Level) -> None:
+@pytest.mark.parametrize(
+    ("free", "level"), [(2**40, Level.GOOD), (2**30, Level.WARN), (2**20, Level.BAD)]
+)
+def test_the_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, free: int, level: Level
+) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=free))
     line = lines(NONE, root=tmp_path)["disk"]
-    assert line.level is level and str(tmp_path) in line.value and bool(line.advice) is (level is not Level.GOOD)
+    assert (
+        line.level is level
+        and str(tmp_path) in line.value
+        and bool(line.advice) is (level is not Level.GOOD)
+    )
 
 
 # A run that was made, or a log.
@@ -338,7 +444,9 @@ def test_the_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path, free:
 def logged(tmp_path: pathlib.Path, run: Run, tail: bytes = b"") -> pathlib.Path:
     (tmp_path / "r").mkdir(exist_ok=True)
     records = [run.manifest, *run.sentinels, *run.replicates]
-    (tmp_path / "r" / "run.jsonl").write_bytes(b"".join(json.dumps(one.model_dump()).encode() + b"\n" for one in records) + tail)
+    (tmp_path / "r" / "run.jsonl").write_bytes(
+        b"".join(json.dumps(one.model_dump()).encode() + b"\n" for one in records) + tail
+    )
     return tmp_path / "r"
 
 
@@ -348,11 +456,16 @@ def test_a_good_run_says_so(tmp_path: pathlib.Path) -> None:
         found = lines(NONE, log=log)
         for topic in ("endings", "slow path", "utilisation", "CPU bound", "throttling"):
             assert found[f"run: {topic}"].level is Level.GOOD, found[f"run: {topic}"]
-        assert found["run"].value.endswith("12 replicates of 4 cells") and "93 %" in found["run: utilisation"].value
+        assert (
+            found["run"].value.endswith("12 replicates of 4 cells")
+            and "93 %" in found["run: utilisation"].value
+        )
 
 
 LOOPS: dict[str, Any] = {"engaged": {"sel.v1": 12}}
-WARNED: dict[str, Any] = {"stderr_tail": "x\nUsing slow _sdpa_over_ranges: path=reference, 256 rows\n"}
+WARNED: dict[str, Any] = {
+    "stderr_tail": "x\nUsing slow _sdpa_over_ranges: path=reference, 256 rows\n"
+}
 
 
 @pytest.mark.parametrize(
@@ -360,26 +473,44 @@ WARNED: dict[str, Any] = {"stderr_tail": "x\nUsing slow _sdpa_over_ranges: path=
     [
         ("slow path", lambda run: edits.edit(run, TRAIN, **LOOPS), "1 cells ran a slow path"),
         ("slow path", lambda run: edits.edit(run, TRAIN, **WARNED), "1 cells ran a slow path"),
-        ("utilisation", lambda run: edits.edit(run, TRAIN, telemetry=b.telemetry(utilisation_pct=29.0)), "were below 30 % (least 29 %)"),
+        (
+            "utilisation",
+            lambda run: edits.edit(run, TRAIN, telemetry=b.telemetry(utilisation_pct=29.0)),
+            "were below 30 % (least 29 %)",
+        ),
         (
             "CPU bound",
-            lambda run: edits.edit(run, TRAIN, host_bound=True, profile=b.profile(busy_fraction=0.12)),
+            lambda run: edits.edit(
+                run, TRAIN, host_bound=True, profile=b.profile(busy_fraction=0.12)
+            ),
             "GPU busy 12 % of a step",
         ),
         ("throttling", lambda run: edits.throttle(run, TRAIN, {1}), "1 cells throttled"),
         ("endings", lambda run: edits.fail(run, TRAIN, Status.OOM), "ended oom"),
     ],
 )
-def test_what_was_wrong_with_a_run_names_the_cell(tmp_path: pathlib.Path, topic: str, change: Callable[[Run], Run], words: str) -> None:
+def test_what_was_wrong_with_a_run_names_the_cell(
+    tmp_path: pathlib.Path, topic: str, change: Callable[[Run], Run], words: str
+) -> None:
     line = lines(NONE, log=logged(tmp_path, change(b.small_run())))[f"run: {topic}"]
-    assert line.level is Level.WARN and words in line.value and TRAIN in line.value and line.advice, line
+    assert (
+        line.level is Level.WARN and words in line.value and TRAIN in line.value and line.advice
+    ), line
 
 
 def test_a_run_without_a_gpu_or_without_rows(tmp_path: pathlib.Path) -> None:
     found = lines(NONE, log=logged(tmp_path, b.make_run(b.cpu_cells()[:2], gpu=False)))
-    assert found["run: utilisation"].level is Level.INFO and "no NVIDIA GPU" in found["run: utilisation"].value
+    assert (
+        found["run: utilisation"].level is Level.INFO
+        and "no NVIDIA GPU" in found["run: utilisation"].value
+    )
     assert "not known" in found["run: CPU bound"].value
-    assert lines(NONE, log=logged(tmp_path, b.with_rows(b.small_run(), []), tail=b'{"kind": "rep'))["run"].level is Level.WARN
+    assert (
+        lines(NONE, log=logged(tmp_path, b.with_rows(b.small_run(), []), tail=b'{"kind": "rep'))[
+            "run"
+        ].level
+        is Level.WARN
+    )
 
 
 def test_both_sides_of_a_pair(tmp_path: pathlib.Path) -> None:
@@ -412,14 +543,22 @@ def test_a_training_log(tmp_path: pathlib.Path) -> None:
         "log: checkpointing": (Level.INFO, "1 times, first in line 1"),
         "log: FA-2 off": (Level.INFO, "1 times, first in line 3"),
     }
-    assert {what: (line.level, line.value) for what, line in found.items() if what.startswith("log")} == expected
+    assert {
+        what: (line.level, line.value) for what, line in found.items() if what.startswith("log")
+    } == expected
 
 
 def test_a_quiet_log(tmp_path: pathlib.Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("util 95%\nhost_bound: false, gradient_checkpointing: off, use_fa2=True\n")
-    found = {what: line.level for what, line in lines(NONE, log=log).items() if what.startswith("log")}
-    assert found == {"log": Level.INFO, "log: slow path": Level.GOOD, "log: utilisation": Level.GOOD}
+    found = {
+        what: line.level for what, line in lines(NONE, log=log).items() if what.startswith("log")
+    }
+    assert found == {
+        "log": Level.INFO,
+        "log: slow path": Level.GOOD,
+        "log: utilisation": Level.GOOD,
+    }
 
 
 def test_what_the_slow_path_says_is_what_the_doctor_looks_for() -> None:
@@ -430,7 +569,12 @@ def test_what_the_slow_path_says_is_what_the_doctor_looks_for() -> None:
 
 def test_any_bytes_are_a_log(tmp_path: pathlib.Path) -> None:
     log = tmp_path / "x.log"
-    for raw, count in ((b"", 0), (b"\xff\xfe\x00" * 99, 1), (b"a" * 200_000 + b"\nutil 5%\n", 2), (b"\r\n\r\n", 2)):
+    for raw, count in (
+        (b"", 0),
+        (b"\xff\xfe\x00" * 99, 1),
+        (b"a" * 200_000 + b"\nutil 5%\n", 2),
+        (b"\r\n\r\n", 2),
+    ):
         log.write_bytes(raw)
         found = lines(NONE, log=log)
         assert found["log"].value == f"{count} lines"
@@ -447,27 +591,47 @@ def test_any_bytes_are_a_log(tmp_path: pathlib.Path) -> None:
 # All of it.
 
 
-def test_every_warning_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_every_warning_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
     monkeypatch.setattr(environment, "version", lambda name: "1.0" if name == "pynvml" else None)
     monkeypatch.setattr(environment, "torch_cuda", lambda: None)
     broken = FakeNvml(Card(processes=[BUSY], persistence=0, ecc_errors=1, power_limit_mw=1))
     found = lines(broken, {"NSA_X": "1", "CUDA_VISIBLE_DEVICES": "0,9"}, root=tmp_path)
     wrong = [line for line in found.values() if line.level in (Level.WARN, Level.BAD)]
-    assert {"torch", "CUDA of torch", "triton", "NVML binding", "other processes", "ECC", "NSA_* settings"} <= {line.what for line in wrong}
+    assert {
+        "torch",
+        "CUDA of torch",
+        "triton",
+        "NVML binding",
+        "other processes",
+        "ECC",
+        "NSA_* settings",
+    } <= {line.what for line in wrong}
     assert all(line.advice for line in wrong) and doctor.exit_code(wrong) is Exit.ENVIRONMENT
 
 
 def test_odd_characters_stay_on_their_line() -> None:
-    text = doctor.render_text([doctor.Line(Level.WARN, "x", "a\nb\x1b[31m \ud800", "do\nthis"), doctor.Line(Level.BAD, "yy", "z")])
-    assert text == "warn  x   a b [31m \\ud800\n          -> do this\nBAD   yy  z\n" and text.encode()
+    text = doctor.render_text(
+        [
+            doctor.Line(Level.WARN, "x", "a\nb\x1b[31m \ud800", "do\nthis"),
+            doctor.Line(Level.BAD, "yy", "z"),
+        ]
+    )
+    assert (
+        text == "warn  x   a b [31m \\ud800\n          -> do this\nBAD   yy  z\n" and text.encode()
+    )
 
 
 def test_this_machine_quickly_and_without_torch() -> None:
     code = (
-        "import sys; from perfbench import doctor; print(doctor.render_text(doctor.diagnose())); "
-        "assert not {'torch', 'triton', 'scipy', 'pandas', 'ruamel.yaml'} & set(sys.modules), sorted(sys.modules)"
+        "import sys; from perfbench import doctor; print(doctor.render_text(doctor.diagnose()));"
+        " assert not {'torch', 'triton', 'scipy', 'pandas', 'ruamel.yaml'} & set(sys.modules),"
+        " sorted(sys.modules)"
     )
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert "FA-2 provider" in done.stdout and time.monotonic() - begin < 2.0

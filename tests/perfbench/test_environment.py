@@ -1,4 +1,6 @@
-"""Which GPU CUDA will see, whether it fits the matrix, who else computes on it, and which code is measured."""
+"""Which GPU CUDA will see, whether it fits the matrix, who else computes on it, and which code is
+measured.
+"""
 
 import os
 import pathlib
@@ -10,7 +12,15 @@ import pytest
 
 from nsa import capability
 from perfbench import environment, gpu, nvml, session
-from perfbench.environment import check_target, collect, gpu_lock, refuse_busy, slug, source, visible_gpu
+from perfbench.environment import (
+    check_target,
+    collect,
+    gpu_lock,
+    refuse_busy,
+    slug,
+    source,
+    visible_gpu,
+)
 from perfbench.matrixfile import Target
 from perfbench.verdict import Exit, PerfbenchError
 from tests.perfbench.fake_nvml import Card, FakeNvml
@@ -18,12 +28,20 @@ from tests.perfbench.fake_nvml import Card, FakeNvml
 FIRST = Card(uuid="GPU-8f3a0001-0000-0000-0000-000000000000")
 SECOND = Card(uuid="GPU-8f3b0002-0000-0000-0000-000000000000")
 SMALL = Card(name="NVIDIA T400", uuid="GPU-11110003-0000-0000-0000-000000000000")
-MIG = Card(name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", uuid="MIG-aaaa0001-0000-0000-0000-000000000000")
+MIG = Card(
+    name="NVIDIA H100 80GB HBM3 MIG 1g.10gb", uuid="MIG-aaaa0001-0000-0000-0000-000000000000"
+)
 SLICED = Card(uuid="GPU-22220004-0000-0000-0000-000000000000", mig=[MIG], mig_mode=True)
 
 
-def first_visible(listed: str | None, *cards: Card, order: str | None = None) -> tuple[str | None, str]:
-    environ = {k: v for k, v in (("CUDA_VISIBLE_DEVICES", listed), ("CUDA_DEVICE_ORDER", order)) if v is not None}
+def first_visible(
+    listed: str | None, *cards: Card, order: str | None = None
+) -> tuple[str | None, str]:
+    environ = {
+        k: v
+        for k, v in (("CUDA_VISIBLE_DEVICES", listed), ("CUDA_DEVICE_ORDER", order))
+        if v is not None
+    }
     found, reason = visible_gpu(module=FakeNvml(*cards), environ=environ)
     assert (found is None) == bool(reason)
     return (found.uuid if found else None), reason
@@ -89,7 +107,9 @@ def test_nvml_that_cannot_be_opened_is_a_reason(code: int) -> None:
 
 def test_a_driver_without_a_gpu() -> None:
     assert first_visible(None)[1] == "NVML finds the driver, but no GPU"
-    found, reason = visible_gpu(module=FakeNvml(FIRST, fails={"nvmlDeviceGetHandleByIndex": 15}), environ={})
+    found, reason = visible_gpu(
+        module=FakeNvml(FIRST, fails={"nvmlDeviceGetHandleByIndex": 15}), environ={}
+    )
     assert found is None and "GPU_IS_LOST" in reason
 
 
@@ -132,19 +152,30 @@ def fit(target: Target, *cards: Card) -> environment.TargetFit:
 
 def test_target_none_fits_everywhere_without_asking_nvml() -> None:
     nvml = FakeNvml(fails={"nvmlInit": 12})
-    assert check_target(Target(gpu="none"), module=nvml, environ={}) == environment.TargetFit("cpu", None)
+    assert check_target(Target(gpu="none"), module=nvml, environ={}) == environment.TargetFit(
+        "cpu", None
+    )
     assert nvml.calls == []
 
 
 def test_target_that_fits() -> None:
     found = fit(Target(gpu="H100"), FIRST)
-    assert found.device == "cuda" and found.gpu is not None and found.gpu.uuid == FIRST.uuid and not found.warning
+    assert (
+        found.device == "cuda"
+        and found.gpu is not None
+        and found.gpu.uuid == FIRST.uuid
+        and not found.warning
+    )
 
 
 @pytest.mark.parametrize("on_mismatch", ["refuse", "warn", "skip"])
 @pytest.mark.parametrize(
     ("cards", "count", "got"),
-    [((SMALL,), 1, "NVIDIA T400"), ((FIRST,), 2, "1 x NVIDIA H100"), ((FIRST, SECOND, SECOND), 4, "3 x NVIDIA H100")],
+    [
+        ((SMALL,), 1, "NVIDIA T400"),
+        ((FIRST,), 2, "1 x NVIDIA H100"),
+        ((FIRST, SECOND, SECOND), 4, "3 x NVIDIA H100"),
+    ],
 )
 def test_wrong_gpu(on_mismatch: str, cards: tuple[Card, ...], count: int, got: str) -> None:
     target = Target.model_validate({"gpu": "H100", "count": count, "on_mismatch": on_mismatch})
@@ -180,8 +211,13 @@ def test_busy_gpu_is_refused() -> None:
 
 def test_our_own_descendants_are_no_company_and_who_started_us_is() -> None:
     handle = gpu.GpuHandle(FIRST.uuid, FIRST.name, 0)
-    grandchild = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import os; print(os.getpid(), flush=True); input()'])"
-    child = subprocess.Popen([sys.executable, "-c", grandchild], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    grandchild = (
+        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import os;"
+        " print(os.getpid(), flush=True); input()'])"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", grandchild], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert child.stdout is not None
     pids = [child.pid, int(child.stdout.readline()), os.getpid()]
     try:
@@ -206,9 +242,15 @@ def test_unknown_company_is_a_warning(code: int, name: str) -> None:
     blind = FakeNvml(FIRST, fails={"nvmlDeviceGetComputeRunningProcesses": code})
     found = check_target(Target(gpu="H100"), module=blind, environ={})
     assert found.gpu is not None and not found.skip
-    assert name in found.warning and "cannot list the processes" in found.warning and FIRST.name in found.warning
+    assert (
+        name in found.warning
+        and "cannot list the processes" in found.warning
+        and FIRST.name in found.warning
+    )
     refuse_busy(found.gpu, blind)
-    other = check_target(Target.model_validate({"gpu": "A100", "on_mismatch": "warn"}), module=blind, environ={})
+    other = check_target(
+        Target.model_validate({"gpu": "A100", "on_mismatch": "warn"}), module=blind, environ={}
+    )
     assert "matrix wants A100" in other.warning and name in other.warning
 
 
@@ -216,19 +258,30 @@ def test_gpu_lock_is_exclusive_by_uuid_and_ends(tmp_path: pathlib.Path) -> None:
     with gpu_lock(FIRST.uuid, tmp_path):
         with gpu_lock(SECOND.uuid, tmp_path):
             pass
-        with pytest.raises(PerfbenchError, match="another perfbench") as caught, gpu_lock(FIRST.uuid, tmp_path):
+        with (
+            pytest.raises(PerfbenchError, match="another perfbench") as caught,
+            gpu_lock(FIRST.uuid, tmp_path),
+        ):
             pass
         assert caught.value.exit_code is Exit.ENVIRONMENT
     with gpu_lock(FIRST.uuid, tmp_path):
         pass
     assert all(FIRST.uuid not in file.name for file in tmp_path.iterdir())
-    with pytest.raises(PerfbenchError, match="cannot be opened"), gpu_lock(FIRST.uuid, tmp_path / "missing"):
+    with (
+        pytest.raises(PerfbenchError, match="cannot be opened"),
+        gpu_lock(FIRST.uuid, tmp_path / "missing"),
+    ):
         pass
 
 
 def test_collect_on_a_cpu_has_nulls_for_the_gpu() -> None:
     found = collect("cpu", module=FakeNvml(fails={"nvmlInit": 12}))
-    assert (found.gpu_slug, found.gpu_uuid_sha256, found.driver, found.cuda) == ("cpu", None, None, None)
+    assert (found.gpu_slug, found.gpu_uuid_sha256, found.driver, found.cuda) == (
+        "cpu",
+        None,
+        None,
+        None,
+    )
     assert found.device_name == found.cpu_name and found.torch[0].isdigit() and found.cpu_count >= 1
 
 
@@ -244,9 +297,20 @@ def test_collect_on_a_gpu_hides_the_uuid() -> None:
 
 
 def test_variables() -> None:
-    assert environment.no_color({"NO_COLOR": "1"}) and not environment.no_color({"NO_COLOR": ""}) and not environment.no_color({})
-    assert environment.in_ci({"CI": "true"}) and not environment.in_ci({"CI": "false"}) and not environment.in_ci({})
-    assert environment.step_summary({"GITHUB_STEP_SUMMARY": "/x/y"}) == pathlib.Path("/x/y") and environment.step_summary({}) is None
+    assert (
+        environment.no_color({"NO_COLOR": "1"})
+        and not environment.no_color({"NO_COLOR": ""})
+        and not environment.no_color({})
+    )
+    assert (
+        environment.in_ci({"CI": "true"})
+        and not environment.in_ci({"CI": "false"})
+        and not environment.in_ci({})
+    )
+    assert (
+        environment.step_summary({"GITHUB_STEP_SUMMARY": "/x/y"}) == pathlib.Path("/x/y")
+        and environment.step_summary({}) is None
+    )
 
 
 def test_cpu_name(tmp_path: pathlib.Path) -> None:
@@ -258,7 +322,9 @@ def test_cpu_name(tmp_path: pathlib.Path) -> None:
 
 def git(folder: pathlib.Path, *args: str) -> str:
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
-    return subprocess.run(["git", "-C", str(folder), *identity, *args], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "-C", str(folder), *identity, *args], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 @pytest.fixture
@@ -273,7 +339,12 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 def test_source_of_a_clean_checkout(checkout: pathlib.Path) -> None:
     found = source(checkout)
-    assert (found.commit, found.dirty_sha256, found.branch, found.reason) == (git(checkout, "rev-parse", "HEAD"), None, "main", None)
+    assert (found.commit, found.dirty_sha256, found.branch, found.reason) == (
+        git(checkout, "rev-parse", "HEAD"),
+        None,
+        "main",
+        None,
+    )
     assert source(checkout, found.commit[:8]) == found  # type: ignore[index]
 
 
@@ -295,7 +366,9 @@ def test_results_are_no_part_of_the_measured_code(checkout: pathlib.Path) -> Non
     assert source(checkout).dirty_sha256 is None
 
 
-def test_source_where_git_cannot_tell(checkout: pathlib.Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_source_where_git_cannot_tell(
+    checkout: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     bare = tmp_path_factory.mktemp("bare")
     found = source(bare)
     assert found.commit is None and "--source-commit" in (found.reason or "")
@@ -322,10 +395,18 @@ def test_source_without_git(checkout: pathlib.Path, monkeypatch: pytest.MonkeyPa
     assert found.commit == "abc123" and "git cannot be started" in (found.reason or "")
 
 
-def test_the_plan_of_a_gpu_knows_whether_triton_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent asks NVML and imports no torch; a plan that did not look would route otherwise than the child that measures."""
+def test_the_plan_of_a_gpu_knows_whether_triton_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The parent asks NVML and imports no torch; a plan that did not look would route otherwise
+    than the child that measures.
+    """
     opened = FakeNvml(FIRST)
     opened.nvmlDeviceGetCudaComputeCapability = lambda handle: (9, 0)  # type: ignore[attr-defined]
     monkeypatch.setattr(nvml, "_load", lambda: opened)
     here = session.capability_here(fit(Target(gpu="H100"), FIRST))
-    assert here == capability.assumed("h100") and here.triton_provider and here.triton_provider.startswith("triton ")
+    assert (
+        here == capability.assumed("h100")
+        and here.triton_provider
+        and here.triton_provider.startswith("triton ")
+    )

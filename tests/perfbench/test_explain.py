@@ -23,8 +23,14 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
     planned = run.manifest.cells[0]
     one = b.make_run([planned], replicates=3)
     speeds = [990.0, 1000.0, 1012.0]
-    slow = b.change_rows(one, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=0.9 * speeds[row.replicate]))
-    base_run = b.change_rows(one, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=speeds[row.replicate]))
+    slow = b.change_rows(
+        one,
+        TRAIN,
+        lambda row: b.replicate(planned, row.replicate, tok_per_s=0.9 * speeds[row.replicate]),
+    )
+    base_run = b.change_rows(
+        one, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=speeds[row.replicate])
+    )
     base = b.baseline_of(base_run)
     text = explain.text(slow, judge(slow, base, POLICY), TRAIN, POLICY, base)
     logs = [math.log(speed) for speed in speeds]
@@ -33,11 +39,16 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
     error = sd * math.sqrt(2 / 3)
     assert f"base: n 3, geometric mean {math.exp(mean):,.6g} tok/s" in text
     assert f"change: ln {math.log(0.9):+.6f} = -10.00 % of speed" in text
-    assert f"sd within the sides: {sd:.6f} (df 4)" in text and f"standard error: {error:.6f} (df 4)" in text
+    assert (
+        f"sd within the sides: {sd:.6f} (df 4)" in text
+        and f"standard error: {error:.6f} (df 4)" in text
+    )
     assert f"t: {math.log(0.9) / error:+.4f}, p that it is no slower: " in text
     assert "REGRESSED only after base and candidate were measured interleaved" in text
     assert "Exit: 0 by this cell alone; 7 under --strict; 0 for the whole run." in text
-    assert f"perfbench run matrices/h100.yaml --only cell={TRAIN}" in text and text.startswith(f"{TRAIN}: WATCH\n")
+    assert f"perfbench run matrices/h100.yaml --only cell={TRAIN}" in text and text.startswith(
+        f"{TRAIN}: WATCH\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,10 +59,15 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
         (0.0042, None, "tok/s 0.42 %, from a calibration"),  # a file older than the count
     ],
 )
-def test_the_luck_between_nights_says_where_it_is_from(night: float | None, starts: int | None, words: str) -> None:
+def test_the_luck_between_nights_says_where_it_is_from(
+    night: float | None, starts: int | None, words: str
+) -> None:
     run = b.small_run()
     base = b.baseline_of(run, night_log_sd=night)
-    cells = {cell_id: cell.model_copy(update={"night_starts": starts}) for cell_id, cell in base.cells.items()}
+    cells = {
+        cell_id: cell.model_copy(update={"night_starts": starts})
+        for cell_id, cell in base.cells.items()
+    }
     base = base.model_copy(update={"cells": cells})
     text = explain.text(run, judge(run, base, POLICY), TRAIN, POLICY, base)
     assert words in text and "device time 1 %, assumed" in text
@@ -61,30 +77,50 @@ def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
     run = b.small_run(replicates=8)
     slow = b.scale_rows(run, TRAIN, 0.9)
     base = b.baseline_of(run)
-    text = explain.text(slow, conclude(judge(slow, base, POLICY), run, slow, POLICY), TRAIN, POLICY, base)
-    assert text.startswith(f"{TRAIN}: REGRESSED") and "Pairs, tok_per_s" in text and "after Holm" in text
+    text = explain.text(
+        slow, conclude(judge(slow, base, POLICY), run, slow, POLICY), TRAIN, POLICY, base
+    )
+    assert (
+        text.startswith(f"{TRAIN}: REGRESSED")
+        and "Pairs, tok_per_s" in text
+        and "after Holm" in text
+    )
     assert "Exit: 3 by this cell alone" in text and "interleaved with the candidate" in text
 
 
 def test_planted_faults_are_told_first() -> None:
     run = b.small_run()
     planted = b.with_manifest(run, injections=[f"slowdown=3%@{TRAIN}"])
-    told, plain = (explain.text(one, judge(one, None, POLICY), TRAIN, POLICY, None) for one in (planted, run))
-    assert f"INJECTED FAULTS, a demonstration: slowdown=3%@{TRAIN}\n" in told and "INJECTED" not in plain
+    told, plain = (
+        explain.text(one, judge(one, None, POLICY), TRAIN, POLICY, None) for one in (planted, run)
+    )
+    assert (
+        f"INJECTED FAULTS, a demonstration: slowdown=3%@{TRAIN}\n" in told
+        and "INJECTED" not in plain
+    )
 
 
 def test_an_override_is_told_and_the_text_is_deterministic() -> None:
     run = b.small_run()
     base = b.baseline_of(run)
     policies = Policies(POLICY, {TRAIN: POLICY.model_copy(update={"tolerance_pct": 5.0})})
-    first, second = (explain.text(run, judge(run, base, policies), TRAIN, policies, base) for _ in range(2))
-    assert first == second and "Policy (an override of the matrix): min_effect 3 %, tolerance 5 %" in first
+    first, second = (
+        explain.text(run, judge(run, base, policies), TRAIN, policies, base) for _ in range(2)
+    )
+    assert (
+        first == second
+        and "Policy (an override of the matrix): min_effect 3 %, tolerance 5 %" in first
+    )
 
 
 @pytest.mark.parametrize("verdict", [None, Verdict.NO_BASELINE, Verdict.WRONG_PATH])
 def test_a_cell_that_was_not_compared_says_so(verdict: Verdict | None) -> None:
     run = edit(b.small_run(), TRAIN, engaged={}) if verdict is Verdict.WRONG_PATH else b.small_run()
-    base = BaselineProblem(verdict, "no baseline at x.json") if verdict is Verdict.NO_BASELINE else None
+    base = (
+        BaselineProblem(verdict, "no baseline at x.json")
+        if verdict is Verdict.NO_BASELINE
+        else None
+    )
     text = explain.text(run, judge(run, base, POLICY), TRAIN, POLICY, base)
     assert "no speed would have changed this verdict" in text
     assert ("never ran" in text) is (verdict is Verdict.WRONG_PATH)
@@ -114,16 +150,34 @@ def test_a_watch_says_what_comes_next(case: str, words: str) -> None:
     judgement = judge(slow, b.baseline_of(run), POLICY)
     if case in ("confirmed", "cut short"):
         planned = next(cell for cell in run.manifest.cells if cell.cell_id == TRAIN)
-        other = b.change_rows(run, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=(960 + 10 * (row.replicate * 5 % 8))))
-        flat = b.change_rows(run, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=1000.0))
+        other = b.change_rows(
+            run,
+            TRAIN,
+            lambda row: b.replicate(
+                planned, row.replicate, tok_per_s=(960 + 10 * (row.replicate * 5 % 8))
+            ),
+        )
+        flat = b.change_rows(
+            run, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=1000.0)
+        )
         if case == "cut short":
-            flat, other = (b.change_rows(one, TRAIN, lambda row: row if row.replicate < 4 else None) for one in (flat, other))
+            flat, other = (
+                b.change_rows(one, TRAIN, lambda row: row if row.replicate < 4 else None)
+                for one in (flat, other)
+            )
         judgement = conclude(judgement, flat, other, POLICY)
     text = explain.text(slow, judgement, TRAIN, POLICY, b.baseline_of(run))
-    assert text.startswith(f"{TRAIN}: WATCH") and words in text and "Gate it against a baseline" not in text
+    assert (
+        text.startswith(f"{TRAIN}: WATCH")
+        and words in text
+        and "Gate it against a baseline" not in text
+    )
 
 
-@pytest.mark.parametrize(("verdict", "words"), [(Verdict.NO_BASELINE, "baseline promote RUN"), (Verdict.CORRUPT, "from git")])
+@pytest.mark.parametrize(
+    ("verdict", "words"),
+    [(Verdict.NO_BASELINE, "baseline promote RUN"), (Verdict.CORRUPT, "from git")],
+)
 def test_a_baseline_that_cannot_judge_says_what_comes_next(verdict: Verdict, words: str) -> None:
     run, problem = b.small_run(), BaselineProblem(verdict, "x.json is no baseline")
     text = explain.text(run, judge(run, problem, POLICY), TRAIN, POLICY, problem)
@@ -141,5 +195,10 @@ def test_calibrate_prints_json_where_it_is_asked_for(
     monkeypatch.setattr(calibrate, "calibrate", lambda files, **_: "found")
     monkeypatch.setattr(calibrate, "render", lambda found: f"# {found}")
     monkeypatch.setattr(calibrate, "as_json", lambda found: json.dumps({"text": found}))
-    assert cli.invoke(["calibrate", "reports/evidence/h200-gate/start-1", *(["--json"] if as_json else [])]) == 0
+    assert (
+        cli.invoke(
+            ["calibrate", "reports/evidence/h200-gate/start-1", *(["--json"] if as_json else [])]
+        )
+        == 0
+    )
     assert capsys.readouterr().out == ('{"text": "found"}\n' if as_json else "# found\n")

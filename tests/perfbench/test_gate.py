@@ -1,4 +1,6 @@
-"""The gate: speed, presence and environment, each from a green run with one thing broken; test_hardgate.py has the rest."""
+"""The gate: speed, presence and environment, each from a green run with one thing broken;
+test_hardgate.py has the rest.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def finding_verdicts(judgement: Judgement) -> list[Verdict]:
     return [finding.verdict for finding in judgement.findings]
 
 
-# --- green ------------------------------------------------------------------------------------------------------------
+# --- green
 
 
 def test_a_green_run_alone_is_measured_not_the_same() -> None:
@@ -47,9 +49,14 @@ def test_a_green_run_alone_is_measured_not_the_same() -> None:
 def test_a_run_against_itself_is_the_same() -> None:
     run = b.small_run(noise=0.01)
     judgement = judge(run, b.baseline_of(run), POLICY, strict=True)
-    assert judgement.exit_code is Exit.OK and judgement.headline.startswith("SAME, exit 0: 4 of 4 cells")
+    assert judgement.exit_code is Exit.OK and judgement.headline.startswith(
+        "SAME, exit 0: 4 of 4 cells"
+    )
     assert judgement.counts == {"SAME": 4}
-    assert all(cell.compared and cell.change_pct == 0 and cell.replicates == 3 and cell.spread_pct for cell in judgement.cells)
+    assert all(
+        cell.compared and cell.change_pct == 0 and cell.replicates == 3 and cell.spread_pct
+        for cell in judgement.cells
+    )
 
 
 def test_same_inputs_same_bytes() -> None:
@@ -58,7 +65,7 @@ def test_same_inputs_same_bytes() -> None:
     assert first == second
 
 
-# --- speed ------------------------------------------------------------------------------------------------------------
+# --- speed
 
 
 @pytest.mark.parametrize("side", ["run", "baseline"])
@@ -73,7 +80,9 @@ def test_too_few_replicates_are_watch_and_strict_fails(side: str) -> None:
         base = base.model_copy(update={"cells": {**base.cells, TRAIN: short}})
     judgement = judge(slower, base, POLICY)
     assert verdict_of(judgement, TRAIN) is Verdict.WATCH and judgement.exit_code is Exit.OK
-    assert "2 replicates" in reason_of(judgement, TRAIN) or "2 in the base" in reason_of(judgement, TRAIN)
+    assert "2 replicates" in reason_of(judgement, TRAIN) or "2 in the base" in reason_of(
+        judgement, TRAIN
+    )
     strict = judge(slower, base, POLICY, strict=True)
     assert strict.exit_code is Exit.STRICT and "exit 7" in strict.headline
 
@@ -86,10 +95,13 @@ def test_a_changed_route_is_named_beside_the_change() -> None:
     assert "the route changed from sel.masked to" in reason_of(judge(run, base, POLICY), TRAIN)
 
 
-# --- presence ---------------------------------------------------------------------------------------------------------
+# --- presence
 
 
-@pytest.mark.parametrize("new, verdict, exit_code", [("warn", Verdict.NEW, Exit.OK), ("fail", Verdict.FAILED, Exit.FAILED)])
+@pytest.mark.parametrize(
+    "new, verdict, exit_code",
+    [("warn", Verdict.NEW, Exit.OK), ("fail", Verdict.FAILED, Exit.FAILED)],
+)
 def test_a_cell_without_a_baseline(new: str, verdict: Verdict, exit_code: Exit) -> None:
     run = b.small_run()
     base = b.baseline_of(run)
@@ -100,13 +112,20 @@ def test_a_cell_without_a_baseline(new: str, verdict: Verdict, exit_code: Exit) 
 
 @pytest.mark.parametrize(
     "missing, verdict, exit_code, strict",
-    [("fail", Verdict.MISSING, Exit.FAILED, Exit.FAILED), ("warn", Verdict.WATCH, Exit.OK, Exit.STRICT)],
+    [
+        ("fail", Verdict.MISSING, Exit.FAILED, Exit.FAILED),
+        ("warn", Verdict.WATCH, Exit.OK, Exit.STRICT),
+    ],
 )
-def test_a_cell_of_the_baseline_that_left_the_plan(missing: str, verdict: Verdict, exit_code: Exit, strict: Exit) -> None:
+def test_a_cell_of_the_baseline_that_left_the_plan(
+    missing: str, verdict: Verdict, exit_code: Exit, strict: Exit
+) -> None:
     run = b.small_run()
     base = b.baseline_of(run)
     cells = [cell for cell in run.manifest.cells if cell.cell_id != TRAIN]
-    smaller = b.with_manifest(only_rows(run, TRAIN, set()), cells=cells, excluded=[{"cell_id": TRAIN, "reason": "hours"}])
+    smaller = b.with_manifest(
+        only_rows(run, TRAIN, set()), cells=cells, excluded=[{"cell_id": TRAIN, "reason": "hours"}]
+    )
     policy = GatePolicy(missing=missing)  # type: ignore[arg-type]
     judgement = judge(smaller, base, policy)
     assert (verdict_of(judgement, TRAIN), judgement.exit_code) == (verdict, exit_code)
@@ -117,7 +136,9 @@ def test_a_cell_of_the_baseline_that_left_the_plan(missing: str, verdict: Verdic
 def test_a_planned_cell_without_a_row_is_missing_even_without_a_baseline() -> None:
     judgement = judge(only_rows(b.small_run(), TRAIN, set()), None, GatePolicy(missing="warn"))
     assert verdict_of(judgement, TRAIN) is Verdict.MISSING and judgement.exit_code is Exit.FAILED
-    assert "(interrupted, or its --budget was spent); go on with --resume RUN" in reason_of(judgement, TRAIN)
+    assert "(interrupted, or its --budget was spent); go on with --resume RUN" in reason_of(
+        judgement, TRAIN
+    )
 
 
 def test_a_selection_ignores_the_cells_outside_it() -> None:
@@ -128,7 +149,9 @@ def test_a_selection_ignores_the_cells_outside_it() -> None:
     part = b.with_manifest(b.with_rows(run, rows), cells=cells, only=["workload=train"])
     judgement = judge(part, base, POLICY)
     assert judgement.exit_code is Exit.OK and len(judgement.cells) == 2
-    assert judge(b.with_manifest(part, only=[]), base, POLICY).exit_code is Exit.FAILED  # the same rows without the selection
+    assert (
+        judge(b.with_manifest(part, only=[]), base, POLICY).exit_code is Exit.FAILED
+    )  # the same rows without the selection
 
 
 def test_a_selection_still_misses_what_it_selected() -> None:
@@ -142,11 +165,21 @@ def test_a_selection_still_misses_what_it_selected() -> None:
 
 def test_slices_of_one_plan_add_up() -> None:
     run = b.small_run()
-    first = b.with_manifest(b.with_rows(run, [row for row in run.replicates if row.axes["workload"] == "train"]), only=["workload=train"])
-    assert judge(first, None, POLICY).exit_code is Exit.OK and len(judge(first, None, POLICY).cells) == 2
+    first = b.with_manifest(
+        b.with_rows(run, [row for row in run.replicates if row.axes["workload"] == "train"]),
+        only=["workload=train"],
+    )
+    assert (
+        judge(first, None, POLICY).exit_code is Exit.OK
+        and len(judge(first, None, POLICY).cells) == 2
+    )
     second = b.resumed(first, only=["workload=forward"])
-    assert judge(second, None, POLICY).exit_code is Exit.FAILED  # the second slice is asked for and has no rows
-    assert judge(b.with_rows(second, run.replicates), b.baseline_of(run), POLICY).exit_code is Exit.OK
+    assert (
+        judge(second, None, POLICY).exit_code is Exit.FAILED
+    )  # the second slice is asked for and has no rows
+    assert (
+        judge(b.with_rows(second, run.replicates), b.baseline_of(run), POLICY).exit_code is Exit.OK
+    )
 
 
 def test_an_unreadable_selection_is_an_error_with_a_message() -> None:
@@ -178,7 +211,7 @@ def test_rows_of_an_unplanned_cell_fail() -> None:
     assert judgement.exit_code is Exit.FAILED and stranger.cell_id in judgement.headline
 
 
-# --- environment ------------------------------------------------------------------------------------------------------
+# --- environment
 
 
 def test_a_cell_that_always_throttled_is_unstable_and_a_run_that_did_is_env() -> None:
@@ -198,12 +231,18 @@ def test_the_last_attempt_of_a_throttled_replicate_counts() -> None:
     again = [row.model_copy(update={"attempt": 1}) for row in run.of_cell(TRAIN)]
     others = [row for row in run.replicates if row.cell_id != TRAIN]
     judgement = judge(b.with_rows(run, [*others, *first, *again]), b.baseline_of(run), POLICY)
-    assert verdict_of(judgement, TRAIN) is Verdict.SAME and cell_of(judgement, TRAIN).replicates == 3
-    late = b.with_rows(run, [*others, *again, *first])  # an earlier attempt does not excuse the last one
+    assert (
+        verdict_of(judgement, TRAIN) is Verdict.SAME and cell_of(judgement, TRAIN).replicates == 3
+    )
+    late = b.with_rows(
+        run, [*others, *again, *first]
+    )  # an earlier attempt does not excuse the last one
     assert verdict_of(judge(late, b.baseline_of(run), POLICY), TRAIN) is Verdict.UNSTABLE
 
 
-@pytest.mark.parametrize("rate, words", [(690e12, None), (650e12, "gemm -7.14 %"), (750e12, "gemm +7.14 %")])
+@pytest.mark.parametrize(
+    "rate, words", [(690e12, None), (650e12, "gemm -7.14 %"), (750e12, "gemm +7.14 %")]
+)
 def test_a_moved_sentinel_is_env_and_no_speed_is_compared(rate: float, words: str | None) -> None:
     run = b.watched(b.small_run(), {"gemm": [700e12] * 3, "copy": [2.4e12] * 3})
     now = b.watched(b.scale_rows(run, TRAIN, 0.5), {"gemm": [rate] * 3, "copy": [2.4e12] * 3})
@@ -211,13 +250,24 @@ def test_a_moved_sentinel_is_env_and_no_speed_is_compared(rate: float, words: st
     if words is None:
         assert judgement.exit_code is Exit.OK and verdict_of(judgement, TRAIN) is Verdict.WATCH
         return
-    assert judgement.exit_code is Exit.ENVIRONMENT and words in judgement.headline and "copy" not in judgement.headline
-    assert {cell.verdict for cell in judgement.cells} == {Verdict.INCOMPARABLE} and finding_verdicts(judgement) == [Verdict.ENV]
+    assert (
+        judgement.exit_code is Exit.ENVIRONMENT
+        and words in judgement.headline
+        and "copy" not in judgement.headline
+    )
+    assert {cell.verdict for cell in judgement.cells} == {
+        Verdict.INCOMPARABLE
+    } and finding_verdicts(judgement) == [Verdict.ENV]
 
 
 def test_one_odd_block_of_a_sentinel_moves_nothing() -> None:
     run = b.watched(b.small_run(), {"gemm": [700e12] * 3})
-    assert judge(b.watched(run, {"gemm": [700e12, 300e12, 700e12]}), b.baseline_of(run), POLICY).exit_code is Exit.OK
+    assert (
+        judge(
+            b.watched(run, {"gemm": [700e12, 300e12, 700e12]}), b.baseline_of(run), POLICY
+        ).exit_code
+        is Exit.OK
+    )
 
 
 @pytest.mark.parametrize(
@@ -228,10 +278,16 @@ def test_one_odd_block_of_a_sentinel_moves_nothing() -> None:
         ([b.sentinel("gemm", telemetry=b.telemetry(throttled=True))], "throttled in every block"),
     ],
 )
-def test_a_sentinel_that_was_asked_for_and_is_absent_is_env(lines: list[SentinelLine], words: str) -> None:
+def test_a_sentinel_that_was_asked_for_and_is_absent_is_env(
+    lines: list[SentinelLine], words: str
+) -> None:
     run = b.watched(b.small_run(), {"gemm": [1.0]}).model_copy(update={"sentinels": lines})
     judgement = judge(run, None, POLICY)
-    assert judgement.exit_code is Exit.ENVIRONMENT and words in judgement.headline and "sentinel gemm" in judgement.headline
+    assert (
+        judgement.exit_code is Exit.ENVIRONMENT
+        and words in judgement.headline
+        and "sentinel gemm" in judgement.headline
+    )
 
 
 def test_a_baseline_without_sentinels_is_told() -> None:
@@ -246,13 +302,19 @@ def test_a_run_without_the_baselines_sentinels_is_told() -> None:
     then = b.baseline_of(b.watched(run, {"gemm": [700e12], "copy": [3e12]}))
     judgement = judge(b.watched(run, {"copy": [3e12]}), then, POLICY)
     (note,) = judgement.notes
-    assert judgement.exit_code is Exit.OK and "the run has no sentinel gemm, which the baseline holds" in note
+    assert (
+        judgement.exit_code is Exit.OK
+        and "the run has no sentinel gemm, which the baseline holds" in note
+    )
 
 
 def test_some_throttled_are_discarded() -> None:
     run = b.small_run(replicates=5)
     slow = b.scale_rows(run, TRAIN, 0.5)
-    mixed = b.with_rows(run, [s if s.replicate < 2 else r for r, s in zip(run.replicates, slow.replicates, strict=True)])
+    mixed = b.with_rows(
+        run,
+        [s if s.replicate < 2 else r for r, s in zip(run.replicates, slow.replicates, strict=True)],
+    )
     judgement = judge(throttle(mixed, TRAIN, {0, 1}), b.baseline_of(run), POLICY)
     cell = next(c for c in judgement.cells if c.cell_id == TRAIN)
     assert cell.verdict is Verdict.SAME and cell.replicates == 3 and cell.change_pct == 0
@@ -267,20 +329,38 @@ def test_too_few_left_after_throttling_is_unstable() -> None:
     assert judge(hot, b.baseline_of(run), POLICY, strict=True).exit_code is Exit.STRICT
 
 
-@pytest.mark.parametrize("key, value", [("driver", "580.1"), ("torch", "2.14.0"), ("gpu_slug", "a100-sxm4-80gb"), ("flash_provider", None)])
-def test_another_fingerprint_is_incomparable_and_names_both_values(key: str, value: str | None) -> None:
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("driver", "580.1"),
+        ("torch", "2.14.0"),
+        ("gpu_slug", "a100-sxm4-80gb"),
+        ("flash_provider", None),
+    ],
+)
+def test_another_fingerprint_is_incomparable_and_names_both_values(
+    key: str, value: str | None
+) -> None:
     run = b.small_run()
     base = b.baseline_of(run)
-    elsewhere = b.with_manifest(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(**{key: value}))
+    elsewhere = b.with_manifest(
+        b.scale_rows(run, TRAIN, 0.5), environment=b.environment(**{key: value})
+    )
     judgement = judge(elsewhere, base, POLICY)
-    assert judgement.exit_code is Exit.ENVIRONMENT and {c.verdict for c in judgement.cells} == {Verdict.INCOMPARABLE}
+    assert judgement.exit_code is Exit.ENVIRONMENT and {c.verdict for c in judgement.cells} == {
+        Verdict.INCOMPARABLE
+    }
     assert f"{key}: {base.environment[key]} -> {value}" in judgement.headline
 
 
 def test_another_method_is_incomparable() -> None:
     run = b.small_run()
     judgement = judge(run, b.baseline_of(run, method_version=2), POLICY)
-    assert judgement.exit_code is Exit.ENVIRONMENT and "method_version: 2 -> 1" in judgement.headline and "update" in judgement.headline
+    assert (
+        judgement.exit_code is Exit.ENVIRONMENT
+        and "method_version: 2 -> 1" in judgement.headline
+        and "update" in judgement.headline
+    )
 
 
 def test_python_and_clock_policy_do_not_make_a_run_incomparable() -> None:
@@ -293,8 +373,13 @@ def test_another_config_of_one_cell_is_incomparable_for_that_cell_only() -> None
     run = b.small_run()
     base = b.baseline_of(run)
     changed = base.cells[TRAIN].model_copy(update={"config_sha256": "0" * 64})
-    judgement = judge(run, base.model_copy(update={"cells": {**base.cells, TRAIN: changed}}), POLICY)
-    assert verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE and verdict_of(judgement, DENSE) is Verdict.SAME
+    judgement = judge(
+        run, base.model_copy(update={"cells": {**base.cells, TRAIN: changed}}), POLICY
+    )
+    assert (
+        verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE
+        and verdict_of(judgement, DENSE) is Verdict.SAME
+    )
     assert judgement.exit_code is Exit.ENVIRONMENT and "000000000000" in reason_of(judgement, TRAIN)
 
 
@@ -302,24 +387,45 @@ def test_incomparable_does_not_hide_a_wrong_path() -> None:
     run = b.small_run()
     elsewhere = b.with_manifest(edit(run, TRAIN, engaged={}), environment=b.environment(driver="1"))
     judgement = judge(elsewhere, b.baseline_of(run), POLICY)
-    assert verdict_of(judgement, TRAIN) is Verdict.WRONG_PATH and judgement.exit_code is Exit.WRONG_PATH
+    assert (
+        verdict_of(judgement, TRAIN) is Verdict.WRONG_PATH
+        and judgement.exit_code is Exit.WRONG_PATH
+    )
 
 
 def test_resumed_on_another_card_of_the_same_model_is_fine_and_on_another_driver_is_env() -> None:
     run = b.small_run()
-    assert judge(b.resumed(run, environment=b.environment(gpu_uuid_sha256="cd" * 32)), b.baseline_of(run), POLICY).exit_code is Exit.OK
-    mixed = judge(b.resumed(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(driver="1")), b.baseline_of(run), POLICY)
-    assert mixed.exit_code is Exit.ENVIRONMENT and finding_verdicts(mixed) == [Verdict.ENV] and "driver" in mixed.headline
+    assert (
+        judge(
+            b.resumed(run, environment=b.environment(gpu_uuid_sha256="cd" * 32)),
+            b.baseline_of(run),
+            POLICY,
+        ).exit_code
+        is Exit.OK
+    )
+    mixed = judge(
+        b.resumed(b.scale_rows(run, TRAIN, 0.5), environment=b.environment(driver="1")),
+        b.baseline_of(run),
+        POLICY,
+    )
+    assert (
+        mixed.exit_code is Exit.ENVIRONMENT
+        and finding_verdicts(mixed) == [Verdict.ENV]
+        and "driver" in mixed.headline
+    )
 
 
 @pytest.mark.parametrize("verdict", [Verdict.NO_BASELINE, Verdict.CORRUPT])
 def test_a_baseline_that_cannot_judge(verdict: Verdict) -> None:
     judgement = judge(b.small_run(), BaselineProblem(verdict, "no baseline at x.json"), POLICY)
-    assert judgement.exit_code is Exit.BASELINE and judgement.headline == f"{verdict}, exit 9: no baseline at x.json"
+    assert (
+        judgement.exit_code is Exit.BASELINE
+        and judgement.headline == f"{verdict}, exit 9: no baseline at x.json"
+    )
     assert {cell.verdict for cell in judgement.cells} == {None}
 
 
-# --- several at once --------------------------------------------------------------------------------------------------
+# --- several at once
 
 
 def test_the_exit_code_follows_severity() -> None:
@@ -339,7 +445,9 @@ def test_the_exit_code_follows_severity() -> None:
         run = break_it(run)
         assert judge(run, base, POLICY, strict=True).exit_code is expected
     final = judge(run, base, POLICY, strict=True)
-    assert {str(v) for v in ("PARITY", "WRONG_PATH", "FAILED", "WATCH", "ENV", "UNSTABLE")} <= set(final.counts)
+    assert {str(v) for v in ("PARITY", "WRONG_PATH", "FAILED", "WATCH", "ENV", "UNSTABLE")} <= set(
+        final.counts
+    )
     assert final.headline.endswith("also 1 WRONG_PATH, 1 FAILED, 1 ENV, 1 WATCH, 1 UNSTABLE")
     slow = b.with_rows(run, [row for row in run.replicates if row.cell_id == ids[2]])
     settled = conclude(final, blank, slow, POLICY)
@@ -353,33 +461,42 @@ def test_no_baseline_outranks_a_regression_but_not_a_failure() -> None:
 
 def test_every_verdict_is_reached_here_or_in_the_hard_gates() -> None:
     source = "".join(
-        Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("test_gate.py", "test_hardgate.py", "test_speed.py")
+        Path(__file__).with_name(name).read_text(encoding="utf-8")
+        for name in ("test_gate.py", "test_hardgate.py", "test_speed.py")
     )
     assert [v.name for v in Verdict if f"Verdict.{v.name}" not in source] == []
-    assert [e.name for e in set(EXIT_OF.values()) | {Exit.STRICT} if f"Exit.{e.name}" not in source] == []
+    assert [
+        e.name for e in set(EXIT_OF.values()) | {Exit.STRICT} if f"Exit.{e.name}" not in source
+    ] == []
 
 
-# --- properties -------------------------------------------------------------------------------------------------------
+# --- properties
 
 
 @given(factor=st.floats(0.05, 20.0), count=st.integers(1, 6))
 def test_a_stored_baseline_alone_never_makes_a_regression(factor: float, count: int) -> None:
     cell = b.planned_cell(Cell("train", 2048, "dense"))
     run = b.make_run([cell], replicates=count)
-    judgement = judge(b.scale_rows(run, cell.cell_id, factor), b.baseline_of(run), POLICY, strict=True)
+    judgement = judge(
+        b.scale_rows(run, cell.cell_id, factor), b.baseline_of(run), POLICY, strict=True
+    )
     got = judgement.cells[0]
     assert judgement.exit_code is (Exit.STRICT if got.verdict is Verdict.WATCH else Exit.OK)
     if count < 3:
         assert got.verdict is Verdict.WATCH and not got.screened
     elif abs(factor - 1) > 0.02:
-        assert got.verdict is (Verdict.WATCH if factor < 1 else Verdict.FASTER) and got.screened is (factor < 1)
+        assert got.verdict is (
+            Verdict.WATCH if factor < 1 else Verdict.FASTER
+        ) and got.screened is (factor < 1)
 
 
 @given(order=st.permutations(range(12)))
 def test_the_order_of_the_rows_does_not_matter(order: list[int]) -> None:
     run = b.small_run(noise=0.02)
     shuffled = b.with_rows(run, [run.replicates[i] for i in order])
-    assert report.to_json(judge(shuffled, b.baseline_of(run), POLICY)) == report.to_json(judge(run, b.baseline_of(run), POLICY))
+    assert report.to_json(judge(shuffled, b.baseline_of(run), POLICY)) == report.to_json(
+        judge(run, b.baseline_of(run), POLICY)
+    )
 
 
 def test_a_repeated_replicate_counts_once() -> None:
@@ -393,15 +510,24 @@ def test_speeds_are_geometric_means_and_the_change_is_their_ratio() -> None:
     cell = cell_of(judge(run, b.baseline_of(other), POLICY), TRAIN)
     mean = math.prod(row.tok_per_s for row in run.of_cell(TRAIN) if row.tok_per_s) ** (1 / 3)
     assert cell.cand_tok_per_s == pytest.approx(mean, rel=1e-12)
-    assert cell.change_pct == pytest.approx(100 * (mean / b.speed_of(run.manifest.cells[0]) - 1), abs=1e-6)
+    assert cell.change_pct == pytest.approx(
+        100 * (mean / b.speed_of(run.manifest.cells[0]) - 1), abs=1e-6
+    )
 
 
 def test_ten_thousand_cells_are_judged_within_five_seconds() -> None:
     one = b.planned_cell(Cell("train", 2048, "v2", "on"))
-    cells = [one.model_copy(update={"cell_id": f"{one.cell_id},i={i}", "axes": {**one.axes, "seq_len": i + 1}}) for i in range(10_000)]
+    cells = [
+        one.model_copy(
+            update={"cell_id": f"{one.cell_id},i={i}", "axes": {**one.axes, "seq_len": i + 1}}
+        )
+        for i in range(10_000)
+    ]
     first = [b.replicate(one, n, tok_per_s=b.speed_of(one) * (1 + 0.004 * n)) for n in range(3)]
     rows = [row.model_copy(update={"cell_id": cell.cell_id}) for cell in cells for row in first]
-    run = Run.model_construct(manifest=b.manifest(cells), resumed=[], replicates=rows, sentinels=[], torn=False)
+    run = Run.model_construct(
+        manifest=b.manifest(cells), resumed=[], replicates=rows, sentinels=[], torn=False
+    )
     base = b.baseline_of(run, night_log_sd=None)
     begin = time.process_time()
     judgement = judge(run, base, POLICY)
@@ -410,8 +536,16 @@ def test_ten_thousand_cells_are_judged_within_five_seconds() -> None:
 
 def test_a_dirty_baseline_is_told() -> None:
     run = b.small_run()
-    judgement = judge(run, b.baseline_of(run, source=Source(commit=None, dirty_sha256="a" * 64, reason="no git")), POLICY)
-    assert judgement.baseline is not None and judgement.baseline.dirty and judgement.baseline.commit is None
+    judgement = judge(
+        run,
+        b.baseline_of(run, source=Source(commit=None, dirty_sha256="a" * 64, reason="no git")),
+        POLICY,
+    )
+    assert (
+        judgement.baseline is not None
+        and judgement.baseline.dirty
+        and judgement.baseline.commit is None
+    )
     assert not judgement.baseline.proved
     clean = judge(run, b.baseline_of(run), POLICY).baseline
     assert clean is not None and clean.proved

@@ -1,4 +1,6 @@
-"""What GitHub shows: annotations that nothing in a name can break, a summary within its limit, and the nightly workflow."""
+"""What GitHub shows: annotations that nothing in a name can break, a summary within its limit, and
+the nightly workflow.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ COMMAND = re.compile(r"::(error|warning) title=([^:,\r\n]*)::([^\r\n]*)")
 
 
 def judged(*verdicts: Verdict, strict: bool = False) -> Judgement:
-    cells = [CellVerdict(f"seq_len={n},path=v2", {}, verdict, f"because {n}", reproduce=f"do {n}") for n, verdict in enumerate(verdicts)]
+    cells = [
+        CellVerdict(f"seq_len={n},path=v2", {}, verdict, f"because {n}", reproduce=f"do {n}")
+        for n, verdict in enumerate(verdicts)
+    ]
     return dataclasses.replace(judge(b.small_run(), None, POLICY), cells=cells, strict=strict)
 
 
@@ -36,12 +41,33 @@ def levels(judgement: Judgement) -> list[str]:
 
 
 def test_every_red_is_an_error_and_each_kind_of_open_cell_one_warning() -> None:
-    judgement = judged(*[Verdict.BLIND] * 30, Verdict.WATCH, Verdict.REGRESSED, Verdict.PARITY, Verdict.SAME, Verdict.NEW, Verdict.FASTER)
+    judgement = judged(
+        *[Verdict.BLIND] * 30,
+        Verdict.WATCH,
+        Verdict.REGRESSED,
+        Verdict.PARITY,
+        Verdict.SAME,
+        Verdict.NEW,
+        Verdict.FASTER,
+    )
     lines = report.github_commands(judgement)
-    assert [line.split(" ")[0] for line in lines] == ["::error", "::error", "::warning", "::warning", "::warning"]
-    assert lines[0] == "::error title=perfbench%3A PARITY seq_len=32%2Cpath=v2::because 32%0Areproduce: do 32"  # the worst first
+    assert [line.split(" ")[0] for line in lines] == [
+        "::error",
+        "::error",
+        "::warning",
+        "::warning",
+        "::warning",
+    ]
+    assert (
+        lines[0]
+        == "::error title=perfbench%3A PARITY seq_len=32%2Cpath=v2::because 32%0Areproduce: do 32"
+    )  # the worst first
     assert lines[1].startswith("::error title=perfbench%3A REGRESSED")
-    assert lines[3] == "::warning title=perfbench%3A BLIND%2C 30 cells::seq_len=0,path=v2: because 0 (and 29 more)"
+    assert (
+        lines[3]
+        == "::warning title=perfbench%3A BLIND%2C 30 cells::seq_len=0,path=v2: because 0 (and 29"
+        " more)"
+    )
 
 
 def test_a_green_run_says_nothing_and_strict_turns_warnings_into_errors() -> None:
@@ -52,13 +78,21 @@ def test_a_green_run_says_nothing_and_strict_turns_warnings_into_errors() -> Non
 
 
 def test_a_finding_of_the_run_is_an_error() -> None:
-    judgement = judge(b.small_run(), BaselineProblem(Verdict.NO_BASELINE, "no baseline: 100 %"), POLICY)
-    assert report.github_commands(judgement) == ["::error title=perfbench%3A NO_BASELINE::no baseline: 100 %25"]
+    judgement = judge(
+        b.small_run(), BaselineProblem(Verdict.NO_BASELINE, "no baseline: 100 %"), POLICY
+    )
+    assert report.github_commands(judgement) == [
+        "::error title=perfbench%3A NO_BASELINE::no baseline: 100 %25"
+    ]
 
 
 def test_no_more_than_github_keeps() -> None:
     lines = report.github_commands(judged(*[Verdict.FAILED] * 25))
-    assert len(lines) == 10 and "16 more of this kind" in lines[-1] and levels(judged(*[Verdict.FAILED] * 10)) == ["::error"] * 10
+    assert (
+        len(lines) == 10
+        and "16 more of this kind" in lines[-1]
+        and levels(judged(*[Verdict.FAILED] * 10)) == ["::error"] * 10
+    )
 
 
 @example("100 % :: a,b\r\n::error::x `y`")
@@ -67,7 +101,11 @@ def test_no_text_breaks_a_command(text: str) -> None:
     cell = CellVerdict(f"id{text}", {}, Verdict.FAILED, f"why{text}", reproduce=text)
     (line,) = report.github_commands(dataclasses.replace(judged(), cells=[cell]))
     found = COMMAND.fullmatch(line)
-    assert found is not None and found[1] == "error" and unquote(found[2]).startswith("perfbench: FAILED id")
+    assert (
+        found is not None
+        and found[1] == "error"
+        and unquote(found[2]).startswith("perfbench: FAILED id")
+    )
     line.encode()
 
 
@@ -79,29 +117,50 @@ def test_escapes_are_undone_by_the_runner(text: str) -> None:
         return value
 
     data = [("%0D", "\r"), ("%0A", "\n"), ("%25", "%")]  # the order of the runner's own code
-    assert undone(github.escape_data(text), data) == text and not re.search(r"[\r\n]", github.escape_data(text))
+    assert undone(github.escape_data(text), data) == text and not re.search(
+        r"[\r\n]", github.escape_data(text)
+    )
     assert undone(github.escape_property(text), [("%3A", ":"), ("%2C", ","), *data]) == text
 
 
-# --- the step summary -------------------------------------------------------------------------------------------------
+# --- the step summary
 
 
 def test_pictures_are_named_because_a_summary_cannot_show_them() -> None:
     shown = github.summary("# x\n\n![tok/s](throughput.png)\n\ntext ![no](a.png)\n")
-    assert shown == "# x\n\n*tok/s*: `throughput.png` in the run's folder, which the workflow keeps as an artifact.\n\ntext ![no](a.png)\n"
+    assert (
+        shown
+        == "# x\n\n*tok/s*: `throughput.png` in the run's folder, which the workflow keeps as an"
+        " artifact.\n\ntext ![no](a.png)\n"
+    )
 
 
 def test_a_large_report_is_cut_at_a_line_and_says_so() -> None:
-    text = "# head\n\n<details><summary>x</summary>\n\n````text\n" + "ü" * 99 + "\n```\n" * 1 + ("row\n" * 5000) + "````\n\n</details>\n"
+    text = (
+        "# head\n\n<details><summary>x</summary>\n\n````text\n"
+        + "ü" * 99
+        + "\n```\n" * 1
+        + ("row\n" * 5000)
+        + "````\n\n</details>\n"
+    )
     shown = github.summary(text, limit_bytes=2000)
     assert len(shown.encode()) <= 2000 and shown.startswith("# head\n\n<details>")
     tail = shown.splitlines()[-6:]
-    assert tail[:4] == ["row", "````", "", "</details>"] and tail[5].startswith("**Cut here**: GitHub shows at most 2,000 bytes and")
+    assert tail[:4] == ["row", "````", "", "</details>"] and tail[5].startswith(
+        "**Cut here**: GitHub shows at most 2,000 bytes and"
+    )
     assert f"the report has {len(text.encode()):,}." in tail[5]
     assert github.summary(text, limit_bytes=len(text.encode())) == text
 
 
-@given(st.lists(st.sampled_from(["a", "```", "````", "<details><summary>s</summary>", "</details>", "", "ü" * 50]), max_size=60))
+@given(
+    st.lists(
+        st.sampled_from(
+            ["a", "```", "````", "<details><summary>s</summary>", "</details>", "", "ü" * 50]
+        ),
+        max_size=60,
+    )
+)
 def test_the_limit_holds_for_every_report(lines: list[str]) -> None:
     assert len(github.summary("\n".join(lines), limit_bytes=1000).encode()) <= 1000
 
@@ -109,7 +168,10 @@ def test_the_limit_holds_for_every_report(lines: list[str]) -> None:
 def test_the_summary_is_appended_and_never_raises(tmp_path: Path) -> None:
     path = tmp_path / "summary.md"
     path.write_text("before\n")
-    assert report.append_summary(path, "# one\n") == "" and report.append_summary(path, "# two\n") == ""
+    assert (
+        report.append_summary(path, "# one\n") == ""
+        and report.append_summary(path, "# two\n") == ""
+    )
     assert path.read_text() == "before\n# one\n# two\n"
     path.write_text("x" * 5000)
     full = github.append_summary(path, "# three\n", limit_bytes=5100)
@@ -124,7 +186,7 @@ def test_a_long_report_stays_within_what_the_step_has_left(tmp_path: Path) -> No
     assert 2500 < path.stat().st_size <= 3000 and "**Cut here**" in path.read_text()
 
 
-# --- the workflows ----------------------------------------------------------------------------------------------------
+# --- the workflows
 
 
 def workflow(name: str) -> dict[Any, Any]:
@@ -141,7 +203,9 @@ def test_workflows_have_least_permissions_a_time_limit_and_one_run_at_a_time(nam
         assert 0 < job["timeout-minutes"] <= 360 and "permissions" not in job
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step) and "continue-on-error" not in step
-            assert "|| true" not in step.get("run", "") and "${{" not in step.get("run", "")  # nothing of an event reaches a shell
+            assert "|| true" not in step.get("run", "") and "${{" not in step.get(
+                "run", ""
+            )  # nothing of an event reaches a shell
 
 
 def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None:
@@ -149,9 +213,17 @@ def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None
     assert set(found["on"]) == {"schedule", "workflow_dispatch"}
     (job,) = found["jobs"].values()
     assert "github.event.repository.fork" in job["if"] and "vars.GPU_NIGHTLY" in job["if"]
-    assert job["steps"][0]["with"]["fetch-depth"] == 0  # the base's commit must be there to be measured
+    assert (
+        job["steps"][0]["with"]["fetch-depth"] == 0
+    )  # the base's commit must be there to be measured
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert sum("perfbench check matrices/h100.yaml" in command for command in commands) == 1
-    (upload,) = [step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact@")]
-    assert upload["if"] == "always()" and upload["with"]["path"] == "reports/runs/" and upload["with"]["if-no-files-found"] == "error"
+    (upload,) = [
+        step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact@")
+    ]
+    assert (
+        upload["if"] == "always()"
+        and upload["with"]["path"] == "reports/runs/"
+        and upload["with"]["if-no-files-found"] == "error"
+    )
     assert found["concurrency"]["cancel-in-progress"] is False

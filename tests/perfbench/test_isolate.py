@@ -1,4 +1,6 @@
-"""Real servers and children with a stub for the measuring function: every way to fail is a status, and no process stays."""
+"""Real servers and children with a stub for the measuring function: every way to fail is a status,
+and no process stays.
+"""
 
 import itertools
 import os
@@ -30,7 +32,14 @@ def job(batch: int = 1, **changes: Any) -> Job:
     values: dict[str, Any] = {
         "cell_id": f"batch={batch}",
         "replicate": 2,
-        "axes": {"workload": "train", "seq_len": 128, "path": "v2", "fa2": "off", "batch": batch, "dtype": "fp32"},
+        "axes": {
+            "workload": "train",
+            "seq_len": 128,
+            "path": "v2",
+            "fa2": "off",
+            "batch": batch,
+            "dtype": "fp32",
+        },
         "config_sha256": "c" * 64,
         "model": {},
         "measure": MeasureOptions(),
@@ -70,21 +79,33 @@ def wait_until_gone(pid: int, seconds: float = 5.0) -> bool:
     return not alive(pid)
 
 
-def test_each_replicate_has_a_process_and_a_session_of_its_own(executor: ForkServerExecutor) -> None:
+def test_each_replicate_has_a_process_and_a_session_of_its_own(
+    executor: ForkServerExecutor,
+) -> None:
     first, second = facts(executor.execute(job())), facts(executor.execute(job()))
     assert first["pid"] != second["pid"] and first["server"] == second["server"]
     assert first["session"] == first["pid"] and os.getpid() not in first.values()
-    assert os.getsid(first["server"]) == first["server"], "the terminal's Ctrl-C must reach the parent alone"
+    assert os.getsid(first["server"]) == first["server"], (
+        "the terminal's Ctrl-C must reach the parent alone"
+    )
 
 
 def test_the_server_is_a_program_of_its_own(executor: ForkServerExecutor) -> None:
-    """Started through isolate it would hold that module twice, and the two would import each other."""
+    """Started through isolate it would hold that module twice, and the two would import each
+    other.
+    """
     server = facts(executor.execute(job()))["server"]
     command = pathlib.Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")
     assert command[1:3] == [b"-m", b"perfbench.forkserver"]
     assert "forkserver import" not in (ROOT / "perfbench" / "isolate.py").read_text()
-    said = subprocess.run([*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30)
-    assert said.returncode == 0 and "python -m perfbench.forkserver" in said.stdout and said.stderr == ""
+    said = subprocess.run(
+        [*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+    )
+    assert (
+        said.returncode == 0
+        and "python -m perfbench.forkserver" in said.stdout
+        and said.stderr == ""
+    )
 
 
 def test_nothing_starts_where_the_look_before_a_block_finds_company() -> None:
@@ -111,7 +132,11 @@ def test_a_block_has_a_fresh_server(executor: ForkServerExecutor) -> None:
 
 def test_a_row_without_gpu_has_telemetry_with_reasons(executor: ForkServerExecutor) -> None:
     row = executor.execute(job())
-    assert row.telemetry is not None and row.telemetry.power_w is None and "no GPU" in row.telemetry.absent["power_w"]
+    assert (
+        row.telemetry is not None
+        and row.telemetry.power_w is None
+        and "no GPU" in row.telemetry.absent["power_w"]
+    )
     assert row.device_uuid_sha256 is None
 
 
@@ -128,7 +153,9 @@ def test_a_row_without_gpu_has_telemetry_with_reasons(executor: ForkServerExecut
         (stub.OTHER, Status.CRASH, "measured another"),
     ],
 )
-def test_a_failure_is_a_status_and_the_next_job_goes_on(executor: ForkServerExecutor, batch: int, status: Status, reason: str) -> None:
+def test_a_failure_is_a_status_and_the_next_job_goes_on(
+    executor: ForkServerExecutor, batch: int, status: Status, reason: str
+) -> None:
     row = executor.execute(job(batch))
     assert row.status is status and reason in row.reason, row
     assert row.tok_per_s is None and row.samples_s == []
@@ -138,20 +165,29 @@ def test_a_failure_is_a_status_and_the_next_job_goes_on(executor: ForkServerExec
 
 def test_a_crash_keeps_the_tail_of_stderr(executor: ForkServerExecutor) -> None:
     segfault = executor.execute(job(stub.SEGV))
-    assert "Segmentation fault" in segfault.stderr_tail and "stub_measure.py" in segfault.stderr_tail
+    assert (
+        "Segmentation fault" in segfault.stderr_tail and "stub_measure.py" in segfault.stderr_tail
+    )
     noisy = executor.execute(job(stub.NOISY))
     assert len(noisy.stderr_tail.splitlines()) == children.TAIL_LINES
-    assert noisy.stderr_tail.endswith("LookupError: after much noise") and "line 99" in noisy.stderr_tail
+    assert (
+        noisy.stderr_tail.endswith("LookupError: after much noise")
+        and "line 99" in noisy.stderr_tail
+    )
     assert "\x1b" not in noisy.stderr_tail and "\x00" not in noisy.stderr_tail
 
 
-def test_a_timeout_kills_the_group_and_costs_the_parent_nothing(executor: ForkServerExecutor) -> None:
+def test_a_timeout_kills_the_group_and_costs_the_parent_nothing(
+    executor: ForkServerExecutor,
+) -> None:
     executor.execute(job())
     before, begin = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
     row = executor.execute(job(stub.HANG, timeout_s=1.0))
     wall_s = time.monotonic() - begin
     after = resource.getrusage(resource.RUSAGE_SELF)
-    assert row.status is Status.TIMEOUT and "1 s" in row.reason and row.stderr_tail == "about to hang"
+    assert (
+        row.status is Status.TIMEOUT and "1 s" in row.reason and row.stderr_tail == "about to hang"
+    )
     assert 1.0 <= wall_s < 4.0 and row.wall_s >= 1.0
     assert after.ru_utime - before.ru_utime < 0.2, "the parent must sleep while its child measures"
     assert facts(executor.execute(job())), "the server must be in step after a timeout"
@@ -174,7 +210,9 @@ def test_a_server_that_died_is_replaced(executor: ForkServerExecutor) -> None:
 
 def test_a_server_that_dies_under_a_child_takes_it_along(executor: ForkServerExecutor) -> None:
     server = facts(executor.execute(job()))["server"]
-    killer = subprocess.Popen([sys.executable, "-c", f"import os, time; time.sleep(0.7); os.kill({server}, 9)"])
+    killer = subprocess.Popen(
+        [sys.executable, "-c", f"import os, time; time.sleep(0.7); os.kill({server}, 9)"]
+    )
     row = executor.execute(job(stub.HANG))
     killer.wait()
     assert row.status is Status.CRASH and "server" in row.reason
@@ -195,7 +233,10 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "status", "reason"), [("hang", Status.TIMEOUT, "killed"), ("segv", Status.CRASH, "SIGSEGV")])
+@pytest.mark.parametrize(
+    ("kind", "status", "reason"),
+    [("hang", Status.TIMEOUT, "killed"), ("segv", Status.CRASH, "SIGSEGV")],
+)
 def test_injections(executor: ForkServerExecutor, kind: str, status: Status, reason: str) -> None:
     row = executor.execute(job(timeout_s=0.5, injection=Injection(kind=kind, cell_id="batch=1")))
     assert row.status is status and reason in row.reason
@@ -207,14 +248,25 @@ def test_an_injected_oom_raises_torchs_own_error(executor: ForkServerExecutor) -
 
 
 def test_a_slowdown_is_left_to_the_measuring_function(executor: ForkServerExecutor) -> None:
-    assert facts(executor.execute(job(injection=Injection(kind="slowdown", percent=10.0, cell_id="batch=1"))))
+    assert facts(
+        executor.execute(job(injection=Injection(kind="slowdown", percent=10.0, cell_id="batch=1")))
+    )
 
 
-@pytest.mark.parametrize("measure", ["tests.perfbench.stub_measure:nothing", "tests.perfbench.no_such_module:measure"])
+@pytest.mark.parametrize(
+    "measure", ["tests.perfbench.stub_measure:nothing", "tests.perfbench.no_such_module:measure"]
+)
 def test_a_server_that_cannot_start_is_an_environment_error(measure: str) -> None:
-    with ForkServerExecutor(measure, cwd=ROOT) as broken, pytest.raises(PerfbenchError, match="no") as caught:
+    with (
+        ForkServerExecutor(measure, cwd=ROOT) as broken,
+        pytest.raises(PerfbenchError, match="no") as caught,
+    ):
         broken.execute(job())
-    assert caught.value.exit_code is Exit.ENVIRONMENT and "Error" in str(caught.value) and "doctor" in str(caught.value)
+    assert (
+        caught.value.exit_code is Exit.ENVIRONMENT
+        and "Error" in str(caught.value)
+        and "doctor" in str(caught.value)
+    )
 
 
 def test_waits_until_the_gpu_memory_is_back() -> None:
@@ -245,7 +297,13 @@ with ForkServerExecutor({STUB!r}) as executor:
 @pytest.fixture
 def hanging() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     """A parent process, its server, and the child that hangs."""
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert parent.stdout is not None
     server = int(dict(re.findall(r"(\w+)=(\d+)", parent.stdout.readline()))["server"])
     deadline = time.monotonic() + 10
@@ -258,7 +316,9 @@ def hanging() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_no_orphan_survives_the_parent(hanging: tuple[subprocess.Popen[str], int, int], sent: signal.Signals) -> None:
+def test_no_orphan_survives_the_parent(
+    hanging: tuple[subprocess.Popen[str], int, int], sent: signal.Signals
+) -> None:
     parent, server, child = hanging
     parent.send_signal(sent)
     parent.wait(timeout=10)
@@ -273,7 +333,11 @@ def test_no_child_survives_its_server(hanging: tuple[subprocess.Popen[str], int,
 
 
 def test_descriptions_of_exits(tmp_path: pathlib.Path) -> None:
-    assert describe_exit(3) == "exit status 3" and describe_exit(-11) == "killed by SIGSEGV" and describe_exit(-77) == "killed by signal 77"
+    assert (
+        describe_exit(3) == "exit status 3"
+        and describe_exit(-11) == "killed by SIGSEGV"
+        and describe_exit(-77) == "killed by signal 77"
+    )
     assert describe_exit(None) == "it does not answer"
     assert tail(tmp_path / "missing") == ""
     (tmp_path / "huge").write_bytes(b"x" * 100_000 + b"\n\xff\xfe last\r\n\n")
@@ -281,7 +345,10 @@ def test_descriptions_of_exits(tmp_path: pathlib.Path) -> None:
 
 
 def together(executor: ForkServerExecutor, *batches: int, **changes: Any) -> list[Replicate]:
-    jobs = [job(batch, replicate=number, company=len(batches) - 1, **changes) for number, batch in enumerate(batches)]
+    jobs = [
+        job(batch, replicate=number, company=len(batches) - 1, **changes)
+        for number, batch in enumerate(batches)
+    ]
     executor.prepare(jobs)
     return [executor.execute(one) for one in jobs]
 
@@ -289,10 +356,14 @@ def together(executor: ForkServerExecutor, *batches: int, **changes: Any) -> lis
 def test_prepared_side_by_side_and_timed_one_by_one(executor: ForkServerExecutor) -> None:
     rows = [facts(row) for row in together(executor, 1, 2, 3)]
     assert len({row["pid"] for row in rows}) == 3 and len({row["server"] for row in rows}) == 1
-    assert all(first["ended"] < then["began"] for first, then in itertools.pairwise(rows)), "no two may time at once"
+    assert all(first["ended"] < then["began"] for first, then in itertools.pairwise(rows)), (
+        "no two may time at once"
+    )
 
 
-def test_a_failure_in_company_is_the_status_of_its_own_job_alone(executor: ForkServerExecutor) -> None:
+def test_a_failure_in_company_is_the_status_of_its_own_job_alone(
+    executor: ForkServerExecutor,
+) -> None:
     kinds = [1, stub.SEGV, 2, stub.SILENT, stub.HANG, 3]
     rows = together(executor, *kinds, timeout_s=1.5)
     wanted = [Status.OK, Status.CRASH, Status.OK, Status.CRASH, Status.TIMEOUT, Status.OK]
@@ -304,11 +375,15 @@ def test_out_of_memory_in_company_is_tried_again_alone(executor: ForkServerExecu
     """The memory of those that wait is not the cell's own."""
     scarce, last = together(executor, stub.CROWDED, 1)
     assert facts(scarce) and scarce.company == 0 and facts(last)
-    assert facts(scarce)["server"] == facts(last)["server"], "nobody else may live while it is tried again"
+    assert facts(scarce)["server"] == facts(last)["server"], (
+        "nobody else may live while it is tried again"
+    )
     assert together(executor, stub.OOM, 1)[0].status is Status.OOM
 
 
-def test_a_server_that_dies_while_children_wait_loses_only_their_preparation(executor: ForkServerExecutor) -> None:
+def test_a_server_that_dies_while_children_wait_loses_only_their_preparation(
+    executor: ForkServerExecutor,
+) -> None:
     jobs = [job(batch, replicate=batch, company=1) for batch in (1, 2)]
     server = facts(executor.execute(job()))["server"]
     executor.prepare(jobs)
@@ -317,7 +392,11 @@ def test_a_server_that_dies_while_children_wait_loses_only_their_preparation(exe
     os.kill(server, signal.SIGKILL)
     assert all(wait_until_gone(pid) for pid in waiting)
     first, second = (executor.execute(one) for one in jobs)
-    assert first.status is Status.CRASH and "SIGKILL" in first.reason and facts(second)["server"] != server
+    assert (
+        first.status is Status.CRASH
+        and "SIGKILL" in first.reason
+        and facts(second)["server"] != server
+    )
 
 
 def test_memory_is_waited_for_when_the_last_of_a_company_has_ended() -> None:

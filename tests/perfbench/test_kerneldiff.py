@@ -1,4 +1,6 @@
-"""Tables of one step, and which kernels changed between two: planted tables with sums done by hand."""
+"""Tables of one step, and which kernels changed between two: planted tables with sums done by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,35 @@ from perfbench import kerneldiff
 from perfbench.kerneldiff import Kind
 from perfbench.kernels import NAME_CHARS, Kernel, Kernels, own_times, totalled
 
-FLASH = "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, false, true>(Flash_fwd_params)"
-ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>, std::array<char*, 3ul>>(int, float)"
-MUL = "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>, std::array<char*, 3ul>>(int, float)"
-GEMM_A, GEMM_B = "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT", "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT"
+FLASH = (
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, false,"
+    " true>(Flash_fwd_params)"
+)
+ADD = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>,"
+    " std::array<char*, 3ul>>(int, float)"
+)
+MUL = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>,"
+    " std::array<char*, 3ul>>(int, float)"
+)
+GEMM_A, GEMM_B = (
+    "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT",
+    "nvjet_tst_192x192_64x4_1x2_h_bz_coopB_TNT",
+)
 
 
-def table(device: Any = "cuda", syncs: int | None = 0, tuned: dict[str, str] | None = None, **rows: tuple[int, float | None]) -> Kernels:
+def table(
+    device: Any = "cuda",
+    syncs: int | None = 0,
+    tuned: dict[str, str] | None = None,
+    **rows: tuple[int, float | None],
+) -> Kernels:
     """Rows of (calls, ms)."""
-    made = {name: Kernel(count=count, seconds=None if ms is None else ms / 1e3) for name, (count, ms) in rows.items()}
+    made = {
+        name: Kernel(count=count, seconds=None if ms is None else ms / 1e3)
+        for name, (count, ms) in rows.items()
+    }
     return Kernels(device=device, rows=made, host_syncs=syncs, tuned=tuned or {})
 
 
@@ -33,12 +55,18 @@ def test_every_kind_of_change_the_largest_first() -> None:
     candidate = table(a=(2, 4.5), b=(1, 0.8), c=(6, 4.5), d=(1, 9.0), f=(1, 2.0))
     changes = kerneldiff.diff(base, candidate)
     assert [(c.name, c.kind) for c in changes] == [
-        ("e", Kind.GONE), ("f", Kind.NEW), ("c", Kind.COUNT), ("a", Kind.SLOWER), ("b", Kind.FASTER),
-    ]  # fmt: skip
+        ("e", Kind.GONE),
+        ("f", Kind.NEW),
+        ("c", Kind.COUNT),
+        ("a", Kind.SLOWER),
+        ("b", Kind.FASTER),
+    ]
     assert [round((c.delta_s or 0) * 1e3, 6) for c in changes] == [-5.0, 2.0, 1.5, 0.5, -0.2]
     assert [c.delta_count for c in changes] == [-5, 1, 3, 0, 0]
     per_call = [c.per_call_pct for c in changes]
-    assert per_call[:2] == [None, None] and per_call[2:] == [pytest.approx(p) for p in (-25.0, 12.5, -20.0)]
+    assert per_call[:2] == [None, None] and per_call[2:] == [
+        pytest.approx(p) for p in (-25.0, 12.5, -20.0)
+    ]
 
 
 def test_the_order_does_not_depend_on_the_order_of_the_tables() -> None:
@@ -48,23 +76,40 @@ def test_the_order_does_not_depend_on_the_order_of_the_tables() -> None:
 
 
 def test_without_times_the_calls_decide() -> None:
-    base, candidate = table(a=(2, None), b=(1, None), c=(9, None)), table(a=(2, None), b=(4, None), d=(30, None))
+    base, candidate = (
+        table(a=(2, None), b=(1, None), c=(9, None)),
+        table(a=(2, None), b=(4, None), d=(30, None)),
+    )
     assert kinds(base, candidate) == [("d", Kind.NEW), ("c", Kind.GONE), ("b", Kind.COUNT)]
     assert all(change.per_call_pct is None for change in kerneldiff.diff(base, candidate))
     lines = kerneldiff.summary(base, candidate)
     assert lines[0] == "device time unknown, was unknown" and lines[1] == "launches 36, were 12"
     cells = kerneldiff.render_markdown(kerneldiff.diff(base, candidate)).splitlines()[4].split("|")
-    assert [cell.strip() for cell in cells[1:-1]] == ["`b`", "count changed", "1 -> 4", "-", "-", "-"]
+    assert [cell.strip() for cell in cells[1:-1]] == [
+        "`b`",
+        "count changed",
+        "1 -> 4",
+        "-",
+        "-",
+        "-",
+    ]
 
 
 def test_a_row_without_a_time_leaves_no_total() -> None:
-    assert table(a=(1, 1.0), b=(1, None)).total_s is None and table(a=(1, 1.0), b=(1, 2.0)).total_s == pytest.approx(3e-3)
+    assert table(a=(1, 1.0), b=(1, None)).total_s is None and table(
+        a=(1, 1.0), b=(1, 2.0)
+    ).total_s == pytest.approx(3e-3)
 
 
-@pytest.mark.parametrize(("base", "candidate", "kind"), [({}, {"a": (1, 1.0)}, Kind.NEW), ({"a": (1, 1.0)}, {}, Kind.GONE)])
+@pytest.mark.parametrize(
+    ("base", "candidate", "kind"),
+    [({}, {"a": (1, 1.0)}, Kind.NEW), ({"a": (1, 1.0)}, {}, Kind.GONE)],
+)
 def test_an_empty_side(base: dict[str, Any], candidate: dict[str, Any], kind: Kind) -> None:
     assert kinds(table(**base), table(**candidate)) == [("a", kind)]
-    assert kerneldiff.summary(table(**base), table(**candidate))[0].count("unknown") == 1, "nothing is not 0 ms"
+    assert kerneldiff.summary(table(**base), table(**candidate))[0].count("unknown") == 1, (
+        "nothing is not 0 ms"
+    )
 
 
 def test_equal_sides_say_so() -> None:
@@ -82,7 +127,12 @@ def test_another_variant_is_one_change_with_the_net_time() -> None:
 
 @pytest.mark.parametrize(
     ("gone", "new"),
-    [((GEMM_A, 24), (GEMM_B, 12)), ((ADD, 24), (MUL, 24)), ((GEMM_A, 24), (FLASH, 24)), (("aten::mm", 2), ("aten::addmm", 2))],
+    [
+        ((GEMM_A, 24), (GEMM_B, 12)),
+        ((ADD, 24), (MUL, 24)),
+        ((GEMM_A, 24), (FLASH, 24)),
+        (("aten::mm", 2), ("aten::addmm", 2)),
+    ],
     ids=["other-count", "other-operation", "other-kernel", "other-operator"],
 )
 def test_what_is_no_variant(gone: tuple[str, int], new: tuple[str, int]) -> None:
@@ -93,7 +143,10 @@ def test_what_is_no_variant(gone: tuple[str, int], new: tuple[str, int]) -> None
 def test_each_variant_takes_one_place_the_nearest_in_time() -> None:
     base = table(gemm_1=(2, 1.0), gemm_2=(2, 8.0))
     changes = kerneldiff.diff(base, table(gemm_3=(2, 7.0), gemm_4=(2, 1.5), gemm_5=(2, 1.0)))
-    assert {(c.was, c.name) for c in changes if c.kind is Kind.VARIANT} == {("gemm_2", "gemm_3"), ("gemm_1", "gemm_4")}
+    assert {(c.was, c.name) for c in changes if c.kind is Kind.VARIANT} == {
+        ("gemm_2", "gemm_3"),
+        ("gemm_1", "gemm_4"),
+    }
     assert [c.name for c in changes if c.kind is Kind.NEW] == ["gemm_5"]
 
 
@@ -141,18 +194,33 @@ def cells_of(row: str) -> list[str]:
     return re.split(r"(?<!\\)\|", row)[1:-1]
 
 
-HOSTILE = ["a|b", "back`tick", "``two``", "two\nlines\r\n", "| --- |", "<script>alert(1)</script>", "\x1b[31mred", "日本"]
+HOSTILE = [
+    "a|b",
+    "back`tick",
+    "``two``",
+    "two\nlines\r\n",
+    "| --- |",
+    "<script>alert(1)</script>",
+    "\x1b[31mred",
+    "日本",
+]
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_name_breaks_the_table(name: str) -> None:
-    text = kerneldiff.render_markdown(kerneldiff.diff(table(other=(1, 1.0)), table(**{name: (1, 5.0)}, other=(1, 1.5))))
+    text = kerneldiff.render_markdown(
+        kerneldiff.diff(table(other=(1, 1.0)), table(**{name: (1, 5.0)}, other=(1, 1.5)))
+    )
     lines = text.rstrip("\n").split("\n")
     assert len(lines) == 4 and {len(cells_of(line)) for line in lines} == {6}
     assert "\x1b" not in text and "\r" not in text
     kernel = cells_of(lines[2])[0].strip()
     fence = re.match(r"`+", kernel)
-    assert fence and kernel.endswith(fence[0]) and fence[0] not in kernel[len(fence[0]) : -len(fence[0])]
+    assert (
+        fence
+        and kernel.endswith(fence[0])
+        and fence[0] not in kernel[len(fence[0]) : -len(fence[0])]
+    )
 
 
 def test_only_the_top_is_shown_and_the_rest_is_summed() -> None:
@@ -165,25 +233,49 @@ def test_only_the_top_is_shown_and_the_rest_is_summed() -> None:
 
 
 def test_one_step_alone_the_longest_first() -> None:
-    lines = kerneldiff.render_kernels(table(a=(1, 1.0), b=(2000, 7.5), c=(3, None)), top=2).splitlines()
+    lines = kerneldiff.render_kernels(
+        table(a=(1, 1.0), b=(2000, 7.5), c=(3, None)), top=2
+    ).splitlines()
     assert lines[2:] == ["| `b` | 2,000 | 7.500 |", "| `a` | 1 | 1.000 |"]
 
 
 def test_calls_of_one_name_are_added_up() -> None:
     rows = totalled([("a", 1000), ("b", 5), ("a", 500), ("x" * 5000, 1)])
-    assert rows["a"].count == 2 and rows["a"].seconds == pytest.approx(1.5e-6) and rows["x" * NAME_CHARS].count == 1
+    assert (
+        rows["a"].count == 2
+        and rows["a"].seconds == pytest.approx(1.5e-6)
+        and rows["x" * NAME_CHARS].count == 1
+    )
 
 
 def test_an_operator_has_only_its_own_time() -> None:
     calls = [
-        ("inner", 1, 20, 30), ("outer", 1, 0, 100), ("inmost", 1, 25, 5), ("inner", 1, 50, 10),
-        ("after", 1, 100, 7), ("elsewhere", 2, 10, 50),
-    ]  # fmt: skip
-    assert own_times(calls) == [("outer", 60), ("elsewhere", 50), ("inner", 25), ("inmost", 5), ("inner", 10), ("after", 7)]
-    assert own_times([("a", 1, 0, 10), ("odd", 1, 5, 50)]) == [("a", 0), ("odd", 50)], "never negative"
+        ("inner", 1, 20, 30),
+        ("outer", 1, 0, 100),
+        ("inmost", 1, 25, 5),
+        ("inner", 1, 50, 10),
+        ("after", 1, 100, 7),
+        ("elsewhere", 2, 10, 50),
+    ]
+    assert own_times(calls) == [
+        ("outer", 60),
+        ("elsewhere", 50),
+        ("inner", 25),
+        ("inmost", 5),
+        ("inner", 10),
+        ("after", 7),
+    ]
+    assert own_times([("a", 1, 0, 10), ("odd", 1, 5, 50)]) == [
+        ("a", 0),
+        ("odd", 50),
+    ], "never negative"
 
 
 def test_nonsense_is_no_table() -> None:
-    for row in ({"count": -1, "seconds": 1.0}, {"count": 1, "seconds": float("nan")}, {"count": 1, "seconds": -1.0}):
+    for row in (
+        {"count": -1, "seconds": 1.0},
+        {"count": 1, "seconds": float("nan")},
+        {"count": 1, "seconds": -1.0},
+    ):
         with pytest.raises(ValidationError):
             Kernel.model_validate(row)

@@ -26,7 +26,9 @@ def ids(matrix: matrices.Matrix) -> list[str]:
 
 def test_product_minus_exclude_plus_include() -> None:
     kept, excluded = matrices.cells(parse())
-    assert len(kept) == 2 * 3 * (2 + 2 + 1) - 4 + 2  # dense once for both values of fa2; reference for both workloads
+    assert (
+        len(kept) == 2 * 3 * (2 + 2 + 1) - 4 + 2
+    )  # dense once for both values of fa2; reference for both workloads
     assert [e.cell_id for e in excluded][:1] == ["fa2=on,path=v1,seq_len=512,workload=train"]
     assert {e.reason for e in excluded} == {"too slow"}
     assert len(excluded) == 4
@@ -34,11 +36,16 @@ def test_product_minus_exclude_plus_include() -> None:
 
 def test_cell_id_is_sorted_and_omits_defaults() -> None:
     assert Cell("train", 128, "v2").cell_id == "path=v2,seq_len=128,workload=train"
-    assert Cell("train", 128, "v2", "on", 4, "fp32").cell_id == "batch=4,dtype=fp32,fa2=on,path=v2,seq_len=128,workload=train"
+    assert (
+        Cell("train", 128, "v2", "on", 4, "fp32").cell_id
+        == "batch=4,dtype=fp32,fa2=on,path=v2,seq_len=128,workload=train"
+    )
 
 
 def test_cell_id_percent_encodes_values() -> None:
-    assert Cell("a,b=c/d|\n", 1, "é").cell_id == "path=%C3%A9,seq_len=1,workload=a%2Cb%3Dc%2Fd%7C%0A"
+    assert (
+        Cell("a,b=c/d|\n", 1, "é").cell_id == "path=%C3%A9,seq_len=1,workload=a%2Cb%3Dc%2Fd%7C%0A"
+    )
 
 
 @pytest.mark.parametrize("path", routing.DENSE_KINDS)
@@ -55,15 +62,41 @@ def test_other_cells_cannot_record_not_applicable() -> None:
 
 def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
     axes = Cell("train", 128, "v2").axes()
-    defaults = {"fa2": "auto", "batch": 1, "dtype": "bf16", "l2": "warm", "chunk": 2048, "compile": "off", "cuda_graph": "off"}
-    assert axes == {"workload": "train", "seq_len": 128, "path": "v2", **defaults, "selection": "own", "without": "none"}
+    defaults = {
+        "fa2": "auto",
+        "batch": 1,
+        "dtype": "bf16",
+        "l2": "warm",
+        "chunk": 2048,
+        "compile": "off",
+        "cuda_graph": "off",
+    }
+    assert axes == {
+        "workload": "train",
+        "seq_len": 128,
+        "path": "v2",
+        **defaults,
+        "selection": "own",
+        "without": "none",
+    }
     assert set(axes) == set(AXES)
-    assert set(AXES["path"].choices) == {*map(str, routing.Path), "auto", "adaptive", *routing.DENSE_KINDS}
-    assert [matrices.torch_dtype_name(d) for d in AXES["dtype"].choices] == ["bfloat16", "float16", "float32"]
+    assert set(AXES["path"].choices) == {
+        *map(str, routing.Path),
+        "auto",
+        "adaptive",
+        *routing.DENSE_KINDS,
+    }
+    assert [matrices.torch_dtype_name(d) for d in AXES["dtype"].choices] == [
+        "bfloat16",
+        "float16",
+        "float32",
+    ]
 
 
 def test_include_returns_an_excluded_cell() -> None:
-    matrix = parse(edited("include:\n", "include:\n  - {path: v1, seq_len: 512, workload: train, fa2: off}\n"))
+    matrix = parse(
+        edited("include:\n", "include:\n  - {path: v1, seq_len: 512, workload: train, fa2: off}\n")
+    )
     kept, excluded = matrices.cells(matrix)
     assert "fa2=off,path=v1,seq_len=512,workload=train" in [c.cell_id for c in kept]
     assert "fa2=off,path=v1,seq_len=512,workload=train" not in [e.cell_id for e in excluded]
@@ -86,13 +119,22 @@ def test_every_reason_of_an_excluded_cell_is_given() -> None:
     ],
 )
 def test_comparisons_of_a_match(spec: str, left: set[int]) -> None:
-    matrix = parse(edited('{path: v1, seq_len: ">256", reason: "too slow"}', f"{{path: v1, seq_len: {spec}, reason: r}}"))
+    matrix = parse(
+        edited(
+            '{path: v1, seq_len: ">256", reason: "too slow"}',
+            f"{{path: v1, seq_len: {spec}, reason: r}}",
+        )
+    )
     assert {c.seq_len for c in matrices.cells(matrix)[0] if c.path == "v1"} == left
 
 
 def test_expectations_are_the_union_of_matching_rules() -> None:
     matrix = parse()
-    assert matrices.expect_for(matrix, Cell("train", 128, "v2", "on")).engaged == ["sel.v2", "sel.fa2", "win.fa2"]
+    assert matrices.expect_for(matrix, Cell("train", 128, "v2", "on")).engaged == [
+        "sel.v2",
+        "sel.fa2",
+        "win.fa2",
+    ]
     assert matrices.expect_for(matrix, Cell("train", 128, "v2", "on")).forbidden == ["sel.v1"]
     assert matrices.expect_for(matrix, Cell("train", 128, "v2", "off")).engaged == ["sel.v2"]
     assert matrices.expect_for(matrix, Cell("train", 128, "dense")).engaged == []
@@ -102,14 +144,27 @@ def test_config_hash_follows_what_is_measured_only() -> None:
     cell = Cell("train", 128, "v2", "on")
     base = matrices.config_sha256(parse(), cell)
     assert matrices.config_sha256(parse(edited("processes: 3", "processes: 7")), cell) == base
-    assert matrices.config_sha256(parse(edited("model: tiny", "model: {preset: tiny}")), cell) == base
-    assert matrices.config_sha256(parse(edited("model: tiny", "model: {preset: tiny, num_layers: 3}")), cell) != base
+    assert (
+        matrices.config_sha256(parse(edited("model: tiny", "model: {preset: tiny}")), cell) == base
+    )
+    assert (
+        matrices.config_sha256(
+            parse(edited("model: tiny", "model: {preset: tiny, num_layers: 3}")), cell
+        )
+        != base
+    )
     assert matrices.config_sha256(parse(), Cell("train", 128, "v2", "off")) != base
 
 
 def test_inline_model() -> None:
-    matrix = parse(edited("model: tiny", "model: {preset: tiny, n_heads: 8, nsa: {w: 32, rope_base: 5000}}"))
-    assert (matrix.model.num_heads, matrix.model.nsa.window, matrix.model.nsa.rope_base) == (8, 32, 5000)
+    matrix = parse(
+        edited("model: tiny", "model: {preset: tiny, n_heads: 8, nsa: {w: 32, rope_base: 5000}}")
+    )
+    assert (matrix.model.num_heads, matrix.model.nsa.window, matrix.model.nsa.rope_base) == (
+        8,
+        32,
+        5000,
+    )
     assert matrix.model.dim == preset("tiny").dim
     assert matrix.model_name.startswith("inline-")
     assert parse().model_name == "tiny"
@@ -125,7 +180,9 @@ def test_the_text_is_kept_and_parses_again() -> None:
 def test_ten_thousand_cells_load_and_expand_in_two_seconds() -> None:
     lengths = ", ".join(str(64 * i) for i in range(1, 1251))
     text = edited("seq_len: [128, 256, 512]", f"seq_len: [{lengths}]")
-    text = text.replace("path: [v1, v2, dense]", "path: [v1, v2]").replace("exclude:", "exclude:\n  - {seq_len: 64, reason: r}")
+    text = text.replace("path: [v1, v2, dense]", "path: [v1, v2]").replace(
+        "exclude:", "exclude:\n  - {seq_len: 64, reason: r}"
+    )
     start = time.perf_counter()
     kept, excluded = matrices.cells(parse(text))
     elapsed = time.perf_counter() - start
@@ -148,7 +205,13 @@ def test_ten_thousand_cells_load_and_expand_in_two_seconds() -> None:
         (["seq_len=64"], 2),
         (["fa2=n/a"], 6),
         (["cell=path=dense,seq_len=128,workload=train"], 1),
-        (["cell=path=dense,seq_len=128,workload=train", "cell=path=dense,seq_len=256,workload=train"], 2),
+        (
+            [
+                "cell=path=dense,seq_len=128,workload=train",
+                "cell=path=dense,seq_len=256,workload=train",
+            ],
+            2,
+        ),
     ],
 )
 def test_only(only: list[str], count: int) -> None:
@@ -168,7 +231,10 @@ def test_only(only: list[str], count: int) -> None:
         (["path"], "is not AXIS=VALUE"),
         ([""], "is not AXIS=VALUE"),
         (["path=v2", "seq_len=64"], "no cell meets all of"),
-        (["cell=path=dense,seq_len=128,workload=trian"], "did you mean 'path=dense,seq_len=128,workload=train'"),
+        (
+            ["cell=path=dense,seq_len=128,workload=trian"],
+            "did you mean 'path=dense,seq_len=128,workload=train'",
+        ),
     ],
 )
 def test_only_that_cannot_be_served(only: list[str], message: str) -> None:
@@ -216,7 +282,17 @@ def test_shipped_matrices_load(path: pathlib.Path) -> None:
 
 
 def test_shipped_matrices_are_all_there() -> None:
-    cards = ["a100", "cpu", "cpu-gate", "h100-demo", "h100-gate", "h100", "h200-demo", "h200-gate", "rtx4090"]
+    cards = [
+        "a100",
+        "cpu",
+        "cpu-gate",
+        "h100-demo",
+        "h100-gate",
+        "h100",
+        "h200-demo",
+        "h200-gate",
+        "rtx4090",
+    ]
     topics = [
         "ablation-h200",
         "chain-h200",
@@ -240,13 +316,15 @@ def test_json_schema_lists_every_axis_and_section() -> None:
     json.dumps(schema)
     assert set(schema["properties"]["axes"]["properties"]) == set(AXES)
     assert schema["properties"]["axes"]["required"] == ["workload", "seq_len", "path"]
-    assert schema["properties"]["axes"]["properties"]["fa2"]["items"] == {"enum": ["on", "off", "auto"]}
+    assert schema["properties"]["axes"]["properties"]["fa2"]["items"] == {
+        "enum": ["on", "off", "auto"]
+    }
     assert schema["additionalProperties"] is False
     assert {"reason", *AXES} == set(schema["properties"]["exclude"]["items"]["properties"])
     assert {"version", "name", "target", "model", "axes"} == set(schema["required"])
 
 
-# --- overrides, aliases, sentinels ------------------------------------------------------------------------------------
+# --- overrides, aliases, sentinels
 
 EXTRA = """\
 overrides:
@@ -260,22 +338,41 @@ gate:"""
 def test_overrides_aliases_and_sentinels_reach_the_gate() -> None:
     matrix = parse(edited("gate:", EXTRA))
     found = matrices.policies(matrix)
-    loop, long_loop, other = (f"fa2=on,path={path},seq_len={n},workload=train" for path, n in (("v1", 128), ("v1", 256), ("v2", 256)))
-    assert [(found.of(cell).tolerance_pct, found.of(cell).min_effect_pct) for cell in (loop, long_loop, other)] == [
+    loop, long_loop, other = (
+        f"fa2=on,path={path},seq_len={n},workload=train"
+        for path, n in (("v1", 128), ("v1", 256), ("v2", 256))
+    )
+    assert [
+        (found.of(cell).tolerance_pct, found.of(cell).min_effect_pct)
+        for cell in (loop, long_loop, other)
+    ] == [
         (20, 3),
         (20, 9),
         (5, 3),
     ]
     assert matrix.sentinels == ("gemm", "copy") and parse().sentinels == ()
     alias = found.aliases["path=old,seq_len=256,workload=train"]
-    dense = next(cell for cell in matrices.cells(matrix)[0] if cell.cell_id == "path=dense,seq_len=256,workload=train")
-    assert (alias.cell_id, alias.config_sha256) == (dense.cell_id, matrices.config_sha256(matrix, dense))
+    dense = next(
+        cell
+        for cell in matrices.cells(matrix)[0]
+        if cell.cell_id == "path=dense,seq_len=256,workload=train"
+    )
+    assert (alias.cell_id, alias.config_sha256) == (
+        dense.cell_id,
+        matrices.config_sha256(matrix, dense),
+    )
     assert alias.former_config_sha256 != alias.config_sha256
-    assert matrices.config_sha256(parse(), dense) == alias.config_sha256  # how a cell is judged is not what it measures
+    assert (
+        matrices.config_sha256(parse(), dense) == alias.config_sha256
+    )  # how a cell is judged is not what it measures
 
 
 def test_the_schema_knows_overrides_aliases_and_sentinels() -> None:
     schema = matrices.json_schema()
     gate = schema["$defs"]["OverrideSection"]["properties"]["gate"]
-    assert "tolerance_pct" in gate["properties"] and "alpha_confirm" not in gate["properties"] and gate["additionalProperties"] is False
+    assert (
+        "tolerance_pct" in gate["properties"]
+        and "alpha_confirm" not in gate["properties"]
+        and gate["additionalProperties"] is False
+    )
     assert schema["properties"]["sentinels"]["items"] == {"enum": ["gemm", "copy", "sdpa_frozen"]}

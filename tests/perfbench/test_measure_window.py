@@ -24,12 +24,18 @@ def test_a_fixed_number_of_samples(monkeypatch: pytest.MonkeyPatch, samples: int
     assert len(row.samples_s) == samples, "max_s does not cut a fixed number short"
 
 
-@pytest.mark.parametrize(("min_sample_ms", "steps"), [(0.001, 1), (7.8, 1), (8, 2), (50, 7), (1000, 128)])
-def test_samples_last_at_least_min_sample_ms(monkeypatch: pytest.MonkeyPatch, min_sample_ms: float, steps: int) -> None:
+@pytest.mark.parametrize(
+    ("min_sample_ms", "steps"), [(0.001, 1), (7.8, 1), (8, 2), (50, 7), (1000, 128)]
+)
+def test_samples_last_at_least_min_sample_ms(
+    monkeypatch: pytest.MonkeyPatch, min_sample_ms: float, steps: int
+) -> None:
     counted = stub(monkeypatch)
     clock = FakeClock(STEP_S)
     watch = Watch(clock, counted)
-    row = run(job(proof=PROOF, measure={"samples": 3, "min_sample_ms": min_sample_ms}), clock, watch)
+    row = run(
+        job(proof=PROOF, measure={"samples": 3, "min_sample_ms": min_sample_ms}), clock, watch
+    )
     assert row.steps_per_sample == steps and row.samples_s == [steps * STEP_S] * 3
     assert min(row.samples_s) * 1e3 >= min_sample_ms
     assert counted.steps - watch.steps_before == 3 * steps and row.tok_per_s == 64 / STEP_S
@@ -41,12 +47,21 @@ def test_max_s_ends_the_window(monkeypatch: pytest.MonkeyPatch, max_s: float, co
     stub(monkeypatch)
     clock = FakeClock(STEP_S)
     watch = Watch(clock)
-    row = run(job(proof=PROOF, measure={"samples": None, "max_s": max_s, "min_sample_ms": 8 * STEP_S * 1e3}), clock, watch)
+    row = run(
+        job(
+            proof=PROOF,
+            measure={"samples": None, "max_s": max_s, "min_sample_ms": 8 * STEP_S * 1e3},
+        ),
+        clock,
+        watch,
+    )
     assert row.steps_per_sample == 8 and len(row.samples_s) == count
     assert watch.closed_s - watch.opened_s == sum(row.samples_s)
 
 
-def warm_up_s(monkeypatch: pytest.MonkeyPatch, seconds: Iterator[float] | float, warmup_s: float) -> float:
+def warm_up_s(
+    monkeypatch: pytest.MonkeyPatch, seconds: Iterator[float] | float, warmup_s: float
+) -> float:
     stub(monkeypatch)
     clock = FakeClock(seconds)
     watch = Watch(clock)
@@ -59,7 +74,13 @@ def test_a_level_series_is_warm_when_the_time_is_up(monkeypatch: pytest.MonkeyPa
     assert 0.5 <= warm_up_s(monkeypatch, STEP_S, 0.5) < 0.6
     assert 2.0 <= warm_up_s(monkeypatch, STEP_S, 2.0) < 2.1
     luck = random.Random(4)
-    assert 0.5 <= warm_up_s(monkeypatch, (STEP_S * (1 + 0.05 * luck.gauss(0, 1)) for _ in itertools.count()), 0.5) < 1.0
+    assert (
+        0.5
+        <= warm_up_s(
+            monkeypatch, (STEP_S * (1 + 0.05 * luck.gauss(0, 1)) for _ in itertools.count()), 0.5
+        )
+        < 1.0
+    )
 
 
 def test_warm_up_goes_on_while_it_gets_faster(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +103,10 @@ def test_the_warmed_up_speed_sizes_the_samples(monkeypatch: pytest.MonkeyPatch) 
     """The cold first steps, many times slower, must not make samples many times too short."""
     stub(monkeypatch)
     seconds = itertools.chain([32 * STEP_S, 16 * STEP_S, 8 * STEP_S], itertools.repeat(STEP_S))
-    row = run(job(proof=PROOF, measure={"min_sample_ms": 8 * STEP_S * 1e3, "warmup_s": 1.0}), FakeClock(seconds))
+    row = run(
+        job(proof=PROOF, measure={"min_sample_ms": 8 * STEP_S * 1e3, "warmup_s": 1.0}),
+        FakeClock(seconds),
+    )
     assert row.steps_per_sample == 8
 
 
@@ -92,7 +116,9 @@ def test_is_level_on_series() -> None:
     assert not is_level(level[:3]), "three points show no slope"
     for drift in (0.01, -0.01, 0.5):  # a second, relative
         assert not is_level([0.02 * (1 + drift * 0.02 * i) for i in range(50)])
-    assert is_level([0.02 * (1 + 0.0005 * 0.02 * i) for i in range(50)]), "half of what counts as a slope"
+    assert is_level([0.02 * (1 + 0.0005 * 0.02 * i) for i in range(50)]), (
+        "half of what counts as a slope"
+    )
 
 
 def test_is_level_amid_noise() -> None:
@@ -100,6 +126,8 @@ def test_is_level_amid_noise() -> None:
         luck = random.Random(seed)
         return [0.02 * (1 + drift * 0.02 * i + noise * luck.gauss(0, 1)) for i in range(100)]
 
-    assert sum(is_level(series(seed, 0.0)) for seed in range(100)) >= 85, "two standard errors: 95 of 100"
+    assert sum(is_level(series(seed, 0.0)) for seed in range(100)) >= 85, (
+        "two standard errors: 95 of 100"
+    )
     for drift in (0.02, -0.02, 0.2):  # the smaller ones are six standard errors
         assert sum(is_level(series(seed, drift)) for seed in range(100)) <= 1

@@ -1,4 +1,6 @@
-"""The luck between machine starts: put in and found again, bounded, shrunk, and carried into a baseline."""
+"""The luck between machine starts: put in and found again, bounded, shrunk, and carried into a
+baseline.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from perfbench.verdict import Exit, PerfbenchError
 Family = dict[str, dict[str, list[float]]]
 
 
-def family(luck: random.Random, *, starts: int, night: float = 0.005, shared: bool = False, cells: int = 4) -> Family:
+def family(
+    luck: random.Random, *, starts: int, night: float = 0.005, shared: bool = False, cells: int = 4
+) -> Family:
     """Five processes a start, 0.3 % between them."""
     of_start = [luck.gauss(0, night) for _ in range(starts)]
     return {
@@ -30,16 +34,22 @@ def family(luck: random.Random, *, starts: int, night: float = 0.005, shared: bo
 
 
 def test_two_starts_of_one_cell_by_hand() -> None:
-    """Means 0.01 and 0.03: variance 2e-4, less the luck of the processes, 2e-6 / 2; one degree of freedom, chi2(5 %) = 0.00393."""
+    """Means 0.01 and 0.03: variance 2e-4, less the luck of the processes, 2e-6 / 2; one degree of
+    freedom, chi2(5 %) = 0.00393.
+    """
     (found,) = nights.estimate({"one": {"a": [0.009, 0.011], "b": [0.029, 0.031]}}).values()
     assert found.starts == 2 and found.df == 1
-    assert found.own_variance == pytest.approx(2e-4 - 1e-6) and found.sd == pytest.approx(math.sqrt(1.99e-4))
+    assert found.own_variance == pytest.approx(2e-4 - 1e-6) and found.sd == pytest.approx(
+        math.sqrt(1.99e-4)
+    )
     assert found.upper == pytest.approx(math.sqrt(2e-4 / 0.0039321 - 1e-6), rel=1e-3)
     assert found.gate_sd == found.sd  # above what is assumed, though two starts bound nothing
 
 
 def test_unequal_starts_count_by_their_means() -> None:
-    """Processes 0.002 apart in a start of two (variance 2e-6), one process in the other: the noise is 2e-6 (1 / 2 + 1) / 2."""
+    """Processes 0.002 apart in a start of two (variance 2e-6), one process in the other: the noise
+    is 2e-6 (1 / 2 + 1) / 2.
+    """
     (found,) = nights.estimate({"one": {"a": [0.009, 0.011], "b": [0.03]}}).values()
     assert found.own_variance == pytest.approx(2e-4 - 1.5e-6)
 
@@ -49,47 +59,77 @@ def test_a_cell_of_one_start_tells_nothing() -> None:
     assert nights.pooled_sd({}) is None
 
 
-@pytest.mark.parametrize("sd, upper, taken", [(0.002, 0.006, 0.006), (0.002, 0.05, 0.01), (0.015, 0.05, 0.015), (0.0, 0.0, 0.0)])
-def test_the_gate_takes_the_bound_or_the_assumption_and_never_less_than_the_estimate(sd: float, upper: float, taken: float) -> None:
+@pytest.mark.parametrize(
+    "sd, upper, taken",
+    [(0.002, 0.006, 0.006), (0.002, 0.05, 0.01), (0.015, 0.05, 0.015), (0.0, 0.0, 0.0)],
+)
+def test_the_gate_takes_the_bound_or_the_assumption_and_never_less_than_the_estimate(
+    sd: float, upper: float, taken: float
+) -> None:
     assert nights.gate_sd(sd, upper) == taken
 
 
 def test_many_starts_find_what_was_put_in() -> None:
     found = nights.estimate(family(random.Random(1), starts=40)).values()
     assert statistics.mean(night.sd for night in found) == pytest.approx(0.005, rel=0.15)
-    assert 0.005 < statistics.mean(night.upper for night in found) < 0.0065 and {night.starts for night in found} == {40}
+    assert 0.005 < statistics.mean(night.upper for night in found) < 0.0065 and {
+        night.starts for night in found
+    } == {40}
 
 
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("starts", [3, 5])
 def test_the_bound_holds_for_most_families_of_few_starts(starts: int, shared: bool) -> None:
     luck = random.Random(7)
-    held = [night.upper > 0.005 for _ in range(200) for night in nights.estimate(family(luck, starts=starts, shared=shared)).values()]
+    held = [
+        night.upper > 0.005
+        for _ in range(200)
+        for night in nights.estimate(family(luck, starts=starts, shared=shared)).values()
+    ]
     assert sum(held) / len(held) > 0.84
 
 
 def test_the_family_tells_a_cell_what_its_few_starts_do_not() -> None:
-    """A cell whose three starts agree by luck is believed as restless as its like; alone it would look calm."""
+    """A cell whose three starts agree by luck is believed as restless as its like; alone it would
+    look calm.
+    """
     restless = family(random.Random(3), starts=3, cells=7)
-    restless["lucky"] = {f"start{s}": [mean + luck for luck in (0.002, -0.002, 0.0)] for s, mean in enumerate((0.001, -0.001, 0.0))}
-    alone, among = nights.estimate({"lucky": restless["lucky"]})["lucky"], nights.estimate(restless)["lucky"]
+    restless["lucky"] = {
+        f"start{s}": [mean + luck for luck in (0.002, -0.002, 0.0)]
+        for s, mean in enumerate((0.001, -0.001, 0.0))
+    }
+    alone, among = (
+        nights.estimate({"lucky": restless["lucky"]})["lucky"],
+        nights.estimate(restless)["lucky"],
+    )
     assert alone.sd < 0.001 and among.sd > 0.002 and among.df > 2 * alone.df
 
 
 def test_starts_that_agree_better_than_their_processes_bound_nothing_away() -> None:
-    """Equal means of processes 0.2 % apart: the estimate is none, and the bound is that of the noise, not none."""
-    (found,) = nights.estimate({"one": {f"start{s}": [0.002, -0.002, 0.0] for s in range(3)}}).values()
+    """Equal means of processes 0.2 % apart: the estimate is none, and the bound is that of the
+    noise, not none.
+    """
+    (found,) = nights.estimate(
+        {"one": {f"start{s}": [0.002, -0.002, 0.0] for s in range(3)}}
+    ).values()
     noise = 4e-6 / 3  # of a mean of three
     assert found.sd == 0 and found.own_variance == pytest.approx(-noise)
-    assert found.upper == pytest.approx(math.sqrt(noise * 2 / 0.102587 - noise), rel=1e-4)  # chi2(5 %) of two degrees of freedom
+    assert found.upper == pytest.approx(
+        math.sqrt(noise * 2 / 0.102587 - noise), rel=1e-4
+    )  # chi2(5 %) of two degrees of freedom
 
 
 def test_cells_that_share_all_luck_are_worth_one() -> None:
     same = [{"a": 0.01, "b": -0.02, "c": 0.01}] * 4
     assert nights.independence(same, [1.0] * 4) == pytest.approx(1 / 4)
-    own = [{"a": x, "b": y, "c": -x - y} for x, y in ((1.0, -1.0), (-1.0, 1.0), (1.0, 0.0), (-1.0, 0.0))]  # no start is good for all
+    own = [
+        {"a": x, "b": y, "c": -x - y}
+        for x, y in ((1.0, -1.0), (-1.0, 1.0), (1.0, 0.0), (-1.0, 0.0))
+    ]  # no start is good for all
     assert nights.independence(own, [1.0] * 4) == pytest.approx(3 / 4)  # the mean takes one of four
-    assert nights.independence([{"a": 1.0, "b": 0.0}, {"c": 1.0, "d": 0.0}], [1.0, 1.0]) == 1 / 2  # no start in common
+    assert (
+        nights.independence([{"a": 1.0, "b": 0.0}, {"c": 1.0, "d": 0.0}], [1.0, 1.0]) == 1 / 2
+    )  # no start in common
     assert nights.independence([{"a": 1.0, "b": 1.0}] * 2, [1.0, 1.0]) == 1 / 2  # nothing moves
     assert nights.independence([], []) == 1
 
@@ -100,22 +140,36 @@ def test_the_order_of_cells_and_starts_changes_nothing() -> None:
     assert nights.estimate(cells) == nights.estimate(other)
 
 
-# --- read back --------------------------------------------------------------------------------------------------------
+# --- read back
 
 
-HERE = {"gpu_slug": "h200", "device_name": "NVIDIA H200", "driver": "580.1", "cuda": "13.0", "torch": "2.11.0", "triton": "3.6.0"}
+HERE = {
+    "gpu_slug": "h200",
+    "device_name": "NVIDIA H200",
+    "driver": "580.1",
+    "cuda": "13.0",
+    "torch": "2.11.0",
+    "triton": "3.6.0",
+}
 CONFIGS = {"both": "b0" * 32, "wall": "a1" * 32, "none": "00" * 32, "new": "11" * 32}
 
 
 def stored(path: Path, **changes: object) -> Path:
     night = {"starts": 3, "gate_sd": 0.004, "sd": 0.001}
     cells = [
-        {"cell_id": "both", "config_sha256": CONFIGS["both"], "night": night, "device_night": {"starts": 2, "gate_sd": 0.002}},
+        {
+            "cell_id": "both",
+            "config_sha256": CONFIGS["both"],
+            "night": night,
+            "device_night": {"starts": 2, "gate_sd": 0.002},
+        },
         {"cell_id": "wall", "config_sha256": CONFIGS["wall"], "night": night, "device_night": None},
         {"cell_id": "none", "config_sha256": CONFIGS["none"], "night": None, "device_night": None},
         {"cell_id": "gone", "config_sha256": "22" * 32, "night": night, "device_night": None},
     ]
-    path.write_text(json.dumps({"gpu_slug": "h200", "environment": HERE, "cells": cells, "seed": 1, **changes}))
+    path.write_text(
+        json.dumps({"gpu_slug": "h200", "environment": HERE, "cells": cells, "seed": 1, **changes})
+    )
     return path
 
 
@@ -126,7 +180,9 @@ def one_cell(times: int = 1, **night: float) -> str:
 
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
     """Neither cells that the run does not have, nor cells that the calibration does not know."""
-    assert nights.told(nights.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS) == {
+    assert nights.told(
+        nights.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
+    ) == {
         "both": {"night_log_sd": 0.004, "device_night_log_sd": 0.002, "night_starts": 2},
         "wall": {"night_log_sd": 0.004, "device_night_log_sd": None, "night_starts": 3},
     }
@@ -138,23 +194,59 @@ def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
         (None, "h200", "cannot be read: No such file"),
         ("{", "h200", "is no calibration"),
         ('{"gpu_slug": "h200"}', "h200", "is no calibration: cells: Field required"),
-        (one_cell(gate_sd=-1), "h200", "no calibration: cells.0.night.gate_sd: Input should be greater than 0"),
-        (one_cell(gate_sd=0.0), "h200", "no calibration: cells.0.night.gate_sd: Input should be greater than 0"),
-        (one_cell(gate_sd=5.0), "h200", "no calibration: cells.0.night.gate_sd: Input should be less than or equal to 0.5"),
+        (
+            one_cell(gate_sd=-1),
+            "h200",
+            "no calibration: cells.0.night.gate_sd: Input should be greater than 0",
+        ),
+        (
+            one_cell(gate_sd=0.0),
+            "h200",
+            "no calibration: cells.0.night.gate_sd: Input should be greater than 0",
+        ),
+        (
+            one_cell(gate_sd=5.0),
+            "h200",
+            "no calibration: cells.0.night.gate_sd: Input should be less than or equal to 0.5",
+        ),
         (one_cell(times=2, gate_sd=0.004), "h200", "got cell 'a' twice, wanted each once"),
-        ('{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": {"starts": 1, "gate_sd": 0}, "device_night": null}]}', "h200", "no cal"),
-        ('{"gpu_slug": "h100", "cells": []}', "h200", "got a calibration of h100, wanted one of h200"),
-        ('{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": null, "device_night": null}]}', "h200", "one machine start, wanted two"),
+        (
+            (
+                '{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": {"starts": 1, "gate_sd":'
+                ' 0}, "device_night": null}]}'
+            ),
+            "h200",
+            "no cal",
+        ),
+        (
+            '{"gpu_slug": "h100", "cells": []}',
+            "h200",
+            "got a calibration of h100, wanted one of h200",
+        ),
+        (
+            (
+                '{"gpu_slug": "h200", "cells": [{"cell_id": "a", "night": null, "device_night":'
+                " null}]}"
+            ),
+            "h200",
+            "one machine start, wanted two",
+        ),
     ],
-)  # fmt: skip
-def test_what_tells_no_luck_between_nights_is_refused(text: str | None, slug: str, words: str, tmp_path: Path) -> None:
+)
+def test_what_tells_no_luck_between_nights_is_refused(
+    text: str | None, slug: str, words: str, tmp_path: Path
+) -> None:
     path = tmp_path / "calibration.json"
     if text is not None:
         path.write_text(text)
     with pytest.raises(PerfbenchError, match=words) as caught:
         nights.read(path, slug)
     message = str(caught.value)
-    assert caught.value.exit_code is Exit.USAGE and "\n" not in message and "Next: perfbench calibrate" in message
+    assert (
+        caught.value.exit_code is Exit.USAGE
+        and "\n" not in message
+        and "Next: perfbench calibrate" in message
+    )
 
 
 def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
@@ -166,11 +258,27 @@ def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "environment, configs, words",
     [
-        ({"torch": "2.13.0"}, CONFIGS, "got a calibration with torch 2.11.0, wanted 2.13.0 as in the run"),
+        (
+            {"torch": "2.13.0"},
+            CONFIGS,
+            "got a calibration with torch 2.11.0, wanted 2.13.0 as in the run",
+        ),
         ({"triton": None}, CONFIGS, "got a calibration with triton 3.6.0, wanted none"),
-        ({"device_name": "NVIDIA H200 NVL"}, CONFIGS, "with device_name NVIDIA H200, wanted NVIDIA H200 NVL"),
-        ({"flash_provider": "flash-attn 2.8"}, CONFIGS, "with flash_provider unknown, wanted flash-attn 2.8"),
-        ({}, {**CONFIGS, "wall": "ff" * 32}, "got config a1a1a1a1a1a1 of wall, wanted ffffffffffff"),
+        (
+            {"device_name": "NVIDIA H200 NVL"},
+            CONFIGS,
+            "with device_name NVIDIA H200, wanted NVIDIA H200 NVL",
+        ),
+        (
+            {"flash_provider": "flash-attn 2.8"},
+            CONFIGS,
+            "with flash_provider unknown, wanted flash-attn 2.8",
+        ),
+        (
+            {},
+            {**CONFIGS, "wall": "ff" * 32},
+            "got config a1a1a1a1a1a1 of wall, wanted ffffffffffff",
+        ),
         ({}, {"new": "11" * 32, "none": "00" * 32}, "knows no cell of the run: got 3 others"),
     ],
 )
@@ -181,18 +289,28 @@ def test_a_calibration_of_other_work_or_another_environment_is_refused(
     with pytest.raises(PerfbenchError, match=words) as caught:
         nights.told(known, {**HERE, **environment}, configs)
     message = str(caught.value)
-    assert caught.value.exit_code is Exit.USAGE and "\n" not in message and "Next: perfbench calibrate" in message
+    assert (
+        caught.value.exit_code is Exit.USAGE
+        and "\n" not in message
+        and "Next: perfbench calibrate" in message
+    )
 
 
 def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
     known = nights.read(stored(tmp_path / "calibration.json"), "h200")
-    assert nights.told(known, {**HERE, "driver": "590.2"}, CONFIGS) == nights.told(known, HERE, CONFIGS) != {}
+    assert (
+        nights.told(known, {**HERE, "driver": "590.2"}, CONFIGS)
+        == nights.told(known, HERE, CONFIGS)
+        != {}
+    )
 
 
 def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
     cell = {"cell_id": "wall", "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
     known = nights.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
-    with pytest.raises(PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"):
+    with pytest.raises(
+        PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"
+    ):
         nights.told(known, HERE, CONFIGS)
 
 

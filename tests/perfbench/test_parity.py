@@ -29,27 +29,47 @@ def test_every_path_is_proved(path: str) -> None:
     assert set(line.tensors) == {"o", "blocks", "layer", *(f"d{name}" for name in INPUTS)}
     assert (line.tokens, line.rows, line.proved_in) == (TOKENS, 64, None)
     assert 0 < line.max_error <= line.tolerance < 1e-3 and line.tensors["blocks"] == 0.0
-    assert max(line.tensors.values()) < 0.7, "the tolerance leaves room: this is no luck of one seed"
+    assert max(line.tensors.values()) < 0.7, (
+        "the tolerance leaves room: this is no luck of one seed"
+    )
 
 
-@pytest.mark.parametrize(("phi", "names"), [("linear", {"weight"}), ("mlp", {"position", "up", "down"})])
-def test_a_learned_phi_is_proved_with_its_gradients(monkeypatch: pytest.MonkeyPatch, phi: str, names: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("phi", "names"), [("linear", {"weight"}), ("mlp", {"position", "up", "down"})]
+)
+def test_a_learned_phi_is_proved_with_its_gradients(
+    monkeypatch: pytest.MonkeyPatch, phi: str, names: set[str]
+) -> None:
     model = replace(TINY, nsa=replace(TINY.nsa, phi=phi))
     line = prove("masked", model=model)
     learned = {f"dphi_{which}.{name}" for which in "kv" for name in names}
-    assert line.ok and set(line.tensors) == {"o", "blocks", "layer", *(f"d{name}" for name in INPUTS), *learned}, line.worst
+    assert line.ok and set(line.tensors) == {
+        "o",
+        "blocks",
+        "layer",
+        *(f"d{name}" for name in INPUTS),
+        *learned,
+    }, line.worst
     compress = functional.compress
 
     def off(x: Tensor, *, config: NSAConfig, params: Any) -> Tensor:
-        return compress(x, config=config, params={name: 1.01 * value for name, value in params.items()})
+        return compress(
+            x, config=config, params={name: 1.01 * value for name, value in params.items()}
+        )
 
     monkeypatch.setattr(functional, "compress", off)
-    assert {"o", "dphi_v.weight" if phi == "linear" else "dphi_v.down"} <= wrong(prove("masked", model=model))
+    assert {"o", "dphi_v.weight" if phi == "linear" else "dphi_v.down"} <= wrong(
+        prove("masked", model=model)
+    )
 
 
 def test_the_dense_twin_is_proved() -> None:
     line = prove("dense")
-    assert line.ok and set(line.tensors) == {"o", "layer", "dq", "dk_sel", "dv_sel"} and (line.tokens, line.rows) == (TOKENS, 64)
+    assert (
+        line.ok
+        and set(line.tensors) == {"o", "layer", "dq", "dk_sel", "dv_sel"}
+        and (line.tokens, line.rows) == (TOKENS, 64)
+    )
 
 
 @pytest.mark.parametrize("path", ["v2", "dense"])
@@ -65,23 +85,43 @@ def test_bf16_is_judged_by_its_own_rounding(path: str) -> None:
 
 
 def variants() -> dict[str, NSAConfig]:
-    changes: list[dict[str, Any]] = [{"share_kv": True}, {"gate": "softmax"}, {"num_initial": 0}, {"num_local": 1}, {"window": 1}]
-    changes += [{"cmp_block": 16, "cmp_stride": 8}, {"sel_block": 8, "num_selected": 3}, {"rope": "half"}, {"cmp_rope": "after"}]
-    changes += [{"branches": branches} for branches in (("cmp",), ("sel",), ("win",), ("cmp", "win"), ("sel", "win"))]
+    changes: list[dict[str, Any]] = [
+        {"share_kv": True},
+        {"gate": "softmax"},
+        {"num_initial": 0},
+        {"num_local": 1},
+        {"window": 1},
+    ]
+    changes += [
+        {"cmp_block": 16, "cmp_stride": 8},
+        {"sel_block": 8, "num_selected": 3},
+        {"rope": "half"},
+        {"cmp_rope": "after"},
+    ]
+    changes += [
+        {"branches": branches}
+        for branches in (("cmp",), ("sel",), ("win",), ("cmp", "win"), ("sel", "win"))
+    ]
     return {str(change): replace(TINY.nsa, **change) for change in changes}
 
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "forward"])
 @pytest.mark.parametrize("name", variants())
 def test_every_geometry_is_proved(name: str, train: bool) -> None:
-    """What the config allows, the proof must judge: a branch that is left out has gradients of exactly 0."""
+    """What the config allows, the proof must judge: a branch that is left out has gradients of
+    exactly 0.
+    """
     line = prove("masked", model=replace(TINY, nsa=variants()[name]), train=train)
     assert line.ok, line.worst
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dims"), [(6, 1, (16, 16)), (3, 3, (12, 20)), (4, 2, (64, 64))])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dims"), [(6, 1, (16, 16)), (3, 3, (12, 20)), (4, 2, (64, 64))]
+)
 def test_heads_are_the_cells_own(heads: int, kv_heads: int, dims: tuple[int, int]) -> None:
-    model = replace(TINY, num_heads=heads, num_kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1])
+    model = replace(
+        TINY, num_heads=heads, num_kv_heads=kv_heads, head_dim=dims[0], v_head_dim=dims[1]
+    )
     assert prove("v2", model=model).ok
 
 
@@ -91,9 +131,27 @@ def test_heads_are_the_cells_own(heads: int, kv_heads: int, dims: tuple[int, int
 def test_another_route_proves_nothing() -> None:
     timed = route_of(cell_of("v1"))
     with pytest.raises(parity.RouteDiffers, match=r"sel.v2.*sel.v1"):
-        parity.check(TINY, timed, path="v2", fa2="off", dtype=torch.float32, device="cpu", train=False, seed=3)
+        parity.check(
+            TINY,
+            timed,
+            path="v2",
+            fa2="off",
+            dtype=torch.float32,
+            device="cpu",
+            train=False,
+            seed=3,
+        )
     with pytest.raises(parity.RouteDiffers, match="dense.sdpa"):
-        parity.check(TINY, timed, path="dense", fa2="n/a", dtype=torch.float32, device="cpu", train=False, seed=3)
+        parity.check(
+            TINY,
+            timed,
+            path="dense",
+            fa2="n/a",
+            dtype=torch.float32,
+            device="cpu",
+            train=False,
+            seed=3,
+        )
 
 
 def test_adaptive_is_proved_on_the_path_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +159,16 @@ def test_adaptive_is_proved_on_the_path_that_is_timed(monkeypatch: pytest.Monkey
     timed = route_of(cell_of("adaptive", seq_len=2048))
     assert timed.branch("sel").implementation == "v2"
     in_path(monkeypatch, Path.V2, last_block_dropped)
-    line = parity.check(TINY, timed, path="adaptive", fa2="off", dtype=torch.float32, device="cpu", train=False, seed=3)
+    line = parity.check(
+        TINY,
+        timed,
+        path="adaptive",
+        fa2="off",
+        dtype=torch.float32,
+        device="cpu",
+        train=False,
+        seed=3,
+    )
     assert not line.ok
     assert prove("adaptive", train=False).ok, "v1 at 64 tokens is untouched"
 

@@ -1,4 +1,6 @@
-"""The proof of the layer that is timed: its own wiring, where the attention function is in order."""
+"""The proof of the layer that is timed: its own wiring, where the attention function is in
+order.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def only_the_layer(line: ParityLine) -> bool:
-    return not line.ok and line.tensors["layer"] > 1 and wrong(line) == set() and line.worst.startswith("layer: ")
+    return (
+        not line.ok
+        and line.tensors["layer"] > 1
+        and wrong(line) == set()
+        and line.worst.startswith("layer: ")
+    )
 
 
 @pytest.mark.parametrize("path", ["v2", "dense"])
@@ -35,13 +42,19 @@ def test_rope_of_the_layer(monkeypatch: pytest.MonkeyPatch, path: str, fault: st
 
 
 def test_rope_that_moves_all_positions_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only distances matter where keys are rotated before compression: what the proof must not depend on."""
-    monkeypatch.setattr(layout, "query_positions", lambda start, *rest: query_positions(start + 5, *rest))
+    """Only distances matter where keys are rotated before compression: what the proof must not
+    depend on.
+    """
+    monkeypatch.setattr(
+        layout, "query_positions", lambda start, *rest: query_positions(start + 5, *rest)
+    )
     assert prove(train=False).ok
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1), (1, 0, 2), (2, 1, 0)])
-def test_branches_with_one_anothers_keys(monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]) -> None:
+def test_branches_with_one_anothers_keys(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, ...]
+) -> None:
     per_branch = nsa_attention.NSAAttention._per_branch
 
     def crossed(self: nsa_attention.NSAAttention, *x: Tensor) -> list[Tensor]:
@@ -59,15 +72,23 @@ def test_gates_of_the_layer(monkeypatch: pytest.MonkeyPatch, fault: str) -> None
         "ungated": torch.ones_like,
         "one head's for all": lambda gates: gates[:, :, :1].expand_as(gates),
     }[fault]
-    monkeypatch.setattr(nsa_attention, "attend_view", lambda q, gates, *x, **options: attend_view(q, spoil(gates), *x, **options))
+    monkeypatch.setattr(
+        nsa_attention,
+        "attend_view",
+        lambda q, gates, *x, **options: attend_view(q, spoil(gates), *x, **options),
+    )
     assert only_the_layer(prove(train=False))
 
 
 def test_the_layer_takes_the_cells_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of v1 alone, at the layer's length alone, shows in the layer of v1 and in no other."""
+    """A fault of v1 alone, at the layer's length alone, shows in the layer of v1 and in no
+    other.
+    """
 
     def spoil(attend: Attend) -> Attend:
-        return lambda q, *rest, **options: attend(q, *rest, **options) + 1e-2 * (q.shape[1] != TOKENS)
+        return lambda q, *rest, **options: (
+            attend(q, *rest, **options) + 1e-2 * (q.shape[1] != TOKENS)
+        )
 
     in_path(monkeypatch, Path.V1, spoil)
     assert only_the_layer(prove("v1", train=False)) and prove("v2", train=False).ok

@@ -16,11 +16,23 @@ from perfbench import plan as plans
 from perfbench.verdict import Exit, PerfbenchError
 
 ROOT = pathlib.Path(__file__).parents[2]
-H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.6.0", "")
-BARE = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), None, "flash_attn is not installed", "2.13.0")
+H100 = Capability(
+    "cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.6.0", ""
+)
+BARE = Capability(
+    "cuda", "NVIDIA H100 80GB HBM3", (9, 0), None, "flash_attn is not installed", "2.13.0"
+)
 CPU = Capability("cpu", "cpu", None, "torch.varlen 2.13.0", "", "2.13.0")
-H200 = Capability("cuda", "NVIDIA H200", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.6.0", "")
-OF_TARGET = {"none": CPU, "H100": H100, "H200": H200, "A100": capability.assumed("a100"), "RTX 4090": capability.assumed("rtx4090")}
+H200 = Capability(
+    "cuda", "NVIDIA H200", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.6.0", ""
+)
+OF_TARGET = {
+    "none": CPU,
+    "H100": H100,
+    "H200": H200,
+    "A100": capability.assumed("a100"),
+    "RTX 4090": capability.assumed("rtx4090"),
+}
 
 TEXT = """\
 version: 1
@@ -40,8 +52,15 @@ def shipped(name: str) -> matrices.Matrix:
     return matrices.load(ROOT / "matrices" / f"{name}.yaml")
 
 
-def build(matrix: matrices.Matrix, on: Capability = H100, only: list[str] | None = None, env: dict[str, str] | None = None) -> plans.Plan:
-    return plans.build(matrix, only=only or [], capability=on, settings=load(env) if env else Settings())
+def build(
+    matrix: matrices.Matrix,
+    on: Capability = H100,
+    only: list[str] | None = None,
+    env: dict[str, str] | None = None,
+) -> plans.Plan:
+    return plans.build(
+        matrix, only=only or [], capability=on, settings=load(env) if env else Settings()
+    )
 
 
 def refused(matrix: matrices.Matrix, on: Capability, env: dict[str, str] | None = None) -> str:
@@ -56,7 +75,9 @@ def test_shipped_matrices_plan_without_warnings(name: str) -> None:
     matrix = shipped(name)
     plan = build(matrix, OF_TARGET[matrix.target.gpu])
     assert plan.warnings == []
-    assert all(cell.expect.engaged for cell in plan.cells), "a cell without an expectation could fall back unseen"
+    assert all(cell.expect.engaged for cell in plan.cells), (
+        "a cell without an expectation could fall back unseen"
+    )
     for cell in plan.cells:
         assert set(cell.expect.engaged) <= set(cell.route.counters)
 
@@ -64,8 +85,14 @@ def test_shipped_matrices_plan_without_warnings(name: str) -> None:
 def test_h100_is_the_matrix_of_the_issue() -> None:
     plan = build(shipped("h100"))
     cells = {cell.cell_id for cell in plan.cells}
-    assert {"path=dense,seq_len=8192,workload=train", "fa2=off,path=v1,seq_len=1024,workload=forward"} <= cells
-    assert {"fa2=off,path=reference,seq_len=128,workload=train", "batch=4,fa2=on,path=masked,seq_len=2048,workload=train"} <= cells
+    assert {
+        "path=dense,seq_len=8192,workload=train",
+        "fa2=off,path=v1,seq_len=1024,workload=forward",
+    } <= cells
+    assert {
+        "fa2=off,path=reference,seq_len=128,workload=train",
+        "batch=4,fa2=on,path=masked,seq_len=2048,workload=train",
+    } <= cells
     assert not any("path=v1" in c and "seq_len=2048" in c for c in cells)
     assert all(e.reason for e in plan.excluded)
     assert len(plan.excluded) == 16
@@ -77,20 +104,36 @@ def test_cpu_fits_ninety_seconds_and_the_demo_four_minutes() -> None:
 
 
 def test_routes_follow_the_axes() -> None:
-    counters = {cell.cell_id: cell.route.counters for cell in build(matrices.parse(TEXT, "t.yaml")).cells}
-    assert counters["fa2=on,path=v2,seq_len=512,workload=forward"] == ["cmp.sdpa", "sel.v2", "sel.fa2", "win.fa2"]
-    assert counters["fa2=off,path=masked,seq_len=512,workload=forward"] == ["cmp.sdpa", "sel.masked", "sel.sdpa", "win.sdpa"]
+    counters = {
+        cell.cell_id: cell.route.counters for cell in build(matrices.parse(TEXT, "t.yaml")).cells
+    }
+    assert counters["fa2=on,path=v2,seq_len=512,workload=forward"] == [
+        "cmp.sdpa",
+        "sel.v2",
+        "sel.fa2",
+        "win.fa2",
+    ]
+    assert counters["fa2=off,path=masked,seq_len=512,workload=forward"] == [
+        "cmp.sdpa",
+        "sel.masked",
+        "sel.sdpa",
+        "win.sdpa",
+    ]
     assert counters["path=dense,seq_len=512,workload=forward"] == ["dense.sdpa"]
 
 
-@pytest.mark.parametrize(("model", "layers"), [("m7c_125m", 12), ("{preset: m7c_125m, num_layers: 5}", 5)])
+@pytest.mark.parametrize(
+    ("model", "layers"), [("m7c_125m", 12), ("{preset: m7c_125m, num_layers: 5}", 5)]
+)
 def test_cells_say_how_many_layers_their_counters_stand_for(model: str, layers: int) -> None:
     plan = build(matrices.parse(TEXT.replace("model: m7c_125m", f"model: {model}"), "t.yaml"))
     assert {cell.layers for cell in plan.cells} == {layers}
 
 
 def test_route_line_keeps_reasons_rejections_and_notes() -> None:
-    cell = build(matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=v2", "fa2=off"]).cells[0]
+    cell = build(
+        matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=v2", "fa2=off"]
+    ).cells[0]
     assert cell.route.counters[1] == "sel.v1"
     assert cell.route.notes == ["NSA_SEL_RANGES_V2=0 (environment) turns path=v2 into v1"]
     assert {"alternative": "fa2 for win", "reason": "fa2=off was asked for"} in cell.route.rejected
@@ -98,7 +141,9 @@ def test_route_line_keeps_reasons_rejections_and_notes() -> None:
 
 
 def test_dense_ignores_the_settings_of_the_selected_branch() -> None:
-    plan = build(matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=dense"])
+    plan = build(
+        matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=dense"]
+    )
     assert plan.cells[0].route.notes == []
 
 
@@ -114,7 +159,11 @@ def test_every_cell_that_no_route_serves_is_named_with_every_reason() -> None:
 
 
 def test_reasons_of_different_cells_are_all_given() -> None:
-    message = refused(matrices.parse(TEXT.replace("[512]", "[512]\n  dtype: [bf16, fp32]"), "t.yaml"), H100, {"NSA_FORCE_SEL_MASK": "1"})
+    message = refused(
+        matrices.parse(TEXT.replace("[512]", "[512]\n  dtype: [bf16, fp32]"), "t.yaml"),
+        H100,
+        {"NSA_FORCE_SEL_MASK": "1"},
+    )
     assert "requests path=masked, and the call requests path=v2" in message
     assert "dtype float32 is not one of" in message
 
@@ -131,12 +180,18 @@ def test_only_is_checked() -> None:
 def test_expectation_at_odds_with_the_route_is_a_warning() -> None:
     plan = build(shipped("h100-demo"), env={"NSA_FORCE_SEL_MASK": "1"}, only=["path=auto"])
     assert len(plan.warnings) == 1
-    assert "batch=8,path=auto,seq_len=4096,workload=forward will be WRONG_PATH: expects sel.triton" in plan.warnings[0]
+    assert (
+        "batch=8,path=auto,seq_len=4096,workload=forward will be WRONG_PATH: expects sel.triton"
+        in plan.warnings[0]
+    )
 
 
 def test_dead_exclusions_are_warned_of() -> None:
     text = TEXT + "exclude: [{path: reference, reason: slow}]\n"
-    assert "t.yaml:11: exclude {path: reference} matches no cell" in build(matrices.parse(text, "t.yaml")).warnings[0]
+    assert (
+        "t.yaml:11: exclude {path: reference} matches no cell"
+        in build(matrices.parse(text, "t.yaml")).warnings[0]
+    )
 
 
 def test_every_counter_of_every_route_is_known_to_expect() -> None:
@@ -146,17 +201,28 @@ def test_every_counter_of_every_route_is_known_to_expect() -> None:
         for path in routing.PATH_REQUESTS:
             if path == routing.Path.TRITON and on.triton_provider is None:
                 continue  # refused there
-            route = routing.plan(Settings().request(path), model, batch=1, tokens=128, dtype="bfloat16", capability=on)
+            route = routing.plan(
+                Settings().request(path),
+                model,
+                batch=1,
+                tokens=128,
+                dtype="bfloat16",
+                capability=on,
+            )
             assert set(route.counters) <= set(matrices.COUNTERS)
     problem = routing.Problem.of(model, batch=1, tokens=128, dtype="bfloat16")
-    assert {c for kind in routing.DENSE_KINDS for c in routing.route_dense(kind, problem, H100).counters} <= set(matrices.COUNTERS)
+    assert {
+        c for kind in routing.DENSE_KINDS for c in routing.route_dense(kind, problem, H100).counters
+    } <= set(matrices.COUNTERS)
 
 
 def test_estimate_counts_starts_warmups_and_windows() -> None:
     matrix = matrices.parse(TEXT, "t.yaml")
     assert plans.estimate_s(matrix, 7, H100) == pytest.approx(7 * 3 * (8.0 + 1 + 2 + 1))
     assert plans.estimate_s(matrix, 7, CPU) == pytest.approx(7 * 3 * (0.7 + 1 + 2))
-    fixed = matrices.parse(TEXT.replace("max_s: 2", "max_s: 2, samples: 10, min_sample_ms: 50"), "t.yaml")
+    fixed = matrices.parse(
+        TEXT.replace("max_s: 2", "max_s: 2, samples: 10, min_sample_ms: 50"), "t.yaml"
+    )
     assert plans.estimate_s(fixed, 1, H100) == pytest.approx(3 * (8.0 + 1 + 0.5 + 1))
     shared = matrices.parse(TEXT.replace("max_s: 2", "max_s: 2, prepare_together: 4"), "t.yaml")
     assert plans.estimate_s(shared, 7, H100) == pytest.approx(7 * 3 * (2.0 + 1 + 2 + 1))
@@ -190,7 +256,10 @@ def test_json_holds_the_same() -> None:
     plan = build(matrix)
     data = json.loads(json.dumps(plans.to_json(plan)))
     assert [c["cell_id"] for c in data["cells"]] == [c.cell_id for c in plan.cells]
-    assert data["excluded"][0] == {"cell_id": plan.excluded[0].cell_id, "reason": plan.excluded[0].reason}
+    assert data["excluded"][0] == {
+        "cell_id": plan.excluded[0].cell_id,
+        "reason": plan.excluded[0].reason,
+    }
     assert data["estimate_s"] == plan.estimate_s
 
 
@@ -201,10 +270,13 @@ from nsa import capability
 from nsa.settings import Settings
 from perfbench import matrix, plan
 m = matrix.load("matrices/h100.yaml")
-print(plan.render_text(plan.build(m, only=[], capability=capability.assumed("h100"), settings=Settings()), m))
+built = plan.build(m, only=[], capability=capability.assumed("h100"), settings=Settings())
+print(plan.render_text(built, m))
 heavy = {"torch", "pandas", "matplotlib", "scipy", "numpy", "triton", "rich"} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert "Estimated:" in done.stdout

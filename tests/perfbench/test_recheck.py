@@ -1,4 +1,6 @@
-"""Which pairs of a confirmation count, where they lie, what a second sitting does with them, and what is said of the others."""
+"""Which pairs of a confirmation count, where they lie, what a second sitting does with them, and
+what is said of the others.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +61,9 @@ def cells_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return {cell["cell_id"]: cell for cell in json.loads(capsys.readouterr().out)["cells"]}
 
 
-def test_pairs_beside_another_baselines_commit_settle_nothing(slow: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pairs_beside_another_baselines_commit_settle_nothing(
+    slow: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Confirmed against baseline A, then gated by B, which was measured at another commit."""
     old, new = slow.commits
     assert slow.run("check", "small.yaml") == 3
@@ -76,22 +80,39 @@ def test_pairs_beside_another_baselines_commit_settle_nothing(slow: Bench, capsy
     assert slow.run("gate", str(folder), "--baseline", other) == slow.run("gate", str(folder)) == 3
 
 
-def test_each_cell_keeps_the_pair_of_its_own_baseline(slow: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    """A slice was promoted at another commit, so the cells have two bases; one cell moves to a third baseline."""
+def test_each_cell_keeps_the_pair_of_its_own_baseline(
+    slow: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A slice was promoted at another commit, so the cells have two bases; one cell moves to a
+    third baseline.
+    """
     old, new = slow.commits
     assert slow.run("check", "small.yaml", "--baseline", baseline_at({SHORT: old, LONG: new})) == 3
     folder = run_folder()
     assert homes(folder) == sorted([old[:12], new[:12]])
     capsys.readouterr()
-    assert slow.run("gate", str(folder), "--baseline", baseline_at({SHORT: old, LONG: old}), "--json") == 3
+    assert (
+        slow.run("gate", str(folder), "--baseline", baseline_at({SHORT: old, LONG: old}), "--json")
+        == 3
+    )
     found = cells_of(capsys)
     assert (found[SHORT]["verdict"], found[LONG]["verdict"]) == ("REGRESSED", "WATCH")
-    assert slow.run("gate", str(folder), "--baseline", baseline_at({SHORT: None, LONG: new[:10]}), "--json") == 3
+    assert (
+        slow.run(
+            "gate", str(folder), "--baseline", baseline_at({SHORT: None, LONG: new[:10]}), "--json"
+        )
+        == 3
+    )
     found = cells_of(capsys)
-    assert (found[SHORT]["verdict"], found[LONG]["verdict"]) == ("WATCH", "REGRESSED") and "not known" in found[SHORT]["reason"]
+    assert (found[SHORT]["verdict"], found[LONG]["verdict"]) == (
+        "WATCH",
+        "REGRESSED",
+    ) and "not known" in found[SHORT]["reason"]
 
 
-def test_more_cells_than_the_first_time_have_a_folder_of_their_own(slow: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_cells_than_the_first_time_have_a_folder_of_their_own(
+    slow: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     home = slow.commits[1][:12]
     assert slow.run("check", "small.yaml", "--only", "seq_len=256") == 3
     folder = run_folder()
@@ -103,23 +124,37 @@ def test_more_cells_than_the_first_time_have_a_folder_of_their_own(slow: Bench, 
     assert {job.cell_id for job in slow.b.jobs[first:]} == {SHORT}  # LONG's pairs are complete
     assert slow.run("gate", str(folder)) == 3
     before = len(slow.b.jobs)
-    assert slow.run("check", "small.yaml", "--resume", str(folder)) == 3 and len(slow.b.jobs) == before
+    assert (
+        slow.run("check", "small.yaml", "--resume", str(folder)) == 3 and len(slow.b.jobs) == before
+    )
 
 
-@pytest.mark.parametrize("left", [b"", b'{"kind": "manifest", "schema', None], ids=["empty", "torn", "absent"])
-def test_a_confirmation_that_was_killed_between_its_two_files_is_measured_anew(slow: Bench, left: bytes | None) -> None:
+@pytest.mark.parametrize(
+    "left", [b"", b'{"kind": "manifest", "schema', None], ids=["empty", "torn", "absent"]
+)
+def test_a_confirmation_that_was_killed_between_its_two_files_is_measured_anew(
+    slow: Bench, left: bytes | None
+) -> None:
     assert slow.run("check", "small.yaml") == 3
     folder = run_folder()
     home = folder / "confirm" / slow.commits[1][:12]
     manifest = (home / "a" / FILE_NAME).read_bytes().splitlines(keepends=True)[0]
     (home / "a" / FILE_NAME).write_bytes(manifest)
-    (home / "b" / FILE_NAME).unlink() if left is None else (home / "b" / FILE_NAME).write_bytes(left)
-    assert slow.run("gate", str(folder)) == 0 and slow.run("gate", str(folder), "--strict") == 7  # as if never confirmed
+    (
+        (home / "b" / FILE_NAME).unlink()
+        if left is None
+        else (home / "b" / FILE_NAME).write_bytes(left)
+    )
+    assert (
+        slow.run("gate", str(folder)) == 0 and slow.run("gate", str(folder), "--strict") == 7
+    )  # as if never confirmed
     assert slow.run("check", "small.yaml", "--resume", str(folder)) == 3
     assert homes(folder) == [home.name] and pair.read(home).missing == []
 
 
-def test_a_damaged_confirmation_is_refused_with_a_way_out(slow: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_confirmation_is_refused_with_a_way_out(
+    slow: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert slow.run("check", "small.yaml") == 3
     folder = run_folder()
     home = folder / "confirm" / slow.commits[1][:12]
@@ -163,7 +198,9 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     slow.run("gate", str(folder), "--json")
     gated = cells_of(capsys)
     for cell in gated.values():
-        assert f"3 of {planned} pairs count" in cell["reason"] and recheck.UNFINISHED in cell["reason"]
+        assert (
+            f"3 of {planned} pairs count" in cell["reason"] and recheck.UNFINISHED in cell["reason"]
+        )
 
     def gone(*_: object) -> None:
         raise checkout.CannotBuild("gone")
@@ -171,11 +208,18 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     monkeypatch.setattr(checkout, "side", gone)
     slow.run("check", "small.yaml", "--resume", str(folder), "--json")
     told = cells_of(capsys)
-    assert all("cannot be measured: gone" in cell["reason"] and f"3 of {planned}" in cell["reason"] for cell in told.values())
-    assert {name: cell["verdict"] for name, cell in told.items()} == {name: cell["verdict"] for name, cell in gated.items()}
+    assert all(
+        "cannot be measured: gone" in cell["reason"] and f"3 of {planned}" in cell["reason"]
+        for cell in told.values()
+    )
+    assert {name: cell["verdict"] for name, cell in told.items()} == {
+        name: cell["verdict"] for name, cell in gated.items()
+    }
 
 
-def test_a_base_that_cannot_be_built_is_told_beside_the_others_pairs(slow: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_that_cannot_be_built_is_told_beside_the_others_pairs(
+    slow: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One cell's base is there, the other's is not."""
     other = baseline_at({SHORT: "0" * 40})
     capsys.readouterr()
@@ -189,14 +233,26 @@ def test_a_base_that_cannot_be_built_is_told_beside_the_others_pairs(slow: Bench
 
 
 def test_a_baselines_commit_names_no_folder_elsewhere(slow: Bench) -> None:
-    """A baseline is a file that anybody may have written: its commit must not lead out of the run's folder."""
-    assert slow.run("check", "small.yaml", "--baseline", baseline_at({SHORT: slow.commits[1], LONG: "../.."})) == 3
+    """A baseline is a file that anybody may have written: its commit must not lead out of the run's
+    folder.
+    """
+    assert (
+        slow.run(
+            "check",
+            "small.yaml",
+            "--baseline",
+            baseline_at({SHORT: slow.commits[1], LONG: "../.."}),
+        )
+        == 3
+    )
     assert (run_folder() / FILE_NAME).is_file()
 
 
 @dataclass
 class Clockwork:
-    """Each pair takes 60 s and leaves its last block out; ``asked`` holds (cells, budget in s) of each."""
+    """Each pair takes 60 s and leaves its last block out; ``asked`` holds (cells, budget in s) of
+    each.
+    """
 
     seconds: float = 1000.0
     asked: list[tuple[list[str], float | None]] = field(default_factory=list)
@@ -211,21 +267,33 @@ class Clockwork:
         return pair.Pair(folder, run, run, [(cell.cell_id, 2) for cell in run.manifest.cells])
 
 
-@pytest.mark.parametrize(("budget_s", "budgets"), [(100.0, [100.0, 40.0]), (None, [None, None, None]), (0.0, [])])
+@pytest.mark.parametrize(
+    ("budget_s", "budgets"), [(100.0, [100.0, 40.0]), (None, [None, None, None]), (0.0, [])]
+)
 def test_the_budget_is_for_the_whole_confirmation(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget_s: float | None, budgets: list[float | None]
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    budget_s: float | None,
+    budgets: list[float | None],
 ) -> None:
     """Three bases at 60 s each: 100 s are spent before the third one."""
     clock, said = Clockwork(), list[str]()
     monkeypatch.setattr(ab, "interleave", clock.interleave)
     cells = sorted(cell.cell_id for cell in b.cpu_cells())[:3]
-    commits: dict[str, str | None] = dict(zip(cells, ["HEAD", bench.commits[0], bench.commits[1]], strict=True))
+    commits: dict[str, str | None] = dict(
+        zip(cells, ["HEAD", bench.commits[0], bench.commits[1]], strict=True)
+    )
     matrix = matrices.parse(MATRIX, "m.yaml")
     monkeypatch.setattr("perfbench.sideplan.plan_of", lambda *_: None)
     fit, here = TargetFit("cpu", None), b.environment(gpu=False)
-    ground = recheck.Ground(fit, assumed("none"), here, bench.repository, SilentProgress(), said.append)
+    ground = recheck.Ground(
+        fit, assumed("none"), here, bench.repository, SilentProgress(), said.append
+    )
     task = pair.Task(matrix, [], 3, 1, ["perfbench", "check"], [], budget_s)
-    told = recheck.confirm(b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, task, ground, clock.now)
+    told = recheck.confirm(
+        b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, task, ground, clock.now
+    )
     assert [budget for _, budget in clock.asked] == budgets
     assert len(told.measured) == len(said) == len(budgets)
     reasons = [told.reasons[cell] for cell in cells]
@@ -240,7 +308,10 @@ def settled(first: Any, measured: list[settle.Measured], reasons: dict[str, str]
 def test_cells_of_several_pairs_are_judged_each_by_its_own_runs() -> None:
     """The second pair knows the first one's cell too, at another speed, and lends it nothing."""
     run = b.small_run(replicates=8, noise=0.001)
-    one, two = "fa2=on,path=v2,seq_len=2048,workload=train", "fa2=on,path=v2,seq_len=2048,workload=forward"
+    one, two = (
+        "fa2=on,path=v2,seq_len=2048,workload=train",
+        "fa2=on,path=v2,seq_len=2048,workload=forward",
+    )
     slow = b.scale_rows(b.scale_rows(run, one, 0.9), two, 0.9)
     first = judge(slow, b.baseline_of(run), GatePolicy())
     assert sorted(first.to_confirm) == sorted([one, two])
@@ -251,28 +322,43 @@ def test_cells_of_several_pairs_are_judged_each_by_its_own_runs() -> None:
     lonely = settled(first, measured[:1], {one: "the base went away"})
     assert reason_of(lonely, one).startswith("not confirmed: the base went away; ")
     nothing = settled(first, [], {})
-    assert all(reason_of(nothing, cell).startswith("not confirmed: no confirmation was run; ") for cell in (one, two))
+    assert all(
+        reason_of(nothing, cell).startswith("not confirmed: no confirmation was run; ")
+        for cell in (one, two)
+    )
 
 
 def test_a_reason_is_told_where_pairs_exist_and_one_cell_has_none() -> None:
     run = b.small_run(replicates=8, noise=0.001)
-    train, forward = (f"fa2=on,path=v2,seq_len=2048,workload={word}" for word in ("train", "forward"))
+    train, forward = (
+        f"fa2=on,path=v2,seq_len=2048,workload={word}" for word in ("train", "forward")
+    )
     slow = b.scale_rows(b.scale_rows(run, train, 0.9), forward, 0.9)
     first = judge(slow, b.baseline_of(run), GatePolicy())
-    base = b.with_manifest(run, cells=[cell for cell in run.manifest.cells if cell.cell_id != train])
-    found = settle.conclude(first, base, slow, GatePolicy(), "the base of some cells cannot be built")
+    base = b.with_manifest(
+        run, cells=[cell for cell in run.manifest.cells if cell.cell_id != train]
+    )
+    found = settle.conclude(
+        first, base, slow, GatePolicy(), "the base of some cells cannot be built"
+    )
     assert "the base of some cells cannot be built" in reason_of(found, train)
-    assert verdict_of(found, forward) is Verdict.REGRESSED and "cannot be built" not in reason_of(found, forward)
+    assert verdict_of(found, forward) is Verdict.REGRESSED and "cannot be built" not in reason_of(
+        found, forward
+    )
 
 
 def test_two_nights_are_no_pair(slow: Bench) -> None:
-    """Both confirmed beside one commit, with one seed; only within a night rows are adjacent in time."""
+    """Both confirmed beside one commit, with one seed; only within a night rows are adjacent in
+    time.
+    """
     for night in ("one", "two"):
         assert slow.run("check", "small.yaml", "--out", night, "--seed", "5") == 3
     homes_ = [run_folder(night) / "confirm" / slow.commits[1][:12] for night in ("one", "two")]
     one, two = (pair.read(home) for home in homes_)
     assert pair.are_paired(one.base, one.candidate) and pair.are_paired(two.base, two.candidate)
-    assert not pair.are_paired(one.base, two.candidate) and not pair.are_paired(two.base, one.candidate)
+    assert not pair.are_paired(one.base, two.candidate) and not pair.are_paired(
+        two.base, one.candidate
+    )
     assert slow.run("compare", str(homes_[0])) == 3
     assert slow.run("compare", str(homes_[0] / "a"), str(homes_[1] / "b")) == 0
 
@@ -310,7 +396,10 @@ def test_a_pair_was_begun_together(changes: dict[str, Any], paired: bool) -> Non
     ids=["perfbench", "nvml", "os", "interrupt"],
 )
 def test_a_trace_that_cannot_be_taken_changes_no_verdict(
-    slow: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], trouble: BaseException
+    slow: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trouble: BaseException,
 ) -> None:
     """The machine answers while confirming, and no more when the trace is due."""
     real: Callable[..., recheck.Ground] = check._ground
@@ -326,11 +415,15 @@ def test_a_trace_that_cannot_be_taken_changes_no_verdict(
     assert slow.run("check", "small.yaml") == 3
     out, err = capsys.readouterr()
     (line,) = [line for line in err.splitlines() if "no trace was taken" in line]
-    words = "interrupted" if isinstance(trouble, KeyboardInterrupt) else " ".join(str(trouble).split())
+    words = (
+        "interrupted" if isinstance(trouble, KeyboardInterrupt) else " ".join(str(trouble).split())
+    )
     assert line.endswith(words) and out.startswith("REGRESSED, exit 3") and len(asked) == 2
 
 
-def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Its matrix asks for them, an `ab` measures none, and the baseline has none either."""
     assert bench.run("run", "small.yaml", "--out", "first") == 0
     assert bench.run("baseline", "promote", str(run_folder("first"))) == 0

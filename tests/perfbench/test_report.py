@@ -22,7 +22,11 @@ PNG = b"\x89PNG\r\n\x1a\n"
 def test_the_first_line_is_the_verdict_the_exit_code_and_why() -> None:
     run, judgement = troubled()
     first = written(run, judgement).splitlines()[0]
-    assert first.startswith("# 🔴 WRONG_PATH, exit 4: 1 of 60 cells: ") and FORWARD in first and "sel.reference ran" in first
+    assert (
+        first.startswith("# 🔴 WRONG_PATH, exit 4: 1 of 60 cells: ")
+        and FORWARD in first
+        and "sel.reference ran" in first
+    )
     assert "also 1 FAILED, 1 MISSING, 1 REGRESSED, 1 NEW, 1 BLIND" in first
 
 
@@ -50,13 +54,23 @@ def test_every_red_has_its_reason_counters_and_the_command_for_this_one_cell() -
     text = written(run, judgement)
     violation = text[text.index("## Routing violations") : text.index("## Open")]
     assert f"### WRONG_PATH (exit 4): `{FORWARD}`" in violation
-    assert "planned: `cmp.sdpa sel.v2 sel.fa2 win.fa2`; engaged: `cmp.sdpa=12 sel.loop=12 sel.reference=12 win.fa2=12`" in violation
+    assert (
+        "planned: `cmp.sdpa sel.v2 sel.fa2 win.fa2`; engaged: `cmp.sdpa=12 sel.loop=12"
+        " sel.reference=12 win.fa2=12`" in violation
+    )
     assert f"`perfbench run matrices/h100.yaml --only cell={FORWARD}`" in violation
     red = text[text.index("## Red") : text.index("## Routing")]
     assert red.index("FAILED (exit 6)") < red.index("REGRESSED (exit 3)") and "-10.00 %" in red
     # ln(0.9) on three pairs without noise; Holm over the one cell that was confirmed.
-    assert re.search(r"\| tok/s \| -10\.00 % \| -10\.0\d % to -9\.9\d % \(alpha 0\.001\) \| \S+ \| \S+ \| 0\.\d % \| 3 pairs \|", red)
-    assert "- beside its base: `perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only cell=fa2=on,path=masked,seq_len=8192" in red
+    assert re.search(
+        r"\| tok/s \| -10\.00 % \| -10\.0\d % to -9\.9\d % \(alpha 0\.001\) \| \S+ \| \S+ \| 0\.\d"
+        r" % \| 3 pairs \|",
+        red,
+    )
+    assert (
+        "- beside its base: `perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only"
+        " cell=fa2=on,path=masked,seq_len=8192" in red
+    )
     assert "````text\n```\nboom\n````" in red  # the fence is longer than the one inside
 
 
@@ -64,7 +78,9 @@ def test_a_cell_that_is_not_true_has_no_number_anywhere() -> None:
     run, judgement = troubled()
     text = written(run, judgement)
     line = next(line for line in text.splitlines() if line.startswith(f"| `{FORWARD}`"))
-    assert line.split(" | ")[1] == "**WRONG_PATH**" and line.split(" | ")[2:14] == ["-"] * 11 + ["0.22"]
+    assert line.split(" | ")[1] == "**WRONG_PATH**" and line.split(" | ")[2:14] == ["-"] * 11 + [
+        "0.22"
+    ]
     assert f"every number: not published: WRONG_PATH (`{FORWARD}`)" in text
 
 
@@ -81,14 +97,19 @@ def test_the_matrix_shows_every_cell_once_with_its_ratio_to_dense() -> None:
     assert cells[6] == f"{speed[TRAIN] / speed[DENSE]:.2f}" and by_id[DENSE][6] == "1.00"
     assert cells[3].endswith("% (n 3)") and cells[7:10] == ["8.0", "GPU", "93 %"]
     assert cells[12] == "cmp.sdpa 240, sel.fa2 240, sel.v2 240, win.fa2 240"
-    assert float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][6]) > 0  # a tiny ratio is not rounded to 0.00
+    assert (
+        float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][6]) > 0
+    )  # a tiny ratio is not rounded to 0.00
     assert by_id["fa2=off,path=reference,seq_len=128,workload=train"][6] == "-"
 
 
 def test_the_fastest_path_of_each_length_is_at_the_top() -> None:
     text = alone(b.make_run(b.h100_cells()))
     top = text[: text.index("## Every cell")]
-    assert re.search(r"\| train, 8,192 \| v2, FA-2 on \| [\d,]+ \| [\d,]+ \| 0\.\d\d \| 20 \| 20 \| 1\.00 \|", top)
+    assert re.search(
+        r"\| train, 8,192 \| v2, FA-2 on \| [\d,]+ \| [\d,]+ \| 0\.\d\d \| 20 \| 20 \| 1\.00 \|",
+        top,
+    )
     assert "**Is it right?** | 60 of 60 cells" in top and "NVIDIA H100 80GB HBM3" in top
 
 
@@ -99,27 +120,38 @@ def test_null_is_a_dash_with_its_reason_and_never_zero(tmp_path: Path) -> None:
     assert len(rows) == 18 and all(row[5] == "-" and row[7:10] == ["-"] * 3 for row in rows)
     assert "- utilisation: no NVIDIA GPU: NVML was not asked (every cell, 18 of them)" in text
     assert "- % of floor: no floor" in text and "- bound: a CPU has no device" in text
-    assert "GPU utilisation for each cell: no picture, because no NVIDIA GPU: NVML was not asked." in text
+    assert (
+        "GPU utilisation for each cell: no picture, because no NVIDIA GPU: NVML was not asked."
+        in text
+    )
 
 
 def test_pictures_are_png_and_named_in_the_report(tmp_path: Path) -> None:
     run = b.make_run(b.h100_cells(), noise=0.02)
     files = report.render(run, judge(run, None, POLICY), tmp_path)
     assert [file.name for file in files] == ["report.md", "throughput.png", "utilisation.png"]
-    assert all(file.read_bytes().startswith(PNG) and file.stat().st_size > 10_000 for file in files[1:])
+    assert all(
+        file.read_bytes().startswith(PNG) and file.stat().st_size > 10_000 for file in files[1:]
+    )
     text = files[0].read_text()
     assert "](throughput.png)" in text and "](utilisation.png)" in text
     before = [file.read_bytes() for file in files]
-    assert before == [file.read_bytes() for file in report.render(run, judge(run, None, POLICY), tmp_path)]
+    assert before == [
+        file.read_bytes() for file in report.render(run, judge(run, None, POLICY), tmp_path)
+    ]
 
 
 def test_no_empty_picture_and_no_stale_one(tmp_path: Path) -> None:
     (tmp_path / "utilisation.png").write_bytes(b"of an earlier rendering")
     run = b.make_run(b.cpu_cells()[:1], gpu=False)
     files = report.render(run, judge(run, None, POLICY), tmp_path)
-    assert [file.name for file in files] == ["report.md", "throughput.png"] and not (tmp_path / "utilisation.png").exists()
+    assert [file.name for file in files] == ["report.md", "throughput.png"] and not (
+        tmp_path / "utilisation.png"
+    ).exists()
     nothing = b.with_rows(run, [])
-    assert [f.name for f in report.render(nothing, judge(nothing, None, POLICY), tmp_path)] == ["report.md"]
+    assert [f.name for f in report.render(nothing, judge(nothing, None, POLICY), tmp_path)] == [
+        "report.md"
+    ]
     assert "no picture, because no cell has a speed" in (tmp_path / "report.md").read_text()
 
 
@@ -134,7 +166,13 @@ def test_injections_are_loud_at_the_top() -> None:
 def test_the_reproduction_header_is_complete() -> None:
     source = Source(commit=None, dirty_sha256="e" * 64, reason="git is missing")
     environment = b.environment(nsa_settings={"NSA_USE_FA2": "1"})
-    run = b.with_manifest(b.small_run(), source=source, environment=environment, argv=["perfbench", "run", "a b.yaml"], only=["path=v2"])
+    run = b.with_manifest(
+        b.small_run(),
+        source=source,
+        environment=environment,
+        argv=["perfbench", "run", "a b.yaml"],
+        only=["path=v2"],
+    )
     text = alone(b.resumed(run, environment=environment))
     tail = text[text.index("## How to do it again") :]
     for fact in (
@@ -161,8 +199,14 @@ def test_the_reproduction_header_is_complete() -> None:
     "source, shown",
     [
         (Source(commit=b.COMMIT, dirty_sha256=None), "commit `4f1c2d3e4f1c` |"),
-        (Source(commit=b.COMMIT, dirty_sha256=None, reason="--source-commit"), "commit `4f1c2d3e4f1c`, **given by hand, not proved** |"),
-        (Source(commit=None, dirty_sha256=None, reason="no git"), "commit **unknown, not proved (no git)** |"),
+        (
+            Source(commit=b.COMMIT, dirty_sha256=None, reason="--source-commit"),
+            "commit `4f1c2d3e4f1c`, **given by hand, not proved** |",
+        ),
+        (
+            Source(commit=None, dirty_sha256=None, reason="no git"),
+            "commit **unknown, not proved (no git)** |",
+        ),
     ],
 )
 def test_the_first_table_says_whether_the_commit_is_proved(source: Source, shown: str) -> None:
@@ -175,27 +219,46 @@ def test_an_environment_that_differs_is_told_once_with_both_values() -> None:
     elsewhere = b.with_manifest(run, environment=b.environment(driver="580.1"))
     text = written(elsewhere, judge(elsewhere, b.baseline_of(run), POLICY))
     assert text.splitlines()[0].startswith("# 🔴 INCOMPARABLE, exit 8")
-    assert "driver: 570.86.10 -\\> 580.1" in text and text.count("- **INCOMPARABLE** every cell, 4 of them") == 1
-    with_baseline = written(elsewhere, judge(elsewhere, b.baseline_of(run), POLICY), Beside.of(b.baseline_of(run)))
-    assert "- Not the environment of the baseline (then to now): driver: 570.86.10 -\\> 580.1" in with_baseline
+    assert (
+        "driver: 570.86.10 -\\> 580.1" in text
+        and text.count("- **INCOMPARABLE** every cell, 4 of them") == 1
+    )
+    with_baseline = written(
+        elsewhere, judge(elsewhere, b.baseline_of(run), POLICY), Beside.of(b.baseline_of(run))
+    )
+    assert (
+        "- Not the environment of the baseline (then to now): driver: 570.86.10 -\\> 580.1"
+        in with_baseline
+    )
 
 
 def test_a_missing_baseline_is_the_first_line() -> None:
     run = b.small_run()
-    text = written(run, judge(run, BaselineProblem(Verdict.NO_BASELINE, "no baseline at x.json"), POLICY))
-    assert text.splitlines()[0] == "# 🔴 NO_BASELINE, exit 9: no baseline at x.json" and "the baseline cannot be used" in text
+    text = written(
+        run, judge(run, BaselineProblem(Verdict.NO_BASELINE, "no baseline at x.json"), POLICY)
+    )
+    assert (
+        text.splitlines()[0] == "# 🔴 NO_BASELINE, exit 9: no baseline at x.json"
+        and "the baseline cannot be used" in text
+    )
 
 
 def test_an_interrupted_run_lists_its_missing_cells_in_one_line() -> None:
     run = b.make_run(b.h100_cells())
     part = b.with_rows(run, run.replicates[:60])
     text = alone(part)
-    assert "**MISSING**: 40 cells, listed" in text and "- **MISSING** 40 cells: `" in text and text.count("###") == 2
+    assert (
+        "**MISSING**: 40 cells, listed" in text
+        and "- **MISSING** 40 cells: `" in text
+        and text.count("###") == 2
+    )
 
 
 def test_time_that_does_not_grow_is_a_note() -> None:
     short, long = (b.planned_cell(Cell("train", s, "dense")) for s in (512, 1024))
-    run = b.replace_rows(b.make_run([short, long]), long.cell_id, tok_per_s=b.speed_of(short) * 1.99)
+    run = b.replace_rows(
+        b.make_run([short, long]), long.cell_id, tok_per_s=b.speed_of(short) * 1.99
+    )
     text = alone(run)
     assert "## Physics notes" in text and f"(launch bound): {long.cell_id}" in text
     assert "launch bound)" not in alone(b.make_run([short, long]))

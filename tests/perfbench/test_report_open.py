@@ -1,4 +1,6 @@
-"""What the report tells of open cells, of the machine, and of the noise that leaves a picture out."""
+"""What the report tells of open cells, of the machine, and of the noise that leaves a picture
+out.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,18 @@ from tests.perfbench.report_cases import DENSE, POLICY, TRAIN, alone, section, t
 
 
 def noisy(spread: float, factor: float = 1.0) -> tuple[Run, Judgement]:
-    """Four GPU-bound cells whose three processes differ by ``spread``; the candidate is ``factor`` times as fast."""
+    """Four GPU-bound cells whose three processes differ by ``spread``; the candidate is ``factor``
+    times as fast.
+    """
     run = b.small_run()
     cells = run.manifest.cells
 
     def at(speed: float) -> Run:
-        rows = [b.replicate(one, n, tok_per_s=b.speed_of(one) * speed * (1 + spread * (n - 1))) for one in cells for n in range(3)]
+        rows = [
+            b.replicate(one, n, tok_per_s=b.speed_of(one) * speed * (1 + spread * (n - 1)))
+            for one in cells
+            for n in range(3)
+        ]
         return b.with_rows(run, rows)
 
     here = at(factor)
@@ -36,17 +44,30 @@ def test_an_open_cell_says_what_would_settle_it_and_what_it_could_have_seen() ->
     run, judgement = noisy(0.02, 0.96)
     assert judgement.counts == {"WATCH": 4} and judgement.to_confirm
     watch = section(written(run, judgement), "Open: watch, blind, unstable")
-    assert "### WATCH: 4 cells" in watch and "`perfbench check` does it by itself" in watch and watch.count(" tok/s | -4.00 % | -") == 4
+    assert (
+        "### WATCH: 4 cells" in watch
+        and "`perfbench check` does it by itself" in watch
+        and watch.count(" tok/s | -4.00 % | -") == 4
+    )
     assert "perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only cell=ID --blocks N" in watch
-    row = next(line for line in watch.splitlines() if line.startswith(f"| `{TRAIN}`")).strip("| ").split(" | ")
+    row = (
+        next(line for line in watch.splitlines() if line.startswith(f"| `{TRAIN}`"))
+        .strip("| ")
+        .split(" | ")
+    )
     cell = next(one for one in judgement.cells if one.cell_id == TRAIN)
     assert cell.mde_pct is not None and row[4] == f"{cell.mde_pct:.1f} %"
-    # A paired difference has sqrt(2) times the sd of a process: 2.83 %, and 3 % is known to need 34 pairs.
+    # A paired difference has sqrt(2) times the sd of a process: 2.83 %, and 3 % is known to need 34
+    # pairs.
     assert 31 <= int(row[5]) <= 34
     noise, blind = noisy(0.2)
     assert blind.counts == {"BLIND": 4}
     text = written(noise, blind)
-    assert "### BLIND: 4 cells" in text and text.count("| over 400 |") == 4 and "an override with a larger min_effect than 3 %" in text
+    assert (
+        "### BLIND: 4 cells" in text
+        and text.count("| over 400 |") == 4
+        and "an override with a larger min_effect than 3 %" in text
+    )
 
 
 def test_host_bound_cells_are_folded_and_told_apart_from_noise() -> None:
@@ -54,10 +75,23 @@ def test_host_bound_cells_are_folded_and_told_apart_from_noise() -> None:
     run = b.with_rows(run, [row.model_copy(update={"host_bound": True}) for row in run.replicates])
     judgement = judge(run, b.baseline_of(run), POLICY)
     text = written(run, judgement)
-    assert "### BLIND: 60 cells" in text and "because wall time follows the CPU" in text and "measure: {profile: every}" in text
-    assert "<summary>The 60 cells with their numbers</summary>" in text and text.count("<details>") == text.count("</details>") == 2
-    assert "**the host in 60**" in text and "more cells: perfbench explain RUN CELL tells each" in text
-    told = [line.count("`") // 2 for line in text.splitlines() if line.startswith("- `") and "host bound: wall" in line]
+    assert (
+        "### BLIND: 60 cells" in text
+        and "because wall time follows the CPU" in text
+        and "measure: {profile: every}" in text
+    )
+    assert (
+        "<summary>The 60 cells with their numbers</summary>" in text
+        and text.count("<details>") == text.count("</details>") == 2
+    )
+    assert (
+        "**the host in 60**" in text and "more cells: perfbench explain RUN CELL tells each" in text
+    )
+    told = [
+        line.count("`") // 2
+        for line in text.splitlines()
+        if line.startswith("- `") and "host bound: wall" in line
+    ]
     assert len(told) == 5 and f"- and {60 - sum(told)} more cells: " in text
 
 
@@ -68,10 +102,19 @@ def test_sentinels_are_shown_by_block_against_the_baseline_and_its_band() -> Non
     judgement = judge(now, base, POLICY)
     assert judgement.exit_code is Exit.ENVIRONMENT
     part = section(written(now, judgement, Beside.of(base)), "Environment and sentinels")
-    assert "| sentinel | unit | block 0 | block 1 | median | the baseline | change | band | in band |" in part
-    assert "| gemm | TFLOP/s | 660 | 660 | 660 | 702 | -5.98 % | ± 3 % | **no** |" in part  # 660 / 702 = 0.94017
+    assert (
+        "| sentinel | unit | block 0 | block 1 | median | the baseline | change | band | in band |"
+        in part
+    )
+    assert (
+        "| gemm | TFLOP/s | 660 | 660 | 660 | 702 | -5.98 % | ± 3 % | **no** |" in part
+    )  # 660 / 702 = 0.94017
     assert "| copy | GB/s | 2,810 | 2,820 | 2,815 | 2,800 | +0.54 % | ± 3 % | yes |" in part
-    assert "method are those of the baseline." in part and "SM clock 1,980 MHz" in part and "none throttled" in part
+    assert (
+        "method are those of the baseline." in part
+        and "SM clock 1,980 MHz" in part
+        and "none throttled" in part
+    )
     many = b.watched(b.small_run(), {"gemm": [700e12 + n * 1e12 for n in range(12)]})
     assert "| gemm | TFLOP/s | 12 | 700 | 711 | 705.5 |" in alone(many)
     assert "No sentinel ran" in alone(b.small_run())
@@ -79,29 +122,54 @@ def test_sentinels_are_shown_by_block_against_the_baseline_and_its_band() -> Non
 
 def test_a_sentinel_that_failed_or_throttled_has_no_rate() -> None:
     run = b.with_manifest(b.small_run(), sentinels=["gemm", "copy"])
-    lines = [b.sentinel("gemm", 0, telemetry=b.telemetry(throttled=True)), b.sentinel("copy", 0, None, status=Status.OOM, samples_s=[])]
+    lines = [
+        b.sentinel("gemm", 0, telemetry=b.telemetry(throttled=True)),
+        b.sentinel("copy", 0, None, status=Status.OOM, samples_s=[]),
+    ]
     part = section(alone(run.model_copy(update={"sentinels": lines})), "Environment and sentinels")
-    assert "| gemm | TFLOP/s | 700 (throttled) | - | - | - | ± 3 % | - |" in part and "| copy | GB/s | oom | - |" in part
+    assert (
+        "| gemm | TFLOP/s | 700 (throttled) | - | - | - | ± 3 % | - |" in part
+        and "| copy | GB/s | oom | - |" in part
+    )
 
 
 def test_renamed_cells_and_kernel_tables_have_their_place() -> None:
     run, judgement = troubled()
     base = b.baseline_of(run)
-    moved = base.model_copy(update={"cells": {("old|name" if k == TRAIN else k): v for k, v in base.cells.items()}})
+    moved = base.model_copy(
+        update={"cells": {("old|name" if k == TRAIN else k): v for k, v in base.cells.items()}}
+    )
     aliases = {"old|name": Alias(TRAIN, "a", "b"), "never there": Alias("nor there", "a", "b")}
-    beside = Beside.of(moved, Policies(POLICY, aliases=aliases), traces="#### a cell\n\n| kernel | ms |\n| --- | --- |\n")
+    beside = Beside.of(
+        moved,
+        Policies(POLICY, aliases=aliases),
+        traces="#### a cell\n\n| kernel | ms |\n| --- | --- |\n",
+    )
     text = written(run, judgement, beside)
     assert f"- renamed `old|name` to `{TRAIN}`" in text and "never there" not in text
-    order = [text.index(title) for title in ("## Routing violations", "## Kernels of the red cells", "#### a cell", "## Open", "## New, ")]
+    order = [
+        text.index(title)
+        for title in (
+            "## Routing violations",
+            "## Kernels of the red cells",
+            "#### a cell",
+            "## Open",
+            "## New, ",
+        )
+    ]
     assert order == sorted(order)
     assert Beside.of(BaselineProblem(Verdict.CORRUPT, "x")).ground is None
 
 
 def test_energy_and_cycles_have_columns_where_they_are_known() -> None:
-    run = b.replace_rows(b.small_run(), TRAIN, energy_j_per_token=0.0125, cycles_per_step=2048 * 7000.0)
+    run = b.replace_rows(
+        b.small_run(), TRAIN, energy_j_per_token=0.0125, cycles_per_step=2048 * 7000.0
+    )
     lines = {line.split("`")[1]: line for line in alone(run).splitlines() if line.startswith("| `")}
     assert "| 12.5 | 7,000 |" in lines[TRAIN] and "| - | - |" in lines[DENSE]
-    assert "| mJ a token | cycles a token |" in alone(run) and "mJ a token |" not in alone(b.small_run())
+    assert "| mJ a token | cycles a token |" in alone(run) and "mJ a token |" not in alone(
+        b.small_run()
+    )
     assert "- mJ a token: not recorded (every cell, 4 of them)" in alone(b.small_run())
 
 
@@ -112,8 +180,12 @@ def test_a_band_is_the_t_interval_of_the_logarithms() -> None:
     low, high = bands({cell.cell_id: rows})[cell.cell_id]
     logs = [math.log(speed) for speed in speeds]
     middle = sum(logs) / 3
-    half = 4.302653 * math.sqrt(sum((x - middle) ** 2 for x in logs) / 2 / 3)  # t of 2 degrees of freedom at 97.5 %, from a table
-    assert (low, high) == pytest.approx((math.exp(middle - half), math.exp(middle + half)), rel=1e-6)
+    half = 4.302653 * math.sqrt(
+        sum((x - middle) ** 2 for x in logs) / 2 / 3
+    )  # t of 2 degrees of freedom at 97.5 %, from a table
+    assert (low, high) == pytest.approx(
+        (math.exp(middle - half), math.exp(middle + half)), rel=1e-6
+    )
     assert bands({cell.cell_id: rows[:1]}) == {} and bands({cell.cell_id: []}) == {}
 
 
@@ -122,5 +194,10 @@ def test_the_picture_of_changes_leaves_blind_cells_out(tmp_path: Path) -> None:
     names = [file.name for file in report.render(run, judgement, tmp_path)]
     assert names == ["report.md", "throughput.png", "changes.png", "utilisation.png"]
     noise, blind = noisy(0.2)
-    assert "changes.png" not in [file.name for file in report.render(noise, blind, tmp_path)] and not (tmp_path / "changes.png").exists()
-    assert "no picture, because every compared cell is BLIND" in (tmp_path / "report.md").read_text()
+    assert (
+        "changes.png" not in [file.name for file in report.render(noise, blind, tmp_path)]
+        and not (tmp_path / "changes.png").exists()
+    )
+    assert (
+        "no picture, because every compared cell is BLIND" in (tmp_path / "report.md").read_text()
+    )

@@ -1,4 +1,6 @@
-"""What the report tells of the two sides of a comparison, of pairs, and of how to go on with them."""
+"""What the report tells of the two sides of a comparison, of pairs, and of how to go on with
+them.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +18,86 @@ def _slower(run: Run, row: Replicate) -> Replicate:
 
 
 def test_two_sides_are_called_what_the_user_called_them() -> None:
-    base = b.with_manifest(b.small_run(), run_id="x-a", source=Source(commit="a" * 40, dirty_sha256=None))
-    run = b.with_manifest(b.small_run(), run_id="x-b", argv=["perfbench", "ab", "v1.2", "my branch", "matrices/h100.yaml", "--seed", "7"])
+    base = b.with_manifest(
+        b.small_run(), run_id="x-a", source=Source(commit="a" * 40, dirty_sha256=None)
+    )
+    run = b.with_manifest(
+        b.small_run(),
+        run_id="x-b",
+        argv=["perfbench", "ab", "v1.2", "my branch", "matrices/h100.yaml", "--seed", "7"],
+    )
     judgement = compare.judge(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
     text = written(run, judgement, Beside.of(base_run=base))
-    assert "candidate `my branch` against base `v1.2`, commit `aaaaaaaaaaaa`, run `x-a`" in text and "those of the base." in text
-    assert f"- beside its base: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only cell={TRAIN}`" in text  # branches move
+    assert (
+        "candidate `my branch` against base `v1.2`, commit `aaaaaaaaaaaa`, run `x-a`" in text
+        and "those of the base." in text
+    )
+    assert (
+        "- beside its base: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only"
+        f" cell={TRAIN}`" in text
+    )  # branches move
     assert "`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --seed 7`, one cell" in text
-    four = compare.judge(base, b.with_rows(run, [_slower(run, row) for row in run.replicates]), POLICY, paired=True)
+    four = compare.judge(
+        base, b.with_rows(run, [_slower(run, row) for row in run.replicates]), POLICY, paired=True
+    )
     assert four.counts == {"REGRESSED": 4}
     red = section(written(run, four), "Red")
     assert (
         red.index("| cell | verdict | change | after Holm | MDE |") < red.index("### REGRESSED")
         and red.count("| REGRESSED | -10.00 % |") == 4
     )
-    assert "after Holm | MDE |\n| --- | --- |" not in section(text, "Red")  # one red needs no overview
-    two_files = written(b.small_run(), compare.judge(base, b.small_run(), POLICY, paired=False), Beside.of(base_run=base))
+    assert "after Holm | MDE |\n| --- | --- |" not in section(
+        text, "Red"
+    )  # one red needs no overview
+    two_files = written(
+        b.small_run(),
+        compare.judge(base, b.small_run(), POLICY, paired=False),
+        Beside.of(base_run=base),
+    )
     assert "candidate `4f1c2d3e4f1c` against base `aaaaaaaaaaaa`" in two_files
 
 
 def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
-    """`ab HEAD HEAD` and a planted slowdown: another HEAD without the fault would measure something else."""
+    """`ab HEAD HEAD` and a planted slowdown: another HEAD without the fault would measure something
+    else.
+    """
     fault = f"slowdown=10%@{TRAIN}"
     argv = ["perfbench", "ab", "HEAD", ".", "matrices/h100.yaml", "--inject", fault, "--seed", "5"]
-    base = b.with_manifest(b.small_run(), run_id="x-a", source=Source(commit="a" * 40, dirty_sha256=None))
-    run = b.with_manifest(b.scale_rows(b.small_run(), TRAIN, 0.9), run_id="x-b", argv=argv, injections=[fault], seed=5)
-    text = written(run, compare.judge(base, run, POLICY, paired=True), Beside.of(base_run=base, paired=True))
-    assert f"`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only cell={TRAIN} --inject {fault}`" in text
-    assert f"`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --inject {fault} --seed 5`, one cell" in text
+    base = b.with_manifest(
+        b.small_run(), run_id="x-a", source=Source(commit="a" * 40, dirty_sha256=None)
+    )
+    run = b.with_manifest(
+        b.scale_rows(b.small_run(), TRAIN, 0.9), run_id="x-b", argv=argv, injections=[fault], seed=5
+    )
+    text = written(
+        run, compare.judge(base, run, POLICY, paired=True), Beside.of(base_run=base, paired=True)
+    )
+    assert (
+        f"`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only cell={TRAIN} --inject"
+        f" {fault}`" in text
+    )
+    assert (
+        f"`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --inject {fault} --seed 5`,"
+        " one cell" in text
+    )
     dirty = b.with_manifest(run, source=Source(commit="b" * 40, dirty_sha256="5f" * 32))
-    text = written(dirty, compare.judge(base, dirty, POLICY, paired=True), Beside.of(base_run=base, paired=True))
-    assert "`perfbench ab aaaaaaaaaaaa . matrices/h100.yaml --inject" in text  # uncommitted changes are in no commit
+    text = written(
+        dirty,
+        compare.judge(base, dirty, POLICY, paired=True),
+        Beside.of(base_run=base, paired=True),
+    )
+    assert (
+        "`perfbench ab aaaaaaaaaaaa . matrices/h100.yaml --inject" in text
+    )  # uncommitted changes are in no commit
 
 
 def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
     base = b.small_run()
     judgement = compare.judge(base, base, POLICY, paired=True)
-    paired, apart = (written(base, judgement, Beside.of(base_run=base, paired=paired)) for paired in (True, False))
+    paired, apart = (
+        written(base, judgement, Beside.of(base_run=base, paired=paired))
+        for paired in (True, False)
+    )
     assert "both sides share the night" in paired and "is not told from slower code" not in paired
     assert "both sides share the night" not in apart and "is not told from slower code" in apart
 
@@ -60,11 +105,19 @@ def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
 def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None:
     whole = b.small_run(replicates=8, noise=0.05)
     run = b.with_rows(whole, [row for row in whole.replicates if row.replicate < 4])
-    base = b.with_rows(run, [_slower(run, row) if row.replicate % 2 else row for row in run.replicates])
+    base = b.with_rows(
+        run, [_slower(run, row) if row.replicate % 2 else row for row in run.replicates]
+    )
     judgement = compare.judge(base, run, POLICY, paired=True, go_on="perfbench ab A B M --resume F")
     text = written(run, judgement, Beside.of(base_run=base, paired=True))
-    assert judgement.counts == {"WATCH": 4} and "cut short: 4 of 8 planned pairs" in text.splitlines()[0]
-    assert "What would settle it: The other pairs of the plan (4 of 8 planned pairs were measured)" in text
+    assert (
+        judgement.counts == {"WATCH": 4}
+        and "cut short: 4 of 8 planned pairs" in text.splitlines()[0]
+    )
+    assert (
+        "What would settle it: The other pairs of the plan (4 of 8 planned pairs were measured)"
+        in text
+    )
     assert "perfbench ab A B M --resume F" in text
 
 

@@ -19,12 +19,24 @@ from tests.perfbench.report_cases import POLICY, TRAIN, alone, troubled
 def test_json_is_plain_and_complete() -> None:
     judgement = troubled()[1]
     data = json.loads(json.dumps(report.to_json(judgement), allow_nan=False))
-    assert data["exit_code"] == 4 and data["counts"]["WRONG_PATH"] == 1 and data["policy"]["tolerance_pct"] == 1.0
+    assert (
+        data["exit_code"] == 4
+        and data["counts"]["WRONG_PATH"] == 1
+        and data["policy"]["tolerance_pct"] == 1.0
+    )
     assert data["baseline"]["run_id"] == "base-run" and len(data["cells"]) == 60
     wrong = next(cell for cell in data["cells"] if cell["verdict"] == "WRONG_PATH")
-    assert wrong["cand_tok_per_s"] is None and wrong["exit_code"] == 4 and wrong["reproduce"].startswith("perfbench run")
-    single = report.to_json(judge(b.small_run(), BaselineProblem(Verdict.CORRUPT, "broken"), POLICY))
-    assert single["baseline"] is None and single["findings"] == [{"verdict": "CORRUPT", "reason": "broken"}]
+    assert (
+        wrong["cand_tok_per_s"] is None
+        and wrong["exit_code"] == 4
+        and wrong["reproduce"].startswith("perfbench run")
+    )
+    single = report.to_json(
+        judge(b.small_run(), BaselineProblem(Verdict.CORRUPT, "broken"), POLICY)
+    )
+    assert single["baseline"] is None and single["findings"] == [
+        {"verdict": "CORRUPT", "reason": "broken"}
+    ]
     assert {cell["verdict"] for cell in single["cells"]} == {None}
 
 
@@ -32,7 +44,10 @@ def test_the_terminal_shows_verdict_reds_and_every_cell() -> None:
     run, judgement = troubled()
     text = report.terminal_table(run, judgement, width=130)
     assert text.startswith("WRONG_PATH, exit 4") and "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 130 and f"FAILED {'fa2=off,path=v2,seq_len=8192,workload=train'}: oom" in text
+    assert (
+        max(map(len, text.splitlines())) <= 130
+        and f"FAILED {'fa2=off,path=v2,seq_len=8192,workload=train'}: oom" in text
+    )
     for cell in judgement.cells:
         assert cell.cell_id in text
     assert "\x1b[" in report.terminal_table(run, judgement, colour=True)
@@ -40,7 +55,15 @@ def test_the_terminal_shows_verdict_reds_and_every_cell() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pct", "text"), [(None, "-"), (0.123, "0.12 %"), (99.4, "99 %"), (99.6, "100 %"), (153.2, "153 %"), (4321.0, "4,321 %")]
+    ("pct", "text"),
+    [
+        (None, "-"),
+        (0.123, "0.12 %"),
+        (99.4, "99 %"),
+        (99.6, "100 %"),
+        (153.2, "153 %"),
+        (4321.0, "4,321 %"),
+    ],
 )
 def test_a_wide_interval_is_no_power_of_ten(pct: float | None, text: str) -> None:
     assert half(pct) == text
@@ -49,7 +72,11 @@ def test_a_wide_interval_is_no_power_of_ten(pct: float | None, text: str) -> Non
 def test_the_terminal_and_the_report_show_a_wide_interval_in_whole_per_cent() -> None:
     run = b.small_run(replicates=2)
     cell = next(cell for cell in run.manifest.cells if cell.cell_id == TRAIN)
-    run = b.change_rows(run, TRAIN, lambda row: b.replicate(cell, row.replicate, tok_per_s=1e5 * (1 + row.replicate)))
+    run = b.change_rows(
+        run,
+        TRAIN,
+        lambda row: b.replicate(cell, row.replicate, tok_per_s=1e5 * (1 + row.replicate)),
+    )
     judgement = judge(run, None, POLICY)
     for text in (report.terminal_table(run, judgement, width=130), alone(run)):
         assert "e+0" not in text
@@ -58,11 +85,32 @@ def test_the_terminal_and_the_report_show_a_wide_interval_in_whole_per_cent() ->
 def test_a_narrow_terminal_keeps_what_decides() -> None:
     run = b.small_run()
     text = report.terminal_table(run, judge(run, b.baseline_of(run), POLICY), width=80)
-    assert max(map(len, text.splitlines())) <= 80 and text.count("SAME") >= 4 and "% floor" in text and "MDE" in text
+    assert (
+        max(map(len, text.splitlines())) <= 80
+        and text.count("SAME") >= 4
+        and "% floor" in text
+        and "MDE" in text
+    )
 
 
 def test_the_report_loads_no_torch_and_its_package_nothing_heavy() -> None:
-    check = "import sys, perfbench.report; print([m for m in ('torch', 'matplotlib', 'rich', 'jinja2', 'pandas') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    check = "import sys, perfbench.report.files, perfbench.report.terminal; print([m for m in ('torch', 'scipy') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    check = (
+        "import sys, perfbench.report; print([m for m in ('torch', 'matplotlib', 'rich', 'jinja2',"
+        " 'pandas') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", check], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
+    check = (
+        "import sys, perfbench.report.files, perfbench.report.terminal; print([m for m in ('torch',"
+        " 'scipy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", check], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )

@@ -21,16 +21,29 @@ NASTY = "a|b\nc\r\x1b[31m `x` ``y`` <script> *b* _i_ [l](u) # \\ $m$ ü 測 \u20
 def test_nasty_values_keep_the_tables_whole() -> None:
     run = b.small_run()
     cell = run.manifest.cells[0]
-    run = b.change_rows(run, cell.cell_id, lambda row: b.failed(cell, Status.CRASH, row.replicate, NASTY.replace("\ud800", "")))
-    environment = b.environment(device_name=NASTY.replace("\ud800", ""), nsa_settings={"NSA_X": "a|b"})
-    run = b.with_manifest(run, environment=environment, excluded=[{"cell_id": "a|`b", "reason": "x|\ny"}], matrix_path="a|b `c`.yaml")
+    run = b.change_rows(
+        run,
+        cell.cell_id,
+        lambda row: b.failed(cell, Status.CRASH, row.replicate, NASTY.replace("\ud800", "")),
+    )
+    environment = b.environment(
+        device_name=NASTY.replace("\ud800", ""), nsa_settings={"NSA_X": "a|b"}
+    )
+    run = b.with_manifest(
+        run,
+        environment=environment,
+        excluded=[{"cell_id": "a|`b", "reason": "x|\ny"}],
+        matrix_path="a|b `c`.yaml",
+    )
     text = alone(run)
     html = RENDERER.render(text)
     assert "<script>" not in html and "\x1b" not in text
     for table in re.findall(r"<table>.*?</table>", html, re.DOTALL):
         columns = table.count("<th>") + table.count("<th ")
         assert {row.count("<td") for row in table.split("<tr>")[2:]} <= {columns}
-    assert html.count("<tr>") == sum(line.startswith("|") for line in text.splitlines()) - html.count("<table>")
+    assert html.count("<tr>") == sum(
+        line.startswith("|") for line in text.splitlines()
+    ) - html.count("<table>")
 
 
 @example("_emphasis_ and __strong__ and *a* ~~b~~ but_not_this")
@@ -55,12 +68,22 @@ def test_a_block_cannot_be_left(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value, text", [(None, "-"), (0.0123, "0.0123"), (9.876, "9.88"), (99.96, "100"), (123456.7, "123,457"), (1e9, "1,000,000,000")]
+    "value, text",
+    [
+        (None, "-"),
+        (0.0123, "0.0123"),
+        (9.876, "9.88"),
+        (99.96, "100"),
+        (123456.7, "123,457"),
+        (1e9, "1,000,000,000"),
+    ],
 )
 def test_numbers(value: float | None, text: str) -> None:
     assert number(value) == text
 
 
-@pytest.mark.parametrize("value, text", [(None, "-"), (0.0057, "0.0057"), (0.5, "0.50"), (1.0, "1.00"), (12.3, "12.30")])
+@pytest.mark.parametrize(
+    "value, text", [(None, "-"), (0.0057, "0.0057"), (0.5, "0.50"), (1.0, "1.00"), (12.3, "12.30")]
+)
 def test_ratios(value: float | None, text: str) -> None:
     assert ratio(value) == text

@@ -1,4 +1,6 @@
-"""What a resumed run refuses: changed expectations, rules and settings; and company on the GPU that came in between."""
+"""What a resumed run refuses: changed expectations, rules and settings; and company on the GPU that
+came in between.
+"""
 
 import pathlib
 from collections.abc import Sequence
@@ -59,7 +61,13 @@ class FakeExecutor:
         pass
 
 
-def run(folder: pathlib.Path, text: str = TEXT, executor: Any = None, settings: dict[str, str] | None = None, **changes: Any) -> Any:
+def run(
+    folder: pathlib.Path,
+    text: str = TEXT,
+    executor: Any = None,
+    settings: dict[str, str] | None = None,
+    **changes: Any,
+) -> Any:
     matrix, plan = planned_from(text)
     values: dict[str, Any] = {
         "runs_dir": folder,
@@ -71,12 +79,16 @@ def run(folder: pathlib.Path, text: str = TEXT, executor: Any = None, settings: 
     return runner.run(plan, matrix, executor or FakeExecutor(), **{**values, **changes})
 
 
-def refused(code: Exit, folder: pathlib.Path, resume: pathlib.Path, text: str = TEXT, **changes: Any) -> str:
+def refused(
+    code: Exit, folder: pathlib.Path, resume: pathlib.Path, text: str = TEXT, **changes: Any
+) -> str:
     before, executor = (resume / runfile.FILE_NAME).read_bytes(), FakeExecutor()
     with pytest.raises(PerfbenchError) as caught:
         run(folder, text, executor, resume=resume, **changes)
     assert caught.value.exit_code is code
-    assert executor.jobs == [] and (resume / runfile.FILE_NAME).read_bytes() == before, "a refusal leaves the run as it was"
+    assert executor.jobs == [] and (resume / runfile.FILE_NAME).read_bytes() == before, (
+        "a refusal leaves the run as it was"
+    )
     assert "Next: " in str(caught.value)
     return str(caught.value)
 
@@ -84,15 +96,31 @@ def refused(code: Exit, folder: pathlib.Path, resume: pathlib.Path, text: str = 
 @pytest.mark.parametrize(
     ("before", "after", "now"),
     [
-        ("engaged: [sel.v2]", "forbidden: [sel.v1]", "engaged sel.v2, and the matrix now expects forbidden sel.v1"),
-        ("engaged: [sel.v2]", "engaged: [sel.v2], forbidden: [sel.v1]", "now expects engaged sel.v2; forbidden sel.v1"),
-        ("match: {path: v2}, ", "match: {path: v2, seq_len: 256}, ", "engaged sel.v2, and the matrix now expects nothing"),
+        (
+            "engaged: [sel.v2]",
+            "forbidden: [sel.v1]",
+            "engaged sel.v2, and the matrix now expects forbidden sel.v1",
+        ),
+        (
+            "engaged: [sel.v2]",
+            "engaged: [sel.v2], forbidden: [sel.v1]",
+            "now expects engaged sel.v2; forbidden sel.v1",
+        ),
+        (
+            "match: {path: v2}, ",
+            "match: {path: v2, seq_len: 256}, ",
+            "engaged sel.v2, and the matrix now expects nothing",
+        ),
     ],
 )
-def test_a_changed_expectation_is_refused_by_cell(tmp_path: pathlib.Path, before: str, after: str, now: str) -> None:
+def test_a_changed_expectation_is_refused_by_cell(
+    tmp_path: pathlib.Path, before: str, after: str, now: str
+) -> None:
     first = run(tmp_path, only=["path=v2", "seq_len=128"])
     message = refused(Exit.USAGE, tmp_path, first.folder, TEXT.replace(before, after))
-    assert now in message and "cell dtype=fp32,fa2=off,path=v2,seq_len=128,workload=forward" in message
+    assert (
+        now in message and "cell dtype=fp32,fa2=off,path=v2,seq_len=128,workload=forward" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -100,12 +128,22 @@ def test_a_changed_expectation_is_refused_by_cell(tmp_path: pathlib.Path, before
     [
         ("timeout_s: 30", "timeout_s: 60", ("has limits", "timeout_s=30.0", "timeout_s=60.0")),
         ("oom: record", "oom: record_and_skip_larger", ("has limits", "record_and_skip_larger")),
-        ("tolerance_pct: 5", "tolerance_pct: 50", ("is judged by gate", "tolerance_pct=5.0", "tolerance_pct=50.0")),
-        ("gate: {tolerance_pct: 5, min_replicates: 2}\n", "", ("is judged by gate", "min_replicates=3")),
+        (
+            "tolerance_pct: 5",
+            "tolerance_pct: 50",
+            ("is judged by gate", "tolerance_pct=5.0", "tolerance_pct=50.0"),
+        ),
+        (
+            "gate: {tolerance_pct: 5, min_replicates: 2}\n",
+            "",
+            ("is judged by gate", "min_replicates=3"),
+        ),
         ("processes: 2", "processes: 2, warmup_s: 1", ("measures with", "warmup_s=1.0")),
     ],
 )
-def test_changed_rules_are_refused(tmp_path: pathlib.Path, before: str, after: str, words: tuple[str, ...]) -> None:
+def test_changed_rules_are_refused(
+    tmp_path: pathlib.Path, before: str, after: str, words: tuple[str, ...]
+) -> None:
     first = run(tmp_path, only=["seq_len=128"])
     message = refused(Exit.USAGE, tmp_path, first.folder, TEXT.replace(before, after))
     assert all(word in message for word in words)
@@ -113,7 +151,10 @@ def test_changed_rules_are_refused(tmp_path: pathlib.Path, before: str, after: s
 
 def test_what_says_the_same_in_other_words_goes_on(tmp_path: pathlib.Path) -> None:
     first = run(tmp_path, only=["seq_len=128"])
-    other = TEXT.replace("limits: {timeout_s: 30, oom: record}", "limits:  # as before\n  oom: record\n  timeout_s: 30.0")
+    other = TEXT.replace(
+        "limits: {timeout_s: 30, oom: record}",
+        "limits:  # as before\n  oom: record\n  timeout_s: 30.0",
+    )
     assert len(run(tmp_path, other, resume=first.folder).run.replicates) == 8
 
 
@@ -122,10 +163,16 @@ def test_what_says_the_same_in_other_words_goes_on(tmp_path: pathlib.Path) -> No
     [
         ({}, {"NSA_STRICT_ASSERTS": "1"}, "NSA_STRICT_ASSERTS was not set and is 1"),
         ({"NSA_STRICT_ASSERTS": "1"}, {}, "NSA_STRICT_ASSERTS was 1 and is not set"),
-        ({"NSA_USE_FA2": "1", "NSA_STRICT_ASSERTS": "0"}, {"NSA_USE_FA2": "0", "NSA_STRICT_ASSERTS": "0"}, "NSA_USE_FA2 was 1 and is 0"),
+        (
+            {"NSA_USE_FA2": "1", "NSA_STRICT_ASSERTS": "0"},
+            {"NSA_USE_FA2": "0", "NSA_STRICT_ASSERTS": "0"},
+            "NSA_USE_FA2 was 1 and is 0",
+        ),
     ],
 )
-def test_changed_settings_are_another_environment(tmp_path: pathlib.Path, then: dict[str, str], here: dict[str, str], words: str) -> None:
+def test_changed_settings_are_another_environment(
+    tmp_path: pathlib.Path, then: dict[str, str], here: dict[str, str], words: str
+) -> None:
     first = run(tmp_path, only=["seq_len=128"], settings=then)
     message = refused(Exit.ENVIRONMENT, tmp_path, first.folder, settings=here)
     assert words in message and message.count(" was ") == 1
@@ -136,7 +183,10 @@ def test_a_setting_that_changes_routes_is_named_itself(tmp_path: pathlib.Path) -
     first = run(tmp_path, only=["seq_len=128"])
     matrix = matrices.parse(TEXT, "m.yaml")
     plan = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
-    rerouted = [cell.model_copy(update={"route": cell.route.model_copy(update={"counters": ["sel.v1"]})}) for cell in plan.cells]
+    rerouted = [
+        cell.model_copy(update={"route": cell.route.model_copy(update={"counters": ["sel.v1"]})})
+        for cell in plan.cells
+    ]
     with pytest.raises(PerfbenchError, match="NSA_SEL_RANGES_V2 was not set and is 0") as caught:
         runner.run(
             plans.Plan(rerouted, [], [], 1.0, 2),
@@ -168,11 +218,16 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
         return row
 
     monkeypatch.setattr(isolate.ForkServerExecutor, "execute", execute)
-    with pytest.raises(PerfbenchError, match=str(2**30)) as caught, runner.prepared(fit, "nowhere:nothing", module=nvml) as executor:
+    with (
+        pytest.raises(PerfbenchError, match=str(2**30)) as caught,
+        runner.prepared(fit, "nowhere:nothing", module=nvml) as executor,
+    ):
         run(tmp_path / "runs", executor=executor)
     (folder,) = (tmp_path / "runs").iterdir()
     assert caught.value.exit_code is Exit.ENVIRONMENT
-    assert f"4 finished replicates in {folder}: perfbench run m.yaml --resume {folder}" in str(caught.value)
+    assert f"4 finished replicates in {folder}: perfbench run m.yaml --resume {folder}" in str(
+        caught.value
+    )
     assert len(runfile.read(folder).replicates) == 4
     card.processes = []
     with runner.prepared(fit, "nowhere:nothing", module=nvml) as executor:

@@ -1,7 +1,9 @@
-"""Damaged files through the command line: no bytes give a traceback, a user's error is one line with its exit code.
+"""Damaged files through the command line: no bytes give a traceback, a user's error is one line
+with its exit code.
 
-The files are real ones (matrices, a run made on an H100, its baseline), damaged as bytes and as values. What a killed process,
-a full disk, a second writer and a clock that steps back do is in test_sweep_robustness.py and test_runfile.py.
+The files are real ones (matrices, a run made on an H100, its baseline), damaged as bytes and as
+values. What a killed process, a full disk, a second writer and a clock that steps back do is in
+test_sweep_robustness.py and test_runfile.py.
 """
 
 from __future__ import annotations
@@ -38,11 +40,15 @@ BASE = (ROOT / "reports" / "baselines" / "h100-80gb-hbm3" / "h100-demo.json").re
 MATRICES = [path.read_bytes() for path in sorted((ROOT / "matrices").glob("*.yaml"))]
 CELL = "batch=8,path=dense,seq_len=4096,workload=train"
 # The folder is shared by all examples of a test, each of which writes its own file again.
-FUZZ = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+FUZZ = settings(
+    deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 def call(*argv: str) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of one command, both as a UTF-8 terminal would take them; any bug is an exception here."""
+    """Exit code, stdout and stderr of one command, both as a UTF-8 terminal would take them; any
+    bug is an exception here.
+    """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = cli.invoke(argv)
@@ -54,40 +60,86 @@ def call(*argv: str) -> tuple[int, str, str]:
 
 
 def survives(*argv: str) -> int:
-    """The command ends with an exit code of the table, and says why on one line where it could not do its work."""
+    """The command ends with an exit code of the table, and says why on one line where it could not
+    do its work.
+    """
     code, out, err = call(*argv)
     assert code in {int(one) for one in Exit} - {Exit.INTERNAL, Exit.INTERRUPTED}
     if not out:
-        assert code in (Exit.USAGE, Exit.BASELINE) and err.startswith("perfbench: ") and err.count("\n") == 1, err
+        assert (
+            code in (Exit.USAGE, Exit.BASELINE)
+            and err.startswith("perfbench: ")
+            and err.count("\n") == 1
+        ), err
     return code
 
 
 # Damage to bytes.
 
 PIECES = st.sampled_from(
-    [b"\x00", b"\xef\xbb\xbf", b"\r\n", b"\t", b"\xff", b"\xed\xa0\x80", b"\n", b"\n\n", b'"', b"{", b"}", b"[" * 3000, b"{" * 40, b",",
-    b":",
-     b"NaN", b"-Infinity", b"1e999", b"9" * 5000, b"\\ud800", b"\\u0000", b"&a ", b"*a", b"<<: ", b"!!python/object ", b"%YAML 1.1\n",
-     b"---\n", b"..."]
-)  # fmt: skip
+    [
+        b"\x00",
+        b"\xef\xbb\xbf",
+        b"\r\n",
+        b"\t",
+        b"\xff",
+        b"\xed\xa0\x80",
+        b"\n",
+        b"\n\n",
+        b'"',
+        b"{",
+        b"}",
+        b"[" * 3000,
+        b"{" * 40,
+        b",",
+        b":",
+        b"NaN",
+        b"-Infinity",
+        b"1e999",
+        b"9" * 5000,
+        b"\\ud800",
+        b"\\u0000",
+        b"&a ",
+        b"*a",
+        b"<<: ",
+        b"!!python/object ",
+        b"%YAML 1.1\n",
+        b"---\n",
+        b"...",
+    ]
+)
 
 
 @st.composite
 def damaged(draw: st.DrawFn, whole: bytes) -> bytes:
-    """Up to three of: cut off, a bit flipped, something put in, a line doubled, lost or moved, other line ends."""
+    """Up to three of: cut off, a bit flipped, something put in, a line doubled, lost or moved,
+    other line ends.
+    """
     data = whole
     for _ in range(draw(st.integers(1, 3))):
         at = draw(st.integers(0, len(data)))
         lines = data.splitlines(keepends=True) or [b""]
         number = draw(st.integers(0, len(lines) - 1))
-        kind = draw(st.sampled_from(["cut", "flip", "put", "over", "double", "lose", "swap", "crlf", "bom", "tabs"]))
+        kind = draw(
+            st.sampled_from(
+                ["cut", "flip", "put", "over", "double", "lose", "swap", "crlf", "bom", "tabs"]
+            )
+        )
         if kind == "cut":
             data = data[:at]
         elif kind == "flip":
             at = min(at, max(len(data) - 1, 0))
-            data = data[:at] + bytes(one ^ (1 << draw(st.integers(0, 7))) for one in data[at : at + 1]) + data[at + 1 :]
+            data = (
+                data[:at]
+                + bytes(one ^ (1 << draw(st.integers(0, 7))) for one in data[at : at + 1])
+                + data[at + 1 :]
+            )
         elif kind in ("put", "over"):
-            data = data[:at] + draw(PIECES) + data[at + (draw(st.integers(1, 9)) if kind == "over" else 0) :]
+            data = (
+                data[:at]
+                + draw(PIECES)
+                + data[at + (draw(st.integers(1, 9)) if kind == "over" else 0) :]
+            )
         elif kind == "crlf":
             data = data.replace(b"\n", b"\r\n")
         elif kind == "bom":
@@ -110,7 +162,9 @@ def test_a_damaged_matrix(tmp_path: Path, data: st.DataObject) -> None:
         matrices.cells(matrices.load(file))
     except PerfbenchError as error:
         assert error.exit_code is Exit.USAGE
-        assert all(line.startswith(str(file)) for line in str(error).splitlines()), "a line for each mistake, each with its place"
+        assert all(line.startswith(str(file)) for line in str(error).splitlines()), (
+            "a line for each mistake, each with its place"
+        )
 
 
 @given(st.data())
@@ -133,16 +187,54 @@ def test_a_damaged_baseline(tmp_path: Path, data: st.DataObject) -> None:
 # Damage to values.
 
 VALUES: list[Any] = [
-    None, True, False, 0, -1, 1, 2, 10**18, -(10**30), 10**400, 0.0, -0.0, 1e308, 1e-308, 5e-324, -1.5, "", "x", "1", "NaN", "\ud800",
+    None,
+    True,
+    False,
+    0,
+    -1,
+    1,
+    2,
+    10**18,
+    -(10**30),
+    10**400,
+    0.0,
+    -0.0,
+    1e308,
+    1e-308,
+    5e-324,
+    -1.5,
+    "",
+    "x",
+    "1",
+    "NaN",
+    "\ud800",
     "a\nb\x1b[31m",
-    "\x00", "é" * 999, [], {}, [None], [[]], {"": None}, [1e308] * 3, [5e-324] * 3, [-1.0, 1.0], ["\udfff"], {"\ud800": "\ud800"},
-    float("nan"), float("inf"),
-]  # fmt: skip
+    "\x00",
+    "é" * 999,
+    [],
+    {},
+    [None],
+    [[]],
+    {"": None},
+    [1e308] * 3,
+    [5e-324] * 3,
+    [-1.0, 1.0],
+    ["\udfff"],
+    {"\ud800": "\ud800"},
+    float("nan"),
+    float("inf"),
+]
 
 
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The path of every value inside, the outer ones first."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inner = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, below in inner:
         yield (*at, key)
         yield from places(below, (*at, key))
@@ -253,11 +345,21 @@ DEEP = b'{"kind": "manifest", "schema_version": 1, "x": ' + b"[" * 200_000 + b"\
 @pytest.mark.parametrize(
     "data",
     [
-        b"", b"\n", b"\x00" * 4096, b"null\n", b"[]\n", b"{}\n", DEEP, b"\xef\xbb\xbf" + RUN, b"9" * 5000 + b"\n", RUN[: len(RUN) // 2] * 2,
-        RUN.replace(b'"tok_per_s": ', b'"tok_per_s": NaN, "x": ', 1), RUN.replace(b'"wall_s": ', b'"wall_s": 1e400, "x": ', 1),
+        b"",
+        b"\n",
+        b"\x00" * 4096,
+        b"null\n",
+        b"[]\n",
+        b"{}\n",
+        DEEP,
+        b"\xef\xbb\xbf" + RUN,
+        b"9" * 5000 + b"\n",
+        RUN[: len(RUN) // 2] * 2,
+        RUN.replace(b'"tok_per_s": ', b'"tok_per_s": NaN, "x": ', 1),
+        RUN.replace(b'"wall_s": ', b'"wall_s": 1e400, "x": ', 1),
         RUN.replace(b"\n", b"\r"),
     ],
-)  # fmt: skip
+)
 def test_run_files_that_are_none(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "run.jsonl"
     file.write_bytes(data)
@@ -273,7 +375,17 @@ def test_run_files_that_are_none(tmp_path: Path, data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"\x00" * 4096, b"null", b"[" * 200_000, b'{"a": ' * 100_000, b"\xef\xbb\xbf" + BASE, b"9" * 5000, BASE[:-5]]
+    "data",
+    [
+        b"",
+        b"\x00" * 4096,
+        b"null",
+        b"[" * 200_000,
+        b'{"a": ' * 100_000,
+        b"\xef\xbb\xbf" + BASE,
+        b"9" * 5000,
+        BASE[:-5],
+    ],
 )
 def test_baselines_that_are_none(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "b.json"
@@ -284,7 +396,9 @@ def test_baselines_that_are_none(tmp_path: Path, data: bytes) -> None:
 
 
 def test_windows_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
-    """CRLF is white space to JSON, so such a run is read; a BOM is not, and the error is of line 1."""
+    """CRLF is white space to JSON, so such a run is read; a BOM is not, and the error is of
+    line 1.
+    """
     file = tmp_path / "run.jsonl"
     file.write_bytes(RUN.replace(b"\n", b"\r\n"))
     assert call("gate", str(file))[0] == call("gate", str(EVIDENCE / "green"))[0]
@@ -314,7 +428,9 @@ overrides:
 
 @contextlib.contextmanager
 def within_two_cpu_seconds() -> Iterator[None]:
-    """Of the work inside; the garbage collector looks at nothing that other tests of this process left behind."""
+    """Of the work inside; the garbage collector looks at nothing that other tests of this process
+    left behind.
+    """
     gc.collect()
     gc.freeze()
     begin = time.process_time()
@@ -332,11 +448,19 @@ def test_ten_thousand_cells_plan_within_two_seconds() -> None:
         matrix = matrices.parse(text, "many.yaml")
         plan = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
         shown = plans.render_text(plan, matrix)
-    assert len(plan.cells) + len(plan.excluded) == 10_000 and plan.excluded and shown.count("\n") > 10_000
+    assert (
+        len(plan.cells) + len(plan.excluded) == 10_000
+        and plan.excluded
+        and shown.count("\n") > 10_000
+    )
 
 
-def test_a_baseline_of_ten_thousand_cells_is_read_and_shown_within_two_seconds(tmp_path: Path) -> None:
-    """The gate itself is timed in test_gate.py; here the baseline's file is read, and its table made."""
+def test_a_baseline_of_ten_thousand_cells_is_read_and_shown_within_two_seconds(
+    tmp_path: Path,
+) -> None:
+    """The gate itself is timed in test_gate.py; here the baseline's file is read, and its table
+    made.
+    """
     small = b.baseline_of(b.small_run()).model_dump()
     cell = next(iter(small["cells"].values()))
     whole = small | {"cells": {f"{CELL},i={n}": cell for n in range(10_000)}}
@@ -351,7 +475,9 @@ def test_a_baseline_of_ten_thousand_cells_is_read_and_shown_within_two_seconds(t
 
 
 def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -> None:
-    """A report made during the run sees whole lines, in order, and perhaps one that is not finished."""
+    """A report made during the run sees whole lines, in order, and perhaps one that is not
+    finished.
+    """
     run: Run = b.small_run(replicates=40)
     writer = runfile.create(tmp_path, run.manifest)
     seen, done = [], threading.Event()
@@ -369,7 +495,9 @@ def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -
         assert found.replicates == run.replicates[: len(found.replicates)]
         seen.append(len(found.replicates))
     thread.join()
-    assert seen == sorted(seen) and len(runfile.read(writer.folder).replicates) == len(run.replicates)
+    assert seen == sorted(seen) and len(runfile.read(writer.folder).replicates) == len(
+        run.replicates
+    )
 
 
 def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
@@ -393,7 +521,9 @@ def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path
 @pytest.mark.parametrize("name", ["o\ud800x", "o\x85\n", " \u2028"])
 @pytest.mark.parametrize("value", [2, None])
 def test_names_that_no_terminal_takes(tmp_path: Path, name: str, value: float | None) -> None:
-    """A lone surrogate is what an undecodable byte becomes; the others end a line for some readers."""
+    """A lone surrogate is what an undecodable byte becomes; the others end a line for some
+    readers.
+    """
     lines = [json.loads(line) for line in RUN.splitlines()]
     row = next(line for line in lines if line["kind"] == "replicate")
     row["parity"]["tensors"] = {name: value}

@@ -1,4 +1,6 @@
-"""The run folder: append-only, one writer, a torn end tolerated, any other bytes a clear error and never a traceback."""
+"""The run folder: append-only, one writer, a torn end tolerated, any other bytes a clear error and
+never a traceback.
+"""
 
 import errno
 import json
@@ -46,7 +48,9 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path)
     run = runfile.read(tmp_path / manifest().run_id)
     assert run == runfile.read(path)
-    assert run == Run(manifest=manifest(), replicates=[builders.replicate(CELL, 0), builders.replicate(CELL, 1)])
+    assert run == Run(
+        manifest=manifest(), replicates=[builders.replicate(CELL, 0), builders.replicate(CELL, 1)]
+    )
     assert path.parent.name == manifest().run_id and not run.torn
 
 
@@ -84,7 +88,9 @@ def test_not_finite_is_not_read(tmp_path: pathlib.Path, key: str, value: str) ->
     refused(path, rf"run\.jsonl:2: .*({value}|finite)")
 
 
-def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(tmp_path: pathlib.Path) -> None:
+def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(
+    tmp_path: pathlib.Path,
+) -> None:
     path = written(tmp_path, rows=2)
     whole = path.read_bytes()
     for cut in (1, 2, 40, len(whole.splitlines()[-1])):
@@ -118,7 +124,9 @@ def test_a_torn_line_that_is_not_utf8_at_its_end(tmp_path: pathlib.Path) -> None
         (b'{"a": ' + b"9" * 5000 + b"}", "not a JSON record"),
     ],
 )
-def test_a_broken_line_in_the_middle_is_named(tmp_path: pathlib.Path, line: bytes, words: str) -> None:
+def test_a_broken_line_in_the_middle_is_named(
+    tmp_path: pathlib.Path, line: bytes, words: str
+) -> None:
     path = written(tmp_path, rows=2)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
@@ -141,7 +149,13 @@ def test_what_is_no_run_file(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "words"), [(SCHEMA_VERSION + 1, "is newer than"), ("1", "wanted a whole number"), (True, "wanted"), (0, "wanted")]
+    ("version", "words"),
+    [
+        (SCHEMA_VERSION + 1, "is newer than"),
+        ("1", "wanted a whole number"),
+        (True, "wanted"),
+        (0, "wanted"),
+    ],
 )
 def test_schema_versions(tmp_path: pathlib.Path, version: object, words: str) -> None:
     path = written(tmp_path, rows=0)
@@ -154,7 +168,10 @@ def test_no_bytes_give_a_traceback(data: bytes) -> None:
     _read_or_refuse(data)
 
 
-_WHOLE = b"".join(json.dumps(r.model_dump()).encode() + b"\n" for r in (manifest(), ROW, builders.replicate(CELL, 1)))
+_WHOLE = b"".join(
+    json.dumps(r.model_dump()).encode() + b"\n"
+    for r in (manifest(), ROW, builders.replicate(CELL, 1))
+)
 
 
 @given(st.integers(0, len(_WHOLE) - 1), st.binary(max_size=3), st.integers(0, 3))
@@ -184,18 +201,25 @@ def test_two_writers_never_share_a_file(tmp_path: pathlib.Path) -> None:
     path.write_bytes(path.read_bytes() + b"torn")
     writer, _ = runfile.open_for_resume(path.parent)
     size = path.stat().st_size
-    code = f"import pathlib; from perfbench import runfile; runfile.open_for_resume(pathlib.Path({str(path.parent)!r}))"
+    code = (
+        "import pathlib; from perfbench import runfile;"
+        f" runfile.open_for_resume(pathlib.Path({str(path.parent)!r}))"
+    )
     with writer:
         with pytest.raises(PerfbenchError, match="another perfbench is writing"):
             runfile.open_for_resume(path.parent)
-        other = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+        other = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert "another perfbench is writing" in other.stderr
         assert path.stat().st_size == size
     again, _ = runfile.open_for_resume(path.parent)
     again.close()
 
 
-def test_a_damaged_file_is_refused_on_resume_and_left_alone_and_unlocked(tmp_path: pathlib.Path) -> None:
+def test_a_damaged_file_is_refused_on_resume_and_left_alone_and_unlocked(
+    tmp_path: pathlib.Path,
+) -> None:
     path = written(tmp_path, rows=1)
     damaged = path.read_bytes().replace(b'"replicate"', b'"rep', 1) + b"torn"
     path.write_bytes(damaged)
@@ -265,4 +289,6 @@ def test_run_ids() -> None:
     run_id = runfile.new_run_id(now, "h100-80gb-hbm3", "4f1c2d3e9999")
     assert run_id.startswith("20260102T030405Z-h100-80gb-hbm3-4f1c2d3e-")
     assert run_id != runfile.new_run_id(now, "h100-80gb-hbm3", "4f1c2d3e9999")
-    assert "-nocommit-" in runfile.new_run_id(now, "cpu", None) and "/" not in runfile.new_run_id(now, "cpu", "../../x")
+    assert "-nocommit-" in runfile.new_run_id(now, "cpu", None) and "/" not in runfile.new_run_id(
+        now, "cpu", "../../x"
+    )

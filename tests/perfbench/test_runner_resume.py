@@ -1,4 +1,6 @@
-"""Going on with a run: what is missing and no more, refused where it would mix two runs; kill -9 and Ctrl-C with real processes."""
+"""Going on with a run: what is missing and no more, refused where it would mix two runs; kill -9
+and Ctrl-C with real processes.
+"""
 
 import os
 import pathlib
@@ -31,12 +33,22 @@ def test_resume_completes_what_is_missing_in_the_same_order(tmp_path: pathlib.Pa
             raise KeyboardInterrupt
 
     first, second = FakeExecutor(before=interrupt), FakeExecutor()
-    message = refused(Exit.INTERRUPTED, "interrupted", tmp_path / "cut", first, argv=["perfbench", "run", "m.yaml", "--seed", "7"])
+    message = refused(
+        Exit.INTERRUPTED,
+        "interrupted",
+        tmp_path / "cut",
+        first,
+        argv=["perfbench", "run", "m.yaml", "--seed", "7"],
+    )
     folder = next((tmp_path / "cut").iterdir())
     assert f"perfbench run m.yaml --resume {folder}" in message and "17 finished" in message
     finished = run(tmp_path, second, resume=folder, seed=99)
     assert first.order + second.order == whole.order, "the stored seed wins"
-    assert len(finished.run.replicates) == 36 and len(finished.run.resumed) == 1 and finished.folder == folder
+    assert (
+        len(finished.run.replicates) == 36
+        and len(finished.run.resumed) == 1
+        and finished.folder == folder
+    )
     third = FakeExecutor()
     run(tmp_path, third, resume=folder)
     assert third.jobs == []
@@ -45,7 +57,9 @@ def test_resume_completes_what_is_missing_in_the_same_order(tmp_path: pathlib.Pa
 def test_slices_join_one_run(tmp_path: pathlib.Path) -> None:
     first = run(tmp_path, only=["seq_len=128"])
     second = run(tmp_path, resume=first.folder, only=["seq_len=256"])
-    assert len(second.run.replicates) == 24 and [part.only for part in second.run.resumed] == [["seq_len=256"]]
+    assert len(second.run.replicates) == 24 and [part.only for part in second.run.resumed] == [
+        ["seq_len=256"]
+    ]
 
 
 def test_a_failed_cell_is_not_tried_again_on_resume(tmp_path: pathlib.Path) -> None:
@@ -73,14 +87,29 @@ def test_resume_on_another_card_of_the_same_model(tmp_path: pathlib.Path) -> Non
     assert finished.run.resumed[0].environment.gpu_uuid_sha256 == "cd" * 32
 
 
-@pytest.mark.parametrize(("key", "value"), [("device_name", "NVIDIA H200"), ("torch", "2.11.0"), ("driver", "580.1"), ("gpu_slug", "h200")])
-def test_resume_on_another_kind_of_machine_is_refused(tmp_path: pathlib.Path, key: str, value: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("device_name", "NVIDIA H200"),
+        ("torch", "2.11.0"),
+        ("driver", "580.1"),
+        ("gpu_slug", "h200"),
+    ],
+)
+def test_resume_on_another_kind_of_machine_is_refused(
+    tmp_path: pathlib.Path, key: str, value: str
+) -> None:
     here: Environment = builders.environment()
     first = run(tmp_path, only=["seq_len=128"], environment=here)
     before = (first.folder / runfile.FILE_NAME).read_bytes()
     executor = FakeExecutor()
     message = refused(
-        Exit.ENVIRONMENT, "cannot go on here", tmp_path, executor, resume=first.folder, environment=here.model_copy(update={key: value})
+        Exit.ENVIRONMENT,
+        "cannot go on here",
+        tmp_path,
+        executor,
+        resume=first.folder,
+        environment=here.model_copy(update={key: value}),
     )
     assert f"{key} was {getattr(here, key)} and is {value}" in message
     assert executor.jobs == [] and (first.folder / runfile.FILE_NAME).read_bytes() == before
@@ -88,11 +117,25 @@ def test_resume_on_another_kind_of_machine_is_refused(tmp_path: pathlib.Path, ke
 
 def test_resume_with_another_configuration_is_refused(tmp_path: pathlib.Path) -> None:
     first = run(tmp_path, only=["seq_len=128"])
-    changed = [cell.model_copy(update={"config_sha256": "0" * 64}) if cell.cell_id == IDS[3] else cell for cell in PLAN.cells]
+    changed = [
+        cell.model_copy(update={"config_sha256": "0" * 64}) if cell.cell_id == IDS[3] else cell
+        for cell in PLAN.cells
+    ]
     plan = plans.Plan(changed, [], [], 1.0, 3)
-    assert IDS[3] in refused(Exit.USAGE, "configuration of cell", tmp_path, resume=first.folder, plan=plan)
-    rerouted = [cell.model_copy(update={"route": cell.route.model_copy(update={"counters": ["sel.v1"]})}) for cell in PLAN.cells]
-    refused(Exit.USAGE, "now routes to", tmp_path, resume=first.folder, plan=plans.Plan(rerouted, [], [], 1.0, 3))
+    assert IDS[3] in refused(
+        Exit.USAGE, "configuration of cell", tmp_path, resume=first.folder, plan=plan
+    )
+    rerouted = [
+        cell.model_copy(update={"route": cell.route.model_copy(update={"counters": ["sel.v1"]})})
+        for cell in PLAN.cells
+    ]
+    refused(
+        Exit.USAGE,
+        "now routes to",
+        tmp_path,
+        resume=first.folder,
+        plan=plans.Plan(rerouted, [], [], 1.0, 3),
+    )
     slower = matrices.parse(TEXT.replace("processes: 3", "processes: 3, warmup_s: 1"), "m.yaml")
     refused(Exit.USAGE, "measures with", tmp_path, resume=first.folder, matrix=slower)
     commented = matrices.parse(TEXT + "# a comment\n", "m.yaml")
@@ -105,7 +148,10 @@ def test_resume_with_a_cell_that_was_not_planned_is_refused(tmp_path: pathlib.Pa
     assert IDS[4] in refused(Exit.USAGE, "planned without cell", tmp_path, resume=first.folder)
 
 
-@pytest.mark.parametrize("source", [Source(commit="b" * 40, dirty_sha256=None), Source(commit="a" * 40, dirty_sha256="c" * 64)])
+@pytest.mark.parametrize(
+    "source",
+    [Source(commit="b" * 40, dirty_sha256=None), Source(commit="a" * 40, dirty_sha256="c" * 64)],
+)
 def test_resume_with_other_code_is_refused(tmp_path: pathlib.Path, source: Source) -> None:
     first = run(tmp_path, only=["seq_len=128"])
     refused(Exit.USAGE, "the code here is", tmp_path, resume=first.folder, source=source)
@@ -121,9 +167,13 @@ from perfbench.environment import TargetFit
 from perfbench.verdict import PerfbenchError
 resume = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
 try:
-    with runner.prepared(TargetFit("cpu", None), "tests.perfbench.stub_measure:slow_measure") as executor:
-        runner.run(PLAN, MATRIX, executor, runs_dir=pathlib.Path(sys.argv[1]), environment=HERE, source=CODE,
-                   argv=["perfbench", "run", "m.yaml"], seed=7, only=["seq_len=128"], resume=resume)
+    slow = "tests.perfbench.stub_measure:slow_measure"
+    with runner.prepared(TargetFit("cpu", None), slow) as executor:
+        runner.run(
+            PLAN, MATRIX, executor, runs_dir=pathlib.Path(sys.argv[1]), environment=HERE,
+            source=CODE, argv=["perfbench", "run", "m.yaml"], seed=7, only=["seq_len=128"],
+            resume=resume,
+        )
 except PerfbenchError as error:
     print(error)
     sys.exit(error.exit_code)
@@ -136,7 +186,11 @@ def real(tmp_path: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]
 
     def start(*args: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", REAL.format(root=str(ROOT)), str(tmp_path), *args]
-        started.append(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True))
+        started.append(
+            subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+            )
+        )
         return started[-1]
 
     yield start
@@ -157,7 +211,10 @@ def wait_for_rows(tmp_path: pathlib.Path, rows: int) -> pathlib.Path:
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_killed_in_the_middle_then_resumed(
-    tmp_path: pathlib.Path, real: Callable[..., subprocess.Popen[str]], sent: signal.Signals, code: int
+    tmp_path: pathlib.Path,
+    real: Callable[..., subprocess.Popen[str]],
+    sent: signal.Signals,
+    code: int,
 ) -> None:
     first = real()
     folder = wait_for_rows(tmp_path, 3)
@@ -172,12 +229,20 @@ def test_killed_in_the_middle_then_resumed(
     second.communicate(timeout=30)
     assert second.returncode == 0
     after = runfile.read(folder)
-    assert after.replicates[: len(before.replicates)] == before.replicates, "finished replicates survive"
-    assert len({(row.cell_id, row.replicate) for row in after.replicates}) == len(after.replicates) == 12
+    assert after.replicates[: len(before.replicates)] == before.replicates, (
+        "finished replicates survive"
+    )
+    assert (
+        len({(row.cell_id, row.replicate) for row in after.replicates})
+        == len(after.replicates)
+        == 12
+    )
     assert all(row.status is Status.OK for row in after.replicates) and len(after.resumed) == 1
 
 
-def test_two_runs_cannot_resume_one_folder(tmp_path: pathlib.Path, real: Callable[..., subprocess.Popen[str]]) -> None:
+def test_two_runs_cannot_resume_one_folder(
+    tmp_path: pathlib.Path, real: Callable[..., subprocess.Popen[str]]
+) -> None:
     real()
     folder = wait_for_rows(tmp_path, 1)
     refused(Exit.USAGE, "another perfbench is writing", tmp_path, resume=folder)

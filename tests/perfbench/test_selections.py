@@ -1,4 +1,6 @@
-"""Kinds of selections: the contract of blocks row by row, and the pattern that each kind is named after."""
+"""Kinds of selections: the contract of blocks row by row, and the pattern that each kind is named
+after.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,26 @@ from perfbench import axes, physics, selections
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = preset("tiny").nsa  # blocks of 16, 5 slots: 1 initial, 2 local, 2 free
-OTHER = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=8, num_selected=7, window=16, num_initial=2, num_local=1)
+OTHER = NSAConfig(
+    cmp_block=8, cmp_stride=4, sel_block=8, num_selected=7, window=16, num_initial=2, num_local=1
+)
 FULL = replace(TINY, num_selected=3)  # no slot is free
 EVERY_KIND = pytest.mark.parametrize("kind", axes.SELECTIONS)
 
 
-def drawn(kind: str, tokens: int, config: NSAConfig = TINY, *, batch: int = 2, heads: int = 2, seed: int = 3) -> Tensor:
+def drawn(
+    kind: str,
+    tokens: int,
+    config: NSAConfig = TINY,
+    *,
+    batch: int = 2,
+    heads: int = 2,
+    seed: int = 3,
+) -> Tensor:
     q = torch.randn(batch, tokens, 2 * heads, 8, generator=torch.Generator().manual_seed(11))
-    return selections.chosen(kind, q, config=config, num_kv_heads=heads, generator=torch.Generator().manual_seed(seed))
+    return selections.chosen(
+        kind, q, config=config, num_kv_heads=heads, generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def free_of(row: list[int], position: int, config: NSAConfig) -> list[int]:
@@ -38,19 +52,27 @@ def test_every_row_keeps_the_contract(kind: str, config: NSAConfig, tokens: int)
     assert blocks.dtype == torch.int32 and blocks.shape == (2, tokens, 2, config.num_selected)
     for t in range(tokens):
         current = t // config.sel_block
-        forced = {j for j in range(current + 1) if j < config.num_initial or j > current - config.num_local}
+        forced = {
+            j
+            for j in range(current + 1)
+            if j < config.num_initial or j > current - config.num_local
+        }
         for row in blocks[:, t].flatten(0, 1).tolist():
             held = [j for j in row if j != -1]
             assert row == held + [-1] * (len(row) - len(held)), "padding is at the end"
             assert held == sorted(set(held)) and min(held) >= 0 and max(held) <= current
-            assert forced <= set(held) and len(held) == min(config.num_selected, current + 1), "no slot is left that a block could fill"
+            assert forced <= set(held) and len(held) == min(config.num_selected, current + 1), (
+                "no slot is left that a block could fill"
+            )
 
 
 @EVERY_KIND
 def test_every_kind_reads_as_many_keys_as_the_closed_form_says(kind: str) -> None:
     model = replace(preset("tiny"), nsa=OTHER)
     blocks = drawn(kind, 101, OTHER, batch=1, heads=1)[0, :, 0].tolist()
-    keys = sum(min((j + 1) * 8, t + 1) - j * 8 for t, row in enumerate(blocks) for j in row if j >= 0)
+    keys = sum(
+        min((j + 1) * 8, t + 1) - j * 8 for t, row in enumerate(blocks) for j in row if j >= 0
+    )
     assert physics.selected_pairs(model, 101) == keys
     assert physics.filled_slots(model, 101) == sum(j >= 0 for row in blocks for j in row)
 
@@ -63,12 +85,16 @@ def test_the_seed_decides(kind: str) -> None:
 
 
 def test_random_blocks_are_uniform_sets_of_each_querys_own() -> None:
-    """The last 16 of 160 tokens have 10 - 3 free blocks, 2 of which they take: 21 sets, each by 1 in 21."""
+    """The last 16 of 160 tokens have 10 - 3 free blocks, 2 of which they take: 21 sets, each by 1
+    in 21.
+    """
     many = drawn("random", 160, batch=256, heads=2)
     rows = [tuple(free_of(row, 159, TINY)) for row in many[:, 144:].flatten(0, 2).tolist()]
     counts, due = Counter(rows), len(rows) / 21
     assert len(counts) == 21
-    assert sum((count - due) ** 2 / due for count in counts.values()) < 56, "chi square of 20 degrees: beyond this 3 in 100,000"
+    assert sum((count - due) ** 2 / due for count in counts.values()) < 56, (
+        "chi square of 20 degrees: beyond this 3 in 100,000"
+    )
     one = many[0, 144:, 0].tolist()
     assert len({tuple(row) for row in one}) > 5, "neighbours choose for themselves"
     assert not torch.equal(many[0, :, 0], many[0, :, 1]) and not torch.equal(many[0], many[1])
@@ -99,14 +125,22 @@ def test_a_querys_own_local_block_is_any_of_the_rest() -> None:
                 ranks = sorted(set(range(1, 8)) - shared)
                 counts.update(ranks.index(j) for row in free for j in row if j not in shared)
     due = counts.total() / 6
-    assert len(counts) == 6 and sum((count - due) ** 2 / due for count in counts.values()) < 30, "5 degrees: beyond this 2 in 100,000"
+    assert len(counts) == 6 and sum((count - due) ** 2 / due for count in counts.values()) < 30, (
+        "5 degrees: beyond this 2 in 100,000"
+    )
 
 
 def test_hot_blocks_are_the_same_for_all_who_see_them() -> None:
     blocks = drawn("hot", 400)
-    rows = {tuple(free_of(row, t, TINY)) for t in range(5 * 16, 400) for row in blocks[:, t].flatten(0, 1).tolist()}
+    rows = {
+        tuple(free_of(row, t, TINY))
+        for t in range(5 * 16, 400)
+        for row in blocks[:, t].flatten(0, 1).tolist()
+    }
     assert rows == {(1, 2)}
-    assert free_of(blocks[0, 4 * 16 - 1, 0].tolist(), 4 * 16 - 1, TINY) == [1], "block 2 is local there"
+    assert free_of(blocks[0, 4 * 16 - 1, 0].tolist(), 4 * 16 - 1, TINY) == [1], (
+        "block 2 is local there"
+    )
 
 
 def test_own_blocks_are_those_of_select_blocks() -> None:
@@ -131,7 +165,9 @@ def test_an_unknown_kind_names_those_that_exist() -> None:
 
 
 def test_long_sequences_are_drawn_at_once_in_bounded_memory() -> None:
-    """65,536 queries over 1,024 blocks: a matrix of queries by blocks would have 512 MB; no tensor here is larger than 40 MB."""
+    """65,536 queries over 1,024 blocks: a matrix of queries by blocks would have 512 MB; no tensor
+    here is larger than 40 MB.
+    """
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -139,11 +175,15 @@ def test_long_sequences_are_drawn_at_once_in_bounded_memory() -> None:
             nonlocal largest
             made = func(*args, **(kwargs or {}))
             for one in made if isinstance(made, tuple | list) else [made]:
-                largest = max(largest, one.untyped_storage().nbytes() if isinstance(one, Tensor) else 0)
+                largest = max(
+                    largest, one.untyped_storage().nbytes() if isinstance(one, Tensor) else 0
+                )
             return made
 
     paper, q = preset("m7c_125m").nsa, torch.empty(1, 65536, 1, 1)
     for kind in ("random", "local", "hot"):
         with Watch():
-            selections.chosen(kind, q, config=paper, num_kv_heads=2, generator=torch.Generator().manual_seed(3))
+            selections.chosen(
+                kind, q, config=paper, num_kv_heads=2, generator=torch.Generator().manual_seed(3)
+            )
     assert 1 << 20 < largest < 40e6

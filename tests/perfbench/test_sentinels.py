@@ -1,4 +1,6 @@
-"""Frozen work: its amounts by hand, its samples, its independence of the measured code, and one real child."""
+"""Frozen work: its amounts by hand, its samples, its independence of the measured code, and one
+real child.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_every_sentinel_has_a_unit_and_work() -> None:
 def test_the_amounts_by_hand() -> None:
     assert sentinels.gemm("cpu").amount == 1024  # 8 x 8 dot products of 8 multiply-adds
     assert sentinels.copy("cpu").amount == 8192
-    assert sentinels.sdpa_frozen("cpu").amount == 960  # 2 heads x 15 pairs x 8 dims x 2 products x 2
+    assert (
+        sentinels.sdpa_frozen("cpu").amount == 960
+    )  # 2 heads x 15 pairs x 8 dims x 2 products x 2
 
 
 def test_the_sizes_are_frozen() -> None:
@@ -70,10 +74,14 @@ def test_the_sizes_are_frozen() -> None:
 
 def test_no_commit_of_the_measured_code_can_change_them() -> None:
     tree = ast.parse((ROOT / "perfbench" / "sentinels.py").read_text())
-    named = {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
+    named = {
+        name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+    }
     named |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in named if name.partition(".")[0] == "nsa"]
-    assert {name for name in named if name.startswith("perfbench")} <= {f"perfbench.{m}" for m in ("clock", "job", "result", "telemetry")}
+    assert {name for name in named if name.startswith("perfbench")} <= {
+        f"perfbench.{m}" for m in ("clock", "job", "result", "telemetry")
+    }
 
 
 @pytest.mark.usefixtures("small")
@@ -82,29 +90,46 @@ def test_the_attention_is_causal_and_of_the_flash_kernel(monkeypatch: pytest.Mon
     attend = torch.nn.functional.scaled_dot_product_attention
 
     def watch(*args: object) -> torch.Tensor:
-        assert torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        assert (
+            torch.backends.cuda.flash_sdp_enabled() and not torch.backends.cuda.math_sdp_enabled()
+        )
         seen.extend([*args[:3], attend(*args)])  # type: ignore[arg-type]
         return seen[-1]
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", watch)
     sentinels.sdpa_frozen("cpu").step()
     q, k, v, o = seen
-    weights = (q @ k.transpose(-1, -2) / 8**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+    weights = (
+        (q @ k.transpose(-1, -2) / 8**0.5)
+        .masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
+        .softmax(-1)
+    )
     assert torch.allclose(o, weights @ v, atol=1e-5)
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("name", "amount"), [("gemm", 1024), ("copy", 8192), ("sdpa_frozen", 960)])
 def test_a_row(name: str, amount: int) -> None:
-    """On a clock that counts: 13 steps of 1/256 s are the first 50 ms, six samples the first 0.3 s."""
+    """On a clock that counts: 13 steps of 1/256 s are the first 50 ms, six samples the first
+    0.3 s.
+    """
     told = builders.telemetry()
     turns: list[str] = []
     clock = FakeClock(1 / 256)
-    row = measures.measure(job(name), clock, FakeSampler(told), lambda: turns.append(f"at {clock.now() * 256:g} steps"))
-    assert row.status is Status.OK and row.telemetry == told and turns == ["at 1 steps"], "prepared, and then timed alone"
+    row = measures.measure(
+        job(name), clock, FakeSampler(told), lambda: turns.append(f"at {clock.now() * 256:g} steps")
+    )
+    assert row.status is Status.OK and row.telemetry == told and turns == ["at 1 steps"], (
+        "prepared, and then timed alone"
+    )
     assert row.steps_per_sample == 13 and row.samples_s == [1 / 256] * 6
     assert row.tok_per_s == amount * 256 and clock.now() * 256 == 1 + 77 + 6 * 13
-    assert (row.cell_id, row.replicate, row.parity, row.route) == (f"sentinel {name}", 2, None, None)
+    assert (row.cell_id, row.replicate, row.parity, row.route) == (
+        f"sentinel {name}",
+        2,
+        None,
+        None,
+    )
 
 
 @pytest.mark.usefixtures("small")

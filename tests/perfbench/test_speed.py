@@ -1,4 +1,6 @@
-"""The two-stage rule: what a stored baseline screens, what pairs confirm, and what no statistics may hide."""
+"""The two-stage rule: what a stored baseline screens, what pairs confirm, and what no statistics
+may hide.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,15 @@ def noisy(run: Run, cell_id: str, sd: float, seed: int, factor: float = 1.0) -> 
     speed = b.speed_of(cell) * factor
     gpu_bound = run.of_cell(cell_id)[0].host_bound
     return b.change_rows(
-        run, cell_id, lambda row: b.replicate(cell, row.replicate, tok_per_s=speed * math.exp(luck.gauss(0, sd)), host_bound=gpu_bound)
+        run,
+        cell_id,
+        lambda row: b.replicate(
+            cell, row.replicate, tok_per_s=speed * math.exp(luck.gauss(0, sd)), host_bound=gpu_bound
+        ),
     )
 
 
-# --- stage 1 ----------------------------------------------------------------------------------------------------------
+# --- stage 1
 
 
 @pytest.mark.parametrize(
@@ -60,18 +66,28 @@ def noisy(run: Run, cell_id: str, sd: float, seed: int, factor: float = 1.0) -> 
 def test_speed_against_a_stored_baseline_is_never_red(factor: float, verdict: Verdict) -> None:
     run = b.small_run(noise=0.0002)
     slower = b.change_rows(
-        run, DENSE, lambda row: b.replicate(run.manifest.cells[1], row.replicate, tok_per_s=factor * (row.tok_per_s or 0))
+        run,
+        DENSE,
+        lambda row: b.replicate(
+            run.manifest.cells[1], row.replicate, tok_per_s=factor * (row.tok_per_s or 0)
+        ),
     )
     for strict in (False, True):
         judgement = judge(slower, b.baseline_of(run), POLICY, strict=strict)
         cell = cell_of(judgement, DENSE)
         assert cell.verdict is verdict and verdict_of(judgement, TRAIN) is Verdict.SAME
-        assert cell.screened is (verdict is Verdict.WATCH) and judgement.to_confirm == ([DENSE] if cell.screened else [])
-        assert judgement.exit_code is (Exit.STRICT if strict and verdict is Verdict.WATCH else Exit.OK)
+        assert cell.screened is (verdict is Verdict.WATCH) and judgement.to_confirm == (
+            [DENSE] if cell.screened else []
+        )
+        assert judgement.exit_code is (
+            Exit.STRICT if strict and verdict is Verdict.WATCH else Exit.OK
+        )
 
 
 def test_an_unknown_night_counts_as_one_of_one_per_cent() -> None:
-    """Two nights of sd 1 % leave a drop of 3 % possible, however alike the processes: sqrt(2) % times 2.81 (alpha 0.0025)."""
+    """Two nights of sd 1 % leave a drop of 3 % possible, however alike the processes: sqrt(2) %
+    times 2.81 (alpha 0.0025).
+    """
     run = b.small_run()
     assert judge(run, b.baseline_of(run), POLICY).counts == {"SAME": 4}
     judgement = judge(run, b.baseline_of(run, night_log_sd=None), POLICY)
@@ -86,7 +102,9 @@ def test_a_cell_too_noisy_for_any_number_of_pairs_is_blind_until_a_drop_shows() 
     judgement = judge(noisy(run, TRAIN, 0.15, seed=1), base, POLICY)
     assert verdict_of(judgement, TRAIN) is Verdict.BLIND and judgement.exit_code is Exit.OK
     assert (cell_of(judgement, TRAIN).mde_pct or 0) > 3 and "MDE" in reason_of(judgement, TRAIN)
-    assert judge(noisy(run, TRAIN, 0.15, seed=1), base, POLICY, strict=True).exit_code is Exit.STRICT
+    assert (
+        judge(noisy(run, TRAIN, 0.15, seed=1), base, POLICY, strict=True).exit_code is Exit.STRICT
+    )
     assert cell_of(judge(noisy(run, TRAIN, 0.15, seed=1, factor=0.5), base, POLICY), TRAIN).screened
 
 
@@ -96,15 +114,21 @@ def test_two_speeds_within_the_processes_are_unstable_and_hide_no_drop() -> None
     step_s = row.samples_s[0]
     samples = [step_s] * 13 + [1.1 * step_s] * 7
     engaged = dict.fromkeys(run.manifest.cells[0].route.counters, 12 * 4 * 20)
-    judgement = judge(edit(run, TRAIN, samples_s=samples, engaged=engaged), b.baseline_of(run), POLICY)
+    judgement = judge(
+        edit(run, TRAIN, samples_s=samples, engaged=engaged), b.baseline_of(run), POLICY
+    )
     assert verdict_of(judgement, TRAIN) is Verdict.UNSTABLE and judgement.exit_code is Exit.OK
-    assert f"{250 * step_s:.4g} and {275 * step_s:.4g} ms a step, 35 % of the samples" in reason_of(judgement, TRAIN)
-    slower = edit(b.scale_rows(run, TRAIN, 0.9), TRAIN, samples_s=[s / 0.9 for s in samples], engaged=engaged)
+    assert f"{250 * step_s:.4g} and {275 * step_s:.4g} ms a step, 35 % of the samples" in reason_of(
+        judgement, TRAIN
+    )
+    slower = edit(
+        b.scale_rows(run, TRAIN, 0.9), TRAIN, samples_s=[s / 0.9 for s in samples], engaged=engaged
+    )
     cell = cell_of(judge(slower, b.baseline_of(run), POLICY), TRAIN)
     assert cell.verdict is Verdict.WATCH and cell.screened and "two speeds" in cell.reason
 
 
-# --- host bound -------------------------------------------------------------------------------------------------------
+# --- host bound
 
 
 @pytest.mark.parametrize("now", [True, False])
@@ -113,8 +137,12 @@ def test_a_cell_that_was_host_bound_already_is_blind(now: bool) -> None:
     base = host_bound(b.baseline_of(run), TRAIN)
     slower = edit(b.scale_rows(run, TRAIN, 0.85), TRAIN, host_bound=now)
     judgement = judge(slower, base, POLICY)
-    assert verdict_of(judgement, TRAIN) is Verdict.BLIND and "host bound" in reason_of(judgement, TRAIN)
-    assert verdict_of(judge(edit(run, TRAIN, host_bound=now), base, POLICY), TRAIN) is Verdict.BLIND  # never green either
+    assert verdict_of(judgement, TRAIN) is Verdict.BLIND and "host bound" in reason_of(
+        judgement, TRAIN
+    )
+    assert (
+        verdict_of(judge(edit(run, TRAIN, host_bound=now), base, POLICY), TRAIN) is Verdict.BLIND
+    )  # never green either
 
 
 @pytest.mark.parametrize("factor", [0.96, 0.85, 0.01])
@@ -122,22 +150,46 @@ def test_a_cell_that_became_host_bound_is_confirmed_before_it_is_excused(factor:
     run = b.small_run()
     base = b.baseline_of(run)
     slower = edit(b.scale_rows(run, TRAIN, factor), TRAIN, host_bound=True)
-    for known in (base, base.model_copy(update={"cells": {k: v.model_copy(update={"host_bound": None}) for k, v in base.cells.items()}})):
+    for known in (
+        base,
+        base.model_copy(
+            update={
+                "cells": {
+                    k: v.model_copy(update={"host_bound": None}) for k, v in base.cells.items()
+                }
+            }
+        ),
+    ):
         cell = cell_of(judge(slower, known, POLICY), TRAIN)
-        assert cell.verdict is Verdict.WATCH and cell.screened and "the base was not host bound" in cell.reason
+        assert (
+            cell.verdict is Verdict.WATCH
+            and cell.screened
+            and "the base was not host bound" in cell.reason
+        )
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_new_host_loop_of_three_per_cent_is_sent_on_whatever_luck_the_night_had(seed: int) -> None:
-    """With nights of 1 % a test for slower alone misses half of such drops: here the night's luck hides from none to all of it."""
+def test_a_new_host_loop_of_three_per_cent_is_sent_on_whatever_luck_the_night_had(
+    seed: int,
+) -> None:
+    """With nights of 1 % a test for slower alone misses half of such drops: here the night's luck
+    hides from none to all of it.
+    """
     run = b.small_run(noise=0.004, replicates=5)
     base = b.baseline_of(run, night_log_sd=None)
     luck = 1 + 0.005 * (seed - 1)
     slower = edit(noisy(run, TRAIN, 0.004, seed=seed, factor=0.97 * luck), TRAIN, host_bound=True)
     for known in (True, None):
         was = base.cells[TRAIN].model_copy(update={"host_bound": False if known else None})
-        cell = cell_of(judge(slower, base.model_copy(update={"cells": {**base.cells, TRAIN: was}}), POLICY), TRAIN)
-        assert cell.verdict is Verdict.WATCH and cell.screened and "the base was not host bound" in cell.reason
+        cell = cell_of(
+            judge(slower, base.model_copy(update={"cells": {**base.cells, TRAIN: was}}), POLICY),
+            TRAIN,
+        )
+        assert (
+            cell.verdict is Verdict.WATCH
+            and cell.screened
+            and "the base was not host bound" in cell.reason
+        )
         assert cell.metric == "tok_per_s"  # the pairs are planned for what is in doubt
 
 
@@ -165,14 +217,24 @@ def nights(base: Baseline, device_night_log_sd: float | None) -> Baseline:
     return base.model_copy(update={"cells": {**base.cells, TRAIN: cell}})
 
 
-@pytest.mark.parametrize("night, verdict", [(None, Verdict.WATCH), (0.01, Verdict.WATCH), (0.002, Verdict.BLIND)])
-def test_device_time_is_sent_on_until_it_is_proved_the_same(night: float | None, verdict: Verdict) -> None:
-    """Nights of 1 % leave a drop of 3 % possible (4 % below is within 2.81 standard errors), nights of 0.2 % do not."""
+@pytest.mark.parametrize(
+    "night, verdict", [(None, Verdict.WATCH), (0.01, Verdict.WATCH), (0.002, Verdict.BLIND)]
+)
+def test_device_time_is_sent_on_until_it_is_proved_the_same(
+    night: float | None, verdict: Verdict
+) -> None:
+    """Nights of 1 % leave a drop of 3 % possible (4 % below is within 2.81 standard errors), nights
+    of 0.2 % do not.
+    """
     run = device_run()
     for change in (1.0, 1.005):
-        cell = cell_of(judge(device_run(factor=change), nights(b.baseline_of(run), night), POLICY), TRAIN)
+        cell = cell_of(
+            judge(device_run(factor=change), nights(b.baseline_of(run), night), POLICY), TRAIN
+        )
         assert cell.verdict is verdict and cell.screened is (verdict is Verdict.WATCH)
-        assert cell.metric == "device_time_s" and cell.evidence[0].night_sd == (0.01 if night is None else night)
+        assert cell.metric == "device_time_s" and cell.evidence[0].night_sd == (
+            0.01 if night is None else night
+        )
         assert ("not ruled out on the device" in cell.reason) is cell.screened
 
 
@@ -187,24 +249,43 @@ def test_no_host_noise_explains_more_than_half(factor: float, screened: bool) ->
     run = b.small_run()
     slower = edit(b.scale_rows(run, TRAIN, factor), TRAIN, host_bound=True)
     cell = cell_of(judge(slower, host_bound(b.baseline_of(run), TRAIN), POLICY), TRAIN)
-    assert (cell.verdict, cell.screened) == ((Verdict.WATCH, True) if screened else (Verdict.BLIND, False))
+    assert (cell.verdict, cell.screened) == (
+        (Verdict.WATCH, True) if screened else (Verdict.BLIND, False)
+    )
     assert ("no host's noise explains 50 %" in cell.reason) is screened
 
 
-MORE = [({"host_syncs": 3}, "host syncs rose from 0 to 3 a step"), ({"kernel_count": 421}, "kernel launches rose from 420 to 421 a step")]
+MORE = [
+    ({"host_syncs": 3}, "host syncs rose from 0 to 3 a step"),
+    ({"kernel_count": 421}, "kernel launches rose from 420 to 421 a step"),
+]
 
 
 @pytest.mark.parametrize("change, words", MORE)
-def test_more_work_of_a_host_bound_cell_is_screened_and_confirmed_by_its_count(change: dict[str, int], words: str) -> None:
+def test_more_work_of_a_host_bound_cell_is_screened_and_confirmed_by_its_count(
+    change: dict[str, int], words: str
+) -> None:
     run = edit(b.small_run(), TRAIN, host_bound=True)
-    more = b.change_rows(run, TRAIN, lambda row: row.model_copy(update={"profile": b.profile(**change)}) if row.profile else row)
+    more = b.change_rows(
+        run,
+        TRAIN,
+        lambda row: row.model_copy(update={"profile": b.profile(**change)}) if row.profile else row,
+    )
     first = judge(more, b.baseline_of(run), POLICY)
     cell = cell_of(first, TRAIN)
     assert cell.verdict is Verdict.WATCH and cell.screened and words in cell.reason
     settled = conclude(first, run, more, POLICY)
-    assert verdict_of(settled, TRAIN) is Verdict.REGRESSED and settled.exit_code is Exit.REGRESSED and words in settled.headline
-    assert verdict_of(conclude(first, run, run, POLICY), TRAIN) is Verdict.BLIND  # the second run does not show it
-    assert verdict_of(judge(run, b.baseline_of(more), POLICY), TRAIN) is Verdict.BLIND  # less work is no suspicion
+    assert (
+        verdict_of(settled, TRAIN) is Verdict.REGRESSED
+        and settled.exit_code is Exit.REGRESSED
+        and words in settled.headline
+    )
+    assert (
+        verdict_of(conclude(first, run, run, POLICY), TRAIN) is Verdict.BLIND
+    )  # the second run does not show it
+    assert (
+        verdict_of(judge(run, b.baseline_of(more), POLICY), TRAIN) is Verdict.BLIND
+    )  # less work is no suspicion
 
 
 def wall(run: Run, factor: float, seed: int) -> Run:
@@ -213,18 +294,32 @@ def wall(run: Run, factor: float, seed: int) -> Run:
 
     def at_speed(row: Replicate) -> Replicate:
         speed = b.speed_of(cell) * factor * math.exp(luck.gauss(0, 0.02))
-        return b.replicate(cell, row.replicate, tok_per_s=speed, host_bound=True, profile=row.profile)
+        return b.replicate(
+            cell, row.replicate, tok_per_s=speed, host_bound=True, profile=row.profile
+        )
 
     return b.change_rows(run, TRAIN, at_speed)
 
 
-def pairs_of(speed: float, launches: int, device: float = 1.0, device_sd: float = 0.001) -> Judgement:
-    """Pairs of a host-bound cell with noise of 2 %: speed and device time as factors of the base's, and 60 launches in the base."""
+def pairs_of(
+    speed: float, launches: int, device: float = 1.0, device_sd: float = 0.001
+) -> Judgement:
+    """Pairs of a host-bound cell with noise of 2 %: speed and device time as factors of the base's,
+    and 60 launches in the base.
+    """
     base = device_run(replicates=8, kernel_count=60)
-    first = judge(device_run(replicates=8, kernel_count=launches, factor=device, seed=4), nights(b.baseline_of(base), None), POLICY)
+    first = judge(
+        device_run(replicates=8, kernel_count=launches, factor=device, seed=4),
+        nights(b.baseline_of(base), None),
+        POLICY,
+    )
     assert first.to_confirm == [TRAIN]
     base_side = wall(device_run(replicates=8, sd=device_sd, kernel_count=60, seed=5), 1.0, seed=5)
-    here = wall(device_run(replicates=8, sd=device_sd, kernel_count=launches, factor=device, seed=6), speed, seed=6)
+    here = wall(
+        device_run(replicates=8, sd=device_sd, kernel_count=launches, factor=device, seed=6),
+        speed,
+        seed=6,
+    )
     return conclude(first, base_side, here, POLICY)
 
 
@@ -241,20 +336,30 @@ def pairs_of(speed: float, launches: int, device: float = 1.0, device_sd: float 
         (0.90, 60, 1.0, Verdict.BLIND),  # within a host's noise
     ],
 )
-def test_a_proved_gain_of_wall_time_outweighs_one_more_launch(speed: float, launches: int, device: float, verdict: Verdict) -> None:
+def test_a_proved_gain_of_wall_time_outweighs_one_more_launch(
+    speed: float, launches: int, device: float, verdict: Verdict
+) -> None:
     cell = cell_of(pairs_of(speed, launches, device), TRAIN)
     assert cell.verdict is verdict
     assert ("kernel launches rose from 60 to 61 a step" in cell.reason) is (launches == 61)
     if verdict is Verdict.FASTER:
         assert cell.metric == "tok_per_s" and len(cell.evidence) == 2 and cell.exit_code is Exit.OK
-        assert cell.reason.startswith("host bound, on interleaved pairs: ") and ("; note: kernel" in cell.reason) is (launches == 61)
+        assert cell.reason.startswith("host bound, on interleaved pairs: ") and (
+            "; note: kernel" in cell.reason
+        ) is (launches == 61)
 
 
 def test_a_gain_that_may_cost_device_time_excuses_no_launch() -> None:
-    """Slower on the device at the screen's alpha, though not at the confirmation's: the gain is the host's luck, or was bought."""
+    """Slower on the device at the screen's alpha, though not at the confirmation's: the gain is the
+    host's luck, or was bought.
+    """
     cell = cell_of(pairs_of(1.35, 61, 1.05, device_sd=0.02), TRAIN)
     device = cell.evidence[0]
-    assert device.metric == "device_time_s" and (device.adjusted_p or 0) > 0.001 and device.comparison.p_slower < 0.02
+    assert (
+        device.metric == "device_time_s"
+        and (device.adjusted_p or 0) > 0.001
+        and device.comparison.p_slower < 0.02
+    )
     assert cell.verdict is Verdict.REGRESSED
 
 
@@ -264,24 +369,34 @@ def test_a_host_bound_cell_is_judged_by_device_time_where_enough_processes_profi
     first = judge(slow, b.baseline_of(run), POLICY)
     cell = cell_of(first, TRAIN)
     assert cell.verdict is Verdict.WATCH and cell.screened and cell.metric == "device_time_s"
-    assert cell.change_pct == 0 and cell.evidence[0].change_pct == pytest.approx(-100 / 21, abs=1e-6)
+    assert cell.change_pct == 0 and cell.evidence[0].change_pct == pytest.approx(
+        -100 / 21, abs=1e-6
+    )
     settled = cell_of(conclude(first, run, slow, POLICY), TRAIN)
     assert settled.verdict is Verdict.REGRESSED and settled.metric == "device_time_s"
-    few = cell_of(judge(run, b.baseline_of(edit(b.small_run(), TRAIN, host_bound=True)), POLICY), TRAIN)
+    few = cell_of(
+        judge(run, b.baseline_of(edit(b.small_run(), TRAIN, host_bound=True)), POLICY), TRAIN
+    )
     assert few.verdict is Verdict.BLIND and "1 profiles in the base, 8 here, 3 wanted" in few.reason
 
 
 def test_changed_autotuning_and_kernels_explain_a_change() -> None:
     run = b.small_run()
     now = edit(run, TRAIN, tuned={"sel": "BLOCK=64"})
-    notes = cell_of(judge(now, b.baseline_of(edit(run, TRAIN, tuned={"sel": "BLOCK=128"})), POLICY), TRAIN).notes
+    notes = cell_of(
+        judge(now, b.baseline_of(edit(run, TRAIN, tuned={"sel": "BLOCK=128"})), POLICY), TRAIN
+    ).notes
     assert notes == ("explained change: autotuner sel chose BLOCK=64 instead of BLOCK=128",)
     other = b.profile(kernels={"new_fwd": 0.01})
-    now = b.change_rows(run, TRAIN, lambda row: row.model_copy(update={"profile": other}) if row.profile else row)
-    assert "kernels changed: flash_fwd gone, new_fwd new" in reason_of(judge(now, b.baseline_of(run), POLICY), TRAIN)
+    now = b.change_rows(
+        run, TRAIN, lambda row: row.model_copy(update={"profile": other}) if row.profile else row
+    )
+    assert "kernels changed: flash_fwd gone, new_fwd new" in reason_of(
+        judge(now, b.baseline_of(run), POLICY), TRAIN
+    )
 
 
-# --- stage 2 ----------------------------------------------------------------------------------------------------------
+# --- stage 2
 
 
 def screened(factor: float = 0.96) -> tuple[Judgement, Run]:
@@ -305,25 +420,41 @@ def test_pairs_settle_what_was_screened(factor: float, verdict: Verdict, exit_co
     base = noisy(run, TRAIN, 0.001, seed=2)
     settled = conclude(first, base, noisy(run, TRAIN, 0.001, seed=3, factor=factor), POLICY)
     cell = cell_of(settled, TRAIN)
-    assert (cell.verdict, settled.exit_code) == (verdict, exit_code) and cell.confirmed and settled.to_confirm == []
+    assert (
+        (cell.verdict, settled.exit_code) == (verdict, exit_code)
+        and cell.confirmed
+        and settled.to_confirm == []
+    )
     assert cell.evidence[0].paired and cell.evidence[0].comparison.n_base == 8
     assert settled.headline.startswith(f"{verdict}, exit {int(exit_code)}")
-    assert [c for c in settled.cells if c.cell_id != TRAIN] == [c for c in first.cells if c.cell_id != TRAIN]
+    assert [c for c in settled.cells if c.cell_id != TRAIN] == [
+        c for c in first.cells if c.cell_id != TRAIN
+    ]
 
 
 def test_pairs_too_noisy_to_settle_are_blind_or_watch() -> None:
     first, run = screened()
     wild = conclude(first, noisy(run, TRAIN, 0.15, seed=2), noisy(run, TRAIN, 0.15, seed=3), POLICY)
     assert verdict_of(wild, TRAIN) is Verdict.BLIND
-    restless = conclude(first, noisy(run, TRAIN, 0.02, seed=4), noisy(run, TRAIN, 0.02, seed=5, factor=0.98), POLICY)
-    assert verdict_of(restless, TRAIN) is Verdict.WATCH and "MDE" in reason_of(restless, TRAIN) and restless.exit_code is Exit.OK
+    restless = conclude(
+        first, noisy(run, TRAIN, 0.02, seed=4), noisy(run, TRAIN, 0.02, seed=5, factor=0.98), POLICY
+    )
+    assert (
+        verdict_of(restless, TRAIN) is Verdict.WATCH
+        and "MDE" in reason_of(restless, TRAIN)
+        and restless.exit_code is Exit.OK
+    )
 
 
 def test_the_noisier_the_cell_the_more_pairs_are_asked_for() -> None:
     run = b.small_run(replicates=8)
     asked = {}
     for sd in (0.002, 0.015, 0.05):
-        first = judge(noisy(run, TRAIN, sd, seed=9, factor=0.8), b.baseline_of(noisy(run, TRAIN, sd, seed=8)), POLICY)
+        first = judge(
+            noisy(run, TRAIN, sd, seed=9, factor=0.8),
+            b.baseline_of(noisy(run, TRAIN, sd, seed=8)),
+            POLICY,
+        )
         assert first.to_confirm == [TRAIN]
         asked[sd] = pairs_for(first, POLICY)
     assert asked[0.002] == 8 and 12 < asked[0.015] <= asked[0.05] == 40
@@ -337,7 +468,11 @@ def test_luck_that_both_sides_share_cancels_in_pairs() -> None:
 
     def of(factor: float) -> Run:
         return b.change_rows(
-            run, TRAIN, lambda row: b.replicate(cell, row.replicate, tok_per_s=factor * b.speed_of(cell) * shared[row.replicate])
+            run,
+            TRAIN,
+            lambda row: b.replicate(
+                cell, row.replicate, tok_per_s=factor * b.speed_of(cell) * shared[row.replicate]
+            ),
         )
 
     settled = conclude(first, of(1.0), of(0.97), POLICY)
@@ -362,30 +497,44 @@ def test_holm_counts_every_confirmed_cell() -> None:
 def test_without_a_confirmation_it_stays_watch_and_says_why(reason: str) -> None:
     first, _ = screened(factor=0.2)
     settled = conclude(first, None, None, POLICY, reason)
-    assert verdict_of(settled, TRAIN) is Verdict.WATCH and settled.exit_code is Exit.OK and settled.to_confirm == [TRAIN]
+    assert (
+        verdict_of(settled, TRAIN) is Verdict.WATCH
+        and settled.exit_code is Exit.OK
+        and settled.to_confirm == [TRAIN]
+    )
     assert (reason or "no confirmation was run") in reason_of(settled, TRAIN)
     run = b.small_run(noise=0.004, replicates=8)
-    strict = conclude(judge(b.scale_rows(run, TRAIN, 0.2), b.baseline_of(run), POLICY, strict=True), None, None, POLICY, reason)
+    strict = conclude(
+        judge(b.scale_rows(run, TRAIN, 0.2), b.baseline_of(run), POLICY, strict=True),
+        None,
+        None,
+        POLICY,
+        reason,
+    )
     assert strict.exit_code is Exit.STRICT
 
 
 def test_a_side_that_cannot_be_believed_settles_nothing_but_its_own_failure() -> None:
     first, run = screened()
     broken = conclude(first, fail(run, TRAIN, Status.CRASH, reason="boom"), run, POLICY)
-    assert verdict_of(broken, TRAIN) is Verdict.WATCH and "the base gave no speed" in reason_of(broken, TRAIN)
+    assert verdict_of(broken, TRAIN) is Verdict.WATCH and "the base gave no speed" in reason_of(
+        broken, TRAIN
+    )
     wrong = conclude(first, run, edit(run, TRAIN, engaged={}), POLICY)
     assert verdict_of(wrong, TRAIN) is Verdict.WRONG_PATH and wrong.exit_code is Exit.WRONG_PATH
     assert cell_of(wrong, TRAIN).cand_tok_per_s is None
     elsewhere = b.with_manifest(run, environment=b.environment(driver="1"))
     assert "not measured alike" in reason_of(conclude(first, elsewhere, run, POLICY), TRAIN)
-    assert "too few pairs" in reason_of(conclude(first, only_rows(run, TRAIN, {0, 1}), run, POLICY), TRAIN)
+    assert "too few pairs" in reason_of(
+        conclude(first, only_rows(run, TRAIN, {0, 1}), run, POLICY), TRAIN
+    )
     hot = conclude(first, throttle(run, TRAIN, set(range(8))), run, POLICY)
     assert verdict_of(hot, TRAIN) is Verdict.WATCH and "no pair is left" in reason_of(hot, TRAIN)
     absent = b.with_manifest(run, cells=[c for c in run.manifest.cells if c.cell_id != TRAIN])
     assert "the base has no such cell" in reason_of(conclude(first, absent, run, POLICY), TRAIN)
 
 
-# --- policy of a cell -------------------------------------------------------------------------------------------------
+# --- policy of a cell
 
 
 def test_an_override_judges_its_cell_alone() -> None:
@@ -393,22 +542,31 @@ def test_an_override_judges_its_cell_alone() -> None:
     slow = b.scale_rows(b.scale_rows(run, TRAIN, 0.96), DENSE, 0.96)
     policies = Policies(POLICY, {TRAIN: POLICY.model_copy(update={"tolerance_pct": 5.0})})
     settled = conclude(judge(slow, b.baseline_of(run), policies), run, slow, policies)
-    assert verdict_of(settled, DENSE) is Verdict.REGRESSED and verdict_of(settled, TRAIN) is Verdict.WATCH
+    assert (
+        verdict_of(settled, DENSE) is Verdict.REGRESSED
+        and verdict_of(settled, TRAIN) is Verdict.WATCH
+    )
 
 
 def test_a_renamed_cell_keeps_its_baseline() -> None:
     run = b.small_run()
     base = b.baseline_of(run)
     former = base.cells[TRAIN].model_copy(update={"config_sha256": "0" * 64})
-    renamed = base.model_copy(update={"cells": {**{k: v for k, v in base.cells.items() if k != TRAIN}, "old": former}})
+    renamed = base.model_copy(
+        update={"cells": {**{k: v for k, v in base.cells.items() if k != TRAIN}, "old": former}}
+    )
     now = base.cells[TRAIN].config_sha256
     assert judge(run, renamed, POLICY).exit_code is Exit.FAILED  # MISSING, and NEW
-    assert judge(run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "0" * 64)})).counts == {"SAME": 4}
-    other = judge(run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "1" * 64)}))  # the work itself changed too
+    assert judge(
+        run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "0" * 64)})
+    ).counts == {"SAME": 4}
+    other = judge(
+        run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "1" * 64)})
+    )  # the work itself changed too
     assert verdict_of(other, TRAIN) is Verdict.INCOMPARABLE
 
 
-# --- bytes ------------------------------------------------------------------------------------------------------------
+# --- bytes
 
 
 @given(order=st.permutations(range(32)))
@@ -418,5 +576,8 @@ def test_the_same_rows_in_any_order_give_the_same_bytes(order: list[int]) -> Non
     texts = set()
     for one in (run, shuffled):
         first = judge(one, b.baseline_of(run, night_log_sd=None), POLICY)
-        texts |= {json.dumps(report.to_json(judgement)) for judgement in (first, conclude(first, one, one, POLICY))}
+        texts |= {
+            json.dumps(report.to_json(judgement))
+            for judgement in (first, conclude(first, one, one, POLICY))
+        }
     assert len(texts) == 2  # one for each stage

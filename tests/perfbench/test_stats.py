@@ -25,12 +25,18 @@ def test_logs_refuse_what_is_no_speed() -> None:
 
 
 def test_paired_is_student_s_t_without_a_prior() -> None:
-    """Worked by hand: differences -3, -1, -2 have mean -2, sd 1, so t = -2 sqrt(3); with 2 df, P(T <= t) is algebraic."""
+    """Worked by hand: differences -3, -1, -2 have mean -2, sd 1, so t = -2 sqrt(3); with 2 df, P(T
+    <= t) is algebraic.
+    """
     found = stats.paired([0.0, 0.0, 0.0], [-3.0, -1.0, -2.0], prior=None, alpha=0.05, power=0.9)
     t = -2 * math.sqrt(3)
-    assert (found.estimate, found.standard_error, found.df) == pytest.approx((-2.0, 1 / math.sqrt(3), 2.0))
+    assert (found.estimate, found.standard_error, found.df) == pytest.approx(
+        (-2.0, 1 / math.sqrt(3), 2.0)
+    )
     assert found.p_slower == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)))
-    assert found.upper == pytest.approx(-2 + 2.9199856 / math.sqrt(3))  # the printed table's t(0.95; 2)
+    assert found.upper == pytest.approx(
+        -2 + 2.9199856 / math.sqrt(3)
+    )  # the printed table's t(0.95; 2)
     assert found.lower == pytest.approx(-2 - 2.9199856 / math.sqrt(3))
     assert (found.n_base, found.n_candidate) == (3, 3)
 
@@ -40,7 +46,9 @@ def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() 
     within = (2 * 0.01**2 + 2 * 0.02**2) / 3 * (1 / 2 + 1 / 3)
     plain = stats.unpaired(base, candidate, prior=None, alpha=0.01, power=0.9)
     night = stats.unpaired(base, candidate, prior=None, night_variance=1e-4, alpha=0.01, power=0.9)
-    assert (plain.estimate, plain.standard_error, plain.df) == pytest.approx((0.02, math.sqrt(within), 3.0))
+    assert (plain.estimate, plain.standard_error, plain.df) == pytest.approx(
+        (0.02, math.sqrt(within), 3.0)
+    )
     assert night.standard_error == pytest.approx(math.sqrt(within + 2e-4))
     assert night.df == pytest.approx(3 * ((within + 2e-4) / within) ** 2)
 
@@ -49,7 +57,9 @@ def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() 
     "found",
     [
         stats.unpaired([0.0], [-1.0], prior=None, alpha=0.01, power=0.9),
-        stats.unpaired([0.0, 0.1], [-1.0, -1.1], prior=None, night_variance=math.inf, alpha=0.01, power=0.9),
+        stats.unpaired(
+            [0.0, 0.1], [-1.0, -1.1], prior=None, night_variance=math.inf, alpha=0.01, power=0.9
+        ),
         stats.paired([0.0], [-1.0], prior=None, alpha=0.01, power=0.9),
     ],
 )
@@ -67,7 +77,9 @@ def test_sides_that_cannot_be_compared_are_refused() -> None:
 
 
 def test_the_mde_is_found_as_often_as_it_says() -> None:
-    """Independent: normal samples, Student's t by hand, the mde computed at the true standard error."""
+    """Independent: normal samples, Student's t by hand, the mde computed at the true standard
+    error.
+    """
     n, alpha, power = 8, 0.01, 0.9
     unit = [math.sqrt((n - 1) / n) * (-1) ** i for i in range(n)]  # sd exactly 1
     mde = stats.paired([0.0] * n, unit, prior=None, alpha=alpha, power=power).mde
@@ -76,7 +88,9 @@ def test_the_mde_is_found_as_often_as_it_says() -> None:
     assert np.mean(t < -2.998) == pytest.approx(power, abs=0.006)  # t(0.99; 7) of the printed table
 
 
-@pytest.mark.parametrize(("sd", "blocks"), [(0.005, 5), (0.01, 8), (0.015, 13), (0.02, 18), (0.03, 34)])
+@pytest.mark.parametrize(
+    ("sd", "blocks"), [(0.005, 5), (0.01, 8), (0.015, 13), (0.02, 18), (0.03, 34)]
+)
 def test_the_design_s_table_of_blocks(sd: float, blocks: int) -> None:
     assert stats.blocks_for(sd, drop=DROP, alpha=1e-3, power=0.99) == blocks
 
@@ -95,7 +109,10 @@ def test_holm_by_hand_and_in_order() -> None:
 @given(st.lists(st.floats(0, 1), max_size=30))
 def test_holm_lies_between_the_raw_value_and_bonferroni_s(p: list[float]) -> None:
     for raw, adjusted in zip(p, stats.holm(p), strict=True):
-        assert raw <= adjusted <= 1 and adjusted <= max(1e-300, len(p) * max(q for q in p if q <= raw)) + 1e-12
+        assert (
+            raw <= adjusted <= 1
+            and adjusted <= max(1e-300, len(p) * max(q for q in p if q <= raw)) + 1e-12
+        )
 
 
 def test_the_prior_of_variances_drawn_from_one() -> None:
@@ -140,11 +157,17 @@ def test_moderation_shrinks_but_never_hides_a_noisy_cell() -> None:
 
 def test_identical_samples_prove_nothing_infinitely() -> None:
     found = stats.paired([1.0] * 4, [1.0] * 4, prior=None, alpha=0.001, power=0.99)
-    assert found.p_slower == 0.5 and 0 < found.standard_error < 1e-4 and stats.proved_same(found, POLICY)
+    assert (
+        found.p_slower == 0.5
+        and 0 < found.standard_error < 1e-4
+        and stats.proved_same(found, POLICY)
+    )
 
 
 def test_a_drop_of_min_effect_passes_the_screen_whatever_the_night_did() -> None:
-    """3 % slower in nights of 1 % luck: the rule misses 0.25 %, a test for slower alone more than half."""
+    """3 % slower in nights of 1 % luck: the rule misses 0.25 %, a test for slower alone more than
+    half.
+    """
     rng = np.random.default_rng(2)
     passed = significant = 0
     for _ in range(2000):
@@ -164,8 +187,12 @@ def test_a_drop_of_min_effect_passes_the_screen_whatever_the_night_did() -> None
 
 def test_regressed_needs_certainty_and_more_than_the_tolerance() -> None:
     noise = [0.0001 * (-1) ** i for i in range(10)]
-    small = stats.paired([0.0] * 10, [x - 0.009 for x in noise], prior=None, alpha=0.001, power=0.99)
-    large = stats.paired([0.0] * 10, [x - 0.011 for x in noise], prior=None, alpha=0.001, power=0.99)
+    small = stats.paired(
+        [0.0] * 10, [x - 0.009 for x in noise], prior=None, alpha=0.001, power=0.99
+    )
+    large = stats.paired(
+        [0.0] * 10, [x - 0.011 for x in noise], prior=None, alpha=0.001, power=0.99
+    )
     assert small.p_slower < 1e-9 and not stats.regressed(small, small.p_slower, POLICY)
     assert stats.regressed(large, large.p_slower, POLICY)
     assert not stats.regressed(large, POLICY.alpha_confirm, POLICY)
@@ -174,11 +201,17 @@ def test_regressed_needs_certainty_and_more_than_the_tolerance() -> None:
 def test_the_plan_grows_with_noise_and_cells_and_ends_in_blind() -> None:
     def plan(sd: float, cells: int) -> int | None:
         base = [sd * (-1) ** i for i in range(6)]
-        return stats.planned_blocks(base, base, prior=stats.Prior((1.1 * sd) ** 2, 30.0), cells=cells, policy=POLICY)
+        return stats.planned_blocks(
+            base, base, prior=stats.Prior((1.1 * sd) ** 2, 30.0), cells=cells, policy=POLICY
+        )
 
     quiet, usual, many = plan(0.001, 1), plan(0.01, 1), plan(0.01, 40)
     assert quiet == POLICY.confirm_blocks
-    assert usual is not None and many is not None and POLICY.confirm_blocks < usual < many <= stats.MAX_BLOCKS
+    assert (
+        usual is not None
+        and many is not None
+        and POLICY.confirm_blocks < usual < many <= stats.MAX_BLOCKS
+    )
     assert plan(0.07, 1) is None
     assert stats.planned_blocks([0.0], [0.0], prior=None, cells=1, policy=POLICY) is None
 
@@ -186,19 +219,28 @@ def test_the_plan_grows_with_noise_and_cells_and_ends_in_blind() -> None:
 @pytest.mark.parametrize("n", [5, 8, 20, 200])
 def test_one_mode_is_not_called_two(n: int) -> None:
     rng = np.random.default_rng(n)
-    for draw in (rng.standard_normal, lambda size: rng.uniform(-1.7, 1.7, size), lambda size: rng.lognormal(0, 0.5, size)):
+    for draw in (
+        rng.standard_normal,
+        lambda size: rng.uniform(-1.7, 1.7, size),
+        lambda size: rng.lognormal(0, 0.5, size),
+    ):
         flagged = sum(stats.modes(np.exp(0.02 * draw(n)).tolist()) is not None for _ in range(500))
         assert flagged < 0.01 * 500
 
 
 def test_two_modes_are_found_where_they_are() -> None:
     rng = np.random.default_rng(4)
-    found = [stats.modes(np.exp(rng.normal(0, 0.01, 30) + 0.1 * (np.arange(30) % 2)).tolist()) for _ in range(200)]
+    found = [
+        stats.modes(np.exp(rng.normal(0, 0.01, 30) + 0.1 * (np.arange(30) % 2)).tolist())
+        for _ in range(200)
+    ]
     known = [modes for modes in found if modes is not None]
     assert len(known) == 200
     assert fmean(modes.low for modes in known) == pytest.approx(1.0, abs=0.003)
     assert fmean(modes.high for modes in known) == pytest.approx(math.exp(0.1), abs=0.003)
-    assert stdev(modes.gap for modes in known) < 0.01 and {modes.share_high for modes in known} == {0.5}
+    assert stdev(modes.gap for modes in known) < 0.01 and {modes.share_high for modes in known} == {
+        0.5
+    }
 
 
 def test_modes_of_too_few_equal_or_impossible_samples() -> None:

@@ -1,4 +1,6 @@
-"""Steps from a compiled or a CUDA graph: what they are fed, how it is known what ran, and that nothing runs eagerly instead."""
+"""Steps from a compiled or a CUDA graph: what they are fed, how it is known what ran, and that
+nothing runs eagerly instead.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def _quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workload, "Compiled", lambda module: Compiled(module, backend="eager"))
 
 
-def on(axis: str, path: str = "masked", kind: str = "forward", seq_len: int = 64, **changes: Any) -> Job:
+def on(
+    axis: str, path: str = "masked", kind: str = "forward", seq_len: int = 64, **changes: Any
+) -> Job:
     asked = job(path, kind, seq_len, proof=PROOF, **changes)
     return asked.model_copy(update={"axes": {**asked.axes, axis: "on"}})
 
@@ -46,7 +50,9 @@ def on(axis: str, path: str = "masked", kind: str = "forward", seq_len: int = 64
 
 
 def routed(path: str, seq_len: int = 64) -> Route:
-    return calls.route_of(Cell("forward", seq_len, path, dtype="fp32", compile="on").axes(), TINY, Settings(), CPU)
+    return calls.route_of(
+        Cell("forward", seq_len, path, dtype="fp32", compile="on").axes(), TINY, Settings(), CPU
+    )
 
 
 @pytest.mark.parametrize("path", ["masked", "dense"])
@@ -73,7 +79,9 @@ class HalfWindow(NSAAttention):
 
     def __init__(self) -> None:
         nsa = replace(TINY.nsa, branches=("cmp", "win"))
-        super().__init__(TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, nsa, path="masked")
+        super().__init__(
+            TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, nsa, path="masked"
+        )
 
 
 def test_a_layer_that_lacks_a_branch_is_missed() -> None:
@@ -103,19 +111,27 @@ def test_what_breaks_the_graph_is_an_error() -> None:
         Compiled(Printing(), "eager").run(torch.zeros(2))
 
 
-@pytest.mark.parametrize(("path", "kind"), [("dense", "train"), ("v2", "forward"), ("masked", "attention")])
+@pytest.mark.parametrize(
+    ("path", "kind"), [("dense", "train"), ("v2", "forward"), ("masked", "attention")]
+)
 def test_a_compiled_row_says_how_it_is_known_what_ran(path: str, kind: str) -> None:
     asked = on("compile", path, kind, profile=True)
     row = run(asked)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "graph")
     layers = 1 if kind == "attention" else TINY.num_layers
-    assert row.engaged == dict.fromkeys(asked.plan.counters, layers * row.steps_per_sample * len(row.samples_s))
+    assert row.engaged == dict.fromkeys(
+        asked.plan.counters, layers * row.steps_per_sample * len(row.samples_s)
+    )
     assert row.profile is not None and row.profile.witness_ok is True
-    older = {key: value for key, value in row.model_dump(mode="json").items() if key != "engaged_by"}
+    older = {
+        key: value for key, value in row.model_dump(mode="json").items() if key != "engaged_by"
+    }
     assert Replicate.model_validate(older).engaged_by == "call"
 
 
-def test_a_compiled_cell_that_also_runs_eagerly_is_the_wrong_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiled_cell_that_also_runs_eagerly_is_the_wrong_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     real = workload.build
 
     def both(asked: Job) -> workload.Workload:
@@ -129,7 +145,11 @@ def test_a_compiled_cell_that_also_runs_eagerly_is_the_wrong_path(monkeypatch: p
 
     monkeypatch.setattr(workload, "build", both)
     row = run(on("compile", "dense"))
-    assert row.status is Status.WRONG_PATH and "ran eagerly beside the graph" in row.reason and row.tok_per_s is None
+    assert (
+        row.status is Status.WRONG_PATH
+        and "ran eagerly beside the graph" in row.reason
+        and row.tok_per_s is None
+    )
 
 
 def test_a_compiled_cell_is_proved_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,10 +164,19 @@ def test_a_compiled_cell_is_proved_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as compiler:
         compiler.setattr(torch, "compile", lossy)
         for path in ("masked", "dense"):
-            options: dict[str, Any] = {"path": path, "fa2": "off", "dtype": torch.float32, "device": "cpu", "train": False, "seed": 1}
+            options: dict[str, Any] = {
+                "path": path,
+                "fa2": "off",
+                "dtype": torch.float32,
+                "device": "cpu",
+                "train": False,
+                "seed": 1,
+            }
             fine = parity.check(TINY, route_of(cell_of(path)), **options)
             wrong = parity.check(TINY, route_of(cell_of(path)), compiled=True, **options)
-            assert fine.ok and not wrong.ok and wrong.tensors["o"] > 1 and wrong.tensors["layer"] > 1
+            assert (
+                fine.ok and not wrong.ok and wrong.tensors["o"] > 1 and wrong.tensors["layer"] > 1
+            )
     asked: dict[str, Any] = {}
     monkeypatch.setattr(parity, "check", lambda *_, **given: asked.update(given) or PROOF)
     run(on("compile", "dense").model_copy(update={"proof": None}))
@@ -186,26 +215,36 @@ def test_a_replay_reads_the_next_batch_from_the_same_tensors() -> None:
     def body(x: Tensor, y: Tensor) -> None:
         read.append((int(x), x.data_ptr(), x.requires_grad))
 
-    batches = itertools.cycle((torch.tensor(float(i), requires_grad=True), torch.tensor(9.0)) for i in range(1, 6))
+    batches = itertools.cycle(
+        (torch.tensor(float(i), requires_grad=True), torch.tensor(9.0)) for i in range(1, 6)
+    )
     grapher = FakeGrapher()
     step = Captured(body, batches, grapher)
-    assert grapher.done == [], "nothing is captured before the first step, whose seconds are the cold start"
+    assert grapher.done == [], (
+        "nothing is captured before the first step, whose seconds are the cold start"
+    )
     for _ in range(3):
         step()
     assert grapher.done == ["warm", "capture", "replay", "replay", "replay"]
-    assert [value for value, _, _ in read] == [1, 1, 2, 3, 4] and len({place for _, place, _ in read}) == 1
+    assert [value for value, _, _ in read] == [1, 1, 2, 3, 4] and len(
+        {place for _, place, _ in read}
+    ) == 1
     assert all(wants for _, _, wants in read)
 
 
 @pytest.mark.parametrize("kind", ["train", "forward", "attention"])
-def test_a_captured_row_says_how_it_is_known_what_ran(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_a_captured_row_says_how_it_is_known_what_ran(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     monkeypatch.setattr(workload, "CudaGrapher", FakeGrapher)
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: _plain(*a, **k))
     asked = on("cuda_graph", "v2", kind)
     row = run(asked)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
     layers = 1 if kind == "attention" else TINY.num_layers
-    assert row.engaged == dict.fromkeys(asked.plan.counters, layers * row.steps_per_sample * len(row.samples_s))
+    assert row.engaged == dict.fromkeys(
+        asked.plan.counters, layers * row.steps_per_sample * len(row.samples_s)
+    )
 
 
 REAL_ADAMW = torch.optim.AdamW
@@ -218,7 +257,9 @@ def _plain(*args: Any, capturable: bool, **options: Any) -> torch.optim.Optimize
     return REAL_ADAMW(*args, **options)
 
 
-def test_the_optimizer_is_capturable_only_where_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_optimizer_is_capturable_only_where_it_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(torch.optim, "AdamW", _plain)
     CAPTURABLE.clear()
     workload.build(on("cuda_graph", kind="train"))
@@ -226,7 +267,9 @@ def test_the_optimizer_is_capturable_only_where_it_is_captured(monkeypatch: pyte
     assert CAPTURABLE == [True, False]
 
 
-def test_what_cannot_be_captured_fails_and_is_not_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_captured_fails_and_is_not_run_eagerly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Refuses(FakeGrapher):
         def capture(self, work: Callable[[], None]) -> Callable[[], None]:
             raise RuntimeError("operation not permitted when stream is capturing")
@@ -258,7 +301,11 @@ def test_a_replay_that_dispatches_again_is_the_wrong_path(monkeypatch: pytest.Mo
         (cuda("masked", "on"), {FA2: LAYERS, EFFICIENT: 2 * LAYERS}, True),
         (cuda("masked", "on"), {FA2: LAYERS, EFFICIENT: 2 * LAYERS - 1}, False),
         (cuda("masked", "on"), {FA2: LAYERS - 1, EFFICIENT: 3 * LAYERS}, False),
-        (cuda("v2", "off"), {EFFICIENT.replace("cutlassF", "cutlassB"): 9 * LAYERS}, False),  # a backward is no forward
+        (
+            cuda("v2", "off"),
+            {EFFICIENT.replace("cutlassF", "cutlassB"): 9 * LAYERS},
+            False,
+        ),  # a backward is no forward
         (dense("dense"), seen(FA2), True),
         (dense("dense"), seen(CUDNN), True),
         (dense("dense_cudnn"), seen(CUDNN), True),
@@ -266,7 +313,9 @@ def test_a_replay_that_dispatches_again_is_the_wrong_path(monkeypatch: pytest.Mo
         (dense("dense"), seen("softmax_warp_forward", each=99), False),
     ],
 )
-def test_a_replay_is_witnessed_by_kernels_alone(chosen: Route, kernels: dict[str, int], ok: bool) -> None:
+def test_a_replay_is_witnessed_by_kernels_alone(
+    chosen: Route, kernels: dict[str, int], ok: bool
+) -> None:
     shown = witness._fused_as_operator(chosen, kernels, {}, True, LAYERS)
     assert witness.testify(chosen, kernels, shown, True, LAYERS)[0] is ok
 
@@ -274,7 +323,9 @@ def test_a_replay_is_witnessed_by_kernels_alone(chosen: Route, kernels: dict[str
 def test_on_a_cpu_a_graph_shows_the_operators_below() -> None:
     chosen, below = route_of(cell_of("masked")), "aten::_scaled_dot_product_flash_attention_for_cpu"
     for count, ok in ((6, True), (5, False)):
-        shown = witness._fused_as_operator(chosen, {}, {below: count, below + "_backward": 99}, False, 2)
+        shown = witness._fused_as_operator(
+            chosen, {}, {below: count, below + "_backward": 99}, False, 2
+        )
         assert witness.testify(chosen, {}, shown, False, 2)[0] is ok
 
 
@@ -282,28 +333,47 @@ def test_on_a_cpu_a_graph_shows_the_operators_below() -> None:
 
 
 def test_the_kernel_and_training_matrices() -> None:
-    kernels, train = (matrices.load(ROOT / "matrices" / f"{name}-h200.yaml") for name in ("kernels", "train"))
+    kernels, train = (
+        matrices.load(ROOT / "matrices" / f"{name}-h200.yaml") for name in ("kernels", "train")
+    )
     card = replace(H100, triton_provider="triton 3.7.1", triton_reason="")
     plans = [build(matrix, card) for matrix in (kernels, train)]
-    assert [plan.warnings for plan in plans] == [[], []] and all(cell.expect.engaged for plan in plans for cell in plan.cells)
-    assert {cell.layers for cell in plans[0].cells} == {1} and {cell.layers for cell in plans[1].cells} == {12}
-    assert {cell.axes["seq_len"] for cell in plans[0].cells} == {2**n for n in (11, 13, 14, 15, 16, 17)}
+    assert [plan.warnings for plan in plans] == [[], []] and all(
+        cell.expect.engaged for plan in plans for cell in plan.cells
+    )
+    assert {cell.layers for cell in plans[0].cells} == {1} and {
+        cell.layers for cell in plans[1].cells
+    } == {12}
+    assert {cell.axes["seq_len"] for cell in plans[0].cells} == {
+        2**n for n in (11, 13, 14, 15, 16, 17)
+    }
     shapes = {(cell.axes["batch"], cell.axes["seq_len"]) for cell in plans[1].cells}
     assert shapes == {(8, 2048), (2, 8192), (1, 32768), (1, 65536), (1, 2048)}
-    graphs = {(cell.axes["compile"], cell.axes["cuda_graph"]) for cell in plans[1].cells if cell.axes["seq_len"] == 2048}
+    graphs = {
+        (cell.axes["compile"], cell.axes["cuda_graph"])
+        for cell in plans[1].cells
+        if cell.axes["seq_len"] == 2048
+    }
     assert graphs == {("off", "off"), ("off", "on"), ("on", "off"), ("on", "on")}
 
 
 def test_the_axes_rename_nothing_and_name_their_own_cells() -> None:
     assert Cell("train", 128, "v2").cell_id == "path=v2,seq_len=128,workload=train"
-    assert Cell("train", 128, "v2", compile="on", cuda_graph="on").cell_id == "compile=on,cuda_graph=on,path=v2,seq_len=128,workload=train"
-    assert "needs a GPU" in str(why_not_here(Cell("train", 128, "v2", cuda_graph="on"), on_gpu=False))
+    assert (
+        Cell("train", 128, "v2", compile="on", cuda_graph="on").cell_id
+        == "compile=on,cuda_graph=on,path=v2,seq_len=128,workload=train"
+    )
+    assert "needs a GPU" in str(
+        why_not_here(Cell("train", 128, "v2", cuda_graph="on"), on_gpu=False)
+    )
     assert why_not_here(Cell("train", 128, "v2", cuda_graph="on"), on_gpu=True) is None
 
 
 def test_a_compiled_region_is_routed_without_its_length() -> None:
     eager = calls.route_of(Cell("forward", 64, "auto", dtype="fp32").axes(), TINY, Settings(), CPU)
-    compiled = calls.route_of(Cell("forward", 64, "auto", dtype="fp32", compile="on").axes(), TINY, Settings(), CPU)
+    compiled = calls.route_of(
+        Cell("forward", 64, "auto", dtype="fp32", compile="on").axes(), TINY, Settings(), CPU
+    )
     assert "sel.dense" in eager.counters and "sel.masked" in compiled.counters
 
 
@@ -321,13 +391,19 @@ measure: {processes: 3}
 @pytest.mark.parametrize(
     ("kind", "path", "message"),
     [
-        ("chunked_prefill", "v2", "the lengths of a cache are the host's, so no graph holds a step"),
+        (
+            "chunked_prefill",
+            "v2",
+            "the lengths of a cache are the host's, so no graph holds a step",
+        ),
         ("train", "v1", "its loop runs on the host, which no graph holds; wanted a fast path"),
         ("forward", "adaptive", "its loop runs on the host"),
         ("attention", "reference", "its loop runs on the host"),
     ],
 )
-def test_what_no_graph_holds_is_refused_before(axis: str, kind: str, path: str, message: str) -> None:
+def test_what_no_graph_holds_is_refused_before(
+    axis: str, kind: str, path: str, message: str
+) -> None:
     text = MATRIX.replace("KIND", kind).replace("PATH", path).replace("AXIS", axis)
     with pytest.raises(PerfbenchError) as caught:
         build(matrices.parse(text, "t.yaml"))

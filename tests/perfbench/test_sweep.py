@@ -26,14 +26,22 @@ def test_every_block_begins_with_each_sentinel_in_a_job_of_its_own(tmp_path: pat
     assert executor.log[:5] == ["block", *SENTINELS, executor.cells[0][0]]
     assert executor.sentinels == [(name, block) for block in range(3) for name in SENTINELS]
     starts = [at for at, what in enumerate(executor.log) if what == "block"]
-    assert all(executor.log[at + 1 : at + 4] == list(SENTINELS) for at in starts) and len(starts) == 3
+    assert (
+        all(executor.log[at + 1 : at + 4] == list(SENTINELS) for at in starts) and len(starts) == 3
+    )
     assert [(line.name, line.block) for line in finished.run.sentinels] == executor.sentinels
     assert len(finished.run.replicates) == 12 and finished.run.manifest.sentinels == list(SENTINELS)
 
 
 def test_a_sentinels_line(tmp_path: pathlib.Path) -> None:
     line = run(tmp_path, Executor()).run.sentinels[1]
-    assert (line.name, line.block, line.attempt, line.status, line.unit) == ("copy", 0, 0, Status.OK, "byte")
+    assert (line.name, line.block, line.attempt, line.status, line.unit) == (
+        "copy",
+        0,
+        0,
+        Status.OK,
+        "byte",
+    )
     assert line.rate_per_s == 102.0 and line.samples_s and line.device_uuid_sha256 == CARD
     assert line.telemetry is not None and line.telemetry.power_w == 512.0
 
@@ -42,8 +50,16 @@ def test_a_sentinel_that_fails_is_a_row_and_the_block_goes_on(tmp_path: pathlib.
     executor = Executor(ends={("sentinel copy", 1): Status.CRASH})
     finished = run(tmp_path, executor)
     (line,) = [line for line in finished.run.sentinels if line.status is not Status.OK]
-    assert (line.name, line.block, line.status, line.reason, line.rate_per_s) == ("copy", 1, Status.CRASH, "planted", None)
-    assert line.unit == "byte" and line.device_uuid_sha256 == CARD and len(finished.run.sentinels) == 9
+    assert (line.name, line.block, line.status, line.reason, line.rate_per_s) == (
+        "copy",
+        1,
+        Status.CRASH,
+        "planted",
+        None,
+    )
+    assert (
+        line.unit == "byte" and line.device_uuid_sha256 == CARD and len(finished.run.sentinels) == 9
+    )
     assert len(finished.run.replicates) == 12
 
 
@@ -57,7 +73,9 @@ def cut_after(executor: Executor, jobs: int) -> Callable[[], float]:
     return lambda: 0.0 if len(executor.jobs) < jobs else 2.0
 
 
-def test_a_resumed_block_keeps_its_sentinels_and_another_card_measures_its_own(tmp_path: pathlib.Path) -> None:
+def test_a_resumed_block_keeps_its_sentinels_and_another_card_measures_its_own(
+    tmp_path: pathlib.Path,
+) -> None:
     first = Executor()
     folder = run(tmp_path, first, now=cut_after(first, 5), budget_s=1.0).folder
     assert len(first.cells) == 2 and len(first.sentinels) == 3, "cut in the middle of block 0"
@@ -67,7 +85,9 @@ def test_a_resumed_block_keeps_its_sentinels_and_another_card_measures_its_own(t
     run(tmp_path, second, resume=folder, now=cut_after(second, 2), budget_s=1.0)
     assert second.sentinels == [] and len(second.cells) == 2, "block 0 has them on this card"
     third = Executor()
-    folder = run(tmp_path, Executor(), now=cut_after(first, 5), budget_s=3.0, only=["path=v2"]).folder
+    folder = run(
+        tmp_path, Executor(), now=cut_after(first, 5), budget_s=3.0, only=["path=v2"]
+    ).folder
     lines = run(tmp_path, third, card=OTHER_CARD, resume=folder).run.sentinels
     assert third.sentinels == [(name, block) for block in range(3) for name in SENTINELS]
     assert [line.device_uuid_sha256 for line in lines] == [CARD] * 9 + [OTHER_CARD] * 9
@@ -80,10 +100,16 @@ def test_a_block_that_lacks_one_sentinel_measures_that_one(tmp_path: pathlib.Pat
     first, second = Executor(), Executor()
     folder = run(tmp_path, first, now=cut_after(first, 4), budget_s=1.0).folder
     path = folder / runfile.FILE_NAME
-    kept = [line for line in path.read_bytes().splitlines(keepends=True) if b'"name": "copy"' not in line]
+    kept = [
+        line
+        for line in path.read_bytes().splitlines(keepends=True)
+        if b'"name": "copy"' not in line
+    ]
     path.write_bytes(b"".join(kept))
     run(tmp_path, second, resume=folder)
-    assert second.sentinels[0] == ("copy", 0) and second.sentinels[1:4] == [(name, 1) for name in SENTINELS]
+    assert second.sentinels[0] == ("copy", 0) and second.sentinels[1:4] == [
+        (name, 1) for name in SENTINELS
+    ]
 
 
 def test_the_budget_holds_for_sentinels_too(tmp_path: pathlib.Path) -> None:
@@ -95,13 +121,20 @@ def test_the_budget_holds_for_sentinels_too(tmp_path: pathlib.Path) -> None:
 # Throttled blocks.
 
 
-def test_a_throttled_replicate_is_measured_again_and_the_last_one_counts(tmp_path: pathlib.Path) -> None:
+def test_a_throttled_replicate_is_measured_again_and_the_last_one_counts(
+    tmp_path: pathlib.Path,
+) -> None:
     executor = Executor(hot={(IDS[0], 1): 1})
     finished = run(tmp_path, executor)
     rows = [row for row in finished.run.of_cell(IDS[0]) if row.replicate == 1]
-    assert [(row.attempt, row.telemetry.throttled if row.telemetry else None) for row in rows] == [(0, True), (1, False)]
+    assert [(row.attempt, row.telemetry.throttled if row.telemetry else None) for row in rows] == [
+        (0, True),
+        (1, False),
+    ]
     at = executor.log.index("pause 10")
-    assert executor.log[at - 1] == executor.log[at + 1] == IDS[0], "at once after the pause, in the same place of the block"
+    assert executor.log[at - 1] == executor.log[at + 1] == IDS[0], (
+        "at once after the pause, in the same place of the block"
+    )
     assert len(finished.run.replicates) == 13 and executor.log.count("pause 10") == 1
 
 
@@ -109,35 +142,64 @@ def test_retries_end_and_pauses_grow(tmp_path: pathlib.Path) -> None:
     executor = Executor(hot={(IDS[0], 0): 99})
     finished = run(tmp_path, executor)
     rows = [row for row in finished.run.of_cell(IDS[0]) if row.replicate == 0]
-    assert [row.attempt for row in rows] == [0, 1, 2] and all(row.telemetry and row.telemetry.throttled for row in rows)
-    assert [entry for entry in executor.log if entry.startswith("pause")] == ["pause 10", "pause 20"]
+    assert [row.attempt for row in rows] == [0, 1, 2] and all(
+        row.telemetry and row.telemetry.throttled for row in rows
+    )
+    assert [entry for entry in executor.log if entry.startswith("pause")] == [
+        "pause 10",
+        "pause 20",
+    ]
     assert len(finished.run.replicates) == 14 and finished.missing == []
 
 
 def test_pauses_are_bounded(tmp_path: pathlib.Path) -> None:
     executor = Executor(hot={(IDS[0], 0): 99})
     run(tmp_path, executor, TEXT.replace("throttle_retries: 2", "throttle_retries: 6"))
-    assert [entry for entry in executor.log if entry.startswith("pause")] == [f"pause {s}" for s in (10, 20, 40, 60, 60, 60)]
+    assert [entry for entry in executor.log if entry.startswith("pause")] == [
+        f"pause {s}" for s in (10, 20, 40, 60, 60, 60)
+    ]
 
 
 def test_no_retries_where_none_are_asked_for(tmp_path: pathlib.Path) -> None:
     executor = Executor(hot={(IDS[0], 0): 99})
-    assert len(run(tmp_path, executor, TEXT.replace("throttle_retries: 2", "throttle_retries: 0")).run.replicates) == 12
+    assert (
+        len(
+            run(
+                tmp_path, executor, TEXT.replace("throttle_retries: 2", "throttle_retries: 0")
+            ).run.replicates
+        )
+        == 12
+    )
 
 
 def test_a_throttled_sentinel_is_measured_again_too(tmp_path: pathlib.Path) -> None:
     executor = Executor(hot={("sentinel copy", 0): 1})
     lines = run(tmp_path, executor).run.sentinels[:4]
-    assert [(line.name, line.attempt) for line in lines] == [("gemm", 0), ("copy", 0), ("copy", 1), ("sdpa_frozen", 0)]
+    assert [(line.name, line.attempt) for line in lines] == [
+        ("gemm", 0),
+        ("copy", 0),
+        ("copy", 1),
+        ("sdpa_frozen", 0),
+    ]
     assert executor.log[1:6] == ["gemm", "copy", "pause 10", "copy", "sdpa_frozen"]
 
 
 def test_a_throttled_one_with_retries_left_is_missing_on_resume(tmp_path: pathlib.Path) -> None:
-    first, second, third = Executor(hot={(name, 0): 99 for name in IDS}), Executor(hot={(IDS[1], 0): 99}), Executor()
-    finished = run(tmp_path, first, now=lambda: 0.0, budget_s=5.0)  # the budget does not hold a pause of 10 s
-    assert len(first.cells) == 1 and first.cells[0] in finished.missing and len(finished.missing) == 12
+    first, second, third = (
+        Executor(hot={(name, 0): 99 for name in IDS}),
+        Executor(hot={(IDS[1], 0): 99}),
+        Executor(),
+    )
+    finished = run(
+        tmp_path, first, now=lambda: 0.0, budget_s=5.0
+    )  # the budget does not hold a pause of 10 s
+    assert (
+        len(first.cells) == 1 and first.cells[0] in finished.missing and len(finished.missing) == 12
+    )
     after = run(tmp_path, second, resume=finished.folder)
-    assert second.cells[0] == first.cells[0] and len(second.cells) == 12 + (2 if first.cells[0][0] != IDS[1] else 1)
+    assert second.cells[0] == first.cells[0] and len(second.cells) == 12 + (
+        2 if first.cells[0][0] != IDS[1] else 1
+    )
     rows = [row for row in after.run.of_cell(first.cells[0][0]) if row.replicate == 0]
     assert [row.attempt for row in rows][:2] == [0, 1] and after.missing == []
     run(tmp_path, third, resume=finished.folder)
@@ -148,7 +210,9 @@ def test_company_waits_while_a_throttled_one_is_repeated(tmp_path: pathlib.Path)
     executor = Executor(hot={(name, 0): 1 for name in IDS[:2]})
     text = TEXT.replace("processes: 3", "processes: 1, prepare_together: 4")
     finished = run(tmp_path, executor, text)
-    assert len(executor.prepared) == 1 and sorted(executor.prepared[0]) == sorted(IDS), "sentinels are not prepared beside cells"
+    assert len(executor.prepared) == 1 and sorted(executor.prepared[0]) == sorted(IDS), (
+        "sentinels are not prepared beside cells"
+    )
     assert len(executor.cells) == 6 and len(finished.run.replicates) == 6
     assert list(dict.fromkeys(executor.cells)) == [(name, 0) for name in executor.prepared[0]]
 
@@ -187,7 +251,9 @@ def test_progress_counts_each_replicate_once(tmp_path: pathlib.Path) -> None:
 
 
 @pytest.mark.parametrize(("word", "profiled"), [("first", {0}), ("every", {0, 1, 2})])
-def test_which_replicates_are_profiled(tmp_path: pathlib.Path, word: str, profiled: set[int]) -> None:
+def test_which_replicates_are_profiled(
+    tmp_path: pathlib.Path, word: str, profiled: set[int]
+) -> None:
     executor = Executor()
     run(tmp_path, executor, TEXT.replace("processes: 3", f"processes: 3, profile: {word}"))
     assert {job.replicate for job in executor.jobs if job.profile} == profiled

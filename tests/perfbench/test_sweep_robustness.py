@@ -1,4 +1,6 @@
-"""kill -9 at every write, a full disk, a second run, clocks that step back, and ten thousand cells; all with a fake executor."""
+"""kill -9 at every write, a full disk, a second run, clocks that step back, and ten thousand cells;
+all with a fake executor.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.perfbench.sweep_cases import CARD, IDS, SENTINELS, TEXT, Executor, pl
 
 
 def killed_at(folder: pathlib.Path, moment: int) -> tuple[bool, int]:
-    """Run in a forked process that kills itself at its ``moment``-th call of write or fsync; (killed, appends that returned)."""
+    """Run in a forked process that kills itself at its ``moment``-th call of write or fsync;
+    (killed, appends that returned).
+    """
     heard, say = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -85,10 +89,18 @@ def test_kill_9_at_every_write_loses_no_finished_line(tmp_path: pathlib.Path) ->
         if acknowledged == 0:
             continue  # killed while the manifest was written: there is no run yet
         kept = runfile.read(files[0].parent)
-        assert 1 + len(kept.sentinels) + len(kept.replicates) in (acknowledged, acknowledged + 1), "one may be whole, and not yet told"
+        assert 1 + len(kept.sentinels) + len(kept.replicates) in (
+            acknowledged,
+            acknowledged + 1,
+        ), "one may be whole, and not yet told"
         after = run(folder, Executor(), text, resume=files[0].parent).run
-        assert after.sentinels[: len(kept.sentinels)] == kept.sentinels and after.replicates[: len(kept.replicates)] == kept.replicates
-        assert sorted((line.name, line.block) for line in after.sentinels) == sorted((name, 0) for name in SENTINELS)
+        assert (
+            after.sentinels[: len(kept.sentinels)] == kept.sentinels
+            and after.replicates[: len(kept.replicates)] == kept.replicates
+        )
+        assert sorted((line.name, line.block) for line in after.sentinels) == sorted(
+            (name, 0) for name in SENTINELS
+        )
         last = {(row.cell_id, row.replicate): row for row in after.replicates}
         assert sorted(last) == sorted((name, 0) for name in IDS) and not after.torn
         assert all(row.telemetry and row.telemetry.throttled is False for row in last.values())
@@ -97,7 +109,9 @@ def test_kill_9_at_every_write_loses_no_finished_line(tmp_path: pathlib.Path) ->
     assert acknowledged == rows and moment > 3 * rows
 
 
-def test_a_full_disk_stops_the_run_and_nothing_is_lost(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_stops_the_run_and_nothing_is_lost(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     executor, fsync = Executor(), os.fsync
 
     def full(fd: int) -> None:
@@ -117,7 +131,9 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(tmp_path: pathlib.Path, m
 
 
 def test_two_runs_in_one_folder_do_not_meet(tmp_path: pathlib.Path) -> None:
-    """Each makes its own run folder; one that is told to go on with the other's is refused while that one writes."""
+    """Each makes its own run folder; one that is told to go on with the other's is refused while
+    that one writes.
+    """
     inner: list[runner.Finished] = []
     executor = Executor()
     execute = executor.execute
@@ -137,7 +153,9 @@ def test_two_runs_in_one_folder_do_not_meet(tmp_path: pathlib.Path) -> None:
         assert len(finished.run.replicates) == 12 and len(finished.run.sentinels) == 9
 
 
-def test_a_wall_clock_that_steps_back_changes_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_clock_that_steps_back_changes_nothing(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every reading of it is an hour before the last; it names rows and measures nothing."""
     stamp = [datetime(2026, 3, 29, 3, tzinfo=UTC)]
 
@@ -159,7 +177,11 @@ def test_a_wall_clock_that_steps_back_changes_nothing(tmp_path: pathlib.Path, mo
     assert finished.missing, "the budget is counted on the monotonic clock"
     rest = Executor()
     after = run(tmp_path, rest, resume=finished.folder)
-    assert after.missing == [] and len(after.run.replicates) == 10 and after.run.resumed[0].resumed_utc < after.run.manifest.created_utc
+    assert (
+        after.missing == []
+        and len(after.run.replicates) == 10
+        and after.run.resumed[0].resumed_utc < after.run.manifest.created_utc
+    )
     assert executor.cells + rest.cells == list(dict.fromkeys(executor.cells + rest.cells))
 
 
@@ -171,25 +193,39 @@ def test_no_module_times_by_the_wall_clock() -> None:
 def many_cells(count: int) -> list[PlannedCell]:
     """Four cells' routes at ``count // 4`` lengths; planning is not what is tested here."""
     made = []
-    for cell in planned_from(TEXT.replace("[forward]", "[forward, train]").replace("[128, 256]", "[128]"))[1].cells:
+    for cell in planned_from(
+        TEXT.replace("[forward]", "[forward, train]").replace("[128, 256]", "[128]")
+    )[1].cells:
         for number in range(1, count // 4 + 1):
             axes = {**cell.axes, "seq_len": 64 * number}
-            made.append(cell.model_copy(update={"cell_id": f"{cell.cell_id} {number}", "axes": axes}))
+            made.append(
+                cell.model_copy(update={"cell_id": f"{cell.cell_id} {number}", "axes": axes})
+            )
     return made
 
 
 @pytest.mark.parametrize("together", [1, 8])
 def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, together: int) -> None:
-    """The disk and the writing of JSON left out; half of the cells run out of memory or are skipped, one question each."""
-    matrix, _ = planned_from(TEXT.replace("processes: 3", f"processes: 2, prepare_together: {together}"))
+    """The disk and the writing of JSON left out; half of the cells run out of memory or are
+    skipped, one question each.
+    """
+    matrix, _ = planned_from(
+        TEXT.replace("processes: 3", f"processes: 2, prepare_together: {together}")
+    )
     cells = many_cells(10_000)
     fixed = builders.telemetry()
 
     class Quick(Executor):
         def execute(self, job: Job) -> Replicate:
-            if job.sentinel is None and job.axes["path"] == "v2" and int(job.axes["seq_len"]) >= 640:
+            if (
+                job.sentinel is None
+                and job.axes["path"] == "v2"
+                and int(job.axes["seq_len"]) >= 640
+            ):
                 return failed(job, Status.OOM, "planted")
-            return failed(job, Status.OK, "").model_copy(update={"telemetry": fixed, "tok_per_s": 1.0})
+            return failed(job, Status.OK, "").model_copy(
+                update={"telemetry": fixed, "tok_per_s": 1.0}
+            )
 
     class Writer:
         folder = tmp_path
@@ -217,7 +253,11 @@ def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, toget
     assert sweep.run({cell.cell_id for cell in cells}) == []
     took_s = time.process_time() - begin
     ended = Counter(row.status for row in writer.rows if isinstance(row, Replicate))
-    assert len(cells) == 10_000 and ended[Status.OK] == 2 * 5000 + 2 * 18 and ended[Status.OOM] + ended[Status.SKIPPED] == 5000 - 18
+    assert (
+        len(cells) == 10_000
+        and ended[Status.OK] == 2 * 5000 + 2 * 18
+        and ended[Status.OOM] + ended[Status.SKIPPED] == 5000 - 18
+    )
     assert ended[Status.SKIPPED] > 4000
     assert took_s < 5.0
     ledger = Ledger(2, writer.rows)
@@ -226,5 +266,10 @@ def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, toget
 
 def test_a_line_on_the_disk_is_one_json_object(tmp_path: pathlib.Path) -> None:
     folder = run(tmp_path, Executor()).folder
-    kinds = [json.loads(line)["kind"] for line in (folder / runfile.FILE_NAME).read_bytes().splitlines()]
-    assert kinds[:5] == ["manifest", "sentinel", "sentinel", "sentinel", "replicate"] and len(kinds) == 1 + 9 + 12
+    kinds = [
+        json.loads(line)["kind"] for line in (folder / runfile.FILE_NAME).read_bytes().splitlines()
+    ]
+    assert (
+        kinds[:5] == ["manifest", "sentinel", "sentinel", "sentinel", "replicate"]
+        and len(kinds) == 1 + 9 + 12
+    )

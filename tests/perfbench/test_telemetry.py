@@ -1,11 +1,21 @@
-"""NVML sampling with a stand-in for pynvml: what is unsupported is null plus NVML's reason, and never 0."""
+"""NVML sampling with a stand-in for pynvml: what is unsupported is null plus NVML's reason, and
+never 0.
+"""
 
 import time
 
 import pytest
 
 from perfbench.result import Telemetry
-from perfbench.telemetry import THROTTLING, VALUES, FakeSampler, NullSampler, NvmlSampler, Sampler, sampler_for
+from perfbench.telemetry import (
+    THROTTLING,
+    VALUES,
+    FakeSampler,
+    NullSampler,
+    NvmlSampler,
+    Sampler,
+    sampler_for,
+)
 from tests.perfbench.fake_nvml import Card, FakeNvml
 
 UUID = Card().uuid
@@ -21,7 +31,12 @@ def test_every_value_of_a_healthy_card() -> None:
     nvml = FakeNvml(Card(name="other", uuid="GPU-0"), Card())
     seen = sample(nvml)
     assert (seen.utilisation_pct, seen.memory_utilisation_pct) == (90, 40)
-    assert (seen.sm_clock_mhz, seen.memory_clock_mhz, seen.power_w, seen.temperature_c) == (1755, 2619, 512.0, 58)
+    assert (seen.sm_clock_mhz, seen.memory_clock_mhz, seen.power_w, seen.temperature_c) == (
+        1755,
+        2619,
+        512.0,
+        58,
+    )
     assert seen.memory_used_bytes == 3 * 2**30
     assert seen.energy_j == 7.0
     assert seen.throttled is False and seen.clock_event_reasons == []
@@ -39,7 +54,13 @@ def test_the_card_is_found_by_uuid_and_never_by_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name"), [(4, "NO_PERMISSION"), (9, "DRIVER_NOT_LOADED"), (12, "LIBRARY_NOT_FOUND"), (18, "LIB_RM_VERSION_MISMATCH")]
+    ("code", "name"),
+    [
+        (4, "NO_PERMISSION"),
+        (9, "DRIVER_NOT_LOADED"),
+        (12, "LIBRARY_NOT_FOUND"),
+        (18, "LIB_RM_VERSION_MISMATCH"),
+    ],
 )
 def test_nvml_that_cannot_be_opened_leaves_nulls_with_the_reason(code: int, name: str) -> None:
     seen = sample(FakeNvml(Card(), fails={"nvmlInit": code}), 0.02)
@@ -58,7 +79,10 @@ def test_a_card_that_nvml_does_not_find() -> None:
 def test_mig_utilisation_is_null_and_not_zero() -> None:
     seen = sample(FakeNvml(Card(), fails={"nvmlDeviceGetUtilizationRates": 3}), 0.3)
     assert seen.utilisation_pct is None and seen.memory_utilisation_pct is None
-    assert seen.absent == {"utilisation_pct": "NVML_ERROR_NOT_SUPPORTED", "memory_utilisation_pct": "NVML_ERROR_NOT_SUPPORTED"}
+    assert seen.absent == {
+        "utilisation_pct": "NVML_ERROR_NOT_SUPPORTED",
+        "memory_utilisation_pct": "NVML_ERROR_NOT_SUPPORTED",
+    }
     assert seen.power_w == 512.0
 
 
@@ -71,7 +95,10 @@ def test_what_failed_once_is_not_asked_again() -> None:
 def test_a_window_shorter_than_nvmls_own_has_no_utilisation() -> None:
     seen = sample(FakeNvml(Card()), 0.05)
     assert seen.utilisation_pct is None
-    assert "shorter than NVML's own" in seen.absent["utilisation_pct"] and "shorter" in seen.absent["memory_utilisation_pct"]
+    assert (
+        "shorter than NVML's own" in seen.absent["utilisation_pct"]
+        and "shorter" in seen.absent["memory_utilisation_pct"]
+    )
     assert seen.sm_clock_mhz == 1755
 
 
@@ -88,7 +115,9 @@ def test_a_window_shorter_than_nvmls_own_has_no_utilisation() -> None:
     ],
 )
 @pytest.mark.parametrize("lacks", [(), ("nvmlDeviceGetCurrentClocksEventReasons",)])
-def test_clock_event_reasons(bits: int, names: list[str], throttled: bool, lacks: tuple[str, ...]) -> None:
+def test_clock_event_reasons(
+    bits: int, names: list[str], throttled: bool, lacks: tuple[str, ...]
+) -> None:
     nvml = FakeNvml(Card(), lacks=lacks)
     nvml.reasons = bits
     seen = sample(nvml, 0.01)
@@ -107,12 +136,17 @@ def test_energy_needs_a_counter() -> None:
 
 def test_a_call_that_the_binding_lacks() -> None:
     seen = sample(FakeNvml(Card(), lacks=("nvmlDeviceGetTemperature",)), 0.01)
-    assert seen.temperature_c is None and seen.absent["temperature_c"] == "NVML_ERROR_FUNCTION_NOT_FOUND"
+    assert (
+        seen.temperature_c is None
+        and seen.absent["temperature_c"] == "NVML_ERROR_FUNCTION_NOT_FOUND"
+    )
 
 
 def test_the_sampler_states_its_own_cost() -> None:
     seen = sample(FakeNvml(Card()), 0.4, hertz=20.0)
-    assert seen.sampler_cost_pct is not None and 0 < seen.sampler_cost_pct < 5  # the stand-in logs every call
+    assert (
+        seen.sampler_cost_pct is not None and 0 < seen.sampler_cost_pct < 5
+    )  # the stand-in logs every call
 
 
 def test_an_error_of_the_measured_code_passes_through_and_ends_the_thread() -> None:
@@ -125,7 +159,10 @@ def test_an_error_of_the_measured_code_passes_through_and_ends_the_thread() -> N
 def test_null_and_fake_samplers() -> None:
     with NullSampler("no GPU here").window() as window:
         pass
-    assert set(window.result.absent.values()) == {"no GPU here"} and window.result.utilisation_pct is None
+    assert (
+        set(window.result.absent.values()) == {"no GPU here"}
+        and window.result.utilisation_pct is None
+    )
     canned = Telemetry(power_w=3.0)
     sampler: Sampler = FakeSampler(canned)
     with sampler.window() as window, pytest.raises(ValueError, match="still open"):

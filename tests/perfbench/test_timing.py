@@ -1,4 +1,6 @@
-"""Steady state, cycles, energy: from the samples and the telemetry of one window, each null with its reason."""
+"""Steady state, cycles, energy: from the samples and the telemetry of one window, each null with
+its reason.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def test_too_few_samples_show_nothing() -> None:
 
 
 @pytest.mark.parametrize(("drift_per_s", "steady"), [(0.0005, True), (0.003, False)])
-def test_the_slope_is_relative_to_seconds_whatever_the_length_of_a_step(drift_per_s: float, steady: bool) -> None:
+def test_the_slope_is_relative_to_seconds_whatever_the_length_of_a_step(
+    drift_per_s: float, steady: bool
+) -> None:
     """0.05 % a second is level and 0.3 % is not, also where a sample holds twenty steps."""
     clock = FakeClock(STEP_S * (1 + drift_per_s * i * STEP_S) for i in itertools.count())
     warmth = warm_up(nothing, clock, 1.0)
@@ -54,9 +58,17 @@ def test_the_slope_is_relative_to_seconds_whatever_the_length_of_a_step(drift_pe
 def test_what_runs_between_steps_is_not_in_the_samples() -> None:
     clock = FakeClock(0.01)
     options = MeasureOptions(min_sample_ms=40, samples=3)
-    found = time_samples(nothing, 0.01, options, clock, FakeSampler(builders.telemetry()), lambda: clock.advance(1.0))
-    assert found.samples_s == [pytest.approx(0.04)] * 3 and found.flushed and clock.now() == pytest.approx(12.12)
-    assert not time_samples(nothing, 0.01, options, clock, FakeSampler(builders.telemetry())).flushed
+    found = time_samples(
+        nothing, 0.01, options, clock, FakeSampler(builders.telemetry()), lambda: clock.advance(1.0)
+    )
+    assert (
+        found.samples_s == [pytest.approx(0.04)] * 3
+        and found.flushed
+        and clock.now() == pytest.approx(12.12)
+    )
+    assert not time_samples(
+        nothing, 0.01, options, clock, FakeSampler(builders.telemetry())
+    ).flushed
 
 
 def test_cycles_are_seconds_times_the_sm_clock() -> None:
@@ -68,7 +80,10 @@ def test_cycles_are_seconds_times_the_sm_clock() -> None:
 @pytest.mark.parametrize(
     ("seen", "why"),
     [
-        ({"sm_clock_mhz": None, "absent": {"sm_clock_mhz": "NVML_ERROR_NOT_SUPPORTED"}}, "NVML_ERROR_NOT_SUPPORTED"),
+        (
+            {"sm_clock_mhz": None, "absent": {"sm_clock_mhz": "NVML_ERROR_NOT_SUPPORTED"}},
+            "NVML_ERROR_NOT_SUPPORTED",
+        ),
         ({"sm_clock_mhz": 0.0}, "0.0 MHz"),
     ],
 )
@@ -87,7 +102,11 @@ def test_energy_per_token_needs_two_seconds() -> None:
     ("seen", "flushed", "why"),
     [
         ({"energy_j": 600.0, "window_s": 1.99}, False, "shorter than 2 s"),
-        ({"energy_j": None, "window_s": 3.0, "absent": {"energy_j": "NVML_ERROR_NOT_SUPPORTED"}}, False, "NVML_ERROR_NOT_SUPPORTED"),
+        (
+            {"energy_j": None, "window_s": 3.0, "absent": {"energy_j": "NVML_ERROR_NOT_SUPPORTED"}},
+            False,
+            "NVML_ERROR_NOT_SUPPORTED",
+        ),
         ({"energy_j": None, "window_s": 3.0}, False, "NVML gave no energy"),
         ({"energy_j": 0.0, "window_s": 3.0}, False, "moved by 0 J"),
         ({"energy_j": 600.0, "window_s": 3.0}, True, "L2 flushes"),

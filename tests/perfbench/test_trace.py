@@ -1,4 +1,6 @@
-"""Traces after a red and of one cell: fakes for every failure, and real steps, processes and commits on the CPU."""
+"""Traces after a red and of one cell: fakes for every failure, and real steps, processes and
+commits on the CPU.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,19 @@ import torch
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench import ab, capture, checkout, measure, runfile, session, sideplan, trace, tracecommand, tracediff, workload
+from perfbench import (
+    ab,
+    capture,
+    checkout,
+    measure,
+    runfile,
+    session,
+    sideplan,
+    trace,
+    tracecommand,
+    tracediff,
+    workload,
+)
 from perfbench import matrix as matrices
 from perfbench import plan as plans
 from perfbench.checkout import CannotBuild, Side
@@ -71,11 +85,15 @@ class FakeSide:
         if isinstance(end, BaseException):
             raise end
         if isinstance(end, Status):
-            chrome.with_name(chrome.name.replace(".json.gz", ".partial.json.gz")).write_bytes(b"half")
+            chrome.with_name(chrome.name.replace(".json.gz", ".partial.json.gz")).write_bytes(
+                b"half"
+            )
             return failed(job, end, "planted")
         if end != "silent":
             rows = {} if end == "empty" else {"gemm": Kernel(count=2, seconds=self.ms / 1e3)}
-            table_beside(chrome).write_text("{" if end == "torn" else Kernels(device="cpu", rows=rows).model_dump_json())
+            table_beside(chrome).write_text(
+                "{" if end == "torn" else Kernels(device="cpu", rows=rows).model_dump_json()
+            )
             chrome.write_bytes(gzip.compress(b"{}"))
         return side_measure.row_of(job, 100.0)
 
@@ -97,18 +115,41 @@ def judgement(*cells: CellVerdict) -> Judgement:
     return Judgement(Exit.REGRESSED, "red", list(cells), [], GatePolicy())
 
 
-def red(cell_id: str, change_pct: float | None = -5.0, verdict: Verdict = Verdict.REGRESSED) -> CellVerdict:
-    return CellVerdict(cell_id, {}, verdict, "slower", change_pct=change_pct, reproduce=f"perfbench run m.yaml --only cell={cell_id}")
+def red(
+    cell_id: str, change_pct: float | None = -5.0, verdict: Verdict = Verdict.REGRESSED
+) -> CellVerdict:
+    return CellVerdict(
+        cell_id,
+        {},
+        verdict,
+        "slower",
+        change_pct=change_pct,
+        reproduce=f"perfbench run m.yaml --only cell={cell_id}",
+    )
 
 
 def run_of_matrix(**overrides: Any) -> Run:
     matrix = matrices.parse(MATRIX, "small.yaml")
     cells = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings()).cells
-    return builders.make_run(cells, gpu=False, matrix_text=MATRIX, matrix_name="small", matrix_path="small.yaml", **overrides)
+    return builders.make_run(
+        cells,
+        gpu=False,
+        matrix_text=MATRIX,
+        matrix_name="small",
+        matrix_path="small.yaml",
+        **overrides,
+    )
 
 
 def ground_at(repository: Path, say: Callable[[str], None] = lambda text: None) -> Ground:
-    return Ground(TargetFit("cpu", None), assumed("none"), builders.environment(False), repository, SilentProgress(), say)
+    return Ground(
+        TargetFit("cpu", None),
+        assumed("none"),
+        builders.environment(False),
+        repository,
+        SilentProgress(),
+        say,
+    )
 
 
 @pytest.fixture
@@ -146,7 +187,10 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
 def plan_here(one: Side, matrix: Any, only: Sequence[str], capability: Any) -> sideplan.SidePlan:
     """What the side's own process would answer: its routes are ours."""
-    return sideplan.SidePlan(plans.build(matrix, only=list(only), capability=capability, settings=Settings()), matrix.model.to_mapping())
+    return sideplan.SidePlan(
+        plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
+        matrix.model.to_mapping(),
+    )
 
 
 def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None:
@@ -154,21 +198,36 @@ def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None
     diffs = bench.on_red(*(red(cell, drop) for cell, drop in drops.items()))
     assert [one.cell_id for one in diffs if not one.left_out] == [CELLS[1], CELLS[3], CELLS[2]]
     assert [one.cell_id for one in diffs if one.left_out] == [CELLS[0], CELLS[4]]
-    assert sorted(job.cell_id for job in bench.a.jobs) == sorted(job.cell_id for job in bench.b.jobs) == sorted(CELLS[1:4])
+    assert (
+        sorted(job.cell_id for job in bench.a.jobs)
+        == sorted(job.cell_id for job in bench.b.jobs)
+        == sorted(CELLS[1:4])
+    )
     assert bench.opened == ["v1", "own"], "one checkout and one server a side"
     text = tracediff.to_markdown(diffs)
     assert f"because larger drops were: `{CELLS[0]}`, `{CELLS[4]}`" in text
-    assert text.count("operators' time 2.000 ms, was 1.000 ms (+100.0 %)") == 3 and "| `gemm` | slower per call | 2 |" in text
+    assert (
+        text.count("operators' time 2.000 ms, was 1.000 ms (+100.0 %)") == 3
+        and "| `gemm` | slower per call | 2 |" in text
+    )
     assert f"`perfbench run m.yaml --only cell={CELLS[1]}`" in text
 
 
 def test_what_is_written_is_read_again(bench: Bench) -> None:
     diffs = bench.on_red(red(CELLS[0]), red(CELLS[1], -9.0), limit=1)
-    assert tracediff.stored(bench.out) == diffs and tracediff.to_markdown(tracediff.stored(bench.out)) == tracediff.to_markdown(diffs)
+    assert tracediff.stored(bench.out) == diffs and tracediff.to_markdown(
+        tracediff.stored(bench.out)
+    ) == tracediff.to_markdown(diffs)
     names = sorted(path.name for path in (bench.out / "traces").iterdir())
-    assert names == sorted(f"{slug(CELLS[1])}-{side}.{kind}" for side in "ab" for kind in ("json.gz", "kernels.json"))
+    assert names == sorted(
+        f"{slug(CELLS[1])}-{side}.{kind}" for side in "ab" for kind in ("json.gz", "kernels.json")
+    )
     candidate = diffs[0].candidate
-    assert candidate is not None and candidate.chrome is not None and (bench.out / candidate.chrome).is_file()
+    assert (
+        candidate is not None
+        and candidate.chrome is not None
+        and (bench.out / candidate.chrome).is_file()
+    )
     assert tracediff.stored(bench.out / "traces") == []
     (bench.out / "trace.json").write_text("[{]")
     with pytest.raises(PerfbenchError, match="damaged .* Next: remove it") as caught:
@@ -177,7 +236,11 @@ def test_what_is_written_is_read_again(bench: Bench) -> None:
 
 
 def test_nothing_is_traced_without_a_red(bench: Bench) -> None:
-    cells = [red(CELLS[0], verdict=Verdict.WATCH), red(CELLS[1], verdict=Verdict.FAILED), red(CELLS[2], verdict=Verdict.SAME)]
+    cells = [
+        red(CELLS[0], verdict=Verdict.WATCH),
+        red(CELLS[1], verdict=Verdict.FAILED),
+        red(CELLS[2], verdict=Verdict.SAME),
+    ]
     assert bench.on_red(*cells) == [] and bench.opened == [] and list(bench.out.iterdir()) == []
     assert tracediff.to_markdown([]) == ""
 
@@ -187,7 +250,9 @@ def test_a_wrong_path_is_traced_after_the_drops(bench: Bench) -> None:
     assert [one.verdict for one in diffs] == ["REGRESSED", "WRONG_PATH"]
 
 
-def test_the_jobs_are_those_of_the_first_replicate_and_the_fault_is_the_candidates(bench: Bench) -> None:
+def test_the_jobs_are_those_of_the_first_replicate_and_the_fault_is_the_candidates(
+    bench: Bench,
+) -> None:
     faults = [f"slowdown=10%@{CELLS[0]}"]
     manifest = bench.sides.run.manifest.model_copy(update={"injections": faults, "seed": 3})
     run = bench.sides.run.model_copy(update={"manifest": manifest})
@@ -195,9 +260,13 @@ def test_the_jobs_are_those_of_the_first_replicate_and_the_fault_is_the_candidat
     bench.on_red(red(CELLS[0]), red(CELLS[1]))
     assert bench.opened == ["v1", "v2"]
     first, second = bench.b.jobs
-    assert first.injection is not None and first.injection.percent == 10 and second.injection is None
+    assert (
+        first.injection is not None and first.injection.percent == 10 and second.injection is None
+    )
     assert all(one.injection is None for one in bench.a.jobs)
-    assert [one.seed for one in bench.a.jobs] == [one.seed for one in bench.b.jobs] and first.seed != second.seed
+    assert [one.seed for one in bench.a.jobs] == [
+        one.seed for one in bench.b.jobs
+    ] and first.seed != second.seed
     assert Path(first.trace or "").is_absolute() and not first.profile and first.replicate == 0
 
 
@@ -215,17 +284,26 @@ def test_the_jobs_are_those_of_the_first_replicate_and_the_fault_is_the_candidat
     ],
     ids=str,
 )
-def test_a_side_that_cannot_be_traced_is_a_line_and_the_other_is_shown(bench: Bench, end: Any, words: str) -> None:
+def test_a_side_that_cannot_be_traced_is_a_line_and_the_other_is_shown(
+    bench: Bench, end: Any, words: str
+) -> None:
     bench.a.ends[CELLS[0]] = end
     (diff,) = bench.on_red(red(CELLS[0]))
-    assert diff.changes == [] and len(diff.problems) == 1 and words in diff.problems[0] and diff.problems[0].startswith("base: ")
+    assert (
+        diff.changes == []
+        and len(diff.problems) == 1
+        and words in diff.problems[0]
+        and diff.problems[0].startswith("base: ")
+    )
     text = diff.to_markdown()
     assert "not traced, base: " in text and "| `gemm` | 2 | 2.000 |" in text and "->" not in text
     assert not list((bench.out / "traces").glob("*partial*"))
     assert tracediff.stored(bench.out) == [diff]
 
 
-@pytest.mark.parametrize(("base", "words"), [("missing", "which is not there"), (None, "nobody knows its commit")])
+@pytest.mark.parametrize(
+    ("base", "words"), [("missing", "which is not there"), (None, "nobody knows its commit")]
+)
 def test_a_base_that_cannot_be_had(bench: Bench, base: str | None, words: str) -> None:
     """Of one cell only: each cell has the base that its own baseline was measured at."""
     bases = {**dict.fromkeys(CELLS, "v1"), CELLS[0]: base}
@@ -246,7 +324,10 @@ def test_an_unwritable_folder_fails_nothing(bench: Bench) -> None:
 def test_ctrl_c_ends_the_tracing_and_not_the_verdict(bench: Bench) -> None:
     bench.a.ends[CELLS[1]] = KeyboardInterrupt()
     first, second = bench.on_red(red(CELLS[0], -9.0), red(CELLS[1], -2.0))
-    assert first.problems == ["candidate: interrupted; the verdict stands"] and len(second.problems) == 2
+    assert (
+        first.problems == ["candidate: interrupted; the verdict stands"]
+        and len(second.problems) == 2
+    )
     assert bench.b.jobs == []
 
 
@@ -258,15 +339,50 @@ def test_an_older_trace_does_not_pass_for_this_one(bench: Bench) -> None:
     assert not list((bench.out / "traces").glob(f"{slug(CELLS[0])}-b*"))
 
 
-@pytest.mark.parametrize("cell_id", [*CELLS, "", "..", "con", "nul", "a/b\\c:d*e?f", "ü\ud800", "x" * 151, "=" * 300, 'q"<>|\n', "A"])
+@pytest.mark.parametrize(
+    "cell_id",
+    [
+        *CELLS,
+        "",
+        "..",
+        "con",
+        "nul",
+        "a/b\\c:d*e?f",
+        "ü\ud800",
+        "x" * 151,
+        "=" * 300,
+        'q"<>|\n',
+        "A",
+    ],
+)
 def test_a_slug_is_a_file_name_everywhere(cell_id: str, tmp_path: Path) -> None:
     name = slug(cell_id)
-    assert 0 < len(name) <= SLUG_CHARS and set(name) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-%")
-    assert name not in ("con", "nul") and (tmp_path / f"{name}-b.partial.json.gz").write_bytes(b"") == 0
+    assert 0 < len(name) <= SLUG_CHARS and set(name) <= set(
+        "abcdefghijklmnopqrstuvwxyz0123456789_-%"
+    )
+    assert (
+        name not in ("con", "nul")
+        and (tmp_path / f"{name}-b.partial.json.gz").write_bytes(b"") == 0
+    )
 
 
 def test_slugs_differ_where_ids_do() -> None:
-    ids = [*CELLS, "a", "A", "%41", "a=1", "a%3D1", "a%3d1", "=" * 300, "=" * 301, "=" * 299 + "b", "x" * 151, "x" * 152, "con", "CON"]
+    ids = [
+        *CELLS,
+        "a",
+        "A",
+        "%41",
+        "a=1",
+        "a%3D1",
+        "a%3d1",
+        "=" * 300,
+        "=" * 301,
+        "=" * 299 + "b",
+        "x" * 151,
+        "x" * 152,
+        "con",
+        "CON",
+    ]
     assert len({slug(one) for one in ids}) == len(ids)
     assert slug("path=v2,seq_len=64") == "path%3dv2%2cseq_len%3d64"
 
@@ -274,31 +390,52 @@ def test_slugs_differ_where_ids_do() -> None:
 def traced(tmp_path: Path, **changes: Any) -> tuple[Replicate, Kernels, Path]:
     """One real cell, in this process."""
     chrome = tmp_path / "cell-b.json.gz"
-    row = measure.measure(job("masked", "train", trace=str(chrome), **changes), PerfCounterClock(), sampler_for("cpu", None, ""))
+    row = measure.measure(
+        job("masked", "train", trace=str(chrome), **changes),
+        PerfCounterClock(),
+        sampler_for("cpu", None, ""),
+    )
     return row, Kernels.model_validate_json(table_beside(chrome).read_bytes()), chrome
 
 
 def test_a_real_step_leaves_its_timeline_and_its_table(tmp_path: Path) -> None:
     row, table, chrome = traced(tmp_path)
-    assert row.status is Status.OK and row.tok_per_s is None and row.samples_s == [] and row.parity is None
+    assert (
+        row.status is Status.OK
+        and row.tok_per_s is None
+        and row.samples_s == []
+        and row.parity is None
+    )
     events = json.loads(gzip.decompress(chrome.read_bytes()))["traceEvents"]
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     for name in ("aten::scaled_dot_product_attention", "aten::mm", "aten::_fused_adamw_"):
         assert sum(event["name"] == name for event in operators) == table.rows[name].count > 0
-    assert table.rows["aten::scaled_dot_product_attention"].count >= 3 * TINY.num_layers  # one a branch and layer
+    assert (
+        table.rows["aten::scaled_dot_product_attention"].count >= 3 * TINY.num_layers
+    )  # one a branch and layer
     assert table.device == "cpu" and table.host_syncs is None
     begin = min(event["ts"] for event in operators)
     whole_s = (max(event["ts"] + event["dur"] for event in operators) - begin) * 1e-6
-    assert table.total_s is not None and 0.2 * whole_s < table.total_s < 1.05 * 2 * whole_s  # two threads: backward has its own
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cell-b.json.gz", "cell-b.kernels.json"]
+    assert (
+        table.total_s is not None and 0.2 * whole_s < table.total_s < 1.05 * 2 * whole_s
+    )  # two threads: backward has its own
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "cell-b.json.gz",
+        "cell-b.kernels.json",
+    ]
 
 
-def test_a_planted_operation_is_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_operation_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, before, _ = traced(tmp_path)
     build = workload.build
 
     def slower(job: Job) -> workload.Workload:
-        work, much = build(job), torch.ones(20_000_000)  # far longer than another process could hold up an operator
+        work, much = (
+            build(job),
+            torch.ones(20_000_000),
+        )  # far longer than another process could hold up an operator
 
         def step() -> None:
             work.step()
@@ -309,9 +446,13 @@ def test_a_planted_operation_is_named_first(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(workload, "build", slower)
     _, after, _ = traced(tmp_path)
     changes = tracediff.TraceDiff(
-        cell_id="c", base=tracediff.Traced(name="v1", kernels=before), candidate=tracediff.Traced(name="v2", kernels=after)
+        cell_id="c",
+        base=tracediff.Traced(name="v1", kernels=before),
+        candidate=tracediff.Traced(name="v2", kernels=after),
     ).changes
-    assert (changes[0].name, changes[0].kind) == ("aten::cumsum", Kind.NEW) and changes[0].candidate is not None
+    assert (changes[0].name, changes[0].kind) == ("aten::cumsum", Kind.NEW) and changes[
+        0
+    ].candidate is not None
     assert changes[0].candidate.count == 1
 
 
@@ -321,26 +462,52 @@ def test_a_wrong_path_is_traced_all_the_same(tmp_path: Path) -> None:
     assert row.status is Status.OK and table.launches > 100
 
 
-def test_a_step_of_too_many_events_leaves_its_table_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_of_too_many_events_leaves_its_table_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(capture, "MAX_EVENTS", 100)
     _, table, chrome = traced(tmp_path)
     assert not chrome.exists() and "up to 100" in table.chrome_absent and "aten::mm" in table.rows
     side = tracediff.Traced(name="v2", kernels=table)
-    assert "no timeline of the candidate: " in tracediff.TraceDiff(cell_id="c", base=None, candidate=side).to_markdown()
+    assert (
+        "no timeline of the candidate: "
+        in tracediff.TraceDiff(cell_id="c", base=None, candidate=side).to_markdown()
+    )
 
 
 def test_the_table_of_a_gpu_holds_its_kernels_and_syncs() -> None:
     on_gpu, on_host = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
-    events = [event("gemm", on_gpu, 2000), event("gemm", on_gpu, 3000), event("Optimizer.step", on_gpu, 9000, annotation=True)]
-    events += [event("aten::mm", on_host, 7), event("cudaStreamSynchronize", on_host, 7), event("cudaDeviceSynchronize", on_host, 7)]
+    events = [
+        event("gemm", on_gpu, 2000),
+        event("gemm", on_gpu, 3000),
+        event("Optimizer.step", on_gpu, 9000, annotation=True),
+    ]
+    events += [
+        event("aten::mm", on_host, 7),
+        event("cudaStreamSynchronize", on_host, 7),
+        event("cudaDeviceSynchronize", on_host, 7),
+    ]
     table = capture.tabulate(events, "cuda", {"k": "c"})
-    assert list(table.rows) == ["gemm"] and table.rows["gemm"].count == 2 and table.total_s == pytest.approx(5e-6)
+    assert (
+        list(table.rows) == ["gemm"]
+        and table.rows["gemm"].count == 2
+        and table.total_s == pytest.approx(5e-6)
+    )
     assert table.host_syncs == 1 and table.tuned == {"k": "c"}
 
 
 def event(name: str, kind: Any, duration_ns: int, annotation: bool = False) -> Any:
-    methods = {"name": name, "device_type": kind, "duration_ns": duration_ns, "is_user_annotation": annotation, "start_ns": 0}
-    return SimpleNamespace(**{key: lambda value=value: value for key, value in methods.items()}, start_thread_id=lambda: 1)
+    methods = {
+        "name": name,
+        "device_type": kind,
+        "duration_ns": duration_ns,
+        "is_user_annotation": annotation,
+        "start_ns": 0,
+    }
+    return SimpleNamespace(
+        **{key: lambda value=value: value for key, value in methods.items()},
+        start_thread_id=lambda: 1,
+    )
 
 
 PLANTED = """
@@ -352,10 +519,14 @@ TinyLM.forward = _slower
 """
 
 
-def test_two_real_commits_in_real_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_real_commits_in_real_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second commit does more, and on_red names what."""
     monkeypatch.chdir(repositories.ROOT)
-    monkeypatch.setattr(sideplan, "plan_of", plan_here)  # half a second of process each, tested elsewhere
+    monkeypatch.setattr(
+        sideplan, "plan_of", plan_here
+    )  # half a second of process each, tested elsewhere
     repository = tmp_path / "repository"
     (first,) = repositories.make(repository, 1000.0)
     model = repository / "nsa" / "model.py"
@@ -364,8 +535,15 @@ def test_two_real_commits_in_real_processes(tmp_path: Path, monkeypatch: pytest.
     run = run_of_matrix(source=checkout.source(repository))
     sides = Sides(run, matrices.parse(MATRIX, "m"), ground_at(repository), {CELLS[0]: first})
     (diff,) = trace.on_red(judgement(red(CELLS[0])), sides, tmp_path)
-    assert diff.problems == [] and diff.changes[0].name == "aten::cumsum" and diff.changes[0].kind is Kind.NEW
-    assert len(list((tmp_path / "traces").glob("*.json.gz"))) == 2 and len(repositories.worktrees(repository)) == 1
+    assert (
+        diff.problems == []
+        and diff.changes[0].name == "aten::cumsum"
+        and diff.changes[0].kind is Kind.NEW
+    )
+    assert (
+        len(list((tmp_path / "traces").glob("*.json.gz"))) == 2
+        and len(repositories.worktrees(repository)) == 1
+    )
     assert run.manifest.source.commit == second
 
 
@@ -382,16 +560,29 @@ def write(run: Run, home: Path) -> Path:
         return writer.folder
 
 
-def test_the_command_traces_what_the_run_holds(bench: Bench, stored_run: Path, tmp_path: Path) -> None:
+def test_the_command_traces_what_the_run_holds(
+    bench: Bench, stored_run: Path, tmp_path: Path
+) -> None:
     text, code = tracecommand.trace(stored_run, CELLS[0])
     assert code is Exit.OK and bench.opened == ["own"] and "| `gemm` | 2 | 2.000 |" in text
     assert (stored_run / "traces" / f"{slug(CELLS[0])}-b.json.gz").exists()
-    text, code = tracecommand.trace(stored_run / "run.jsonl", CELLS[0], out=tmp_path / "here", as_json=True)
-    assert code is Exit.OK and (tmp_path / "here").is_dir() and json.loads(text)["candidate"]["kernels"]["rows"]["gemm"]["count"] == 2
+    text, code = tracecommand.trace(
+        stored_run / "run.jsonl", CELLS[0], out=tmp_path / "here", as_json=True
+    )
+    assert (
+        code is Exit.OK
+        and (tmp_path / "here").is_dir()
+        and json.loads(text)["candidate"]["kernels"]["rows"]["gemm"]["count"] == 2
+    )
 
 
-def test_the_command_knows_both_sides_of_a_pair_and_of_a_confirmation(bench: Bench, stored_run: Path, tmp_path: Path) -> None:
-    base = builders.with_manifest(bench.sides.run, source=bench.sides.run.manifest.source.model_copy(update={"commit": "0" * 40}))
+def test_the_command_knows_both_sides_of_a_pair_and_of_a_confirmation(
+    bench: Bench, stored_run: Path, tmp_path: Path
+) -> None:
+    base = builders.with_manifest(
+        bench.sides.run,
+        source=bench.sides.run.manifest.source.model_copy(update={"commit": "0" * 40}),
+    )
     for pair in (tmp_path / "pair", stored_run / "confirm" / "000000000000"):
         pair.mkdir(parents=True)
         for name, run in (("a", base), ("b", bench.sides.run)):
@@ -401,18 +592,28 @@ def test_the_command_knows_both_sides_of_a_pair_and_of_a_confirmation(bench: Ben
         text, code = tracecommand.trace(folder, CELLS[0])
         assert code is Exit.OK and bench.opened == ["0" * 40, "own"] and "slower per call" in text
     bench.opened.clear()
-    assert tracecommand.trace(stored_run, CELLS[0], side="a")[1] is Exit.OK and bench.opened == ["0" * 40]
+    assert tracecommand.trace(stored_run, CELLS[0], side="a")[1] is Exit.OK and bench.opened == [
+        "0" * 40
+    ]
 
 
 def test_the_base_is_that_of_the_cells_baseline(
-    bench: Bench, stored_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bench: Bench,
+    stored_run: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run that was checked against two baselines has a pair beside each one's commit, and no baseline is at the third."""
+    """A run that was checked against two baselines has a pair beside each one's commit, and no
+    baseline is at the third.
+    """
     run, commits = bench.sides.run, ["0" * 40, "1" * 40]
     for commit in commits:
         pair = stored_run / "confirm" / commit[:12]
         pair.mkdir(parents=True)
-        base = builders.with_manifest(run, source=run.manifest.source.model_copy(update={"commit": commit}))
+        base = builders.with_manifest(
+            run, source=run.manifest.source.model_copy(update={"commit": commit})
+        )
         for name, side in (("a", base), ("b", run)):
             write(side, pair).rename(pair / name)
 
@@ -420,7 +621,9 @@ def test_the_base_is_that_of_the_cells_baseline(
         known = builders.baseline_of(builders.small_run())
         cell = next(iter(known.cells.values())).model_copy(update={"commit": commit})
         path = tmp_path / f"{commit[:2]}.json"
-        path.write_text(known.model_copy(update={"cells": {CELLS[0]: cell}}).model_dump_json(), encoding="utf-8")
+        path.write_text(
+            known.model_copy(update={"cells": {CELLS[0]: cell}}).model_dump_json(), encoding="utf-8"
+        )
         bench.opened.clear()
         tracecommand.trace(stored_run, CELLS[0], side=side, baseline=path)  # type: ignore[arg-type]
         return bench.opened
@@ -429,22 +632,32 @@ def test_the_base_is_that_of_the_cells_baseline(
         assert traced_beside(commit) == [commit, "own"]
     assert traced_beside("2" * 40) == ["own"]
     err = capsys.readouterr().err
-    assert "no side a: it has no pair beside its baseline here (got pairs beside 000000000000, 111111111111" in err
+    assert (
+        "no side a: it has no pair beside its baseline here (got pairs beside 000000000000,"
+        " 111111111111" in err
+    )
     assert "the baseline's commit is 222222222222" in err and "--baseline" in err
     with pytest.raises(PerfbenchError, match="not a"):
         traced_beside("2" * 40, side="a")
-    bench.opened.clear()  # no baseline: both pairs have the cell, and nothing says which one judged it
+    # no baseline: both pairs have the cell, and nothing says which one judged it
+    bench.opened.clear()
     monkeypatch.setattr(session, "BASELINES", tmp_path / "none")
     tracecommand.trace(stored_run, CELLS[0])
-    assert bench.opened == ["own"] and "the baseline's commit is not known" in capsys.readouterr().err
+    assert (
+        bench.opened == ["own"] and "the baseline's commit is not known" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("content", [None, "not json"])
-def test_a_named_baseline_that_cannot_be_read_is_refused(bench: Bench, stored_run: Path, tmp_path: Path, content: str | None) -> None:
+def test_a_named_baseline_that_cannot_be_read_is_refused(
+    bench: Bench, stored_run: Path, tmp_path: Path, content: str | None
+) -> None:
     path = tmp_path / "named.json"
     if content is not None:
         path.write_text(content, encoding="utf-8")
-    with pytest.raises(PerfbenchError, match=r"--baseline: .*named\.json.*Next: name a baseline file") as caught:
+    with pytest.raises(
+        PerfbenchError, match=r"--baseline: .*named\.json.*Next: name a baseline file"
+    ) as caught:
         tracecommand.trace(stored_run, CELLS[0], baseline=path)
     assert caught.value.exit_code is Exit.BASELINE and bench.opened == []
 
@@ -474,7 +687,12 @@ def test_the_command_says_what_is_not_there(bench: Bench, stored_run: Path) -> N
     ],
 )
 def test_the_command_takes_the_code_of_the_manifest(
-    bench: Bench, stored_run: Path, tmp_path: Path, changes: dict[str, Any], opened: list[str], words: str
+    bench: Bench,
+    stored_run: Path,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    opened: list[str],
+    words: str,
 ) -> None:
     other = bench.sides.run.manifest.source.model_copy(update=changes)
     folder = write(builders.with_manifest(bench.sides.run, source=other), tmp_path / "others")
@@ -483,9 +701,14 @@ def test_the_command_takes_the_code_of_the_manifest(
 
 
 def test_without_git_the_run_is_taken_to_be_this_checkout(
-    bench: Bench, stored_run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    bench: Bench,
+    stored_run: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nothing = bench.sides.run.manifest.source.model_copy(update={"commit": None, "reason": "no git here"})
+    nothing = bench.sides.run.manifest.source.model_copy(
+        update={"commit": None, "reason": "no git here"}
+    )
     monkeypatch.setattr("perfbench.source.source", lambda root: nothing)
     assert tracecommand.trace(stored_run, CELLS[0])[1] is Exit.OK and bench.opened == ["own"]
     assert "git cannot prove: no git here" in capsys.readouterr().err

@@ -1,4 +1,5 @@
-"""What broke in other people's harnesses, one test for each number of the list from 29 to 50, with the input that breaks it.
+"""What broke in other people's harnesses, one test for each number of the list from 29 to 50, with
+the input that breaks it.
 
 Numbers 1 to 28 are in tests/nsa/test_traps.py; the last test here counts that none is missing.
 """
@@ -52,11 +53,15 @@ def executor() -> Iterator[ForkServerExecutor]:
 
 
 def test_trap_29_yaml_that_says_something_else() -> None:
-    """`fa2: [on, off]` parsed as booleans, `1e6` as a string, `010` as 8, duplicate keys last-wins."""
+    """`fa2: [on, off]` parsed as booleans, `1e6` as a string, `010` as 8, duplicate keys
+    last-wins.
+    """
     assert parse().axes["fa2"] == ("on", "off")
     million = parse(edited("processes: 3, warmup_s: 1", "processes: 3, max_s: 1e3"))
     assert million.measure.max_s == 1000.0 and isinstance(million.measure.max_s, float)
-    assert "010 is a number that readers take for another one" in error_of(edited("[128, 256, 512]", "[010, 256]"))
+    assert "010 is a number that readers take for another one" in error_of(
+        edited("[128, 256, 512]", "[010, 256]")
+    )
     assert "duplicate key 'name', first given in line 2" in error_of(VALID + "name: other\n")
 
 
@@ -70,9 +75,17 @@ def test_trap_29_yaml_that_says_something_else() -> None:
         ("1", "PCI_BUS_ID", TWO),
     ],
 )
-def test_trap_30_the_gpu_that_is_sampled_is_the_one_that_computes(listed: str, order: str | None, uuid: str) -> None:
-    """CUDA_VISIBLE_DEVICES=1: NVML index 0 samples another GPU; UUID, UUID prefix and MIG- forms; FASTEST_FIRST order."""
-    cards = FakeNvml(Card(uuid=ONE), Card(uuid=TWO), Card(uuid="GPU-3", mig_mode=True, mig=[Card(uuid="MIG-5e6f")]))
+def test_trap_30_the_gpu_that_is_sampled_is_the_one_that_computes(
+    listed: str, order: str | None, uuid: str
+) -> None:
+    """CUDA_VISIBLE_DEVICES=1: NVML index 0 samples another GPU; UUID, UUID prefix and MIG- forms;
+    FASTEST_FIRST order.
+    """
+    cards = FakeNvml(
+        Card(uuid=ONE),
+        Card(uuid=TWO),
+        Card(uuid="GPU-3", mig_mode=True, mig=[Card(uuid="MIG-5e6f")]),
+    )
     found, reason = gpu.visible(listed, order, cards)
     assert [one.uuid for one in found] == [uuid], reason
     with NvmlSampler(found[0].uuid, module=cards).window():
@@ -85,17 +98,31 @@ def test_trap_30_the_gpu_that_is_sampled_is_the_one_that_computes(listed: str, o
 
 def test_trap_31_mig_has_no_utilisation_and_that_is_not_zero() -> None:
     """MIG: utilisation NOT_SUPPORTED shown as 0."""
-    with NvmlSampler(ONE, module=FakeNvml(Card(uuid=ONE), fails={"nvmlDeviceGetUtilizationRates": 3})).window() as window:
+    with NvmlSampler(
+        ONE, module=FakeNvml(Card(uuid=ONE), fails={"nvmlDeviceGetUtilizationRates": 3})
+    ).window() as window:
         signal.sigtimedwait([], 0.25)
-    assert window.result.utilisation_pct is None and "NOT_SUPPORTED" in window.result.absent["utilisation_pct"]
+    assert (
+        window.result.utilisation_pct is None
+        and "NOT_SUPPORTED" in window.result.absent["utilisation_pct"]
+    )
     run = b.small_run()
-    shown = b.change_rows(run, TRAIN, lambda row: row.model_copy(update={"telemetry": window.result}))
-    row = next(one for one in rows_of(shown, judge(shown, None, POLICY)) if one.cell.cell_id == TRAIN)
+    shown = b.change_rows(
+        run, TRAIN, lambda row: row.model_copy(update={"telemetry": window.result})
+    )
+    row = next(
+        one for one in rows_of(shown, judge(shown, None, POLICY)) if one.cell.cell_id == TRAIN
+    )
     assert row.utilisation_pct is None and "NOT_SUPPORTED" in row.nulls["utilisation"]
 
 
-@pytest.mark.parametrize(("code", "step"), [(18, "reboot"), (9, "modprobe nvidia"), (12, "--gpus all"), (4, "/dev/nvidiactl")])
-def test_trap_32_every_way_in_which_nvml_does_not_open_has_its_own_next_step(code: int, step: str) -> None:
+@pytest.mark.parametrize(
+    ("code", "step"),
+    [(18, "reboot"), (9, "modprobe nvidia"), (12, "--gpus all"), (4, "/dev/nvidiactl")],
+)
+def test_trap_32_every_way_in_which_nvml_does_not_open_has_its_own_next_step(
+    code: int, step: str
+) -> None:
     """Driver upgraded under a running host (NVML code 18), no driver (9, 12), no permission (4)."""
     broken = FakeNvml(Card(uuid=ONE), fails={"nvmlInit": code})
     found, reason = gpu.visible(None, None, broken)
@@ -107,7 +134,9 @@ def test_trap_32_every_way_in_which_nvml_does_not_open_has_its_own_next_step(cod
     assert nvml.unavailable(code).advice not in others
 
 
-def test_trap_33_out_of_memory_is_a_status_and_leaves_nobody_behind(executor: ForkServerExecutor) -> None:
+def test_trap_33_out_of_memory_is_a_status_and_leaves_nobody_behind(
+    executor: ForkServerExecutor,
+) -> None:
     """OOM kills the sweep; the orphan keeps the memory; OOM uploaded as 0.0."""
     row = executor.execute(job(stub.OOM))
     assert (row.status, row.tok_per_s, row.samples_s) == (Status.OOM, None, [])
@@ -123,27 +152,55 @@ def test_trap_33_out_of_memory_is_a_status_and_leaves_nobody_behind(executor: Fo
 def test_trap_34_a_row_that_timed_out_has_no_ratio() -> None:
     """A timed-out row still yields a ratio."""
     run = b.small_run()
-    late = b.change_rows(run, TRAIN, lambda row: row.model_copy(update={"status": Status.TIMEOUT}) if row.replicate == 1 else row)
-    assert [row.replicate for row in usable(late.of_cell(TRAIN))] == [0, 2], "its speed is none, though one was written down"
+    late = b.change_rows(
+        run,
+        TRAIN,
+        lambda row: (
+            row.model_copy(update={"status": Status.TIMEOUT}) if row.replicate == 1 else row
+        ),
+    )
+    assert [row.replicate for row in usable(late.of_cell(TRAIN))] == [
+        0,
+        2,
+    ], "its speed is none, though one was written down"
     judgement = judge(late, b.baseline_of(run), POLICY)
     cell = next(one for one in judgement.cells if one.cell_id == TRAIN)
     assert (cell.verdict, cell.change_pct, cell.cand_tok_per_s) == (Verdict.FAILED, None, None)
     dense = "path=dense,seq_len=2048,workload=train"
-    twin = b.change_rows(run, dense, lambda row: row.model_copy(update={"status": Status.TIMEOUT}) if row.replicate == 1 else row)
-    shown = {one.cell.cell_id: one.x_dense for one in rows_of(twin, judge(twin, b.baseline_of(run), POLICY))}
-    assert shown[TRAIN] is None and shown[dense] is None and shown[TRAIN.replace("train", "forward")] is not None
+    twin = b.change_rows(
+        run,
+        dense,
+        lambda row: (
+            row.model_copy(update={"status": Status.TIMEOUT}) if row.replicate == 1 else row
+        ),
+    )
+    shown = {
+        one.cell.cell_id: one.x_dense
+        for one in rows_of(twin, judge(twin, b.baseline_of(run), POLICY))
+    }
+    assert (
+        shown[TRAIN] is None
+        and shown[dense] is None
+        and shown[TRAIN.replace("train", "forward")] is not None
+    )
 
 
 def test_trap_35_a_renamed_cell_is_missing_unless_an_alias_says_where_it_went() -> None:
     """Renamed cell: history lost and the gate green."""
     run = b.small_run()
     base = b.baseline_of(run)
-    renamed = base.model_copy(update={"cells": {"old" if cell == TRAIN else cell: one for cell, one in base.cells.items()}})
+    renamed = base.model_copy(
+        update={
+            "cells": {"old" if cell == TRAIN else cell: one for cell, one in base.cells.items()}
+        }
+    )
     judgement = judge(run, renamed, POLICY)
     assert verdict_of(judgement, "old") is Verdict.MISSING and judgement.exit_code is Exit.FAILED
     config = run.manifest.cells[0].config_sha256
     followed = judge(run, renamed, Policies(POLICY, aliases={"old": Alias(TRAIN, config, config)}))
-    assert verdict_of(followed, TRAIN) in (Verdict.SAME, Verdict.WATCH) and not any(cell.cell_id == "old" for cell in followed.cells)
+    assert verdict_of(followed, TRAIN) in (Verdict.SAME, Verdict.WATCH) and not any(
+        cell.cell_id == "old" for cell in followed.cells
+    )
 
 
 @pytest.mark.parametrize("damage", ["zero", "nan", "missing", "truncated", "newer"])
@@ -159,20 +216,31 @@ def test_trap_36_a_baseline_that_cannot_judge_is_red(tmp_path: pathlib.Path, dam
     if damage != "missing":
         file.write_text(text[: len(text) // 2] if damage == "truncated" else text)
     found = baseline.read(file)
-    assert isinstance(found, BaselineProblem) and found.verdict is (Verdict.NO_BASELINE if damage == "missing" else Verdict.CORRUPT)
+    assert isinstance(found, BaselineProblem) and found.verdict is (
+        Verdict.NO_BASELINE if damage == "missing" else Verdict.CORRUPT
+    )
     judgement = judge(run, found, POLICY)
-    assert judgement.exit_code is Exit.BASELINE and all(cell.change_pct is None for cell in judgement.cells)
+    assert judgement.exit_code is Exit.BASELINE and all(
+        cell.change_pct is None for cell in judgement.cells
+    )
 
 
 def test_trap_37_the_exit_status_is_the_kind_of_failure_and_not_their_number() -> None:
     """Exit status 0 although cells failed; exit status = number of failures (wraps at 256)."""
     one = b.planned_cell(Cell("train", 2048, "v2", "on"))
     cells = [one.model_copy(update={"cell_id": f"{TRAIN},i={n}"}) for n in range(256)]
-    run = Run(manifest=b.manifest(cells), replicates=[b.failed(cell, Status.CRASH, reason="x") for cell in cells])
+    run = Run(
+        manifest=b.manifest(cells),
+        replicates=[b.failed(cell, Status.CRASH, reason="x") for cell in cells],
+    )
     assert judge(run, None, POLICY).exit_code is Exit.FAILED
     assert judge(fail(b.small_run(), TRAIN, Status.CRASH), None, POLICY).exit_code is Exit.FAILED
     assert all(0 <= int(code) < 256 for code in Exit)
-    assert all(verdict.EXIT_OF[one] is not Exit.OK for one in Verdict if one in (Verdict.FAILED, Verdict.MISSING, Verdict.REGRESSED))
+    assert all(
+        verdict.EXIT_OF[one] is not Exit.OK
+        for one in Verdict
+        if one in (Verdict.FAILED, Verdict.MISSING, Verdict.REGRESSED)
+    )
 
 
 def test_trap_38_two_writers_never_share_a_file(tmp_path: pathlib.Path) -> None:
@@ -189,35 +257,54 @@ def test_trap_38_two_writers_never_share_a_file(tmp_path: pathlib.Path) -> None:
 
 def test_trap_39_nothing_is_computed_from_what_was_rounded_to_be_shown() -> None:
     """Rounded ratio 0.00 divided by."""
-    assert ratio(0.004) == "0.004" and ratio(0.0) != ratio(0.004), "a small ratio is not shown as 0.00"
+    assert ratio(0.004) == "0.004" and ratio(0.0) != ratio(0.004), (
+        "a small ratio is not shown as 0.00"
+    )
     run = b.small_run()
     slow = b.replace_rows(run, TRAIN, tok_per_s=0.0041)
     half = b.replace_rows(run, TRAIN, tok_per_s=0.0082)
-    change = next(one.change_pct for one in judge(half, b.baseline_of(slow), POLICY).cells if one.cell_id == TRAIN)
+    change = next(
+        one.change_pct
+        for one in judge(half, b.baseline_of(slow), POLICY).cells
+        if one.cell_id == TRAIN
+    )
     assert change == pytest.approx(100.0)
 
 
 def test_trap_40_times_are_seconds_whatever_their_size() -> None:
     """990 ns against 1.1 us compared as 990 against 1.1."""
     run = b.small_run(replicates=8)
-    idle = b.physics(1.0, 1, flops=1.0, min_bytes=1.0, flops_per_s=1.0, bytes_per_s=1.0)  # work that any speed could do
-    sides = [b.replace_rows(run, TRAIN, tok_per_s=2048 / step_s, physics=idle) for step_s in (990e-9, 1.1e-6)]
+    idle = b.physics(
+        1.0, 1, flops=1.0, min_bytes=1.0, flops_per_s=1.0, bytes_per_s=1.0
+    )  # work that any speed could do
+    sides = [
+        b.replace_rows(run, TRAIN, tok_per_s=2048 / step_s, physics=idle)
+        for step_s in (990e-9, 1.1e-6)
+    ]
     judged = compare.judge(sides[0], sides[1], POLICY, paired=True)
     cell = next(one for one in judged.cells if one.cell_id == TRAIN)
     assert (cell.verdict, round(cell.change_pct or 0.0, 6)) == (Verdict.REGRESSED, -10.0), cell
-    names = {name for model in (run.replicates[0], run.manifest) for name in type(model).model_fields}
+    names = {
+        name for model in (run.replicates[0], run.manifest) for name in type(model).model_fields
+    }
     assert not [name for name in names if re.search(r"_(ms|us|ns)$", name)], "storage is in seconds"
 
 
-@pytest.mark.parametrize("field", ["gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider"])
+@pytest.mark.parametrize(
+    "field", ["gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider"]
+)
 def test_trap_41_foreign_hardware_is_never_compared(field: str) -> None:
     """Foreign hardware compared silently."""
     run = b.small_run()
     base = b.baseline_of(run)
     foreign = base.model_copy(update={"environment": {**base.environment, field: "another"}})
     judgement = judge(run, foreign, POLICY)
-    assert judgement.exit_code is Exit.ENVIRONMENT and {cell.verdict for cell in judgement.cells} == {Verdict.INCOMPARABLE}
-    assert "another" in judgement.headline or any("another" in finding.reason for finding in judgement.findings)
+    assert judgement.exit_code is Exit.ENVIRONMENT and {
+        cell.verdict for cell in judgement.cells
+    } == {Verdict.INCOMPARABLE}
+    assert "another" in judgement.headline or any(
+        "another" in finding.reason for finding in judgement.findings
+    )
 
 
 def test_trap_42_a_gate_that_compares_nothing_is_red() -> None:
@@ -227,9 +314,17 @@ def test_trap_42_a_gate_that_compares_nothing_is_red() -> None:
     other = b.baseline_of(b.make_run([b.planned_cell(Cell("train", 512, "masked", "off"))]))
     assert judge(run, other, lenient).exit_code is Exit.FAILED
     empty = b.with_manifest(b.with_rows(run, []), cells=[])
-    assert judge(empty, b.baseline_of(run), lenient).exit_code is Exit.FAILED and judge(empty, None, lenient).exit_code is Exit.FAILED
+    assert (
+        judge(empty, b.baseline_of(run), lenient).exit_code is Exit.FAILED
+        and judge(empty, None, lenient).exit_code is Exit.FAILED
+    )
     with pytest.raises(PerfbenchError, match="cells are excluded, nothing would be measured"):
-        parse(edited('  - {path: v1, seq_len: ">256", reason: "too slow"}', '  - {seq_len: ">=1", reason: "all"}').replace(INCLUDE, ""))
+        parse(
+            edited(
+                '  - {path: v1, seq_len: ">256", reason: "too slow"}',
+                '  - {seq_len: ">=1", reason: "all"}',
+            ).replace(INCLUDE, "")
+        )
 
 
 INCLUDE = "include:\n  - {path: reference, seq_len: 64, fa2: off}\n"
@@ -240,10 +335,16 @@ def test_trap_43_a_window_shorter_than_nvmls_own_has_no_utilisation() -> None:
     with NvmlSampler(ONE, module=FakeNvml(Card(uuid=ONE)), hertz=1000.0).window() as window:
         signal.sigtimedwait([], 0.02)
     seen = window.result
-    assert seen.utilisation_pct is None and "shorter than NVML's own" in seen.absent["utilisation_pct"] and seen.power_w is not None
+    assert (
+        seen.utilisation_pct is None
+        and "shorter than NVML's own" in seen.absent["utilisation_pct"]
+        and seen.power_w is not None
+    )
 
 
-def test_trap_44_events_are_read_after_the_last_has_completed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_44_events_are_read_after_the_last_has_completed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Events read before they completed."""
     finished = False
 
@@ -259,16 +360,26 @@ def test_trap_44_events_are_read_after_the_last_has_completed(monkeypatch: pytes
         def elapsed_time(self, end: Any) -> float:
             return 12.0 if finished else 0.0  # an old time
 
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None)))
+    monkeypatch.setitem(
+        sys.modules,
+        "torch",
+        SimpleNamespace(cuda=SimpleNamespace(Event=Event, synchronize=lambda: None)),
+    )
     assert CudaEventClock().time_steps(lambda: None, 3) == 0.012
 
 
 def test_trap_45_another_choice_of_the_autotuner_is_an_explained_change() -> None:
     """Re-autotuning between runs changes the kernel."""
     run = b.small_run(replicates=8)
-    first, then = (edit(run, TRAIN, tuned={"nsa.kernel[64]": f"BLOCK: {size}"}) for size in (64, 128))
+    first, then = (
+        edit(run, TRAIN, tuned={"nsa.kernel[64]": f"BLOCK: {size}"}) for size in (64, 128)
+    )
     slower = edit(b.scale_rows(then, TRAIN, 0.9), TRAIN, tuned={"nsa.kernel[64]": "BLOCK: 128"})
-    cell = next(one for one in compare.judge(first, slower, POLICY, paired=True).cells if one.cell_id == TRAIN)
+    cell = next(
+        one
+        for one in compare.judge(first, slower, POLICY, paired=True).cells
+        if one.cell_id == TRAIN
+    )
     told = " ".join([cell.reason, *cell.notes])
     assert "BLOCK: 128 instead of BLOCK: 64" in told and "explained change" in told
     assert baseline.of_run(first).cells[TRAIN].tuned == {"nsa.kernel[64]": "BLOCK: 64"}  # type: ignore[union-attr]
@@ -278,7 +389,9 @@ def test_trap_45_another_choice_of_the_autotuner_is_an_explained_change() -> Non
 NASTY = "a/b|c\nd é\u0416%,=`<x>"
 
 
-def test_trap_46_names_of_any_characters(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trap_46_names_of_any_characters(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names with `/`, `|`, newlines, non-ASCII; cp1252 default encoding."""
     path = baseline.path_for(tmp_path, "h100", NASTY)
     assert path.parent == tmp_path / "h100" and path.name.isascii() and "\n" not in path.name
@@ -292,24 +405,44 @@ def test_trap_46_names_of_any_characters(tmp_path: pathlib.Path, monkeypatch: py
     assert "\u0416" in text and not any(line.startswith("d é") for line in text.splitlines())
     matrix = tmp_path / "m.yaml"
     matrix.write_bytes(VALID.replace("too slow", "zu langsam: é \u0416").encode("utf-8"))
-    for name, value in {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONIOENCODING": "utf-8", "PYTHONCOERCECLOCALE": "0"}.items():
+    for name, value in {
+        "PYTHONUTF8": "0",
+        "LC_ALL": "C",
+        "PYTHONIOENCODING": "utf-8",
+        "PYTHONCOERCECLOCALE": "0",
+    }.items():
         monkeypatch.setenv(name, value)
     command = [sys.executable, "-m", "perfbench", "plan", str(matrix), "--gpu", "h100"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    assert done.returncode == 0 and "zu langsam: é \u0416" in done.stdout.decode("utf-8"), done.stderr
+    assert done.returncode == 0 and "zu langsam: é \u0416" in done.stdout.decode("utf-8"), (
+        done.stderr
+    )
 
 
 def test_trap_47_an_unknown_card_has_no_peak() -> None:
     """Unknown GPU given another GPU's peak."""
     for name in ("NVIDIA H100 80GB HBM2", "NVIDIA A100", "NVIDIA B300", ""):
         found = physics.judge_step(
-            flops=1e12, min_bytes=1e9, step_s=1.0, gemm_flops_per_s=None, dtype="bf16", device_name=name, is_gpu=True
+            flops=1e12,
+            min_bytes=1e9,
+            step_s=1.0,
+            gemm_flops_per_s=None,
+            dtype="bf16",
+            device_name=name,
+            is_gpu=True,
         )
-        assert (found.datasheet_bytes_per_s, found.datasheet_flops_per_s, found.l2_bytes, found.floor_s) == (None,) * 4
+        assert (
+            found.datasheet_bytes_per_s,
+            found.datasheet_flops_per_s,
+            found.l2_bytes,
+            found.floor_s,
+        ) == (None,) * 4
         assert found.floor_fraction is None and repr(name) in " ".join(found.notes)
 
 
-def test_trap_48_a_line_that_was_cut_off_is_dropped_and_only_the_last(tmp_path: pathlib.Path) -> None:
+def test_trap_48_a_line_that_was_cut_off_is_dropped_and_only_the_last(
+    tmp_path: pathlib.Path,
+) -> None:
     """Killed in the middle of a line."""
     run = b.small_run()
     with runfile.create(tmp_path, run.manifest) as writer:
@@ -334,14 +467,27 @@ def test_trap_49_two_speeds_in_one_process_are_told() -> None:
     """Bimodal samples."""
     run = b.small_run(replicates=8)
     fast = run.of_cell(TRAIN)[0].samples_s[0]
-    mixed = [fast * (1.0 + 0.0004 * (n % 5)) for n in range(16)] + [fast * (1.25 + 0.0004 * (n % 5)) for n in range(14)]
-    rows = {"samples_s": mixed, "engaged": dict.fromkeys(run.manifest.cells[0].route.counters, 12 * 4 * 30)}
+    mixed = [fast * (1.0 + 0.0004 * (n % 5)) for n in range(16)] + [
+        fast * (1.25 + 0.0004 * (n % 5)) for n in range(14)
+    ]
+    rows = {
+        "samples_s": mixed,
+        "engaged": dict.fromkeys(run.manifest.cells[0].route.counters, 12 * 4 * 30),
+    }
     middle = sorted(mixed)[14:16]
     speed = 4 * 2048 / (sum(middle) / 2)
     both = edit(run, TRAIN, **rows, tok_per_s=speed, physics=b.physics(speed, 2048))
     judgement = judge(both, b.baseline_of(both), POLICY)
-    told = " ".join([reason_of(judgement, TRAIN), *next(one.notes for one in judgement.cells if one.cell_id == TRAIN)])
-    assert "two speeds within one process in 8 of 8 replicates" in told and "47 % of the samples at the slower" in told
+    told = " ".join(
+        [
+            reason_of(judgement, TRAIN),
+            *next(one.notes for one in judgement.cells if one.cell_id == TRAIN),
+        ]
+    )
+    assert (
+        "two speeds within one process in 8 of 8 replicates" in told
+        and "47 % of the samples at the slower" in told
+    )
     alone = judge(run, b.baseline_of(run), POLICY)
     assert "two speeds" not in reason_of(alone, TRAIN)
 
@@ -356,5 +502,10 @@ def test_trap_50_the_parent_sleeps_while_its_child_measures(executor: ForkServer
 
 
 def test_every_trap_has_its_test() -> None:
-    numbers = {int(found[1]) for found in re.finditer(r"^def test_trap_(\d\d)_", pathlib.Path(__file__).read_text(), re.MULTILINE)}
+    numbers = {
+        int(found[1])
+        for found in re.finditer(
+            r"^def test_trap_(\d\d)_", pathlib.Path(__file__).read_text(), re.MULTILINE
+        )
+    }
     assert numbers == set(range(29, 51))

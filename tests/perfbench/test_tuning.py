@@ -1,4 +1,6 @@
-"""What autotuners chose, found in loaded modules by a stand-in for Triton; without Triton there is nothing to find."""
+"""What autotuners chose, found in loaded modules by a stand-in for Triton; without Triton there is
+nothing to find.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,13 @@ def module(name: str, **contents: Any) -> ModuleType:
 
 
 kernel.__module__ = "nsa.ops.kernels.selected"
-CHOSEN = Autotuner(kernel, {(64, "torch.bfloat16"): "BLOCK: 64, num_warps: 4", (128, "torch.bfloat16"): "BLOCK: 128, num_warps: 8"})
+CHOSEN = Autotuner(
+    kernel,
+    {
+        (64, "torch.bfloat16"): "BLOCK: 64, num_warps: 4",
+        (128, "torch.bfloat16"): "BLOCK: 128, num_warps: 8",
+    },
+)
 TRITON = {"triton.runtime.autotuner": module("triton.runtime.autotuner", Autotuner=Autotuner)}
 WANTED = {
     "nsa.ops.kernels.selected.kernel[128, torch.bfloat16]": "BLOCK: 128, num_warps: 8",
@@ -49,14 +57,26 @@ def test_every_choice_has_its_kernel_and_key() -> None:
 
 
 def test_imported_elsewhere_or_decorated_it_keeps_its_name() -> None:
-    loaded = {**TRITON, "nsa.a": module("a", f=Heuristics(CHOSEN)), "nsa.ops.kernels.selected": module("m", f=CHOSEN)}
+    loaded = {
+        **TRITON,
+        "nsa.a": module("a", f=Heuristics(CHOSEN)),
+        "nsa.ops.kernels.selected": module("m", f=CHOSEN),
+    }
     assert tuning.choices(loaded) == WANTED
 
 
 def test_what_has_not_chosen_or_is_not_ours_is_left_out() -> None:
     idle = Autotuner(kernel, {})
     assert (
-        tuning.choices({**TRITON, "nsa.k": module("k", idle=idle), "other.k": module("o", f=CHOSEN), "nsax": module("x", f=CHOSEN)}) == {}
+        tuning.choices(
+            {
+                **TRITON,
+                "nsa.k": module("k", idle=idle),
+                "other.k": module("o", f=CHOSEN),
+                "nsax": module("x", f=CHOSEN),
+            }
+        )
+        == {}
     )
 
 
@@ -78,7 +98,10 @@ def test_the_real_autotuner_has_what_is_read() -> None:
     tuner = triton.autotune(configs=[triton.Config({"BLOCK": 64}, num_warps=4)], key=["x"])(add)
     assert isinstance(tuner, Real)
     tuner.cache[64,] = tuner.configs[0]
-    loaded = {"triton.runtime.autotuner": sys.modules["triton.runtime.autotuner"], "nsa.k": module("k", f=tuner)}
+    loaded = {
+        "triton.runtime.autotuner": sys.modules["triton.runtime.autotuner"],
+        "nsa.k": module("k", f=tuner),
+    }
     ((name, config),) = tuning.choices(loaded).items()
     assert name.endswith("add[64]")
     assert "BLOCK: 64" in config and "num_warps: 4" in config

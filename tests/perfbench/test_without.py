@@ -27,7 +27,9 @@ from tests.perfbench.jobs import TINY, job
 from tests.perfbench.test_isolate import ROOT
 from tests.perfbench.test_isolate import job as stub_job
 
-H200 = Capability("cuda", "NVIDIA H200", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.7.1", "")
+H200 = Capability(
+    "cuda", "NVIDIA H200", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.7.1", ""
+)
 LISTS = "path=triton,seq_len=8192,without=lists,workload=attention"
 WHOLE = "path=triton,seq_len=8192,workload=attention"
 MATRIX = """\
@@ -42,7 +44,9 @@ measure: {processes: 3}
 
 def planned(text: str = MATRIX, **given: str) -> list[PlannedCell]:
     settings = load(given) if given else Settings()
-    return plan.build(matrices.parse(text, "t.yaml"), only=[], capability=H200, settings=settings).cells
+    return plan.build(
+        matrices.parse(text, "t.yaml"), only=[], capability=H200, settings=settings
+    ).cells
 
 
 def test_a_cells_name_tells_the_step_and_no_other_cell_is_renamed() -> None:
@@ -52,11 +56,15 @@ def test_a_cells_name_tells_the_step_and_no_other_cell_is_renamed() -> None:
 
 
 def test_the_steps_are_those_of_nsa() -> None:
-    assert tuple(TRITON_STEPS) == axes.STEPS, "written once more, because the base of a pair may be an nsa without any"
+    assert tuple(TRITON_STEPS) == axes.STEPS, (
+        "written once more, because the base of a pair may be an nsa without any"
+    )
     assert axes.AXES["without"].choices == ("none", *axes.STEPS)
 
 
-@pytest.mark.parametrize("path", ["v1", "v2", "masked", "reference", "adaptive", "dense", "dense_flash"])
+@pytest.mark.parametrize(
+    "path", ["v1", "v2", "masked", "reference", "adaptive", "dense", "dense_flash"]
+)
 def test_another_path_has_one_cell_for_all_its_values(path: str) -> None:
     assert Cell("train", 512, path, without="copy") == Cell("train", 512, path)
 
@@ -64,23 +72,54 @@ def test_another_path_has_one_cell_for_all_its_values(path: str) -> None:
 @pytest.mark.parametrize(
     ("cell", "words"),
     [
-        (Cell("attention", 512, "auto", without="copy"), "with path=auto: another path may serve it"),
-        (Cell("train", 512, "triton", without="split"), "only a decode step splits its keys; wanted workload=decode"),
-        (Cell("decode", 512, "triton", without="lists"), "a decode step has too few queries to sort"),
-        (Cell("forward", 512, "triton", without="join"), "only a backward of all branches is joined"),
+        (
+            Cell("attention", 512, "auto", without="copy"),
+            "with path=auto: another path may serve it",
+        ),
+        (
+            Cell("train", 512, "triton", without="split"),
+            "only a decode step splits its keys; wanted workload=decode",
+        ),
+        (
+            Cell("decode", 512, "triton", without="lists"),
+            "a decode step has too few queries to sort",
+        ),
+        (
+            Cell("forward", 512, "triton", without="join"),
+            "only a backward of all branches is joined",
+        ),
         (Cell("attention_forward", 512, "triton", without="join"), "wanted train or attention"),
         (Cell("selected", 512, "triton", without="join"), "wanted train or attention"),
         (Cell("decode", 512, "triton", without="copy"), "its kernels load no tile by a descriptor"),
-        (Cell("selected_forward", 512, "triton", without="copy"), "its kernels load no tile by a descriptor"),
-        (Cell("attention_forward", 512, "triton", without="copy"), "so few are loaded without descriptors; wanted at least 12582912"),
-        (Cell("chunked_prefill", 1 << 20, "triton", chunk=512, without="copy"), "so few are loaded without descriptors"),
-        (Cell("attention", 2048, "triton", without="lists"), "so few are not sorted; wanted at least 8192"),
-        (Cell("chunked_prefill", 1 << 20, "triton", without="lists"), "so few are not sorted; wanted at least 8192"),
+        (
+            Cell("selected_forward", 512, "triton", without="copy"),
+            "its kernels load no tile by a descriptor",
+        ),
+        (
+            Cell("attention_forward", 512, "triton", without="copy"),
+            "so few are loaded without descriptors; wanted at least 12582912",
+        ),
+        (
+            Cell("chunked_prefill", 1 << 20, "triton", chunk=512, without="copy"),
+            "so few are loaded without descriptors",
+        ),
+        (
+            Cell("attention", 2048, "triton", without="lists"),
+            "so few are not sorted; wanted at least 8192",
+        ),
+        (
+            Cell("chunked_prefill", 1 << 20, "triton", without="lists"),
+            "so few are not sorted; wanted at least 8192",
+        ),
     ],
 )
 def test_a_step_that_the_cell_does_not_take_is_refused_in_one_line(cell: Cell, words: str) -> None:
     reason = str(calls.why_not(cell, TINY))
-    assert reason.startswith(f"without={cell.without} with ") and words in reason and "\n" not in reason
+    assert (
+        reason.startswith(f"without={cell.without} with ")
+        and words in reason
+        and "\n" not in reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -107,26 +146,36 @@ def test_a_plan_refuses_such_a_cell() -> None:
 def test_the_plan_turns_the_step_off_in_that_cell_alone() -> None:
     whole, lists = planned()
     assert (whole.route.off, lists.route.off) == ([], ["lists"])
-    assert whole.route.counters == lists.route.counters and whole.config_sha256 != lists.config_sha256
+    assert (
+        whole.route.counters == lists.route.counters and whole.config_sha256 != lists.config_sha256
+    )
     assert any("NSA_TRITON_LISTS=0" in note for note in lists.route.notes) and not whole.route.notes
 
 
 def test_a_setting_of_the_whole_run_holds_beside_it() -> None:
-    assert [cell.route.off for cell in planned(NSA_TRITON_COPY="0")] == [["copy"], ["copy", "lists"]]
+    assert [cell.route.off for cell in planned(NSA_TRITON_COPY="0")] == [
+        ["copy"],
+        ["copy", "lists"],
+    ]
 
 
 def test_a_proof_is_not_lent_across_a_step() -> None:
     whole, lists = planned()
-    keys = {axes.proof_key(cell.axes, cell.route.counters, own_length=False) for cell in (whole, lists)}
+    keys = {
+        axes.proof_key(cell.axes, cell.route.counters, own_length=False) for cell in (whole, lists)
+    }
     assert len(keys) == 2
 
 
 def test_the_variable_reaches_that_process_alone() -> None:
-    """Real children of one server, one after another: the second must not find what the first was given."""
+    """Real children of one server, one after another: the second must not find what the first was
+    given.
+    """
     with ForkServerExecutor("tests.perfbench.settings_measure:measure", cwd=ROOT) as executor:
         base: dict[str, Any] = stub_job().axes
         found = [
-            json.loads(executor.execute(stub_job(axes={**base, **own})).reason) for own in ({"without": "lists"}, {}, {"without": "none"})
+            json.loads(executor.execute(stub_job(axes={**base, **own})).reason)
+            for own in ({"without": "lists"}, {}, {"without": "none"})
         ]
     assert found == [{"NSA_TRITON_LISTS": "0"}, {}, {}]
 
@@ -135,7 +184,11 @@ def test_the_variable_reaches_that_process_alone() -> None:
 def test_a_process_that_the_setting_did_not_reach_times_nothing() -> None:
     """A job of path v2, whose Route has no step off, under a plan that has one."""
     clock, honest = FakeClock(1 / 128), job("v2").plan
-    row = measure.measure(job("v2", plan=honest.model_copy(update={"off": ["lists"]})), clock, FakeSampler(b.telemetry(gpu=False)))
+    row = measure.measure(
+        job("v2", plan=honest.model_copy(update={"off": ["lists"]})),
+        clock,
+        FakeSampler(b.telemetry(gpu=False)),
+    )
     assert row.status is Status.WRONG_PATH and row.tok_per_s is None and clock.now() == 0
     assert "this process turns off [], the plan said ['lists']" in row.reason
 
@@ -161,10 +214,15 @@ def rerouted(run: Run, cell_id: str, off: list[str]) -> Run:
         (WHOLE, ["lists"], "its process turned off lists, the plan says nothing"),
     ],
 )
-def test_a_setting_that_did_not_reach_the_process_fails_the_hard_gate(cell_id: str, off: list[str], words: str) -> None:
+def test_a_setting_that_did_not_reach_the_process_fails_the_hard_gate(
+    cell_id: str, off: list[str], words: str
+) -> None:
     assert judge(run_of(), None, GatePolicy()).exit_code is Exit.OK
     judgement = judge(rerouted(run_of(), cell_id, off), None, GatePolicy())
-    assert verdict_of(judgement, cell_id) is Verdict.WRONG_PATH and judgement.exit_code is Exit.WRONG_PATH
+    assert (
+        verdict_of(judgement, cell_id) is Verdict.WRONG_PATH
+        and judgement.exit_code is Exit.WRONG_PATH
+    )
     assert words in reason_of(judgement, cell_id)
 
 
@@ -172,7 +230,9 @@ def test_a_plan_that_forgets_the_step_fails_too() -> None:
     whole, lists = planned()
     forgetful = lists.model_copy(update={"route": lists.route.model_copy(update={"off": []})})
     judgement = judge(b.make_run([whole, forgetful]), None, GatePolicy())
-    assert "the cell is without lists, and its plan turns off nothing" in reason_of(judgement, LISTS)
+    assert "the cell is without lists, and its plan turns off nothing" in reason_of(
+        judgement, LISTS
+    )
     assert verdict_of(judgement, WHOLE) is None
 
 
@@ -180,7 +240,9 @@ def test_a_setting_of_the_whole_run_is_no_cell_with_everything_on() -> None:
     whole, _ = planned()
     crippled = whole.model_copy(update={"route": whole.route.model_copy(update={"off": ["copy"]})})
     judgement = judge(b.make_run([crippled]), None, GatePolicy())
-    assert "the cell is without none, and its plan turns off copy: unset NSA_TRITON_*" in reason_of(judgement, WHOLE)
+    assert "the cell is without none, and its plan turns off copy: unset NSA_TRITON_*" in reason_of(
+        judgement, WHOLE
+    )
 
 
 def test_an_older_row_has_every_step() -> None:
@@ -205,14 +267,26 @@ from nsa.config import ModelConfig
 from perfbench import axes, calls
 if "SORT_MIN_ROWS" in vars(routes):  # one that has steps to be without
     model = ModelConfig.from_mapping({"preset": "m7c_125m"})
-    assert [calls.why_not(axes.Cell("attention", 512, "triton", without=step), model) for step in ("copy", "join")] == [None, None]
+    cells = [axes.Cell("attention", 512, "triton", without=step) for step in ("copy", "join")]
+    assert [calls.why_not(cell, model) for cell in cells] == [None, None]
 """
 
 
-@pytest.mark.parametrize("missing", [("TRITON_STEPS", "SORT_MIN_ROWS", "COPY_MIN_ELEMENTS"), ("COPY_MIN_ELEMENTS",)], ids=len)
-def test_an_older_nsa_that_lacks_newer_names_is_measured_all_the_same(missing: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "missing",
+    [("TRITON_STEPS", "SORT_MIN_ROWS", "COPY_MIN_ELEMENTS"), ("COPY_MIN_ELEMENTS",)],
+    ids=len,
+)
+def test_an_older_nsa_that_lacks_newer_names_is_measured_all_the_same(
+    missing: tuple[str, ...],
+) -> None:
     """The base of an A/B brings its own nsa; what measures it is this perfbench."""
     done = subprocess.run(
-        [sys.executable, "-c", f"MISSING = {missing}\n{OLDER}"], capture_output=True, text=True, cwd=ROOT, timeout=120, check=False
+        [sys.executable, "-c", f"MISSING = {missing}\n{OLDER}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

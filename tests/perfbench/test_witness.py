@@ -52,32 +52,142 @@ def sdpa(branches: int) -> Seen:
 @pytest.mark.parametrize(
     ("chosen", "kernels", "operators", "ok", "words"),
     [
-        pytest.param(cuda("v2", "on"), seen(FA2, EFFICIENT, each=24), sdpa(1), True, "agree with the Route (fa2, sdpa)", id="fa2"),
-        pytest.param(cuda("v2", "on"), seen(FA2, FA2 + "2"), sdpa(1), True, "(fa2, sdpa)", id="fa2-under-two-names"),
-        pytest.param(cuda("v2", "on"), seen(EFFICIENT, GEMM), sdpa(1), False, "names fa2 for 24 launches, and 0", id="fa2-silent"),
-        pytest.param(cuda("v2", "on"), seen(CUDNN, EFFICIENT, each=24), sdpa(1), False, "names fa2 for 24", id="cudnn-is-not-fa2"),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(FA2, EFFICIENT, each=24),
+            sdpa(1),
+            True,
+            "agree with the Route (fa2, sdpa)",
+            id="fa2",
+        ),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(FA2, FA2 + "2"),
+            sdpa(1),
+            True,
+            "(fa2, sdpa)",
+            id="fa2-under-two-names",
+        ),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(EFFICIENT, GEMM),
+            sdpa(1),
+            False,
+            "names fa2 for 24 launches, and 0",
+            id="fa2-silent",
+        ),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(CUDNN, EFFICIENT, each=24),
+            sdpa(1),
+            False,
+            "names fa2 for 24",
+            id="cudnn-is-not-fa2",
+        ),
         pytest.param(cuda("v2", "on"), {}, sdpa(1), False, "names fa2", id="fa2-nothing-ran"),
-        pytest.param(cuda("v2", "on"), seen(FA2), sdpa(1), False, "24 launches, and 12", id="one-branch-does-not-vouch-for-another"),
-        pytest.param(cuda("v2", "on"), seen(FA2, each=23), sdpa(1), False, "24 launches, and 23", id="one-layer-without-fa2"),
-        pytest.param(cuda("v2", "on"), seen(FA2, each=24), sdpa(0), False, f"saw 0 of {SDPA_OPERATOR}", id="cmp-without-sdpa"),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(FA2),
+            sdpa(1),
+            False,
+            "24 launches, and 12",
+            id="one-branch-does-not-vouch-for-another",
+        ),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(FA2, each=23),
+            sdpa(1),
+            False,
+            "24 launches, and 23",
+            id="one-layer-without-fa2",
+        ),
+        pytest.param(
+            cuda("v2", "on"),
+            seen(FA2, each=24),
+            sdpa(0),
+            False,
+            f"saw 0 of {SDPA_OPERATOR}",
+            id="cmp-without-sdpa",
+        ),
         pytest.param(cuda("v2", "off"), seen(EFFICIENT), sdpa(3), True, "(sdpa)", id="sdpa"),
-        pytest.param(cuda("v2", "off"), seen(EFFICIENT), sdpa(2), False, "36 calls, and the profiler saw 24", id="a-branch-without-sdpa"),
-        pytest.param(cuda("v2", "off"), seen(EFFICIENT, FA2), sdpa(3), False, "names no FA-2, and an FA-2 kernel ran", id="fa2-unasked"),
-        pytest.param(cuda("masked", "off"), seen(CUDNN), sdpa(3), True, "(sdpa)", id="sdpa-may-choose-cudnn"),
-        pytest.param(cuda("masked", "on"), seen(FA2), sdpa(2), True, "(fa2, sdpa)", id="fa2-for-the-window"),
-        pytest.param(cuda("masked", "on"), seen(EFFICIENT), sdpa(2), False, "names fa2 for 12", id="window-without-fa2"),
-        pytest.param(cuda("reference", "off"), seen(GEMM), sdpa(2), True, "(loop, sdpa)", id="loop"),
-        pytest.param(dense("dense"), seen(FA2), sdpa(1), True, "(sdpa)", id="dense-may-choose-flash"),
-        pytest.param(dense("dense"), seen(CUDNN), sdpa(1), True, "(sdpa)", id="dense-may-choose-cudnn"),
-        pytest.param(dense("dense"), seen(FA2), {}, False, f"saw 0 of {SDPA_OPERATOR}", id="dense-without-sdpa"),
+        pytest.param(
+            cuda("v2", "off"),
+            seen(EFFICIENT),
+            sdpa(2),
+            False,
+            "36 calls, and the profiler saw 24",
+            id="a-branch-without-sdpa",
+        ),
+        pytest.param(
+            cuda("v2", "off"),
+            seen(EFFICIENT, FA2),
+            sdpa(3),
+            False,
+            "names no FA-2, and an FA-2 kernel ran",
+            id="fa2-unasked",
+        ),
+        pytest.param(
+            cuda("masked", "off"), seen(CUDNN), sdpa(3), True, "(sdpa)", id="sdpa-may-choose-cudnn"
+        ),
+        pytest.param(
+            cuda("masked", "on"), seen(FA2), sdpa(2), True, "(fa2, sdpa)", id="fa2-for-the-window"
+        ),
+        pytest.param(
+            cuda("masked", "on"),
+            seen(EFFICIENT),
+            sdpa(2),
+            False,
+            "names fa2 for 12",
+            id="window-without-fa2",
+        ),
+        pytest.param(
+            cuda("reference", "off"), seen(GEMM), sdpa(2), True, "(loop, sdpa)", id="loop"
+        ),
+        pytest.param(
+            dense("dense"), seen(FA2), sdpa(1), True, "(sdpa)", id="dense-may-choose-flash"
+        ),
+        pytest.param(
+            dense("dense"), seen(CUDNN), sdpa(1), True, "(sdpa)", id="dense-may-choose-cudnn"
+        ),
+        pytest.param(
+            dense("dense"),
+            seen(FA2),
+            {},
+            False,
+            f"saw 0 of {SDPA_OPERATOR}",
+            id="dense-without-sdpa",
+        ),
         pytest.param(dense("dense_flash"), seen(FA2), sdpa(1), True, "(flash)", id="flash"),
-        pytest.param(dense("dense_flash"), seen(CUDNN), sdpa(1), False, "names flash for 12 launches, and 0", id="cudnn-is-not-flash"),
+        pytest.param(
+            dense("dense_flash"),
+            seen(CUDNN),
+            sdpa(1),
+            False,
+            "names flash for 12 launches, and 0",
+            id="cudnn-is-not-flash",
+        ),
         pytest.param(dense("dense_cudnn"), seen(CUDNN), sdpa(1), True, "(cudnn)", id="cudnn"),
-        pytest.param(dense("dense_cudnn"), seen(FA2), sdpa(1), False, "names cudnn for 12 launches, and 0", id="flash-is-not-cudnn"),
-        pytest.param(dense("dense_cudnn"), seen("CUDNN_Generated_Fort"), sdpa(1), True, "(cudnn)", id="case-does-not-matter"),
+        pytest.param(
+            dense("dense_cudnn"),
+            seen(FA2),
+            sdpa(1),
+            False,
+            "names cudnn for 12 launches, and 0",
+            id="flash-is-not-cudnn",
+        ),
+        pytest.param(
+            dense("dense_cudnn"),
+            seen("CUDNN_Generated_Fort"),
+            sdpa(1),
+            True,
+            "(cudnn)",
+            id="case-does-not-matter",
+        ),
     ],
 )
-def test_testify_on_a_gpu(chosen: Route, kernels: Seen, operators: Seen, ok: bool, words: str) -> None:
+def test_testify_on_a_gpu(
+    chosen: Route, kernels: Seen, operators: Seen, ok: bool, words: str
+) -> None:
     said, sentence = witness.testify(chosen, kernels, operators, True, LAYERS)
     assert said is ok and words in sentence
 
@@ -98,12 +208,18 @@ def test_testify_on_a_cpu(chosen: Route, operators: Seen, ok: bool) -> None:
     assert said is ok and ("CPU" in sentence if ok else SDPA_OPERATOR in sentence)
 
 
-@pytest.mark.parametrize(("busy", "bound"), [(None, None), (0.0, True), (0.84, True), (0.85, False), (0.99, False), (1.1, False)])
+@pytest.mark.parametrize(
+    ("busy", "bound"),
+    [(None, None), (0.0, True), (0.84, True), (0.85, False), (0.99, False), (1.1, False)],
+)
 def test_host_bound(busy: float | None, bound: bool | None) -> None:
     assert witness.is_host_bound(builders.profile(busy_fraction=busy)) is bound
 
 
-@pytest.mark.parametrize(("path", "kind"), [("v2", "forward"), ("masked", "train"), ("dense", "train"), ("dense", "forward")])
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [("v2", "forward"), ("masked", "train"), ("dense", "train"), ("dense", "forward")],
+)
 def test_a_real_step_on_a_cpu(path: str, kind: str) -> None:
     work = workload.build(job(path, kind))
     chosen = route_of(cell_of(path, kind))
@@ -121,12 +237,16 @@ def test_a_real_step_that_does_no_attention_is_caught() -> None:
 
 def test_a_real_step_with_layers_too_few_is_caught() -> None:
     work = workload.build(job("masked", "forward"))
-    profile = witness.profile(work.step, route_of(cell_of("masked")), "cpu", 0.01, 2 * TINY.num_layers)
+    profile = witness.profile(
+        work.step, route_of(cell_of("masked")), "cpu", 0.01, 2 * TINY.num_layers
+    )
     assert profile.witness_ok is False and "12 calls, and the profiler saw 8" in profile.witness
 
 
 def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
-    model = TinyLM(replace(TINY, num_layers=1, nsa=replace(TINY.nsa, branches=("sel",))), "reference")
+    model = TinyLM(
+        replace(TINY, num_layers=1, nsa=replace(TINY.nsa, branches=("sel",))), "reference"
+    )
     calls = []
 
     def step() -> None:
@@ -136,7 +256,9 @@ def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
 
 
 class Recorded:
-    """Stands in for torch.profiler.profile: a context with the events that a GPU would have left."""
+    """Stands in for torch.profiler.profile: a context with the events that a GPU would have
+    left.
+    """
 
     def __init__(self, events: list[Any]) -> None:
         self.profiler = SimpleNamespace(kineto_results=SimpleNamespace(events=lambda: events))
@@ -159,16 +281,29 @@ def host(name: str) -> Any:
 def event(name: str, kind: torch.autograd.DeviceType, microseconds: float, annotation: bool) -> Any:
     nanoseconds = round(1e3 * microseconds)
     return SimpleNamespace(
-        name=lambda: name, device_type=lambda: kind, duration_ns=lambda: nanoseconds, is_user_annotation=lambda: annotation
+        name=lambda: name,
+        device_type=lambda: kind,
+        duration_ns=lambda: nanoseconds,
+        is_user_annotation=lambda: annotation,
     )
 
 
 def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [device(FA2, 100.0), device(FA2, 300.0), device(EFFICIENT + "x" * 200, 1000.0)]
-    events += [device("Optimizer.step#AdamW.step", 5000.0, annotation=True)]  # a range over kernels that are counted already
+    events += [
+        device("Optimizer.step#AdamW.step", 5000.0, annotation=True)
+    ]  # a range over kernels that are counted already
     events += [device(f"small_{i}", 1.0) for i in range(20)]
-    events += [host(SDPA_OPERATOR), host("cudaStreamSynchronize"), host("cudaEventSynchronize"), host("cudaStreamSynchronize")]
-    events += [host("cudaLaunchKernel"), host("cudaDeviceSynchronize")]  # the last one is the profiler's own
+    events += [
+        host(SDPA_OPERATOR),
+        host("cudaStreamSynchronize"),
+        host("cudaEventSynchronize"),
+        host("cudaStreamSynchronize"),
+    ]
+    events += [
+        host("cudaLaunchKernel"),
+        host("cudaDeviceSynchronize"),
+    ]  # the last one is the profiler's own
     synchronised: list[bool] = []
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Recorded(events))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(True))
@@ -183,7 +318,12 @@ def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyP
     assert all(seconds == pytest.approx(1e-6) for _, seconds in rest)
 
 
-KERNELS = ("nsa_interval_forward", "nsa_interval_forward_band", "nsa_choose", "nsa_selected_forward")
+KERNELS = (
+    "nsa_interval_forward",
+    "nsa_interval_forward_band",
+    "nsa_choose",
+    "nsa_selected_forward",
+)
 
 
 @pytest.mark.parametrize(
@@ -200,28 +340,56 @@ KERNELS = ("nsa_interval_forward", "nsa_interval_forward_band", "nsa_choose", "n
 def test_a_step_that_is_off_launches_nothing(step: str, kernel: str) -> None:
     here = replace(builders.H100, triton_provider="triton 3.7.1")
     whole, without = (route(Request("triton", off=off), PROBLEM, here) for off in ((), (step,)))
-    for chosen, kernels, ok in ((whole, (*KERNELS, kernel), True), (without, KERNELS, True), (without, (*KERNELS, kernel), False)):
+    for chosen, kernels, ok in (
+        (whole, (*KERNELS, kernel), True),
+        (without, KERNELS, True),
+        (without, (*KERNELS, kernel), False),
+    ):
         found, words = witness.testify(chosen, seen(*kernels), {}, True, LAYERS)
-        assert found is ok and (ok or words == f"the Route says that {step} is off, and {kernel} ran")
+        assert found is ok and (
+            ok or words == f"the Route says that {step} is off, and {kernel} ran"
+        )
 
 
 def test_without_lists_gradients_are_still_summed_over_them() -> None:
     here = replace(builders.H100, triton_provider="triton 3.7.1")
-    kernels = seen(*KERNELS, "nsa_selected_sum_q", "nsa_selected_sum_kv", "nsa_selected_sum_splits", "void copy_kernel_split")
-    assert witness.testify(route(Request("triton", off=("lists",)), PROBLEM, here), kernels, {}, True, LAYERS)[0]
+    kernels = seen(
+        *KERNELS,
+        "nsa_selected_sum_q",
+        "nsa_selected_sum_kv",
+        "nsa_selected_sum_splits",
+        "void copy_kernel_split",
+    )
+    assert witness.testify(
+        route(Request("triton", off=("lists",)), PROBLEM, here), kernels, {}, True, LAYERS
+    )[0]
 
 
 def test_every_step_has_its_mark_in_a_kernel() -> None:
-    sources = "".join(file.read_text(encoding="utf-8") for file in (Path(__file__).parents[2] / "nsa" / "ops" / "kernels").glob("*.py"))
-    assert set(witness.STEP_MARKS) == set(TRITON_STEPS) and all(mark in sources for mark in witness.STEP_MARKS.values())
+    sources = "".join(
+        file.read_text(encoding="utf-8")
+        for file in (Path(__file__).parents[2] / "nsa" / "ops" / "kernels").glob("*.py")
+    )
+    assert set(witness.STEP_MARKS) == set(TRITON_STEPS) and all(
+        mark in sources for mark in witness.STEP_MARKS.values()
+    )
 
 
 def test_every_forward_kernel_of_a_branch_bears_the_mark_that_the_witness_looks_for() -> None:
     """A decode cell was WRONG_PATH once: its few rows take another kernel than a whole sequence."""
-    sources = {file.stem: file.read_text(encoding="utf-8") for file in (Path(__file__).parents[2] / "nsa" / "ops" / "kernels").glob("*.py")}
-    launched = {stem: set(re.findall(r"^ +(nsa_\w+)\[", text, re.MULTILINE)) for stem, text in sources.items()}
+    sources = {
+        file.stem: file.read_text(encoding="utf-8")
+        for file in (Path(__file__).parents[2] / "nsa" / "ops" / "kernels").glob("*.py")
+    }
+    launched = {
+        stem: set(re.findall(r"^ +(nsa_\w+)\[", text, re.MULTILINE))
+        for stem, text in sources.items()
+    }
     forwards = [name for names in launched.values() for name in names if "forward" in name]
     marks = (witness.TRITON_MARKS["cmp"], witness.TRITON_MARKS["sel"])
     assert sorted(sum(mark in name for name in forwards) for mark in marks) == [2, 3]
     assert all(any(mark in name for mark in marks) for name in forwards)
-    assert witness.TRITON_MARKS["win"] == witness.TRITON_MARKS["cmp"] and witness.TRITON_MARKS["score"] in launched["scores"]
+    assert (
+        witness.TRITON_MARKS["win"] == witness.TRITON_MARKS["cmp"]
+        and witness.TRITON_MARKS["score"] in launched["scores"]
+    )

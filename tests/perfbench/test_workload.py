@@ -1,4 +1,6 @@
-"""One step of a cell: what it changes, what it is fed, and that it is the model that was asked for."""
+"""One step of a cell: what it changes, what it is fed, and that it is the model that was asked
+for.
+"""
 
 from __future__ import annotations
 
@@ -37,22 +39,30 @@ def test_a_training_step_moves_every_weight(path: str) -> None:
     after = weights(work)
     assert [name for name in before if torch.equal(before[name], after[name])] == []
     assert all(torch.isfinite(x).all() for x in after.values())
-    assert all(x.grad is None for x in work.model.parameters()), "gradients of two steps must not add up"
+    assert all(x.grad is None for x in work.model.parameters()), (
+        "gradients of two steps must not add up"
+    )
 
 
 def test_training_is_real_optimisation() -> None:
-    """AdamW moves each weight by at most its learning rate in the first step; the loss on repeated data falls."""
+    """AdamW moves each weight by at most its learning rate in the first step; the loss on repeated
+    data falls.
+    """
     work = workload.build(job("masked", "train"))
     before = weights(work)
     work.step()
-    moved = max(float((x.detach() - before[name]).abs().max()) for name, x in work.model.named_parameters())
+    moved = max(
+        float((x.detach() - before[name]).abs().max()) for name, x in work.model.named_parameters()
+    )
     assert 0.5e-4 < moved < 2e-4
     (ids,) = inputs_of(work, 1)
 
     def loss() -> float:
         with torch.no_grad():
             logits = work.model(ids)
-        return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+        return float(
+            torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        )
 
     first = loss()
     for _ in range(4 * NUM_BATCHES):
@@ -92,7 +102,9 @@ def test_the_seed_decides_weights_and_data() -> None:
     assert torch.equal(fed[0], fed[1]) and not torch.equal(fed[0], fed[2])
 
 
-@pytest.mark.parametrize(("path", "model"), [("v2", TinyLM), ("masked", TinyLM), ("auto", TinyLM), ("dense", DenseLM)])
+@pytest.mark.parametrize(
+    ("path", "model"), [("v2", TinyLM), ("masked", TinyLM), ("auto", TinyLM), ("dense", DenseLM)]
+)
 def test_the_model_is_the_cells_own(path: str, model: type) -> None:
     asked = job(path, "forward")
     work = workload.build(asked)

@@ -21,9 +21,15 @@ def nsa_gated_sum(GATE, A, B, C, O, num_rows, DV: tl.constexpr, R: tl.constexpr,
     at = r[:, None] * DV + dv[None, :]
     mask = live[:, None] & (dv < DV)[None, :]
     acc = tl.zeros([R, BDV], tl.float32)
-    acc += tl.load(GATE + r * 3, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(A + at, mask=mask, other=0.0).to(tl.float32)
-    acc += tl.load(GATE + r * 3 + 1, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(B + at, mask=mask, other=0.0).to(tl.float32)
-    acc += tl.load(GATE + r * 3 + 2, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(C + at, mask=mask, other=0.0).to(tl.float32)
+    acc += tl.load(GATE + r * 3, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(
+        A + at, mask=mask, other=0.0
+    ).to(tl.float32)
+    acc += tl.load(GATE + r * 3 + 1, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(
+        B + at, mask=mask, other=0.0
+    ).to(tl.float32)
+    acc += tl.load(GATE + r * 3 + 2, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(
+        C + at, mask=mask, other=0.0
+    ).to(tl.float32)
     tl.store(O + at, acc.to(O.dtype.element_ty), mask=mask)
 
 
@@ -36,7 +42,21 @@ def _one(GATE, X, DX, DGATE, do, r, live, at, mask, n: tl.constexpr):
 
 
 @triton.jit
-def nsa_gated_sum_backward(GATE, A, B, C, DO, DGATE, DA, DB, DC, num_rows, DV: tl.constexpr, R: tl.constexpr, BDV: tl.constexpr):
+def nsa_gated_sum_backward(
+    GATE,
+    A,
+    B,
+    C,
+    DO,
+    DGATE,
+    DA,
+    DB,
+    DC,
+    num_rows,
+    DV: tl.constexpr,
+    R: tl.constexpr,
+    BDV: tl.constexpr,
+):
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     dv = tl.arange(0, BDV)
     live = r < num_rows
@@ -49,7 +69,9 @@ def nsa_gated_sum_backward(GATE, A, B, C, DO, DGATE, DA, DB, DC, num_rows, DV: t
 
 
 def forward(gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
-    """gates [..., 3], outputs [..., DV], contiguous -> o [..., DV] in the outputs' dtype; summed in fp32."""
+    """gates [..., 3], outputs [..., DV], contiguous -> o [..., DV] in the outputs' dtype; summed in
+    fp32.
+    """
     o = torch.empty_like(outputs[0])
     DV = o.shape[-1]
     num_rows, BDV = o.numel() // DV, padded(DV)
@@ -58,11 +80,15 @@ def forward(gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return o
 
 
-def backward(do: Tensor, gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(
+    do: Tensor, gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the gates and of each output."""
     DV = do.shape[-1]
     num_rows, BDV = do.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
     dgates, (da, db, dc) = torch.empty_like(gates), (torch.empty_like(x) for x in outputs)
-    nsa_gated_sum_backward[(cdiv(num_rows, R),)](gates, *outputs, do, dgates, da, db, dc, num_rows, DV, R, BDV, num_warps=4)
+    nsa_gated_sum_backward[(cdiv(num_rows, R),)](
+        gates, *outputs, do, dgates, da, db, dc, num_rows, DV, R, BDV, num_warps=4
+    )
     return dgates, da, db, dc

@@ -17,7 +17,8 @@ from nsa.settings import is_off
 LOG2E = 1.4426950408889634
 
 
-# What runs before each launch is plain Python: triton.cdiv and triton.next_power_of_2 take 2 to 3 us a call.
+# What runs before each launch is plain Python: triton.cdiv and triton.next_power_of_2 take 2 to 3
+# us a call.
 def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -28,7 +29,9 @@ def padded(size: int, least: int = 16) -> int:
 
 
 def width_class(x: Tensor, DV: int) -> int:
-    """0 to 3 for rows of up to 128, 256, 512 and 1,024 bytes: what a tile takes of the shared memory."""
+    """0 to 3 for rows of up to 128, 256, 512 and 1,024 bytes: what a tile takes of the shared
+    memory.
+    """
     row_bytes = padded(max(x.shape[-1], DV)) * x.element_size()
     return max(0, (row_bytes - 1).bit_length() - 7)
 
@@ -49,20 +52,30 @@ def starts(q_start: int | Tensor) -> tuple[int, Tensor | None]:
 
 
 def named_by(name: str, marks: Mapping[str, str], end: str = "") -> Callable[[Any], str]:
-    """For `triton.jit(repr=...)`: the name that a profiler shows, with the mark of each constexpr that is true, then ``end``."""
+    """For `triton.jit(repr=...)`: the name that a profiler shows, with the mark of each constexpr
+    that is true, then ``end``.
+    """
 
     def shown(specialization: Any) -> str:
-        return name + "".join(mark for flag, mark in marks.items() if specialization.constants.get(flag)) + end
+        return (
+            name
+            + "".join(mark for flag, mark in marks.items() if specialization.constants.get(flag))
+            + end
+        )
 
     return shown
 
 
-def described(tile_rows: int, *tensors: Tensor, work: int) -> tuple[list[Tensor | TensorDescriptor], bool]:
-    """(each x [B, L, heads, D] in tiles of ``tile_rows`` rows of one head, for the copy engine, True), or (the tensors, False).
+def described(
+    tile_rows: int, *tensors: Tensor, work: int
+) -> tuple[list[Tensor | TensorDescriptor], bool]:
+    """(each x [B, L, heads, D] in tiles of ``tile_rows`` rows of one head, for the copy engine,
+    True), or (the tensors, False).
 
-    Beyond L and D a tile reads 0. False where ``work``, the elements of q, is less than COPY_MIN_ELEMENTS, where the
-    engine cannot take one of the tensors (empty, expanded, or at addresses that are no multiples of 16 bytes), and where a setting
-    turns it off. Before Hopper, Triton makes ordinary loads of it.
+    Beyond L and D a tile reads 0. False where ``work``, the elements of q, is less than
+    COPY_MIN_ELEMENTS, where the engine cannot take one of the tensors (empty, expanded, or at
+    addresses that are no multiples of 16 bytes), and where a setting turns it off. Before Hopper,
+    Triton makes ordinary loads of it.
     """
     if work < COPY_MIN_ELEMENTS or is_off("copy"):
         return list(tensors), False
@@ -70,10 +83,17 @@ def described(tile_rows: int, *tensors: Tensor, work: int) -> tuple[list[Tensor 
     for x in tensors:
         unit = 16 // x.element_size()
         # the stride of a dimension of size 1 is never used, and may be anything
-        strides = [unit if size == 1 else stride for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)]
+        strides = [
+            unit if size == 1 else stride
+            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        ]
         if x.numel() == 0 or x.data_ptr() % 16 or any(n % unit or n == 0 for n in strides):
             return list(tensors), False
-        made.append(TensorDescriptor(x, list(x.shape), [*strides, 1], [1, tile_rows, 1, padded(x.shape[-1])]))
+        made.append(
+            TensorDescriptor(
+                x, list(x.shape), [*strides, 1], [1, tile_rows, 1, padded(x.shape[-1])]
+            )
+        )
     return made, True
 
 

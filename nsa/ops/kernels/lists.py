@@ -1,7 +1,8 @@
-"""Which queries chose a block: entries (row, kv head, slot) sorted by block, by one stable sort of 16-bit keys where they suffice.
+"""Which queries chose a block: entries (row, kv head, slot) sorted by block, by one stable sort of
+16-bit keys where they suffice.
 
-B batch, T queries, G kv heads, N slots, J blocks a kv head, E entries. Rows (b, t) are taken a chunk at a time, which is a key's
-highest digit.
+B batch, T queries, G kv heads, N slots, J blocks a kv head, E entries. Rows (b, t) are taken a
+chunk at a time, which is a key's highest digit.
 """
 
 from __future__ import annotations
@@ -17,8 +18,22 @@ from nsa.ops.kernels.common import cdiv
 
 
 @triton.jit
-def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, full, G: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
-    """The list that each entry belongs to: (chunk, b, g, block). An empty slot, or one of a sequence's first ``full`` rows, is in its
+def nsa_selected_keys(
+    BLOCKS,
+    KEY,
+    E,
+    T,
+    rows_per_chunk,
+    J,
+    num_lists,
+    full,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """The list that each entry belongs to: (chunk, b, g, block).
+
+    An empty slot, or one of a sequence's first ``full`` rows, is in its
     chunk's last one, which nobody reads."""
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     block = tl.load(BLOCKS + e, mask=e < E, other=-1)
@@ -26,12 +41,18 @@ def nsa_selected_keys(BLOCKS, KEY, E, T, rows_per_chunk, J, num_lists, full, G: 
     g = (e // N % G).to(tl.int32)
     listed = (block >= 0) & (block < J) & (row % T >= full)
     of_chunk = tl.where(listed, (row // T * G + g) * J + block, num_lists)
-    tl.store(KEY + e, (row // rows_per_chunk * (num_lists + 1) + of_chunk).to(KEY.dtype.element_ty), mask=e < E)
+    tl.store(
+        KEY + e,
+        (row // rows_per_chunk * (num_lists + 1) + of_chunk).to(KEY.dtype.element_ty),
+        mask=e < E,
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """Entries sorted by list, a list of queries for each (chunk, b, kv head, block); within a list in order of rows."""
+    """Entries sorted by list, a list of queries for each (chunk, b, kv head, block); within a list
+    in order of rows.
+    """
 
     key_E: Tensor
     order_E: Tensor
@@ -47,7 +68,9 @@ class Lists:
         # a radix sort passes over half as many digits of 16 bits
         dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
         key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
-        nsa_selected_keys[(cdiv(key_E.numel(), 1024),)](blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024)
+        nsa_selected_keys[(cdiv(key_E.numel(), 1024),)](
+            blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024
+        )
         return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
 
     def bounds(self, num_rows: int) -> Tensor:

@@ -1,4 +1,6 @@
-"""phi = mean (Eq. 7) of K and of V in one launch, and its gradients in another. Sums in fp32, in the order of the tokens.
+"""phi = mean (Eq. 7) of K and of V in one launch, and its gradients in another.
+
+Sums in fp32, in the order of the tokens.
 
 B batch, S tokens, C blocks of l tokens with stride d, G kv heads, D head dim.
 """
@@ -16,7 +18,23 @@ AT_ONCE = tl.constexpr(8)  # loads that wait for nothing
 
 
 @triton.jit
-def _mean(X, OUT, tile, b, g, C, block, stride, s_b, s_t, s_g, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BLOCKS: tl.constexpr):
+def _mean(
+    X,
+    OUT,
+    tile,
+    b,
+    g,
+    C,
+    block,
+    stride,
+    s_b,
+    s_t,
+    s_g,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     i = tile * BLOCKS + tl.arange(0, BLOCKS)
     d = tl.arange(0, BD)
     inside = (i < C)[:, None] & (d < D)[None, :]
@@ -32,9 +50,27 @@ def _mean(X, OUT, tile, b, g, C, block, stride, s_b, s_t, s_g, G: tl.constexpr, 
 
 @triton.jit
 def nsa_means(
-    K, V, OUT_K, OUT_V, B, C, block, stride, sk_b, sk_t, sk_g, sv_b, sv_t, sv_g,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
+    K,
+    V,
+    OUT_K,
+    OUT_V,
+    B,
+    C,
+    block,
+    stride,
+    sk_b,
+    sk_t,
+    sk_g,
+    sv_b,
+    sv_t,
+    sv_g,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
     tile = tl.program_id(0) // (B * G)
     b = (tl.program_id(0) // G % B).to(tl.int64)
     g = (tl.program_id(0) % G).to(tl.int64)
@@ -45,7 +81,22 @@ def nsa_means(
 
 
 @triton.jit
-def _spread(DOUT, DX, tile, b, g, S, C, block, stride, parts, G: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, TOKENS: tl.constexpr):
+def _spread(
+    DOUT,
+    DX,
+    tile,
+    b,
+    g,
+    S,
+    C,
+    block,
+    stride,
+    parts,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     t = tile * TOKENS + tl.arange(0, TOKENS)
     d = tl.arange(0, BD)
     acc = tl.zeros([TOKENS, BD], tl.float32)
@@ -60,9 +111,23 @@ def _spread(DOUT, DX, tile, b, g, S, C, block, stride, parts, G: tl.constexpr, D
 
 @triton.jit
 def nsa_means_backward(
-    DOUT_K, DOUT_V, DK, DV_, B, S, C, block, stride, parts,
-    G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, TOKENS: tl.constexpr,
-):  # fmt: skip
+    DOUT_K,
+    DOUT_V,
+    DK,
+    DV_,
+    B,
+    S,
+    C,
+    block,
+    stride,
+    parts,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
     tile = tl.program_id(0) // (B * G)
     b = (tl.program_id(0) // G % B).to(tl.int64)
     g = (tl.program_id(0) % G).to(tl.int64)
@@ -73,23 +138,57 @@ def nsa_means_backward(
 
 
 def forward(k: Tensor, v: Tensor, *, block: int, stride: int) -> tuple[Tensor, Tensor]:
-    """k [B, S, G, D] and v [B, S, G, DV], S >= block -> their means [B, C, G, D] and [B, C, G, DV], in their dtype."""
+    """k [B, S, G, D] and v [B, S, G, DV], S >= block -> their means [B, C, G, D] and [B, C, G, DV],
+    in their dtype.
+    """
     k, v = rows(k), rows(v)
     (B, S, G, D), DV = k.shape, v.shape[3]
     C = (S - block) // stride + 1
     k_cmp, v_cmp = k.new_empty(B, C, G, D), v.new_empty(B, C, G, DV)
     nsa_means[(cdiv(C, BLOCKS) * B * G, 2)](
-        k, v, k_cmp, v_cmp, B, C, block, stride, *k.stride()[:3], *v.stride()[:3], G, D, DV, padded(D), padded(DV), BLOCKS
+        k,
+        v,
+        k_cmp,
+        v_cmp,
+        B,
+        C,
+        block,
+        stride,
+        *k.stride()[:3],
+        *v.stride()[:3],
+        G,
+        D,
+        DV,
+        padded(D),
+        padded(DV),
+        BLOCKS,
     )
     return k_cmp, v_cmp
 
 
-def backward(dk_cmp: Tensor, dv_cmp: Tensor, *, tokens: int, block: int, stride: int) -> tuple[Tensor, Tensor]:
+def backward(
+    dk_cmp: Tensor, dv_cmp: Tensor, *, tokens: int, block: int, stride: int
+) -> tuple[Tensor, Tensor]:
     """Gradients of the means -> those of k and v, of ``tokens`` tokens."""
     dk_cmp, dv_cmp = dk_cmp.contiguous(), dv_cmp.contiguous()
     (B, C, G, D), DV = dk_cmp.shape, dv_cmp.shape[3]
     dk, dv = dk_cmp.new_empty(B, tokens, G, D), dv_cmp.new_empty(B, tokens, G, DV)
     nsa_means_backward[(cdiv(tokens, TOKENS) * B * G, 2)](
-        dk_cmp, dv_cmp, dk, dv, B, tokens, C, block, stride, cdiv(block, stride), G, D, DV, padded(D), padded(DV), TOKENS
+        dk_cmp,
+        dv_cmp,
+        dk,
+        dv,
+        B,
+        tokens,
+        C,
+        block,
+        stride,
+        cdiv(block, stride),
+        G,
+        D,
+        DV,
+        padded(D),
+        padded(DV),
+        TOKENS,
     )
     return dk, dv

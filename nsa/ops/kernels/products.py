@@ -1,4 +1,6 @@
-"""o . dO, row by row: what a softmax's gradient takes off, and a gate's own gradient. Of one branch, or of three in one pass.
+"""o . dO, row by row: what a softmax's gradient takes off, and a gate's own gradient.
+
+Of one branch, or of three in one pass.
 
 DV value dim; rows are (b, t, head), contiguous.
 """
@@ -24,20 +26,42 @@ def nsa_row_products(O, DO, DELTA, num_rows, DV: tl.constexpr, R: tl.constexpr, 
 
 
 @triton.jit
-def _gate_product(O, LSE, do, GATE, DELTA, LSE_GATED, DGATE, r, live, at, mask, num_rows, n: tl.constexpr):
+def _gate_product(
+    O, LSE, do, GATE, DELTA, LSE_GATED, DGATE, r, live, at, mask, num_rows, n: tl.constexpr
+):
     delta = tl.sum(tl.load(O + at, mask=mask, other=0.0).to(tl.float32) * do, 1)
     tl.store(DELTA + n * num_rows + r, delta, mask=live)
     tl.store(DGATE + r * 3 + n, delta.to(DGATE.dtype.element_ty), mask=live)
     lse = tl.load(LSE + r, mask=live, other=0.0)
     gated = lse - tl.log2(tl.load(GATE + r * 3 + n, mask=live, other=1.0).to(tl.float32))
-    tl.store(LSE_GATED + n * num_rows + r, tl.where(lse == float("-inf"), float("-inf"), gated), mask=live)
+    tl.store(
+        LSE_GATED + n * num_rows + r,
+        tl.where(lse == float("-inf"), float("-inf"), gated),
+        mask=live,
+    )
 
 
 @triton.jit
 def nsa_gate_products(
-    A, B, C, LSE_A, LSE_B, LSE_C, DO, GATE, DELTA, LSE_GATED, DGATE, num_rows, DV: tl.constexpr, R: tl.constexpr, BDV: tl.constexpr
+    A,
+    B,
+    C,
+    LSE_A,
+    LSE_B,
+    LSE_C,
+    DO,
+    GATE,
+    DELTA,
+    LSE_GATED,
+    DGATE,
+    num_rows,
+    DV: tl.constexpr,
+    R: tl.constexpr,
+    BDV: tl.constexpr,
 ):
-    """Of branch n: o . dO to DELTA [3, rows] and DGATE [rows, 3], and lse - log2 gate to LSE_GATED [3, rows]: +inf for a gate of 0."""
+    """Of branch n: o . dO to DELTA [3, rows] and DGATE [rows, 3], and lse - log2 gate to LSE_GATED
+    [3, rows]: +inf for a gate of 0.
+    """
     r = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     dv = tl.arange(0, BDV)
     live = r < num_rows
@@ -59,9 +83,13 @@ def row_products(o: Tensor, do: Tensor) -> Tensor:
 
 
 def gate_products(
-    do: Tensor, gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor], lse: tuple[Tensor, Tensor, Tensor]
+    do: Tensor,
+    gates: Tensor,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    lse: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(delta, lse - log2 gate), both fp32 [3, B, T, Q], and the gates' gradient; a gate below 0 makes its row NaN.
+    """(delta, lse - log2 gate), both fp32 [3, B, T, Q], and the gates' gradient; a gate below 0
+    makes its row NaN.
 
     Contiguous do and outputs [B, T, Q, DV], gates [B, T, Q, 3], lse to base 2 [B, T, Q] fp32.
     """
@@ -69,5 +97,7 @@ def gate_products(
     delta, lse_gated = do.new_empty(2, 3, *do.shape[:-1], dtype=torch.float32)
     dgates, num_rows, BDV = torch.empty_like(gates), do.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
-    nsa_gate_products[(cdiv(num_rows, R),)](*outputs, *lse, do, gates, delta, lse_gated, dgates, num_rows, DV, R, BDV, num_warps=4)
+    nsa_gate_products[(cdiv(num_rows, R),)](
+        *outputs, *lse, do, gates, delta, lse_gated, dgates, num_rows, DV, R, BDV, num_warps=4
+    )
     return delta, lse_gated, dgates

@@ -1,6 +1,8 @@
-"""Attention over chosen blocks, query-outer: for few rows, where sorting would cost more than it saves. No parts, no chunks.
+"""Attention over chosen blocks, query-outer: for few rows, where sorting would cost more than it
+saves. No parts, no chunks.
 
-B batch, T queries, S keys, Q query heads, G kv heads, H query heads per kv head, N slots, J blocks a kv head, L tokens a block.
+B batch, T queries, S keys, Q query heads, G kv heads, H query heads per kv head, N slots, J blocks
+a kv head, L tokens a block.
 """
 
 from __future__ import annotations
@@ -16,11 +18,40 @@ WARPS, STAGES = 1, 2
 
 @triton.jit
 def nsa_selected_forward_by_row(
-    Q, K, V, BLOCKS, O, LSE, Q0, T, S, q0, J,
-    sq_b, sq_t, sq_h, sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, scale_log2,
-    G: tl.constexpr, H: tl.constexpr, N: tl.constexpr, L: tl.constexpr, LP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    M: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, RAGGED: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    BLOCKS,
+    O,
+    LSE,
+    Q0,
+    T,
+    S,
+    q0,
+    J,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    N: tl.constexpr,
+    L: tl.constexpr,
+    LP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    M: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    PREC: tl.constexpr,
+):
     """One (row, kv head) a program over its N blocks."""
     at_row = tl.program_id(0).to(tl.int64)
     row = (at_row // G).to(tl.int32)
@@ -32,7 +63,13 @@ def nsa_selected_forward_by_row(
     h = tl.arange(0, M)
     dv = tl.arange(0, BDV)
     i = tl.arange(0, LP)
-    q = load_rows(Q, b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + h) * sq_h, h < H, D, BD)
+    q = load_rows(
+        Q,
+        b.to(tl.int64) * sq_b + (row - b * T).to(tl.int64) * sq_t + (g * H + h) * sq_h,
+        h < H,
+        D,
+        BD,
+    )
     K += b.to(tl.int64) * sk_b + g * sk_g
     V += b.to(tl.int64) * sv_b + g * sv_g
     m = tl.full([M], float("-inf"), tl.float32)
@@ -57,19 +94,60 @@ def nsa_selected_forward_by_row(
     some = l > 0
     to = at_row * H + h
     o = acc / tl.where(some, l, 1.0)[:, None]
-    tl.store(O + to[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=(h < H)[:, None] & (dv < DV)[None, :])
-    tl.store(LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H)
+    tl.store(
+        O + to[:, None] * DV + dv[None, :],
+        o.to(O.dtype.element_ty),
+        mask=(h < H)[:, None] & (dv < DV)[None, :],
+    )
+    tl.store(
+        LSE + to, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=h < H
+    )
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, into: tuple[Tensor, Tensor], sel_block: int, q_start: int | Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    into: tuple[Tensor, Tensor],
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
 ) -> None:
-    """As `nsa.ops.kernels.selected.forward`, into contiguous (o, lse); blocks are contiguous, last dimensions too."""
+    """As `nsa.ops.kernels.selected.forward`, into contiguous (o, lse); blocks are contiguous, last
+    dimensions too.
+    """
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
     q0, Q0 = starts(q_start)
     nsa_selected_forward_by_row[(B * T * G,)](
-        q, k, v, blocks, *into, Q0, T, S, q0, J, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2E,
-        G, H, N, L, padded(L), D, DV, padded(H), padded(D), padded(DV), Q0 is not None, precision(q),
-        num_warps=max(WARPS, padded(H) // 16), num_stages=STAGES,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        blocks,
+        *into,
+        Q0,
+        T,
+        S,
+        q0,
+        J,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale * LOG2E,
+        G,
+        H,
+        N,
+        L,
+        padded(L),
+        D,
+        DV,
+        padded(H),
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        precision(q),
+        num_warps=max(WARPS, padded(H) // 16),
+        num_stages=STAGES,
+    )

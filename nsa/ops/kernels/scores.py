@@ -1,8 +1,11 @@
-"""Block scores (Eq. 8 to 10) and the best of them (Eq. 11, 12). Nothing of size [T, C] a head is ever written.
+"""Block scores (Eq. 8 to 10) and the best of them (Eq. 11, 12).
 
-B batch, T queries, C compressed blocks, Q query heads, G kv heads, H query heads per kv head, J selection blocks, N slots.
-R = l' / d compressed blocks begin within a selection block, W = l / d sub-chunks make a compressed block; W <= R, R a power of two.
-A chunk of rows (b, t) is scored, then its best blocks are taken, so that scores stay in the L2.
+Nothing of size [T, C] a head is ever written.
+
+B batch, T queries, C compressed blocks, Q query heads, G kv heads, H query heads per kv head, J
+selection blocks, N slots. R = l' / d compressed blocks begin within a selection block, W = l / d
+sub-chunks make a compressed block; W <= R, R a power of two. A chunk of rows (b, t) is scored, then
+its best blocks are taken, so that scores stay in the L2.
 """
 
 from __future__ import annotations
@@ -14,10 +17,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, cdiv, described, named_by, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import (
+    LOG2E,
+    cdiv,
+    described,
+    named_by,
+    padded,
+    precision,
+    rows,
+    starts,
+    width_class,
+)
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
-CANDIDATES = 32  # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by one
+# that are ranked by counting, or as many as there are slots; a row with more takes its slots one by
+# one
+CANDIDATES = 32
 
 
 # By width class, the first two measured on an H200 (reports/kernels-log.md).
@@ -44,12 +59,45 @@ def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOC
 
 @triton.jit(repr=named_by("nsa_scores", {"COPY": "_copy"}))
 def nsa_scores(
-    Q, K, LSE, SCORE, EDGE, Q0, FIRST, b0, t0, n, T, C, q0, block, stride, J,
-    sq_b, sq_t, sq_h, sk_b, sk_c, sk_g, scale_log2,
-    G: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BM: tl.constexpr, BC: tl.constexpr,
-    BD: tl.constexpr, RAGGED: tl.constexpr, DOCS: tl.constexpr, PREC: tl.constexpr, COPY: tl.constexpr,
-):  # fmt: skip
-    """Sum of p over a group's heads for queries t0 .. t0 + n - 1 of some b: what is a block's own, and its edge on the next."""
+    Q,
+    K,
+    LSE,
+    SCORE,
+    EDGE,
+    Q0,
+    FIRST,
+    b0,
+    t0,
+    n,
+    T,
+    C,
+    q0,
+    block,
+    stride,
+    J,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_c,
+    sk_g,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """Sum of p over a group's heads for queries t0 .. t0 + n - 1 of some b: what is a block's own,
+    and its edge on the next.
+    """
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     row = row0 + tl.arange(0, BM)
     c0 = tl.program_id(1) * BC
@@ -63,7 +111,9 @@ def nsa_scores(
         c = c0 + tl.arange(0, BC)
         d = tl.arange(0, BD)
         k = tl.load(
-            K + b * sk_b + g * sk_g + c.to(tl.int64)[:, None] * sk_c + d[None, :], mask=(c < C)[:, None] & (d < D)[None, :], other=0.0
+            K + b * sk_b + g * sk_g + c.to(tl.int64)[:, None] * sk_c + d[None, :],
+            mask=(c < C)[:, None] & (d < D)[None, :],
+            other=0.0,
         )
         k = tl.trans(k)
         p = tl.zeros([BM, BC], tl.float32)
@@ -76,7 +126,9 @@ def nsa_scores(
                 q = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
             lse = tl.load(LSE + (b * T + t) * (G * H) + head)
             p += tl.exp2(tl.dot(q, k, input_precision=PREC) * scale_log2 - lse[:, None])
-        p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)  # a row that sees none has lse = -inf: p = inf
+        p = tl.where(
+            (c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0
+        )  # a row that sees none has lse = -inf: p = inf
         i = tl.arange(0, R)
         own = tl.minimum(R - i, W).to(tl.float32)[None, None, :]
         p = tl.reshape(p, [BM, BC // R, R])
@@ -90,11 +142,38 @@ def nsa_scores(
 
 @triton.jit
 def nsa_choose(
-    SCORE, EDGE, SPARE_J, SPARE_S, BLOCKS, Q0, FIRST, b0, t0, rows_of_b, T, C, q0, block, stride, J, L, num_initial, num_local,
-    G: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, R: tl.constexpr, W: tl.constexpr, BJ: tl.constexpr, NC: tl.constexpr,
-    RAGGED: tl.constexpr, DOCS: tl.constexpr,
-):  # fmt: skip
-    """One (row, kv head) a program: forced blocks, then the best by (score descending, index ascending); ascending, -1 padded."""
+    SCORE,
+    EDGE,
+    SPARE_J,
+    SPARE_S,
+    BLOCKS,
+    Q0,
+    FIRST,
+    b0,
+    t0,
+    rows_of_b,
+    T,
+    C,
+    q0,
+    block,
+    stride,
+    J,
+    L,
+    num_initial,
+    num_local,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    BJ: tl.constexpr,
+    NC: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+):
+    """One (row, kv head) a program: forced blocks, then the best by (score descending, index
+    ascending); ascending, -1 padded.
+    """
     at = tl.program_id(0).to(tl.int64)
     row = (at // G).to(tl.int32)
     b = b0 + row // rows_of_b
@@ -108,15 +187,20 @@ def nsa_choose(
     # what no visible compressed block reaches was not written, and is 0
     score = tl.load(SCORE + at * J + j, mask=allowed & (j * R < hi), other=0.0)
     if W > 1:
-        score += tl.load(EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0)
+        score += tl.load(
+            EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0
+        )
     need = N - tl.sum(forced.to(tl.int32), 0)
     score = tl.where(allowed & (forced == 0), score, -1.0)
     out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
     if BJ > NC:
-        # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and seldom many more.
+        # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
+        # seldom many more.
         best = tl.max(tl.reshape(score, [BJ // NC, NC]), 0)
         i = tl.arange(0, NC)
-        better = (best[None, :] > best[:, None]) | ((best[None, :] == best[:, None]) & (i[None, :] < i[:, None]))
+        better = (best[None, :] > best[:, None]) | (
+            (best[None, :] == best[:, None]) & (i[None, :] < i[:, None])
+        )
         least = tl.max(tl.where(tl.sum(better.to(tl.int32), 1) == need - 1, best, -1.0), 0)
         least = tl.where(need > 0, least, float("inf"))
         candidate = forced | ((score >= 0) & (score >= least))
@@ -128,7 +212,9 @@ def nsa_choose(
             tl.debug_barrier()
             cj = tl.load(SPARE_J + at * NC + i, mask=i < count, other=2147483647)
             cs = tl.load(SPARE_S + at * NC + i, mask=i < count, other=-1.0)
-            better = (cs[None, :] > cs[:, None]) | ((cs[None, :] == cs[:, None]) & (cj[None, :] < cj[:, None]))
+            better = (cs[None, :] > cs[:, None]) | (
+                (cs[None, :] == cs[:, None]) & (cj[None, :] < cj[:, None])
+            )
             taken = (i < count) & (tl.sum(better.to(tl.int32), 1) < N)
             tl.store(out + tl.cumsum(taken.to(tl.int32), 0) - 1, cj, mask=taken)
         else:
@@ -142,7 +228,9 @@ def nsa_choose(
             count = tl.sum(candidate.to(tl.int32), 0)
     else:
         score = tl.where(forced, float("inf"), score)
-        better = (score[None, :] > score[:, None]) | ((score[None, :] == score[:, None]) & (j[None, :] < j[:, None]))
+        better = (score[None, :] > score[:, None]) | (
+            (score[None, :] == score[:, None]) & (j[None, :] < j[:, None])
+        )
         taken = allowed & (tl.sum(better.to(tl.int32), 1) < N)
         tl.store(out + tl.cumsum(taken.to(tl.int32), 0) - 1, j, mask=taken)
         count = tl.sum(taken.to(tl.int32), 0)
@@ -151,10 +239,25 @@ def nsa_choose(
 
 
 def choose(
-    q: Tensor, k_cmp: Tensor, lse: Tensor, *, block: int, stride: int, sel_block: int, num_selected: int, num_initial: int, num_local: int,
-    kv_len: int, q_start: int | Tensor, first: Tensor | None, scale: float, tiles: dict[str, int] | None = None,
-    score_bytes: int = SCORE_BYTES, num_warps: int = 1, candidates: int = CANDIDATES,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    *,
+    block: int,
+    stride: int,
+    sel_block: int,
+    num_selected: int,
+    num_initial: int,
+    num_local: int,
+    kv_len: int,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    tiles: dict[str, int] | None = None,
+    score_bytes: int = SCORE_BYTES,
+    num_warps: int = 1,
+    candidates: int = CANDIDATES,
+) -> Tensor:
     """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N]."""
     q, k = rows(q), rows(k_cmp)
     (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
@@ -173,15 +276,59 @@ def choose(
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
         if seen:
             nsa_scores[(cdiv(n, BM), cdiv(seen, BC), G * batches)](
-                queries, k, lse, score, edge, Q0, first, b0, t0, n, *geometry, *q.stride()[:3], *k.stride()[:3], scale * LOG2E,
-                G, HQ // G, D, R, W, BM, BC, padded(D), *flags, precision(q), copy, **config,
-            )  # fmt: skip
+                queries,
+                k,
+                lse,
+                score,
+                edge,
+                Q0,
+                first,
+                b0,
+                t0,
+                n,
+                *geometry,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                scale * LOG2E,
+                G,
+                HQ // G,
+                D,
+                R,
+                W,
+                BM,
+                BC,
+                padded(D),
+                *flags,
+                precision(q),
+                copy,
+                **config,
+            )
         reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
         nsa_choose[(batches * n * G,)](
-            score, edge, spare[0], spare[1].view(torch.float32), blocks, Q0, first, b0, t0, n, *geometry, sel_block,
-            num_initial, num_local, G, num_selected, padded(num_selected, 1), R, W, min(BJ, reach), candidates, *flags,
+            score,
+            edge,
+            spare[0],
+            spare[1].view(torch.float32),
+            blocks,
+            Q0,
+            first,
+            b0,
+            t0,
+            n,
+            *geometry,
+            sel_block,
+            num_initial,
+            num_local,
+            G,
+            num_selected,
+            padded(num_selected, 1),
+            R,
+            W,
+            min(BJ, reach),
+            candidates,
+            *flags,
             num_warps=num_warps,
-        )  # fmt: skip
+        )
     return blocks
 
 

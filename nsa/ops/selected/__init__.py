@@ -12,15 +12,26 @@ from nsa.routing import Path
 
 
 class AttendFn(Protocol):
-    """softmax over the tokens at or before the query in ``blocks`` int32 [B, T, G, N]: ascending, unique, -1 padded at the end.
+    """softmax over the tokens at or before the query in ``blocks`` int32 [B, T, G, N]: ascending,
+    unique, -1 padded at the end.
 
-    q [B, T, HQ, DK], k [B, S, G, DK], v [B, S, G, DV] -> o [B, T, HQ, DV] in q's dtype; a row without a key is exactly 0.
-    ``fa2`` names the FA-2 provider that may serve the call, None for none. Keys in the future of a query get weight 0 and
-    must be finite: 0 * NaN is NaN.
+    q [B, T, HQ, DK], k [B, S, G, DK], v [B, S, G, DV] -> o [B, T, HQ, DV] in q's dtype; a row
+    without a key is exactly 0.
+    ``fa2`` names the FA-2 provider that may serve the call, None for none. Keys in the future of a
+    query get weight 0 and must be finite: 0 * NaN is NaN.
     """
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        blocks: Tensor,
+        *,
+        sel_block: int,
+        q_start: int | Tensor,
+        scale: float,
+        fa2: str | None,
     ) -> Tensor: ...
 
 

@@ -1,4 +1,6 @@
-"""Path `masked`: one SDPA over a boolean mask. What the founding reports call `grouped_selection_attention_masked`.
+"""Path `masked`: one SDPA over a boolean mask.
+
+What the founding reports call `grouped_selection_attention_masked`.
 
 B batch, T query tokens, S key tokens, G kv heads, J selection blocks.
 """
@@ -13,29 +15,47 @@ from nsa.ops.positions import query_positions
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
+    fa2: str | None,
 ) -> Tensor:
     """See ``nsa.ops.selected.AttendFn``. Memory is O(B * G * T * S)."""
     del fa2
-    mask_BGTS = _token_mask(blocks, k.shape[1], sel_block, query_positions(q_start, q.shape[1], q.device))
+    mask_BGTS = _token_mask(
+        blocks, k.shape[1], sel_block, query_positions(q_start, q.shape[1], q.device)
+    )
     empty_BGT1 = ~mask_BGTS.any(-1, keepdim=True)
-    # An empty row attends to every key, so that its softmax is finite, and its output is then dropped.
+    # An empty row attends to every key, so that its softmax is finite, and its output is then
+    # dropped.
     o = sdpa.grouped(q, k, v, mask_BGTS | empty_BGT1, scale=scale)
     empty_BTG = empty_BGT1[..., 0].transpose(1, 2)
-    return o.unflatten(2, (k.shape[2], -1)).masked_fill(empty_BTG[..., None, None], 0.0).flatten(2, 3)
+    return (
+        o.unflatten(2, (k.shape[2], -1)).masked_fill(empty_BTG[..., None, None], 0.0).flatten(2, 3)
+    )
 
 
 def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT: Tensor) -> Tensor:
     """Boolean [B, G, T, S]: the key's block was chosen and the key is not in the future."""
     B, T, G, _ = blocks_BTGN.shape
     J = -(-num_keys // sel_block)
-    chosen_BGTJ = torch.zeros(B, G, T, J + 1, dtype=torch.bool, device=blocks_BTGN.device)  # slot J takes the padding
+    chosen_BGTJ = torch.zeros(
+        B, G, T, J + 1, dtype=torch.bool, device=blocks_BTGN.device
+    )  # slot J takes the padding
     index = blocks_BTGN.transpose(1, 2).long()
     chosen_BGTJ.scatter_(3, torch.where(index < 0, J, index.clamp(max=J)), True)
-    # Slot J is spread out as well, so that the cut always drops something: were it nothing where l' divides S, torch.compile
-    # would make such lengths a graph of their own. (A gather by token needs no cut, but takes 4 times as long on a CPU.)
-    # Cut last: cut first, a layer compiled by Inductor (torch 2.13, CPU) was wrong where l' does not divide S. The branch compiled
-    # alone still is there, which perfbench's parity refuses to time; aot_eager and CUDA are right.
+    # Slot J is spread out as well, so that the cut always drops something: were it nothing where l'
+    # divides S, torch.compile would make such lengths a graph of their own. (A gather by token
+    # needs no cut, but takes 4 times as long on a CPU.) Cut last: cut first, a layer compiled by
+    # Inductor (torch 2.13, CPU) was wrong where l' does not divide S. The branch compiled alone
+    # still is there, which perfbench's parity refuses to time; aot_eager and CUDA are right.
     mask_BGTL = chosen_BGTJ[..., None].expand(-1, -1, -1, -1, sel_block).flatten(3)
-    past_BTL = torch.arange(mask_BGTL.shape[-1], device=blocks_BTGN.device) <= position_BT[..., None]
+    past_BTL = (
+        torch.arange(mask_BGTL.shape[-1], device=blocks_BTGN.device) <= position_BT[..., None]
+    )
     return (mask_BGTL & past_BTL[:, None])[..., :num_keys]

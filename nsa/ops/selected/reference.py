@@ -1,4 +1,7 @@
-"""Path `reference`: one row at a time, explicit softmax in fp32. What the founding reports call `_sdpa_over_ranges`."""
+"""Path `reference`: one row at a time, explicit softmax in fp32.
+
+What the founding reports call `_sdpa_over_ranges`.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ _LOG = logging.getLogger(__name__)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
+    fa2: str | None,
 ) -> Tensor:
     """See ``nsa.ops.selected.AttendFn``. B * G * T Python iterations, each with host syncs."""
     del fa2
@@ -22,7 +33,15 @@ def attend(
     starts = q_start.tolist() if isinstance(q_start, Tensor) else [q_start] * B
     heads = q.shape[2] // G
     rows = [
-        _row(q32[b, t, g * heads : (g + 1) * heads], k32[b, :, g], v32[b, :, g], blocks[b, t, g].tolist(), starts[b] + t, sel_block, scale)
+        _row(
+            q32[b, t, g * heads : (g + 1) * heads],
+            k32[b, :, g],
+            v32[b, :, g],
+            blocks[b, t, g].tolist(),
+            starts[b] + t,
+            sel_block,
+            scale,
+        )
         for b in range(B)
         for t in range(T)
         for g in range(G)
@@ -30,8 +49,20 @@ def attend(
     return torch.stack(rows).reshape(B, T, q.shape[2], v.shape[3]).to(q.dtype)
 
 
-def _row(q_HD: Tensor, k_SD: Tensor, v_SD: Tensor, blocks: list[int], position: int, sel_block: int, scale: float) -> Tensor:
-    ranges = [(j * sel_block, min((j + 1) * sel_block, position + 1, k_SD.shape[0])) for j in blocks if 0 <= j * sel_block <= position]
+def _row(
+    q_HD: Tensor,
+    k_SD: Tensor,
+    v_SD: Tensor,
+    blocks: list[int],
+    position: int,
+    sel_block: int,
+    scale: float,
+) -> Tensor:
+    ranges = [
+        (j * sel_block, min((j + 1) * sel_block, position + 1, k_SD.shape[0]))
+        for j in blocks
+        if 0 <= j * sel_block <= position
+    ]
     if not ranges:
         return q_HD[:, :0].sum(-1, keepdim=True).expand(-1, v_SD.shape[1])
     keys, values = (torch.cat([x[start:stop] for start, stop in ranges]) for x in (k_SD, v_SD))

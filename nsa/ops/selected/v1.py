@@ -1,4 +1,6 @@
-"""Path `v1`: token ranges built in Python, rows bucketed by length in blocks, one attention call a bucket."""
+"""Path `v1`: token ranges built in Python, rows bucketed by length in blocks, one attention call a
+bucket.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,15 @@ Range = tuple[int, int]
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
+    fa2: str | None,
 ) -> Tensor:
     """See ``nsa.ops.selected.AttendFn``. Copies every row's keys, and syncs to read ``blocks``."""
     del fa2
@@ -49,7 +59,9 @@ def _merge(blocks: list[int], sel_block: int, limit: int) -> list[Range]:
     return ranges
 
 
-def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: dict[int, list[_Row]], G: int, scale: float) -> Tensor:
+def _attend_buckets(
+    q: Tensor, k: Tensor, v: Tensor, buckets: dict[int, list[_Row]], G: int, scale: float
+) -> Tensor:
     wide = torch.promote_types(q.dtype, torch.float32)
     # Gathering from a wide copy makes autograd add up the many rows' dK and dV in fp32.
     k_ND, v_ND = (x.to(wide).reshape(-1, x.shape[-1]) for x in (k, v))
@@ -64,14 +76,20 @@ def _attend_buckets(q: Tensor, k: Tensor, v: Tensor, buckets: dict[int, list[_Ro
             outputs.append(q_bucket[..., :0].sum(-1, keepdim=True).expand(-1, -1, v.shape[-1]))
             continue
         tokens, visible = _pad(bucket, width, q.device)
-        outputs.append(sdpa.rows(q_bucket, k_ND[tokens].to(k.dtype), v_ND[tokens].to(v.dtype), visible, scale=scale))
+        outputs.append(
+            sdpa.rows(
+                q_bucket, k_ND[tokens].to(k.dtype), v_ND[tokens].to(v.dtype), visible, scale=scale
+            )
+        )
     back = torch.empty(len(order), dtype=torch.int64)
     back[torch.tensor(order)] = torch.arange(len(order))
     return torch.cat(outputs)[back.to(q.device)].reshape(*q.shape[:3], v.shape[-1])
 
 
 def _pad(bucket: list[_Row], width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(tokens int64 [rows, width], visible bool [rows, width]); a filler repeats the row's first token, unseen."""
+    """(tokens int64 [rows, width], visible bool [rows, width]); a filler repeats the row's first
+    token, unseen.
+    """
     tokens = torch.tensor([row + row[:1] * (width - len(row)) for _, row in bucket], device=device)
     lengths = torch.tensor([len(row) for _, row in bucket], device=device)
     return tokens, torch.arange(width, device=device) < lengths[:, None]

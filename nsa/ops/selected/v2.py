@@ -1,11 +1,13 @@
-"""Path `v2`: whole blocks gathered, all rows packed into varlen calls. No Python over rows, no host sync.
+"""Path `v2`: whole blocks gathered, all rows packed into varlen calls.
 
-B batch, T query tokens, S key tokens, G kv heads, H query heads per kv head, R = B * G * T rows, N blocks a row, J blocks
-of all kv heads, L tokens a block, D head dim.
+No Python over rows, no host sync.
 
-Forward and backward are an operator each, opaque to torch.compile: how rows are split into chunks depends on the lengths,
-and one graph must serve all of them. They are defined one layer below `torch.library.custom_op`, whose first call imports all
-of Dynamo, compiled or not.
+B batch, T query tokens, S key tokens, G kv heads, H query heads per kv head, R = B * G * T rows, N
+blocks a row, J blocks of all kv heads, L tokens a block, D head dim.
+
+Forward and backward are an operator each, opaque to torch.compile: how rows are split into chunks
+depends on the lengths, and one graph must serve all of them. They are defined one layer below
+`torch.library.custom_op`, whose first call imports all of Dynamo, compiled or not.
 """
 
 from __future__ import annotations
@@ -25,38 +27,75 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor position"
 _OPTIONS = "SymInt sel_block, float scale, str? fa2, SymInt workspace_bytes"
 _TAGS = (torch.Tag.pt2_compliant_tag,)
 torch.library.define("nsa::selected_v2", f"({_INPUTS}, {_OPTIONS}) -> Tensor", tags=_TAGS)
-torch.library.define("nsa::selected_v2_backward", f"(Tensor do, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)", tags=_TAGS)
+torch.library.define(
+    "nsa::selected_v2_backward",
+    f"(Tensor do, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+    tags=_TAGS,
+)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, sel_block: int, q_start: int | Tensor, scale: float, fa2: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
+    fa2: str | None,
 ) -> Tensor:
     """See ``nsa.ops.selected.AttendFn``. WORKSPACE_BYTES bounds what is packed at a time."""
     position_BT = query_positions(q_start, q.shape[1], q.device)
-    o: Tensor = torch.ops.nsa.selected_v2(q, k, v, blocks, position_BT, sel_block, scale, fa2, WORKSPACE_BYTES)
+    o: Tensor = torch.ops.nsa.selected_v2(
+        q, k, v, blocks, position_BT, sel_block, scale, fa2, WORKSPACE_BYTES
+    )
     return o
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, sel_block: int, scale: float, fa2: str | None, workspace_bytes: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    position: Tensor,
+    sel_block: int,
+    scale: float,
+    fa2: str | None,
+    workspace_bytes: int,
 ) -> Tensor:
     G = k.shape[2]
     rows = _rows(k, blocks, position, sel_block)
     tensors = _by_head(q, G), _by_block(k, sel_block), _by_block(v, sel_block)
     o_RHD = packed.forward(*tensors, rows, scale=scale, fa2=fa2, limit_bytes=workspace_bytes)
-    return o_RHD.unflatten(0, (q.shape[0], G, q.shape[1])).transpose(1, 2).flatten(2, 3).contiguous()
+    return (
+        o_RHD.unflatten(0, (q.shape[0], G, q.shape[1])).transpose(1, 2).flatten(2, 3).contiguous()
+    )
 
 
 def _backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, position: Tensor, sel_block: int, scale: float, fa2: str | None,
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    position: Tensor,
+    sel_block: int,
+    scale: float,
+    fa2: str | None,
     workspace_bytes: int,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     B, T, G = blocks.shape[:3]
     rows = _rows(k, blocks, position, sel_block)
     tensors = _by_head(do, G), _by_head(q, G), _by_block(k, sel_block), _by_block(v, sel_block)
-    dq_RHD, dk_JLD, dv_JLD = packed.backward(*tensors, rows, scale=scale, fa2=fa2, limit_bytes=workspace_bytes)
+    dq_RHD, dk_JLD, dv_JLD = packed.backward(
+        *tensors, rows, scale=scale, fa2=fa2, limit_bytes=workspace_bytes
+    )
     dq = dq_RHD.unflatten(0, (B, G, T)).transpose(1, 2).flatten(2, 3).contiguous()
-    dk, dv = (x.unflatten(0, (B, G, -1)).flatten(2, 3)[:, :, : k.shape[1]].transpose(1, 2).contiguous() for x in (dk_JLD, dv_JLD))
+    dk, dv = (
+        x.unflatten(0, (B, G, -1)).flatten(2, 3)[:, :, : k.shape[1]].transpose(1, 2).contiguous()
+        for x in (dk_JLD, dv_JLD)
+    )
     return dq, dk, dv
 
 
@@ -84,7 +123,9 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
     return q.new_empty(*q.shape[:3], v.shape[3])
 
 
-def _fake_backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
