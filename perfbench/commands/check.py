@@ -1,5 +1,5 @@
-"""What `check` does: measure, judge by the stored baseline, and measure what looks slower again
-beside the baseline's commit.
+"""`perfbench check`: measure, judge by the stored baseline, measure what looks slower again in
+turns with the baseline's commit, and trace what is red.
 """
 
 from __future__ import annotations
@@ -9,81 +9,77 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from perfbench.commands import session
-from perfbench.commands.session import Outcome, RunOptions
+from perfbench.commands import options as opt
+from perfbench.commands.console import warn
 from perfbench.errors import PerfbenchError
 
 if TYPE_CHECKING:
+    from perfbench.commands.outcome import Outcome
     from perfbench.gate import Judgement
     from perfbench.matrix import Matrix
-    from perfbench.records import Baseline, BaselineProblem
-    from perfbench.runner import Ground
+    from perfbench.runner import MeasuringContext
 
 
 def check(
-    path: Path, options: RunOptions, baseline_path: Path | None, strict: bool, confirmed: bool
-) -> Outcome | None:
-    """None where the matrix skips this machine; ``confirmed`` False leaves what looks slower as
-    WATCH.
-    """
+    matrix: opt.MatrixArg,
+    only: opt.Only = None,
+    baseline: opt.BaselinePath = None,
+    strict: opt.Strict = False,
+    resume: opt.Resume = None,
+    budget: opt.Budget = None,
+    seed: opt.Seed = None,
+    out: opt.Out = opt.RUNS,
+    source_commit: opt.Commit = None,
+    inject: opt.Inject = None,
+    no_confirm: opt.NoConfirm = False,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure, judge, confirm what is slower: for CI."""
+    from perfbench.commands.judging import screen
+    from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.outcome import finish
+    from perfbench.matrix import load_matrix
+
+    options = opt.RunOptions(
+        opt.argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or []
+    )
     began = time.monotonic()
-    session.warn_of_baseline(path, baseline_path)
-    folder = session.measure(path, options)
-    if folder is None:
-        return None
-    outcome, found = session.screen(folder, baseline_path, strict)
-    if confirmed and outcome.judgement.to_confirm:
+    loaded = load_matrix(matrix)
+    context = measuring_context(loaded.target)
+    if context is None:
+        finish(None, as_json)
+    warn_of_baseline(loaded, context, baseline)
+    outcome = screen(measure(loaded, options, context), baseline, strict)
+    if outcome.judgement.to_confirm and not no_confirm:
         left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
-        outcome = replace(outcome, judgement=_confirmed(outcome, found, options, left_s))
-    _trace_reds(outcome, found)
-    return outcome
+        outcome = replace(outcome, judgement=_confirmed(outcome, options, left_s, context))
+    trace_reds(outcome, context)
+    finish(outcome, as_json)
 
 
-def _trace_reds(outcome: Outcome, found: Baseline | BaselineProblem) -> None:
-    """Leaves trace.json beside the run; starts nothing where nothing is red.
-
-    The verdict stands, whatever the machine does.
+def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | None) -> None:
+    """Say before the minutes are spent that the baseline cannot judge; the run is kept and can be
+    promoted.
     """
-    from perfbench.machine import NvmlUnavailable
-    from perfbench.runner import base_commits
-    from perfbench.tracing import RED_VERDICTS, TracedSides, trace_on_red
+    from perfbench.commands.outcome import BASELINES
+    from perfbench.records import BaselineProblem, baseline_path, read_baseline
 
-    red = [cell.cell_id for cell in outcome.judgement.of(*RED_VERDICTS)]
-    if not red:
-        return
-    try:
-        matrix = session.matrix_of(outcome.run)
-        bases = base_commits(red, found, session.policy_of(outcome.run))
-        trace_on_red(
-            outcome.judgement,
-            TracedSides(outcome.run, matrix, _ground(matrix), bases),
-            outcome.folder,
-        )
-    except (PerfbenchError, NvmlUnavailable, OSError) as error:
-        session.warn(
-            "no trace was taken of the red cells, and the verdict stands without:"
-            f" {' '.join(str(error).split())}"
-        )
-    except KeyboardInterrupt:
-        session.warn(
-            "no trace was taken of the red cells, and the verdict stands without: interrupted"
-        )
+    slug = "cpu" if context.fit.gpu is None else context.fit.gpu.slug
+    found = read_baseline(named or baseline_path(BASELINES, slug, matrix.name))
+    if isinstance(found, BaselineProblem):
+        warn(f"{found.message}. Measuring all the same; the run can be promoted")
 
 
 def _confirmed(
-    outcome: Outcome, found: Baseline | BaselineProblem, options: RunOptions, left_s: float | None
+    outcome: Outcome, options: opt.RunOptions, left_s: float | None, context: MeasuringContext
 ) -> Judgement:
+    from perfbench.commands.outcome import matrix_of, policy_of
     from perfbench.gate import conclude_all, pairs_for
-    from perfbench.runner import Task, base_commits, confirm_cells
+    from perfbench.runner import PairSpec, base_commits, confirm_cells
 
-    run, matrix, policy = (
-        outcome.run,
-        session.matrix_of(outcome.run),
-        session.policy_of(outcome.run),
-    )
-    ground = _ground(matrix)
-    task = Task(
-        matrix,
+    run, policy = outcome.run, policy_of(outcome.run)
+    spec = PairSpec(
+        matrix_of(run),
         [],
         pairs_for(outcome.judgement, policy),
         run.manifest.seed,
@@ -91,17 +87,36 @@ def _confirmed(
         run.manifest.injections,
         left_s,
     )
-    commits = base_commits(outcome.judgement.to_confirm, found, policy)
-    told = confirm_cells(run, outcome.folder, commits, task, ground)
-    if told.reasons:
-        session.warn(f"not all is confirmed: {told}")
-    return conclude_all(outcome.judgement, told.measured, policy, told.reasons)
+    assert outcome.baseline is not None  # the screen judged by it
+    commits = base_commits(outcome.judgement.to_confirm, outcome.baseline, policy)
+    found = confirm_cells(run, outcome.folder, commits, spec, context)
+    if found.reasons:
+        warn(f"not all is confirmed: {found}")
+    return conclude_all(outcome.judgement, found.measured, policy, found.reasons)
 
 
-def _ground(matrix: Matrix) -> Ground:
-    from perfbench.machine import check_target, collect_environment, no_color
-    from perfbench.runner import Ground, progress_for
+def trace_reds(outcome: Outcome, context: MeasuringContext) -> None:
+    """Leaves trace.json next to the run; starts nothing where nothing is red.
 
-    fit = check_target(matrix.target)
-    here, progress = collect_environment(fit.device), progress_for(no_color=no_color())
-    return Ground(fit, session.capability_here(fit), here, session.CHECKOUT, progress, session.say)
+    The verdict stands, whatever the machine does.
+    """
+    from perfbench.commands.outcome import matrix_of, policy_of
+    from perfbench.machine import NvmlUnavailable
+    from perfbench.runner import base_commits
+    from perfbench.tracing import RED_VERDICTS, TracedPair, trace_on_red
+
+    red = [cell.cell_id for cell in outcome.judgement.of(*RED_VERDICTS)]
+    if not red:
+        return
+    assert outcome.baseline is not None  # the screen judged by it
+    try:
+        bases = base_commits(red, outcome.baseline, policy_of(outcome.run))
+        pair = TracedPair(outcome.run, matrix_of(outcome.run), context, bases)
+        trace_on_red(outcome.judgement, pair, outcome.folder)
+    except (PerfbenchError, NvmlUnavailable, OSError) as error:
+        warn(
+            "no trace was taken of the red cells, and the verdict stands without:"
+            f" {' '.join(str(error).split())}"
+        )
+    except KeyboardInterrupt:
+        warn("no trace was taken of the red cells, and the verdict stands without: interrupted")

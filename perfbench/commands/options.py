@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perfbench.errors import Exit, PerfbenchError
 
+if TYPE_CHECKING:
+    from nsa.settings import Settings
+
+RUNS = Path("reports/runs")
 MatrixArg = Annotated[
     Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")
 ]
@@ -36,9 +42,7 @@ BaselinePath = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option(
-        "--resume", metavar="RUN", help="Go on with this run; its finished replicates stay."
-    ),
+    typer.Option("--resume", metavar="RUN", help="Resume this run; its finished replicates stay."),
 ]
 Budget = Annotated[
     str | None,
@@ -49,7 +53,7 @@ Budget = Annotated[
 Seed = Annotated[
     int | None,
     typer.Option(
-        "--seed", min=0, help="Of the order and of the inputs; random and stored by default."
+        "--seed", min=0, help="Seed of the order and the inputs; random and stored by default."
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the run's folder is made.")]
@@ -71,7 +75,7 @@ NoConfirm = Annotated[
     bool,
     typer.Option(
         "--no-confirm",
-        help="Do not measure what looks slower again beside the baseline's commit: it stays WATCH.",
+        help="Do not confirm what looks slower against the baseline's commit: it stays WATCH.",
     ),
 ]
 Blocks = Annotated[
@@ -108,9 +112,7 @@ PairOut = Annotated[
 ]
 PairResume = Annotated[
     Path | None,
-    typer.Option(
-        "--resume", metavar="PAIR", help="Go on with this folder; its finished pairs stay."
-    ),
+    typer.Option("--resume", metavar="PAIR", help="Resume this folder; its finished pairs stay."),
 ]
 PairInject = Annotated[
     list[str] | None,
@@ -119,28 +121,6 @@ PairInject = Annotated[
     ),
 ]
 
-SchemaKind = Annotated[
-    Literal["matrix", "result", "verdict"],
-    typer.Argument(help="A matrix file, one line of a run.jsonl, or a verdict.json."),
-]
-DoctorLog = Annotated[
-    Path | None,
-    typer.Option(
-        "--log",
-        metavar="PATH",
-        help="A run folder, a run.jsonl or a training log to look at too.",
-        show_default=False,
-    ),
-]
-DoctorGpu = Annotated[
-    str | None,
-    typer.Option(
-        "--gpu",
-        metavar="ID",
-        help="Instead of CUDA_VISIBLE_DEVICES, spelled like it.",
-        show_default=False,
-    ),
-]
 TraceArg = Annotated[
     Path,
     typer.Argument(
@@ -151,21 +131,35 @@ TraceArg = Annotated[
 CellArg = Annotated[
     str, typer.Argument(metavar="CELL", help="A cell's id, as the report shows it.")
 ]
-TraceOut = Annotated[
-    Path | None,
-    typer.Option(
-        "--out",
-        metavar="DIR",
-        help="Where the timelines go; the run's traces/ by default.",
-        show_default=False,
-    ),
-]
-TraceSide = Annotated[
-    Literal["a", "b", "both"] | None,
-    typer.Option(
-        "--side", help="a: the base, b: the run; all there are by default.", show_default=False
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """The parsed options of a command that measures a matrix; ``argv`` goes into the manifest."""
+
+    argv: list[str]
+    only: list[str] = field(default_factory=list)
+    resume: Path | None = None
+    budget_s: float | None = None
+    seed: int | None = None
+    out: Path = RUNS
+    source_commit: str | None = None
+    inject: list[str] = field(default_factory=list)
+
+
+def argv() -> list[str]:
+    """The command line as a user would type it."""
+    return ["perfbench", *sys.argv[1:]]
+
+
+def nsa_settings() -> Settings:
+    """What the environment sets for `nsa`; USAGE where a value is not valid."""
+    import nsa.settings
+
+    try:
+        return nsa.settings.current()
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
 
 
 def seconds(text: str | None) -> float | None:

@@ -1,6 +1,4 @@
-"""What `perfbench trace` does: one cell of a run that exists, traced again with the code that its
-manifest names.
-"""
+"""`perfbench trace`: one cell of a stored run, traced with the code that its manifest names."""
 
 from __future__ import annotations
 
@@ -8,57 +6,82 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from nsa.config import nearest_name
-from perfbench.commands import session
+import typer
+
+from perfbench.commands import options as opt
+from perfbench.commands.console import print_text, warn
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
     from perfbench.records import Run, Source
-    from perfbench.runner import Ground, Side
+    from perfbench.runner import Checkout, MeasuringContext
     from perfbench.tracing import Version
 
-Which = Literal["a", "b", "both"]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Where the timelines go; the run's traces/ by default.",
+        show_default=False,
+    ),
+]
+Side = Annotated[
+    Literal["a", "b", "both"] | None,
+    typer.Option(
+        "--side", help="a: the base, b: the run; all there are by default.", show_default=False
+    ),
+]
 
 
 def trace(
+    run: opt.TraceArg,
+    cell: opt.CellArg,
+    out: Out = None,
+    side: Side = None,
+    baseline: opt.BaselinePath = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Profile one step of one cell, on every side of a run."""
+    text, code = trace_cell(run, cell, out=out, side=side, baseline=baseline, as_json=as_json)
+    print_text(text)
+    raise typer.Exit(code)
+
+
+def trace_cell(
     run_path: Path,
     cell_id: str,
     *,
     out: Path | None = None,
-    side: Which | None = None,
+    side: str | None = None,
     baseline: Path | None = None,
     as_json: bool = False,
 ) -> tuple[str, Exit]:
-    """The text to print, and FAILED where a side that was asked for could not be traced.
+    """The text to print, and FAILED where a side could not be traced.
 
-    By default every side that there is.
-
-    Side b is the run itself, or the candidate of a pair; side a the base of a pair, or what `check`
-    confirmed beside the commit of ``baseline``, by default that of the run's GPU and matrix;
-    BASELINE where the named one cannot be read. Files go to ``out``, by default the run's
-    ``traces``.
+    By default every side that there is. Side b is the run itself, or the candidate of a pair; side
+    a the base of a pair, or what `check` confirmed against the commit of ``baseline``, by default
+    that of the run's GPU and matrix; BASELINE where the named one cannot be read. Files go to
+    ``out``, by default the run's ``traces``.
     """
+    from perfbench.commands.outcome import folder_of, matrix_of
     from perfbench.tracing import TRACE_FOLDER, TraceDiff, Tracing, trace_side
 
     if baseline is not None:
-        _readable(baseline)
+        _refuse_unreadable(baseline)
     runs = _runs(run_path, cell_id, baseline)
-    wanted = _wanted(side, runs, run_path)
+    sides = _sides(side, runs, run_path)
     run = runs["b"] if "b" in runs else runs["a"]
-    ground = _ground(run)
-    folder = out or session.folder_of(run_path) / TRACE_FOLDER
-    sitting = Tracing(
-        session.matrix_of(run), ground, run.manifest.seed, folder, folder, run.manifest.injections
-    )
-    found = {
-        name: trace_side(_version(name, runs[name].manifest.source, ground), [cell_id], sitting)[
-            cell_id
-        ]
-        for name in wanted
-    }
-    if sitting.stopped:
+    context, manifest = _context(run), run.manifest
+    folder = out or folder_of(run_path) / TRACE_FOLDER
+    tracing = Tracing(matrix_of(run), context, manifest.seed, folder, folder, manifest.injections)
+    found = {}
+    for name in sides:
+        version = _version(name, runs[name].manifest.source, context)
+        found[name] = trace_side(version, [cell_id], tracing)[cell_id]
+    if tracing.stopped:
         raise PerfbenchError(
             Exit.INTERRUPTED, "interrupted. Next: run it again; a trace takes one step"
         )
@@ -67,7 +90,7 @@ def trace(
     return text, Exit.FAILED if diff.problems else Exit.OK
 
 
-def _readable(baseline: Path) -> None:
+def _refuse_unreadable(baseline: Path) -> None:
     """BASELINE where the file that the user named is none; without a name there need not be one."""
     from perfbench.records import BaselineProblem, read_baseline
 
@@ -75,16 +98,18 @@ def _readable(baseline: Path) -> None:
     if isinstance(found, BaselineProblem):
         raise PerfbenchError(
             Exit.BASELINE,
-            f"--baseline: {found.message}. Next: name a baseline file, or leave --baseline away",
+            f"--baseline: {found.message}. Next: name a baseline file, or omit --baseline",
         )
 
 
 def _runs(run_path: Path, cell_id: str, baseline: Path | None) -> dict[str, Run]:
     """Which runs hold the cell, by side; USAGE where none does."""
+    from nsa.config import nearest_name
+    from perfbench.commands.outcome import folder_of
     from perfbench.records import read_run
     from perfbench.runner import is_pair, read_pair
 
-    folder = session.folder_of(run_path)
+    folder = folder_of(run_path)
     if is_pair(folder):
         found = read_pair(folder)
         runs = {"a": found.base, "b": found.candidate}
@@ -102,17 +127,18 @@ def _runs(run_path: Path, cell_id: str, baseline: Path | None) -> dict[str, Run]
 
 
 def _confirmed_base(run: Run, folder: Path, cell_id: str, baseline: Path | None) -> Run | None:
-    """The base of the pair that judges the cell: a run that met several baselines has a pair beside
-    each one's commit.
+    """The base of the pair that judges the cell: a run that was judged by several baselines has a
+    pair against each one's commit.
 
-    Where no baseline tells the commit, the base that all pairs of the cell agree on; a warning
+    Where no baseline records the commit, the base that all pairs of the cell agree on; a warning
     where they do not.
     """
+    from perfbench.commands.outcome import default_baseline, policy_of
     from perfbench.records import read_baseline
     from perfbench.runner import base_commits, stored_confirmation
 
     commits = base_commits(
-        [cell_id], read_baseline(baseline or session.default_baseline(run)), session.policy_of(run)
+        [cell_id], read_baseline(baseline or default_baseline(run)), policy_of(run)
     )
     found = stored_confirmation(folder, commits)
     if found is None:
@@ -126,9 +152,9 @@ def _confirmed_base(run: Run, folder: Path, cell_id: str, baseline: Path | None)
     ):
         held = with_cell
     if with_cell and not held:
-        session.warn(
-            f"no side a: {found.reasons[cell_id]}, or name the baseline that it was confirmed"
-            " beside with --baseline"
+        warn(
+            f"no side a: {found.reasons[cell_id]}, or name with --baseline the baseline that it was"
+            " confirmed against"
         )
     return held[0] if held else None
 
@@ -137,14 +163,11 @@ def _cells(run: Run) -> set[str]:
     return {cell.cell_id for cell in run.manifest.cells}
 
 
-def _wanted(side: Which | None, runs: dict[str, Run], run_path: Path) -> Sequence[str]:
+def _sides(side: str | None, runs: dict[str, Run], run_path: Path) -> Sequence[str]:
     wanted = sorted(runs) if side is None else ("a", "b") if side == "both" else (side,)
     if missing := [name for name in wanted if name not in runs]:
         has = f"{run_path} holds side {' and '.join(sorted(runs))} of this cell"
-        step = (
-            "leave --side away, or name the folder of a `perfbench ab` or of a `check` that"
-            " confirmed"
-        )
+        step = "omit --side, or name the folder of a `perfbench ab` or of a `check` that confirmed"
         raise PerfbenchError(
             Exit.USAGE,
             f"got --side {side}, wanted one that is there, and {has}, not {missing[0]}. Next:"
@@ -153,54 +176,47 @@ def _wanted(side: Which | None, runs: dict[str, Run], run_path: Path) -> Sequenc
     return wanted
 
 
-def _ground(run: Run) -> Ground:
-    from perfbench.machine import check_target, collect_environment
-    from perfbench.runner import Ground, SilentProgress
+def _context(run: Run) -> MeasuringContext:
+    from perfbench.commands.measuring import measuring_context
+    from perfbench.commands.outcome import matrix_of
 
-    fit = check_target(session.matrix_of(run).target)
-    if fit.warning:
-        session.warn(fit.warning)
-    if fit.skip:
+    context = measuring_context(matrix_of(run).target, silent=True)
+    if context is None:
         raise PerfbenchError(
             Exit.ENVIRONMENT,
             "the run's matrix skips this machine. Next: trace where it was measured",
         )
-    here = collect_environment(fit.device)
-    return Ground(
-        fit, session.capability_here(fit), here, session.CHECKOUT, SilentProgress(), session.say
-    )
+    return context
 
 
-def _version(side: str, wanted: Source, ground: Ground) -> Version:
+def _version(side: str, wanted: Source, context: MeasuringContext) -> Version:
     """The code that a manifest names: this checkout where git says so, else a checkout of its
     commit.
     """
     from perfbench.machine import source
-    from perfbench.runner import own_side
+    from perfbench.runner import own_checkout
     from perfbench.tracing import Version
 
-    repository, here = ground.repository, source(ground.repository)
+    repository, here = context.repository, source(context.repository)
     if here.commit is not None and (here.commit, here.dirty_sha256) == (
         wanted.commit,
         wanted.dirty_sha256,
     ):
-        return Version(side, "this checkout", lambda: own_side(repository, here))
+        return Version(side, "this checkout", lambda: own_checkout(repository, here))
     if here.commit is None and side == "b":
-        session.warn(
-            f"the run's code is taken to be this checkout, which git cannot prove: {here.reason}"
-        )
-        return Version(side, "this checkout, not proved", lambda: own_side(repository, wanted))
+        warn(f"the run's code is taken to be this checkout, which git cannot prove: {here.reason}")
+        return Version(side, "this checkout, not proved", lambda: own_checkout(repository, wanted))
     return Version(
         side, (wanted.commit or "unknown code")[:12], lambda: _committed(wanted, repository)
     )
 
 
-def _committed(wanted: Source, repository: Path) -> AbstractContextManager[Side]:
-    from perfbench.runner import CannotBuild, checked_out_side
+def _committed(wanted: Source, repository: Path) -> AbstractContextManager[Checkout]:
+    from perfbench.runner import CannotBuild, checked_out
 
     if wanted.commit is None or wanted.dirty_sha256 is not None:
         got = "changes that were never committed" if wanted.commit else "a run of unknown code"
         raise CannotBuild(
             f"got {got}, wanted a commit that can be checked out. Next: commit, and measure again"
         )
-    return checked_out_side(wanted.commit, repository)
+    return checked_out(wanted.commit, repository)

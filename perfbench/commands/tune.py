@@ -1,18 +1,19 @@
-"""What `perfbench tune` does: measure a matrix of its own, or read such a run, and say from which
-lengths which path is the fastest.
+"""`perfbench tune`: a matrix of its own measured, or such a run read, and from which lengths which
+path is the fastest.
 
-It changes no code: the line for nsa/tuned.py is for a person to commit, with the run beside it.
+It changes no code: the line for nsa/tuned.py is for a person to commit, with the run next to it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
-import nsa.settings
-from nsa.config import preset
-from perfbench.commands import session
+import typer
+
+from perfbench.commands import options as opt
+from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
@@ -21,37 +22,99 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "m7c_125m"
 DEFAULT_BUDGET = "5m"
 DEFAULT_PROCESSES = 3
-DEFAULT_OUT = Path("reports/runs")
+Stored = Annotated[
+    Path | None,
+    typer.Option(
+        "--from",
+        metavar="RUN",
+        help="Decide again from this stored run of it; measures nothing.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="A preset; m7c_125m by default, tiny for a CPU.", show_default=False
+    ),
+]
+Lengths = Annotated[
+    str | None,
+    typer.Option(
+        "--lengths",
+        metavar="N,N",
+        help="256 to 8192, doubling, by default: 256,512,...",
+        show_default=False,
+    ),
+]
+Processes = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        min=2,
+        metavar="N",
+        help="Fresh processes of each cell; 3 by default.",
+        show_default=False,
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        metavar="TIME",
+        help="Start no replicate after this time; 5m by default.",
+        show_default=False,
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Where the run's folder is made; reports/runs by default.",
+        show_default=False,
+    ),
+]
 
 
-@dataclass(frozen=True, slots=True)
-class TuneOptions:
-    """What to measure; None is the default.
+def tune(
+    stored: Stored = None,
+    model: Model = None,
+    lengths: Lengths = None,
+    processes: Processes = None,
+    resume: opt.Resume = None,
+    budget: Budget = None,
+    seed: opt.Seed = None,
+    out: Out = None,
+    source_commit: opt.Commit = None,
+    as_json: opt.Json = False,
+) -> None:
+    """Measure from which lengths which path is the fastest: the table that path=auto reads."""
+    if stored is not None:
+        measuring = {
+            "model": model,
+            "lengths": lengths,
+            "processes": processes,
+            "resume": resume,
+            "budget": budget,
+            "seed": seed,
+            "source-commit": source_commit,
+        }
+        _refuse_measuring_options(measuring)
+        _decide(stored, out, as_json)
+    budget_s = opt.seconds(budget or DEFAULT_BUDGET)
+    options = opt.RunOptions(opt.argv(), [], resume, budget_s, seed, out or opt.RUNS, source_commit)
+    run = _measure(model or DEFAULT_MODEL, lengths, processes or DEFAULT_PROCESSES, options)
+    _decide(run, None, as_json)
 
-    ``processes``: fresh ones of each cell, two at least.
+
+def _decide(run_path: Path, out: Path | None, as_json: bool) -> NoReturn:
+    """Decide from a stored run, write tune.json and tune.md to ``out``, by default next to the run
+    file, print one of them and exit.
     """
-
-    model: str | None = None
-    lengths: str | None = None
-    processes: int | None = None
-
-
-def tune(what: TuneOptions, options: session.RunOptions, as_json: bool) -> tuple[str, Exit]:
-    """Measure under ``options.out`` and tell; the text to print, and the exit code.
-
-    The matrix is written to ``options.out`` too, so that `perfbench run` can measure a cell of it
-    again.
-    """
-    return tell(_measure(what, options), None, as_json)
-
-
-def tell(run_path: Path, out: Path | None, as_json: bool) -> tuple[str, Exit]:
-    """Decide from a stored run and write tune.json and tune.md to ``out``, by default beside the
-    run file.
-    """
+    from perfbench.commands.judging import judge_alone
     from perfbench.tuning import decide, tuning_json, tuning_markdown
 
-    outcome = session.judge(run_path)
+    outcome = judge_alone(run_path)
     try:
         tuned = decide(outcome.run, outcome.judgement)
     except ValueError as error:
@@ -61,50 +124,59 @@ def tell(run_path: Path, out: Path | None, as_json: bool) -> tuple[str, Exit]:
     texts = {"tune.json": tuning_json(tuned), "tune.md": tuning_markdown(tuned)}
     for name, text in texts.items():
         _write((out or outcome.folder) / name, text)
-    return texts["tune.json" if as_json else "tune.md"], tuned.exit_code
+    print_text(texts["tune.json" if as_json else "tune.md"])
+    raise typer.Exit(tuned.exit_code)
 
 
-def refuse_measuring_options(given: dict[str, object]) -> None:
+def _refuse_measuring_options(values: Mapping[str, object]) -> None:
     """PerfbenchError(USAGE) where an option of measuring comes with --from."""
-    if useless := [f"--{name}" for name, value in given.items() if value is not None]:
+    if useless := [f"--{name}" for name, value in values.items() if value is not None]:
         raise PerfbenchError(
             Exit.USAGE,
-            f"--from measures nothing, so {', '.join(useless)} would do nothing. Next: leave it"
-            " away",
+            f"--from measures nothing, so {', '.join(useless)} would do nothing. Next: omit it",
         )
 
 
-def _measure(what: TuneOptions, options: session.RunOptions) -> Path:
-    from perfbench.tuning import DEFAULT_LENGTHS, parse_lengths, refuse_settings, tuning_matrix
+def _measure(name: str, lengths: str | None, processes: int, options: opt.RunOptions) -> Path:
+    """The run's folder under ``options.out``, where the matrix is written too, so that `perfbench
+    run` can measure a cell of it again.
+    """
+    from nsa.config import preset
+    from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.matrix import load_matrix
+    from perfbench.tuning import (
+        DEFAULT_LENGTHS,
+        parse_lengths,
+        refuse_settings,
+        tuning_matrix,
+    )
 
-    lengths = DEFAULT_LENGTHS if what.lengths is None else parse_lengths(what.lengths)
-    name = what.model or DEFAULT_MODEL
+    tokens = DEFAULT_LENGTHS if lengths is None else parse_lengths(lengths)
     try:
-        model, settings = preset(name), nsa.settings.current()
+        model = preset(name)
     except ValueError as error:
         raise PerfbenchError(Exit.USAGE, str(error)) from None
+    settings = opt.nsa_settings()
     refuse_settings(settings)
     machine = _machine()
-    text = tuning_matrix(
-        machine, name, model, lengths, what.processes or DEFAULT_PROCESSES, settings
-    )
-    matrix = options.out / f"{machine.matrix_name}.yaml"
-    _write(matrix, text)
-    folder = session.measure(matrix, options)
-    assert folder is not None  # the matrix names this very machine
-    return folder
+    path = options.out / f"{machine.matrix_name}.yaml"
+    _write(path, tuning_matrix(machine, name, model, tokens, processes, settings))
+    matrix = load_matrix(path)
+    context = measuring_context(matrix.target)
+    assert context is not None  # the matrix names this very machine
+    return measure(matrix, options, context)
 
 
 def _machine() -> Machine:
-    from perfbench.machine import check_target, visible_gpu
+    from perfbench.machine import capability_here, check_target, visible_gpu
     from perfbench.matrix import Target
     from perfbench.tuning import Machine
 
     gpu, reason = visible_gpu()
     if gpu is None:
-        session.warn(f"no GPU ({reason}): path triton and FA-2 cannot be judged here")
+        warn(f"no GPU ({reason}): path triton and FA-2 cannot be judged here")
     fit = check_target(Target(gpu="none" if gpu is None else gpu.name))
-    return Machine(None if gpu is None else gpu.name, session.capability_here(fit))
+    return Machine(None if gpu is None else gpu.name, capability_here(fit))
 
 
 def _write(path: Path, text: str) -> None:
@@ -116,4 +188,4 @@ def _write(path: Path, text: str) -> None:
         raise PerfbenchError(
             Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {step}"
         ) from None
-    session.say(f"wrote {path}")
+    say(f"wrote {path}")

@@ -1,6 +1,6 @@
 """Judges: rows in, verdicts out, without a file, a clock or torch."""
 
-from perfbench.gate.baseline import of_run as baseline_of_run
+from perfbench.gate.baseline import of_run as baseline_of_run, promote
 from perfbench.gate.bimodality import modes
 from perfbench.gate.comparable import differences as environment_differences
 from perfbench.gate.comparable import ground_of as comparability_key, sentinel_rates
@@ -12,4 +12,5 @@ from perfbench.gate.evidence import DEVICE, Evidence
 from perfbench.gate.explain import text as explain_cell
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge
+from perfbench.gate.screen import judge_by_baseline
 from perfbench.gate import stats

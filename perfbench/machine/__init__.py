@@ -1,6 +1,9 @@
 """What this computer is, and what the doctor says of it."""
 
+from perfbench.machine.capability import capability_here
 from perfbench.machine.clock_events import THROTTLING, reason_names, REASON_BITS
+from perfbench.machine.doctor.diagnose_here import diagnose, exit_code as doctor_exit_code
+from perfbench.machine.doctor.diagnose_here import render_text as doctor_text
 from perfbench.machine.environment import TargetFit, check_target, collect as collect_environment
 from perfbench.machine.environment import give, no_color, step_summary, uuid_sha256
 from perfbench.machine.environment import variable as environment_variable, visible_gpu

@@ -40,7 +40,6 @@ __all__ = [
     "cpu_name",
     "give",
     "gpu_lock",
-    "in_ci",
     "no_color",
     "nsa_settings",
     "refuse_busy",
@@ -72,10 +71,6 @@ def give(variables: Mapping[str, str]) -> None:
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
     """https://no-color.org: set and not empty."""
     return bool(variable("NO_COLOR", environ))
-
-
-def in_ci(environ: Mapping[str, str] | None = None) -> bool:
-    return (variable("CI", environ) or "").lower() not in ("", "0", "false")
 
 
 def step_summary(environ: Mapping[str, str] | None = None) -> Path | None:

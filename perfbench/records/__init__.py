@@ -15,6 +15,7 @@ from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_beside, totalled
 from perfbench.records.rerun import asked as typed_revisions, injections as injection_words
 from perfbench.records.rerun import name_of as source_name, to_type as revisions_to_type
+from perfbench.records.rerun import without_resume
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
 from perfbench.records.rows import Manifest, ParityLine, Physics, PlannedCell, Profile, Replicate
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status, Telemetry

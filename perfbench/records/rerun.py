@@ -50,3 +50,15 @@ def _clean(source: Source) -> str | None:
         if source.commit and source.dirty_sha256 is None and source.reason is None
         else None
     )
+
+
+def without_resume(argv: Sequence[str]) -> Iterator[str]:
+    """The command without what a resumed run brings along itself."""
+    skip = False
+    for word in argv:
+        if skip:
+            skip = False
+        elif word in ("--resume", "--inject", "--seed"):
+            skip = True
+        elif not word.startswith(("--resume=", "--inject=", "--seed=")):
+            yield word

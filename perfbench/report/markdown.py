@@ -18,6 +18,7 @@ from perfbench.records import (
     injection_words,
     revisions_to_type,
     typed_revisions,
+    without_resume,
 )
 from perfbench.report import failures as red_cells
 from perfbench.report import machine, tables, workloads
@@ -199,8 +200,6 @@ def _again(run: Run, beside: Beside) -> str:
     """The command with its seed and its faults; of an A/B with the commits, since a branch or HEAD
     moves on.
     """
-    from perfbench.runner import without_resume
-
     words = list(without_resume(run.manifest.argv))
     if beside.base_run is not None and typed_revisions(words) is not None:
         words[2:4] = revisions_to_type(beside.base_run, run)

@@ -3,7 +3,7 @@ enforces the limits.
 
 The server (``perfbench.worker.server``) has imported torch once and never touched CUDA, so a child
 costs milliseconds instead of an import. A child that hangs, crashes or runs out of memory becomes a
-status; the sweep goes on.
+status; the run continues.
 """
 
 from __future__ import annotations
@@ -11,15 +11,24 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from pydantic import ValidationError
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import (
+    NVML_LAG_S,
+    TargetFit,
+    gpu_lock,
+    nvml_session,
+    refuse_busy,
+    used_memory,
+)
 from perfbench.records import Job, Replicate, Status, failed, utc_now
 from perfbench.runner.server_client import Server, ServerDied, TimedOut, describe_exit, tail
 
@@ -37,7 +46,7 @@ class Executor(Protocol):
     def prepare(self, jobs: Sequence[Job]) -> None:
         """Let all of ``jobs`` prepare side by side; `execute` then times each alone.
 
-        A help, never a duty.
+        Optional: an executor may ignore it.
         """
         ...
 
@@ -52,7 +61,7 @@ class Executor(Protocol):
 
 @dataclass(slots=True)
 class _Child:
-    """A process that prepares or is prepared, and where it leaves its words."""
+    """A process that prepares or is prepared, and where its output goes."""
 
     pid: int
     result: Path
@@ -66,10 +75,9 @@ class ForkServerExecutor:
 
     ``measure`` is ``module:function(job, clock, sampler, prepared) -> Replicate``.
 
-    ``used_memory`` returns the bytes in use on the GPU, or None; the default of a CPU run is to
-    know nothing.
+    ``used_memory`` returns the bytes in use on the GPU, or None where nobody knows, as on a CPU.
     ``before_block`` runs before each server starts, when no child is alive, and may raise
-    PerfbenchError. ``arguments`` are more of the server's own.
+    PerfbenchError. ``arguments`` are passed to the server as well.
     """
 
     def __init__(
@@ -95,16 +103,13 @@ class ForkServerExecutor:
     def new_block(self) -> None:
         self._end_server()
         self._before_block()
-        self._server = Server(
-            self._command, self._folder, self._cwd
-        )  # imports while the parent goes on
+        # It imports while the parent continues.
+        self._server = Server(self._command, self._folder, self._cwd)
 
     def prepare(self, jobs: Sequence[Job]) -> None:
         server = self._ready_server()
-        with (
-            ExitStack() as cleanup,
-            suppress(ServerDied),
-        ):  # `execute` starts another, and each job alone
+        # After ServerDied `execute` starts another server, and each job alone.
+        with ExitStack() as cleanup, suppress(ServerDied):
             cleanup.callback(self._end_server)
             for job in jobs:
                 self._prepared[_key(job)] = self._fork(server, job)
@@ -120,8 +125,8 @@ class ForkServerExecutor:
     def execute(self, job: Job) -> Replicate:
         row = self._run(job)
         if row.status is Status.OOM and job.company:
-            # The others held memory too, so this proves nothing about the cell: once more, without
-            # them.
+            # The others held memory too, so this proves nothing about the cell: it is measured
+            # again without them.
             self._end_server()
             row = self._run(job.model_copy(update={"company": 0}))
         return row
@@ -199,7 +204,7 @@ class ForkServerExecutor:
                 self._end_server()
                 raise PerfbenchError(
                     Exit.ENVIRONMENT,
-                    f"nothing can be measured: {why}. Its last words:\n{log}\nNext: `perfbench"
+                    f"nothing can be measured: {why}. Its last lines:\n{log}\nNext: `perfbench"
                     " doctor`",
                 ) from None
         return self._server
@@ -212,9 +217,9 @@ class ForkServerExecutor:
             self._server = None
 
     def _await_memory(self, finished: Replicate) -> Replicate:
-        """Give the driver time to take the children's memory back, or say that it did not.
+        """Give the driver time to take the children's memory back, or record that it did not.
 
-        Not while others are alive.
+        Only once no child is alive.
         """
         if self._server is not None and self._server.alive:
             return finished
@@ -239,6 +244,38 @@ class ForkServerExecutor:
         return finished
 
 
+@contextmanager
+def prepared_executors(
+    fit: TargetFit,
+    makers: Sequence[Callable[..., ForkServerExecutor]] = (ForkServerExecutor,),
+    *,
+    module: Any | None = None,
+) -> Iterator[tuple[Executor, ...]]:
+    """One executor of each maker, for a machine that ``check_target`` accepted: on a GPU, with its
+    lock held and no other process on it.
+
+    Other GPU processes are looked for before each block too, since a run takes hours; the first
+    executor does it, whose block begins first. ``module`` stands in for pynvml.
+    """
+    with ExitStack() as stack:
+        seams: dict[str, Any] = {}
+        first_only: dict[str, Any] = {}
+        if fit.gpu is not None:
+            stack.enter_context(gpu_lock(fit.gpu.uuid))
+            refuse_busy(fit.gpu, module)
+            # Held open: without persistence mode each opening wakes the driver anew.
+            stack.enter_context(nvml_session(module))
+            seams["used_memory"] = partial(used_memory, fit.gpu.uuid, module)
+            first_only["before_block"] = partial(
+                refuse_busy, fit.gpu, module, patience_s=NVML_LAG_S
+            )
+        executors: list[Executor] = []
+        for make in makers:
+            executors.append(stack.enter_context(make(**seams, **first_only)))
+            first_only = {}
+        yield tuple(executors)
+
+
 def _key(job: Job) -> tuple[str, int]:
     return job.cell_id, job.replicate
 
@@ -248,7 +285,7 @@ def _read_result(job: Job, child: _Child, status: int) -> Replicate:
         return failed(
             job,
             Status.CRASH,
-            describe_exit(status) + (_last_words(child.stderr) if status > 0 else ""),
+            describe_exit(status) + (_last_line(child.stderr) if status > 0 else ""),
         )
     try:
         replicate = Replicate.model_validate_json(child.result.read_bytes())
@@ -273,7 +310,7 @@ def _read_result(job: Job, child: _Child, status: int) -> Replicate:
     return replicate
 
 
-def _last_words(stderr: Path) -> str:
+def _last_line(stderr: Path) -> str:
     """The exception's own line, which names the failure better than 'exit status 1'."""
     lines = [line for line in tail(stderr).splitlines() if not line.startswith(" ")]
     return f": {lines[-1][:300]}" if lines else ""

@@ -16,7 +16,7 @@ class Progress(Protocol):
     def begin(self, cell_id: str, replicate: int) -> None: ...
 
     def finished(self, row: Replicate, *, covers: int = 1) -> None:
-        """``covers`` planned replicates are settled by this row: more than one where a failed cell
+        """``covers`` planned replicates end with this row: more than one where a failed cell
         is not repeated.
         """
         ...
@@ -96,6 +96,8 @@ class RichProgress:
         self._task: Any = None
 
     def start(self, total: int, done: int) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)  # of the measurement before this one
         self._task = self._bar.add_task("", total=total, completed=done)
         self._bar.start()
 

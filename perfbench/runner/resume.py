@@ -1,5 +1,5 @@
-"""Whether a run may go on: the same cells, expectations, rules, settings, software and code, or a
-message that says what differs.
+"""Whether a run may be resumed: the same cells, expectations, rules, settings, software and code,
+or a message that says what differs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def check_cells(
 
 def _check_rules(before: Matrix, now: Matrix, path: Path) -> None:
     """The run is judged by the text that it began with, so a section that changed since would be
-    passed over in silence.
+    ignored in silence.
     """
     sections: tuple[tuple[str, object, object], ...] = (
         ("measures with", before.measure, now.measure),
@@ -89,7 +89,7 @@ def _expected(expect: Expect) -> str:
     return "; ".join(parts) or "nothing"
 
 
-def check_same_ground(
+def check_same_machine(
     manifest: Manifest, environment: Environment, source: Source, path: Path
 ) -> None:
     """Refuse another kind of machine, software or NSA_* settings (ENVIRONMENT), and another state
@@ -99,13 +99,13 @@ def check_same_ground(
     if changed := [
         f"{key} was {then[key]} and is {here[key]}" for key in then if then[key] != here[key]
     ]:
-        problem = f"{path} cannot go on here: {'; '.join(changed)}"
+        problem = f"{path} cannot be resumed here: {'; '.join(changed)}"
         raise PerfbenchError(
             Exit.ENVIRONMENT,
             f"{problem}. Next: resume it on the same model and software, or start a new run",
         )
     if changed := _changed_settings(manifest.environment.nsa_settings, environment.nsa_settings):
-        problem = f"{path} cannot go on with other settings: {'; '.join(changed)}"
+        problem = f"{path} cannot be resumed with other settings: {'; '.join(changed)}"
         raise PerfbenchError(
             Exit.ENVIRONMENT, f"{problem}. Next: set them as they were, or start a new run"
         )

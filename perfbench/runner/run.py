@@ -1,27 +1,17 @@
-"""Runs a plan: opens or resumes the run file, and lets the sweep measure into it."""
+"""Runs a plan: opens or resumes the run file, and measures into it."""
 
 from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from nsa.config import nearest_name
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine import (
-    NVML_LAG_S,
-    TargetFit,
-    gpu_lock,
-    nvml_session,
-    refuse_busy,
-    used_memory,
-)
 from perfbench.matrix import Matrix, Plan
 from perfbench.records import (
     Environment,
@@ -29,6 +19,7 @@ from perfbench.records import (
     Manifest,
     Resumed,
     Run,
+    RunWriter,
     Source,
     create_run,
     new_run_id,
@@ -37,14 +28,14 @@ from perfbench.records import (
     utc_now,
 )
 from perfbench.runner.attempts import Ledger
-from perfbench.runner.executor import Executor, ForkServerExecutor
+from perfbench.runner.executor import Executor
+from perfbench.runner.loop import Budget, measure_all
 from perfbench.runner.progress import Progress, SilentProgress
-from perfbench.runner.resume import check_cells, check_same_ground, selected
-from perfbench.runner.schedule import Sweep
+from perfbench.runner.recorder import Recorder
+from perfbench.runner.resume import check_cells, check_same_machine, selected
+from perfbench.runner.schedule import CellSchedule
 
 _INJECTION = re.compile(r"(?:(slowdown)=([0-9.]+)%|(oom|hang|segv))@(.*)", re.DOTALL)
-
-__all__ = ["Finished", "parse_injection", "prepared", "run", "selected"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,109 +47,126 @@ class Finished:
     missing: list[tuple[str, int]] = field(default_factory=list)
 
 
-@contextmanager
-def prepared(
-    fit: TargetFit, measure: str = "perfbench.worker.measure:measure", *, module: Any | None = None
-) -> Iterator[Executor]:
-    """The executor for a machine that ``check_target`` accepted: on a GPU, with its lock held and
-    alone on it.
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """What a run measures and what its manifest records of it.
 
-    Company is looked for before each block too: a sweep takes hours. ``module`` stands in for
-    pynvml.
+    ``plan`` holds every cell of the matrix, so that a later slice can join the run; ``only``
+    selects those to measure now. ``injections`` are planted faults as `--inject` spells them.
     """
-    with ExitStack() as stack:
-        seams: dict[str, Any] = {}
-        if fit.gpu is not None:
-            stack.enter_context(gpu_lock(fit.gpu.uuid))
-            refuse_busy(fit.gpu, module)
-            stack.enter_context(
-                nvml_session(module)
-            )  # held open: without persistence mode each opening wakes the driver anew
-            seams["used_memory"] = partial(used_memory, fit.gpu.uuid, module)
-            seams["before_block"] = partial(refuse_busy, fit.gpu, module, patience_s=NVML_LAG_S)
-        yield stack.enter_context(ForkServerExecutor(measure, **seams))
+
+    plan: Plan
+    matrix: Matrix
+    environment: Environment
+    source: Source
+    argv: list[str]
+    seed: int
+    only: list[str] = field(default_factory=list)
+    injections: list[str] = field(default_factory=list)
+
+    def manifest(self) -> Manifest:
+        """Of a new run that begins now."""
+        now = datetime.now(UTC)
+        excluded = [{"cell_id": one.cell_id, "reason": one.reason} for one in self.plan.excluded]
+        return Manifest(
+            run_id=new_run_id(now, self.environment.gpu_slug, self.source.commit),
+            created_utc=now.isoformat(timespec="seconds"),
+            argv=self.argv,
+            seed=self.seed,
+            injections=self.injections,
+            source=self.source,
+            matrix_name=self.matrix.name,
+            matrix_path=self.matrix.path,
+            matrix_text=self.matrix.text,
+            matrix_sha256=self.matrix.sha256,
+            replicates=self.plan.replicates,
+            sentinels=list(self.matrix.sentinels),
+            only=self.only,
+            cells=self.plan.cells,
+            excluded=excluded,
+            environment=self.environment,
+        )
 
 
-def run(
-    plan: Plan,
-    matrix: Matrix,
+def run_matrix(
+    spec: RunSpec,
     executor: Executor,
     *,
     runs_dir: Path,
-    environment: Environment,
-    source: Source,
-    argv: list[str],
-    seed: int,
-    only: Sequence[str] = (),
-    injections: Sequence[str] = (),
     budget_s: float | None = None,
     resume: Path | None = None,
     progress: Progress | None = None,
     now: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> Finished:
-    """Measure what ``only`` selects of ``plan``, in a new folder under ``runs_dir`` or going on
-    with ``resume``.
+    """Measure what ``spec`` selects, in a new folder under ``runs_dir`` or resuming ``resume``.
 
-    ``plan`` holds every cell of the matrix, so that a later slice can join the run. A resumed run
-    keeps its own seed, injections, sentinels and number of replicates. ``now`` must be monotonic:
-    the wall clock may step back. INTERRUPTED with the command to go on after Ctrl-C; nothing
-    written is lost.
+    A resumed run keeps its own seed, injections, sentinels and number of replicates. ``now`` must
+    be monotonic: the wall clock may step back. INTERRUPTED with the command that resumes after
+    Ctrl-C; nothing written is lost.
     """
-    chosen = {cell.cell_id for cell in selected(plan.cells, only)}
-    faults = [parse_injection(text, [cell.cell_id for cell in plan.cells]) for text in injections]
+    chosen = {cell.cell_id for cell in selected(spec.plan.cells, spec.only)}
+    faults = _faults(spec.injections, [cell.cell_id for cell in spec.plan.cells])
     with ExitStack() as stack:
         if resume is None:
-            manifest = manifest_of(
-                plan,
-                matrix,
-                environment,
-                source,
-                argv,
-                seed,
-                list(only),
-                list(injections),
-                list(matrix.sentinels),
-            )
-            ledger = Ledger(matrix.measure.throttle_retries)
+            manifest, ledger = spec.manifest(), Ledger(spec.matrix.measure.throttle_retries)
             writer = stack.enter_context(create_run(runs_dir, manifest))
         else:
             if faults:
                 raise PerfbenchError(
-                    Exit.USAGE,
-                    "--inject cannot join a run that has begun. Next: leave --resume away",
+                    Exit.USAGE, "--inject cannot join a run that has begun. Next: omit --resume"
                 )
             writer, found = open_for_resume(resume)
             stack.enter_context(writer)
-            # The ground first: where a setting has changed the routes, the setting is what to name.
-            check_same_ground(found.manifest, environment, source, writer.path)
-            check_cells(found.manifest, plan, matrix, only, writer.path)
-            manifest, ledger = (
-                found.manifest,
-                Ledger(matrix.measure.throttle_retries, [*found.replicates, *found.sentinels]),
-            )
-            faults = [
-                parse_injection(text, [cell.cell_id for cell in manifest.cells])
-                for text in manifest.injections
-            ]
-            writer.append(
-                Resumed(resumed_utc=utc_now(), argv=argv, environment=environment, only=list(only))
-            )
-        sweep = Sweep(
+            ledger = _resumed(spec, writer, found)
+            manifest = found.manifest
+            faults = _faults(manifest.injections, [cell.cell_id for cell in manifest.cells])
+        recorder = Recorder(
             manifest=manifest,
-            matrix=matrix,
+            matrix=spec.matrix,
             executor=executor,
             writer=writer,
             ledger=ledger,
             faults=faults,
             progress=progress or SilentProgress(),
-            card=environment.gpu_uuid_sha256,
-            now=now,
+            card=spec.environment.gpu_uuid_sha256,
+            budget=Budget.of(budget_s, now),
+            model=spec.matrix.model.to_mapping(),
             pause=pause,
-            deadline=None if budget_s is None else now() + budget_s,
         )
-        missing = sweep.run(chosen)
+        missing = _measure(CellSchedule(recorder, chosen), recorder)
     return Finished(writer.folder, read_run(writer.folder), missing)
+
+
+def _faults(injections: Sequence[str], cell_ids: Sequence[str]) -> list[Injection]:
+    return [parse_injection(text, cell_ids) for text in injections]
+
+
+def _resumed(spec: RunSpec, writer: RunWriter, found: Run) -> Ledger:
+    """What the run file holds, once it may be resumed here; the file records that it was."""
+    # The machine first: where a setting has changed the routes, the setting is what to name.
+    check_same_machine(found.manifest, spec.environment, spec.source, writer.path)
+    check_cells(found.manifest, spec.plan, spec.matrix, spec.only, writer.path)
+    writer.append(
+        Resumed(
+            resumed_utc=utc_now(),
+            argv=spec.argv,
+            environment=spec.environment,
+            only=list(spec.only),
+        )
+    )
+    return Ledger(spec.matrix.measure.throttle_retries, [*found.replicates, *found.sentinels])
+
+
+def _measure(schedule: CellSchedule, recorder: Recorder) -> list[tuple[str, int]]:
+    try:
+        return measure_all(schedule, recorder.progress, recorder.budget)
+    except PerfbenchError as error:
+        if error.exit_code is Exit.INTERRUPTED:
+            raise
+        # The machine can no longer measure, e.g. another process came to the GPU.
+        step = f"then resume with {schedule.kept()}: {schedule.resume_command()}"
+        raise PerfbenchError(error.exit_code, f"{error}, {step}") from None
 
 
 def parse_injection(text: str, cell_ids: Sequence[str]) -> Injection:
@@ -187,35 +195,3 @@ def parse_injection(text: str, cell_ids: Sequence[str]) -> Injection:
             " slowdown=10%",
         )
     return Injection(kind=slowdown, percent=percent, cell_id=cell_id)
-
-
-def manifest_of(
-    plan: Plan,
-    matrix: Matrix,
-    environment: Environment,
-    source: Source,
-    argv: list[str],
-    seed: int,
-    only: list[str],
-    injections: list[str],
-    sentinels: list[str],
-) -> Manifest:
-    now = datetime.now(UTC)
-    return Manifest(
-        run_id=new_run_id(now, environment.gpu_slug, source.commit),
-        created_utc=now.isoformat(timespec="seconds"),
-        argv=argv,
-        seed=seed,
-        injections=injections,
-        source=source,
-        matrix_name=matrix.name,
-        matrix_path=matrix.path,
-        matrix_text=matrix.text,
-        matrix_sha256=matrix.sha256,
-        replicates=plan.replicates,
-        sentinels=sentinels,
-        only=only,
-        cells=plan.cells,
-        excluded=[{"cell_id": one.cell_id, "reason": one.reason} for one in plan.excluded],
-        environment=environment,
-    )

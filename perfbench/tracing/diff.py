@@ -27,10 +27,8 @@ class Traced(BaseModel):
     model_config = ConfigDict(frozen=True)
     name: str  # what was measured: a revision, a folder, 'this checkout'
     kernels: Kernels | None = None
-    chrome: str | None = (
-        # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
-        None
-    )
+    # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
+    chrome: str | None = None
     reason: str = ""
 
     @property
@@ -49,7 +47,7 @@ class Traced(BaseModel):
 
 
 class TraceDiff(BaseModel):
-    """One cell on both sides; ``base`` is null where only the candidate was asked for."""
+    """One cell on both sides; ``base`` is null where only the candidate was traced."""
 
     model_config = ConfigDict(frozen=True)
     cell_id: str
@@ -76,7 +74,7 @@ class TraceDiff(BaseModel):
 
     def to_markdown(self, top: int = 10) -> str:
         """Heading, totals, table, files and how to measure this cell again; a side that is missing
-        is said.
+        is named.
         """
         lines = [
             f"### {escape(self.cell_id)}{f' ({self.verdict})' if self.verdict else ''}",
@@ -114,7 +112,7 @@ class TraceDiff(BaseModel):
 _LIST: TypeAdapter[list[TraceDiff]] = TypeAdapter(list[TraceDiff])
 
 
-def to_markdown(diffs: Sequence[TraceDiff], top: int = 10) -> str:
+def traces_markdown(diffs: Sequence[TraceDiff], top: int = 10) -> str:
     """The report's part on traces; empty where nothing was to be traced."""
     if not diffs:
         return ""
@@ -130,7 +128,7 @@ def to_json(diffs: Sequence[TraceDiff]) -> bytes:
     return _LIST.dump_json(list(diffs), indent=1) + b"\n"
 
 
-def stored(folder: Path) -> list[TraceDiff]:
+def stored_traces(folder: Path) -> list[TraceDiff]:
     """What was traced of the run in ``folder``; empty where nothing was, USAGE where its file is
     damaged.
     """

@@ -1,6 +1,5 @@
-"""Traces of both versions: after a red on their own, or of one cell by `perfbench trace`.
-
-One untimed step each.
+"""Traces of both versions, one untimed step each: automatically after a red verdict, or of one cell
+by `perfbench trace`.
 
 A trace explains a verdict and never makes one: whatever goes wrong here is a sentence in the
 report, not an exit code.
@@ -24,11 +23,13 @@ from perfbench.errors import PerfbenchError
 from perfbench.gate import CellVerdict, Judgement
 from perfbench.records import Injection, Job, Kernels, PlannedCell, Status, Verdict, table_beside
 from perfbench.runner import (
-    checked_out_side,
-    own_side,
+    Checkout,
+    MeasuringContext,
+    checked_out,
+    own_checkout,
     parse_injection,
     plan_of_version,
-    prepared_pair,
+    prepared_versions,
 )
 from perfbench.tracing import diff
 from perfbench.tracing.diff import Traced, TraceDiff
@@ -36,12 +37,11 @@ from perfbench.tracing.diff import Traced, TraceDiff
 if TYPE_CHECKING:
     from perfbench.matrix import Matrix
     from perfbench.records import Run
-    from perfbench.runner import Executor, Ground, Side
+    from perfbench.runner import Executor
 
 FOLDER = "traces"
-SLUG_CHARS = (
-    150  # a name may have 255 bytes almost everywhere, and a whole Windows path 260 characters
-)
+# A name may have 255 bytes almost everywhere, and a complete Windows path 260 characters.
+SLUG_CHARS = 150
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "_-")
 _RESERVED = frozenset(
     ["con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))]
@@ -50,28 +50,28 @@ RED = (Verdict.REGRESSED, Verdict.WRONG_PATH)
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
-    """Both versions behind a judgement, as they are called.
+class TracedPair:
+    """Both versions behind a judgement, by name.
 
-    ``run`` is the candidate's. ``base``: cell -> revision or folder, null where nobody knows it.
-    ``candidate``: likewise, null for the running checkout.
+    ``run`` is the candidate's. ``base``: cell -> revision or folder, None where nobody knows it.
+    ``candidate``: likewise, None for the running checkout.
     """
 
     run: Run
     matrix: Matrix
-    ground: Ground
+    context: MeasuringContext
     base: Mapping[str, str | None]
     candidate: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Tracing:
-    """What all traces of one sitting share: ``shown`` is how ``folder`` is called where the files
-    are named.
+    """What all traces of one invocation share; ``shown`` is the folder's name in the texts that
+    name the files.
     """
 
     matrix: Matrix
-    ground: Ground
+    context: MeasuringContext
     seed: int
     folder: Path
     shown: Path
@@ -81,42 +81,42 @@ class Tracing:
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One side: 'a' or 'b', what it is called, and the way to its code, which may raise
-    CannotBuild.
-    """
+    """One side: 'a' or 'b', its name, and the way to its code, which may raise CannotBuild."""
 
     side: str
     name: str
-    open: Callable[[], AbstractContextManager[Side]]
+    open: Callable[[], AbstractContextManager[Checkout]]
 
 
-def on_red(judgement: Judgement, sides: Sides, out: Path, *, limit: int = 3) -> list[TraceDiff]:
+def trace_on_red(
+    judgement: Judgement, pair: TracedPair, out: Path, *, limit: int = 3
+) -> list[TraceDiff]:
     """Trace the ``limit`` largest drops on both sides into ``out``/traces, and write
     ``out``/trace.json. Empty without a red.
 
-    Never raises for what a side, the machine or the disk does; the TraceDiff says it. Ctrl-C ends
-    the tracing and leaves the verdict. The GPU's lock must be free.
+    Never raises for what a side, the machine or the disk does; the TraceDiff records it. Ctrl-C
+    ends the tracing and leaves the verdict. The GPU's lock must be free.
     """
     red = sorted(judgement.of(*RED), key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     if not red:
         return []
-    chosen, rest = red[:limit], red[limit:]
-    ground, manifest = sides.ground, sides.run.manifest
+    largest, rest = red[:limit], red[limit:]
+    context, manifest = pair.context, pair.run.manifest
     tracing = Tracing(
-        sides.matrix, ground, manifest.seed, out / FOLDER, Path(FOLDER), manifest.injections
+        pair.matrix, context, manifest.seed, out / FOLDER, Path(FOLDER), manifest.injections
     )
-    ground.say(
-        f"tracing {len(chosen)} red cell{'s' if len(chosen) > 1 else ''} on both sides, one step"
+    context.say(
+        f"tracing {len(largest)} red cell{'s' if len(largest) > 1 else ''} on both sides, one step"
         " each"
     )
-    base = _of_bases([cell.cell_id for cell in chosen], sides, tracing)
-    candidate = trace_side(_candidate(sides), [cell.cell_id for cell in chosen], tracing)
-    diffs = [_diff_of(cell, base[cell.cell_id], candidate[cell.cell_id]) for cell in chosen]
+    base = _of_bases([cell.cell_id for cell in largest], pair, tracing)
+    candidate = trace_side(_candidate(pair), [cell.cell_id for cell in largest], tracing)
+    diffs = [_diff_of(cell, base[cell.cell_id], candidate[cell.cell_id]) for cell in largest]
     diffs += [_diff_of(cell, None, None, left_out=True) for cell in rest]
     try:
         _write(out / diff.FILE_NAME, diff.to_json(diffs))
     except OSError as error:
-        ground.say(
+        context.say(
             f"{out / diff.FILE_NAME} cannot be written: {error.strerror}. The verdict stands"
             " without it"
         )
@@ -164,48 +164,47 @@ def _percent(char: str) -> str:
     return "".join(f"%{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))
 
 
-def _of_bases(cells: Sequence[str], sides: Sides, tracing: Tracing) -> dict[str, Traced]:
+def _of_bases(cells: Sequence[str], pair: TracedPair, tracing: Tracing) -> dict[str, Traced]:
     """Cells with one base share its checkout and server."""
     found: dict[str, Traced] = {}
-    for revision in dict.fromkeys(sides.base.get(cell_id) for cell_id in cells):
-        here = [cell_id for cell_id in cells if sides.base.get(cell_id) == revision]
+    for revision in dict.fromkeys(pair.base.get(cell_id) for cell_id in cells):
+        here = [cell_id for cell_id in cells if pair.base.get(cell_id) == revision]
         if revision is None:
             unknown = Traced(
                 name="the base", reason="nobody knows its commit; promote a run of a git checkout"
             )
             found |= dict.fromkeys(here, unknown)
         else:
-            found |= trace_side(_revision("a", revision, sides.ground.repository), here, tracing)
+            found |= trace_side(_revision("a", revision, pair.context.repository), here, tracing)
     return found
 
 
-def _candidate(sides: Sides) -> Version:
-    repository, source = sides.ground.repository, sides.run.manifest.source
-    if sides.candidate is not None:
-        return _revision("b", sides.candidate, repository)
-    return Version("b", "this checkout", lambda: own_side(repository, source))
+def _candidate(pair: TracedPair) -> Version:
+    repository, source = pair.context.repository, pair.run.manifest.source
+    if pair.candidate is not None:
+        return _revision("b", pair.candidate, repository)
+    return Version("b", "this checkout", lambda: own_checkout(repository, source))
 
 
 def _revision(side: str, revision: str, repository: Path) -> Version:
-    return Version(side, revision, lambda: checked_out_side(revision, repository))
+    return Version(side, revision, lambda: checked_out(revision, repository))
 
 
 def _trace_into(
     found: dict[str, Traced], version: Version, cells: Sequence[str], tracing: Tracing
 ) -> None:
     """Fills ``found`` one by one, so that what is done stays done."""
-    ground = tracing.ground
+    context = tracing.context
     tracing.folder.mkdir(parents=True, exist_ok=True)
     with version.open() as one:
         planned = plan_of_version(
-            one, tracing.matrix, [f"cell={cell_id}" for cell_id in cells], ground.capability
+            one, tracing.matrix, [f"cell={cell_id}" for cell_id in cells], context.capability
         )
-        with prepared_pair(ground.fit, (one, one)) as both:  # the other one never starts its server
-            executor = both["ab".index(version.side)]
+        with prepared_versions(context.fit, (one,)) as (executor,):
             executor.new_block()
             executor.prepare([])
             for cell in planned.plan.cells:
-                ground.say(f"tracing {cell.cell_id} of {version.name}")
+                context.say(f"tracing {cell.cell_id} of {version.name}")
                 found[cell.cell_id] = _trace_cell(version, cell, planned.model, executor, tracing)
 
 
@@ -252,7 +251,7 @@ def _job(
         timeout_s=tracing.matrix.limits.timeout_s,
         plan=cell.route,
         expect=cell.expect,
-        device="cpu" if tracing.ground.fit.gpu is None else "cuda",
+        device="cpu" if tracing.context.fit.gpu is None else "cuda",
         seed=random.Random(f"{tracing.seed}-{cell.cell_id}-0").randrange(2**31),
         profile=False,
         injection=_fault(version, cell, tracing),

@@ -18,7 +18,8 @@ from nsa.capability import assumed
 from nsa.config import preset
 from nsa.settings import Settings
 from perfbench.calibration import aa_runs, between_starts
-from perfbench.commands import session
+from perfbench.commands.judging import judge_alone
+from perfbench.commands.outcome import policy_of
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import judgement, judging
 from perfbench.matrix import matrix as matrices
@@ -94,7 +95,7 @@ def _matrix(data: bytes, folder: Path) -> None:
 
 def _run(data: bytes, folder: Path) -> None:
     run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
-    outcome = session.judge(folder)
+    outcome = judge_alone(folder)
     verdict_json.text(run, outcome.judgement).encode()
     aa_runs.counts(aa_runs.read([run]))
 
@@ -105,9 +106,7 @@ def _baseline(data: bytes, folder: Path) -> None:
     if isinstance(found, judgement.BaselineProblem):
         raise PerfbenchError(Exit.BASELINE, found.message)
     baseline_file.show(found).encode()
-    verdict_json.text(
-        _green(), judging.judge(_green(), found, session.policy_of(_green()))
-    ).encode()
+    verdict_json.text(_green(), judging.judge(_green(), found, policy_of(_green()))).encode()
 
 
 @cache
@@ -121,7 +120,7 @@ def _calibration(data: bytes, folder: Path) -> None:
 
 def _tune(data: bytes, folder: Path) -> None:
     run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
-    judged = session.judge(folder).judgement
+    judged = judge_alone(folder).judgement
     try:
         tuned = decide.tell(run, judged)
     # of another matrix, or a demonstration: `perfbench tune --from` makes this error of it
@@ -138,7 +137,7 @@ def _pair(data: bytes, folder: Path) -> None:
         (folder / name).mkdir(exist_ok=True)
         _laid(part, folder / name / run_file.FILE_NAME)
     assert isinstance(pair.is_pair(folder), bool)
-    found = pair.read(folder)
+    found = pair.read_pair(folder)
     pair.are_paired(found.base, found.candidate)
 
 

@@ -14,16 +14,14 @@ import pytest
 
 from nsa.routing import Capability
 from nsa.settings import Settings
-from perfbench.commands import app, session
+from perfbench.commands import app, measuring, outcome
 from perfbench.machine.environment import TargetFit
 from perfbench.matrix import plan as plans
 from perfbench.matrix.matrix import Matrix
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner import executor
-from perfbench.runner import run as runner
 from perfbench.runner.ab import checkout, schedule, version_plan
-from perfbench.tracing import trace
 from tests.perfbench import builders, repositories, side_measure
 
 MATRIX = """\
@@ -104,7 +102,7 @@ def bench(
     template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Bench:
     """In an empty folder with small.yaml; all executors are fakes."""
-    monkeypatch.setattr(session, "CHECKOUT", template[0])
+    monkeypatch.setattr(outcome, "CHECKOUT", template[0])
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(MATRIX, encoding="utf-8")
     random.seed(5)
@@ -118,30 +116,30 @@ def bench(
     )
 
     @contextmanager
-    def prepared(fit: TargetFit) -> Iterator[FakeSide]:
-        yield made.tonight
+    def prepared(fit: TargetFit) -> Iterator[tuple[FakeSide]]:
+        yield (made.tonight,)
 
     @contextmanager
     def both(
-        fit: TargetFit, sides: tuple[checkout.Side, checkout.Side]
+        fit: TargetFit, sides: tuple[checkout.Checkout, checkout.Checkout]
     ) -> Iterator[tuple[FakeSide, FakeSide]]:
         yield made.a, made.b
 
-    monkeypatch.setattr(runner, "prepared", prepared)
-    monkeypatch.setattr(schedule, "prepared", both)
-    monkeypatch.setattr(version_plan, "plan_of", plan_here)  # half a second of process each
-    monkeypatch.setattr(session.Outcome, "write_report", lambda outcome, out=None: [])
-    monkeypatch.setattr(
-        trace, "on_red", lambda *arguments, **options: []
-    )  # tests/perfbench/test_trace.py
+    monkeypatch.setattr(measuring, "prepared_executors", prepared)
+    monkeypatch.setattr(schedule, "prepared_versions", both)
+    monkeypatch.setattr(schedule, "plan_of_version", plan_here)  # half a second of process each
+    monkeypatch.setattr(outcome.Outcome, "write_report", lambda judged, out=None: [])
+    # Traces have tests of their own: tests/perfbench/test_trace.py.
+    monkeypatch.setattr("perfbench.tracing.trace_on_red", lambda *arguments, **options: [])
     return made
 
 
 def plan_here(
-    one: checkout.Side, matrix: Matrix, only: Sequence[str], capability: Capability
-) -> version_plan.SidePlan:
+    one: checkout.Checkout, matrix: Matrix, only: Sequence[str], capability: Capability
+) -> version_plan.VersionPlan:
     """What the side's own process would answer, since its nsa differs in the marker alone."""
-    return version_plan.SidePlan(
+    return version_plan.VersionPlan(
+        one,
         plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )

@@ -1,5 +1,6 @@
 """A plan of twelve cells, an executor that only pretends, and the runner called with both."""
 
+import dataclasses
 import pathlib
 import random
 from collections.abc import Callable, Sequence
@@ -81,17 +82,17 @@ def run(
     tmp_path: pathlib.Path, executor: FakeExecutor | None = None, **changes: Any
 ) -> runner.Finished:
     values: dict[str, Any] = {
-        "runs_dir": tmp_path,
+        "plan": PLAN,
+        "matrix": MATRIX,
         "environment": HERE,
         "source": CODE,
         "argv": ["perfbench", "run", "m.yaml"],
         "seed": 7,
     }
-    return runner.run(
-        changes.pop("plan", PLAN),
-        changes.pop("matrix", MATRIX),
-        executor or FakeExecutor(),
-        **{**values, **changes},
+    spec = {field.name for field in dataclasses.fields(runner.RunSpec)} & changes.keys()
+    values |= {name: changes.pop(name) for name in spec}
+    return runner.run_matrix(
+        runner.RunSpec(**values), executor or FakeExecutor(), **{"runs_dir": tmp_path, **changes}
     )
 
 

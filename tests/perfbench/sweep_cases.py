@@ -95,15 +95,21 @@ def run(
     **changes: Any,
 ) -> runner.Finished:
     matrix, plan = planned_from(text)
+    spec = runner.RunSpec(
+        plan,
+        matrix,
+        builders.environment(gpu_uuid_sha256=card),
+        CODE,
+        ["perfbench", "run", "m.yaml"],
+        seed=7,
+        only=changes.pop("only", []),
+        injections=changes.pop("injections", []),
+    )
     values: dict[str, Any] = {
         "runs_dir": folder,
-        "environment": builders.environment(gpu_uuid_sha256=card),
-        "source": CODE,
-        "argv": ["perfbench", "run", "m.yaml"],
-        "seed": 7,
         "pause": lambda seconds: executor.log.append(f"pause {seconds:g}"),
     }
-    return runner.run(plan, matrix, executor, **{**values, **changes})
+    return runner.run_matrix(spec, executor, **{**values, **changes})
 
 
 IDS = [cell.cell_id for cell in planned_from(TEXT)[1].cells]

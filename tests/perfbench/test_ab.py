@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nsa.capability import assumed
-from perfbench.commands import app, session
+from perfbench.commands import app, outcome
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import matrix as matrices
 from perfbench.records import run_file
@@ -23,7 +23,7 @@ from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
 from tests.perfbench.repositories import git, worktrees
 
 STUB = "tests.perfbench.stub_measure:measure"
-REAL = schedule.prepared
+REAL = schedule.prepared_versions
 
 
 @pytest.fixture
@@ -31,10 +31,12 @@ def real(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.M
     """Real processes, started in the project's own folder: its nsa is in their current folder and
     must not be taken.
     """
-    monkeypatch.setattr(session, "CHECKOUT", template[0])
+    monkeypatch.setattr(outcome, "CHECKOUT", template[0])
     monkeypatch.chdir(repositories.ROOT)
     monkeypatch.setattr(
-        schedule, "prepared", partial(REAL, measure="tests.perfbench.side_measure:measure")
+        schedule,
+        "prepared_versions",
+        partial(REAL, measure="tests.perfbench.side_measure:measure"),
     )
     (tmp_path / "small.yaml").write_text(MATRIX, encoding="utf-8")
     return tmp_path
@@ -42,7 +44,7 @@ def real(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.M
 
 def pair_in(out: Path) -> pair.Pair:
     (folder,) = out.iterdir()
-    return pair.read(folder)
+    return pair.read_pair(folder)
 
 
 def speeds(run: Run) -> set[int]:
@@ -145,9 +147,9 @@ def test_the_working_tree_is_a_side_and_an_injection_hits_side_b_alone(
     )
 
 
-def job_of(one: checkout.Side) -> Job:
+def job_of(one: checkout.Checkout) -> Job:
     matrix = matrices.parse(MATRIX, "m.yaml")
-    plan = version_plan.plan_of(one, matrix, [f"cell={SHORT}"], assumed("none"))
+    plan = version_plan.plan_of_version(one, matrix, [f"cell={SHORT}"], assumed("none"))
     (cell,) = plan.plan.cells
     fields = {
         "cell_id": SHORT,
@@ -168,31 +170,34 @@ def job_of(one: checkout.Side) -> Job:
     )
 
 
-def test_a_server_that_was_not_told_its_side_yields_no_row(
+def test_a_server_without_its_version_yields_no_row(
     real: Path, template: tuple[Path, list[str]]
 ) -> None:
     """The worst bug would be a silent A/A; here the one argument that prevents it is taken away."""
-    with checkout.side("HEAD", template[0]) as one, schedule.SideExecutor(one, STUB) as executor:
-        told = list(executor._command)
-        assert told[-2:] == ["--nsa", str(one.folder)]
+    with (
+        checkout.checked_out("HEAD", template[0]) as one,
+        schedule.VersionExecutor(one, STUB) as executor,
+    ):
+        command = list(executor._command)
+        assert command[-2:] == ["--nsa", str(one.folder)]
         job = job_of(one)
         row = executor.execute(job)
         assert (row.model_extra or {})[WITNESS] == str(one.folder)
-        executor._command = told[:-2]
+        executor._command = command[:-2]
         executor.new_block()
         with pytest.raises(PerfbenchError, match="compared a version with itself") as caught:
             executor.execute(job)
     assert caught.value.exit_code is Exit.INTERNAL
 
 
-def test_a_server_whose_side_is_no_package_refuses_to_start(
+def test_a_server_whose_version_is_no_package_refuses_to_start(
     real: Path, template: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     (tmp_path / "empty" / "nsa").mkdir(parents=True)
-    with checkout.side("HEAD", template[0]) as one:
-        wrong = checkout.Side("v0", tmp_path / "empty", one.source)
+    with checkout.checked_out("HEAD", template[0]) as one:
+        wrong = checkout.Checkout("v0", tmp_path / "empty", one.source)
         with (
-            schedule.SideExecutor(wrong, "tests.perfbench.stub_measure:measure") as executor,
+            schedule.VersionExecutor(wrong, "tests.perfbench.stub_measure:measure") as executor,
             pytest.raises(checkout.CannotBuild, match="WrongSide"),
         ):
             executor.prepare([])
@@ -250,9 +255,9 @@ def test_an_interrupted_pair_goes_on_and_parts_no_pair(
         assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted(
             (c, r) for c in (SHORT, LONG) for r in range(3)
         )
-    assert {run.manifest.seed for run in (pair.read(folder).base, pair.read(folder).candidate)} == {
-        9
-    }
+    assert {
+        run.manifest.seed for run in (pair.read_pair(folder).base, pair.read_pair(folder).candidate)
+    } == {9}
 
 
 def test_half_a_pair_is_measured_again(bench: Bench) -> None:
@@ -360,7 +365,7 @@ def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
     a_attempts: list[int],
     b_attempts: list[int],
 ) -> None:
-    """Block 0 is AB. Where b was hot, a's half is measured again too, beside b's retry."""
+    """Block 0 is AB. Where b was hot, a's half is measured again too, next to b's retry."""
     in_the_pause(monkeypatch)
     getattr(bench, hot).hot = {(SHORT, 0)}
     assert (
@@ -368,10 +373,10 @@ def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
         == 130
     )
     (folder,) = Path("reports/runs").iterdir()
-    before = pair.read(folder)
+    before = pair.read_pair(folder)
     assert before.missing == [(SHORT, 0), (SHORT, 1)]
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
-    found = pair.read(folder)
+    found = pair.read_pair(folder)
     assert found.missing == []
     for run, attempts in ((found.base, a_attempts), (found.candidate, b_attempts)):
         assert [
@@ -382,9 +387,11 @@ def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
     assert measured[-4:] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
 
 
-def test_a_pair_that_a_resume_parted_does_not_count_and_is_measured_again(bench: Bench) -> None:
-    """Side a of block 1 of one sitting, side b of the next: no machine stays the same over
-    night.
+def test_a_pair_with_a_resume_between_its_rows_does_not_count_and_is_measured_again(
+    bench: Bench,
+) -> None:
+    """Side a of block 1 in one invocation, side b in the next: the machine may have changed in
+    between.
     """
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "2") == 0
     (folder,) = Path("reports/runs").iterdir()
@@ -405,14 +412,14 @@ def test_a_pair_that_a_resume_parted_does_not_count_and_is_measured_again(bench:
         path.write_text(
             "".join(json.dumps(line) + "\n" for line in [*lines, again]), encoding="utf-8"
         )
-    assert sorted(pair.read(folder).missing) == sorted([(SHORT, 1), (LONG, 1)])
+    assert sorted(pair.read_pair(folder).missing) == sorted([(SHORT, 1), (LONG, 1)])
     bench.a.jobs.clear(), bench.b.jobs.clear()
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
     for side in (bench.a, bench.b):
         assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted(
             [(SHORT, 1), (LONG, 1)]
         )
-    assert pair.read(folder).missing == []
+    assert pair.read_pair(folder).missing == []
 
 
 def test_a_throttled_side_leaves_the_pair_out(
@@ -425,7 +432,7 @@ def test_a_throttled_side_leaves_the_pair_out(
     bench.b.hot = {(SHORT, 1)}
     assert bench.run("ab", "HEAD", "HEAD", "small.yaml", "--blocks", "6", "--json") == 0
     (folder,) = Path("reports/runs").iterdir()
-    assert pair.read(folder).missing == [(SHORT, 1)]
+    assert pair.read_pair(folder).missing == [(SHORT, 1)]
     reasons = {
         cell["cell_id"]: cell["reason"] for cell in json.loads(capsys.readouterr().out)["cells"]
     }
@@ -458,7 +465,7 @@ def test_a_pair_that_was_cut_short_names_the_command_that_goes_on(
     bench.run(*command.split()[1:])
     capsys.readouterr()
     bench.run("compare", str(folder), "--json")
-    assert "cut short" not in capsys.readouterr().out and pair.read(folder).missing == []
+    assert "cut short" not in capsys.readouterr().out and pair.read_pair(folder).missing == []
 
 
 def test_explain_and_report_take_a_pair(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,8 @@ from perfbench.calibration import certify, simulate
 from perfbench.calibration.between_starts import read, told
 from perfbench.calibration.calibrate import as_json, calibrate, render
 from perfbench.calibration.certify import Effort, Rate, uniformity
-from perfbench.commands import session
+from perfbench.commands import outcome
+from perfbench.commands.calibrate import certify as certify_command
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.matrix import matrix as matrices
@@ -409,10 +410,8 @@ def test_a_name_without_suffix_is_a_folder(
     name: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
-    monkeypatch.setattr(session, "policy_of", lambda run: Policies(POLICY))
-    session.calibrate(
-        saved(tmp_path, [noisy("only", random.Random(1), cells=1)]), 1, tmp_path / name
-    )
+    monkeypatch.setattr(outcome, "policy_of", lambda run: Policies(POLICY))
+    certify_command(saved(tmp_path, [noisy("only", random.Random(1), cells=1)]), 1, tmp_path / name)
     out = tmp_path / written
     assert (
         out.read_text().startswith("# Calibration")
@@ -425,7 +424,7 @@ def test_another_suffix_is_refused_before_anything_is_simulated(tmp_path: Path) 
     with pytest.raises(
         PerfbenchError, match=r"wanted a folder or a \.md file\. Next: --out .*/found$"
     ) as caught:
-        session.calibrate([tmp_path / "none.jsonl"], 1, tmp_path / "found.json")
+        certify_command([tmp_path / "none.jsonl"], 1, tmp_path / "found.json")
     assert caught.value.exit_code is Exit.USAGE
 
 

@@ -1,4 +1,4 @@
-"""The second stage of `check`: what it confirms beside the commit of the baseline, by fake
+"""The second stage of `check`: what it confirms against the commit of the baseline, by fake
 executors.
 """
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from perfbench.commands import session
+from perfbench.commands import outcome
 from perfbench.records import run_file
-from perfbench.runner.ab import pair, version_plan
+from perfbench.runner.ab import pair, schedule, version_plan
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, SHORT, Bench
 from tests.perfbench.repositories import git
 
-REAL_PLAN = version_plan.plan_of
+REAL_PLAN = version_plan.plan_of_version
 
 
 def promote(bench: Bench) -> None:
@@ -47,11 +47,11 @@ def test_check_confirms_a_drop_before_it_is_red(
         err,
     )
     folder = confirmed()
-    found = pair.read(folder / "confirm" / bench.commits[1][:12])
+    found = pair.read_pair(folder / "confirm" / bench.commits[1][:12])
     assert found.base.manifest.source.commit == bench.commits[1]
     assert {row.cell_id for row in found.base.replicates} == {SHORT, LONG}
     assert len(bench.a.jobs) == len(bench.b.jobs) == 2 * found.base.manifest.replicates >= 12
-    # the same bytes later: what was confirmed lies beside the run
+    # the same bytes later: what was confirmed lies next to the run
     assert bench.run("gate", str(folder)) == 3
     assert capsys.readouterr().out == out
     assert bench.run("report", str(folder), "--baseline", "reports/baselines/cpu/small.json") == 3
@@ -126,8 +126,8 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(
     bench.tonight.speed = 800.0
     with pytest.MonkeyPatch.context() as patch:
         git(old, "checkout", "-q", bench.commits[1])
-        patch.setattr(session, "CHECKOUT", old)
-        patch.setattr(version_plan, "plan_of", REAL_PLAN)
+        patch.setattr(outcome, "CHECKOUT", old)
+        patch.setattr(schedule, "plan_of_version", REAL_PLAN)
         assert bench.run("check", "small.yaml") == 0
     err = capsys.readouterr().err
     assert "lacks what this harness needs of nsa" in err and "nsa.routing" in err

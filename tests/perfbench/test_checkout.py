@@ -53,7 +53,10 @@ def test_a_revision_is_checked_out_beside_a_dirty_tree_and_gone_afterwards(
     repository: Path, temporary: Path
 ) -> None:
     before = git(repository, "status", "--porcelain")
-    with checkout.side("HEAD~1", repository) as old, checkout.side("HEAD", repository) as new:
+    with (
+        checkout.checked_out("HEAD~1", repository) as old,
+        checkout.checked_out("HEAD", repository) as new,
+    ):
         assert (version_in(old.folder), version_in(new.folder)) == ("VERSION = 1", "VERSION = 2")
         assert (
             old.source.commit == git(repository, "rev-parse", "HEAD~1")
@@ -70,15 +73,15 @@ def test_a_revision_is_checked_out_beside_a_dirty_tree_and_gone_afterwards(
 
 
 def test_a_folder_is_taken_as_it_is(repository: Path, temporary: Path, tmp_path: Path) -> None:
-    with checkout.side(str(repository), tmp_path) as dirty:
+    with checkout.checked_out(str(repository), tmp_path) as dirty:
         assert version_in(dirty.folder) == "VERSION = 'dirty'"
         assert dirty.source.dirty_sha256 is not None
     copy = tmp_path / "copy"
     (copy / "nsa").mkdir(parents=True)
     (copy / "nsa" / "__init__.py").write_text("VERSION = 'copy'\n", encoding="utf-8")
     with (
-        checkout.side(f"{copy}@{'c' * 40}", tmp_path) as named,
-        checkout.side(str(copy), tmp_path) as nameless,
+        checkout.checked_out(f"{copy}@{'c' * 40}", tmp_path) as named,
+        checkout.checked_out(str(copy), tmp_path) as nameless,
     ):
         assert version_in(named.folder) == "VERSION = 'copy'"
         assert named.source.commit == "c" * 40 and "not proved" in (named.source.reason or "")
@@ -89,7 +92,7 @@ def test_a_folder_is_taken_as_it_is(repository: Path, temporary: Path, tmp_path:
 def test_the_own_checkout_needs_no_worktree(repository: Path, temporary: Path) -> None:
     from perfbench.machine.source import source
 
-    with checkout.own_side(repository, source(repository)) as own:
+    with checkout.own_checkout(repository, source(repository)) as own:
         assert version_in(own.folder) == "VERSION = 'dirty'"
         assert len(worktrees(repository)) == 1
     assert list(temporary.iterdir()) == [] and version_in(repository) == "VERSION = 'dirty'"
@@ -103,7 +106,7 @@ def test_a_package_below_the_top_of_its_repository_is_found(
     (inside / "nsa" / "__init__.py").write_text("VERSION = 7\n", encoding="utf-8")
     git(tmp_path / "mono", "init", "-q")
     repositories.commit(tmp_path / "mono", "one")
-    with checkout.side("HEAD", inside) as found:
+    with checkout.checked_out("HEAD", inside) as found:
         assert version_in(found.folder) == "VERSION = 7"
 
 
@@ -111,14 +114,14 @@ def test_a_package_below_the_top_of_its_repository_is_found(
 def test_nothing_is_left_after_an_error(
     repository: Path, temporary: Path, error: type[BaseException]
 ) -> None:
-    with pytest.raises(error), checkout.side("HEAD", repository):
+    with pytest.raises(error), checkout.checked_out("HEAD", repository):
         raise error
     assert len(worktrees(repository)) == 1
     assert list(temporary.iterdir()) == []
 
 
 def refusal(text: str, repository: Path) -> str:
-    with pytest.raises(CannotBuild) as caught, checkout.side(text, repository):
+    with pytest.raises(CannotBuild) as caught, checkout.checked_out(text, repository):
         pass
     assert caught.value.exit_code is Exit.USAGE
     return str(caught.value)
@@ -167,19 +170,19 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(
 ) -> None:
     code = (
         "import sys, tempfile, time\nfrom pathlib import Path\ntempfile.tempdir ="
-        f" {str(temporary)!r}\nfrom perfbench.runner.ab import checkout\nwith checkout.side('HEAD',"
-        f" Path({str(repository)!r})):\n    print('ready', flush=True)\n    time.sleep(60)"
+        f" {str(temporary)!r}\nfrom perfbench.runner import checked_out\n"
+        f"with checked_out('HEAD', Path({str(repository)!r})):\n    print('ready', flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT
     ) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "ready\n"
-        with checkout.side("HEAD", repository):
+        with checkout.checked_out("HEAD", repository):
             assert len(worktrees(repository)) == 3  # the living one keeps its own
         holder.send_signal(signal.SIGKILL)
         holder.wait()
     assert len(worktrees(repository)) == 2
-    with checkout.side("HEAD", repository):
+    with checkout.checked_out("HEAD", repository):
         assert len(worktrees(repository)) == 2
     assert len(worktrees(repository)) == 1 and list(temporary.iterdir()) == []
 
@@ -205,7 +208,7 @@ def without_nsa(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_process_imports_its_own_side_before_the_current_folder(
     repository: Path, temporary: Path, without_nsa: None
 ) -> None:
-    with checkout.side("HEAD~1", repository) as old:
+    with checkout.checked_out("HEAD~1", repository) as old:
         nsa_version.use(old.folder)
         assert sys.modules["nsa"].VERSION == 1
 
@@ -213,7 +216,10 @@ def test_a_process_imports_its_own_side_before_the_current_folder(
 def test_a_process_that_holds_another_nsa_refuses(
     repository: Path, temporary: Path, without_nsa: None
 ) -> None:
-    with checkout.side("HEAD", repository) as one, checkout.side("HEAD~1", repository) as other:
+    with (
+        checkout.checked_out("HEAD", repository) as one,
+        checkout.checked_out("HEAD~1", repository) as other,
+    ):
         nsa_version.use(one.folder)
         with pytest.raises(nsa_version.WrongSide, match="imported first"):
             nsa_version.use(other.folder)

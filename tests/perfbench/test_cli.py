@@ -15,12 +15,11 @@ from pathlib import Path
 import pytest
 
 import nsa.settings
-from perfbench.commands import app, session
+from perfbench.commands import app, measuring, outcome
 from perfbench.records import run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import PlannedCell, Replicate, Status
 from perfbench.runner import executor as isolate
-from perfbench.runner import run
 from tests.perfbench import builders
 
 ROOT = Path(__file__).parents[2]
@@ -76,11 +75,11 @@ def executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeExecutor:
     fake = FakeExecutor()
 
     @contextmanager
-    def prepared(fit: object) -> Iterator[FakeExecutor]:
-        yield fake
+    def prepared(fit: object) -> Iterator[tuple[FakeExecutor]]:
+        yield (fake,)
 
-    monkeypatch.setattr(run, "prepared", prepared)
-    monkeypatch.setattr(session, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(measuring, "prepared_executors", prepared)
+    monkeypatch.setattr(outcome, "CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(MATRIX, encoding="utf-8")
     return fake
@@ -463,9 +462,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def outside(replacement: str) -> subprocess.CompletedProcess[str]:
     """`perfbench plan` in a process of its own, its work replaced by a line of Python."""
     code = (
-        "import os, signal, sys\nfrom perfbench.commands import app, session\ndef plan(*args):\n   "
-        f" {replacement}\nsession.plan = plan\nsys.argv = ['perfbench', 'plan',"
-        " 'matrices/cpu.yaml']\nsys.exit(app.main())"
+        "import os, signal, sys\nimport perfbench.matrix\nfrom perfbench.commands import app\n"
+        f"def load(path):\n    {replacement}\nperfbench.matrix.load_matrix = load\n"
+        "sys.argv = ['perfbench', 'plan', 'matrices/cpu.yaml']\nsys.exit(app.main())"
     )
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False

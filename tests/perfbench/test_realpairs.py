@@ -10,7 +10,8 @@ import pytest
 from perfbench.calibration import aa_pairs, certify, simulate
 from perfbench.calibration import realpairs_report as telling
 from perfbench.calibration.certify import Effort, Rate
-from perfbench.commands import session
+from perfbench.commands import outcome
+from perfbench.commands.calibrate import certify as certify_command
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.records.rows import Run, Source
@@ -135,7 +136,7 @@ def test_what_is_no_pair_of_one_commit_is_refused(fault: str, words: str, tmp_pa
 def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(certify, "WORLDS", simulate.WORLDS[:1])
     monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
-    monkeypatch.setattr(session, "policy_of", lambda run: Policies(GatePolicy()))
+    monkeypatch.setattr(outcome, "policy_of", lambda run: Policies(GatePolicy()))
     base = b.small_run(replicates=8)
     faults = (f"slowdown=5%@{TRAIN}",)
     planted = saved(
@@ -154,7 +155,7 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "".join(record.model_dump_json() + "\n" for record in (base.manifest, *base.replicates)),
         encoding="utf-8",
     )
-    text = session.calibrate([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
+    text = certify_command([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
     assert (
         "with nothing planted 0 of 9 (at most 28.3 %) cells REGRESSED; real extra work found"
         " REGRESSED at 5 %" in text
@@ -167,5 +168,5 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [one["extra_work_pct"] for one in data["pairs"]] == [0.0] * 9 + [1.0, 5.0, 9.0] and data[
         "pairs_red"
     ]["hits"] == 0
-    without = session.calibrate([alone], 1, None)
+    without = certify_command([alone], 1, None)
     assert "No real pair was given" in without and f"None was given: {telling.HOW}" in without

@@ -1,5 +1,5 @@
-"""Which pairs of a confirmation count, where they lie, what a second sitting does with them, and
-what is said of the others.
+"""Which pairs of a confirmation count, where they lie, what a second invocation does with them,
+and what is reported of the others.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from perfbench.records import run_file
 from perfbench.records.run_file import FILE_NAME
 from perfbench.records.verdict import Verdict
 from perfbench.runner.ab import checkout, confirm, pair, schedule
+from perfbench.runner.context import MeasuringContext
 from perfbench.runner.progress import SilentProgress
 from tests.perfbench import builders as b
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
@@ -66,7 +67,7 @@ def cells_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return {cell["cell_id"]: cell for cell in json.loads(capsys.readouterr().out)["cells"]}
 
 
-def test_pairs_beside_another_baselines_commit_settle_nothing(
+def test_pairs_against_another_baselines_commit_settle_nothing(
     slow: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Confirmed against baseline A, then gated by B, which was measured at another commit."""
@@ -76,12 +77,12 @@ def test_pairs_beside_another_baselines_commit_settle_nothing(
     capsys.readouterr()
     assert slow.run("gate", str(folder), "--baseline", other, "--json") == 0
     for cell in cells_of(capsys).values():
-        assert cell["verdict"] == "WATCH" and "no pair beside its baseline here" in cell["reason"]
+        assert cell["verdict"] == "WATCH" and "no pair against its baseline here" in cell["reason"]
         assert new[:12] in cell["reason"] and old[:12] in cell["reason"]
     assert slow.run("gate", str(folder), "--baseline", other, "--strict") == 7
     assert slow.run("check", "small.yaml", "--resume", str(folder), "--baseline", other) == 3
     assert homes(folder) == sorted([old[:12], new[:12]])
-    assert pair.read(folder / "confirm" / old[:12]).base.manifest.source.commit == old
+    assert pair.read_pair(folder / "confirm" / old[:12]).base.manifest.source.commit == old
     assert slow.run("gate", str(folder), "--baseline", other) == slow.run("gate", str(folder)) == 3
 
 
@@ -154,7 +155,7 @@ def test_a_confirmation_that_was_killed_between_its_two_files_is_measured_anew(
         slow.run("gate", str(folder)) == 0 and slow.run("gate", str(folder), "--strict") == 7
     )  # as if never confirmed
     assert slow.run("check", "small.yaml", "--resume", str(folder)) == 3
-    assert homes(folder) == [home.name] and pair.read(home).missing == []
+    assert homes(folder) == [home.name] and pair.read_pair(home).missing == []
 
 
 def test_a_damaged_confirmation_is_refused_with_a_way_out(
@@ -183,7 +184,7 @@ def test_a_complete_confirmation_needs_its_base_no_more(
     def gone(*_: object) -> None:
         raise checkout.CannotBuild("gone")
 
-    monkeypatch.setattr(checkout, "side", gone)
+    monkeypatch.setattr(confirm, "checked_out", gone)
     capsys.readouterr()
     assert slow.run("check", "small.yaml", "--resume", str(run_folder())) == 3
     err = capsys.readouterr().err
@@ -196,7 +197,7 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     slow.b.interrupt_at = 6  # 3 whole blocks of two cells
     assert slow.run("check", "small.yaml") == 130
     folder = run_folder()
-    found = pair.read(folder / "confirm" / slow.commits[1][:12])
+    found = pair.read_pair(folder / "confirm" / slow.commits[1][:12])
     planned = found.base.manifest.replicates
     assert {block for _, block in found.missing} == set(range(3, planned))
     capsys.readouterr()
@@ -210,7 +211,7 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     def gone(*_: object) -> None:
         raise checkout.CannotBuild("gone")
 
-    monkeypatch.setattr(checkout, "side", gone)
+    monkeypatch.setattr(confirm, "checked_out", gone)
     slow.run("check", "small.yaml", "--resume", str(folder), "--json")
     told = cells_of(capsys)
     assert all(
@@ -222,7 +223,7 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     }
 
 
-def test_a_base_that_cannot_be_built_is_told_beside_the_others_pairs(
+def test_a_base_that_cannot_be_built_is_reported_next_to_the_others_pairs(
     slow: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One cell's base is there, the other's is not."""
@@ -265,11 +266,11 @@ class Clockwork:
     def now(self) -> float:
         return self.seconds
 
-    def interleave(self, task: pair.Task, *_: object, folder: Path, **__: object) -> pair.Pair:
-        self.asked.append((task.only, task.budget_s))
+    def interleave(self, spec: pair.PairSpec, *others: Any, **__: object) -> pair.Pair:
+        self.asked.append((spec.only, spec.budget_s))
         self.seconds += 60.0
-        run = b.make_run([c for c in b.cpu_cells() if f"cell={c.cell_id}" in task.only], gpu=False)
-        return pair.Pair(folder, run, run, [(cell.cell_id, 2) for cell in run.manifest.cells])
+        run = b.make_run([c for c in b.cpu_cells() if f"cell={c.cell_id}" in spec.only], gpu=False)
+        return pair.Pair(others[-1], run, run, [(cell.cell_id, 2) for cell in run.manifest.cells])
 
 
 @pytest.mark.parametrize(
@@ -290,14 +291,14 @@ def test_the_budget_is_for_the_whole_confirmation(
         zip(cells, ["HEAD", bench.commits[0], bench.commits[1]], strict=True)
     )
     matrix = matrices.parse(MATRIX, "m.yaml")
-    monkeypatch.setattr("perfbench.runner.ab.version_plan.plan_of", lambda *_: None)
+    monkeypatch.setattr(schedule, "plan_of_version", lambda *_: None)
     fit, here = TargetFit("cpu", None), b.environment(gpu=False)
-    ground = confirm.Ground(
+    context = MeasuringContext(
         fit, assumed("none"), here, bench.repository, SilentProgress(), said.append
     )
-    task = pair.Task(matrix, [], 3, 1, ["perfbench", "check"], [], budget_s)
-    told = confirm.confirm(
-        b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, task, ground, clock.now
+    spec = pair.PairSpec(matrix, [], 3, 1, ["perfbench", "check"], [], budget_s)
+    told = confirm.confirm_cells(
+        b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, spec, context, clock.now
     )
     assert [budget for _, budget in clock.asked] == budgets
     assert len(told.measured) == len(said) == len(budgets)
@@ -359,7 +360,7 @@ def test_two_nights_are_no_pair(slow: Bench) -> None:
     for night in ("one", "two"):
         assert slow.run("check", "small.yaml", "--out", night, "--seed", "5") == 3
     homes_ = [run_folder(night) / "confirm" / slow.commits[1][:12] for night in ("one", "two")]
-    one, two = (pair.read(home) for home in homes_)
+    one, two = (pair.read_pair(home) for home in homes_)
     assert pair.are_paired(one.base, one.candidate) and pair.are_paired(two.base, two.candidate)
     assert not pair.are_paired(one.base, two.candidate) and not pair.are_paired(
         two.base, one.candidate
@@ -446,5 +447,5 @@ def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(
 def test_a_confirmation_is_named_after_its_run(slow: Bench) -> None:
     assert slow.run("check", "small.yaml") == 3
     folder = run_folder()
-    found = pair.read(folder / "confirm" / slow.commits[1][:12])
+    found = pair.read_pair(folder / "confirm" / slow.commits[1][:12])
     assert found.base.manifest.run_id == f"{folder.name}-{slow.commits[1][:12]}-a"

@@ -2,6 +2,7 @@
 came in between.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -73,13 +74,18 @@ def run(
 ) -> Any:
     matrix, plan = planned_from(text)
     values: dict[str, Any] = {
-        "runs_dir": folder,
+        "plan": plan,
+        "matrix": matrix,
         "environment": builders.environment(gpu=False, nsa_settings=settings or {}),
         "source": CODE,
         "argv": ["perfbench", "run", "m.yaml"],
         "seed": 7,
     }
-    return runner.run(plan, matrix, executor or FakeExecutor(), **{**values, **changes})
+    spec = {field.name for field in dataclasses.fields(runner.RunSpec)} & changes.keys()
+    values |= {name: changes.pop(name) for name in spec}
+    return runner.run_matrix(
+        runner.RunSpec(**values), executor or FakeExecutor(), **{"runs_dir": folder, **changes}
+    )
 
 
 def refused(
@@ -191,15 +197,10 @@ def test_a_setting_that_changes_routes_is_named_itself(tmp_path: pathlib.Path) -
         for cell in plan.cells
     ]
     with pytest.raises(PerfbenchError, match="NSA_SEL_RANGES_V2 was not set and is 0") as caught:
-        runner.run(
-            plans.Plan(rerouted, [], [], 1.0, 2),
-            matrix,
-            FakeExecutor(),
-            runs_dir=tmp_path,
-            environment=builders.environment(gpu=False, nsa_settings={"NSA_SEL_RANGES_V2": "0"}),
-            source=CODE,
-            argv=[],
-            seed=7,
+        run(
+            tmp_path,
+            settings={"NSA_SEL_RANGES_V2": "0"},
+            plan=plans.Plan(rerouted, [], [], 1.0, 2),
             resume=first.folder,
         )
     assert caught.value.exit_code is Exit.ENVIRONMENT
@@ -223,7 +224,7 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
     monkeypatch.setattr(isolate.ForkServerExecutor, "execute", execute)
     with (
         pytest.raises(PerfbenchError, match=str(2**30)) as caught,
-        runner.prepared(fit, "nowhere:nothing", module=nvml) as executor,
+        isolate.prepared_executors(fit, module=nvml) as (executor,),
     ):
         run(tmp_path / "runs", executor=executor)
     (folder,) = (tmp_path / "runs").iterdir()
@@ -233,5 +234,5 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
     )
     assert len(run_file.read(folder).replicates) == 4
     card.processes = []
-    with runner.prepared(fit, "nowhere:nothing", module=nvml) as executor:
+    with isolate.prepared_executors(fit, module=nvml) as (executor,):
         assert len(run(tmp_path / "runs", executor=executor, resume=folder).run.replicates) == 8

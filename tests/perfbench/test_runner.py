@@ -5,6 +5,7 @@ or prepared ahead, progress.
 import pathlib
 import random
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from perfbench.records.job import Job
 from perfbench.records.rows import Status
 from perfbench.runner import progress
 from perfbench.runner import run as runner
+from perfbench.runner.executor import ForkServerExecutor, prepared_executors
 from perfbench.runner.progress import PlainProgress
 from tests.perfbench.fake_nvml import Card, FakeNvml
 from tests.perfbench.plan_cases import CODE
@@ -274,9 +276,13 @@ def test_rich_bar(tmp_path: pathlib.Path) -> None:
 
 
 def test_prepared_on_a_cpu_asks_no_gpu() -> None:
-    with runner.prepared(
-        TargetFit("cpu", None), "tests.perfbench.stub_measure:measure"
-    ) as executor:
+    class Untouchable:
+        def __getattr__(self, name: str) -> None:
+            raise AssertionError(f"a CPU run asked NVML for {name}")
+
+    stub = partial(ForkServerExecutor, "tests.perfbench.stub_measure:measure")
+    cpu = TargetFit("cpu", None)
+    with prepared_executors(cpu, [stub], module=Untouchable()) as (executor,):
         executor.new_block()
 
 
@@ -287,11 +293,11 @@ def test_prepared_on_a_gpu_holds_its_lock_and_refuses_company(
     card = Card()
     nvml = FakeNvml(card)
     fit = TargetFit("cuda", gpu.GpuHandle(card.uuid, card.name, 0))
-    with runner.prepared(fit, module=nvml):
+    with prepared_executors(fit, module=nvml):
         assert nvml.opened == 1, "held open, so that the driver stays awake between replicates"
         with (
             pytest.raises(PerfbenchError, match="another perfbench measures"),
-            runner.prepared(fit, module=nvml),
+            prepared_executors(fit, module=nvml),
         ):
             pass
     assert nvml.opened == 0
@@ -299,7 +305,7 @@ def test_prepared_on_a_gpu_holds_its_lock_and_refuses_company(
     for _ in range(2):
         with (
             pytest.raises(PerfbenchError, match="4321") as caught,
-            runner.prepared(fit, module=nvml),
+            prepared_executors(fit, module=nvml),
         ):
             pass
         assert caught.value.exit_code is Exit.ENVIRONMENT

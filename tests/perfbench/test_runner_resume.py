@@ -164,16 +164,15 @@ from tests.perfbench.plan_cases import CODE
 from tests.perfbench.runner_cases import HERE, MATRIX, PLAN
 from perfbench.errors import PerfbenchError
 from perfbench.machine import TargetFit
-from perfbench.runner import prepared_executor, run_matrix
+from perfbench.runner import RunSpec, prepared_executors, run_matrix
+from perfbench.runner.executor import ForkServerExecutor
 resume = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
 try:
-    slow = "tests.perfbench.stub_measure:slow_measure"
-    with prepared_executor(TargetFit("cpu", None), slow) as executor:
-        run_matrix(
-            PLAN, MATRIX, executor, runs_dir=pathlib.Path(sys.argv[1]), environment=HERE,
-            source=CODE, argv=["perfbench", "run", "m.yaml"], seed=7, only=["seq_len=128"],
-            resume=resume,
-        )
+    argv = ["perfbench", "run", "m.yaml"]
+    spec = RunSpec(PLAN, MATRIX, HERE, CODE, argv, seed=7, only=["seq_len=128"])
+    slow = lambda: ForkServerExecutor("tests.perfbench.stub_measure:slow_measure")
+    with prepared_executors(TargetFit("cpu", None), [slow]) as (executor,):
+        run_matrix(spec, executor, runs_dir=pathlib.Path(sys.argv[1]), resume=resume)
 except PerfbenchError as error:
     print(error)
     sys.exit(error.exit_code)

@@ -20,11 +20,12 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import run_file
 from perfbench.records.job import Job, failed
 from perfbench.records.rows import PlannedCell, Replicate, SentinelLine, Status
-from perfbench.runner import executor as isolate
 from perfbench.runner import run as runner
 from perfbench.runner.attempts import Ledger
+from perfbench.runner.loop import Budget, measure_all
 from perfbench.runner.progress import SilentProgress
-from perfbench.runner.schedule import Sweep
+from perfbench.runner.recorder import Recorder
+from perfbench.runner.schedule import CellSchedule
 from tests.perfbench import builders
 from tests.perfbench.sweep_cases import CARD, IDS, SENTINELS, TEXT, Executor, planned_from, run
 
@@ -170,7 +171,7 @@ def test_a_wall_clock_that_steps_back_changes_nothing(
             return back()
 
     monkeypatch.setattr(runner, "datetime", Backwards)
-    monkeypatch.setattr(isolate, "datetime", Backwards)
+    monkeypatch.setattr("perfbench.records.job.datetime", Backwards)
     monkeypatch.setattr(time, "time", lambda: back().timestamp())
     executor = Executor(ends={(IDS[0], 0): Status.CRASH})
     ticks = iter(range(10_000))
@@ -238,7 +239,7 @@ def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, toget
             self.rows.append(row)
 
     writer = Writer()
-    sweep = Sweep(
+    recorder = Recorder(
         manifest=builders.manifest(cells, replicates=2, sentinels=["gemm"]),
         matrix=matrix,
         executor=Quick(),
@@ -247,11 +248,13 @@ def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, toget
         faults=[],
         progress=SilentProgress(),
         card=CARD,
-        now=time.monotonic,
+        budget=Budget(),
+        model={},
         pause=lambda seconds: None,
     )
+    schedule = CellSchedule(recorder, {cell.cell_id for cell in cells})
     begin = time.process_time()
-    assert sweep.run({cell.cell_id for cell in cells}) == []
+    assert measure_all(schedule, recorder.progress, recorder.budget) == []
     took_s = time.process_time() - begin
     ended = Counter(row.status for row in writer.rows if isinstance(row, Replicate))
     assert (

@@ -19,7 +19,7 @@ import torch
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench.commands import session
+from perfbench.commands import outcome
 from perfbench.commands import trace as tracecommand
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judgement import CellVerdict, Judgement
@@ -32,14 +32,14 @@ from perfbench.records.job import Job, failed
 from perfbench.records.kernel_table import Kernel, Kernels, table_beside
 from perfbench.records.rows import Replicate, Run, Status
 from perfbench.records.verdict import Verdict
-from perfbench.runner.ab import checkout, schedule, version_plan
-from perfbench.runner.ab.checkout import CannotBuild, Side
-from perfbench.runner.ab.confirm import Ground
+from perfbench.runner.ab import checkout, version_plan
+from perfbench.runner.ab.checkout import CannotBuild, Checkout
+from perfbench.runner.context import MeasuringContext
 from perfbench.runner.progress import SilentProgress
 from perfbench.tracing import diff as tracediff
 from perfbench.tracing import trace
 from perfbench.tracing.kernel_diff import Kind
-from perfbench.tracing.trace import SLUG_CHARS, Sides, slug
+from perfbench.tracing.trace import SLUG_CHARS, TracedPair, slug
 from perfbench.worker import capture, measure
 from perfbench.worker.clock import PerfCounterClock
 from perfbench.worker.telemetry import sampler_for
@@ -94,16 +94,31 @@ class FakeSide:
 
 
 @dataclass
+class Either:
+    """The executor of whichever side the trace's file is named for."""
+
+    a: FakeSide
+    b: FakeSide
+
+    def new_block(self) -> None: ...
+    def prepare(self, jobs: Sequence[Job]) -> None: ...
+
+    def execute(self, job: Job) -> Replicate:
+        assert job.trace is not None
+        return (self.a if job.trace.endswith("-a.json.gz") else self.b).execute(job)
+
+
+@dataclass
 class Bench:
     a: FakeSide
     b: FakeSide
     opened: list[str]
     said: list[str]
-    sides: Sides
+    pair: TracedPair
     out: Path
 
     def on_red(self, *cells: CellVerdict, limit: int = 3) -> list[tracediff.TraceDiff]:
-        return trace.on_red(judgement(*cells), self.sides, self.out, limit=limit)
+        return trace.trace_on_red(judgement(*cells), self.pair, self.out, limit=limit)
 
 
 def judgement(*cells: CellVerdict) -> Judgement:
@@ -136,8 +151,10 @@ def run_of_matrix(**overrides: Any) -> Run:
     )
 
 
-def ground_at(repository: Path, say: Callable[[str], None] = lambda text: None) -> Ground:
-    return Ground(
+def context_at(
+    repository: Path, say: Callable[[str], None] = lambda text: None
+) -> MeasuringContext:
+    return MeasuringContext(
         TargetFit("cpu", None),
         assumed("none"),
         builders.environment(False),
@@ -154,37 +171,39 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     run, out = run_of_matrix(), tmp_path / "run"
     out.mkdir()
     base: dict[str, str | None] = dict.fromkeys(CELLS, "v1")
-    sides = Sides(run, matrices.parse(MATRIX, "m"), ground_at(tmp_path, said.append), base)
-    made = Bench(FakeSide(1.0), FakeSide(2.0), [], said, sides, out)
+    pair = TracedPair(run, matrices.parse(MATRIX, "m"), context_at(tmp_path, said.append), base)
+    made = Bench(FakeSide(1.0), FakeSide(2.0), [], said, pair, out)
 
     @contextmanager
-    def side(text: str, repository: Path) -> Iterator[Side]:
+    def checked_out(text: str, repository: Path) -> Iterator[Checkout]:
         if text.startswith("missing"):
             raise CannotBuild(f"got {text!r}, which is not there")
         made.opened.append(text)
-        yield Side(text, tmp_path, run.manifest.source)
+        yield Checkout(text, tmp_path, run.manifest.source)
 
     @contextmanager
-    def own_side(root: Path, found: Any) -> Iterator[Side]:
+    def own_checkout(root: Path, found: Any) -> Iterator[Checkout]:
         made.opened.append("own")
-        yield Side("this checkout", tmp_path, found)
+        yield Checkout("this checkout", tmp_path, found)
 
     @contextmanager
-    def prepared(fit: TargetFit, sides: tuple[Side, Side]) -> Iterator[tuple[FakeSide, FakeSide]]:
-        yield made.a, made.b
+    def prepared(fit: TargetFit, versions: tuple[Checkout]) -> Iterator[tuple[Either]]:
+        yield (Either(made.a, made.b),)
 
-    monkeypatch.setattr(checkout, "side", side)
-    monkeypatch.setattr(checkout, "own_side", own_side)
-    monkeypatch.setattr(schedule, "prepared", prepared)
-    monkeypatch.setattr(version_plan, "plan_of", plan_here)
+    for room in ("perfbench.tracing.trace", "perfbench.runner"):
+        monkeypatch.setattr(f"{room}.checked_out", checked_out)
+        monkeypatch.setattr(f"{room}.own_checkout", own_checkout)
+    monkeypatch.setattr(trace, "prepared_versions", prepared)
+    monkeypatch.setattr(trace, "plan_of_version", plan_here)
     return made
 
 
 def plan_here(
-    one: Side, matrix: Any, only: Sequence[str], capability: Any
-) -> version_plan.SidePlan:
+    one: Checkout, matrix: Any, only: Sequence[str], capability: Any
+) -> version_plan.VersionPlan:
     """What the side's own process would answer: its routes are ours."""
-    return version_plan.SidePlan(
+    return version_plan.VersionPlan(
+        one,
         plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )
@@ -201,7 +220,7 @@ def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None
         == sorted(CELLS[1:4])
     )
     assert bench.opened == ["v1", "own"], "one checkout and one server a side"
-    text = tracediff.to_markdown(diffs)
+    text = tracediff.traces_markdown(diffs)
     assert f"because larger drops were: `{CELLS[0]}`, `{CELLS[4]}`" in text
     assert (
         text.count("operators' time 2.000 ms, was 1.000 ms (+100.0 %)") == 3
@@ -212,9 +231,9 @@ def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None
 
 def test_what_is_written_is_read_again(bench: Bench) -> None:
     diffs = bench.on_red(red(CELLS[0]), red(CELLS[1], -9.0), limit=1)
-    assert tracediff.stored(bench.out) == diffs and tracediff.to_markdown(
-        tracediff.stored(bench.out)
-    ) == tracediff.to_markdown(diffs)
+    assert tracediff.stored_traces(bench.out) == diffs and tracediff.traces_markdown(
+        tracediff.stored_traces(bench.out)
+    ) == tracediff.traces_markdown(diffs)
     names = sorted(path.name for path in (bench.out / "traces").iterdir())
     assert names == sorted(
         f"{slug(CELLS[1])}-{side}.{kind}" for side in "ab" for kind in ("json.gz", "kernels.json")
@@ -225,10 +244,10 @@ def test_what_is_written_is_read_again(bench: Bench) -> None:
         and candidate.chrome is not None
         and (bench.out / candidate.chrome).is_file()
     )
-    assert tracediff.stored(bench.out / "traces") == []
+    assert tracediff.stored_traces(bench.out / "traces") == []
     (bench.out / "trace.json").write_text("[{]")
     with pytest.raises(PerfbenchError, match="damaged .* Next: remove it") as caught:
-        tracediff.stored(bench.out)
+        tracediff.stored_traces(bench.out)
     assert caught.value.exit_code is Exit.USAGE
 
 
@@ -239,7 +258,7 @@ def test_nothing_is_traced_without_a_red(bench: Bench) -> None:
         red(CELLS[2], verdict=Verdict.SAME),
     ]
     assert bench.on_red(*cells) == [] and bench.opened == [] and list(bench.out.iterdir()) == []
-    assert tracediff.to_markdown([]) == ""
+    assert tracediff.traces_markdown([]) == ""
 
 
 def test_a_wrong_path_is_traced_after_the_drops(bench: Bench) -> None:
@@ -251,9 +270,9 @@ def test_the_jobs_are_those_of_the_first_replicate_and_the_fault_is_the_candidat
     bench: Bench,
 ) -> None:
     faults = [f"slowdown=10%@{CELLS[0]}"]
-    manifest = bench.sides.run.manifest.model_copy(update={"injections": faults, "seed": 3})
-    run = bench.sides.run.model_copy(update={"manifest": manifest})
-    bench.sides = Sides(run, bench.sides.matrix, bench.sides.ground, bench.sides.base, "v2")
+    manifest = bench.pair.run.manifest.model_copy(update={"injections": faults, "seed": 3})
+    run = bench.pair.run.model_copy(update={"manifest": manifest})
+    bench.pair = TracedPair(run, bench.pair.matrix, bench.pair.context, bench.pair.base, "v2")
     bench.on_red(red(CELLS[0]), red(CELLS[1]))
     assert bench.opened == ["v1", "v2"]
     first, second = bench.b.jobs
@@ -295,7 +314,7 @@ def test_a_side_that_cannot_be_traced_is_a_line_and_the_other_is_shown(
     text = diff.to_markdown()
     assert "not traced, base: " in text and "| `gemm` | 2 | 2.000 |" in text and "->" not in text
     assert not list((bench.out / "traces").glob("*partial*"))
-    assert tracediff.stored(bench.out) == [diff]
+    assert tracediff.stored_traces(bench.out) == [diff]
 
 
 @pytest.mark.parametrize(
@@ -304,7 +323,7 @@ def test_a_side_that_cannot_be_traced_is_a_line_and_the_other_is_shown(
 def test_a_base_that_cannot_be_had(bench: Bench, base: str | None, words: str) -> None:
     """Of one cell only: each cell has the base that its own baseline was measured at."""
     bases = {**dict.fromkeys(CELLS, "v1"), CELLS[0]: base}
-    bench.sides = Sides(bench.sides.run, bench.sides.matrix, bench.sides.ground, bases)
+    bench.pair = TracedPair(bench.pair.run, bench.pair.matrix, bench.pair.context, bases)
     first, second = bench.on_red(red(CELLS[0], -9.0), red(CELLS[1], -2.0))
     assert words in first.problems[0] and second.problems == [] and len(second.changes) == 1
     assert bench.opened == ["v1", "own"]
@@ -521,17 +540,16 @@ def test_two_real_commits_in_real_processes(
 ) -> None:
     """The second commit does more, and on_red names what."""
     monkeypatch.chdir(repositories.ROOT)
-    monkeypatch.setattr(
-        version_plan, "plan_of", plan_here
-    )  # half a second of process each, tested elsewhere
+    # half a second of process each, tested elsewhere
+    monkeypatch.setattr(trace, "plan_of_version", plan_here)
     repository = tmp_path / "repository"
     (first,) = repositories.make(repository, 1000.0)
     model = repository / "nsa" / "model.py"
     model.write_text(model.read_text(encoding="utf-8") + PLANTED, encoding="utf-8")
     second = repositories.commit(repository, "more work")
     run = run_of_matrix(source=checkout.source(repository))
-    sides = Sides(run, matrices.parse(MATRIX, "m"), ground_at(repository), {CELLS[0]: first})
-    (diff,) = trace.on_red(judgement(red(CELLS[0])), sides, tmp_path)
+    pair = TracedPair(run, matrices.parse(MATRIX, "m"), context_at(repository), {CELLS[0]: first})
+    (diff,) = trace.trace_on_red(judgement(red(CELLS[0])), pair, tmp_path)
     assert (
         diff.problems == []
         and diff.changes[0].name == "aten::cumsum"
@@ -547,9 +565,9 @@ def test_two_real_commits_in_real_processes(
 @pytest.fixture
 def stored_run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plain run in a folder; the checkout is what its manifest names."""
-    monkeypatch.setattr("perfbench.machine.source", lambda root: bench.sides.run.manifest.source)
-    monkeypatch.setattr(session, "CHECKOUT", tmp_path)
-    return write(bench.sides.run, tmp_path / "runs")
+    monkeypatch.setattr("perfbench.machine.source", lambda root: bench.pair.run.manifest.source)
+    monkeypatch.setattr(outcome, "CHECKOUT", tmp_path)
+    return write(bench.pair.run, tmp_path / "runs")
 
 
 def write(run: Run, home: Path) -> Path:
@@ -560,10 +578,10 @@ def write(run: Run, home: Path) -> Path:
 def test_the_command_traces_what_the_run_holds(
     bench: Bench, stored_run: Path, tmp_path: Path
 ) -> None:
-    text, code = tracecommand.trace(stored_run, CELLS[0])
+    text, code = tracecommand.trace_cell(stored_run, CELLS[0])
     assert code is Exit.OK and bench.opened == ["own"] and "| `gemm` | 2 | 2.000 |" in text
     assert (stored_run / "traces" / f"{slug(CELLS[0])}-b.json.gz").exists()
-    text, code = tracecommand.trace(
+    text, code = tracecommand.trace_cell(
         stored_run / "run.jsonl", CELLS[0], out=tmp_path / "here", as_json=True
     )
     assert (
@@ -577,21 +595,21 @@ def test_the_command_knows_both_sides_of_a_pair_and_of_a_confirmation(
     bench: Bench, stored_run: Path, tmp_path: Path
 ) -> None:
     base = builders.with_manifest(
-        bench.sides.run,
-        source=bench.sides.run.manifest.source.model_copy(update={"commit": "0" * 40}),
+        bench.pair.run,
+        source=bench.pair.run.manifest.source.model_copy(update={"commit": "0" * 40}),
     )
     for pair in (tmp_path / "pair", stored_run / "confirm" / "000000000000"):
         pair.mkdir(parents=True)
-        for name, run in (("a", base), ("b", bench.sides.run)):
+        for name, run in (("a", base), ("b", bench.pair.run)):
             write(run, pair).rename(pair / name)
     for folder in (tmp_path / "pair", stored_run):
         bench.opened.clear()
-        text, code = tracecommand.trace(folder, CELLS[0])
+        text, code = tracecommand.trace_cell(folder, CELLS[0])
         assert code is Exit.OK and bench.opened == ["0" * 40, "own"] and "slower per call" in text
     bench.opened.clear()
-    assert tracecommand.trace(stored_run, CELLS[0], side="a")[1] is Exit.OK and bench.opened == [
-        "0" * 40
-    ]
+    assert tracecommand.trace_cell(stored_run, CELLS[0], side="a")[
+        1
+    ] is Exit.OK and bench.opened == ["0" * 40]
 
 
 def test_the_base_is_that_of_the_cells_baseline(
@@ -601,10 +619,10 @@ def test_the_base_is_that_of_the_cells_baseline(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A run that was checked against two baselines has a pair beside each one's commit, and no
+    """A run that was checked against two baselines has a pair against each one's commit, and no
     baseline is at the third.
     """
-    run, commits = bench.sides.run, ["0" * 40, "1" * 40]
+    run, commits = bench.pair.run, ["0" * 40, "1" * 40]
     for commit in commits:
         pair = stored_run / "confirm" / commit[:12]
         pair.mkdir(parents=True)
@@ -614,7 +632,7 @@ def test_the_base_is_that_of_the_cells_baseline(
         for name, side in (("a", base), ("b", run)):
             write(side, pair).rename(pair / name)
 
-    def traced_beside(commit: str, side: str | None = None) -> list[str]:
+    def traced_against(commit: str, side: str | None = None) -> list[str]:
         known = builders.baseline_of(builders.small_run())
         cell = next(iter(known.cells.values())).model_copy(update={"commit": commit})
         path = tmp_path / f"{commit[:2]}.json"
@@ -622,24 +640,24 @@ def test_the_base_is_that_of_the_cells_baseline(
             known.model_copy(update={"cells": {CELLS[0]: cell}}).model_dump_json(), encoding="utf-8"
         )
         bench.opened.clear()
-        tracecommand.trace(stored_run, CELLS[0], side=side, baseline=path)  # type: ignore[arg-type]
+        tracecommand.trace_cell(stored_run, CELLS[0], side=side, baseline=path)  # type: ignore[arg-type]
         return bench.opened
 
     for commit in commits:
-        assert traced_beside(commit) == [commit, "own"]
-    assert traced_beside("2" * 40) == ["own"]
+        assert traced_against(commit) == [commit, "own"]
+    assert traced_against("2" * 40) == ["own"]
     err = capsys.readouterr().err
     assert (
-        "no side a: it has no pair beside its baseline here (got pairs beside 000000000000,"
+        "no side a: it has no pair against its baseline here (got pairs against 000000000000,"
         " 111111111111" in err
     )
     assert "the baseline's commit is 222222222222" in err and "--baseline" in err
     with pytest.raises(PerfbenchError, match="not a"):
-        traced_beside("2" * 40, side="a")
+        traced_against("2" * 40, side="a")
     # no baseline: both pairs have the cell, and nothing says which one judged it
     bench.opened.clear()
-    monkeypatch.setattr(session, "BASELINES", tmp_path / "none")
-    tracecommand.trace(stored_run, CELLS[0])
+    monkeypatch.setattr(outcome, "BASELINES", tmp_path / "none")
+    tracecommand.trace_cell(stored_run, CELLS[0])
     assert (
         bench.opened == ["own"] and "the baseline's commit is not known" in capsys.readouterr().err
     )
@@ -655,23 +673,23 @@ def test_a_named_baseline_that_cannot_be_read_is_refused(
     with pytest.raises(
         PerfbenchError, match=r"--baseline: .*named\.json.*Next: name a baseline file"
     ) as caught:
-        tracecommand.trace(stored_run, CELLS[0], baseline=path)
+        tracecommand.trace_cell(stored_run, CELLS[0], baseline=path)
     assert caught.value.exit_code is Exit.BASELINE and bench.opened == []
 
 
 def test_the_command_says_what_is_not_there(bench: Bench, stored_run: Path) -> None:
     for side in ("a", "both"):
         with pytest.raises(PerfbenchError, match="holds side b of this cell, not a") as caught:
-            tracecommand.trace(stored_run, CELLS[0], side=side)  # type: ignore[arg-type]
+            tracecommand.trace_cell(stored_run, CELLS[0], side=side)  # type: ignore[arg-type]
         assert caught.value.exit_code is Exit.USAGE
     with pytest.raises(PerfbenchError, match="got cell 'path=masked'"):
-        tracecommand.trace(stored_run, "path=masked")
+        tracecommand.trace_cell(stored_run, "path=masked")
     bench.b.ends[CELLS[0]] = Status.OOM
-    text, code = tracecommand.trace(stored_run, CELLS[0])
+    text, code = tracecommand.trace_cell(stored_run, CELLS[0])
     assert code is Exit.FAILED and "candidate: oom: planted" in text
     bench.b.ends[CELLS[0]] = KeyboardInterrupt()
     with pytest.raises(PerfbenchError, match="interrupted") as caught:
-        tracecommand.trace(stored_run, CELLS[0])
+        tracecommand.trace_cell(stored_run, CELLS[0])
     assert caught.value.exit_code is Exit.INTERRUPTED
 
 
@@ -691,9 +709,9 @@ def test_the_command_takes_the_code_of_the_manifest(
     opened: list[str],
     words: str,
 ) -> None:
-    other = bench.sides.run.manifest.source.model_copy(update=changes)
-    folder = write(builders.with_manifest(bench.sides.run, source=other), tmp_path / "others")
-    text, code = tracecommand.trace(folder, CELLS[0])
+    other = bench.pair.run.manifest.source.model_copy(update=changes)
+    folder = write(builders.with_manifest(bench.pair.run, source=other), tmp_path / "others")
+    text, code = tracecommand.trace_cell(folder, CELLS[0])
     assert bench.opened == opened and words in text and code is (Exit.FAILED if words else Exit.OK)
 
 
@@ -703,9 +721,9 @@ def test_without_git_the_run_is_taken_to_be_this_checkout(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    nothing = bench.sides.run.manifest.source.model_copy(
+    nothing = bench.pair.run.manifest.source.model_copy(
         update={"commit": None, "reason": "no git here"}
     )
     monkeypatch.setattr("perfbench.machine.source", lambda root: nothing)
-    assert tracecommand.trace(stored_run, CELLS[0])[1] is Exit.OK and bench.opened == ["own"]
+    assert tracecommand.trace_cell(stored_run, CELLS[0])[1] is Exit.OK and bench.opened == ["own"]
     assert "git cannot prove: no git here" in capsys.readouterr().err

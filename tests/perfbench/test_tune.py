@@ -19,9 +19,8 @@ from nsa.config import preset
 from nsa.routing import Capability
 from nsa.settings import Setting, Settings
 from nsa.tuned import Tuned
-from perfbench.commands import app, session
+from perfbench.commands import app, measuring, outcome
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine import environment
 from perfbench.machine.environment import TargetFit
 from perfbench.machine.gpu import GpuHandle
 from perfbench.matrix import matrix as matrices
@@ -30,7 +29,6 @@ from perfbench.records import run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import PlannedCell, Replicate, Status
 from perfbench.runner import executor
-from perfbench.runner import run as runner
 from perfbench.tuning import matrix as tuneplan
 from perfbench.tuning.crossing import crossing, margin_pct
 from perfbench.worker import measure
@@ -251,18 +249,20 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, gpu: bool) -> Fa
     fake = FakeExecutor(gpu)
 
     @contextmanager
-    def prepared(fit: object) -> Iterator[FakeExecutor]:
-        yield fake
+    def prepared(fit: object) -> Iterator[tuple[FakeExecutor]]:
+        yield (fake,)
 
-    monkeypatch.setattr(runner, "prepared", prepared)
-    monkeypatch.setattr(session, "CHECKOUT", tmp_path)
+    monkeypatch.setattr(measuring, "prepared_executors", prepared)
+    monkeypatch.setattr(outcome, "CHECKOUT", tmp_path)
     handle = GpuHandle("GPU-1", CARD, 0) if gpu else None
-    monkeypatch.setattr(environment, "visible_gpu", lambda: (handle, "" if gpu else "none is here"))
     monkeypatch.setattr(
-        environment, "check_target", lambda target: TargetFit("cuda" if gpu else "cpu", handle)
+        "perfbench.machine.visible_gpu", lambda: (handle, "" if gpu else "none is here")
     )
-    monkeypatch.setattr(environment, "collect", lambda device: builders.environment(gpu))
-    monkeypatch.setattr(session, "capability_here", lambda fit: H100 if gpu else CPU)
+    monkeypatch.setattr(measuring, "collect_environment", lambda device: builders.environment(gpu))
+    fit = TargetFit("cuda" if gpu else "cpu", handle)
+    for room in ("perfbench.machine", "perfbench.commands.measuring"):
+        monkeypatch.setattr(f"{room}.check_target", lambda target: fit)
+        monkeypatch.setattr(f"{room}.capability_here", lambda fit: H100 if gpu else CPU)
     monkeypatch.chdir(tmp_path)
     return fake
 
@@ -590,7 +590,7 @@ def test_a_card_that_is_busy_is_exit_8(card: FakeExecutor, monkeypatch: pytest.M
     def busy(fit: object) -> None:
         raise PerfbenchError(Exit.ENVIRONMENT, "another process computes on it")
 
-    monkeypatch.setattr(runner, "prepared", busy)
+    monkeypatch.setattr(measuring, "prepared_executors", busy)
     assert app.invoke(["tune", "--lengths", "256"]) == 8
 
 
@@ -608,7 +608,8 @@ def test_for_real_on_this_cpu(
     cpu: FakeExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Parity, routes, samples and hard gates: only the numbers are the machine's own."""
-    monkeypatch.setattr(runner, "prepared", lambda fit: nullcontext(InProcess(gpu=False)))
+    real = InProcess(gpu=False)
+    monkeypatch.setattr(measuring, "prepared_executors", lambda fit: nullcontext((real,)))
     assert (
         app.invoke(["tune", "--model", "tiny", "--lengths", "64,96", "--processes", "2", "--json"])
         == 0

@@ -1,9 +1,9 @@
-"""Two versions of the code beside one another: a revision becomes a git worktree, a folder is taken
+"""Versions of the code next to one another: a revision becomes a git worktree, a folder is taken
 as it is.
 
-A side is a folder with nothing but a link named `nsa` in it, because only that package may differ:
-the harness is the running one on both sides. The user's own tree is never touched, so it may be
-dirty.
+A checkout is a folder with nothing but a link named `nsa` in it, because only that package may
+differ: the harness is the running one on both sides. The user's own tree is never touched, so it
+may be dirty.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CannotBuild(PerfbenchError):
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Checkout:
     """One version of the code, ready to be imported from ``folder``; ``name`` is what the user
     called it.
     """
@@ -47,7 +47,7 @@ class Side:
 
 
 @contextmanager
-def side(text: str, repository: Path) -> Iterator[Side]:
+def checked_out(text: str, repository: Path) -> Iterator[Checkout]:
     """The code that ``text`` names: a folder that holds nsa/ (FOLDER@SHA where git is missing
     there), or a revision of ``repository``.
 
@@ -64,14 +64,14 @@ def side(text: str, repository: Path) -> Iterator[Side]:
         else:
             code = stack.enter_context(_worktree(text, repository, home))
             found = source(code)
-        yield Side(text, _link(code, home), found)
+        yield Checkout(text, _link(code, home), found)
 
 
 @contextmanager
-def own_side(root: Path, found: Source) -> Iterator[Side]:
+def own_checkout(root: Path, found: Source) -> Iterator[Checkout]:
     """The running checkout itself, uncommitted changes included."""
     with _temporary_folder() as home:
-        yield Side("this checkout", _link(root, home), found)
+        yield Checkout("this checkout", _link(root, home), found)
 
 
 def _holds_nsa(folder: str) -> bool:
@@ -107,9 +107,8 @@ def _temporary_folder() -> Iterator[Path]:
 def _worktree(revision: str, repository: Path, home: Path) -> Iterator[Path]:
     """The folder that holds nsa/ in a fresh checkout of ``revision``."""
     commit = _commit_of(revision, repository)
-    inside = _git(
-        repository, "rev-parse", "--show-prefix"
-    ).strip()  # where the package is not at the repository's top
+    # Not empty where the package is not at the repository's top.
+    inside = _git(repository, "rev-parse", "--show-prefix").strip()
     _remove_left_behind(repository)
     tree = home / "checkout"
     try:

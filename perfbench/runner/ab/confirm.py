@@ -1,9 +1,9 @@
-"""The second stage of `check`: what the screen found is measured again, beside the commit of the
-baseline, in turns.
+"""The second stage of `check`: what the screen found is measured again, in turns with the commit of
+the baseline.
 
-A stored baseline shares no luck with tonight's machine, so it accuses and does not convict. What
+A stored baseline was measured in another session, so it can only flag a cell, not fail it. What
 cannot be confirmed stays WATCH with the reason. The pairs lie in the run's folder under
-``confirm/``, where `gate` and `report` find them again; they count only beside the baseline whose
+``confirm/``, where `gate` and `report` find them again; they count only against the baseline whose
 commit they were measured at.
 """
 
@@ -17,22 +17,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import Measured
-from perfbench.records import BaselineProblem, Run, Status
-from perfbench.runner.ab import checkout, schedule, version_plan
-from perfbench.runner.ab import pair as pairs
-from perfbench.runner.schedule import without_resume
-
-if TYPE_CHECKING:
-    from nsa.routing import Capability
-    from perfbench.machine import TargetFit
-    from perfbench.matrix import Policies
-    from perfbench.records import Baseline, Environment
-    from perfbench.runner.ab.pair import Pair, Task
-    from perfbench.runner.progress import Progress
+from perfbench.matrix import Policies
+from perfbench.records import Baseline, BaselineProblem, Run, Status, without_resume
+from perfbench.runner.ab.checkout import CannotBuild, checked_out, own_checkout
+from perfbench.runner.ab.pair import Pair, PairSpec, is_pair, read_pair
+from perfbench.runner.ab.schedule import measure_pair
+from perfbench.runner.context import MeasuringContext
 
 FOLDER = "confirm"
 LEAST_COMMIT_CHARS = 7  # git's own abbreviation
@@ -41,10 +34,10 @@ UNKNOWN = (
     "the baseline knows no commit of this cell, or one with uncommitted changes; promote a run of a"
     " clean checkout"
 )
-SPENT = "the budget is spent; a larger --budget, with --resume, goes on"
+SPENT = "the budget is spent; `check --resume` with a larger --budget continues"
 UNFINISHED = (
-    "the others were not measured, the card throttled, or an interruption parted them; `check"
-    " --resume` goes on"
+    "the others were not measured, the card throttled, or an interruption came between their rows;"
+    " `check --resume` continues"
 )
 Commits = Mapping[str, str | None]  # cell -> the commit that its baseline was measured at
 
@@ -65,20 +58,6 @@ class Confirmation:
         for cell_id, reason in self.reasons.items():
             by_reason.setdefault(reason, []).append(cell_id)
         return "; ".join(f"{_shown(cells)}: {reason}" for reason, cells in by_reason.items())
-
-
-@dataclass(frozen=True, slots=True)
-class Ground:
-    """Where and with what the pairs are measured; ``repository`` holds the candidate's code and
-    knows the base's commit.
-    """
-
-    fit: TargetFit
-    capability: Capability
-    environment: Environment
-    repository: Path
-    progress: Progress
-    say: Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +86,7 @@ def base_commits(
     names = {
         cell_id: cell_id if cell_id in known else former.get(cell_id, cell_id) for cell_id in cells
     }
-    # A run of uncommitted changes is not its commit: beside that one nothing would be confirmed.
+    # A run of uncommitted changes is not its commit: against that one nothing would be confirmed.
     dirty = (
         None
         if isinstance(found, BaselineProblem) or found.source.dirty_sha256 is None
@@ -119,23 +98,23 @@ def base_commits(
     return {cell_id: clean.get(name) or None for cell_id, name in names.items()}
 
 
-def confirm(
+def confirm_cells(
     run: Run,
     folder: Path,
     commits: Commits,
-    task: Task,
-    ground: Ground,
+    spec: PairSpec,
+    context: MeasuringContext,
     now: Callable[[], float] = time.monotonic,
 ) -> Confirmation:
-    """Measure the cells of ``commits`` interleaved with that commit; what an earlier sitting
-    measured stays, and goes on.
+    """Measure the cells of ``commits`` interleaved with that commit; what an earlier invocation
+    measured stays and is completed.
 
-    ``task.only`` is replaced by those cells; ``task.budget_s`` is for all of them together, in
+    ``spec.only`` is replaced by those cells; ``spec.budget_s`` is for all of them together, in
     seconds of ``now``. Never raises for a base that cannot be built: its cells are missing from the
     result, with the reason. INTERRUPTED after Ctrl-C, INTERNAL where a side did not run its own
-    code, USAGE where what an earlier sitting left is damaged.
+    code, USAGE where what an earlier invocation left is damaged.
     """
-    deadline = None if task.budget_s is None else now() + task.budget_s
+    deadline = None if spec.budget_s is None else now() + spec.budget_s
     measured: list[Measured] = []
     reasons: dict[str, str] = {}
     for commit, cells in _by_commit(commits).items():
@@ -145,10 +124,12 @@ def confirm(
         places = _places(folder / FOLDER, commit, cells)
         due = [cell_id for place in places if not place.is_complete for cell_id in place.cells]
         if due and (deadline is None or now() < deadline):
-            ground.say(announcement(run, due, commit, task.blocks))
+            context.say(announcement(run, due, commit, spec.blocks))
         for place in places:
             left_s = None if deadline is None else deadline - now()
-            found, why = _finish(place, run, folder, commit, replace(task, budget_s=left_s), ground)
+            found, why = _finish(
+                place, run, folder, commit, replace(spec, budget_s=left_s), context
+            )
             if found is not None:
                 measured.append(Measured(found.base, found.candidate, place.cells))
                 reasons |= _unfinished(found, place.cells)
@@ -156,8 +137,8 @@ def confirm(
     return Confirmation(measured, reasons)
 
 
-def stored(folder: Path, commits: Commits) -> Confirmation | None:
-    """What an earlier `check` confirmed in this run's folder beside these commits; None where it
+def stored_confirmation(folder: Path, commits: Commits) -> Confirmation | None:
+    """What an earlier `check` confirmed in this run's folder against these commits; None where it
     measured no pair at all.
 
     USAGE where a pair is damaged.
@@ -173,14 +154,14 @@ def stored(folder: Path, commits: Commits) -> Confirmation | None:
         left = [cell_id for cell_id in left if cell_id not in here]
         measured.append(Measured(pair.base, pair.candidate, here))
         reasons |= _unfinished(pair, here)
-    beside = ", ".join(
+    known = ", ".join(
         dict.fromkeys((pair.base.manifest.source.commit or "unknown code")[:12] for pair in found)
     )
     for cell_id in left:
         wanted = f"the baseline's commit is {(commits[cell_id] or 'not known')[:12]}"
         reasons[cell_id] = (
-            f"it has no pair beside its baseline here (got pairs beside {beside}, {wanted}); `check"
-            " --resume` measures it"
+            f"it has no pair against its baseline here (got pairs against {known}, {wanted});"
+            " `check --resume` measures it"
         )
     return Confirmation(measured, reasons)
 
@@ -216,9 +197,9 @@ def _by_commit(commits: Commits) -> dict[str | None, list[str]]:
 def _pairs_in(confirmed: Path) -> list[Pair]:
     """Those that have begun, by name."""
     found = []
-    for home in sorted(one for one in confirmed.glob("*") if pairs.is_pair(one)):
+    for home in sorted(one for one in confirmed.glob("*") if is_pair(one)):
         try:
-            found.append(pairs.read(home))
+            found.append(read_pair(home))
         except PerfbenchError as error:
             problem = f"what was confirmed cannot be read: {error}"
             raise PerfbenchError(
@@ -229,8 +210,8 @@ def _pairs_in(confirmed: Path) -> list[Pair]:
 
 
 def _holds(pair: Pair, cell_id: str, commit: str | None) -> bool:
-    """Whether the pair has the cell beside ``commit``, which may be cut short (given by hand), yet
-    not to a few letters.
+    """Whether the pair has the cell against ``commit``, which may be abbreviated (written by hand),
+    yet not to a few letters.
     """
     base = pair.base.manifest
     if (
@@ -243,8 +224,8 @@ def _holds(pair: Pair, cell_id: str, commit: str | None) -> bool:
 
 
 def _places(confirmed: Path, commit: str, cells: Sequence[str]) -> list[_Place]:
-    """The pair that has a cell goes on; all cells that no pair has go into one new folder, since a
-    pair's plan is fixed.
+    """The pair that has a cell is resumed; all cells that no pair has go into one new folder, since
+    a pair's plan is fixed.
     """
     found, left = [], list(cells)
     for pair in _pairs_in(confirmed):
@@ -253,26 +234,24 @@ def _places(confirmed: Path, commit: str, cells: Sequence[str]) -> list[_Place]:
             left = [cell_id for cell_id in left if cell_id not in here]
     if not left:
         return found
-    name, number = (
-        re.sub(r"[^0-9A-Za-z_-]", "_", commit[:12]),
-        1,
-    )  # a baseline is a file that anybody may have written
-    while pairs.is_pair(home := confirmed / (name if number == 1 else f"{name}-{number}")):
+    # The commit is escaped: a baseline is a file that anybody may have written.
+    name, number = re.sub(r"[^0-9A-Za-z_-]", "_", commit[:12]), 1
+    while is_pair(home := confirmed / (name if number == 1 else f"{name}-{number}")):
         number += 1
     return [*found, _Place(home, left)]
 
 
 def _finish(
-    place: _Place, run: Run, folder: Path, commit: str, task: Task, ground: Ground
+    place: _Place, run: Run, folder: Path, commit: str, spec: PairSpec, context: MeasuringContext
 ) -> tuple[Pair | None, str]:
-    """The pair of a place, as far as it could be measured, and why no further where something stood
-    in the way.
+    """The pair of a place, as far as it could be measured, and the reason where that is not
+    all.
     """
     if place.is_complete:
         return place.pair, ""
-    if task.budget_s is not None and task.budget_s <= 0:
+    if spec.budget_s is not None and spec.budget_s <= 0:
         return place.pair, SPENT
-    injections = [text for text in task.injections if text.partition("@")[2] in place.cells]
+    injections = [text for text in spec.injections if text.partition("@")[2] in place.cells]
     only = [f"cell={cell_id}" for cell_id in place.cells]
     try:
         name = f"{run.manifest.run_id}-{place.home.name}"
@@ -281,47 +260,37 @@ def _finish(
                 run,
                 place,
                 commit,
-                replace(task, only=only, injections=injections, name=name),
-                ground,
+                replace(spec, only=only, injections=injections, name=name),
+                context,
             ),
             "",
         )
     except PerfbenchError as error:
         if error.exit_code is Exit.INTERRUPTED:
-            again = shlex.join([*without_resume(task.argv), "--resume", str(folder)])
+            command = shlex.join([*without_resume(spec.argv), "--resume", str(folder)])
             raise PerfbenchError(
                 Exit.INTERRUPTED,
-                f"interrupted while confirming; finished pairs are kept. Next: {again}",
+                f"interrupted while confirming; finished pairs are kept. Next: {command}",
             ) from None
         if error.exit_code in (Exit.INTERNAL, Exit.ENVIRONMENT) and not isinstance(
-            error, checkout.CannotBuild
+            error, CannotBuild
         ):
             raise  # a GPU that became busy says nothing about the base
         return place.pair, f"the base {commit[:12]} cannot be measured: {error}"
 
 
-def _measure(run: Run, place: _Place, commit: str, task: Task, ground: Ground) -> Pair:
+def _measure(
+    run: Run, place: _Place, commit: str, spec: PairSpec, context: MeasuringContext
+) -> Pair:
     if place.pair is None:
         shutil.rmtree(place.home, ignore_errors=True)  # killed before its first row
     with (
-        checkout.side(commit, ground.repository) as base,
-        checkout.own_side(ground.repository, run.manifest.source) as candidate,
+        checked_out(commit, context.repository) as base,
+        own_checkout(context.repository, run.manifest.source) as candidate,
     ):
-        sides = (base, candidate)
-        plans = tuple(
-            version_plan.plan_of(one, task.matrix, task.only, ground.capability) for one in sides
+        return measure_pair(
+            spec, (base, candidate), context, place.home, resume=place.pair is not None
         )
-        with schedule.prepared(ground.fit, sides) as executors:
-            return schedule.interleave(
-                task,
-                sides,
-                (plans[0], plans[1]),
-                executors,
-                folder=place.home,
-                environment=ground.environment,
-                progress=ground.progress,
-                resume=place.pair is not None,
-            )
 
 
 def _unfinished(pair: Pair, cells: Sequence[str]) -> dict[str, str]:

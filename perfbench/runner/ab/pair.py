@@ -29,10 +29,9 @@ from perfbench.records import (
     read_run,
     utc_now,
 )
-from perfbench.runner import run
-from perfbench.runner.ab.checkout import Side
-from perfbench.runner.ab.version_plan import SidePlan
-from perfbench.runner.resume import check_cells, check_same_ground
+from perfbench.runner.ab.version_plan import VersionPlan
+from perfbench.runner.resume import check_cells, check_same_machine
+from perfbench.runner.run import RunSpec, parse_injection
 
 NAMES = ("a", "b")
 BEGUN_WITHIN_S = 60.0  # the two manifests are written one after the other
@@ -44,7 +43,7 @@ class Pair:
 
     ``missing``: the (cell, block) without a pair that counts, of cells that no side failed.
 
-    They were not measured, the card throttled, or an interruption parted the two rows.
+    They were not measured, the card throttled, or an interruption came between the two rows.
     """
 
     folder: Path
@@ -54,9 +53,9 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """What to measure, and how; of a resumed pair its own seed, blocks and injections (which go to
-    side b) stay.
+class PairSpec:
+    """What to measure, and how; a resumed pair keeps its own seed, blocks and injections (which go
+    to side b).
 
     ``name`` begins the ids of both runs, and no other pair may have it; by default the name of the
     pair's folder.
@@ -82,7 +81,7 @@ class Opened:
     resumed_utc: list[str] = field(default_factory=list)
 
 
-def read(folder: Path) -> Pair:
+def read_pair(folder: Path) -> Pair:
     """A pair from its folder; PerfbenchError(USAGE) where it is none."""
     base, candidate = (read_run(folder / name) for name in NAMES)
     return Pair(folder, base, candidate, _missing(base, candidate))
@@ -112,7 +111,7 @@ def are_paired(base: Run, candidate: Run) -> bool:
 
 
 def _begun_together(one_utc: str, other_utc: str) -> bool:
-    """Older pairs of a `check` are named after the base's commit alone, which other nights
+    """Older pairs of a `check` are named after the base's commit alone, which other sessions
     share.
     """
     try:
@@ -144,36 +143,37 @@ def _missing(base: Run, candidate: Run) -> list[tuple[str, int]]:
     return found
 
 
-def new_folder(out: Path, environment: Environment, commit: str | None) -> Path:
+def new_pair_folder(out: Path, environment: Environment, commit: str | None) -> Path:
     """Where a new pair goes; nothing is made yet."""
     return out / new_run_id(datetime.now(UTC), environment.gpu_slug, commit)
 
 
 def create(
-    task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment
+    spec: PairSpec, version: VersionPlan, folder: Path, name: str, environment: Environment
 ) -> Opened:
     """Make ``folder/name/run.jsonl``, which must not exist.
 
     USAGE where an injection names no cell, or nothing can be written.
     """
-    cells = [cell.cell_id for cell in plan.plan.cells]
-    injections = list(task.injections) if name == "b" else []
+    injections = list(spec.injections) if name == "b" else []
     for text in injections:
-        run.parse_injection(text, cells)
-    made = run.manifest_of(
-        plan.plan,
-        task.matrix,
+        parse_injection(text, [cell.cell_id for cell in version.plan.cells])
+    one = RunSpec(
+        version.plan,
+        spec.matrix,
         environment,
-        side.source,
-        task.argv,
-        task.seed,
-        list(task.only),
+        version.checkout.source,
+        spec.argv,
+        spec.seed,
+        list(spec.only),
         injections,
-        [],
     )
-    manifest = made.model_copy(
-        update={"run_id": f"{task.name or folder.name}-{name}", "replicates": task.blocks}
-    )
+    own = {
+        "run_id": f"{spec.name or folder.name}-{name}",
+        "replicates": spec.blocks,
+        "sentinels": [],  # the other side is the sentinel
+    }
+    manifest = one.manifest().model_copy(update=own)
     home = folder / name
     try:
         home.mkdir(parents=True)
@@ -190,8 +190,8 @@ def create(
     return Opened(writer, manifest, [])
 
 
-def go_on(
-    task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment
+def resume(
+    spec: PairSpec, version: VersionPlan, folder: Path, name: str, environment: Environment
 ) -> Opened:
     """Open ``folder/name`` to append; refuses other code, cells, rules, settings or software, as
     any resumed run.
@@ -199,11 +199,11 @@ def go_on(
     with ExitStack() as until_checked:
         writer, found = open_for_resume(folder / name)
         until_checked.enter_context(writer)
-        check_same_ground(found.manifest, environment, side.source, writer.path)
-        check_cells(found.manifest, plan.plan, task.matrix, task.only, writer.path)
+        check_same_machine(found.manifest, environment, version.checkout.source, writer.path)
+        check_cells(found.manifest, version.plan, spec.matrix, spec.only, writer.path)
         writer.append(
             Resumed(
-                resumed_utc=utc_now(), argv=task.argv, environment=environment, only=list(task.only)
+                resumed_utc=utc_now(), argv=spec.argv, environment=environment, only=list(spec.only)
             )
         )
         until_checked.pop_all()

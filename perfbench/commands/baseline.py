@@ -1,0 +1,66 @@
+"""`perfbench baseline show` and `baseline promote`: baselines are files in git."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perfbench.commands import options as opt
+from perfbench.commands.console import print_text
+
+app = typer.Typer(
+    help="Show or replace a baseline, which is a file in git.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+BaselineArg = Annotated[Path, typer.Argument(metavar="PATH")]
+To = Annotated[
+    Path | None,
+    typer.Option("--to", metavar="PATH", help="Default: reports/baselines/<gpu>/<matrix>.json."),
+]
+AllowDirty = Annotated[
+    bool,
+    typer.Option(
+        "--allow-dirty",
+        help="Accept a run of uncommitted or unproved code; the file records it.",
+    ),
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="calibration.json: the variance between sessions of each cell.",
+        show_default=False,
+    ),
+]
+
+
+@app.command()
+def show(baseline: BaselineArg, as_json: opt.Json = False) -> None:
+    """Print what a baseline file holds."""
+    from perfbench.records import load_baseline, show_baseline
+
+    found = load_baseline(baseline)
+    print_text(found.model_dump_json(indent=2) if as_json else show_baseline(found))
+
+
+@app.command()
+def promote(
+    run: opt.RunArg,
+    to: To = None,
+    allow_dirty: AllowDirty = False,
+    calibration: CalibrationFile = None,
+) -> None:
+    """Make a green run the baseline."""
+    from perfbench.commands.outcome import default_baseline
+    from perfbench.gate import promote as promote_run
+    from perfbench.records import read_run
+
+    found = read_run(run)
+    promotion = promote_run(
+        found, to or default_baseline(found), allow_dirty=allow_dirty, calibration=calibration
+    )
+    print_text(str(promotion))

@@ -1,0 +1,43 @@
+"""`perfbench doctor`: what a run would find on this machine, or what went wrong in one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perfbench.commands import options as opt
+from perfbench.commands.console import print_text
+
+Log = Annotated[
+    Path | None,
+    typer.Option(
+        "--log",
+        metavar="PATH",
+        help="A run folder, a run.jsonl or a training log to look at too.",
+        show_default=False,
+    ),
+]
+Gpu = Annotated[
+    str | None,
+    typer.Option(
+        "--gpu",
+        metavar="ID",
+        help="Instead of CUDA_VISIBLE_DEVICES, spelled like it.",
+        show_default=False,
+    ),
+]
+
+
+def doctor(log: Log = None, gpu: Gpu = None, as_json: opt.Json = False) -> None:
+    """Say what a run would find on this machine, or what went wrong in one."""
+    from perfbench.commands.outcome import CHECKOUT
+    from perfbench.machine import diagnose, doctor_exit_code, doctor_text
+
+    lines = diagnose(CHECKOUT, log=log, gpu=gpu)
+    text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else doctor_text(lines)
+    print_text(text)
+    raise typer.Exit(doctor_exit_code(lines))

@@ -1,0 +1,114 @@
+"""Stored runs, read and judged: alone, by a baseline, or by another run."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfbench.commands.console import warn
+from perfbench.commands.outcome import Outcome, default_baseline, folder_of, matrix_of, policy_of
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import compare as compare_runs
+from perfbench.gate import conclude_all, judge, judge_by_baseline
+from perfbench.records import read_baseline, read_run, revisions_to_type
+
+if TYPE_CHECKING:
+    from perfbench.records import Run
+
+
+def judge_alone(run_path: Path) -> Outcome:
+    """By the hard gates, without any baseline."""
+    run = _read(run_path)
+    return Outcome(run, judge(run, None, policy_of(run)), folder_of(run_path))
+
+
+def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
+    """The first stage alone: by the stored baseline of the run's GPU and matrix, or the one that
+    is named.
+    """
+    run = _read(run_path)
+    found = read_baseline(baseline_path or default_baseline(run))
+    judgement = judge_by_baseline(run, found, matrix_of(run), strict=strict)
+    return Outcome(run, judgement, folder_of(run_path), found)
+
+
+def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
+    """Both stages: `screen`, and what an earlier `check` confirmed of this run."""
+    outcome = screen(run_path, baseline_path, strict)
+    cells, policy = outcome.judgement.to_confirm, policy_of(outcome.run)
+    if not cells:
+        return outcome
+    from perfbench.runner import base_commits, stored_confirmation
+
+    assert outcome.baseline is not None  # the screen judged by it
+    found = stored_confirmation(outcome.folder, base_commits(cells, outcome.baseline, policy))
+    if found is None:
+        return outcome
+    judgement = conclude_all(outcome.judgement, found.measured, policy, found.reasons)
+    return replace(outcome, judgement=judgement)
+
+
+def judge_pair(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
+    """One run by another; pairs of rows count only between the two sides of one `ab`."""
+    from perfbench.runner import are_paired, is_pair
+
+    paired = are_paired(base, candidate)
+    home = folder if is_pair(folder) else folder.parent
+    judgement = compare_runs(
+        base,
+        candidate,
+        policy_of(candidate),
+        paired=paired,
+        strict=strict,
+        go_on=_resume_command(base, candidate, home) if paired else "",
+    )
+    return Outcome(candidate, judgement, folder, base_run=base)
+
+
+def judge_pair_folder(folder: Path, strict: bool = False) -> Outcome:
+    """Both sides of one `ab` folder."""
+    from perfbench.runner import read_pair
+
+    found = read_pair(folder)
+    return judge_pair(found.base, found.candidate, folder, strict)
+
+
+def pair_outcome(path: Path, baseline_path: Path | None) -> Outcome | None:
+    """Both sides of the `ab` folder that ``path`` is, judged; None for a run."""
+    from perfbench.runner import is_pair
+
+    if not is_pair(path):
+        return None
+    if baseline_path is not None:
+        text = f"got --baseline with {path}, which holds both sides of an A/B, wanted one run"
+        raise PerfbenchError(Exit.USAGE, f"{text}. Next: omit --baseline, or name {path / 'b'}")
+    return judge_pair_folder(path)
+
+
+def _read(run_path: Path) -> Run:
+    """A run; a warning where the file's last line was cut off, so that a replicate may be
+    missing.
+    """
+    run = read_run(run_path)
+    if run.torn:
+        warn(
+            f"the last line of run {run.manifest.run_id} was cut off and is left out; `perfbench"
+            " run --resume` repairs the file"
+        )
+    return run
+
+
+def _resume_command(base: Run, candidate: Run, folder: Path) -> str:
+    """The command that measures the pairs which are left; the pair keeps its own cells, blocks,
+    seed and faults.
+    """
+    from perfbench.runner import CONFIRM_FOLDER
+
+    matrix = candidate.manifest.matrix_path
+    if folder.parent.name == CONFIRM_FOLDER:  # `check` measured it against a baseline's commit
+        return shlex.join(["perfbench", "check", matrix, "--resume", str(folder.parent.parent)])
+    return shlex.join(
+        ["perfbench", "ab", *revisions_to_type(base, candidate), matrix, "--resume", str(folder)]
+    )

@@ -1,0 +1,95 @@
+"""A matrix measured on this machine: what `run`, `check`, `ab`, `trace` and `tune` share."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from perfbench.commands import outcome
+from perfbench.commands.console import say, warn
+from perfbench.commands.options import RunOptions, nsa_settings
+from perfbench.errors import PerfbenchError
+from perfbench.machine import (
+    capability_here,
+    check_target,
+    collect_environment,
+    no_color,
+    source,
+)
+from perfbench.matrix import Matrix, Plan, Target, build_plan
+from perfbench.runner import (
+    MeasuringContext,
+    RunSpec,
+    SilentProgress,
+    prepared_executors,
+    progress_for,
+    run_matrix,
+)
+
+if TYPE_CHECKING:
+    from nsa.routing import Capability
+
+
+def measuring_context(target: Target, *, silent: bool = False) -> MeasuringContext | None:
+    """This machine for what ``target`` demands; None where that skips this machine.
+
+    ``silent``: without progress.
+    """
+    fit = check_target(target)
+    if fit.warning:
+        warn(fit.warning)
+    if fit.skip:
+        return None
+    return MeasuringContext(
+        fit,
+        capability_here(fit),
+        collect_environment(fit.device),
+        outcome.CHECKOUT,
+        SilentProgress() if silent else progress_for(no_color=no_color()),
+        say,
+    )
+
+
+def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> Path:
+    """Measure what ``options`` select and return the run's folder."""
+    plan = _complete_plan(matrix, options.only, context.capability)
+    for warning in plan.warnings:
+        warn(warning)
+    spec = RunSpec(
+        plan,
+        matrix,
+        context.environment,
+        source(context.repository, options.source_commit),
+        options.argv,
+        new_seed() if options.seed is None else options.seed,
+        options.only,
+        options.inject,
+    )
+    with prepared_executors(context.fit) as (executor,):
+        finished = run_matrix(
+            spec,
+            executor,
+            runs_dir=options.out,
+            budget_s=options.budget_s,
+            resume=options.resume,
+            progress=context.progress,
+        )
+    return finished.folder
+
+
+def new_seed() -> int:
+    return secrets.randbelow(2**31)
+
+
+def _complete_plan(matrix: Matrix, only: list[str], capability: Capability) -> Plan:
+    """Every cell, so that a later slice can join the run; or the selected ones, where others cannot
+    be routed here.
+    """
+    settings = nsa_settings()
+    try:
+        return build_plan(matrix, only=[], capability=capability, settings=settings)
+    except PerfbenchError:
+        if not only:
+            raise
+        return build_plan(matrix, only=only, capability=capability, settings=settings)

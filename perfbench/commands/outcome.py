@@ -1,0 +1,109 @@
+"""A judged run and how a command ends with it: report, table or JSON, and the exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import get_terminal_size
+from typing import TYPE_CHECKING, NoReturn
+
+import typer
+
+import nsa
+from perfbench.commands.console import print_text, say
+from perfbench.errors import Exit
+from perfbench.matrix import Matrix, Policies, parse_matrix, policies
+from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
+
+if TYPE_CHECKING:
+    from perfbench.gate import Judgement
+
+BASELINES = Path("reports/baselines")
+CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A run, its judgement, the folder it lies in, and what it was judged by: a baseline, or the
+    base's own run.
+    """
+
+    run: Run
+    judgement: Judgement
+    folder: Path
+    baseline: Baseline | BaselineProblem | None = None
+    base_run: Run | None = None
+
+    def write_report(self, out: Path | None = None) -> list[Path]:
+        """The report, its pictures, and for machines verdict.json and junit.xml."""
+        from perfbench.report import Beside, render, write_ci
+        from perfbench.runner import are_paired
+        from perfbench.tracing import stored_traces, traces_markdown
+
+        context = Beside.of(
+            self.baseline,
+            policy_of(self.run),
+            base_run=self.base_run,
+            paired=self.base_run is not None and are_paired(self.base_run, self.run),
+            traces=traces_markdown(stored_traces(self.folder)),
+        )
+        to = out or self.folder
+        return render(self.run, self.judgement, to, context) + write_ci(
+            self.run, self.judgement, to
+        )
+
+    def table(self) -> str:
+        """For the terminal that stdout is, if it is one."""
+        from perfbench.machine import no_color
+        from perfbench.report import terminal_table
+
+        colour = sys.stdout.isatty() and not no_color()
+        width = get_terminal_size((120, 24)).columns
+        return terminal_table(self.run, self.judgement, width=width, colour=colour)
+
+    def to_json(self) -> str:
+        from perfbench.report import to_json
+
+        content = {"run_dir": str(self.folder), **to_json(self.judgement, self.run)}
+        return json.dumps(content, indent=2)
+
+
+def finish(
+    outcome: Outcome | None, as_json: bool, out: Path | None = None, write: bool = True
+) -> NoReturn:
+    """Print the verdict, write the report and exit with the verdict's code; None is a machine that
+    the matrix skips.
+    """
+    if outcome is None:
+        raise typer.Exit(Exit.OK)
+    from perfbench.report import announce
+
+    files = outcome.write_report(out) if write else []
+    print_text(outcome.to_json() if as_json else outcome.table())
+    for file in files:
+        say(f"wrote {file}")
+    markdown = next((file for file in files if file.name == "report.md"), None)
+    for line in announce(outcome.judgement, markdown):
+        typer.echo(line, err=True)  # stdout is data
+    raise typer.Exit(outcome.judgement.exit_code)
+
+
+def matrix_of(run: Run) -> Matrix:
+    """The matrix that the run was made with, as its manifest keeps it."""
+    return parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path)
+
+
+def policy_of(run: Run) -> Policies:
+    """What the run's own matrix demands of its cells."""
+    return policies(matrix_of(run))
+
+
+def default_baseline(run: Run) -> Path:
+    """The baseline file of the run's GPU and matrix."""
+    return baseline_path(BASELINES, run.manifest.environment.gpu_slug, run.manifest.matrix_name)
+
+
+def folder_of(run_path: Path) -> Path:
+    return run_path if run_path.is_dir() else run_path.parent

@@ -1,0 +1,34 @@
+"""`perfbench plan`: what a run would do, and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from perfbench.commands import options as opt
+from perfbench.commands.console import print_text
+from perfbench.errors import Exit, PerfbenchError
+
+Gpu = Annotated[
+    str | None,
+    typer.Option("--gpu", help="Instead of the matrix's target: a100, h100, rtx4090, none, ..."),
+]
+
+
+def plan(
+    matrix: opt.MatrixArg, only: opt.Only = None, gpu: Gpu = None, as_json: opt.Json = False
+) -> None:
+    """Show what a run would do, and why; needs no GPU."""
+    from nsa.capability import assumed
+    from perfbench.matrix import build_plan, load_matrix, plan_json, plan_text
+
+    loaded = load_matrix(matrix)
+    try:
+        capability = assumed(gpu or loaded.target.gpu)
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, f"{error}. Next: name one of them with --gpu") from None
+    settings = opt.nsa_settings()
+    built = build_plan(loaded, only=only or [], capability=capability, settings=settings)
+    print_text(json.dumps(plan_json(built), indent=2) if as_json else plan_text(built, loaded))

@@ -1,0 +1,44 @@
+"""A run judged by the stored baseline of its matrix: the first stage of `check`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import comparable, judging
+from perfbench.gate.judgement import Judgement
+from perfbench.matrix import Matrix, policies
+from perfbench.records import Baseline, BaselineProblem, Run
+
+
+def judge_by_baseline(
+    run: Run, found: Baseline | BaselineProblem, matrix: Matrix, *, strict: bool = False
+) -> Judgement:
+    """The verdict of ``run``, which ``matrix`` planned, with what its baseline lets nobody ask.
+
+    USAGE where the baseline is of another matrix.
+    """
+    check_same_matrix(run, found)
+    judgement = judging.judge(run, found, policies(matrix), strict=strict)
+    if isinstance(found, BaselineProblem):
+        return judgement
+    unasked = comparable.unasked(run, matrix.sentinels, found)
+    return replace(judgement, notes=(*judgement.notes, *unasked))
+
+
+def check_same_matrix(run: Run, found: Baseline | BaselineProblem) -> None:
+    """USAGE for the baseline of another matrix that shares no cell with the run: every cell would
+    be MISSING.
+    """
+    if isinstance(found, BaselineProblem) or found.matrix_name == run.manifest.matrix_name:
+        return
+    if not {cell.cell_id for cell in run.manifest.cells} & {*found.cells}:
+        theirs, ours = found.matrix_name, run.manifest.matrix_name
+        got = (
+            f"got a baseline of matrix {theirs} for a run of matrix {ours}, and they share no cell;"
+            f" wanted that of {ours}"
+        )
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{got}. Next: omit --baseline, or name reports/baselines/<gpu>/{ours}.json",
+        )
