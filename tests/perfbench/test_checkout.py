@@ -171,7 +171,8 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(
     code = (
         "import sys, tempfile, time\nfrom pathlib import Path\ntempfile.tempdir ="
         f" {str(temporary)!r}\nfrom perfbench.runner import checked_out\n"
-        f"with checked_out('HEAD', Path({str(repository)!r})):\n    print('ready', flush=True)\n    time.sleep(60)"
+        f"with checked_out('HEAD', Path({str(repository)!r})):\n"
+        "    print('ready', flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=ROOT

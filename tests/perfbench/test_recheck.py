@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 
 from nsa.capability import assumed
-from perfbench.commands import check
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import confirmation
 from perfbench.gate.judging import judge
@@ -408,23 +406,20 @@ def test_a_trace_that_cannot_be_taken_changes_no_verdict(
     trouble: BaseException,
 ) -> None:
     """The machine answers while confirming, and no more when the trace is due."""
-    real: Callable[..., confirm.Ground] = check._ground
-    asked: list[object] = []
+    calls: list[object] = []
 
-    def ground(matrix: Any) -> confirm.Ground:
-        asked.append(matrix)
-        if len(asked) > 1:
-            raise trouble
-        return real(matrix)
+    def trace_on_red(*arguments: object) -> None:
+        calls.append(arguments)
+        raise trouble
 
-    monkeypatch.setattr(check, "_ground", ground)
+    monkeypatch.setattr("perfbench.tracing.trace_on_red", trace_on_red)
     assert slow.run("check", "small.yaml") == 3
     out, err = capsys.readouterr()
     (line,) = [line for line in err.splitlines() if "no trace was taken" in line]
     words = (
         "interrupted" if isinstance(trouble, KeyboardInterrupt) else " ".join(str(trouble).split())
     )
-    assert line.endswith(words) and out.startswith("REGRESSED, exit 3") and len(asked) == 2
+    assert line.endswith(words) and out.startswith("REGRESSED, exit 3") and len(calls) == 1
 
 
 def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(
