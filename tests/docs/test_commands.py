@@ -7,12 +7,10 @@ minutes is parsed by the command line's own parser, so that a renamed option is 
 from __future__ import annotations
 
 import ast
-import importlib
 import importlib.util
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,8 @@ from typing import Any
 import pytest
 import typer
 
+from nsa.cli import app as nsa_app
+from perfbench.commands.app import app as perfbench_app
 from tests.docs.blocks import (
     MARKS,
     PAGES,
@@ -91,12 +91,10 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 
 def apps() -> dict[str, App]:
-    """The command lines by name, as pyproject and `python -m` start them."""
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    module = scripts["scripts"]["perfbench"].partition(":")[0]
+    """The command lines by name."""
     return {
-        name: typer.main.get_command(importlib.import_module(home).app)
-        for name, home in (("perfbench", module), ("nsa", "nsa.cli"))
+        "perfbench": typer.main.get_command(perfbench_app),
+        "nsa": typer.main.get_command(nsa_app),
     }
 
 

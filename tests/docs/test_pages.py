@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from ruamel.yaml import YAML
 
-from perfbench import cli
-from perfbench.verdict import EXIT_OF, Exit, Verdict
+from perfbench.errors import Exit
+from perfbench.records import EXIT_OF, Verdict
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of
-from tests.docs.test_commands import apps
+from tests.docs.test_commands import apps, run, sandbox
 from tools import build_site
 
 README = ROOT / "README.md"
@@ -96,18 +96,15 @@ def test_every_verdict_and_exit_code_is_described() -> None:
         assert re.search(rf"\b{verdict}\b", meanings), verdict
 
 
-def test_matrix_of_the_page_is_valid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_matrix_of_the_page_is_valid(tmp_path: Path) -> None:
     """And its cell name is one of that matrix."""
     (block,) = (b for b in blocks_of(DOCS / "matrix.md") if b.language == "yaml")
-    monkeypatch.chdir(tmp_path)
-    Path("page.yaml").write_text(block.text, encoding="utf-8")
-    assert cli.invoke(["plan", "page.yaml"]) == 0
-    printed = capsys.readouterr().out
+    (sandbox(tmp_path) / "page.yaml").write_text(block.text, encoding="utf-8")
+    done = run("perfbench plan page.yaml", tmp_path)
+    assert done.returncode == 0, done.stderr
     name = "fa2=on,path=v2,seq_len=2048,workload=train"
     assert f"`{name}`" in text_of(DOCS / "matrix.md")
-    assert name in printed and "warning" not in printed
+    assert name in done.stdout and "warning" not in done.stdout + done.stderr
 
 
 def test_every_matrix_is_described() -> None:

@@ -7,10 +7,13 @@ import math
 
 import pytest
 
-from perfbench import calibrate, cli, explain
-from perfbench.gate import BaselineProblem, conclude, judge
-from perfbench.policy import GatePolicy, Policies
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.calibration import calibrate
+from perfbench.commands import app
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import explain
+from perfbench.gate.judging import BaselineProblem, conclude, judge
+from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
 from tests.perfbench.edits import edit
 
@@ -196,7 +199,7 @@ def test_calibrate_prints_json_where_it_is_asked_for(
     monkeypatch.setattr(calibrate, "render", lambda found: f"# {found}")
     monkeypatch.setattr(calibrate, "as_json", lambda found: json.dumps({"text": found}))
     assert (
-        cli.invoke(
+        app.invoke(
             ["calibrate", "reports/evidence/h200-gate/start-1", *(["--json"] if as_json else [])]
         )
         == 0

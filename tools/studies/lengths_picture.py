@@ -23,7 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from perfbench import runfile
+from perfbench import records
 
 RUN = Path("reports/evidence/kernels-h200/a")
 OUT = Path("docs/lengths.png")
@@ -82,7 +82,7 @@ class Panel:
 def rows_of(run: Path) -> list[Row]:
     """The rows of ``run`` that hold a time; of several attempts of a replicate the last counts."""
     # Once perfbench.load is there: `frame = perfbench.load(run)`, and a Row of each of its rows.
-    last = {(row.cell_id, row.replicate): row for row in runfile.read(run).replicates}
+    last = {(row.cell_id, row.replicate): row for row in records.read_run(run).replicates}
     return [
         Row(
             str(row.axes["workload"]),
@@ -172,7 +172,7 @@ def draw(panels: Sequence[Panel], footer: str) -> Figure:
 
 def footer_of(run: Path) -> str:
     """GPU, versions, commit and method of the run."""
-    manifest = runfile.read(run).manifest
+    manifest = records.read_run(run).manifest
     machine, commit = manifest.environment, manifest.source.commit or "unknown commit"
     return (
         f"{machine.device_name}, torch {machine.torch}, Triton {machine.triton}; commit"
