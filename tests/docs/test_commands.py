@@ -85,7 +85,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=1800,  # of what hangs
         check=False,
     )
 

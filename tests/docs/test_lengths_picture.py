@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
@@ -100,6 +101,20 @@ def test_title_says_what_is_drawn(panels: list[picture.Panel]) -> None:
     assert both.crossover is not None
     title = picture.title_of(panels)
     assert f"{ratio:.1f}x" in title and f"{both.crossover / 1000:.0f}k tokens" in title
+
+
+def test_pages_state_the_pictures_numbers(panels: list[picture.Panel]) -> None:
+    """README's first sentence, and the table of docs/kernels.md."""
+    both = panels[-1]
+    end = f"{both.nsa[-1].ms:.3g} ms instead of {both.dense[-1].ms:.3g} "
+    assert end in (ROOT / "README.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "kernels.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\d,]+)[^|]*\| ([\d.]+) ms \| ([\d.]+) ms \| ([\d.]+) x", page, re.M)
+    assert [int(row[0].replace(",", "")) for row in rows] == [p.tokens for p in both.nsa[1:]]
+    for row, nsa, dense in zip(rows, both.nsa[1:], both.dense[1:], strict=True):
+        for shown, value in zip(row[1:], (nsa.ms, dense.ms, dense.ms / nsa.ms), strict=True):
+            digits = len(shown.partition(".")[2])
+            assert float(shown) == round(value, digits), row
 
 
 def test_committed_picture_is_of_this_run(panels: list[picture.Panel]) -> None:
