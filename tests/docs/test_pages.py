@@ -10,7 +10,7 @@ from ruamel.yaml import YAML
 
 from perfbench.errors import Exit
 from perfbench.records import EXIT_OF, Verdict
-from tests.docs.blocks import PAGES, ROOT, Block, blocks_of
+from tests.docs.blocks import PAGES, ROOT, Block, blocks_of, spans_of
 from tests.docs.test_commands import apps, run, sandbox
 from tools import build_site
 
@@ -53,6 +53,22 @@ def test_links_lead_somewhere(page: Path) -> None:
             heads = re.findall(r"^#+ (.*)$", text_of(linked), flags=re.MULTILINE)
             slugs = {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
             assert anchor in slugs, target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_rooms_and_files_that_a_page_names_exist(page: Path) -> None:
+    """`perfbench/gate`, `nsa/oracle.py`, `matrices/cpu.yaml`; a room may be one module still."""
+    named = [
+        span
+        for _, span in spans_of(page)
+        if re.fullmatch(
+            r"(nsa|perfbench|tools|matrices|examples|tests|reports|\.github)/[\w./-]+", span
+        )
+        and not re.search(r"NAME|RUN|/runs/", span)
+    ]
+    for span in named:
+        file = ROOT / span
+        assert file.exists() or file.with_suffix(".py").exists(), span
 
 
 def test_every_page_is_linked_from_the_readme() -> None:
