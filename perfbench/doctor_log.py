@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from perfbench.findings import Level, Line
 from perfbench.result import Replicate, Run, Status
-from perfbench.runfile import FILE_NAME, read
+from perfbench.runfile import has_run, is_compressed, read
 from perfbench.verdict import Exit, PerfbenchError
 
 LEAST_UTILISATION_PCT = 30.0
@@ -29,16 +29,16 @@ _HOST_ADVICE = (
 
 
 def lines(log: Path) -> list[Line]:
-    """The lines of a run folder, the folder of an `ab`, a run.jsonl, or any text;
+    """The lines of a run folder, the folder of an `ab`, a run.jsonl(.gz), or any text;
     PerfbenchError(USAGE) where it cannot be read.
     """
-    folders = [log / side for side in ("a", "b") if (log / side / FILE_NAME).is_file()]
+    folders = [log / side for side in ("a", "b") if has_run(log / side)]
     if folders:
         return [
             line for folder in folders for line in _run_lines(read(folder), f"run {folder.name}")
         ]
     try:
-        if log.is_dir() or _is_run(log):
+        if log.is_dir() or is_compressed(log) or _is_run(log):
             return list(_run_lines(read(log), "run"))
         with log.open("rb") as file:
             return list(_text_lines(_scan(file)))

@@ -19,7 +19,7 @@ from perfbench.isolate import utc_now
 from perfbench.matrix import Matrix
 from perfbench.result import Environment, Manifest, Replicate, Resumed, Run, Status
 from perfbench.resumable import check_cells, check_same_ground
-from perfbench.runfile import FILE_NAME, RunWriter
+from perfbench.runfile import COMPRESSED_NAME, FILE_NAME, RunWriter
 from perfbench.sideplan import SidePlan
 from perfbench.verdict import Exit, PerfbenchError
 
@@ -79,7 +79,7 @@ def read(folder: Path) -> Pair:
 
 def is_pair(folder: Path) -> bool:
     """Whether both runs have begun; a process that was killed before that has measured nothing."""
-    return all(_has_manifest(folder / name / FILE_NAME) for name in NAMES)
+    return all(_has_begun(folder / name) for name in NAMES)
 
 
 def are_paired(base: Run, candidate: Run) -> bool:
@@ -111,9 +111,12 @@ def _begun_together(one_utc: str, other_utc: str) -> bool:
     return abs(apart.total_seconds()) <= BEGUN_WITHIN_S
 
 
-def _has_manifest(file: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
+    """A compressed run has ended; what is wrong with its file is for ``read`` to say."""
+    if (folder / COMPRESSED_NAME).is_file():
+        return True
     try:
-        with file.open("rb") as opened:
+        with (folder / FILE_NAME).open("rb") as opened:
             return opened.readline().endswith(b"\n")
     except OSError:
         return False
