@@ -1,4 +1,9 @@
-"""perfbench: a number is published only with its proof. Where things are, in the order of a run:
+"""perfbench: a number is published only with its proof.
+
+From Python: ``perfbench.load(PATH...)`` gives runs as a pandas DataFrame. It loads on first use, so
+that the command line waits for no pandas.
+
+Where things are, in the order of a run:
 
 - Commands: ``cli`` (and ``cli_options``) parse, ``session``, ``check``, ``versions`` (ab, compare),
 ``reread``, ``tracecommand`` and
@@ -15,7 +20,8 @@
   the proof: ``parity`` (``deviation``, ``layer_parity``, ``cache_parity``, ``blocks_parity``,
   ``selected_parity``), ``witness``,
   ``physics``, ``floors``.
-- What was measured: ``result``, ``runfile``, ``baseline`` (``baselinefile``), ``verdict``.
+- What was measured: ``result``, ``runfile``, ``frame``, ``baseline`` (``baselinefile``),
+``verdict``.
 - Judging, pure: ``gate`` = ``coverage``, ``hardgate``, ``comparable``, then ``speed`` (stage 1) and
 ``settle`` (stage 2) on ``reduced``
   rows, by ``stats`` and ``modes``, told as ``evidence`` and ``judgement``;
@@ -26,3 +32,22 @@
 ``github``; after a red ``trace`` with
   ``capture``, ``kernels``, ``kerneldiff``, ``tracediff``.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perfbench.frame import load
+
+__all__ = ["load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "load":
+        raise AttributeError(
+            f"module 'perfbench' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    from perfbench.frame import load
+
+    return load
