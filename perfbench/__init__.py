@@ -1,36 +1,16 @@
-"""perfbench: a number is published only with its proof.
+"""perfbench: a number is published only with its proof. A room imports only rooms above it here.
 
-From Python: ``perfbench.load(PATH...)`` gives runs as a pandas DataFrame. It loads on first use, so
-that the command line waits for no pandas.
-
-Where things are, in the order of a run:
-
-- Commands: ``cli`` (and ``cli_options``) parse, ``session``, ``check``, ``versions`` (ab, compare),
-``reread``, ``tracecommand`` and
-  ``tune`` (``cli_tune``, ``tuneplan``, ``tunedecide`` by ``crossing``, ``tunetext``) do.
-- What to measure: ``matrix`` (``matrixfile``, ``matrixrules``, ``axes``, ``yamlfile``, ``policy``),
-``calls``, ``plan``, ``environment``
-  (``source``, ``gpu``, ``nvml``), ``doctor`` (``doctor_*``, ``findings``).
-- Measuring, parent: ``runner``, ``sweep``, ``ledger``, ``resumable``, ``progress``, ``isolate``,
-``children``; two versions in turns:
-  ``ab``, ``pair``, ``checkout``, ``side``, ``sideplan``, ``recheck``.
-- Measuring, child: ``forkserver``, ``job``, ``measure``, ``workload`` (``cached``,
-``attention_only``, ``selected_only`` on
-  ``selections``, ``stepped``), ``sentinels``, ``timing``, ``clock``, ``telemetry``, ``tuning``;
-  the proof: ``parity`` (``deviation``, ``layer_parity``, ``cache_parity``, ``blocks_parity``,
-  ``selected_parity``), ``witness``,
-  ``physics``, ``floors``.
-- What was measured: ``result``, ``runfile``, ``frame``, ``baseline`` (``baselinefile``),
-``verdict``.
-- Judging, pure: ``gate`` = ``coverage``, ``hardgate``, ``comparable``, then ``speed`` (stage 1) and
-``settle`` (stage 2) on ``reduced``
-  rows, by ``stats`` and ``modes``, told as ``evidence`` and ``judgement``;
-  ``compare``, ``explain``; ``calibrate`` with ``starts``, ``realpairs``, ``nights``, ``certify``
-  and
-  ``nullsim``.
-- Telling: ``report`` (``report.kernels`` writes reports/kernels.md), ``text``, ``revisions``,
-``github``; after a red ``trace`` with
-  ``capture``, ``kernels``, ``kerneldiff``, ``tracediff``.
+- ``errors``, ``text``: exit codes and the error that carries one; text for tables.
+- ``records``: the nouns that every room shares, and the files they are stored in.
+- ``roofline``: the work of a step in closed form, and the hardware's limits.
+- ``machine``, ``matrix``: what this computer is; a matrix file in, a Plan out.
+- ``worker``: measures one cell inside a process of its own.
+- ``gate``: judges; rows in, verdicts out.
+- ``runner``: decides which job is next, in which process.
+- ``report``: prints a judged run.
+- ``frame``: runs as a pandas DataFrame, ``perfbench.load``, which is loaded on first use.
+- ``calibration``, ``tracing``, ``tuning``: certify the gate, profile a red cell, tune routes.
+- ``commands``: one module a command.
 """
 
 from __future__ import annotations

@@ -2,6 +2,6 @@
 
 import sys
 
-from perfbench.cli import main
+from perfbench.commands import main
 
 sys.exit(main())

@@ -11,10 +11,9 @@ from typing import Any
 
 import pandas as pd
 
-from perfbench import pair, runfile
-from perfbench.axes import AXES
-from perfbench.result import Manifest, Replicate, Run, Status
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import AXES, Manifest, Replicate, Run, Status, read_run
+from perfbench.runner import is_pair, read_pair
 
 Sides = list[tuple[str | None, Run]]
 
@@ -125,10 +124,10 @@ def load(*paths: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def _runs(path: Path) -> Sides:
-    if path.is_dir() and pair.is_pair(path):
-        found = pair.read(path)
+    if path.is_dir() and is_pair(path):
+        found = read_pair(path)
         return [("a", found.base), ("b", found.candidate)]
-    return [(None, runfile.read(path))]
+    return [(None, read_run(path))]
 
 
 def _rows(run: Run, side: str | None, path: Path) -> Iterator[dict[str, object]]:
@@ -154,7 +153,7 @@ def _counting(rows: Iterable[Replicate]) -> list[Replicate]:
 
 def _typed(rows: list[dict[str, Any]]) -> pd.DataFrame:
     dtypes: dict[str, Any] = {name: dtype for name, (dtype, _) in _OF_RUN.items()}
-    dtypes |= {"side": pd.CategoricalDtype(list(pair.NAMES)), "cell_id": "category"}
+    dtypes |= {"side": pd.CategoricalDtype(["a", "b"]), "cell_id": "category"}
     for name, axis in AXES.items():
         known = dict.fromkeys((*axis.choices, *axis.recorded, *(row[name] for row in rows)))
         dtypes[name] = pd.CategoricalDtype(list(known)) if axis.kind is str else "Int64"

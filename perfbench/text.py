@@ -75,3 +75,9 @@ def fixed(value: float | None, places: int) -> str:
 
 def signed_pct(value: float | None) -> str:
     return NULL if value is None else f"{value:+.2f} %"
+
+
+def shorten(text: str, limit: int = 110) -> str:
+    """One line of at most ``limit`` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."

@@ -7,9 +7,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from perfbench import stats
-from perfbench.coverage import usable
-from perfbench.result import Replicate
+from perfbench.gate import stats, usable
+from perfbench.records import Replicate
 
 CONFIDENCE = 0.95
 Band = tuple[float, float]

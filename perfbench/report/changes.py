@@ -8,11 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfbench.evidence import DEVICE, Evidence
-from perfbench.judgement import severity
+from perfbench.gate import DEVICE, Evidence, severity
+from perfbench.records import Verdict
 from perfbench.report import plots
 from perfbench.report.rows import Row
-from perfbench.verdict import Verdict
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

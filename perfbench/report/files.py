@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from perfbench.judgement import Judgement
-from perfbench.report import changes, junit, markdown, plots, verdictfile
-from perfbench.report.beside import Beside
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import Judgement
+from perfbench.records import Run
+from perfbench.report import changes, junit, markdown, plots, verdict_json
+from perfbench.report.context import Beside
 from perfbench.report.rows import Row, rows_of
-from perfbench.result import Run
 from perfbench.text import plain
-from perfbench.verdict import Exit, PerfbenchError
 
 REPORT, THROUGHPUT, CHANGES, UTILISATION = (
     "report.md",
@@ -44,7 +44,7 @@ def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
     """Write verdict.json and junit.xml into ``out_dir``; PerfbenchError(Exit.USAGE) where they
     cannot be written.
     """
-    found = {VERDICT: verdictfile.text(run, judgement), JUNIT: junit.text(run, judgement)}
+    found = {VERDICT: verdict_json.text(run, judgement), JUNIT: junit.text(run, judgement)}
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for name, content in found.items():

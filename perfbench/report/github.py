@@ -8,9 +8,11 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from perfbench.judgement import CellVerdict, Finding, Judgement, severity, shorten
-from perfbench.text import plain
-from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
+from perfbench.errors import Exit
+from perfbench.gate import CellVerdict, Finding, Judgement, severity
+from perfbench.machine import environment_variable, step_summary
+from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Verdict
+from perfbench.text import plain, shorten
 
 MAX_ANNOTATIONS = 10  # of one kind that GitHub keeps of a step; it drops the others without a word
 SUMMARY_BYTES = 1024 * 1024  # of one step; GitHub refuses a larger one as a whole
@@ -18,6 +20,23 @@ _MESSAGE_CHARS = 900  # of an annotation: it is read in a box, and GitHub cuts a
 _NOTICE_BYTES = 400  # what the cut line and the closing of open blocks need at most
 _IMAGE = re.compile(r"^!\[(.*)\]\(([\w.-]+)\)$", re.MULTILINE)
 _FENCE = re.compile(r"^(`{3,})")
+
+
+def announce(judgement: Judgement, page: Path | None) -> Iterator[str]:
+    """Lines to print: one annotation a finding.
+
+    ``page`` (report.md) is appended to the step's summary. Nothing elsewhere.
+    """
+    if environment_variable("GITHUB_ACTIONS") != "true":
+        return
+    yield from commands(judgement)
+    summary = step_summary()
+    if (
+        page is not None
+        and summary is not None
+        and (problem := append_summary(summary, page.read_text(encoding="utf-8")))
+    ):
+        yield f"perfbench: warning: {problem}"
 
 
 def commands(judgement: Judgement) -> list[str]:

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from xml.etree import ElementTree as ET
 
-from perfbench.judgement import CellVerdict, Judgement
-from perfbench.result import Run
-from perfbench.verdict import EXIT_OF, FAIL_UNDER_STRICT, Exit, Verdict
+from perfbench.errors import Exit
+from perfbench.gate import CellVerdict, Judgement
+from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Run, Verdict
 
 # XML 1.0 cannot hold these, not even as a reference.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")

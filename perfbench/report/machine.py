@@ -7,11 +7,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from statistics import median
 
-from perfbench.comparable import differences, ground_of, sentinel_rates
-from perfbench.coverage import throttled
-from perfbench.judgement import Judgement
-from perfbench.report.beside import Beside
-from perfbench.result import Run, SentinelLine, Status, Telemetry
+from perfbench.gate import (
+    Judgement,
+    comparability_key,
+    environment_differences,
+    is_throttled,
+    sentinel_rates,
+)
+from perfbench.records import Run, SentinelLine, Status, Telemetry
+from perfbench.report.context import Beside
 from perfbench.text import NULL, escape, number, signed_pct
 
 MAX_BLOCKS = 8  # columns; more are told by their range
@@ -28,7 +32,7 @@ def facts(run: Run, judgement: Judgement, beside: Beside) -> list[str]:
             else "there is no baseline"
         )
         lines.append(f"Not compared with the machine of {beside.name}: {known}.")
-    elif changed := differences(ground_of(run.manifest), beside.ground):
+    elif changed := environment_differences(comparability_key(run.manifest), beside.ground):
         lines.append(f"Not the environment of {beside.name} (then to now): {escape(changed)}")
     else:
         lines.append(
@@ -115,7 +119,7 @@ def _against(
 def _telemetry(run: Run) -> list[str]:
     timed = [row for row in run.replicates if row.status is Status.OK]
     seen: list[Telemetry] = [row.telemetry for row in timed if row.telemetry is not None]
-    hot = sum(throttled(row) for row in timed)
+    hot = sum(is_throttled(row) for row in timed)
     parts = []
     for what, unit, values in (
         ("SM clock", "MHz", [one.sm_clock_mhz for one in seen]),

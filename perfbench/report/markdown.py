@@ -8,15 +8,22 @@ from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
-from perfbench import revisions, stats
-from perfbench.judgement import Judgement, unproved
+from perfbench.errors import Exit
+from perfbench.gate import Judgement, stats
+from perfbench.records import (
+    FAIL_UNDER_STRICT,
+    Run,
+    Source,
+    Verdict,
+    injection_words,
+    revisions_to_type,
+    typed_revisions,
+)
+from perfbench.report import failures as red_cells
 from perfbench.report import machine, tables, workloads
-from perfbench.report import reds as red_cells
-from perfbench.report.beside import Beside
+from perfbench.report.context import Beside
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
-from perfbench.result import Run, Source
 from perfbench.text import NULL, block, cell_code, code, escape, plain
-from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,12 +199,12 @@ def _again(run: Run, beside: Beside) -> str:
     """The command with its seed and its faults; of an A/B with the commits, since a branch or HEAD
     moves on.
     """
-    from perfbench.sweep import without_resume
+    from perfbench.runner import without_resume
 
     words = list(without_resume(run.manifest.argv))
-    if beside.base_run is not None and revisions.asked(words) is not None:
-        words[2:4] = revisions.to_type(beside.base_run, run)
-    words += [*revisions.injections(run), "--seed", str(run.manifest.seed)]
+    if beside.base_run is not None and typed_revisions(words) is not None:
+        words[2:4] = revisions_to_type(beside.base_run, run)
+    words += [*injection_words(run), "--seed", str(run.manifest.seed)]
     return shlex.join(plain(word) for word in words)
 
 
@@ -220,7 +227,7 @@ def _right(judgement: Judgement, rows: list[Row]) -> str:
 def _commit(source: Source) -> str:
     commit = f"commit {code(source.commit[:12])}" if source.commit else "commit"
     commit += (
-        f"{', ' if source.commit else ' '}**{escape(why)}**" if (why := unproved(source)) else ""
+        f"{', ' if source.commit else ' '}**{escape(why)}**" if (why := source.unproved) else ""
     )
     return commit + (" **with uncommitted changes**" if source.dirty_sha256 else "")
 

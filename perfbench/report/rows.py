@@ -10,12 +10,20 @@ from itertools import pairwise
 from statistics import median
 
 from nsa.routing import DENSE_KINDS
-from perfbench.axes import ATTENTION, AXES, SELECTED
-from perfbench.coverage import usable
-from perfbench.judgement import CellVerdict, Judgement
+from perfbench.gate import CellVerdict, Judgement, usable
+from perfbench.records import (
+    ATTENTION,
+    AXES,
+    SELECTED,
+    CacheLine,
+    PlannedCell,
+    Profile,
+    Replicate,
+    Run,
+    Telemetry,
+    Verdict,
+)
 from perfbench.report.bands import Band, bands
-from perfbench.result import CacheLine, PlannedCell, Profile, Replicate, Run, Telemetry
-from perfbench.verdict import Verdict
 
 UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
 PATH_ORDER = (

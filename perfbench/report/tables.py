@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from perfbench.records import Verdict
 from perfbench.report.rows import Row, is_twin, unmarked
 from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
-from perfbench.verdict import Verdict
 
 HOW = {"capture": "at the capture, x replays", "graph": "in the compiled graph, x runs"}
 MAX_IDS = 6  # cells named for one reason; the table has all

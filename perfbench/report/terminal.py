@@ -12,12 +12,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from perfbench.judgement import Judgement, severity
+from perfbench.errors import Exit
+from perfbench.gate import Judgement, severity
+from perfbench.records import FAIL_UNDER_STRICT, Run, Verdict
 from perfbench.report.rows import Row, null_reasons, rows_of
 from perfbench.report.tables import half, mde
-from perfbench.result import Run
 from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
-from perfbench.verdict import FAIL_UNDER_STRICT, Exit, Verdict
 
 QUIET = (None, Verdict.SAME)
 _COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"} | {
@@ -28,7 +28,7 @@ WIDE = 110  # from here on utilisation and memory have room
 MAX_OPEN = 5  # reasons printed of each kind of open cells; the report has all
 
 
-def table(run: Run, judgement: Judgement, *, width: int, colour: bool) -> str:
+def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False) -> str:
     """Render for a terminal of ``width`` columns."""
     console = Console(
         file=io.StringIO(),

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
-from perfbench import matrix, physics
-from perfbench.axes import ATTENTION, AXES, CACHED, SELECTED, SELECTIONS
+from perfbench.errors import PerfbenchError
+from perfbench.matrix import parse_matrix
+from perfbench.records import ATTENTION, AXES, CACHED, SELECTED, SELECTIONS, Run
 from perfbench.report.rows import Key, Row, is_twin, without
-from perfbench.result import Run
+from perfbench.roofline import keys_of_query
 from perfbench.text import NULL, escape, fixed, number, ratio
-from perfbench.verdict import PerfbenchError
 
 MIB = 2**20
 NO_NUMBER = "A dash: not measured, or not proved."
@@ -61,7 +61,7 @@ def _of(rows: Sequence[Row], workload: str) -> list[Row]:
 def _model(run: Run) -> ModelConfig | None:
     """The model of the run's matrix; None where this perfbench cannot read that matrix."""
     try:
-        return matrix.parse(run.manifest.matrix_text, run.manifest.matrix_path).model
+        return parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path).model
     except PerfbenchError:
         return None
 
@@ -71,7 +71,7 @@ def closed_form(model: ModelConfig, workload: str, tokens: int) -> Mapping[str, 
     or the mean of a prefill's.
     """
     if workload == "decode":
-        return physics.keys_of_query(model, tokens)
+        return keys_of_query(model, tokens)
     pairs = BlockGrid.of(model.nsa).pairs(tokens)
     return {branch: pairs[branch] / tokens for branch in model.nsa.branches}
 

@@ -18,24 +18,18 @@ from pathlib import Path
 from nsa.capability import assumed
 from nsa.config import preset
 from nsa.settings import Settings
-from perfbench import (
-    baselinefile,
-    gate,
-    judgement,
-    nights,
-    pair,
-    runfile,
-    session,
-    starts,
-    tunedecide,
-    tuneplan,
-    tunetext,
-)
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.report import verdictfile
-from perfbench.result import Run
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.calibration import aa_runs, between_starts
+from perfbench.commands import session
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import judgement, judging
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records import baseline_file, run_file
+from perfbench.records.rows import Run
+from perfbench.report import verdict_json
+from perfbench.runner.ab import pair
+from perfbench.tuning import decide, report
+from perfbench.tuning import matrix as tuneplan
 from tests.fuzz import mutations
 from tests.perfbench import builders
 from tests.perfbench.matrix_text import VALID
@@ -101,52 +95,54 @@ def _matrix(data: bytes, folder: Path) -> None:
 
 
 def _run(data: bytes, folder: Path) -> None:
-    run = runfile.read(_laid(data, folder / runfile.FILE_NAME))
+    run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
     outcome = session.judge(folder)
-    verdictfile.text(run, outcome.judgement).encode()
-    starts.counts(starts.read([run]))
+    verdict_json.text(run, outcome.judgement).encode()
+    aa_runs.counts(aa_runs.read([run]))
 
 
 def _compressed(data: bytes, folder: Path) -> None:
-    runfile.read(_laid(data, folder / runfile.COMPRESSED_NAME))
+    run_file.read(_laid(data, folder / run_file.COMPRESSED_NAME))
 
 
 def _baseline(data: bytes, folder: Path) -> None:
     path = _laid(data, folder / "b.json")
-    found = baselinefile.read(path)
+    found = baseline_file.read(path)
     if isinstance(found, judgement.BaselineProblem):
         raise PerfbenchError(Exit.BASELINE, found.message)
-    baselinefile.show(found).encode()
-    verdictfile.text(_green(), gate.judge(_green(), found, session.policy_of(_green()))).encode()
+    baseline_file.show(found).encode()
+    verdict_json.text(
+        _green(), judging.judge(_green(), found, session.policy_of(_green()))
+    ).encode()
 
 
 @cache
 def _green() -> Run:
-    return runfile.read(RUNS / "h100-demo" / "green")
+    return run_file.read(RUNS / "h100-demo" / "green")
 
 
 def _calibration(data: bytes, folder: Path) -> None:
-    nights.read(_laid(data, folder / "calibration.json"), "h200")
+    between_starts.read(_laid(data, folder / "calibration.json"), "h200")
 
 
 def _tune(data: bytes, folder: Path) -> None:
-    run = runfile.read(_laid(data, folder / runfile.FILE_NAME))
+    run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
     judged = session.judge(folder).judgement
     try:
-        tuned = tunedecide.tell(run, judged)
+        tuned = decide.tell(run, judged)
     # of another matrix, or a demonstration: `perfbench tune --from` makes this error of it
     except ValueError as error:
         raise PerfbenchError(
             Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from"
         ) from None
-    tunetext.to_json(tuned).encode()
-    tunetext.to_markdown(tuned).encode()
+    report.to_json(tuned).encode()
+    report.to_markdown(tuned).encode()
 
 
 def _pair(data: bytes, folder: Path) -> None:
     for name, part in zip(pair.NAMES, (data.split(PART, 1) * 2)[:2], strict=True):
         (folder / name).mkdir(exist_ok=True)
-        _laid(part, folder / name / runfile.FILE_NAME)
+        _laid(part, folder / name / run_file.FILE_NAME)
     assert isinstance(pair.is_pair(folder), bool)
     found = pair.read(folder)
     pair.are_paired(found.base, found.candidate)
@@ -180,7 +176,7 @@ def _cut(folder: Path) -> bytes:
     """The first cell of a run with two of its replicates and one sentinel."""
     first, *rest = [
         json.loads(line)
-        for line in gzip.decompress((folder / runfile.COMPRESSED_NAME).read_bytes()).splitlines()
+        for line in gzip.decompress((folder / run_file.COMPRESSED_NAME).read_bytes()).splitlines()
     ]
     first["cells"] = first["cells"][:1]
     rows = [one for one in rest if one.get("cell_id") == first["cells"][0]["cell_id"]][:2]

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from perfbench import matrix, matrixfile, matrixrules, runfile, yamlfile
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import matrix, rules, schema, strict_yaml
+from perfbench.records import run_file
 from tests.fuzz import readers
 from tests.fuzz.readers import PART, READERS, survives
 
@@ -111,7 +112,7 @@ def refusal_once(name: str, data: bytes, folder: Path) -> str:
 def test_a_matrix_of_too_many_values_is_refused_before_all_are_parsed(tmp_path: Path) -> None:
     """A megabyte of them took 22 s."""
     begin = time.process_time()
-    assert f"more than {yamlfile.MAX_VALUES} values" in refusal(
+    assert f"more than {strict_yaml.MAX_VALUES} values" in refusal(
         "matrix", b"version: 1\nx: [" + b"1," * 520_000, tmp_path
     )
     assert time.process_time() - begin < 8.0  # it is read twice
@@ -120,10 +121,10 @@ def test_a_matrix_of_too_many_values_is_refused_before_all_are_parsed(tmp_path: 
 def test_an_axis_of_many_values_is_checked_in_linear_time() -> None:
     """Each was looked for in a list of those before it: 20,000 took 3 s."""
     lengths = range(1, 20_001)
-    document = yamlfile.parse(GOOD.replace("LENGTHS", ",".join(map(str, lengths))), "m.yaml")
-    file = matrixfile.validate(document)
+    document = strict_yaml.parse(GOOD.replace("LENGTHS", ",".join(map(str, lengths))), "m.yaml")
+    file = schema.validate(document)
     begin = time.process_time()
-    assert matrixrules.parse_axes(document, file)["seq_len"] == tuple(lengths)
+    assert rules.parse_axes(document, file)["seq_len"] == tuple(lengths)
     assert time.process_time() - begin < 1.0
 
 
@@ -161,18 +162,20 @@ def edited(seed: bytes, kind: str, **values: Any) -> bytes:
     )
 
 
-@pytest.mark.parametrize("count", [-1, runfile.MAX_REPLICATES + 1, 10**18])
+@pytest.mark.parametrize("count", [-1, run_file.MAX_REPLICATES + 1, 10**18])
 def test_a_number_of_replicates_that_no_run_has(count: int, tmp_path: Path) -> None:
     """What is missing in a pair is counted up to it: 10**9 hung for minutes."""
     seed = READERS["run"].seeds()[0]
     assert ":1: replicates is" in refusal(
         "run", edited(seed, "manifest", replicates=count), tmp_path
     )
-    runfile.parse(edited(seed, "manifest", replicates=runfile.MAX_REPLICATES), "run.jsonl")
+    run_file.parse(edited(seed, "manifest", replicates=run_file.MAX_REPLICATES), "run.jsonl")
 
 
 def test_a_matrix_asks_for_no_more_replicates_than_a_run_file_holds() -> None:
-    text = GOOD.replace("LENGTHS", "64") + f"measure: {{processes: {runfile.MAX_REPLICATES + 1}}}\n"
+    text = (
+        GOOD.replace("LENGTHS", "64") + f"measure: {{processes: {run_file.MAX_REPLICATES + 1}}}\n"
+    )
     with pytest.raises(
         PerfbenchError, match=r"m.yaml:6: measure.processes: 100001 is more than 100000"
     ):
@@ -200,7 +203,7 @@ def test_numbers_of_a_run_that_overflow(values: dict[str, Any], tmp_path: Path) 
 
 def test_numbers_at_the_bound_are_read() -> None:
     data = edited(READERS["run"].seeds()[0], "replicate", wall_s=9e99, attempt=2**63 - 1)
-    assert runfile.parse(data, "run.jsonl").replicates[0].attempt == 2**63 - 1
+    assert run_file.parse(data, "run.jsonl").replicates[0].attempt == 2**63 - 1
 
 
 def test_a_count_of_a_baseline_that_overflows(tmp_path: Path) -> None:

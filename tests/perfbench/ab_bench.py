@@ -14,12 +14,16 @@ import pytest
 
 from nsa.routing import Capability
 from nsa.settings import Settings
-from perfbench import ab, checkout, cli, isolate, runner, session, sideplan, trace
-from perfbench import plan as plans
-from perfbench.environment import TargetFit
-from perfbench.job import Job
-from perfbench.matrix import Matrix
-from perfbench.result import Replicate, Status
+from perfbench.commands import app, session
+from perfbench.machine.environment import TargetFit
+from perfbench.matrix import plan as plans
+from perfbench.matrix.matrix import Matrix
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.runner import executor
+from perfbench.runner import run as runner
+from perfbench.runner.ab import checkout, schedule, version_plan
+from perfbench.tracing import trace
 from tests.perfbench import builders, repositories, side_measure
 
 MATRIX = """\
@@ -63,7 +67,7 @@ class FakeSide:
         self.jobs.append(job)
         self.log.append((self.name, job.cell_id, job.replicate))
         if job.cell_id in self.ends:
-            return isolate.failed(job, self.ends[job.cell_id], "planted")
+            return executor.failed(job, self.ends[job.cell_id], "planted")
         slower = 1 - (job.injection.percent or 0.0) / 100 if job.injection else 1.0
         row = side_measure.row_of(job, self.speed * slower)
         if (job.cell_id, job.replicate) in self.hot:
@@ -86,7 +90,7 @@ class Bench:
     log: list[tuple[str, str, int]]
 
     def run(self, *argv: str) -> int:
-        return cli.invoke(argv)
+        return app.invoke(argv)
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +128,8 @@ def bench(
         yield made.a, made.b
 
     monkeypatch.setattr(runner, "prepared", prepared)
-    monkeypatch.setattr(ab, "prepared", both)
-    monkeypatch.setattr(sideplan, "plan_of", plan_here)  # half a second of process each
+    monkeypatch.setattr(schedule, "prepared", both)
+    monkeypatch.setattr(version_plan, "plan_of", plan_here)  # half a second of process each
     monkeypatch.setattr(session.Outcome, "write_report", lambda outcome, out=None: [])
     monkeypatch.setattr(
         trace, "on_red", lambda *arguments, **options: []
@@ -135,9 +139,9 @@ def bench(
 
 def plan_here(
     one: checkout.Side, matrix: Matrix, only: Sequence[str], capability: Capability
-) -> sideplan.SidePlan:
+) -> version_plan.SidePlan:
     """What the side's own process would answer, since its nsa differs in the marker alone."""
-    return sideplan.SidePlan(
+    return version_plan.SidePlan(
         plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )

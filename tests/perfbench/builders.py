@@ -14,11 +14,11 @@ from typing import Any
 
 from nsa.config import ModelConfig, NSAConfig
 from nsa.routing import DENSE_KINDS, Capability, Problem, Request, Route, route, route_dense
-from perfbench.axes import Cell, torch_dtype_name
-from perfbench.baseline import Baseline, BaselineCell
-from perfbench.comparable import sentinel_rates
-from perfbench.coverage import rows_by_cell, usable
-from perfbench.result import (
+from perfbench.gate.comparable import sentinel_rates
+from perfbench.gate.coverage import rows_by_cell, usable
+from perfbench.records.baseline_file import Baseline, BaselineCell
+from perfbench.records.cells import Cell, torch_dtype_name
+from perfbench.records.rows import (
     BranchLine,
     Environment,
     Expect,

@@ -12,7 +12,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small GEMM in place of the one that takes a second on a CPU; use it beside ``one_thread``,
     which restores the threads.
     """
-    from perfbench import measure
+    from perfbench.worker import measure
 
     real = measure._gemm
     monkeypatch.setattr(measure, "_gemm", lambda size, job: real(min(size, 32), job))

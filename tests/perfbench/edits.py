@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from perfbench.gate import Judgement
-from perfbench.result import Run, Status
-from perfbench.verdict import Verdict
+from perfbench.gate.judging import Judgement
+from perfbench.records.rows import Run, Status
+from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
 
 

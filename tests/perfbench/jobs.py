@@ -7,9 +7,9 @@ from typing import Any
 from nsa import capability
 from nsa.config import ModelConfig, preset
 from nsa.routing import DENSE_KINDS, Problem, Request, Route, plan, route_dense
-from perfbench.axes import Cell, torch_dtype_name
-from perfbench.job import Job, MeasureOptions
-from perfbench.result import Expect
+from perfbench.records.cells import Cell, torch_dtype_name
+from perfbench.records.job import Job, MeasureOptions
+from perfbench.records.rows import Expect
 from tests.perfbench import builders
 
 TINY = preset("tiny")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from perfbench import matrix as matrices
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import matrix as matrices
 
 VALID = """\
 version: 1

@@ -14,12 +14,13 @@ from torch import nn
 
 from nsa import engagement
 from nsa.routing import BranchRoute
-from perfbench import measure, workload
-from perfbench.clock import FakeClock
-from perfbench.job import Job
-from perfbench.result import Replicate
-from perfbench.telemetry import FakeSampler, Sampler, Window
-from perfbench.workload import Workload
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate
+from perfbench.worker import measure
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.telemetry import FakeSampler, Sampler, Window
+from perfbench.worker.workloads import workload
+from perfbench.worker.workloads.workload import Workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, route_of
 

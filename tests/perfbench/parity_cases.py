@@ -12,8 +12,8 @@ from torch import Tensor
 from nsa.config import ModelConfig
 from nsa.ops.selected import PATHS
 from nsa.routing import DENSE_KINDS, Path
-from perfbench import parity
-from perfbench.result import ParityLine
+from perfbench.records.rows import ParityLine
+from perfbench.worker.parity import check
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
 TOKENS = (5 + 4) * 16 + 1  # (n + 4) l' + 1 of the tiny geometry
@@ -43,7 +43,7 @@ def prove(
         "train": train,
         "seed": 3,
     }
-    return parity.check(model, timed, **{**values, **changes})
+    return check.check(model, timed, **{**values, **changes})
 
 
 def wrong(line: ParityLine) -> set[str]:

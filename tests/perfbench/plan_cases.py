@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.result import Source
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records.rows import Source
 
 CODE = Source(commit="a" * 40, dirty_sha256=None)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from perfbench.gate import Judgement, conclude, judge
-from perfbench.policy import GatePolicy
+from perfbench.gate.judging import Judgement, conclude, judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.rows import Run, Status
 from perfbench.report import markdown
-from perfbench.report.beside import Beside
+from perfbench.report.context import Beside
 from perfbench.report.markdown import Picture
 from perfbench.report.rows import rows_of
-from perfbench.result import Run, Status
 from tests.perfbench import builders as b
 
 POLICY = GatePolicy()

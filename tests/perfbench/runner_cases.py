@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from perfbench import runner
-from perfbench.isolate import failed
-from perfbench.job import Job
-from perfbench.result import Replicate, Status
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.job import Job, failed
+from perfbench.records.rows import Replicate, Status
+from perfbench.runner import run as runner
 from tests.perfbench import builders
 from tests.perfbench.plan_cases import CODE, planned_from
 

@@ -8,11 +8,10 @@ import json
 from collections.abc import Callable
 
 from nsa import settings
-from perfbench.clock import Clock
-from perfbench.isolate import failed
-from perfbench.job import Job
-from perfbench.result import Replicate, Status
-from perfbench.telemetry import Sampler
+from perfbench.records.job import Job, failed
+from perfbench.records.rows import Replicate, Status
+from perfbench.worker.clock import Clock
+from perfbench.worker.telemetry import Sampler
 
 
 def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:

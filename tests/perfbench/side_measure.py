@@ -8,10 +8,10 @@ import random
 import time
 from collections.abc import Callable
 
-from perfbench.clock import Clock
-from perfbench.job import Job
-from perfbench.result import PlannedCell, Replicate
-from perfbench.telemetry import Sampler
+from perfbench.records.job import Job
+from perfbench.records.rows import PlannedCell, Replicate
+from perfbench.worker.clock import Clock
+from perfbench.worker.telemetry import Sampler
 from tests.perfbench import builders
 
 

@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from perfbench.clock import Clock
-from perfbench.job import Job
-from perfbench.result import Replicate, Status
-from perfbench.telemetry import Sampler
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.worker.clock import Clock
+from perfbench.worker.telemetry import Sampler
 
 
 class OutOfMemoryError(RuntimeError):

@@ -8,10 +8,9 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from perfbench import runner
-from perfbench.isolate import failed
-from perfbench.job import Job
-from perfbench.result import PlannedCell, Replicate, Status
+from perfbench.records.job import Job, failed
+from perfbench.records.rows import PlannedCell, Replicate, Status
+from perfbench.runner import run as runner
 from tests.perfbench import builders
 from tests.perfbench.plan_cases import CODE, planned_from
 

@@ -10,18 +10,20 @@ from pathlib import Path
 import pytest
 
 from nsa.capability import assumed
-from perfbench import ab, checkout, cli, pair, runfile, session, sideplan
-from perfbench import matrix as matrices
-from perfbench.job import Job, MeasureOptions
-from perfbench.result import Run, Status
-from perfbench.side import WITNESS
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.commands import app, session
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import matrix as matrices
+from perfbench.records import run_file
+from perfbench.records.job import Job, MeasureOptions
+from perfbench.records.rows import Run, Status
+from perfbench.runner.ab import checkout, pair, schedule, version_plan
+from perfbench.worker.nsa_version import WITNESS
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
 from tests.perfbench.repositories import git, worktrees
 
 STUB = "tests.perfbench.stub_measure:measure"
-REAL = ab.prepared
+REAL = schedule.prepared
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def real(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(session, "CHECKOUT", template[0])
     monkeypatch.chdir(repositories.ROOT)
     monkeypatch.setattr(
-        ab, "prepared", partial(REAL, measure="tests.perfbench.side_measure:measure")
+        schedule, "prepared", partial(REAL, measure="tests.perfbench.side_measure:measure")
     )
     (tmp_path / "small.yaml").write_text(MATRIX, encoding="utf-8")
     return tmp_path
@@ -60,7 +62,7 @@ def test_each_side_runs_its_own_code_in_turns(
     """
     out = real / "out"
     assert (
-        cli.invoke(
+        app.invoke(
             [
                 "ab",
                 "HEAD~1",
@@ -123,7 +125,7 @@ def test_the_working_tree_is_a_side_and_an_injection_hits_side_b_alone(
             "--out",
             str(real / "out"),
         ]
-        cli.invoke([*argv, "--inject", f"slowdown=50%@{LONG}"])
+        app.invoke([*argv, "--inject", f"slowdown=50%@{LONG}"])
         assert git(template[0], "status", "--porcelain") == "M nsa/marker.py"
     finally:
         git(template[0], "checkout", "-q", "nsa/marker.py")
@@ -145,7 +147,7 @@ def test_the_working_tree_is_a_side_and_an_injection_hits_side_b_alone(
 
 def job_of(one: checkout.Side) -> Job:
     matrix = matrices.parse(MATRIX, "m.yaml")
-    plan = sideplan.plan_of(one, matrix, [f"cell={SHORT}"], assumed("none"))
+    plan = version_plan.plan_of(one, matrix, [f"cell={SHORT}"], assumed("none"))
     (cell,) = plan.plan.cells
     fields = {
         "cell_id": SHORT,
@@ -170,7 +172,7 @@ def test_a_server_that_was_not_told_its_side_yields_no_row(
     real: Path, template: tuple[Path, list[str]]
 ) -> None:
     """The worst bug would be a silent A/A; here the one argument that prevents it is taken away."""
-    with checkout.side("HEAD", template[0]) as one, ab.SideExecutor(one, STUB) as executor:
+    with checkout.side("HEAD", template[0]) as one, schedule.SideExecutor(one, STUB) as executor:
         told = list(executor._command)
         assert told[-2:] == ["--nsa", str(one.folder)]
         job = job_of(one)
@@ -190,7 +192,7 @@ def test_a_server_whose_side_is_no_package_refuses_to_start(
     with checkout.side("HEAD", template[0]) as one:
         wrong = checkout.Side("v0", tmp_path / "empty", one.source)
         with (
-            ab.SideExecutor(wrong, "tests.perfbench.stub_measure:measure") as executor,
+            schedule.SideExecutor(wrong, "tests.perfbench.stub_measure:measure") as executor,
             pytest.raises(checkout.CannotBuild, match="WrongSide"),
         ):
             executor.prepare([])
@@ -345,7 +347,7 @@ def in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(pauses) == 1:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ab, "interleave", partial(ab.interleave, pause=pause))
+    monkeypatch.setattr(schedule, "interleave", partial(schedule.interleave, pause=pause))
 
 
 @pytest.mark.parametrize(
@@ -387,7 +389,7 @@ def test_a_pair_that_a_resume_parted_does_not_count_and_is_measured_again(bench:
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "2") == 0
     (folder,) = Path("reports/runs").iterdir()
     for name in pair.NAMES:
-        path = folder / name / runfile.FILE_NAME
+        path = folder / name / run_file.FILE_NAME
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for line in lines[1:]:
             late = name == "b" and line["replicate"] == 1

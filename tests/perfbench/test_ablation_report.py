@@ -12,14 +12,14 @@ import pytest
 
 from nsa.routing import Capability
 from nsa.settings import Settings
-from perfbench import matrix as matrices
-from perfbench import plan
-from perfbench.report import ablation
-from perfbench.result import PlannedCell, Replicate, Run, Source
-from perfbench.runfile import create
-from perfbench.verdict import PerfbenchError
+from perfbench.errors import PerfbenchError
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan
+from perfbench.records.rows import PlannedCell, Replicate, Run, Source
+from perfbench.records.run_file import create
 from tests.perfbench import builders as b
 from tests.perfbench.test_kernel_report import table
+from tools.studies import ablation
 
 ROOT = Path(__file__).parents[2]
 H200 = Capability(

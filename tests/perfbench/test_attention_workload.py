@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from nsa.config import ModelConfig, NSAConfig
-from perfbench import attention_only, calls, physics, workload
-from perfbench.attention_only import NUM_INPUTS
-from perfbench.axes import Cell
-from perfbench.job import Job
-from perfbench.result import Status
-from perfbench.workload import Workload
+from perfbench import roofline
+from perfbench.matrix import attention_calls
+from perfbench.records.cells import Cell
+from perfbench.records.job import Job
+from perfbench.records.rows import Status
+from perfbench.worker.workloads import attention, workload
+from perfbench.worker.workloads.attention import NUM_INPUTS
+from perfbench.worker.workloads.workload import Workload
 from tests import oracle
 from tests.perfbench.jobs import TINY, job
 from tests.perfbench.measure_cases import run
@@ -178,7 +180,7 @@ def test_a_row_is_one_layer_proved_and_witnessed(path: str, kind: str) -> None:
     ), "one layer, however many the model has"
     assert row.parity is not None and ("dq" in row.parity.tensors) == (kind == "attention")
     assert row.profile is not None and row.profile.witness_ok is True
-    assert calls.layer_calls(Cell(kind, 96, path).axes(), TINY) == 1
+    assert attention_calls.layer_calls(Cell(kind, 96, path).axes(), TINY) == 1
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -193,25 +195,25 @@ def test_the_floor_is_attention_alone(dense: bool) -> None:
     )
     pairs = 50 * 51 // 2 if dense else seen_blocks + sum(min(24, t + 1) for t in range(50))
     forward = 2 * 6 * (12 + 20) * 2 * pairs
-    assert physics.step_flops(UNEVEN, workload="attention_forward", **shape) == forward
-    assert physics.step_flops(UNEVEN, workload="attention", **shape) == 3 * forward
+    assert roofline.step_flops(UNEVEN, workload="attention_forward", **shape) == forward
+    assert roofline.step_flops(UNEVEN, workload="attention", **shape) == 3 * forward
     numbers = 6 * 12 + (1 if dense else 2) * 3 * (12 + 20) + (0 if dense else 6 * 2) + 6 * 20
     assert (
-        physics.step_min_bytes(UNEVEN, workload="attention_forward", dtype="bf16", **shape)
+        roofline.step_min_bytes(UNEVEN, workload="attention_forward", dtype="bf16", **shape)
         == 2 * 50 * numbers * 2
     )
     assert (
-        physics.step_min_bytes(UNEVEN, workload="attention", dtype="bf16", **shape)
+        roofline.step_min_bytes(UNEVEN, workload="attention", dtype="bf16", **shape)
         == 2 * 2 * 50 * numbers * 2
     )
 
 
 def test_inputs_are_leaves_only_where_a_gradient_is_wanted() -> None:
-    module = attention_only.module_of(TINY, "v2", "off")
+    module = attention.module_of(TINY, "v2", "off")
     size: dict[str, Any] = {"batch": 1, "tokens": 8, "dtype": torch.float32, "device": "cpu"}
-    assert [
-        x.requires_grad for x in next(attention_only.inputs(module, backward=True, **size))
-    ] == [True] * 8 + [False]
-    assert [
-        x.requires_grad for x in next(attention_only.inputs(module, backward=False, **size))
-    ] == [False] * 8
+    assert [x.requires_grad for x in next(attention.inputs(module, backward=True, **size))] == [
+        True
+    ] * 8 + [False]
+    assert [x.requires_grad for x in next(attention.inputs(module, backward=False, **size))] == [
+        False
+    ] * 8

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfbench.axes import Cell
-from perfbench.baseline import Baseline, load, path_for, promote, read, show
-from perfbench.gate import BaselineProblem, judge
-from perfbench.policy import GatePolicy
-from perfbench.result import Run, Source, Status
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.baseline import promote
+from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.baseline_file import Baseline, load, path_for, read, show
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Run, Source, Status
+from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
 
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"

@@ -16,8 +16,9 @@ from torch import Tensor
 from nsa import dispatch, functional, selection
 from nsa.config import ModelConfig, NSAConfig, preset
 from nsa.ops import sdpa
-from perfbench import blocks_parity, layer_parity, parity
-from perfbench.result import ParityLine
+from perfbench.records.rows import ParityLine
+from perfbench.worker.parity import blocks as blocks_parity
+from perfbench.worker.parity import check, layer
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,7 +42,7 @@ def prove(
         "seed": 3,
         "tokens": tokens,
     }
-    return parity.check(model, timed, path=path, train=train, **{**values, **changes})
+    return check.check(model, timed, path=path, train=train, **{**values, **changes})
 
 
 def with_options(**changes: Any) -> ModelConfig:
@@ -89,9 +90,9 @@ def test_a_window_beyond_the_slots() -> None:
 
 def test_without_the_cells_length_a_short_route_is_refused() -> None:
     with pytest.raises(
-        parity.RouteDiffers, match=r"auto at 145 tokens runs .*sel\.masked.*sel\.dense.*time a cell"
+        check.RouteDiffers, match=r"auto at 145 tokens runs .*sel\.masked.*sel\.dense.*time a cell"
     ):
-        parity.check(
+        check.check(
             TINY,
             route_of(cell_of("auto")),
             path="auto",
@@ -101,8 +102,8 @@ def test_without_the_cells_length_a_short_route_is_refused() -> None:
             train=False,
             seed=3,
         )
-    with pytest.raises(parity.RouteDiffers, match=r"auto at 100 tokens"):
-        parity.check(
+    with pytest.raises(check.RouteDiffers, match=r"auto at 100 tokens"):
+        check.check(
             TINY,
             route_of(cell_of("auto")),
             path="auto",
@@ -139,7 +140,7 @@ def test_adaptive_n_is_proved_with_its_own_number_of_blocks(
     model = with_options(
         num_selected=10, adaptive_num_selected=True
     )  # 8 at the 225 tokens of the proof
-    assert layer_parity.tokens_selecting_all(model.nsa) == 8 * 16
+    assert layer.tokens_selecting_all(model.nsa) == 8 * 16
     assert prove("masked", 300, model=model).ok and prove("auto", 128, model=model).ok
     choose = selection.choose
     fixed = replace(model.nsa, num_selected=9, adaptive_num_selected=False)
@@ -191,7 +192,7 @@ def test_the_papers_geometry_passes_with_room(seed: int) -> None:
     ):
         config = replace(nsa, **options)
         proof, _ = judged(
-            config, kv_len=parity.standard_tokens(nsa), heads=12, groups=2, dim=64, seed=seed
+            config, kv_len=check.standard_tokens(nsa), heads=12, groups=2, dim=64, seed=seed
         )
         assert proof.wrong_rows == 0
         if proof.missed is not None and proof.missed_by_chance is not None:

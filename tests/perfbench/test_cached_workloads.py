@@ -18,14 +18,17 @@ from nsa.config import ModelConfig
 from nsa.ops import reads
 from nsa.routing import RouteError
 from nsa.settings import Settings
-from perfbench import cache_parity, calls, physics, workload
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.axes import Cell
-from perfbench.job import Job
-from perfbench.result import Replicate, Status
-from perfbench.verdict import PerfbenchError
-from perfbench.workload import NUM_BATCHES, Workload
+from perfbench import roofline
+from perfbench.errors import PerfbenchError
+from perfbench.matrix import attention_calls
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records.cells import Cell
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.worker.parity import cache as cache_parity
+from perfbench.worker.workloads import workload
+from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY, job
 from tests.perfbench.measure_cases import run
 from tests.perfbench.test_plan import BARE, CPU, H100, build
@@ -288,11 +291,13 @@ def test_a_decode_step_is_routed_as_what_it_is() -> None:
     """At 64 tokens every block is selected, so a forward is full causal attention, and one query on
     a cache is not.
     """
-    whole = calls.route_of(axes("forward", 64, dtype="fp32"), TINY, Settings(), CPU)
-    step = calls.route_of(axes("decode", 64, dtype="fp32"), TINY, Settings(), CPU)
+    whole = attention_calls.route_of(axes("forward", 64, dtype="fp32"), TINY, Settings(), CPU)
+    step = attention_calls.route_of(axes("decode", 64, dtype="fp32"), TINY, Settings(), CPU)
     assert "sel.dense" in whole.counters and "sel.masked" in step.counters
     assert (
-        calls.route_of(axes("decode", 65536), TINY, Settings(), BARE).branch("sel").implementation
+        attention_calls.route_of(axes("decode", 65536), TINY, Settings(), BARE)
+        .branch("sel")
+        .implementation
         == "masked"
     ), "one row of a mask"
 
@@ -305,8 +310,10 @@ def test_chunks_of_two_routes_are_refused() -> None:
     with pytest.raises(
         RouteError, match="for the first chunk and .* for a later one; wanted one route"
     ):
-        calls.route_of(axes("chunked_prefill", **sizes), TINY, Settings(), BARE)
-    assert calls.route_of(axes("chunked_prefill", path="masked", **sizes), TINY, Settings(), BARE)
+        attention_calls.route_of(axes("chunked_prefill", **sizes), TINY, Settings(), BARE)
+    assert attention_calls.route_of(
+        axes("chunked_prefill", path="masked", **sizes), TINY, Settings(), BARE
+    )
 
 
 def test_chunk_is_an_axis_of_chunked_prefill_alone() -> None:
@@ -319,8 +326,8 @@ def test_chunk_is_an_axis_of_chunked_prefill_alone() -> None:
         Cell("chunked_prefill", 4096, "v2", chunk=64).cell_id
         == "chunk=64,path=v2,seq_len=4096,workload=chunked_prefill"
     )
-    assert calls.layer_calls(axes("chunked_prefill", 4097), TINY) == 3 * TINY.num_layers
-    assert calls.layer_calls(axes("decode", 4097), TINY) == TINY.num_layers
+    assert attention_calls.layer_calls(axes("chunked_prefill", 4097), TINY) == 3 * TINY.num_layers
+    assert attention_calls.layer_calls(axes("decode", 4097), TINY) == TINY.num_layers
 
 
 MATRIX = """\
@@ -393,10 +400,10 @@ def test_what_no_machine_can_time_is_refused_before(changes: dict[str, str], mes
 
 @pytest.mark.parametrize("position", [0, 7, 30, 99, 100, 255])
 def test_keys_of_a_query_are_what_its_row_adds(position: int) -> None:
-    keys = physics.keys_of_query(TINY, position)
+    keys = roofline.keys_of_query(TINY, position)
     assert keys == keys_at(position)
     longer, shorter = (
-        physics.attention_pairs(TINY, n, dense=False) for n in (position + 1, position)
+        roofline.attention_pairs(TINY, n, dense=False) for n in (position + 1, position)
     )
     assert sum(keys.values()) == longer - shorter
 
@@ -406,21 +413,21 @@ def test_the_floor_of_a_decode_step() -> None:
     heads, K and V of 16, fp32.
     """
     shape: dict[str, Any] = {"workload": "decode", "batch": 3, "tokens": 100, "dense": False}
-    weights = physics.linear_parameters(TINY, dense=False)
+    weights = roofline.linear_parameters(TINY, dense=False)
     kv = 3 * 2 * 2 * (24 + 69 + 24) * 32
-    assert physics.step_min_bytes(TINY, dtype="fp32", **shape) == 4 * (
+    assert roofline.step_min_bytes(TINY, dtype="fp32", **shape) == 4 * (
         weights + kv + 3 * TINY.vocab_size
     )
-    assert physics.step_flops(TINY, **shape) == 3 * (2 * weights + 2 * 2 * 4 * 32 * (24 + 69 + 24))
+    assert roofline.step_flops(TINY, **shape) == 3 * (2 * weights + 2 * 2 * 4 * 32 * (24 + 69 + 24))
     shared = replace(TINY, nsa=replace(TINY.nsa, share_kv=True))
     less = 3 * 2 * 2 * (24 + 69) * 32  # the window's keys may be among the selected ones
-    assert physics.step_min_bytes(shared, dtype="fp32", **shape) == 4 * (
-        physics.linear_parameters(shared, dense=False) + less + 3 * 256
+    assert roofline.step_min_bytes(shared, dtype="fp32", **shape) == 4 * (
+        roofline.linear_parameters(shared, dense=False) + less + 3 * 256
     )
     whole = {**shape, "workload": "forward"}
-    assert physics.step_flops(
+    assert roofline.step_flops(
         TINY, **{**shape, "workload": "chunked_prefill"}
-    ) == physics.step_flops(TINY, **whole)
+    ) == roofline.step_flops(TINY, **whole)
 
 
 # Matrices.

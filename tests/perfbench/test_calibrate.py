@@ -11,15 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import certify, nullsim, session, stats
-from perfbench import matrix as matrices
-from perfbench.axes import Cell
-from perfbench.calibrate import as_json, calibrate, render
-from perfbench.certify import Effort, Rate, uniformity
-from perfbench.nights import read, told
-from perfbench.policy import GatePolicy, Policies
-from perfbench.result import Run
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.calibration import certify, simulate
+from perfbench.calibration.between_starts import read, told
+from perfbench.calibration.calibrate import as_json, calibrate, render
+from perfbench.calibration.certify import Effort, Rate, uniformity
+from perfbench.commands import session
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import stats
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Run
 from tests.perfbench.builders import (
     environment,
     make_run,
@@ -38,7 +40,7 @@ LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
 
 @pytest.fixture(autouse=True)
 def _few_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certify, "WORLDS", nullsim.WORLDS[:1])
+    monkeypatch.setattr(certify, "WORLDS", simulate.WORLDS[:1])
 
 
 def noisy(
@@ -94,14 +96,14 @@ def test_uniformity_tells_a_uniform_sample_from_another() -> None:
 
 
 def test_abba_puts_each_side_first_in_turn() -> None:
-    assert nullsim.abba(4) == ([0, 3, 4, 7], [1, 2, 5, 6])
+    assert simulate.abba(4) == ([0, 3, 4, 7], [1, 2, 5, 6])
 
 
 def test_the_rule_keeps_its_two_promises_on_gpu_bound_cells() -> None:
     """Few nights, so with room; the report has the many."""
-    world = nullsim.WORLDS[0]
-    null = nullsim.simulate(world, POLICY, nights=40, seed=(7, 0))
-    drops = nullsim.simulate(world, POLICY, nights=80, seed=(7, 1), drop_pct=3.0)
+    world = simulate.WORLDS[0]
+    null = simulate.simulate(world, POLICY, nights=40, seed=(7, 0))
+    drops = simulate.simulate(world, POLICY, nights=80, seed=(7, 1), drop_pct=3.0)
     assert sum(tally.nights for tally in null.values()) == 480
     assert sum(tally.outcomes["REGRESSED"] for tally in null.values()) == 0
     found = [tally.outcomes["REGRESSED"] / tally.nights for tally in drops.values()]
@@ -118,15 +120,15 @@ def test_a_screen_by_significance_alone_would_miss_the_goal(
     monkeypatch.setattr(
         stats, "screened", lambda comparison, policy: comparison.p_slower < policy.alpha_screen
     )
-    drops = nullsim.simulate(nullsim.WORLDS[0], POLICY, nights=40, seed=(7, 1), drop_pct=3.0)
+    drops = simulate.simulate(simulate.WORLDS[0], POLICY, nights=40, seed=(7, 1), drop_pct=3.0)
     assert sum(tally.outcomes["REGRESSED"] for tally in drops.values()) < 0.9 * sum(
         tally.nights for tally in drops.values()
     )
 
 
 def test_host_bound_cells_are_blind_and_never_red() -> None:
-    world = next(world for world in nullsim.WORLDS if world.name == "host bound")
-    for tally in nullsim.simulate(world, POLICY, nights=5, seed=(1,), drop_pct=3.0).values():
+    world = next(world for world in simulate.WORLDS if world.name == "host bound")
+    for tally in simulate.simulate(world, POLICY, nights=5, seed=(1,), drop_pct=3.0).values():
         assert tally.outcomes["BLIND"] > 0.8 * tally.nights and tally.outcomes["REGRESSED"] == 0
 
 
@@ -134,7 +136,7 @@ def test_a_night_is_judged_alone_when_the_family_is_one_cell() -> None:
     base = [[0.0, 0.001, -0.001, 0.002, -0.002]]
     slower = [[x - 0.1 for x in base[0]]]
     pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_BLOCKS)]]
-    (judged,) = nullsim.judge_night(
+    (judged,) = simulate.judge_night(
         base,
         slower,
         (pairs, [[x - 0.1 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]),
@@ -327,7 +329,7 @@ def headline(text: str) -> str:
 def power_row(
     name: str, sd_pct: float, hits: int, *, blind: int = 0, drop_pct: float = 3.0
 ) -> certify.PowerRow:
-    world = nullsim.World(name, (sd_pct,))
+    world = simulate.World(name, (sd_pct,))
     every = Rate(1000, 1000)
     return certify.PowerRow(
         world, sd_pct, drop_pct, Rate(hits, 1000), every, every, Rate(blind, 1000), 9.0
@@ -340,7 +342,7 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
     )
     best = [
         certify.PowerRow(
-            nullsim.WORLDS[0], 0.93, 3.0, Rate(2490, 2500), Rate(9, 9), Rate(9, 9), Rate(0, 9), 9.0
+            simulate.WORLDS[0], 0.93, 3.0, Rate(2490, 2500), Rate(9, 9), Rate(9, 9), Rate(0, 9), 9.0
         )
     ]
     others = [

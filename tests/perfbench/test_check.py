@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
-from perfbench import pair, runfile, session, sideplan
+from perfbench.commands import session
+from perfbench.records import run_file
+from perfbench.runner.ab import pair, version_plan
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, SHORT, Bench
 from tests.perfbench.repositories import git
 
-REAL_PLAN = sideplan.plan_of
+REAL_PLAN = version_plan.plan_of
 
 
 def promote(bench: Bench) -> None:
@@ -125,7 +127,7 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(
     with pytest.MonkeyPatch.context() as patch:
         git(old, "checkout", "-q", bench.commits[1])
         patch.setattr(session, "CHECKOUT", old)
-        patch.setattr(sideplan, "plan_of", REAL_PLAN)
+        patch.setattr(version_plan, "plan_of", REAL_PLAN)
         assert bench.run("check", "small.yaml") == 0
     err = capsys.readouterr().err
     assert "lacks what this harness needs of nsa" in err and "nsa.routing" in err
@@ -142,13 +144,13 @@ def test_an_interrupted_confirmation_goes_on(
     assert f"--resume {folder}" in capsys.readouterr().err
     bench.b.interrupt_at = None
     assert bench.run("check", "small.yaml", "--resume", str(folder)) == 3
-    assert len(bench.b.jobs) >= 12 and len(runfile.read(folder).replicates) == 8
+    assert len(bench.b.jobs) >= 12 and len(run_file.read(folder).replicates) == 8
 
 
 def test_a_spent_budget_leaves_it_watched(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from perfbench import check
+    from perfbench.commands import check
 
     promote(bench)
     bench.tonight.speed = 800.0

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import checkout, side
-from perfbench.checkout import CannotBuild
-from perfbench.verdict import Exit
+from perfbench.errors import Exit
+from perfbench.runner.ab import checkout
+from perfbench.runner.ab.checkout import CannotBuild
+from perfbench.worker import nsa_version
 from tests.perfbench import repositories
 from tests.perfbench.repositories import ROOT, git, worktrees
 
@@ -86,7 +87,7 @@ def test_a_folder_is_taken_as_it_is(repository: Path, temporary: Path, tmp_path:
 
 
 def test_the_own_checkout_needs_no_worktree(repository: Path, temporary: Path) -> None:
-    from perfbench.source import source
+    from perfbench.machine.source import source
 
     with checkout.own_side(repository, source(repository)) as own:
         assert version_in(own.folder) == "VERSION = 'dirty'"
@@ -166,7 +167,7 @@ def test_what_a_killed_process_left_is_removed_and_what_lives_is_not(
 ) -> None:
     code = (
         "import sys, tempfile, time\nfrom pathlib import Path\ntempfile.tempdir ="
-        f" {str(temporary)!r}\nfrom perfbench import checkout\nwith checkout.side('HEAD',"
+        f" {str(temporary)!r}\nfrom perfbench.runner.ab import checkout\nwith checkout.side('HEAD',"
         f" Path({str(repository)!r})):\n    print('ready', flush=True)\n    time.sleep(60)"
     )
     with subprocess.Popen(
@@ -205,7 +206,7 @@ def test_a_process_imports_its_own_side_before_the_current_folder(
     repository: Path, temporary: Path, without_nsa: None
 ) -> None:
     with checkout.side("HEAD~1", repository) as old:
-        side.use(old.folder)
+        nsa_version.use(old.folder)
         assert sys.modules["nsa"].VERSION == 1
 
 
@@ -213,21 +214,21 @@ def test_a_process_that_holds_another_nsa_refuses(
     repository: Path, temporary: Path, without_nsa: None
 ) -> None:
     with checkout.side("HEAD", repository) as one, checkout.side("HEAD~1", repository) as other:
-        side.use(one.folder)
-        with pytest.raises(side.WrongSide, match="imported first"):
-            side.use(other.folder)
-        with pytest.raises(side.WrongSide, match="wanted it from"):
-            side.verify(other.folder)
+        nsa_version.use(one.folder)
+        with pytest.raises(nsa_version.WrongSide, match="imported first"):
+            nsa_version.use(other.folder)
+        with pytest.raises(nsa_version.WrongSide, match="wanted it from"):
+            nsa_version.verify(other.folder)
         stranger = types.ModuleType("nsa.stranger")
         stranger.__file__ = str(ROOT / "nsa" / "config.py")
         sys.modules["nsa.stranger"] = stranger
-        with pytest.raises(side.WrongSide, match=r"nsa\.stranger"):
-            side.verify(one.folder)
+        with pytest.raises(nsa_version.WrongSide, match=r"nsa\.stranger"):
+            nsa_version.verify(one.folder)
 
 
 def test_a_folder_without_a_package_does_not_fall_back_to_the_installed_one(
     tmp_path: Path, without_nsa: None
 ) -> None:
     (tmp_path / "nsa").mkdir()  # a bare folder would lose to any real package further down the path
-    with pytest.raises(side.WrongSide):
-        side.use(tmp_path)
+    with pytest.raises(nsa_version.WrongSide):
+        nsa_version.use(tmp_path)

@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 
 import nsa.settings
-from perfbench import cli, isolate, runfile, runner, session
-from perfbench.job import Job
-from perfbench.result import PlannedCell, Replicate, Status
+from perfbench.commands import app, session
+from perfbench.records import run_file
+from perfbench.records.job import Job
+from perfbench.records.rows import PlannedCell, Replicate, Status
+from perfbench.runner import executor as isolate
+from perfbench.runner import run
 from tests.perfbench import builders
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +79,7 @@ def executor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeExecutor:
     def prepared(fit: object) -> Iterator[FakeExecutor]:
         yield fake
 
-    monkeypatch.setattr(runner, "prepared", prepared)
+    monkeypatch.setattr(run, "prepared", prepared)
     monkeypatch.setattr(session, "CHECKOUT", tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("small.yaml").write_text(MATRIX, encoding="utf-8")
@@ -89,14 +92,14 @@ def run_folder() -> Path:
 
 
 def promote() -> None:
-    assert cli.invoke(["run", "small.yaml"]) == 0
-    assert cli.invoke(["baseline", "promote", str(run_folder()), "--allow-dirty"]) == 0
+    assert app.invoke(["run", "small.yaml"]) == 0
+    assert app.invoke(["baseline", "promote", str(run_folder()), "--allow-dirty"]) == 0
 
 
 def test_run_prints_a_table_and_writes_a_report(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.invoke(["run", "small.yaml"]) == 0
+    assert app.invoke(["run", "small.yaml"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("MEASURED, exit 0: 4 cells")
     assert V2 in out
@@ -108,7 +111,7 @@ def test_run_prints_a_table_and_writes_a_report(
 def test_json_is_all_that_stdout_carries(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.invoke(["run", "small.yaml", "--json", "--only", "path=v2"]) == 0
+    assert app.invoke(["run", "small.yaml", "--json", "--only", "path=v2"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed["exit_code"] == 0
     assert Path(printed["run_dir"]) == run_folder()
@@ -120,9 +123,9 @@ def test_check_against_its_own_baseline_is_green(
 ) -> None:
     promote()
     assert Path("reports/baselines/cpu/small.json").exists()
-    assert cli.invoke(["check", "small.yaml", "--strict"]) == 0
+    assert app.invoke(["check", "small.yaml", "--strict"]) == 0
     assert "4 of 4 cells compared" in capsys.readouterr().out
-    assert cli.invoke(["baseline", "show", "reports/baselines/cpu/small.json"]) == 0
+    assert app.invoke(["baseline", "show", "reports/baselines/cpu/small.json"]) == 0
     assert V2 in capsys.readouterr().out
 
 
@@ -134,14 +137,14 @@ def test_a_slower_cell_whose_base_is_unknown_is_a_warning_and_is_named(
     """
     promote()
     executor.speed[V2] = 600.0
-    assert cli.invoke(["check", "small.yaml"]) == 0
+    assert app.invoke(["check", "small.yaml"]) == 0
     assert "knows no commit of" in capsys.readouterr().err
-    assert cli.invoke(["gate", str(run_folder()), "--strict"]) == 7
+    assert app.invoke(["gate", str(run_folder()), "--strict"]) == 7
     assert capsys.readouterr().out.startswith(
         f"WATCH, exit 7 (warnings fail under --strict): 1 of 4 cells: {V2}"
     )
     assert (
-        cli.invoke(
+        app.invoke(
             [
                 "report",
                 str(run_folder()),
@@ -163,10 +166,10 @@ def test_the_baseline_of_another_matrix_is_refused_in_one_line(
     other = MATRIX.replace("name: small", "name: other").replace("forward", "train")
     assert "name: other" in other and "train" in other
     Path("other.yaml").write_text(other, encoding="utf-8")
-    assert cli.invoke(["run", "other.yaml"]) == 0
+    assert app.invoke(["run", "other.yaml"]) == 0
     capsys.readouterr()
     assert (
-        cli.invoke(["gate", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json"])
+        app.invoke(["gate", str(run_folder()), "--baseline", "reports/baselines/cpu/small.json"])
         == 2
     )
     (line,) = capsys.readouterr().err.splitlines()
@@ -180,11 +183,11 @@ def test_the_baseline_of_another_matrix_is_refused_in_one_line(
 def test_a_file_whose_end_was_cut_off_is_told_on_stderr(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert cli.invoke(["run", "small.yaml"]) == 0
+    assert app.invoke(["run", "small.yaml"]) == 0
     path = run_folder() / "run.jsonl"
     path.write_bytes(path.read_bytes()[:-100])
     capsys.readouterr()
-    cli.invoke([command, str(path.parent), *(["--out", "again"] if command == "report" else [])])
+    app.invoke([command, str(path.parent), *(["--out", "again"] if command == "report" else [])])
     assert (
         "was cut off and is left out; `perfbench run --resume` repairs the file"
         in capsys.readouterr().err
@@ -196,9 +199,9 @@ def test_explain_names_the_cell_or_the_nearest(
 ) -> None:
     promote()
     capsys.readouterr()
-    assert cli.invoke(["explain", str(run_folder()), V2]) == 0
+    assert app.invoke(["explain", str(run_folder()), V2]) == 0
     assert V2 in capsys.readouterr().out
-    assert cli.invoke(["explain", str(run_folder()), V2.replace("256", "255")]) == 2
+    assert app.invoke(["explain", str(run_folder()), V2.replace("256", "255")]) == 2
     assert repr(V2) in capsys.readouterr().err
 
 
@@ -216,7 +219,7 @@ def test_a_bad_cell_has_its_exit_code_and_the_rest_is_measured(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str], status: Status, code: int
 ) -> None:
     executor.status[V2] = status
-    assert cli.invoke(["run", "small.yaml"]) == code
+    assert app.invoke(["run", "small.yaml"]) == code
     assert f"exit {code}: 1 of 4 cells: {V2}" in capsys.readouterr().out
     assert len({job.cell_id for job in executor.jobs}) == 4
 
@@ -226,8 +229,8 @@ def test_warnings_fail_under_strict_only(executor: FakeExecutor) -> None:
     Path("small.yaml").write_text(
         MATRIX.replace("min_replicates: 2", "min_replicates: 3"), encoding="utf-8"
     )
-    assert cli.invoke(["check", "small.yaml"]) == 0
-    assert cli.invoke(["gate", str(run_folder()), "--strict"]) == 7
+    assert app.invoke(["check", "small.yaml"]) == 0
+    assert app.invoke(["gate", str(run_folder()), "--strict"]) == 7
 
 
 @pytest.mark.parametrize(
@@ -238,7 +241,7 @@ def test_an_unusable_baseline_is_told_first_and_exits_9(
 ) -> None:
     if content is not None:
         Path("base.json").write_text(content, encoding="utf-8")
-    assert cli.invoke(["check", "small.yaml", "--baseline", "base.json"]) == 9
+    assert app.invoke(["check", "small.yaml", "--baseline", "base.json"]) == 9
     err = capsys.readouterr().err
     assert err.startswith("perfbench: warning: ") and "base.json" in err.splitlines()[0]
     assert len(executor.jobs) == 8  # nothing is lost: the run can be promoted
@@ -248,10 +251,10 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     executor.interrupt_at = 3
-    assert cli.invoke(["run", "small.yaml"]) == 130
+    assert app.invoke(["run", "small.yaml"]) == 130
     assert f"--resume {run_folder()}" in capsys.readouterr().err
     executor.interrupt_at = None
-    assert cli.invoke(["run", "small.yaml", "--resume", str(run_folder())]) == 0
+    assert app.invoke(["run", "small.yaml", "--resume", str(run_folder())]) == 0
     assert len(executor.jobs) == 8
     assert len(list(Path("reports/runs").iterdir())) == 1
 
@@ -259,15 +262,15 @@ def test_an_interrupted_run_says_how_to_go_on_and_goes_on(
 def test_a_demonstration_cannot_become_a_baseline(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.invoke(["run", "small.yaml", "--inject", f"slowdown=10%@{V2}"]) == 0
+    assert app.invoke(["run", "small.yaml", "--inject", f"slowdown=10%@{V2}"]) == 0
     assert [job.injection.percent for job in executor.jobs if job.injection] == [10.0, 10.0]
-    assert cli.invoke(["baseline", "promote", str(run_folder())]) == 2
+    assert app.invoke(["baseline", "promote", str(run_folder())]) == 2
     assert "injected" in capsys.readouterr().err
 
 
 def calibration(path: Path, **changes: object) -> str:
     """A calibration.json that knows one cell, from three machine starts."""
-    manifest = runfile.read(run_folder()).manifest
+    manifest = run_file.read(run_folder()).manifest
     config = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}[V2]
     cell = {
         "cell_id": V2,
@@ -297,7 +300,7 @@ def test_promote_stores_the_luck_between_nights(
         "--to",
         "reports/baselines/cpu/small.json",
     ]
-    assert cli.invoke([*again, "--calibration", calibration(Path("calibration.json"))]) == 0
+    assert app.invoke([*again, "--calibration", calibration(Path("calibration.json"))]) == 0
     assert "tells the luck between nights of 1 of 4 cells" in capsys.readouterr().out
     cells = json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))[
         "cells"
@@ -307,9 +310,9 @@ def test_promote_stores_the_luck_between_nights(
         for cell_id, cell in cells.items()
         if cell["night_log_sd"] is not None
     } == {V2: 0.004}
-    assert cli.invoke(["baseline", "show", "reports/baselines/cpu/small.json"]) == 0
+    assert app.invoke(["baseline", "show", "reports/baselines/cpu/small.json"]) == 0
     assert sum(line.endswith("0.40 %") for line in capsys.readouterr().out.splitlines()) == 1
-    assert cli.invoke(again) == 0  # without a calibration what was known stays
+    assert app.invoke(again) == 0  # without a calibration what was known stays
     assert (
         json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))["cells"][
             V2
@@ -335,11 +338,11 @@ def test_a_calibration_that_tells_nothing_exits_2_in_one_line(
     changes: dict[str, object] | None,
     message: str,
 ) -> None:
-    assert cli.invoke(["run", "small.yaml"]) == 0
+    assert app.invoke(["run", "small.yaml"]) == 0
     capsys.readouterr()
     file = "none.json" if changes is None else calibration(Path("calibration.json"), **changes)
     assert (
-        cli.invoke(
+        app.invoke(
             ["baseline", "promote", str(run_folder()), "--allow-dirty", "--calibration", file]
         )
         == 2
@@ -353,7 +356,7 @@ def test_budget_stops_before_the_next_replicate(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        cli.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
+        app.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
     )  # nothing measured is not green
     assert "--resume" in capsys.readouterr().err
     assert executor.jobs == []
@@ -385,7 +388,7 @@ def test_usage_errors_exit_2_and_say_what_is_right(
 ) -> None:
     Path("broken.yaml").write_text("version: 1\nname: a\nname: b\n", encoding="utf-8")
     Path("unroutable.yaml").write_text(MATRIX.replace("fa2: [off]", "fa2: [on]"), encoding="utf-8")
-    assert cli.invoke(argv) == 2
+    assert app.invoke(argv) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
@@ -394,8 +397,8 @@ def test_usage_errors_exit_2_and_say_what_is_right(
 
 def test_only_can_leave_out_what_cannot_be_routed(executor: FakeExecutor) -> None:
     Path("mixed.yaml").write_text(MATRIX.replace("fa2: [off]", "fa2: [on, off]"), encoding="utf-8")
-    assert cli.invoke(["run", "mixed.yaml"]) == 2
-    assert cli.invoke(["run", "mixed.yaml", "--only", "fa2=off"]) == 0
+    assert app.invoke(["run", "mixed.yaml"]) == 2
+    assert app.invoke(["run", "mixed.yaml", "--only", "fa2=off"]) == 0
 
 
 def test_an_absent_gpu_exits_8_and_skip_exits_0(
@@ -403,12 +406,12 @@ def test_an_absent_gpu_exits_8_and_skip_exits_0(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     Path("h100.yaml").write_text(MATRIX.replace("gpu: none", "gpu: H100"), encoding="utf-8")
-    assert cli.invoke(["run", "h100.yaml"]) == 8
+    assert app.invoke(["run", "h100.yaml"]) == 8
     assert "H100" in capsys.readouterr().err
     Path("skip.yaml").write_text(
         MATRIX.replace("gpu: none", "gpu: H100, on_mismatch: skip"), encoding="utf-8"
     )
-    assert cli.invoke(["check", "skip.yaml"]) == 0
+    assert app.invoke(["check", "skip.yaml"]) == 0
     out, err = capsys.readouterr()
     assert out == "" and "nothing measured" in err
 
@@ -419,7 +422,7 @@ def test_an_unknown_setting_exits_2(
     monkeypatch.setenv("NSA_USE_FA3", "1")
     nsa.settings.current.cache_clear()
     try:
-        assert cli.invoke(["plan", "small.yaml"]) == 2
+        assert app.invoke(["plan", "small.yaml"]) == 2
     finally:
         monkeypatch.undo()
         nsa.settings.current.cache_clear()
@@ -427,7 +430,7 @@ def test_an_unknown_setting_exits_2(
 
 
 def test_plan_needs_no_gpu(executor: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["plan", "small.yaml", "--gpu", "a100", "--only", "path=v2", "--json"]) == 0
+    assert app.invoke(["plan", "small.yaml", "--gpu", "a100", "--only", "path=v2", "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)
     assert [cell["axes"]["path"] for cell in planned["cells"]] == ["v2", "v2"]
     assert executor.jobs == []
@@ -437,32 +440,32 @@ def test_plan_needs_no_gpu(executor: FakeExecutor, capsys: pytest.CaptureFixture
 def test_every_matrix_of_the_project_plans(
     matrix: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.invoke(["plan", str(matrix)]) == 0
+    assert app.invoke(["plan", str(matrix)]) == 0
     assert "Estimated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["matrix", "result"])
 def test_schemas_are_json_schemas(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["schema", kind]) == 0
+    assert app.invoke(["schema", kind]) == 0
     assert {"$defs"} <= json.loads(capsys.readouterr().out).keys()
 
 
 def test_doctor_speaks_of_torch(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["doctor", "--json"]) in (0, 8)
+    assert app.invoke(["doctor", "--json"]) in (0, 8)
     assert "torch" in {line["what"] for line in json.loads(capsys.readouterr().out)}
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["--version"]) == 0
+    assert app.invoke(["--version"]) == 0
     assert capsys.readouterr().out.startswith("perfbench 0.")
 
 
 def outside(replacement: str) -> subprocess.CompletedProcess[str]:
     """`perfbench plan` in a process of its own, its work replaced by a line of Python."""
     code = (
-        "import os, signal, sys\nfrom perfbench import cli, session\ndef plan(*args):\n   "
+        "import os, signal, sys\nfrom perfbench.commands import app, session\ndef plan(*args):\n   "
         f" {replacement}\nsession.plan = plan\nsys.argv = ['perfbench', 'plan',"
-        " 'matrices/cpu.yaml']\nsys.exit(cli.main())"
+        " 'matrices/cpu.yaml']\nsys.exit(app.main())"
     )
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
@@ -491,9 +494,9 @@ def test_the_readme_tells_the_truth(
     Path("readme.yaml").write_text(
         readme.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8"
     )
-    assert cli.invoke(["plan", "readme.yaml"]) == 0
+    assert app.invoke(["plan", "readme.yaml"]) == 0
     out = capsys.readouterr().out
     assert "fa2=on,path=v2,seq_len=2048,workload=train" in out and "warning" not in out
-    for command in cli.app.registered_commands:
+    for command in app.app.registered_commands:
         assert command.callback is not None
         assert f"`perfbench {command.callback.__name__}" in readme

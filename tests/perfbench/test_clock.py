@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from perfbench.clock import Clock, CudaEventClock, FakeClock, PerfCounterClock, clock_for
+from perfbench.worker.clock import Clock, CudaEventClock, FakeClock, PerfCounterClock, clock_for
 
 
 def test_the_cpu_clock_counts_every_step() -> None:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from perfbench import matrix as matrices
-from perfbench import witness, workload
-from perfbench.axes import Cell, why_not_here
-from perfbench.clock import FakeClock
-from perfbench.job import Job
-from perfbench.result import METHOD_VERSION, Status
+from perfbench.matrix import matrix as matrices
+from perfbench.records.cells import Cell, why_not_here
+from perfbench.records.job import Job
+from perfbench.records.rows import METHOD_VERSION, Status
+from perfbench.worker import profile
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.workloads import workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, Watch, run, stub
@@ -101,7 +102,7 @@ def test_a_cold_row_counts_steps_and_not_flushes(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         workload, "l2_flush", lambda asked: flush if asked.axes["l2"] == "cold" else None
     )
-    monkeypatch.setattr("perfbench.measure._physics", lambda *_: None)
+    monkeypatch.setattr("perfbench.worker.measure._physics", lambda *_: None)
     watch = Watch(clock, counted)
     row = run(cold(measure={"samples": 3, "min_sample_ms": 4 * STEP_S * 1e3}), clock, watch)
     assert row.status is Status.OK and row.tok_per_s == pytest.approx(64 / STEP_S)
@@ -121,7 +122,7 @@ def test_the_profiled_step_of_a_cold_cell_is_cold_too(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(workload, "l2_flush", lambda asked: flush)
     monkeypatch.setattr(
-        witness, "profile", lambda *args: given.append(args[5]) or builders.profile()
+        profile, "profile", lambda *args: given.append(args[5]) or builders.profile()
     )
     run(cold(profile=True), clock)
     assert given == [flush]
@@ -138,9 +139,9 @@ def test_what_runs_before_the_profiled_step_is_not_in_its_profile(
         torch.ones(3).cumsum(0)
 
     monkeypatch.setattr(
-        witness, "testify", lambda route, kernels, operators, *_: (None, ",".join(operators))
+        profile, "testify", lambda route, kernels, operators, *_: (None, ",".join(operators))
     )
-    found = witness.profile(
+    found = profile.profile(
         lambda: done.append("step"), route_of(cell_of("v2")), "cpu", 0.01, 1, before
     )
     assert done == ["before", "waited", "step"] and "cumsum" not in found.witness

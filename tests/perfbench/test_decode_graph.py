@@ -16,13 +16,15 @@ from torch import Tensor
 from nsa.routing import RouteError
 from nsa.settings import Settings
 from nsa.steps import Steps
-from perfbench import calls, parity, workload
-from perfbench import matrix as matrices
-from perfbench.axes import Cell, why_not_here
-from perfbench.job import Job
-from perfbench.result import Replicate, Status
-from perfbench.verdict import PerfbenchError
-from perfbench.workload import NUM_BATCHES, Workload
+from perfbench.errors import PerfbenchError
+from perfbench.matrix import attention_calls
+from perfbench.matrix import matrix as matrices
+from perfbench.records.cells import Cell, why_not_here
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.worker.parity import check
+from perfbench.worker.workloads import workload
+from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY
 from tests.perfbench.measure_cases import run
 from tests.perfbench.test_cached_workloads import cached, keys_at
@@ -183,9 +185,9 @@ def test_a_step_that_is_wrong_is_never_timed(monkeypatch: pytest.MonkeyPatch, fa
 
 def test_the_proof_is_asked_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    real = parity.check
+    real = check.check
     monkeypatch.setattr(
-        parity, "check", lambda *args, **given: asked.append(given) or real(*args, **given)
+        check, "check", lambda *args, **given: asked.append(given) or real(*args, **given)
     )
     run(captured())
     run(cached())
@@ -202,16 +204,19 @@ def axes(path: str, **more: Any) -> dict[str, Any]:
 
 
 def test_a_captured_step_is_routed_as_rows_that_may_differ() -> None:
-    fused = calls.route_of(axes("triton"), TINY, Settings(), H100)
+    fused = attention_calls.route_of(axes("triton"), TINY, Settings(), H100)
     assert set(fused.counters) == {"cmp.triton", "score.triton", "sel.triton", "win.triton"}
-    assert calls.route_of(axes("auto"), TINY, Settings(), H100).counters == fused.counters
+    assert attention_calls.route_of(axes("auto"), TINY, Settings(), H100).counters == fused.counters
     assert (
-        calls.problems(axes("v2"), TINY)[0].ragged
-        and not calls.problems({**axes("v2"), "cuda_graph": "off"}, TINY)[0].ragged
+        attention_calls.problems(axes("v2"), TINY)[0].ragged
+        and not attention_calls.problems({**axes("v2"), "cuda_graph": "off"}, TINY)[0].ragged
     )
-    assert "win.sdpa" in calls.route_of(axes("v2", fa2="off"), TINY, Settings(), BARE).counters
+    assert (
+        "win.sdpa"
+        in attention_calls.route_of(axes("v2", fa2="off"), TINY, Settings(), BARE).counters
+    )
     with pytest.raises(RouteError):
-        calls.route_of(axes("v2", fa2="on"), TINY, Settings(), BARE)
+        attention_calls.route_of(axes("v2", fa2="on"), TINY, Settings(), BARE)
 
 
 MATRIX = """\

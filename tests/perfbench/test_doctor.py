@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from nsa.retired import RETIRED
-from perfbench import doctor, doctor_software, environment
-from perfbench.doctor import Level
-from perfbench.result import Run, Status
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import environment
+from perfbench.machine.doctor import diagnose_here, install
+from perfbench.machine.doctor.diagnose_here import Level
+from perfbench.records.rows import Run, Status
 from tests.perfbench import builders as b
 from tests.perfbench import edits
 from tests.perfbench.fake_nvml import Card, FakeNvml
@@ -39,10 +40,10 @@ def lines(
     environ: dict[str, str] | None = None,
     root: pathlib.Path = ROOT,
     **options: Any,
-) -> dict[str, doctor.Line]:
+) -> dict[str, diagnose_here.Line]:
     return {
         line.what: line
-        for line in doctor.diagnose(root, module=module, environ=environ or {}, **options)
+        for line in diagnose_here.diagnose(root, module=module, environ=environ or {}, **options)
     }
 
 
@@ -66,12 +67,12 @@ def test_a_healthy_card() -> None:
         and "-lgc" in found["clocks"].advice
     )
     assert found["power limit"].value == "700 W, default 700 W"
-    assert doctor.exit_code(found.values()) is Exit.OK
+    assert diagnose_here.exit_code(found.values()) is Exit.OK
 
 
 def test_no_gpu_is_no_fault() -> None:
     found = lines(NONE)
-    assert doctor.exit_code(found.values()) is Exit.OK and "MIG" not in found
+    assert diagnose_here.exit_code(found.values()) is Exit.OK and "MIG" not in found
     assert "gpu: none" in found["GPU"].advice and found["CUDA_VISIBLE_DEVICES"].level is Level.INFO
 
 
@@ -93,7 +94,9 @@ def test_nvml_codes_are_explained(code: int, level: Level, words: str) -> None:
         and f"code {code}" in found["NVML"].value
         and words in found["NVML"].advice
     )
-    assert doctor.exit_code(found.values()) is (Exit.ENVIRONMENT if level is Level.BAD else Exit.OK)
+    assert diagnose_here.exit_code(found.values()) is (
+        Exit.ENVIRONMENT if level is Level.BAD else Exit.OK
+    )
 
 
 def test_a_binding_that_is_missing_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +105,7 @@ def test_a_binding_that_is_missing_is_bad(monkeypatch: pytest.MonkeyPatch) -> No
         "import_module",
         lambda name: (_ for _ in ()).throw(ImportError(f"No module named {name!r}")),
     )
-    line = next(line for line in doctor.diagnose(ROOT, environ={}) if line.what == "NVML")
+    line = next(line for line in diagnose_here.diagnose(ROOT, environ={}) if line.what == "NVML")
     assert line.level is Level.BAD and "pip install nvidia-ml-py" in line.advice
 
 
@@ -330,14 +333,14 @@ def test_a_flash_attn_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
         importlib.util, "find_spec", lambda name: SimpleNamespace(origin=f"/x/{name}.py")
     )
     url = "https://example.org/flash_attn-2.8.3%2Bcu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"
-    monkeypatch.setattr(doctor_software, "_direct_url", lambda name: json.dumps({"url": url}))
+    monkeypatch.setattr(install, "_direct_url", lambda name: json.dumps({"url": url}))
     line = lines(FakeNvml(Card()))["FA-2 provider"]
     assert line.level is Level.BAD and "built for torch 2.8, beside torch 2.13.0" in line.value
     versions(monkeypatch, torch="2.8.1", flash_attn="2.8.3")
     assert lines(FakeNvml(Card()))["FA-2 provider"].level is Level.GOOD
     assert (
-        doctor_software.torch_of_wheel("2.8.3+cu12torch2.10cxx11abiTRUE", "") == "2.10"
-        and doctor_software.torch_of_wheel("2.8.3", "") is None
+        install.torch_of_wheel("2.8.3+cu12torch2.10cxx11abiTRUE", "") == "2.10"
+        and install.torch_of_wheel("2.8.3", "") is None
     )
 
 
@@ -362,15 +365,15 @@ def test_the_two_distributions_that_serve_pynvml(
     monkeypatch.setattr(
         environment, "version", lambda name: {"nvidia-ml-py": binding, "pynvml": wrong}.get(name)
     )
-    monkeypatch.setattr(doctor_software, "module_file", lambda name: file)
+    monkeypatch.setattr(install, "module_file", lambda name: file)
     line = lines(NONE)["NVML binding"]
     assert line.level is level and words in f"{line.value} {line.advice}", line
 
 
 def test_the_binding_that_is_installed_here_is_the_right_one() -> None:
     assert (
-        pathlib.Path(doctor_software.module_file("pynvml")).name == "pynvml.py"
-        and doctor_software.module_file("no.such") == ""
+        pathlib.Path(install.module_file("pynvml")).name == "pynvml.py"
+        and install.module_file("no.such") == ""
     )
     assert lines(NONE)["NVML binding"].level is Level.GOOD
 
@@ -562,7 +565,7 @@ def test_a_quiet_log(tmp_path: pathlib.Path) -> None:
 
 
 def test_what_the_slow_path_says_is_what_the_doctor_looks_for() -> None:
-    from perfbench.doctor_log import SLOW_WARNING
+    from perfbench.machine.doctor.log import SLOW_WARNING
 
     assert f'"{SLOW_WARNING}: ' in (ROOT / "nsa/ops/selected/reference.py").read_text()
 
@@ -578,7 +581,7 @@ def test_any_bytes_are_a_log(tmp_path: pathlib.Path) -> None:
         log.write_bytes(raw)
         found = lines(NONE, log=log)
         assert found["log"].value == f"{count} lines"
-        doctor.render_text(list(found.values())).encode()
+        diagnose_here.render_text(list(found.values())).encode()
     log.write_bytes(b'{"kind": "manifest"}\n')
     with pytest.raises(PerfbenchError, match=r"x\.log:1: "):
         lines(NONE, log=log)
@@ -608,14 +611,14 @@ def test_every_warning_says_what_to_do(
         "ECC",
         "NSA_* settings",
     } <= {line.what for line in wrong}
-    assert all(line.advice for line in wrong) and doctor.exit_code(wrong) is Exit.ENVIRONMENT
+    assert all(line.advice for line in wrong) and diagnose_here.exit_code(wrong) is Exit.ENVIRONMENT
 
 
 def test_odd_characters_stay_on_their_line() -> None:
-    text = doctor.render_text(
+    text = diagnose_here.render_text(
         [
-            doctor.Line(Level.WARN, "x", "a\nb\x1b[31m \ud800", "do\nthis"),
-            doctor.Line(Level.BAD, "yy", "z"),
+            diagnose_here.Line(Level.WARN, "x", "a\nb\x1b[31m \ud800", "do\nthis"),
+            diagnose_here.Line(Level.BAD, "yy", "z"),
         ]
     )
     assert (
@@ -625,7 +628,8 @@ def test_odd_characters_stay_on_their_line() -> None:
 
 def test_this_machine_quickly_and_without_torch() -> None:
     code = (
-        "import sys; from perfbench import doctor; print(doctor.render_text(doctor.diagnose()));"
+        "import sys; from perfbench.machine import diagnose, doctor_text;"
+        " print(doctor_text(diagnose()));"
         " assert not {'torch', 'triton', 'scipy', 'pandas', 'ruamel.yaml'} & set(sys.modules),"
         " sorted(sys.modules)"
     )

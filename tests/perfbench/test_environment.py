@@ -11,8 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from nsa import capability
-from perfbench import environment, gpu, nvml, session
-from perfbench.environment import (
+from perfbench.commands import session
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import environment, gpu, nvml
+from perfbench.machine.environment import (
     check_target,
     collect,
     gpu_lock,
@@ -21,8 +23,7 @@ from perfbench.environment import (
     source,
     visible_gpu,
 )
-from perfbench.matrixfile import Target
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.matrix.schema import Target
 from tests.perfbench.fake_nvml import Card, FakeNvml
 
 FIRST = Card(uuid="GPU-8f3a0001-0000-0000-0000-000000000000")

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import calibrate, cli, explain
-from perfbench.gate import BaselineProblem, conclude, judge
-from perfbench.policy import GatePolicy, Policies
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.calibration import calibrate
+from perfbench.commands import app
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import explain
+from perfbench.gate.judging import BaselineProblem, conclude, judge
+from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
 from tests.perfbench.edits import edit
 
@@ -197,5 +200,5 @@ def test_calibrate_prints_json_where_it_is_asked_for(
     monkeypatch.setattr(calibrate, "render", lambda found: f"# {found}")
     monkeypatch.setattr(calibrate, "as_json", lambda found: json.dumps({"text": found}))
     run = Path(__file__).parents[1] / "data" / "runs" / "h100-gate" / "start-1"
-    assert cli.invoke(["calibrate", str(run), *(["--json"] if as_json else [])]) == 0
+    assert app.invoke(["calibrate", str(run), *(["--json"] if as_json else [])]) == 0
     assert capsys.readouterr().out == ('{"text": "found"}\n' if as_json else "# found\n")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from nsa.config import ModelConfig, NSAConfig, preset
-from perfbench import floors
-from perfbench.floors import CLOCKS, EXP_PER_CLOCK, Rates
-from perfbench.physics import CARDS
+from perfbench.roofline import CARDS
+from tools.studies import floors
+from tools.studies.floors import CLOCKS, EXP_PER_CLOCK, Rates
 
 MODEL = preset("m7c_125m")  # 12 query heads, 2 KV heads of 64, the paper's geometry
 TINY = preset("tiny")

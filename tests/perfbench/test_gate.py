@@ -14,11 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfbench import report
-from perfbench.axes import Cell
-from perfbench.gate import BaselineProblem, CellVerdict, Judgement, conclude, judge
-from perfbench.policy import GatePolicy
-from perfbench.result import Replicate, Run, SentinelLine, Source, Status
-from perfbench.verdict import EXIT_OF, Exit, PerfbenchError, Verdict
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.judging import BaselineProblem, CellVerdict, Judgement, conclude, judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Replicate, Run, SentinelLine, Source, Status
+from perfbench.records.verdict import EXIT_OF, Verdict
 from tests.perfbench import builders as b
 from tests.perfbench.edits import edit, fail, only_rows, reason_of, throttle, verdict_of
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
 from perfbench import report
-from perfbench.gate import BaselineProblem, judge
-from perfbench.judgement import CellVerdict, Judgement
-from perfbench.policy import GatePolicy
+from perfbench.gate.judgement import CellVerdict, Judgement
+from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.verdict import Verdict
 from perfbench.report import github
-from perfbench.verdict import Verdict
 from tests.perfbench import builders as b
 
 POLICY = GatePolicy()

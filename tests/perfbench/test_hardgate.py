@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from perfbench.axes import Cell
-from perfbench.gate import judge
-from perfbench.policy import GatePolicy
-from perfbench.result import Expect, Run, Status
-from perfbench.verdict import EXIT_OF, Exit, Verdict
+from perfbench.errors import Exit
+from perfbench.gate.judging import judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Expect, Run, Status
+from perfbench.records.verdict import EXIT_OF, Verdict
 from tests.perfbench import builders as b
 from tests.perfbench.edits import edit, fail, only_rows, reason_of, verdict_of
 

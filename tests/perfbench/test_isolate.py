@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from perfbench import children, isolate
-from perfbench.children import describe_exit, tail
-from perfbench.isolate import ForkServerExecutor
-from perfbench.job import Injection, Job, MeasureOptions
-from perfbench.result import Expect, Replicate, RouteLine, Status
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.job import Injection, Job, MeasureOptions
+from perfbench.records.rows import Expect, Replicate, RouteLine, Status
+from perfbench.runner import executor as isolate
+from perfbench.runner import server_client
+from perfbench.runner.executor import ForkServerExecutor
+from perfbench.runner.server_client import describe_exit, tail
 from tests.perfbench import stub_measure as stub
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -96,14 +97,14 @@ def test_the_server_is_a_program_of_its_own(executor: ForkServerExecutor) -> Non
     """
     server = facts(executor.execute(job()))["server"]
     command = pathlib.Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")
-    assert command[1:3] == [b"-m", b"perfbench.forkserver"]
+    assert command[1:3] == [b"-m", b"perfbench.worker.server"]
     assert "forkserver import" not in (ROOT / "perfbench" / "isolate.py").read_text()
     said = subprocess.run(
         [*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert (
         said.returncode == 0
-        and "python -m perfbench.forkserver" in said.stdout
+        and "python -m perfbench.worker.server" in said.stdout
         and said.stderr == ""
     )
 
@@ -169,7 +170,7 @@ def test_a_crash_keeps_the_tail_of_stderr(executor: ForkServerExecutor) -> None:
         "Segmentation fault" in segfault.stderr_tail and "stub_measure.py" in segfault.stderr_tail
     )
     noisy = executor.execute(job(stub.NOISY))
-    assert len(noisy.stderr_tail.splitlines()) == children.TAIL_LINES
+    assert len(noisy.stderr_tail.splitlines()) == server_client.TAIL_LINES
     assert (
         noisy.stderr_tail.endswith("LookupError: after much noise")
         and "line 99" in noisy.stderr_tail
@@ -287,7 +288,7 @@ PARENT = f"""
 import sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
 from tests.perfbench.test_isolate import job, stub
-from perfbench.isolate import ForkServerExecutor
+from perfbench.runner.executor import ForkServerExecutor
 with ForkServerExecutor({STUB!r}) as executor:
     print(executor.execute(job()).reason, flush=True)
     executor.execute(job(stub.HANG))

@@ -16,11 +16,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from perfbench import report
-from perfbench.gate import BaselineProblem, Judgement, conclude, judge
-from perfbench.policy import GatePolicy
-from perfbench.report import junit, verdictfile
-from perfbench.result import Run
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.judging import BaselineProblem, Judgement, conclude, judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.rows import Run
+from perfbench.records.verdict import Verdict
+from perfbench.report import junit, verdict_json
 from tests.perfbench import builders as b
 
 POLICY = GatePolicy()
@@ -122,7 +123,7 @@ def test_any_characters_give_valid_xml_and_json(text: str) -> None:
     judgement = dataclasses.replace(plain, cells=[broken], headline=text)
     written = junit.text(run, judgement)
     assert len(ET.fromstring(written.encode()).findall("testsuite/testcase/failure")) == 1
-    assert json.loads(verdictfile.text(run, judgement).encode())["kind"] == "verdict"
+    assert json.loads(verdict_json.text(run, judgement).encode())["kind"] == "verdict"
 
 
 def test_names_that_differ_by_a_forbidden_character_stay_apart() -> None:

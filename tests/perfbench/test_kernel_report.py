@@ -13,15 +13,15 @@ import pytest
 
 from nsa.config import NSAConfig, preset
 from nsa.routing import DENSE_KINDS, Capability, Problem, Request, route, route_dense
-from perfbench import floors
-from perfbench.axes import Cell
-from perfbench.floors import Rates
-from perfbench.judgement import CellVerdict
-from perfbench.report import kernellines, kernelparts, kernels, kerneltargets
-from perfbench.result import PlannedCell, Replicate, Run, Source
-from perfbench.runfile import RunWriter, create
-from perfbench.verdict import PerfbenchError, Verdict
+from perfbench.errors import PerfbenchError
+from perfbench.gate.judgement import CellVerdict
+from perfbench.records.cells import Cell
+from perfbench.records.rows import PlannedCell, Replicate, Run, Source
+from perfbench.records.run_file import RunWriter, create
+from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
+from tools.studies import floors, kernellines, kernelparts, kernels, kerneltargets
+from tools.studies.floors import Rates
 
 ROOT = Path(__file__).parents[2]
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
@@ -214,9 +214,9 @@ def test_extra_memory_is_the_peak_without_what_the_process_holds() -> None:
 
 def test_what_the_report_takes_to_be_held_is_what_is_held() -> None:
     """The report imports no torch, so it says both numbers once more."""
-    from perfbench import attention_only, workload
+    from perfbench.worker.workloads import attention, workload
 
-    assert kernellines.HELD_INPUTS == attention_only.NUM_INPUTS
+    assert kernellines.HELD_INPUTS == attention.NUM_INPUTS
     assert kernellines.FLUSHED_L2S == workload.L2_FLUSH_FACTOR
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from perfbench import kerneldiff
-from perfbench.kerneldiff import Kind
-from perfbench.kernels import NAME_CHARS, Kernel, Kernels, own_times, totalled
+from perfbench.records.kernel_table import NAME_CHARS, Kernel, Kernels, own_times, totalled
+from perfbench.tracing import kernel_diff
+from perfbench.tracing.kernel_diff import Kind
 
 FLASH = (
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, false,"
@@ -47,13 +47,13 @@ def table(
 
 
 def kinds(base: Kernels, candidate: Kernels) -> list[tuple[str, Kind]]:
-    return [(change.name, change.kind) for change in kerneldiff.diff(base, candidate)]
+    return [(change.name, change.kind) for change in kernel_diff.diff(base, candidate)]
 
 
 def test_every_kind_of_change_the_largest_first() -> None:
     base = table(a=(2, 4.0), b=(1, 1.0), c=(3, 3.0), d=(1, 9.0), e=(5, 5.0))
     candidate = table(a=(2, 4.5), b=(1, 0.8), c=(6, 4.5), d=(1, 9.0), f=(1, 2.0))
-    changes = kerneldiff.diff(base, candidate)
+    changes = kernel_diff.diff(base, candidate)
     assert [(c.name, c.kind) for c in changes] == [
         ("e", Kind.GONE),
         ("f", Kind.NEW),
@@ -81,10 +81,12 @@ def test_without_times_the_calls_decide() -> None:
         table(a=(2, None), b=(4, None), d=(30, None)),
     )
     assert kinds(base, candidate) == [("d", Kind.NEW), ("c", Kind.GONE), ("b", Kind.COUNT)]
-    assert all(change.per_call_pct is None for change in kerneldiff.diff(base, candidate))
-    lines = kerneldiff.summary(base, candidate)
+    assert all(change.per_call_pct is None for change in kernel_diff.diff(base, candidate))
+    lines = kernel_diff.summary(base, candidate)
     assert lines[0] == "device time unknown, was unknown" and lines[1] == "launches 36, were 12"
-    cells = kerneldiff.render_markdown(kerneldiff.diff(base, candidate)).splitlines()[4].split("|")
+    cells = (
+        kernel_diff.render_markdown(kernel_diff.diff(base, candidate)).splitlines()[4].split("|")
+    )
     assert [cell.strip() for cell in cells[1:-1]] == [
         "`b`",
         "count changed",
@@ -107,21 +109,21 @@ def test_a_row_without_a_time_leaves_no_total() -> None:
 )
 def test_an_empty_side(base: dict[str, Any], candidate: dict[str, Any], kind: Kind) -> None:
     assert kinds(table(**base), table(**candidate)) == [("a", kind)]
-    assert kerneldiff.summary(table(**base), table(**candidate))[0].count("unknown") == 1, (
+    assert kernel_diff.summary(table(**base), table(**candidate))[0].count("unknown") == 1, (
         "nothing is not 0 ms"
     )
 
 
 def test_equal_sides_say_so() -> None:
     assert kinds(table(a=(1, 1.0)), table(a=(1, 1.0))) == kinds(table(), table()) == []
-    assert kerneldiff.render_markdown([]) == "No kernel differs in calls or time."
+    assert kernel_diff.render_markdown([]) == "No kernel differs in calls or time."
 
 
 def test_another_variant_is_one_change_with_the_net_time() -> None:
-    (change,) = kerneldiff.diff(table(**{GEMM_A: (24, 10.0)}), table(**{GEMM_B: (24, 12.0)}))
+    (change,) = kernel_diff.diff(table(**{GEMM_A: (24, 10.0)}), table(**{GEMM_B: (24, 12.0)}))
     assert (change.kind, change.name, change.was) == (Kind.VARIANT, GEMM_B, GEMM_A)
     assert change.delta_s == pytest.approx(2e-3) and change.per_call_pct == pytest.approx(20.0)
-    row = kerneldiff.render_markdown([change]).splitlines()[2]
+    row = kernel_diff.render_markdown([change]).splitlines()[2]
     assert f"another variant of `{GEMM_A}`" in row and "+2.000" in row and "10.000 -> 12.000" in row
 
 
@@ -142,7 +144,7 @@ def test_what_is_no_variant(gone: tuple[str, int], new: tuple[str, int]) -> None
 
 def test_each_variant_takes_one_place_the_nearest_in_time() -> None:
     base = table(gemm_1=(2, 1.0), gemm_2=(2, 8.0))
-    changes = kerneldiff.diff(base, table(gemm_3=(2, 7.0), gemm_4=(2, 1.5), gemm_5=(2, 1.0)))
+    changes = kernel_diff.diff(base, table(gemm_3=(2, 7.0), gemm_4=(2, 1.5), gemm_5=(2, 1.0)))
     assert {(c.was, c.name) for c in changes if c.kind is Kind.VARIANT} == {
         ("gemm_2", "gemm_3"),
         ("gemm_1", "gemm_4"),
@@ -153,13 +155,13 @@ def test_each_variant_takes_one_place_the_nearest_in_time() -> None:
 def test_the_whole_step_and_a_changed_autotuner_in_words() -> None:
     base = table(a=(2, 4.0), syncs=1, tuned={"fwd[64]": "BLOCK: 64", "bwd[64]": "BLOCK: 32"})
     candidate = table(a=(3, 5.0), syncs=4, tuned={"fwd[64]": "BLOCK: 128", "bwd[64]": "BLOCK: 32"})
-    assert kerneldiff.summary(base, candidate) == [
+    assert kernel_diff.summary(base, candidate) == [
         "device time 5.000 ms, was 4.000 ms (+25.0 %)",
         "launches 3, were 2",
         "host syncs 4, were 1",
         "the autotuner of fwd[64] chose BLOCK: 128, was BLOCK: 64",
     ]
-    on_cpu = kerneldiff.summary(table("cpu", None, a=(2, 4.0)), table("cpu", None, a=(2, 4.0)))
+    on_cpu = kernel_diff.summary(table("cpu", None, a=(2, 4.0)), table("cpu", None, a=(2, 4.0)))
     assert on_cpu == ["operators' time 4.000 ms, was 4.000 ms (+0.0 %)", "operator calls 2, were 2"]
 
 
@@ -180,12 +182,12 @@ def test_the_whole_step_and_a_changed_autotuner_in_words() -> None:
     ],
 )
 def test_short_names(name: str, short: str) -> None:
-    assert kerneldiff.short_name(name) == short
+    assert kernel_diff.short_name(name) == short
 
 
 def test_names_that_look_alike_when_short_are_told_apart() -> None:
     names = [FLASH, FLASH.replace("64,", "128,", 1), GEMM_A]
-    first, second, third = kerneldiff.labels(names)
+    first, second, third = kernel_diff.labels(names)
     assert first != second and first.endswith("#1") and second.endswith("#2") and third == GEMM_A
 
 
@@ -208,8 +210,8 @@ HOSTILE = [
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_no_name_breaks_the_table(name: str) -> None:
-    text = kerneldiff.render_markdown(
-        kerneldiff.diff(table(other=(1, 1.0)), table(**{name: (1, 5.0)}, other=(1, 1.5)))
+    text = kernel_diff.render_markdown(
+        kernel_diff.diff(table(other=(1, 1.0)), table(**{name: (1, 5.0)}, other=(1, 1.5)))
     )
     lines = text.rstrip("\n").split("\n")
     assert len(lines) == 4 and {len(cells_of(line)) for line in lines} == {6}
@@ -226,14 +228,14 @@ def test_no_name_breaks_the_table(name: str) -> None:
 def test_only_the_top_is_shown_and_the_rest_is_summed() -> None:
     base = table(**{f"k{n}": (1, 1.0) for n in range(14)})
     candidate = table(**{f"k{n}": (1, 2.0 + n) for n in range(14)})
-    text = kerneldiff.render_markdown(kerneldiff.diff(base, candidate), top=10)
+    text = kernel_diff.render_markdown(kernel_diff.diff(base, candidate), top=10)
     assert text.count("slower per call") == 10 and "`k13`" in text and "`k3`" not in text
     assert "4 smaller changes not shown, together +10.000 ms." in text  # 1 + 2 + 3 + 4
-    assert "not shown" not in kerneldiff.render_markdown(kerneldiff.diff(base, candidate), top=14)
+    assert "not shown" not in kernel_diff.render_markdown(kernel_diff.diff(base, candidate), top=14)
 
 
 def test_one_step_alone_the_longest_first() -> None:
-    lines = kerneldiff.render_kernels(
+    lines = kernel_diff.render_kernels(
         table(a=(1, 1.0), b=(2000, 7.5), c=(3, None)), top=2
     ).splitlines()
     assert lines[2:] == ["| `b` | 2,000 | 7.500 |", "| `a` | 1 | 1.000 |"]

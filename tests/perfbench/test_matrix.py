@@ -8,9 +8,9 @@ import pytest
 
 from nsa import routing
 from nsa.config import preset
-from perfbench import matrix as matrices
-from perfbench.matrix import AXES, Cell
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix.matrix import AXES, Cell
 from tests.perfbench.matrix_text import VALID, edited, parse
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfbench import matrix as matrices
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import matrix as matrices
 from tests.perfbench.matrix_text import VALID, edited, error_of, parse
 
 TWO = (

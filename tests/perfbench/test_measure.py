@@ -15,11 +15,13 @@ import pytest
 import torch
 
 from nsa.routing import BranchRoute
-from perfbench import measure, physics, tuning, witness, workload
-from perfbench.clock import FakeClock
-from perfbench.job import Injection, Job
-from perfbench.result import Replicate, Status
-from perfbench.telemetry import FakeSampler, NullSampler
+from perfbench import roofline
+from perfbench.records.job import Injection, Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.worker import autotuner, measure, profile
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.telemetry import FakeSampler, NullSampler
+from perfbench.worker.workloads import workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, TELEMETRY, run, stub
@@ -84,8 +86,8 @@ def test_the_rows_physics(path: str) -> None:
     }
     found = row.physics
     assert found is not None and found.gemm_flops_per_s is not None and row.tok_per_s is not None
-    assert found.flops == physics.step_flops(TINY, **shape)
-    assert found.min_bytes == physics.step_min_bytes(TINY, dtype="fp32", **shape)
+    assert found.flops == roofline.step_flops(TINY, **shape)
+    assert found.min_bytes == roofline.step_min_bytes(TINY, dtype="fp32", **shape)
     step_s = row.tokens_per_step / row.tok_per_s
     assert step_s == pytest.approx(STEP_S) and found.flops_per_s == pytest.approx(
         found.flops / step_s
@@ -101,7 +103,7 @@ def test_the_rows_physics(path: str) -> None:
 
 def test_a_real_row_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing faked but the size of the GEMM."""
-    from perfbench.clock import PerfCounterClock
+    from perfbench.worker.clock import PerfCounterClock
 
     row = run(job("v2", "train", 64, profile=True), PerfCounterClock(), NullSampler("no GPU"))
     assert row.status is Status.OK and row.tok_per_s is not None
@@ -120,7 +122,7 @@ def test_a_real_row_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_a_job_that_asks_is_profiled(monkeypatch: pytest.MonkeyPatch) -> None:
     row = run(job("masked", "forward", profile=False))
     assert row.status is Status.OK and row.profile is None and row.host_bound is None
-    monkeypatch.setattr(witness, "profile", lambda *_: builders.profile(busy_fraction=0.5))
+    monkeypatch.setattr(profile, "profile", lambda *_: builders.profile(busy_fraction=0.5))
     assert run(job("masked", "forward", profile=True)).host_bound is True
 
 
@@ -221,7 +223,7 @@ def test_out_of_memory_passes_through(monkeypatch: pytest.MonkeyPatch, at: str) 
 def test_every_null_of_an_ok_row_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     for profiled in (True, False):
         stub(monkeypatch)
-        monkeypatch.setattr(witness, "profile", lambda *_: builders.profile(gpu=False))
+        monkeypatch.setattr(profile, "profile", lambda *_: builders.profile(gpu=False))
         row = run(job(proof=PROOF, profile=profiled, measure={"warmup_s": 0.01}))
         nulls = {name for name in Replicate.model_fields if getattr(row, name) is None}
         assert row.status is Status.OK and nulls == set(row.absent), row.absent
@@ -246,7 +248,7 @@ def test_whether_the_warm_up_ended_level_is_stored(
 
 def test_cycles_energy_and_choices_reach_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     stub(monkeypatch)
-    monkeypatch.setattr(tuning, "choices", lambda: {"nsa.ops.kernels.k[64]": "BLOCK: 64"})
+    monkeypatch.setattr(autotuner, "choices", lambda: {"nsa.ops.kernels.k[64]": "BLOCK: 64"})
     seen = builders.telemetry(sm_clock_mhz=1280.0, energy_j=96.0, window_s=2.5)
     row = run(
         job(proof=PROOF, measure={"samples": 3, "min_sample_ms": STEP_S * 1e3}),

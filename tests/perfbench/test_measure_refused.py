@@ -14,9 +14,11 @@ from nsa.ops import sliding
 from nsa.ops.selected import PATHS
 from nsa.routing import Path
 from nsa.settings import Setting, Settings
-from perfbench import parity, witness, workload
-from perfbench.clock import FakeClock
-from perfbench.result import Expect, Status
+from perfbench.records.rows import Expect, Status
+from perfbench.worker import profile
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.parity import check as parity
+from perfbench.worker.workloads import workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, assert_no_speed, no_build, run, stub
@@ -155,7 +157,7 @@ def test_engagement_of_the_first_step_counts_too(monkeypatch: pytest.MonkeyPatch
 
 def test_a_witness_that_contradicts_takes_the_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        witness,
+        profile,
         "testify",
         lambda *_: (False, "the Route names fa2, and no device kernel is called *flash_fwd*"),
     )
@@ -166,7 +168,7 @@ def test_a_witness_that_contradicts_takes_the_speed(monkeypatch: pytest.MonkeyPa
         and row.profile is not None
     )
     assert_no_speed(row)
-    monkeypatch.setattr(witness, "testify", lambda *_: (None, "nothing can witness it"))
+    monkeypatch.setattr(profile, "testify", lambda *_: (None, "nothing can witness it"))
     assert run(job("masked", "forward", profile=True)).status is Status.OK
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from perfbench.clock import FakeClock
-from perfbench.result import Status
-from perfbench.timing import is_level
+from perfbench.records.rows import Status
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.timing import is_level
 from tests.perfbench.jobs import job
 from tests.perfbench.measure_cases import PROOF, STEP_S, Watch, run, stub
 

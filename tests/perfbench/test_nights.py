@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import nights, stats
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.calibration import between_starts
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import stats
 
 Family = dict[str, dict[str, list[float]]]
 
@@ -37,7 +38,7 @@ def test_two_starts_of_one_cell_by_hand() -> None:
     """Means 0.01 and 0.03: variance 2e-4, less the luck of the processes, 2e-6 / 2; one degree of
     freedom, chi2(5 %) = 0.00393.
     """
-    (found,) = nights.estimate({"one": {"a": [0.009, 0.011], "b": [0.029, 0.031]}}).values()
+    (found,) = between_starts.estimate({"one": {"a": [0.009, 0.011], "b": [0.029, 0.031]}}).values()
     assert found.starts == 2 and found.df == 1
     assert found.own_variance == pytest.approx(2e-4 - 1e-6) and found.sd == pytest.approx(
         math.sqrt(1.99e-4)
@@ -50,13 +51,16 @@ def test_unequal_starts_count_by_their_means() -> None:
     """Processes 0.002 apart in a start of two (variance 2e-6), one process in the other: the noise
     is 2e-6 (1 / 2 + 1) / 2.
     """
-    (found,) = nights.estimate({"one": {"a": [0.009, 0.011], "b": [0.03]}}).values()
+    (found,) = between_starts.estimate({"one": {"a": [0.009, 0.011], "b": [0.03]}}).values()
     assert found.own_variance == pytest.approx(2e-4 - 1.5e-6)
 
 
 def test_a_cell_of_one_start_tells_nothing() -> None:
-    assert nights.estimate({"one": {"a": [0.0, 0.1]}}) == {} and nights.estimate({}) == {}
-    assert nights.pooled_sd({}) is None
+    assert (
+        between_starts.estimate({"one": {"a": [0.0, 0.1]}}) == {}
+        and between_starts.estimate({}) == {}
+    )
+    assert between_starts.pooled_sd({}) is None
 
 
 @pytest.mark.parametrize(
@@ -66,11 +70,11 @@ def test_a_cell_of_one_start_tells_nothing() -> None:
 def test_the_gate_takes_the_bound_or_the_assumption_and_never_less_than_the_estimate(
     sd: float, upper: float, taken: float
 ) -> None:
-    assert nights.gate_sd(sd, upper) == taken
+    assert between_starts.gate_sd(sd, upper) == taken
 
 
 def test_many_starts_find_what_was_put_in() -> None:
-    found = nights.estimate(family(random.Random(1), starts=40)).values()
+    found = between_starts.estimate(family(random.Random(1), starts=40)).values()
     assert statistics.mean(night.sd for night in found) == pytest.approx(0.005, rel=0.15)
     assert 0.005 < statistics.mean(night.upper for night in found) < 0.0065 and {
         night.starts for night in found
@@ -84,7 +88,7 @@ def test_the_bound_holds_for_most_families_of_few_starts(starts: int, shared: bo
     held = [
         night.upper > 0.005
         for _ in range(200)
-        for night in nights.estimate(family(luck, starts=starts, shared=shared)).values()
+        for night in between_starts.estimate(family(luck, starts=starts, shared=shared)).values()
     ]
     assert sum(held) / len(held) > 0.84
 
@@ -99,8 +103,8 @@ def test_the_family_tells_a_cell_what_its_few_starts_do_not() -> None:
         for s, mean in enumerate((0.001, -0.001, 0.0))
     }
     alone, among = (
-        nights.estimate({"lucky": restless["lucky"]})["lucky"],
-        nights.estimate(restless)["lucky"],
+        between_starts.estimate({"lucky": restless["lucky"]})["lucky"],
+        between_starts.estimate(restless)["lucky"],
     )
     assert alone.sd < 0.001 and among.sd > 0.002 and among.df > 2 * alone.df
 
@@ -109,7 +113,7 @@ def test_starts_that_agree_better_than_their_processes_bound_nothing_away() -> N
     """Equal means of processes 0.2 % apart: the estimate is none, and the bound is that of the
     noise, not none.
     """
-    (found,) = nights.estimate(
+    (found,) = between_starts.estimate(
         {"one": {f"start{s}": [0.002, -0.002, 0.0] for s in range(3)}}
     ).values()
     noise = 4e-6 / 3  # of a mean of three
@@ -121,23 +125,28 @@ def test_starts_that_agree_better_than_their_processes_bound_nothing_away() -> N
 
 def test_cells_that_share_all_luck_are_worth_one() -> None:
     same = [{"a": 0.01, "b": -0.02, "c": 0.01}] * 4
-    assert nights.independence(same, [1.0] * 4) == pytest.approx(1 / 4)
+    assert between_starts.independence(same, [1.0] * 4) == pytest.approx(1 / 4)
     own = [
         {"a": x, "b": y, "c": -x - y}
         for x, y in ((1.0, -1.0), (-1.0, 1.0), (1.0, 0.0), (-1.0, 0.0))
     ]  # no start is good for all
-    assert nights.independence(own, [1.0] * 4) == pytest.approx(3 / 4)  # the mean takes one of four
+    assert between_starts.independence(own, [1.0] * 4) == pytest.approx(
+        3 / 4
+    )  # the mean takes one of four
     assert (
-        nights.independence([{"a": 1.0, "b": 0.0}, {"c": 1.0, "d": 0.0}], [1.0, 1.0]) == 1 / 2
+        between_starts.independence([{"a": 1.0, "b": 0.0}, {"c": 1.0, "d": 0.0}], [1.0, 1.0])
+        == 1 / 2
     )  # no start in common
-    assert nights.independence([{"a": 1.0, "b": 1.0}] * 2, [1.0, 1.0]) == 1 / 2  # nothing moves
-    assert nights.independence([], []) == 1
+    assert (
+        between_starts.independence([{"a": 1.0, "b": 1.0}] * 2, [1.0, 1.0]) == 1 / 2
+    )  # nothing moves
+    assert between_starts.independence([], []) == 1
 
 
 def test_the_order_of_cells_and_starts_changes_nothing() -> None:
     cells = family(random.Random(2), starts=4)
     other = {name: dict(reversed(starts.items())) for name, starts in reversed(cells.items())}
-    assert nights.estimate(cells) == nights.estimate(other)
+    assert between_starts.estimate(cells) == between_starts.estimate(other)
 
 
 # --- read back
@@ -180,8 +189,8 @@ def one_cell(times: int = 1, **night: float) -> str:
 
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
     """Neither cells that the run does not have, nor cells that the calibration does not know."""
-    assert nights.told(
-        nights.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
+    assert between_starts.told(
+        between_starts.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
     ) == {
         "both": {"night_log_sd": 0.004, "device_night_log_sd": 0.002, "night_starts": 2},
         "wall": {"night_log_sd": 0.004, "device_night_log_sd": None, "night_starts": 3},
@@ -240,7 +249,7 @@ def test_what_tells_no_luck_between_nights_is_refused(
     if text is not None:
         path.write_text(text)
     with pytest.raises(PerfbenchError, match=words) as caught:
-        nights.read(path, slug)
+        between_starts.read(path, slug)
     message = str(caught.value)
     assert (
         caught.value.exit_code is Exit.USAGE
@@ -252,7 +261,7 @@ def test_what_tells_no_luck_between_nights_is_refused(
 def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(one_cell(gate_sd=0.5))
-    assert set(nights.read(path, "h200").cells) == {"a"}
+    assert set(between_starts.read(path, "h200").cells) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -285,9 +294,9 @@ def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
 def test_a_calibration_of_other_work_or_another_environment_is_refused(
     environment: dict[str, str | None], configs: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    known = nights.read(stored(tmp_path / "calibration.json"), "h200")
+    known = between_starts.read(stored(tmp_path / "calibration.json"), "h200")
     with pytest.raises(PerfbenchError, match=words) as caught:
-        nights.told(known, {**HERE, **environment}, configs)
+        between_starts.told(known, {**HERE, **environment}, configs)
     message = str(caught.value)
     assert (
         caught.value.exit_code is Exit.USAGE
@@ -297,22 +306,22 @@ def test_a_calibration_of_other_work_or_another_environment_is_refused(
 
 
 def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
-    known = nights.read(stored(tmp_path / "calibration.json"), "h200")
+    known = between_starts.read(stored(tmp_path / "calibration.json"), "h200")
     assert (
-        nights.told(known, {**HERE, "driver": "590.2"}, CONFIGS)
-        == nights.told(known, HERE, CONFIGS)
+        between_starts.told(known, {**HERE, "driver": "590.2"}, CONFIGS)
+        == between_starts.told(known, HERE, CONFIGS)
         != {}
     )
 
 
 def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
     cell = {"cell_id": "wall", "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
-    known = nights.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
+    known = between_starts.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
     with pytest.raises(
         PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"
     ):
-        nights.told(known, HERE, CONFIGS)
+        between_starts.told(known, HERE, CONFIGS)
 
 
 def test_the_assumption_is_what_the_gate_assumes() -> None:
-    assert nights.gate_sd(0.0, 1.0) == stats.ASSUMED_NIGHT_SD
+    assert between_starts.gate_sd(0.0, 1.0) == stats.ASSUMED_NIGHT_SD

@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa import functional
 from nsa.config import NSAConfig
 from nsa.routing import Path
-from perfbench import parity
+from perfbench.worker.parity import check
 from tests.cases import PATHS_HERE
 from tests.perfbench.jobs import TINY, cell_of, route_of
 from tests.perfbench.parity_cases import TOKENS, in_path, last_block_dropped, prove, wrong
@@ -130,8 +130,8 @@ def test_heads_are_the_cells_own(heads: int, kv_heads: int, dims: tuple[int, int
 
 def test_another_route_proves_nothing() -> None:
     timed = route_of(cell_of("v1"))
-    with pytest.raises(parity.RouteDiffers, match=r"sel.v2.*sel.v1"):
-        parity.check(
+    with pytest.raises(check.RouteDiffers, match=r"sel.v2.*sel.v1"):
+        check.check(
             TINY,
             timed,
             path="v2",
@@ -141,8 +141,8 @@ def test_another_route_proves_nothing() -> None:
             train=False,
             seed=3,
         )
-    with pytest.raises(parity.RouteDiffers, match="dense.sdpa"):
-        parity.check(
+    with pytest.raises(check.RouteDiffers, match="dense.sdpa"):
+        check.check(
             TINY,
             timed,
             path="dense",
@@ -159,7 +159,7 @@ def test_adaptive_is_proved_on_the_path_that_is_timed(monkeypatch: pytest.Monkey
     timed = route_of(cell_of("adaptive", seq_len=2048))
     assert timed.branch("sel").implementation == "v2"
     in_path(monkeypatch, Path.V2, last_block_dropped)
-    line = parity.check(
+    line = check.check(
         TINY,
         timed,
         path="adaptive",

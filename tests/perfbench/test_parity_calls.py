@@ -15,9 +15,9 @@ from nsa.ops.kernels import decode
 from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
 from nsa.routes import COPY_MIN_ELEMENTS
 from nsa.routing import Problem, Request, Route, route
-from perfbench import cache_parity, parity
-from perfbench.blocks_parity import BlocksProof
-from perfbench.deviation import Comparison
+from perfbench.worker.parity import cache, check
+from perfbench.worker.parity.blocks import BlocksProof
+from perfbench.worker.parity.comparison import Comparison
 from tests.perfbench.builders import H100
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -49,9 +49,9 @@ def kinds(
     """(whether queries are sorted, whether tiles come by descriptors) in the largest call of each
     proof.
     """
-    at = parity.standard_tokens(model.nsa) if tokens is None else tokens
-    longest = at if chunk is None else max(b - a for a, b in cache_parity.pieces_of(chunk, [], at))
-    calls = [n * longest for n in parity._batches(model, TIMED, "triton", at, chunk, batch)]
+    at = check.standard_tokens(model.nsa) if tokens is None else tokens
+    longest = at if chunk is None else max(b - a for a, b in cache.pieces_of(chunk, [], at))
+    calls = [n * longest for n in check._batches(model, TIMED, "triton", at, chunk, batch)]
     elements = model.num_heads * model.head_dim
     return [
         (n * model.num_kv_heads >= MIN_ROWS_TO_SORT, n * elements >= COPY_MIN_ELEMENTS)
@@ -92,22 +92,22 @@ def test_chunks_are_proved_up_to_the_timed_size(
 
 
 def test_a_decode_step_is_proved_with_its_own_sequences() -> None:
-    assert [parity._batches(M7C, TIMED, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [
+    assert [check._batches(M7C, TIMED, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [
         (2, 1),
         (2,),
         (2, 64),
     ]
-    assert parity._batches(M7C, routed("v2"), "v2", 1_281, 1, 64) == (2,)
+    assert check._batches(M7C, routed("v2"), "v2", 1_281, 1, 64) == (2,)
 
 
 def test_kernels_of_two_branches_are_proved_where_auto_makes_the_third_dense() -> None:
     timed = routed("auto", tokens=1_024)
     assert timed.counters == ("cmp.triton", "sel.dense", "sel.sdpa", "win.triton")
-    assert parity._batches(M7C, timed, "auto", 1_024, None, 16) == (2, 4, 16)
+    assert check._batches(M7C, timed, "auto", 1_024, None, 16) == (2, 4, 16)
 
 
 def test_the_selected_branch_alone_makes_no_descriptors() -> None:
-    assert parity._batches(M7C, TIMED, "triton", 1_281, None, 1, alone=True) == (2, 4)
+    assert check._batches(M7C, TIMED, "triton", 1_281, None, 1, alone=True) == (2, 4)
 
 
 @pytest.mark.parametrize(("chunk", "kv_heads"), [(448, 16), (256, 16)])
@@ -120,12 +120,12 @@ def test_a_proof_of_chunks_is_no_larger_than_the_chunks(chunk: int, kv_heads: in
 
 
 def test_a_decode_step_is_proved_where_its_compressed_keys_are_split() -> None:
-    tokens = parity._standard(M7C, TIMED, 1)
+    tokens = check._standard(M7C, TIMED, 1)
     keys = (tokens - M7C.nsa.cmp_block) // M7C.nsa.cmp_stride + 1
     assert (
         min(decode.interval_splits(n * M7C.num_kv_heads, keys, banded=False) for n in (2, 64)) > 1
     )
-    assert parity._standard(M7C, TIMED, None) == parity.standard_tokens(M7C.nsa)
+    assert check._standard(M7C, TIMED, None) == check.standard_tokens(M7C.nsa)
 
 
 def test_a_tensor_that_is_compared_twice_keeps_the_worse() -> None:

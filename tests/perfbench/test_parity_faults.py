@@ -16,7 +16,7 @@ from nsa import functional, selection
 from nsa.config import NSAConfig
 from nsa.ops import combine, compressed, sdpa, sliding
 from nsa.routing import Path
-from perfbench import parity
+from perfbench.worker.parity import check
 from tests.perfbench.parity_cases import (
     TOKENS,
     Attend,
@@ -156,7 +156,7 @@ def test_equal_scores_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two blocks score alike, either may be taken: rounding decides, not the code."""
     choose = selection.choose
     monkeypatch.setattr(
-        parity.oracle, "select", lambda q, k, **options: _as_if_tied(choose, q, k, **options)
+        check.oracle, "select", lambda q, k, **options: _as_if_tied(choose, q, k, **options)
     )
     assert prove(train=False).tensors["blocks"] == 0.0
 
@@ -165,7 +165,7 @@ def _as_if_tied(
     choose: Attend, q: Tensor, k: Tensor, *, positions: Tensor, config: NSAConfig, kv_len: int
 ) -> tuple[Tensor, Tensor]:
     blocks = torch.full((*q.shape[:2], k.shape[2], config.num_selected), 99)
-    return blocks, torch.full(blocks.shape[:3], parity.NEAR_TIE / 2, dtype=torch.float64)
+    return blocks, torch.full(blocks.shape[:3], check.NEAR_TIE / 2, dtype=torch.float64)
 
 
 # Gradients alone: the output is right to the last bit.

@@ -14,7 +14,7 @@ from nsa import layout
 from nsa.ops.positions import query_positions
 from nsa.rope import rotate
 from nsa.routing import Path
-from perfbench.result import ParityLine
+from perfbench.records.rows import ParityLine
 from tests.perfbench.parity_cases import TOKENS, Attend, in_path, prove, wrong
 
 pytestmark = pytest.mark.usefixtures("one_thread")

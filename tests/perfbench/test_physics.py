@@ -16,8 +16,8 @@ from nsa.capability import KNOWN_GPUS
 from nsa.config import ModelConfig, NSAConfig, preset
 from nsa.gate import SoftmaxGate
 from nsa.model import DenseLM, TinyLM
-from perfbench import physics
-from perfbench.physics import CARDS
+from perfbench import roofline
+from perfbench.roofline import CARDS
 from tests import oracle
 from tests.cases import randn
 
@@ -70,10 +70,10 @@ def test_pairs_are_what_masks_keep(config: NSAConfig, tokens: int) -> None:
     counted = counted_pairs(config, tokens)
     for branches in (("cmp", "sel", "win"), ("cmp",), ("sel",), ("win",), ("cmp", "win")):
         model = replace(TINY, nsa=replace(config, branches=branches))
-        assert physics.attention_pairs(model, tokens, dense=False) == sum(
+        assert roofline.attention_pairs(model, tokens, dense=False) == sum(
             counted[b] for b in branches
         )
-        assert physics.attention_pairs(model, tokens, dense=True) == int(
+        assert roofline.attention_pairs(model, tokens, dense=True) == int(
             torch.ones(tokens, tokens).tril().sum()
         )
 
@@ -90,8 +90,8 @@ def multiplied_weights(model: nn.Module) -> int:
 @EVERY_MODEL
 def test_parameters_are_the_real_models(name: str) -> None:
     model = MODELS[name]
-    assert physics.linear_parameters(model, dense=False) == multiplied_weights(TinyLM(model))
-    assert physics.linear_parameters(model, dense=True) == multiplied_weights(DenseLM(model))
+    assert roofline.linear_parameters(model, dense=False) == multiplied_weights(TinyLM(model))
+    assert roofline.linear_parameters(model, dense=True) == multiplied_weights(DenseLM(model))
 
 
 def products_of(
@@ -120,7 +120,7 @@ def test_flops_are_what_torch_counts(name: str, dense: bool, train: bool) -> Non
     config, batch, tokens = MODELS[name], 2, 40
     model = DenseLM(config) if dense else TinyLM(config, "masked")
     workload = "train" if train else "forward"
-    total = physics.step_flops(config, workload=workload, batch=batch, tokens=tokens, dense=dense)
+    total = roofline.step_flops(config, workload=workload, batch=batch, tokens=tokens, dense=dense)
     pairs = counted_pairs(config.nsa, tokens)
     keys = tokens * (tokens + 1) // 2 if dense else sum(pairs.values())
     # One product over head_dim for the logit of a pair, one over value_dim for its share of the
@@ -139,7 +139,7 @@ def test_flops_are_what_torch_counts(name: str, dense: bool, train: bool) -> Non
 
 def test_flops_grow_with_batch_and_length() -> None:
     def flops(batch: int, tokens: int, dense: bool = False) -> float:
-        return physics.step_flops(TINY, workload="train", batch=batch, tokens=tokens, dense=dense)
+        return roofline.step_flops(TINY, workload="train", batch=batch, tokens=tokens, dense=dense)
 
     assert flops(3, 100) == 3 * flops(1, 100)
     assert flops(1, 4096, dense=True) / flops(1, 2048, dense=True) > 3, (
@@ -156,10 +156,10 @@ def test_least_bytes(name: str, dtype: str, size: int) -> None:
         weights = multiplied_weights(built) * size
         shape: dict[str, Any] = {"batch": 2, "tokens": 33, "dtype": dtype, "dense": dense}
         assert (
-            physics.step_min_bytes(model, workload="forward", **shape)
+            roofline.step_min_bytes(model, workload="forward", **shape)
             == weights + 2 * 33 * model.vocab_size * size
         )
-        train = physics.step_min_bytes(model, workload="train", **shape)
+        train = roofline.step_min_bytes(model, workload="train", **shape)
         assert train == 6 * weights, "weight and both moments, each read and written"
         assert train <= 6 * size * sum(x.numel() for x in built.parameters()), (
             "a floor must not exceed the traffic"
@@ -177,7 +177,7 @@ def judged(**changes: Any) -> Any:
         "gemm_flops_per_s": 6e14,
         "dtype": "bf16",
     }
-    return physics.judge_step(**{**values, "device_name": H100, "is_gpu": True, **changes})
+    return roofline.judge_step(**{**values, "device_name": H100, "is_gpu": True, **changes})
 
 
 def test_rates_and_the_floor_of_a_known_card() -> None:

@@ -11,9 +11,9 @@ import pytest
 from nsa import capability, routing
 from nsa.routing import Capability
 from nsa.settings import Settings, load
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
 
 ROOT = pathlib.Path(__file__).parents[2]
 H100 = Capability(
@@ -268,10 +268,10 @@ def test_planning_imports_no_torch() -> None:
 import sys
 from nsa import capability
 from nsa.settings import Settings
-from perfbench import matrix, plan
-m = matrix.load("matrices/h100.yaml")
-built = plan.build(m, only=[], capability=capability.assumed("h100"), settings=Settings())
-print(plan.render_text(built, m))
+from perfbench.matrix import build_plan, load_matrix, plan_text
+m = load_matrix("matrices/h100.yaml")
+built = build_plan(m, only=[], capability=capability.assumed("h100"), settings=Settings())
+print(plan_text(built, m))
 heavy = {"torch", "pandas", "matplotlib", "scipy", "numpy", "triton", "rich"} & set(sys.modules)
 assert not heavy, heavy
 """

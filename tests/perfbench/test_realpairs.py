@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import certify, nullsim, realpairs, session
-from perfbench.certify import Effort, Rate
-from perfbench.policy import GatePolicy, Policies
-from perfbench.report import realpairs as telling
-from perfbench.result import Run, Source
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.calibration import aa_pairs, certify, simulate
+from perfbench.calibration import realpairs_report as telling
+from perfbench.calibration.certify import Effort, Rate
+from perfbench.commands import session
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.rows import Run, Source
 from tests.perfbench import builders as b
 from tests.perfbench.edits import edit
 
@@ -43,13 +44,13 @@ def saved(
 def _default_policy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The builders' runs hold no readable matrix."""
     if "unreadable" not in request.node.name:
-        monkeypatch.setattr(realpairs, "_policies", lambda run: Policies(GatePolicy()))
+        monkeypatch.setattr(aa_pairs, "_policies", lambda run: Policies(GatePolicy()))
 
 
 def test_a_pair_of_an_unreadable_matrix_is_refused(tmp_path: Path) -> None:
     base = b.small_run(replicates=2)
     with pytest.raises(PerfbenchError, match="target: missing"):
-        realpairs.read([saved(tmp_path, base, base)], slug(base))
+        aa_pairs.read([saved(tmp_path, base, base)], slug(base))
 
 
 def slug(run: Run) -> str:
@@ -67,7 +68,7 @@ def test_an_a_a_is_no_false_alarm_and_planted_work_is_found(tmp_path: Path) -> N
         name="worse",
         injections=(f"slowdown=5%@{TRAIN}",),
     )
-    found = realpairs.read([planted, plain], slug(base))
+    found = aa_pairs.read([planted, plain], slug(base))
     assert [one.extra_work_pct for one in found] == [0.0] * 7 + [5.0] and found[-1].cell_id == TRAIN
     assert (
         found[-1].verdict == "REGRESSED" and found[-1].pairs == 8 and found[-1].run_id == "worse-b"
@@ -77,27 +78,27 @@ def test_an_a_a_is_no_false_alarm_and_planted_work_is_found(tmp_path: Path) -> N
     ].change_pct == pytest.approx(-4.7619, abs=1e-4)
     assert found[-1].lower_pct is not None and found[-1].upper_pct is not None
     assert found[-1].lower_pct <= found[-1].change_pct <= found[-1].upper_pct < -1
-    assert {one.verdict for one in found[:-1]} == {"SAME"} and realpairs.false_alarms(
-        found
-    ) == Rate(0, 7)
+    assert {one.verdict for one in found[:-1]} == {"SAME"} and aa_pairs.false_alarms(found) == Rate(
+        0, 7
+    )
 
 
 def test_a_cell_that_is_wrong_has_its_verdict_and_no_speed(tmp_path: Path) -> None:
     base = b.small_run(replicates=8)
-    found = realpairs.read([saved(tmp_path, base, edit(base, TRAIN, engaged={}))], slug(base))
+    found = aa_pairs.read([saved(tmp_path, base, edit(base, TRAIN, engaged={}))], slug(base))
     wrong = {one.cell_id: one for one in found}
     assert (
         wrong[TRAIN].verdict == "WRONG_PATH"
         and wrong[TRAIN].change_pct is None
         and wrong[TRAIN].pairs == 0
     )
-    assert realpairs.false_alarms(found) == Rate(0, 3), "what has no speed is no silent cell"
+    assert aa_pairs.false_alarms(found) == Rate(0, 3), "what has no speed is no silent cell"
 
 
 def test_a_false_alarm_counts() -> None:
-    one = realpairs.RealPair("r", "c", 0.0, 0.0, "REGRESSED", 8, -2.0, -3.0, -1.1, "")
-    planted = realpairs.RealPair("r", "d", 3.0, -2.9, "REGRESSED", 8, -2.9, -3.0, -1.1, "")
-    assert realpairs.false_alarms([one, planted]) == Rate(1, 1) and realpairs.false_alarms(
+    one = aa_pairs.RealPair("r", "c", 0.0, 0.0, "REGRESSED", 8, -2.0, -3.0, -1.1, "")
+    planted = aa_pairs.RealPair("r", "d", 3.0, -2.9, "REGRESSED", 8, -2.9, -3.0, -1.1, "")
+    assert aa_pairs.false_alarms([one, planted]) == Rate(1, 1) and aa_pairs.false_alarms(
         []
     ) == Rate(0, 0)
 
@@ -127,12 +128,12 @@ def test_what_is_no_pair_of_one_commit_is_refused(fault: str, words: str, tmp_pa
     folder = tmp_path if fault == "no pair" else saved(tmp_path, base, other, injections=injections)
     machine = "a100" if fault == "other machine" else slug(base)
     with pytest.raises(PerfbenchError, match=words) as caught:
-        realpairs.read([folder, folder] if fault == "twice" else [folder], machine)
+        aa_pairs.read([folder, folder] if fault == "twice" else [folder], machine)
     assert caught.value.exit_code is Exit.USAGE
 
 
 def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certify, "WORLDS", nullsim.WORLDS[:1])
+    monkeypatch.setattr(certify, "WORLDS", simulate.WORLDS[:1])
     monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
     monkeypatch.setattr(session, "policy_of", lambda run: Policies(GatePolicy()))
     base = b.small_run(replicates=8)

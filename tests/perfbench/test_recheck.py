@@ -14,14 +14,19 @@ from typing import Any
 import pytest
 
 from nsa.capability import assumed
-from perfbench import ab, check, checkout, nvml, pair, recheck, runfile, settle
-from perfbench import matrix as matrices
-from perfbench.environment import TargetFit
-from perfbench.gate import judge
-from perfbench.policy import GatePolicy
-from perfbench.progress import SilentProgress
-from perfbench.runfile import FILE_NAME
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.commands import check
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import confirmation
+from perfbench.gate.judging import judge
+from perfbench.machine import nvml
+from perfbench.machine.environment import TargetFit
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records import run_file
+from perfbench.records.run_file import FILE_NAME
+from perfbench.records.verdict import Verdict
+from perfbench.runner.ab import checkout, confirm, pair, schedule
+from perfbench.runner.progress import SilentProgress
 from tests.perfbench import builders as b
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
 from tests.perfbench.edits import reason_of, verdict_of
@@ -199,7 +204,7 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     gated = cells_of(capsys)
     for cell in gated.values():
         assert (
-            f"3 of {planned} pairs count" in cell["reason"] and recheck.UNFINISHED in cell["reason"]
+            f"3 of {planned} pairs count" in cell["reason"] and confirm.UNFINISHED in cell["reason"]
         )
 
     def gone(*_: object) -> None:
@@ -279,30 +284,30 @@ def test_the_budget_is_for_the_whole_confirmation(
 ) -> None:
     """Three bases at 60 s each: 100 s are spent before the third one."""
     clock, said = Clockwork(), list[str]()
-    monkeypatch.setattr(ab, "interleave", clock.interleave)
+    monkeypatch.setattr(schedule, "interleave", clock.interleave)
     cells = sorted(cell.cell_id for cell in b.cpu_cells())[:3]
     commits: dict[str, str | None] = dict(
         zip(cells, ["HEAD", bench.commits[0], bench.commits[1]], strict=True)
     )
     matrix = matrices.parse(MATRIX, "m.yaml")
-    monkeypatch.setattr("perfbench.sideplan.plan_of", lambda *_: None)
+    monkeypatch.setattr("perfbench.runner.ab.version_plan.plan_of", lambda *_: None)
     fit, here = TargetFit("cpu", None), b.environment(gpu=False)
-    ground = recheck.Ground(
+    ground = confirm.Ground(
         fit, assumed("none"), here, bench.repository, SilentProgress(), said.append
     )
     task = pair.Task(matrix, [], 3, 1, ["perfbench", "check"], [], budget_s)
-    told = recheck.confirm(
+    told = confirm.confirm(
         b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, task, ground, clock.now
     )
     assert [budget for _, budget in clock.asked] == budgets
     assert len(told.measured) == len(said) == len(budgets)
     reasons = [told.reasons[cell] for cell in cells]
-    assert reasons == [recheck.UNFINISHED] * len(budgets) + [recheck.SPENT] * (3 - len(budgets))
-    assert str(told).count(recheck.SPENT) == (len(budgets) < 3)
+    assert reasons == [confirm.UNFINISHED] * len(budgets) + [confirm.SPENT] * (3 - len(budgets))
+    assert str(told).count(confirm.SPENT) == (len(budgets) < 3)
 
 
-def settled(first: Any, measured: list[settle.Measured], reasons: dict[str, str]) -> Any:
-    return settle.conclude_all(first, measured, GatePolicy(), reasons)
+def settled(first: Any, measured: list[confirmation.Measured], reasons: dict[str, str]) -> Any:
+    return confirmation.conclude_all(first, measured, GatePolicy(), reasons)
 
 
 def test_cells_of_several_pairs_are_judged_each_by_its_own_runs() -> None:
@@ -315,7 +320,7 @@ def test_cells_of_several_pairs_are_judged_each_by_its_own_runs() -> None:
     slow = b.scale_rows(b.scale_rows(run, one, 0.9), two, 0.9)
     first = judge(slow, b.baseline_of(run), GatePolicy())
     assert sorted(first.to_confirm) == sorted([one, two])
-    measured = [settle.Measured(run, slow, [two]), settle.Measured(run, run, [one])]
+    measured = [confirmation.Measured(run, slow, [two]), confirmation.Measured(run, run, [one])]
     found = settled(first, measured, {two: "why not"})
     assert (verdict_of(found, one), verdict_of(found, two)) == (Verdict.SAME, Verdict.REGRESSED)
     assert "why not" not in reason_of(found, two)  # every pair is there
@@ -338,7 +343,7 @@ def test_a_reason_is_told_where_pairs_exist_and_one_cell_has_none() -> None:
     base = b.with_manifest(
         run, cells=[cell for cell in run.manifest.cells if cell.cell_id != train]
     )
-    found = settle.conclude(
+    found = confirmation.conclude(
         first, base, slow, GatePolicy(), "the base of some cells cannot be built"
     )
     assert "the base of some cells cannot be built" in reason_of(found, train)
@@ -402,10 +407,10 @@ def test_a_trace_that_cannot_be_taken_changes_no_verdict(
     trouble: BaseException,
 ) -> None:
     """The machine answers while confirming, and no more when the trace is due."""
-    real: Callable[..., recheck.Ground] = check._ground
+    real: Callable[..., confirm.Ground] = check._ground
     asked: list[object] = []
 
-    def ground(matrix: Any) -> recheck.Ground:
+    def ground(matrix: Any) -> confirm.Ground:
         asked.append(matrix)
         if len(asked) > 1:
             raise trouble
@@ -433,7 +438,7 @@ def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(
     assert bench.run("gate", str(run_folder() / "b"), "--json") == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert "without the sentinel gemm, copy" in note
-    assert runfile.read(run_folder() / "b").manifest.sentinels == []
+    assert run_file.read(run_folder() / "b").manifest.sentinels == []
     assert bench.run("gate", str(run_folder("first")), "--json") == 0
     assert json.loads(capsys.readouterr().out)["notes"] == []
 

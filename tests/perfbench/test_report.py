@@ -10,12 +10,13 @@ import pytest
 from PIL import Image
 
 from perfbench import report
-from perfbench.axes import Cell
-from perfbench.gate import BaselineProblem, judge
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Source
+from perfbench.records.verdict import Verdict
 from perfbench.report import plots
-from perfbench.report.beside import Beside
-from perfbench.result import Source
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.report.context import Beside
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import DENSE, FORWARD, POLICY, TRAIN, alone, troubled, written
 

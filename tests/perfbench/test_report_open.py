@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from perfbench import report
-from perfbench.axes import Cell
-from perfbench.gate import BaselineProblem, Judgement, judge
-from perfbench.policy import Alias, Policies
+from perfbench.errors import Exit
+from perfbench.gate.judging import BaselineProblem, Judgement, judge
+from perfbench.matrix.policy import Alias, Policies
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Run, Status
+from perfbench.records.verdict import Verdict
 from perfbench.report.bands import bands
-from perfbench.report.beside import Beside
-from perfbench.result import Run, Status
-from perfbench.verdict import Exit, Verdict
+from perfbench.report.context import Beside
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import DENSE, POLICY, TRAIN, alone, section, troubled, written
 

@@ -4,10 +4,10 @@ them.
 
 from __future__ import annotations
 
-from perfbench import compare
-from perfbench.gate import judge
-from perfbench.report.beside import Beside
-from perfbench.result import Replicate, Run, Source
+from perfbench.gate import comparison
+from perfbench.gate.judging import judge
+from perfbench.records.rows import Replicate, Run, Source
+from perfbench.report.context import Beside
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import POLICY, TRAIN, section, written
 
@@ -26,7 +26,7 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         run_id="x-b",
         argv=["perfbench", "ab", "v1.2", "my branch", "matrices/h100.yaml", "--seed", "7"],
     )
-    judgement = compare.judge(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
+    judgement = comparison.judge(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
     text = written(run, judgement, Beside.of(base_run=base))
     assert (
         "candidate `my branch` against base `v1.2`, commit `aaaaaaaaaaaa`, run `x-a`" in text
@@ -37,7 +37,7 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         f" cell={TRAIN}`" in text
     )  # branches move
     assert "`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --seed 7`, one cell" in text
-    four = compare.judge(
+    four = comparison.judge(
         base, b.with_rows(run, [_slower(run, row) for row in run.replicates]), POLICY, paired=True
     )
     assert four.counts == {"REGRESSED": 4}
@@ -51,7 +51,7 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
     )  # one red needs no overview
     two_files = written(
         b.small_run(),
-        compare.judge(base, b.small_run(), POLICY, paired=False),
+        comparison.judge(base, b.small_run(), POLICY, paired=False),
         Beside.of(base_run=base),
     )
     assert "candidate `4f1c2d3e4f1c` against base `aaaaaaaaaaaa`" in two_files
@@ -70,7 +70,7 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
         b.scale_rows(b.small_run(), TRAIN, 0.9), run_id="x-b", argv=argv, injections=[fault], seed=5
     )
     text = written(
-        run, compare.judge(base, run, POLICY, paired=True), Beside.of(base_run=base, paired=True)
+        run, comparison.judge(base, run, POLICY, paired=True), Beside.of(base_run=base, paired=True)
     )
     assert (
         f"`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only cell={TRAIN} --inject"
@@ -83,7 +83,7 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
     dirty = b.with_manifest(run, source=Source(commit="b" * 40, dirty_sha256="5f" * 32))
     text = written(
         dirty,
-        compare.judge(base, dirty, POLICY, paired=True),
+        comparison.judge(base, dirty, POLICY, paired=True),
         Beside.of(base_run=base, paired=True),
     )
     assert (
@@ -93,7 +93,7 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
 
 def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
     base = b.small_run()
-    judgement = compare.judge(base, base, POLICY, paired=True)
+    judgement = comparison.judge(base, base, POLICY, paired=True)
     paired, apart = (
         written(base, judgement, Beside.of(base_run=base, paired=paired))
         for paired in (True, False)
@@ -108,7 +108,9 @@ def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None
     base = b.with_rows(
         run, [_slower(run, row) if row.replicate % 2 else row for row in run.replicates]
     )
-    judgement = compare.judge(base, run, POLICY, paired=True, go_on="perfbench ab A B M --resume F")
+    judgement = comparison.judge(
+        base, run, POLICY, paired=True, go_on="perfbench ab A B M --resume F"
+    )
     text = written(run, judgement, Beside.of(base_run=base, paired=True))
     assert (
         judgement.counts == {"WATCH": 4}

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from perfbench import report
-from perfbench.gate import BaselineProblem, judge
+from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.records.verdict import Verdict
 from perfbench.report.tables import half
-from perfbench.verdict import Verdict
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import POLICY, TRAIN, alone, troubled
 

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from perfbench.result import Status
+from perfbench.records.rows import Status
 from perfbench.text import block, cell_code, code, escape, number, plain, ratio
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import alone

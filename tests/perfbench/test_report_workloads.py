@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from nsa import routing
-from perfbench.axes import Cell
-from perfbench.gate import judge
-from perfbench.policy import GatePolicy
+from perfbench.gate.judging import judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records.cells import Cell
+from perfbench.records.rows import CacheLine, PlannedCell, Replicate, Run
 from perfbench.report import markdown, plots, tables, workloads
 from perfbench.report.rows import Row, launch_bound, rows_of
-from perfbench.result import CacheLine, PlannedCell, Replicate, Run
 from tests.perfbench import builders as b
 
 MATRIX = """\

@@ -11,13 +11,16 @@ import pytest
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench import gpu, isolate, runfile, runner
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.environment import TargetFit
-from perfbench.job import Job
-from perfbench.result import Replicate
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import gpu
+from perfbench.machine.environment import TargetFit
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records import run_file
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate
+from perfbench.runner import executor as isolate
+from perfbench.runner import run as runner
 from tests.perfbench import builders
 from tests.perfbench.fake_nvml import Card, FakeNvml
 from tests.perfbench.plan_cases import CODE, planned_from
@@ -82,11 +85,11 @@ def run(
 def refused(
     code: Exit, folder: pathlib.Path, resume: pathlib.Path, text: str = TEXT, **changes: Any
 ) -> str:
-    before, executor = (resume / runfile.FILE_NAME).read_bytes(), FakeExecutor()
+    before, executor = (resume / run_file.FILE_NAME).read_bytes(), FakeExecutor()
     with pytest.raises(PerfbenchError) as caught:
         run(folder, text, executor, resume=resume, **changes)
     assert caught.value.exit_code is code
-    assert executor.jobs == [] and (resume / runfile.FILE_NAME).read_bytes() == before, (
+    assert executor.jobs == [] and (resume / run_file.FILE_NAME).read_bytes() == before, (
         "a refusal leaves the run as it was"
     )
     assert "Next: " in str(caught.value)
@@ -228,7 +231,7 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
     assert f"4 finished replicates in {folder}: perfbench run m.yaml --resume {folder}" in str(
         caught.value
     )
-    assert len(runfile.read(folder).replicates) == 4
+    assert len(run_file.read(folder).replicates) == 4
     card.processes = []
     with runner.prepared(fit, "nowhere:nothing", module=nvml) as executor:
         assert len(run(tmp_path / "runs", executor=executor, resume=folder).run.replicates) == 8

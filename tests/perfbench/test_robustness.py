@@ -26,18 +26,20 @@ from hypothesis import strategies as st
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench import baseline, cli, runfile
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.result import Run
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.commands import app
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import baseline
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records import run_file
+from perfbench.records.rows import Run
 from tests.perfbench import builders as b
 from tests.perfbench.matrix_text import VALID
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 EVIDENCE = DATA / "runs" / "h100-demo"
-RUN = gzip.decompress((EVIDENCE / "green" / runfile.COMPRESSED_NAME).read_bytes())
+RUN = gzip.decompress((EVIDENCE / "green" / run_file.COMPRESSED_NAME).read_bytes())
 BASE = (DATA / "written-by-0a70f94" / "baselines" / "h100-demo.json").read_bytes()
 MATRICES = [path.read_bytes() for path in sorted((ROOT / "matrices").glob("*.yaml"))]
 CELL = "batch=8,path=dense,seq_len=4096,workload=train"
@@ -53,7 +55,7 @@ def call(*argv: str) -> tuple[int, str, str]:
     """
     out, err = (io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.invoke(argv)
+        code = app.invoke(argv)
     texts = []
     for stream in (out, err):
         stream.flush()
@@ -299,12 +301,12 @@ def test_a_baseline_with_other_values(tmp_path: Path, data: st.DataObject) -> No
 @given(st.data())
 @settings(FUZZ, max_examples=30)
 def test_a_log_of_any_kind(tmp_path: Path, data: st.DataObject) -> None:
-    from perfbench import doctor_log, findings
+    from perfbench.machine.doctor import findings, log
 
     file = tmp_path / "run.jsonl"
     file.write_bytes(data.draw(damaged(RUN) | st.binary(max_size=200)))
     with contextlib.suppress(PerfbenchError):
-        findings.render_text(doctor_log.lines(file)).encode()
+        findings.render_text(log.lines(file)).encode()
 
 
 # Cases by name, which no chance should have to find.
@@ -481,7 +483,7 @@ def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -
     finished.
     """
     run: Run = b.small_run(replicates=40)
-    writer = runfile.create(tmp_path, run.manifest)
+    writer = run_file.create(tmp_path, run.manifest)
     seen, done = [], threading.Event()
 
     def write() -> None:
@@ -493,17 +495,17 @@ def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -
     thread = threading.Thread(target=write)
     thread.start()
     while not done.is_set():
-        found = runfile.read(writer.folder)
+        found = run_file.read(writer.folder)
         assert found.replicates == run.replicates[: len(found.replicates)]
         seen.append(len(found.replicates))
     thread.join()
-    assert seen == sorted(seen) and len(runfile.read(writer.folder).replicates) == len(
+    assert seen == sorted(seen) and len(run_file.read(writer.folder).replicates) == len(
         run.replicates
     )
 
 
 def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
-    path, run = tmp_path / "b.json", runfile.read(EVIDENCE / "green")
+    path, run = tmp_path / "b.json", run_file.read(EVIDENCE / "green")
     baseline.promote(run, path, allow_dirty=True)
     done = threading.Event()
 

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from perfbench import calibrate, cli, realpairs, runfile, starts
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.calibration import aa_pairs, aa_runs, calibrate
+from perfbench.commands import app
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import run_file
 
 DATA = Path(__file__).parents[1] / "data"
 RUNS = DATA / "runs"
@@ -32,7 +34,7 @@ def laid(folder: Path, **files: bytes) -> Path:
     return folder
 
 
-def refused(path: Path, read: Callable[[Path], object] = runfile.read) -> str:
+def refused(path: Path, read: Callable[[Path], object] = run_file.read) -> str:
     with pytest.raises(PerfbenchError) as caught:
         read(path)
     assert caught.value.exit_code is Exit.USAGE and "\n" not in str(caught.value)
@@ -49,14 +51,14 @@ def plain_copy(packed: Path, to: Path) -> Path:
 
 
 def test_a_compressed_run_is_the_same_run(tmp_path: Path) -> None:
-    plain = runfile.read(laid(tmp_path / "r", plain=PLAIN))
-    assert runfile.read(GREEN) == runfile.read(GREEN / "run.jsonl.gz") == plain
+    plain = run_file.read(laid(tmp_path / "r", plain=PLAIN))
+    assert run_file.read(GREEN) == run_file.read(GREEN / "run.jsonl.gz") == plain
     assert len(plain.replicates) == 10 and not plain.torn
 
 
 def test_a_torn_last_line_is_dropped_as_in_a_plain_file(tmp_path: Path) -> None:
     cut = PLAIN[:-20]
-    run = runfile.read(laid(tmp_path / "r", packed=gzip.compress(cut)))
+    run = run_file.read(laid(tmp_path / "r", packed=gzip.compress(cut)))
     assert run.torn and len(run.replicates) == 9
 
 
@@ -91,8 +93,8 @@ def test_an_empty_file_holds_no_run(tmp_path: Path) -> None:
 def test_a_file_that_grows_without_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runfile, "MAX_BYTES", len(PLAIN))
-    assert runfile.read(GREEN).replicates
+    monkeypatch.setattr(run_file, "MAX_BYTES", len(PLAIN))
+    assert run_file.read(GREEN).replicates
     grown = laid(tmp_path / "r", packed=gzip.compress(PLAIN + PLAIN.splitlines()[1] + b"\n"))
     assert f"more than {len(PLAIN)} bytes once decompressed" in refused(grown)
 
@@ -104,10 +106,10 @@ def test_gzip_data_under_the_plain_name(tmp_path: Path) -> None:
 
 def test_both_files_in_one_folder_are_refused(tmp_path: Path) -> None:
     folder = laid(tmp_path / "r", plain=PLAIN, packed=PACKED)
-    for read in (runfile.read, runfile.open_for_resume):
+    for read in (run_file.read, run_file.open_for_resume):
         text = refused(folder, read)
         assert f"{folder} holds both run.jsonl and run.jsonl.gz" in text and "Next:" in text
-    assert runfile.read(folder / "run.jsonl") == runfile.read(folder / "run.jsonl.gz")
+    assert run_file.read(folder / "run.jsonl") == run_file.read(folder / "run.jsonl.gz")
 
 
 def test_a_compressed_run_is_not_resumed(
@@ -115,13 +117,13 @@ def test_a_compressed_run_is_not_resumed(
 ) -> None:
     folder = laid(tmp_path / "r", packed=PACKED)
     for path in (folder, folder / "run.jsonl.gz"):
-        text = refused(path, runfile.open_for_resume)
+        text = refused(path, run_file.open_for_resume)
         assert "only run.jsonl can be appended to" in text and "Next: `gunzip " in text
     assert (folder / "run.jsonl.gz").read_bytes() == PACKED
     small = DATA / "written-by-0a70f94" / "runs" / "small" / "run.jsonl"
     laid(folder, packed=gzip.compress(small.read_bytes()))
     matrix = DATA / "written-by-0a70f94" / "matrices" / "small.yaml"
-    code = cli.invoke(["run", str(matrix), "--resume", str(folder)])
+    code = app.invoke(["run", str(matrix), "--resume", str(folder)])
     assert code == Exit.USAGE and "is a compressed run" in capsys.readouterr().err
     assert [file.name for file in folder.iterdir()] == ["run.jsonl.gz"]
 
@@ -144,7 +146,7 @@ def test_every_command_takes_it(
     plain = plain_copy(GREEN, tmp_path / "plain")
     found = []
     for run in (packed / file, plain / file.removesuffix(".gz")):
-        code = cli.invoke([str(run) if one == "RUN" else one for one in COMMANDS[command]])
+        code = app.invoke([str(run) if one == "RUN" else one for one in COMMANDS[command]])
         said = json.loads(capsys.readouterr().out)
         lines = (
             [one for one in said if one["what"].startswith("run")] if command == "doctor" else {}
@@ -156,7 +158,7 @@ def test_every_command_takes_it(
 def test_reports_are_written_beside_it(tmp_path: Path) -> None:
     packed = shutil.copytree(GREEN, tmp_path / "packed")
     plain = plain_copy(GREEN, tmp_path / "plain")
-    assert cli.invoke(["report", str(packed)]) == cli.invoke(["report", str(plain)]) == Exit.OK
+    assert app.invoke(["report", str(packed)]) == app.invoke(["report", str(plain)]) == Exit.OK
     names = sorted(file.name for file in packed.iterdir())
     assert {"report.md", "throughput.png", "run.jsonl.gz"} <= set(names)
     for name in set(names) - {"run.jsonl.gz"}:
@@ -168,7 +170,7 @@ def test_promote_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     said = []
     for number, run in enumerate((GREEN, plain)):
         to = tmp_path / f"{number}.json"
-        assert cli.invoke(["baseline", "promote", str(run), "--to", str(to), "--allow-dirty"]) == 0
+        assert app.invoke(["baseline", "promote", str(run), "--to", str(to), "--allow-dirty"]) == 0
         said.append({**json.loads(to.read_bytes()), "promoted_utc": ""})
     assert said[0] == said[1] and len(said[0]["cells"]) == 5
 
@@ -178,28 +180,28 @@ def test_calibrate_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibrate, "calibrate", lambda files, **_: read.extend(files))
     monkeypatch.setattr(calibrate, "render", str)
     run = RUNS / "h100-gate" / "start-1"
-    assert cli.invoke(["calibrate", str(run), str(run / "run.jsonl.gz")]) == Exit.OK
+    assert app.invoke(["calibrate", str(run), str(run / "run.jsonl.gz")]) == Exit.OK
     assert read == [run / "run.jsonl.gz"] * 2
-    one, *_ = starts.counts(starts.read([runfile.read(read[0])]))
+    one, *_ = aa_runs.counts(aa_runs.read([run_file.read(read[0])]))
     assert one.replicates == 20
-    assert {cell.verdict for cell in realpairs.read([RUNS / "h200-drop"], "h200")} == {"REGRESSED"}
+    assert {cell.verdict for cell in aa_pairs.read([RUNS / "h200-drop"], "h200")} == {"REGRESSED"}
 
 
 def test_trace_takes_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.invoke(["trace", str(GREEN), CELL.replace("8", "9")]) == Exit.USAGE
+    assert app.invoke(["trace", str(GREEN), CELL.replace("8", "9")]) == Exit.USAGE
     assert CELL in capsys.readouterr().err  # the nearest cell that the file holds
 
 
 def test_a_pair_of_compressed_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     packed = shutil.copytree(RUNS / "h200-drop", tmp_path / "pair")
-    assert cli.invoke(["compare", str(packed)]) == Exit.REGRESSED
-    assert cli.invoke(["doctor", "--log", str(packed), "--json"]) in (Exit.OK, Exit.ENVIRONMENT)
+    assert app.invoke(["compare", str(packed)]) == Exit.REGRESSED
+    assert app.invoke(["doctor", "--log", str(packed), "--json"]) in (Exit.OK, Exit.ENVIRONMENT)
     assert "run a" in capsys.readouterr().out
     (packed / "a" / "run.jsonl.gz").write_bytes(PACKED[:100])
-    assert cli.invoke(["compare", str(packed)]) == Exit.USAGE
+    assert app.invoke(["compare", str(packed)]) == Exit.USAGE
     err = capsys.readouterr().err
     assert f"{packed / 'a' / 'run.jsonl.gz'} holds 100 bytes of gzip data that was cut off" in err
     laid(packed / "b", plain=PLAIN)
     (packed / "a" / "run.jsonl.gz").write_bytes(PACKED)
-    assert cli.invoke(["compare", str(packed)]) == Exit.USAGE
+    assert app.invoke(["compare", str(packed)]) == Exit.USAGE
     assert f"{packed / 'b'} holds both" in capsys.readouterr().err

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfbench import runfile
-from perfbench.axes import Cell
-from perfbench.result import SCHEMA_VERSION, Manifest, Replicate, Run
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import run_file
+from perfbench.records.cells import Cell
+from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Run
 from tests.perfbench import builders
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def written(tmp_path: pathlib.Path, rows: int = 2) -> pathlib.Path:
-    with runfile.create(tmp_path, manifest()) as writer:
+    with run_file.create(tmp_path, manifest()) as writer:
         for number in range(rows):
             writer.append(builders.replicate(CELL, number))
     return writer.path
@@ -39,15 +39,15 @@ def written(tmp_path: pathlib.Path, rows: int = 2) -> pathlib.Path:
 
 def refused(path: pathlib.Path, words: str) -> str:
     with pytest.raises(PerfbenchError, match=words) as caught:
-        runfile.read(path)
+        run_file.read(path)
     assert caught.value.exit_code is Exit.USAGE
     return str(caught.value)
 
 
 def test_round_trip(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path)
-    run = runfile.read(tmp_path / manifest().run_id)
-    assert run == runfile.read(path)
+    run = run_file.read(tmp_path / manifest().run_id)
+    assert run == run_file.read(path)
     assert run == Run(
         manifest=manifest(), replicates=[builders.replicate(CELL, 0), builders.replicate(CELL, 1)]
     )
@@ -56,26 +56,26 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
 
 def test_unknown_fields_survive(tmp_path: pathlib.Path) -> None:
     row = Replicate.model_validate({**ROW.model_dump(), "later": {"a": [1, "b"]}})
-    with runfile.create(tmp_path, manifest()) as writer:
+    with run_file.create(tmp_path, manifest()) as writer:
         writer.append(row)
-    assert runfile.read(writer.path).replicates[0].model_dump()["later"] == {"a": [1, "b"]}
+    assert run_file.read(writer.path).replicates[0].model_dump()["later"] == {"a": [1, "b"]}
 
 
 @pytest.mark.parametrize("reason", ["a\nb", "|/\\", "\u2028", "Zoë \U0001f600", "\x00\x1b[31m"])
 def test_every_text_fits_on_one_line(tmp_path: pathlib.Path, reason: str) -> None:
-    with runfile.create(tmp_path, manifest()) as writer:
+    with run_file.create(tmp_path, manifest()) as writer:
         writer.append(ROW.model_copy(update={"reason": reason}))
     assert writer.path.read_bytes().count(b"\n") == 2 and writer.path.read_bytes().isascii()
-    assert runfile.read(writer.path).replicates[0].reason == reason
+    assert run_file.read(writer.path).replicates[0].reason == reason
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_not_finite_is_not_written(tmp_path: pathlib.Path, value: float) -> None:
-    with runfile.create(tmp_path, manifest()) as writer:
+    with run_file.create(tmp_path, manifest()) as writer:
         with pytest.raises(ValueError, match="JSON compliant"):
             writer.append(ROW.model_copy(update={"wall_s": value}))
         writer.append(ROW)
-    assert len(runfile.read(writer.path).replicates) == 1
+    assert len(run_file.read(writer.path).replicates) == 1
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
@@ -95,9 +95,9 @@ def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(
     whole = path.read_bytes()
     for cut in (1, 2, 40, len(whole.splitlines()[-1])):
         path.write_bytes(whole[:-cut])
-        run = runfile.read(path)
+        run = run_file.read(path)
         assert run.torn and [row.replicate for row in run.replicates] == [0]
-    writer, found = runfile.open_for_resume(path.parent)
+    writer, found = run_file.open_for_resume(path.parent)
     with writer:
         assert found.torn
         writer.append(builders.replicate(CELL, 1))
@@ -107,7 +107,7 @@ def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(
 def test_a_torn_line_that_is_not_utf8_at_its_end(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path, rows=1)
     path.write_bytes(path.read_bytes() + b'{"kind": "repl\xc3')
-    assert runfile.read(path).torn
+    assert run_file.read(path).torn
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_no_damage_gives_a_traceback(at: int, inserted: bytes, removed: int) -> 
 def _read_or_refuse(data: bytes) -> None:
     refusal = None
     try:
-        runfile.parse(data, "x")
+        run_file.parse(data, "x")
     except PerfbenchError as error:
         refusal = error
     assert refusal is None or (refusal.exit_code is Exit.USAGE and str(refusal).startswith("x:"))
@@ -191,7 +191,7 @@ def _read_or_refuse(data: bytes) -> None:
 def test_two_runs_never_share_a_folder(tmp_path: pathlib.Path) -> None:
     before = written(tmp_path).read_bytes()
     with pytest.raises(PerfbenchError, match="exists already") as caught:
-        runfile.create(tmp_path, manifest())
+        run_file.create(tmp_path, manifest())
     assert caught.value.exit_code is Exit.USAGE
     assert (tmp_path / manifest().run_id / "run.jsonl").read_bytes() == before
 
@@ -199,21 +199,21 @@ def test_two_runs_never_share_a_folder(tmp_path: pathlib.Path) -> None:
 def test_two_writers_never_share_a_file(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path, rows=1)
     path.write_bytes(path.read_bytes() + b"torn")
-    writer, _ = runfile.open_for_resume(path.parent)
+    writer, _ = run_file.open_for_resume(path.parent)
     size = path.stat().st_size
     code = (
-        "import pathlib; from perfbench import runfile;"
-        f" runfile.open_for_resume(pathlib.Path({str(path.parent)!r}))"
+        "import pathlib; from perfbench.records import run_file;"
+        f" run_file.open_for_resume(pathlib.Path({str(path.parent)!r}))"
     )
     with writer:
         with pytest.raises(PerfbenchError, match="another perfbench is writing"):
-            runfile.open_for_resume(path.parent)
+            run_file.open_for_resume(path.parent)
         other = subprocess.run(
             [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert "another perfbench is writing" in other.stderr
         assert path.stat().st_size == size
-    again, _ = runfile.open_for_resume(path.parent)
+    again, _ = run_file.open_for_resume(path.parent)
     again.close()
 
 
@@ -225,36 +225,36 @@ def test_a_damaged_file_is_refused_on_resume_and_left_alone_and_unlocked(
     path.write_bytes(damaged)
     for _ in range(2):
         with pytest.raises(PerfbenchError, match=r":2: "):
-            runfile.open_for_resume(path.parent)
+            run_file.open_for_resume(path.parent)
     assert path.read_bytes() == damaged
 
 
 def test_resume_of_nothing(tmp_path: pathlib.Path) -> None:
     with pytest.raises(PerfbenchError, match="does not exist") as caught:
-        runfile.open_for_resume(tmp_path / "missing")
+        run_file.open_for_resume(tmp_path / "missing")
     assert caught.value.exit_code is Exit.USAGE
     (tmp_path / "empty").mkdir()
     with pytest.raises(PerfbenchError, match="does not exist"):
-        runfile.open_for_resume(tmp_path / "empty")
+        run_file.open_for_resume(tmp_path / "empty")
     assert list((tmp_path / "empty").iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfbenchError, match="--out DIR") as caught:
-        runfile.create(tmp_path / "file", manifest())
+        run_file.create(tmp_path / "file", manifest())
     assert caught.value.exit_code is Exit.USAGE
 
 
 def test_a_run_id_is_a_plain_name(tmp_path: pathlib.Path) -> None:
     for run_id in ("../up", "", ".", "a/b", "a\nb"):
         with pytest.raises(ValueError, match="plain folder name"):
-            runfile.create(tmp_path, manifest(run_id=run_id))
+            run_file.create(tmp_path, manifest(run_id=run_id))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with runfile.create(tmp_path, manifest()) as writer:
+    with run_file.create(tmp_path, manifest()) as writer:
         writer.append(ROW)
         before = writer.path.read_bytes()
         real_write = os.write
@@ -271,14 +271,14 @@ def test_a_full_disk_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.M
         assert caught.value.exit_code is Exit.USAGE
         assert writer.path.read_bytes() == before
         writer.append(builders.replicate(CELL, 1))
-    assert [row.replicate for row in runfile.read(writer.path).replicates] == [0, 1]
+    assert [row.replicate for row in run_file.read(writer.path).replicates] == [0, 1]
 
 
 def test_each_line_is_synced(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
-    with runfile.create(tmp_path, manifest()) as writer:
+    with run_file.create(tmp_path, manifest()) as writer:
         before = len(synced)
         writer.append(ROW)
         assert len(synced) == before + 1
@@ -286,9 +286,9 @@ def test_each_line_is_synced(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyP
 
 def test_run_ids() -> None:
     now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
-    run_id = runfile.new_run_id(now, "h100-80gb-hbm3", "4f1c2d3e9999")
+    run_id = run_file.new_run_id(now, "h100-80gb-hbm3", "4f1c2d3e9999")
     assert run_id.startswith("20260102T030405Z-h100-80gb-hbm3-4f1c2d3e-")
-    assert run_id != runfile.new_run_id(now, "h100-80gb-hbm3", "4f1c2d3e9999")
-    assert "-nocommit-" in runfile.new_run_id(now, "cpu", None) and "/" not in runfile.new_run_id(
+    assert run_id != run_file.new_run_id(now, "h100-80gb-hbm3", "4f1c2d3e9999")
+    assert "-nocommit-" in run_file.new_run_id(now, "cpu", None) and "/" not in run_file.new_run_id(
         now, "cpu", "../../x"
     )

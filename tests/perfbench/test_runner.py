@@ -11,14 +11,17 @@ import pytest
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench import gpu, progress, runfile, runner
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.environment import TargetFit
-from perfbench.job import Job
-from perfbench.progress import PlainProgress
-from perfbench.result import Status
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import gpu
+from perfbench.machine.environment import TargetFit
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records import run_file
+from perfbench.records.job import Job
+from perfbench.records.rows import Status
+from perfbench.runner import progress
+from perfbench.runner import run as runner
+from perfbench.runner.progress import PlainProgress
 from tests.perfbench.fake_nvml import Card, FakeNvml
 from tests.perfbench.plan_cases import CODE
 from tests.perfbench.runner_cases import (
@@ -95,7 +98,7 @@ def test_rows_are_written_as_they_finish(tmp_path: pathlib.Path) -> None:
     seen = []
 
     def look(job: Job) -> None:
-        seen.append(len(runfile.read(next(tmp_path.iterdir())).replicates))
+        seen.append(len(run_file.read(next(tmp_path.iterdir())).replicates))
 
     run(tmp_path, FakeExecutor(before=look))
     assert seen == list(range(36))

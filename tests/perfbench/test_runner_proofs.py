@@ -4,11 +4,10 @@ import pathlib
 
 import pytest
 
-from perfbench import matrix as matrices
-from perfbench.axes import Cell
-from perfbench.isolate import failed
-from perfbench.job import Job
-from perfbench.result import PlannedCell, Replicate, Status
+from perfbench.matrix import matrix as matrices
+from perfbench.records.cells import Cell
+from perfbench.records.job import Job, failed
+from perfbench.records.rows import PlannedCell, Replicate, Status
 from tests.perfbench import builders
 from tests.perfbench.plan_cases import planned_from
 from tests.perfbench.runner_cases import TEXT, FakeExecutor, _first_in_order, cell_id, run

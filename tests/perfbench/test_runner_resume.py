@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench import runfile
-from perfbench.job import Job
-from perfbench.result import Environment, Source, Status
-from perfbench.verdict import Exit
+from perfbench.errors import Exit
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records import run_file
+from perfbench.records.job import Job
+from perfbench.records.rows import Environment, Source, Status
 from tests.perfbench import builders
 from tests.perfbench.runner_cases import IDS, PLAN, TEXT, FakeExecutor, cell_id, refused, run
 
@@ -72,7 +72,7 @@ def test_a_failed_cell_is_not_tried_again_on_resume(tmp_path: pathlib.Path) -> N
 
 def test_resume_after_a_torn_line(tmp_path: pathlib.Path) -> None:
     first = run(tmp_path, only=["seq_len=128"])
-    path = first.folder / runfile.FILE_NAME
+    path = first.folder / run_file.FILE_NAME
     path.write_bytes(path.read_bytes()[:-50])
     again = FakeExecutor()
     finished = run(tmp_path, again, resume=first.folder, only=["seq_len=128"])
@@ -101,7 +101,7 @@ def test_resume_on_another_kind_of_machine_is_refused(
 ) -> None:
     here: Environment = builders.environment()
     first = run(tmp_path, only=["seq_len=128"], environment=here)
-    before = (first.folder / runfile.FILE_NAME).read_bytes()
+    before = (first.folder / run_file.FILE_NAME).read_bytes()
     executor = FakeExecutor()
     message = refused(
         Exit.ENVIRONMENT,
@@ -112,7 +112,7 @@ def test_resume_on_another_kind_of_machine_is_refused(
         environment=here.model_copy(update={key: value}),
     )
     assert f"{key} was {getattr(here, key)} and is {value}" in message
-    assert executor.jobs == [] and (first.folder / runfile.FILE_NAME).read_bytes() == before
+    assert executor.jobs == [] and (first.folder / run_file.FILE_NAME).read_bytes() == before
 
 
 def test_resume_with_another_configuration_is_refused(tmp_path: pathlib.Path) -> None:
@@ -162,14 +162,14 @@ import pathlib, sys
 sys.path.insert(0, {root!r})
 from tests.perfbench.plan_cases import CODE
 from tests.perfbench.runner_cases import HERE, MATRIX, PLAN
-from perfbench import runner
-from perfbench.environment import TargetFit
-from perfbench.verdict import PerfbenchError
+from perfbench.errors import PerfbenchError
+from perfbench.machine import TargetFit
+from perfbench.runner import prepared_executor, run_matrix
 resume = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
 try:
     slow = "tests.perfbench.stub_measure:slow_measure"
-    with runner.prepared(TargetFit("cpu", None), slow) as executor:
-        runner.run(
+    with prepared_executor(TargetFit("cpu", None), slow) as executor:
+        run_matrix(
             PLAN, MATRIX, executor, runs_dir=pathlib.Path(sys.argv[1]), environment=HERE,
             source=CODE, argv=["perfbench", "run", "m.yaml"], seed=7, only=["seq_len=128"],
             resume=resume,
@@ -223,12 +223,12 @@ def test_killed_in_the_middle_then_resumed(
     assert first.returncode == code
     if sent is signal.SIGINT:
         assert f"--resume {folder}" in said
-    before = runfile.read(folder)
+    before = run_file.read(folder)
     assert 3 <= len(before.replicates) < 12
     second = real(str(folder))
     second.communicate(timeout=30)
     assert second.returncode == 0
-    after = runfile.read(folder)
+    after = run_file.read(folder)
     assert after.replicates[: len(before.replicates)] == before.replicates, (
         "finished replicates survive"
     )

@@ -10,15 +10,15 @@ import pytest
 
 from nsa.config import preset
 from nsa.settings import Settings
-from perfbench import calls, floors, matrix
-from perfbench.axes import SELECTED, SELECTIONS, Cell
-from perfbench.floors import Rates
-from perfbench.report import kernels
-from perfbench.report.kernelparts import REST, parts_ms
-from perfbench.report.selected import PARTS
-from perfbench.result import PlannedCell, Run
+from perfbench.matrix import attention_calls, matrix
+from perfbench.records.cells import SELECTED, SELECTIONS, Cell
+from perfbench.records.rows import PlannedCell, Run
 from tests.perfbench import builders as b
 from tests.perfbench import test_kernel_report as page
+from tools.studies import floors, kernels
+from tools.studies.floors import Rates
+from tools.studies.kernelparts import REST, parts_ms
+from tools.studies.selected import PARTS
 
 MATRIX = page.MATRIX.replace(
     "[attention, attention_forward]", "[selected, selected_forward]"
@@ -39,7 +39,9 @@ def stored(**manifest: Any) -> Run:
     for kind, times_ms in STEPS.items():
         for name, step_ms in zip(reversed(SELECTED), times_ms, strict=True):
             cell = Cell(name, 65536, "triton", l2="cold", selection=kind)
-            decided = calls.route_of(cell.axes(), preset("m7c_125m"), Settings(), page.TRITON)
+            decided = attention_calls.route_of(
+                cell.axes(), preset("m7c_125m"), Settings(), page.TRITON
+            )
             cells.append(
                 PlannedCell(
                     cell_id=cell.cell_id,

@@ -14,18 +14,22 @@ from torch import Tensor
 from nsa.config import NSAConfig, preset
 from nsa.routing import Capability, Problem
 from nsa.settings import Settings
-from perfbench import calls, floors, matrix, physics, plan, selected_parity, workload
-from perfbench.attention_only import NUM_INPUTS
-from perfbench.axes import SELECTED, SELECTIONS, Cell, proof_key
-from perfbench.floors import Rates
-from perfbench.hardgate import WHOLE
-from perfbench.job import Job
-from perfbench.result import Status
-from perfbench.verdict import PerfbenchError
+from perfbench import roofline
+from perfbench.errors import PerfbenchError
+from perfbench.gate.hard_rules import WHOLE
+from perfbench.matrix import attention_calls, matrix, plan
+from perfbench.records.cells import SELECTED, SELECTIONS, Cell, proof_key
+from perfbench.records.job import Job
+from perfbench.records.rows import Status
+from perfbench.worker.parity import selected_parity
+from perfbench.worker.workloads import workload
+from perfbench.worker.workloads.attention import NUM_INPUTS
 from tests.perfbench import builders as b
 from tests.perfbench.jobs import TINY, cell_of, job
 from tests.perfbench.measure_cases import run
 from tests.perfbench.test_attention_workload import seen
+from tools.studies import floors
+from tools.studies.floors import Rates
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 CPU = Capability("cpu", "cpu", None, None, "no GPU", "2.13.0")
@@ -49,7 +53,7 @@ def alone(
     told = {
         "axes": cell.axes(),
         "cell_id": cell.cell_id,
-        "plan": b.route_line(calls.route_of(cell.axes(), TINY, Settings(), CPU)),
+        "plan": b.route_line(attention_calls.route_of(cell.axes(), TINY, Settings(), CPU)),
     }
     return job(path, name, seq_len, **{**told, **changes})
 
@@ -260,7 +264,7 @@ def test_a_row_is_one_branch_proved_and_witnessed(path: str, name: str) -> None:
     )
     assert row.parity.tokens == (5 + 4) * 16 + 1 and not row.parity.own_length
     assert row.profile is not None and row.profile.witness_ok is True and row.cache is None
-    assert row.physics is not None and row.physics.flops == physics.step_flops(
+    assert row.physics is not None and row.physics.flops == roofline.step_flops(
         TINY, workload=name, batch=1, tokens=96, dense=False
     )
 
@@ -339,12 +343,12 @@ def test_work_is_counted_by_the_keys_of_the_filled_slots(tokens: int, adaptive: 
     pairs, filled = keys_by_loop(replace(nsa, num_selected=slots), tokens)
     at: dict[str, Any] = {"batch": 3, "tokens": tokens, "dense": False}
     flops = 3 * 4 * pairs * 2 * (16 + 20)
-    assert [physics.step_flops(model, workload=name, **at) for name in SELECTED] == [
+    assert [roofline.step_flops(model, workload=name, **at) for name in SELECTED] == [
         3 * flops,
         flops,
     ]
     numbers, blocks = 3 * tokens * (4 + 2) * (16 + 20), 3 * 2 * filled * 4
-    moved = [physics.step_min_bytes(model, workload=name, dtype="bf16", **at) for name in SELECTED]
+    moved = [roofline.step_min_bytes(model, workload=name, dtype="bf16", **at) for name in SELECTED]
     assert moved == [2 * 2 * numbers + blocks, 2 * numbers + blocks]
 
 
@@ -381,7 +385,7 @@ def test_the_floor_is_that_of_the_branch_within_the_whole() -> None:
 def test_a_call_is_routed_as_the_public_function_routes_it() -> None:
     whole = Problem.of(TINY, batch=2, tokens=64, dtype="float32")
     assert (whole.scores, whole.whole) == ("", True)
-    told = calls.of_selected(whole)
+    told = attention_calls.of_selected(whole)
     assert (told.branches, told.scores, told.whole, told.select_all_tokens, told.sel_block) == (
         ("sel",),
         None,

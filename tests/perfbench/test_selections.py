@@ -13,7 +13,9 @@ from torch import Tensor
 
 import nsa
 from nsa.config import NSAConfig, preset
-from perfbench import axes, physics, selections
+from perfbench import roofline
+from perfbench.records import cells
+from perfbench.worker.workloads import block_patterns
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TINY = preset("tiny").nsa  # blocks of 16, 5 slots: 1 initial, 2 local, 2 free
@@ -21,7 +23,7 @@ OTHER = NSAConfig(
     cmp_block=8, cmp_stride=4, sel_block=8, num_selected=7, window=16, num_initial=2, num_local=1
 )
 FULL = replace(TINY, num_selected=3)  # no slot is free
-EVERY_KIND = pytest.mark.parametrize("kind", axes.SELECTIONS)
+EVERY_KIND = pytest.mark.parametrize("kind", cells.SELECTIONS)
 
 
 def drawn(
@@ -34,7 +36,7 @@ def drawn(
     seed: int = 3,
 ) -> Tensor:
     q = torch.randn(batch, tokens, 2 * heads, 8, generator=torch.Generator().manual_seed(11))
-    return selections.chosen(
+    return block_patterns.chosen(
         kind, q, config=config, num_kv_heads=heads, generator=torch.Generator().manual_seed(seed)
     )
 
@@ -73,8 +75,8 @@ def test_every_kind_reads_as_many_keys_as_the_closed_form_says(kind: str) -> Non
     keys = sum(
         min((j + 1) * 8, t + 1) - j * 8 for t, row in enumerate(blocks) for j in row if j >= 0
     )
-    assert physics.selected_pairs(model, 101) == keys
-    assert physics.filled_slots(model, 101) == sum(j >= 0 for row in blocks for j in row)
+    assert roofline.selected_pairs(model, 101) == keys
+    assert roofline.filled_slots(model, 101) == sum(j >= 0 for row in blocks for j in row)
 
 
 @EVERY_KIND
@@ -155,7 +157,7 @@ def test_own_blocks_are_those_of_select_blocks() -> None:
 
 def test_the_adaptive_rule_decides_how_many_slots_there_are() -> None:
     config = replace(TINY, num_selected=16, adaptive_num_selected=True)
-    for kind in axes.SELECTIONS:
+    for kind in cells.SELECTIONS:
         assert [drawn(kind, tokens, config).shape[-1] for tokens in (500, 600)] == [8, 12]
 
 
@@ -183,7 +185,7 @@ def test_long_sequences_are_drawn_at_once_in_bounded_memory() -> None:
     paper, q = preset("m7c_125m").nsa, torch.empty(1, 65536, 1, 1)
     for kind in ("random", "local", "hot"):
         with Watch():
-            selections.chosen(
+            block_patterns.chosen(
                 kind, q, config=paper, num_kv_heads=2, generator=torch.Generator().manual_seed(3)
             )
     assert 1 << 20 < largest < 40e6

@@ -12,13 +12,13 @@ from types import MappingProxyType
 import pytest
 import torch
 
-from perfbench import measure as measures
-from perfbench import sentinels
-from perfbench.clock import FakeClock
-from perfbench.isolate import ForkServerExecutor
-from perfbench.job import SENTINEL_UNITS, Job, MeasureOptions
-from perfbench.result import Expect, Replicate, RouteLine, Status
-from perfbench.telemetry import FakeSampler
+from perfbench.records.job import SENTINEL_UNITS, Job, MeasureOptions
+from perfbench.records.rows import Expect, Replicate, RouteLine, Status
+from perfbench.runner.executor import ForkServerExecutor
+from perfbench.worker import measure as measures
+from perfbench.worker import sentinels
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.telemetry import FakeSampler
 from tests.perfbench import builders
 
 ROOT = pathlib.Path(__file__).parents[2]

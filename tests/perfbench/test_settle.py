@@ -8,12 +8,12 @@ import math
 import random
 from dataclasses import replace
 
-from perfbench.evidence import DEVICE, WALL
-from perfbench.gate import judge
-from perfbench.judgement import Judgement
-from perfbench.policy import GatePolicy, Policies
-from perfbench.result import Run
-from perfbench.settle import pairs_for
+from perfbench.gate.confirmation import pairs_for
+from perfbench.gate.evidence import DEVICE, WALL
+from perfbench.gate.judgement import Judgement
+from perfbench.gate.judging import judge
+from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.rows import Run
 from tests.perfbench import builders as b
 
 POLICY = GatePolicy()

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perfbench import report
-from perfbench.baseline import Baseline
-from perfbench.gate import CellVerdict, Judgement, conclude, judge, pairs_for
-from perfbench.policy import Alias, GatePolicy, Policies
-from perfbench.result import Replicate, Run, Status
-from perfbench.verdict import Exit, Verdict
+from perfbench.errors import Exit
+from perfbench.gate.judging import CellVerdict, Judgement, conclude, judge, pairs_for
+from perfbench.matrix.policy import Alias, GatePolicy, Policies
+from perfbench.records.baseline_file import Baseline
+from perfbench.records.rows import Replicate, Run, Status
+from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
 from tests.perfbench.edits import edit, fail, only_rows, reason_of, throttle, verdict_of
 

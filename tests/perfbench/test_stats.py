@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfbench import stats
-from perfbench.policy import GatePolicy
+from perfbench.gate import stats
+from perfbench.matrix.policy import GatePolicy
 
 POLICY = GatePolicy()
 DROP = -math.log(0.97)

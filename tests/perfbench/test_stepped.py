@@ -18,13 +18,16 @@ from nsa.attention import NSAAttention
 from nsa.model import DenseLM, TinyLM
 from nsa.routing import Route
 from nsa.settings import Settings
-from perfbench import calls, parity, witness, workload
-from perfbench import matrix as matrices
-from perfbench.axes import Cell, why_not_here
-from perfbench.job import Job
-from perfbench.result import Replicate, Status
-from perfbench.stepped import Captured, Compiled
-from perfbench.verdict import PerfbenchError
+from perfbench.errors import PerfbenchError
+from perfbench.matrix import attention_calls
+from perfbench.matrix import matrix as matrices
+from perfbench.records.cells import Cell, why_not_here
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.worker import profile
+from perfbench.worker.parity import check
+from perfbench.worker.workloads import workload
+from perfbench.worker.workloads.graphs import Captured, Compiled
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, run
 from tests.perfbench.test_plan import CPU, H100, ROOT, build
@@ -50,7 +53,7 @@ def on(
 
 
 def routed(path: str, seq_len: int = 64) -> Route:
-    return calls.route_of(
+    return attention_calls.route_of(
         Cell("forward", seq_len, path, dtype="fp32", compile="on").axes(), TINY, Settings(), CPU
     )
 
@@ -172,13 +175,13 @@ def test_a_compiled_cell_is_proved_compiled(monkeypatch: pytest.MonkeyPatch) -> 
                 "train": False,
                 "seed": 1,
             }
-            fine = parity.check(TINY, route_of(cell_of(path)), **options)
-            wrong = parity.check(TINY, route_of(cell_of(path)), compiled=True, **options)
+            fine = check.check(TINY, route_of(cell_of(path)), **options)
+            wrong = check.check(TINY, route_of(cell_of(path)), compiled=True, **options)
             assert (
                 fine.ok and not wrong.ok and wrong.tensors["o"] > 1 and wrong.tensors["layer"] > 1
             )
     asked: dict[str, Any] = {}
-    monkeypatch.setattr(parity, "check", lambda *_, **given: asked.update(given) or PROOF)
+    monkeypatch.setattr(check, "check", lambda *_, **given: asked.update(given) or PROOF)
     run(on("compile", "dense").model_copy(update={"proof": None}))
     assert asked["compiled"] is True
 
@@ -316,17 +319,17 @@ def test_a_replay_that_dispatches_again_is_the_wrong_path(monkeypatch: pytest.Mo
 def test_a_replay_is_witnessed_by_kernels_alone(
     chosen: Route, kernels: dict[str, int], ok: bool
 ) -> None:
-    shown = witness._fused_as_operator(chosen, kernels, {}, True, LAYERS)
-    assert witness.testify(chosen, kernels, shown, True, LAYERS)[0] is ok
+    shown = profile._fused_as_operator(chosen, kernels, {}, True, LAYERS)
+    assert profile.testify(chosen, kernels, shown, True, LAYERS)[0] is ok
 
 
 def test_on_a_cpu_a_graph_shows_the_operators_below() -> None:
     chosen, below = route_of(cell_of("masked")), "aten::_scaled_dot_product_flash_attention_for_cpu"
     for count, ok in ((6, True), (5, False)):
-        shown = witness._fused_as_operator(
+        shown = profile._fused_as_operator(
             chosen, {}, {below: count, below + "_backward": 99}, False, 2
         )
-        assert witness.testify(chosen, {}, shown, False, 2)[0] is ok
+        assert profile.testify(chosen, {}, shown, False, 2)[0] is ok
 
 
 # Axes, matrices, refusals.
@@ -370,8 +373,10 @@ def test_the_axes_rename_nothing_and_name_their_own_cells() -> None:
 
 
 def test_a_compiled_region_is_routed_without_its_length() -> None:
-    eager = calls.route_of(Cell("forward", 64, "auto", dtype="fp32").axes(), TINY, Settings(), CPU)
-    compiled = calls.route_of(
+    eager = attention_calls.route_of(
+        Cell("forward", 64, "auto", dtype="fp32").axes(), TINY, Settings(), CPU
+    )
+    compiled = attention_calls.route_of(
         Cell("forward", 64, "auto", dtype="fp32", compile="on").axes(), TINY, Settings(), CPU
     )
     assert "sel.dense" in eager.counters and "sel.masked" in compiled.counters

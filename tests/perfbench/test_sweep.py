@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 import pytest
 
-from perfbench import runfile
-from perfbench.job import Job
-from perfbench.progress import SilentProgress
-from perfbench.result import Replicate, Status
-from perfbench.verdict import PerfbenchError
+from perfbench.errors import PerfbenchError
+from perfbench.records import run_file
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.runner.progress import SilentProgress
 from tests.perfbench.sweep_cases import CARD, IDS, OTHER_CARD, SENTINELS, TEXT, Executor, run
 
 NO_SENTINELS = TEXT.replace("sentinels: [gemm, copy, sdpa_frozen]\n", "")
@@ -99,7 +99,7 @@ def test_a_resumed_block_keeps_its_sentinels_and_another_card_measures_its_own(
 def test_a_block_that_lacks_one_sentinel_measures_that_one(tmp_path: pathlib.Path) -> None:
     first, second = Executor(), Executor()
     folder = run(tmp_path, first, now=cut_after(first, 4), budget_s=1.0).folder
-    path = folder / runfile.FILE_NAME
+    path = folder / run_file.FILE_NAME
     kept = [
         line
         for line in path.read_bytes().splitlines(keepends=True)

@@ -16,14 +16,15 @@ from typing import Any
 
 import pytest
 
-from perfbench import isolate, runfile, runner
-from perfbench.isolate import failed
-from perfbench.job import Job
-from perfbench.ledger import Ledger
-from perfbench.progress import SilentProgress
-from perfbench.result import PlannedCell, Replicate, SentinelLine, Status
-from perfbench.sweep import Sweep
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import run_file
+from perfbench.records.job import Job, failed
+from perfbench.records.rows import PlannedCell, Replicate, SentinelLine, Status
+from perfbench.runner import executor as isolate
+from perfbench.runner import run as runner
+from perfbench.runner.attempts import Ledger
+from perfbench.runner.progress import SilentProgress
+from perfbench.runner.schedule import Sweep
 from tests.perfbench import builders
 from tests.perfbench.sweep_cases import CARD, IDS, SENTINELS, TEXT, Executor, planned_from, run
 
@@ -48,7 +49,7 @@ def killed_at(folder: pathlib.Path, moment: int) -> tuple[bool, int]:
 def _run_and_die(folder: pathlib.Path, moment: int, say: int) -> None:
     """Every third moment is before a write, in its middle, and before the fsync that follows it."""
     calls = 0
-    write, fsync, append = os.write, os.fsync, runfile.RunWriter.append
+    write, fsync, append = os.write, os.fsync, run_file.RunWriter.append
 
     def at(cut: Callable[[], None] = lambda: None) -> None:
         nonlocal calls
@@ -66,11 +67,11 @@ def _run_and_die(folder: pathlib.Path, moment: int, say: int) -> None:
         at()
         fsync(fd)
 
-    def told(writer: runfile.RunWriter, record: runfile.Record) -> None:
+    def told(writer: run_file.RunWriter, record: run_file.Record) -> None:
         append(writer, record)
         write(say, b".")
 
-    os.write, os.fsync, runfile.RunWriter.append = dying_write, dying_fsync, told  # type: ignore[assignment,method-assign]
+    os.write, os.fsync, run_file.RunWriter.append = dying_write, dying_fsync, told  # type: ignore[assignment,method-assign]
     code = 1
     try:
         run(folder, Executor(hot={(IDS[0], 0): 1}), TEXT.replace("processes: 3", "processes: 1"))
@@ -88,7 +89,7 @@ def test_kill_9_at_every_write_loses_no_finished_line(tmp_path: pathlib.Path) ->
         files = list(folder.glob("*/run.jsonl"))
         if acknowledged == 0:
             continue  # killed while the manifest was written: there is no run yet
-        kept = runfile.read(files[0].parent)
+        kept = run_file.read(files[0].parent)
         assert 1 + len(kept.sentinels) + len(kept.replicates) in (
             acknowledged,
             acknowledged + 1,
@@ -124,7 +125,7 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
         run(tmp_path, executor)
     (folder,) = tmp_path.iterdir()
     assert caught.value.exit_code is Exit.USAGE and str(folder) in str(caught.value)
-    assert len(runfile.read(folder).replicates) == 3 and len(runfile.read(folder).sentinels) == 3
+    assert len(run_file.read(folder).replicates) == 3 and len(run_file.read(folder).sentinels) == 3
     monkeypatch.undo()
     again = Executor()
     assert len(run(tmp_path, again, resume=folder).run.replicates) == 12 and len(again.cells) == 9
@@ -267,7 +268,7 @@ def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, toget
 def test_a_line_on_the_disk_is_one_json_object(tmp_path: pathlib.Path) -> None:
     folder = run(tmp_path, Executor()).folder
     kinds = [
-        json.loads(line)["kind"] for line in (folder / runfile.FILE_NAME).read_bytes().splitlines()
+        json.loads(line)["kind"] for line in (folder / run_file.FILE_NAME).read_bytes().splitlines()
     ]
     assert (
         kinds[:5] == ["manifest", "sentinel", "sentinel", "sentinel", "replicate"]

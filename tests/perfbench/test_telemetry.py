@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from perfbench.result import Telemetry
-from perfbench.telemetry import (
-    THROTTLING,
+from perfbench.machine.clock_events import THROTTLING
+from perfbench.records.rows import Telemetry
+from perfbench.worker.telemetry import (
     VALUES,
     FakeSampler,
     NullSampler,

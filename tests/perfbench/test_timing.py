@@ -8,11 +8,11 @@ import itertools
 
 import pytest
 
-from perfbench.clock import FakeClock
-from perfbench.job import MeasureOptions
-from perfbench.result import Telemetry
-from perfbench.telemetry import FakeSampler
-from perfbench.timing import Timed, time_samples, warm_up
+from perfbench.records.job import MeasureOptions
+from perfbench.records.rows import Telemetry
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.telemetry import FakeSampler
+from perfbench.worker.timing import Timed, time_samples, warm_up
 from tests.perfbench import builders
 
 STEP_S = 1 / 1024

@@ -19,36 +19,31 @@ import torch
 
 from nsa.capability import assumed
 from nsa.settings import Settings
-from perfbench import (
-    ab,
-    capture,
-    checkout,
-    measure,
-    runfile,
-    session,
-    sideplan,
-    trace,
-    tracecommand,
-    tracediff,
-    workload,
-)
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.checkout import CannotBuild, Side
-from perfbench.clock import PerfCounterClock
-from perfbench.environment import TargetFit
-from perfbench.isolate import failed
-from perfbench.job import Job
-from perfbench.judgement import CellVerdict, Judgement
-from perfbench.kerneldiff import Kind
-from perfbench.kernels import Kernel, Kernels, table_beside
-from perfbench.policy import GatePolicy
-from perfbench.progress import SilentProgress
-from perfbench.recheck import Ground
-from perfbench.result import Replicate, Run, Status
-from perfbench.telemetry import sampler_for
-from perfbench.trace import SLUG_CHARS, Sides, slug
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.commands import session
+from perfbench.commands import trace as tracecommand
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.judgement import CellVerdict, Judgement
+from perfbench.machine.environment import TargetFit
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records import run_file
+from perfbench.records.job import Job, failed
+from perfbench.records.kernel_table import Kernel, Kernels, table_beside
+from perfbench.records.rows import Replicate, Run, Status
+from perfbench.records.verdict import Verdict
+from perfbench.runner.ab import checkout, schedule, version_plan
+from perfbench.runner.ab.checkout import CannotBuild, Side
+from perfbench.runner.ab.confirm import Ground
+from perfbench.runner.progress import SilentProgress
+from perfbench.tracing import diff as tracediff
+from perfbench.tracing import trace
+from perfbench.tracing.kernel_diff import Kind
+from perfbench.tracing.trace import SLUG_CHARS, Sides, slug
+from perfbench.worker import capture, measure
+from perfbench.worker.clock import PerfCounterClock
+from perfbench.worker.telemetry import sampler_for
+from perfbench.worker.workloads import workload
 from tests.perfbench import builders, repositories, side_measure
 from tests.perfbench.jobs import TINY, job
 
@@ -180,14 +175,16 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
 
     monkeypatch.setattr(checkout, "side", side)
     monkeypatch.setattr(checkout, "own_side", own_side)
-    monkeypatch.setattr(ab, "prepared", prepared)
-    monkeypatch.setattr(sideplan, "plan_of", plan_here)
+    monkeypatch.setattr(schedule, "prepared", prepared)
+    monkeypatch.setattr(version_plan, "plan_of", plan_here)
     return made
 
 
-def plan_here(one: Side, matrix: Any, only: Sequence[str], capability: Any) -> sideplan.SidePlan:
+def plan_here(
+    one: Side, matrix: Any, only: Sequence[str], capability: Any
+) -> version_plan.SidePlan:
     """What the side's own process would answer: its routes are ours."""
-    return sideplan.SidePlan(
+    return version_plan.SidePlan(
         plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )
@@ -525,7 +522,7 @@ def test_two_real_commits_in_real_processes(
     """The second commit does more, and on_red names what."""
     monkeypatch.chdir(repositories.ROOT)
     monkeypatch.setattr(
-        sideplan, "plan_of", plan_here
+        version_plan, "plan_of", plan_here
     )  # half a second of process each, tested elsewhere
     repository = tmp_path / "repository"
     (first,) = repositories.make(repository, 1000.0)
@@ -550,13 +547,13 @@ def test_two_real_commits_in_real_processes(
 @pytest.fixture
 def stored_run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plain run in a folder; the checkout is what its manifest names."""
-    monkeypatch.setattr("perfbench.source.source", lambda root: bench.sides.run.manifest.source)
+    monkeypatch.setattr("perfbench.machine.source", lambda root: bench.sides.run.manifest.source)
     monkeypatch.setattr(session, "CHECKOUT", tmp_path)
     return write(bench.sides.run, tmp_path / "runs")
 
 
 def write(run: Run, home: Path) -> Path:
-    with runfile.create(home, run.manifest) as writer:
+    with run_file.create(home, run.manifest) as writer:
         return writer.folder
 
 
@@ -709,6 +706,6 @@ def test_without_git_the_run_is_taken_to_be_this_checkout(
     nothing = bench.sides.run.manifest.source.model_copy(
         update={"commit": None, "reason": "no git here"}
     )
-    monkeypatch.setattr("perfbench.source.source", lambda root: nothing)
+    monkeypatch.setattr("perfbench.machine.source", lambda root: nothing)
     assert tracecommand.trace(stored_run, CELLS[0])[1] is Exit.OK and bench.opened == ["own"]
     assert "git cannot prove: no git here" in capsys.readouterr().err

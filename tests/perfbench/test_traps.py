@@ -20,19 +20,24 @@ from typing import Any
 
 import pytest
 
-from perfbench import baseline, compare, gpu, nvml, physics, report, runfile, tuning, verdict
-from perfbench.axes import Cell
-from perfbench.clock import CudaEventClock
-from perfbench.coverage import usable
-from perfbench.gate import judge
-from perfbench.isolate import ForkServerExecutor
-from perfbench.judgement import BaselineProblem
-from perfbench.policy import Alias, GatePolicy, Policies
+from perfbench import errors, report, roofline
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import baseline, comparison
+from perfbench.gate.coverage import usable
+from perfbench.gate.judging import judge
+from perfbench.machine import gpu, nvml
+from perfbench.matrix.policy import Alias, GatePolicy, Policies
+from perfbench.records import run_file
+from perfbench.records.baseline_file import BaselineProblem
+from perfbench.records.cells import Cell
+from perfbench.records.rows import Run, Status
+from perfbench.records.verdict import Verdict
 from perfbench.report.rows import rows_of
-from perfbench.result import Run, Status
-from perfbench.telemetry import NvmlSampler
+from perfbench.runner.executor import ForkServerExecutor
 from perfbench.text import ratio
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.worker import autotuner
+from perfbench.worker.clock import CudaEventClock
+from perfbench.worker.telemetry import NvmlSampler
 from tests.perfbench import builders as b
 from tests.perfbench import stub_measure as stub
 from tests.perfbench.edits import edit, fail, reason_of, verdict_of
@@ -237,7 +242,7 @@ def test_trap_37_the_exit_status_is_the_kind_of_failure_and_not_their_number() -
     assert judge(fail(b.small_run(), TRAIN, Status.CRASH), None, POLICY).exit_code is Exit.FAILED
     assert all(0 <= int(code) < 256 for code in Exit)
     assert all(
-        verdict.EXIT_OF[one] is not Exit.OK
+        errors.EXIT_OF[one] is not Exit.OK
         for one in Verdict
         if one in (Verdict.FAILED, Verdict.MISSING, Verdict.REGRESSED)
     )
@@ -246,13 +251,13 @@ def test_trap_37_the_exit_status_is_the_kind_of_failure_and_not_their_number() -
 def test_trap_38_two_writers_never_share_a_file(tmp_path: pathlib.Path) -> None:
     """Two writers, one file."""
     run = b.small_run()
-    with runfile.create(tmp_path, run.manifest) as first:
+    with run_file.create(tmp_path, run.manifest) as first:
         with pytest.raises(PerfbenchError, match="exists already"):
-            runfile.create(tmp_path, run.manifest)
+            run_file.create(tmp_path, run.manifest)
         with pytest.raises(PerfbenchError, match="another perfbench is writing"):
-            runfile.open_for_resume(first.folder)
+            run_file.open_for_resume(first.folder)
         first.append(run.replicates[0])
-    assert len(runfile.read(first.folder).replicates) == 1
+    assert len(run_file.read(first.folder).replicates) == 1
 
 
 def test_trap_39_nothing_is_computed_from_what_was_rounded_to_be_shown() -> None:
@@ -281,7 +286,7 @@ def test_trap_40_times_are_seconds_whatever_their_size() -> None:
         b.replace_rows(run, TRAIN, tok_per_s=2048 / step_s, physics=idle)
         for step_s in (990e-9, 1.1e-6)
     ]
-    judged = compare.judge(sides[0], sides[1], POLICY, paired=True)
+    judged = comparison.judge(sides[0], sides[1], POLICY, paired=True)
     cell = next(one for one in judged.cells if one.cell_id == TRAIN)
     assert (cell.verdict, round(cell.change_pct or 0.0, 6)) == (Verdict.REGRESSED, -10.0), cell
     names = {
@@ -377,13 +382,13 @@ def test_trap_45_another_choice_of_the_autotuner_is_an_explained_change() -> Non
     slower = edit(b.scale_rows(then, TRAIN, 0.9), TRAIN, tuned={"nsa.kernel[64]": "BLOCK: 128"})
     cell = next(
         one
-        for one in compare.judge(first, slower, POLICY, paired=True).cells
+        for one in comparison.judge(first, slower, POLICY, paired=True).cells
         if one.cell_id == TRAIN
     )
     told = " ".join([cell.reason, *cell.notes])
     assert "BLOCK: 128 instead of BLOCK: 64" in told and "explained change" in told
     assert baseline.of_run(first).cells[TRAIN].tuned == {"nsa.kernel[64]": "BLOCK: 64"}  # type: ignore[union-attr]
-    assert tuning.choices({}) == {}, "without Triton nothing can have been tuned"
+    assert autotuner.choices({}) == {}, "without Triton nothing can have been tuned"
 
 
 NASTY = "a/b|c\nd é\u0416%,=`<x>"
@@ -396,9 +401,9 @@ def test_trap_46_names_of_any_characters(
     path = baseline.path_for(tmp_path, "h100", NASTY)
     assert path.parent == tmp_path / "h100" and path.name.isascii() and "\n" not in path.name
     run = b.with_manifest(b.small_run(), matrix_name=NASTY, matrix_path=NASTY)
-    with runfile.create(tmp_path, run.manifest) as writer:
+    with run_file.create(tmp_path, run.manifest) as writer:
         writer.append(run.replicates[0])
-    assert runfile.read(writer.folder).manifest.matrix_name == NASTY
+    assert run_file.read(writer.folder).manifest.matrix_name == NASTY
     assert len(writer.path.read_bytes().splitlines()) == 2 and writer.path.read_bytes().isascii()
     written = report.render(run, judge(run, None, POLICY), tmp_path / "out")
     text = next(file for file in written if file.name == "report.md").read_bytes().decode("utf-8")
@@ -422,7 +427,7 @@ def test_trap_46_names_of_any_characters(
 def test_trap_47_an_unknown_card_has_no_peak() -> None:
     """Unknown GPU given another GPU's peak."""
     for name in ("NVIDIA H100 80GB HBM2", "NVIDIA A100", "NVIDIA B300", ""):
-        found = physics.judge_step(
+        found = roofline.judge_step(
             flops=1e12,
             min_bytes=1e9,
             step_s=1.0,
@@ -445,22 +450,22 @@ def test_trap_48_a_line_that_was_cut_off_is_dropped_and_only_the_last(
 ) -> None:
     """Killed in the middle of a line."""
     run = b.small_run()
-    with runfile.create(tmp_path, run.manifest) as writer:
+    with run_file.create(tmp_path, run.manifest) as writer:
         for row in run.replicates[:3]:
             writer.append(row)
     whole = writer.path.read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
     for cut in (last + 1, (last + len(whole)) // 2, len(whole) - 1):
         writer.path.write_bytes(whole[:cut])
-        found = runfile.read(writer.folder)
+        found = run_file.read(writer.folder)
         assert found.torn and found.replicates == run.replicates[:2]
-    again, _ = runfile.open_for_resume(writer.folder)
+    again, _ = run_file.open_for_resume(writer.folder)
     with again:
         again.append(run.replicates[2])
     assert writer.path.read_bytes() == whole
     writer.path.write_bytes(whole.replace(b'"kind": "replicate"', b'"kind": "repl', 1))
     with pytest.raises(PerfbenchError, match=r":2: "):
-        runfile.read(writer.folder)
+        run_file.read(writer.folder)
 
 
 def test_trap_49_two_speeds_in_one_process_are_told() -> None:

@@ -19,17 +19,23 @@ from nsa.config import preset
 from nsa.routing import Capability
 from nsa.settings import Setting, Settings
 from nsa.tuned import Tuned
-from perfbench import cli, environment, isolate, measure, runfile, runner, session, tuneplan
-from perfbench import matrix as matrices
-from perfbench import plan as plans
-from perfbench.clock import PerfCounterClock
-from perfbench.crossing import crossing, margin_pct
-from perfbench.environment import TargetFit
-from perfbench.gpu import GpuHandle
-from perfbench.job import Job
-from perfbench.result import PlannedCell, Replicate, Status
-from perfbench.telemetry import sampler_for
-from perfbench.verdict import Exit, PerfbenchError
+from perfbench.commands import app, session
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import environment
+from perfbench.machine.environment import TargetFit
+from perfbench.machine.gpu import GpuHandle
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix import plan as plans
+from perfbench.records import run_file
+from perfbench.records.job import Job
+from perfbench.records.rows import PlannedCell, Replicate, Status
+from perfbench.runner import executor
+from perfbench.runner import run as runner
+from perfbench.tuning import matrix as tuneplan
+from perfbench.tuning.crossing import crossing, margin_pct
+from perfbench.worker import measure
+from perfbench.worker.clock import PerfCounterClock
+from perfbench.worker.telemetry import sampler_for
 from tests.perfbench import builders
 
 CARD = "NVIDIA H100 80GB HBM3"
@@ -227,7 +233,7 @@ class FakeExecutor:
         self.jobs.append(job)
         where = str(job.axes["path"]), str(job.axes["fa2"]), int(job.axes["seq_len"])
         if (status := self.ends.get(where)) is not None:
-            return isolate.failed(job, status, "by the test")
+            return executor.failed(job, status, "by the test")
         fields = {
             "cell_id": job.cell_id,
             "axes": job.axes,
@@ -283,7 +289,7 @@ def crossing_times(path: str, fa2: str, tokens: int) -> float:
 
 def tuned(*argv: str, code: int = 0) -> dict[str, object]:
     """The tune.json of a run of the command, beside its run file."""
-    assert cli.invoke(["tune", "--lengths", "256,1024,4096", "--seed", "1", *argv]) == code
+    assert app.invoke(["tune", "--lengths", "256,1024,4096", "--seed", "1", *argv]) == code
     (file,) = Path("reports/runs").glob("*/tune.json")
     return dict(json.loads(file.read_text(encoding="utf-8")))
 
@@ -362,11 +368,11 @@ def test_the_same_run_gives_the_same_bytes_again(
     tuned()
     first, jobs = capsys.readouterr().out, len(card.jobs)
     (folder,) = (one for one in Path("reports/runs").iterdir() if one.is_dir())
-    assert cli.invoke(["tune", "--from", str(folder), "--out", "again"]) == 0
+    assert app.invoke(["tune", "--from", str(folder), "--out", "again"]) == 0
     assert capsys.readouterr().out == first
     for name in ("tune.json", "tune.md"):
         assert (Path("again") / name).read_bytes() == (folder / name).read_bytes()
-    assert cli.invoke(["tune", "--from", str(folder), "--json"]) == 0
+    assert app.invoke(["tune", "--from", str(folder), "--json"]) == 0
     assert capsys.readouterr().out == (folder / "tune.json").read_text(encoding="utf-8")
     assert len(card.jobs) == jobs
 
@@ -447,14 +453,14 @@ def test_too_few_processes_decide_nothing_and_say_so(
     Path("cut").mkdir()
     Path("cut/run.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
     capsys.readouterr()
-    assert cli.invoke(["tune", "--from", "cut"]) == 6
+    assert app.invoke(["tune", "--from", "cut"]) == 6
     assert "**Exit 6: too little was measured for v2_min_tokens**" in capsys.readouterr().out
 
 
 def test_a_run_can_be_measured_again_by_its_own_matrix(cpu: FakeExecutor) -> None:
     tuned("--model", "tiny")
     assert (
-        cli.invoke(["run", "reports/runs/tune-cpu.yaml", "--only", "path=v2", "--out", "more"]) == 0
+        app.invoke(["run", "reports/runs/tune-cpu.yaml", "--only", "path=v2", "--out", "more"]) == 0
     )
 
 
@@ -465,11 +471,11 @@ def test_usage(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
         Path("reports/runs/tune-cpu.yaml").read_text(encoding="utf-8").replace("tune-cpu", "small"),
         encoding="utf-8",
     )
-    assert cli.invoke(["run", "small.yaml", "--out", "other"]) == 0
+    assert app.invoke(["run", "small.yaml", "--out", "other"]) == 0
     (other,) = Path("other").iterdir()
     cell = cpu.jobs[0].cell_id
     assert (
-        cli.invoke(
+        app.invoke(
             [
                 "run",
                 "reports/runs/tune-cpu.yaml",
@@ -496,7 +502,7 @@ def test_usage(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
         (["--from", str(injected)], "injected faults"),
         (["--out", "small.yaml", "--model", "tiny"], "cannot be written"),
     ):
-        assert cli.invoke(["tune", *argv]) == 2, argv
+        assert app.invoke(["tune", *argv]) == 2, argv
         assert told in capsys.readouterr().err
 
 
@@ -527,10 +533,10 @@ def test_the_name_of_a_matrix_proves_no_cells(
         Path("tune-cpu.yaml").write_text(
             f"{head}axes: {{seq_len: [128], {axes}}}\n", encoding="utf-8"
         )
-        cli.invoke(["run", "tune-cpu.yaml", "--out", f"renamed{number}"])
+        app.invoke(["run", "tune-cpu.yaml", "--out", f"renamed{number}"])
         (folder,) = Path(f"renamed{number}").iterdir()
         capsys.readouterr()
-        assert cli.invoke(["tune", "--from", str(folder)]) == 2
+        assert app.invoke(["tune", "--from", str(folder)]) == 2
         (line,) = (line for line in capsys.readouterr().err.splitlines() if "got a run" in line)
         assert (
             told in line
@@ -552,14 +558,14 @@ def test_the_name_of_a_matrix_proves_no_cells(
 def test_an_excluded_id_that_names_no_place_is_left_out(cpu: FakeExecutor, cell_id: str) -> None:
     content = tuned("--model", "tiny")
     (folder,) = (one for one in Path("reports/runs").iterdir() if one.is_dir())
-    run = runfile.read(folder)
+    run = run_file.read(folder)
     excluded = [*run.manifest.excluded, {"cell_id": cell_id, "reason": "by hand"}]
     named = builders.with_manifest(run, excluded=excluded)
     (folder / "run.jsonl").write_text(
         "".join(record.model_dump_json() + "\n" for record in (named.manifest, *named.replicates)),
         encoding="utf-8",
     )
-    assert cli.invoke(["tune", "--from", str(folder)]) == 0
+    assert app.invoke(["tune", "--from", str(folder)]) == 0
     again = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
     assert again["cells"] == content["cells"] and again["decisions"] == content["decisions"]
 
@@ -571,11 +577,11 @@ def test_an_interrupted_run_goes_on(cpu: FakeExecutor, capsys: pytest.CaptureFix
         return 1.0
 
     cpu.step_ms, argv = interrupted, ["tune", "--model", "tiny", "--lengths", "256,512"]
-    assert cli.invoke(argv) == 130
+    assert app.invoke(argv) == 130
     (folder,) = (one for one in Path("reports/runs").iterdir() if one.is_dir())
     assert f"--resume {folder}" in capsys.readouterr().err
     cpu.step_ms = lambda path, fa2, tokens: 1.0 if path == "v2" else 2.0
-    assert cli.invoke([*argv, "--resume", str(folder)]) == 0
+    assert app.invoke([*argv, "--resume", str(folder)]) == 0
     assert len(cpu.jobs) == 2 * 2 * 3 + 1
     assert (folder / "tune.md").is_file()
 
@@ -585,7 +591,7 @@ def test_a_card_that_is_busy_is_exit_8(card: FakeExecutor, monkeypatch: pytest.M
         raise PerfbenchError(Exit.ENVIRONMENT, "another process computes on it")
 
     monkeypatch.setattr(runner, "prepared", busy)
-    assert cli.invoke(["tune", "--lengths", "256"]) == 8
+    assert app.invoke(["tune", "--lengths", "256"]) == 8
 
 
 class InProcess(FakeExecutor):
@@ -604,7 +610,7 @@ def test_for_real_on_this_cpu(
     """Parity, routes, samples and hard gates: only the numbers are the machine's own."""
     monkeypatch.setattr(runner, "prepared", lambda fit: nullcontext(InProcess(gpu=False)))
     assert (
-        cli.invoke(["tune", "--model", "tiny", "--lengths", "64,96", "--processes", "2", "--json"])
+        app.invoke(["tune", "--model", "tiny", "--lengths", "64,96", "--processes", "2", "--json"])
         == 0
     )
     content = json.loads(capsys.readouterr().out)

@@ -8,7 +8,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from perfbench import tuning
+from perfbench.worker import autotuner
 
 
 class Autotuner:
@@ -53,7 +53,7 @@ WANTED = {
 
 def test_every_choice_has_its_kernel_and_key() -> None:
     loaded = {**TRITON, "nsa.ops.kernels.selected": module("m", forward=CHOSEN, other=3)}
-    assert tuning.choices(loaded) == WANTED
+    assert autotuner.choices(loaded) == WANTED
 
 
 def test_imported_elsewhere_or_decorated_it_keeps_its_name() -> None:
@@ -62,13 +62,13 @@ def test_imported_elsewhere_or_decorated_it_keeps_its_name() -> None:
         "nsa.a": module("a", f=Heuristics(CHOSEN)),
         "nsa.ops.kernels.selected": module("m", f=CHOSEN),
     }
-    assert tuning.choices(loaded) == WANTED
+    assert autotuner.choices(loaded) == WANTED
 
 
 def test_what_has_not_chosen_or_is_not_ours_is_left_out() -> None:
     idle = Autotuner(kernel, {})
     assert (
-        tuning.choices(
+        autotuner.choices(
             {
                 **TRITON,
                 "nsa.k": module("k", idle=idle),
@@ -81,9 +81,9 @@ def test_what_has_not_chosen_or_is_not_ours_is_left_out() -> None:
 
 
 def test_without_triton_nothing_is_tuned() -> None:
-    assert tuning.choices({"nsa.k": module("k", f=CHOSEN)}) == {}
+    assert autotuner.choices({"nsa.k": module("k", f=CHOSEN)}) == {}
     before = set(sys.modules)
-    assert tuning.choices() == {}
+    assert autotuner.choices() == {}
     assert not {name for name in set(sys.modules) - before if name.startswith("triton")}
 
 
@@ -102,6 +102,6 @@ def test_the_real_autotuner_has_what_is_read() -> None:
         "triton.runtime.autotuner": sys.modules["triton.runtime.autotuner"],
         "nsa.k": module("k", f=tuner),
     }
-    ((name, config),) = tuning.choices(loaded).items()
+    ((name, config),) = autotuner.choices(loaded).items()
     assert name.endswith("add[64]")
     assert "BLOCK: 64" in config and "num_warps: 4" in config

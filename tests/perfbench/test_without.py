@@ -11,16 +11,19 @@ import pytest
 
 from nsa.routing import TRITON_STEPS, Capability
 from nsa.settings import Settings, load
-from perfbench import axes, calls, measure, plan
-from perfbench import matrix as matrices
-from perfbench.axes import Cell
-from perfbench.clock import FakeClock
-from perfbench.gate import judge
-from perfbench.isolate import ForkServerExecutor
-from perfbench.policy import GatePolicy
-from perfbench.result import PlannedCell, RouteLine, Run, Status
-from perfbench.telemetry import FakeSampler
-from perfbench.verdict import Exit, PerfbenchError, Verdict
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.judging import judge
+from perfbench.matrix import attention_calls, plan
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records import cells
+from perfbench.records.cells import Cell
+from perfbench.records.rows import PlannedCell, RouteLine, Run, Status
+from perfbench.records.verdict import Verdict
+from perfbench.runner.executor import ForkServerExecutor
+from perfbench.worker import measure
+from perfbench.worker.clock import FakeClock
+from perfbench.worker.telemetry import FakeSampler
 from tests.perfbench import builders as b
 from tests.perfbench.edits import reason_of, verdict_of
 from tests.perfbench.jobs import TINY, job
@@ -56,10 +59,10 @@ def test_a_cells_name_tells_the_step_and_no_other_cell_is_renamed() -> None:
 
 
 def test_the_steps_are_those_of_nsa() -> None:
-    assert tuple(TRITON_STEPS) == axes.STEPS, (
+    assert tuple(TRITON_STEPS) == cells.STEPS, (
         "written once more, because the base of a pair may be an nsa without any"
     )
-    assert axes.AXES["without"].choices == ("none", *axes.STEPS)
+    assert cells.AXES["without"].choices == ("none", *cells.STEPS)
 
 
 @pytest.mark.parametrize(
@@ -114,7 +117,7 @@ def test_another_path_has_one_cell_for_all_its_values(path: str) -> None:
     ],
 )
 def test_a_step_that_the_cell_does_not_take_is_refused_in_one_line(cell: Cell, words: str) -> None:
-    reason = str(calls.why_not(cell, TINY))
+    reason = str(attention_calls.why_not(cell, TINY))
     assert (
         reason.startswith(f"without={cell.without} with ")
         and words in reason
@@ -135,7 +138,7 @@ def test_a_step_that_the_cell_does_not_take_is_refused_in_one_line(cell: Cell, w
     ],
 )
 def test_a_step_that_the_cell_takes_is_planned(cell: Cell) -> None:
-    assert calls.why_not(cell, TINY) is None
+    assert attention_calls.why_not(cell, TINY) is None
 
 
 def test_a_plan_refuses_such_a_cell() -> None:
@@ -162,7 +165,7 @@ def test_a_setting_of_the_whole_run_holds_beside_it() -> None:
 def test_a_proof_is_not_lent_across_a_step() -> None:
     whole, lists = planned()
     keys = {
-        axes.proof_key(cell.axes, cell.route.counters, own_length=False) for cell in (whole, lists)
+        cells.proof_key(cell.axes, cell.route.counters, own_length=False) for cell in (whole, lists)
     }
     assert len(keys) == 2
 
@@ -261,14 +264,16 @@ from nsa import routes, routing, settings
 for module in (routes, routing):
     for name in MISSING:
         vars(module).pop(name, None)
-for name in ("axes", "calls", "plan", "hardgate", "witness", "parity", "measure", "forkserver"):
+rooms = ("records", "matrix", "gate")
+for name in (*rooms, "worker.profile", "worker.parity.check", "worker.measure", "worker.server"):
     importlib.import_module(f"perfbench.{name}")
 from nsa.config import ModelConfig
-from perfbench import axes, calls
+from perfbench.matrix import attention_calls
+from perfbench.records import Cell
 if "SORT_MIN_ROWS" in vars(routes):  # one that has steps to be without
     model = ModelConfig.from_mapping({"preset": "m7c_125m"})
-    cells = [axes.Cell("attention", 512, "triton", without=step) for step in ("copy", "join")]
-    assert [calls.why_not(cell, model) for cell in cells] == [None, None]
+    cells = [Cell("attention", 512, "triton", without=step) for step in ("copy", "join")]
+    assert [attention_calls.why_not(cell, model) for cell in cells] == [None, None]
 """
 
 

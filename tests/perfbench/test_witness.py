@@ -13,8 +13,9 @@ import torch
 
 from nsa.model import TinyLM
 from nsa.routing import TRITON_STEPS, BranchRoute, Problem, Request, Route, route, route_dense
-from perfbench import witness, workload
-from perfbench.witness import SDPA_OPERATOR
+from perfbench.worker import profile as witness
+from perfbench.worker.profile import SDPA_OPERATOR
+from perfbench.worker.workloads import workload
 from tests.perfbench import builders
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 

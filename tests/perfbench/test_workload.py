@@ -10,8 +10,8 @@ from torch import Tensor
 
 from nsa import engagement
 from nsa.model import DenseLM, TinyLM
-from perfbench import workload
-from perfbench.workload import NUM_BATCHES, Workload
+from perfbench.worker.workloads import workload
+from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY, job
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from perfbench import cli, runfile
+from perfbench.commands import app
+from perfbench.records import run_file
 
 HOME = Path(__file__).parents[1] / "data" / "written-by-0a70f94"
 EXPECTED = json.loads((HOME / "expected.json").read_text(encoding="utf-8"))
@@ -33,7 +34,7 @@ def printed(*argv: str) -> tuple[int, Any]:
     """Exit code and the JSON on stdout of one command."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(io.StringIO()):
-        code = cli.invoke(argv)
+        code = app.invoke(argv)
     return code, json.loads(out.getvalue())
 
 
@@ -50,7 +51,7 @@ def as_written(name: str, to: Path) -> Path:
 
 
 def run_read(folder: Path) -> dict[str, Any]:
-    run = runfile.read(folder)
+    run = run_file.read(folder)
     return {
         "run_id": run.manifest.run_id,
         "commit": run.manifest.source.commit,

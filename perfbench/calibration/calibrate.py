@@ -1,0 +1,379 @@
+"""`perfbench calibrate`: how noisy this machine is, what that leaves to judge, and the certificate
+of the rule.
+
+Reads A/A runs: the same commit, measured again and again. A machine start is one card (or
+processor) in one run file; going on with a run on the same card is the same start, because nothing
+proves another. The JSON file tells `baseline promote` how restless each cell is between starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from perfbench.calibration import aa_pairs, aa_runs
+from perfbench.calibration.aa_pairs import RealPair
+from perfbench.calibration.aa_runs import Rows, Start, StartCount
+from perfbench.calibration.between_starts import Night, estimate, pooled_sd, variance_within
+from perfbench.calibration.certify import Certificate, Effort, Rate, certify
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import stats
+from perfbench.matrix import GatePolicy
+from perfbench.records import AXES, PlannedCell, Replicate, read_run
+
+
+@dataclass(frozen=True, slots=True)
+class CellNoise:
+    """One cell on this machine; sd of ln speed in per cent (in ``night`` and ``device_night`` as
+    they are), null where unknown.
+
+    ``config_sha256``: of the work that was measured. ``within_sd_pct``: between processes of one
+    start, ``within_df`` its degrees of freedom; ``moderated_sd_pct``: shrunk to the cells that are
+    bound like it. ``night`` and ``device_night``: tok/s and device time between starts, from two
+    starts on. ``blocks``: pairs that confirm min_effect with the policy's power; null: BLIND.
+    ``judged_drop_pct``: the smallest drop that `stats.MAX_BLOCKS` pairs confirm, min_effect where
+    the cell is not BLIND.
+    ``tolerance_pct`` grows like it; a matrix takes both by the overrides that the report prints.
+    """
+
+    cell_id: str
+    config_sha256: str
+    axes: dict[str, str | int]
+    host_bound: bool | None
+    starts: int
+    replicates: int
+    within_sd_pct: float | None
+    within_df: int
+    moderated_sd_pct: float | None
+    night: Night | None
+    device_sd_pct: float | None
+    device_night: Night | None
+    blocks: int | None
+    judged_drop_pct: float | None
+    tolerance_pct: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """``screened`` and ``red``: what the rule made of real A/A pairs of starts, and of pairs of
+    processes within starts.
+
+    ``most_replicates``: the most that one cell has in one start. ``pairs``: what it made of
+    interleaved pairs of one commit with itself, ``pairs_red`` of those with nothing planted.
+    """
+
+    runs: list[str]
+    commit: str | None
+    gpu_slug: str
+    gpu_name: str  # of the processor where there is no GPU
+    environment: dict[str, str | None]  # its fingerprint, the same for all runs
+    starts: list[StartCount]
+    most_replicates: int
+    seed: int
+    policy: GatePolicy
+    cells: list[CellNoise]
+    night_sd_pct: dict[
+        str, float | None
+    ]  # pooled over the cells that are bound alike: 'GPU bound', 'host bound'
+    screened: Rate
+    significant: Rate
+    red: Rate
+    pairs: list[RealPair]
+    pairs_red: Rate
+    certificate: Certificate
+
+
+def calibrate(
+    run_files: Sequence[Path],
+    *,
+    seed: int,
+    policy: GatePolicy,
+    pair_folders: Sequence[Path] = (),
+    out: Path | None = None,
+    effort: Effort | None = None,
+) -> Calibration:
+    """Estimate the noise from A/A runs, certify the rule; writes ``out`` (Markdown) and a JSON file
+    beside it.
+
+    ``pair_folders``: those of `perfbench ab` of one commit with itself. PerfbenchError(USAGE): what
+    `starts.read` and
+    `realpairs.read` refuse, or ``out`` cannot be written.
+    """
+    runs = sorted(
+        (read_run(path) for path in run_files), key=lambda run: run.manifest.run_id
+    )  # in any order, the same bytes
+    rows = aa_runs.read(runs)
+    cells, pooled = _cells(
+        rows, {cell.cell_id: cell for run in runs for cell in run.manifest.cells}, policy
+    )
+    stored = [
+        stats.logs([1 / s for s in row.samples_s])
+        for found in rows.values()
+        for row in found
+        if len(row.samples_s) > 1
+    ]
+    screened, significant = _across(rows, policy, {cell.cell_id: cell.night for cell in cells})
+    first = runs[0].manifest
+    pairs = aa_pairs.read(pair_folders, first.environment.gpu_slug)
+    found = Calibration(
+        runs=[run.manifest.run_id for run in runs],
+        commit=first.source.commit,
+        gpu_slug=first.environment.gpu_slug,
+        gpu_name=first.environment.device_name,
+        environment=first.environment.fingerprint(),
+        starts=aa_runs.counts(rows),
+        most_replicates=max(map(len, rows.values())),
+        seed=seed,
+        policy=policy,
+        cells=cells,
+        night_sd_pct={name: None if sd is None else 100 * sd for name, sd in pooled.items()},
+        screened=screened,
+        significant=significant,
+        red=_within(rows, policy),
+        pairs=pairs,
+        pairs_red=aa_pairs.false_alarms(pairs),
+        certificate=certify(policy, seed=seed, stored=stored, effort=effort),
+    )
+    if out is not None:
+        _write(out, found)
+    return found
+
+
+def render(calibration: Calibration) -> str:
+    """The report in Markdown; everything in it comes from ``calibration``."""
+    from perfbench.calibration.report import markdown
+
+    return markdown(calibration)
+
+
+def as_json(calibration: Calibration) -> str:
+    """The same as data; bounds and shares beside the counts."""
+    return json.dumps(_plain(calibration), indent=1, allow_nan=False) + "\n"
+
+
+def _speeds(rows: Sequence[Replicate]) -> list[float]:
+    return stats.logs([row.tok_per_s for row in rows if row.tok_per_s is not None])
+
+
+def _bound(rows: Sequence[Replicate]) -> bool | None:
+    known = [row.host_bound for row in rows if row.host_bound is not None]
+    return any(known) if known else None
+
+
+def _family(host_bound: bool | None) -> str:
+    return {True: "host bound", False: "GPU bound", None: "not known what binds it"}[host_bound]
+
+
+Groups = Mapping[Start, list[Replicate]]  # the starts of one cell
+
+
+def _cells(
+    of_start: Rows, planned: Mapping[str, PlannedCell], policy: GatePolicy
+) -> tuple[list[CellNoise], dict[str, float | None]]:
+    """Every cell's noise, and the sd of ln tok/s between starts pooled over the cells that are
+    bound alike.
+    """
+    groups: dict[str, dict[Start, list[Replicate]]] = {}
+    for (start, cell_id), rows in of_start.items():
+        groups.setdefault(cell_id, {})[start] = rows
+    families: dict[str, list[str]] = {}
+    for cell_id, found in sorted(groups.items()):
+        families.setdefault(_family(_bound_of(found)), []).append(cell_id)
+    cells, pooled = [], {}
+    for family, members in sorted(families.items()):
+        speeds = {
+            cell_id: {start: _speeds(rows) for start, rows in groups[cell_id].items()}
+            for cell_id in members
+        }
+        times = {
+            cell_id: {start: ln for start, rows in groups[cell_id].items() if (ln := _device(rows))}
+            for cell_id in members
+        }
+        within = {cell_id: variance_within(of_cell) for cell_id, of_cell in speeds.items()}
+        prior = stats.prior_of(
+            [variance for variance, _ in within.values()], [df for _, df in within.values()]
+        )
+        nights, device_nights = estimate(speeds), estimate(times)
+        pooled[family] = pooled_sd(nights)
+        for cell_id in members:
+            two = nights.get(cell_id), device_nights.get(cell_id)
+            cells.append(
+                _cell(
+                    planned[cell_id],
+                    groups[cell_id],
+                    within[cell_id],
+                    variance_within(times[cell_id]),
+                    two,
+                    prior,
+                    policy,
+                )
+            )
+    return sorted(cells, key=lambda cell: cell.cell_id), pooled
+
+
+def _bound_of(groups: Groups) -> bool | None:
+    return _bound([row for rows in groups.values() for row in rows])
+
+
+def _device(rows: Sequence[Replicate]) -> list[float]:
+    """ln of the device time of a step, of the replicates that profiled one."""
+    return stats.logs(
+        [row.profile.device_time_s for row in rows if row.profile and row.profile.device_time_s > 0]
+    )
+
+
+def _cell(
+    planned: PlannedCell,
+    groups: Groups,
+    within: tuple[float, float],
+    device_within: tuple[float, float],
+    nights: tuple[Night | None, Night | None],
+    prior: stats.Prior | None,
+    policy: GatePolicy,
+) -> CellNoise:
+    variance, df = stats.moderated(*within, prior)
+    sd = math.sqrt(2 * variance)  # of the difference of a pair
+    drop, alpha, power = (
+        -math.log1p(-policy.min_effect_pct / 100),
+        policy.alpha_confirm,
+        stats.confirm_power(policy),
+    )
+    blocks = (
+        stats.blocks_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_BLOCKS)
+        if df > 0 and sd > 0
+        else None
+    )
+    judged = None
+    if df > 0:
+        least = (
+            stats.noncentrality(stats.MAX_BLOCKS - 1, alpha, power)
+            * sd
+            / math.sqrt(stats.MAX_BLOCKS)
+        )
+        judged = policy.min_effect_pct if blocks is not None else -100 * math.expm1(-least)
+    blind = judged is not None and blocks is None
+    return CellNoise(
+        cell_id=planned.cell_id,
+        config_sha256=planned.config_sha256,
+        axes={
+            name: value
+            for name in AXES
+            if (value := planned.axes.get(name, AXES[name].default)) is not None
+        },
+        host_bound=_bound_of(groups),
+        starts=len(groups),
+        replicates=sum(map(len, groups.values())),
+        within_sd_pct=_sd_pct(*within),
+        within_df=round(within[1]),
+        moderated_sd_pct=_sd_pct(variance, df),
+        night=nights[0],
+        device_sd_pct=_sd_pct(*device_within),
+        device_night=nights[1],
+        blocks=blocks,
+        judged_drop_pct=judged,
+        tolerance_pct=policy.tolerance_pct
+        * (judged / policy.min_effect_pct if blind and judged is not None else 1),
+    )
+
+
+def _sd_pct(variance: float, df: float) -> float | None:
+    return 100 * math.sqrt(variance) if df > 0 else None
+
+
+def _across(
+    of_start: Rows, policy: GatePolicy, nights: Mapping[str, Night | None]
+) -> tuple[Rate, Rate]:
+    """The screen on real nights, as the gate would do it with ``nights``: every later start of a
+    cell against its first.
+
+    Two replicates and more on each side.
+    """
+    firsts: dict[str, list[Replicate]] = {}
+    pairs = []
+    for (_, cell_id), rows in of_start.items():
+        if len(rows) >= 2 and cell_id in firsts:
+            night = nights[cell_id]
+            pairs.append(
+                (
+                    _speeds(firsts[cell_id]),
+                    _speeds(rows),
+                    stats.ASSUMED_NIGHT_SD if night is None else night.gate_sd,
+                )
+            )
+        elif len(rows) >= 2:
+            firsts[cell_id] = rows
+    told = [stats.pooled(base, candidate) for base, candidate, _ in pairs]
+    prior = stats.prior_of([variance for variance, _ in told], [df for _, df in told])
+    alpha = stats.screen_alpha(policy)
+    found = [
+        stats.unpaired(b, c, prior=prior, night_variance=night**2, alpha=alpha, power=policy.power)
+        for b, c, night in pairs
+    ]
+    screened, significant = (
+        sum(stats.screened(one, policy) for one in found),
+        sum(one.p_slower < policy.alpha_screen for one in found),
+    )
+    return Rate(screened, len(found)), Rate(significant, len(found))
+
+
+def _within(of_start: Rows, policy: GatePolicy) -> Rate:
+    """The confirmation on real pairs: neighbours in time of one start, ABBA, all cells of a start
+    one family.
+    """
+    red = trials = 0
+    for start in sorted({start for start, _ in of_start}):
+        pairs = []
+        for (where, _), rows in of_start.items():
+            speeds = _speeds(rows)
+            if where == start and len(speeds) >= 4:
+                turns = [(2 * i + i % 2, 2 * i + 1 - i % 2) for i in range(len(speeds) // 2)]
+                pairs.append(([speeds[a] for a, _ in turns], [speeds[b] for _, b in turns]))
+        told = [stats.variance_of(stats.differences(b, c)) for b, c in pairs]
+        prior = stats.prior_of(told, [len(b) - 1.0 for b, _ in pairs])
+        found = [
+            stats.paired(b, c, prior=prior, alpha=policy.alpha_confirm, power=policy.power)
+            for b, c in pairs
+        ]
+        adjusted = stats.holm([one.p_slower for one in found])
+        red += sum(stats.regressed(one, p, policy) for one, p in zip(found, adjusted, strict=True))
+        trials += len(found)
+    return Rate(red, trials)
+
+
+def _write(out: Path, calibration: Calibration) -> None:
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(render(calibration), encoding="utf-8")
+        out.with_suffix(".json").write_text(as_json(calibration), encoding="utf-8")
+    except OSError as error:
+        text = (
+            f"{out} cannot be written: {error.strerror}. Next: name another file, in a folder that"
+            " you may write to"
+        )
+        raise PerfbenchError(Exit.USAGE, text) from None
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Rate):
+        share = value.share if value.trials else None
+        return {
+            "hits": value.hits,
+            "trials": value.trials,
+            "share": share,
+            "lower": value.lower,
+            "upper": value.upper,
+        }
+    if isinstance(value, GatePolicy):
+        return value.model_dump()
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, dict):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -1,0 +1,236 @@
+"""The certificate in the calibration's Markdown: what the rule makes of simulated nights and drops,
+and of stored samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from perfbench.text import NULL, escape
+
+if TYPE_CHECKING:
+    from perfbench.calibration.certify import Certificate, NullRow, PowerRow, Rate
+
+MISSED, BLIND, OPEN = "missed", "BLIND", "open: too few drops to tell"
+
+
+def sections(certificate: Certificate) -> list[str]:
+    """The lines of its four sections."""
+    return [*_null(certificate), *_power(certificate), *_stored(certificate), *_modes(certificate)]
+
+
+def shortfalls(certificate: Certificate) -> list[str]:
+    """List items for the headline: the worlds whose drops of min_effect are missed, BLIND or open,
+    each with its worst noise.
+    """
+    policy = certificate.policy
+    rows = [row for row in certificate.power if row.drop_pct == policy.min_effect_pct]
+    worlds = len({row.world.name for row in rows})
+    missed, blind, open_ = (
+        [row for row in rows if _reached(row, certificate) == how] for how in (MISSED, BLIND, OPEN)
+    )
+    worse = {row.world.name for row in (*missed, *blind)}
+    wanted = f"the wanted {pct(policy.power)}"
+    items = []
+    if missed:
+        items.append(
+            f"- **{wanted[0].upper()}{wanted[1:]} is missed in {_of(missed)} of the {worlds}"
+            f" worlds**: {_worst(missed)}."
+        )
+    if blind:
+        items.append(
+            f"- **BLIND on wall time in {_of(blind)} of the {worlds} worlds**, not judged by it:"
+            f" {_worst(blind)}."
+        )
+    if tell := [row for row in open_ if row.world.name not in worse]:
+        items.append(
+            f"- Too few drops to prove {wanted} in {_of(tell)} of the {worlds} worlds:"
+            f" {_worst(tell)}."
+        )
+    return items or [
+        f"- {wanted[0].upper()}{wanted[1:]} is reached in every one of the {worlds} worlds."
+    ]
+
+
+def _of(rows: Iterable[PowerRow]) -> int:
+    return len({row.world.name for row in rows})
+
+
+def _worst(rows: Sequence[PowerRow]) -> str:
+    """The worst row of each world, the worst world first; sd is between processes."""
+    found: dict[str, PowerRow] = {}
+    for row in sorted(rows, key=lambda one: one.red.share):
+        found.setdefault(row.world.name, row)
+    return "; ".join(
+        f'"{escape(name)}" {pct(row.red.share)} ({counts(row.red)}, sd {row.process_sd_pct:g} %)'
+        for name, row in found.items()
+    )
+
+
+def _null(certificate: Certificate) -> list[str]:
+    rows = [
+        [
+            escape(row.world.name),
+            counts(row.red),
+            pct(row.red.upper),
+            pct(row.screened.share),
+            pct(row.blind.share),
+            f"{row.p_values:,}",
+            num(row.ks_distance),
+            num(row.ks_p),
+            pct(row.below_hundredth.share) if row.below_hundredth.trials else NULL,
+        ]
+        for row in certificate.null
+    ]
+    head = [
+        "world",
+        "REGRESSED",
+        "at most",
+        "confirmed or BLIND",
+        "BLIND",
+        "p-values",
+        "KS distance",
+        "KS p",
+        "p < 0.01",
+    ]
+    return [
+        "## Nights in which nothing got slower",
+        "",
+        (
+            "The p-values are the confirmation's, before Holm; under the null they are uniform, 1 %"
+            " of them below 0.01. Fewer is caution: noise with outliers makes the t test miss, not"
+            " cry."
+        ),
+        "",
+        *table(head, rows),
+        "",
+        *_caution(certificate.null),
+    ]
+
+
+def _caution(rows: Iterable[NullRow]) -> list[str]:
+    odd = [row for row in rows if row.ks_p is not None and row.ks_p < 0.01]
+    if not odd:
+        return ["No world's p-values differ from uniform at 1 %.", ""]
+    return [f"Not uniform at 1 %: {'; '.join(escape(row.world.name) for row in odd)}.", ""]
+
+
+def _power(certificate: Certificate) -> list[str]:
+    rows = [
+        [
+            escape(row.world.name),
+            f"{row.process_sd_pct:g}",
+            f"{row.drop_pct:g}",
+            counts(row.red),
+            pct(row.red.share),
+            pct(row.red.lower),
+            pct(row.screened.share),
+            pct(row.significant.share),
+            NULL if row.mean_blocks is None else f"{row.mean_blocks:.0f}",
+            pct(row.blind.share),
+            _reached(row, certificate),
+        ]
+        for row in certificate.power
+    ]
+    head = [
+        "world",
+        "sd between processes, %",
+        "drop, %",
+        "REGRESSED",
+        "power",
+        "at least",
+        "passed the screen",
+        "significance alone",
+        "pairs, mean",
+        "BLIND",
+        "goal",
+    ]
+    return [
+        "## Injected drops",
+        "",
+        (
+            "*Passed the screen*: went on to be confirmed, or BLIND. *Significance alone*: what a"
+            f" screen that only asks for p < {certificate.policy.alpha_screen:g} would have let"
+            " pass; the rest would never have been looked at again. BLIND cells are not judged on"
+            " wall time: where the host binds them, device time, launches and syncs judge them."
+            " Every drop here is a number that the simulation lowers; drops by real extra work"
+            " have a table of their own."
+        ),
+        "",
+        *table(head, rows),
+        "",
+    ]
+
+
+def _reached(row: PowerRow, certificate: Certificate) -> str:
+    policy = certificate.policy
+    if row.drop_pct < policy.min_effect_pct:
+        return "none below min_effect"
+    if row.red.lower >= policy.power:
+        return "reached"
+    if row.blind.share > 0.5:
+        return BLIND
+    return MISSED if row.red.upper < policy.power else OPEN
+
+
+def _stored(certificate: Certificate) -> list[str]:
+    row = certificate.permutation
+    if row is None:
+        return ["## Stored samples", "", "No stored process has enough samples to shuffle.", ""]
+    return [
+        "## Stored samples",
+        "",
+        (
+            f"The samples of {row.processes} real processes, shuffled into two sides again and"
+            f" again: {counts(row.red)} called slower without Holm, at most {pct(row.red.upper)};"
+            f" {pct(row.below_hundredth.share)} of the p-values are below 0.01 (KS distance"
+            f" {num(row.ks_distance)}). The {certificate.stored_samples:,} samples, in sd of their"
+            " process, are also the noise of the last world above."
+        ),
+        "",
+    ]
+
+
+def _modes(certificate: Certificate) -> list[str]:
+    sizes = sorted({row.samples for row in certificate.modes})
+    kinds = list(dict.fromkeys(row.kind for row in certificate.modes))
+    share = {(row.kind, row.samples): row.flagged for row in certificate.modes}
+    one = [row.flagged for row in certificate.modes if not row.two_modes]
+    hits, trials = sum(rate.hits for rate in one), sum(rate.trials for rate in one)
+    return [
+        "## Two modes within a process",
+        "",
+        f"Samples of one mode called two: {hits} of {trials:,}. Few samples cannot show two modes.",
+        "",
+        *table(
+            ["samples", *(f"{n:,}" for n in sizes)],
+            [[kind, *(pct(share[kind, n].share) for n in sizes)] for kind in kinds],
+        ),
+        "",
+    ]
+
+
+def met(ok: bool) -> str:
+    return "Reached." if ok else "**Not reached.**"
+
+
+def counts(rate: Rate) -> str:
+    return f"{rate.hits:,} of {rate.trials:,}"
+
+
+def bounded(rate: Rate) -> str:
+    return f"{counts(rate)} (at most {pct(rate.upper)})" if rate.trials else counts(rate)
+
+
+def pct(share: float) -> str:
+    return f"{100 * share:.3g} %" if share < 0.99 or share == 1 else f"{100 * share:.2f} %"
+
+
+def num(value: float | None) -> str:
+    return NULL if value is None else f"{value:.2g}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    rule = ["---"] * len(head)
+    return [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]

@@ -1,0 +1,190 @@
+"""Whether a run's speeds may be compared at all: one machine throughout, the baseline's, and as
+fast as it was then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING
+
+from perfbench.gate.coverage import clock_events, throttled, usable
+from perfbench.gate.judgement import Finding
+from perfbench.matrix import GatePolicy
+from perfbench.records import (
+    METHOD_VERSION,
+    Environment,
+    Manifest,
+    Replicate,
+    Run,
+    SentinelLine,
+    Status,
+    Verdict,
+)
+
+if TYPE_CHECKING:
+    from perfbench.records import Baseline
+
+
+def run_findings(run: Run, rows: Mapping[str, list[Replicate]]) -> list[Finding]:
+    """What is wrong with the run as a whole, before any baseline."""
+    found = []
+    first: Environment = run.manifest.environment
+    for resumed in run.resumed:
+        if changed := differences(resumed.environment.fingerprint(), first.fingerprint()):
+            text = (
+                f"resumed {resumed.resumed_utc} in another environment, so its cells mix two"
+                f" machines: {changed}; measure again on one"
+            )
+            found.append(Finding(Verdict.ENV, "resumed", text))
+    if strangers := sorted(set(rows) - {cell.cell_id for cell in run.manifest.cells}):
+        text = (
+            f"{len(strangers)} measured cells are not in the run's plan, e.g. {strangers[0]}: the"
+            " file was edited or two runs share it"
+        )
+        found.append(Finding(Verdict.FAILED, "strangers", text))
+    timed = {
+        cell_id: [row for row in of_cell if row.status is Status.OK]
+        for cell_id, of_cell in rows.items()
+    }
+    everything = [row for of_cell in timed.values() for row in of_cell]
+    if any(throttled(row) for row in everything) and not any(
+        usable(of_cell) for of_cell in timed.values()
+    ):
+        text = (
+            f"the card throttled in every one of {len(everything)} timed replicates"
+            f" ({clock_events(everything)})"
+        )
+        found.append(
+            Finding(Verdict.ENV, "throttled", f"{text}: cool the card, then measure again")
+        )
+    return found + _absent_sentinels(run)
+
+
+def differences(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
+    """'key: theirs -> mine' for each key whose value differs."""
+    keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+    return "; ".join(f"{key}: {theirs.get(key)} -> {mine.get(key)}" for key in keys)
+
+
+def ground_of(manifest: Manifest) -> dict[str, object]:
+    """What must agree before two speeds may be compared: environment and method."""
+    return {**manifest.environment.fingerprint(), "method_version": manifest.method_version}
+
+
+def incomparable(run: Run, baseline: Baseline, policy: GatePolicy) -> list[Finding]:
+    """Why no speed of the run may be compared with the baseline's; empty where it may."""
+    theirs: dict[str, object] = {**baseline.environment, "method_version": baseline.method_version}
+    if changed := differences(ground_of(run.manifest), theirs):
+        hint = "promote a run made here (README, Baselines), or gate on the machine of the baseline"
+        if baseline.method_version > METHOD_VERSION:
+            hint = "the baseline was made by a newer perfbench: update this one"
+        return [
+            Finding(
+                Verdict.INCOMPARABLE,
+                "fingerprint",
+                f"not the baseline's environment (baseline -> now): {changed}; {hint}",
+            )
+        ]
+    return _moved_sentinels(sentinel_rates(run), baseline.sentinels, policy.sentinel_band_pct)
+
+
+def sentinel_rates(run: Run) -> dict[str, list[float]]:
+    """Rates of each sentinel by block, where it finished and the card did not throttle; the last
+    row of a block counts.
+    """
+    last: dict[tuple[str, int], SentinelLine] = {
+        (line.name, line.block): line for line in run.sentinels
+    }
+    rates: dict[str, list[float]] = {}
+    for (name, _), line in sorted(last.items()):
+        hot = line.telemetry is not None and line.telemetry.throttled is True
+        if line.status is Status.OK and line.rate_per_s is not None and not hot:
+            rates.setdefault(name, []).append(line.rate_per_s)
+    return rates
+
+
+def unwatched(run: Run, baseline: Baseline) -> list[str]:
+    """Sentinels that only one of run and baseline has: whether the machine changed since is not
+    known.
+    """
+    here, then = set(sentinel_rates(run)), set(baseline.sentinels)
+    found = []
+    if names := ", ".join(sorted(here - then)):
+        found.append(
+            f"the baseline holds no sentinel {names}, so whether the machine changed is not known;"
+            " promote a run that has them"
+        )
+    if names := ", ".join(sorted(then - here)):
+        text = (
+            f"the run has no sentinel {names}, which the baseline holds, so whether the machine"
+            " changed is not known"
+        )
+        found.append(f"{text}; gate a run of `perfbench run`, with these sentinels in its matrix")
+    return found
+
+
+def unasked(run: Run, wanted: Iterable[str], baseline: Baseline) -> list[str]:
+    """Sentinels that the run's matrix wants (``wanted``) and the run never planned, as a side of an
+    `ab`; beyond ``unwatched``.
+    """
+    names = ", ".join(
+        name
+        for name in wanted
+        if name not in {*run.manifest.sentinels, *sentinel_rates(run), *baseline.sentinels}
+    )
+    text = (
+        f"the run was made without the sentinel {names}, which its matrix asks for, so a slower"
+        " machine looks like slower code"
+    )
+    return [f"{text}; gate a run of `perfbench run`"] if names else []
+
+
+def _absent_sentinels(run: Run) -> list[Finding]:
+    rates = sentinel_rates(run)
+    found = []
+    for name in run.manifest.sentinels:
+        if name not in rates and run.replicates:
+            why = _why_absent([line for line in run.sentinels if line.name == name])
+            text = (
+                f"no rate of the sentinel {name}, which the matrix asks for: {why}; without it a"
+                " slower machine looks like slower code"
+            )
+            found.append(Finding(Verdict.ENV, "sentinel", f"{text}, measure again"))
+    return found
+
+
+def _why_absent(lines: Sequence[SentinelLine]) -> str:
+    if not lines:
+        return "no line was recorded"
+    last = lines[-1]
+    if last.status is Status.OK:
+        return (
+            "the card throttled in every block"
+            if last.rate_per_s is not None
+            else "its line has no rate"
+        )
+    return f"{last.status.value}: {' '.join(last.reason.split())[:200] or 'no reason was recorded'}"
+
+
+def _moved_sentinels(
+    now: Mapping[str, Iterable[float]], then: Mapping[str, Iterable[float]], band_pct: float
+) -> list[Finding]:
+    moved = []
+    for name in sorted(set(now) & set(then)):
+        change_pct = round(100 * (median(now[name]) / median(then[name]) - 1), 9)
+        if abs(change_pct) > band_pct:
+            moved.append(f"{name} {change_pct:+.2f} % (median of {len(list(now[name]))} blocks)")
+    if not moved:
+        return []
+    text = (
+        f"the machine is not as fast as the baseline's: {'; '.join(moved)}, the band is"
+        f" {band_pct:g} % either way"
+    )
+    return [
+        Finding(
+            Verdict.ENV,
+            "sentinel moved",
+            f"{text}; no commit changes this work: look for other load, clocks or another host",
+        )
+    ]

@@ -1,0 +1,208 @@
+"""What the gate found, as data: findings, one verdict for each cell, and the sentence that heads
+the report.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from perfbench.errors import SEVERITY, Exit, worst
+from perfbench.gate.evidence import WALL, Evidence
+from perfbench.matrix import GatePolicy
+from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Verdict
+from perfbench.text import shorten
+
+
+def severity(verdict: Verdict) -> tuple[int, int]:
+    """Sort key of verdicts, worst first."""
+    code = EXIT_OF[verdict]
+    return (SEVERITY.index(code) if code in SEVERITY else len(SEVERITY)), list(Verdict).index(
+        verdict
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong; ``rule`` groups the same trouble of several replicates."""
+
+    verdict: Verdict
+    rule: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineOrigin:
+    """Which promoted run the candidate was compared with."""
+
+    matrix_name: str
+    run_id: str
+    promoted_utc: str
+    commit: str | None
+    dirty: bool
+    proved: bool  # git itself named the commit and its changes
+
+
+@dataclass(frozen=True, slots=True)
+class CellVerdict:
+    """One cell, judged.
+
+    ``verdict`` is null where nothing was compared and nothing is wrong; ``reason`` says why.
+
+    Speeds are geometric means over the usable replicates. ``screened``: WATCH until base and
+    candidate were measured interleaved. ``evidence`` holds the comparisons, that of ``metric``
+    first; ``notes`` what explains a change.
+    """
+
+    cell_id: str
+    axes: dict[str, str | int]
+    verdict: Verdict | None
+    reason: str
+    base_tok_per_s: float | None = None
+    cand_tok_per_s: float | None = None
+    change_pct: float | None = None
+    replicates: int = 0
+    spread_pct: float | None = None
+    reproduce: str = ""
+    metric: str = WALL
+    screened: bool = False
+    confirmed: bool = False  # judged on interleaved pairs
+    evidence: tuple[Evidence, ...] = ()
+    notes: tuple[str, ...] = ()
+    cut_short: str = ""  # '3 of 6 planned pairs', where the others were never measured
+
+    @property
+    def mde_pct(self) -> float | None:
+        return self.evidence[0].mde_pct if self.evidence else None
+
+    @property
+    def exit_code(self) -> Exit:
+        return Exit.OK if self.verdict is None else EXIT_OF[self.verdict]
+
+    @property
+    def compared(self) -> bool:
+        return self.base_tok_per_s is not None and self.cand_tok_per_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Everything that ``gate`` prints; ``findings`` are those of the run as a whole."""
+
+    exit_code: Exit
+    headline: str
+    cells: list[CellVerdict]
+    findings: list[Finding]
+    policy: GatePolicy
+    strict: bool = False
+    baseline: BaselineOrigin | None = None
+    counts: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def to_confirm(self) -> list[str]:
+        """Cells that base and candidate must measure interleaved before anything is called
+        slower.
+        """
+        return [cell.cell_id for cell in self.cells if cell.screened and not cell.confirmed]
+
+    def of(self, *verdicts: Verdict) -> list[CellVerdict]:
+        return [cell for cell in self.cells if cell.verdict in verdicts]
+
+
+def summarise(
+    cells: list[CellVerdict],
+    findings: list[Finding],
+    policy: GatePolicy,
+    strict: bool,
+    baseline: BaselineOrigin | None,
+    notes: tuple[str, ...] = (),
+) -> Judgement:
+    """Derive the exit code and the headline from the findings."""
+    verdicts = [cell.verdict for cell in cells if cell.verdict is not None] + [
+        f.verdict for f in findings
+    ]
+    exits = [EXIT_OF[verdict] for verdict in verdicts]
+    if strict and any(verdict in FAIL_UNDER_STRICT for verdict in verdicts):
+        exits.append(Exit.STRICT)
+    code = worst(exits)
+    tally = Counter(cell.verdict for cell in cells)
+    counts = {
+        "MEASURED" if verdict is None else verdict.value: tally[verdict]
+        for verdict in (None, *Verdict)
+        if tally[verdict]
+    }
+    headline = _headline(code, cells, findings, policy, baseline)
+    return Judgement(code, headline, cells, findings, policy, strict, baseline, counts, notes)
+
+
+def _headline(
+    code: Exit,
+    cells: list[CellVerdict],
+    findings: list[Finding],
+    policy: GatePolicy,
+    baseline: BaselineOrigin | None,
+) -> str:
+    if code is Exit.STRICT:
+        return _of_cells(FAIL_UNDER_STRICT, "exit 7 (warnings fail under --strict)", cells)
+    if code is not Exit.OK:
+        return _red(code, cells, findings)
+    if any(cell.verdict in FAIL_UNDER_STRICT for cell in cells):
+        return _of_cells(FAIL_UNDER_STRICT, "exit 0 (a warning; --strict fails)", cells)
+    if baseline is None:
+        return (
+            f"MEASURED, exit 0: {len(cells)} cells ran as planned, each proved by parity, route and"
+            " physics; speed not compared"
+        )
+    compared = sum(cell.compared for cell in cells)
+    faster, new = (
+        sum(cell.verdict is verdict for cell in cells) for verdict in (Verdict.FASTER, Verdict.NEW)
+    )
+    word = "FASTER" if faster else "SAME"
+    extra = (f", {faster} faster" if faster else "") + (f", {new} NEW" if new else "")
+    return (
+        f"{word}, exit 0: {compared} of {len(cells)} cells compared, none slower by"
+        f" {policy.min_effect_pct:g} % or more{extra}"
+    )
+
+
+def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:
+    here = [f for f in findings if EXIT_OF[f.verdict] is code]
+    verdicts = [verdict for verdict in Verdict if EXIT_OF[verdict] is code]
+    if not here:
+        return _of_cells(verdicts, f"exit {int(code)}", cells)
+    names = " + ".join(_present(verdicts, [f.verdict for f in here] + [c.verdict for c in cells]))
+    return f"{names}, exit {int(code)}: {here[0].reason}{_others(verdicts, cells)}"
+
+
+def _of_cells(verdicts: Iterable[Verdict], exit_text: str, cells: list[CellVerdict]) -> str:
+    verdicts = tuple(verdicts)
+    found = [cell for cell in cells if cell.verdict in verdicts]
+    if set(verdicts) & {
+        Verdict.REGRESSED
+    }:  # the worst first: a hurried reader sees the largest drop
+        found.sort(key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
+    names = " + ".join(_present(verdicts, [cell.verdict for cell in found]))
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    what = (
+        f"{len(found)} of {len(cells)} cells: {found[0].cell_id}: {shorten(found[0].reason)}{more}"
+    )
+    return f"{names}, {exit_text}: {what}{_others(verdicts, cells)}"
+
+
+def _present(order: Iterable[Verdict], found: Iterable[Verdict | None]) -> list[str]:
+    seen = set(found)
+    return [verdict.value for verdict in order if verdict in seen]
+
+
+def _others(named: Iterable[Verdict], cells: list[CellVerdict]) -> str:
+    passing = {Verdict.SAME, Verdict.FASTER, *named}
+    rest = Counter(
+        cell.verdict for cell in cells if cell.verdict is not None and cell.verdict not in passing
+    )
+    order = sorted(rest, key=severity)
+    return (
+        "; also " + ", ".join(f"{rest[verdict]} {verdict.value}" for verdict in order)
+        if order
+        else ""
+    )

@@ -1,0 +1,275 @@
+"""Judge a run, with or without a baseline: hard gates first, then speed.
+
+Pure: no file, no clock, no torch.
+
+This is stage 1: it calls nothing REGRESSED. What it screens stays WATCH until `conclude` has base
+and candidate measured interleaved in one night; where that cannot be done it stays WATCH, and
+`--strict` fails. A cell that is NEW where the policy says ``new: fail`` is FAILED: nothing proves
+that it is not a slow one renamed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import geometric_mean
+from typing import TYPE_CHECKING
+
+from perfbench.gate.cell_sides import Sides, side_of_baseline, side_of_rows
+from perfbench.gate.comparable import incomparable, run_findings, unwatched
+from perfbench.gate.confirmation import conclude, pairs_for, spread_pct, verdict_with
+from perfbench.gate.coverage import (
+    clock_events,
+    missing,
+    nothing,
+    reproduce,
+    rows_by_cell,
+    selected_ids,
+    usable,
+)
+from perfbench.gate.hard_rules import WHOLE, Ground, cell_findings
+from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
+from perfbench.gate.speed_rule import priors_of, screen
+from perfbench.gate.stats import ASSUMED_NIGHT_SD
+from perfbench.matrix import GatePolicy, Policies
+from perfbench.records import BaselineProblem, PlannedCell, Replicate, Run, Verdict
+
+if TYPE_CHECKING:
+    from perfbench.records import Baseline, BaselineCell
+
+__all__ = [
+    "BaselineProblem",
+    "CellVerdict",
+    "Finding",
+    "Judgement",
+    "conclude",
+    "judge",
+    "pairs_for",
+    "reproduce",
+    "selected_ids",
+    "usable",
+]
+
+Axes = Mapping[str, str | int]
+Key = tuple[tuple[str, str | int], ...]
+
+
+def judge(
+    run: Run,
+    baseline: Baseline | BaselineProblem | None,
+    policy: GatePolicy | Policies,
+    *,
+    strict: bool = False,
+) -> Judgement:
+    """Return the verdict of every cell and of the run; the same inputs give the same verdicts.
+
+    ``baseline`` None: only the hard gates (what ``run`` alone does). ``strict`` fails WATCH, BLIND
+    and UNSTABLE.
+    ``policy``: one for all cells, or `matrix.policies` with its overrides and aliases.
+    """
+    policies = Policies.over(policy)
+    known = None if baseline is None or isinstance(baseline, BaselineProblem) else baseline
+    rows = rows_by_cell(run)
+    base_cells = {} if known is None else _renamed(known.cells, policies)
+    axes_of = {cell_id: dict(cell.axes) for cell_id, cell in base_cells.items()} | {
+        c.cell_id: dict(c.axes) for c in run.manifest.cells
+    }
+    selected = selected_ids(run, axes_of)
+    planned = [
+        cell for cell in run.manifest.cells if cell.cell_id in selected or cell.cell_id in rows
+    ]
+
+    findings = run_findings(run, rows)
+    if isinstance(baseline, BaselineProblem):
+        findings.append(Finding(baseline.verdict, "baseline", baseline.message))
+    if known is not None:
+        findings += incomparable(run, known, policies.whole)
+    mixed = next(
+        (f.reason for f in findings if f.verdict in (Verdict.ENV, Verdict.INCOMPARABLE)), None
+    )
+
+    context = _Context(run, policies, baseline, mixed, _whole_speeds(planned, rows), Ground.of(run))
+    first = [
+        _prejudge(context, cell, rows.get(cell.cell_id, []), base_cells.get(cell.cell_id))
+        for cell in planned
+    ]
+    priors = priors_of(
+        [one.sides for one in first if one.sides is not None and not one.sides.too_few()],
+        paired=False,
+    )
+    cells = [
+        (
+            one.verdict
+            if one.sides is None
+            else verdict_with(one.verdict, one.sides, screen(one.sides, priors))
+        )
+        for one in first
+    ]
+    gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
+    cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
+    findings += nothing(run, known, cells, findings)
+    notes = () if known is None or mixed else tuple(unwatched(run, known))
+    return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Context:
+    run: Run
+    policies: Policies
+    baseline: Baseline | BaselineProblem | None
+    mixed: str | None  # why no speed of this run may be compared
+    whole_speeds: Mapping[Key, float]  # of steps with a backward
+    ground: Ground
+
+
+@dataclass(frozen=True, slots=True)
+class _First:
+    """A cell before its speed is compared; ``sides`` null: ``verdict`` is final."""
+
+    verdict: CellVerdict
+    sides: Sides | None = None
+
+
+def _renamed(cells: Mapping[str, BaselineCell], policies: Policies) -> dict[str, BaselineCell]:
+    """The baseline's cells under their ids of today; a cell that was promoted under its new id
+    needs no alias.
+    """
+    found = dict(cells)
+    for old, alias in policies.aliases.items():
+        if (cell := found.pop(old, None)) is None or alias.cell_id in found:
+            continue
+        renamed = (
+            alias.config_sha256
+            if cell.config_sha256 == alias.former_config_sha256
+            else cell.config_sha256
+        )
+        found[alias.cell_id] = cell.model_copy(update={"config_sha256": renamed})
+    return found
+
+
+def _key(axes: Axes, workload: str) -> Key:
+    """The axes with this workload instead of their own."""
+    return tuple(sorted({**axes, "workload": workload}.items()))
+
+
+def _whole_speeds(
+    planned: list[PlannedCell], rows: Mapping[str, list[Replicate]]
+) -> dict[Key, float]:
+    """The slowest replicate of every cell whose step has a backward."""
+    speeds = {}
+    for cell in planned:
+        workload = str(cell.axes.get("workload"))
+        if workload in WHOLE.values() and (good := usable(rows.get(cell.cell_id, []))):
+            speeds[_key(cell.axes, workload)] = min(
+                row.tok_per_s for row in good if row.tok_per_s is not None
+            )
+    return speeds
+
+
+def _prejudge(
+    context: _Context, cell: PlannedCell, rows: list[Replicate], base: BaselineCell | None
+) -> _First:
+    """Hard gates, throttling, and whether there is anything to compare with."""
+    again = reproduce(context.run, cell.cell_id)
+    axes, base_speed = dict(cell.axes), None if base is None else base.speed
+    whole = context.whole_speeds.get(_key(cell.axes, WHOLE.get(str(cell.axes.get("workload")), "")))
+    good = usable(rows)
+    if hard := cell_findings(cell, rows, whole, context.ground):
+        # No speed beside it: a number is published only with its proof.
+        reason = "; ".join(
+            f.reason if f.verdict is hard[0].verdict else f"{f.verdict.value}: {f.reason}"
+            for f in hard
+        )
+        return _First(
+            CellVerdict(
+                cell.cell_id,
+                axes,
+                hard[0].verdict,
+                reason,
+                base_speed,
+                replicates=len(good),
+                reproduce=again,
+            )
+        )
+    discarded = len({row.replicate for row in rows}) - len(good)
+    if not good:
+        reason = (
+            f"all {discarded} replicates were throttled while timing ({clock_events(rows)}): cool"
+            " the card, then measure again"
+        )
+        return _First(
+            CellVerdict(cell.cell_id, axes, Verdict.UNSTABLE, reason, base_speed, reproduce=again)
+        )
+    here = side_of_rows(cell, good)
+    verdict, reason = _uncompared(context, cell, len(good), discarded, base)
+    measured = CellVerdict(
+        cell_id=cell.cell_id,
+        axes=axes,
+        verdict=verdict,
+        reason=reason,
+        base_tok_per_s=base_speed,
+        cand_tok_per_s=geometric_mean(here.tok_per_s),
+        change_pct=(
+            None
+            if base_speed is None
+            else round(100 * (geometric_mean(here.tok_per_s) / base_speed - 1), 9)
+        ),
+        replicates=len(good),
+        spread_pct=spread_pct(here.tok_per_s),
+        reproduce=again,
+    )
+    if reason or base is None:
+        return _First(measured)
+    night = ASSUMED_NIGHT_SD if base.night_log_sd is None else base.night_log_sd
+    return _First(
+        measured,
+        Sides(cell.cell_id, context.policies.of(cell.cell_id), side_of_baseline(base), here, night),
+    )
+
+
+def _uncompared(
+    context: _Context, cell: PlannedCell, usable_: int, discarded: int, base: BaselineCell | None
+) -> tuple[Verdict | None, str]:
+    """Why the speed of a cell that passed every hard gate is not compared; an empty reason where it
+    can be.
+    """
+    policy = context.policies.of(cell.cell_id)
+    least = policy.min_replicates
+    if discarded and usable_ < least:
+        return (
+            Verdict.UNSTABLE,
+            (
+                f"{discarded} replicates were throttled and discarded, {usable_} are left and"
+                f" {least} are wanted"
+            ),
+        )
+    if context.baseline is None:
+        return None, "not compared: no baseline was asked for"
+    if isinstance(context.baseline, BaselineProblem):
+        return None, "not compared: the baseline cannot be used"
+    if context.mixed is not None:
+        return Verdict.INCOMPARABLE, "not compared: environments differ (see the run's findings)"
+    if base is None:
+        reason = "the baseline has no such cell; promote a run that has it"
+        return (
+            (Verdict.NEW, reason)
+            if policy.new == "warn"
+            else (Verdict.FAILED, f"NEW, and the policy says new: fail; {reason}")
+        )
+    if base.config_sha256 != cell.config_sha256:
+        text = (
+            f"another config under the same name (baseline {base.config_sha256[:12]}, now"
+            f" {cell.config_sha256[:12]})"
+        )
+        return Verdict.INCOMPARABLE, f"{text}: promote a new baseline if the change was meant"
+    return None, ""
+
+
+def _origin(baseline: Baseline | None) -> BaselineOrigin | None:
+    if baseline is None:
+        return None
+    source = baseline.source
+    dirty, proved = source.dirty_sha256 is not None, source.unproved is None
+    return BaselineOrigin(
+        baseline.matrix_name, baseline.run_id, baseline.promoted_utc, source.commit, dirty, proved
+    )

@@ -1,0 +1,336 @@
+"""The two-stage rule on one cell's rows: screen against stored speeds, confirm on pairs.
+
+Pure numbers in, verdicts out.
+
+A host-bound cell's wall speed follows the CPU: it is reported and never called SAME (BLIND). Such a
+cell is judged by device time, by launches and by host syncs, of which an increase is no noise. Two
+exceptions keep a new Python loop visible: a cell that was not host bound before, and a wall drop
+beyond what any host's noise was seen to explain. A gain of wall time that pairs prove is FASTER,
+whatever was launched for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from perfbench.gate import stats
+from perfbench.gate.cell_sides import Sides
+from perfbench.gate.evidence import DEVICE, WALL, Evidence
+from perfbench.matrix import GatePolicy
+from perfbench.records import Verdict
+
+# range of a host-bound cell's wall time between processes on one idle H100; a larger drop is no
+# noise
+HOST_NOISE_PCT = 50.0
+Family = tuple[str, bool]  # metric, host bound: cells whose noise is alike
+Priors = Mapping[Family, stats.Prior | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A verdict on speed; ``evidence`` begins with the metric that decided."""
+
+    verdict: Verdict
+    reason: str
+    evidence: tuple[Evidence, ...] = ()
+    screened: bool = False
+
+    @property
+    def metric(self) -> str:
+        return self.evidence[0].metric if self.evidence else WALL
+
+
+def priors_of(cells: Sequence[Sides], *, paired: bool) -> dict[Family, stats.Prior | None]:
+    """What each family of cells says about its noise; the order of the cells does not matter."""
+    seen: dict[Family, list[tuple[float, float]]] = {}
+    for sides in sorted(cells, key=lambda one: one.cell_id):
+        for metric in (WALL, DEVICE):
+            if metric == WALL or sides.gates_device:
+                seen.setdefault((metric, sides.host_bound), []).append(
+                    _own_variance(sides, metric, paired)
+                )
+    return {
+        family: stats.prior_of([v for v, _ in found], [df for _, df in found])
+        for family, found in seen.items()
+    }
+
+
+def screen(sides: Sides, priors: Priors) -> Outcome:
+    """Stage 1: what is proved the same or faster, what is blind, and what must be confirmed."""
+    policy = sides.policy
+    if too_few := sides.too_few():
+        return Outcome(Verdict.WATCH, f"too few to judge ({too_few}): {sides.speeds()}")
+    wall = _unpaired(sides, WALL, priors)
+    if sides.host_bound:
+        return _screen_host_bound(sides, wall, priors)
+    slower = wall.comparison.p_slower < policy.alpha_screen
+    if sides.candidate.bimodal and not slower:
+        return Outcome(
+            Verdict.UNSTABLE, f"{sides.candidate.bimodal}: {sides.speeds()}: {wall}", (wall,)
+        )
+    if wall.comparison.lower > math.log1p(policy.tolerance_pct / 100):
+        return Outcome(Verdict.FASTER, f"{sides.speeds()}: {wall}", (wall,))
+    if not stats.screened(wall.comparison, policy):
+        return Outcome(
+            Verdict.SAME,
+            f"{sides.speeds()}: {wall}, above -{policy.min_effect_pct:g} % for certain",
+            (wall,),
+        )
+    if not slower and _blind(sides, wall):
+        text = (
+            f"{stats.MAX_BLOCKS} pairs would not show a drop of {policy.min_effect_pct:g} % in such"
+            " noise, and none shows"
+        )
+        return Outcome(Verdict.BLIND, f"{sides.speeds()}: {wall}; {text}", (wall,))
+    why = "slower" if slower else _not_ruled_out(policy)
+    return Outcome(
+        Verdict.WATCH, f"{why}, to be confirmed: {sides.speeds()}: {wall}", (wall,), screened=True
+    )
+
+
+def confirm(cells: Sequence[Sides]) -> dict[str, Outcome]:
+    """Stage 2: every cell's verdict by interleaved pairs, Holm over all their tests; ``base[i]``
+    and ``candidate[i]`` are a pair.
+    """
+    ready = sorted((one for one in cells if not one.too_few()), key=lambda one: one.cell_id)
+    priors = priors_of(ready, paired=True)
+    tests = [
+        (one.cell_id, _paired(one, metric, priors)) for one in ready for metric in _metrics(one)
+    ]
+    adjusted = stats.holm([evidence.comparison.p_slower for _, evidence in tests])
+    found: dict[str, list[Evidence]] = {}
+    for (cell_id, evidence), p in zip(tests, adjusted, strict=True):
+        found.setdefault(cell_id, []).append(replace(evidence, adjusted_p=p))
+    outcomes = {one.cell_id: _settle(one, tuple(found[one.cell_id])) for one in ready}
+    for one in cells:
+        if few := one.too_few():
+            outcomes[one.cell_id] = Outcome(
+                Verdict.WATCH,
+                f"not confirmed: too few pairs ({few}): {one.speeds()}",
+                screened=True,
+            )
+    return outcomes
+
+
+def _metrics(sides: Sides) -> tuple[str, ...]:
+    return (DEVICE, WALL) if sides.gates_device else (WALL,)
+
+
+def _settle(sides: Sides, evidence: tuple[Evidence, ...]) -> Outcome:
+    policy, wall = sides.policy, evidence[-1]
+    reds = [
+        e
+        for e in evidence
+        if stats.regressed(e.comparison, e.adjusted_p or 0.0, _at(policy, e.tolerance_pct))
+    ]
+    counted = sides.more_work()
+    faster = wall.comparison.lower > math.log1p(policy.tolerance_pct / 100)
+    gained = faster and not any(
+        _slower(e, policy) for e in evidence
+    )  # a launch more is a cost only where it costs time
+    if reds or (counted and not gained):
+        first = reds[:1] or list(evidence[:1])
+        rest = [e for e in evidence if e not in first]
+        why = "; ".join([*counted, *(f"slower beyond {e.tolerance_pct:g} %: {e}" for e in reds)])
+        return Outcome(
+            Verdict.REGRESSED,
+            f"confirmed on interleaved pairs: {why}; {sides.speeds()}",
+            (*first, *rest),
+        )
+    numbers = f"{sides.speeds()}: {'; '.join(str(e) for e in evidence)}"
+    if sides.host_bound and gained:
+        notes = "".join(f"; note: {text}" for text in counted)
+        return Outcome(
+            Verdict.FASTER,
+            f"host bound, on interleaved pairs: {numbers}{notes}",
+            (wall, *evidence[:-1]),
+        )
+    if sides.host_bound:
+        return Outcome(
+            Verdict.BLIND,
+            f"host bound, nothing confirmed slower: {sides.work()}; {numbers}",
+            evidence,
+        )
+    if sides.candidate.bimodal:
+        return Outcome(
+            Verdict.UNSTABLE,
+            f"{sides.candidate.bimodal}; on interleaved pairs: {numbers}",
+            evidence,
+        )
+    if faster:
+        return Outcome(Verdict.FASTER, f"on interleaved pairs: {numbers}", evidence)
+    if stats.proved_same(wall.comparison, policy):
+        return Outcome(
+            Verdict.SAME,
+            f"on interleaved pairs: {numbers}, above -{policy.min_effect_pct:g} % for certain",
+            evidence,
+        )
+    if _blind(sides, wall):
+        return Outcome(
+            Verdict.BLIND,
+            f"on interleaved pairs, too noisy to see {policy.min_effect_pct:g} %: {numbers}",
+            evidence,
+        )
+    return Outcome(
+        Verdict.WATCH,
+        f"on interleaved pairs neither proved the same nor confirmed slower: {numbers}",
+        evidence,
+    )
+
+
+def _screen_host_bound(sides: Sides, wall: Evidence, priors: Priors) -> Outcome:
+    """BLIND, unless work was added, device time is not proved the same, or wall time is not where
+    the base was not host bound.
+    """
+    policy = sides.policy
+    device = _unpaired(sides, DEVICE, priors) if sides.gates_device else None
+    suspects, first = sides.more_work(), []
+    if device is not None and (why := _suspicion(sides, device)):
+        suspects.append(f"{why} on the device: {device}")
+        first.append(device)
+    if sides.base.host_bound and _slower(wall, policy):
+        suspects.append(
+            f"slower on the wall clock, and no host's noise explains {HOST_NOISE_PCT:g} %"
+        )
+    elif not sides.base.host_bound and stats.screened(
+        wall.comparison, policy
+    ):  # even too noisy: the new noise may be the loss
+        slower = (
+            "slower" if wall.comparison.p_slower < policy.alpha_screen else _not_ruled_out(policy)
+        )
+        suspects.append(f"{slower} on the wall clock, and the base was not host bound")
+        first.append(wall)
+    evidence = (
+        *first,
+        *(e for e in (device, wall) if e is not None and e not in first),
+    )  # the pairs are planned for the first
+    numbers = f"{sides.speeds()}: wall {wall}"
+    if suspects:
+        return Outcome(
+            Verdict.WATCH,
+            f"host bound; to be confirmed: {'; '.join(suspects)}; {numbers}",
+            evidence,
+            screened=True,
+        )
+    judged = f"{device}" if device is not None else sides.no_device()
+    return Outcome(
+        Verdict.BLIND,
+        f"host bound: wall tok/s is not gated, it follows the CPU; {sides.work()}; {judged};"
+        f" {numbers}",
+        evidence,
+    )
+
+
+def _suspicion(sides: Sides, evidence: Evidence) -> str:
+    """Why a comparison of two nights must be confirmed; empty where it is proved the same, or no
+    number of pairs would show a drop.
+    """
+    if evidence.comparison.p_slower < sides.policy.alpha_screen:
+        return "slower"
+    return (
+        _not_ruled_out(sides.policy)
+        if stats.screened(evidence.comparison, sides.policy) and not _blind(sides, evidence)
+        else ""
+    )
+
+
+def _not_ruled_out(policy: GatePolicy) -> str:
+    return f"a drop of {policy.min_effect_pct:g} % is not ruled out"
+
+
+def _slower(evidence: Evidence, policy: GatePolicy) -> bool:
+    beyond = evidence.comparison.estimate < math.log1p(-evidence.tolerance_pct / 100)
+    return beyond and evidence.comparison.p_slower < policy.alpha_screen
+
+
+def _tolerance_pct(sides: Sides, metric: str) -> float:
+    """The drop that is never called a regression, in this metric."""
+    policy = sides.policy
+    if metric == WALL and sides.host_bound and sides.base.host_bound:
+        return max(policy.tolerance_pct, HOST_NOISE_PCT)
+    return policy.tolerance_pct
+
+
+def _at(policy: GatePolicy, tolerance_pct: float) -> GatePolicy:
+    return (
+        policy
+        if tolerance_pct == policy.tolerance_pct
+        else policy.model_copy(update={"tolerance_pct": tolerance_pct})
+    )
+
+
+def _blind(sides: Sides, evidence: Evidence) -> bool:
+    """Whether even the most pairs that a cell is worth would not show a drop of min_effect."""
+    policy, drop = sides.policy, -math.log1p(-sides.policy.min_effect_pct / 100)
+    power, alpha = stats.confirm_power(policy), policy.alpha_confirm
+    sd = max(
+        evidence.moderated_sd * (1 if evidence.paired else math.sqrt(2)),
+        math.sqrt(stats.VARIANCE_FLOOR),
+    )
+    known_sd = (
+        (stats.t_quantile(1 - alpha, math.inf) + stats.t_quantile(power, math.inf)) * sd / drop
+    ) ** 2
+    if (
+        known_sd < stats.MAX_BLOCKS / 4
+    ):  # an unknown sd costs less than four times as many; spares the search for most cells
+        return False
+    return stats.blocks_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_BLOCKS) is None
+
+
+def _own_variance(sides: Sides, metric: str, paired: bool) -> tuple[float, float]:
+    base, candidate = sides.logs(metric)
+    if not paired:
+        return stats.pooled(base, candidate)
+    d = stats.differences(base, candidate)
+    return stats.variance_of(d), float(len(d) - 1)
+
+
+def _unpaired(sides: Sides, metric: str, priors: Priors) -> Evidence:
+    alpha, power = stats.screen_alpha(sides.policy), sides.policy.power
+    base, candidate = sides.logs(metric)
+    prior = priors.get((metric, sides.host_bound))
+    night = sides.night_sd_of(metric)
+    found = stats.unpaired(
+        base, candidate, prior=prior, night_variance=night**2, alpha=alpha, power=power
+    )
+    return _evidence(sides, metric, found, prior, alpha, paired=False, night_sd=night)
+
+
+def _paired(sides: Sides, metric: str, priors: Priors) -> Evidence:
+    alpha, power = sides.policy.alpha_confirm, stats.confirm_power(sides.policy)
+    base, candidate = sides.logs(metric)
+    prior = priors.get((metric, sides.host_bound))
+    found = stats.paired(base, candidate, prior=prior, alpha=alpha, power=power)
+    return _evidence(sides, metric, found, prior, alpha, paired=True, night_sd=0.0)
+
+
+def _evidence(
+    sides: Sides,
+    metric: str,
+    found: stats.Comparison,
+    prior: stats.Prior | None,
+    alpha: float,
+    *,
+    paired: bool,
+    night_sd: float,
+) -> Evidence:
+    variance, df = _own_variance(sides, metric, paired)
+    moderated, moderated_df = stats.moderated(variance, df, prior)
+    base, candidate = sides.values(metric)
+    return Evidence(
+        metric=metric,
+        paired=paired,
+        comparison=found,
+        alpha=alpha,
+        tolerance_pct=_tolerance_pct(sides, metric),
+        sd=math.sqrt(variance),
+        sd_df=df,
+        prior=prior,
+        moderated_sd=math.sqrt(moderated),
+        moderated_df=moderated_df,
+        night_sd=night_sd,
+        base=base,
+        candidate=candidate,
+    )

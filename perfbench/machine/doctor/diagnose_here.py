@@ -1,0 +1,50 @@
+"""What a run would find on this machine, and what is wrong with one that was made: a line each,
+with what to do.
+
+Needs no GPU and imports no torch. `doctor_gpu` asks the driver, `doctor_software` the installation,
+`doctor_log` a run or a log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from perfbench.machine import environment
+from perfbench.machine.doctor import driver, install
+from perfbench.machine.doctor import log as doctor_log
+from perfbench.machine.doctor.findings import Level, Line, exit_code, render_text
+
+__all__ = ["Level", "Line", "diagnose", "exit_code", "render_text"]
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def diagnose(
+    root: Path = Path(),
+    *,
+    log: Path | None = None,
+    gpu: str | None = None,
+    module: Any | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> list[Line]:
+    """Every line, in the order in which a fault hides the next one; with ``log`` those of that run
+    folder, run file or text first.
+
+    ``gpu`` is looked at in place of what CUDA_VISIBLE_DEVICES names, and spelled like it;
+    ``module`` stands in for pynvml,
+    ``environ`` for the process's environment. PerfbenchError(USAGE) where ``log`` cannot be read.
+    """
+    order = environment.variable("CUDA_DEVICE_ORDER", environ)
+    source, listed = (
+        ("--gpu", gpu) if gpu is not None else (VISIBLE, environment.variable(VISIBLE, environ))
+    )
+    sight = driver.look(source, listed, order, module)
+    return [
+        *([] if log is None else doctor_log.lines(log)),
+        *driver.lines(sight, module),
+        *install.lines(
+            root, has_gpu=sight.gpu is not None, driver_cuda=sight.driver_cuda, environ=environ
+        ),
+    ]

@@ -1,0 +1,303 @@
+"""Where a run is made, and the only os.environ of perfbench.
+
+Imports no torch and touches no CUDA.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import gpu as _gpu
+from perfbench.machine import nvml
+from perfbench.machine.gpu import (
+    GpuHandle,
+    GpuProcess,
+    busy_processes,
+    gpu_lock,
+    refuse_busy,
+    slug,
+    used_memory,
+    uuid_sha256,
+)
+from perfbench.machine.source import source
+from perfbench.records import Environment
+
+__all__ = [
+    "GpuHandle",
+    "GpuProcess",
+    "TargetFit",
+    "busy_processes",
+    "check_target",
+    "collect",
+    "cpu_name",
+    "give",
+    "gpu_lock",
+    "in_ci",
+    "no_color",
+    "nsa_settings",
+    "refuse_busy",
+    "slug",
+    "source",
+    "step_summary",
+    "torch_cuda",
+    "used_memory",
+    "uuid_sha256",
+    "variable",
+    "version",
+    "visible_gpu",
+    "visible_gpus",
+]
+
+
+def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and
+    only here.
+    """
+    return (os.environ if environ is None else environ).get(name)
+
+
+def give(variables: Mapping[str, str]) -> None:
+    """Set variables of this process: a measuring process's own, before nsa reads its settings."""
+    os.environ.update(variables)
+
+
+def no_color(environ: Mapping[str, str] | None = None) -> bool:
+    """https://no-color.org: set and not empty."""
+    return bool(variable("NO_COLOR", environ))
+
+
+def in_ci(environ: Mapping[str, str] | None = None) -> bool:
+    return (variable("CI", environ) or "").lower() not in ("", "0", "false")
+
+
+def step_summary(environ: Mapping[str, str] | None = None) -> Path | None:
+    """The file that GitHub shows on the page of a workflow run."""
+    path = variable("GITHUB_STEP_SUMMARY", environ)
+    return Path(path) if path else None
+
+
+def visible_gpus(
+    *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[list[GpuHandle], str]:
+    """GPUs in the order in which CUDA numbers them, or ([], reason)."""
+    return _gpu.visible(
+        variable("CUDA_VISIBLE_DEVICES", environ), variable("CUDA_DEVICE_ORDER", environ), module
+    )
+
+
+def visible_gpu(
+    *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> tuple[GpuHandle | None, str]:
+    """The GPU that torch will call cuda:0, or (None, reason)."""
+    gpus, reason = visible_gpus(module=module, environ=environ)
+    return (gpus[0], "") if gpus else (None, reason)
+
+
+def version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def torch_cuda() -> str | None:
+    """The CUDA version that the installed torch was built for; read from its version.py, because
+    importing it takes seconds.
+    """
+    try:
+        file = importlib.metadata.distribution("torch").locate_file("torch/version.py")
+        tree = ast.parse(Path(str(file)).read_text(encoding="utf-8"))
+    except (importlib.metadata.PackageNotFoundError, OSError, SyntaxError, UnicodeDecodeError):
+        return None
+    for node in tree.body:
+        targets = (
+            [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else node.targets
+            if isinstance(node, ast.Assign)
+            else []
+        )
+        if any(isinstance(target, ast.Name) and target.id == "cuda" for target in targets):
+            value = node.value  # type: ignore[attr-defined]  # only assignments have targets
+            return (
+                value.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str)
+                else None
+            )
+    return None
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return (
+        next((name for name in names if name), None)
+        or platform.processor()
+        or platform.machine()
+        or "unknown CPU"
+    )
+
+
+def cpu_count() -> int:
+    """Processors that this process may use, which a container may have narrowed."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def nsa_settings() -> dict[str, str]:
+    """NSA_* settings that the environment gives; an unknown one is a USAGE error."""
+    from nsa import settings
+
+    try:
+        return settings.current().given()
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
+
+
+def collect(
+    device: str, *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> Environment:
+    """Describe this machine for a run on ``device`` ('cpu' or 'cuda'); ENVIRONMENT where CUDA would
+    find no GPU.
+    """
+    from nsa.capability import fa2_provider, torch_version
+
+    here: dict[str, Any] = {
+        "torch": torch_version(),
+        "triton": version("triton") or version("pytorch-triton"),
+        "flash_provider": fa2_provider()[0],
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_name": cpu_name(),
+        "cpu_count": cpu_count(),
+        "nsa_settings": nsa_settings(),
+    }
+    if not device.startswith("cuda"):
+        nothing: dict[str, Any] = dict.fromkeys(("gpu_uuid_sha256", "driver", "cuda"))
+        return Environment(
+            gpu_slug="cpu",
+            device_name=here["cpu_name"],
+            clock_policy=_cpu_clock_policy(),
+            **nothing,
+            **here,
+        )
+    gpu, reason = visible_gpu(module=module, environ=environ)
+    if gpu is None:
+        raise PerfbenchError(
+            Exit.ENVIRONMENT,
+            f"no GPU to measure on: {reason}. Next: `perfbench doctor`, or a matrix with `gpu:"
+            " none`",
+        )
+    with nvml.session(module) as opened:
+        driver, _ = nvml.query(opened, "nvmlSystemGetDriverVersion")
+        policy = _gpu_clock_policy(opened, gpu.uuid)
+    return Environment(
+        gpu_slug=gpu.slug,
+        device_name=gpu.name,
+        gpu_uuid_sha256=gpu.uuid_sha256,
+        driver=nvml.text(driver) if driver else None,
+        cuda=torch_cuda(),
+        clock_policy=policy,
+        **here,
+    )
+
+
+def _cpu_clock_policy(
+    governor: Path = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+) -> str:
+    try:
+        return f"governor {governor.read_text(encoding='ascii').strip()}"
+    except (OSError, UnicodeDecodeError):
+        return "unknown (the kernel shows no governor, as in most virtual machines)"
+
+
+def _gpu_clock_policy(module: Any, uuid: str) -> str:
+    """NVML cannot say whether clocks are locked; the limits and persistence are what can be
+    known.
+    """
+    handle, missing = nvml.query(module, "nvmlDeviceGetHandleByUUID", uuid)
+    if missing:
+        return f"unknown ({missing})"
+    sm = getattr(module, "NVML_CLOCK_SM", 1)
+    highest, no_highest = nvml.query(module, "nvmlDeviceGetMaxClockInfo", handle, sm)
+    application, no_application = nvml.query(module, "nvmlDeviceGetApplicationsClock", handle, sm)
+    persistence, no_persistence = nvml.query(module, "nvmlDeviceGetPersistenceMode", handle)
+    parts = [
+        f"SM at most {no_highest or f'{highest} MHz'}",
+        f"application clock {no_application or f'{application} MHz'}",
+        f"persistence {no_persistence or ('on' if persistence else 'off')}",
+    ]
+    return ", ".join(parts)
+
+
+class TargetLike(Protocol):
+    """A matrix's `target:` section."""
+
+    @property
+    def gpu(self) -> str: ...
+    @property
+    def count(self) -> int: ...
+    @property
+    def on_mismatch(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFit:
+    """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs
+    or cannot be known.
+    """
+
+    device: str  # 'cpu' or 'cuda'
+    gpu: GpuHandle | None
+    warning: str = ""
+    skip: bool = False
+
+
+def check_target(
+    target: TargetLike, *, module: Any | None = None, environ: Mapping[str, str] | None = None
+) -> TargetFit:
+    """Compare the machine with the matrix's target.
+
+    ENVIRONMENT where it differs and `on_mismatch` is refuse, and under `warn` too where there is no
+    GPU at all: nothing could be measured.
+    """
+    if target.gpu.lower() in ("none", "cpu"):
+        return TargetFit("cpu", None)
+    gpus, reason = visible_gpus(module=module, environ=environ)
+    wanted = f"{target.count} x {target.gpu}" if target.count > 1 else target.gpu
+    if not gpus:
+        problem = f"got no GPU ({reason}), and the matrix wants {wanted}"
+    elif not all(_gpu.matches(target.gpu, gpu.name) for gpu in gpus[: target.count]):
+        problem = (
+            f"got {', '.join(gpu.name for gpu in gpus[: target.count])}, and the matrix wants"
+            f" {wanted}"
+        )
+    elif len(gpus) < target.count:
+        problem = f"got {len(gpus)} x {gpus[0].name}, and the matrix wants {wanted}"
+    else:
+        return TargetFit("cuda", gpus[0], _gpu.blindness(gpus[0], module))
+    if target.on_mismatch == "skip":
+        return TargetFit(
+            "cuda",
+            gpus[0] if gpus else None,
+            f"nothing measured: {problem} (on_mismatch: skip)",
+            skip=True,
+        )
+    if target.on_mismatch == "warn" and gpus:
+        warnings = [f"{problem} (on_mismatch: warn)", _gpu.blindness(gpus[0], module)]
+        return TargetFit("cuda", gpus[0], "; ".join(filter(None, warnings)))
+    raise PerfbenchError(
+        Exit.ENVIRONMENT,
+        f"{problem}. Next: run it on that card, choose a GPU with CUDA_VISIBLE_DEVICES, or take"
+        " another matrix",
+    )

@@ -1,0 +1,112 @@
+"""Which code is measured: commit and uncommitted changes, asked of git."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+from pathlib import Path
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import Source
+
+# Results are no part of the measured code: promoting a baseline must not make the tree dirty.
+_MEASURED = (".", ":(exclude,top)reports")
+_TIMEOUT_S = 60.0
+
+
+class _NoGit(Exception):
+    """Git cannot say; the message is the reason."""
+
+
+def source(root: Path, source_commit: str | None = None) -> Source:
+    """The checkout at ``root``; where git cannot tell, ``source_commit`` with the reason, else null
+    with the reason.
+    """
+    try:
+        found = _from_git(root)
+    except _NoGit as error:
+        return Source(
+            commit=source_commit, dirty_sha256=None, reason=_unproved(source_commit, str(error))
+        )
+    if source_commit and not (found.commit or "").startswith(source_commit.lower()):
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--source-commit {source_commit}, but git says that {root} is at {found.commit}. Next:"
+            " leave the option away",
+        )
+    return found
+
+
+def _unproved(source_commit: str | None, why: str) -> str:
+    if source_commit:
+        return f"given by --source-commit, not proved, and changes are not known: {why}"
+    return f"{why}; give --source-commit SHA"
+
+
+def _from_git(root: Path) -> Source:
+    if not root.is_dir():
+        raise _NoGit(f"{root} is not a directory")
+    _git(root, "rev-parse", "--show-toplevel")
+    if _ignored(root):
+        raise _NoGit(
+            f"{root} is ignored by the repository around it, so it is an installed copy and no"
+            " checkout"
+        )
+    commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
+    branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").decode("utf-8", "replace").strip()
+    return Source(
+        commit=commit, dirty_sha256=_dirty_sha256(root), branch=None if branch == "HEAD" else branch
+    )
+
+
+def _git(root: Path, *args: str) -> bytes:
+    command = ["git", "-C", str(root), *args]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
+        )
+    except OSError as error:
+        raise _NoGit(f"git cannot be started ({error.strerror})") from error
+    except subprocess.TimeoutExpired as error:
+        raise _NoGit(f"git {args[0]} took longer than {_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        message = done.stderr.decode("utf-8", "replace").strip().splitlines()
+        raise _NoGit(
+            f"git {' '.join(args[:2])}:"
+            f" {message[0] if message else f'exit status {done.returncode}'}"
+        )
+    return done.stdout
+
+
+def _ignored(root: Path) -> bool:
+    command = ["git", "-C", str(root), "check-ignore", "-q", "."]
+    return (
+        subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False).returncode
+        == 0
+    )
+
+
+def _dirty_sha256(root: Path) -> str | None:
+    """Hash of the difference to HEAD and of every untracked file; None where there is neither."""
+    changes = _git(
+        root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color", "--", *_MEASURED
+    )
+    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_MEASURED)
+    untracked = sorted(name for name in listed.split(b"\0") if name)
+    if not changes and not untracked:
+        return None
+    digest = hashlib.sha256(changes)
+    for name in untracked:
+        digest.update(b"\0" + name + b"\0")
+        digest.update(_content_sha256(root / Path(name.decode("utf-8", "surrogateescape"))))
+    return digest.hexdigest()
+
+
+def _content_sha256(path: Path) -> bytes:
+    if not path.is_file():  # a nested repository is listed as a folder, a dangling link is no file
+        return b""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        return f"unreadable: {error.errno}".encode()

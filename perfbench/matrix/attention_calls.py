@@ -1,0 +1,250 @@
+"""The attention calls that one step of a cell makes: their shapes, how many, and the one Route that
+serves them. Pure: no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from nsa import routing
+from nsa.blocks import BlockGrid
+from nsa.config import ModelConfig
+from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
+from nsa.settings import Settings
+from perfbench.records import (
+    ATTENTION,
+    CACHED,
+    DEFAULT_CHUNK,
+    EVERYTHING,
+    SELECTED,
+    Cell,
+    Value,
+    torch_dtype_name,
+)
+
+Axes = Mapping[str, Value]
+
+
+def pieces(axes: Axes) -> list[tuple[int, int]]:
+    """[begin, end) of each chunk of a chunked prefill: ``chunk`` tokens each, the last one what is
+    left.
+    """
+    tokens, size = int(axes["seq_len"]), int(axes.get("chunk", DEFAULT_CHUNK))
+    return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+
+
+def held_tokens(model: ModelConfig, seq_len: int) -> int:
+    """Tokens in the cache when a decode step begins: ``seq_len``, or one fewer where the step would
+    complete a compressed block.
+
+    cmp_stride - 1 of cmp_stride steps complete none, and a step that completes none leaves a cache
+    that its next step can begin from again.
+    """
+    grid = BlockGrid.of(model.nsa)
+    return seq_len - (grid.num_cmp(seq_len + 1) - grid.num_cmp(seq_len))
+
+
+def layer_calls(axes: Axes, model: ModelConfig) -> int:
+    """How often a step calls each branch's implementation: once a layer, and for each chunk of a
+    prefill; attention alone is one layer.
+    """
+    if axes["workload"] in (*ATTENTION, *SELECTED):
+        return 1
+    return model.num_layers * (len(pieces(axes)) if axes["workload"] == "chunked_prefill" else 1)
+
+
+def of_selected(whole: Problem) -> Problem:
+    """The call of the selected branch alone, on blocks that it is given: nothing to score, and no
+    length tells it what is left out.
+    """
+    return replace(
+        whole, branches=("sel",), select_all_tokens=None, window=None, whole=False, scores=None
+    )
+
+
+def problems(axes: Axes, model: ModelConfig) -> list[Problem]:
+    """The distinct attention calls of a step, in order."""
+    tokens = int(axes["seq_len"])
+    whole = Problem.of(
+        model, batch=int(axes["batch"]), tokens=tokens, dtype=torch_dtype_name(str(axes["dtype"]))
+    )
+    if axes["workload"] == "decode":
+        captured = (
+            axes.get("cuda_graph", "off") == "on"
+        )  # its positions are a tensor, as of rows that differ in length
+        return [
+            replace(
+                whole,
+                q_tokens=1,
+                k_tokens=held_tokens(model, tokens) + 1,
+                whole=False,
+                ragged=captured,
+            )
+        ]
+    if axes["workload"] == "chunked_prefill":
+        return [
+            replace(whole, q_tokens=end - begin, k_tokens=end, whole=False)
+            for begin, end in pieces(axes)
+        ]
+    if axes["workload"] in SELECTED:
+        return [of_selected(whole)]
+    if (
+        axes.get("compile", "off") == "on"
+    ):  # a compiled region does not look at the length, which would recompile at each
+        whole = replace(whole, select_all_tokens=None, window=None, whole=False)
+    return [whole]
+
+
+def route_of(axes: Axes, model: ModelConfig, settings: Settings, capability: Capability) -> Route:
+    """The Route of a cell's calls; RouteError where its request cannot be served, or not by one
+    Route for all chunks.
+    """
+    path, fa2 = str(axes["path"]), str(axes["fa2"])
+    if path in DENSE_KINDS:
+        return routing.route_dense(path, problems(axes, model)[0], capability)
+    request = settings.request(path, fa2)
+    routes = [routing.route(request, problem, capability) for problem in problems(axes, model)]
+    for later in routes[1:]:
+        if later.counters != routes[0].counters:
+            raise RouteError(
+                f"path={path} takes {', '.join(routes[0].counters)} for the first chunk and"
+                f" {', '.join(later.counters)} for a later one; wanted one route, which one proof"
+                " can be for; name a path, or choose a chunk that divides seq_len"
+            )
+    return routes[-1]
+
+
+def why_not(cell: Cell, model: ModelConfig) -> str | None:
+    """Why no machine can time ``cell``, whatever its route: got, wanted, next step; None where one
+    can.
+    """
+    nsa, got = model.nsa, f"workload={cell.workload}"
+    if graph := next(
+        (f"{name}=on" for name in ("compile", "cuda_graph") if getattr(cell, name) == "on"), None
+    ):
+        if cell.workload == "chunked_prefill" or (
+            cell.workload == "decode" and cell.compile == "on"
+        ):
+            return (
+                f"{graph} with {got}: the lengths of a cache are the host's, so no graph holds a"
+                f" step; wanted {graph[:-2]}off; leave it off"
+            )
+        if cell.workload == "decode" and cell.path in (Path.V2, Path.MASKED) and cell.fa2 != "off":
+            return (
+                f"{graph} with {got}, path={cell.path} and fa2={cell.fa2}: a captured step's"
+                " positions are on the device, where FA-2's window takes none; wanted fa2=off or"
+                " path=triton; name one of them"
+            )
+        if cell.path == ADAPTIVE or (cell.path in tuple(Path) and SPECS[Path(cell.path)].slow):
+            return (
+                f"{graph} with path={cell.path}: its loop runs on the host, which no graph holds;"
+                " wanted a fast path; exclude this one"
+            )
+    if cell.without != EVERYTHING and (reason := _why_not_without(cell, model)):
+        return reason
+    if cell.workload in SELECTED:
+        return _why_not_selected(cell, model)
+    if cell.workload not in CACHED:
+        return None
+    if cell.path in DENSE_KINDS:
+        return (
+            f"{got} with path={cell.path}: the dense twin keeps no cache; wanted a path of NSA;"
+            " exclude dense from it, with that reason"
+        )
+    if nsa.adaptive_num_selected:
+        return (
+            f"{got} with adaptive_num_selected: a cache wants one n for all lengths; set"
+            " nsa.adaptive_num_selected to false"
+        )
+    shortest = {"seq_len": cell.seq_len} if cell.workload == "decode" else {"chunk": cell.chunk}
+    for name, size in shortest.items():
+        if size < nsa.cmp_block:
+            return (
+                f"{got} with {name}={size}: no compressed block would be read; wanted {name} >="
+                f" cmp_block={nsa.cmp_block}; raise it"
+            )
+    if cell.workload == "decode" and nsa.cmp_stride == 1:
+        return (
+            f"{got} with cmp_stride=1: every step completes a block, so no step can be repeated;"
+            " wanted cmp_stride >= 2; raise it"
+        )
+    if cell.workload == "chunked_prefill" and cell.chunk > cell.seq_len:
+        return (
+            f"{got} with chunk={cell.chunk}: more than seq_len={cell.seq_len}, one call; wanted"
+            " chunk <= seq_len; lower chunk"
+        )
+    return None
+
+
+def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
+    """Why the cell has no such step to be without, so that its time would tell nothing."""
+    from nsa import routes  # an older nsa, which `ab` measures, too, may lack these names
+
+    got = f"without={cell.without} with"
+    if cell.path != Path.TRITON:
+        return (
+            f"{got} path={cell.path}: another path may serve it, which has no such step; wanted"
+            " path=triton; name it"
+        )
+    if cell.without == "split" and cell.workload != "decode":
+        return (
+            f"{got} workload={cell.workload}: only a decode step splits its keys; wanted"
+            " workload=decode; leave it out"
+        )
+    if cell.without == "copy" and cell.workload in ("decode", *SELECTED):
+        return (
+            f"{got} workload={cell.workload}: its kernels load no tile by a descriptor; wanted"
+            " another workload; leave it out"
+        )
+    if cell.without == "lists" and cell.workload == "decode":
+        return (
+            f"{got} workload=decode: a decode step has too few queries to sort; wanted another"
+            " workload; leave it out"
+        )
+    tokens = min(cell.chunk, cell.seq_len) if cell.workload == "chunked_prefill" else cell.seq_len
+    if (
+        cell.without == "lists"
+        and (rows := cell.batch * tokens * model.num_kv_heads) < routes.SORT_MIN_ROWS
+    ):
+        return (
+            f"{got} {rows} rows (batch x tokens of a call x KV heads): so few are not sorted;"
+            f" wanted at least {routes.SORT_MIN_ROWS}; take longer sequences, or leave it out"
+        )
+    least = getattr(routes, "COPY_MIN_ELEMENTS", 0)
+    if (
+        cell.without == "copy"
+        and (elements := cell.batch * tokens * model.num_heads * model.head_dim) < least
+    ):
+        return (
+            f"{got} {elements} elements of q in a call (batch x tokens x heads x dim): so few are"
+            f" loaded without descriptors; wanted at least {least}; take longer sequences, or leave"
+            " it out"
+        )
+    if cell.without == "join" and cell.workload not in ("train", "attention"):
+        return (
+            f"{got} workload={cell.workload}: only a backward of all branches is joined; wanted"
+            " train or attention; leave it out"
+        )
+    return None
+
+
+def _why_not_selected(cell: Cell, model: ModelConfig) -> str | None:
+    nsa, got = model.nsa, f"workload={cell.workload}"
+    if cell.path in DENSE_KINDS:
+        return (
+            f"{got} with path={cell.path}: full attention selects nothing; wanted a path of NSA;"
+            " exclude dense from it, with that reason"
+        )
+    if "sel" not in nsa.branches:
+        return (
+            f"{got} with nsa.branches={', '.join(nsa.branches)}: wanted sel among them; add it, or"
+            " leave the workload out"
+        )
+    if cell.selection == "own" and nsa.selection != "exact":
+        return (
+            f"{got} with selection=own and nsa.selection={nsa.selection}: its search may leave"
+            " slots empty, so no closed form counts the keys; wanted nsa.selection=exact, or"
+            " selection random, local or hot; name one"
+        )
+    return None

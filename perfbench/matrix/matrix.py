@@ -1,0 +1,306 @@
+"""A matrix: which cells to measure, what they must show, and how they are judged.
+
+Pure but for reading the file.
+
+A dead `expect` rule (it matches no cell) is an error, because it promises a check that never
+happens; a dead
+`exclude` or `include` is a warning of the plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import pathlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from nsa.config import ModelConfig
+from nsa.routing import DENSE_KINDS
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import rules
+from perfbench.matrix.policy import Alias, GatePolicy, Policies
+from perfbench.matrix.rules import COUNTERS, ExcludeRule, ExpectRule, IncludeRule, OverrideRule
+from perfbench.matrix.schema import Limits, Target, json_schema, resolve_model, validate
+from perfbench.matrix.strict_yaml import Document, read_text
+from perfbench.matrix.strict_yaml import parse as parse_yaml
+from perfbench.records import (
+    AXES,
+    MAX_REPLICATES,
+    METHOD_VERSION,
+    Cell,
+    Expect,
+    MeasureOptions,
+    Value,
+    select_cells,
+    torch_dtype_name,
+)
+
+__all__ = [
+    "AXES",
+    "COUNTERS",
+    "Cell",
+    "ExcludeRule",
+    "Excluded",
+    "ExpectRule",
+    "IncludeRule",
+    "Matrix",
+    "cells",
+    "config_sha256",
+    "expect_for",
+    "json_schema",
+    "load",
+    "parse",
+    "policies",
+    "select",
+    "torch_dtype_name",
+    "warnings",
+]
+
+MAX_CELLS = 100_000  # at five seconds a cell this is a week; a larger product is a slip
+MAX_MATCHES = 2_000_000  # cells times rules: seconds of planning
+
+
+@dataclass(frozen=True, slots=True)
+class Excluded:
+    cell_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A validated matrix file; ``text`` is the file itself, which the manifest of a run keeps."""
+
+    version: int
+    name: str
+    target: Target
+    model: ModelConfig
+    model_name: str
+    axes: Mapping[str, tuple[Value, ...]]
+    exclude: tuple[ExcludeRule, ...]
+    include: tuple[IncludeRule, ...]
+    expect: tuple[ExpectRule, ...]
+    measure: MeasureOptions
+    limits: Limits
+    gate: GatePolicy
+    text: str
+    sha256: str
+    path: str
+    overrides: tuple[OverrideRule, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)  # a cell's former id -> its id now
+    sentinels: tuple[str, ...] = ()
+    by_cell: Mapping[str, GatePolicy] = field(
+        default_factory=dict
+    )  # of the cells that an override matches
+
+
+def load(path: str | pathlib.Path) -> Matrix:
+    """Read and check a matrix file.
+
+    PerfbenchError(USAGE) with file:line for everything that is wrong with it.
+    """
+    return parse(read_text(str(path)), str(path))
+
+
+def parse(text: str, path: str) -> Matrix:
+    """The same for a text that was read before; ``path`` names it in messages."""
+    document = parse_yaml(text, path)
+    file = validate(document)
+    model, model_name = resolve_model(document, file.model)
+    matrix = Matrix(
+        version=file.version,
+        name=file.name,
+        target=file.target,
+        model=model,
+        model_name=model_name,
+        axes=rules.parse_axes(document, file),
+        exclude=tuple(
+            rules.parse_exclude(document, i, rule) for i, rule in enumerate(file.exclude)
+        ),
+        include=tuple(
+            rules.parse_include(document, i, entry) for i, entry in enumerate(file.include)
+        ),
+        expect=tuple(rules.parse_expect(document, file, i) for i in range(len(file.expect))),
+        measure=file.measure,
+        limits=file.limits,
+        gate=file.gate,
+        text=text,
+        sha256=hashlib.sha256(text.encode()).hexdigest(),
+        path=path,
+        overrides=tuple(
+            rules.parse_override(document, file, i) for i in range(len(file.overrides))
+        ),
+        aliases=dict(file.aliases),
+        sentinels=rules.parse_sentinels(document, file),
+    )
+    kept = _check_whole(document, matrix)
+    rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})
+    return replace(matrix, by_cell=rules.policies_of(document, file.gate, matrix.overrides, kept))
+
+
+def _check_whole(document: Document, matrix: Matrix) -> list[Cell]:
+    """What only the expanded matrix can show: too many cells, none left, dead or contradictory
+    expectations. The cells.
+    """
+    spans = [_span(matrix, rule) for rule in (None, *matrix.include)]
+    if matrix.measure.processes > MAX_REPLICATES:
+        document.fail(
+            ("measure", "processes"),
+            f"{matrix.measure.processes} is more than {MAX_REPLICATES}, which no run file may hold;"
+            " lower it",
+        )
+    size = sum(math.prod(len(values) for values in span.values()) for span in spans)
+    if size > MAX_CELLS:
+        document.fail(
+            ("axes",),
+            f"the axes span {size} cells, more than {MAX_CELLS}; shorten one or split the matrix",
+        )
+    count = sum(map(len, (matrix.exclude, matrix.include, matrix.expect, matrix.overrides)))
+    if size * count > MAX_MATCHES:
+        text = f"{size} cells times {count} rules are more than {MAX_MATCHES} comparisons"
+        document.fail(("axes",), f"{text}; join rules with lists of values, or split the matrix")
+    kept, excluded = cells(matrix)
+    if not kept:
+        named = "; ".join(f"line {r.line} {r.match}: {r.reason}" for r in matrix.exclude)
+        document.fail(
+            ("exclude",),
+            f"all {len(excluded)} cells are excluded, nothing would be measured, by {named}; narrow"
+            " one of them",
+        )
+    for index, expectation in enumerate(matrix.expect):
+        if not any(expectation.match.matches(cell) for cell in kept):
+            document.fail(
+                ("expect", index),
+                f"dead rule: {expectation.match} matches none of the {len(kept)} cells; correct or"
+                " remove it",
+            )
+    for cell in kept:
+        expect = expect_for(matrix, cell)
+        if both := set(expect.engaged) & set(expect.forbidden):
+            document.fail(
+                ("expect",),
+                f"cell {cell.cell_id}: {', '.join(sorted(both))} is both engaged and forbidden;"
+                " narrow a `match`",
+            )
+    return kept
+
+
+def _span(matrix: Matrix, rule: IncludeRule | None) -> dict[str, tuple[Value, ...]]:
+    return {**matrix.axes, **(rule.axes if rule else {})}
+
+
+def _product(axes: Mapping[str, tuple[Value, ...]]) -> Iterable[Cell]:
+    """Cells in the order of the axes, each once: dense paths have one cell for all values of
+    fa2.
+    """
+    return _product_of(tuple(axes.items()))
+
+
+@lru_cache(maxsize=8)  # loading and planning one matrix span it three times
+def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, ...]:
+    names = [name for name, _ in axes]
+    points = (
+        dict(zip(names, values, strict=True))
+        for values in itertools.product(*(values for _, values in axes))
+    )
+    return tuple(dict.fromkeys(Cell(**point) for point in points))  # type: ignore[arg-type]  # _values checked the kinds
+
+
+def cells(matrix: Matrix) -> tuple[list[Cell], list[Excluded]]:
+    """The product minus `exclude`, then `include`; and what was excluded, with every reason."""
+    kept: dict[Cell, None] = {}
+    excluded: dict[Cell, Excluded] = {}
+    for cell in _product(matrix.axes):
+        if reasons := [rule.reason for rule in matrix.exclude if rule.match.matches(cell)]:
+            excluded[cell] = Excluded(cell.cell_id, "; ".join(dict.fromkeys(reasons)))
+        else:
+            kept[cell] = None
+    for entry in matrix.include:
+        for cell in _product(_span(matrix, entry)):
+            kept[cell] = None
+            excluded.pop(cell, None)
+    return list(kept), list(excluded.values())
+
+
+def warnings(matrix: Matrix) -> list[str]:
+    """Rules without effect, and too few replicates for the gate."""
+    found = []
+    product = list(_product(matrix.axes))
+    for rule in matrix.exclude:
+        if not any(rule.match.matches(cell) for cell in product):
+            found.append(
+                f"{matrix.path}:{rule.line}: exclude {rule.match} matches no cell; correct or"
+                " remove it"
+            )
+    excluded = {
+        cell for cell in product if any(rule.match.matches(cell) for rule in matrix.exclude)
+    }
+    known = set(product) - excluded
+    for entry in matrix.include:
+        added = set(_product(_span(matrix, entry)))
+        if added <= known:
+            found.append(f"{matrix.path}:{entry.line}: include adds no cell; correct or remove it")
+        known |= added
+    if matrix.measure.processes < matrix.gate.min_replicates:
+        found.append(
+            f"{matrix.path}: measure.processes={matrix.measure.processes} is below"
+            f" gate.min_replicates={matrix.gate.min_replicates}, so every cell will be WATCH; raise"
+            " processes"
+        )
+    return found
+
+
+def select(cells: list[Cell], only: list[str]) -> list[Cell]:
+    """The cells that `--only AXIS=V` keeps; the same axis repeated is `or`, different axes are
+    `and`.
+    """
+    try:
+        return select_cells(cells, only)
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
+
+
+def expect_for(matrix: Matrix, cell: Cell) -> Expect:
+    """The union of all rules that match ``cell``."""
+    matching = [rule for rule in matrix.expect if rule.match.matches(cell)]
+    return Expect(
+        engaged=list(dict.fromkeys(counter for rule in matching for counter in rule.engaged)),
+        forbidden=list(dict.fromkeys(counter for rule in matching for counter in rule.forbidden)),
+    )
+
+
+def policies(matrix: Matrix) -> Policies:
+    """How each cell is judged: `gate:`, its `overrides` and its `aliases`."""
+    aliases = {
+        old: Alias(new, _config_sha256(matrix, new), _config_sha256(matrix, old))
+        for old, new in matrix.aliases.items()
+    }
+    return Policies(matrix.gate, matrix.by_cell, aliases)
+
+
+def config_sha256(matrix: Matrix, cell: Cell) -> str:
+    """Hash of what is measured: the resolved model, the cell and the method; not how long it is
+    timed.
+
+    A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts.
+    The cell enters by its id: an axis that is added later, at its default, changes no hash.
+    """
+    return _config_sha256(matrix, cell.cell_id)
+
+
+def _config_sha256(matrix: Matrix, cell_id: str) -> str:
+    what = {"model": _model_sha256(matrix.model), "cell": cell_id, "method_version": METHOD_VERSION}
+    return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _model_sha256(model: ModelConfig) -> str:
+    """Once a matrix, not once a cell: of 10,000 cells it took most of the planning."""
+    return model.sha256()
+
+
+def is_dense(cell: Cell) -> bool:
+    return cell.path in DENSE_KINDS

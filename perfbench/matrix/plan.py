@@ -1,0 +1,254 @@
+"""What a run would do: every cell with its Route and reasons, what is excluded, and about how long
+it takes.
+
+Needs no GPU and no torch: the capability is probed by the caller, or assumed by the GPU's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from nsa.routing import Capability, Route, RouteError
+from nsa.settings import Settings, load
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import attention_calls
+from perfbench.matrix import matrix as matrices
+from perfbench.matrix.matrix import Cell, Excluded, Matrix
+from perfbench.records import BranchLine, Expect, PlannedCell, RouteLine, settings_of, why_not_here
+
+# A child that leaves the forkserver, builds the model and checks parity; on a GPU it creates a CUDA
+# context too.
+START_S = {"cuda": 8.0, "cpu": 0.7}
+SENTINEL_S = {
+    "cuda": 2.5,
+    "cpu": 1.5,
+}  # a process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples
+END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
+WARMUP_CAP_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """``estimate_s`` is an estimate: starts, warm-ups and timed windows, not the seconds of slow
+    single steps.
+    """
+
+    cells: list[PlannedCell]
+    excluded: list[Excluded]
+    warnings: list[str]
+    estimate_s: float
+    replicates: int
+
+
+def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: Settings) -> Plan:
+    """Route every selected cell; PerfbenchError(USAGE) names each cell that no route can serve, and
+    every reason.
+    """
+    kept, excluded = matrices.cells(matrix)
+    planned: list[PlannedCell] = []
+    refused: dict[str, list[str]] = {}
+    for cell in matrices.select(kept, only):
+        if reason := why_not_here(
+            cell, on_gpu=capability.sm is not None
+        ) or attention_calls.why_not(cell, matrix.model):
+            refused.setdefault(reason, []).append(cell.cell_id)
+            continue
+        try:
+            route = route_cell(matrix, cell, capability, settings)
+        except RouteError as error:
+            refused.setdefault(str(error), []).append(cell.cell_id)
+            continue
+        planned.append(
+            PlannedCell(
+                cell_id=cell.cell_id,
+                axes=cell.axes(),
+                config_sha256=matrices.config_sha256(matrix, cell),
+                route=route_line(route),
+                expect=matrices.expect_for(matrix, cell),
+                layers=attention_calls.layer_calls(cell.axes(), matrix.model),
+            )
+        )
+    if refused:
+        raise PerfbenchError(Exit.USAGE, _refusal(matrix, refused))
+    warnings = [*matrices.warnings(matrix), *_expectations_at_odds(planned)]
+    return Plan(
+        planned,
+        excluded,
+        warnings,
+        estimate_s(matrix, len(planned), capability),
+        matrix.measure.processes,
+    )
+
+
+def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Settings) -> Route:
+    """The Route of one cell; RouteError where its request cannot be served.
+
+    Its ``without`` is a setting of its process alone.
+    """
+    own = settings_of(cell.axes())
+    return attention_calls.route_of(
+        cell.axes(),
+        matrix.model,
+        load({**settings.given(), **own}) if own else settings,
+        capability,
+    )
+
+
+@lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few
+def route_line(route: Route) -> RouteLine:
+    """The Route as the run file stores it; cells of one Route share the object."""
+    return RouteLine(
+        branches=[
+            BranchLine(
+                branch=b.branch,
+                implementation=b.implementation,
+                kernel=b.kernel,
+                provider=b.provider,
+                reason=b.reason,
+                syncs=b.syncs,
+                repeatable=b.repeatable,
+            )
+            for b in route.branches
+        ],
+        counters=list(route.counters),
+        rejected=[{"alternative": r.alternative, "reason": r.reason} for r in route.rejected],
+        notes=list(route.notes),
+        off=list(
+            getattr(route, "off", ())
+        ),  # the nsa of an older commit, as the base of a pair, knows no steps
+    )
+
+
+def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
+    """Cells x replicates x (start, shared by those that prepare together, + warm-up + timed window
+    + end), and sentinels, in seconds.
+    """
+    measure = matrix.measure
+    window_s = (
+        measure.max_s
+        if measure.samples is None
+        else min(measure.max_s, measure.samples * measure.min_sample_ms / 1000)
+    )
+    device = "cpu" if capability.sm is None else "cuda"
+    alone_s = END_S if capability.sm is not None else 0.0
+    cell_s = (
+        START_S[device] / measure.prepare_together
+        + min(measure.warmup_s, WARMUP_CAP_S)
+        + window_s
+        + alone_s
+    )
+    return measure.processes * (num_cells * cell_s + len(matrix.sentinels) * SENTINEL_S[device])
+
+
+def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:
+    lines = [f"{matrix.path}: no route can serve {sum(map(len, refused.values()))} cell(s):"]
+    for reason, cell_ids in refused.items():
+        lines += [f"  {cell_id}" for cell_id in cell_ids]
+        lines.append(f"    {reason}")
+    lines.append(
+        "Next: add the cells to `exclude:` with a reason, set fa2: [auto] or [off], or leave them"
+        " out with --only"
+    )
+    return "\n".join(lines)
+
+
+def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:
+    """Cells that will end as WRONG_PATH, known before a second is spent on them."""
+    found = []
+    for cell in planned:
+        expect: Expect = cell.expect
+        odds = [
+            f"expects {c}, which its route lacks"
+            for c in expect.engaged
+            if c not in cell.route.counters
+        ]
+        odds += [
+            f"forbids {c}, which its route takes"
+            for c in expect.forbidden
+            if c in cell.route.counters
+        ]
+        if odds:
+            found.append(
+                f"{cell.cell_id} will be WRONG_PATH: {'; '.join(odds)}"
+                f" ({', '.join(cell.route.counters)})"
+            )
+    return found
+
+
+def to_json(plan: Plan) -> dict[str, Any]:
+    """The plan as data that `json.dumps` takes."""
+    return {
+        "cells": [cell.model_dump(mode="json") for cell in plan.cells],
+        "excluded": [{"cell_id": e.cell_id, "reason": e.reason} for e in plan.excluded],
+        "warnings": plan.warnings,
+        "replicates": plan.replicates,
+        "estimate_s": plan.estimate_s,
+    }
+
+
+def render_text(plan: Plan, matrix: Matrix) -> str:
+    """The plan for a reader: cells with their route, each route's reasons once, exclusions,
+    warnings, minutes.
+    """
+    routes: dict[tuple[str, ...], str] = {}
+    rows = []
+    for cell in plan.cells:
+        label = routes.setdefault(_reasons(cell.route), f"R{len(routes) + 1}")
+        rows.append((cell.cell_id, label, "  ".join(_branch(b) for b in cell.route.branches)))
+    width, label_width = (max((len(row[i]) for row in rows), default=0) for i in (0, 1))
+    width = max(width, len("cell"))
+    model = matrix.model_name
+    lines = [
+        (
+            f"{matrix.name}: model {model}, {_count(len(rows), 'cell')} x"
+            f" {_count(plan.replicates, 'replicate')}"
+        ),
+        "",
+    ]
+    lines += [f"{'cell':<{width}}  {'why':<{max(label_width, 3)}}  route"]
+    lines += [
+        f"{cell_id:<{width}}  {label:<{max(label_width, 3)}}  {route}"
+        for cell_id, label, route in rows
+    ]
+    lines += ["", "Why each route:"]
+    for reasons, label in routes.items():
+        lines += [
+            f"{label:<{label_width}}  {reasons[0]}",
+            *(f"{'':<{label_width}}  {reason}" for reason in reasons[1:]),
+        ]
+    lines += ["", *_render_excluded(plan.excluded)]
+    lines += [f"warning: {warning}" for warning in plan.warnings]
+    lines.append(
+        f"Estimated: {plan.estimate_s / 60:.1f} minutes (starts, warm-ups and timed windows; slow"
+        " single steps come on top)"
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _branch(branch: BranchLine) -> str:
+    named = f"{branch.branch}.{branch.implementation}"
+    return named if branch.kernel == branch.implementation else f"{named}({branch.kernel})"
+
+
+def _reasons(route: RouteLine) -> tuple[str, ...]:
+    lines = [f"{_branch(b)}, {b.provider}: {b.reason}" for b in route.branches]
+    lines += [f"not {r['alternative']}: {r['reason']}" for r in route.rejected]
+    return (*lines, *(f"note: {note}" for note in route.notes))
+
+
+def _render_excluded(excluded: list[Excluded]) -> list[str]:
+    if not excluded:
+        return ["Excluded: none"]
+    by_reason: dict[str, list[str]] = {}
+    for one in excluded:
+        by_reason.setdefault(one.reason, []).append(one.cell_id)
+    lines = [f"Excluded: {_count(len(excluded), 'cell')}"]
+    for reason, cell_ids in by_reason.items():
+        lines += [f"  {reason}:", *(f"    {cell_id}" for cell_id in cell_ids)]
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,245 @@
+"""The file of a baseline: what it holds, where it lies, read with whatever bytes, written whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Annotated, Any, Self
+from urllib.parse import quote
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.rows import Source
+from perfbench.records.run_file import axes_problem, whole
+from perfbench.records.verdict import Verdict
+from perfbench.text import shorten
+
+SCHEMA_VERSION = 2  # 2: what host-bound cells and the sentinels are judged by
+# A rate, or seconds. The bounds are beyond any machine, and keep the ratio of two such values
+# within what a float holds.
+Speed = Annotated[float, Field(gt=1e-12, lt=1e24, allow_inf_nan=False, strict=True)]
+
+
+class BaselineCell(BaseModel):
+    """One cell's speeds, and the run that measured it (a slice may be older than the rest).
+
+    ``kernel_count`` and ``host_syncs`` are the most that a profile saw, ``kernels`` the longest
+    first. ``night_log_sd`` and
+    ``device_night_log_sd`` are the sd of ln tok/s and of ln device time between nights, where a
+    calibration told them, from
+    ``night_starts`` machine starts.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    axes: dict[str, str | int]
+    config_sha256: str
+    tok_per_s: list[Speed] = Field(min_length=1)  # one median for each replicate
+    host_bound: bool | None
+    counters: list[str]
+    run_id: str
+    commit: str | None
+    night_log_sd: float | None = Field(default=None, ge=0, lt=10)
+    device_night_log_sd: float | None = Field(default=None, ge=0, lt=10)
+    night_starts: int | None = Field(default=None, ge=2)
+    device_time_s: list[Speed] = []  # of one step, one for each replicate that profiled it
+    kernel_count: int | None = Field(default=None, ge=0)
+    host_syncs: int | None = Field(default=None, ge=0)
+    kernels: list[str] = []
+    tuned: dict[str, str] = {}
+
+    @property
+    def speed(self) -> float:
+        """tok/s: the geometric mean over the replicates, as the comparison takes it."""
+        return geometric_mean(self.tok_per_s)
+
+    @model_validator(mode="after")
+    def _axes_are_typed(self) -> Self:
+        if problem := axes_problem(self.axes):
+            raise ValueError(problem)
+        return self
+
+
+class Baseline(BaseModel):
+    """A promoted run, reduced to what the gate reads.
+
+    ``environment`` is ``Environment.fingerprint()``.
+    """
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    schema_version: int = SCHEMA_VERSION
+    method_version: int
+    matrix_name: str
+    matrix_sha256: str
+    run_id: str
+    promoted_utc: str
+    source: Source
+    allow_dirty: bool = False
+    environment: dict[str, str | None]
+    sentinels: dict[
+        str, list[Speed]
+    ] = {}  # rates, one for each block; none in files older than schema 2
+    cells: dict[str, BaselineCell] = Field(min_length=1)
+
+
+def path_for(root: Path, gpu_slug: str, matrix_name: str) -> Path:
+    """``root/<gpu_slug>/<matrix>.json``, where ``root`` is usually ``reports/baselines``; odd
+    characters are percent-encoded.
+    """
+    for what, name in (("GPU slug", gpu_slug), ("matrix name", matrix_name)):
+        if not name or name in (".", ".."):
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{what} {name!r} cannot name a baseline file; give it a name of letters, digits"
+                " and dashes",
+            )
+    return root / quote(gpu_slug, safe="") / f"{quote(matrix_name, safe='')}.json"
+
+
+def load(path: Path) -> Baseline:
+    """Return the baseline; PerfbenchError(Exit.BASELINE) says what is wrong with it, whatever its
+    bytes.
+    """
+    found = read(path)
+    if isinstance(found, BaselineProblem):
+        raise PerfbenchError(Exit.BASELINE, found.message)
+    return found
+
+
+def read(path: Path) -> Baseline | BaselineProblem:
+    """Like ``load``, but the problem is a value: what ``judge`` takes."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        text = (
+            f"no baseline at {path}; make one from a green run: perfbench baseline promote RUN --to"
+            f" {path}"
+        )
+        return BaselineProblem(Verdict.NO_BASELINE, text)
+    except (OSError, ValueError) as error:  # a folder, no permission, a NUL in the name
+        return BaselineProblem(
+            Verdict.CORRUPT, f"baseline {path} cannot be read: {error}; wanted a readable file"
+        )
+    return _parse(data, f"baseline {path}")
+
+
+def show(baseline: Baseline) -> str:
+    """A text table of what the baseline holds."""
+    commit = ", ".join(
+        part for part in ((baseline.source.commit or "")[:40], baseline.source.unproved) if part
+    )
+    dirty = " with uncommitted changes" if baseline.source.dirty_sha256 else ""
+    lines = [
+        (
+            f"matrix {baseline.matrix_name} ({baseline.matrix_sha256[:12]}), promoted"
+            f" {baseline.promoted_utc}"
+        ),
+        f"run {baseline.run_id}, commit {commit}{dirty}, method version {baseline.method_version}",
+        "; ".join(
+            f"{key} {value if value is not None else '-'}"
+            for key, value in sorted(baseline.environment.items())
+        ),
+        "",
+    ]
+    width = max(len(cell_id) for cell_id in baseline.cells)
+    lines.append(f"{'cell':<{width}} {'tok/s':>14} {'n':>3} {'spread':>8}  bound  between nights")
+    for cell_id, cell in sorted(baseline.cells.items()):
+        speeds = cell.tok_per_s
+        spread = (
+            f"{100 * (max(speeds) - min(speeds)) / cell.speed:.2f} %" if len(speeds) > 1 else "-"
+        )
+        bound = {True: "host", False: "GPU", None: "-"}[cell.host_bound]
+        night = "assumed" if cell.night_log_sd is None else f"{100 * cell.night_log_sd:.2f} %"
+        lines.append(
+            f"{cell_id:<{width}} {cell.speed:>14,.1f} {len(speeds):>3} {spread:>8}  {bound:<5} "
+            f" {night}"
+        )
+    return "\n".join(lines)
+
+
+def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
+    def corrupt(text: str, *, newer: bool = False) -> BaselineProblem:
+        return BaselineProblem(Verdict.CORRUPT, f"{what} {text}", newer)
+
+    try:
+        raw: Any = json.loads(data.decode("utf-8"), parse_int=whole)
+        json.dumps(raw, ensure_ascii=False).encode(
+            "utf-8"
+        )  # an escaped lone surrogate parses, and could never be printed
+    except (ValueError, RecursionError) as error:
+        return corrupt(
+            f"is not JSON (truncated?): {shorten(str(error))}; restore it from git, or promote a"
+            " run again"
+        )
+    version = raw.get("schema_version") if isinstance(raw, dict) else None
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        return corrupt(
+            "has the wrong shape: wanted an object with a schema_version; restore it from git, or"
+            " promote a run again"
+        )
+    if version > SCHEMA_VERSION:
+        text = (
+            f"has the newer schema {shorten(str(version), 20)}, this perfbench reads up to"
+            f" {SCHEMA_VERSION}; update perfbench"
+        )
+        return corrupt(text, newer=True)
+    try:
+        return Baseline.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)
+    speeds = [one for one in first if "tok_per_s" in one["loc"]]
+    where = ".".join(str(part) for part in (speeds or first)[0]["loc"])
+    message = shorten(f"{where}: {(speeds or first)[0]['msg']}", 300)
+    if speeds:
+        return corrupt(
+            f"holds a speed that is none (zero, negative, NaN, text or empty): {message}; a red run"
+            " was promoted by hand?"
+        )
+    return corrupt(f"has the wrong shape: {message}; restore it from git, or promote a run again")
+
+
+def write(path: Path, baseline: Baseline) -> None:
+    """Write the whole file or nothing, so that a reader never sees half of it;
+    PerfbenchError(USAGE) where it cannot be written.
+    """
+    text = (
+        json.dumps(
+            baseline.model_dump(mode="json"),
+            indent=1,
+            sort_keys=True,
+            allow_nan=False,
+            ensure_ascii=False,
+        )
+        + "\n"
+    )
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with draft.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        text = (
+            f"cannot write the baseline {path}: {error.strerror or error}; wanted a writable"
+            " folder: change its rights, or give --to"
+        )
+        raise PerfbenchError(Exit.USAGE, text) from error
+
+
+@dataclass(frozen=True, slots=True)
+class BaselineProblem:
+    """A baseline that cannot judge: NO_BASELINE (absent) or CORRUPT (damaged, zero speeds, newer
+    schema).
+    """
+
+    verdict: Verdict
+    message: str
+    newer_schema: bool = False

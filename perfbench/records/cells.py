@@ -1,0 +1,326 @@
+"""The axes of a matrix, the cells they span, and the rules that match cells.
+
+Pure: no torch, no files.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from urllib.parse import quote
+
+from nsa.config import nearest_name
+from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
+
+NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
+DEFAULT_CHUNK = 2048
+SELECTIONS = (
+    "own",
+    "random",
+    "local",
+    "hot",
+)  # kinds of blocks in workloads of the selected branch: perfbench.worker.workloads.block_patterns
+CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NSACache
+ATTENTION = (
+    "attention",
+    "attention_forward",
+)  # attention alone, on inputs of its own; the first with its backward
+SELECTED = (
+    "selected",
+    "selected_forward",
+)  # the selected branch alone, on blocks of its own; the first with its backward
+BACKWARD = ("train", "attention", "selected")
+EVERYTHING = "none"  # what a cell is without by default
+# Of path triton, each turned off by NSA_TRITON_<STEP>=0. Spelled out, since an older nsa, which
+# `ab` measures, too, names none.
+STEPS = ("copy", "lists", "join", "split")
+Value = str | int
+Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
+ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
+
+_COMPARE: Mapping[str, Callable[[Value, Value], bool]] = {
+    "==": operator.eq,
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+_COMPARISON = re.compile(r"(>=|<=|>|<)\s*([1-9][0-9]{0,17})")
+_WHOLE = re.compile(r"[1-9][0-9]{0,17}")
+_TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis: ``default`` None means that every cell states it; ``recorded`` are values that only
+    results carry.
+    """
+
+    kind: type[str] | type[int]
+    default: Value | None
+    choices: tuple[str, ...] = ()
+    recorded: tuple[str, ...] = ()
+
+    @property
+    def wanted(self) -> str:
+        return f"one of {', '.join(self.choices)}" if self.choices else "a whole number >= 1"
+
+    def check(self, value: object) -> Value:
+        """Return ``value``, or raise ValueError that says what it got and what fits."""
+        if self.kind is int:
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                hint = (
+                    "; write it as plain digits, without quotes"
+                    if isinstance(value, str | float)
+                    else ""
+                )
+                raise ValueError(f"got {show(value)}, wanted {self.wanted}{hint}")
+            return value
+        if not isinstance(value, str):
+            hint = (
+                "; on and off are text in YAML 1.2, true and false are not"
+                if isinstance(value, bool)
+                else ""
+            )
+            raise ValueError(f"got {show(value)}, wanted {self.wanted}{hint}")
+        if value not in self.choices + self.recorded:
+            raise ValueError(
+                f"got {show(value)}, wanted {self.wanted}{nearest_name(value, list(self.choices))}"
+            )
+        return value
+
+    def term(self, spec: object) -> Term:
+        """Parse one alternative of a match: an exact value or, for whole numbers, '>=N', '>N',
+        '<=N', '<N'.
+        """
+        if self.kind is int and isinstance(spec, str):
+            if not (found := _COMPARISON.fullmatch(spec.strip())):
+                raise ValueError(
+                    f"got {show(spec)}, wanted {self.wanted} or a comparison such as '>=2048'"
+                )
+            return found[1], int(found[2])
+        return "==", self.check(spec)
+
+
+AXES: Mapping[str, Axis] = {
+    "workload": Axis(str, None, ("train", "forward", *CACHED, *ATTENTION, *SELECTED)),
+    "seq_len": Axis(int, None),
+    "path": Axis(str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS)),
+    "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
+    "batch": Axis(int, 1),
+    "dtype": Axis(str, "bf16", tuple(_TORCH_DTYPES)),
+    "l2": Axis(str, "warm", ("warm", "cold")),
+    "chunk": Axis(int, DEFAULT_CHUNK),
+    "compile": Axis(str, "off", ("off", "on")),
+    "cuda_graph": Axis(str, "off", ("off", "on")),
+    "selection": Axis(str, SELECTIONS[0], SELECTIONS),
+    "without": Axis(str, EVERYTHING, (EVERYTHING, *STEPS)),
+}
+
+
+def show(value: object) -> str:
+    """A value as a message names it: its kind where a reader could mistake it, and never longer
+    than a line.
+    """
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return f"the truth value {str(value).lower()}"
+    if isinstance(value, str):
+        return f"the text {value[:60]!r}"
+    return repr(value)[:80]
+
+
+def why_not_here(cell: Cell, *, on_gpu: bool) -> str | None:
+    """Why a device of this kind cannot time ``cell`` whatever its route; None where it can."""
+    if cell.l2 == "cold" and not on_gpu:
+        return (
+            "l2=cold needs a GPU: no portable way empties a CPU's caches before each step; use l2:"
+            " [warm]"
+        )
+    if cell.cuda_graph == "on" and not on_gpu:
+        return "cuda_graph=on needs a GPU: a CPU has no CUDA graphs; use cuda_graph: [off]"
+    return None
+
+
+def settings_of(axes: Mapping[str, Value]) -> dict[str, str]:
+    """NSA_* variables that a measuring process of these axes is given, beside those of the run's
+    environment.
+    """
+    step = axes.get("without", EVERYTHING)
+    return {} if step == EVERYTHING else {f"NSA_TRITON_{str(step).upper()}": "0"}
+
+
+def torch_dtype_name(dtype: str) -> str:
+    """'bf16' -> 'bfloat16': what the axis calls a dtype in torch's words."""
+    return _TORCH_DTYPES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One point of the matrix.
+
+    An axis that means nothing to the cell has one value, so that its values are one cell.
+
+    That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but
+    chunked_prefill and of ``selection`` in every one but those of the selected branch alone, and of
+    ``without`` on every path but triton (and auto, where it is refused).
+    """
+
+    workload: str
+    seq_len: int
+    path: str
+    fa2: str = "auto"
+    batch: int = 1
+    dtype: str = "bf16"
+    l2: str = "warm"
+    chunk: int = DEFAULT_CHUNK
+    compile: str = "off"
+    cuda_graph: str = "off"
+    selection: str = SELECTIONS[0]
+    without: str = EVERYTHING
+    _id: str = field(default="", init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.workload != "chunked_prefill":
+            object.__setattr__(self, "chunk", DEFAULT_CHUNK)
+        if self.workload not in SELECTED:
+            object.__setattr__(self, "selection", SELECTIONS[0])
+        if self.path not in (Path.TRITON, AUTO):
+            object.__setattr__(self, "without", EVERYTHING)
+        if self.path in DENSE_KINDS:
+            object.__setattr__(self, "fa2", NOT_APPLICABLE)
+        elif self.fa2 == NOT_APPLICABLE:
+            raise ValueError(
+                f"fa2={NOT_APPLICABLE} belongs to dense paths, not to path={self.path}; use on, off"
+                " or auto"
+            )
+
+    def axes(self) -> dict[str, Value]:
+        """Every axis, defaults included."""
+        return {name: getattr(self, name) for name in AXES}
+
+    @property
+    def cell_id(self) -> str:
+        """``axis=value`` in sorted order, defaults left out: an axis added later renames
+        nothing.
+        """
+        if not self._id:  # a plan asks four times
+            named = {
+                k: v for k, v in self.axes().items() if v != AXES[k].default and v != NOT_APPLICABLE
+            }
+            object.__setattr__(
+                self, "_id", ",".join(f"{key}={_encoded(named[key])}" for key in sorted(named))
+            )
+        return self._id
+
+
+@lru_cache(maxsize=8192)  # a large matrix asks for the same few values a hundred thousand times
+def _encoded(value: Value) -> str:
+    return quote(str(value), safe="")
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Axes to alternatives: a cell matches when every named axis meets one of its alternatives."""
+
+    terms: tuple[tuple[str, tuple[Term, ...]], ...]
+
+    def matches(self, cell: Cell) -> bool:
+        return all(
+            any(_COMPARE[op](getattr(cell, axis), operand) for op, operand in alternatives)
+            for axis, alternatives in self.terms
+        )
+
+    def __str__(self) -> str:
+        shown = (
+            f"{axis}: {'|'.join(f'{op}{operand}'.removeprefix('==') for op, operand in terms)}"
+            for axis, terms in self.terms
+        )
+        return "{" + ", ".join(shown) + "}"
+
+
+def check_axis(name: str) -> Axis:
+    """The axis called ``name``; ValueError names the nearest one."""
+    if name not in AXES:
+        raise ValueError(f"no axis {name[:60]!r}{nearest_name(name, list(AXES))}")
+    return AXES[name]
+
+
+def select(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:
+    """Keep the cells that ``AXIS=V`` terms ask for: the same axis is `or`, different axes are
+    `and`.
+
+    V may compare (``seq_len>=2048`` or ``seq_len=>=2048``); ``cell=ID`` names whole cells.
+    ValueError where a term is malformed or matches no cell, or where no cell is left.
+    """
+    everything = list(cells)
+    kept, by_axis = everything, dict[str, list[Callable[[Cell], bool]]]()
+    for text in only:
+        name, tests = _only_term(text)
+        if not any(tests(cell) for cell in everything):
+            raise ValueError(
+                f"--only {text[:100]} matches none of the {len(everything)} cells;"
+                f" {_valid(name, text, everything)}"
+            )
+        by_axis.setdefault(name, []).append(tests)
+    for tests_of_axis in by_axis.values():
+        kept = [cell for cell in kept if any(test(cell) for test in tests_of_axis)]
+    if not kept:
+        raise ValueError(
+            f"no cell meets all of --only {' --only '.join(only)}; drop one of them, or `perfbench"
+            " plan` lists the cells"
+        )
+    return kept
+
+
+def _only_term(text: str) -> tuple[str, Callable[[Cell], bool]]:
+    found = re.fullmatch(r"([A-Za-z0-9_-]+)\s*(>=|<=|>|<|=)\s*(.*)", text, re.DOTALL)
+    if not found:
+        raise ValueError(
+            f"--only {text[:100]!r} is not AXIS=VALUE; axes: {', '.join(AXES)}, or cell=ID"
+        )
+    name, relation, value = found[1], found[2], found[3].strip()
+    if name == "cell":
+        return name, lambda cell: cell.cell_id == value
+    if name not in AXES:
+        raise ValueError(
+            f"--only {text[:100]}: no axis {name[:60]!r}{nearest_name(name, [*AXES, 'cell'])}"
+        )
+    spec: Value = value if relation == "=" else relation + value
+    if AXES[name].kind is int and _WHOLE.fullmatch(str(spec)):
+        spec = int(spec)
+    try:
+        match = Match(((name, (AXES[name].term(spec),)),))
+    except ValueError as error:
+        raise ValueError(f"--only {text[:100]}: {error}") from None
+    return name, match.matches
+
+
+def _valid(name: str, text: str, cells: list[Cell]) -> str:
+    if name == "cell":
+        return "valid cells" + nearest_name(
+            text.removeprefix("cell=").strip(), [c.cell_id for c in cells][:1000]
+        )
+    values = sorted({getattr(cell, name) for cell in cells})
+    return f"they have {name}: {', '.join(str(v) for v in values[:40])}"
+
+
+def proof_key(
+    axes: Mapping[str, str | int], counters: Iterable[str], *, own_length: bool
+) -> ProofKey:
+    """What a parity proof depends on besides the model: its route, and all axes but the lengths and
+    the batch.
+
+    Parity has a length of its own. ``own_length``: where it was made at the cell's instead, it
+    holds for that one alone. Calls with a cache have one size, by which their kernels go, so their
+    proof is of their batch.
+    """
+    cached = axes.get("workload") in CACHED
+    free = [name for name, bound in (("seq_len", own_length), ("batch", cached)) if not bound]
+    return tuple(sorted(counters)), tuple(
+        sorted((name, value) for name, value in axes.items() if name not in free)
+    )

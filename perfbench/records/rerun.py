@@ -1,0 +1,52 @@
+"""What to type so that `ab` measures the code of a run again: its commit, since a branch or HEAD
+moves on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from perfbench.records.rows import Run, Source
+
+
+def asked(argv: Sequence[str]) -> tuple[str, str] | None:
+    """REV_A and REV_B as the user typed them; None where the command was no `ab`, or began with
+    options.
+    """
+    if "ab" not in argv[1:2] or len(argv) < 4 or any(word.startswith("-") for word in argv[2:4]):
+        return None
+    return argv[2], argv[3]
+
+
+def name_of(source: Source) -> str:
+    """For a reader, not to be typed."""
+    return source.commit[:12] if source.commit else "a tree without git"
+
+
+def to_type(base: Run, candidate: Run) -> tuple[str, str]:
+    """Both sides' commits; where git proved none, or there were uncommitted changes, what the user
+    typed.
+    """
+    said = asked(candidate.manifest.argv) or (name_of(base.manifest.source), ".")
+    one, other = (_clean(run.manifest.source) for run in (base, candidate))
+    return one or said[0], other or said[1]
+
+
+def injections(run: Run, cell_id: str | None = None, shown: str | None = None) -> Iterator[str]:
+    """``--inject FAULT@CELL`` as words: all of the run's, or those of one cell, which may be
+    ``shown`` by another name.
+    """
+    for text in run.manifest.injections:
+        fault, _, cell = text.partition("@")
+        if cell_id is None or cell == cell_id:
+            yield from ("--inject", f"{fault}@{shown or cell}")
+
+
+def _clean(source: Source) -> str | None:
+    return (
+        source.commit[:12]
+        if source.commit and source.dirty_sha256 is None and source.reason is None
+        else None
+    )

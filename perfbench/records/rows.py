@@ -1,0 +1,330 @@
+"""The run file: one manifest line, then one line per replicate.
+
+Everything printed is rendered from it.
+
+SI units, units in key names, raw samples kept, NaN and infinity forbidden. Unknown fields survive a
+round trip.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION = 2  # 2: sentinel lines
+METHOD_VERSION = 1  # raise it whenever a number would change although the measured code did not
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class Status(StrEnum):
+    """How a replicate ended. Only OK carries a speed."""
+
+    OK = "ok"
+    PARITY = "parity"  # differs from the oracle; never timed
+    WRONG_PATH = "wrong_path"  # engagement differs from the plan, or violates `expect`
+    OOM = "oom"
+    TIMEOUT = "timeout"
+    CRASH = "crash"  # exit by exception or signal
+    SKIPPED = "skipped"  # not tried: a shorter sequence of the same path ran out of memory
+
+
+class BranchLine(_Record):
+    """One branch of the Route, as ``nsa.routing.BranchRoute``."""
+
+    branch: str
+    implementation: str
+    kernel: str
+    provider: str
+    reason: str
+    syncs: bool
+    repeatable: bool
+
+
+class RouteLine(_Record):
+    """The Route as data; ``counters`` are those that must be engaged, and no others of these
+    branches.
+    """
+
+    branches: list[BranchLine]
+    counters: list[str]
+    rejected: list[dict[str, str]] = []
+    notes: list[str] = []
+    off: list[str] = []  # steps of path triton that a setting turned off
+
+
+class Expect(_Record):
+    """Routing that the matrix demands of a cell."""
+
+    engaged: list[str] = []
+    forbidden: list[str] = []
+
+
+class PlannedCell(_Record):
+    cell_id: str
+    axes: dict[str, str | int]
+    config_sha256: str
+    route: RouteLine
+    expect: Expect = Expect()
+    layers: int | None = (
+        # calls of each counter due a step: one a layer, and one for each chunk of it; null in older
+        # files
+        None
+    )
+
+
+class Environment(_Record):
+    """Where a run was made. ``gpu_*``, ``driver`` and ``cuda`` are null on a CPU."""
+
+    gpu_slug: str  # 'h100-80gb-hbm3', 'cpu'
+    device_name: str  # marketing name of the GPU, or of the processor
+    gpu_uuid_sha256: str | None
+    driver: str | None
+    cuda: str | None
+    torch: str
+    triton: str | None
+    flash_provider: str | None
+    python: str
+    platform: str
+    cpu_name: str
+    cpu_count: int
+    clock_policy: str
+    nsa_settings: dict[str, str] = {}
+
+    def fingerprint(self) -> dict[str, str | None]:
+        """What must agree before two speeds may be compared."""
+        keys = ("gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider")
+        return {key: getattr(self, key) for key in keys}
+
+
+class Source(_Record):
+    """The measured code: a commit, and the hash of uncommitted changes (null: clean).
+
+    ``reason`` where git is missing.
+    """
+
+    commit: str | None
+    dirty_sha256: str | None
+    branch: str | None = None
+    reason: str | None = None
+
+    @property
+    def unproved(self) -> str | None:
+        """Why it is not known which code was measured; None where git named its commit."""
+        if self.commit is None:
+            return f"unknown, not proved ({self.reason or 'no reason was recorded'})"
+        return None if self.reason is None else "given by hand, not proved"
+
+
+class Manifest(_Record):
+    kind: Literal["manifest"] = "manifest"
+    schema_version: int = SCHEMA_VERSION
+    method_version: int = METHOD_VERSION
+    run_id: str
+    created_utc: str
+    argv: list[str]
+    seed: int
+    injections: list[str]
+    source: Source
+    matrix_name: str
+    matrix_path: str
+    matrix_text: str
+    matrix_sha256: str
+    replicates: int
+    sentinels: list[str] = []
+    only: list[str] = []
+    cells: list[PlannedCell]
+    excluded: list[dict[str, Any]] = []
+    environment: Environment
+
+
+class Resumed(_Record):
+    """Appended when a run goes on, perhaps on another card of the same model."""
+
+    kind: Literal["resumed"] = "resumed"
+    resumed_utc: str
+    argv: list[str]
+    environment: Environment
+    only: list[str] = []
+
+
+class ParityLine(_Record):
+    """Comparison with the fp64 oracle at the cell's own geometry, heads and dtype, on sampled
+    rows.
+    """
+
+    ok: bool
+    tokens: int
+    rows: int
+    max_error: float
+    tolerance: float
+    tensors: dict[str, float] = {}  # 'o', 'dq', ... -> error / tolerance
+    # proved at the timed cell's own length: at the standard one this request takes another route
+    own_length: bool = False
+    selection: dict[str, float] | None = (
+        None  # recall and share of changed rows, where the choice of blocks is no exact fp32 top-n
+    )
+    proved_in: str | None = (
+        None  # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
+    )
+    worst: str  # tensor and place of the largest error / tolerance
+
+
+class Telemetry(_Record):
+    """NVML during the timed window; every null has its reason in ``absent``."""
+
+    utilisation_pct: float | None = None
+    memory_utilisation_pct: float | None = None
+    sm_clock_mhz: float | None = None
+    memory_clock_mhz: float | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
+    memory_used_bytes: int | None = None
+    energy_j: float | None = None
+    clock_event_reasons: list[str] = []  # e.g. 'sw_power_cap', 'hw_thermal_slowdown'
+    throttled: bool | None = None  # thermal or hardware slowdown while timing
+    num_samples: int = 0
+    window_s: float = 0.0
+    sampler_cost_pct: float | None = None  # thread CPU time over wall time
+    sampler_query_s: dict[
+        str, float
+    ] = {}  # that CPU time by value asked for; energy_j is read outside the window
+    absent: dict[str, str] = {}
+
+
+class Profile(_Record):
+    """One untimed step under torch.profiler: the second witness."""
+
+    kernels: dict[str, float] = {}  # the 12 longest: name -> device seconds
+    kernel_count: int
+    device_time_s: float
+    wall_s: float
+    busy_fraction: float | None
+    host_syncs: int
+    witness_ok: (
+        bool | None
+    )  # kernel names show what the Route names; null where nothing can witness it
+    witness: str
+
+
+class CacheLine(_Record):
+    """What the NSACache of a layer held in a step of workload decode or chunked_prefill, and what a
+    query read of it.
+    """
+
+    tokens: int  # each sequence held, when a timed decode step began; when a timed prefill ended
+    memory_bytes: int  # of all layers, compressed keys and windows included
+    keys_read: dict[
+        str,
+        float,
+        # branch -> keys a query and kv head, counted in one untimed step, mean over queries and
+        # layers
+    ]
+
+
+class Physics(_Record):
+    """Closed-form work of one step, and how near the measured time is to the hardware's floor."""
+
+    flops: float
+    min_bytes: float
+    flops_per_s: float
+    bytes_per_s: float
+    gemm_flops_per_s: float | None  # measured in this process, same dtype
+    datasheet_flops_per_s: float | None = (
+        None  # null for a card that is not in the table, and in older files
+    )
+    datasheet_bytes_per_s: float | None  # null for a card that is not in the table
+    l2_bytes: int | None
+    floor_s: float | None
+    floor_fraction: float | None  # floor_s / measured seconds: 1 is the limit
+    notes: list[str] = []
+
+
+class SentinelLine(_Record):
+    """A frozen piece of work that no commit changes, timed once a block: it tells a slower machine
+    from slower code.
+    """
+
+    kind: Literal["sentinel"] = "sentinel"
+    name: str  # gemm | copy | sdpa_frozen
+    block: int
+    attempt: int = 0  # of the block, as Replicate.attempt
+    status: Status
+    reason: str = ""
+    started_utc: str
+    samples_s: list[float] = []  # of one unit of work each
+    rate_per_s: float | None = Field(
+        default=None, gt=0
+    )  # median over the samples, in ``unit`` per second
+    unit: str  # FLOP | byte
+    telemetry: Telemetry | None = None
+    device_uuid_sha256: str | None = None
+
+
+class Replicate(_Record):
+    """One child process of one cell; of several rows of the same replicate the last one counts."""
+
+    kind: Literal["replicate"] = "replicate"
+    cell_id: str
+    replicate: int
+    axes: dict[str, str | int]
+    config_sha256: str
+    status: Status
+    reason: str = ""
+    started_utc: str
+    wall_s: float
+    steps_per_sample: int = 0
+    tokens_per_step: int = 0
+    attempt: int = 0  # above 0: measured again, because the card throttled in every earlier one
+    samples_s: list[float] = []
+    tok_per_s: float | None = Field(default=None, gt=0)
+    steady: bool | None = None  # the warm-up ended level; false: it ran into its cap first
+    cycles_per_step: float | None = Field(
+        default=None, gt=0
+    )  # seconds a step times the mean SM clock of the window
+    energy_j_per_token: float | None = Field(
+        default=None, gt=0
+    )  # null in a window too short for NVML's counter
+    tuned: dict[
+        str,
+        str,
+        # autotuner -> the configuration that it chose; a changed choice explains a changed speed
+    ] = {}
+    absent: dict[str, str] = {}  # why a value of this row is null
+    # The first step; shorter where this process made the proof and had loaded libraries, longer
+    # beside `company`.
+    cold_start_s: float | None = None
+    # other processes that prepared at the same time; all of them waited while this one was timed
+    company: int = 0
+    peak_memory_bytes: int | None = None
+    cache: CacheLine | None = None  # null in other workloads, and in older files
+    host_bound: bool | None = None
+    route: RouteLine | None = None
+    engaged: dict[str, int] = {}
+    # How it is known: each call counted as it ran; or counted at a CUDA graph's capture, or read
+    # from a compiled graph, times its runs.
+    engaged_by: Literal["call", "capture", "graph"] = "call"
+    parity: ParityLine | None = None
+    telemetry: Telemetry | None = None
+    profile: Profile | None = None
+    physics: Physics | None = None
+    device_uuid_sha256: str | None = None
+    stderr_tail: str = ""
+
+
+class Run(BaseModel):
+    """A run file as read: ``torn`` says that its last line was cut off and dropped."""
+
+    model_config = ConfigDict(frozen=True)
+    manifest: Manifest
+    resumed: list[Resumed] = []
+    replicates: list[Replicate] = []
+    sentinels: list[SentinelLine] = []
+    torn: bool = False
+
+    def of_cell(self, cell_id: str) -> list[Replicate]:
+        return [r for r in self.replicates if r.cell_id == cell_id]

@@ -1,0 +1,423 @@
+"""The run folder: `run.jsonl` is append-only, each line on the disk before the next replicate
+starts.
+
+A line that was cut off at the end (the process was killed) is dropped and flagged; any other damage
+is a USAGE error with file:line. One writer at a time holds the file. A finished run may be kept as
+`run.jsonl.gz`, which every reader takes and no writer opens.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import gzip
+import io
+import json
+import os
+import re
+import secrets
+import shlex
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType, TracebackType
+from typing import Any, NoReturn, Self
+
+from pydantic import ValidationError
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.cells import AXES
+from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
+from perfbench.text import plain
+
+FILE_NAME = "run.jsonl"
+COMPRESSED_NAME = "run.jsonl.gz"
+MAX_BYTES = 2**30  # of a run once it is decompressed; the largest that is kept has 0.8 MB
+_GZIP_MAGIC = b"\x1f\x8b"
+MAX_VALUE = 1e100  # beyond any measured thing; sums and squares of such values stay finite
+MAX_REPLICATES = 100_000  # of a cell; readers count up to the number that the manifest names
+Record = Manifest | Resumed | Replicate | SentinelLine
+_KINDS: Mapping[str, type[Record]] = MappingProxyType(
+    {"manifest": Manifest, "resumed": Resumed, "replicate": Replicate, "sentinel": SentinelLine}
+)
+
+
+def new_run_id(now: datetime, gpu_slug: str, commit: str | None) -> str:
+    """`<utc>-<gpu>-<commit8>-<random>`; ``now`` is in UTC."""
+    code = re.sub(r"[^0-9A-Za-z]", "", commit or "")[:8] or "nocommit"
+    return f"{now:%Y%m%dT%H%M%SZ}-{gpu_slug}-{code}-{secrets.token_hex(3)}"
+
+
+class RunWriter:
+    """Appends records to one run file, and holds its lock until closed.
+
+    Get one from ``create`` or ``open_for_resume``.
+    """
+
+    def __init__(self, folder: Path, fd: int) -> None:
+        self.folder = folder
+        self._fd = fd
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"another perfbench is writing to {self.path}. Next: wait for it, or start a new"
+                " run without --resume",
+            ) from None
+
+    @property
+    def path(self) -> Path:
+        return self.folder / FILE_NAME
+
+    def append(self, record: Record) -> None:
+        """Write one line and wait until it is on the disk; what a full disk cut off is taken
+        back.
+        """
+        line = json.dumps(record.model_dump(), allow_nan=False).encode() + b"\n"
+        size = os.fstat(self._fd).st_size
+        with _writing(self.path):
+            try:
+                rest = memoryview(line)
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+                os.fsync(self._fd)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(self._fd, size)
+                raise
+
+    def truncate(self, size: int) -> None:
+        with _writing(self.path):
+            os.ftruncate(self._fd, size)
+            os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def create(runs_dir: Path, manifest: Manifest) -> RunWriter:
+    """Make ``runs_dir/<run_id>/run.jsonl``, which must not exist, and write its first line."""
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", manifest.run_id):
+        raise ValueError(
+            f"run_id={manifest.run_id!r} must be a plain folder name; build it with new_run_id"
+        )
+    folder = runs_dir / manifest.run_id
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=False)
+        fd = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+    with ExitStack() as until_written:
+        writer = until_written.enter_context(RunWriter(folder, fd))
+        writer.append(manifest)
+        _sync_folder(folder)
+        until_written.pop_all()
+    return writer
+
+
+def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
+    """Lock a run, read it, cut its torn last line off.
+
+    Everything that ``read`` refuses is refused here, unchanged; so is a compressed run.
+    """
+    path = file_of(run_dir)
+    if path.suffix == ".gz":
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} is a compressed run, and only {FILE_NAME} can be appended to. Next: `gunzip"
+            f" {shlex.quote(str(path))}`, or start a new run",
+        )
+    with _writing(path):
+        fd = os.open(path, os.O_RDWR | os.O_APPEND)
+    with ExitStack() as until_read:
+        writer = until_read.enter_context(RunWriter(path.parent, fd))
+        data = _bytes_of(path)  # read under the lock: nobody appends meanwhile
+        run = parse(data, str(path))
+        if run.torn:
+            writer.truncate(data.rfind(b"\n") + 1)
+        until_read.pop_all()
+    return writer, run
+
+
+def read(path: Path) -> Run:
+    """Read a run folder, its run.jsonl, or its run.jsonl.gz.
+
+    PerfbenchError(USAGE) with file:line for whatever is wrong.
+    """
+    file = file_of(path)
+    return parse(_bytes_of(file), str(file))
+
+
+def parse(data: bytes, name: str) -> Run:
+    """The run in ``data``; ``name`` stands for it in messages."""
+    *lines, rest = data.split(b"\n")
+    if not lines:
+        what = "a manifest line that was cut off" if rest else "an empty file"
+        _fail(name, 1, f"{what}, so there is nothing to go on with; start a new run")
+    manifest = _record(lines[0], name, 1)
+    if not isinstance(manifest, Manifest):
+        _fail(
+            name,
+            1,
+            f"got a {manifest.kind} line, wanted the manifest first; the beginning of the file is"
+            " lost, start a new run",
+        )
+    records = [_record(line, name, number) for number, line in enumerate(lines[1:], start=2)]
+    for number, record in enumerate(records, start=2):
+        if isinstance(record, Manifest):
+            _fail(name, number, "a second manifest: two runs were joined; split the file")
+    return Run(
+        manifest=manifest,
+        resumed=[record for record in records if isinstance(record, Resumed)],
+        replicates=[record for record in records if isinstance(record, Replicate)],
+        sentinels=[record for record in records if isinstance(record, SentinelLine)],
+        torn=bool(rest),
+    )
+
+
+def _record(line: bytes, name: str, number: int) -> Record:
+    data = _json_object(line, name, number)
+    kind = data.get("kind")
+    record = _KINDS.get(kind) if isinstance(kind, str) else None
+    if record is None:
+        _fail(
+            name,
+            number,
+            f"kind={str(kind)[:40]!r} is not one of {', '.join(_KINDS)}; was it written by a newer"
+            " perfbench?",
+        )
+    if record is Manifest:
+        _check_schema(data.get("schema_version"), name, number)
+    try:
+        found = record.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in first["loc"]) or kind
+        _fail(
+            name,
+            number,
+            f"{place}: {first['msg']}; the line is damaged, restore the file or start a new run",
+        )
+    if problem := _implausible(found):
+        _fail(name, number, f"{problem}; the line is damaged, restore the file or start a new run")
+    return found
+
+
+def _implausible(record: Record) -> str:
+    """What no run can have written although its shape is right; empty where there is nothing."""
+    if isinstance(record, Manifest):
+        if not 0 <= record.replicates <= MAX_REPLICATES:
+            return f"replicates is {str(record.replicates)[:40]}, wanted 0 to {MAX_REPLICATES}"
+        return next(filter(None, (axes_problem(cell.axes) for cell in record.cells)), "")
+    if not isinstance(record, Replicate):
+        return ""
+    speed = record.tok_per_s
+    absurd = (
+        speed is not None and not 1e-12 < speed < 1e24
+    )  # beyond any machine; ratios of such overflow
+    return axes_problem(record.axes) or (
+        f"tok_per_s is {speed:g}, the speed of no machine" if absurd else ""
+    )
+
+
+def axes_problem(axes: Mapping[str, str | int]) -> str:
+    """The first axis that is absent although it has no default, or of another type than its values;
+    empty where all are right.
+    """
+    for name, axis in AXES.items():
+        if name not in axes and axis.default is None:
+            return f"no axis {name}"
+        if name in axes and not isinstance(axes[name], axis.kind):
+            return f"axis {name} is {str(axes[name])[:60]!r}, wanted {axis.kind.__name__}"
+    return ""
+
+
+def _check_schema(schema: object, name: str, number: int) -> None:
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        _fail(
+            name,
+            number,
+            f"schema_version={str(schema)[:40]!r}, wanted a whole number up to {SCHEMA_VERSION};"
+            " the line is damaged",
+        )
+    if schema > SCHEMA_VERSION:
+        _fail(
+            name,
+            number,
+            f"schema_version={schema} is newer than {SCHEMA_VERSION}, the newest that this"
+            " perfbench reads; upgrade it",
+        )
+
+
+def _json_object(line: bytes, name: str, number: int) -> dict[str, Any]:
+    try:
+        data = json.loads(
+            line.decode("utf-8"), parse_constant=_not_finite, parse_float=_finite, parse_int=whole
+        )
+    except UnicodeDecodeError as error:
+        _fail(
+            name,
+            number,
+            f"not UTF-8 at byte {error.start} of the line; the file is damaged, restore it or start"
+            " a new run",
+        )
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        _fail(
+            name,
+            number,
+            f"not a JSON record ({reason[:120]}); the file is damaged, restore it or start a"
+            " new run",
+        )
+    if not isinstance(data, dict):
+        _fail(
+            name,
+            number,
+            f"got a JSON {type(data).__name__}, wanted an object; the file is damaged, restore it"
+            " or start a new run",
+        )
+    return data
+
+
+def whole(text: str) -> int:
+    """A whole number of a JSON file; ValueError beyond 64 bits, which no float and no count
+    holds.
+    """
+    if len(text) > 20 or not -(2**63) <= (value := int(text)) < 2**63:
+        raise ValueError(f"{text[:40]} is beyond 64 bits")
+    return value
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not abs(value) < MAX_VALUE:
+        raise ValueError(f"{text[:40]} is beyond any measure")
+    return value
+
+
+def _not_finite(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not allowed")
+
+
+def _fail(name: str, number: int, problem: str) -> NoReturn:
+    raise PerfbenchError(Exit.USAGE, f"{name}:{number}: {plain(problem)}")
+
+
+def file_of(path: Path) -> Path:
+    """The run file in the folder ``path``, or ``path`` itself; USAGE where the folder holds both
+    kinds.
+    """
+    if not path.is_dir():
+        return path
+    plain_file, compressed = path / FILE_NAME, path / COMPRESSED_NAME
+    if not compressed.exists():
+        return plain_file
+    if plain_file.exists():
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} holds both {FILE_NAME} and {COMPRESSED_NAME}, wanted one of them. Next: name"
+            " one of the files, or remove the other",
+        )
+    return compressed
+
+
+def has_run(folder: Path) -> bool:
+    """Whether ``folder`` holds a run file, compressed or not."""
+    return any((folder / name).is_file() for name in (FILE_NAME, COMPRESSED_NAME))
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether ``path`` is named as a compressed run."""
+    return path.name.endswith(".jsonl.gz")
+
+
+def _bytes_of(path: Path) -> bytes:
+    """The lines of a run file, decompressed where its name ends in .gz."""
+    data = _read_bytes(path)
+    if path.suffix == ".gz":
+        return _decompressed(data, path)
+    if data.startswith(_GZIP_MAGIC):
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} holds gzip data, wanted lines of JSON. Next: rename it to {COMPRESSED_NAME}",
+        )
+    return data
+
+
+def _decompressed(data: bytes, path: Path) -> bytes:
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as opened:
+            found = opened.read(MAX_BYTES + 1)
+    except EOFError:
+        problem = f"{len(data)} bytes of gzip data that was cut off"
+    except (gzip.BadGzipFile, zlib.error) as error:
+        what = "damaged gzip data" if data.startswith(_GZIP_MAGIC) else "no gzip data"
+        problem = f"{what} ({plain(str(error))[:80]})"
+    else:
+        if len(found) <= MAX_BYTES:
+            return found
+        problem = f"more than {MAX_BYTES} bytes once decompressed, more than any run"
+    raise PerfbenchError(
+        Exit.USAGE,
+        f"{path} holds {problem}, wanted a whole run file compressed by gzip. Next: restore the"
+        " file, e.g. from git",
+    )
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} cannot be read ({error.strerror}). Next: name a run folder, e.g. one under"
+            " reports/runs",
+        ) from None
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals into USAGE errors with a next step."""
+    try:
+        yield
+    except FileExistsError:
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} exists already, and no two runs share a folder. Next: run again, or --out DIR",
+        ) from None
+    except FileNotFoundError:
+        step = "name a run folder, e.g. one under reports/runs, or choose another --out DIR"
+        raise PerfbenchError(Exit.USAGE, f"{path} does not exist. Next: {step}") from None
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        step = (
+            "free space, then go on with --resume"
+            if full
+            else "choose a folder that you may write to with --out DIR"
+        )
+        raise PerfbenchError(
+            Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {step}"
+        ) from None

@@ -1,0 +1,1 @@
+"""Measures two versions in turns, in pairs of fresh processes."""

@@ -1,0 +1,227 @@
+"""Two versions of the code beside one another: a revision becomes a git worktree, a folder is taken
+as it is.
+
+A side is a folder with nothing but a link named `nsa` in it, because only that package may differ:
+the harness is the running one on both sides. The user's own tree is never touched, so it may be
+dirty.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.machine import source
+from perfbench.records import Source
+
+PREFIX = "perfbench-side-"
+_TIMEOUT_S = 300.0  # a checkout from a cold disk
+
+
+class CannotBuild(PerfbenchError):
+    """This version of the code cannot be measured here: no git, no such commit, or an `nsa` that
+    the harness cannot drive.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(Exit.USAGE, message)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One version of the code, ready to be imported from ``folder``; ``name`` is what the user
+    called it.
+    """
+
+    name: str
+    folder: Path
+    source: Source
+
+
+@contextmanager
+def side(text: str, repository: Path) -> Iterator[Side]:
+    """The code that ``text`` names: a folder that holds nsa/ (FOLDER@SHA where git is missing
+    there), or a revision of ``repository``.
+
+    A worktree lives until the end of the block, Ctrl-C and errors included; one that a killed
+    process left is removed by the next.
+    """
+    folder, _, commit = (
+        text.rpartition("@") if _holds_nsa(text.rpartition("@")[0]) else (text, "", "")
+    )
+    with ExitStack() as stack:
+        home = stack.enter_context(_temporary_folder())
+        if _holds_nsa(folder):
+            code, found = Path(folder).resolve(), source(Path(folder).resolve(), commit or None)
+        else:
+            code = stack.enter_context(_worktree(text, repository, home))
+            found = source(code)
+        yield Side(text, _link(code, home), found)
+
+
+@contextmanager
+def own_side(root: Path, found: Source) -> Iterator[Side]:
+    """The running checkout itself, uncommitted changes included."""
+    with _temporary_folder() as home:
+        yield Side("this checkout", _link(root, home), found)
+
+
+def _holds_nsa(folder: str) -> bool:
+    return bool(folder) and (Path(folder) / "nsa" / "__init__.py").is_file()
+
+
+def _link(code: Path, home: Path) -> Path:
+    if not _holds_nsa(str(code)):
+        raise CannotBuild(
+            f"got {code} without nsa/__init__.py, wanted a version of the code that has the"
+            " package. Next: take another one"
+        )
+    folder = home / "path"
+    folder.mkdir()
+    (folder / "nsa").symlink_to(code.resolve() / "nsa", target_is_directory=True)
+    return folder
+
+
+@contextmanager
+def _temporary_folder() -> Iterator[Path]:
+    """Locked while we live, so that another process can tell what a killed one has left behind."""
+    home = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
+    fd = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield home
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+        os.close(fd)
+
+
+@contextmanager
+def _worktree(revision: str, repository: Path, home: Path) -> Iterator[Path]:
+    """The folder that holds nsa/ in a fresh checkout of ``revision``."""
+    commit = _commit_of(revision, repository)
+    inside = _git(
+        repository, "rev-parse", "--show-prefix"
+    ).strip()  # where the package is not at the repository's top
+    _remove_left_behind(repository)
+    tree = home / "checkout"
+    try:
+        _git(
+            repository,
+            "-c",
+            "core.hooksPath=/dev/null",
+            "worktree",
+            "add",
+            "--detach",
+            "--quiet",
+            str(tree),
+            commit,
+        )
+        yield tree / inside
+    finally:
+        _remove(repository, tree)
+
+
+def _commit_of(revision: str, repository: Path) -> str:
+    wanted = "wanted a commit, branch or tag, or a folder that holds nsa/"
+    try:
+        _git(repository, "rev-parse", "--git-dir")
+    except CannotBuild as error:
+        raise CannotBuild(
+            f"got {revision!r}, {wanted}, and {error}. Next: work in a git checkout, or name two"
+            " folders"
+        ) from None
+    try:
+        return _git(
+            repository,
+            "rev-parse",
+            "--verify",
+            "--quiet",
+            "--end-of-options",
+            f"{revision}^{{commit}}",
+        ).strip()
+    except CannotBuild:
+        shallow = _git(repository, "rev-parse", "--is-shallow-repository").strip() == "true"
+        step = (
+            "this clone is shallow: `git fetch --unshallow`, in CI `fetch-depth: 0`"
+            if shallow
+            else "`git fetch`, or see `git log`"
+        )
+        raise CannotBuild(
+            f"got {revision!r}, which {repository} does not have, {wanted}. Next: {step}"
+        ) from None
+
+
+def _remove_left_behind(repository: Path) -> None:
+    """Worktrees of ours whose process is gone (kill -9): their lock is free, or their folder is not
+    there any more.
+    """
+    for line in _git(repository, "worktree", "list", "--porcelain").splitlines():
+        home = Path(line.removeprefix("worktree ")).parent
+        if not line.startswith("worktree ") or not home.name.startswith(PREFIX):
+            continue
+        if _is_abandoned(home):
+            _remove(repository, home / "checkout")
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _is_abandoned(home: Path) -> bool:
+    try:
+        fd = os.open(home / "lock", os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    except OSError:  # another user's
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def _remove(repository: Path, tree: Path) -> None:
+    """With git's own record of it; twice --force, because an interrupted `worktree add` leaves it
+    locked.
+    """
+    subprocess.run(
+        ["git", "-C", str(repository), "worktree", "remove", "--force", "--force", str(tree)],
+        capture_output=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # a second Ctrl-C must not end it half way
+    )
+
+
+def _git(repository: Path, *args: str) -> str:
+    """What git prints; CannotBuild with git's own first line."""
+    command = ["git", "-C", str(repository), *args]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        raise CannotBuild(f"git cannot be started ({error.strerror})") from error
+    except subprocess.TimeoutExpired as error:
+        raise CannotBuild(f"git {args[0]} took longer than {_TIMEOUT_S:.0f} s") from error
+    if done.returncode:
+        message = done.stderr.strip().splitlines()
+        raise CannotBuild(
+            f"git says: {message[0] if message else f'exit status {done.returncode}'}"
+        )
+    return done.stdout

@@ -1,0 +1,329 @@
+"""The second stage of `check`: what the screen found is measured again, beside the commit of the
+baseline, in turns.
+
+A stored baseline shares no luck with tonight's machine, so it accuses and does not convict. What
+cannot be confirmed stays WATCH with the reason. The pairs lie in the run's folder under
+``confirm/``, where `gate` and `report` find them again; they count only beside the baseline whose
+commit they were measured at.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import Measured
+from perfbench.records import BaselineProblem, Run, Status
+from perfbench.runner.ab import checkout, schedule, version_plan
+from perfbench.runner.ab import pair as pairs
+from perfbench.runner.schedule import without_resume
+
+if TYPE_CHECKING:
+    from nsa.routing import Capability
+    from perfbench.machine import TargetFit
+    from perfbench.matrix import Policies
+    from perfbench.records import Baseline, Environment
+    from perfbench.runner.ab.pair import Pair, Task
+    from perfbench.runner.progress import Progress
+
+FOLDER = "confirm"
+LEAST_COMMIT_CHARS = 7  # git's own abbreviation
+SERVER_S = 6.0  # one block: both servers import torch
+UNKNOWN = (
+    "the baseline knows no commit of this cell, or one with uncommitted changes; promote a run of a"
+    " clean checkout"
+)
+SPENT = "the budget is spent; a larger --budget, with --resume, goes on"
+UNFINISHED = (
+    "the others were not measured, the card throttled, or an interruption parted them; `check"
+    " --resume` goes on"
+)
+Commits = Mapping[str, str | None]  # cell -> the commit that its baseline was measured at
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmation:
+    """What was measured of the cells that had to be confirmed.
+
+    ``reasons``: cell -> why some or all of its pairs are missing.
+    """
+
+    measured: Sequence[Measured] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Each reason once, with its cells."""
+        by_reason: dict[str, list[str]] = {}
+        for cell_id, reason in self.reasons.items():
+            by_reason.setdefault(reason, []).append(cell_id)
+        return "; ".join(f"{_shown(cells)}: {reason}" for reason, cells in by_reason.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Where and with what the pairs are measured; ``repository`` holds the candidate's code and
+    knows the base's commit.
+    """
+
+    fit: TargetFit
+    capability: Capability
+    environment: Environment
+    repository: Path
+    progress: Progress
+    say: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where cells are measured, and the pair that has them already."""
+
+    home: Path
+    cells: list[str]
+    pair: Pair | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.pair is not None and not {cell_id for cell_id, _ in self.pair.missing} & set(
+            self.cells
+        )
+
+
+def base_commits(
+    cells: Iterable[str], found: Baseline | BaselineProblem, policy: Policies
+) -> dict[str, str | None]:
+    """Which commit the baseline of each cell was measured at, under its former name where it was
+    renamed; None: nobody knows.
+    """
+    known = {} if isinstance(found, BaselineProblem) else dict(found.cells)
+    former = {alias.cell_id: old for old, alias in policy.aliases.items()}
+    names = {
+        cell_id: cell_id if cell_id in known else former.get(cell_id, cell_id) for cell_id in cells
+    }
+    # A run of uncommitted changes is not its commit: beside that one nothing would be confirmed.
+    dirty = (
+        None
+        if isinstance(found, BaselineProblem) or found.source.dirty_sha256 is None
+        else found.run_id
+    )
+    clean = {
+        name: cell.commit for name, cell in known.items() if dirty is None or cell.run_id != dirty
+    }
+    return {cell_id: clean.get(name) or None for cell_id, name in names.items()}
+
+
+def confirm(
+    run: Run,
+    folder: Path,
+    commits: Commits,
+    task: Task,
+    ground: Ground,
+    now: Callable[[], float] = time.monotonic,
+) -> Confirmation:
+    """Measure the cells of ``commits`` interleaved with that commit; what an earlier sitting
+    measured stays, and goes on.
+
+    ``task.only`` is replaced by those cells; ``task.budget_s`` is for all of them together, in
+    seconds of ``now``. Never raises for a base that cannot be built: its cells are missing from the
+    result, with the reason. INTERRUPTED after Ctrl-C, INTERNAL where a side did not run its own
+    code, USAGE where what an earlier sitting left is damaged.
+    """
+    deadline = None if task.budget_s is None else now() + task.budget_s
+    measured: list[Measured] = []
+    reasons: dict[str, str] = {}
+    for commit, cells in _by_commit(commits).items():
+        if commit is None:
+            reasons |= dict.fromkeys(cells, UNKNOWN)
+            continue
+        places = _places(folder / FOLDER, commit, cells)
+        due = [cell_id for place in places if not place.is_complete for cell_id in place.cells]
+        if due and (deadline is None or now() < deadline):
+            ground.say(announcement(run, due, commit, task.blocks))
+        for place in places:
+            left_s = None if deadline is None else deadline - now()
+            found, why = _finish(place, run, folder, commit, replace(task, budget_s=left_s), ground)
+            if found is not None:
+                measured.append(Measured(found.base, found.candidate, place.cells))
+                reasons |= _unfinished(found, place.cells)
+            reasons |= dict.fromkeys(place.cells, why) if why else {}
+    return Confirmation(measured, reasons)
+
+
+def stored(folder: Path, commits: Commits) -> Confirmation | None:
+    """What an earlier `check` confirmed in this run's folder beside these commits; None where it
+    measured no pair at all.
+
+    USAGE where a pair is damaged.
+    """
+    found = _pairs_in(folder / FOLDER)
+    if not found:
+        return None
+    measured: list[Measured] = []
+    reasons: dict[str, str] = {}
+    left = sorted(commits)
+    for pair in found:
+        here = [cell_id for cell_id in left if _holds(pair, cell_id, commits[cell_id])]
+        left = [cell_id for cell_id in left if cell_id not in here]
+        measured.append(Measured(pair.base, pair.candidate, here))
+        reasons |= _unfinished(pair, here)
+    beside = ", ".join(
+        dict.fromkeys((pair.base.manifest.source.commit or "unknown code")[:12] for pair in found)
+    )
+    for cell_id in left:
+        wanted = f"the baseline's commit is {(commits[cell_id] or 'not known')[:12]}"
+        reasons[cell_id] = (
+            f"it has no pair beside its baseline here (got pairs beside {beside}, {wanted}); `check"
+            " --resume` measures it"
+        )
+    return Confirmation(measured, reasons)
+
+
+def announcement(run: Run, cells: Sequence[str], commit: str, blocks: int) -> str:
+    """What happens next and about how long it takes, from this run's own replicates."""
+    each_s = sum(
+        median([row.wall_s for row in run.of_cell(cell_id) if row.status is Status.OK] or [0.0])
+        for cell_id in cells
+    )
+    minutes = blocks * (2 * each_s + SERVER_S) / 60
+    counted = (
+        f"{len(cells)} cell{'s are' if len(cells) > 1 else ' is'} not proved as fast as the"
+        f" baseline ({_shown(cells)})"
+    )
+    return (
+        f"{counted}: confirming against {commit[:12]} in {blocks} interleaved pairs each, about"
+        f" {max(minutes, 0.1):.1f} minutes"
+    )
+
+
+def _shown(cells: Sequence[str]) -> str:
+    return ", ".join(cells[:3]) + (f" and {len(cells) - 3} more" if len(cells) > 3 else "")
+
+
+def _by_commit(commits: Commits) -> dict[str | None, list[str]]:
+    found: dict[str | None, list[str]] = {}
+    for cell_id in sorted(commits):
+        found.setdefault(commits[cell_id], []).append(cell_id)
+    return found
+
+
+def _pairs_in(confirmed: Path) -> list[Pair]:
+    """Those that have begun, by name."""
+    found = []
+    for home in sorted(one for one in confirmed.glob("*") if pairs.is_pair(one)):
+        try:
+            found.append(pairs.read(home))
+        except PerfbenchError as error:
+            problem = f"what was confirmed cannot be read: {error}"
+            raise PerfbenchError(
+                error.exit_code,
+                f"{problem}. Next: or remove {home}, and `check --resume` measures it again",
+            ) from None
+    return found
+
+
+def _holds(pair: Pair, cell_id: str, commit: str | None) -> bool:
+    """Whether the pair has the cell beside ``commit``, which may be cut short (given by hand), yet
+    not to a few letters.
+    """
+    base = pair.base.manifest
+    if (
+        commit is None
+        or len(commit) < LEAST_COMMIT_CHARS
+        or not (base.source.commit or "").startswith(commit.lower())
+    ):
+        return False
+    return any(cell.cell_id == cell_id for cell in base.cells)
+
+
+def _places(confirmed: Path, commit: str, cells: Sequence[str]) -> list[_Place]:
+    """The pair that has a cell goes on; all cells that no pair has go into one new folder, since a
+    pair's plan is fixed.
+    """
+    found, left = [], list(cells)
+    for pair in _pairs_in(confirmed):
+        if here := [cell_id for cell_id in left if _holds(pair, cell_id, commit)]:
+            found.append(_Place(pair.folder, here, pair))
+            left = [cell_id for cell_id in left if cell_id not in here]
+    if not left:
+        return found
+    name, number = (
+        re.sub(r"[^0-9A-Za-z_-]", "_", commit[:12]),
+        1,
+    )  # a baseline is a file that anybody may have written
+    while pairs.is_pair(home := confirmed / (name if number == 1 else f"{name}-{number}")):
+        number += 1
+    return [*found, _Place(home, left)]
+
+
+def _finish(
+    place: _Place, run: Run, folder: Path, commit: str, task: Task, ground: Ground
+) -> tuple[Pair | None, str]:
+    """The pair of a place, as far as it could be measured, and why no further where something stood
+    in the way.
+    """
+    if place.is_complete:
+        return place.pair, ""
+    if task.budget_s is not None and task.budget_s <= 0:
+        return place.pair, SPENT
+    injections = [text for text in task.injections if text.partition("@")[2] in place.cells]
+    only = [f"cell={cell_id}" for cell_id in place.cells]
+    try:
+        name = f"{run.manifest.run_id}-{place.home.name}"
+        return (
+            _measure(
+                run,
+                place,
+                commit,
+                replace(task, only=only, injections=injections, name=name),
+                ground,
+            ),
+            "",
+        )
+    except PerfbenchError as error:
+        if error.exit_code is Exit.INTERRUPTED:
+            again = shlex.join([*without_resume(task.argv), "--resume", str(folder)])
+            raise PerfbenchError(
+                Exit.INTERRUPTED,
+                f"interrupted while confirming; finished pairs are kept. Next: {again}",
+            ) from None
+        if error.exit_code in (Exit.INTERNAL, Exit.ENVIRONMENT) and not isinstance(
+            error, checkout.CannotBuild
+        ):
+            raise  # a GPU that became busy says nothing about the base
+        return place.pair, f"the base {commit[:12]} cannot be measured: {error}"
+
+
+def _measure(run: Run, place: _Place, commit: str, task: Task, ground: Ground) -> Pair:
+    if place.pair is None:
+        shutil.rmtree(place.home, ignore_errors=True)  # killed before its first row
+    with (
+        checkout.side(commit, ground.repository) as base,
+        checkout.own_side(ground.repository, run.manifest.source) as candidate,
+    ):
+        sides = (base, candidate)
+        plans = tuple(
+            version_plan.plan_of(one, task.matrix, task.only, ground.capability) for one in sides
+        )
+        with schedule.prepared(ground.fit, sides) as executors:
+            return schedule.interleave(
+                task,
+                sides,
+                (plans[0], plans[1]),
+                executors,
+                folder=place.home,
+                environment=ground.environment,
+                progress=ground.progress,
+                resume=place.pair is not None,
+            )
+
+
+def _unfinished(pair: Pair, cells: Sequence[str]) -> dict[str, str]:
+    missing = {cell_id for cell_id, _ in pair.missing}
+    return {cell_id: UNFINISHED for cell_id in cells if cell_id in missing}

@@ -1,0 +1,216 @@
+"""A pair: one folder with two ordinary run files, ``a/run.jsonl`` (the base) and ``b/run.jsonl``
+(the candidate).
+
+Replicate r of a is to be compared with replicate r of b: they were measured one after the other.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import paired, rows_by_cell
+from perfbench.matrix import Matrix
+from perfbench.records import (
+    COMPRESSED_RUN_FILE,
+    RUN_FILE,
+    Environment,
+    Manifest,
+    Replicate,
+    Resumed,
+    Run,
+    RunWriter,
+    Status,
+    new_run_id,
+    open_for_resume,
+    read_run,
+    utc_now,
+)
+from perfbench.runner import run
+from perfbench.runner.ab.checkout import Side
+from perfbench.runner.ab.version_plan import SidePlan
+from perfbench.runner.resume import check_cells, check_same_ground
+
+NAMES = ("a", "b")
+BEGUN_WITHIN_S = 60.0  # the two manifests are written one after the other
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Both runs of one A/B.
+
+    ``missing``: the (cell, block) without a pair that counts, of cells that no side failed.
+
+    They were not measured, the card throttled, or an interruption parted the two rows.
+    """
+
+    folder: Path
+    base: Run
+    candidate: Run
+    missing: list[tuple[str, int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What to measure, and how; of a resumed pair its own seed, blocks and injections (which go to
+    side b) stay.
+
+    ``name`` begins the ids of both runs, and no other pair may have it; by default the name of the
+    pair's folder.
+    """
+
+    matrix: Matrix
+    only: list[str]
+    blocks: int
+    seed: int
+    argv: list[str]
+    injections: list[str] = field(default_factory=list)
+    budget_s: float | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A run file that is being written, and what it held before."""
+
+    writer: RunWriter
+    manifest: Manifest
+    rows: list[Replicate]
+    resumed_utc: list[str] = field(default_factory=list)
+
+
+def read(folder: Path) -> Pair:
+    """A pair from its folder; PerfbenchError(USAGE) where it is none."""
+    base, candidate = (read_run(folder / name) for name in NAMES)
+    return Pair(folder, base, candidate, _missing(base, candidate))
+
+
+def is_pair(folder: Path) -> bool:
+    """Whether both runs have begun; a process that was killed before that has measured nothing."""
+    return all(_has_begun(folder / name) for name in NAMES)
+
+
+def are_paired(base: Run, candidate: Run) -> bool:
+    """Whether these are the two runs of one A/B: one name, seed, number of blocks and matrix, and
+    begun together.
+    """
+    one, other = base.manifest, candidate.manifest
+    named = (
+        one.run_id.endswith("-a")
+        and other.run_id.endswith("-b")
+        and one.run_id[:-2] == other.run_id[:-2]
+    )
+    alike = (one.seed, one.replicates, one.matrix_sha256) == (
+        other.seed,
+        other.replicates,
+        other.matrix_sha256,
+    )
+    return named and alike and _begun_together(one.created_utc, other.created_utc)
+
+
+def _begun_together(one_utc: str, other_utc: str) -> bool:
+    """Older pairs of a `check` are named after the base's commit alone, which other nights
+    share.
+    """
+    try:
+        apart = datetime.fromisoformat(one_utc) - datetime.fromisoformat(other_utc)
+    except (ValueError, TypeError):  # edited by hand
+        return False
+    return abs(apart.total_seconds()) <= BEGUN_WITHIN_S
+
+
+def _has_begun(folder: Path) -> bool:
+    """A compressed run has ended; what is wrong with its file is for ``read`` to say."""
+    if (folder / COMPRESSED_RUN_FILE).is_file():
+        return True
+    try:
+        with (folder / RUN_FILE).open("rb") as opened:
+            return opened.readline().endswith(b"\n")
+    except OSError:
+        return False
+
+
+def _missing(base: Run, candidate: Run) -> list[tuple[str, int]]:
+    rows, others = rows_by_cell(base), rows_by_cell(candidate)
+    planned = {cell.cell_id for cell in candidate.manifest.cells}
+    found = []
+    for cell_id in (cell.cell_id for cell in base.manifest.cells if cell.cell_id in planned):
+        mine, theirs = rows.get(cell_id, []), others.get(cell_id, [])
+        if all(row.status is Status.OK for row in [*mine, *theirs]):
+            count = paired(base, candidate, mine, theirs)
+            found += [
+                (cell_id, block) for block in range(base.manifest.replicates) if block not in count
+            ]
+    return found
+
+
+def new_folder(out: Path, environment: Environment, commit: str | None) -> Path:
+    """Where a new pair goes; nothing is made yet."""
+    return out / new_run_id(datetime.now(UTC), environment.gpu_slug, commit)
+
+
+def create(
+    task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment
+) -> Opened:
+    """Make ``folder/name/run.jsonl``, which must not exist.
+
+    USAGE where an injection names no cell, or nothing can be written.
+    """
+    cells = [cell.cell_id for cell in plan.plan.cells]
+    injections = list(task.injections) if name == "b" else []
+    for text in injections:
+        run.parse_injection(text, cells)
+    made = run.manifest_of(
+        plan.plan,
+        task.matrix,
+        environment,
+        side.source,
+        task.argv,
+        task.seed,
+        list(task.only),
+        injections,
+        [],
+    )
+    manifest = made.model_copy(
+        update={"run_id": f"{task.name or folder.name}-{name}", "replicates": task.blocks}
+    )
+    home = folder / name
+    try:
+        home.mkdir(parents=True)
+        fd = os.open(home / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+    except OSError as error:
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{home} cannot be written: {error.strerror}. Next: choose another --out DIR",
+        ) from None
+    with ExitStack() as until_written:
+        writer = until_written.enter_context(RunWriter(home, fd))
+        writer.append(manifest)
+        until_written.pop_all()
+    return Opened(writer, manifest, [])
+
+
+def go_on(
+    task: Task, side: Side, plan: SidePlan, folder: Path, name: str, environment: Environment
+) -> Opened:
+    """Open ``folder/name`` to append; refuses other code, cells, rules, settings or software, as
+    any resumed run.
+    """
+    with ExitStack() as until_checked:
+        writer, found = open_for_resume(folder / name)
+        until_checked.enter_context(writer)
+        check_same_ground(found.manifest, environment, side.source, writer.path)
+        check_cells(found.manifest, plan.plan, task.matrix, task.only, writer.path)
+        writer.append(
+            Resumed(
+                resumed_utc=utc_now(), argv=task.argv, environment=environment, only=list(task.only)
+            )
+        )
+        until_checked.pop_all()
+    return Opened(
+        writer, found.manifest, list(found.replicates), [one.resumed_utc for one in found.resumed]
+    )

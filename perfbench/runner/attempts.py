@@ -1,0 +1,96 @@
+"""What a run holds so far, indexed: each question costs the same however many rows there are.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from perfbench.records import Replicate, SentinelLine, Status, Telemetry
+
+Axes = Mapping[str, str | int]
+_Key = tuple[object, ...]
+
+
+class Ledger:
+    """Rows as they come.
+
+    ``throttle_retries`` is how often what was throttled may be measured again.
+    """
+
+    def __init__(
+        self, throttle_retries: int, rows: Iterable[Replicate | SentinelLine] = ()
+    ) -> None:
+        self.num_replicates = 0
+        self._retries = throttle_retries
+        self._next: dict[_Key, int | None] = {}
+        self._seen: set[str] = set()
+        self._failed: set[str] = set()
+        self._ran_out: dict[
+            _Key, tuple[int, str]
+        ] = {}  # axes but the length -> the shortest that did, and its cell
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: Replicate | SentinelLine) -> None:
+        if isinstance(row, SentinelLine):
+            self._next[row.name, row.block, row.device_uuid_sha256] = self.attempt_after(row)
+            return
+        self.num_replicates += 1
+        self._seen.add(row.cell_id)
+        self._next[row.cell_id, row.replicate] = self.attempt_after(row)
+        if row.status is not Status.OK:
+            self._failed.add(row.cell_id)
+        if row.status is Status.OOM:
+            seq_len, family = _family(row.axes)
+            self._ran_out[family] = min(
+                self._ran_out.get(family, (seq_len, row.cell_id)), (seq_len, row.cell_id)
+            )
+
+    def next_attempt(self, cell_id: str, replicate: int) -> int | None:
+        """Which attempt of a replicate is due: 0 where there is no row, None where the last one
+        counts or the cell has failed.
+        """
+        return None if cell_id in self._failed else self._next.get((cell_id, replicate), 0)
+
+    def next_sentinel_attempt(self, name: str, block: int, card: str | None) -> int | None:
+        """The same for a sentinel of a block on the card ``card`` (its UUID's hash; None on a
+        CPU).
+        """
+        return self._next.get((name, block, card), 0)
+
+    def has_failed(self, cell_id: str) -> bool:
+        return cell_id in self._failed
+
+    def smaller_ran_out(self, cell_id: str, axes: Axes) -> str | None:
+        """The cell of a shorter sequence on the same axes that ran out of memory, for a cell
+        without any row; else None.
+        """
+        if cell_id in self._seen:
+            return None
+        seq_len, family = _family(axes)
+        shortest, its_id = self._ran_out.get(family, (seq_len, ""))
+        return its_id if shortest < seq_len else None
+
+    def attempt_after(self, row: Replicate | SentinelLine) -> int | None:
+        """The attempt that must follow ``row``, because the card throttled and retries are left;
+        None where the row counts.
+        """
+        again = (
+            row.status is Status.OK and is_throttled(row.telemetry) and row.attempt < self._retries
+        )
+        return row.attempt + 1 if again else None
+
+
+def is_throttled(telemetry: Telemetry | None) -> bool:
+    """NVML saw a thermal or hardware slowdown in the timed window; what it cannot tell is not
+    one.
+    """
+    return telemetry is not None and telemetry.throttled is True
+
+
+def _family(axes: Axes) -> tuple[int, _Key]:
+    return int(axes["seq_len"]), tuple(
+        sorted(item for item in axes.items() if item[0] != "seq_len")
+    )

@@ -1,0 +1,279 @@
+"""One process for each replicate: a freshly spawned server per block forks them, the parent here
+enforces the limits.
+
+The server (``perfbench.worker.server``) has imported torch once and never touched CUDA, so a child
+costs milliseconds instead of an import. A child that hangs, crashes or runs out of memory becomes a
+status; the sweep goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, Self
+
+from pydantic import ValidationError
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import Job, Replicate, Status, failed, utc_now
+from perfbench.runner.server_client import Server, ServerDied, TimedOut, describe_exit, tail
+
+ROOT = Path(__file__).parents[2]
+START_TIMEOUT_S = 180.0  # importing torch from a cold disk
+MEMORY_BACK_S = 10.0
+MEMORY_SLACK_BYTES = 64 * 2**20
+
+
+class Executor(Protocol):
+    def new_block(self) -> None:
+        """Begin a block of replicates, independent of the last one."""
+        ...
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        """Let all of ``jobs`` prepare side by side; `execute` then times each alone.
+
+        A help, never a duty.
+        """
+        ...
+
+    def execute(self, job: Job) -> Replicate:
+        """Measure ``job``; a failure is a status of the Replicate, never an exception."""
+        ...
+
+    def close(self) -> None:
+        """End every process that was started."""
+        ...
+
+
+@dataclass(slots=True)
+class _Child:
+    """A process that prepares or is prepared, and where it leaves its words."""
+
+    pid: int
+    result: Path
+    stderr: Path
+    begin: float
+    started_utc: str
+
+
+class ForkServerExecutor:
+    """Runs each job in a child of its own.
+
+    ``measure`` is ``module:function(job, clock, sampler, prepared) -> Replicate``.
+
+    ``used_memory`` returns the bytes in use on the GPU, or None; the default of a CPU run is to
+    know nothing.
+    ``before_block`` runs before each server starts, when no child is alive, and may raise
+    PerfbenchError. ``arguments`` are more of the server's own.
+    """
+
+    def __init__(
+        self,
+        measure: str = "perfbench.worker.measure:measure",
+        *,
+        used_memory: Callable[[], int | None] = lambda: None,
+        before_block: Callable[[], None] = lambda: None,
+        python: str = sys.executable,
+        cwd: Path | None = None,
+        arguments: Sequence[str] = (),
+    ) -> None:
+        self._command = [python, "-m", "perfbench.worker.server", "--measure", measure, *arguments]
+        # `python -m` imports from its working folder first: that is this perfbench's own root,
+        # never the user's.
+        self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd or ROOT
+        self._scratch = tempfile.TemporaryDirectory(prefix="perfbench-")
+        self._folder = Path(self._scratch.name)
+        self._server: Server | None = None
+        self._prepared: dict[tuple[str, int], _Child] = {}
+        self._memory_before: int | None = None
+
+    def new_block(self) -> None:
+        self._end_server()
+        self._before_block()
+        self._server = Server(
+            self._command, self._folder, self._cwd
+        )  # imports while the parent goes on
+
+    def prepare(self, jobs: Sequence[Job]) -> None:
+        server = self._ready_server()
+        with (
+            ExitStack() as cleanup,
+            suppress(ServerDied),
+        ):  # `execute` starts another, and each job alone
+            cleanup.callback(self._end_server)
+            for job in jobs:
+                self._prepared[_key(job)] = self._fork(server, job)
+            for job in jobs:
+                child = self._prepared[_key(job)]
+                try:
+                    server.await_prepared(child.pid, child.begin + job.timeout_s)
+                except TimedOut:
+                    server.kill(child.pid)  # before it disturbs the timing of the others
+                    del self._prepared[_key(job)]  # `execute` tries it again, alone
+            cleanup.pop_all()  # nothing went wrong, Ctrl-C included
+
+    def execute(self, job: Job) -> Replicate:
+        row = self._run(job)
+        if row.status is Status.OOM and job.company:
+            # The others held memory too, so this proves nothing about the cell: once more, without
+            # them.
+            self._end_server()
+            row = self._run(job.model_copy(update={"company": 0}))
+        return row
+
+    def close(self) -> None:
+        self._end_server()
+        self._scratch.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def _run(self, job: Job) -> Replicate:
+        server = self._ready_server()
+        child, begin, started_utc = self._prepared.pop(_key(job), None), time.monotonic(), utc_now()
+        with ExitStack() as cleanup:
+            cleanup.callback(self._end_server)
+            try:
+                child = child or self._fork(server, job)
+                finished = _read_result(job, child, self._status_of(server, child, job))
+                cleanup.pop_all()  # the server is in step; it is not after Ctrl-C
+            except TimedOut:
+                finished = failed(
+                    job,
+                    Status.TIMEOUT,
+                    f"no result after {job.timeout_s:g} s, so its process group was killed",
+                )
+                cleanup.pop_all()
+            except ServerDied as error:
+                finished = failed(job, Status.CRASH, str(error))
+        if finished.status is not Status.OK:
+            known = {
+                "wall_s": time.monotonic() - begin,
+                "started_utc": started_utc,
+                "stderr_tail": tail(child.stderr) if child else "",
+            }
+            finished = finished.model_copy(update=known)
+        return self._await_memory(finished)
+
+    def _fork(self, server: Server, job: Job) -> _Child:
+        if not server.alive:
+            self._memory_before = self._used_memory()
+        name = f"{time.monotonic_ns()}"
+        result, stderr = self._folder / f"result-{name}.json", self._folder / f"stderr-{name}"
+        begin, started_utc = time.monotonic(), utc_now()
+        pid = server.fork({"job": job.model_dump(), "result": str(result), "stderr": str(stderr)})
+        return _Child(pid, result, stderr, begin, started_utc)
+
+    def _status_of(self, server: Server, child: _Child, job: Job) -> int:
+        """The child's exit status once it has prepared and timed; TimedOut past the job's timeout
+        for either.
+        """
+        try:
+            if server.await_prepared(child.pid, child.begin + job.timeout_s):
+                server.go(child.pid)
+            return server.await_end(child.pid, time.monotonic() + job.timeout_s)
+        except TimedOut:
+            server.kill(child.pid)
+            raise
+
+    def _ready_server(self) -> Server:
+        if self._server is None:
+            self.new_block()
+        assert self._server is not None
+        if not self._server.ready:
+            try:
+                self._server.await_ready(START_TIMEOUT_S)
+            except (ServerDied, TimedOut) as error:
+                why, log = (
+                    str(error) or f"it was not ready after {START_TIMEOUT_S:.0f} s",
+                    tail(self._server.log),
+                )
+                self._end_server()
+                raise PerfbenchError(
+                    Exit.ENVIRONMENT,
+                    f"nothing can be measured: {why}. Its last words:\n{log}\nNext: `perfbench"
+                    " doctor`",
+                ) from None
+        return self._server
+
+    def _end_server(self) -> None:
+        """With every child, prepared or not."""
+        self._prepared.clear()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _await_memory(self, finished: Replicate) -> Replicate:
+        """Give the driver time to take the children's memory back, or say that it did not.
+
+        Not while others are alive.
+        """
+        if self._server is not None and self._server.alive:
+            return finished
+        before, deadline, pause = self._memory_before, time.monotonic() + MEMORY_BACK_S, 0.02
+        while (
+            before is not None
+            and (used := self._used_memory()) is not None
+            and used > before + MEMORY_SLACK_BYTES
+        ):
+            if time.monotonic() > deadline:
+                kept = (
+                    f"{(used - before) / 2**20:.0f} MiB more than before, {MEMORY_BACK_S:.0f} s"
+                    " after this process ended"
+                )
+                return finished.model_copy(
+                    update={
+                        "reason": f"{finished.reason}; the GPU still held {kept}".removeprefix("; ")
+                    }
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        return finished
+
+
+def _key(job: Job) -> tuple[str, int]:
+    return job.cell_id, job.replicate
+
+
+def _read_result(job: Job, child: _Child, status: int) -> Replicate:
+    if status != 0:
+        return failed(
+            job,
+            Status.CRASH,
+            describe_exit(status) + (_last_words(child.stderr) if status > 0 else ""),
+        )
+    try:
+        replicate = Replicate.model_validate_json(child.result.read_bytes())
+    except FileNotFoundError:
+        return failed(job, Status.CRASH, "the child ended with exit status 0 and without a result")
+    except ValidationError as error:
+        return failed(
+            job,
+            Status.CRASH,
+            f"the child's result is damaged: {error.errors(include_url=False)[0]['msg']}",
+        )
+    if (replicate.cell_id, replicate.replicate, replicate.config_sha256) != (
+        job.cell_id,
+        job.replicate,
+        job.config_sha256,
+    ):
+        return failed(
+            job,
+            Status.CRASH,
+            f"the child measured {replicate.cell_id} #{replicate.replicate} instead",
+        )
+    return replicate
+
+
+def _last_words(stderr: Path) -> str:
+    """The exception's own line, which names the failure better than 'exit status 1'."""
+    lines = [line for line in tail(stderr).splitlines() if not line.startswith(" ")]
+    return f": {lines[-1][:300]}" if lines else ""

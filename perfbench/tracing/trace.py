@@ -1,0 +1,292 @@
+"""Traces of both versions: after a red on their own, or of one cell by `perfbench trace`.
+
+One untimed step each.
+
+A trace explains a verdict and never makes one: whatever goes wrong here is a sentence in the
+report, not an exit code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import string
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from perfbench.errors import PerfbenchError
+from perfbench.gate import CellVerdict, Judgement
+from perfbench.records import Injection, Job, Kernels, PlannedCell, Status, Verdict, table_beside
+from perfbench.runner import (
+    checked_out_side,
+    own_side,
+    parse_injection,
+    plan_of_version,
+    prepared_pair,
+)
+from perfbench.tracing import diff
+from perfbench.tracing.diff import Traced, TraceDiff
+
+if TYPE_CHECKING:
+    from perfbench.matrix import Matrix
+    from perfbench.records import Run
+    from perfbench.runner import Executor, Ground, Side
+
+FOLDER = "traces"
+SLUG_CHARS = (
+    150  # a name may have 255 bytes almost everywhere, and a whole Windows path 260 characters
+)
+_PLAIN = frozenset(string.ascii_lowercase + string.digits + "_-")
+_RESERVED = frozenset(
+    ["con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))]
+)
+RED = (Verdict.REGRESSED, Verdict.WRONG_PATH)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """Both versions behind a judgement, as they are called.
+
+    ``run`` is the candidate's. ``base``: cell -> revision or folder, null where nobody knows it.
+    ``candidate``: likewise, null for the running checkout.
+    """
+
+    run: Run
+    matrix: Matrix
+    ground: Ground
+    base: Mapping[str, str | None]
+    candidate: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tracing:
+    """What all traces of one sitting share: ``shown`` is how ``folder`` is called where the files
+    are named.
+    """
+
+    matrix: Matrix
+    ground: Ground
+    seed: int
+    folder: Path
+    shown: Path
+    injections: Sequence[str] = ()
+    stopped: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One side: 'a' or 'b', what it is called, and the way to its code, which may raise
+    CannotBuild.
+    """
+
+    side: str
+    name: str
+    open: Callable[[], AbstractContextManager[Side]]
+
+
+def on_red(judgement: Judgement, sides: Sides, out: Path, *, limit: int = 3) -> list[TraceDiff]:
+    """Trace the ``limit`` largest drops on both sides into ``out``/traces, and write
+    ``out``/trace.json. Empty without a red.
+
+    Never raises for what a side, the machine or the disk does; the TraceDiff says it. Ctrl-C ends
+    the tracing and leaves the verdict. The GPU's lock must be free.
+    """
+    red = sorted(judgement.of(*RED), key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
+    if not red:
+        return []
+    chosen, rest = red[:limit], red[limit:]
+    ground, manifest = sides.ground, sides.run.manifest
+    tracing = Tracing(
+        sides.matrix, ground, manifest.seed, out / FOLDER, Path(FOLDER), manifest.injections
+    )
+    ground.say(
+        f"tracing {len(chosen)} red cell{'s' if len(chosen) > 1 else ''} on both sides, one step"
+        " each"
+    )
+    base = _of_bases([cell.cell_id for cell in chosen], sides, tracing)
+    candidate = trace_side(_candidate(sides), [cell.cell_id for cell in chosen], tracing)
+    diffs = [_diff_of(cell, base[cell.cell_id], candidate[cell.cell_id]) for cell in chosen]
+    diffs += [_diff_of(cell, None, None, left_out=True) for cell in rest]
+    try:
+        _write(out / diff.FILE_NAME, diff.to_json(diffs))
+    except OSError as error:
+        ground.say(
+            f"{out / diff.FILE_NAME} cannot be written: {error.strerror}. The verdict stands"
+            " without it"
+        )
+    return diffs
+
+
+def trace_side(version: Version, cells: Sequence[str], tracing: Tracing) -> dict[str, Traced]:
+    """Trace ``cells`` of one version; each has an answer, at the least a reason.
+
+    Raises nothing but bugs.
+    """
+    found: dict[str, Traced] = {}
+    reason = tracing.stopped[0] if tracing.stopped else ""
+    try:
+        if not reason:
+            _trace_into(found, version, cells, tracing)
+    except PerfbenchError as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"{error.filename or tracing.folder}: {error.strerror}"
+    except KeyboardInterrupt:
+        reason = "interrupted; the verdict stands"
+        tracing.stopped.append(reason)
+    reason = reason or f"{version.name} does not plan this cell"
+    return {
+        cell_id: found.get(cell_id) or Traced(name=version.name, reason=reason) for cell_id in cells
+    }
+
+
+def slug(cell_id: str) -> str:
+    """A file name for any cell id, on any system: percent-encoded with lower-case letters only, at
+    most SLUG_CHARS long.
+
+    Different ids have different names, also where the file system does not tell upper from lower
+    case. What is too long is cut and ends with a hash.
+    """
+    encoded = "".join(char if char in _PLAIN else _percent(char) for char in cell_id)
+    if 0 < len(encoded) <= SLUG_CHARS and encoded not in _RESERVED:
+        return encoded
+    digest = hashlib.sha256(cell_id.encode("utf-8", "surrogatepass")).hexdigest()[:12]
+    return f"{encoded[: SLUG_CHARS - len(digest) - 1]}-{digest}"
+
+
+def _percent(char: str) -> str:
+    return "".join(f"%{byte:02x}" for byte in char.encode("utf-8", "surrogatepass"))
+
+
+def _of_bases(cells: Sequence[str], sides: Sides, tracing: Tracing) -> dict[str, Traced]:
+    """Cells with one base share its checkout and server."""
+    found: dict[str, Traced] = {}
+    for revision in dict.fromkeys(sides.base.get(cell_id) for cell_id in cells):
+        here = [cell_id for cell_id in cells if sides.base.get(cell_id) == revision]
+        if revision is None:
+            unknown = Traced(
+                name="the base", reason="nobody knows its commit; promote a run of a git checkout"
+            )
+            found |= dict.fromkeys(here, unknown)
+        else:
+            found |= trace_side(_revision("a", revision, sides.ground.repository), here, tracing)
+    return found
+
+
+def _candidate(sides: Sides) -> Version:
+    repository, source = sides.ground.repository, sides.run.manifest.source
+    if sides.candidate is not None:
+        return _revision("b", sides.candidate, repository)
+    return Version("b", "this checkout", lambda: own_side(repository, source))
+
+
+def _revision(side: str, revision: str, repository: Path) -> Version:
+    return Version(side, revision, lambda: checked_out_side(revision, repository))
+
+
+def _trace_into(
+    found: dict[str, Traced], version: Version, cells: Sequence[str], tracing: Tracing
+) -> None:
+    """Fills ``found`` one by one, so that what is done stays done."""
+    ground = tracing.ground
+    tracing.folder.mkdir(parents=True, exist_ok=True)
+    with version.open() as one:
+        planned = plan_of_version(
+            one, tracing.matrix, [f"cell={cell_id}" for cell_id in cells], ground.capability
+        )
+        with prepared_pair(ground.fit, (one, one)) as both:  # the other one never starts its server
+            executor = both["ab".index(version.side)]
+            executor.new_block()
+            executor.prepare([])
+            for cell in planned.plan.cells:
+                ground.say(f"tracing {cell.cell_id} of {version.name}")
+                found[cell.cell_id] = _trace_cell(version, cell, planned.model, executor, tracing)
+
+
+def _trace_cell(
+    version: Version,
+    cell: PlannedCell,
+    model: dict[str, object],
+    executor: Executor,
+    tracing: Tracing,
+) -> Traced:
+    name = f"{slug(cell.cell_id)}-{version.side}"
+    chrome = tracing.folder / f"{name}.json.gz"
+    for old in tracing.folder.glob(f"{name}.*"):  # an older trace would pass for this one
+        old.unlink()
+    row = executor.execute(_job(version, cell, model, tracing, chrome.resolve()))
+    for left in tracing.folder.glob(f"{name}.partial.*"):  # of a child that was killed
+        left.unlink()
+    if row.status is not Status.OK:
+        return Traced(name=version.name, reason=f"{row.status}: {row.reason}")
+    try:
+        kernels = Kernels.model_validate_json(table_beside(chrome).read_bytes())
+    except (OSError, ValidationError):
+        return Traced(
+            name=version.name, reason=f"its process left no readable {table_beside(chrome).name}"
+        )
+    return Traced(
+        name=version.name,
+        kernels=kernels,
+        chrome=(tracing.shown / chrome.name).as_posix() if chrome.exists() else None,
+    )
+
+
+def _job(
+    version: Version, cell: PlannedCell, model: dict[str, object], tracing: Tracing, chrome: Path
+) -> Job:
+    """As replicate 0 of a run, its inputs included, but for what it writes."""
+    return Job(
+        cell_id=cell.cell_id,
+        replicate=0,
+        axes=cell.axes,
+        config_sha256=cell.config_sha256,
+        model=model,
+        measure=tracing.matrix.measure,
+        timeout_s=tracing.matrix.limits.timeout_s,
+        plan=cell.route,
+        expect=cell.expect,
+        device="cpu" if tracing.ground.fit.gpu is None else "cuda",
+        seed=random.Random(f"{tracing.seed}-{cell.cell_id}-0").randrange(2**31),
+        profile=False,
+        injection=_fault(version, cell, tracing),
+        trace=str(chrome.absolute()),  # the child has a folder of its own
+    )
+
+
+def _fault(version: Version, cell: PlannedCell, tracing: Tracing) -> Injection | None:
+    """The candidate's planted fault, so that a demonstration shows in its trace."""
+    texts = [text for text in tracing.injections if text.partition("@")[2] == cell.cell_id]
+    return parse_injection(texts[0], [cell.cell_id]) if texts and version.side == "b" else None
+
+
+def _diff_of(
+    cell: CellVerdict, base: Traced | None, candidate: Traced | None, *, left_out: bool = False
+) -> TraceDiff:
+    verdict = cell.verdict.value if cell.verdict else ""
+    return TraceDiff(
+        cell_id=cell.cell_id,
+        verdict=verdict,
+        base=base,
+        candidate=candidate,
+        reproduce=cell.reproduce,
+        left_out=left_out,
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Complete or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise

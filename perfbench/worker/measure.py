@@ -1,0 +1,376 @@
+"""One replicate of one cell, in a process of its own: prove, warm up, time, witness.
+
+Runs inside the child.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# the optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in
+# the server
+import torch._dynamo
+
+from nsa import capability, engagement, settings
+from nsa.config import ModelConfig
+from nsa.routing import Route
+from perfbench.matrix import held_tokens, layer_calls, route_line, route_of
+from perfbench.records import (
+    BACKWARD,
+    CACHED,
+    SELECTED,
+    Job,
+    ParityLine,
+    Physics,
+    Replicate,
+    Status,
+    torch_dtype_name,
+)
+from perfbench.roofline import judge_step, step_flops, step_min_bytes
+from perfbench.worker import autotuner, capture, profile, sentinels
+from perfbench.worker.clock import Clock
+from perfbench.worker.parity import check
+from perfbench.worker.telemetry import Sampler
+from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
+from perfbench.worker.workloads import workload
+
+# On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times
+# beside another process.
+CPU_THREADS = 1
+# after the first, which compiles and tunes; the optimizer's state is there from the second on
+TRACE_WARM_STEPS = 2
+
+
+@dataclass(slots=True)
+class Stop(Exception):
+    """The replicate ends without a speed."""
+
+    status: Status
+    reason: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+def measure(
+    job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None] = lambda: None
+) -> Replicate:
+    """Measure ``job``.
+
+    Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through.
+
+    ``prepared`` is called once, before the first timed step, and returns when this process may have
+    the machine to itself. A sentinel's job goes to ``sentinels``, which knows no model and no
+    route.
+    """
+    if job.sentinel is not None:
+        return sentinels.measure(job, clock, sampler, prepared)
+    begin, waited_s = time.monotonic(), 0.0
+
+    def take_turn() -> None:
+        nonlocal waited_s
+        asked = time.monotonic()
+        prepared()
+        waited_s = time.monotonic() - asked
+
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    try:
+        status, reason, facts = Status.OK, "", _measure(job, clock, sampler, take_turn)
+    except Stop as stop:
+        status, reason, facts = stop.status, stop.reason, stop.facts
+    return Replicate(
+        cell_id=job.cell_id,
+        replicate=job.replicate,
+        axes=job.axes,
+        config_sha256=job.config_sha256,
+        status=status,
+        reason=reason,
+        started_utc=started,
+        wall_s=time.monotonic() - begin - waited_s,
+        company=job.company,
+        **facts,
+    )
+
+
+def _measure(
+    job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], None]
+) -> dict[str, Any]:
+    torch.set_num_threads(
+        CPU_THREADS if job.device == "cpu" else max(1, torch.get_num_threads() // (job.company + 1))
+    )
+    model = ModelConfig.from_mapping(job.model)
+    route = actual_route(job, model)
+    facts: dict[str, Any] = {"route": route_line(route)}
+    if job.trace is not None:
+        return facts | _trace(job, clock, take_turn, Path(job.trace))
+    facts["parity"] = _prove(job, model, route, facts)
+
+    due = layer_calls(job.axes, model)
+    work = workload.build(job)
+    cold_start_s, engaged = _first_step(work, route)
+    facts |= {"cold_start_s": cold_start_s, "engaged": engaged, "engaged_by": work.engaged_by}
+    if fault := wrong_path(route, job, engaged, due=due):
+        raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
+    if fault := work.differs():
+        raise Stop(Status.PARITY, fault, facts)
+
+    if job.device == "cuda":
+        # what waits holds its weights only; the warm-up takes the rest again
+        torch.cuda.empty_cache()
+    take_turn()
+
+    retries, flush = _allocation_retries(job), workload.l2_flush(job)
+    warmth = warm_up(work.step, clock, job.measure.warmup_s, flush)
+    step = _slowed(work.step, warmth.step_s, job, clock)
+    timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
+    facts |= {
+        "steady": warmth.steady,
+        "tuned": autotuner.choices(),
+        **timed.facts(work.tokens_per_step),
+    }
+    facts["absent"] |= _absent(job, warmth)
+    if work.engaged_by != "call" and timed.engaged:
+        raise Stop(
+            Status.WRONG_PATH,
+            f"{sorted(timed.engaged)} ran eagerly beside the {work.engaged_by}",
+            _without_speed(facts),
+        )
+    facts["engaged"] = engaged = work.engaged(timed.engaged, timed.num_steps, route)
+    if fault := wrong_path(route, job, engaged, due=due * timed.num_steps):
+        raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
+
+    if job.company and (again := _allocation_retries(job) - retries):
+        raise torch.OutOfMemoryError(
+            f"memory was so scarce beside {job.company} waiting processes that {again} allocations"
+            " were retried"
+        )
+    if job.device == "cuda":
+        facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+    if job.profile:
+        facts["profile"] = profile.profile(
+            step, route, job.device, timed.step_s, due, flush, work.engaged_by != "call"
+        )
+        facts["host_bound"] = profile.is_host_bound(facts["profile"])
+        if facts["profile"].witness_ok is False:
+            raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
+    facts["physics"] = _physics(job, model, timed.step_s, clock)
+    if work.cache is None:
+        facts["absent"]["cache"] = f"workload={job.axes['workload']} keeps no cache"
+    else:
+        facts["cache"] = work.cache()
+    return facts
+
+
+def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
+    """One warm step under the profiler.
+
+    Publishes no speed, so it needs no proof, and a wrong path is what it is to show.
+    """
+    work = workload.build(job)
+    cold_start_s, engaged = _first_step(
+        work, actual_route(job, ModelConfig.from_mapping(job.model))
+    )
+    take_turn()
+    flush = workload.l2_flush(job)
+    step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
+    capture.capture(
+        _slowed(work.step, step_s, job, clock), job.device, flush, autotuner.choices(), chrome
+    )
+    return {
+        "cold_start_s": cold_start_s,
+        "engaged": engaged,
+        "absent": {"tok_per_s": "a trace times nothing"},
+    }
+
+
+def actual_route(job: Job, model: ModelConfig) -> Route:
+    """What this process will run: the plan is checked against it, not copied from it."""
+    return route_of(job.axes, model, settings.current(), capability.probe(_indexed(job.device)))
+
+
+def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> str | None:
+    """Why what ran is not what was planned or expected; None where it is.
+
+    ``due`` calls are due from every counter.
+    """
+    routed, planned, ran = (
+        sorted(set(route.counters)),
+        sorted(set(job.plan.counters)),
+        sorted(engaged),
+    )
+    if routed != planned:
+        return f"this process routes to {routed}, the plan said {planned}"
+    if (off := route_line(route).off) != job.plan.off:
+        return (
+            f"this process turns off {off}, the plan said {job.plan.off}: a setting did not reach"
+            " it, or one too many did"
+        )
+    if ran != planned:
+        return f"engaged {ran}, the plan said {planned}"
+    if odd := {name: count for name, count in engaged.items() if count != due}:
+        return (
+            f"{due} calls were due from each counter (one a layer and step, or chunk of it), got"
+            f" {odd}"
+        )
+    if missing := [name for name in job.expect.engaged if name not in engaged]:
+        return f"expected {', '.join(missing)} to be engaged, what ran is {ran}"
+    if present := [name for name in job.expect.forbidden if name in engaged]:
+        return f"{', '.join(present)} is forbidden here, and it ran"
+    return None
+
+
+def _with_reasons(fault: str, route: Route) -> str:
+    """The fault, and why the route is what it is: what was rejected, and which setting had a
+    say.
+    """
+    return "; ".join(
+        [fault, *(f"not {r.alternative}: {r.reason}" for r in route.rejected), *route.notes]
+    )
+
+
+def _indexed(device: str) -> str:
+    return "cuda:0" if device == "cuda" else device
+
+
+def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> ParityLine:
+    if job.proof is not None:
+        return job.proof
+    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
+    path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] in BACKWARD
+    options: dict[str, Any] = {
+        "train": train,
+        "seed": job.seed,
+        "tokens": int(job.axes["seq_len"]),
+        "batch": int(job.axes["batch"]),
+    }
+    if job.axes.get("compile") == "on":
+        options["compiled"] = True
+    if job.axes["workload"] in CACHED:
+        options["chunk"] = 1 if job.axes["workload"] == "decode" else int(job.axes["chunk"])
+        if job.axes.get("cuda_graph") == "on":
+            options["stepping"] = True
+    if job.axes["workload"] in SELECTED:
+        options["selection"] = str(job.axes["selection"])
+    try:
+        line = check.check(
+            model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options
+        )
+    except check.RouteDiffers as error:
+        raise Stop(Status.PARITY, str(error), facts) from error
+    if not line.ok:
+        raise Stop(
+            Status.PARITY, f"differs from the fp64 oracle: {line.worst}", facts | {"parity": line}
+        )
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return line
+
+
+def _first_step(work: workload.Workload, route: Route) -> tuple[float, dict[str, int]]:
+    """Seconds of the first step (compilation, capture, handles, allocator), and what it engaged."""
+    begin = time.perf_counter()
+    with engagement.collect() as engaged:
+        work.step()
+    _synchronize()
+    return time.perf_counter() - begin, work.engaged(engaged.counts, 1, route)
+
+
+def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
+    """Why a value of a row that has a speed is null, besides those that the timed window knows."""
+    absent = {}
+    if warmth.steady is None:
+        absent["steady"] = (
+            f"{warmth.num_samples} samples fitted into the warm-up, and fewer than"
+            f" {2 * MIN_POINTS - 1} show no slope"
+        )
+    if not job.profile:
+        absent["profile"] = absent["host_bound"] = (
+            "replicate 0 is profiled (measure.profile: first)"
+        )
+    if job.device == "cpu":
+        absent |= dict.fromkeys(
+            ("host_bound", "peak_memory_bytes", "device_uuid_sha256"), "no GPU: measured on the CPU"
+        )
+    return absent
+
+
+def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> Callable[[], None]:
+    """The step itself; with an injected slowdown, followed by real extra work of that share of its
+    time.
+    """
+    if job.injection is None or job.injection.kind != "slowdown":
+        return step
+    assert job.injection.percent is not None
+    # Large enough on a GPU that its time is the device's and not the launch's: 512 lost three
+    # quarters of the slowdown.
+    unit = _gemm(4096 if job.device == "cuda" else 128, job)
+    clock.time_steps(unit, 10)
+    unit_s = clock.time_steps(unit, 50) / 50
+    count = max(1, round(job.injection.percent / 100 * step_s / unit_s))
+
+    def slowed() -> None:
+        step()
+        for _ in range(count):
+            unit()
+
+    return slowed
+
+
+def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physics:
+    tokens, decodes = int(job.axes["seq_len"]), job.axes["workload"] == "decode"
+    shape: dict[str, Any] = {
+        "workload": str(job.axes["workload"]),
+        "batch": int(job.axes["batch"]),
+        "tokens": held_tokens(model, tokens) if decodes else tokens,
+        "dense": str(job.axes["path"]).startswith("dense"),
+    }
+    on_gpu = job.device == "cuda"
+    size = 8192 if on_gpu else 1024
+    gemm, repeats = _gemm(size, job), 20 if on_gpu else 5
+    clock.time_steps(gemm, 5)
+    gemm_s = min(clock.time_steps(gemm, repeats) for _ in range(3)) / repeats
+    return judge_step(
+        flops=step_flops(model, **shape),
+        min_bytes=step_min_bytes(model, dtype=str(job.axes["dtype"]), **shape),
+        step_s=step_s,
+        gemm_flops_per_s=2 * size**3 / gemm_s,
+        dtype=str(job.axes["dtype"]),
+        device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
+        is_gpu=on_gpu,
+    )
+
+
+def _gemm(size: int, job: Job) -> Callable[[], None]:
+    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
+    a, b = (
+        torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2)
+    )
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        torch.mm(a, b, out=out)
+
+    return multiply
+
+
+def _without_speed(facts: dict[str, Any]) -> dict[str, Any]:
+    speeds = ("tok_per_s", "samples_s", "cycles_per_step", "energy_j_per_token")
+    return {key: value for key, value in facts.items() if key not in speeds}
+
+
+def _allocation_retries(job: Job) -> int:
+    """How often the allocator had to give everything back to the driver and ask once more: a slow
+    step, not a step's speed.
+    """
+    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if job.device == "cuda" else 0
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,1 @@
+"""Proves, before anything is timed, that the measured path computes what it should."""

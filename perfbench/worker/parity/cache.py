@@ -1,0 +1,129 @@
+"""Proof of steps that go through an NSACache: what decode and chunked prefill give, for the oracle
+that judges whole sequences.
+
+B batch, T tokens, G kv heads, N blocks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa import engagement, functional
+from nsa.attention import NSAAttention
+from nsa.cache import KV, NSACache
+from nsa.config import ModelConfig
+from nsa.steps import Steps
+from perfbench.worker.parity import blocks as blocks_parity
+
+MIN_CHUNKS = 3  # of a proof: a first, one between and a last
+Tensors = Mapping[str, Tensor]
+Pieces = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Through:
+    """``o`` [B, T, HQ, DV] and ``blocks`` int32 [B, T, G, N] of all tokens; ``engaged``: the
+    counters of the calls asked about.
+    """
+
+    o: Tensor
+    blocks: Tensor
+    engaged: frozenset[str]
+
+
+def pieces_of(chunk: int, rows: Sequence[int], tokens: int) -> list[tuple[int, int]]:
+    """How a proof cuts ``tokens``: with ``chunk`` 1 each of ``rows`` is a call of its own, and what
+    is between is filled in.
+
+    Else into chunks of that size, or of a third where they would be fewer than three.
+    """
+    if chunk == 1:
+        cuts = sorted({0, tokens} | {cut for row in rows for cut in (row, row + 1)})
+    else:
+        cuts = [*range(0, tokens, min(chunk, -(-tokens // MIN_CHUNKS))), tokens]
+    return list(itertools.pairwise(cuts))
+
+
+@torch.no_grad()
+def attention(
+    model: ModelConfig,
+    t: Tensors,
+    pieces: Pieces,
+    phi: functional.PhiParams,
+    *,
+    path: str,
+    fa2: str,
+    rows: Sequence[int],
+    stepping: bool = False,
+) -> Through:
+    """The attention function of the inputs ``t``, a piece at a time; engagement counted in pieces
+    that hold one of ``rows``.
+
+    ``stepping``: a piece of one token is a step of static shapes, on a cache that is turned for it
+    and back.
+    """
+    nsa, q = model.nsa, t["q"]
+    cache = NSACache.empty(
+        nsa,
+        q.shape[0],
+        q.shape[1],
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.value_dim,
+        dtype=q.dtype,
+        device=q.device,
+    )
+
+    def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
+        return functional.compress_kv(k, v, first_block, config=nsa, phi_params=phi)
+
+    outputs, blocks, engaged, judged = [], [], set[str](), set(rows)
+    for begin, end in pieces:
+        part = slice(begin, end)
+        kv_cmp, kv_sel, kv_win = (
+            (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
+        )
+        with _turned(cache, stepping and end - begin == 1):
+            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
+        asked: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
+        k_cmp, v_cmp = view.cmp
+        at: dict[str, Any] = {
+            "q_start": view.q_start,
+            "kv_len": view.sel[0].shape[1],
+            "whole": False,
+        }
+        blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, **at, **asked))
+        with engagement.collect() as counted:
+            outputs.append(functional.attend_view(q[:, part], t["gates"][:, part], view, **asked))
+        if not judged.isdisjoint(range(begin, end)):
+            engaged |= counted.counts.keys()
+    return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))
+
+
+@torch.no_grad()
+def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = False) -> Tensor:
+    """The layer's y [B, T, M], a piece at a time through a cache of its own; ``stepping`` as in
+    `attention`.
+    """
+    assert isinstance(layer, NSAAttention)
+    cache, parts = layer.new_cache(*x_BTM.shape[:2]), []
+    for begin, end in pieces:
+        with _turned(cache, stepping and end - begin == 1):
+            parts.append(layer(x_BTM[:, begin:end], cache=cache))
+    return torch.cat(parts, 1)
+
+
+@contextmanager
+def _turned(cache: NSACache, stepping: bool) -> Iterator[None]:
+    """The cache as one that steps, while this is open."""
+    steps = Steps([cache]) if stepping else None
+    yield
+    if steps is not None:
+        steps.end()

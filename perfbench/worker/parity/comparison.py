@@ -1,0 +1,154 @@
+"""How far a cell's own output and gradients are from the fp64 oracle's, over what their dtype
+allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa import oracle
+from perfbench.records import ParityLine
+from perfbench.worker.parity.blocks import BlocksProof
+from perfbench.worker.parity.layer import Attend
+
+Tensors = dict[str, Tensor]
+
+
+class Comparison:
+    """Error over tolerance of each tensor, by NSA.md's rule for the dtype; of a tensor that is
+    added again, the worse.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.ratios: dict[str, float] = {}
+        self.selection: dict[str, float] = {}
+        self._errors: dict[str, tuple[float, float]] = {}
+
+    def add(self, name: str, got: Tensor, truth: Tensor, honest: Tensor) -> None:
+        """``honest`` is an eager softmax attention in the same dtype: how far a plain
+        implementation is off.
+        """
+        got, truth, honest = (x.detach().cpu().double() for x in (got, truth, honest))
+        size = truth.abs().max().item()
+        tolerance = 1e-5 * max(1.0, size)
+        if self.dtype != torch.float32:
+            rounding = (
+                2 * (honest - truth).abs().max().item() + torch.finfo(self.dtype).eps / 2 * size
+            )
+            tolerance = max(
+                tolerance, rounding
+            )  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
+        error = (got - truth).abs().max().item()
+        error = min(error, 1e9) if error == error else 1e9  # NaN never passes
+        if (ratio := min(error / tolerance, 1e9)) >= self.ratios.get(name, 0.0):
+            self._errors[name], self.ratios[name] = (error, tolerance), ratio
+
+    def attention(
+        self,
+        cell: Callable[[Tensors], Tensor],
+        judged: Callable[[Attend], Callable[[Tensors], Tensor]],
+        inputs: Tensors,
+        rows: Tensor,
+        wanted: Collection[str],
+    ) -> None:
+        """Add the output of ``cell`` on ``rows`` and its gradient by each ``wanted`` input;
+        ``judged`` is the same by plain attention.
+        """
+        q, v = inputs["q"], inputs["v_sel"]
+        weight = torch.randn(
+            q.shape[0],
+            len(rows),
+            q.shape[2],
+            v.shape[3],
+            generator=torch.Generator().manual_seed(7),
+        )
+        got = _evaluate(lambda t: cell(t)[:, rows], inputs, q.dtype, weight, wanted)
+        # The judge sits on the CPU: no kernel is shared with what it judges, and none has to be
+        # loaded for it.
+        truth = _evaluate(
+            judged(exact),
+            {name: x.cpu() for name, x in inputs.items()},
+            torch.float64,
+            weight,
+            wanted,
+        )
+        honest = _evaluate(judged(eager), inputs, q.dtype, weight, wanted)
+        for name in truth:
+            self.add(name, got[name], truth[name], honest[name])
+
+    def add_blocks(self, proof: BlocksProof) -> None:
+        """Rows of blocks that nothing explains: none is allowed, so one is twice too many.
+
+        A search must also beat chance.
+        """
+        wrong = max(float(proof.wrong_rows), self._errors.get("blocks", (0.0, 0.5))[0])
+        self._errors["blocks"], self.ratios["blocks"] = (wrong, 0.5), 2.0 * wrong
+        if proof.missed is None or proof.missed_by_chance is None:
+            self.selection = proof.report
+        elif (
+            ratio := min(proof.missed / max(proof.missed_by_chance, 1e-9), 1e9)
+        ) >= self.ratios.get("recall", 0.0):
+            self._errors["recall"], self.ratios["recall"] = (
+                (proof.missed, proof.missed_by_chance),
+                ratio,
+            )
+            self.selection = proof.report
+
+    def line(self, tokens: int, rows: int, *, own_length: bool) -> ParityLine:
+        worst = max(self.ratios, key=lambda name: self.ratios[name])
+        error, tolerance = self._errors[worst]
+        options: dict[str, Any] = {"own_length": own_length, "selection": self.selection or None}
+        return ParityLine(
+            ok=all(ratio <= 1 for ratio in self.ratios.values()),
+            tokens=tokens,
+            rows=rows,
+            max_error=error,
+            tolerance=tolerance,
+            tensors={name: round(ratio, 4) for name, ratio in self.ratios.items()},
+            worst=f"{worst}: error / tolerance {self.ratios[worst]:.3g}",
+            **options,
+        )
+
+
+def exact(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    return oracle.attention(q, k, v, keep)[0]
+
+
+def eager(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """Plain softmax attention in the inputs' dtype."""
+    heads = q.shape[2] // k.shape[2]
+    logits = torch.einsum("btghd,bsgd->bghts", q.unflatten(2, (-1, heads)), k) * q.shape[-1] ** -0.5
+    keep = keep[:, :, None]
+    p = (
+        logits.masked_fill(~keep, -torch.inf)
+        .softmax(-1)
+        .masked_fill(~keep.any(-1, keepdim=True), 0.0)
+    )
+    return torch.einsum("bghts,bsgd->btghd", p, v).flatten(2, 3)
+
+
+def _evaluate(
+    fn: Callable[[Tensors], Tensor],
+    inputs: Tensors,
+    dtype: torch.dtype,
+    weight: Tensor,
+    wanted: Collection[str],
+) -> Tensors:
+    """The output ``o``, and the gradient of a random functional of it by each wanted input."""
+    leaves = {
+        name: x.detach().to(dtype).requires_grad_(name in wanted) for name, x in inputs.items()
+    }
+    o = fn(leaves)
+    # A path that loses a gradient altogether is a wrong number (0), not a crash.
+    options = {"allow_unused": True, "materialize_grads": True}
+    grads = (
+        torch.autograd.grad(o, [leaves[name] for name in wanted], weight.to(o), **options)
+        if wanted
+        else ()
+    )
+    return {"o": o.detach(), **{f"d{name}": grad for name, grad in zip(wanted, grads, strict=True)}}

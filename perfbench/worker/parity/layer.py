@@ -1,0 +1,200 @@
+"""Proof of the layer that is timed: projections, RoPE, use of the gates, branch wiring, against the
+same by hand.
+
+The gate module itself is judged in tests/nsa, not here.
+
+At a length where every block is selected no near-tie of scores can change the set, and the selected
+branch is causal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from nsa import oracle
+from nsa.attention import NSAAttention
+from nsa.config import ModelConfig, NSAConfig
+from nsa.dense import DenseAttention
+from perfbench.worker.parity import cache
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, keep -> o
+PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]
+
+
+def outputs(
+    model: ModelConfig,
+    *,
+    path: str,
+    fa2: str,
+    tokens: int,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    exact: Attend,
+    eager: Attend,
+    chunk: int | None = None,
+    compiled: bool = False,
+    stepping: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on
+    sampled rows of ``tokens``.
+
+    ``tokens`` must be so few that every block is selected (``tokens_selecting_all``). With a
+    ``chunk`` the layer goes through a cache, cut as `cache_parity.pieces_of` says; ``stepping``:
+    each single token by a step of static shapes. ``compiled``: its own output is that of the
+    compiled layer.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.cat(
+        [
+            torch.randperm(tokens - 1, generator=generator)[:31].sort().values,
+            torch.tensor([tokens - 1]),
+        ]
+    )
+    x = torch.randn(2, tokens, model.dim, generator=generator).to(dtype)
+    torch.manual_seed(seed)
+    layer: nn.Module
+    if path.startswith("dense"):
+        layer, by_hand = DenseAttention(model, path), _dense_by_hand
+    else:
+        heads = (model.dim, model.num_heads, model.num_kv_heads, model.head_dim, model.v_head_dim)
+        layer, by_hand = NSAAttention(*heads, model.nsa, path=path, fa2=fa2), _nsa_by_hand
+    layer = layer.to(dtype)
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.to(device)
+        got = (
+            compiled_of(layer)(x.to(device))
+            if compiled
+            else _own(layer, x.to(device), rows, chunk, stepping)
+        )[:, rows]
+        honest = by_hand(layer, model, x.to(device), rows.to(device), eager)
+        truth = by_hand(twin.double(), model, x.double(), rows, exact)
+    return got, truth, honest
+
+
+def compiled_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``function`` as perfbench compiles a model: one graph for each shape, or an error."""
+    compiled: Callable[..., Tensor] = torch.compile(function, fullgraph=True, dynamic=False)
+    return compiled
+
+
+def _own(layer: nn.Module, x: Tensor, rows: Tensor, chunk: int | None, stepping: bool) -> Tensor:
+    if chunk is None:
+        y: Tensor = layer(x)
+        return y
+    return cache.layer(
+        layer, x, cache.pieces_of(chunk, rows.tolist(), x.shape[1]), stepping=stepping
+    )
+
+
+def tokens_selecting_all(nsa: NSAConfig) -> int:
+    """The most tokens, a multiple of l', at which every query attends to every block up to its own,
+    whatever the scores.
+    """
+    if nsa.selection == "hierarchical":  # its search may pass over any block that is not forced
+        return (nsa.num_initial + nsa.num_local) * nsa.sel_block
+    return next(
+        n * nsa.sel_block
+        for n in range(nsa.num_selected, 0, -1)
+        if n <= nsa.num_selected_for(n * nsa.sel_block)
+    )
+
+
+def _nsa_by_hand(
+    layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, attend: Attend
+) -> Tensor:
+    assert isinstance(layer, NSAAttention)
+    nsa, S = model.nsa, x.shape[1]
+    q = layer.q_proj(x).unflatten(-1, (model.num_heads, model.head_dim))
+    k = layer.k_proj(x).unflatten(-1, (-1, model.head_dim))
+    v = layer.v_proj(x).unflatten(-1, (-1, model.value_dim))
+    gates = layer.gate(x, q)[:, rows]
+    q_rotated, k_rotated = _rope(q, model, 1)[:, rows], _rope(k, model, 1)
+    keep = {
+        "cmp": oracle.compressed_mask(
+            rows[None],
+            max(0, (S - nsa.cmp_block) // nsa.cmp_stride + 1),
+            nsa.cmp_block,
+            nsa.cmp_stride,
+        ),
+        "sel": oracle.causal_mask(rows[None], S),
+        "win": oracle.sliding_mask(rows[None], S, nsa.window),
+    }
+    total = torch.zeros_like(gates[..., :1])
+    for column, branch in enumerate(("cmp", "sel", "win")):
+        if branch not in nsa.branches:
+            continue
+        k_branch, v_branch = (_kv_of(t, column, model.num_kv_heads) for t in (k_rotated, v))
+        if branch == "cmp":
+            phi = (layer.phi_k.params(), layer.phi_v.params())
+            k_branch, v_branch = compressed_kv(
+                _kv_of(k, 0, model.num_kv_heads), k_branch, v_branch, model, phi
+            )
+        total = total + gates[..., column, None] * attend(
+            q_rotated, k_branch, v_branch, keep[branch]
+        )
+    y: Tensor = layer.o_proj(total.flatten(2))
+    return y
+
+
+def _dense_by_hand(
+    layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, attend: Attend
+) -> Tensor:
+    assert isinstance(layer, DenseAttention)
+    q, k = (
+        _rope(p(x).unflatten(-1, (-1, model.head_dim)), model, 1)
+        for p in (layer.q_proj, layer.k_proj)
+    )
+    v = layer.v_proj(x).unflatten(-1, (-1, model.value_dim))
+    y: Tensor = layer.o_proj(
+        attend(q[:, rows], k, v, oracle.causal_mask(rows[None], x.shape[1])).flatten(2)
+    )
+    return y
+
+
+def compressed_kv(
+    k: Tensor, k_rotated: Tensor, v: Tensor, model: ModelConfig, phi: PhiParams
+) -> tuple[Tensor, Tensor]:
+    """Compressed K and V as the config wants them rotated: before compression, or after it, block i
+    at position i * d.
+
+    ``phi`` are the tensors of the map of K and of V, None for mean.
+    """
+    nsa = model.nsa
+    if nsa.rotates_before_compression:
+        k_cmp = _compressed(k_rotated, model, phi[0])
+    else:
+        k_cmp = _rope(_compressed(k, model, phi[0]), model, nsa.cmp_stride)
+    return k_cmp, _compressed(v, model, phi[1])
+
+
+def _compressed(x: Tensor, model: ModelConfig, params: Mapping[str, Tensor] | None) -> Tensor:
+    sizes = (model.nsa.cmp_block, model.nsa.cmp_stride)
+    if params is None:
+        return oracle.compress_mean(x, *sizes).to(x.dtype)
+    if model.nsa.phi == "linear":
+        return oracle.compress_linear(x, params["weight"], *sizes).to(x.dtype)
+    return oracle.compress_mlp(x, params["position"], params["up"], params["down"], *sizes).to(
+        x.dtype
+    )
+
+
+def _kv_of(x: Tensor, column: int, num_kv_heads: int) -> Tensor:
+    return (
+        x
+        if x.shape[2] == num_kv_heads
+        else x[:, :, column * num_kv_heads : (column + 1) * num_kv_heads]
+    )
+
+
+def _rope(x: Tensor, model: ModelConfig, step: int) -> Tensor:
+    positions = torch.arange(x.shape[1], device=x.device) * step
+    nsa = model.nsa
+    return oracle.rope(x, positions, base=nsa.rope_base, scale=nsa.rope_scale, kind=nsa.rope).to(
+        x.dtype
+    )

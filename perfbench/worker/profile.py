@@ -1,0 +1,221 @@
+"""The second witness: one untimed step under torch.profiler must show the kernels that the Route
+names.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from nsa.routing import BranchRoute, Route
+from perfbench.records import Profile
+
+HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
+NUM_LONGEST = 12
+NAME_CHARS = 160  # template arguments go on for kilobytes
+# What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
+# (cuDNN's own say "flash_fprop", so plain "flash" would not tell them apart.)
+KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
+# The forward kernels of nsa/ops/kernels, by the branch that they serve.
+TRITON_MARKS: Mapping[str, str] = {
+    "cmp": "nsa_interval_forward",
+    "win": "nsa_interval_forward",
+    "score": "nsa_choose",
+    "sel": "nsa_selected_forward",
+}
+# What a launch of each step of path triton that may be turned off (NSA_TRITON_<STEP>=0) has in its
+# name.
+STEP_MARKS: Mapping[str, str] = {
+    "copy": "_copy",
+    "lists": "nsa_selected_sum",
+    "join": "nsa_gate_products",
+    "split": "_split",
+}
+# Every route that goes through SDPA calls this operator, on any device.
+SDPA_OPERATOR = "aten::scaled_dot_product_attention"
+# What SDPA becomes in a graph: one of its fused kernels, or on a CPU the operator of one. Its
+# unfused kernel has no name of its own and is seen as none, which fails the cell. Only forwards are
+# named, so that a backward cannot vouch for one.
+FUSED_MARKS = ("fmha_cutlassf", "flash_fwd", "fprop")
+FUSED_OPERATOR = "aten::_scaled_dot_product"
+SYNC_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize")
+
+
+def profile(
+    step: Callable[[], None],
+    route: Route,
+    device: str,
+    step_s: float,
+    layers: int,
+    before: Callable[[], None] | None = None,
+    replayed: bool = False,
+) -> Profile:
+    """Profile one step of ``layers`` layers; ``step_s`` is its unprofiled time, against which the
+    device is busy or waits.
+
+    ``before`` runs first and is not in the profile: it leaves the L2 as the timed steps found it.
+    ``replayed``: the step is a compiled or a CUDA graph, which calls no operators by their public
+    names.
+    """
+    on_gpu = device == "cuda"
+    recorded, wall_s = record(step, device, before)
+    kernels, operators = _split(recorded)
+    device_time_s = sum(seconds for seconds, _ in kernels.values())
+    launches = {name: count for name, (_, count) in kernels.items()}
+    shown = (
+        _fused_as_operator(route, launches, operators, on_gpu, layers) if replayed else operators
+    )
+    ok, sentence = testify(route, launches, shown, on_gpu, layers)
+    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
+    return Profile(
+        kernels={name: seconds for name, (seconds, _) in longest},
+        kernel_count=sum(count for _, count in kernels.values()),
+        device_time_s=device_time_s,
+        wall_s=wall_s,
+        busy_fraction=device_time_s / step_s if on_gpu else None,
+        host_syncs=sum(operators.get(name, 0) for name in SYNC_CALLS),
+        witness_ok=ok,
+        witness=sentence,
+    )
+
+
+def record(
+    step: Callable[[], None], device: str, before: Callable[[], None] | None = None
+) -> tuple[Any, float]:
+    """Run ``step`` once under the profiler; what it recorded, and the seconds that this took.
+
+    ``before`` is not recorded.
+    """
+    on_gpu = device == "cuda"
+    if before is not None:
+        before()
+        torch.cuda.synchronize()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    begin = time.perf_counter()
+    with torch.profiler.profile(activities=activities) as recorded:
+        step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    return recorded, time.perf_counter() - begin
+
+
+def is_host_bound(profiled: Profile) -> bool | None:
+    """True where the device waits for the host; None on a CPU."""
+    return None if profiled.busy_fraction is None else profiled.busy_fraction < HOST_BOUND_BELOW
+
+
+def testify(
+    route: Route,
+    kernels: Mapping[str, int],
+    operators: Mapping[str, int],
+    on_gpu: bool,
+    layers: int,
+) -> tuple[bool | None, str]:
+    """Whether the names seen, with how often, agree with the Route, and the sentence that says so.
+
+    Each branch of each layer calls its kernel at least once, so one branch cannot vouch for
+    another.
+    """
+    branches = Counter(branch.kernel for branch in route.branches)
+    due = branches["sdpa"] * layers
+    seen = operators.get(SDPA_OPERATOR, 0)
+    if seen < due:
+        return (
+            False,
+            f"the Route names sdpa for {due} calls, and the profiler saw {seen} of {SDPA_OPERATOR}",
+        )
+    if not on_gpu:
+        return True, "operators agree with the Route (CPU: no kernel names)"
+    marks = Counter(
+        (one.kernel, mark) for one in route.branches if (mark := _mark_of(one)) is not None
+    )
+    for (kernel, mark), calls in sorted(marks.items()):
+        due = calls * layers
+        seen = sum(count for name, count in kernels.items() if mark in name.lower())
+        if seen < due:
+            return (
+                False,
+                (
+                    f"the Route names {kernel} for {due} launches, and {seen} device kernels are"
+                    f" called *{mark}*"
+                ),
+            )
+    for step in getattr(route, "off", ()):  # an older nsa, which `ab` measures, too, has no steps
+        if at := next((name for name in kernels if _shows(step, name.lower())), None):
+            return False, f"the Route says that {step} is off, and {at[:NAME_CHARS]} ran"
+    dense = any("dense" in (branch.branch, branch.implementation) for branch in route.branches)
+    if (
+        not dense
+        and not branches["fa2"]
+        and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels)
+    ):
+        return (
+            False,
+            "the Route names no FA-2, and an FA-2 kernel ran",
+        )  # SDPA cannot use it under a mask
+    return True, f"kernel names agree with the Route ({', '.join(sorted(branches))})"
+
+
+def _shows(step: str, kernel: str) -> bool:
+    mark = STEP_MARKS[step]
+    return kernel == mark if step == "lists" else "nsa_" in kernel and mark in kernel
+
+
+def _mark_of(branch: BranchRoute) -> str | None:
+    return (
+        TRITON_MARKS[branch.branch]
+        if branch.kernel == "triton"
+        else KERNEL_MARKS.get(branch.kernel)
+    )
+
+
+def _fused_as_operator(
+    route: Route,
+    kernels: Mapping[str, int],
+    operators: Mapping[str, int],
+    on_gpu: bool,
+    layers: int,
+) -> dict[str, int]:
+    """The operators, with SDPA's as often as a graph shows it: by its fused kernels, or on a CPU by
+    the operators below it.
+
+    FA-2's launches that the Route names by themselves bear one of the same marks, and are not
+    SDPA's.
+    """
+    if on_gpu:
+        seen = sum(
+            count
+            for name, count in kernels.items()
+            if any(mark in name.lower() for mark in FUSED_MARKS)
+        )
+        seen -= layers * sum(branch.kernel in KERNEL_MARKS for branch in route.branches)
+    else:
+        seen = sum(
+            count
+            for name, count in operators.items()
+            if name.startswith(FUSED_OPERATOR) and not name.endswith("backward")
+        )
+    return {**operators, SDPA_OPERATOR: max(0, seen)}
+
+
+def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]:
+    """Device kernels (name -> seconds, count) and host-side events (name -> count)."""
+    kernels: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
+    operators: dict[str, int] = defaultdict(int)
+    # Kineto's own list: torch's tree of Python objects took 73 s for one step of the slow loop
+    # (reports/evidence/h100).
+    for event in recorded.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            if event.is_user_annotation():  # a range such as Optimizer.step, not a kernel
+                continue
+            name = event.name()[:NAME_CHARS]
+            seconds, count = kernels[name]
+            kernels[name] = (seconds + event.duration_ns() * 1e-9, count + 1)
+        else:
+            operators[event.name()] += 1
+    return dict(kernels), dict(operators)

@@ -1,0 +1,341 @@
+"""The measuring server and its children: imports torch once, never touches CUDA, forks one child
+per job.
+
+With ``--nsa FOLDER`` it imports that folder's `nsa` and no other, or refuses to start: one side of
+an A/B. It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for
+each job {"event": "started"}, {"event": "prepared"} and {"event": "ended", "status": S} (negative:
+a signal), each with its "pid". A prepared child waits for {"go": PID}; what ends early is never
+prepared. End of stdin ends the server and its children.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import faulthandler
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from perfbench.machine import give, uuid_sha256, visible_gpu
+from perfbench.records import Job, Replicate, Status, failed, utc_now
+from perfbench.worker import nsa_version
+from perfbench.worker.clock import Clock, clock_for
+from perfbench.worker.processes import kill_group
+from perfbench.worker.telemetry import Sampler, sampler_for
+
+Measure = Callable[[Job, Clock, Sampler, Callable[[], None]], Replicate]
+_PR_SET_PDEATHSIG = 1
+_OOM_SIGNS = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator",
+)
+
+
+def main() -> None:
+    """Serve until stdin ends. stdout belongs to the protocol: whatever else prints goes to
+    stderr.
+    """
+    parser = argparse.ArgumentParser(prog="python -m perfbench.worker.server")
+    parser.add_argument("--measure", required=True, metavar="MODULE:FUNCTION")
+    parser.add_argument(
+        "--nsa", type=Path, metavar="FOLDER", help="import the package nsa from here"
+    )
+    options = parser.parse_args()
+    module, _, function = options.measure.partition(":")
+    protocol = os.dup(1)
+    os.dup2(2, 1)
+    if options.nsa is not None:
+        nsa_version.use(options.nsa)
+    measure: Measure = getattr(importlib.import_module(module), function)
+    _Server(
+        measure if options.nsa is None else _of_one_side(measure, options.nsa), protocol
+    ).serve()
+
+
+def _of_one_side(measure: Measure, folder: Path) -> Measure:
+    """``measure``, whose rows say which `nsa` they are of; WrongSide where a later import brought
+    another one.
+    """
+
+    def measured(
+        job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]
+    ) -> Replicate:
+        row = measure(job, clock, sampler, prepared)
+        nsa_version.verify(folder)
+        return row.model_copy(update={nsa_version.WITNESS: str(folder)})
+
+    return measured
+
+
+class _Server:
+    def __init__(self, measure: Measure, protocol: int) -> None:
+        self._measure, self._protocol = measure, protocol
+        self._children: dict[int, _Pipes] = {}
+        self._buffer = b""
+        self._woken, wake = os.pipe()
+        for fd in (self._woken, wake):
+            os.set_blocking(fd, False)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(
+            signal.SIGCHLD, lambda signum, frame: None
+        )  # a handler of our own, so that the wake-up byte is written
+
+    def serve(self) -> None:
+        self._say(event="ready", pid=os.getpid())
+        while True:
+            saying = {
+                pipes.prepared: pid for pid, pipes in self._children.items() if not pipes.heard
+            }
+            ready, _, _ = select.select([0, self._woken, *saying], [], [])
+            for fd in saying.keys() & set(ready):
+                self._hear(saying[fd])
+            if self._woken in ready:
+                with suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+                self._reap()
+            if 0 in ready and not self._read():
+                self._end_children()
+                return
+
+    def _read(self) -> bool:
+        """Take what the parent sent; False at the end of stdin."""
+        chunk = os.read(0, 65536)
+        self._buffer += chunk
+        while b"\n" in self._buffer:
+            line, _, self._buffer = self._buffer.partition(b"\n")
+            message = json.loads(line)
+            if "go" in message:
+                self._go(message["go"])
+            else:
+                self._fork(message)
+        return bool(chunk)
+
+    def _fork(self, message: dict[str, Any]) -> None:
+        _assert_cuda_untouched()
+        server, (prepared, say), (wait, go) = os.getpid(), os.pipe(), os.pipe()
+        with warnings.catch_warnings():
+            # Python 3.12 warns because importing numpy starts threads; no op has run, so none of
+            # them holds a lock.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid == 0:
+            for fd in (
+                self._protocol,
+                prepared,
+                go,
+                *(fd for pipes in self._children.values() for fd in (pipes.prepared, pipes.go)),
+            ):
+                os.close(fd)
+            _child(self._measure, message, server, _Turn(say, wait))
+        for fd in (say, wait):
+            os.close(fd)
+        self._children[pid] = _Pipes(prepared, go)
+        self._say(event="started", pid=pid)
+
+    def _hear(self, pid: int) -> None:
+        pipes = self._children[pid]
+        pipes.heard = True
+        if os.read(pipes.prepared, 1):  # nothing: it ends without having been prepared
+            self._say(event="prepared", pid=pid)
+
+    def _go(self, pid: int) -> None:
+        if pid in self._children:
+            with suppress(BrokenPipeError):  # it has just died, and its end is about to be said
+                os.write(self._children[pid].go, b"g")
+
+    def _reap(self) -> None:
+        for pid in list(self._children):
+            if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
+                continue
+            kill_group(
+                pid
+            )  # what the child left behind; the zombie keeps its number from being given to another
+            _, status = os.waitpid(pid, 0)
+            self._children.pop(pid).close()
+            self._say(event="ended", pid=pid, status=os.waitstatus_to_exitcode(status))
+
+    def _end_children(self) -> None:
+        for pid in self._children:
+            kill_group(pid)
+        for pid in self._children:
+            os.waitpid(pid, 0)
+
+    def _say(self, **message: Any) -> None:
+        try:
+            os.write(self._protocol, json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:  # the parent is gone
+            self._end_children()
+            sys.exit(1)
+
+
+@dataclass(slots=True)
+class _Pipes:
+    """The server's ends of a child's two pipes: hears one byte when it is prepared, sends one to
+    let it go on.
+    """
+
+    prepared: int
+    go: int
+    heard: bool = False
+
+    def close(self) -> None:
+        os.close(self.prepared)
+        os.close(self.go)
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The child's ends."""
+
+    say: int
+    wait: int
+
+    def take(self) -> None:
+        """Say that everything is prepared; return when it is this process's turn to be timed."""
+        os.write(self.say, b"p")
+        if not os.read(self.wait, 1):  # the server has gone
+            os._exit(1)
+
+
+def _assert_cuda_untouched() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        raise RuntimeError(
+            "the measuring server has initialised CUDA, so no child could use it; find the import"
+            " that does"
+        )
+
+
+def _child(measure: Measure, message: dict[str, Any], server: int, turn: _Turn) -> NoReturn:
+    """Never returns into the server's loop: ends with 0 after a result, with 1 and a traceback
+    otherwise.
+    """
+    status = 1
+    try:
+        _detach(server, message["stderr"])
+        job = Job.model_validate(message["job"])
+        from perfbench.records import settings_of  # imports nsa, whose side is known by now
+
+        give(settings_of(job.axes))
+        _write(Path(message["result"]), _measured(measure, job, turn))
+        status = 0
+    finally:
+        if status:
+            traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _detach(server: int, stderr: str) -> None:
+    """A session of its own (so that the whole group can be killed), output in a file, death with
+    the server.
+    """
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != server:  # it died before the line above
+        os._exit(1)
+    output = os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    faulthandler.enable()  # a segfault leaves its Python stack
+
+
+def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
+    """Measure; out of memory is a status of its own, everything else that is raised is a crash."""
+    begin, started_utc = time.monotonic(), utc_now()
+    try:
+        if job.injection is not None:
+            _inject(job)
+        uuid, reason = _gpu_uuid(job)
+        replicate = measure(
+            job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn.take
+        )
+    except (RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        words = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
+        return failed(
+            job, Status.OOM, words, wall_s=time.monotonic() - begin, started_utc=started_utc
+        )
+    if uuid and replicate.device_uuid_sha256 is None:
+        replicate = replicate.model_copy(update={"device_uuid_sha256": uuid_sha256(uuid)})
+    return replicate
+
+
+def _gpu_uuid(job: Job) -> tuple[str | None, str]:
+    """CUDA's own word on which GPU this is, in NVML's spelling; NVML's enumeration only where torch
+    does not say.
+    """
+    if not job.device.startswith("cuda"):
+        return None, ""
+    import torch
+
+    uuid = getattr(torch.cuda.get_device_properties(0), "uuid", None)
+    gpu, reason = visible_gpu()
+    if uuid is None:
+        return (gpu.uuid, "") if gpu else (None, reason)
+    if gpu is not None and gpu.uuid.endswith(str(uuid)):
+        return gpu.uuid, ""  # keeps the MIG- spelling
+    return f"GPU-{uuid}", ""
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """By name, because the allocators of CUDA, of the CPU and of cuBLAS each raise their own
+    kind.
+    """
+    if isinstance(error, MemoryError) or any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    ):
+        return True
+    return any(sign in str(error) for sign in _OOM_SIGNS)
+
+
+def _inject(job: Job) -> None:
+    """Planted faults; a slowdown is the measuring function's own business."""
+    assert job.injection is not None
+    if job.injection.kind == "oom":
+        _exhaust_memory(job.device)
+    elif job.injection.kind == "hang":
+        while True:
+            signal.pause()
+    elif job.injection.kind == "segv":
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def _exhaust_memory(device: str) -> None:
+    import torch
+
+    if device.startswith("cuda"):
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.empty(2 * total, dtype=torch.uint8, device=device)
+    raise torch.OutOfMemoryError("injected: out of memory")
+
+
+def _write(path: Path, replicate: Replicate) -> None:
+    """Complete or not at all."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(replicate.model_dump(), allow_nan=False), encoding="utf-8")
+    partial.rename(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Steps that go through an NSACache: decode, one token a step on a filled cache, and prefill in
+chunks.
+
+B batch, T tokens, G kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.attention import NSAAttention
+from nsa.cache import KV, NSACache
+from nsa.config import ModelConfig
+from nsa.functional import compress_kv
+from nsa.model import TinyLM
+from nsa.ops.reads import KeysRead
+from nsa.steps import Steps
+from perfbench.matrix import held_tokens, pieces
+from perfbench.records import CacheLine, Job
+
+REPLAY_TOLERANCE = (
+    2**-5
+    # of the largest logit: the same kernels, but libraries may choose others for a graph; bf16 has
+    # 8 bits
+)
+NUM_COMPARED = 3  # replays
+FILL_TOKENS = 2048  # appended at a time, so that little random K and V is alive beside the cache
+Counts = dict[str, Tensor]  # branch -> keys that a call gathered, [B or 1, T] or [B, T, G]
+
+
+class CachedSteps:
+    """``run()`` enqueues one step of ``tokens_per_step`` tokens, without waiting for it.
+
+    A decode step appends one random token a sequence to caches that hold ``tokens``, and yields its
+    logits. A prefill step fills empty caches with ``tokens``, a chunk at a time, and yields every
+    token's logits.
+
+    Every step begins with caches of one length, and goes back to it by forgetting a length, without
+    a copy or a sync. A decode step can begin so because it writes where the one before wrote: a row
+    of K and V beyond the length, a slot of the ring that no window of this length reaches, a raw
+    token behind those that are kept. It completes no compressed block (`held_tokens`).
+
+    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.steps`), as in
+    nsa.DecodeGraph, for ``body`` to be captured: the same token at the same place, which is then
+    forgotten on the device.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        config: ModelConfig,
+        model: TinyLM,
+        num_batches: int,
+        *,
+        stepping: bool = False,
+    ) -> None:
+        """Raises torch.OutOfMemoryError where the caches do not fit."""
+        batch, seq_len, decodes = (
+            int(job.axes["batch"]),
+            int(job.axes["seq_len"]),
+            job.axes["workload"] == "decode",
+        )
+        self.model = model
+        self.tokens = held_tokens(config, seq_len) if decodes else seq_len
+        self.pieces = [(0, 1)] if decodes else pieces(job.axes)
+        new = self.pieces[-1][1]
+        self.tokens_per_step = batch * new
+        self.begin = model.new_cache(batch, self.tokens + 1 if decodes else seq_len)
+        if decodes:
+            layers: list[Any] = list(model.blocks)
+            for cache, layer in zip(self.begin, layers, strict=True):
+                fill(cache, self.tokens, layer.attention)
+        self.batches = itertools.cycle(
+            (ids,)
+            for ids in torch.randint(
+                config.vocab_size, (num_batches, batch, new), device=job.device
+            )
+        )
+        self.steps = Steps(self.begin) if stepping else None
+        self._logits_BTV: Tensor  # of the last `body`; of a captured one, the graph's own memory
+
+    def body(self, ids_B1: Tensor) -> None:
+        """One step with ``stepping``, of static shapes and without the host: a graph can hold
+        it.
+        """
+        assert self.steps is not None
+        with torch.no_grad():
+            self._logits_BTV = self.model(ids_B1, cache=self.begin)
+        self.steps.forget_last()
+
+    def how_a_replay_differs(
+        self, replay: Callable[[], None], inputs: Callable[[], Sequence[Tensor]]
+    ) -> str:
+        """Compares the logits of replays of `body`, which read ``inputs()``, with those of the same
+        steps launched by the host.
+
+        Empty where they agree. Several, since the ids of one may be those of the capture.
+        """
+        return next(
+            filter(None, (self._how_one_differs(replay, inputs) for _ in range(NUM_COMPARED))), ""
+        )
+
+    def _how_one_differs(
+        self, replay: Callable[[], None], inputs: Callable[[], Sequence[Tensor]]
+    ) -> str:
+        replay()
+        graphs_BTV, counters = self._logits_BTV, [cache.keys_read for cache in self.begin]
+        got_BTV = graphs_BTV.clone()
+        for cache in self.begin:
+            cache.keys_read = (
+                KeysRead()
+            )  # those that know the graph's own tensors must not learn others
+        self.body(*inputs())
+        wanted_BTV, self._logits_BTV = self._logits_BTV, graphs_BTV
+        for cache, counter in zip(self.begin, counters, strict=True):
+            cache.keys_read = counter
+        error, limit = (
+            float((got_BTV - wanted_BTV).float().abs().max()),
+            REPLAY_TOLERANCE * float(wanted_BTV.float().abs().max()),
+        )
+        if error <= limit:
+            return ""
+        got = (
+            f"a replay's logits differ by {error:.3g} from those of the same step launched by the"
+            " host"
+        )
+        return (
+            f"{got}; wanted at most {limit:.3g}; find what the graph does not hold, or measure with"
+            " cuda_graph=off"
+        )
+
+    def run(self) -> None:
+        self._step(None)
+
+    def line(self, replay: Callable[[], None] | None = None) -> CacheLine:
+        """What the caches hold, and the keys that one more step reads of them.
+
+        With a ``replay`` of the captured step that is the step, and the keys are counted from what
+        it wrote: the graph's own blocks and positions, which the caches' counters have known since
+        the capture.
+        """
+        counted: list[Counts] = []
+        if replay is None:
+            self._step(counted)
+        else:
+            replay()
+            counted += [dict(cache.keys_read) for cache in self.begin]
+        size = sum(cache.memory_bytes() for cache in self.begin)
+        return CacheLine(tokens=self.tokens, memory_bytes=size, keys_read=keys_of_query(counted))
+
+    def _step(self, counted: list[Counts] | None) -> None:
+        # A copy has a length of its own and the buffers of the original: the next step begins where
+        # this one did.
+        caches, (ids_BT,) = [copy.copy(cache) for cache in self.begin], next(self.batches)
+        with torch.no_grad():
+            for begin, end in self.pieces:
+                self.model(ids_BT[:, begin:end], cache=caches)
+                if counted is not None:
+                    counted += [dict(cache.keys_read) for cache in caches]
+
+
+@torch.no_grad()
+def fill(cache: NSACache, tokens: int, attention: NSAAttention) -> None:
+    """Append ``tokens`` random tokens a row to the cache of the layer ``attention``, compressed as
+    the layer does.
+    """
+    phi_params = (attention.phi_k.params(), attention.phi_v.params())
+
+    def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
+        return compress_kv(k, v, first_block, config=cache.config, phi_params=phi_params)
+
+    for begin in range(0, tokens, FILL_TOKENS):
+        new = min(FILL_TOKENS, tokens - begin)
+        kvs = [
+            tuple(x.new_empty(cache.batch, new, *x.shape[2:]).normal_() for x in cache.sel)
+            for _ in range(3)
+        ]
+        kv_cmp, kv_sel, kv_win = ((k, v) for k, v in kvs)
+        cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
+
+
+def keys_of_query(counted: Sequence[Counts]) -> dict[str, float]:
+    """Keys a query and kv head for each branch: the mean over the queries of all calls, rows of the
+    batch and kv heads.
+    """
+    means: dict[str, float] = {}
+    for branch in counted[0]:
+        keys = [count[branch].double() for count in counted]
+        means[branch] = float(
+            torch.cat([x.reshape(*x.shape[:2], -1).mean((0, 2)) for x in keys]).mean()
+        )
+    return means

@@ -1,0 +1,186 @@
+"""What one step is: the model of a cell, its data on the device, and the work that is timed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nsa.config import ModelConfig
+from nsa.model import DenseLM, TinyLM
+from nsa.routing import Route
+from perfbench.records import (
+    ATTENTION,
+    AXES,
+    BACKWARD,
+    CACHED,
+    SELECTED,
+    CacheLine,
+    Job,
+    torch_dtype_name,
+)
+from perfbench.worker.workloads import attention, selected_only
+from perfbench.worker.workloads.cache_steps import CachedSteps
+from perfbench.worker.workloads.graphs import Batches, Body, Captured, Compiled, CudaGrapher, eager
+
+# the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
+L2_FLUSH_FACTOR = 2
+NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one's inputs
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """``step()`` enqueues one step on the current stream and returns without waiting for it.
+
+    ``cache()`` runs one more step and says what the caches held and gave; None where the workload
+    has none. ``compiled`` and
+    ``captured`` know what a step engages where its calls are not counted as they run; None where
+    they are. ``differs()`` says how a replay differs from the same step without a graph, where that
+    was not proved before.
+    """
+
+    step: Callable[[], None]
+    tokens_per_step: int
+    model: nn.Module
+    cache: Callable[[], CacheLine] | None = None
+    compiled: Compiled | None = None
+    captured: Captured | None = None
+    differs: Callable[[], str] = lambda: ""
+
+    @property
+    def engaged_by(self) -> str:
+        """How it is known what a step engages, as in Replicate."""
+        return "graph" if self.compiled else "capture" if self.captured else "call"
+
+    def engaged(self, counted: dict[str, int], steps: int, route: Route) -> dict[str, int]:
+        """Counters of ``steps`` steps, while which ``counted`` were: those, or where nothing can be
+        counted, one step's times ``steps``.
+        """
+        if self.compiled:
+            return {name: count * steps for name, count in self.compiled.counts(route).items()}
+        if self.captured:
+            return {name: count * steps for name, count in self.captured.counts.items()}
+        return counted
+
+
+def build(job: Job) -> Workload:
+    """Build the cell's model in its dtype, with random data; raises torch.OutOfMemoryError where it
+    does not fit.
+    """
+    torch.manual_seed(job.seed)
+    config, axes = ModelConfig.from_mapping(job.model), job.axes
+    workload, path, fa2 = str(axes["workload"]), str(axes["path"]), str(axes["fa2"])
+    dtype: torch.dtype = getattr(torch, torch_dtype_name(str(axes["dtype"])))
+    batch, tokens = int(axes["batch"]), int(axes["seq_len"])
+    if workload in ATTENTION:
+        alone = attention.module_of(config, path, fa2).to(device=job.device, dtype=dtype)
+        shape: dict[str, Any] = {"batch": batch, "tokens": tokens, "backward": workload in BACKWARD}
+        given = attention.inputs(alone, dtype=dtype, device=job.device, **shape)
+        return _stepped(
+            job,
+            alone,
+            lambda run: attention.step_body(alone, run, backward=workload in BACKWARD),
+            given,
+        )
+    if workload in SELECTED:
+        branch, backward = selected_only.SelectedBranch(config, path, fa2), workload in BACKWARD
+        shape = {"batch": batch, "tokens": tokens, "backward": backward, "seed": job.seed}
+        chosen = selected_only.inputs(
+            config, str(axes["selection"]), dtype=dtype, device=job.device, **shape
+        )
+        return _stepped(
+            job, branch, lambda run: attention.body_of(run, [], backward=backward), chosen
+        )
+    model = DenseLM(config, path) if path.startswith("dense") else TinyLM(config, path, fa2)
+    model = model.to(device=job.device, dtype=dtype)
+    if workload in CACHED:
+        assert isinstance(model, TinyLM), "the plan refuses dense paths here"
+        steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=_is_on(job, "cuda_graph"))
+        if steps.steps is None:
+            return Workload(steps.run, steps.tokens_per_step, model, steps.line)
+        replay = Captured(steps.body, steps.batches, CudaGrapher())
+        differs = partial(steps.how_a_replay_differs, replay, lambda: replay.inputs)
+        return Workload(
+            replay,
+            steps.tokens_per_step,
+            model,
+            partial(steps.line, replay),
+            captured=replay,
+            differs=differs,
+        )
+    ids = torch.randint(config.vocab_size, (NUM_BATCHES, batch, tokens + 1), device=job.device)
+    batches = itertools.cycle((one,) for one in ids.unbind(0))
+    if workload == "forward":
+        return _stepped(job, model, _forward_body, batches)
+    # A graph cannot count the optimizer's steps on the host.
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=1e-4, fused=True, capturable=_is_on(job, "cuda_graph")
+    )
+    return _stepped(job, model, lambda run: _train_body(run, optimizer), batches)
+
+
+def _stepped(
+    job: Job, model: nn.Module, body_of: Callable[[Callable[..., Tensor]], Body], batches: Batches
+) -> Workload:
+    """The body of a step as the axes compile and cuda_graph want it run; nothing is compiled or
+    captured before the first step.
+    """
+    compiled = Compiled(model) if _is_on(job, "compile") else None
+    body = body_of(model if compiled is None else compiled.run)
+    captured = Captured(body, batches, CudaGrapher()) if _is_on(job, "cuda_graph") else None
+    tokens = int(job.axes["batch"]) * int(job.axes["seq_len"])
+    return Workload(
+        captured or eager(body, batches), tokens, model, compiled=compiled, captured=captured
+    )
+
+
+def _is_on(job: Job, axis: str) -> bool:
+    return job.axes.get(axis, AXES[axis].default) == "on"
+
+
+def l2_flush(job: Job) -> Callable[[], None] | None:
+    """What must run before each timed step of a cell with a cold L2: a write of twice the L2; None
+    for a warm one.
+    """
+    if job.axes.get("l2", AXES["l2"].default) == "warm":
+        return None
+    if job.device != "cuda":
+        raise ValueError(
+            f"l2=cold on device={job.device}: only a GPU's L2 can be flushed; use l2=warm"
+        )
+    buffer = torch.empty(
+        L2_FLUSH_FACTOR * torch.cuda.get_device_properties(0).L2_cache_size,
+        dtype=torch.int8,
+        device=job.device,
+    )
+
+    def flush() -> None:
+        buffer.zero_()
+
+    return flush
+
+
+def _train_body(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Body:
+    """Forward, cross-entropy in fp32, backward, fused AdamW."""
+
+    def body(ids_BT: Tensor) -> None:
+        logits = model(ids_BT[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return body
+
+
+def _forward_body(model: Callable[..., Tensor]) -> Body:
+    def body(ids_BT: Tensor) -> None:
+        with torch.no_grad():
+            model(ids_BT[:, :-1])
+
+    return body

@@ -1,0 +1,248 @@
+"""The targets that the kernels of path triton are held to, each with what a run of attention alone
+measured against it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from nsa.config import ModelConfig, NSAConfig
+from perfbench.records import EVERYTHING
+from perfbench.text import NULL, number, ratio
+from tools.studies.kernellines import GIB, Line, speedup
+
+SET_FOR = "NVIDIA H100 80GB HBM3"
+PATH = "triton"
+TOKENS = 65_536  # at which the targets of time and memory are set
+# bytes a token at the longest length over those at TOKENS: up to here the growth is called linear
+LINEAR = 1.1
+MET, MISSED, OPEN = "met", "**not met**", "open"
+Limits = tuple[float | None, float | None, float | None]  # must, aim, far aim
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One line: what was measured, and for must, aim and far aim the limit with its answer, as
+    text.
+    """
+
+    what: str
+    measured: str
+    answers: tuple[str, str, str]
+
+
+# Query heads, KV heads, DK, DV of the shapes that the targets name; batch 1, bf16, the paper's
+# geometry.
+SHAPES: Mapping[tuple[int, int, int, int], str] = {(12, 2, 64, 64): "A", (64, 4, 128, 128): "B"}
+FORWARD_MS: Mapping[str, Limits] = {"A": (6.0, 4.5, 3.7), "B": (36.0, 27.0, 22.0)}
+BACKWARD_MS: Mapping[str, Limits] = {"A": (11.0, 8.5, 6.2), "B": (80.0, 62.0, 55.0)}
+CROSSOVER_TOKENS: Mapping[str, Limits] = {"A": (16_384, 11_264, 8_192)}
+EXTRA_GIB: Mapping[str, Limits] = {"A": (None, 0.6, None)}
+FORWARD_RATIO: Mapping[str, Limits] = {"A": (None, 3.1, None)}
+BACKWARD_RATIO: Mapping[str, Limits] = {"A": (None, 4.4, None)}
+
+CROSSOVER = "crossover with the best dense kernel, forward and backward, tokens"
+
+
+def shape_of(model: ModelConfig) -> str | None:
+    """'A' or 'B', None for heads or a geometry that no target is set for."""
+    config, paper = model.nsa, NSAConfig()
+    names = (
+        "cmp_block",
+        "cmp_stride",
+        "sel_block",
+        "num_selected",
+        "window",
+        "num_initial",
+        "num_local",
+        "branches",
+        "phi",
+    )
+    if any(getattr(config, name) != getattr(paper, name) for name in names):
+        return None
+    return SHAPES.get((model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim))
+
+
+def targets(shape: str, lines: Sequence[Line]) -> list[Target]:
+    """Every target of ``shape``; what was not measured has no answer.
+
+    Where a length has several lines, its first one counts.
+
+    None of a line without a step of the path: it tells what the step buys. Steps from a CUDA graph
+    have a crossover of their own.
+    """
+    first: dict[int, Line] = {}
+    captured: dict[int, Line] = {}
+    for line in lines:
+        whole = line.axes.get("without", EVERYTHING) == EVERYTHING
+        if (
+            line.path == PATH
+            and whole
+            and int(line.axes["batch"]) == 1
+            and line.axes["dtype"] == "bf16"
+        ):
+            (captured if line.axes.get("cuda_graph") == "on" else first).setdefault(
+                line.tokens, line
+            )
+    mine = list(first.values())
+    at = first.get(TOKENS)
+    launched, replayed = (
+        {
+            line.tokens: ratio_
+            for line in some.values()
+            if (ratio_ := speedup(lines, line, "both_ms")) is not None
+        }
+        for some in (first, captured)
+    )
+    syncs = [
+        one.host_syncs
+        for line in mine
+        for timed in (line.forward, line.whole)
+        if timed
+        for one in timed.profiles
+    ]
+    found = [
+        _at_most(
+            f"forward at {TOKENS:,}, ms",
+            None if at is None else at.forward_ms,
+            FORWARD_MS.get(shape),
+        ),
+        _at_most(
+            f"backward at {TOKENS:,}, ms",
+            None if at is None else at.backward_ms,
+            BACKWARD_MS.get(shape),
+        ),
+        _at_least(
+            f"x best dense at {TOKENS:,}, forward",
+            _speedup(lines, at, "forward_ms"),
+            FORWARD_RATIO.get(shape),
+        ),
+        _at_least(
+            f"x best dense at {TOKENS:,}, backward",
+            _speedup(lines, at, "backward_ms"),
+            BACKWARD_RATIO.get(shape),
+        ),
+        (
+            _crossover(CROSSOVER, launched, CROSSOVER_TOKENS.get(shape))
+            if launched or not replayed
+            else None
+        ),
+        (
+            _crossover(f"{CROSSOVER}, from a CUDA graph", replayed, CROSSOVER_TOKENS.get(shape))
+            if replayed
+            else None
+        ),
+        _at_most(
+            f"extra memory at {TOKENS:,}, forward and backward, GiB",
+            _extra_gib(at),
+            EXTRA_GIB.get(shape),
+        ),
+        _linear(mine),
+        _at_most("host syncs in a step", max(syncs, default=None), (0.0, 0.0, 0.0)),
+    ]
+    return [one for one in found if one is not None]
+
+
+def crossing(ratios: Mapping[int, float]) -> tuple[int | None, int | None, float | None]:
+    """(longest length at which dense is faster, shortest from which on it is not, where they meet)
+    of tokens -> x best dense.
+
+    The meeting point is a straight line between both in logarithms; None unless both lengths were
+    measured.
+    """
+    lengths = sorted(ratios)
+    slower = [tokens for tokens in lengths if ratios[tokens] < 1]
+    low = slower[-1] if slower else None
+    high = next((tokens for tokens in lengths if low is None or tokens > low), None)
+    if low is None or high is None:
+        return low, high, None
+    share = -math.log(ratios[low]) / (math.log(ratios[high]) - math.log(ratios[low]))
+    return low, high, low * (high / low) ** share
+
+
+def _crossover(what: str, ratios: Mapping[int, float], limits: Limits | None) -> Target | None:
+    if limits is None:
+        return None
+    low, high, meeting = crossing(ratios)
+    if meeting is not None:
+        measured = f"about {meeting:,.0f}, between {low:,} and {high:,}"
+    elif low is not None:
+        measured = f"beyond {low:,}"
+    else:
+        measured = NULL if high is None else f"at or below {high:,}"
+
+    def answer(limit: float) -> str:
+        if high is not None and high <= limit:
+            return MET
+        if low is not None and low >= limit:
+            return MISSED
+        return OPEN
+
+    return Target(what, measured, _answers(limits, "at most", answer))
+
+
+def _linear(mine: Sequence[Line]) -> Target | None:
+    """Bytes a token of the longest length against those at `TOKENS`."""
+    per_token = {
+        line.tokens: line.whole.extra_bytes / line.tokens
+        for line in mine
+        if line.whole and line.whole.extra_bytes
+    }
+    longest = max(per_token, default=0)
+    what = "extra memory grows as S: bytes a token"
+    if TOKENS not in per_token or longest <= TOKENS:
+        return Target(what, NULL, ("linear", NULL, NULL))
+    grown = per_token[longest] / per_token[TOKENS]
+    measured = f"{ratio(grown)} x from {TOKENS:,} to {longest:,}"
+    return Target(
+        what, measured, (f"at most {LINEAR:g} x: {MET if grown <= LINEAR else MISSED}", NULL, NULL)
+    )
+
+
+def _at_most(what: str, value: float | None, limits: Limits | None) -> Target | None:
+    if limits is None:
+        return None
+    return Target(
+        what,
+        number(value),
+        _answers(limits, "at most", lambda limit: _told(value, lambda got: got <= limit)),
+    )
+
+
+def _at_least(what: str, value: float | None, limits: Limits | None) -> Target | None:
+    if limits is None:
+        return None
+    return Target(
+        what,
+        ratio(value),
+        _answers(limits, "at least", lambda limit: _told(value, lambda got: got >= limit)),
+    )
+
+
+def _told(value: float | None, holds: Callable[[float], bool]) -> str:
+    return "not measured" if value is None else MET if holds(value) else MISSED
+
+
+def _answers(limits: Limits, how: str, answer: Callable[[float], str]) -> tuple[str, str, str]:
+    must, aim, far = (
+        NULL if limit is None else f"{how} {_limit(limit)}: {answer(limit)}" for limit in limits
+    )
+    return must, aim, far
+
+
+def _limit(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
+
+
+def _speedup(lines: Sequence[Line], at: Line | None, what: str) -> float | None:
+    return None if at is None else speedup(lines, at, what)
+
+
+def _extra_gib(at: Line | None) -> float | None:
+    return (
+        None
+        if at is None or at.whole is None or at.whole.extra_bytes is None
+        else at.whole.extra_bytes / GIB
+    )
