@@ -268,7 +268,7 @@ def calibrate(
             Exit.USAGE,
             f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}",
         )
-    files = [path / run_file.FILE_NAME if path.is_dir() else path for path in run_paths]
+    files = [run_file.file_of(path) for path in run_paths]
     policy = policy_of(run_file.read(files[0])).whole if files else GatePolicy()
     found = calibrating.calibrate(files, seed=seed, policy=policy, pair_folders=pairs or (), out=to)
     return calibrating.as_json(found) if as_json else calibrating.render(found)
