@@ -63,7 +63,7 @@ def certify(
     from perfbench import calibration
     from perfbench.commands.outcome import policy_of
     from perfbench.matrix import GatePolicy
-    from perfbench.records import RUN_FILE, read_run
+    from perfbench.records import read_run
 
     to = out
     if out is not None and (out.is_dir() or not out.suffix):
@@ -73,9 +73,8 @@ def certify(
             Exit.USAGE,
             f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}",
         )
-    files = [path / RUN_FILE if path.is_dir() else path for path in run_paths]
-    policy = policy_of(read_run(files[0])).whole if files else GatePolicy()
+    policy = policy_of(read_run(run_paths[0])).whole if run_paths else GatePolicy()
     found = calibration.certify_gate(
-        files, seed=seed, policy=policy, pair_folders=pairs or (), out=to
+        run_paths, seed=seed, policy=policy, pair_folders=pairs or (), out=to
     )
     return calibration.as_json(found) if as_json else calibration.as_markdown(found)

@@ -17,7 +17,7 @@ Log = Annotated[
     typer.Option(
         "--log",
         metavar="PATH",
-        help="A run folder, a run.jsonl or a training log to look at too.",
+        help="A run folder, a run.jsonl or run.jsonl.gz, or a training log to look at too.",
         show_default=False,
     ),
 ]

@@ -18,7 +18,9 @@ RUNS = Path("reports/runs")
 MatrixArg = Annotated[
     Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")
 ]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its run.jsonl.")]
+RunArg = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, or its run.jsonl or run.jsonl.gz.")
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(

@@ -1,5 +1,4 @@
 """Measures one cell inside a process of its own; the only room with torch."""
 
-from perfbench.worker.nsa_version import WITNESS as NSA_WITNESS, use as use_nsa
-from perfbench.worker.nsa_version import verify as verify_nsa
+from perfbench.worker.nsa_version import WITNESS as NSA_WITNESS
 from perfbench.worker.processes import kill_group

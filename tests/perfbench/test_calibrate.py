@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from perfbench.calibration import certify, simulate
-from perfbench.calibration.between_starts import read, told
 from perfbench.calibration.calibrate import as_json, calibrate, render
 from perfbench.calibration.certify import Effort, Rate, uniformity
 from perfbench.commands import outcome
@@ -21,6 +20,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.calibration_file import read, told
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run
 from tests.perfbench.builders import (

@@ -1,5 +1,5 @@
 """The plan of a matrix as one version's own `nsa` makes it: its routes, its presets, in a process
-of its own (``perfbench.worker.planner``).
+of its own (``perfbench.worker.version_plan``).
 
 An older commit may route `auto` elsewhere; judged by this checkout's routes it would be WRONG_PATH,
 and it is not.
@@ -51,7 +51,7 @@ def plan_of_version(
     }
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "perfbench.worker.planner"],
+            [sys.executable, "-m", "perfbench.worker.version_plan"],
             input=json.dumps(request),
             capture_output=True,
             text=True,
