@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status
+from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status, StoredCell
 
 # What a sentinel's rate counts, by its name. Its work is in perfbench/sentinels.py.
 SENTINEL_UNITS: Mapping[str, str] = MappingProxyType(
@@ -54,9 +54,7 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     cell_id: str
     replicate: int
-    axes: dict[
-        str, str | int
-    ]  # workload, seq_len, path, fa2, batch, dtype: every axis, defaults included
+    axes: StoredCell
     config_sha256: str
     model: dict[str, Any]  # ModelConfig.to_mapping(), resolved
     measure: MeasureOptions

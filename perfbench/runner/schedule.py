@@ -19,6 +19,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix
 from perfbench.records import (
     SENTINEL_UNITS,
+    Cell,
     Expect,
     Injection,
     Job,
@@ -275,7 +276,7 @@ class Sweep:
         return Job(
             cell_id=f"sentinel {name}",
             replicate=block,
-            axes={},
+            axes=Cell("sentinel", 1, name),  # no point of the matrix: the axes only name it
             config_sha256="",
             model={},
             measure=self.matrix.measure,

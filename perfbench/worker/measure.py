@@ -23,9 +23,6 @@ from nsa.config import ModelConfig
 from nsa.routing import Route
 from perfbench.matrix import held_tokens, layer_calls, route_line, route_of
 from perfbench.records import (
-    BACKWARD,
-    CACHED,
-    SELECTED,
     Job,
     ParityLine,
     Physics,
@@ -36,7 +33,9 @@ from perfbench.records import (
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
 from perfbench.worker import autotuner, capture, profile, sentinels
 from perfbench.worker.clock import Clock
-from perfbench.worker.parity import check
+from perfbench.worker.parity.claim import Claim
+from perfbench.worker.parity.proof import prove
+from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
 from perfbench.worker.workloads import workload
@@ -160,7 +159,7 @@ def _measure(
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
     facts["physics"] = _physics(job, model, timed.step_s, clock)
     if work.cache is None:
-        facts["absent"]["cache"] = f"workload={job.axes['workload']} keeps no cache"
+        facts["absent"]["cache"] = f"workload={job.axes.workload} keeps no cache"
     else:
         facts["cache"] = work.cache()
     return facts
@@ -240,27 +239,9 @@ def _indexed(device: str) -> str:
 def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> ParityLine:
     if job.proof is not None:
         return job.proof
-    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
-    path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] in BACKWARD
-    options: dict[str, Any] = {
-        "train": train,
-        "seed": job.seed,
-        "tokens": int(job.axes["seq_len"]),
-        "batch": int(job.axes["batch"]),
-    }
-    if job.axes.get("compile") == "on":
-        options["compiled"] = True
-    if job.axes["workload"] in CACHED:
-        options["chunk"] = 1 if job.axes["workload"] == "decode" else int(job.axes["chunk"])
-        if job.axes.get("cuda_graph") == "on":
-            options["stepping"] = True
-    if job.axes["workload"] in SELECTED:
-        options["selection"] = str(job.axes["selection"])
     try:
-        line = check.check(
-            model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options
-        )
-    except check.RouteDiffers as error:
+        line = prove(Claim(model, route, job.axes, job.device, job.seed))
+    except RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
         raise Stop(
@@ -323,31 +304,38 @@ def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> 
 
 
 def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physics:
-    tokens, decodes = int(job.axes["seq_len"]), job.axes["workload"] == "decode"
-    shape: dict[str, Any] = {
-        "workload": str(job.axes["workload"]),
-        "batch": int(job.axes["batch"]),
-        "tokens": held_tokens(model, tokens) if decodes else tokens,
-        "dense": str(job.axes["path"]).startswith("dense"),
-    }
-    on_gpu = job.device == "cuda"
+    cell, on_gpu = job.axes, job.device == "cuda"
+    tokens = held_tokens(model, cell.seq_len) if cell.workload == "decode" else cell.seq_len
     size = 8192 if on_gpu else 1024
     gemm, repeats = _gemm(size, job), 20 if on_gpu else 5
     clock.time_steps(gemm, 5)
     gemm_s = min(clock.time_steps(gemm, repeats) for _ in range(3)) / repeats
     return judge_step(
-        flops=step_flops(model, **shape),
-        min_bytes=step_min_bytes(model, dtype=str(job.axes["dtype"]), **shape),
+        flops=step_flops(
+            model,
+            workload=cell.workload,
+            batch=cell.batch,
+            tokens=tokens,
+            dense=cell.is_dense,
+        ),
+        min_bytes=step_min_bytes(
+            model,
+            workload=cell.workload,
+            batch=cell.batch,
+            tokens=tokens,
+            dtype=cell.dtype,
+            dense=cell.is_dense,
+        ),
         step_s=step_s,
         gemm_flops_per_s=2 * size**3 / gemm_s,
-        dtype=str(job.axes["dtype"]),
+        dtype=cell.dtype,
         device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
         is_gpu=on_gpu,
     )
 
 
 def _gemm(size: int, job: Job) -> Callable[[], None]:
-    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
+    dtype = getattr(torch, torch_dtype_name(job.axes.dtype))
     a, b = (
         torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2)
     )

@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from nsa.routing import BranchRoute, Route
+from perfbench.matrix import steps_off
 from perfbench.records import Profile
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
@@ -145,7 +146,7 @@ def testify(
                     f" called *{mark}*"
                 ),
             )
-    for step in getattr(route, "off", ()):  # an older nsa, which `ab` measures, too, has no steps
+    for step in steps_off(route):
         if at := next((name for name in kernels if _shows(step, name.lower())), None):
             return False, f"the Route says that {step} is off, and {at[:NAME_CHARS]} ran"
     dense = any("dense" in (branch.branch, branch.implementation) for branch in route.branches)
