@@ -33,7 +33,6 @@ START_S = {"cuda": 8.0, "cpu": 0.7}
 # A process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples.
 SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}
 END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
-WARMUP_CAP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +135,7 @@ def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
     device = "cpu" if capability.sm is None else "cuda"
     alone_s = END_S if capability.sm is not None else 0.0
     cell_s = (
-        START_S[device] / measure.prepare_together
-        + min(measure.warmup_s, WARMUP_CAP_S)
-        + window_s
-        + alone_s
+        START_S[device] / measure.prepare_together + measure.shortest_warmup_s + window_s + alone_s
     )
     return measure.processes * (num_cells * cell_s + len(matrix.sentinels) * SENTINEL_S[device])
 

@@ -41,6 +41,7 @@ from perfbench.runner.executor import Executor, ForkServerExecutor
 from perfbench.runner.progress import Progress, SilentProgress
 from perfbench.runner.resume import check_cells, check_same_ground, selected
 from perfbench.runner.schedule import Sweep
+from perfbench.worker import MEASURE
 
 _INJECTION = re.compile(r"(?:(slowdown)=([0-9.]+)%|(oom|hang|segv))@(.*)", re.DOTALL)
 
@@ -58,7 +59,7 @@ class Finished:
 
 @contextmanager
 def prepared(
-    fit: TargetFit, measure: str = "perfbench.worker.measure:measure", *, module: Any | None = None
+    fit: TargetFit, measure: str = MEASURE, *, module: Any | None = None
 ) -> Iterator[Executor]:
     """The executor for a machine that ``check_target`` accepted: on a GPU, with its lock held and
     alone on it.

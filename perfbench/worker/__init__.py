@@ -2,4 +2,4 @@
 
 from perfbench.worker.nsa_version import WITNESS as NSA_WITNESS, use as use_nsa
 from perfbench.worker.nsa_version import verify as verify_nsa
-from perfbench.worker.processes import kill_group
+from perfbench.worker.processes import MEASURE, SERVER, kill_group

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-# the optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in
-# the server
+# The optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in
+# the server.
 import torch._dynamo
 
 from nsa import capability, engagement, settings
@@ -31,19 +31,17 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
-from perfbench.worker import autotuner, capture, profile, sentinels
+from perfbench.worker import autotuner, profile, sentinels
 from perfbench.worker.clock import Clock
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
+from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
 from perfbench.worker.workloads import workload
 
-# On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times
-# beside another process.
-CPU_THREADS = 1
-# after the first, which compiles and tunes; the optimizer's state is there from the second on
+# After the first, which compiles and tunes; the optimizer's state is there from the second on.
 TRACE_WARM_STEPS = 2
 
 
@@ -124,7 +122,7 @@ def _measure(
     take_turn()
 
     retries, flush = _allocation_retries(job), workload.l2_flush(job)
-    warmth = warm_up(work.step, clock, job.measure.warmup_s, flush)
+    warmth = warm_up(work.step, clock, job.measure, flush)
     step = _slowed(work.step, warmth.step_s, job, clock)
     timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
     facts |= {
@@ -136,7 +134,7 @@ def _measure(
     if work.engaged_by != "call" and timed.engaged:
         raise Stop(
             Status.WRONG_PATH,
-            f"{sorted(timed.engaged)} ran eagerly beside the {work.engaged_by}",
+            f"{sorted(timed.engaged)} ran eagerly next to the {work.engaged_by}",
             _without_speed(facts),
         )
     facts["engaged"] = engaged = work.engaged(timed.engaged, timed.num_steps, route)
@@ -145,7 +143,7 @@ def _measure(
 
     if job.company and (again := _allocation_retries(job) - retries):
         raise torch.OutOfMemoryError(
-            f"memory was so scarce beside {job.company} waiting processes that {again} allocations"
+            f"memory was so scarce next to {job.company} waiting processes that {again} allocations"
             " were retried"
         )
     if job.device == "cuda":
@@ -168,7 +166,7 @@ def _measure(
 def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
     """One warm step under the profiler.
 
-    Publishes no speed, so it needs no proof, and a wrong path is what it is to show.
+    Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose.
     """
     work = workload.build(job)
     cold_start_s, engaged = _first_step(
@@ -177,7 +175,7 @@ def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) 
     take_turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
-    capture.capture(
+    profile.capture(
         _slowed(work.step, step_s, job, clock), job.device, flush, autotuner.choices(), chrome
     )
     return {

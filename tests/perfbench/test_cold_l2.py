@@ -18,9 +18,9 @@ from perfbench.records.cells import Cell, why_not_here
 from perfbench.records.job import Job
 from perfbench.records.rows import METHOD_VERSION, Status
 from perfbench.worker import profile
-from perfbench.worker.clock import FakeClock
 from perfbench.worker.workloads import workload
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, Watch, run, stub
 

@@ -16,11 +16,11 @@ from nsa.routing import Path
 from nsa.settings import Setting, Settings
 from perfbench.records.rows import Expect, Status
 from perfbench.worker import measure, profile
-from perfbench.worker.clock import FakeClock
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.workloads import workload
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, assert_no_speed, no_build, run, stub
 

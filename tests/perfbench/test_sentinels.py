@@ -18,9 +18,8 @@ from perfbench.records.rows import Expect, Replicate, RouteLine, Status
 from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure as measures
 from perfbench.worker import sentinels
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock, FakeSampler
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")

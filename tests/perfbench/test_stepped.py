@@ -151,7 +151,7 @@ def test_a_compiled_cell_that_also_runs_eagerly_is_the_wrong_path(
     row = run(on("compile", "dense"))
     assert (
         row.status is Status.WRONG_PATH
-        and "ran eagerly beside the graph" in row.reason
+        and "ran eagerly next to the graph" in row.reason
         and row.tok_per_s is None
     )
 
@@ -283,7 +283,7 @@ def test_a_replay_that_dispatches_again_is_the_wrong_path(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(workload, "CudaGrapher", Eager)
     row = run(on("cuda_graph"))
-    assert row.status is Status.WRONG_PATH and "ran eagerly beside the capture" in row.reason
+    assert row.status is Status.WRONG_PATH and "ran eagerly next to the capture" in row.reason
 
 
 # The profiler's word on a graph.

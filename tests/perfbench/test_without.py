@@ -23,10 +23,9 @@ from perfbench.records.rows import PlannedCell, RouteLine, Run, Status
 from perfbench.records.verdict import Verdict
 from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler
 from tests.perfbench import builders as b
 from tests.perfbench.edits import reason_of, verdict_of
+from tests.perfbench.fakes import FakeClock, FakeSampler
 from tests.perfbench.jobs import TINY, job
 from tests.perfbench.test_isolate import ROOT
 from tests.perfbench.test_isolate import job as stub_job

@@ -38,7 +38,7 @@ from perfbench.runner.executor import Executor, ForkServerExecutor
 from perfbench.runner.progress import Progress
 from perfbench.runner.run import parse_injection
 from perfbench.runner.schedule import BudgetSpent, Sweep, without_resume
-from perfbench.worker import NSA_WITNESS
+from perfbench.worker import MEASURE, NSA_WITNESS
 
 
 class SideExecutor(ForkServerExecutor):
@@ -78,7 +78,7 @@ class SideExecutor(ForkServerExecutor):
 def prepared(
     fit: TargetFit,
     sides: tuple[Side, Side],
-    measure: str = "perfbench.worker.measure:measure",
+    measure: str = MEASURE,
     *,
     module: Any | None = None,
 ) -> Iterator[tuple[Executor, Executor]]:
