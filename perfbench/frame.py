@@ -133,7 +133,8 @@ def _runs(path: Path) -> Sides:
 def _rows(run: Run, side: str | None, path: Path) -> Iterator[dict[str, object]]:
     of_run = {name: value(run.manifest) for name, (_, value) in _OF_RUN.items()}
     for row in _counting(run.replicates):
-        axes = {name: row.axes.get(name, axis.default) for name, axis in AXES.items()}
+        known = row.axes.to_mapping()
+        axes = {name: known.get(name, axis.default) for name, axis in AXES.items()}
         try:
             of_row = {name: value(row) for name, (_, value) in _OF_REPLICATE.items()}
         except ValueError as error:

@@ -260,11 +260,7 @@ def _cell(
     return CellNoise(
         cell_id=planned.cell_id,
         config_sha256=planned.config_sha256,
-        axes={
-            name: value
-            for name in AXES
-            if (value := planned.axes.get(name, AXES[name].default)) is not None
-        },
+        axes={name: value for name in AXES if (value := planned.axes.value(name)) is not None},
         host_bound=_bound_of(groups),
         starts=len(groups),
         replicates=sum(map(len, groups.values())),

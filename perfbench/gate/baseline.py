@@ -255,8 +255,8 @@ def _keep(
     """Split the earlier file's other cells into those that stay and those that go."""
     if old is None:
         return {}, set()
-    axes_of = {cell_id: dict(cell.axes) for cell_id, cell in old.cells.items()} | {
-        c.cell_id: dict(c.axes) for c in run.manifest.cells
+    axes_of = {cell_id: cell.axes for cell_id, cell in old.cells.items()} | {
+        c.cell_id: c.axes for c in run.manifest.cells
     }
     selected = selected_ids(run, axes_of)
     others = {cell_id: cell for cell_id, cell in old.cells.items() if cell_id not in cells}

@@ -12,12 +12,10 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.evidence import WALL
 from perfbench.gate.judgement import CellVerdict, Finding
 from perfbench.matrix import GatePolicy
-from perfbench.records import AXES, EXIT_OF, Cell, Replicate, Run, Status, Verdict, select_cells
+from perfbench.records import EXIT_OF, Cell, Replicate, Run, Status, Verdict, select_cells
 
 if TYPE_CHECKING:
     from perfbench.records import Baseline, BaselineCell
-
-Axes = Mapping[str, str | int]
 
 
 def rows_by_cell(run: Run) -> dict[str, list[Replicate]]:
@@ -71,7 +69,7 @@ def clock_events(rows: Iterable[Replicate]) -> str:
     return ", ".join(events) or "no clock event was recorded"
 
 
-def selected_ids(run: Run, axes_of: Mapping[str, Axes]) -> set[str]:
+def selected_ids(run: Run, axes_of: Mapping[str, Cell]) -> set[str]:
     """Which of the named cells this run was asked to measure, over all its slices.
 
     A plan that holds only its own selection cannot be widened by a later ``--resume``, so later
@@ -83,20 +81,16 @@ def selected_ids(run: Run, axes_of: Mapping[str, Axes]) -> set[str]:
     return first.union(*(_chosen(axes_of, slice_.only) for slice_ in run.resumed))
 
 
-def _chosen(axes_of: Mapping[str, Axes], only: list[str]) -> set[str]:
+def _chosen(axes_of: Mapping[str, Cell], only: list[str]) -> set[str]:
     if not only:
         return set(axes_of)
     try:
-        cells = {
-            cell_id: Cell(**{name: axes[name] for name in AXES if name in axes})  # type: ignore[arg-type]
-            for cell_id, axes in axes_of.items()
-        }
-        chosen = set(select_cells(cells.values(), only))
-    except (ValueError, TypeError) as error:
+        chosen = set(select_cells(axes_of.values(), only))
+    except ValueError as error:
         raise PerfbenchError(
             Exit.USAGE, f"the run file's own selection cannot be read: {error}; measure again"
         ) from error
-    return {cell_id for cell_id, cell in cells.items() if cell in chosen}
+    return {cell_id for cell_id, cell in axes_of.items() if cell in chosen}
 
 
 def reproduce(run: Run, cell_id: str) -> str:
@@ -122,7 +116,7 @@ def missing(run: Run, policy: GatePolicy, cell_id: str, base: BaselineCell) -> C
     verdict = Verdict.MISSING if policy.missing == "fail" else Verdict.WATCH
     return CellVerdict(
         cell_id,
-        dict(base.axes),
+        base.axes,
         verdict,
         reason,
         base.speed,

@@ -148,7 +148,7 @@ def _steps_off(cell: PlannedCell, row: Replicate) -> list[str]:
     """A step of path triton that was to be off and was not, or the reverse: the setting did not
     reach the process.
     """
-    asked, planned = cell.axes.get("without", EVERYTHING), set(cell.route.off)
+    asked, planned = cell.axes.without, set(cell.route.off)
     problems = []
     if planned != {asked} - {EVERYTHING}:
         turned = ", ".join(sorted(planned)) or "nothing"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from perfbench.errors import SEVERITY, Exit, worst
 from perfbench.gate.evidence import WALL, Evidence
 from perfbench.matrix import GatePolicy
-from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Verdict
+from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Cell, Verdict
 from perfbench.text import shorten
 
 
@@ -56,7 +56,7 @@ class CellVerdict:
     """
 
     cell_id: str
-    axes: dict[str, str | int]
+    axes: Cell
     verdict: Verdict | None
     reason: str
     base_tok_per_s: float | None = None

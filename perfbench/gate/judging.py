@@ -11,7 +11,7 @@ that it is not a slow one renamed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judge
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_NIGHT_SD
 from perfbench.matrix import GatePolicy, Policies
-from perfbench.records import BaselineProblem, PlannedCell, Replicate, Run, Verdict
+from perfbench.records import BaselineProblem, Cell, PlannedCell, Replicate, Run, Verdict
 
 if TYPE_CHECKING:
     from perfbench.records import Baseline, BaselineCell
@@ -49,9 +49,6 @@ __all__ = [
     "selected_ids",
     "usable",
 ]
-
-Axes = Mapping[str, str | int]
-Key = tuple[tuple[str, str | int], ...]
 
 
 def judge(
@@ -71,8 +68,8 @@ def judge(
     known = None if baseline is None or isinstance(baseline, BaselineProblem) else baseline
     rows = rows_by_cell(run)
     base_cells = {} if known is None else _renamed(known.cells, policies)
-    axes_of = {cell_id: dict(cell.axes) for cell_id, cell in base_cells.items()} | {
-        c.cell_id: dict(c.axes) for c in run.manifest.cells
+    axes_of = {cell_id: cell.axes for cell_id, cell in base_cells.items()} | {
+        c.cell_id: c.axes for c in run.manifest.cells
     }
     selected = selected_ids(run, axes_of)
     planned = [
@@ -118,7 +115,7 @@ class _Context:
     policies: Policies
     baseline: Baseline | BaselineProblem | None
     mixed: str | None  # why no speed of this run may be compared
-    whole_speeds: Mapping[Key, float]  # of steps with a backward
+    whole_speeds: Mapping[Cell, float]  # of steps with a backward
     ground: Ground
 
 
@@ -147,22 +144,14 @@ def _renamed(cells: Mapping[str, BaselineCell], policies: Policies) -> dict[str,
     return found
 
 
-def _key(axes: Axes, workload: str) -> Key:
-    """The axes with this workload instead of their own."""
-    return tuple(sorted({**axes, "workload": workload}.items()))
-
-
 def _whole_speeds(
     planned: list[PlannedCell], rows: Mapping[str, list[Replicate]]
-) -> dict[Key, float]:
+) -> dict[Cell, float]:
     """The slowest replicate of every cell whose step has a backward."""
     speeds = {}
     for cell in planned:
-        workload = str(cell.axes.get("workload"))
-        if workload in WHOLE.values() and (good := usable(rows.get(cell.cell_id, []))):
-            speeds[_key(cell.axes, workload)] = min(
-                row.tok_per_s for row in good if row.tok_per_s is not None
-            )
+        if cell.axes.workload in WHOLE.values() and (good := usable(rows.get(cell.cell_id, []))):
+            speeds[cell.axes] = min(row.tok_per_s for row in good if row.tok_per_s is not None)
     return speeds
 
 
@@ -171,8 +160,8 @@ def _prejudge(
 ) -> _First:
     """Hard gates, throttling, and whether there is anything to compare with."""
     again = reproduce(context.run, cell.cell_id)
-    axes, base_speed = dict(cell.axes), None if base is None else base.speed
-    whole = context.whole_speeds.get(_key(cell.axes, WHOLE.get(str(cell.axes.get("workload")), "")))
+    axes, base_speed = cell.axes, None if base is None else base.speed
+    whole = context.whole_speeds.get(replace(axes, workload=WHOLE.get(axes.workload, "")))
     good = usable(rows)
     if hard := cell_findings(cell, rows, whole, context.ground):
         # No speed beside it: a number is published only with its proof.

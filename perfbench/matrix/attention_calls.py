@@ -4,34 +4,30 @@ serves them. Pure: no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from nsa import routing
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
-from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
+from nsa.routing import ADAPTIVE, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
+from perfbench.matrix.nsa_version import copy_min_elements, sort_min_rows
 from perfbench.records import (
     ATTENTION,
     CACHED,
-    DEFAULT_CHUNK,
     EVERYTHING,
     SELECTED,
     Cell,
-    Value,
     torch_dtype_name,
 )
 
-Axes = Mapping[str, Value]
 
-
-def pieces(axes: Axes) -> list[tuple[int, int]]:
-    """[begin, end) of each chunk of a chunked prefill: ``chunk`` tokens each, the last one what is
-    left.
+def pieces(cell: Cell) -> list[tuple[int, int]]:
+    """[begin, end) of each chunk of a chunked prefill: ``chunk`` tokens each, the last one the
+    remainder.
     """
-    tokens, size = int(axes["seq_len"]), int(axes.get("chunk", DEFAULT_CHUNK))
-    return [(begin, min(begin + size, tokens)) for begin in range(0, tokens, size)]
+    begins = range(0, cell.seq_len, cell.chunk)
+    return [(begin, min(begin + cell.chunk, cell.seq_len)) for begin in begins]
 
 
 def held_tokens(model: ModelConfig, seq_len: int) -> int:
@@ -45,70 +41,60 @@ def held_tokens(model: ModelConfig, seq_len: int) -> int:
     return seq_len - (grid.num_cmp(seq_len + 1) - grid.num_cmp(seq_len))
 
 
-def layer_calls(axes: Axes, model: ModelConfig) -> int:
+def layer_calls(cell: Cell, model: ModelConfig) -> int:
     """How often a step calls each branch's implementation: once a layer, and for each chunk of a
     prefill; attention alone is one layer.
     """
-    if axes["workload"] in (*ATTENTION, *SELECTED):
+    if cell.workload in (*ATTENTION, *SELECTED):
         return 1
-    return model.num_layers * (len(pieces(axes)) if axes["workload"] == "chunked_prefill" else 1)
+    return model.num_layers * (len(pieces(cell)) if cell.workload == "chunked_prefill" else 1)
 
 
-def of_selected(whole: Problem) -> Problem:
+def of_selected(sequence: Problem) -> Problem:
     """The call of the selected branch alone, on blocks that it is given: nothing to score, and no
-    length tells it what is left out.
+    length at which every block is selected.
     """
     return replace(
-        whole, branches=("sel",), select_all_tokens=None, window=None, whole=False, scores=None
+        sequence, branches=("sel",), select_all_tokens=None, window=None, whole=False, scores=None
     )
 
 
-def problems(axes: Axes, model: ModelConfig) -> list[Problem]:
+def problems(cell: Cell, model: ModelConfig) -> list[Problem]:
     """The distinct attention calls of a step, in order."""
-    tokens = int(axes["seq_len"])
-    whole = Problem.of(
-        model, batch=int(axes["batch"]), tokens=tokens, dtype=torch_dtype_name(str(axes["dtype"]))
+    sequence = Problem.of(
+        model, batch=cell.batch, tokens=cell.seq_len, dtype=torch_dtype_name(cell.dtype)
     )
-    if axes["workload"] == "decode":
-        captured = (
-            axes.get("cuda_graph", "off") == "on"
-        )  # its positions are a tensor, as of rows that differ in length
+    if cell.workload == "decode":
+        held = held_tokens(model, cell.seq_len)
+        # A captured step's positions are a tensor, as of rows that differ in length.
+        captured = cell.cuda_graph == "on"
+        return [replace(sequence, q_tokens=1, k_tokens=held + 1, whole=False, ragged=captured)]
+    if cell.workload == "chunked_prefill":
         return [
-            replace(
-                whole,
-                q_tokens=1,
-                k_tokens=held_tokens(model, tokens) + 1,
-                whole=False,
-                ragged=captured,
-            )
+            replace(sequence, q_tokens=end - begin, k_tokens=end, whole=False)
+            for begin, end in pieces(cell)
         ]
-    if axes["workload"] == "chunked_prefill":
-        return [
-            replace(whole, q_tokens=end - begin, k_tokens=end, whole=False)
-            for begin, end in pieces(axes)
-        ]
-    if axes["workload"] in SELECTED:
-        return [of_selected(whole)]
-    if (
-        axes.get("compile", "off") == "on"
-    ):  # a compiled region does not look at the length, which would recompile at each
-        whole = replace(whole, select_all_tokens=None, window=None, whole=False)
-    return [whole]
+    if cell.workload in SELECTED:
+        return [of_selected(sequence)]
+    if cell.compile == "on":
+        # A compiled region does not look at the length, which would recompile at each.
+        return [replace(sequence, select_all_tokens=None, window=None, whole=False)]
+    return [sequence]
 
 
-def route_of(axes: Axes, model: ModelConfig, settings: Settings, capability: Capability) -> Route:
+def route_of(cell: Cell, model: ModelConfig, settings: Settings, capability: Capability) -> Route:
     """The Route of a cell's calls; RouteError where its request cannot be served, or not by one
     Route for all chunks.
     """
-    path, fa2 = str(axes["path"]), str(axes["fa2"])
-    if path in DENSE_KINDS:
-        return routing.route_dense(path, problems(axes, model)[0], capability)
-    request = settings.request(path, fa2)
-    routes = [routing.route(request, problem, capability) for problem in problems(axes, model)]
+    calls = problems(cell, model)
+    if cell.is_dense:
+        return routing.route_dense(cell.path, calls[0], capability)
+    request = settings.request(cell.path, cell.fa2)
+    routes = [routing.route(request, call, capability) for call in calls]
     for later in routes[1:]:
         if later.counters != routes[0].counters:
             raise RouteError(
-                f"path={path} takes {', '.join(routes[0].counters)} for the first chunk and"
+                f"path={cell.path} takes {', '.join(routes[0].counters)} for the first chunk and"
                 f" {', '.join(later.counters)} for a later one; wanted one route, which one proof"
                 " can be for; name a path, or choose a chunk that divides seq_len"
             )
@@ -147,7 +133,7 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
         return _why_not_selected(cell, model)
     if cell.workload not in CACHED:
         return None
-    if cell.path in DENSE_KINDS:
+    if cell.is_dense:
         return (
             f"{got} with path={cell.path}: the dense twin keeps no cache; wanted a path of NSA;"
             " exclude dense from it, with that reason"
@@ -179,8 +165,6 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
 
 def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     """Why the cell has no such step to be without, so that its time would tell nothing."""
-    from nsa import routes  # an older nsa, which `ab` measures, too, may lack these names
-
     got = f"without={cell.without} with"
     if cell.path != Path.TRITON:
         return (
@@ -205,13 +189,13 @@ def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     tokens = min(cell.chunk, cell.seq_len) if cell.workload == "chunked_prefill" else cell.seq_len
     if (
         cell.without == "lists"
-        and (rows := cell.batch * tokens * model.num_kv_heads) < routes.SORT_MIN_ROWS
+        and (rows := cell.batch * tokens * model.num_kv_heads) < sort_min_rows()
     ):
         return (
             f"{got} {rows} rows (batch x tokens of a call x KV heads): so few are not sorted;"
-            f" wanted at least {routes.SORT_MIN_ROWS}; take longer sequences, or leave it out"
+            f" wanted at least {sort_min_rows()}; take longer sequences, or leave it out"
         )
-    least = getattr(routes, "COPY_MIN_ELEMENTS", 0)
+    least = copy_min_elements()
     if (
         cell.without == "copy"
         and (elements := cell.batch * tokens * model.num_heads * model.head_dim) < least
@@ -231,7 +215,7 @@ def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
 
 def _why_not_selected(cell: Cell, model: ModelConfig) -> str | None:
     nsa, got = model.nsa, f"workload={cell.workload}"
-    if cell.path in DENSE_KINDS:
+    if cell.is_dense:
         return (
             f"{got} with path={cell.path}: full attention selects nothing; wanted a path of NSA;"
             " exclude dense from it, with that reason"

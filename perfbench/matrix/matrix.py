@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from nsa.config import ModelConfig
-from nsa.routing import DENSE_KINDS
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import rules
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
@@ -48,6 +47,7 @@ __all__ = [
     "ExpectRule",
     "IncludeRule",
     "Matrix",
+    "MatrixCell",
     "cells",
     "config_sha256",
     "expect_for",
@@ -55,7 +55,6 @@ __all__ = [
     "load",
     "parse",
     "policies",
-    "select",
     "torch_dtype_name",
     "warnings",
 ]
@@ -68,6 +67,17 @@ MAX_MATCHES = 2_000_000  # cells times rules: seconds of planning
 class Excluded:
     cell_id: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixCell:
+    """A cell with what the matrix says of it: the hash of what is measured, and what it must
+    show.
+    """
+
+    cell: Cell
+    config_sha256: str
+    expect: Expect
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +102,7 @@ class Matrix:
     overrides: tuple[OverrideRule, ...] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)  # a cell's former id -> its id now
     sentinels: tuple[str, ...] = ()
-    by_cell: Mapping[str, GatePolicy] = field(
-        default_factory=dict
-    )  # of the cells that an override matches
+    by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # those of an override
 
 
 def load(path: str | pathlib.Path) -> Matrix:
@@ -136,12 +144,12 @@ def parse(text: str, path: str) -> Matrix:
         aliases=dict(file.aliases),
         sentinels=rules.parse_sentinels(document, file),
     )
-    kept = _check_whole(document, matrix)
+    kept = _check_cells(document, matrix)
     rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})
     return replace(matrix, by_cell=rules.policies_of(document, file.gate, matrix.overrides, kept))
 
 
-def _check_whole(document: Document, matrix: Matrix) -> list[Cell]:
+def _check_cells(document: Document, matrix: Matrix) -> list[Cell]:
     """What only the expanded matrix can show: too many cells, none left, dead or contradictory
     expectations. The cells.
     """
@@ -162,7 +170,7 @@ def _check_whole(document: Document, matrix: Matrix) -> list[Cell]:
     if size * count > MAX_MATCHES:
         text = f"{size} cells times {count} rules are more than {MAX_MATCHES} comparisons"
         document.fail(("axes",), f"{text}; join rules with lists of values, or split the matrix")
-    kept, excluded = cells(matrix)
+    kept, excluded = _expanded(matrix)
     if not kept:
         named = "; ".join(f"line {r.line} {r.match}: {r.reason}" for r in matrix.exclude)
         document.fail(
@@ -206,11 +214,29 @@ def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, 
         dict(zip(names, values, strict=True))
         for values in itertools.product(*(values for _, values in axes))
     )
-    return tuple(dict.fromkeys(Cell(**point) for point in points))  # type: ignore[arg-type]  # _values checked the kinds
+    return tuple(dict.fromkeys(map(Cell.from_mapping, points)))
 
 
-def cells(matrix: Matrix) -> tuple[list[Cell], list[Excluded]]:
-    """The product minus `exclude`, then `include`; and what was excluded, with every reason."""
+def cells(matrix: Matrix, only: Iterable[str] = ()) -> tuple[list[MatrixCell], list[Excluded]]:
+    """The product minus `exclude`, then `include`, of which the `--only AXIS=V` terms in ``only``
+    keep some (the same axis repeated is `or`, different axes are `and`); and what was excluded,
+    with every reason.
+
+    PerfbenchError(USAGE) where a term is malformed, or nothing is kept.
+    """
+    kept, excluded = _expanded(matrix)
+    try:
+        selected = select_cells(kept, only)
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
+    return [
+        MatrixCell(cell, config_sha256(matrix, cell.cell_id), expect_for(matrix, cell))
+        for cell in selected
+    ], excluded
+
+
+def _expanded(matrix: Matrix) -> tuple[list[Cell], list[Excluded]]:
+    """The cells without what the matrix says of them."""
     kept: dict[Cell, None] = {}
     excluded: dict[Cell, Excluded] = {}
     for cell in _product(matrix.axes):
@@ -253,45 +279,36 @@ def warnings(matrix: Matrix) -> list[str]:
     return found
 
 
-def select(cells: list[Cell], only: list[str]) -> list[Cell]:
-    """The cells that `--only AXIS=V` keeps; the same axis repeated is `or`, different axes are
-    `and`.
-    """
-    try:
-        return select_cells(cells, only)
-    except ValueError as error:
-        raise PerfbenchError(Exit.USAGE, str(error)) from None
-
-
 def expect_for(matrix: Matrix, cell: Cell) -> Expect:
     """The union of all rules that match ``cell``."""
     matching = [rule for rule in matrix.expect if rule.match.matches(cell)]
-    return Expect(
-        engaged=list(dict.fromkeys(counter for rule in matching for counter in rule.engaged)),
-        forbidden=list(dict.fromkeys(counter for rule in matching for counter in rule.forbidden)),
+    return _expect_of(
+        tuple(dict.fromkeys(counter for rule in matching for counter in rule.engaged)),
+        tuple(dict.fromkeys(counter for rule in matching for counter in rule.forbidden)),
     )
+
+
+@lru_cache(maxsize=256)  # cells of one rule share the object
+def _expect_of(engaged: tuple[str, ...], forbidden: tuple[str, ...]) -> Expect:
+    return Expect(engaged=list(engaged), forbidden=list(forbidden))
 
 
 def policies(matrix: Matrix) -> Policies:
     """How each cell is judged: `gate:`, its `overrides` and its `aliases`."""
     aliases = {
-        old: Alias(new, _config_sha256(matrix, new), _config_sha256(matrix, old))
+        old: Alias(new, config_sha256(matrix, new), config_sha256(matrix, old))
         for old, new in matrix.aliases.items()
     }
     return Policies(matrix.gate, matrix.by_cell, aliases)
 
 
-def config_sha256(matrix: Matrix, cell: Cell) -> str:
+def config_sha256(matrix: Matrix, cell_id: str) -> str:
     """Hash of what is measured: the resolved model, the cell and the method; not how long it is
     timed.
 
     A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts.
     The cell enters by its id: an axis that is added later, at its default, changes no hash.
     """
-    return _config_sha256(matrix, cell.cell_id)
-
-
-def _config_sha256(matrix: Matrix, cell_id: str) -> str:
     what = {"model": _model_sha256(matrix.model), "cell": cell_id, "method_version": METHOD_VERSION}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
@@ -300,7 +317,3 @@ def _config_sha256(matrix: Matrix, cell_id: str) -> str:
 def _model_sha256(model: ModelConfig) -> str:
     """Once a matrix, not once a cell: of 10,000 cells it took most of the planning."""
     return model.sha256()
-
-
-def is_dense(cell: Cell) -> bool:
-    return cell.path in DENSE_KINDS

@@ -15,18 +15,24 @@ from nsa.settings import Settings, load
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import attention_calls
 from perfbench.matrix import matrix as matrices
-from perfbench.matrix.matrix import Cell, Excluded, Matrix
-from perfbench.records import BranchLine, Expect, PlannedCell, RouteLine, settings_of, why_not_here
+from perfbench.matrix.matrix import Excluded, Matrix
+from perfbench.matrix.nsa_version import steps_off
+from perfbench.records import (
+    BranchLine,
+    Cell,
+    Expect,
+    PlannedCell,
+    RouteLine,
+    settings_of,
+    why_not_here,
+)
 
 # A child that leaves the forkserver, builds the model and checks parity; on a GPU it creates a CUDA
 # context too.
 START_S = {"cuda": 8.0, "cpu": 0.7}
-SENTINEL_S = {
-    "cuda": 2.5,
-    "cpu": 1.5,
-}  # a process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples
+# A process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples.
+SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}
 END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
-WARMUP_CAP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +52,11 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
     """Route every selected cell; PerfbenchError(USAGE) names each cell that no route can serve, and
     every reason.
     """
-    kept, excluded = matrices.cells(matrix)
+    selected, excluded = matrices.cells(matrix, only)
     planned: list[PlannedCell] = []
     refused: dict[str, list[str]] = {}
-    for cell in matrices.select(kept, only):
+    for one in selected:
+        cell = one.cell
         if reason := why_not_here(
             cell, on_gpu=capability.sm is not None
         ) or attention_calls.why_not(cell, matrix.model):
@@ -63,11 +70,11 @@ def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: 
         planned.append(
             PlannedCell(
                 cell_id=cell.cell_id,
-                axes=cell.axes(),
-                config_sha256=matrices.config_sha256(matrix, cell),
+                axes=cell,
+                config_sha256=one.config_sha256,
                 route=route_line(route),
-                expect=matrices.expect_for(matrix, cell),
-                layers=attention_calls.layer_calls(cell.axes(), matrix.model),
+                expect=one.expect,
+                layers=attention_calls.layer_calls(cell, matrix.model),
             )
         )
     if refused:
@@ -87,13 +94,9 @@ def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Set
 
     Its ``without`` is a setting of its process alone.
     """
-    own = settings_of(cell.axes())
-    return attention_calls.route_of(
-        cell.axes(),
-        matrix.model,
-        load({**settings.given(), **own}) if own else settings,
-        capability,
-    )
+    own = settings_of(cell)
+    settings = load({**settings.given(), **own}) if own else settings
+    return attention_calls.route_of(cell, matrix.model, settings, capability)
 
 
 @lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few
@@ -115,9 +118,7 @@ def route_line(route: Route) -> RouteLine:
         counters=list(route.counters),
         rejected=[{"alternative": r.alternative, "reason": r.reason} for r in route.rejected],
         notes=list(route.notes),
-        off=list(
-            getattr(route, "off", ())
-        ),  # the nsa of an older commit, as the base of a pair, knows no steps
+        off=steps_off(route),
     )
 
 
@@ -134,10 +135,7 @@ def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
     device = "cpu" if capability.sm is None else "cuda"
     alone_s = END_S if capability.sm is not None else 0.0
     cell_s = (
-        START_S[device] / measure.prepare_together
-        + min(measure.warmup_s, WARMUP_CAP_S)
-        + window_s
-        + alone_s
+        START_S[device] / measure.prepare_together + measure.shortest_warmup_s + window_s + alone_s
     )
     return measure.processes * (num_cells * cell_s + len(matrix.sentinels) * SENTINEL_S[device])
 

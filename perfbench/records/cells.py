@@ -1,4 +1,4 @@
-"""The axes of a matrix, the cells they span, and the rules that match cells.
+"""The axes of a matrix, the cells that they span, and the rules that match cells.
 
 Pure: no torch, no files.
 """
@@ -17,21 +17,13 @@ from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
 
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 DEFAULT_CHUNK = 2048
-SELECTIONS = (
-    "own",
-    "random",
-    "local",
-    "hot",
-)  # kinds of blocks in workloads of the selected branch: perfbench.worker.workloads.block_patterns
+# Kinds of blocks in workloads of the selected branch: perfbench.worker.workloads.block_patterns.
+SELECTIONS = ("own", "random", "local", "hot")
 CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NSACache
-ATTENTION = (
-    "attention",
-    "attention_forward",
-)  # attention alone, on inputs of its own; the first with its backward
-SELECTED = (
-    "selected",
-    "selected_forward",
-)  # the selected branch alone, on blocks of its own; the first with its backward
+# Attention alone, on inputs of its own; the first with its backward.
+ATTENTION = ("attention", "attention_forward")
+# The selected branch alone, on blocks of its own; the first with its backward.
+SELECTED = ("selected", "selected_forward")
 BACKWARD = ("train", "attention", "selected")
 EVERYTHING = "none"  # what a cell is without by default
 # Of path triton, each turned off by NSA_TRITON_<STEP>=0. Spelled out, since an older nsa, which
@@ -119,6 +111,7 @@ AXES: Mapping[str, Axis] = {
     "selection": Axis(str, SELECTIONS[0], SELECTIONS),
     "without": Axis(str, EVERYTHING, (EVERYTHING, *STEPS)),
 }
+_NAMES = tuple(AXES)
 
 
 def show(value: object) -> str:
@@ -146,12 +139,11 @@ def why_not_here(cell: Cell, *, on_gpu: bool) -> str | None:
     return None
 
 
-def settings_of(axes: Mapping[str, Value]) -> dict[str, str]:
-    """NSA_* variables that a measuring process of these axes is given, beside those of the run's
-    environment.
+def settings_of(cell: Cell) -> dict[str, str]:
+    """NSA_* variables that the cell's measuring process is given, in addition to those of the
+    run's environment.
     """
-    step = axes.get("without", EVERYTHING)
-    return {} if step == EVERYTHING else {f"NSA_TRITON_{str(step).upper()}": "0"}
+    return {} if cell.without == EVERYTHING else {f"NSA_TRITON_{cell.without.upper()}": "0"}
 
 
 def torch_dtype_name(dtype: str) -> str:
@@ -161,13 +153,17 @@ def torch_dtype_name(dtype: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One point of the matrix.
+    """One point of the matrix: its axes, each with its own type.
 
     An axis that means nothing to the cell has one value, so that its values are one cell.
 
     That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but
     chunked_prefill and of ``selection`` in every one but those of the selected branch alone, and of
     ``without`` on every path but triton (and auto, where it is refused).
+
+    A file holds the axes as a mapping: `from_mapping` and `to_mapping` are the only ways between
+    the two. ``unknown`` are axes of a newer perfbench; ``named`` are the axes that the file named,
+    so that what an older perfbench wrote is written again as it was.
     """
 
     workload: str
@@ -182,6 +178,8 @@ class Cell:
     cuda_graph: str = "off"
     selection: str = SELECTIONS[0]
     without: str = EVERYTHING
+    unknown: tuple[tuple[str, Value], ...] = field(default=(), repr=False)
+    named: tuple[str, ...] = field(default=_NAMES, repr=False, compare=False)
     _id: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -199,9 +197,43 @@ class Cell:
                 " or auto"
             )
 
-    def axes(self) -> dict[str, Value]:
-        """Every axis, defaults included."""
-        return {name: getattr(self, name) for name in AXES}
+    @classmethod
+    def from_mapping(cls, axes: Mapping[str, Value]) -> Cell:
+        """The cell of these axes, defaults where an axis is absent.
+
+        ValueError where one without a default is absent, or has a value of another type.
+        """
+        return _cell_of(tuple(axes.items()))
+
+    def to_mapping(self) -> dict[str, Value]:
+        """The axes as a file holds them: every axis, defaults included; of a cell that was read,
+        those that were read, and what differs from a default since.
+        """
+        if self.named is _NAMES:
+            return {name: getattr(self, name) for name in _NAMES}
+        unknown = dict(self.unknown)
+        found = {
+            name: unknown[name] if name in unknown else getattr(self, name) for name in self.named
+        }
+        for name, axis in AXES.items():
+            value = getattr(self, name)
+            if name not in found and value not in (axis.default, NOT_APPLICABLE):
+                found[name] = value
+        return found
+
+    def value(self, axis: str) -> Value | None:
+        """The value of ``axis``; None where the cell has no such axis."""
+        found: Value | None = getattr(self, axis) if axis in AXES else dict(self.unknown).get(axis)
+        return found
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether full attention is measured in place of NSA."""
+        return self.path in DENSE_KINDS
+
+    @property
+    def has_backward(self) -> bool:
+        return self.workload in BACKWARD
 
     @property
     def cell_id(self) -> str:
@@ -209,13 +241,52 @@ class Cell:
         nothing.
         """
         if not self._id:  # a plan asks four times
-            named = {
-                k: v for k, v in self.axes().items() if v != AXES[k].default and v != NOT_APPLICABLE
+            values = {name: getattr(self, name) for name in AXES}
+            shown = {
+                k: v for k, v in values.items() if v != AXES[k].default and v != NOT_APPLICABLE
             }
             object.__setattr__(
-                self, "_id", ",".join(f"{key}={_encoded(named[key])}" for key in sorted(named))
+                self, "_id", ",".join(f"{key}={_encoded(shown[key])}" for key in sorted(shown))
             )
         return self._id
+
+
+@lru_cache(maxsize=8192)  # the rows of a run name the same few cells again and again
+def _cell_of(axes: tuple[tuple[str, Value], ...]) -> Cell:
+    values = dict(axes)
+
+    def value(name: str) -> Value:
+        found = values.get(name, AXES[name].default)
+        if found is None:
+            raise ValueError(f"no axis {name}")
+        return found
+
+    def text(name: str) -> str:
+        if not isinstance(found := value(name), str):
+            raise ValueError(f"axis {name} is {str(found)[:60]!r}, wanted str")
+        return found
+
+    def number(name: str) -> int:
+        if not isinstance(found := value(name), int):
+            raise ValueError(f"axis {name} is {str(found)[:60]!r}, wanted int")
+        return found
+
+    return Cell(
+        workload=text("workload"),
+        seq_len=number("seq_len"),
+        path=text("path"),
+        fa2=text("fa2"),
+        batch=number("batch"),
+        dtype=text("dtype"),
+        l2=text("l2"),
+        chunk=number("chunk"),
+        compile=text("compile"),
+        cuda_graph=text("cuda_graph"),
+        selection=text("selection"),
+        without=text("without"),
+        unknown=tuple(item for item in axes if item[0] not in AXES),
+        named=names if (names := tuple(values)) != _NAMES else _NAMES,
+    )
 
 
 @lru_cache(maxsize=8192)  # a large matrix asks for the same few values a hundred thousand times
@@ -309,9 +380,7 @@ def _valid(name: str, text: str, cells: list[Cell]) -> str:
     return f"they have {name}: {', '.join(str(v) for v in values[:40])}"
 
 
-def proof_key(
-    axes: Mapping[str, str | int], counters: Iterable[str], *, own_length: bool
-) -> ProofKey:
+def proof_key(cell: Cell, counters: Iterable[str], *, own_length: bool) -> ProofKey:
     """What a parity proof depends on besides the model: its route, and all axes but the lengths and
     the batch.
 
@@ -319,8 +388,7 @@ def proof_key(
     holds for that one alone. Calls with a cache have one size, by which their kernels go, so their
     proof is of their batch.
     """
-    cached = axes.get("workload") in CACHED
-    free = [name for name, bound in (("seq_len", own_length), ("batch", cached)) if not bound]
-    return tuple(sorted(counters)), tuple(
-        sorted((name, value) for name, value in axes.items() if name not in free)
-    )
+    cached = cell.workload in CACHED
+    free = {"seq_len": not own_length, "batch": not cached}
+    axes = cell.to_mapping().items()
+    return tuple(sorted(counters)), tuple(sorted(item for item in axes if not free.get(item[0])))

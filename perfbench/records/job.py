@@ -1,4 +1,4 @@
-"""What a measuring process is told: one cell, one replicate, nothing from the environment."""
+"""What a measuring process receives: one cell, one replicate, nothing from the environment."""
 
 from __future__ import annotations
 
@@ -9,36 +9,46 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status
+from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status, StoredCell
 
-# What a sentinel's rate counts, by its name. Its work is in perfbench/sentinels.py.
+# What a sentinel's rate counts, by its name. Its work is in perfbench/worker/sentinels.py.
 SENTINEL_UNITS: Mapping[str, str] = MappingProxyType(
     {"gemm": "FLOP", "copy": "byte", "sdpa_frozen": "FLOP"}
 )
 
 
+MAX_WARMUP_S = 5.0
+
+
 class MeasureOptions(BaseModel):
-    """How long and how often to time; the matrix's `measure:` section."""
+    """How long and how often to time; the matrix's `measure:` section.
+
+    ``warmup_s`` goes on until the step is level, up to ``longest_warmup_s``. ``prepare_together``
+    processes prove and load at the same time; each is timed alone. ``samples`` is a fixed number of
+    samples instead of filling ``max_s``, the timed window of one replicate.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    warmup_s: float = Field(
-        default=2.0, ge=0
-    )  # goes on until steady, at most 4 times as long and 5 s
+    warmup_s: float = Field(default=2.0, ge=0)
     min_sample_ms: float = Field(default=50.0, gt=0)
     processes: int = Field(default=5, ge=1)  # replicates of every cell
-    prepare_together: int = Field(
-        default=1, ge=1, le=64
-    )  # processes that prove and load side by side; each is timed alone
-    max_s: float = Field(default=10.0, gt=0)  # timed window of one replicate
-    samples: int | None = Field(
-        default=None, ge=1
-    )  # a fixed number of samples instead of filling max_s
-    profile: Literal["first", "every"] = (
-        "first"  # which replicates profile one step: host-bound cells are judged by it
-    )
-    throttle_retries: int = Field(
-        default=2, ge=0
-    )  # times that a throttled replicate is measured again
+    prepare_together: int = Field(default=1, ge=1, le=64)
+    max_s: float = Field(default=10.0, gt=0)
+    samples: int | None = Field(default=None, ge=1)
+    # Which replicates profile one step: host-bound cells are judged by it.
+    profile: Literal["first", "every"] = "first"
+    # Times that a throttled replicate is measured again.
+    throttle_retries: int = Field(default=2, ge=0)
+
+    @property
+    def longest_warmup_s(self) -> float:
+        """Where a warm-up ends although the step is not level yet."""
+        return min(MAX_WARMUP_S, 4 * self.warmup_s)
+
+    @property
+    def shortest_warmup_s(self) -> float:
+        """Where a warm-up ends whose step is level."""
+        return min(self.warmup_s, self.longest_warmup_s)
 
 
 class Injection(BaseModel):
@@ -54,9 +64,7 @@ class Job(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     cell_id: str
     replicate: int
-    axes: dict[
-        str, str | int
-    ]  # workload, seq_len, path, fa2, batch, dtype: every axis, defaults included
+    axes: StoredCell
     config_sha256: str
     model: dict[str, Any]  # ModelConfig.to_mapping(), resolved
     measure: MeasureOptions
@@ -67,16 +75,13 @@ class Job(BaseModel):
     seed: int
     profile: bool  # one untimed step under torch.profiler
     injection: Injection | None = None
-    company: int = Field(
-        default=0, ge=0
-    )  # other processes that prepare beside this one, then wait while it is timed
-    proof: ParityLine | None = (
-        None  # of the same route, workload and dtype, made earlier in this run on this card
-    )
+    # Other processes that prepare at the same time, then wait while this one is timed.
+    company: int = Field(default=0, ge=0)
+    # Of the same route, workload and dtype, made earlier in this run on this card.
+    proof: ParityLine | None = None
     sentinel: str | None = None  # measure this frozen work in place of a cell
-    trace: str | None = (
-        None  # time nothing, and write the profile of one step to this file (.json.gz)
-    )
+    # Time nothing, and write the profile of one step to this file (.json.gz).
+    trace: str | None = None
 
 
 def failed(

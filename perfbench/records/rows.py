@@ -9,9 +9,12 @@ round trip.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import PydanticCustomError, core_schema
+
+from perfbench.records.cells import Cell, Value
 
 SCHEMA_VERSION = 2  # 2: sentinel lines
 METHOD_VERSION = 1  # raise it whenever a number would change although the measured code did not
@@ -19,6 +22,37 @@ METHOD_VERSION = 1  # raise it whenever a number would change although the measu
 
 class _Record(BaseModel):
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+
+
+class _AsMapping:
+    """Reads a Cell from the mapping of axes that a file holds, and writes it as one."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(
+        cls, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        mapping = handler.generate_schema(dict[str, Value])
+        return core_schema.no_info_wrap_validator_function(
+            cls._read,
+            mapping,
+            serialization=core_schema.plain_serializer_function_ser_schema(
+                Cell.to_mapping, return_schema=mapping
+            ),
+        )
+
+    @staticmethod
+    def _read(value: Any, mapping: core_schema.ValidatorFunctionWrapHandler) -> Cell:
+        if isinstance(value, Cell):
+            return value
+        try:
+            return Cell.from_mapping(mapping(value))
+        except ValidationError:
+            raise
+        except ValueError as error:
+            raise PydanticCustomError("axes", "{problem}", {"problem": str(error)}) from None
+
+
+StoredCell = Annotated[Cell, _AsMapping]  # a Cell in memory, {"axis": value} in a file
 
 
 class Status(StrEnum):
@@ -66,7 +100,7 @@ class Expect(_Record):
 
 class PlannedCell(_Record):
     cell_id: str
-    axes: dict[str, str | int]
+    axes: StoredCell
     config_sha256: str
     route: RouteLine
     expect: Expect = Expect()
@@ -271,7 +305,7 @@ class Replicate(_Record):
     kind: Literal["replicate"] = "replicate"
     cell_id: str
     replicate: int
-    axes: dict[str, str | int]
+    axes: StoredCell
     config_sha256: str
     status: Status
     reason: str = ""

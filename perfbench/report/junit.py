@@ -57,7 +57,7 @@ def text(run: Run, judgement: Judgement) -> str:
 def _cell(
     suite: ET.Element, run: Run, judgement: Judgement, cell: CellVerdict, seconds: float
 ) -> None:
-    case = _case(suite, run, str(cell.axes.get("workload", "cells")), cell.cell_id, seconds)
+    case = _case(suite, run, cell.axes.workload, cell.cell_id, seconds)
     _properties(case, _numbers(cell))
     failed = cell.exit_code is not Exit.OK or (
         judgement.strict and cell.verdict in FAIL_UNDER_STRICT

@@ -174,9 +174,9 @@ def save_small(picture: Image, target: Path) -> None:
 
 
 def varying(rows: Sequence[Row]) -> list[str]:
-    names = dict.fromkeys(name for row in rows for name in row.cell.axes)
+    names = dict.fromkeys(name for row in rows for name in row.cell.axes.named)
     order = ("workload", "batch", "dtype", "seq_len", "path", "fa2")
-    several = [name for name in names if len({row.cell.axes.get(name) for row in rows}) > 1]
+    several = [name for name in names if len({row.cell.axes.value(name) for row in rows}) > 1]
     return sorted(
         several, key=lambda name: (order.index(name) if name in order else len(order), name)
     )
@@ -187,9 +187,9 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
     names = [name for name in varying(rows) if name not in ("path", "fa2", "seq_len")]
     panels: dict[str, list[Row]] = {}
     for row in rows:
-        parts = [str(row.cell.axes.get("workload", ""))]
+        parts = [row.cell.axes.workload]
         parts += [
-            f"{name}={row.cell.axes.get(name)}"
+            f"{name}={row.cell.axes.value(name)}"
             for name in names
             if name != "workload" and not unmarked(row.cell.axes, name)
         ]
@@ -200,28 +200,26 @@ def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
 def _panel(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -> bool:
     series: dict[Series, list[Row]] = {}
     for row in rows:
-        series.setdefault(
-            (str(row.cell.axes.get("path")), str(row.cell.axes.get("fa2"))), []
-        ).append(row)
+        series.setdefault((row.cell.axes.path, row.cell.axes.fa2), []).append(row)
     lost = []
-    lengths = sorted({int(row.cell.axes["seq_len"]) for row in rows})
+    lengths = sorted({row.cell.axes.seq_len for row in rows})
     for place, ((path, fa2), members) in enumerate(
         sorted(series.items(), key=lambda item: _series_order(item[0]))
     ):
         points = sorted(
             (row for row in members if row.tok_per_s is not None),
-            key=lambda row: int(row.cell.axes["seq_len"]),
+            key=lambda row: row.cell.axes.seq_len,
         )
         lost += [row for row in members if row.tok_per_s is None]
         if points:
             aside = ASIDE ** (place - (len(series) - 1) / 2) if len(lengths) == 1 else None
             handles[path, fa2] = _draw(
-                axes, path, fa2, points, [int(row.cell.axes["seq_len"]) for row in members], aside
+                axes, path, fa2, points, [row.cell.axes.seq_len for row in members], aside
             )
     _scales(axes, lengths, any(row.tok_per_s is not None for row in rows))
     for row in lost:
         axes.plot(
-            int(row.cell.axes["seq_len"]),
+            row.cell.axes.seq_len,
             0.025,
             transform=axes.get_xaxis_transform(),
             marker="x",
@@ -236,7 +234,7 @@ def _panel(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -
 
 
 def _decodes(rows: list[Row]) -> bool:
-    return all(row.cell.axes.get("workload") == "decode" for row in rows)
+    return all(row.cell.axes.workload == "decode" for row in rows)
 
 
 def _draw(
@@ -245,7 +243,7 @@ def _draw(
     """Draw one series, its lengths times ``aside``; one without a number breaks the line: nothing
     is interpolated over it.
     """
-    known = {int(row.cell.axes["seq_len"]): row for row in points}
+    known = {row.cell.axes.seq_len: row for row in points}
     gap = float("nan")
     ys = [known[x].tok_per_s or gap if x in known else gap for x in sorted(lengths)]
     low = [known[x].low or gap if x in known else gap for x in sorted(lengths)]
@@ -331,7 +329,7 @@ def clean(axes: Axes, grid: Any) -> None:
 
 
 def _colour(row: Row) -> str:
-    return "black" if row.is_dense else COLOURS.get(str(row.cell.axes.get("path")), OTHER_COLOUR)
+    return "black" if row.is_dense else COLOURS.get(row.cell.axes.path, OTHER_COLOUR)
 
 
 def _series_order(series: Series) -> tuple[int, str, str]:
@@ -348,7 +346,7 @@ def label(row: Row, several: list[str]) -> str:
     """A cell by the axes in which the cells of this report differ."""
     parts = []
     for name in several:
-        value = row.cell.axes.get(name)
+        value = row.cell.axes.value(name)
         if value is None or value == "n/a" or unmarked(row.cell.axes, name):
             continue
         if name == "seq_len" and isinstance(value, int):

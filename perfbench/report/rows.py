@@ -16,6 +16,7 @@ from perfbench.records import (
     AXES,
     SELECTED,
     CacheLine,
+    Cell,
     PlannedCell,
     Profile,
     Replicate,
@@ -112,7 +113,7 @@ class Row:
 
     @property
     def is_dense(self) -> bool:
-        return str(self.cell.axes.get("path", "")).startswith("dense")
+        return self.cell.axes.is_dense
 
 
 def rows_of(run: Run, judgement: Judgement) -> list[Row]:
@@ -159,38 +160,40 @@ def launch_bound(rows: Iterable[Row]) -> list[str]:
     """
     series: dict[Key, list[Row]] = {}
     for row in rows:
-        if row.step_s is not None and row.cell.axes.get("workload") != "decode":
+        if row.step_s is not None and row.cell.axes.workload != "decode":
             series.setdefault(without(row.cell.axes, "seq_len"), []).append(row)
     found = []
     for same in series.values():
-        same.sort(key=lambda row: int(row.cell.axes["seq_len"]))
+        same.sort(key=lambda row: row.cell.axes.seq_len)
         for short, long in pairwise(same):
             assert short.step_s is not None and long.step_s is not None
-            doubled = int(long.cell.axes["seq_len"]) >= 2 * int(short.cell.axes["seq_len"])
+            doubled = long.cell.axes.seq_len >= 2 * short.cell.axes.seq_len
             if doubled and long.step_s < LAUNCH_BOUND_GROWTH * short.step_s:
                 times = (
                     f"{long.step_s * 1e3:.3g} ms a step against {short.step_s * 1e3:.3g} ms at"
-                    f" seq_len={short.cell.axes['seq_len']}"
+                    f" seq_len={short.cell.axes.seq_len}"
                 )
                 found.append(f"{long.cell.cell_id}: {times}")
     return found
 
 
-def is_twin(axes: Mapping[str, str | int]) -> bool:
+def is_twin(axes: Cell) -> bool:
     """Whether a cell is what others are held against: path dense, and of attention alone every
     dense kernel.
     """
-    return axes.get("path") in (DENSE_KINDS if axes.get("workload") in ATTENTION else ("dense",))
+    return axes.path in (DENSE_KINDS if axes.workload in ATTENTION else ("dense",))
 
 
-def without(axes: Mapping[str, str | int], *names: str) -> Key:
+def without(axes: Cell, *names: str) -> Key:
     """The other axes, as a key."""
-    return tuple(sorted((name, value) for name, value in axes.items() if name not in names))
+    return tuple(
+        sorted((name, value) for name, value in axes.to_mapping().items() if name not in names)
+    )
 
 
-def unmarked(axes: Mapping[str, str | int], name: str) -> bool:
+def unmarked(axes: Cell, name: str) -> bool:
     """Whether a reader need not be told this axis of a cell: a switch that nobody turned."""
-    return name in SWITCHES and axes.get(name) == AXES[name].default
+    return name in SWITCHES and axes.value(name) == AXES[name].default
 
 
 def _dense_speeds(cells: Iterable[CellVerdict]) -> dict[Key, float]:
@@ -205,12 +208,12 @@ def _dense_speeds(cells: Iterable[CellVerdict]) -> dict[Key, float]:
 
 def _reading_order(row: Row) -> tuple[int, str, int, int, int, int, str, int, str]:
     axes = row.cell.axes
-    path = str(axes.get("path", ""))
+    path = axes.path
     rank = PATH_ORDER.index(path) if path in PATH_ORDER else len(PATH_ORDER)
-    workload = str(axes.get("workload", ""))
-    fa2_off = 1 if axes.get("fa2") == "off" else 0
-    turned = sum(name in axes and not unmarked(axes, name) for name in SWITCHES)
-    sizes = int(axes.get("seq_len", 0)), int(axes.get("batch", 1)), turned
+    workload = axes.workload
+    fa2_off = 1 if axes.fa2 == "off" else 0
+    turned = sum(not unmarked(axes, name) for name in SWITCHES)
+    sizes = axes.seq_len, axes.batch, turned
     return (
         0 if workload == "train" else 1,
         workload,
@@ -280,7 +283,7 @@ def _row(
     )
     notes = dict.fromkeys(note for one in good if one.physics for note in one.physics.notes)
     nulls |= _nulls(good, twin, floor, bound, utilisation, memory, on_cpu, profiles)
-    if cell.axes.get("workload") in SELECTED:
+    if cell.axes.workload in SELECTED:
         nulls["x dense"] = (
             "the selected branch alone has no dense twin: full attention selects nothing"
         )

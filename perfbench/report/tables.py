@@ -80,7 +80,7 @@ def tables(rows: list[Row], shown: list[Column]) -> list[tuple[str, list[str]]]:
     groups: dict[str, list[str]] = {}
     for row in rows:
         line = f"| {' | '.join(one.value(row) for one in shown)} |"
-        groups.setdefault(str(row.cell.axes.get("workload", NULL)), []).append(line)
+        groups.setdefault(row.cell.axes.workload, []).append(line)
     return list(groups.items())
 
 
@@ -120,7 +120,7 @@ def fastest(rows: list[Row]) -> list[list[str]]:
         if row.tok_per_s is not None:
             key = tuple(
                 (name, value)
-                for name, value in row.cell.axes.items()
+                for name, value in row.cell.axes.to_mapping().items()
                 if name not in ("path", "fa2")
             )
             groups.setdefault(key, []).append(row)
@@ -147,10 +147,10 @@ def fastest(rows: list[Row]) -> list[list[str]]:
         shown = [
             (name, value)
             for name, value in key
-            if (name in several and not unmarked(dict(key), name)) or name == "workload"
+            if (name in several and not unmarked(members[0].cell.axes, name)) or name == "workload"
         ]
         where = ", ".join(_named(name, value) for name, value in shown)
-        which = f"{best.cell.axes.get('path')}, FA-2 {best.cell.axes.get('fa2')}"
+        which = f"{best.cell.axes.path}, FA-2 {best.cell.axes.fa2}"
         speeds = [
             number(best.tok_per_s),
             number(dense.tok_per_s if dense else None),

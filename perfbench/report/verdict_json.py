@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from perfbench.gate import CellVerdict, Judgement
 from perfbench.matrix import GatePolicy
-from perfbench.records import Run, Verdict
+from perfbench.records import Run, StoredCell, Verdict
 
 SCHEMA_VERSION: Literal[1] = 1
 
@@ -61,7 +61,7 @@ class CellLine(_Part):
     """One cell. ``verdict`` is null where nothing was compared and nothing is wrong."""
 
     cell_id: str
-    axes: dict[str, str | int]
+    axes: StoredCell
     verdict: Verdict | None
     exit_code: int
     reason: str
@@ -157,7 +157,7 @@ def data(judgement: Judgement, run: Run | None = None) -> dict[str, Any]:
 def _cell(cell: CellVerdict) -> CellLine:
     return CellLine(
         cell_id=cell.cell_id,
-        axes=dict(cell.axes),
+        axes=cell.axes,
         verdict=cell.verdict,
         exit_code=int(cell.exit_code),
         reason=cell.reason,

@@ -13,7 +13,7 @@ from nsa.config import BRANCHES, ModelConfig
 from perfbench.errors import PerfbenchError
 from perfbench.matrix import parse_matrix
 from perfbench.records import ATTENTION, AXES, CACHED, SELECTED, SELECTIONS, Run
-from perfbench.report.rows import Key, Row, is_twin, without
+from perfbench.report.rows import Row, is_twin, without
 from perfbench.roofline import keys_of_query
 from perfbench.text import NULL, escape, fixed, number, ratio
 
@@ -55,7 +55,7 @@ def tables(run: Run, rows: Sequence[Row]) -> list[Table]:
 
 
 def _of(rows: Sequence[Row], workload: str) -> list[Row]:
-    return [row for row in rows if row.cell.axes.get("workload") == workload]
+    return [row for row in rows if row.cell.axes.workload == workload]
 
 
 def _model(run: Run) -> ModelConfig | None:
@@ -89,14 +89,14 @@ def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
     ]
     several = _varying(rows)
     lines = []
-    for row in sorted(
-        rows, key=lambda row: (int(row.cell.axes["batch"]), int(row.cell.axes["seq_len"]))
-    ):
+    for row in sorted(rows, key=lambda row: (row.cell.axes.batch, row.cell.axes.seq_len)):
         held = row.cache.tokens if row.cache is not None else None
         sizes = (
-            [f"{row.cell.axes['batch']}", f"{held or row.cell.axes['seq_len']:,}"]
+            [f"{row.cell.axes.batch}", f"{held or row.cell.axes.seq_len:,}"]
             if decodes
-            else [f"{row.cell.axes[n]:,}" for n in ("batch", "seq_len", "chunk")]
+            else [
+                f"{n:,}" for n in (row.cell.axes.batch, row.cell.axes.seq_len, row.cell.axes.chunk)
+            ]
         )
         formula = {} if model is None or held is None else closed_form(model, workload, held)
         keys = [_keys(row, branch, formula.get(branch)) for branch in BRANCHES]
@@ -162,15 +162,15 @@ def _attention(rows: list[Row]) -> Table:
     for key in dict.fromkeys(without(row.cell.axes, "workload") for row in rows):
         one = whole.get(key) or forward[key]
         mine = [found.get(key) for found in (forward, whole)]
-        best = [_best_dense(found.values(), key) for found in (forward, whole)]
+        best = [_best_dense(found.values(), one) for found in (forward, whole)]
         times = [None if row is None else row.step_ms for row in mine]
         ratios = [
             ratio(row.step_ms / time if row and row.step_ms and time else None)
             for row, time in zip(best, times, strict=True)
         ]
-        names = dict.fromkeys(str(row.cell.axes["path"]) for row in best if row)
+        names = dict.fromkeys(row.cell.axes.path for row in best if row)
         bounds = dict.fromkeys(row.bound for row in mine if row and row.bound)
-        sizes = [f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len")]
+        sizes = [f"{one.cell.axes.batch:,}", f"{one.cell.axes.seq_len:,}"]
         shown = [number(times[0]), number(backward_ms(*mine)), number(times[1])]
         lines.append(
             [
@@ -199,16 +199,17 @@ def _selected(rows: list[Row]) -> Table:
     )
     several = _varying(rows)
     lines = []
-    for key in sorted(
-        dict.fromkeys(without(row.cell.axes, "workload") for row in rows), key=_by_kind
+    for key in dict.fromkeys(
+        without(row.cell.axes, "workload") for row in sorted(rows, key=_by_kind)
     ):
         one = whole.get(key) or forward[key]
         mine = [found.get(key) for found in (forward, whole)]
         times = [None if row is None else row.step_ms for row in mine]
         bounds = dict.fromkeys(row.bound for row in mine if row and row.bound)
         sizes = [
-            str(one.cell.axes["selection"]),
-            *(f"{one.cell.axes[name]:,}" for name in ("batch", "seq_len")),
+            one.cell.axes.selection,
+            f"{one.cell.axes.batch:,}",
+            f"{one.cell.axes.seq_len:,}",
         ]
         shown = [number(times[0]), number(backward_ms(*mine)), number(times[1])]
         lines.append([_path(one, several), *sizes, *shown, " / ".join(bounds) or NULL])
@@ -226,14 +227,9 @@ def _selected(rows: list[Row]) -> Table:
     )
 
 
-def _by_kind(key: Key) -> tuple[int, int, int, str]:
-    axes = dict(key)
-    return (
-        int(axes["batch"]),
-        int(axes["seq_len"]),
-        SELECTIONS.index(str(axes["selection"])),
-        str(axes["path"]),
-    )
+def _by_kind(row: Row) -> tuple[int, int, int, str]:
+    axes = row.cell.axes
+    return axes.batch, axes.seq_len, SELECTIONS.index(axes.selection), axes.path
 
 
 def backward_ms(forward: Row | None, whole: Row | None) -> float | None:
@@ -245,8 +241,8 @@ def backward_ms(forward: Row | None, whole: Row | None) -> float | None:
     return whole.step_ms - forward.step_ms if whole.step_ms > forward.step_ms else None
 
 
-def _best_dense(rows: Iterable[Row], key: Key) -> Row | None:
-    same = without(dict(key), "path", "fa2")
+def _best_dense(rows: Iterable[Row], like: Row) -> Row | None:
+    same = without(like.cell.axes, "workload", "path", "fa2")
     twins = [
         row
         for row in rows
@@ -265,18 +261,18 @@ def _varying(rows: Sequence[Row]) -> list[str]:
         name
         for name in AXES
         if name not in SHOWN
-        and len({row.cell.axes.get(name) for row in rows if not _unnamed(row, name)}) > 1
+        and len({row.cell.axes.value(name) for row in rows if not _unnamed(row, name)}) > 1
     ]
 
 
 def _unnamed(row: Row, name: str) -> bool:
-    return row.cell.axes.get(name) in (None, "n/a")
+    return row.cell.axes.value(name) in (None, "n/a")
 
 
 def _path(row: Row, several: Sequence[str]) -> str:
     rest = [
-        f"{'FA-2' if name == 'fa2' else name} {row.cell.axes[name]}"
+        f"{'FA-2' if name == 'fa2' else name} {row.cell.axes.value(name)}"
         for name in several
         if not _unnamed(row, name)
     ]
-    return escape(", ".join([str(row.cell.axes.get("path", NULL)), *rest]))
+    return escape(", ".join([row.cell.axes.path, *rest]))

@@ -5,11 +5,11 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import replace
 
-from perfbench.records import Replicate, SentinelLine, Status, Telemetry
+from perfbench.records import Cell, Replicate, SentinelLine, Status, Telemetry
 
-Axes = Mapping[str, str | int]
 _Key = tuple[object, ...]
 
 
@@ -27,9 +27,8 @@ class Ledger:
         self._next: dict[_Key, int | None] = {}
         self._seen: set[str] = set()
         self._failed: set[str] = set()
-        self._ran_out: dict[
-            _Key, tuple[int, str]
-        ] = {}  # axes but the length -> the shortest that did, and its cell
+        # The axes but the length -> the shortest that ran out, and its cell.
+        self._ran_out: dict[Cell, tuple[int, str]] = {}
         for row in rows:
             self.add(row)
 
@@ -43,7 +42,7 @@ class Ledger:
         if row.status is not Status.OK:
             self._failed.add(row.cell_id)
         if row.status is Status.OOM:
-            seq_len, family = _family(row.axes)
+            seq_len, family = row.axes.seq_len, _family(row.axes)
             self._ran_out[family] = min(
                 self._ran_out.get(family, (seq_len, row.cell_id)), (seq_len, row.cell_id)
             )
@@ -63,15 +62,14 @@ class Ledger:
     def has_failed(self, cell_id: str) -> bool:
         return cell_id in self._failed
 
-    def smaller_ran_out(self, cell_id: str, axes: Axes) -> str | None:
+    def smaller_ran_out(self, cell_id: str, axes: Cell) -> str | None:
         """The cell of a shorter sequence on the same axes that ran out of memory, for a cell
         without any row; else None.
         """
         if cell_id in self._seen:
             return None
-        seq_len, family = _family(axes)
-        shortest, its_id = self._ran_out.get(family, (seq_len, ""))
-        return its_id if shortest < seq_len else None
+        shortest, its_id = self._ran_out.get(_family(axes), (axes.seq_len, ""))
+        return its_id if shortest < axes.seq_len else None
 
     def attempt_after(self, row: Replicate | SentinelLine) -> int | None:
         """The attempt that must follow ``row``, because the card throttled and retries are left;
@@ -90,7 +88,6 @@ def is_throttled(telemetry: Telemetry | None) -> bool:
     return telemetry is not None and telemetry.throttled is True
 
 
-def _family(axes: Axes) -> tuple[int, _Key]:
-    return int(axes["seq_len"]), tuple(
-        sorted(item for item in axes.items() if item[0] != "seq_len")
-    )
+def _family(axes: Cell) -> Cell:
+    """The same for cells that differ in their length alone."""
+    return replace(axes, seq_len=1)

@@ -31,6 +31,7 @@ from perfbench.machine import (
 )
 from perfbench.records import Job, Replicate, Status, failed, utc_now
 from perfbench.runner.server_client import Server, ServerDied, TimedOut, describe_exit, tail
+from perfbench.worker import MEASURE, SERVER
 
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0  # importing torch from a cold disk
@@ -82,7 +83,7 @@ class ForkServerExecutor:
 
     def __init__(
         self,
-        measure: str = "perfbench.worker.measure:measure",
+        measure: str = MEASURE,
         *,
         used_memory: Callable[[], int | None] = lambda: None,
         before_block: Callable[[], None] = lambda: None,
@@ -90,7 +91,7 @@ class ForkServerExecutor:
         cwd: Path | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        self._command = [python, "-m", "perfbench.worker", "--measure", measure, *arguments]
+        self._command = [python, "-m", SERVER, "--measure", measure, *arguments]
         # `python -m` imports from its working folder first: that is this perfbench's own root,
         # never the user's.
         self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd or ROOT

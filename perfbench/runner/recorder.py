@@ -14,6 +14,7 @@ from typing import Any
 from perfbench.matrix import Matrix
 from perfbench.records import (
     SENTINEL_UNITS,
+    Cell,
     Expect,
     Injection,
     Job,
@@ -187,7 +188,7 @@ class Recorder:
         return Job(
             cell_id=f"sentinel {name}",
             replicate=block,
-            axes={},
+            axes=Cell("sentinel", 1, name),  # no point of the matrix: the axes only name it
             config_sha256="",
             model={},
             measure=self.matrix.measure,

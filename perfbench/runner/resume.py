@@ -9,14 +9,14 @@ from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Plan, parse_matrix, policies
-from perfbench.records import Cell, Environment, Expect, Manifest, PlannedCell, Source, select_cells
+from perfbench.records import Environment, Expect, Manifest, PlannedCell, Source, select_cells
 
 
 def selected(cells: Sequence[PlannedCell], only: Sequence[str]) -> list[PlannedCell]:
     """The cells that `--only` keeps, in the plan's order; USAGE where a term is malformed or keeps
     none.
     """
-    by_cell = {Cell(**cell.axes): cell for cell in cells}  # type: ignore[arg-type]  # the plan wrote these axes
+    by_cell = {cell.axes: cell for cell in cells}
     try:
         return [by_cell[cell] for cell in select_cells(by_cell, only)]
     except ValueError as error:

@@ -126,8 +126,8 @@ def _refuse_cells(run: Run) -> None:
     """
     name, seen = run.manifest.matrix_name, dict[tuple[Key, int], str]()
     for cell in run.manifest.cells:
-        place = _place(cell.axes)
-        if place is None or place[0] not in KEYS or cell.axes.get("workload") != WORKLOAD:
+        place = _place(cell.axes.to_mapping())
+        if place is None or place[0] not in KEYS or cell.axes.workload != WORKLOAD:
             paths = " or ".join(dict.fromkeys(path for path, _ in KEYS))
             wanted = f"workload {WORKLOAD}, path {paths}, fa2 on or off"
             raise ValueError(
@@ -155,7 +155,7 @@ def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Ce
         if place is not None and place[0] in KEYS:
             yield place, Cell(None, str(one.get("reason")), planned=False)
     for cell in run.manifest.cells:
-        place = _place(cell.axes)
+        place = _place(cell.axes.to_mapping())
         assert place is not None  # `_refuse_cells` saw to it
         verdict, good = verdicts.get(cell.cell_id), usable(rows.get(cell.cell_id, []))
         if verdict is None or verdict.verdict is not None:

@@ -171,7 +171,7 @@ def _excluded(
     for path, fa2 in _ENGAGED:
         cell = Cell(WORKLOAD, lengths[0], path.value, fa2, dtype=machine.dtype)
         try:
-            route_of(cell.axes(), model, settings, machine.capability)
+            route_of(cell, model, settings, machine.capability)
         except RouteError as error:
             found.append((path, fa2, str(error).split(". Next:")[0]))
     refused = next((why for path, _, why in found if path is Path.TRITON), None)

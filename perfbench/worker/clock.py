@@ -6,7 +6,7 @@ CUDA work is timed by events on its own stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 
@@ -34,7 +34,7 @@ class PerfCounterClock:
     def time_steps(
         self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
     ) -> float:
-        _check(steps)
+        check_steps(steps)
         if between is not None:
             return sum(self._one(step, between) for _ in range(steps))
         begin = time.perf_counter()
@@ -62,7 +62,7 @@ class CudaEventClock:
     ) -> float:
         import torch
 
-        _check(steps)
+        check_steps(steps)
         event: Callable[..., Any] = torch.cuda.Event  # torch leaves it untyped
         per_pair, pairs = (steps, 1) if between is None else (1, steps)
         events = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(pairs)]
@@ -74,45 +74,13 @@ class CudaEventClock:
             for _ in range(per_pair):
                 step()
             end.record()
-        events[-1][
-            1
-        ].synchronize()  # an event read before it completed gives an error, or an old time
+        # An event read before it completed gives an error, or an old time.
+        events[-1][1].synchronize()
         return sum(float(begin.elapsed_time(end)) for begin, end in events) / 1e3
 
 
-class FakeClock:
-    """Time that passes only when a step runs: ``step_s`` seconds each, or one value of the iterator
-    each.
-    """
-
-    def __init__(self, step_s: float | Iterator[float] = 0.01) -> None:
-        self._step_s = step_s
-        self._now = 0.0
-
-    def now(self) -> float:
-        return self._now
-
-    def advance(self, seconds: float) -> None:
-        self._now += seconds
-
-    def time_steps(
-        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
-    ) -> float:
-        _check(steps)
-        begin, aside = self._now, 0.0
-        for _ in range(steps):
-            if between is not None:
-                before = self._now
-                between()
-                aside += self._now - before
-            step()
-            self._now += (
-                self._step_s if isinstance(self._step_s, float | int) else next(self._step_s)
-            )
-        return self._now - begin - aside
-
-
-def _check(steps: int) -> None:
+def check_steps(steps: int) -> None:
+    """ValueError where nothing would be timed."""
     if steps < 1:
         raise ValueError(f"steps={steps} times nothing; give at least 1")
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-# the optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in
-# the server
+# The optimizer, the profiler and FA-2 import it at first use, seconds in each child: here, once in
+# the server.
 import torch._dynamo
 
 from nsa import capability, engagement, settings
@@ -23,9 +23,6 @@ from nsa.config import ModelConfig
 from nsa.routing import Route
 from perfbench.matrix import held_tokens, layer_calls, route_line, route_of
 from perfbench.records import (
-    BACKWARD,
-    CACHED,
-    SELECTED,
     Job,
     ParityLine,
     Physics,
@@ -34,17 +31,17 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
-from perfbench.worker import autotuner, capture, profile, sentinels
+from perfbench.worker import autotuner, profile, sentinels
 from perfbench.worker.clock import Clock
-from perfbench.worker.parity import check
+from perfbench.worker.parity.claim import Claim
+from perfbench.worker.parity.proof import prove
+from perfbench.worker.parity.sizes import RouteDiffers
+from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
 from perfbench.worker.workloads import workload
 
-# On a shared machine a second thread that has to wait stalls the first: tok/s fell 10 to 60 times
-# beside another process.
-CPU_THREADS = 1
-# after the first, which compiles and tunes; the optimizer's state is there from the second on
+# After the first, which compiles and tunes; the optimizer's state is there from the second on.
 TRACE_WARM_STEPS = 2
 
 
@@ -125,7 +122,7 @@ def _measure(
     take_turn()
 
     retries, flush = _allocation_retries(job), workload.l2_flush(job)
-    warmth = warm_up(work.step, clock, job.measure.warmup_s, flush)
+    warmth = warm_up(work.step, clock, job.measure, flush)
     step = _slowed(work.step, warmth.step_s, job, clock)
     timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
     facts |= {
@@ -137,7 +134,7 @@ def _measure(
     if work.engaged_by != "call" and timed.engaged:
         raise Stop(
             Status.WRONG_PATH,
-            f"{sorted(timed.engaged)} ran eagerly beside the {work.engaged_by}",
+            f"{sorted(timed.engaged)} ran eagerly next to the {work.engaged_by}",
             _without_speed(facts),
         )
     facts["engaged"] = engaged = work.engaged(timed.engaged, timed.num_steps, route)
@@ -146,7 +143,7 @@ def _measure(
 
     if job.company and (again := _allocation_retries(job) - retries):
         raise torch.OutOfMemoryError(
-            f"memory was so scarce beside {job.company} waiting processes that {again} allocations"
+            f"memory was so scarce next to {job.company} waiting processes that {again} allocations"
             " were retried"
         )
     if job.device == "cuda":
@@ -160,7 +157,7 @@ def _measure(
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
     facts["physics"] = _physics(job, model, timed.step_s, clock)
     if work.cache is None:
-        facts["absent"]["cache"] = f"workload={job.axes['workload']} keeps no cache"
+        facts["absent"]["cache"] = f"workload={job.axes.workload} keeps no cache"
     else:
         facts["cache"] = work.cache()
     return facts
@@ -169,7 +166,7 @@ def _measure(
 def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
     """One warm step under the profiler.
 
-    Publishes no speed, so it needs no proof, and a wrong path is what it is to show.
+    Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose.
     """
     work = workload.build(job)
     cold_start_s, engaged = _first_step(
@@ -178,7 +175,7 @@ def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) 
     take_turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
-    capture.capture(
+    profile.capture(
         _slowed(work.step, step_s, job, clock), job.device, flush, autotuner.choices(), chrome
     )
     return {
@@ -240,27 +237,9 @@ def _indexed(device: str) -> str:
 def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> ParityLine:
     if job.proof is not None:
         return job.proof
-    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
-    path, fa2, train = str(job.axes["path"]), str(job.axes["fa2"]), job.axes["workload"] in BACKWARD
-    options: dict[str, Any] = {
-        "train": train,
-        "seed": job.seed,
-        "tokens": int(job.axes["seq_len"]),
-        "batch": int(job.axes["batch"]),
-    }
-    if job.axes.get("compile") == "on":
-        options["compiled"] = True
-    if job.axes["workload"] in CACHED:
-        options["chunk"] = 1 if job.axes["workload"] == "decode" else int(job.axes["chunk"])
-        if job.axes.get("cuda_graph") == "on":
-            options["stepping"] = True
-    if job.axes["workload"] in SELECTED:
-        options["selection"] = str(job.axes["selection"])
     try:
-        line = check.check(
-            model, route, path=path, fa2=fa2, dtype=dtype, device=job.device, **options
-        )
-    except check.RouteDiffers as error:
+        line = prove(Claim(model, route, job.axes, job.device, job.seed))
+    except RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
         raise Stop(
@@ -323,31 +302,38 @@ def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> 
 
 
 def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physics:
-    tokens, decodes = int(job.axes["seq_len"]), job.axes["workload"] == "decode"
-    shape: dict[str, Any] = {
-        "workload": str(job.axes["workload"]),
-        "batch": int(job.axes["batch"]),
-        "tokens": held_tokens(model, tokens) if decodes else tokens,
-        "dense": str(job.axes["path"]).startswith("dense"),
-    }
-    on_gpu = job.device == "cuda"
+    cell, on_gpu = job.axes, job.device == "cuda"
+    tokens = held_tokens(model, cell.seq_len) if cell.workload == "decode" else cell.seq_len
     size = 8192 if on_gpu else 1024
     gemm, repeats = _gemm(size, job), 20 if on_gpu else 5
     clock.time_steps(gemm, 5)
     gemm_s = min(clock.time_steps(gemm, repeats) for _ in range(3)) / repeats
     return judge_step(
-        flops=step_flops(model, **shape),
-        min_bytes=step_min_bytes(model, dtype=str(job.axes["dtype"]), **shape),
+        flops=step_flops(
+            model,
+            workload=cell.workload,
+            batch=cell.batch,
+            tokens=tokens,
+            dense=cell.is_dense,
+        ),
+        min_bytes=step_min_bytes(
+            model,
+            workload=cell.workload,
+            batch=cell.batch,
+            tokens=tokens,
+            dtype=cell.dtype,
+            dense=cell.is_dense,
+        ),
         step_s=step_s,
         gemm_flops_per_s=2 * size**3 / gemm_s,
-        dtype=str(job.axes["dtype"]),
+        dtype=cell.dtype,
         device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
         is_gpu=on_gpu,
     )
 
 
 def _gemm(size: int, job: Job) -> Callable[[], None]:
-    dtype = getattr(torch, torch_dtype_name(str(job.axes["dtype"])))
+    dtype = getattr(torch, torch_dtype_name(job.axes.dtype))
     a, b = (
         torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2)
     )

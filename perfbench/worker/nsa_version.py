@@ -1,5 +1,8 @@
-"""Run inside the processes of one side of an A/B: they import that side's `nsa`, prove it, or
-refuse.
+"""Which `nsa` this process holds: a process of one side of an A/B imports that side's, proves it,
+or refuses.
+
+Whatever else depends on the commit of `nsa` and needs torch belongs here, too; what does not need
+it lies in perfbench/matrix/nsa_version.py.
 
 Two sides that import the same package look like two equal commits, so nothing here is left to the
 order of a search path. Nothing but the standard library is imported: `nsa` must not be loaded
@@ -9,12 +12,13 @@ before ``use``.
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from pathlib import Path
+from typing import Any
 
-WITNESS = (  # the field of a row of an A/B that names the side's folder, whose nsa measured it
-    "nsa_folder"
-)
+# The field of a row of an A/B that names the side's folder, whose nsa measured it.
+WITNESS = "nsa_folder"
 
 
 class WrongSide(Exception):
@@ -56,3 +60,37 @@ def _lies_in(name: str, home: Path) -> bool:
 
 def _origin(name: str) -> str | None:
     return getattr(sys.modules[name], "__file__", None)
+
+
+# What else depends on the commit of `nsa`, for use once it is known which one this process holds.
+
+
+def sort_min_rows() -> int:
+    """Rows from which path triton sorts the queries of a block: as its kernels have it, which a
+    commit without steps has, too.
+    """
+    from perfbench.matrix import nsa_constant, sort_min_rows
+
+    return sort_min_rows() or nsa_constant("nsa.ops.kernels.selected:MIN_ROWS_TO_SORT") or 0
+
+
+def decode_least_keys() -> int | None:
+    """Compressed keys from which a decode step of path triton splits them; None of an nsa that
+    splits none.
+    """
+    from perfbench.matrix import nsa_constant
+
+    found: int | None = nsa_constant(
+        "nsa.ops.decode.kernels:LEAST_KEYS", "nsa.ops.kernels.decode:LEAST_KEYS"
+    )
+    return found
+
+
+def sigmoid_gates() -> dict[str, Any]:
+    """Options of `nsa_attention` that promise gates as perfbench's inputs have them, none below 0;
+    none of an nsa that does not ask for the promise.
+    """
+    from nsa.functional import nsa_attention
+
+    promised = "nonnegative_gates" in inspect.signature(nsa_attention).parameters
+    return {"nonnegative_gates": True} if promised else {}

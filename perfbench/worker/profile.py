@@ -1,5 +1,5 @@
-"""The second witness: one untimed step under torch.profiler must show the kernels that the Route
-names.
+"""One untimed step under torch.profiler: the second witness, which must show the kernels that the
+Route names; and for a trace, that step as a timeline and as a table of what ran.
 """
 
 from __future__ import annotations
@@ -7,13 +7,15 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
 from nsa.routing import BranchRoute, Route
-from perfbench.records import Profile
+from perfbench.matrix import steps_off
+from perfbench.records import Kernels, Profile, own_times, table_beside, totalled
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 NUM_LONGEST = 12
@@ -43,6 +45,9 @@ SDPA_OPERATOR = "aten::scaled_dot_product_attention"
 # named, so that a backward cannot vouch for one.
 FUSED_MARKS = ("fmha_cutlassf", "flash_fwd", "fprop")
 FUSED_OPERATOR = "aten::_scaled_dot_product"
+# Events of a timeline, some 400 bytes of JSON each: the slow loop makes millions in one step, which
+# no viewer opens.
+MAX_EVENTS = 300_000
 SYNC_CALLS = ("cudaStreamSynchronize", "cudaEventSynchronize")
 
 
@@ -145,7 +150,7 @@ def testify(
                     f" called *{mark}*"
                 ),
             )
-    for step in getattr(route, "off", ()):  # an older nsa, which `ab` measures, too, has no steps
+    for step in steps_off(route):
         if at := next((name for name in kernels if _shows(step, name.lower())), None):
             return False, f"the Route says that {step} is off, and {at[:NAME_CHARS]} ran"
     dense = any("dense" in (branch.branch, branch.implementation) for branch in route.branches)
@@ -219,3 +224,56 @@ def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]
         else:
             operators[event.name()] += 1
     return dict(kernels), dict(operators)
+
+
+def capture(
+    step: Callable[[], None],
+    device: str,
+    before: Callable[[], None] | None,
+    tuned: dict[str, str],
+    chrome: Path,
+) -> Kernels:
+    """Profile one step; write ``chrome`` (gzip) and the table next to it, each complete or not at
+    all. Returns the table.
+    """
+    recorded, _ = record(step, device, before)
+    events = recorded.profiler.kineto_results.events()
+    many = (
+        f"{len(events):,} events in one step, and a timeline is written up to {MAX_EVENTS:,}"
+        if len(events) > MAX_EVENTS
+        else ""
+    )
+    table = tabulate(events, device, tuned).model_copy(update={"chrome_absent": many})
+    # torch compresses by the ending.
+    partial = chrome.with_name(f"{chrome.name.removesuffix('.json.gz')}.partial.json.gz")
+    if not many:
+        recorded.export_chrome_trace(str(partial))
+        partial.rename(chrome)
+    partial.write_text(table.model_dump_json(), encoding="utf-8")
+    partial.rename(table_beside(chrome))
+    return table
+
+
+def tabulate(events: list[Any], device: str, tuned: dict[str, str]) -> Kernels:
+    """Kineto's events as a table: device kernels where there is a device, else operators without
+    what they called.
+    """
+    host = [event for event in events if event.device_type() != torch.autograd.DeviceType.CUDA]
+    if device != "cuda":
+        calls = own_times(
+            (event.name(), event.start_thread_id(), event.start_ns(), event.duration_ns())
+            for event in host
+        )
+        return Kernels(device="cpu", rows=totalled(calls), tuned=tuned)
+    on_device = [
+        event
+        for event in events
+        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
+    ]
+    syncs = sum(event.name() in SYNC_CALLS for event in host)
+    return Kernels(
+        device="cuda",
+        rows=totalled((event.name(), event.duration_ns()) for event in on_device),
+        host_syncs=syncs,
+        tuned=tuned,
+    )

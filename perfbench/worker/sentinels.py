@@ -20,20 +20,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from perfbench.records import Job, Replicate, Status
 from perfbench.worker.clock import Clock
+from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.telemetry import Sampler
 
 WARMUP_S = 0.3  # an idle H100 comes up to its clock within this
 WINDOW_S = 0.3
 SAMPLE_S = 0.05
 MIN_SAMPLES = 3
-CPU_THREADS = 1
 SEED = 20_260_102  # power, and with it the clock, depends on the data
 GEMM_SIZE = MappingProxyType({"cuda": 8192, "cpu": 2048})
 COPY_BYTES = MappingProxyType({"cuda": 2**30, "cpu": 2**28})
 SDPA_BHTD = MappingProxyType({"cuda": (2, 16, 8192, 128), "cpu": (1, 4, 1024, 64)})
-DTYPE = MappingProxyType(
-    {"cuda": torch.bfloat16, "cpu": torch.float32}
-)  # bf16 is 80 times slower on an older CPU
+# bf16 is 80 times slower on an older CPU.
+DTYPE = MappingProxyType({"cuda": torch.bfloat16, "cpu": torch.float32})
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,21 +73,6 @@ class NullSampler:
             opened.close(Telemetry(window_s=time.monotonic() - begin, absent=absent))
 
 
-class FakeSampler:
-    """Returns what it was given."""
-
-    def __init__(self, result: Telemetry) -> None:
-        self._canned = result
-
-    @contextmanager
-    def window(self) -> Iterator[Window]:
-        opened = Window()
-        try:
-            yield opened
-        finally:
-            opened.close(self._canned)
-
-
 class NvmlSampler:
     """Samples the GPU ``uuid`` ``hertz`` times a second while a window is open; ``module`` stands
     in for pynvml.

@@ -16,7 +16,6 @@ from perfbench.records import MeasureOptions, Telemetry
 from perfbench.worker.clock import Clock
 from perfbench.worker.telemetry import Sampler
 
-WARMUP_CAP_S = 5.0  # and never more than four times the asked warm-up
 WARMUP_SAMPLE_S = 0.02
 STEADY_SLOPE_PER_S = 0.001
 MIN_POINTS = 4  # fewer show no slope
@@ -38,17 +37,18 @@ class Warmth:
     num_samples: int
 
 
-def warm_up(step: Step, clock: Clock, warmup_s: float, between: Step | None = None) -> Warmth:
-    """Run for ``warmup_s`` and on until the last half of the samples is level, or the cap is
-    reached.
+def warm_up(
+    step: Step, clock: Clock, options: MeasureOptions, between: Step | None = None
+) -> Warmth:
+    """Run for ``options.shortest_warmup_s`` and on until the last half of the samples is level, or
+    ``longest_warmup_s`` is reached.
     """
-    cap_s = min(WARMUP_CAP_S, 4 * warmup_s)
     begin, first_s = clock.now(), clock.time_steps(step, 1, between)
     steps = max(1, int(WARMUP_SAMPLE_S / max(first_s, 1e-9)))
     times_s = [clock.time_steps(step, steps, between)]
     steady = False
-    while (elapsed := clock.now() - begin) < cap_s:
-        if elapsed >= warmup_s and (steady := is_level(_last_half(times_s))):
+    while (elapsed := clock.now() - begin) < options.longest_warmup_s:
+        if elapsed >= options.shortest_warmup_s and (steady := is_level(_last_half(times_s))):
             break
         times_s.append(clock.time_steps(step, steps, between))
     judged = steady if len(_last_half(times_s)) >= MIN_POINTS else None

@@ -108,7 +108,7 @@ def planned_cell(cell: Cell, *, gpu: bool = True, expect: Expect | None = None) 
     config = hashlib.sha256(f"{cell.cell_id}".encode()).hexdigest()
     return PlannedCell(
         cell_id=cell.cell_id,
-        axes=cell.axes(),
+        axes=cell,
         config_sha256=config,
         route=route_line(decided),
         expect=expect or Expect(),
@@ -152,18 +152,18 @@ def speed_of(cell: PlannedCell) -> float:
     training.
     """
     axes = cell.axes
-    length = float(axes["seq_len"])
+    length = float(axes.seq_len)
     factor = {"dense": 1.0, "v2": 0.32, "masked": 0.62, "v1": 0.006, "reference": 0.0004}.get(
-        str(axes["path"]), 0.5
+        axes.path, 0.5
     )
-    factor *= 1.0 if axes["fa2"] in ("on", "n/a") or axes["path"] == "v1" else 0.78
-    slope = {"dense": 5200.0, "v2": 30_000.0, "masked": 2600.0}.get(str(axes["path"]), 4000.0)
+    factor *= 1.0 if axes.fa2 in ("on", "n/a") or axes.path == "v1" else 0.78
+    slope = {"dense": 5200.0, "v2": 30_000.0, "masked": 2600.0}.get(axes.path, 4000.0)
     launch = length / (length + 900.0)
     speed = 260_000.0 * factor * launch / (1 + length / slope)
     return (
         speed
-        * (3.1 if axes["workload"] == "forward" else 1.0)
-        * (1.0 if axes["dtype"] == "bf16" else 0.004)
+        * (3.1 if axes.workload == "forward" else 1.0)
+        * (1.0 if axes.dtype == "bf16" else 0.004)
     )
 
 
@@ -266,7 +266,7 @@ def replicate(
     overridden.
     """
     speed = speed_of(cell) if tok_per_s is None else tok_per_s
-    tokens = int(cell.axes["seq_len"]) * int(cell.axes["batch"])
+    tokens = cell.axes.seq_len * cell.axes.batch
     values: dict[str, Any] = {
         "cell_id": cell.cell_id,
         "replicate": number,

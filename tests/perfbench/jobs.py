@@ -44,7 +44,7 @@ def job(
     values: dict[str, Any] = {
         "cell_id": cell.cell_id,
         "replicate": 0,
-        "axes": cell.axes(),
+        "axes": cell,
         "config_sha256": "c" * 64,
         "model": TINY.to_mapping(),
         "timeout_s": 60.0,

@@ -17,11 +17,11 @@ from nsa.routing import BranchRoute
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate
 from perfbench.worker import measure
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler, Sampler, Window
+from perfbench.worker.telemetry import Sampler, Window
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.workload import Workload
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock, FakeSampler
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
 STEP_S = 1 / 128  # exact in binary, so that counts of steps are exact too

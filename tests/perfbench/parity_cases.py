@@ -11,9 +11,10 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.ops.selected import PATHS
-from nsa.routing import DENSE_KINDS, Path
+from nsa.routing import Path, Route
 from perfbench.records.rows import ParityLine
-from perfbench.worker.parity import check
+from perfbench.worker.parity import proof
+from perfbench.worker.parity.claim import Claim
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
 TOKENS = (5 + 4) * 16 + 1  # (n + 4) l' + 1 of the tiny geometry
@@ -22,28 +23,17 @@ Attend = Callable[..., Tensor]
 
 def prove(
     path: str = "v2",
+    tokens: int = 64,
     *,
-    model: ModelConfig = TINY,
     train: bool = True,
-    dtype: torch.dtype = torch.float32,
-    **changes: Any,
+    model: ModelConfig = TINY,
+    seed: int = 3,
+    timed: Route | None = None,
+    **axes: Any,
 ) -> ParityLine:
-    """The proof of a cell of 64 tokens, or of ``tokens``."""
-    tokens = changes.setdefault("tokens", 64)
-    timed = route_of(
-        cell_of(path, seq_len=tokens, dtype={torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]),
-        model,
-    )
-    fa2 = "n/a" if path in DENSE_KINDS else "off"
-    values: dict[str, Any] = {
-        "path": path,
-        "fa2": fa2,
-        "dtype": dtype,
-        "device": "cpu",
-        "train": train,
-        "seed": 3,
-    }
-    return check.check(model, timed, **{**values, **changes})
+    """The proof of a cell of ``tokens``, whose Route is its own or ``timed``."""
+    cell = cell_of(path, "train" if train else "forward", tokens, **axes)
+    return proof.prove(Claim(model, timed or route_of(cell, model), cell, "cpu", seed))
 
 
 def wrong(line: ParityLine) -> set[str]:

@@ -31,14 +31,14 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     """Act out what ``batch`` asks for, then return a row whose reason holds this process's own
     facts.
     """
-    _misbehave(int(job.axes.get("batch", 1)), job.company)
+    _misbehave(job.axes.batch, job.company)
     prepared()
     begin = time.monotonic_ns()
     seconds = clock.time_steps(lambda: time.sleep(0.001), 2)
     with sampler.window() as window:
         pass
     return Replicate(
-        cell_id="another" if job.axes.get("batch") == OTHER else job.cell_id,
+        cell_id="another" if job.axes.batch == OTHER else job.cell_id,
         replicate=job.replicate,
         axes=job.axes,
         config_sha256=job.config_sha256,

@@ -66,7 +66,7 @@ class Executor:
         seen = builders.telemetry(throttled=hot, clock_event_reasons=reasons)
         cell = PlannedCell(
             cell_id=job.cell_id,
-            axes={"seq_len": 64, "batch": 1, **job.axes},
+            axes=job.axes,
             config_sha256=job.config_sha256,
             route=job.plan,
         )

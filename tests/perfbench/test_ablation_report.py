@@ -68,7 +68,7 @@ def stored(name: str, step_ms: Callable[[PlannedCell], float], **manifest: Any) 
     built, matrix = planned(name)
     rows = []
     for cell in built.cells:
-        tokens, at_ms = int(cell.axes["seq_len"]), step_ms(cell)
+        tokens, at_ms = cell.axes.seq_len, step_ms(cell)
         speeds = [1e3 * tokens / (at_ms * factor) for factor in FACTORS]
         rows += [
             b.replicate(cell, number, tok_per_s=speed, profile=b.profile())
@@ -89,9 +89,7 @@ def stored(name: str, step_ms: Callable[[PlannedCell], float], **manifest: Any) 
 
 def steps(**manifest: Any) -> Run:
     def ms(cell: PlannedCell) -> float:
-        return STEPS_MS[
-            str(cell.axes["workload"]), int(cell.axes["seq_len"]), str(cell.axes["without"])
-        ]
+        return STEPS_MS[cell.axes.workload, cell.axes.seq_len, cell.axes.without]
 
     return stored("ablation-h200", ms, **manifest)
 
@@ -99,13 +97,9 @@ def steps(**manifest: Any) -> Run:
 def chain(**manifest: Any) -> Run:
     def ms(cell: PlannedCell) -> float:
         path, compiled, captured = (
-            str(cell.axes[name]) for name in ("path", "compile", "cuda_graph")
+            getattr(cell.axes, name) for name in ("path", "compile", "cuda_graph")
         )
-        return (
-            1e3
-            * int(cell.axes["seq_len"])
-            / SPEEDS[int(cell.axes["seq_len"]), path, compiled, captured]
-        )
+        return 1e3 * cell.axes.seq_len / SPEEDS[cell.axes.seq_len, path, compiled, captured]
 
     return stored("chain-h200", ms, **manifest)
 
@@ -122,7 +116,9 @@ def with_cell(
     run: Run, axes: Mapping[str, Any], change: Callable[[Replicate], Replicate]
 ) -> tuple[Run, str]:
     """The run with a change of every row of the one cell of these axes, and its name."""
-    (cell,) = [one.cell_id for one in run.manifest.cells if axes.items() <= one.axes.items()]
+    (cell,) = [
+        one.cell_id for one in run.manifest.cells if axes.items() <= one.axes.to_mapping().items()
+    ]
     return b.change_rows(run, cell, change), cell
 
 

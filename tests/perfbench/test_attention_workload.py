@@ -180,7 +180,7 @@ def test_a_row_is_one_layer_proved_and_witnessed(path: str, kind: str) -> None:
     ), "one layer, however many the model has"
     assert row.parity is not None and ("dq" in row.parity.tensors) == (kind == "attention")
     assert row.profile is not None and row.profile.witness_ok is True
-    assert attention_calls.layer_calls(Cell(kind, 96, path).axes(), TINY) == 1
+    assert attention_calls.layer_calls(Cell(kind, 96, path), TINY) == 1
 
 
 @pytest.mark.parametrize("dense", [False, True])

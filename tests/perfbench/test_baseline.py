@@ -39,8 +39,8 @@ def promoted(run: Run, path: Path, **options: Any) -> Baseline:
 
 def part(run: Run, workload: str, **manifest: Any) -> Run:
     """The slice of a run that ``--only workload=...`` gives."""
-    cells = [cell for cell in run.manifest.cells if cell.axes["workload"] == workload]
-    rows = [row for row in run.replicates if row.axes["workload"] == workload]
+    cells = [cell for cell in run.manifest.cells if cell.axes.workload == workload]
+    rows = [row for row in run.replicates if row.axes.workload == workload]
     return b.with_manifest(
         b.with_rows(run, rows), cells=cells, only=[f"workload={workload}"], **manifest
     )

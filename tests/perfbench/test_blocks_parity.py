@@ -18,7 +18,8 @@ from nsa.config import ModelConfig, NSAConfig, preset
 from nsa.ops import sdpa
 from perfbench.records.rows import ParityLine
 from perfbench.worker.parity import blocks as blocks_parity
-from perfbench.worker.parity import check, layer
+from perfbench.worker.parity import layer, sizes
+from tests.perfbench import parity_cases
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -26,23 +27,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 STANDARD = (5 + 4) * 16 + 1
 
 
-def prove(
-    path: str = "auto",
-    tokens: int = 64,
-    *,
-    model: ModelConfig = TINY,
-    train: bool = False,
-    **changes: Any,
-) -> ParityLine:
-    timed = route_of(cell_of(path, seq_len=tokens), model)
-    values: dict[str, Any] = {
-        "fa2": "off",
-        "dtype": torch.float32,
-        "device": "cpu",
-        "seed": 3,
-        "tokens": tokens,
-    }
-    return check.check(model, timed, path=path, train=train, **{**values, **changes})
+def prove(path: str = "auto", tokens: int = 64, **options: Any) -> ParityLine:
+    return parity_cases.prove(path, tokens, **{"train": False, **options})
 
 
 def with_options(**changes: Any) -> ModelConfig:
@@ -65,7 +51,7 @@ def test_a_short_cell_of_auto_is_proved_at_its_own_length(tokens: int) -> None:
     [("auto", 81), ("auto", 4000), ("v2", 20), ("masked", 64), ("adaptive", 2048), ("dense", 20)],
 )
 def test_other_cells_are_proved_where_blocks_compete(path: str, tokens: int) -> None:
-    line = prove(path, tokens, **({"fa2": "n/a"} if path == "dense" else {}))
+    line = prove(path, tokens)
     assert line.ok and (line.tokens, line.own_length) == (STANDARD, False)
 
 
@@ -90,30 +76,11 @@ def test_a_window_beyond_the_slots() -> None:
 
 def test_without_the_cells_length_a_short_route_is_refused() -> None:
     with pytest.raises(
-        check.RouteDiffers, match=r"auto at 145 tokens runs .*sel\.masked.*sel\.dense.*time a cell"
+        sizes.RouteDiffers, match=r"auto at 145 tokens runs .*sel\.masked.*sel\.dense.*time a cell"
     ):
-        check.check(
-            TINY,
-            route_of(cell_of("auto")),
-            path="auto",
-            fa2="off",
-            dtype=torch.float32,
-            device="cpu",
-            train=False,
-            seed=3,
-        )
-    with pytest.raises(check.RouteDiffers, match=r"auto at 100 tokens"):
-        check.check(
-            TINY,
-            route_of(cell_of("auto")),
-            path="auto",
-            fa2="off",
-            dtype=torch.float32,
-            device="cpu",
-            train=False,
-            seed=3,
-            tokens=100,
-        )
+        prove(tokens=STANDARD, timed=route_of(cell_of("auto")))
+    with pytest.raises(sizes.RouteDiffers, match=r"auto at 100 tokens"):
+        prove(tokens=100, timed=route_of(cell_of("auto")))
 
 
 @pytest.mark.parametrize("fault", ["sharper", "keys of another head", "not causal"])
@@ -192,7 +159,7 @@ def test_the_papers_geometry_passes_with_room(seed: int) -> None:
     ):
         config = replace(nsa, **options)
         proof, _ = judged(
-            config, kv_len=check.standard_tokens(nsa), heads=12, groups=2, dim=64, seed=seed
+            config, kv_len=sizes.standard_tokens(nsa), heads=12, groups=2, dim=64, seed=seed
         )
         assert proof.wrong_rows == 0
         if proof.missed is not None and proof.missed_by_chance is not None:

@@ -47,7 +47,7 @@ def cached(
     **changes: Any,
 ) -> Job:
     asked = job(path, kind, seq_len, **changes)
-    return asked.model_copy(update={"axes": {**asked.axes, "chunk": chunk}})
+    return asked.model_copy(update={"axes": replace(asked.axes, chunk=chunk)})
 
 
 def seen(work: Workload, steps: int) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:
@@ -283,8 +283,8 @@ def test_a_proof_of_decode_decodes_every_row_that_it_compares() -> None:
 # Routes, calls, refusals.
 
 
-def axes(workload_: str, seq_len: int, path: str = "auto", **more: Any) -> dict[str, Any]:
-    return Cell(workload_, seq_len, path, **more).axes()
+def axes(workload_: str, seq_len: int, path: str = "auto", **more: Any) -> Cell:
+    return Cell(workload_, seq_len, path, **more)
 
 
 def test_a_decode_step_is_routed_as_what_it_is() -> None:
@@ -441,14 +441,10 @@ def test_the_decode_matrices_are_one_but_for_the_card_and_short() -> None:
         replace(H100, triton_provider="triton 3.6.0"),
     )
     assert planned.warnings == [] and planned.estimate_s < 420
-    decode = {
-        (c.axes["batch"], c.axes["seq_len"])
-        for c in planned.cells
-        if c.axes["workload"] == "decode"
-    }
+    decode = {(c.axes.batch, c.axes.seq_len) for c in planned.cells if c.axes.workload == "decode"}
     assert decode == {
         (batch, tokens) for batch in (1, 8, 64) for tokens in (2048, 8192, 32768, 65536)
     }
-    prefill = [c for c in planned.cells if c.axes["workload"] == "chunked_prefill"]
+    prefill = [c for c in planned.cells if c.axes.workload == "chunked_prefill"]
     assert [c.layers for c in prefill] == [12 * 4, 12 * 32] and matrix.model.num_layers == 12
     assert plans.to_json(planned)["cells"]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from perfbench.worker.clock import Clock, CudaEventClock, FakeClock, PerfCounterClock, clock_for
+from perfbench.worker.clock import Clock, CudaEventClock, PerfCounterClock, clock_for
+from tests.perfbench.fakes import FakeClock
 
 
 def test_the_cpu_clock_counts_every_step() -> None:

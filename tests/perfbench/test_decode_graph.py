@@ -22,7 +22,9 @@ from perfbench.matrix import matrix as matrices
 from perfbench.records.cells import Cell, why_not_here
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
-from perfbench.worker.parity import check
+from perfbench.worker import measure
+from perfbench.worker.parity import proof
+from perfbench.worker.parity.claim import Claim
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY
@@ -43,7 +45,7 @@ def _fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def captured(path: str = "masked", seq_len: int = 100, **changes: Any) -> Job:
     asked = cached(path, seq_len=seq_len, **changes)
-    return asked.model_copy(update={"axes": {**asked.axes, "cuda_graph": "on"}})
+    return asked.model_copy(update={"axes": replace(asked.axes, cuda_graph="on")})
 
 
 def seen(work: Workload, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -184,23 +186,19 @@ def test_a_step_that_is_wrong_is_never_timed(monkeypatch: pytest.MonkeyPatch, fa
 
 
 def test_the_proof_is_asked_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[dict[str, Any]] = []
-    real = check.check
-    monkeypatch.setattr(
-        check, "check", lambda *args, **given: asked.append(given) or real(*args, **given)
-    )
+    asked: list[Claim] = []
+    monkeypatch.setattr(measure, "prove", lambda claim: asked.append(claim) or proof.prove(claim))
     run(captured())
     run(cached())
-    assert [given.get("stepping", False) for given in asked] == [True, False] and {
-        given["chunk"] for given in asked
-    } == {1}
+    assert [claim.stepping for claim in asked] == [True, False]
+    assert {claim.chunk for claim in asked} == {1}
 
 
 # Routes and refusals.
 
 
-def axes(path: str, **more: Any) -> dict[str, Any]:
-    return Cell("decode", 2048, path, cuda_graph="on", **more).axes()
+def axes(path: str, **more: Any) -> Cell:
+    return Cell("decode", 2048, path, cuda_graph="on", **more)
 
 
 def test_a_captured_step_is_routed_as_rows_that_may_differ() -> None:
@@ -209,7 +207,7 @@ def test_a_captured_step_is_routed_as_rows_that_may_differ() -> None:
     assert attention_calls.route_of(axes("auto"), TINY, Settings(), H100).counters == fused.counters
     assert (
         attention_calls.problems(axes("v2"), TINY)[0].ragged
-        and not attention_calls.problems({**axes("v2"), "cuda_graph": "off"}, TINY)[0].ragged
+        and not attention_calls.problems(replace(axes("v2"), cuda_graph="off"), TINY)[0].ragged
     )
     assert (
         "win.sdpa"
@@ -266,7 +264,7 @@ def test_what_no_graph_holds_is_refused_before(
 
 def test_the_fast_paths_are_planned_and_a_cpu_is_refused() -> None:
     for path, fa2 in (("v2", "off"), ("masked", "off")):
-        assert [c.axes["cuda_graph"] for c in planned(path, fa2).cells] == ["on"]
+        assert [c.axes.cuda_graph for c in planned(path, fa2).cells] == ["on"]
     refused = why_not_here(Cell("decode", 256, "v2", "off", cuda_graph="on"), on_gpu=False)
     assert refused is not None and "cuda_graph=on needs a GPU" in refused
 
@@ -277,10 +275,8 @@ def test_the_decode_matrices_time_both_the_host_and_the_graph() -> None:
         replace(H100, triton_provider="triton 3.6.0"),
     ).cells
     grids: dict[Any, set[Any]] = {"off": set(), "on": set()}
-    for axes_ in (
-        c.axes for c in cells if (c.axes["workload"], c.axes["path"]) == ("decode", "triton")
-    ):
-        grids[axes_["cuda_graph"]].add((axes_["batch"], axes_["seq_len"]))
+    for axes_ in (c.axes for c in cells if (c.axes.workload, c.axes.path) == ("decode", "triton")):
+        grids[axes_.cuda_graph].add((axes_.batch, axes_.seq_len))
     assert (
         grids["on"]
         == grids["off"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,8 +146,8 @@ def test_a_planned_cell_without_a_row_is_missing_even_without_a_baseline() -> No
 def test_a_selection_ignores_the_cells_outside_it() -> None:
     run = b.small_run()
     base = b.baseline_of(run)
-    cells = [cell for cell in run.manifest.cells if cell.axes["workload"] == "train"]
-    rows = [row for row in run.replicates if row.axes["workload"] == "train"]
+    cells = [cell for cell in run.manifest.cells if cell.axes.workload == "train"]
+    rows = [row for row in run.replicates if row.axes.workload == "train"]
     part = b.with_manifest(b.with_rows(run, rows), cells=cells, only=["workload=train"])
     judgement = judge(part, base, POLICY)
     assert judgement.exit_code is Exit.OK and len(judgement.cells) == 2
@@ -167,7 +168,7 @@ def test_a_selection_still_misses_what_it_selected() -> None:
 def test_slices_of_one_plan_add_up() -> None:
     run = b.small_run()
     first = b.with_manifest(
-        b.with_rows(run, [row for row in run.replicates if row.axes["workload"] == "train"]),
+        b.with_rows(run, [row for row in run.replicates if row.axes.workload == "train"]),
         only=["workload=train"],
     )
     assert (
@@ -520,7 +521,7 @@ def test_ten_thousand_cells_are_judged_within_five_seconds() -> None:
     one = b.planned_cell(Cell("train", 2048, "v2", "on"))
     cells = [
         one.model_copy(
-            update={"cell_id": f"{one.cell_id},i={i}", "axes": {**one.axes, "seq_len": i + 1}}
+            update={"cell_id": f"{one.cell_id},i={i}", "axes": replace(one.axes, seq_len=i + 1)}
         )
         for i in range(10_000)
     ]

@@ -364,7 +364,7 @@ def test_a_failure_in_company_is_the_status_of_its_own_job_alone(
     kinds = [1, stub.SEGV, 2, stub.SILENT, stub.HANG, 3]
     rows = together(executor, *kinds, timeout_s=1.5)
     wanted = [Status.OK, Status.CRASH, Status.OK, Status.CRASH, Status.TIMEOUT, Status.OK]
-    assert [row.status for row in rows] == wanted and [row.axes["batch"] for row in rows] == kinds
+    assert [row.status for row in rows] == wanted and [row.axes.batch for row in rows] == kinds
     assert facts(executor.execute(job()))
 
 

@@ -63,7 +63,7 @@ def planned(cell: Cell) -> PlannedCell:
     )
     return PlannedCell(
         cell_id=cell.cell_id,
-        axes=cell.axes(),
+        axes=cell,
         config_sha256="c" * 64,
         route=b.route_line(decided),
         layers=1,
@@ -72,7 +72,7 @@ def planned(cell: Cell) -> PlannedCell:
 
 def rows(cell: PlannedCell, step_ms: float, **fields: Any) -> list[Replicate]:
     """Three processes: 1 % faster, the median, 2 % slower."""
-    tokens = int(cell.axes["seq_len"])
+    tokens = cell.axes.seq_len
     found = []
     for number, factor in enumerate((0.99, 1.0, 1.02)):
         speed = 1e3 * tokens / (step_ms * factor)
@@ -152,9 +152,9 @@ def test_a_backward_below_zero_is_no_time() -> None:
     (cell,) = [
         one
         for one in run.manifest.cells
-        if one.axes["workload"] == "attention_forward"
-        and one.axes["path"] == "triton"
-        and one.axes["seq_len"] == 65536
+        if one.axes.workload == "attention_forward"
+        and one.axes.path == "triton"
+        and one.axes.seq_len == 65536
     ]
     held_up = rows(cell, 20.0)[1]
     slow = b.change_rows(
@@ -436,9 +436,7 @@ def test_a_number_without_its_proof_is_not_published(
     (cell,) = [
         one.cell_id
         for one in run.manifest.cells
-        if one.axes["workload"] == workload
-        and one.axes["path"] == "triton"
-        and one.axes["seq_len"] == 65536
+        if one.axes.workload == workload and one.axes.path == "triton" and one.axes.seq_len == 65536
     ]
     markdown = kernels.render([b.change_rows(run, cell, lambda row: row.model_copy(update=change))])
     assert by_path(table(markdown, "Times"))["triton"][:3] == left

@@ -18,7 +18,7 @@ SHIPPED = sorted((ROOT / "matrices").glob("*.yaml"))
 
 
 def ids(matrix: matrices.Matrix) -> list[str]:
-    return [cell.cell_id for cell in matrices.cells(matrix)[0]]
+    return [one.cell.cell_id for one in matrices.cells(matrix)[0]]
 
 
 # --- cells
@@ -51,7 +51,7 @@ def test_cell_id_percent_encodes_values() -> None:
 @pytest.mark.parametrize("path", routing.DENSE_KINDS)
 def test_dense_cells_record_fa2_as_not_applicable(path: str) -> None:
     assert Cell("train", 8, path, "on") == Cell("train", 8, path, "off") == Cell("train", 8, path)
-    assert Cell("train", 8, path, "on").axes()["fa2"] == "n/a"
+    assert Cell("train", 8, path, "on").fa2 == "n/a"
     assert "fa2" not in Cell("train", 8, path, "on").cell_id
 
 
@@ -61,7 +61,7 @@ def test_other_cells_cannot_record_not_applicable() -> None:
 
 
 def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
-    axes = Cell("train", 128, "v2").axes()
+    axes = Cell("train", 128, "v2").to_mapping()
     defaults = {
         "fa2": "auto",
         "batch": 1,
@@ -98,7 +98,7 @@ def test_include_returns_an_excluded_cell() -> None:
         edited("include:\n", "include:\n  - {path: v1, seq_len: 512, workload: train, fa2: off}\n")
     )
     kept, excluded = matrices.cells(matrix)
-    assert "fa2=off,path=v1,seq_len=512,workload=train" in [c.cell_id for c in kept]
+    assert "fa2=off,path=v1,seq_len=512,workload=train" in [c.cell.cell_id for c in kept]
     assert "fa2=off,path=v1,seq_len=512,workload=train" not in [e.cell_id for e in excluded]
 
 
@@ -125,7 +125,7 @@ def test_comparisons_of_a_match(spec: str, left: set[int]) -> None:
             f"{{path: v1, seq_len: {spec}, reason: r}}",
         )
     )
-    assert {c.seq_len for c in matrices.cells(matrix)[0] if c.path == "v1"} == left
+    assert {c.cell.seq_len for c in matrices.cells(matrix)[0] if c.cell.path == "v1"} == left
 
 
 def test_expectations_are_the_union_of_matching_rules() -> None:
@@ -141,7 +141,7 @@ def test_expectations_are_the_union_of_matching_rules() -> None:
 
 
 def test_config_hash_follows_what_is_measured_only() -> None:
-    cell = Cell("train", 128, "v2", "on")
+    cell = Cell("train", 128, "v2", "on").cell_id
     base = matrices.config_sha256(parse(), cell)
     assert matrices.config_sha256(parse(edited("processes: 3", "processes: 7")), cell) == base
     assert (
@@ -153,7 +153,7 @@ def test_config_hash_follows_what_is_measured_only() -> None:
         )
         != base
     )
-    assert matrices.config_sha256(parse(), Cell("train", 128, "v2", "off")) != base
+    assert matrices.config_sha256(parse(), Cell("train", 128, "v2", "off").cell_id) != base
 
 
 def test_inline_model() -> None:
@@ -215,7 +215,7 @@ def test_ten_thousand_cells_load_and_expand_in_two_seconds() -> None:
     ],
 )
 def test_only(only: list[str], count: int) -> None:
-    assert len(matrices.select(matrices.cells(parse())[0], only)) == count
+    assert len(matrices.cells(parse(), only)[0]) == count
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_only(only: list[str], count: int) -> None:
 )
 def test_only_that_cannot_be_served(only: list[str], message: str) -> None:
     with pytest.raises(PerfbenchError, match=message.replace("[", r"\[")) as caught:
-        matrices.select(matrices.cells(parse())[0], only)
+        matrices.cells(parse(), only)
     assert caught.value.exit_code is Exit.USAGE
 
 
@@ -353,18 +353,14 @@ def test_overrides_aliases_and_sentinels_reach_the_gate() -> None:
     assert matrix.sentinels == ("gemm", "copy") and parse().sentinels == ()
     alias = found.aliases["path=old,seq_len=256,workload=train"]
     dense = next(
-        cell
-        for cell in matrices.cells(matrix)[0]
-        if cell.cell_id == "path=dense,seq_len=256,workload=train"
+        one
+        for one in matrices.cells(matrix)[0]
+        if one.cell.cell_id == "path=dense,seq_len=256,workload=train"
     )
-    assert (alias.cell_id, alias.config_sha256) == (
-        dense.cell_id,
-        matrices.config_sha256(matrix, dense),
-    )
+    assert (alias.cell_id, alias.config_sha256) == (dense.cell.cell_id, dense.config_sha256)
     assert alias.former_config_sha256 != alias.config_sha256
-    assert (
-        matrices.config_sha256(parse(), dense) == alias.config_sha256
-    )  # how a cell is judged is not what it measures
+    # How a cell is judged is not what it measures.
+    assert matrices.config_sha256(parse(), dense.cell.cell_id) == alias.config_sha256
 
 
 def test_the_schema_knows_overrides_aliases_and_sentinels() -> None:

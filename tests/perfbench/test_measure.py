@@ -19,10 +19,10 @@ from perfbench import roofline
 from perfbench.records.job import Injection, Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.worker import autotuner, measure, profile
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler, NullSampler
+from perfbench.worker.telemetry import NullSampler
 from perfbench.worker.workloads import workload
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock, FakeSampler
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, TELEMETRY, run, stub
 

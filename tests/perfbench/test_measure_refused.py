@@ -15,11 +15,12 @@ from nsa.ops.selected import PATHS
 from nsa.routing import Path
 from nsa.settings import Setting, Settings
 from perfbench.records.rows import Expect, Status
-from perfbench.worker import profile
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.parity import check as parity
+from perfbench.worker import measure, profile
+from perfbench.worker.parity.claim import Claim
+from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.workloads import workload
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, STEP_S, assert_no_speed, no_build, run, stub
 
@@ -222,9 +223,9 @@ def test_what_differs_from_the_oracle_is_never_timed(
 
 def test_a_proof_of_another_route_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
     def differs(*_: Any, **__: Any) -> None:
-        raise parity.RouteDiffers("parity would run (sel.v1), the timed cell runs (sel.v2)")
+        raise RouteDiffers("parity would run (sel.v1), the timed cell runs (sel.v2)")
 
-    monkeypatch.setattr(parity, "check", differs)
+    monkeypatch.setattr(measure, "prove", differs)
     monkeypatch.setattr(workload, "build", no_build)
     row = run(job("v2"))
     assert (
@@ -236,33 +237,24 @@ def test_a_proof_of_another_route_is_no_proof(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parity_is_asked_for_exactly_this_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, Any] = {}
+    asked: list[Claim] = []
 
-    def check(model: Any, timed: Any, **options: Any) -> Any:
-        asked.update(options, model=model, timed=timed)
+    def prove(claim: Claim) -> Any:
+        asked.append(claim)
         return builders.parity()
 
-    monkeypatch.setattr(parity, "check", check)
+    monkeypatch.setattr(measure, "prove", prove)
     stub(monkeypatch, "masked")
     wanted = job("masked", "train")
     run(wanted)
-    assert asked.pop("model") == TINY and asked.pop("timed") == route_of(cell_of("masked"))
-    assert asked == {
-        "path": "masked",
-        "fa2": "off",
-        "dtype": torch.float32,
-        "device": "cpu",
-        "train": True,
-        "seed": wanted.seed,
-        "tokens": 64,
-        "batch": 1,
-    }
+    timed = route_of(cell_of("masked"))
+    assert asked == [Claim(TINY, timed, cell_of("masked"), "cpu", wanted.seed)]
 
 
 def test_a_given_proof_is_carried_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: Any, **__: Any) -> None:
         raise AssertionError("proved already in this sitting")
 
-    monkeypatch.setattr(parity, "check", check)
+    monkeypatch.setattr(measure, "prove", check)
     row = run(job("masked", "forward", proof=PROOF))
     assert row.status is Status.OK and row.parity == PROOF and row.parity.proved_in == "another #0"

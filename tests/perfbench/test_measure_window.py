@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from perfbench.records.rows import Status
-from perfbench.worker.clock import FakeClock
 from perfbench.worker.timing import is_level
+from tests.perfbench.fakes import FakeClock
 from tests.perfbench.jobs import job
 from tests.perfbench.measure_cases import PROOF, STEP_S, Watch, run, stub
 

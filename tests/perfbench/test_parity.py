@@ -6,13 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from nsa import functional
 from nsa.config import NSAConfig
 from nsa.routing import Path
-from perfbench.worker.parity import check
+from perfbench.worker.parity import sizes
 from tests.cases import PATHS_HERE
 from tests.perfbench.jobs import TINY, cell_of, route_of
 from tests.perfbench.parity_cases import TOKENS, in_path, last_block_dropped, prove, wrong
@@ -79,7 +78,7 @@ def test_a_forward_cell_needs_no_gradients(path: str) -> None:
 
 @pytest.mark.parametrize("path", ["v2", "masked", "v1"])
 def test_bf16_is_judged_by_its_own_rounding(path: str) -> None:
-    line = prove(path, dtype=torch.bfloat16)
+    line = prove(path, dtype="bf16")
     assert line.ok, line.worst
     assert 1e-4 < line.tolerance < 0.3
 
@@ -130,28 +129,10 @@ def test_heads_are_the_cells_own(heads: int, kv_heads: int, dims: tuple[int, int
 
 def test_another_route_proves_nothing() -> None:
     timed = route_of(cell_of("v1"))
-    with pytest.raises(check.RouteDiffers, match=r"sel.v2.*sel.v1"):
-        check.check(
-            TINY,
-            timed,
-            path="v2",
-            fa2="off",
-            dtype=torch.float32,
-            device="cpu",
-            train=False,
-            seed=3,
-        )
-    with pytest.raises(check.RouteDiffers, match="dense.sdpa"):
-        check.check(
-            TINY,
-            timed,
-            path="dense",
-            fa2="n/a",
-            dtype=torch.float32,
-            device="cpu",
-            train=False,
-            seed=3,
-        )
+    with pytest.raises(sizes.RouteDiffers, match=r"sel.v2.*sel.v1"):
+        prove("v2", TOKENS, timed=timed, train=False)
+    with pytest.raises(sizes.RouteDiffers, match="dense.sdpa"):
+        prove("dense", TOKENS, timed=timed, train=False)
 
 
 def test_adaptive_is_proved_on_the_path_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,16 +140,7 @@ def test_adaptive_is_proved_on_the_path_that_is_timed(monkeypatch: pytest.Monkey
     timed = route_of(cell_of("adaptive", seq_len=2048))
     assert timed.branch("sel").implementation == "v2"
     in_path(monkeypatch, Path.V2, last_block_dropped)
-    line = check.check(
-        TINY,
-        timed,
-        path="adaptive",
-        fa2="off",
-        dtype=torch.float32,
-        device="cpu",
-        train=False,
-        seed=3,
-    )
+    line = prove("adaptive", 2048, train=False)
     assert not line.ok
     assert prove("adaptive", train=False).ok, "v1 at 64 tokens is untouched"
 

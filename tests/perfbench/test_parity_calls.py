@@ -15,9 +15,11 @@ from nsa.ops.kernels import decode
 from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
 from nsa.routes import COPY_MIN_ELEMENTS
 from nsa.routing import Problem, Request, Route, route
-from perfbench.worker.parity import cache, check
+from perfbench.records import DEFAULT_CHUNK, Cell
+from perfbench.worker.parity import cache, sizes
 from perfbench.worker.parity.blocks import BlocksProof
-from perfbench.worker.parity.comparison import Comparison
+from perfbench.worker.parity.claim import Claim
+from perfbench.worker.parity.comparison import ParityComparison
 from tests.perfbench.builders import H100
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,15 +45,32 @@ def routed(path: str, tokens: int = 4_096) -> Route:
 TIMED = routed("triton")
 
 
+def batches(
+    model: ModelConfig,
+    timed: Route,
+    path: str,
+    tokens: int,
+    *,
+    chunk: int | None = None,
+    batch: int = 1,
+    workload: str = "train",
+) -> tuple[int, ...]:
+    """Sequences of each proof of ``tokens`` of a cell of that chunk (1 where it decodes)."""
+    if chunk is not None:
+        workload = "decode" if chunk == 1 else "chunked_prefill"
+    cell = Cell(workload, 4_096, path, batch=batch, chunk=chunk or DEFAULT_CHUNK)
+    return sizes.batches(Claim(model, timed, cell, "cpu", 0), path, tokens)
+
+
 def kinds(
     model: ModelConfig, chunk: int | None = None, batch: int = 1, tokens: int | None = None
 ) -> list[tuple[bool, bool]]:
     """(whether queries are sorted, whether tiles come by descriptors) in the largest call of each
     proof.
     """
-    at = check.standard_tokens(model.nsa) if tokens is None else tokens
+    at = sizes.standard_tokens(model.nsa) if tokens is None else tokens
     longest = at if chunk is None else max(b - a for a, b in cache.pieces_of(chunk, [], at))
-    calls = [n * longest for n in check._batches(model, TIMED, "triton", at, chunk, batch)]
+    calls = [n * longest for n in batches(model, TIMED, "triton", at, chunk=chunk, batch=batch)]
     elements = model.num_heads * model.head_dim
     return [
         (n * model.num_kv_heads >= MIN_ROWS_TO_SORT, n * elements >= COPY_MIN_ELEMENTS)
@@ -92,22 +111,22 @@ def test_chunks_are_proved_up_to_the_timed_size(
 
 
 def test_a_decode_step_is_proved_with_its_own_sequences() -> None:
-    assert [check._batches(M7C, TIMED, "triton", 4_129, 1, n) for n in (1, 2, 64)] == [
+    assert [batches(M7C, TIMED, "triton", 4_129, chunk=1, batch=n) for n in (1, 2, 64)] == [
         (2, 1),
         (2,),
         (2, 64),
     ]
-    assert check._batches(M7C, routed("v2"), "v2", 1_281, 1, 64) == (2,)
+    assert batches(M7C, routed("v2"), "v2", 1_281, chunk=1, batch=64) == (2,)
 
 
 def test_kernels_of_two_branches_are_proved_where_auto_makes_the_third_dense() -> None:
     timed = routed("auto", tokens=1_024)
     assert timed.counters == ("cmp.triton", "sel.dense", "sel.sdpa", "win.triton")
-    assert check._batches(M7C, timed, "auto", 1_024, None, 16) == (2, 4, 16)
+    assert batches(M7C, timed, "auto", 1_024, batch=16) == (2, 4, 16)
 
 
 def test_the_selected_branch_alone_makes_no_descriptors() -> None:
-    assert check._batches(M7C, TIMED, "triton", 1_281, None, 1, alone=True) == (2, 4)
+    assert batches(M7C, TIMED, "triton", 1_281, workload="selected") == (2, 4)
 
 
 @pytest.mark.parametrize(("chunk", "kv_heads"), [(448, 16), (256, 16)])
@@ -120,16 +139,19 @@ def test_a_proof_of_chunks_is_no_larger_than_the_chunks(chunk: int, kv_heads: in
 
 
 def test_a_decode_step_is_proved_where_its_compressed_keys_are_split() -> None:
-    tokens = check._standard(M7C, TIMED, 1)
+    tokens, plain = (
+        sizes.standard_tokens_of(Claim(M7C, TIMED, Cell(kind, 4_096, "triton"), "cpu", 0))
+        for kind in ("decode", "forward")
+    )
     keys = (tokens - M7C.nsa.cmp_block) // M7C.nsa.cmp_stride + 1
     assert (
         min(decode.interval_splits(n * M7C.num_kv_heads, keys, banded=False) for n in (2, 64)) > 1
     )
-    assert check._standard(M7C, TIMED, None) == check.standard_tokens(M7C.nsa)
+    assert plain == sizes.standard_tokens(M7C.nsa)
 
 
 def test_a_tensor_that_is_compared_twice_keeps_the_worse() -> None:
-    compare = Comparison(torch.float32)
+    compare = ParityComparison(torch.float32)
     truth = torch.ones(3, dtype=torch.float64)
     for error in (5e-6, 5e-5, 1e-6):
         compare.add("o", truth + error, truth, truth)

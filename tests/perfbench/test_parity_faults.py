@@ -16,7 +16,8 @@ from nsa import functional, selection
 from nsa.config import NSAConfig
 from nsa.ops import combine, compressed, sdpa, sliding
 from nsa.routing import Path
-from perfbench.worker.parity import check
+from perfbench.worker.parity import blocks as blocks_parity
+from perfbench.worker.parity import proof
 from tests.perfbench.parity_cases import (
     TOKENS,
     Attend,
@@ -81,7 +82,7 @@ def test_a_fault_in_bf16(
 ) -> None:
     """bf16's tolerance is wide, and one key more or less is still far outside."""
     in_path(monkeypatch, Path.V2, fault)
-    assert "o" in wrong(prove(Path.V2, dtype=torch.bfloat16))
+    assert "o" in wrong(prove(Path.V2, dtype="bf16"))
 
 
 @pytest.mark.parametrize("by", [1, -1])
@@ -156,7 +157,7 @@ def test_equal_scores_are_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where two blocks score alike, either may be taken: rounding decides, not the code."""
     choose = selection.choose
     monkeypatch.setattr(
-        check.oracle, "select", lambda q, k, **options: _as_if_tied(choose, q, k, **options)
+        proof.oracle, "select", lambda q, k, **options: _as_if_tied(choose, q, k, **options)
     )
     assert prove(train=False).tensors["blocks"] == 0.0
 
@@ -165,7 +166,7 @@ def _as_if_tied(
     choose: Attend, q: Tensor, k: Tensor, *, positions: Tensor, config: NSAConfig, kv_len: int
 ) -> tuple[Tensor, Tensor]:
     blocks = torch.full((*q.shape[:2], k.shape[2], config.num_selected), 99)
-    return blocks, torch.full(blocks.shape[:3], check.NEAR_TIE / 2, dtype=torch.float64)
+    return blocks, torch.full(blocks.shape[:3], blocks_parity.NEAR_TIE / 2, dtype=torch.float64)
 
 
 # Gradients alone: the output is right to the last bit.

@@ -31,9 +31,7 @@ MIB = 2**20
 
 def green(cell: PlannedCell, step_ms: float, **fields: Any) -> Replicate:
     """A row of ``cell`` whose step took ``step_ms``; decode steps are one token a sequence."""
-    tokens = int(cell.axes["batch"]) * (
-        1 if cell.axes["workload"] == "decode" else int(cell.axes["seq_len"])
-    )
+    tokens = cell.axes.batch * (1 if cell.axes.workload == "decode" else cell.axes.seq_len)
     speed = tokens / (step_ms / 1e3)
     timed = {
         "tokens_per_step": tokens,
@@ -186,7 +184,7 @@ def test_a_backward_needs_both_of_its_cells_proved() -> None:
     ]
     run = run_of(*attention("v2", 10.0, 2.5))
     forward = next(
-        cell.cell_id for cell in run.manifest.cells if cell.axes["workload"] == "attention_forward"
+        cell.cell_id for cell in run.manifest.cells if cell.axes.workload == "attention_forward"
     )
     wrong = b.change_rows(
         run, forward, lambda row: row.model_copy(update={"parity": b.parity(ok=False)})

@@ -54,7 +54,7 @@ class Prover(FakeExecutor):
 
 
 def kind_of(job: Job) -> tuple[str | int, str | int]:
-    return job.axes["workload"], job.axes["path"]
+    return job.axes.workload, job.axes.path
 
 
 def test_a_route_is_proved_once_a_sitting(tmp_path: pathlib.Path) -> None:
@@ -69,7 +69,7 @@ def test_a_route_is_proved_once_a_sitting(tmp_path: pathlib.Path) -> None:
         assert (
             first.proof is None
             and len(later) == 8
-            and {job.axes["seq_len"] for job in later} == {128, 256, 512}
+            and {job.axes.seq_len for job in later} == {128, 256, 512}
         )
         made = builders.parity(
             worst=f"made for {first.cell_id} #{first.replicate}",
@@ -100,7 +100,8 @@ def test_a_proof_serves_other_lengths_and_batches_alone(tmp_path: pathlib.Path) 
         if job.proof:
             prover = executor.prover_of(job)
             assert all(
-                prover.axes[axis] == job.axes[axis] for axis in ("workload", "path", "fa2", "dtype")
+                getattr(prover.axes, axis) == getattr(job.axes, axis)
+                for axis in ("workload", "path", "fa2", "dtype")
             )
 
 

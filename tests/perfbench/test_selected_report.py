@@ -39,13 +39,11 @@ def stored(**manifest: Any) -> Run:
     for kind, times_ms in STEPS.items():
         for name, step_ms in zip(reversed(SELECTED), times_ms, strict=True):
             cell = Cell(name, 65536, "triton", l2="cold", selection=kind)
-            decided = attention_calls.route_of(
-                cell.axes(), preset("m7c_125m"), Settings(), page.TRITON
-            )
+            decided = attention_calls.route_of(cell, preset("m7c_125m"), Settings(), page.TRITON)
             cells.append(
                 PlannedCell(
                     cell_id=cell.cell_id,
-                    axes=cell.axes(),
+                    axes=cell,
                     config_sha256="c" * 64,
                     route=b.route_line(decided),
                     layers=1,
@@ -170,6 +168,6 @@ def test_the_shipped_matrices_ask_for_what_the_page_shows() -> None:
     shape_b = matrix.load(page.ROOT / "matrices" / "kernels-b-h200.yaml")
     assert page.kerneltargets.shape_of(shape_b.model) == "B"
     kinds = matrix.load(page.ROOT / "matrices" / "selections-h200.yaml")
-    assert {(c.workload, c.selection) for c in matrix.cells(kinds)[0]} == {
+    assert {(c.cell.workload, c.cell.selection) for c in matrix.cells(kinds)[0]} == {
         (name, kind) for name in SELECTED for kind in SELECTIONS
     }

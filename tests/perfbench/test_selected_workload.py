@@ -21,7 +21,7 @@ from perfbench.matrix import attention_calls, matrix, plan
 from perfbench.records.cells import SELECTED, SELECTIONS, Cell, proof_key
 from perfbench.records.job import Job
 from perfbench.records.rows import Status
-from perfbench.worker.parity import selected_parity
+from perfbench.worker.parity import proof
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.attention import NUM_INPUTS
 from tests.perfbench import builders as b
@@ -51,9 +51,9 @@ def alone(
         **{axis: changes.pop(axis) for axis in ("batch", "compile") if axis in changes},
     )
     told = {
-        "axes": cell.axes(),
+        "axes": cell,
         "cell_id": cell.cell_id,
-        "plan": b.route_line(attention_calls.route_of(cell.axes(), TINY, Settings(), CPU)),
+        "plan": b.route_line(attention_calls.route_of(cell, TINY, Settings(), CPU)),
     }
     return job(path, name, seq_len, **{**told, **changes})
 
@@ -95,7 +95,7 @@ def test_the_axis_means_nothing_elsewhere() -> None:
     cells = planned(
         "workload: [attention, forward], path: [v2], fa2: [off], selection: [random, hot]"
     ).cells
-    assert [(cell.axes["workload"], cell.axes["selection"]) for cell in cells] == [
+    assert [(cell.axes.workload, cell.axes.selection) for cell in cells] == [
         ("attention", "own"),
         ("forward", "own"),
     ]
@@ -180,9 +180,7 @@ def test_a_rule_for_the_axis_elsewhere_is_dead() -> None:
 
 def test_a_proof_is_for_one_kind_alone() -> None:
     keys = {
-        proof_key(
-            cell_of("v2", "selected", tokens, selection=kind).axes(), ["sel.v2"], own_length=False
-        )
+        proof_key(cell_of("v2", "selected", tokens, selection=kind), ["sel.v2"], own_length=False)
         for kind in SELECTIONS
         for tokens in (64, 128)
     }
@@ -274,9 +272,9 @@ def test_the_proof_is_over_blocks_of_the_cells_kind(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     seen: list[Tensor] = []
-    real = selected_parity.selected_attention
+    real = proof.selected_attention
     monkeypatch.setattr(
-        selected_parity,
+        proof,
         "selected_attention",
         lambda q, k, v, blocks, **o: seen.append(blocks) or real(q, k, v, blocks, **o),
     )
@@ -303,14 +301,14 @@ def test_the_proof_is_over_blocks_of_the_cells_kind(
             lambda real: lambda q, k, v, blocks, **o: real(q, k.detach(), v, blocks, **o),
             "dk_sel",
         ),
-        ("blocks_of", lambda real: lambda *a: real(*a).flip(-1), "blocks"),
-        ("blocks_of", lambda real: lambda *a: real(*a)[..., :-1].contiguous(), "blocks"),
+        ("selected_blocks", lambda real: lambda *a: real(*a).flip(-1), "blocks"),
+        ("selected_blocks", lambda real: lambda *a: real(*a)[..., :-1].contiguous(), "blocks"),
     ],
 )
 def test_a_branch_or_blocks_that_are_wrong_are_never_timed(
     monkeypatch: pytest.MonkeyPatch, what: str, change: Any, worst: str
 ) -> None:
-    monkeypatch.setattr(selected_parity, what, change(getattr(selected_parity, what)))
+    monkeypatch.setattr(proof, what, change(getattr(proof, what)))
     row = run(alone())
     assert row.status is Status.PARITY and row.tok_per_s is None
     assert any(

@@ -12,14 +12,14 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from perfbench.records import Cell
 from perfbench.records.job import SENTINEL_UNITS, Job, MeasureOptions
 from perfbench.records.rows import Expect, Replicate, RouteLine, Status
 from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure as measures
 from perfbench.worker import sentinels
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock, FakeSampler
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -29,7 +29,7 @@ def job(name: str, device: str = "cpu") -> Job:
     return Job(
         cell_id=f"sentinel {name}",
         replicate=2,
-        axes={},
+        axes=Cell("sentinel", 1, name),
         config_sha256="",
         model={},
         measure=MeasureOptions(),
@@ -73,14 +73,15 @@ def test_the_sizes_are_frozen() -> None:
 
 
 def test_no_commit_of_the_measured_code_can_change_them() -> None:
-    tree = ast.parse((ROOT / "perfbench" / "sentinels.py").read_text())
+    tree = ast.parse((ROOT / "perfbench" / "worker" / "sentinels.py").read_text())
     named = {
         name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
     }
     named |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert not [name for name in named if name.partition(".")[0] == "nsa"]
     assert {name for name in named if name.startswith("perfbench")} <= {
-        f"perfbench.{m}" for m in ("clock", "job", "result", "telemetry")
+        f"perfbench.{m}"
+        for m in ("records", "worker.clock", "worker.telemetry", "worker.processes")
     }
 
 

@@ -24,12 +24,13 @@ from perfbench.matrix import matrix as matrices
 from perfbench.records.cells import Cell, why_not_here
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
-from perfbench.worker import profile
-from perfbench.worker.parity import check
+from perfbench.worker import measure, profile
+from perfbench.worker.parity.claim import Claim
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.graphs import Captured, Compiled
 from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, run
+from tests.perfbench.parity_cases import TOKENS, prove
 from tests.perfbench.test_plan import CPU, H100, ROOT, build
 from tests.perfbench.test_witness import CUDNN, EFFICIENT, FA2, LAYERS, cuda, dense, seen
 
@@ -46,7 +47,7 @@ def on(
     axis: str, path: str = "masked", kind: str = "forward", seq_len: int = 64, **changes: Any
 ) -> Job:
     asked = job(path, kind, seq_len, proof=PROOF, **changes)
-    return asked.model_copy(update={"axes": {**asked.axes, axis: "on"}})
+    return asked.model_copy(update={"axes": replace(asked.axes, **{axis: "on"})})
 
 
 # Compiled graphs.
@@ -54,7 +55,7 @@ def on(
 
 def routed(path: str, seq_len: int = 64) -> Route:
     return attention_calls.route_of(
-        Cell("forward", seq_len, path, dtype="fp32", compile="on").axes(), TINY, Settings(), CPU
+        Cell("forward", seq_len, path, dtype="fp32", compile="on"), TINY, Settings(), CPU
     )
 
 
@@ -150,7 +151,7 @@ def test_a_compiled_cell_that_also_runs_eagerly_is_the_wrong_path(
     row = run(on("compile", "dense"))
     assert (
         row.status is Status.WRONG_PATH
-        and "ran eagerly beside the graph" in row.reason
+        and "ran eagerly next to the graph" in row.reason
         and row.tok_per_s is None
     )
 
@@ -167,23 +168,15 @@ def test_a_compiled_cell_is_proved_compiled(monkeypatch: pytest.MonkeyPatch) -> 
     with monkeypatch.context() as compiler:
         compiler.setattr(torch, "compile", lossy)
         for path in ("masked", "dense"):
-            options: dict[str, Any] = {
-                "path": path,
-                "fa2": "off",
-                "dtype": torch.float32,
-                "device": "cpu",
-                "train": False,
-                "seed": 1,
-            }
-            fine = check.check(TINY, route_of(cell_of(path)), **options)
-            wrong = check.check(TINY, route_of(cell_of(path)), compiled=True, **options)
+            fine = prove(path, TOKENS, train=False, seed=1)
+            wrong = prove(path, TOKENS, train=False, seed=1, compile="on")
             assert (
                 fine.ok and not wrong.ok and wrong.tensors["o"] > 1 and wrong.tensors["layer"] > 1
             )
-    asked: dict[str, Any] = {}
-    monkeypatch.setattr(check, "check", lambda *_, **given: asked.update(given) or PROOF)
+    asked: list[Claim] = []
+    monkeypatch.setattr(measure, "prove", lambda claim: asked.append(claim) or PROOF)
     run(on("compile", "dense").model_copy(update={"proof": None}))
-    assert asked["compiled"] is True
+    assert [claim.compiled for claim in asked] == [True]
 
 
 # CUDA graphs, by a stand-in for the card's.
@@ -290,7 +283,7 @@ def test_a_replay_that_dispatches_again_is_the_wrong_path(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(workload, "CudaGrapher", Eager)
     row = run(on("cuda_graph"))
-    assert row.status is Status.WRONG_PATH and "ran eagerly beside the capture" in row.reason
+    assert row.status is Status.WRONG_PATH and "ran eagerly next to the capture" in row.reason
 
 
 # The profiler's word on a graph.
@@ -347,15 +340,15 @@ def test_the_kernel_and_training_matrices() -> None:
     assert {cell.layers for cell in plans[0].cells} == {1} and {
         cell.layers for cell in plans[1].cells
     } == {12}
-    assert {cell.axes["seq_len"] for cell in plans[0].cells} == {
+    assert {cell.axes.seq_len for cell in plans[0].cells} == {
         2**n for n in (11, 13, 14, 15, 16, 17)
     }
-    shapes = {(cell.axes["batch"], cell.axes["seq_len"]) for cell in plans[1].cells}
+    shapes = {(cell.axes.batch, cell.axes.seq_len) for cell in plans[1].cells}
     assert shapes == {(8, 2048), (2, 8192), (1, 32768), (1, 65536), (1, 2048)}
     graphs = {
-        (cell.axes["compile"], cell.axes["cuda_graph"])
+        (cell.axes.compile, cell.axes.cuda_graph)
         for cell in plans[1].cells
-        if cell.axes["seq_len"] == 2048
+        if cell.axes.seq_len == 2048
     }
     assert graphs == {("off", "off"), ("off", "on"), ("on", "off"), ("on", "on")}
 
@@ -374,10 +367,10 @@ def test_the_axes_rename_nothing_and_name_their_own_cells() -> None:
 
 def test_a_compiled_region_is_routed_without_its_length() -> None:
     eager = attention_calls.route_of(
-        Cell("forward", 64, "auto", dtype="fp32").axes(), TINY, Settings(), CPU
+        Cell("forward", 64, "auto", dtype="fp32"), TINY, Settings(), CPU
     )
     compiled = attention_calls.route_of(
-        Cell("forward", 64, "auto", dtype="fp32", compile="on").axes(), TINY, Settings(), CPU
+        Cell("forward", 64, "auto", dtype="fp32", compile="on"), TINY, Settings(), CPU
     )
     assert "sel.dense" in eager.counters and "sel.masked" in compiled.counters
 

@@ -11,6 +11,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -199,7 +200,7 @@ def many_cells(count: int) -> list[PlannedCell]:
         TEXT.replace("[forward]", "[forward, train]").replace("[128, 256]", "[128]")
     )[1].cells:
         for number in range(1, count // 4 + 1):
-            axes = {**cell.axes, "seq_len": 64 * number}
+            axes = replace(cell.axes, seq_len=64 * number)
             made.append(
                 cell.model_copy(update={"cell_id": f"{cell.cell_id} {number}", "axes": axes})
             )
@@ -219,11 +220,7 @@ def test_ten_thousand_cells_have_no_quadratic_step(tmp_path: pathlib.Path, toget
 
     class Quick(Executor):
         def execute(self, job: Job) -> Replicate:
-            if (
-                job.sentinel is None
-                and job.axes["path"] == "v2"
-                and int(job.axes["seq_len"]) >= 640
-            ):
+            if job.sentinel is None and job.axes.path == "v2" and job.axes.seq_len >= 640:
                 return failed(job, Status.OOM, "planted")
             return failed(job, Status.OK, "").model_copy(
                 update={"telemetry": fixed, "tok_per_s": 1.0}

@@ -8,15 +8,9 @@ import pytest
 
 from perfbench.machine.clock_events import THROTTLING
 from perfbench.records.rows import Telemetry
-from perfbench.worker.telemetry import (
-    VALUES,
-    FakeSampler,
-    NullSampler,
-    NvmlSampler,
-    Sampler,
-    sampler_for,
-)
+from perfbench.worker.telemetry import VALUES, NullSampler, NvmlSampler, Sampler, sampler_for
 from tests.perfbench.fake_nvml import Card, FakeNvml
+from tests.perfbench.fakes import FakeSampler
 
 UUID = Card().uuid
 

@@ -10,10 +10,9 @@ import pytest
 
 from perfbench.records.job import MeasureOptions
 from perfbench.records.rows import Telemetry
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler
 from perfbench.worker.timing import Timed, time_samples, warm_up
 from tests.perfbench import builders
+from tests.perfbench.fakes import FakeClock, FakeSampler
 
 STEP_S = 1 / 1024
 
@@ -28,20 +27,20 @@ def timed(telemetry: Telemetry, *, flushed: bool = False) -> Timed:
 
 
 def test_a_level_warm_up_is_steady() -> None:
-    warmth = warm_up(nothing, FakeClock(STEP_S), 0.5)
+    warmth = warm_up(nothing, FakeClock(STEP_S), MeasureOptions(warmup_s=0.5))
     assert (warmth.step_s, warmth.steady) == (STEP_S, True) and warmth.num_samples > 20
 
 
 def test_one_that_ran_into_its_cap_is_not() -> None:
     clock = FakeClock(STEP_S * (1 + 0.001 * i) for i in itertools.count())
-    warmth = warm_up(nothing, clock, 0.5)
+    warmth = warm_up(nothing, clock, MeasureOptions(warmup_s=0.5))
     assert warmth.steady is False and 2.0 <= clock.now() < 2.2
 
 
 def test_too_few_samples_show_nothing() -> None:
-    warmth = warm_up(nothing, FakeClock(0.2), 0.25)
+    warmth = warm_up(nothing, FakeClock(0.2), MeasureOptions(warmup_s=0.25))
     assert warmth.steady is None and warmth.step_s == pytest.approx(0.2)
-    assert warm_up(nothing, FakeClock(STEP_S), 0.0).steady is None
+    assert warm_up(nothing, FakeClock(STEP_S), MeasureOptions(warmup_s=0.0)).steady is None
 
 
 @pytest.mark.parametrize(("drift_per_s", "steady"), [(0.0005, True), (0.003, False)])
@@ -50,7 +49,7 @@ def test_the_slope_is_relative_to_seconds_whatever_the_length_of_a_step(
 ) -> None:
     """0.05 % a second is level and 0.3 % is not, also where a sample holds twenty steps."""
     clock = FakeClock(STEP_S * (1 + drift_per_s * i * STEP_S) for i in itertools.count())
-    warmth = warm_up(nothing, clock, 1.0)
+    warmth = warm_up(nothing, clock, MeasureOptions(warmup_s=1.0))
     assert warmth.steady is steady
     assert (clock.now() < 1.1) is steady
 

@@ -40,7 +40,7 @@ from perfbench.tracing import diff as tracediff
 from perfbench.tracing import trace
 from perfbench.tracing.kernel_diff import Kind
 from perfbench.tracing.trace import SLUG_CHARS, TracedPair, slug
-from perfbench.worker import capture, measure
+from perfbench.worker import measure, profile
 from perfbench.worker.clock import PerfCounterClock
 from perfbench.worker.telemetry import sampler_for
 from perfbench.worker.workloads import workload
@@ -481,7 +481,7 @@ def test_a_wrong_path_is_traced_all_the_same(tmp_path: Path) -> None:
 def test_a_step_of_too_many_events_leaves_its_table_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(capture, "MAX_EVENTS", 100)
+    monkeypatch.setattr(profile, "MAX_EVENTS", 100)
     _, table, chrome = traced(tmp_path)
     assert not chrome.exists() and "up to 100" in table.chrome_absent and "aten::mm" in table.rows
     side = tracediff.Traced(name="v2", kernels=table)
@@ -503,7 +503,7 @@ def test_the_table_of_a_gpu_holds_its_kernels_and_syncs() -> None:
         event("cudaStreamSynchronize", on_host, 7),
         event("cudaDeviceSynchronize", on_host, 7),
     ]
-    table = capture.tabulate(events, "cuda", {"k": "c"})
+    table = profile.tabulate(events, "cuda", {"k": "c"})
     assert (
         list(table.rows) == ["gemm"]
         and table.rows["gemm"].count == 2

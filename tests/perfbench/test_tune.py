@@ -143,10 +143,8 @@ def test_the_matrix_of_a_gpu() -> None:
             *((p, f) for p in ("v2", "masked") for f in ("on", "off")),
         ]
     ]
-    assert sorted((c.axes["path"], c.axes["fa2"], c.axes["seq_len"]) for c in cells) == sorted(
-        kinds
-    )
-    assert {(c.axes["workload"], c.axes["dtype"], c.axes["l2"]) for c in cells} == {
+    assert sorted((c.axes.path, c.axes.fa2, c.axes.seq_len) for c in cells) == sorted(kinds)
+    assert {(c.axes.workload, c.axes.dtype, c.axes.l2) for c in cells} == {
         ("attention", "bf16", "cold")
     }
     assert len(excluded) == 3 and all(
@@ -156,7 +154,7 @@ def test_the_matrix_of_a_gpu() -> None:
 
 def test_the_window_is_compared_by_cells_that_differ_in_fa2_alone() -> None:
     cells, _ = planned((4096,))
-    counters = {c.axes["fa2"]: set(c.route.counters) for c in cells if c.axes["path"] == "masked"}
+    counters = {c.axes.fa2: set(c.route.counters) for c in cells if c.axes.path == "masked"}
     assert counters["on"] - counters["off"] == {"win.fa2"} and counters["off"] - counters["on"] == {
         "win.sdpa"
     }
@@ -164,15 +162,15 @@ def test_the_window_is_compared_by_cells_that_differ_in_fa2_alone() -> None:
 
 def test_what_auto_would_not_build_is_not_measured() -> None:
     cells, excluded = planned((8192, 65536))  # 2 heads x 65,536^2 elements are 2^33
-    assert {c.axes["seq_len"] for c in cells if c.axes["path"] == "masked"} == {8192}
+    assert {c.axes.seq_len for c in cells if c.axes.path == "masked"} == {8192}
     assert sum("no mask of more than" in why for why in excluded.values()) == 2
     cells, _ = planned((65536,))
-    assert {c.axes["path"] for c in cells} == {"triton", "v2"}
+    assert {c.axes.path for c in cells} == {"triton", "v2"}
 
 
 def test_without_a_gpu_the_reasons_are_the_routes() -> None:
     cells, excluded = planned((128,), gpu=None, capability=CPU)
-    assert {(c.axes["path"], c.axes["fa2"], c.axes["dtype"]) for c in cells} == {
+    assert {(c.axes.path, c.axes.fa2, c.axes.dtype) for c in cells} == {
         ("v2", "off", "fp32"),
         ("masked", "off", "fp32"),
     }
@@ -229,7 +227,7 @@ class FakeExecutor:
 
     def execute(self, job: Job) -> Replicate:
         self.jobs.append(job)
-        where = str(job.axes["path"]), str(job.axes["fa2"]), int(job.axes["seq_len"])
+        where = job.axes.path, job.axes.fa2, job.axes.seq_len
         if (status := self.ends.get(where)) is not None:
             return executor.failed(job, status, "by the test")
         fields = {
@@ -438,7 +436,7 @@ def test_on_a_cpu_only_v2_and_masked_are_compared(
     assert "Nothing: neither path triton nor FA-2 was judged on this machine." in out
     assert "- triton at 256, 1024, 4096: path=triton cannot be served: there is no GPU" in out
     assert "no GPU (none is here): path triton and FA-2 cannot be judged here" in err
-    assert {str(job.axes["path"]) for job in cpu.jobs} == {"v2", "masked"}
+    assert {job.axes.path for job in cpu.jobs} == {"v2", "masked"}
 
 
 def test_too_few_processes_decide_nothing_and_say_so(

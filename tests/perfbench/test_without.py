@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,10 +23,9 @@ from perfbench.records.rows import PlannedCell, RouteLine, Run, Status
 from perfbench.records.verdict import Verdict
 from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure
-from perfbench.worker.clock import FakeClock
-from perfbench.worker.telemetry import FakeSampler
 from tests.perfbench import builders as b
 from tests.perfbench.edits import reason_of, verdict_of
+from tests.perfbench.fakes import FakeClock, FakeSampler
 from tests.perfbench.jobs import TINY, job
 from tests.perfbench.test_isolate import ROOT
 from tests.perfbench.test_isolate import job as stub_job
@@ -55,7 +55,7 @@ def planned(text: str = MATRIX, **given: str) -> list[PlannedCell]:
 def test_a_cells_name_tells_the_step_and_no_other_cell_is_renamed() -> None:
     assert [cell.cell_id for cell in planned()] == [WHOLE, LISTS]
     assert Cell("attention", 8192, "triton").cell_id == WHOLE
-    assert Cell("attention", 8192, "triton", without="lists").axes()["without"] == "lists"
+    assert Cell("attention", 8192, "triton", without="lists").without == "lists"
 
 
 def test_the_steps_are_those_of_nsa() -> None:
@@ -175,9 +175,9 @@ def test_the_variable_reaches_that_process_alone() -> None:
     given.
     """
     with ForkServerExecutor("tests.perfbench.settings_measure:measure", cwd=ROOT) as executor:
-        base: dict[str, Any] = stub_job().axes
+        base = stub_job().axes
         found = [
-            json.loads(executor.execute(stub_job(axes={**base, **own})).reason)
+            json.loads(executor.execute(stub_job(axes=replace(base, path="triton", **own))).reason)
             for own in ({"without": "lists"}, {}, {"without": "none"})
         ]
     assert found == [{"NSA_TRITON_LISTS": "0"}, {}, {}]
@@ -265,7 +265,7 @@ for module in (routes, routing):
     for name in MISSING:
         vars(module).pop(name, None)
 rooms = ("records", "matrix", "gate")
-for name in (*rooms, "worker.profile", "worker.parity.check", "worker.measure", "worker.server"):
+for name in (*rooms, "worker.profile", "worker.parity.proof", "worker.measure", "worker.server"):
     importlib.import_module(f"perfbench.{name}")
 from nsa.config import ModelConfig
 from perfbench.matrix import attention_calls

@@ -4,6 +4,8 @@ for.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -117,7 +119,7 @@ def test_the_model_is_the_cells_own(path: str, model: type) -> None:
 
 def test_dtype_is_the_cells_own() -> None:
     asked = job("masked", "train")
-    work = workload.build(asked.model_copy(update={"axes": {**asked.axes, "dtype": "bf16"}}))
+    work = workload.build(asked.model_copy(update={"axes": replace(asked.axes, dtype="bf16")}))
     assert {x.dtype for x in work.model.parameters()} == {torch.bfloat16}
     before = weights(work)
     work.step()

@@ -50,7 +50,7 @@ class Measured:
 
     @property
     def axes(self) -> Axes:
-        return self.verdict.axes
+        return self.verdict.axes.to_mapping()
 
     @property
     def times_ms(self) -> list[float]:

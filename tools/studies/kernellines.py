@@ -109,13 +109,12 @@ def lines_of(
     found: dict[Key, dict[str, Timed]] = defaultdict(dict)
     for cell in judgement.cells:
         if (
-            cell.axes.get("workload") in workloads
+            cell.axes.workload in workloads
             and is_proved(cell)
             and (good := usable(rows.get(cell.cell_id, [])))
         ):
-            found[_without(cell.axes, "workload")][str(cell.axes["workload"])] = _timed(
-                good, cell.axes, model
-            )
+            axes = cell.axes.to_mapping()
+            found[_without(axes, "workload")][cell.axes.workload] = _timed(good, axes, model)
     lines = []
     for key, by_workload in found.items():
         axes = dict(key)
@@ -149,7 +148,7 @@ def rates_of(run: Run, dtype: str) -> Rates | None:
         row
         for rows in rows_by_cell(run).values()
         for row in usable(rows)
-        if row.axes["dtype"] == dtype
+        if row.axes.dtype == dtype
     ]
     gemms = [
         row.physics.gemm_flops_per_s

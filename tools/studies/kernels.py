@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _section(run: Run) -> list[str]:
-    workloads = {cell.axes.get("workload") for cell in run.manifest.cells}
+    workloads = {cell.axes.workload for cell in run.manifest.cells}
     if not workloads & {*TIMED}:
         wanted = (
             f"wanted cells of workload {', '.join(TIMED[:-1])} or {TIMED[-1]}; render a run of"
@@ -132,7 +132,7 @@ def _section(run: Run) -> list[str]:
             [
                 cell
                 for cell in judgement.cells
-                if cell.axes.get("workload") in TIMED and not is_proved(cell)
+                if cell.axes.workload in TIMED and not is_proved(cell)
             ]
         ),
     ]
@@ -174,7 +174,7 @@ def _cold_start(run: Run, judgement: Judgement) -> str | None:
     for cell in judgement.cells:
         good = (
             usable(rows.get(cell.cell_id, []))
-            if is_proved(cell) and cell.axes.get("workload") in TIMED
+            if is_proved(cell) and cell.axes.workload in TIMED
             else []
         )
         if times := [row.cold_start_s for row in good if row.cold_start_s is not None]:

@@ -34,9 +34,7 @@ from perfbench.runner.loop import Budget, measure_all
 from perfbench.runner.progress import Progress
 from perfbench.runner.recorder import Recorder
 from perfbench.runner.run import parse_injection
-from perfbench.worker import NSA_WITNESS
-
-MEASURE = "perfbench.worker.measure:measure"
+from perfbench.worker import MEASURE, NSA_WITNESS
 
 
 class VersionExecutor(ForkServerExecutor):

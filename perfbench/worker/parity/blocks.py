@@ -11,27 +11,23 @@ selection blocks, N selected, R regions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa import dispatch, functional, oracle
+from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.routing import SCORE
 
 # sets may differ where the last chosen and the next score are closer than this, relatively
 NEAR_TIE = 1e-5
-HALF_ULP = {
-    "float32": 0.0,
-    "bfloat16": 2.0**-8,
-    "float16": 2.0**-11,
-}  # largest relative error of rounding to nearest
-REGION, PER_REGION = (
-    4,
-    2,
-)  # a hierarchical search takes at most two of four neighbours, from at most n // 2 fours
+# Largest relative error of rounding to nearest.
+HALF_ULP = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+# A hierarchical search takes at most two of four neighbours, from at most n // 2 fours.
+REGION, PER_REGION = 4, 2
 SIGMAS = 3.0  # by which a search must beat a choice that does not look at the scores
 
 
@@ -98,20 +94,19 @@ def judge(
     The number of slots is config.num_selected, whatever its adaptive rule says: resolve that
     before.
     """
-    truth, gap = oracle.select(q, k_cmp, config=config, kv_len=kv_len, positions=rows[None])
-    width = max(
-        truth.shape[-1], blocks.shape[-1]
-    )  # another number of slots is a wrong answer, not a crash
-    truth, blocks = (
+    reference, gap = oracle.select(q, k_cmp, config=config, kv_len=kv_len, positions=rows[None])
+    # Another number of slots is a wrong answer, not a crash.
+    width = max(reference.shape[-1], blocks.shape[-1])
+    reference, blocks = (
         torch.nn.functional.pad(x.long(), (0, width - x.shape[-1]), value=-1)
-        for x in (truth, blocks)
+        for x in (reference, blocks)
     )
-    differs = (blocks != truth).any(-1)
+    differs = (blocks != reference).any(-1)
     if config.selection == "exact" and config.score_dtype == "float32":
         return BlocksProof(int((differs & (gap > NEAR_TIE)).sum()), None, None, {})
     J = -(-kv_len // config.sel_block)
     wrong = is_malformed(blocks, config, rows, J)
-    exact, chosen = _members(truth, J), _members(blocks, J)
+    exact, chosen = _members(reference, J), _members(blocks, J)
     shares = (exact & chosen).sum(-1).double() / exact.sum(-1)
     report = {
         "rows": float(differs.numel()),
@@ -168,6 +163,17 @@ def is_malformed(blocks: Tensor, config: NSAConfig, rows: Tensor, J: int) -> Ten
         | (free.sum(-1) > slots)
         | (free.sum(-1) < fewest)
     )
+
+
+def num_malformed(blocks: Tensor, config: NSAConfig, rows: Tensor, tokens: int) -> int:
+    """Rows of ``blocks`` [B, T, G, N] at positions ``rows`` without every forced block, every slot
+    filled that can be, or the order and the range that are promised.
+    """
+    slots = config.num_selected_for(tokens)
+    if blocks.shape[-1] != slots:
+        return blocks[..., 0].numel()
+    exact = replace(config, num_selected=slots, adaptive_num_selected=False, selection="exact")
+    return int(is_malformed(blocks.long(), exact, rows, BlockGrid.of(exact).num_sel(tokens)).sum())
 
 
 def _by_region(members: Tensor) -> Tensor:

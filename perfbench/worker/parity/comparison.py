@@ -10,15 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa import oracle
 from perfbench.records import ParityLine
 from perfbench.worker.parity.blocks import BlocksProof
-from perfbench.worker.parity.layer import Attend
+from perfbench.worker.parity.judges import Attend, plain_attention, reference_attention
 
 Tensors = dict[str, Tensor]
 
 
-class Comparison:
+class ParityComparison:
     """Error over tolerance of each tensor, by NSA.md's rule for the dtype; of a tensor that is
     added again, the worse.
     """
@@ -29,21 +28,21 @@ class Comparison:
         self.selection: dict[str, float] = {}
         self._errors: dict[str, tuple[float, float]] = {}
 
-    def add(self, name: str, got: Tensor, truth: Tensor, honest: Tensor) -> None:
-        """``honest`` is an eager softmax attention in the same dtype: how far a plain
-        implementation is off.
+    def add(self, name: str, got: Tensor, reference: Tensor, plain: Tensor) -> None:
+        """``plain`` is what plain softmax attention gives in the same dtype: how far an
+        implementation without a fault is off.
         """
-        got, truth, honest = (x.detach().cpu().double() for x in (got, truth, honest))
-        size = truth.abs().max().item()
+        got, reference, plain = (x.detach().cpu().double() for x in (got, reference, plain))
+        size = reference.abs().max().item()
         tolerance = 1e-5 * max(1.0, size)
         if self.dtype != torch.float32:
             rounding = (
-                2 * (honest - truth).abs().max().item() + torch.finfo(self.dtype).eps / 2 * size
+                2 * (plain - reference).abs().max().item() + torch.finfo(self.dtype).eps / 2 * size
             )
             tolerance = max(
                 tolerance, rounding
             )  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
-        error = (got - truth).abs().max().item()
+        error = (got - reference).abs().max().item()
         error = min(error, 1e9) if error == error else 1e9  # NaN never passes
         if (ratio := min(error / tolerance, 1e9)) >= self.ratios.get(name, 0.0):
             self._errors[name], self.ratios[name] = (error, tolerance), ratio
@@ -70,16 +69,16 @@ class Comparison:
         got = _evaluate(lambda t: cell(t)[:, rows], inputs, q.dtype, weight, wanted)
         # The judge sits on the CPU: no kernel is shared with what it judges, and none has to be
         # loaded for it.
-        truth = _evaluate(
-            judged(exact),
+        reference = _evaluate(
+            judged(reference_attention),
             {name: x.cpu() for name, x in inputs.items()},
             torch.float64,
             weight,
             wanted,
         )
-        honest = _evaluate(judged(eager), inputs, q.dtype, weight, wanted)
-        for name in truth:
-            self.add(name, got[name], truth[name], honest[name])
+        plain = _evaluate(judged(plain_attention), inputs, q.dtype, weight, wanted)
+        for name in reference:
+            self.add(name, got[name], reference[name], plain[name])
 
     def add_blocks(self, proof: BlocksProof) -> None:
         """Rows of blocks that nothing explains: none is allowed, so one is twice too many.
@@ -113,23 +112,6 @@ class Comparison:
             worst=f"{worst}: error / tolerance {self.ratios[worst]:.3g}",
             **options,
         )
-
-
-def exact(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    return oracle.attention(q, k, v, keep)[0]
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Plain softmax attention in the inputs' dtype."""
-    heads = q.shape[2] // k.shape[2]
-    logits = torch.einsum("btghd,bsgd->bghts", q.unflatten(2, (-1, heads)), k) * q.shape[-1] ** -0.5
-    keep = keep[:, :, None]
-    p = (
-        logits.masked_fill(~keep, -torch.inf)
-        .softmax(-1)
-        .masked_fill(~keep.any(-1, keepdim=True), 0.0)
-    )
-    return torch.einsum("bghts,bsgd->btghd", p, v).flatten(2, 3)
 
 
 def _evaluate(

@@ -20,35 +20,21 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig
 from nsa.dense import DenseAttention
 from perfbench.worker.parity import cache
+from perfbench.worker.parity.claim import Claim
+from perfbench.worker.parity.judges import Attend, plain_attention, reference_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # q, k, v, keep -> o
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None]
 
 
-def outputs(
-    model: ModelConfig,
-    *,
-    path: str,
-    fa2: str,
-    tokens: int,
-    dtype: torch.dtype,
-    device: str,
-    seed: int,
-    exact: Attend,
-    eager: Attend,
-    chunk: int | None = None,
-    compiled: bool = False,
-    stepping: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(the layer's own output, by hand in fp64 on the CPU, by hand in ``dtype`` on ``device``) on
-    sampled rows of ``tokens``.
+def outputs(claim: Claim, request: str, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(the layer's own output, the reference by hand in fp64 on the CPU, the same by plain
+    attention in the cell's dtype on its device) on sampled rows of ``tokens``.
 
-    ``tokens`` must be so few that every block is selected (``tokens_selecting_all``). With a
-    ``chunk`` the layer goes through a cache, cut as `cache_parity.pieces_of` says; ``stepping``:
-    each single token by a step of static shapes. ``compiled``: its own output is that of the
-    compiled layer.
+    ``tokens`` must be so few that every block is selected (``tokens_selecting_all``). The layer
+    goes through a cache where the cell does, cut as `cache.pieces_of` says.
     """
-    generator = torch.Generator().manual_seed(seed)
+    model, device, dtype = claim.model, claim.device, claim.dtype
+    generator = torch.Generator().manual_seed(claim.seed)
     rows = torch.cat(
         [
             torch.randperm(tokens - 1, generator=generator)[:31].sort().values,
@@ -56,25 +42,28 @@ def outputs(
         ]
     )
     x = torch.randn(2, tokens, model.dim, generator=generator).to(dtype)
-    torch.manual_seed(seed)
+    torch.manual_seed(claim.seed)
     layer: nn.Module
-    if path.startswith("dense"):
-        layer, by_hand = DenseAttention(model, path), _dense_by_hand
+    if request.startswith("dense"):
+        layer, by_hand = DenseAttention(model, request), _dense_by_hand
     else:
         heads = (model.dim, model.num_heads, model.num_kv_heads, model.head_dim, model.v_head_dim)
-        layer, by_hand = NSAAttention(*heads, model.nsa, path=path, fa2=fa2), _nsa_by_hand
+        layer, by_hand = (
+            NSAAttention(*heads, model.nsa, path=request, fa2=claim.cell.fa2),
+            _nsa_by_hand,
+        )
     layer = layer.to(dtype)
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         layer.to(device)
         got = (
             compiled_of(layer)(x.to(device))
-            if compiled
-            else _own(layer, x.to(device), rows, chunk, stepping)
+            if claim.compiled
+            else _own(layer, x.to(device), rows, claim.chunk, claim.stepping)
         )[:, rows]
-        honest = by_hand(layer, model, x.to(device), rows.to(device), eager)
-        truth = by_hand(twin.double(), model, x.double(), rows, exact)
-    return got, truth, honest
+        plain = by_hand(layer, model, x.to(device), rows.to(device), plain_attention)
+        reference = by_hand(twin.double(), model, x.double(), rows, reference_attention)
+    return got, reference, plain
 
 
 def compiled_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

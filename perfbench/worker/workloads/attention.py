@@ -6,10 +6,8 @@ B batch, T tokens, G kv heads, D head dim.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +17,8 @@ from nsa.compression import param_shapes
 from nsa.config import BRANCHES, ModelConfig
 from nsa.functional import capability_of, nsa_attention
 from nsa.routing import Problem, route_dense
+from perfbench.worker.nsa_version import sigmoid_gates
 
-# What the gates of every input here are; older versions of nsa, which `ab` measures, too, are not
-# asked for the promise.
-SIGMOID_GATES: dict[str, Any] = (
-    {"nonnegative_gates": True}
-    if "nonnegative_gates" in inspect.signature(nsa_attention).parameters
-    else {}
-)
 NUM_INPUTS = 4  # distinct random inputs: the model's shape at 131,072 tokens takes 0.4 GB of each
 
 
@@ -83,7 +75,7 @@ class SparseAttention(nn.Module):
             phi_params=(phi_k, phi_v),
             path=self.path,
             fa2=self.fa2,
-            **SIGMOID_GATES,
+            **sigmoid_gates(),
         )
 
 
@@ -128,9 +120,9 @@ def module_of(model: ModelConfig, path: str, fa2: str) -> SparseAttention | Full
 
 def inputs(
     module: SparseAttention | FullAttention,
-    *,
     batch: int,
     tokens: int,
+    *,
     dtype: torch.dtype,
     device: str,
     backward: bool,

@@ -61,14 +61,11 @@ class CachedSteps:
         stepping: bool = False,
     ) -> None:
         """Raises torch.OutOfMemoryError where the caches do not fit."""
-        batch, seq_len, decodes = (
-            int(job.axes["batch"]),
-            int(job.axes["seq_len"]),
-            job.axes["workload"] == "decode",
-        )
+        cell = job.axes
+        batch, seq_len, decodes = cell.batch, cell.seq_len, cell.workload == "decode"
         self.model = model
         self.tokens = held_tokens(config, seq_len) if decodes else seq_len
-        self.pieces = [(0, 1)] if decodes else pieces(job.axes)
+        self.pieces = [(0, 1)] if decodes else pieces(cell)
         new = self.pieces[-1][1]
         self.tokens_per_step = batch * new
         self.begin = model.new_cache(batch, self.tokens + 1 if decodes else seq_len)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nsa.config import ModelConfig
 from nsa.functional import selected_attention
+from perfbench.records import Cell
 from perfbench.worker.workloads import block_patterns
 from perfbench.worker.workloads.attention import NUM_INPUTS
 
@@ -34,33 +35,29 @@ class SelectedBranch(nn.Module):
 
 
 def inputs(
-    model: ModelConfig,
-    kind: str,
-    *,
-    batch: int,
-    tokens: int,
-    dtype: torch.dtype,
-    device: str,
-    backward: bool,
-    seed: int,
+    model: ModelConfig, cell: Cell, *, dtype: torch.dtype, device: str, seed: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Random q, k, v, and blocks of the ``kind`` (`selections.chosen`), then the output's gradient
-    where ``backward``; for ever.
+    """Random q, k, v, and blocks of the cell's kind (`block_patterns.chosen`), then the output's
+    gradient where the cell has a backward; for ever.
 
-    With ``backward`` q, k and v are leaves that want a gradient. ``seed`` decides all of it.
+    With a backward q, k and v are leaves that want a gradient. ``seed`` decides all of it.
     """
-    generator = torch.Generator(device).manual_seed(seed)
+    generator, backward = torch.Generator(device).manual_seed(seed), cell.has_backward
 
     def normal(heads: int, width: int) -> Tensor:
         return torch.randn(
-            batch, tokens, heads, width, dtype=dtype, device=device, generator=generator
+            cell.batch, cell.seq_len, heads, width, dtype=dtype, device=device, generator=generator
         )
 
     def one() -> tuple[Tensor, ...]:
         q = normal(model.num_heads, model.head_dim)
         k, v = (normal(model.num_kv_heads, width) for width in (model.head_dim, model.value_dim))
         blocks = block_patterns.chosen(
-            kind, q, config=model.nsa, num_kv_heads=model.num_kv_heads, generator=generator
+            cell.selection,
+            q,
+            config=model.nsa,
+            num_kv_heads=model.num_kv_heads,
+            generator=generator,
         )
         leaves = [x.requires_grad_(backward) for x in (q, k, v)]
         return (*leaves, blocks, *((normal(model.num_heads, model.value_dim),) if backward else ()))

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +15,6 @@ from nsa.model import DenseLM, TinyLM
 from nsa.routing import Route
 from perfbench.records import (
     ATTENTION,
-    AXES,
-    BACKWARD,
     CACHED,
     SELECTED,
     CacheLine,
@@ -73,34 +70,32 @@ def build(job: Job) -> Workload:
     does not fit.
     """
     torch.manual_seed(job.seed)
-    config, axes = ModelConfig.from_mapping(job.model), job.axes
-    workload, path, fa2 = str(axes["workload"]), str(axes["path"]), str(axes["fa2"])
-    dtype: torch.dtype = getattr(torch, torch_dtype_name(str(axes["dtype"])))
-    batch, tokens = int(axes["batch"]), int(axes["seq_len"])
-    if workload in ATTENTION:
-        alone = attention.module_of(config, path, fa2).to(device=job.device, dtype=dtype)
-        shape: dict[str, Any] = {"batch": batch, "tokens": tokens, "backward": workload in BACKWARD}
-        given = attention.inputs(alone, dtype=dtype, device=job.device, **shape)
+    config, cell = ModelConfig.from_mapping(job.model), job.axes
+    dtype: torch.dtype = getattr(torch, torch_dtype_name(cell.dtype))
+    backward = cell.has_backward
+    if cell.workload in ATTENTION:
+        alone = attention.module_of(config, cell.path, cell.fa2).to(device=job.device, dtype=dtype)
         return _stepped(
             job,
             alone,
-            lambda run: attention.step_body(alone, run, backward=workload in BACKWARD),
-            given,
+            lambda run: attention.step_body(alone, run, backward=backward),
+            attention.inputs(
+                alone, cell.batch, cell.seq_len, dtype=dtype, device=job.device, backward=backward
+            ),
         )
-    if workload in SELECTED:
-        branch, backward = selected_only.SelectedBranch(config, path, fa2), workload in BACKWARD
-        shape = {"batch": batch, "tokens": tokens, "backward": backward, "seed": job.seed}
-        chosen = selected_only.inputs(
-            config, str(axes["selection"]), dtype=dtype, device=job.device, **shape
-        )
+    if cell.workload in SELECTED:
         return _stepped(
-            job, branch, lambda run: attention.body_of(run, [], backward=backward), chosen
+            job,
+            selected_only.SelectedBranch(config, cell.path, cell.fa2),
+            lambda run: attention.body_of(run, [], backward=backward),
+            selected_only.inputs(config, cell, dtype=dtype, device=job.device, seed=job.seed),
         )
-    model = DenseLM(config, path) if path.startswith("dense") else TinyLM(config, path, fa2)
-    model = model.to(device=job.device, dtype=dtype)
-    if workload in CACHED:
+    model = (
+        DenseLM(config, cell.path) if cell.is_dense else TinyLM(config, cell.path, cell.fa2)
+    ).to(device=job.device, dtype=dtype)
+    if cell.workload in CACHED:
         assert isinstance(model, TinyLM), "the plan refuses dense paths here"
-        steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=_is_on(job, "cuda_graph"))
+        steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=cell.cuda_graph == "on")
         if steps.steps is None:
             return Workload(steps.run, steps.tokens_per_step, model, steps.line)
         replay = Captured(steps.body, steps.batches, CudaGrapher())
@@ -113,13 +108,15 @@ def build(job: Job) -> Workload:
             captured=replay,
             differs=differs,
         )
-    ids = torch.randint(config.vocab_size, (NUM_BATCHES, batch, tokens + 1), device=job.device)
+    ids = torch.randint(
+        config.vocab_size, (NUM_BATCHES, cell.batch, cell.seq_len + 1), device=job.device
+    )
     batches = itertools.cycle((one,) for one in ids.unbind(0))
-    if workload == "forward":
+    if cell.workload == "forward":
         return _stepped(job, model, _forward_body, batches)
     # A graph cannot count the optimizer's steps on the host.
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=1e-4, fused=True, capturable=_is_on(job, "cuda_graph")
+        model.parameters(), lr=1e-4, fused=True, capturable=cell.cuda_graph == "on"
     )
     return _stepped(job, model, lambda run: _train_body(run, optimizer), batches)
 
@@ -130,24 +127,21 @@ def _stepped(
     """The body of a step as the axes compile and cuda_graph want it run; nothing is compiled or
     captured before the first step.
     """
-    compiled = Compiled(model) if _is_on(job, "compile") else None
+    cell = job.axes
+    compiled = Compiled(model) if cell.compile == "on" else None
     body = body_of(model if compiled is None else compiled.run)
-    captured = Captured(body, batches, CudaGrapher()) if _is_on(job, "cuda_graph") else None
-    tokens = int(job.axes["batch"]) * int(job.axes["seq_len"])
+    captured = Captured(body, batches, CudaGrapher()) if cell.cuda_graph == "on" else None
+    tokens = cell.batch * cell.seq_len
     return Workload(
         captured or eager(body, batches), tokens, model, compiled=compiled, captured=captured
     )
-
-
-def _is_on(job: Job, axis: str) -> bool:
-    return job.axes.get(axis, AXES[axis].default) == "on"
 
 
 def l2_flush(job: Job) -> Callable[[], None] | None:
     """What must run before each timed step of a cell with a cold L2: a write of twice the L2; None
     for a warm one.
     """
-    if job.axes.get("l2", AXES["l2"].default) == "warm":
+    if job.axes.l2 == "warm":
         return None
     if job.device != "cuda":
         raise ValueError(
