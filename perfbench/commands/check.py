@@ -73,7 +73,7 @@ def _trace_reds(outcome: Outcome, found: Baseline | BaselineProblem) -> None:
 def _confirmed(
     outcome: Outcome, found: Baseline | BaselineProblem, options: RunOptions, left_s: float | None
 ) -> Judgement:
-    from perfbench.gate import conclude_all, pairs_for
+    from perfbench.gate import confirm_all, pairs_for
     from perfbench.runner import Task, base_commits, confirm_cells
 
     run, matrix, policy = (
@@ -95,7 +95,7 @@ def _confirmed(
     told = confirm_cells(run, outcome.folder, commits, task, ground)
     if told.reasons:
         session.warn(f"not all is confirmed: {told}")
-    return conclude_all(outcome.judgement, told.measured, policy, told.reasons)
+    return confirm_all(outcome.judgement, told.measured, policy, told.reasons)
 
 
 def _ground(matrix: Matrix) -> Ground:

@@ -144,7 +144,7 @@ def _judged(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
         policy,
         paired=paired,
         strict=strict,
-        go_on=_go_on(base, candidate, home) if paired else "",
+        resume_command=_go_on(base, candidate, home) if paired else "",
     )
     return Outcome(candidate, judgement, folder, base_run=base)
 

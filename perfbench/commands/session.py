@@ -23,8 +23,8 @@ from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 
 if TYPE_CHECKING:
-    from perfbench.gate.judgement import Judgement
-    from perfbench.machine.environment import TargetFit
+    from perfbench.gate import Judgement
+    from perfbench.machine import TargetFit
     from perfbench.matrix.matrix import Matrix
     from perfbench.matrix.plan import Plan
     from perfbench.matrix.policy import Policies
@@ -64,17 +64,16 @@ class Outcome:
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
         from perfbench import report
-        from perfbench.report.context import Beside
         from perfbench.runner.ab import pair as pairs
         from perfbench.tracing import diff
 
         traces = diff.to_markdown(diff.stored(self.folder))
         paired = self.base_run is not None and pairs.are_paired(self.base_run, self.run)
-        beside = Beside.of(
+        context = report.ReportContext.of(
             self.baseline, policy_of(self.run), base_run=self.base_run, paired=paired, traces=traces
         )
         to = out or self.folder
-        return report.render(self.run, self.judgement, to, beside) + report.write_ci(
+        return report.render(self.run, self.judgement, to, context) + report.write_ci(
             self.run, self.judgement, to
         )
 
@@ -112,7 +111,7 @@ def measure(path: Path, options: RunOptions) -> Path | None:
     """Measure a matrix on this machine and return the run folder; None where the matrix skips this
     machine.
     """
-    from perfbench.machine import environment
+    from perfbench.machine import environment, source_of
     from perfbench.runner import run as runner
     from perfbench.runner.progress import progress_for
 
@@ -131,8 +130,8 @@ def measure(path: Path, options: RunOptions) -> Path | None:
             matrix,
             executor,
             runs_dir=options.out,
-            environment=environment.collect(fit.device),
-            source=environment.source(CHECKOUT, options.source_commit),
+            environment=environment.collect_environment(fit.device),
+            source=source_of(CHECKOUT, options.source_commit),
             argv=options.argv,
             seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
             only=options.only,
@@ -146,11 +145,11 @@ def measure(path: Path, options: RunOptions) -> Path | None:
 
 def judge(run_path: Path) -> Outcome:
     """Judge a run by itself: the hard gates, without any baseline."""
-    from perfbench.gate import judging
+    from perfbench.gate import judge as judge_run
     from perfbench.records import run_file
 
     run = warn_where_torn(run_file.read(run_path))
-    return Outcome(run, judging.judge(run, None, policy_of(run)), folder_of(run_path))
+    return Outcome(run, judge_run(run, None, policy_of(run)), folder_of(run_path))
 
 
 def warn_where_torn(run: Run) -> Run:
@@ -167,7 +166,7 @@ def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: b
     """Judge a run by the baseline of its GPU and matrix, or by the one that is named, and by what
     `check` confirmed of it.
     """
-    from perfbench.gate import confirmation
+    from perfbench.gate import confirm_all
     from perfbench.runner.ab import confirm
 
     outcome, base = screen(run_path, baseline_path, strict)
@@ -179,9 +178,7 @@ def judge_against_baseline(run_path: Path, baseline_path: Path | None, strict: b
         return outcome
     return replace(
         outcome,
-        judgement=confirmation.conclude_all(
-            outcome.judgement, found.measured, policy, found.reasons
-        ),
+        judgement=confirm_all(outcome.judgement, found.measured, policy, found.reasons),
     )
 
 
@@ -189,16 +186,17 @@ def screen(
     run_path: Path, baseline_path: Path | None, strict: bool
 ) -> tuple[Outcome, Baseline | BaselineProblem]:
     """The first stage alone: a run judged by the stored baseline, and that baseline."""
-    from perfbench.gate import comparable, judging
+    from perfbench.gate import judge as judge_run
+    from perfbench.gate import unplanned_sentinels
     from perfbench.records import baseline_file, run_file
 
     run = warn_where_torn(run_file.read(run_path))
     found, matrix = baseline_file.read(baseline_path or default_baseline(run)), matrix_of(run)
     check_same_matrix(run, found)
-    judgement = judging.judge(run, found, matrices.policies(matrix), strict=strict)
+    judgement = judge_run(run, found, matrices.policies(matrix), strict=strict)
     if isinstance(found, baseline_file.Baseline):
         judgement = replace(
-            judgement, notes=(*judgement.notes, *comparable.unasked(run, matrix.sentinels, found))
+            judgement, notes=(*judgement.notes, *unplanned_sentinels(run, matrix.sentinels, found))
         )
     return Outcome(run, judgement, folder_of(run_path), found), found
 
@@ -256,7 +254,8 @@ def calibrate(
     A name without suffix is a folder, there or not. USAGE for any other suffix: the JSON file goes
     beside, by the same name.
     """
-    from perfbench.calibration import calibrate as calibrating
+    from perfbench.calibration import calibrate as run_calibration
+    from perfbench.calibration import calibration_json, render_calibration
     from perfbench.matrix.policy import GatePolicy
     from perfbench.records import run_file
 
@@ -270,8 +269,8 @@ def calibrate(
         )
     files = [path / run_file.FILE_NAME if path.is_dir() else path for path in run_paths]
     policy = policy_of(run_file.read(files[0])).whole if files else GatePolicy()
-    found = calibrating.calibrate(files, seed=seed, policy=policy, pair_folders=pairs or (), out=to)
-    return calibrating.as_json(found) if as_json else calibrating.render(found)
+    found = run_calibration(files, seed=seed, policy=policy, pair_folders=pairs or (), out=to)
+    return calibration_json(found) if as_json else render_calibration(found)
 
 
 def promote(
@@ -280,12 +279,12 @@ def promote(
     """Make a green run the baseline of its GPU and matrix; ``calibration``: a calibration.json of
     that GPU.
     """
-    from perfbench.gate import baseline
+    from perfbench.gate import promote as promote_run
     from perfbench.records import run_file
 
     run = run_file.read(run_path)
     return str(
-        baseline.promote(
+        promote_run(
             run, to or default_baseline(run), allow_dirty=allow_dirty, calibration=calibration
         )
     )
@@ -317,7 +316,7 @@ def doctor(as_json: bool, log: Path | None = None, gpu: str | None = None) -> tu
     """What a run would find here (and what ``log`` tells of one that was), and ENVIRONMENT where
     something is bad.
     """
-    from perfbench.machine.doctor import diagnose_here as doctors
+    from perfbench.machine import doctor as doctors
 
     lines = doctors.diagnose(CHECKOUT, log=log, gpu=gpu)
     text = (
@@ -353,14 +352,14 @@ def capability_here(fit: TargetFit) -> Capability:
     """
     if fit.gpu is None:
         return assumed("none")
-    from perfbench.machine import nvml
+    from perfbench.machine import nvml_query, nvml_session
 
-    with nvml.session() as opened:
-        handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", fit.gpu.uuid)
+    with nvml_session() as opened:
+        handle, missing = nvml_query(opened, "nvmlDeviceGetHandleByUUID", fit.gpu.uuid)
         sm, missing = (
             (None, missing)
             if missing
-            else nvml.query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
+            else nvml_query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
         )
     if missing or sm is None:
         raise PerfbenchError(

@@ -175,11 +175,11 @@ def _version(side: str, wanted: Source, ground: Ground) -> Version:
     """The code that a manifest names: this checkout where git says so, else a checkout of its
     commit.
     """
-    from perfbench.machine import source
+    from perfbench.machine import source_of
     from perfbench.runner import own_side
     from perfbench.tracing import Version
 
-    repository, here = ground.repository, source(ground.repository)
+    repository, here = ground.repository, source_of(ground.repository)
     if here.commit is not None and (here.commit, here.dirty_sha256) == (
         wanted.commit,
         wanted.dirty_sha256,

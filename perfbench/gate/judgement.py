@@ -136,6 +136,24 @@ def summarise(
     return Judgement(code, headline, cells, findings, policy, strict, baseline, counts, notes)
 
 
+def resummarise(
+    judgement: Judgement,
+    cells: list[CellVerdict],
+    *,
+    findings: list[Finding] | None = None,
+    notes: tuple[str, ...] | None = None,
+) -> Judgement:
+    """``judgement`` with other cells: its exit code and headline follow them."""
+    return summarise(
+        cells,
+        judgement.findings if findings is None else findings,
+        judgement.policy,
+        judgement.strict,
+        judgement.baseline,
+        judgement.notes if notes is None else notes,
+    )
+
+
 def _headline(
     code: Exit,
     cells: list[CellVerdict],

@@ -31,7 +31,9 @@ MIN_CELL = 16  # columns of a cell's name, however narrow the terminal
 MAX_OPEN = 5  # reasons printed of each kind of open cells; the report has all
 
 
-def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False) -> str:
+def terminal_table(
+    run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False
+) -> str:
     """Render for a terminal of ``width`` columns."""
     console = Console(
         file=io.StringIO(),
@@ -56,7 +58,7 @@ def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = Fa
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
-        for row, left in _told(rows):
+        for row, left in _to_print(rows):
             line = f"  {row.verdict} {plain(row.cell.cell_id)}: {plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
             if left:
@@ -75,7 +77,7 @@ def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = Fa
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _told(rows: list[Row]) -> Iterator[tuple[Row, int]]:
+def _to_print(rows: list[Row]) -> Iterator[tuple[Row, int]]:
     """Rows whose reason is printed, worst first; of open cells the first few, the last of them with
     how many are left.
     """

@@ -204,7 +204,7 @@ def test_a_pair_that_was_cut_short_is_judged_at_the_alpha_of_all_looks(
         first_pairs(one, 3, slow),
         POLICY,
         paired=True,
-        go_on="ab --resume F",
+        resume_command="ab --resume F",
     )
     (cell,) = cut.cells
     assert cell.evidence[0].comparison.p_slower == pytest.approx(p, rel=1e-3)
@@ -220,7 +220,7 @@ def test_a_pair_that_was_cut_short_is_judged_at_the_alpha_of_all_looks(
     assert cell.evidence[0].alpha == pytest.approx(0.001 / 6)
     whole = [b.with_manifest(first_pairs(one, 3, speeds), replicates=3) for speeds in (fast, slow)]
     (fixed,) = comparison.judge(
-        whole[0], whole[1], POLICY, paired=True, go_on="ab --resume F"
+        whole[0], whole[1], POLICY, paired=True, resume_command="ab --resume F"
     ).cells
     assert (
         fixed.verdict is Verdict.REGRESSED

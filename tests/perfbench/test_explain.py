@@ -11,11 +11,12 @@ from perfbench.calibration import calibrate
 from perfbench.commands import app
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import explain
-from perfbench.gate.judging import BaselineProblem, conclude, judge
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
-from tests.perfbench.edits import edit
+from tests.perfbench.edits import conclude, edit
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"

@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from perfbench import report
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate.judging import BaselineProblem, CellVerdict, Judgement, conclude, judge
+from perfbench.gate.judgement import CellVerdict, Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
+from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Replicate, Run, SentinelLine, Source, Status
 from perfbench.records.verdict import EXIT_OF, Verdict
 from tests.perfbench import builders as b
-from tests.perfbench.edits import edit, fail, only_rows, reason_of, throttle, verdict_of
+from tests.perfbench.edits import conclude, edit, fail, only_rows, reason_of, throttle, verdict_of
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"

@@ -45,7 +45,9 @@ def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() 
     base, candidate = [0.0, 0.02], [0.01, 0.03, 0.05]
     within = (2 * 0.01**2 + 2 * 0.02**2) / 3 * (1 / 2 + 1 / 3)
     plain = stats.unpaired(base, candidate, prior=None, alpha=0.01, power=0.9)
-    night = stats.unpaired(base, candidate, prior=None, night_variance=1e-4, alpha=0.01, power=0.9)
+    night = stats.unpaired(
+        base, candidate, prior=None, between_session_variance=1e-4, alpha=0.01, power=0.9
+    )
     assert (plain.estimate, plain.standard_error, plain.df) == pytest.approx(
         (0.02, math.sqrt(within), 3.0)
     )
@@ -58,7 +60,12 @@ def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() 
     [
         stats.unpaired([0.0], [-1.0], prior=None, alpha=0.01, power=0.9),
         stats.unpaired(
-            [0.0, 0.1], [-1.0, -1.1], prior=None, night_variance=math.inf, alpha=0.01, power=0.9
+            [0.0, 0.1],
+            [-1.0, -1.1],
+            prior=None,
+            between_session_variance=math.inf,
+            alpha=0.01,
+            power=0.9,
         ),
         stats.paired([0.0], [-1.0], prior=None, alpha=0.01, power=0.9),
     ],
@@ -176,7 +183,7 @@ def test_a_drop_of_min_effect_passes_the_screen_whatever_the_night_did() -> None
             base,
             [x - DROP for x in candidate],
             prior=stats.Prior(1e-4, 50.0),
-            night_variance=1e-4,
+            between_session_variance=1e-4,
             alpha=stats.screen_alpha(POLICY),
             power=0.99,
         )

@@ -261,7 +261,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, gpu: bool) -> Fa
     monkeypatch.setattr(
         environment, "check_target", lambda target: TargetFit("cuda" if gpu else "cpu", handle)
     )
-    monkeypatch.setattr(environment, "collect", lambda device: builders.environment(gpu))
+    monkeypatch.setattr(
+        environment, "collect_environment", lambda device: builders.environment(gpu)
+    )
     monkeypatch.setattr(session, "capability_here", lambda fit: H100 if gpu else CPU)
     monkeypatch.chdir(tmp_path)
     return fake

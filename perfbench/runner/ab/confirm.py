@@ -20,7 +20,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import Measured
+from perfbench.gate import MeasuredPairs
 from perfbench.records import BaselineProblem, Run, Status
 from perfbench.runner.ab import checkout, schedule, version_plan
 from perfbench.runner.ab import pair as pairs
@@ -56,7 +56,7 @@ class Confirmation:
     ``reasons``: cell -> why some or all of its pairs are missing.
     """
 
-    measured: Sequence[Measured] = ()
+    measured: Sequence[MeasuredPairs] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -136,7 +136,7 @@ def confirm(
     code, USAGE where what an earlier sitting left is damaged.
     """
     deadline = None if task.budget_s is None else now() + task.budget_s
-    measured: list[Measured] = []
+    measured: list[MeasuredPairs] = []
     reasons: dict[str, str] = {}
     for commit, cells in _by_commit(commits).items():
         if commit is None:
@@ -150,7 +150,7 @@ def confirm(
             left_s = None if deadline is None else deadline - now()
             found, why = _finish(place, run, folder, commit, replace(task, budget_s=left_s), ground)
             if found is not None:
-                measured.append(Measured(found.base, found.candidate, place.cells))
+                measured.append(MeasuredPairs(found.base, found.candidate, place.cells))
                 reasons |= _unfinished(found, place.cells)
             reasons |= dict.fromkeys(place.cells, why) if why else {}
     return Confirmation(measured, reasons)
@@ -165,13 +165,13 @@ def stored(folder: Path, commits: Commits) -> Confirmation | None:
     found = _pairs_in(folder / FOLDER)
     if not found:
         return None
-    measured: list[Measured] = []
+    measured: list[MeasuredPairs] = []
     reasons: dict[str, str] = {}
     left = sorted(commits)
     for pair in found:
         here = [cell_id for cell_id in left if _holds(pair, cell_id, commits[cell_id])]
         left = [cell_id for cell_id in left if cell_id not in here]
-        measured.append(Measured(pair.base, pair.candidate, here))
+        measured.append(MeasuredPairs(pair.base, pair.candidate, here))
         reasons |= _unfinished(pair, here)
     beside = ", ".join(
         dict.fromkeys((pair.base.manifest.source.commit or "unknown code")[:12] for pair in found)
