@@ -79,8 +79,8 @@ def _rule(c: Calibration) -> list[str]:
         (
             "**Screen**, each session against the stored baseline: a cell is left alone only where"
             f" a drop of {p.min_effect_pct:g} % is refuted at alpha {stats.screen_alpha(p):g}, and"
-            f" it is not tested slower at alpha {p.alpha_screen:g}. **Confirm** what is left, base and"
-            " candidate in turns (ABBA) in the same session: REGRESSED is slower at alpha"
+            f" it is not tested slower at alpha {p.alpha_screen:g}. **Confirm** what is left, base"
+            " and candidate in turns (ABBA) in the same session: REGRESSED is slower at alpha"
             f" {p.alpha_confirm:g} after Holm, and by more than {p.tolerance_pct:g} %. The pairs"
             " are planned before the first one, from the variance in the screen; a cell that needs"
             f" more than {stats.MAX_BLOCKS} is BLIND. Both tests are moderated t tests; a cell much"
@@ -298,12 +298,12 @@ def _between_starts(c: Calibration) -> list[str]:
         (
             "*Own sd*: of this cell's starts alone, without the variance between its processes."
             " *Sd*: shrunk to the cells that are bound like it, where that is larger."
-            f" *At most*: its bound at a nominal {100 * CONFIDENCE:g} %, with *df* degrees of freedom: the cells"
-            " of a start share its deviation, and count for less than as many starts. *The gate"
-            f" takes* the bound, or {100 * stats.ASSUMED_BETWEEN_SESSION_SD:g} %, which is assumed"
-            " without any start, where that is less; never less than the sd. `perfbench"
-            " baseline promote RUN --calibration FILE`, with the JSON file next to this one, writes it into the"
-            " baseline."
+            f" *At most*: its bound at a nominal {100 * CONFIDENCE:g} %, with *df* degrees of"
+            " freedom: the cells of a start share its deviation, and count for less than as many"
+            f" starts. *The gate takes* the bound, or {100 * stats.ASSUMED_BETWEEN_SESSION_SD:g} %,"
+            " which is assumed without any start, where that is less; never less than the sd. `perfbench"
+            " baseline promote RUN --calibration FILE`, with the JSON file next to this one, writes"
+            " it into the baseline."
         ),
     ]
 

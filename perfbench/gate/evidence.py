@@ -72,6 +72,11 @@ class Evidence:
         return None if drop is None else -drop
 
     @property
+    def is_beyond_tolerance(self) -> bool:
+        """Whether the estimate is a drop by more than the tolerance."""
+        return self.change_pct is not None and self.change_pct < -self.tolerance_pct
+
+    @property
     def t(self) -> float | None:
         error = self.comparison.standard_error
         return self.comparison.estimate / error if math.isfinite(error) and error > 0 else None

@@ -7,12 +7,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator
 from itertools import groupby
-
-from rich.cells import cell_len
-from rich.color import ColorSystem
-from rich.console import Console
-from rich.style import Style
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from perfbench.errors import Exit
 from perfbench.gate import Judgement, severity
@@ -20,6 +15,9 @@ from perfbench.records import FAIL_UNDER_STRICT, Run, Verdict
 from perfbench.report.rows import Row, null_reasons, rows_of
 from perfbench.report.tables import half, mde
 from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 QUIET = (None, Verdict.SAME)
 _COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"} | {
@@ -35,6 +33,9 @@ def terminal_table(
     run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False
 ) -> str:
     """Render for a terminal of ``width`` columns."""
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(
         file=io.StringIO(),
         width=max(width, MIN_WIDTH),
@@ -109,11 +110,13 @@ def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> 
     Only ``cell`` is folded where the terminal is too narrow, to ``MIN_CELL`` at least: rich's own
     Table measures and wraps every value, which took longer than judging 300 cells.
     """
+    from rich.text import Text
+
     header = ["tok/s", *(("change", "MDE") if compared else ("± 95 %",))]
     header += ["dev ms", "x dense", "% floor", "bound", *(("util", "GiB") if wide else ())]
     header = ["cell", *header, "verdict"]
     table = [[plain(row.cell.cell_id), *_values(row, compared, wide), row.verdict] for row in rows]
-    widths = [max(map(cell_len, column)) for column in zip(header, *table, strict=True)]
+    widths = [max(map(_columns_of, column)) for column in zip(header, *table, strict=True)]
     over = sum(widths) + len(widths) - 1 - console.width
     widths[0] = min(widths[0], max(MIN_CELL, widths[0] - over))
     head, heading = _styled(console, "bold"), _aligned(header, widths)
@@ -121,7 +124,7 @@ def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> 
     paint = {row.verdict: _styled(console, _style_of(row)) for row in rows}
     for row, (cell_id, *values) in zip(rows, table, strict=True):
         first, *folded = [cell_id]
-        if cell_len(cell_id) > widths[0]:
+        if _columns_of(cell_id) > widths[0]:
             first, *folded = (line.plain for line in Text(cell_id).wrap(console, widths[0]))
         *texts, verdict = _aligned([first, *values], widths)
         yield " ".join([*texts, paint[row.verdict](verdict)])
@@ -139,13 +142,25 @@ def _values(row: Row, compared: bool, wide: bool) -> list[str]:
 
 def _aligned(texts: list[str], widths: list[int]) -> list[str]:
     """Padded to ``widths``: the first and the last to the left, numbers to the right."""
-    pads = [" " * (width - cell_len(text)) for text, width in zip(texts, widths, strict=True)]
+    pads = [" " * (width - _columns_of(text)) for text, width in zip(texts, widths, strict=True)]
     numbers = [pad + text for text, pad in zip(texts[1:-1], pads[1:-1], strict=True)]
     return [texts[0] + pads[0], *numbers, texts[-1] + pads[-1]]
 
 
+def _columns_of(text: str) -> int:
+    """Of the terminal; a wide character takes two."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
 def _styled(console: Console, style: str) -> Callable[[str], str]:
     """What wraps a text in the terminal's codes of ``style``; nothing without colours."""
+    from rich.color import ColorSystem
+    from rich.style import Style
+
     parsed = Style.parse(style)
     system = ColorSystem.STANDARD if console.color_system else None
     return lambda text: parsed.render(text, color_system=system)

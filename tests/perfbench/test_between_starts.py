@@ -15,6 +15,7 @@ import pytest
 from perfbench.calibration import between_starts
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
+from perfbench.records import calibration_file
 
 Family = dict[str, dict[str, list[float]]]
 
@@ -189,8 +190,8 @@ def one_cell(times: int = 1, **night: float) -> str:
 
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
     """Neither cells that the run does not have, nor cells that the calibration does not know."""
-    assert between_starts.told(
-        between_starts.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
+    assert calibration_file.told(
+        calibration_file.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
     ) == {
         "both": {"night_log_sd": 0.004, "device_night_log_sd": 0.002, "night_starts": 2},
         "wall": {"night_log_sd": 0.004, "device_night_log_sd": None, "night_starts": 3},
@@ -249,7 +250,7 @@ def test_what_tells_no_luck_between_nights_is_refused(
     if text is not None:
         path.write_text(text)
     with pytest.raises(PerfbenchError, match=words) as caught:
-        between_starts.read(path, slug)
+        calibration_file.read(path, slug)
     message = str(caught.value)
     assert (
         caught.value.exit_code is Exit.USAGE
@@ -261,7 +262,7 @@ def test_what_tells_no_luck_between_nights_is_refused(
 def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(one_cell(gate_sd=0.5))
-    assert set(between_starts.read(path, "h200").cells) == {"a"}
+    assert set(calibration_file.read(path, "h200").cells) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -294,9 +295,9 @@ def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
 def test_a_calibration_of_other_work_or_another_environment_is_refused(
     environment: dict[str, str | None], configs: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    known = between_starts.read(stored(tmp_path / "calibration.json"), "h200")
+    known = calibration_file.read(stored(tmp_path / "calibration.json"), "h200")
     with pytest.raises(PerfbenchError, match=words) as caught:
-        between_starts.told(known, {**HERE, **environment}, configs)
+        calibration_file.told(known, {**HERE, **environment}, configs)
     message = str(caught.value)
     assert (
         caught.value.exit_code is Exit.USAGE
@@ -306,21 +307,21 @@ def test_a_calibration_of_other_work_or_another_environment_is_refused(
 
 
 def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
-    known = between_starts.read(stored(tmp_path / "calibration.json"), "h200")
+    known = calibration_file.read(stored(tmp_path / "calibration.json"), "h200")
     assert (
-        between_starts.told(known, {**HERE, "driver": "590.2"}, CONFIGS)
-        == between_starts.told(known, HERE, CONFIGS)
+        calibration_file.told(known, {**HERE, "driver": "590.2"}, CONFIGS)
+        == calibration_file.told(known, HERE, CONFIGS)
         != {}
     )
 
 
 def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
     cell = {"cell_id": "wall", "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
-    known = between_starts.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
+    known = calibration_file.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
     with pytest.raises(
         PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"
     ):
-        between_starts.told(known, HERE, CONFIGS)
+        calibration_file.told(known, HERE, CONFIGS)
 
 
 def test_the_assumption_is_what_the_gate_assumes() -> None:

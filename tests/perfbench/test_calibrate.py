@@ -14,13 +14,13 @@ import pytest
 from perfbench.calibration import calibrate, certify, simulate
 from perfbench.calibration import calibration_json as as_json
 from perfbench.calibration import render_calibration as render
-from perfbench.calibration.between_starts import read, told
 from perfbench.calibration.certify import Effort, Rate, uniformity
 from perfbench.commands import session
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records.calibration_file import read, told
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run
 from tests.perfbench.builders import (

@@ -88,7 +88,8 @@ def test_host_bound_cells_are_folded_and_told_apart_from_noise() -> None:
         and text.count("<details>") == text.count("</details>") == 2
     )
     assert (
-        "**the host in 60**" in text and "more cells: perfbench explain RUN CELL tells each" in text
+        "**the host in 60**" in text
+        and "more cells: perfbench explain RUN CELL explains each" in text
     )
     told = [
         line.count("`") // 2
@@ -161,7 +162,7 @@ def test_renamed_cells_and_kernel_tables_have_their_place() -> None:
         )
     ]
     assert order == sorted(order)
-    assert ReportContext.of(BaselineProblem(Verdict.CORRUPT, "x")).ground is None
+    assert ReportContext.of(BaselineProblem(Verdict.CORRUPT, "x")).comparability_key is None
 
 
 def test_energy_and_cycles_have_columns_where_they_are_known() -> None:

@@ -26,7 +26,7 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         run_id="x-b",
         argv=["perfbench", "ab", "v1.2", "my branch", "matrices/h100.yaml", "--seed", "7"],
     )
-    judgement = comparison.judge(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
+    judgement = comparison.compare(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
     text = written(run, judgement, ReportContext.of(base_run=base))
     assert (
         "candidate `my branch` against base `v1.2`, commit `aaaaaaaaaaaa`, run `x-a`" in text
@@ -37,7 +37,7 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         f" cell={TRAIN}`" in text
     )  # branches move
     assert "`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --seed 7`, one cell" in text
-    four = comparison.judge(
+    four = comparison.compare(
         base, b.with_rows(run, [_slower(run, row) for row in run.replicates]), POLICY, paired=True
     )
     assert four.counts == {"REGRESSED": 4}
@@ -51,7 +51,7 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
     )  # one red needs no overview
     two_files = written(
         b.small_run(),
-        comparison.judge(base, b.small_run(), POLICY, paired=False),
+        comparison.compare(base, b.small_run(), POLICY, paired=False),
         ReportContext.of(base_run=base),
     )
     assert "candidate `4f1c2d3e4f1c` against base `aaaaaaaaaaaa`" in two_files
@@ -71,7 +71,7 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
     )
     text = written(
         run,
-        comparison.judge(base, run, POLICY, paired=True),
+        comparison.compare(base, run, POLICY, paired=True),
         ReportContext.of(base_run=base, paired=True),
     )
     assert (
@@ -85,7 +85,7 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
     dirty = b.with_manifest(run, source=Source(commit="b" * 40, dirty_sha256="5f" * 32))
     text = written(
         dirty,
-        comparison.judge(base, dirty, POLICY, paired=True),
+        comparison.compare(base, dirty, POLICY, paired=True),
         ReportContext.of(base_run=base, paired=True),
     )
     assert (
@@ -95,13 +95,13 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
 
 def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
     base = b.small_run()
-    judgement = comparison.judge(base, base, POLICY, paired=True)
+    judgement = comparison.compare(base, base, POLICY, paired=True)
     paired, apart = (
         written(base, judgement, ReportContext.of(base_run=base, paired=paired))
         for paired in (True, False)
     )
-    assert "both sides share the night" in paired and "is not told from slower code" not in paired
-    assert "both sides share the night" not in apart and "is not told from slower code" in apart
+    assert "both sides share the session" in paired and "is not told from slower code" not in paired
+    assert "both sides share the session" not in apart and "is not told from slower code" in apart
 
 
 def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None:
@@ -110,7 +110,7 @@ def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None
     base = b.with_rows(
         run, [_slower(run, row) if row.replicate % 2 else row for row in run.replicates]
     )
-    judgement = comparison.judge(
+    judgement = comparison.compare(
         base, run, POLICY, paired=True, resume_command="perfbench ab A B M --resume F"
     )
     text = written(run, judgement, ReportContext.of(base_run=base, paired=True))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfbench.gate import stats
+from perfbench.gate import modes, stats
 from perfbench.matrix.policy import GatePolicy
 
 POLICY = GatePolicy()
@@ -231,14 +231,14 @@ def test_one_mode_is_not_called_two(n: int) -> None:
         lambda size: rng.uniform(-1.7, 1.7, size),
         lambda size: rng.lognormal(0, 0.5, size),
     ):
-        flagged = sum(stats.modes(np.exp(0.02 * draw(n)).tolist()) is not None for _ in range(500))
+        flagged = sum(modes(np.exp(0.02 * draw(n)).tolist()) is not None for _ in range(500))
         assert flagged < 0.01 * 500
 
 
 def test_two_modes_are_found_where_they_are() -> None:
     rng = np.random.default_rng(4)
     found = [
-        stats.modes(np.exp(rng.normal(0, 0.01, 30) + 0.1 * (np.arange(30) % 2)).tolist())
+        modes(np.exp(rng.normal(0, 0.01, 30) + 0.1 * (np.arange(30) % 2)).tolist())
         for _ in range(200)
     ]
     known = [modes for modes in found if modes is not None]
@@ -251,7 +251,7 @@ def test_two_modes_are_found_where_they_are() -> None:
 
 
 def test_modes_of_too_few_equal_or_impossible_samples() -> None:
-    assert stats.modes([1.0, 2.0, 1.0, 2.0]) is None
-    assert stats.modes([1.0] * 9) is None
+    assert modes([1.0, 2.0, 1.0, 2.0]) is None
+    assert modes([1.0] * 9) is None
     with pytest.raises(ValueError, match="positive and finite"):
-        stats.modes([1.0, 0.0])
+        modes([1.0, 0.0])
