@@ -301,9 +301,9 @@ def _between_starts(c: Calibration) -> list[str]:
             f" *At most*: its bound at a nominal {100 * CONFIDENCE:g} %, with *df* degrees of"
             " freedom: the cells of a start share its deviation, and count for less than as many"
             f" starts. *The gate takes* the bound, or {100 * stats.ASSUMED_BETWEEN_SESSION_SD:g} %,"
-            " which is assumed without any start, where that is less; never less than the sd. `perfbench"
-            " baseline promote RUN --calibration FILE`, with the JSON file next to this one, writes"
-            " it into the baseline."
+            " which is assumed without any start, where that is less; never less than the sd."
+            " `perfbench baseline promote RUN --calibration FILE`, with the JSON file next to this"
+            " one, writes it into the baseline."
         ),
     ]
 

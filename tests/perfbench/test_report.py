@@ -70,7 +70,7 @@ def test_every_red_has_its_reason_counters_and_the_command_for_this_one_cell() -
         red,
     )
     assert (
-        "- beside its base: `perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only"
+        "- against its base, in turns: `perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only"
         " cell=fa2=on,path=masked,seq_len=8192" in red
     )
     assert "````text\n```\nboom\n````" in red  # the fence is longer than the one inside

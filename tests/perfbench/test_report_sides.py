@@ -33,8 +33,8 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         and "those of the base." in text
     )
     assert (
-        "- beside its base: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only"
-        f" cell={TRAIN}`" in text
+        "- against its base, in turns: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml"
+        f" --only cell={TRAIN}`" in text
     )  # branches move
     assert "`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --seed 7`, one cell" in text
     four = comparison.compare(
@@ -100,8 +100,14 @@ def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
         written(base, judgement, ReportContext.of(base_run=base, paired=paired))
         for paired in (True, False)
     )
-    assert "both sides share the session" in paired and "is not told from slower code" not in paired
-    assert "both sides share the session" not in apart and "is not told from slower code" in apart
+    assert (
+        "both sides share the session" in paired
+        and "cannot be told apart from slower code" not in paired
+    )
+    assert (
+        "both sides share the session" not in apart
+        and "cannot be told apart from slower code" in apart
+    )
 
 
 def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None:
