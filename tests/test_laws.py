@@ -224,16 +224,304 @@ def test_judging_needs_no_torch(module: str) -> None:
     assert "torch" not in loaded_by(module)
 
 
-def test_the_map_of_perfbench_names_every_module() -> None:
-    told = (ROOT / "perfbench" / "__init__.py").read_text(encoding="utf-8")
-    modules = {
-        path.stem
-        for path in (ROOT / "perfbench").iterdir()
-        if path.suffix == ".py" or path.name == "report"
+# Rooms of perfbench: a package is entered by its façade, the `__init__` that names what others use.
+
+Trees = dict[str, ast.Module]  # dotted module name -> its syntax tree; a package is its `__init__`
+MAX_FACADE_LINES = 40
+MAX_PARAMETERS = 8
+MAX_AT_THE_TOP = 6
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def trees_under(*folders: str) -> Trees:
+    paths = (path for folder in folders for path in sorted(ROOT.glob(f"{folder}/**/*.py")))
+    return {module_of(path): tree_of(path) for path in paths}
+
+
+def room_of(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def packages_of(trees: Trees) -> set[str]:
+    return {name.rpartition(".")[0] for name in trees} - {""}
+
+
+def imported_names(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """(module, name) of every ``from`` import, below TYPE_CHECKING and in functions too."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+def import_graph(trees: Trees) -> dict[str, set[str]]:
+    """Module -> the modules of ``trees`` that it imports, wherever the statement stands."""
+    graph: dict[str, set[str]] = {}
+    for module, tree in trees.items():
+        named = {name for name, _ in imports(tree)} | {home for home, _ in imported_names(tree)}
+        graph[module] = (named & set(trees)) - {module}
+        for home, name in imported_names(tree):  # a submodule by name is no use of its package
+            if f"{home}.{name}" in trees:
+                others = (other for h, other in imported_names(tree) if h == home)
+                if all(f"{home}.{other}" in trees for other in others):
+                    graph[module].discard(home)
+    return graph
+
+
+def import_circles(trees: Trees) -> list[list[str]]:
+    """Modules that import one another, directly or by others (Tarjan's components of two and
+    more).
+    """
+    graph, order, low, stack, found = import_graph(trees), {}, {}, [], []
+
+    def visit(module: str) -> None:
+        order[module] = low[module] = len(order)
+        stack.append(module)
+        for other in sorted(graph[module]):
+            if other not in order:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == order[module]:
+            circle = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for module in trees:
+        if module not in order:
+            visit(module)
+    return found
+
+
+def exports_of(facade: ast.Module) -> dict[str, tuple[str, str]]:
+    """Exported name -> (module, the name there)."""
+    return {
+        alias.asname or alias.name: (node.module or "", alias.name)
+        for node in facade.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
     }
-    missing = sorted(
-        name
-        for name in modules - {"__init__", "__main__"}
-        if f"``{name}``" not in told and not name.startswith("doctor_")
-    )
-    assert not missing, f"perfbench/__init__.py does not say what these are for: {missing}"
+
+
+def windows(trees: Trees) -> list[str]:
+    """Imports from another room that pass its façade, and imports of a private name."""
+    packages = packages_of(trees)
+    found = []
+    for module, tree in trees.items():
+        for home, name in imported_names(tree):
+            if not home.startswith("perfbench"):
+                continue
+            if name.startswith("_"):
+                found.append(f"{module} imports the private {home}.{name}")
+            target = f"{home}.{name}" if f"{home}.{name}" in trees else home
+            exported = home in packages and name in exports_of(trees[home])
+            inside = target not in packages and not exported and target.count(".") > 1
+            if room_of(module) != room_of(target) and inside:
+                found.append(f"{module} imports {home}.{name} past the façade")
+        for name, _ in imports(tree):
+            inside = name in trees and name not in packages and name.count(".") > 1
+            if isinstance(tree, ast.Module) and inside and room_of(name) != room_of(module):
+                home, _, last = name.rpartition(".")
+                if (home, last) not in set(imported_names(tree)):
+                    found.append(f"{module} imports {name} past the façade")
+    return found
+
+
+def uses_of_packages(module: str, tree: ast.Module, packages: set[str]) -> set[tuple[str, str]]:
+    """(package, name) of what ``tree`` takes from façades: imported, or read from the imported
+    package as an attribute.
+    """
+    found = {(home, name) for home, name in imported_names(tree) if home in packages}
+    bound: dict[str, set[str]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (package := f"{node.module}.{alias.name}") in packages:
+                    bound.setdefault(alias.asname or alias.name, set()).add(package)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found |= {(package, node.attr) for package in bound.get(node.value.id, ())}
+    return {(package, name) for package, name in found if not module.startswith(f"{package}.")}
+
+
+def unwanted_exports(trees: Trees, users: Trees) -> list[str]:
+    """Exports that no other room or tool uses, and those that share a submodule's name."""
+    packages = {name for name in packages_of(trees) if name != "perfbench"}
+    used: set[tuple[str, str]] = set()
+    for module, tree in users.items():
+        used |= uses_of_packages(module, tree, packages)
+    found = []
+    for package in sorted(packages):
+        for name, (home, _) in exports_of(trees[package]).items():
+            if (package, name) not in used:
+                found.append(f"{package} exports {name}, which nobody else uses")
+            if f"{package}.{name}" in trees and home != package:
+                found.append(f"{package} exports {name}, which is a submodule's name too")
+    return found
+
+
+def broad_facades(trees: Trees) -> list[str]:
+    """Façades of more than 40 lines, with statements of their own, or without a docstring of one
+    sentence.
+    """
+    found = []
+    for package in sorted(packages_of(trees)):
+        tree, words = trees[package], (ast.get_docstring(trees[package]) or "").strip()
+        if package == "perfbench":
+            continue
+        last = max((node.end_lineno or 0 for node in tree.body), default=0)
+        if last > MAX_FACADE_LINES:
+            found.append(f"{package} has {last} lines")
+        if not words.endswith(".") or ". " in words or "\n\n" in words:
+            found.append(f"{package} wants a docstring of one sentence")
+        if any(not isinstance(node, ast.ImportFrom) for node in tree.body[1:]):
+            found.append(f"{package} does more than import")
+    return found
+
+
+def classes_twice(trees: Trees) -> dict[str, list[str]]:
+    """Class name -> the modules that define it, where there are several."""
+    homes: dict[str, list[str]] = {}
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    return {name: where for name, where in homes.items() if len(where) > 1}
+
+
+def typer_commands(trees: Trees) -> set[str]:
+    """Functions that are decorated with ``.command()``, or passed to it."""
+    found = set()
+    for node in (node for tree in trees.values() for node in ast.walk(tree)):
+        if isinstance(node, ast.Call) and ".command(" in ast.unparse(node.func) and node.args:
+            found.add(ast.unparse(node.args[0]).rpartition(".")[2])
+        elif isinstance(node, ast.FunctionDef) and any(
+            ".command(" in ast.unparse(one) for one in node.decorator_list
+        ):
+            found.add(node.name)
+    return found
+
+
+def many_parameters(trees: Trees) -> list[str]:
+    """Functions of more than 8 parameters; self and cls are none, and a typer command's are the
+    options of its command line.
+    """
+    found, commands = [], typer_commands(trees)
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+            names = [one.arg for one in every]
+            own = names[1:] if names[:1] in (["self"], ["cls"]) else names
+            command = module.startswith("perfbench.commands.") and node.name in commands
+            if len(own) > MAX_PARAMETERS and not command:
+                found.append(f"{module}.{node.name} has {len(own)}")
+    return found
+
+
+def test_no_import_circle() -> None:
+    """TYPE_CHECKING included: types that need each other belong to one module."""
+    assert import_circles(trees_under("perfbench")) == []
+
+
+def test_rooms_are_entered_by_their_facade() -> None:
+    trees, tools = trees_under("perfbench"), trees_under("tools")
+    assert windows(trees | tools) == []
+    assert broad_facades(trees) == []
+    assert unwanted_exports(trees, trees | tools) == []
+
+
+def test_at_most_six_modules_at_the_top() -> None:
+    top = [path.stem for path in (ROOT / "perfbench").glob("*.py")]
+    assert len({*top} - {"__init__", "__main__"}) <= MAX_AT_THE_TOP
+
+
+def test_no_class_name_twice() -> None:
+    assert classes_twice(trees_under("perfbench")) == {}
+
+
+def test_no_more_than_eight_parameters() -> None:
+    """In perfbench; nsa's operators and kernels take each tensor and number by itself."""
+    assert many_parameters(trees_under("perfbench", "tools")) == []
+
+
+def planted(**modules: str) -> Trees:
+    """``gate__stats="..."`` is perfbench.gate.stats; every room has an empty façade."""
+    named = {f"perfbench.{name.replace('__', '.')}": text for name, text in modules.items()}
+    rooms = {room_of(name): '"""A room."""' for name in named} | {"perfbench": '"""All."""'}
+    return {name: ast.parse(text) for name, text in (rooms | named).items()}
+
+
+CIRCLE = planted(
+    gate__a="if TYPE_CHECKING:\n    from perfbench.gate.b import B",
+    gate__b="def f():\n    from perfbench.gate.c import C",
+    gate__c="from perfbench.gate import a",
+)
+
+
+@pytest.mark.parametrize(
+    ("checker", "trees"),
+    [
+        (import_circles, CIRCLE),
+        (windows, planted(gate__a="", report__b="from perfbench.gate.a import f")),
+        (windows, planted(gate__a="", report__b="from perfbench.gate import a")),
+        (windows, planted(gate__a="", report__b="import perfbench.gate.a")),
+        (windows, planted(gate__a="", gate__b="from perfbench.gate.a import _f")),
+        (broad_facades, planted(gate='"""A room."""\nX = 1', gate__a="")),
+        (broad_facades, planted(gate='"""A room. And a second."""', gate__a="")),
+        (broad_facades, planted(gate="from perfbench.gate.a import f", gate__a="")),
+        (broad_facades, planted(gate='"""A room."""' + "\n" * 40 + "from a import b", gate__a="")),
+        (
+            lambda trees: unwanted_exports(trees, trees),
+            planted(gate='"""A room."""\nfrom perfbench.gate.a import f', gate__a="def f(): ..."),
+        ),
+        (
+            lambda trees: unwanted_exports(trees, trees),
+            planted(
+                gate='"""A room."""\nfrom perfbench.gate.a import a',
+                gate__a="def a(): ...",
+                report__b="from perfbench.gate import a",
+            ),
+        ),
+        (classes_twice, planted(gate__a="class Side: ...", report__b="class Side: ...")),
+        (many_parameters, planted(gate__a="def f(a, b, c, d, e, *, g, h, i, j): ...")),
+    ],
+)
+def test_laws_of_rooms_see_what_they_ban(checker, trees: Trees) -> None:
+    assert checker(trees)
+
+
+@pytest.mark.parametrize(
+    ("checker", "trees"),
+    [
+        (import_circles, planted(gate__a="from perfbench.gate.b import f", gate__b="")),
+        (
+            windows,
+            planted(
+                gate='"""A."""\nfrom perfbench.gate.a import f',
+                gate__a="",
+                report__b=("from perfbench.gate import f\nfrom perfbench import gate"),
+            ),
+        ),
+        (
+            lambda trees: unwanted_exports(trees, trees),
+            planted(
+                gate='"""A room."""\nfrom perfbench.gate import stats',
+                gate__stats="",
+                report__b="from perfbench.gate import stats",
+            ),
+        ),
+        (many_parameters, planted(gate__a="class A:\n  def f(self, a, b, c, d, e, g, h, i): ...")),
+        (
+            many_parameters,
+            planted(commands__a=("@app.command()\ndef f(a, b, c, d, e, g, h, i, j, k): ...")),
+        ),
+    ],
+)
+def test_laws_of_rooms_allow_what_is_right(checker, trees: Trees) -> None:
+    assert not checker(trees)

@@ -1,4 +1,5 @@
 """Certifies the gate on stored samples, and estimates the variance between machine starts."""
 
-from perfbench.calibration.calibrate import as_json, calibrate as certify_gate
-from perfbench.calibration.calibrate import render as as_markdown
+from perfbench.calibration.calibration import calibration_json
+from perfbench.calibration.noise import calibrate
+from perfbench.calibration.report import render_calibration

@@ -88,7 +88,7 @@ def _cells(one: Pair) -> list[RealPair]:
         one.candidate,
         _policies(one.candidate),
         paired=True,
-        go_on=f"perfbench ab --resume {one.folder}",
+        resume_command=f"perfbench ab --resume {one.folder}",
     )
     return [
         _real(cell, one.candidate.manifest.run_id, planted.get(cell.cell_id, 0.0))

@@ -1,8 +1,8 @@
 """How a cell's speed moves between machine starts: estimated from A/A runs, and read back for the
 baseline that the gate reads.
 
-A night's luck is shared by all processes of a start, so no number of replicates tells it: only
-other starts do.
+All processes of a start share its deviation, so no number of replicates shows it: only other starts
+do.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ Starts = Mapping[Any, Sequence[float]]  # start -> ln speed of its processes
 
 
 @dataclass(frozen=True, slots=True)
-class Night:
-    """The sd of ln speed between ``starts`` machine starts, without the part that is luck between
-    processes.
+class StartVariance:
+    """The sd of ln speed between ``starts`` machine starts, without the part between processes.
 
     ``own_variance``: of this cell's starts alone, below zero by chance. ``sd``: shrunk to its
     family where that is larger.
@@ -42,24 +41,24 @@ def gate_sd(sd: float, upper: float) -> float:
     estimate.
 
     Too small a value costs missed drops, too large a one only confirmations; and few starts, whose
-    bound is far, must not make the gate worse than none. Simulated with three starts: nights of 0.3
-    % halve the confirmations and no 3 % drop of 1,000 is missed; nights of 1 % that all cells share
-    let 2 % of such drops pass the screen.
+    bound is far, must not make the gate worse than none. Simulated with three starts: an
+    sd of 0.3 % halves the confirmations and no 3 % drop of 1,000 is missed; one of 1 % that all
+    cells share lets 2 % of such drops pass the screen.
     """
-    return max(sd, min(upper, stats.ASSUMED_NIGHT_SD))
+    return max(sd, min(upper, stats.ASSUMED_BETWEEN_SESSION_SD))
 
 
-def estimate(family: Mapping[str, Starts]) -> dict[str, Night]:
+def estimate(family: Mapping[str, Starts]) -> dict[str, StartVariance]:
     """Every cell of a family of like noise that was seen in two starts or more; cells of fewer are
     left out.
 
     Analysis of variance of the unweighted means of the starts: their variance is that between
     starts plus that between processes over their number. Both variances are moderated (Smyth 2004);
     that between starts is never shrunk below the cell's own. Cells of one start share some of its
-    luck, so they are worth less than as many independent ones: see
+    deviation, so they are worth less than as many independent ones: see
     `independence`. In simulated families of four cells and two to five starts the bound holds for
     90 to 98 % where the cells are alike, and for 82 % of cells at worst where half are three times
-    as restless as the rest.
+    as variable as the rest.
     """
     from scipy.special import chdtri
 
@@ -77,7 +76,7 @@ def estimate(family: Mapping[str, Starts]) -> dict[str, Night]:
     share = independence(
         [means[cell_id] for cell_id in cells], [math.sqrt(shrunk[cell_id][0]) for cell_id in cells]
     )
-    nights = {}
+    variances = {}
     for cell_id, starts in cells.items():
         noise = (
             within[cell_id][0] * math.fsum(1 / len(one) for one in starts.values()) / len(starts)
@@ -87,21 +86,21 @@ def estimate(family: Mapping[str, Starts]) -> dict[str, Night]:
         sd = math.sqrt(max(0.0, variance - noise))
         least = max(
             variance, noise
-        )  # means closer than their processes explain are luck, and bound nothing
+        )  # means closer than their processes explain are chance, and bound nothing
         upper = math.sqrt(max(0.0, least * df / float(chdtri(df, CONFIDENCE)) - noise))
-        nights[cell_id] = Night(
+        variances[cell_id] = StartVariance(
             len(starts), between[cell_id][0] - noise, sd, upper, df, gate_sd(sd, upper)
         )
-    return nights
+    return variances
 
 
 def independence(means: Sequence[Mapping[Any, float]], sds: Sequence[float]) -> float:
-    """The part of the cells' degrees of freedom that is independent: 1 where each has its own luck,
+    """The part of the cells' degrees of freedom that is independent: 1 where each varies by itself,
     1 / cells where all share it.
 
     ``means`` by start, in units of ``sds``, in two ways, start and cell: the variance of a cell is
     a sum of two mean squares, whose degrees of freedom are Satterthwaite's. 1 / cells too where
-    fewer than two cells or common starts tell nothing.
+    fewer than two cells or common starts say nothing.
     """
     cells = len(means)
     common = sorted(set.intersection(*(set(found) for found in means))) if means else []
@@ -128,12 +127,12 @@ def independence(means: Sequence[Mapping[Any, float]], sds: Sequence[float]) -> 
     return df / (cells * (k - 1))
 
 
-def pooled_sd(nights: Mapping[str, Night]) -> float | None:
+def pooled_sd(variances: Mapping[str, StartVariance]) -> float | None:
     """One sd for a family, from the mean of its variances; None where no cell has two starts."""
-    if not nights:
+    if not variances:
         return None
     return math.sqrt(
-        max(0.0, math.fsum(night.own_variance for night in nights.values()) / len(nights))
+        max(0.0, math.fsum(one.own_variance for one in variances.values()) / len(variances))
     )
 
 

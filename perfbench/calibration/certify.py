@@ -25,11 +25,9 @@ SHUFFLES = 20  # of the samples of one stored process
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is simulated: what each world gets in cell-nights, what each power row gets in
-    drops.
-    """
+    """How much is simulated: cells of a session for each world, drops for each power row."""
 
-    null_cell_nights: int = 1_500
+    null_cell_sessions: int = 1_500
     drops: int = 1_000
     claimed_drops: int = 2_500  # of the first world at min_effect, which carries the claim
     mode_trials: int = 400
@@ -69,7 +67,7 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class NullRow:
-    """Nights in which nothing got slower.
+    """Sessions in which nothing got slower.
 
     ``ks_p``: that the confirmed p-values are uniform (Kolmogorov and Smirnov).
     """
@@ -175,7 +173,7 @@ def certify(
             _null_row(
                 world,
                 policy,
-                max(1, effort.null_cell_nights // world.cells),
+                max(1, effort.null_cell_sessions // world.cells),
                 (seed, place, 0),
                 shape,
             )
@@ -191,11 +189,13 @@ def certify(
                 if world is WORLDS[0] and drop == policy.min_effect_pct
                 else effort.drops
             )
-            per_night = world.cells / len(world.process_sd_pct) / 2  # every second cell gets slower
+            per_session = (
+                world.cells / len(world.process_sd_pct) / 2
+            )  # every second cell gets slower
             power += _power_rows(
                 world,
                 policy,
-                math.ceil(wanted / per_night),
+                math.ceil(wanted / per_session),
                 (seed, place, round(100 * drop)),
                 shape,
                 drop,
@@ -243,16 +243,16 @@ def _sum(rates: Iterable[Rate]) -> Rate:
 
 
 def _null_row(
-    world: World, policy: GatePolicy, nights: int, seed: tuple[int, ...], shape: list[float]
+    world: World, policy: GatePolicy, sessions: int, seed: tuple[int, ...], shape: list[float]
 ) -> NullRow:
-    tallies = list(simulate(world, policy, nights=nights, seed=seed, stored=shape).values())
+    tallies = list(simulate(world, policy, sessions=sessions, seed=seed, stored=shape).values())
     p = [value for tally in tallies for value in tally.p_values]
     distance, ks_p = uniformity(p) if p else (None, None)
     red, blind = (
-        _sum(Rate(tally.outcomes[name], tally.nights) for tally in tallies)
+        _sum(Rate(tally.outcomes[name], tally.sessions) for tally in tallies)
         for name in ("REGRESSED", "BLIND")
     )
-    screened = _sum(Rate(tally.screened, tally.nights) for tally in tallies)
+    screened = _sum(Rate(tally.screened, tally.sessions) for tally in tallies)
     return NullRow(
         world,
         red,
@@ -268,20 +268,20 @@ def _null_row(
 def _power_rows(
     world: World,
     policy: GatePolicy,
-    nights: int,
+    sessions: int,
     seed: tuple[int, ...],
     shape: list[float],
     drop: float,
 ) -> list[PowerRow]:
-    found = simulate(world, policy, nights=nights, seed=seed, drop_pct=drop, stored=shape)
+    found = simulate(world, policy, sessions=sessions, seed=seed, drop_pct=drop, stored=shape)
     return [_power_row(world, sd, drop, tally) for sd, tally in found.items()]
 
 
 def _power_row(world: World, sd: float, drop: float, tally: Tally) -> PowerRow:
-    red, blind = (Rate(tally.outcomes[name], tally.nights) for name in ("REGRESSED", "BLIND"))
+    red, blind = (Rate(tally.outcomes[name], tally.sessions) for name in ("REGRESSED", "BLIND"))
     screened, significant = (
-        Rate(tally.screened, tally.nights),
-        Rate(tally.significant, tally.nights),
+        Rate(tally.screened, tally.sessions),
+        Rate(tally.significant, tally.sessions),
     )
     blocks = math.fsum(tally.blocks) / len(tally.blocks) if tally.blocks else None
     return PowerRow(world, sd, drop, red, screened, significant, blind, blocks)

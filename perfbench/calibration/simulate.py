@@ -1,7 +1,7 @@
-"""Certify the gate's rule by simulation: whole nights of cells, judged by `stats` itself, with and
-without a slower cell.
+"""Certify the gate's rule by simulation: whole sessions of cells, judged by `stats` itself, with
+and without a slower cell.
 
-A world says how a machine's noise looks; a night draws every process of every cell from it.
+A world says how a machine's noise looks; a session draws every process of every cell from it.
 Deterministic for a seed.
 """
 
@@ -31,58 +31,58 @@ STORED_REPLICATES = 5
 class World:
     """The noise of one kind of machine, in per cent of speed (sd).
 
-    ``process_sd_pct``: between processes, taken in turn by the cells. ``night_shared_pct``: one
-    luck for all cells of a night,
-    ``night_own_pct``: one for each. ``assumed_night_pct``: what the gate believes of a night; None:
-    the truth.
-    ``shape``: heavy: Student's t with 3 degrees of freedom; drift: 2 % over the night, and 2 %
+    ``process_sd_pct``: between processes, taken in turn by the cells. ``session_shared_pct``: one
+    deviation for all cells of a session,
+    ``session_own_pct``: one for each. ``assumed_session_pct``: what the gate assumes of a
+    session; None: the actual value.
+    ``shape``: heavy: Student's t with 3 degrees of freedom; drift: 2 % over the session, and 2 %
     between two states that each last some ten processes; stored: real samples. ``process_state``:
-    (share, per cent) of the processes that are slower by so much; ``night_state_pct``: half of the
-    nights are.
+    (share, per cent) of the processes that are slower by so much; ``session_state_pct``: half of
+    the sessions are.
     """
 
     name: str
     process_sd_pct: tuple[float, ...]
     cells: int = 12
-    night_shared_pct: float = 0.5
-    night_own_pct: float = 0.5
-    assumed_night_pct: float | None = None
+    session_shared_pct: float = 0.5
+    session_own_pct: float = 0.5
+    assumed_session_pct: float | None = None
     shape: Shape = "normal"
     process_state: tuple[float, float] = (0.0, 0.0)
-    night_state_pct: float = 0.0
+    session_state_pct: float = 0.0
     replicates: int = STORED_REPLICATES
 
     @property
-    def night_variance(self) -> float:
-        if self.assumed_night_pct is not None:
-            return (self.assumed_night_pct / 100) ** 2
+    def between_session_variance(self) -> float:
+        if self.assumed_session_pct is not None:
+            return (self.assumed_session_pct / 100) ** 2
         parts = (
-            self.night_shared_pct,
-            self.night_own_pct,
-            self.night_state_pct / 2,
+            self.session_shared_pct,
+            self.session_own_pct,
+            self.session_state_pct / 2,
         )  # a fair coin has sd 1/2
         return math.fsum((part / 100) ** 2 for part in parts)
 
 
 GPU_BOUND = (0.34, 0.93, 1.0)  # % between processes of an idle H100: copy, flash attention, GEMM
 HOST_BOUND = (7.3, 12.0)  # % one tiny launch, 60 small layers in eager mode
-ASSUMED = 100 * stats.ASSUMED_NIGHT_SD
+ASSUMED = 100 * stats.ASSUMED_BETWEEN_SESSION_SD
 WORLDS = (
     World("GPU bound", GPU_BOUND),
-    World("GPU bound, bad nights", GPU_BOUND, night_shared_pct=2.0, night_own_pct=1.0),
+    World("GPU bound, bad sessions", GPU_BOUND, session_shared_pct=2.0, session_own_pct=1.0),
     World(
-        "GPU bound, nights unknown and as assumed",
+        "GPU bound, sessions unknown and as assumed",
         GPU_BOUND,
-        night_shared_pct=0.7,
-        night_own_pct=0.7,
-        assumed_night_pct=ASSUMED,
+        session_shared_pct=0.7,
+        session_own_pct=0.7,
+        assumed_session_pct=ASSUMED,
     ),
     World(
-        "GPU bound, nights twice as bad as assumed",
+        "GPU bound, sessions twice as bad as assumed",
         GPU_BOUND,
-        night_shared_pct=1.4,
-        night_own_pct=1.4,
-        assumed_night_pct=ASSUMED,
+        session_shared_pct=1.4,
+        session_own_pct=1.4,
+        assumed_session_pct=ASSUMED,
     ),
     World("GPU bound, 3 stored replicates", GPU_BOUND, replicates=3),
     World("one cell of 1 %", (1.0,), cells=1),
@@ -91,16 +91,16 @@ WORLDS = (
     World("GPU and host bound in one family", GPU_BOUND + HOST_BOUND, cells=20),
     World("host bound", HOST_BOUND),
     World("heavy tails", GPU_BOUND, shape="heavy"),
-    World("nights in two states, 3 % apart", GPU_BOUND, night_state_pct=3.0),
+    World("sessions in two states, 3 % apart", GPU_BOUND, session_state_pct=3.0),
     World("processes in two states, 2 % apart", (0.34,), process_state=(0.5, 2.0)),
     World("one process in ten 10 % slower", (0.34,), process_state=(0.1, 10.0)),
-    World("drift in the night", GPU_BOUND, shape="drift"),
+    World("drift in the session", GPU_BOUND, shape="drift"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One cell in one night: its outcome, and what the confirmation saw (None: not confirmed)."""
+    """One cell in one session: its outcome, and what the confirmation saw (None: not confirmed)."""
 
     outcome: Outcome
     screened: bool
@@ -111,7 +111,7 @@ class Judged:
 
 @dataclass(slots=True)
 class Tally:
-    """Outcomes of many cell-nights of one kind."""
+    """Outcomes of many sessions of cells of one kind."""
 
     outcomes: dict[str, int] = field(
         default_factory=lambda: dict.fromkeys(("SAME", "WATCH", "BLIND", "REGRESSED"), 0)
@@ -130,15 +130,15 @@ class Tally:
             self.p_values.append(judged.p_slower)
 
     @property
-    def nights(self) -> int:
+    def sessions(self) -> int:
         return sum(self.outcomes.values())
 
 
-def judge_night(
+def judge_session(
     base: Sequence[Sequence[float]],
     candidate: Sequence[Sequence[float]],
     again: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]],
-    night_variance: float,
+    between_session_variance: float,
     policy: GatePolicy,
 ) -> list[Judged]:
     """The two stages on one family of cells; ``again``: the pairs of both sides, `stats.MAX_BLOCKS`
@@ -150,7 +150,12 @@ def judge_night(
     bound = stats.screen_alpha(policy)
     first = [
         stats.unpaired(
-            b, c, prior=prior, night_variance=night_variance, alpha=bound, power=policy.power
+            b,
+            c,
+            prior=prior,
+            between_session_variance=between_session_variance,
+            alpha=bound,
+            power=policy.power,
         )
         for b, c in zip(base, candidate, strict=True)
     ]
@@ -195,7 +200,7 @@ def simulate(
     world: World,
     policy: GatePolicy,
     *,
-    nights: int,
+    sessions: int,
     seed: Sequence[int],
     drop_pct: float = 0.0,
     stored: Sequence[float] = (),
@@ -211,16 +216,16 @@ def simulate(
     sd = np.resize(np.array(world.process_sd_pct), world.cells)
     pool = np.array(stored)
     tallies = {one: Tally() for one in world.process_sd_pct}
-    for night in range(nights):
-        turn = np.arange(world.cells) // len(world.process_sd_pct) + night
+    for session in range(sessions):
+        turn = np.arange(world.cells) // len(world.process_sd_pct) + session
         hit = (turn % 2 == 0) if drop_pct else np.ones(world.cells, bool)
         slower = np.where(hit, math.log1p(-drop_pct / 100), 0.0)[:, None]
-        old, new = (_night(world, rng, sd, world.replicates, pool) for _ in range(2))
-        slots = _night(world, rng, sd, 2 * stats.MAX_BLOCKS, pool)
+        old, new = (_session(world, rng, sd, world.replicates, pool) for _ in range(2))
+        slots = _session(world, rng, sd, 2 * stats.MAX_BLOCKS, pool)
         base_at, candidate_at = abba(stats.MAX_BLOCKS)
         again = slots[:, base_at].tolist(), (slots[:, candidate_at] + slower).tolist()
-        judged = judge_night(
-            old.tolist(), (new + slower).tolist(), again, world.night_variance, policy
+        judged = judge_session(
+            old.tolist(), (new + slower).tolist(), again, world.between_session_variance, policy
         )
         for cell in np.flatnonzero(hit):
             tallies[float(sd[cell])].add(judged[cell])
@@ -233,13 +238,15 @@ def abba(pairs: int) -> tuple[list[int], list[int]]:
     return base, [2 * pair + 1 - pair % 2 for pair in range(pairs)]
 
 
-def _night(world: World, rng: np.random.Generator, sd_pct: Array, slots: int, pool: Array) -> Array:
-    """ln speed [C, R] of one night's processes in the order of time; about zero."""
+def _session(
+    world: World, rng: np.random.Generator, sd_pct: Array, slots: int, pool: Array
+) -> Array:
+    """ln speed [C, R] of one session's processes in the order of time; about zero."""
     import numpy as np
 
     size = (world.cells, slots)
-    luck_C1 = rng.normal(0, world.night_own_pct, (world.cells, 1)) + rng.normal(
-        0, world.night_shared_pct
+    shift_C1 = rng.normal(0, world.session_own_pct, (world.cells, 1)) + rng.normal(
+        0, world.session_shared_pct
     )
     if world.shape == "heavy":
         noise_CR = rng.standard_t(3, size) / math.sqrt(3)
@@ -247,9 +254,11 @@ def _night(world: World, rng: np.random.Generator, sd_pct: Array, slots: int, po
         noise_CR = rng.choice(pool, size)
     else:
         noise_CR = rng.normal(size=size)
-    speed_CR = luck_C1 + noise_CR * sd_pct[:, None]
+    speed_CR = shift_C1 + noise_CR * sd_pct[:, None]
     share, gap_pct = world.process_state
-    speed_CR -= gap_pct * (rng.random(size) < share) + world.night_state_pct * (rng.random() < 0.5)
+    speed_CR -= gap_pct * (rng.random(size) < share) + world.session_state_pct * (
+        rng.random() < 0.5
+    )
     if world.shape == "drift":
         state_1R = (
             np.cumsum(rng.random((1, slots)) < 0.1, 1) % 2

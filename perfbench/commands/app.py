@@ -41,21 +41,6 @@ Exit codes (several at once: the first of 1 2 5 4 6 9 3 8 7):
   4 another path ran than planned     130 interrupted (143: terminated); --resume resumes
   5 wrong or impossible numbers
 """
-COMMANDS = (
-    plan,
-    run,
-    check,
-    gate,
-    ab,
-    compare,
-    report,
-    explain,
-    trace,
-    calibrate,
-    tune,
-    doctor,
-    schema,
-)
 app = typer.Typer(
     help="Measure Native Sparse Attention: tokens per second, each with the proof of what ran.",
     epilog=EXIT_CODES,
@@ -63,8 +48,19 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich costs more than the rest of --help together
     pretty_exceptions_enable=False,
 )
-for command in COMMANDS:
-    app.command()(command)
+app.command()(plan)
+app.command()(run)
+app.command()(check)
+app.command()(gate)
+app.command()(ab)
+app.command()(compare)
+app.command()(report)
+app.command()(explain)
+app.command()(trace)
+app.command()(calibrate)
+app.command()(tune)
+app.command()(doctor)
+app.command()(schema)
 app.add_typer(baseline.app, name="baseline")
 
 

@@ -74,7 +74,7 @@ def certify(
             f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}",
         )
     policy = policy_of(read_run(run_paths[0])).whole if run_paths else GatePolicy()
-    found = calibration.certify_gate(
+    found = calibration.calibrate(
         run_paths, seed=seed, policy=policy, pair_folders=pairs or (), out=to
     )
-    return calibration.as_json(found) if as_json else calibration.as_markdown(found)
+    return calibration.calibration_json(found) if as_json else calibration.render_calibration(found)

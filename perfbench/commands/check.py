@@ -74,7 +74,7 @@ def _confirmed(
     outcome: Outcome, options: opt.RunOptions, left_s: float | None, context: MeasuringContext
 ) -> Judgement:
     from perfbench.commands.outcome import matrix_of, policy_of
-    from perfbench.gate import conclude_all, pairs_for
+    from perfbench.gate import confirm_all, pairs_for
     from perfbench.runner import PairSpec, base_commits, confirm_cells
 
     run, policy = outcome.run, policy_of(outcome.run)
@@ -92,7 +92,7 @@ def _confirmed(
     found = confirm_cells(run, outcome.folder, commits, spec, context)
     if found.reasons:
         warn(f"not all is confirmed: {found}")
-    return conclude_all(outcome.judgement, found.measured, policy, found.reasons)
+    return confirm_all(outcome.judgement, found.measured, policy, found.reasons)
 
 
 def trace_reds(outcome: Outcome, context: MeasuringContext) -> None:

@@ -35,9 +35,9 @@ Gpu = Annotated[
 def doctor(log: Log = None, gpu: Gpu = None, as_json: opt.Json = False) -> None:
     """Say what a run would find on this machine, or what went wrong in one."""
     from perfbench.commands.outcome import CHECKOUT
-    from perfbench.machine import diagnose, doctor_exit_code, doctor_text
+    from perfbench.machine.doctor import diagnose, exit_code, render_text
 
     lines = diagnose(CHECKOUT, log=log, gpu=gpu)
-    text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else doctor_text(lines)
+    text = json.dumps([asdict(line) for line in lines], indent=2) if as_json else render_text(lines)
     print_text(text)
-    raise typer.Exit(doctor_exit_code(lines))
+    raise typer.Exit(exit_code(lines))

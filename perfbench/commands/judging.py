@@ -11,7 +11,7 @@ from perfbench.commands.console import warn
 from perfbench.commands.outcome import Outcome, default_baseline, folder_of, matrix_of, policy_of
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import compare as compare_runs
-from perfbench.gate import conclude_all, judge, judge_by_baseline
+from perfbench.gate import confirm_all, judge, judge_by_baseline
 from perfbench.records import read_baseline, read_run, revisions_to_type
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
     found = stored_confirmation(outcome.folder, base_commits(cells, outcome.baseline, policy))
     if found is None:
         return outcome
-    judgement = conclude_all(outcome.judgement, found.measured, policy, found.reasons)
+    judgement = confirm_all(outcome.judgement, found.measured, policy, found.reasons)
     return replace(outcome, judgement=judgement)
 
 
@@ -62,7 +62,7 @@ def judge_pair(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome
         policy_of(candidate),
         paired=paired,
         strict=strict,
-        go_on=_resume_command(base, candidate, home) if paired else "",
+        resume_command=_resume_command(base, candidate, home) if paired else "",
     )
     return Outcome(candidate, judgement, folder, base_run=base)
 

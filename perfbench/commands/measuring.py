@@ -15,7 +15,7 @@ from perfbench.machine import (
     check_target,
     collect_environment,
     no_color,
-    source,
+    source_of,
 )
 from perfbench.matrix import Matrix, Plan, Target, build_plan
 from perfbench.runner import (
@@ -60,7 +60,7 @@ def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> P
         plan,
         matrix,
         context.environment,
-        source(context.repository, options.source_commit),
+        source_of(context.repository, options.source_commit),
         options.argv,
         new_seed() if options.seed is None else options.seed,
         options.only,

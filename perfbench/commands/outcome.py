@@ -38,11 +38,11 @@ class Outcome:
 
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
-        from perfbench.report import Beside, render, write_ci
+        from perfbench.report import ReportContext, render, write_ci
         from perfbench.runner import are_paired
         from perfbench.tracing import stored_traces, traces_markdown
 
-        context = Beside.of(
+        context = ReportContext.of(
             self.baseline,
             policy_of(self.run),
             base_run=self.base_run,

@@ -193,11 +193,11 @@ def _version(side: str, wanted: Source, context: MeasuringContext) -> Version:
     """The code that a manifest names: this checkout where git says so, else a checkout of its
     commit.
     """
-    from perfbench.machine import source
+    from perfbench.machine import source_of
     from perfbench.runner import own_checkout
     from perfbench.tracing import Version
 
-    repository, here = context.repository, source(context.repository)
+    repository, here = context.repository, source_of(context.repository)
     if here.commit is not None and (here.commit, here.dirty_sha256) == (
         wanted.commit,
         wanted.dirty_sha256,

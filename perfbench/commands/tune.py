@@ -112,11 +112,11 @@ def _decide(run_path: Path, out: Path | None, as_json: bool) -> NoReturn:
     file, print one of them and exit.
     """
     from perfbench.commands.judging import judge_alone
-    from perfbench.tuning import decide, tuning_json, tuning_markdown
+    from perfbench.tuning import decide_run, tuning_json, tuning_markdown
 
     outcome = judge_alone(run_path)
     try:
-        tuned = decide(outcome.run, outcome.judgement)
+        tuned = decide_run(outcome.run, outcome.judgement)
     except ValueError as error:
         raise PerfbenchError(
             Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from"

@@ -67,8 +67,8 @@ def promote(
     Nothing is merged: the file holds the run's cells. Only where the run was made with ``--only``
     are the cells kept that it did not select, and only those of the same environment and method.
     ``promoted_utc`` defaults to now.
-    ``calibration``: the calibration.json that tells how restless each cell is between nights; a
-    cell that it does not know stays as restless as it was.
+    ``calibration``: the calibration.json with the variance of each cell between sessions; a
+    cell that is not in it keeps the variance that it had.
     """
     _refuse(run, allow_dirty)
     manifest = run.manifest
@@ -82,26 +82,28 @@ def promote(
     kept, removed = _keep(run, old, cells)
     cells = {**kept, **cells}
     configs = {cell_id: cell.config_sha256 for cell_id, cell in cells.items()}
-    told = (
+    calibrated = (
         {}
         if known is None
         else variance_of_cells(known, manifest.environment.fingerprint(), configs)
     )
     before = (
-        {} if old is None else {cell_id: _nights_of(cell) for cell_id, cell in old.cells.items()}
+        {}
+        if old is None
+        else {cell_id: _stored_variance(cell) for cell_id, cell in old.cells.items()}
     )
     cells = {
-        cell_id: cell.model_copy(update=before.get(cell_id, {}) | told.get(cell_id, {}))
+        cell_id: cell.model_copy(update=before.get(cell_id, {}) | calibrated.get(cell_id, {}))
         for cell_id, cell in cells.items()
     }
     if calibration is not None:
         rest = (
-            f"; {', '.join(sorted(set(cells) - set(told)))} not in it"
-            if set(cells) - set(told)
+            f"; {', '.join(sorted(set(cells) - set(calibrated)))} not in it"
+            if set(cells) - set(calibrated)
             else ""
         )
         notes.append(
-            f"{calibration} tells the luck between nights of {len(told)} of {len(cells)}"
+            f"{calibration} gives the between-session variance of {len(calibrated)} of {len(cells)}"
             f" cells{rest}"
         )
     if removed and old is not None and not _same_environment(run, old):
@@ -119,7 +121,7 @@ def promote(
     )
 
 
-def _nights_of(cell: BaselineCell) -> dict[str, float | int | None]:
+def _stored_variance(cell: BaselineCell) -> dict[str, float | int | None]:
     return {
         name: getattr(cell, name)
         for name in ("night_log_sd", "device_night_log_sd", "night_starts")
@@ -167,7 +169,7 @@ def _refuse(run: Run, allow_dirty: bool) -> None:
         )
 
 
-def of_run(run: Run, red: Collection[str] = ()) -> Baseline | BaselineProblem:
+def baseline_of_run(run: Run, red: Collection[str] = ()) -> Baseline | BaselineProblem:
     """The base side of a comparison of two runs: not for a file, so nothing is refused but a run
     without any speed.
 

@@ -24,7 +24,7 @@ MAIN_KERNELS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class CellSide:
     """``tok_per_s`` and ``device_time_s``: one value a replicate; the latter only of replicates
     that profiled a step.
     """
@@ -38,16 +38,16 @@ class Side:
     kernels: tuple[str, ...] = ()  # the longest first
     tuned: tuple[tuple[str, str], ...] = ()
     bimodal: str = ""  # what the samples say where most replicates ran at two speeds
-    device_night_sd: float | None = (
-        None  # sd of ln device time between nights, where a calibration told it
+    device_between_session_sd: float | None = (
+        None  # sd of ln device time between sessions, where a calibration measured it
     )
 
 
-def side_of_rows(cell: PlannedCell, good: Sequence[Replicate]) -> Side:
+def side_of_rows(cell: PlannedCell, good: Sequence[Replicate]) -> CellSide:
     """One side from the usable rows of a cell."""
     profiles = [row.profile for row in good if row.profile is not None]
     bound = [row.host_bound for row in good if row.host_bound is not None]
-    return Side(
+    return CellSide(
         tok_per_s=tuple(row.tok_per_s for row in good if row.tok_per_s is not None),
         device_time_s=tuple(one.device_time_s for one in profiles if one.device_time_s > 0),
         host_bound=any(bound) if bound else None,
@@ -60,9 +60,9 @@ def side_of_rows(cell: PlannedCell, good: Sequence[Replicate]) -> Side:
     )
 
 
-def side_of_baseline(base: BaselineCell) -> Side:
+def side_of_baseline(base: BaselineCell) -> CellSide:
     """One side from a stored cell."""
-    return Side(
+    return CellSide(
         tok_per_s=tuple(base.tok_per_s),
         device_time_s=tuple(base.device_time_s),
         host_bound=base.host_bound,
@@ -71,22 +71,23 @@ def side_of_baseline(base: BaselineCell) -> Side:
         counters=tuple(sorted(base.counters)),
         kernels=tuple(base.kernels),
         tuned=tuple(sorted(base.tuned.items())),
-        device_night_sd=base.device_night_log_sd,
+        device_between_session_sd=base.device_night_log_sd,
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Sides:
+class CellSides:
     """One cell, ready to be compared.
 
-    ``night_sd`` is the sd of ln tok/s between nights; 0 for pairs of one night.
+    ``between_session_sd`` is the sd of ln tok/s between sessions; 0 for pairs of one
+    session.
     """
 
     cell_id: str
     policy: GatePolicy
-    base: Side
-    candidate: Side
-    night_sd: float = 0.0
+    base: CellSide
+    candidate: CellSide
+    between_session_sd: float = 0.0
 
     @property
     def host_bound(self) -> bool:
@@ -101,15 +102,15 @@ class Sides:
             and min(len(self.base.device_time_s), len(self.candidate.device_time_s)) >= least
         )
 
-    def night_sd_of(self, metric: str) -> float:
-        """The sd between nights of ln of this metric.
+    def between_session_sd_of(self, metric: str) -> float:
+        """The sd between sessions of ln of this metric.
 
-        The host's luck is not the device's, so neither stands in for the other.
+        The host's noise is not the device's, so neither stands in for the other.
         """
         if metric == WALL:
-            return self.night_sd
-        told = self.base.device_night_sd
-        return stats.ASSUMED_NIGHT_SD if told is None else told
+            return self.between_session_sd
+        measured = self.base.device_between_session_sd
+        return stats.ASSUMED_BETWEEN_SESSION_SD if measured is None else measured
 
     def values(self, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         base, candidate = self.base, self.candidate
@@ -185,7 +186,7 @@ class Sides:
         )
 
     def explained(self) -> list[str]:
-        """What is known to have changed between the sides beside the code's speed."""
+        """What is known to have changed between the sides apart from the code's speed."""
         base, here, found = self.base, self.candidate, []
         if base.counters != here.counters:
             found.append(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
-from perfbench.gate.coverage import clock_events, throttled, usable
+from perfbench.gate.coverage import clock_events, usable
 from perfbench.gate.judgement import Finding
 from perfbench.matrix import GatePolicy
 from perfbench.records import (
@@ -31,24 +31,26 @@ def run_findings(run: Run, rows: Mapping[str, list[Replicate]]) -> list[Finding]
     found = []
     first: Environment = run.manifest.environment
     for resumed in run.resumed:
-        if changed := differences(resumed.environment.fingerprint(), first.fingerprint()):
+        if changed := environment_differences(
+            resumed.environment.fingerprint(), first.fingerprint()
+        ):
             text = (
                 f"resumed {resumed.resumed_utc} in another environment, so its cells mix two"
                 f" machines: {changed}; measure again on one"
             )
             found.append(Finding(Verdict.ENV, "resumed", text))
-    if strangers := sorted(set(rows) - {cell.cell_id for cell in run.manifest.cells}):
+    if unplanned := sorted(set(rows) - {cell.cell_id for cell in run.manifest.cells}):
         text = (
-            f"{len(strangers)} measured cells are not in the run's plan, e.g. {strangers[0]}: the"
+            f"{len(unplanned)} measured cells are not in the run's plan, e.g. {unplanned[0]}: the"
             " file was edited or two runs share it"
         )
-        found.append(Finding(Verdict.FAILED, "strangers", text))
+        found.append(Finding(Verdict.FAILED, "unplanned", text))
     timed = {
         cell_id: [row for row in of_cell if row.status is Status.OK]
         for cell_id, of_cell in rows.items()
     }
     everything = [row for of_cell in timed.values() for row in of_cell]
-    if any(throttled(row) for row in everything) and not any(
+    if any(row.is_throttled for row in everything) and not any(
         usable(of_cell) for of_cell in timed.values()
     ):
         text = (
@@ -61,13 +63,13 @@ def run_findings(run: Run, rows: Mapping[str, list[Replicate]]) -> list[Finding]
     return found + _absent_sentinels(run)
 
 
-def differences(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
+def environment_differences(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
     """'key: theirs -> mine' for each key whose value differs."""
     keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
     return "; ".join(f"{key}: {theirs.get(key)} -> {mine.get(key)}" for key in keys)
 
 
-def ground_of(manifest: Manifest) -> dict[str, object]:
+def comparability_key(manifest: Manifest) -> dict[str, object]:
     """What must agree before two speeds may be compared: environment and method."""
     return {**manifest.environment.fingerprint(), "method_version": manifest.method_version}
 
@@ -75,7 +77,7 @@ def ground_of(manifest: Manifest) -> dict[str, object]:
 def incomparable(run: Run, baseline: Baseline, policy: GatePolicy) -> list[Finding]:
     """Why no speed of the run may be compared with the baseline's; empty where it may."""
     theirs: dict[str, object] = {**baseline.environment, "method_version": baseline.method_version}
-    if changed := differences(ground_of(run.manifest), theirs):
+    if changed := environment_differences(comparability_key(run.manifest), theirs):
         hint = "promote a run made here (README, Baselines), or gate on the machine of the baseline"
         if baseline.method_version > METHOD_VERSION:
             hint = "the baseline was made by a newer perfbench: update this one"
@@ -98,8 +100,7 @@ def sentinel_rates(run: Run) -> dict[str, list[float]]:
     }
     rates: dict[str, list[float]] = {}
     for (name, _), line in sorted(last.items()):
-        hot = line.telemetry is not None and line.telemetry.throttled is True
-        if line.status is Status.OK and line.rate_per_s is not None and not hot:
+        if line.status is Status.OK and line.rate_per_s is not None and not line.is_throttled:
             rates.setdefault(name, []).append(line.rate_per_s)
     return rates
 
@@ -124,7 +125,7 @@ def unwatched(run: Run, baseline: Baseline) -> list[str]:
     return found
 
 
-def unasked(run: Run, wanted: Iterable[str], baseline: Baseline) -> list[str]:
+def unplanned_sentinels(run: Run, wanted: Iterable[str], baseline: Baseline) -> list[str]:
     """Sentinels that the run's matrix wants (``wanted``) and the run never planned, as a side of an
     `ab`; beyond ``unwatched``.
     """

@@ -5,57 +5,58 @@ from __future__ import annotations
 from dataclasses import replace
 
 from perfbench.errors import Exit
-from perfbench.gate import baseline as baselines
-from perfbench.gate import judging
-from perfbench.gate.confirmation import settle
-from perfbench.gate.judgement import CellVerdict, Finding, Judgement, summarise
+from perfbench.gate.baseline import baseline_of_run
+from perfbench.gate.confirmation import judge_pairs
+from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
+from perfbench.gate.judging import judge
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import Manifest, Run, Verdict
 
 SPEED_ONLY = (Verdict.SAME, Verdict.FASTER, Verdict.WATCH, Verdict.BLIND, Verdict.UNSTABLE)
 
 
-def judge(
+def compare(
     base: Run,
     candidate: Run,
     policy: GatePolicy | Policies,
     *,
     paired: bool,
     strict: bool = False,
-    go_on: str = "",
+    resume_command: str = "",
 ) -> Judgement:
     """The verdict of ``candidate`` against ``base``.
 
-    ``paired``: the runs are the two sides of one interleaved measurement, replicate r beside
-    replicate r, so a drop can be REGRESSED (Holm over all cells). Otherwise they are two nights,
-    and a drop is at most WATCH, to be confirmed by `ab`. The hard gates hold for both: a base cell
-    that fails one is not compared, and says why; a base run that is wrong as a whole (throttled,
-    two machines, no sentinel, edited) makes every comparison INCOMPARABLE, and its finding is told.
-    ``go_on``: the command that measures what is missing of the planned pairs.
+    ``paired``: the runs are the two sides of one interleaved measurement, replicate r next
+    to replicate r, so a drop can be REGRESSED (Holm over all cells). Otherwise they are two
+    sessions, and a drop is at most WATCH, to be confirmed by `ab`. The hard gates hold for both: a
+    base cell that fails one is not compared, and says why; a base run that is wrong as a whole
+    (throttled, two machines, no sentinel, edited) makes every comparison INCOMPARABLE, and its
+    finding is reported.
+    ``resume_command``: the command that measures the planned pairs that are missing.
     """
     policies = Policies.over(policy)
-    alone = judging.judge(base, None, policies)
+    alone = judge(base, None, policies)
     red = {cell.cell_id: cell for cell in alone.cells if cell.exit_code is not Exit.OK}
-    judgement = judging.judge(candidate, baselines.of_run(base, red), policies, strict=strict)
+    judgement = judge(candidate, baseline_of_run(base, red), policies, strict=strict)
     wrong = _of_base(alone.findings)
-    cells = [_not_believed(cell, red) for cell in judgement.cells]
+    cells = [_with_base_reason(cell, red) for cell in judgement.cells]
     if wrong:
         cells = [_incomparable(cell) for cell in cells]
-    judgement = _again(
+    judgement = resummarise(
         judgement,
         cells,
-        [*judgement.findings, *wrong],
-        (*judgement.notes, *_origin_notes(base.manifest)),
+        findings=[*judgement.findings, *wrong],
+        notes=(*judgement.notes, *_origin_notes(base.manifest)),
     )
     if not paired:
         return judgement
     compared = [
         cell.cell_id for cell in judgement.cells if cell.compared and cell.verdict in SPEED_ONLY
     ]
-    return settle(judgement, base, candidate, policies, compared, go_on)
+    return judge_pairs(judgement, base, candidate, policies, compared, resume_command)
 
 
-def _not_believed(cell: CellVerdict, red: dict[str, CellVerdict]) -> CellVerdict:
+def _with_base_reason(cell: CellVerdict, red: dict[str, CellVerdict]) -> CellVerdict:
     base = red.get(cell.cell_id)
     if base is None or cell.verdict is not Verdict.NEW:
         return cell
@@ -68,16 +69,15 @@ def _of_base(findings: list[Finding]) -> list[Finding]:
     """The base run's own findings, as they bear on a comparison: whatever is wrong with the base is
     no failure of the candidate.
     """
-    told = [
-        one for one in findings if one.rule != "nothing"
-    ]  # without a speed the base is NO_BASELINE already
+    # Without a speed the base is NO_BASELINE already.
+    reported = [one for one in findings if one.rule != "nothing"]
     return [
         Finding(
             one.verdict if one.verdict is Verdict.ENV else Verdict.INCOMPARABLE,
             f"base {one.rule}",
             f"the base run: {one.reason}",
         )
-        for one in told
+        for one in reported
     ]
 
 
@@ -104,9 +104,3 @@ def _origin_notes(base: Manifest) -> list[str]:
             " a demonstration"
         )
     return found
-
-
-def _again(
-    judgement: Judgement, cells: list[CellVerdict], findings: list[Finding], notes: tuple[str, ...]
-) -> Judgement:
-    return summarise(cells, findings, judgement.policy, judgement.strict, judgement.baseline, notes)

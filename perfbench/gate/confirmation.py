@@ -1,4 +1,4 @@
-"""Stage 2: base and candidate measured interleaved in one night settle what the screen
+"""Stage 2: base and candidate, measured interleaved in one session, decide what the screen
 suspected.
 """
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
 from perfbench.gate import stats
-from perfbench.gate.cell_sides import Sides, side_of_rows
-from perfbench.gate.comparable import differences, ground_of
-from perfbench.gate.coverage import paired, parted, rows_by_cell
-from perfbench.gate.hard_rules import Ground, cell_findings
-from perfbench.gate.judgement import CellVerdict, Finding, Judgement, summarise
-from perfbench.gate.speed_rule import Outcome, confirm
+from perfbench.gate.cell_sides import CellSides, side_of_rows
+from perfbench.gate.comparable import comparability_key, environment_differences
+from perfbench.gate.coverage import interrupted_between, paired, rows_by_cell
+from perfbench.gate.hard_rules import ProofIndex, cell_findings
+from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
+from perfbench.gate.speed_rule import SpeedVerdict, confirm
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import PlannedCell, Replicate, Run, Verdict
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredPairs:
     """``cell_ids`` are judged by the pairs of these two runs: replicate r of both was measured one
     after the other.
     """
@@ -30,48 +30,26 @@ class Measured:
     cell_ids: Collection[str]
 
 
-def conclude(
+def confirm_all(
     judgement: Judgement,
-    base_run: Run | None,
-    candidate_run: Run | None,
-    policy: GatePolicy | Policies,
-    reason: str = "",
-) -> Judgement:
-    """Settle every screened cell; only here a cell becomes REGRESSED.
-
-    Replicate r of ``base_run`` and of ``candidate_run`` are a pair, measured one after the other.
-    Where a run is None the screened cells stay WATCH with ``reason``, why there was no
-    confirmation; where pairs are missing, it says why.
-    """
-    asked = judgement.to_confirm
-    measured = (
-        []
-        if base_run is None or candidate_run is None
-        else [Measured(base_run, candidate_run, asked)]
-    )
-    return conclude_all(judgement, measured, policy, dict.fromkeys(asked, reason) if reason else {})
-
-
-def conclude_all(
-    judgement: Judgement,
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredPairs],
     policy: GatePolicy | Policies,
     reasons: Mapping[str, str],
 ) -> Judgement:
-    """As ``conclude``, where the cells were measured in several pairs of runs.
+    """Judge every screened cell by its pairs; only here a cell becomes REGRESSED.
 
-    ``reasons``: cell -> why pairs are missing.
-
-    Each cell is judged by its own two runs, and by the proofs in them; Holm goes over all of them.
+    Each cell is judged by its own two runs and by the proofs in them; Holm goes over all of them.
+    A cell that no run of ``measured`` has stays WATCH; ``reasons``: cell -> why its pairs are
+    missing.
     """
     asked = set(judgement.to_confirm)
     here = [replace(one, cell_ids=asked & set(one.cell_ids)) for one in measured]
     without = asked.difference(*(one.cell_ids for one in here))
-    left = [
-        unconfirmed(cell, reasons.get(cell.cell_id)) if cell.cell_id in without else cell
+    cells = [
+        as_watch(cell, reasons.get(cell.cell_id, "")) if cell.cell_id in without else cell
         for cell in judgement.cells
     ]
-    return _settle(_again(judgement, left), here, Policies.over(policy), reasons)
+    return _judge_all(resummarise(judgement, cells), here, Policies.over(policy), reasons)
 
 
 def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
@@ -97,35 +75,31 @@ def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
     return max(wanted)
 
 
-def unconfirmed(cell: CellVerdict, why: str | None) -> CellVerdict:
-    """The screened cell stays as it is, and says why nothing confirms or clears it."""
-    why = (why or "no confirmation was run").removeprefix("not confirmed: ")
-    return replace(cell, reason=f"not confirmed: {why}; {cell.reason}")
-
-
-def settle(
+def judge_pairs(
     judgement: Judgement,
     base_run: Run,
     candidate_run: Run,
     policies: Policies,
     cell_ids: Collection[str],
-    go_on: str = "",
+    resume_command: str = "",
 ) -> Judgement:
     """Judge ``cell_ids`` by the pairs of both runs, Holm over all of them; the other cells stay as
     they are.
 
-    ``go_on``: the command that measures the planned pairs that are missing, told where an
+    ``resume_command``: the command that measures the planned pairs that are missing, named where an
     interruption cut them short.
     """
-    measured = Measured(base_run, candidate_run, cell_ids)
+    measured = MeasuredPairs(base_run, candidate_run, cell_ids)
     pairs = _Pairs(measured, policies)
-    cut = [cell_id for cell_id in cell_ids if pairs.cut_short(cell_id)] if go_on else []
-    return _settle(judgement, [measured], policies, dict.fromkeys(cut, f"`{go_on}` goes on"))
+    cut = [cell_id for cell_id in cell_ids if pairs.cut_short(cell_id)] if resume_command else []
+    return _judge_all(
+        judgement, [measured], policies, dict.fromkeys(cut, f"`{resume_command}` resumes it")
+    )
 
 
-def _settle(
+def _judge_all(
     judgement: Judgement,
-    measured: Sequence[Measured],
+    measured: Sequence[MeasuredPairs],
     policies: Policies,
     reasons: Mapping[str, str],
 ) -> Judgement:
@@ -140,29 +114,29 @@ def _settle(
         for cell in judgement.cells
         if cell.cell_id in pairs
     }
-    outcomes = confirm([found for found in read.values() if isinstance(found, Sides)])
+    outcomes = confirm([found for found in read.values() if isinstance(found, CellSides)])
     cells = []
     for cell in judgement.cells:
         found, why = read.get(cell.cell_id), reasons.get(cell.cell_id, "")
         if isinstance(found, CellVerdict):
-            cells.append(_explained(found, why) if found.verdict is Verdict.WATCH else found)
-        elif isinstance(found, Sides):
+            cells.append(_with_reason(found, why) if found.verdict is Verdict.WATCH else found)
+        elif isinstance(found, CellSides):
             outcome = outcomes[cell.cell_id]
-            settled = verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence))
+            judged = verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence))
             few = pairs[cell.cell_id].shortfall(len(found.base.tok_per_s))
-            settled = _explained(settled, few, why) if few else settled
+            judged = _with_reason(judged, few, why) if few else judged
             cut = pairs[cell.cell_id].cut_short(cell.cell_id)
             cells.append(
-                _cut_short(settled, cut, policies.of(cell.cell_id), pairs[cell.cell_id].planned)
+                _mark_cut_short(judged, cut, policies.of(cell.cell_id), pairs[cell.cell_id].planned)
                 if cut
-                else settled
+                else judged
             )
         else:
             cells.append(cell)
-    return _told(_again(judgement, cells))
+    return _mark_cut_short_in_headline(resummarise(judgement, cells))
 
 
-def _cut_short(cell: CellVerdict, cut: str, policy: GatePolicy, planned: int) -> CellVerdict:
+def _mark_cut_short(cell: CellVerdict, cut: str, policy: GatePolicy, planned: int) -> CellVerdict:
     """What was judged at the corrected level of ``_Pairs`` stands where it is a proof; all else
     waits for the other pairs.
     """
@@ -170,13 +144,13 @@ def _cut_short(cell: CellVerdict, cut: str, policy: GatePolicy, planned: int) ->
     verdict = Verdict.WATCH if cell.verdict is Verdict.BLIND else cell.verdict
     level = f"alpha {policy.alpha_confirm:g} / {planned}, for the looks that were possible"
     text = (
-        f"cut short: {cut}; {'it holds' if proved else 'nothing is settled'} at {level};"
+        f"cut short: {cut}; {'it holds' if proved else 'nothing is decided'} at {level};"
         f" {cell.reason}"
     )
     return replace(cell, verdict=verdict, reason=text, cut_short=cut)
 
 
-def _told(judgement: Judgement) -> Judgement:
+def _mark_cut_short_in_headline(judgement: Judgement) -> Judgement:
     """A headline that quotes no cell that was cut short names the first of them."""
     cut = next((cell.cut_short for cell in judgement.cells if cell.cut_short), "")
     if not cut or "cut short" in judgement.headline:
@@ -185,7 +159,7 @@ def _told(judgement: Judgement) -> Judgement:
 
 
 def verdict_with(
-    cell: CellVerdict, sides: Sides, outcome: Outcome, *, confirmed: bool = False
+    cell: CellVerdict, sides: CellSides, outcome: SpeedVerdict, *, confirmed: bool = False
 ) -> CellVerdict:
     """``cell`` with the numbers of a comparison of its speed, of wall time unless another metric
     decided.
@@ -222,35 +196,36 @@ def spread_pct(speeds: tuple[float, ...]) -> float | None:
 class _Pairs:
     """The rows of both runs by cell, each side with its own hard gates."""
 
-    def __init__(self, measured: Measured, policies: Policies) -> None:
+    def __init__(self, measured: MeasuredPairs, policies: Policies) -> None:
         self._policies = policies
         self._runs = (measured.base, measured.candidate)
-        self._changed = differences(
-            ground_of(measured.candidate.manifest), ground_of(measured.base.manifest)
+        self._changed = environment_differences(
+            comparability_key(measured.candidate.manifest),
+            comparability_key(measured.base.manifest),
         )
         self._planned = tuple(
             {cell.cell_id: cell for cell in run.manifest.cells} for run in self._runs
         )
         self._rows = tuple(rows_by_cell(run) for run in self._runs)
-        self._grounds = tuple(Ground.of(run) for run in self._runs)
+        self._proofs = tuple(ProofIndex.of(run) for run in self._runs)
         self.planned = min(run.manifest.replicates for run in self._runs)
 
-    def of(self, cell: CellVerdict) -> Sides | CellVerdict:
+    def of(self, cell: CellVerdict) -> CellSides | CellVerdict:
         """Both sides of a cell, pair by pair; or its verdict where a side cannot be believed or
         compared.
         """
         if self._changed:
-            return _open(
+            return as_watch(
                 cell,
                 f"base and candidate were not measured alike (base -> candidate): {self._changed}",
             )
         base, candidate = (planned.get(cell.cell_id) for planned in self._planned)
         base_rows, rows = (found.get(cell.cell_id, []) for found in self._rows)
         if base is None or candidate is None:
-            return _open(cell, f"the {'base' if base is None else 'candidate'} has no such cell")
+            return as_watch(cell, f"the {'base' if base is None else 'candidate'} has no such cell")
         if hard := self._hard(1, candidate, rows):
             if hard.verdict is Verdict.MISSING:
-                return _open(cell, "the confirmation has no row of the candidate")
+                return as_watch(cell, "the confirmation has no row of the candidate")
             reason = f"while confirming: {hard.reason}"
             return replace(
                 cell,
@@ -262,47 +237,49 @@ class _Pairs:
                 screened=False,
             )
         if hard := self._hard(0, base, base_rows):
-            return _open(
+            return as_watch(
                 cell,
                 f"the base gave no speed to compare with ({hard.verdict.value}: {hard.reason})",
             )
         if base.config_sha256 != candidate.config_sha256:
-            return _open(
+            return as_watch(
                 cell,
                 f"another config in the base ({base.config_sha256[:12]}, here"
                 f" {candidate.config_sha256[:12]})",
             )
         both = list(paired(*self._runs, base_rows, rows).values())
         if not both:
-            return _open(
+            return as_watch(
                 cell,
                 f"no pair is left of {len(base_rows)} base and {len(rows)} candidate rows"
-                " (throttled, or parted?)",
+                " (throttled, or interrupted between?)",
             )
         left = side_of_rows(base, [theirs for theirs, _ in both])
         right = side_of_rows(candidate, [ours for _, ours in both])
         profiled = [pair for pair in both if _device_time_s(pair[0]) and _device_time_s(pair[1])]
         left = replace(left, device_time_s=tuple(_device_time_s(theirs) for theirs, _ in profiled))
         right = replace(right, device_time_s=tuple(_device_time_s(ours) for _, ours in profiled))
-        return Sides(cell.cell_id, self._policy(cell.cell_id), left, right)
+        return CellSides(cell.cell_id, self._policy(cell.cell_id), left, right)
 
     def shortfall(self, count: int) -> str:
         """'5 of 8 pairs count' where fewer than planned do; else empty."""
         return f"{count} of {self.planned} pairs count" if count < self.planned else ""
 
     def cut_short(self, cell_id: str) -> str:
-        """'3 of 6 planned pairs' where the others were never measured, or parted; empty where all
-        were, throttled or not.
+        """'3 of 6 planned pairs' where the others were never measured, or were interrupted
+        between; empty where all were measured, throttled or not.
 
-        A run file does not tell Ctrl-C from a budget that ended, and in both somebody could look
-        before going on.
+        A run file does not distinguish Ctrl-C from a budget that ended, and after both somebody
+        could look before resuming.
         """
         theirs, ours = (
             {row.replicate: row for row in found.get(cell_id, [])} for found in self._rows
         )  # the last one counts
         resumed = [one.resumed_utc for run in self._runs for one in run.resumed]
         both = set(theirs) & set(ours) & set(range(self.planned))
-        measured = sum(not parted(theirs[number], ours[number], resumed) for number in both)
+        measured = sum(
+            not interrupted_between(theirs[number], ours[number], resumed) for number in both
+        )
         return f"{measured} of {self.planned} planned pairs" if measured < self.planned else ""
 
     def _policy(self, cell_id: str) -> GatePolicy:
@@ -320,7 +297,7 @@ class _Pairs:
         )
 
     def _hard(self, side: int, planned: PlannedCell, rows: list[Replicate]) -> Finding | None:
-        found = cell_findings(planned, rows, None, self._grounds[side])
+        found = cell_findings(planned, rows, None, self._proofs[side])
         return found[0] if found else None
 
 
@@ -328,20 +305,11 @@ def _device_time_s(row: Replicate) -> float:
     return 0.0 if row.profile is None else row.profile.device_time_s
 
 
-def _open(cell: CellVerdict, why: str) -> CellVerdict:
+def as_watch(cell: CellVerdict, why: str) -> CellVerdict:
+    """The screened cell as WATCH, with the reason why nothing confirms or clears it."""
+    why = (why or "no confirmation was run").removeprefix("not confirmed: ")
     return replace(cell, verdict=Verdict.WATCH, reason=f"not confirmed: {why}; {cell.reason}")
 
 
-def _explained(cell: CellVerdict, *why: str) -> CellVerdict:
+def _with_reason(cell: CellVerdict, *why: str) -> CellVerdict:
     return replace(cell, reason="; ".join([cell.reason, *filter(None, why)]))
-
-
-def _again(judgement: Judgement, cells: list[CellVerdict]) -> Judgement:
-    return summarise(
-        cells,
-        judgement.findings,
-        judgement.policy,
-        judgement.strict,
-        judgement.baseline,
-        judgement.notes,
-    )

@@ -34,7 +34,7 @@ def usable(rows: Iterable[Replicate]) -> list[Replicate]:
     return [
         row
         for row in kept
-        if row.status is Status.OK and row.tok_per_s is not None and not throttled(row)
+        if row.status is Status.OK and row.tok_per_s is not None and not row.is_throttled
     ]
 
 
@@ -42,24 +42,22 @@ def paired(
     base: Run, candidate: Run, base_rows: Sequence[Replicate], rows: Sequence[Replicate]
 ) -> dict[int, tuple[Replicate, Replicate]]:
     """Replicate number -> both usable rows of one cell, without those that an interruption
-    parted.
+    separates.
     """
     theirs, ours = ({row.replicate: row for row in usable(found)} for found in (base_rows, rows))
     resumed = [one.resumed_utc for run in (base, candidate) for one in run.resumed]
     both = {number: (theirs[number], ours[number]) for number in sorted(set(theirs) & set(ours))}
-    return {number: pair for number, pair in both.items() if not parted(*pair, resumed)}
+    return {
+        number: pair for number, pair in both.items() if not interrupted_between(*pair, resumed)
+    }
 
 
-def parted(one: Replicate, other: Replicate, resumed_utc: Iterable[str]) -> bool:
+def interrupted_between(one: Replicate, other: Replicate, resumed_utc: Iterable[str]) -> bool:
     """Whether the measurement was resumed between the two rows: the machine may have changed in
     between.
     """
     first, last = sorted((one.started_utc, other.started_utc))
     return any(first < again <= last for again in resumed_utc)
-
-
-def throttled(row: Replicate) -> bool:
-    return row.telemetry is not None and row.telemetry.throttled is True
 
 
 def clock_events(rows: Iterable[Replicate]) -> str:
@@ -75,13 +73,13 @@ def selected_ids(run: Run, axes_of: Mapping[str, Cell]) -> set[str]:
     A plan that holds only its own selection cannot be widened by a later ``--resume``, so later
     selections count only where the plan holds more.
     """
-    first = _chosen(axes_of, run.manifest.only)
+    first = _ids_of(axes_of, run.manifest.only)
     if all(cell.cell_id in first for cell in run.manifest.cells):
         return first
-    return first.union(*(_chosen(axes_of, slice_.only) for slice_ in run.resumed))
+    return first.union(*(_ids_of(axes_of, slice_.only) for slice_ in run.resumed))
 
 
-def _chosen(axes_of: Mapping[str, Cell], only: list[str]) -> set[str]:
+def _ids_of(axes_of: Mapping[str, Cell], only: list[str]) -> set[str]:
     if not only:
         return set(axes_of)
     try:
@@ -125,7 +123,7 @@ def missing(run: Run, policy: GatePolicy, cell_id: str, base: BaselineCell) -> C
     )
 
 
-def nothing(
+def nothing_compared(
     run: Run, baseline: Baseline | None, cells: list[CellVerdict], findings: list[Finding]
 ) -> list[Finding]:
     """A gate that compared nothing is not green."""

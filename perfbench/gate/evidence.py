@@ -8,7 +8,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from perfbench.gate.stats import Comparison, Prior
+from perfbench.gate.stats import Prior, SpeedChange
 
 WALL, DEVICE = "tok_per_s", "device_time_s"
 
@@ -30,14 +30,15 @@ class Evidence:
 
     ``sd`` is of ln speed as sampled, with ``sd_df`` degrees of freedom: within the sides, or of the
     differences where
-    ``paired``; ``moderated_sd`` after shrinking to the family, of which ``prior`` tells.
-    ``night_sd`` is between nights.
+    ``paired``; ``moderated_sd`` after shrinking to the family, whose variance is ``prior``.
+    ``between_session_sd`` is between sessions; verdict.json calls it
+    ``night_sd``.
     ``alpha`` is that of the bounds.
     """
 
     metric: str
     paired: bool
-    comparison: Comparison
+    comparison: SpeedChange
     alpha: float
     tolerance_pct: float
     sd: float
@@ -45,7 +46,7 @@ class Evidence:
     prior: Prior | None
     moderated_sd: float
     moderated_df: float
-    night_sd: float
+    between_session_sd: float
     base: tuple[float, ...]
     candidate: tuple[float, ...]
     adjusted_p: float | None = None
@@ -71,6 +72,11 @@ class Evidence:
         return None if drop is None else -drop
 
     @property
+    def is_beyond_tolerance(self) -> bool:
+        """Whether the estimate is a drop by more than the tolerance."""
+        return self.change_pct is not None and self.change_pct < -self.tolerance_pct
+
+    @property
     def t(self) -> float | None:
         error = self.comparison.standard_error
         return self.comparison.estimate / error if math.isfinite(error) and error > 0 else None
@@ -79,8 +85,8 @@ class Evidence:
         c, what = self.comparison, "" if self.metric == WALL else "device speed "
         if not math.isfinite(c.standard_error):
             return (
-                f"{what}{self.change_pct:+.2f} %, with nothing to tell its noise (n {c.n_base} and"
-                f" {c.n_candidate})"
+                f"{what}{self.change_pct:+.2f} %, with nothing to estimate its noise from"
+                f" (n {c.n_base} and {c.n_candidate})"
             )
         count = f"{c.n_base} pairs" if self.paired else f"n {c.n_base} and {c.n_candidate}"
         p = f"p {c.p_slower:.2g}" + (
@@ -111,7 +117,7 @@ class Evidence:
             "tolerance_pct": self.tolerance_pct,
             "sd": self.sd,
             "moderated_sd": self.moderated_sd,
-            "night_sd": _finite(self.night_sd),
+            "night_sd": _finite(self.between_session_sd),
         }
         return {**own, "ln": numbers}
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from nsa.config import nearest_name
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
-from perfbench.gate.coverage import rows_by_cell, throttled, usable
+from perfbench.gate.coverage import rows_by_cell, usable
 from perfbench.gate.evidence import WALL, Evidence, shown
 from perfbench.gate.judgement import CellVerdict, Judgement
 from perfbench.matrix import GatePolicy, Policies
@@ -46,7 +46,7 @@ _NEXT: dict[Verdict, str] = {
     Verdict.PARITY: "The result is wrong; no speed is believed until it agrees with the oracle.",
     Verdict.IMPOSSIBLE: "The clock or the arithmetic is wrong; no speed is believed.",
     Verdict.FAILED: "See the reason and the row's stderr_tail in run.jsonl.",
-    Verdict.MISSING: "Go on with --resume, or promote a baseline without this cell.",
+    Verdict.MISSING: "Finish it with --resume, or promote a baseline without this cell.",
     Verdict.ENV: (
         "Measure again on a machine that is whole and idle; `perfbench doctor` looks at this one."
     ),
@@ -59,7 +59,7 @@ _NEXT: dict[Verdict, str] = {
 }
 
 
-def text(
+def explain_cell(
     run: Run,
     judgement: Judgement,
     cell_id: str,
@@ -104,7 +104,7 @@ def text(
 def _rows(rows: list[Replicate]) -> Iterator[str]:
     good = usable(rows)
     numbers = {row.replicate for row in rows}
-    hot = sum(row.status is Status.OK and throttled(row) for row in rows)
+    hot = sum(row.status is Status.OK and row.is_throttled for row in rows)
     ended = sorted({row.status.value for row in rows if row.status is not Status.OK})
     otherwise = f", ended {', '.join(ended)}" if ended else ""
     yield (
@@ -124,23 +124,23 @@ def _base(cell: CellVerdict, baseline: Baseline | BaselineProblem | None) -> Ite
     if baseline is None:
         yield "Baseline: none was asked for."
     elif cell.confirmed:
-        yield "Base: measured interleaved with the candidate, pair by pair, in one night."
+        yield "Base: measured interleaved with the candidate, pair by pair, in one session."
     elif isinstance(baseline, BaselineProblem):
         yield f"Baseline: {baseline.message}"
     elif (base := baseline.cells.get(cell.cell_id)) is not None:
         speeds = ", ".join(f"{speed:,.1f}" for speed in base.tok_per_s)
         yield f"Baseline: run {base.run_id}, {len(base.tok_per_s)} replicates: {speeds} tok/s."
         yield (
-            f"Luck between nights: tok/s {_night(base.night_log_sd, base)}, device time"
-            f" {_night(base.device_night_log_sd, base)}."
+            f"Between-session sd: tok/s {_between_sessions(base.night_log_sd, base)}, device time"
+            f" {_between_sessions(base.device_night_log_sd, base)}."
         )
     else:
         yield "Baseline: it has no cell of this name."
 
 
-def _night(sd: float | None, base: BaselineCell) -> str:
+def _between_sessions(sd: float | None, base: BaselineCell) -> str:
     if sd is None:
-        return f"{100 * stats.ASSUMED_NIGHT_SD:g} %, assumed (no calibration told it)"
+        return f"{100 * stats.ASSUMED_BETWEEN_SESSION_SD:g} %, assumed (no calibration measured it)"
     return f"{100 * sd:.2g} %, " + (
         f"from {base.night_starts} machine starts" if base.night_starts else "from a calibration"
     )
@@ -159,7 +159,7 @@ def _evidence(evidence: Evidence, policy: GatePolicy) -> Iterator[str]:
     c = evidence.comparison
     unit = "tok/s" if evidence.metric == WALL else "s on the device a step"
     yield (
-        f"{'Pairs' if evidence.paired else 'Two nights'}, {evidence.metric}; all sd are of its"
+        f"{'Pairs' if evidence.paired else 'Two sessions'}, {evidence.metric}; all sd are of its"
         " natural logarithm:"
     )
     for name, values in (("base", evidence.base), ("candidate", evidence.candidate)):
@@ -171,7 +171,7 @@ def _evidence(evidence: Evidence, policy: GatePolicy) -> Iterator[str]:
         f" {evidence.moderated_sd:.6f} (df {evidence.moderated_df:.4g})"
     )
     if not evidence.paired:
-        yield f"  sd between nights: {evidence.night_sd:.6f}, counted for each side"
+        yield f"  sd between sessions: {evidence.between_session_sd:.6f}, counted for each side"
     yield f"  standard error: {c.standard_error:.6f} (df {c.df:.4g})"
     t = evidence.t
     adjusted = "" if evidence.adjusted_p is None else f"; after Holm {evidence.adjusted_p:.4g}"

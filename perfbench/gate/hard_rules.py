@@ -35,7 +35,7 @@ Proven = tuple[ProofKey, str | None]  # and the card
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class ProofIndex:
     """What the rows of a run may lean on: its cards, and the parity proofs that one row made for
     others.
     """
@@ -68,7 +68,7 @@ def _proven(cell: PlannedCell, row: Replicate) -> Proven:
 
 
 def cell_findings(
-    cell: PlannedCell, rows: Sequence[Replicate], whole_tok_per_s: float | None, ground: Ground
+    cell: PlannedCell, rows: Sequence[Replicate], whole_tok_per_s: float | None, proofs: ProofIndex
 ) -> list[Finding]:
     """Return what is wrong with one planned cell, worst first; empty means that its speed may be
     read.
@@ -79,12 +79,12 @@ def cell_findings(
     """
     if not rows:
         text = (
-            "planned, but no replicate was recorded (interrupted, or its --budget was spent); go on"
-            " with --resume RUN"
+            "planned, but no replicate was recorded (interrupted, or its --budget was spent);"
+            " resume with --resume RUN"
         )
         return [Finding(Verdict.MISSING, "no row", text)]
-    found = [finding for row in rows for finding in _row_findings(cell, row, ground)]
-    merged = _merge(found, len(rows)) + _second_witness(rows, ground)
+    found = [finding for row in rows for finding in _row_findings(cell, row, proofs)]
+    merged = _merge(found, len(rows)) + _second_witness(rows, proofs)
     speeds = [
         row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None
     ]
@@ -104,8 +104,8 @@ def path_problems(cell: PlannedCell, row: Replicate) -> list[str]:
     problems = []
     if absent := sorted(planned - engaged):
         problems.append(f"planned {', '.join(absent)} never ran")
-    if strangers := sorted(engaged - planned):
-        problems.append(f"{', '.join(strangers)} ran, which the plan has not")
+    if unplanned := sorted(engaged - planned):
+        problems.append(f"{', '.join(unplanned)} ran, which the plan has not")
     problems += _miscounted(cell, row)
     problems += [
         f"expected {name} never ran" for name in cell.expect.engaged if name not in engaged
@@ -168,7 +168,7 @@ def _served_by(branches: Sequence[BranchLine]) -> list[str]:
     return sorted(f"{b.branch}={b.implementation}/{b.kernel}" for b in branches)
 
 
-def _second_witness(rows: Sequence[Replicate], ground: Ground) -> list[Finding]:
+def _second_witness(rows: Sequence[Replicate], proofs: ProofIndex) -> list[Finding]:
     """The profiler's word, due once a cell; a cell that did not finish is red by itself and may
     have died before it.
     """
@@ -183,9 +183,9 @@ def _second_witness(rows: Sequence[Replicate], ground: Ground) -> list[Finding]:
                 "no second witness: no replicate has a profiled step; measure again",
             )
         ]
-    if not ground.on_gpu or any(
+    if not proofs.on_gpu or any(
         one.witness_ok is not None for one in profiles
-    ):  # False is told with its row
+    ):  # False is reported with its row
         return []
     text = (
         "no second witness: the profiler could not tell which kernels ran"
@@ -194,7 +194,7 @@ def _second_witness(rows: Sequence[Replicate], ground: Ground) -> list[Finding]:
     return [Finding(Verdict.WRONG_PATH, "no witness", text)]
 
 
-def _row_findings(cell: PlannedCell, row: Replicate, ground: Ground) -> Iterator[Finding]:
+def _row_findings(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
     yield from _ended(cell, row)
     yield from _parity(row)
     if row.profile is not None and row.profile.witness_ok is False:
@@ -204,9 +204,9 @@ def _row_findings(cell: PlannedCell, row: Replicate, ground: Ground) -> Iterator
     if row.status is Status.OK:
         if problems := path_problems(cell, row):
             yield Finding(Verdict.WRONG_PATH, "path", "; ".join(problems))
-        yield from _borrowed_proof(cell, row, ground)
-        yield from _incomplete(row, ground)
-        yield from _card(row, ground)
+        yield from _borrowed_proof(cell, row, proofs)
+        yield from _incomplete(row, proofs)
+        yield from _card(row, proofs)
         yield from _arithmetic(row)
         yield from _physics(row)
 
@@ -266,11 +266,11 @@ def _parity(row: Replicate) -> Iterator[Finding]:
         )
 
 
-def _borrowed_proof(cell: PlannedCell, row: Replicate, ground: Ground) -> Iterator[Finding]:
+def _borrowed_proof(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
     name = row.parity.proved_in if row.parity is not None else None
     if name is None:
         return
-    if (made := ground.proofs.get(name)) is None:
+    if (made := proofs.proofs.get(name)) is None:
         yield Finding(
             Verdict.PARITY,
             "borrowed",
@@ -284,9 +284,9 @@ def _borrowed_proof(cell: PlannedCell, row: Replicate, ground: Ground) -> Iterat
         )
 
 
-def _incomplete(row: Replicate, ground: Ground) -> Iterator[Finding]:
+def _incomplete(row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
     absent = ["physics (could it be true?)"] if row.physics is None else []
-    if ground.on_gpu and row.telemetry is None:
+    if proofs.on_gpu and row.telemetry is None:
         absent.append("telemetry (was the card throttled?)")
     if absent:
         yield Finding(
@@ -296,8 +296,8 @@ def _incomplete(row: Replicate, ground: Ground) -> Iterator[Finding]:
         )
 
 
-def _card(row: Replicate, ground: Ground) -> Iterator[Finding]:
-    if not ground.on_gpu or row.device_uuid_sha256 in ground.cards:
+def _card(row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
+    if not proofs.on_gpu or row.device_uuid_sha256 in proofs.cards:
         return
     got = (
         f"card {row.device_uuid_sha256[:16]}"
@@ -305,7 +305,7 @@ def _card(row: Replicate, ground: Ground) -> Iterator[Finding]:
         else "an unknown card (device_uuid_sha256 is null)"
     )
     wanted = (
-        ", ".join(card[:16] for card in sorted(ground.cards))
+        ", ".join(card[:16] for card in sorted(proofs.cards))
         or "none, its environment names no card"
     )
     yield Finding(
@@ -351,7 +351,8 @@ def _physics(row: Replicate) -> Iterator[Finding]:
         if row.samples_s and row.steps_per_sample > 0
         else 0.0
     )
-    # Both the stored rates and those that the samples give: an edited rate must not hide the truth.
+    # Both the stored rates and those that the samples give: an edited rate must not hide
+    # what the samples say.
     flop_rate = max(physics.flops_per_s, physics.flops / step_s if step_s > 0 else 0.0)
     byte_rate = max(physics.bytes_per_s, physics.min_bytes / step_s if step_s > 0 else 0.0)
     gemm = physics.gemm_flops_per_s

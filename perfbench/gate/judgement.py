@@ -5,14 +5,14 @@ the report.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from perfbench.errors import SEVERITY, Exit, worst
 from perfbench.gate.evidence import WALL, Evidence
 from perfbench.matrix import GatePolicy
-from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Cell, Verdict
-from perfbench.text import shorten
+from perfbench.records import AXES, EXIT_OF, FAIL_UNDER_STRICT, NOT_APPLICABLE, Cell, Verdict
+from perfbench.text import number, shorten
 
 
 def severity(verdict: Verdict) -> tuple[int, int]:
@@ -136,6 +136,24 @@ def summarise(
     return Judgement(code, headline, cells, findings, policy, strict, baseline, counts, notes)
 
 
+def resummarise(
+    judgement: Judgement,
+    cells: list[CellVerdict],
+    *,
+    findings: list[Finding] | None = None,
+    notes: tuple[str, ...] | None = None,
+) -> Judgement:
+    """``judgement`` with other cells: its exit code and headline follow them."""
+    return summarise(
+        cells,
+        judgement.findings if findings is None else findings,
+        judgement.policy,
+        judgement.strict,
+        judgement.baseline,
+        judgement.notes if notes is None else notes,
+    )
+
+
 def _headline(
     code: Exit,
     cells: list[CellVerdict],
@@ -178,16 +196,38 @@ def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:
 def _of_cells(verdicts: Iterable[Verdict], exit_text: str, cells: list[CellVerdict]) -> str:
     verdicts = tuple(verdicts)
     found = [cell for cell in cells if cell.verdict in verdicts]
-    if set(verdicts) & {
-        Verdict.REGRESSED
-    }:  # the worst first: a hurried reader sees the largest drop
+    # The worst first: a hurried reader sees the largest drop.
+    if Verdict.REGRESSED in verdicts:
         found.sort(key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     names = " + ".join(_present(verdicts, [cell.verdict for cell in found]))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    what = (
-        f"{len(found)} of {len(cells)} cells: {found[0].cell_id}: {shorten(found[0].reason)}{more}"
-    )
+    what = f"{len(found)} of {len(cells)} cells: {_first(found[0])}{more}"
     return f"{names}, {exit_text}: {what}{_others(verdicts, cells)}"
+
+
+def _first(cell: CellVerdict) -> str:
+    """What the headline says of one cell: the change, then how it was measured; the reason where
+    no change of speed decided.
+    """
+    slower = cell.evidence[0] if cell.evidence and cell.verdict is Verdict.REGRESSED else None
+    if slower is None or not slower.is_beyond_tolerance:
+        return f"{cell.cell_id}: {shorten(cell.reason)}"
+    what = "" if slower.metric == WALL else "device speed "
+    speeds = f"{number(cell.base_tok_per_s)} -> {number(cell.cand_tok_per_s)} tok/s"
+    name = short_name(cell.axes.to_mapping())
+    return f"{name} {what}{slower.change_pct:+.1f} % ({speeds}), {slower.comparison.n_base} pairs"
+
+
+def short_name(axes: Mapping[str, str | int]) -> str:
+    """'auto 512 forward', then every other axis that is not at its default."""
+    first = ("path", "seq_len", "workload")
+    others = [
+        f"{name}={value}"
+        for name, value in axes.items()
+        if name not in first
+        and (name not in AXES or value not in (AXES[name].default, NOT_APPLICABLE))
+    ]
+    return " ".join([*(str(axes[name]) for name in first if name in axes), *others])
 
 
 def _present(order: Iterable[Verdict], found: Iterable[Verdict | None]) -> list[str]:

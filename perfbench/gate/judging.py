@@ -2,10 +2,10 @@
 
 Pure: no file, no clock, no torch.
 
-This is stage 1: it calls nothing REGRESSED. What it screens stays WATCH until `conclude` has base
-and candidate measured interleaved in one night; where that cannot be done it stays WATCH, and
-`--strict` fails. A cell that is NEW where the policy says ``new: fail`` is FAILED: nothing proves
-that it is not a slow one renamed.
+This is stage 1: it calls nothing REGRESSED. What it screens stays WATCH until `confirm_all` judges
+base and candidate measured interleaved in one session; where that cannot be done it stays WATCH,
+and `--strict` fails. A cell that is NEW where the policy says ``new: fail`` is FAILED: nothing
+proves that it is not a slow one renamed.
 """
 
 from __future__ import annotations
@@ -15,40 +15,27 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from perfbench.gate.cell_sides import Sides, side_of_baseline, side_of_rows
+from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import incomparable, run_findings, unwatched
-from perfbench.gate.confirmation import conclude, pairs_for, spread_pct, verdict_with
+from perfbench.gate.confirmation import spread_pct, verdict_with
 from perfbench.gate.coverage import (
     clock_events,
     missing,
-    nothing,
+    nothing_compared,
     reproduce,
     rows_by_cell,
     selected_ids,
     usable,
 )
-from perfbench.gate.hard_rules import WHOLE, Ground, cell_findings
+from perfbench.gate.hard_rules import WHOLE, ProofIndex, cell_findings
 from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
 from perfbench.gate.speed_rule import priors_of, screen
-from perfbench.gate.stats import ASSUMED_NIGHT_SD
+from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import BaselineProblem, Cell, PlannedCell, Replicate, Run, Verdict
 
 if TYPE_CHECKING:
     from perfbench.records import Baseline, BaselineCell
-
-__all__ = [
-    "BaselineProblem",
-    "CellVerdict",
-    "Finding",
-    "Judgement",
-    "conclude",
-    "judge",
-    "pairs_for",
-    "reproduce",
-    "selected_ids",
-    "usable",
-]
 
 
 def judge(
@@ -85,7 +72,9 @@ def judge(
         (f.reason for f in findings if f.verdict in (Verdict.ENV, Verdict.INCOMPARABLE)), None
     )
 
-    context = _Context(run, policies, baseline, mixed, _whole_speeds(planned, rows), Ground.of(run))
+    context = _Context(
+        run, policies, baseline, mixed, _whole_speeds(planned, rows), ProofIndex.of(run)
+    )
     first = [
         _prejudge(context, cell, rows.get(cell.cell_id, []), base_cells.get(cell.cell_id))
         for cell in planned
@@ -104,7 +93,7 @@ def judge(
     ]
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
-    findings += nothing(run, known, cells, findings)
+    findings += nothing_compared(run, known, cells, findings)
     notes = () if known is None or mixed else tuple(unwatched(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 
@@ -116,7 +105,7 @@ class _Context:
     baseline: Baseline | BaselineProblem | None
     mixed: str | None  # why no speed of this run may be compared
     whole_speeds: Mapping[Cell, float]  # of steps with a backward
-    ground: Ground
+    proofs: ProofIndex
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +113,7 @@ class _First:
     """A cell before its speed is compared; ``sides`` null: ``verdict`` is final."""
 
     verdict: CellVerdict
-    sides: Sides | None = None
+    sides: CellSides | None = None
 
 
 def _renamed(cells: Mapping[str, BaselineCell], policies: Policies) -> dict[str, BaselineCell]:
@@ -163,8 +152,8 @@ def _prejudge(
     axes, base_speed = cell.axes, None if base is None else base.speed
     whole = context.whole_speeds.get(replace(axes, workload=WHOLE.get(axes.workload, "")))
     good = usable(rows)
-    if hard := cell_findings(cell, rows, whole, context.ground):
-        # No speed beside it: a number is published only with its proof.
+    if hard := cell_findings(cell, rows, whole, context.proofs):
+        # No speed next to it: a number is published only with its proof.
         reason = "; ".join(
             f.reason if f.verdict is hard[0].verdict else f"{f.verdict.value}: {f.reason}"
             for f in hard
@@ -209,10 +198,17 @@ def _prejudge(
     )
     if reason or base is None:
         return _First(measured)
-    night = ASSUMED_NIGHT_SD if base.night_log_sd is None else base.night_log_sd
+    stored = base.night_log_sd  # of ln tok/s between sessions
+    between_session_sd = ASSUMED_BETWEEN_SESSION_SD if stored is None else stored
     return _First(
         measured,
-        Sides(cell.cell_id, context.policies.of(cell.cell_id), side_of_baseline(base), here, night),
+        CellSides(
+            cell.cell_id,
+            context.policies.of(cell.cell_id),
+            side_of_baseline(base),
+            here,
+            between_session_sd,
+        ),
     )
 
 

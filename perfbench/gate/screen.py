@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import comparable, judging
+from perfbench.gate.comparable import unplanned_sentinels
 from perfbench.gate.judgement import Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix import Matrix, policies
 from perfbench.records import Baseline, BaselineProblem, Run
 
@@ -14,16 +15,16 @@ from perfbench.records import Baseline, BaselineProblem, Run
 def judge_by_baseline(
     run: Run, found: Baseline | BaselineProblem, matrix: Matrix, *, strict: bool = False
 ) -> Judgement:
-    """The verdict of ``run``, which ``matrix`` planned, with what its baseline lets nobody ask.
+    """The verdict of ``run``, with a note on the sentinels that ``matrix`` wants and it lacks.
 
     USAGE where the baseline is of another matrix.
     """
     check_same_matrix(run, found)
-    judgement = judging.judge(run, found, policies(matrix), strict=strict)
+    judgement = judge(run, found, policies(matrix), strict=strict)
     if isinstance(found, BaselineProblem):
         return judgement
-    unasked = comparable.unasked(run, matrix.sentinels, found)
-    return replace(judgement, notes=(*judgement.notes, *unasked))
+    unplanned = unplanned_sentinels(run, matrix.sentinels, found)
+    return replace(judgement, notes=(*judgement.notes, *unplanned))
 
 
 def check_same_matrix(run: Run, found: Baseline | BaselineProblem) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from perfbench.gate import stats
-from perfbench.gate.cell_sides import Sides
+from perfbench.gate.cell_sides import CellSides
 from perfbench.gate.evidence import DEVICE, WALL, Evidence
 from perfbench.matrix import GatePolicy
 from perfbench.records import Verdict
@@ -29,7 +29,7 @@ Priors = Mapping[Family, stats.Prior | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SpeedVerdict:
     """A verdict on speed; ``evidence`` begins with the metric that decided."""
 
     verdict: Verdict
@@ -42,7 +42,7 @@ class Outcome:
         return self.evidence[0].metric if self.evidence else WALL
 
 
-def priors_of(cells: Sequence[Sides], *, paired: bool) -> dict[Family, stats.Prior | None]:
+def priors_of(cells: Sequence[CellSides], *, paired: bool) -> dict[Family, stats.Prior | None]:
     """What each family of cells says about its noise; the order of the cells does not matter."""
     seen: dict[Family, list[tuple[float, float]]] = {}
     for sides in sorted(cells, key=lambda one: one.cell_id):
@@ -57,23 +57,23 @@ def priors_of(cells: Sequence[Sides], *, paired: bool) -> dict[Family, stats.Pri
     }
 
 
-def screen(sides: Sides, priors: Priors) -> Outcome:
+def screen(sides: CellSides, priors: Priors) -> SpeedVerdict:
     """Stage 1: what is proved the same or faster, what is blind, and what must be confirmed."""
     policy = sides.policy
     if too_few := sides.too_few():
-        return Outcome(Verdict.WATCH, f"too few to judge ({too_few}): {sides.speeds()}")
+        return SpeedVerdict(Verdict.WATCH, f"too few to judge ({too_few}): {sides.speeds()}")
     wall = _unpaired(sides, WALL, priors)
     if sides.host_bound:
         return _screen_host_bound(sides, wall, priors)
     slower = wall.comparison.p_slower < policy.alpha_screen
     if sides.candidate.bimodal and not slower:
-        return Outcome(
+        return SpeedVerdict(
             Verdict.UNSTABLE, f"{sides.candidate.bimodal}: {sides.speeds()}: {wall}", (wall,)
         )
     if wall.comparison.lower > math.log1p(policy.tolerance_pct / 100):
-        return Outcome(Verdict.FASTER, f"{sides.speeds()}: {wall}", (wall,))
+        return SpeedVerdict(Verdict.FASTER, f"{sides.speeds()}: {wall}", (wall,))
     if not stats.screened(wall.comparison, policy):
-        return Outcome(
+        return SpeedVerdict(
             Verdict.SAME,
             f"{sides.speeds()}: {wall}, above -{policy.min_effect_pct:g} % for certain",
             (wall,),
@@ -83,14 +83,14 @@ def screen(sides: Sides, priors: Priors) -> Outcome:
             f"{stats.MAX_BLOCKS} pairs would not show a drop of {policy.min_effect_pct:g} % in such"
             " noise, and none shows"
         )
-        return Outcome(Verdict.BLIND, f"{sides.speeds()}: {wall}; {text}", (wall,))
+        return SpeedVerdict(Verdict.BLIND, f"{sides.speeds()}: {wall}; {text}", (wall,))
     why = "slower" if slower else _not_ruled_out(policy)
-    return Outcome(
+    return SpeedVerdict(
         Verdict.WATCH, f"{why}, to be confirmed: {sides.speeds()}: {wall}", (wall,), screened=True
     )
 
 
-def confirm(cells: Sequence[Sides]) -> dict[str, Outcome]:
+def confirm(cells: Sequence[CellSides]) -> dict[str, SpeedVerdict]:
     """Stage 2: every cell's verdict by interleaved pairs, Holm over all their tests; ``base[i]``
     and ``candidate[i]`` are a pair.
     """
@@ -103,10 +103,10 @@ def confirm(cells: Sequence[Sides]) -> dict[str, Outcome]:
     found: dict[str, list[Evidence]] = {}
     for (cell_id, evidence), p in zip(tests, adjusted, strict=True):
         found.setdefault(cell_id, []).append(replace(evidence, adjusted_p=p))
-    outcomes = {one.cell_id: _settle(one, tuple(found[one.cell_id])) for one in ready}
+    outcomes = {one.cell_id: _outcome_of(one, tuple(found[one.cell_id])) for one in ready}
     for one in cells:
         if few := one.too_few():
-            outcomes[one.cell_id] = Outcome(
+            outcomes[one.cell_id] = SpeedVerdict(
                 Verdict.WATCH,
                 f"not confirmed: too few pairs ({few}): {one.speeds()}",
                 screened=True,
@@ -114,11 +114,11 @@ def confirm(cells: Sequence[Sides]) -> dict[str, Outcome]:
     return outcomes
 
 
-def _metrics(sides: Sides) -> tuple[str, ...]:
+def _metrics(sides: CellSides) -> tuple[str, ...]:
     return (DEVICE, WALL) if sides.gates_device else (WALL,)
 
 
-def _settle(sides: Sides, evidence: tuple[Evidence, ...]) -> Outcome:
+def _outcome_of(sides: CellSides, evidence: tuple[Evidence, ...]) -> SpeedVerdict:
     policy, wall = sides.policy, evidence[-1]
     reds = [
         e
@@ -134,7 +134,7 @@ def _settle(sides: Sides, evidence: tuple[Evidence, ...]) -> Outcome:
         first = reds[:1] or list(evidence[:1])
         rest = [e for e in evidence if e not in first]
         why = "; ".join([*counted, *(f"slower beyond {e.tolerance_pct:g} %: {e}" for e in reds)])
-        return Outcome(
+        return SpeedVerdict(
             Verdict.REGRESSED,
             f"confirmed on interleaved pairs: {why}; {sides.speeds()}",
             (*first, *rest),
@@ -142,45 +142,45 @@ def _settle(sides: Sides, evidence: tuple[Evidence, ...]) -> Outcome:
     numbers = f"{sides.speeds()}: {'; '.join(str(e) for e in evidence)}"
     if sides.host_bound and gained:
         notes = "".join(f"; note: {text}" for text in counted)
-        return Outcome(
+        return SpeedVerdict(
             Verdict.FASTER,
             f"host bound, on interleaved pairs: {numbers}{notes}",
             (wall, *evidence[:-1]),
         )
     if sides.host_bound:
-        return Outcome(
+        return SpeedVerdict(
             Verdict.BLIND,
             f"host bound, nothing confirmed slower: {sides.work()}; {numbers}",
             evidence,
         )
     if sides.candidate.bimodal:
-        return Outcome(
+        return SpeedVerdict(
             Verdict.UNSTABLE,
             f"{sides.candidate.bimodal}; on interleaved pairs: {numbers}",
             evidence,
         )
     if faster:
-        return Outcome(Verdict.FASTER, f"on interleaved pairs: {numbers}", evidence)
+        return SpeedVerdict(Verdict.FASTER, f"on interleaved pairs: {numbers}", evidence)
     if stats.proved_same(wall.comparison, policy):
-        return Outcome(
+        return SpeedVerdict(
             Verdict.SAME,
             f"on interleaved pairs: {numbers}, above -{policy.min_effect_pct:g} % for certain",
             evidence,
         )
     if _blind(sides, wall):
-        return Outcome(
+        return SpeedVerdict(
             Verdict.BLIND,
             f"on interleaved pairs, too noisy to see {policy.min_effect_pct:g} %: {numbers}",
             evidence,
         )
-    return Outcome(
+    return SpeedVerdict(
         Verdict.WATCH,
         f"on interleaved pairs neither proved the same nor confirmed slower: {numbers}",
         evidence,
     )
 
 
-def _screen_host_bound(sides: Sides, wall: Evidence, priors: Priors) -> Outcome:
+def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> SpeedVerdict:
     """BLIND, unless work was added, device time is not proved the same, or wall time is not where
     the base was not host bound.
     """
@@ -208,14 +208,14 @@ def _screen_host_bound(sides: Sides, wall: Evidence, priors: Priors) -> Outcome:
     )  # the pairs are planned for the first
     numbers = f"{sides.speeds()}: wall {wall}"
     if suspects:
-        return Outcome(
+        return SpeedVerdict(
             Verdict.WATCH,
             f"host bound; to be confirmed: {'; '.join(suspects)}; {numbers}",
             evidence,
             screened=True,
         )
     judged = f"{device}" if device is not None else sides.no_device()
-    return Outcome(
+    return SpeedVerdict(
         Verdict.BLIND,
         f"host bound: wall tok/s is not gated, it follows the CPU; {sides.work()}; {judged};"
         f" {numbers}",
@@ -223,8 +223,8 @@ def _screen_host_bound(sides: Sides, wall: Evidence, priors: Priors) -> Outcome:
     )
 
 
-def _suspicion(sides: Sides, evidence: Evidence) -> str:
-    """Why a comparison of two nights must be confirmed; empty where it is proved the same, or no
+def _suspicion(sides: CellSides, evidence: Evidence) -> str:
+    """Why a comparison of two sessions must be confirmed; empty where it is proved the same, or no
     number of pairs would show a drop.
     """
     if evidence.comparison.p_slower < sides.policy.alpha_screen:
@@ -245,7 +245,7 @@ def _slower(evidence: Evidence, policy: GatePolicy) -> bool:
     return beyond and evidence.comparison.p_slower < policy.alpha_screen
 
 
-def _tolerance_pct(sides: Sides, metric: str) -> float:
+def _tolerance_pct(sides: CellSides, metric: str) -> float:
     """The drop that is never called a regression, in this metric."""
     policy = sides.policy
     if metric == WALL and sides.host_bound and sides.base.host_bound:
@@ -261,7 +261,7 @@ def _at(policy: GatePolicy, tolerance_pct: float) -> GatePolicy:
     )
 
 
-def _blind(sides: Sides, evidence: Evidence) -> bool:
+def _blind(sides: CellSides, evidence: Evidence) -> bool:
     """Whether even the most pairs that a cell is worth would not show a drop of min_effect."""
     policy, drop = sides.policy, -math.log1p(-sides.policy.min_effect_pct / 100)
     power, alpha = stats.confirm_power(policy), policy.alpha_confirm
@@ -279,7 +279,7 @@ def _blind(sides: Sides, evidence: Evidence) -> bool:
     return stats.blocks_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_BLOCKS) is None
 
 
-def _own_variance(sides: Sides, metric: str, paired: bool) -> tuple[float, float]:
+def _own_variance(sides: CellSides, metric: str, paired: bool) -> tuple[float, float]:
     base, candidate = sides.logs(metric)
     if not paired:
         return stats.pooled(base, candidate)
@@ -287,34 +287,41 @@ def _own_variance(sides: Sides, metric: str, paired: bool) -> tuple[float, float
     return stats.variance_of(d), float(len(d) - 1)
 
 
-def _unpaired(sides: Sides, metric: str, priors: Priors) -> Evidence:
+def _unpaired(sides: CellSides, metric: str, priors: Priors) -> Evidence:
     alpha, power = stats.screen_alpha(sides.policy), sides.policy.power
     base, candidate = sides.logs(metric)
     prior = priors.get((metric, sides.host_bound))
-    night = sides.night_sd_of(metric)
+    session_sd = sides.between_session_sd_of(metric)
     found = stats.unpaired(
-        base, candidate, prior=prior, night_variance=night**2, alpha=alpha, power=power
+        base,
+        candidate,
+        prior=prior,
+        between_session_variance=session_sd**2,
+        alpha=alpha,
+        power=power,
     )
-    return _evidence(sides, metric, found, prior, alpha, paired=False, night_sd=night)
+    return _evidence(
+        sides, metric, found, prior, alpha, paired=False, between_session_sd=session_sd
+    )
 
 
-def _paired(sides: Sides, metric: str, priors: Priors) -> Evidence:
+def _paired(sides: CellSides, metric: str, priors: Priors) -> Evidence:
     alpha, power = sides.policy.alpha_confirm, stats.confirm_power(sides.policy)
     base, candidate = sides.logs(metric)
     prior = priors.get((metric, sides.host_bound))
     found = stats.paired(base, candidate, prior=prior, alpha=alpha, power=power)
-    return _evidence(sides, metric, found, prior, alpha, paired=True, night_sd=0.0)
+    return _evidence(sides, metric, found, prior, alpha, paired=True, between_session_sd=0.0)
 
 
 def _evidence(
-    sides: Sides,
+    sides: CellSides,
     metric: str,
-    found: stats.Comparison,
+    found: stats.SpeedChange,
     prior: stats.Prior | None,
     alpha: float,
     *,
     paired: bool,
-    night_sd: float,
+    between_session_sd: float,
 ) -> Evidence:
     variance, df = _own_variance(sides, metric, paired)
     moderated, moderated_df = stats.moderated(variance, df, prior)
@@ -330,7 +337,7 @@ def _evidence(
         prior=prior,
         moderated_sd=math.sqrt(moderated),
         moderated_df=moderated_df,
-        night_sd=night_sd,
+        between_session_sd=between_session_sd,
         base=base,
         candidate=candidate,
     )

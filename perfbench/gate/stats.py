@@ -8,10 +8,10 @@ where it is called: the gate starts at once.
 
 The rule. **Screen** against the stored baseline: a cell is left alone only where a drop of
 min_effect is refuted, at the level of a quarter of the misses that the policy allows, or it is
-tested slower at alpha_screen. **Confirm** on pairs of the same night: slower after Holm at
+tested slower at alpha_screen. **Confirm** on pairs of the same session: slower after Holm at
 alpha_confirm, and by more than the tolerance. The screen so bounds what is missed, the confirmation
-what is called wrongly; testing for slower alone would miss most 3 % drops behind one night's luck
-of 1 %.
+what is called wrongly; testing for slower alone would miss most 3 % drops behind a
+between-session sd of 1 %.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ VARIANCE_FLOOR = (
 HYPERVARIABLE_P = (
     0.05  # a variance less likely than this under the prior is of another family: it is not shrunk
 )
-# of ln speed between nights, where no history tells it; too large only costs confirmations
-ASSUMED_NIGHT_SD = 0.01
+# of ln speed between sessions, where no history gives it; too large only costs confirmations
+ASSUMED_BETWEEN_SESSION_SD = 0.01
 MAX_BLOCKS = 40  # pairs a cell is worth; one that needs more for min_effect is BLIND
 PLAN_RISK = 0.05  # of planning with too small a variance
 NORMAL_DF = 1e4  # from here on the t distribution is the normal one, to four digits
@@ -48,7 +48,7 @@ class Prior:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class SpeedChange:
     """``estimate``: mean ln(candidate / base), negative is slower; ``p_slower`` is one-sided.
 
     ``lower`` and ``upper`` are one-sided bounds at the alpha that was passed. ``mde``: the drop,
@@ -158,7 +158,8 @@ def trigamma_inverse(x: float) -> float:
 def moderated(variance: float, df: float, prior: Prior | None) -> tuple[float, float]:
     """(variance, df) after shrinking towards the family; (0, 0) where nothing is known.
 
-    A cell much noisier than its family keeps its own variance: shrinking it would make it cry wolf.
+    A cell much noisier than its family keeps its own variance: shrinking it would cause false
+    alarms.
     """
     from scipy.special import chdtrc, fdtrc
 
@@ -181,20 +182,21 @@ def unpaired(
     candidate: Sequence[float],
     *,
     prior: Prior | None,
-    night_variance: float = 0.0,
+    between_session_variance: float = 0.0,
     alpha: float,
     power: float,
-) -> Comparison:
-    """The screen: two nights, so the variance within a night is moderated, and the variance between
-    nights counts twice.
+) -> SpeedChange:
+    """The screen: two sessions, so the variance within a session is moderated, and the variance
+    between sessions counts twice.
 
-    ``night_variance`` is taken as known (ln speed squared; infinite: nothing about the change is
-    known). Degrees of freedom by Satterthwaite. ValueError for a side without samples.
+    ``between_session_variance`` is taken as known (ln speed squared; infinite: nothing about
+    the change is known). Degrees of freedom by Satterthwaite. ValueError for a side without
+    samples.
     """
     _some(base, candidate)
     variance, df = moderated(*pooled(base, candidate), prior)
     within = variance * (1 / len(base) + 1 / len(candidate))
-    total = within + 2 * night_variance
+    total = within + 2 * between_session_variance
     if df > 0 and within > 0 and math.isfinite(total):
         df *= (total / within) ** 2
     estimate = _mean(candidate) - _mean(base)
@@ -208,7 +210,7 @@ def paired(
     prior: Prior | None,
     alpha: float,
     power: float,
-) -> Comparison:
+) -> SpeedChange:
     """The confirmation: one difference a pair of neighbours in time, whose variance is moderated.
 
     The prior is of the variances of such differences. ValueError for no pairs, or sides of
@@ -244,12 +246,12 @@ def confirm_power(policy: GatePolicy) -> float:
     return (1 + policy.power) / 2
 
 
-def proved_same(comparison: Comparison, policy: GatePolicy) -> bool:
+def proved_same(comparison: SpeedChange, policy: GatePolicy) -> bool:
     """A drop of min_effect is refuted at the comparison's alpha."""
     return comparison.lower > math.log1p(-policy.min_effect_pct / 100)
 
 
-def screened(comparison: Comparison, policy: GatePolicy) -> bool:
+def screened(comparison: SpeedChange, policy: GatePolicy) -> bool:
     """The cell must be confirmed.
 
     ``comparison`` is `unpaired` at ``alpha=screen_alpha(policy)``.
@@ -257,7 +259,7 @@ def screened(comparison: Comparison, policy: GatePolicy) -> bool:
     return not proved_same(comparison, policy) or comparison.p_slower < policy.alpha_screen
 
 
-def regressed(comparison: Comparison, adjusted_p: float, policy: GatePolicy) -> bool:
+def regressed(comparison: SpeedChange, adjusted_p: float, policy: GatePolicy) -> bool:
     """Slower for certain, and by more than the tolerance.
 
     ``comparison`` is `paired`, ``adjusted_p`` from `holm`.
@@ -355,15 +357,15 @@ def _compared(
     power: float,
     n_base: int,
     n_candidate: int,
-) -> Comparison:
+) -> SpeedChange:
     if df <= 0 or not math.isfinite(variance):
-        return Comparison(
+        return SpeedChange(
             estimate, math.inf, 0.0, 0.5, -math.inf, math.inf, math.inf, n_base, n_candidate
         )
     error = math.sqrt(variance)
     far = t_quantile(1 - alpha, df) * error
     mde = noncentrality(df, alpha, power) * error
-    return Comparison(
+    return SpeedChange(
         estimate,
         error,
         df,

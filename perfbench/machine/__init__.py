@@ -1,12 +1,10 @@
-"""What this computer is, and what the doctor says of it."""
+"""What this computer is, and which code lies on it."""
 
 from perfbench.machine.capability import capability_here
-from perfbench.machine.clock_events import THROTTLING, reason_names, REASON_BITS
-from perfbench.machine.doctor.diagnose_here import diagnose, exit_code as doctor_exit_code
-from perfbench.machine.doctor.diagnose_here import render_text as doctor_text
-from perfbench.machine.environment import TargetFit, check_target, collect as collect_environment
-from perfbench.machine.environment import give, no_color, step_summary, uuid_sha256
-from perfbench.machine.environment import variable as environment_variable, visible_gpu
-from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory
-from perfbench.machine.nvml import NvmlUnavailable, query as nvml_query, session as nvml_session
-from perfbench.machine.source import source
+from perfbench.machine.clock_events import THROTTLING, reason_names
+from perfbench.machine.environment import TargetFit, check_target, collect_environment
+from perfbench.machine.environment import environment_variable, give, no_color, step_summary
+from perfbench.machine.environment import visible_gpu
+from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory, uuid_sha256
+from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session
+from perfbench.machine.source import source_of

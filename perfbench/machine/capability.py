@@ -22,11 +22,11 @@ def capability_here(fit: TargetFit) -> Capability:
 
     if fit.gpu is None:
         return assumed("none")
-    with nvml.session() as opened:
-        handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", fit.gpu.uuid)
+    with nvml.nvml_session() as opened:
+        handle, missing = nvml.nvml_query(opened, "nvmlDeviceGetHandleByUUID", fit.gpu.uuid)
         sm = None
         if not missing:
-            sm, missing = nvml.query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
+            sm, missing = nvml.nvml_query(opened, "nvmlDeviceGetCudaComputeCapability", handle)
     if missing or sm is None:
         raise PerfbenchError(
             Exit.ENVIRONMENT,

@@ -19,44 +19,11 @@ from perfbench.machine import gpu as _gpu
 from perfbench.machine import nvml
 from perfbench.machine.gpu import (
     GpuHandle,
-    GpuProcess,
-    busy_processes,
-    gpu_lock,
-    refuse_busy,
-    slug,
-    used_memory,
-    uuid_sha256,
 )
-from perfbench.machine.source import source
 from perfbench.records import Environment
 
-__all__ = [
-    "GpuHandle",
-    "GpuProcess",
-    "TargetFit",
-    "busy_processes",
-    "check_target",
-    "collect",
-    "cpu_name",
-    "give",
-    "gpu_lock",
-    "no_color",
-    "nsa_settings",
-    "refuse_busy",
-    "slug",
-    "source",
-    "step_summary",
-    "torch_cuda",
-    "used_memory",
-    "uuid_sha256",
-    "variable",
-    "version",
-    "visible_gpu",
-    "visible_gpus",
-]
 
-
-def variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+def environment_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and
     only here.
     """
@@ -70,12 +37,12 @@ def give(variables: Mapping[str, str]) -> None:
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
     """https://no-color.org: set and not empty."""
-    return bool(variable("NO_COLOR", environ))
+    return bool(environment_variable("NO_COLOR", environ))
 
 
 def step_summary(environ: Mapping[str, str] | None = None) -> Path | None:
     """The file that GitHub shows on the page of a workflow run."""
-    path = variable("GITHUB_STEP_SUMMARY", environ)
+    path = environment_variable("GITHUB_STEP_SUMMARY", environ)
     return Path(path) if path else None
 
 
@@ -84,7 +51,9 @@ def visible_gpus(
 ) -> tuple[list[GpuHandle], str]:
     """GPUs in the order in which CUDA numbers them, or ([], reason)."""
     return _gpu.visible(
-        variable("CUDA_VISIBLE_DEVICES", environ), variable("CUDA_DEVICE_ORDER", environ), module
+        environment_variable("CUDA_VISIBLE_DEVICES", environ),
+        environment_variable("CUDA_DEVICE_ORDER", environ),
+        module,
     )
 
 
@@ -159,7 +128,7 @@ def nsa_settings() -> dict[str, str]:
         raise PerfbenchError(Exit.USAGE, str(error)) from None
 
 
-def collect(
+def collect_environment(
     device: str, *, module: Any | None = None, environ: Mapping[str, str] | None = None
 ) -> Environment:
     """Describe this machine for a run on ``device`` ('cpu' or 'cuda'); ENVIRONMENT where CUDA would
@@ -193,8 +162,8 @@ def collect(
             f"no GPU to measure on: {reason}. Next: `perfbench doctor`, or a matrix with `gpu:"
             " none`",
         )
-    with nvml.session(module) as opened:
-        driver, _ = nvml.query(opened, "nvmlSystemGetDriverVersion")
+    with nvml.nvml_session(module) as opened:
+        driver, _ = nvml.nvml_query(opened, "nvmlSystemGetDriverVersion")
         policy = _gpu_clock_policy(opened, gpu.uuid)
     return Environment(
         gpu_slug=gpu.slug,
@@ -220,13 +189,15 @@ def _gpu_clock_policy(module: Any, uuid: str) -> str:
     """NVML cannot say whether clocks are locked; the limits and persistence are what can be
     known.
     """
-    handle, missing = nvml.query(module, "nvmlDeviceGetHandleByUUID", uuid)
+    handle, missing = nvml.nvml_query(module, "nvmlDeviceGetHandleByUUID", uuid)
     if missing:
         return f"unknown ({missing})"
     sm = getattr(module, "NVML_CLOCK_SM", 1)
-    highest, no_highest = nvml.query(module, "nvmlDeviceGetMaxClockInfo", handle, sm)
-    application, no_application = nvml.query(module, "nvmlDeviceGetApplicationsClock", handle, sm)
-    persistence, no_persistence = nvml.query(module, "nvmlDeviceGetPersistenceMode", handle)
+    highest, no_highest = nvml.nvml_query(module, "nvmlDeviceGetMaxClockInfo", handle, sm)
+    application, no_application = nvml.nvml_query(
+        module, "nvmlDeviceGetApplicationsClock", handle, sm
+    )
+    persistence, no_persistence = nvml.nvml_query(module, "nvmlDeviceGetPersistenceMode", handle)
     parts = [
         f"SM at most {no_highest or f'{highest} MHz'}",
         f"application clock {no_application or f'{application} MHz'}",

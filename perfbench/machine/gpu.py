@@ -75,7 +75,7 @@ def visible(
     if listed is not None and not listed.strip():
         return [], "CUDA_VISIBLE_DEVICES is empty, which hides every GPU; unset it"
     try:
-        with nvml.session(module) as opened:
+        with nvml.nvml_session(module) as opened:
             groups, reason = _enumerate(opened)
     except nvml.NvmlUnavailable as error:
         return [], str(error)
@@ -102,13 +102,13 @@ def visible(
 
 def _enumerate(module: Any) -> tuple[list[list[GpuHandle]], str]:
     """For each GPU itself and then its MIG slices."""
-    count, missing = nvml.query(module, "nvmlDeviceGetCount")
+    count, missing = nvml.nvml_query(module, "nvmlDeviceGetCount")
     if missing:
         return [], f"{missing}: NVML counts no GPUs; run `nvidia-smi`"
     groups: list[list[GpuHandle]] = []
     lost = []
     for index in range(count):
-        handle, missing = nvml.query(module, "nvmlDeviceGetHandleByIndex", index)
+        handle, missing = nvml.nvml_query(module, "nvmlDeviceGetHandleByIndex", index)
         if missing:
             lost.append(f"GPU {index}: {missing}")
             continue
@@ -117,18 +117,18 @@ def _enumerate(module: Any) -> tuple[list[list[GpuHandle]], str]:
 
 
 def _describe(module: Any, handle: Any, index: int) -> GpuHandle:
-    uuid, _ = nvml.query(module, "nvmlDeviceGetUUID", handle)
-    name, _ = nvml.query(module, "nvmlDeviceGetName", handle)
+    uuid, _ = nvml.nvml_query(module, "nvmlDeviceGetUUID", handle)
+    name, _ = nvml.nvml_query(module, "nvmlDeviceGetName", handle)
     return GpuHandle(nvml.text(uuid or ""), nvml.text(name or "unknown GPU"), index)
 
 
 def _mig_slices(module: Any, handle: Any, index: int) -> list[GpuHandle]:
-    mode, missing = nvml.query(module, "nvmlDeviceGetMigMode", handle)
+    mode, missing = nvml.nvml_query(module, "nvmlDeviceGetMigMode", handle)
     if missing or not mode[0]:
         return []
-    count, _ = nvml.query(module, "nvmlDeviceGetMaxMigDeviceCount", handle)
+    count, _ = nvml.nvml_query(module, "nvmlDeviceGetMaxMigDeviceCount", handle)
     slices = (
-        nvml.query(module, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
+        nvml.nvml_query(module, "nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
         for i in range(count or 0)
     )
     return [_describe(module, mig, index) for mig, missing in slices if not missing]
@@ -192,9 +192,11 @@ def matches(wanted: str, name: str) -> bool:
 def used_memory(uuid: str, module: Any | None = None) -> int | None:
     """Bytes in use on the GPU by anybody; None where NVML cannot say."""
     try:
-        with nvml.session(module) as opened:
-            handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", uuid)
-            info = None if missing else nvml.query(opened, "nvmlDeviceGetMemoryInfo", handle)[0]
+        with nvml.nvml_session(module) as opened:
+            handle, missing = nvml.nvml_query(opened, "nvmlDeviceGetHandleByUUID", uuid)
+            info = (
+                None if missing else nvml.nvml_query(opened, "nvmlDeviceGetMemoryInfo", handle)[0]
+            )
             return None if info is None else int(info.used)
     except nvml.NvmlUnavailable:
         return None
@@ -202,14 +204,14 @@ def used_memory(uuid: str, module: Any | None = None) -> int | None:
 
 def busy_processes(uuid: str, module: Any | None = None) -> tuple[list[GpuProcess], str]:
     """Processes that compute on the GPU and were not started by this one; ([], reason) where NVML
-    cannot tell.
+    cannot say.
     """
     try:
-        with nvml.session(module) as opened:
-            handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", uuid)
+        with nvml.nvml_session(module) as opened:
+            handle, missing = nvml.nvml_query(opened, "nvmlDeviceGetHandleByUUID", uuid)
             if missing:
                 return [], missing
-            found, missing = nvml.query(opened, "nvmlDeviceGetComputeRunningProcesses", handle)
+            found, missing = nvml.nvml_query(opened, "nvmlDeviceGetComputeRunningProcesses", handle)
             if missing:
                 return [], missing
             return [_process(opened, entry) for entry in found if not _is_ours(entry.pid)], ""
@@ -251,14 +253,14 @@ def blindness(gpu: GpuHandle, module: Any | None = None) -> str:
     if not missing:
         return ""
     return (
-        f"NVML cannot list the processes that compute on {gpu.name} ({missing}), so company would"
-        " go unseen; measuring all the same: see that nothing else runs there, or measure outside"
-        " the container"
+        f"NVML cannot list the processes that compute on {gpu.name} ({missing}), so others would"
+        " go unseen; measuring all the same: make sure that nothing else runs there, or measure"
+        " outside the container"
     )
 
 
 def _process(module: Any, entry: Any) -> GpuProcess:
-    name, _ = nvml.query(module, "nvmlSystemGetProcessName", entry.pid)
+    name, _ = nvml.nvml_query(module, "nvmlSystemGetProcessName", entry.pid)
     memory = entry.usedGpuMemory
     return GpuProcess(entry.pid, nvml.text(name or "?"), None if memory is None else int(memory))
 
@@ -266,7 +268,7 @@ def _process(module: Any, entry: Any) -> GpuProcess:
 def refuse_busy(gpu: GpuHandle, module: Any | None = None, *, patience_s: float = 0.0) -> None:
     """Raise ENVIRONMENT while another process computes on the GPU: it would share our numbers.
 
-    ``patience_s`` is for a process that just ended. Where NVML cannot tell, ``blindness`` is the
+    ``patience_s`` is for a process that just ended. Where NVML cannot say, ``blindness`` is the
     warning.
     """
     deadline = time.monotonic() + patience_s

@@ -88,7 +88,7 @@ def unavailable(code: int) -> NvmlUnavailable:
 
 
 @contextmanager
-def session(module: Any | None = None) -> Iterator[Any]:
+def nvml_session(module: Any | None = None) -> Iterator[Any]:
     """Initialise NVML, yield the ``pynvml`` module (or the stand-in given), shut down; raises
     NvmlUnavailable.
     """
@@ -114,7 +114,7 @@ def _load() -> Any:
         raise NvmlUnavailable(None, "pynvml is not importable", str(error), advice) from error
 
 
-def query(module: Any, name: str, *args: Any) -> tuple[Any, str]:
+def nvml_query(module: Any, name: str, *args: Any) -> tuple[Any, str]:
     """(value, '') or (None, NVML's error name); a call that this binding lacks is
     FUNCTION_NOT_FOUND.
     """

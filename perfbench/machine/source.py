@@ -18,8 +18,8 @@ class _NoGit(Exception):
     """Git cannot say; the message is the reason."""
 
 
-def source(root: Path, source_commit: str | None = None) -> Source:
-    """The checkout at ``root``; where git cannot tell, ``source_commit`` with the reason, else null
+def source_of(root: Path, source_commit: str | None = None) -> Source:
+    """The checkout at ``root``; where git cannot say, ``source_commit`` with the reason, else null
     with the reason.
     """
     try:
@@ -32,7 +32,7 @@ def source(root: Path, source_commit: str | None = None) -> Source:
         raise PerfbenchError(
             Exit.USAGE,
             f"--source-commit {source_commit}, but git says that {root} is at {found.commit}. Next:"
-            " leave the option away",
+            " omit the option",
         )
     return found
 

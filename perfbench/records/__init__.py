@@ -1,12 +1,11 @@
 """The nouns that every room shares, and the files they are stored in."""
 
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
-from perfbench.records.baseline_file import SCHEMA_VERSION as BASELINE_SCHEMA_VERSION
 from perfbench.records.baseline_file import load as load_baseline, path_for as baseline_path
 from perfbench.records.baseline_file import read as read_baseline, show as show_baseline
 from perfbench.records.baseline_file import write as write_baseline
 from perfbench.records.calibration_file import read as read_calibration, told as variance_of_cells
-from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell, DEFAULT_CHUNK
+from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
 from perfbench.records.cells import SELECTIONS, STEPS, Term, Value, check_axis, proof_key
 from perfbench.records.cells import select as select_cells, settings_of, show as show_value

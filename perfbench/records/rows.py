@@ -230,6 +230,11 @@ class Telemetry(_Record):
     absent: dict[str, str] = {}
 
 
+def _is_throttled(telemetry: Telemetry | None) -> bool:
+    """False where nobody asked the card: what is not known discards no row."""
+    return telemetry is not None and telemetry.throttled is True
+
+
 class Profile(_Record):
     """One untimed step under torch.profiler: the second witness."""
 
@@ -298,6 +303,11 @@ class SentinelLine(_Record):
     telemetry: Telemetry | None = None
     device_uuid_sha256: str | None = None
 
+    @property
+    def is_throttled(self) -> bool:
+        """Whether the card slowed down while this was timed."""
+        return _is_throttled(self.telemetry)
+
 
 class Replicate(_Record):
     """One child process of one cell; of several rows of the same replicate the last one counts."""
@@ -348,6 +358,11 @@ class Replicate(_Record):
     physics: Physics | None = None
     device_uuid_sha256: str | None = None
     stderr_tail: str = ""
+
+    @property
+    def is_throttled(self) -> bool:
+        """Whether the card slowed down while this was timed; such a row does not count."""
+        return _is_throttled(self.telemetry)
 
 
 class Run(BaseModel):

@@ -147,4 +147,4 @@ def _legend(verdicts: set[Verdict | None]) -> tuple[list[Any], list[str]]:
         Line2D([], [], color=plots.INK, marker=marker, linestyle="none", markersize=5)
         for marker in ("o", "D")
     ]
-    return handles, [*names, "pairs", "two nights"]
+    return handles, [*names, "pairs", "two sessions"]

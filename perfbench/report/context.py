@@ -1,5 +1,5 @@
-"""What stands beside a run in its report: the baseline or the base's own run, renamed cells, kernel
-tables.
+"""What a run is compared with in its report: the baseline or the base's own run, renamed cells,
+kernel tables.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class ReportContext:
     """Everything may be absent.
 
     ``base_run``: the other side of `compare` and `ab`; ``traces``: Markdown, of `tracediff`.
@@ -42,7 +42,7 @@ class Beside:
         base_run: Run | None = None,
         paired: bool = False,
         traces: str = "",
-    ) -> Beside:
+    ) -> ReportContext:
         """From what a command has at hand; a baseline that cannot judge stands for none."""
         known = None if isinstance(baseline, BaselineProblem) else baseline
         renamed = {}
@@ -61,7 +61,7 @@ class Beside:
         return "the baseline" if self.base_run is None else "the base"
 
     @property
-    def ground(self) -> Mapping[str, object] | None:
+    def comparability_key(self) -> Mapping[str, object] | None:
         """Fingerprint and method of the other side."""
         if self.base_run is not None:
             return comparability_key(self.base_run.manifest)

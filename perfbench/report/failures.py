@@ -22,7 +22,7 @@ from perfbench.records import (
     source_name,
     typed_revisions,
 )
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from perfbench.report.rows import Row
 from perfbench.report.tables import mde
 from perfbench.text import NULL, cell_code, code, escape, plain, signed_pct
@@ -46,7 +46,7 @@ def by_severity(rows: Iterable[Row]) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def red(row: Row, run: Run, judgement: Judgement, beside: Beside) -> dict[str, Any]:
+def red(row: Row, run: Run, judgement: Judgement, context: ReportContext) -> dict[str, Any]:
     """What the template prints of one failed cell."""
     route = row.planned.route if row.planned else None
     return {
@@ -66,7 +66,7 @@ def red(row: Row, run: Run, judgement: Judgement, beside: Beside) -> dict[str, A
         "engaged": " ".join(f"{name}={count}" for name, count in sorted(row.engaged.items())),
         "reproduce": row.cell.reproduce,
         "side_by_side": (
-            ab_command(run, judgement, beside, row.cell.cell_id)
+            ab_command(run, judgement, context, row.cell.cell_id)
             if row.cell.verdict is Verdict.REGRESSED
             else ""
         ),
@@ -75,7 +75,7 @@ def red(row: Row, run: Run, judgement: Judgement, beside: Beside) -> dict[str, A
 
 
 def ab_command(
-    run: Run, judgement: Judgement, beside: Beside, cell: str, shown: str | None = None
+    run: Run, judgement: Judgement, context: ReportContext, cell: str, shown: str | None = None
 ) -> str:
     """The A/B that settles one cell, with the faults planted in it; empty where the base's commit
     is not known.
@@ -90,8 +90,8 @@ def ab_command(
         else None
     )
     named: tuple[str | None, str] = (base and base[:12], here[:12] if here else ".")
-    if beside.base_run is not None:
-        named = revisions_to_type(beside.base_run, run)
+    if context.base_run is not None:
+        named = revisions_to_type(context.base_run, run)
     if named[0] is None:
         return ""
     words = [
@@ -105,19 +105,19 @@ def ab_command(
     return shlex.join(plain(word) for word in [*words, *injection_words(run, cell, shown)])
 
 
-def sides(run: Run, beside: Beside) -> tuple[str, str] | None:
+def sides(run: Run, context: ReportContext) -> tuple[str, str] | None:
     """What the user called base and candidate of an A/B or a comparison; None with one side."""
-    if beside.base_run is None:
+    if context.base_run is None:
         return None
     names = (
-        source_name(beside.base_run.manifest.source),
+        source_name(context.base_run.manifest.source),
         source_name(run.manifest.source),
     )
     return typed_revisions(run.manifest.argv) or names
 
 
 def open_cells(
-    rows: list[Row], run: Run, judgement: Judgement, beside: Beside
+    rows: list[Row], run: Run, judgement: Judgement, context: ReportContext
 ) -> list[dict[str, Any]]:
     """WATCH, BLIND and UNSTABLE in groups, each with what would settle it."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -125,7 +125,7 @@ def open_cells(
         for row in rows:
             if row.cell.verdict is verdict:
                 groups.setdefault(
-                    (verdict.value, _settles(row, run, judgement, beside)), []
+                    (verdict.value, _settles(row, run, judgement, context)), []
                 ).append(row)
     return [
         {
@@ -133,7 +133,7 @@ def open_cells(
             "count": len(members),
             "settles": settles,
             "lines": [
-                _open_line(row.cell, _policy(row.cell, judgement, beside)) for row in members
+                _open_line(row.cell, _policy(row.cell, judgement, context)) for row in members
             ],
             "reasons": _reasons(members),
             "fold": len(members) >= FOLD,
@@ -189,7 +189,10 @@ def _reasons(members: list[Row]) -> list[tuple[str, str]]:
     if len(found) <= REASONS:
         return found
     left = sum(len(cells) for cells in list(groups.values())[REASONS:])
-    return [*found[:REASONS], (f"and {left} more cells", "perfbench explain RUN CELL tells each")]
+    return [
+        *found[:REASONS],
+        (f"and {left} more cells", "perfbench explain RUN CELL explains each"),
+    ]
 
 
 def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
@@ -206,10 +209,10 @@ def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
     return f"over {MOST_PAIRS}" if found is None else str(found)
 
 
-def _settles(row: Row, run: Run, judgement: Judgement, beside: Beside) -> str:
+def _settles(row: Row, run: Run, judgement: Judgement, context: ReportContext) -> str:
     """Markdown: what would turn this into a verdict."""
-    cell, policy = row.cell, _policy(row.cell, judgement, beside)
-    by_hand = ab_command(run, judgement, beside, cell.cell_id, "ID")
+    cell, policy = row.cell, _policy(row.cell, judgement, context)
+    by_hand = ab_command(run, judgement, context, cell.cell_id, "ID")
     in_turns = (
         f"by hand {code(f'{by_hand} --blocks N')}"
         if by_hand
@@ -259,8 +262,8 @@ def _unjudged() -> str:
     )
 
 
-def _policy(cell: CellVerdict, judgement: Judgement, beside: Beside) -> GatePolicy:
-    return judgement.policy if beside.policies is None else beside.policies.of(cell.cell_id)
+def _policy(cell: CellVerdict, judgement: Judgement, context: ReportContext) -> GatePolicy:
+    return judgement.policy if context.policies is None else context.policies.of(cell.cell_id)
 
 
 def _pct(value: float | None) -> str:

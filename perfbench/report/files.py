@@ -1,4 +1,4 @@
-"""Writes report.md and its pictures; and what CI reads, beside the run."""
+"""Writes report.md and its pictures; and what CI reads, next to the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import Judgement
 from perfbench.records import Run
 from perfbench.report import changes, junit, markdown, plots, verdict_json
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from perfbench.report.rows import Row, rows_of
 from perfbench.text import plain
 
@@ -21,8 +21,8 @@ REPORT, THROUGHPUT, CHANGES, UTILISATION = (
 VERDICT, JUNIT = "verdict.json", "junit.xml"
 
 
-def write(
-    run: Run, judgement: Judgement, out_dir: Path, beside: Beside | None = None
+def render(
+    run: Run, judgement: Judgement, out_dir: Path, context: ReportContext | None = None
 ) -> list[Path]:
     """Return the files written; a picture that would be empty is removed, and the report says why
     it is absent.
@@ -33,7 +33,7 @@ def write(
         pictures = _pictures(run, judgement, rows, out_dir)
         report = out_dir / REPORT
         report.write_text(
-            markdown.text(run, judgement, rows, pictures, beside), encoding="utf-8", newline="\n"
+            markdown.text(run, judgement, rows, pictures, context), encoding="utf-8", newline="\n"
         )
     except OSError as error:
         raise _unwritable(out_dir, error) from error

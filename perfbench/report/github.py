@@ -1,4 +1,4 @@
-"""What GitHub shows of a run: annotations beside the log, and the report on the page of the
+"""What GitHub shows of a run: annotations next to the log, and the report on the page of the
 workflow run.
 """
 
@@ -29,7 +29,7 @@ def announce(judgement: Judgement, page: Path | None) -> Iterator[str]:
     """
     if environment_variable("GITHUB_ACTIONS") != "true":
         return
-    yield from commands(judgement)
+    yield from github_commands(judgement)
     summary = step_summary()
     if (
         page is not None
@@ -39,7 +39,7 @@ def announce(judgement: Judgement, page: Path | None) -> Iterator[str]:
         yield f"perfbench: warning: {problem}"
 
 
-def commands(judgement: Judgement) -> list[str]:
+def github_commands(judgement: Judgement) -> list[str]:
     """Workflow commands, one a line, worst first: an error for each red cell, one warning for each
     kind of open verdict.
 
@@ -80,7 +80,7 @@ def summary(report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
     """``report`` (Markdown) for the step summary: pictures, which only the artifact holds, by name;
     at most ``limit_bytes``.
 
-    What is cut is said in the last line, with open code blocks and folds closed before it.
+    The last line says what was cut, with open code blocks and folds closed before it.
     """
     shown = _IMAGE.sub(
         r"*\1*: `\2` in the run's folder, which the workflow keeps as an artifact.", report

@@ -11,39 +11,42 @@ from perfbench.gate import (
     Judgement,
     comparability_key,
     environment_differences,
-    is_throttled,
     sentinel_rates,
 )
 from perfbench.records import Run, SentinelLine, Status, Telemetry
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from perfbench.text import NULL, escape, number, signed_pct
 
-MAX_BLOCKS = 8  # columns; more are told by their range
+MAX_BLOCKS = 8  # columns; more are shown as their range
 SCALES = {"FLOP": (1e12, "TFLOP/s"), "byte": (1e9, "GB/s")}
 
 
-def facts(run: Run, judgement: Judgement, beside: Beside) -> list[str]:
-    """Markdown lines; what is not known is said."""
+def facts(run: Run, judgement: Judgement, context: ReportContext) -> list[str]:
+    """Markdown lines; what is not known is stated."""
     lines = []
-    if beside.ground is None:
+    if context.comparability_key is None:
         known = (
             "its file is not at hand here"
             if judgement.baseline is not None
             else "there is no baseline"
         )
-        lines.append(f"Not compared with the machine of {beside.name}: {known}.")
-    elif changed := environment_differences(comparability_key(run.manifest), beside.ground):
-        lines.append(f"Not the environment of {beside.name} (then to now): {escape(changed)}")
+        lines.append(f"Not compared with the machine of {context.name}: {known}.")
+    elif changed := environment_differences(
+        comparability_key(run.manifest), context.comparability_key
+    ):
+        lines.append(f"Not the environment of {context.name} (then to now): {escape(changed)}")
     else:
         lines.append(
             "GPU, driver, CUDA, torch, triton, flash provider and method are those of"
-            f" {beside.name}."
+            f" {context.name}."
         )
     lines += [escape(note) for note in judgement.notes]
     return lines + _telemetry(run)
 
 
-def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str], list[str]]:
+def sentinels(
+    run: Run, judgement: Judgement, context: ReportContext
+) -> tuple[list[str], list[str]]:
     """(header, lines) of the sentinels' table; both empty where the run has none."""
     names = list(dict.fromkeys([*run.manifest.sentinels, *(line.name for line in run.sentinels)]))
     if not names:
@@ -56,7 +59,7 @@ def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str]
         "unit",
         *([f"block {block}" for block in blocks] if single else ["blocks", "least", "most"]),
     ]
-    head += ["median", beside.name, "change", "band", "in band"]
+    head += ["median", context.name, "change", "band", "in band"]
     rates = sentinel_rates(run)
     lines = []
     for name in names:
@@ -68,19 +71,19 @@ def sentinels(run: Run, judgement: Judgement, beside: Beside) -> tuple[list[str]
             if single
             else _range(mine, scale)
         )
-        against = _against(mine, beside.sentinels, name, scale, judgement)
+        against = _against(mine, context.sentinels, name, scale, judgement)
         lines.append(f"| {' | '.join([escape(name), unit, *each, *against])} |")
     return head, lines
 
 
-def no_sentinels(beside: Beside) -> str:
+def no_sentinels(context: ReportContext) -> str:
     """What stands in place of their table."""
-    if beside.paired:
+    if context.paired:
         return (
-            "No sentinel ran, and none is needed: both sides share the night, in turns on one"
+            "No sentinel ran, and none is needed: both sides share the session, in turns on one"
             " machine, so what slows it slows both."
         )
-    return "No sentinel ran, so a slower machine is not told from slower code."
+    return "No sentinel ran, so a slower machine cannot be told apart from slower code."
 
 
 def _block(line: SentinelLine | None, scale: float) -> str:
@@ -88,8 +91,7 @@ def _block(line: SentinelLine | None, scale: float) -> str:
         return NULL
     if line.status is not Status.OK or line.rate_per_s is None:
         return line.status.value
-    hot = line.telemetry is not None and line.telemetry.throttled is True
-    return number(line.rate_per_s / scale, 4) + (" (throttled)" if hot else "")
+    return number(line.rate_per_s / scale, 4) + (" (throttled)" if line.is_throttled else "")
 
 
 def _range(rates: list[float], scale: float) -> list[str]:
@@ -119,7 +121,7 @@ def _against(
 def _telemetry(run: Run) -> list[str]:
     timed = [row for row in run.replicates if row.status is Status.OK]
     seen: list[Telemetry] = [row.telemetry for row in timed if row.telemetry is not None]
-    hot = sum(is_throttled(row) for row in timed)
+    hot = sum(row.is_throttled for row in timed)
     parts = []
     for what, unit, values in (
         ("SM clock", "MHz", [one.sm_clock_mhz for one in seen]),

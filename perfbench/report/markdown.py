@@ -22,14 +22,14 @@ from perfbench.records import (
 )
 from perfbench.report import failures as red_cells
 from perfbench.report import machine, tables, workloads
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
 from perfbench.text import NULL, block, cell_code, code, escape, plain
 
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """One PNG beside the report; where it was not drawn, ``why`` stands in its place."""
+    """One PNG next to the report; where it was not drawn, ``why`` stands in its place."""
 
     name: str
     drawn: bool
@@ -42,7 +42,7 @@ def text(
     judgement: Judgement,
     rows: list[Row],
     pictures: list[Picture],
-    beside: Beside | None = None,
+    context: ReportContext | None = None,
 ) -> str:
     """The whole report as Markdown that GitHub renders; the same inputs, the same bytes."""
     import jinja2
@@ -58,7 +58,7 @@ def text(
     )
     environment.filters.update(md=escape, code=code, cell=cell_code, block=block)
     rendered = environment.from_string(source).render(
-        _context(run, judgement, rows, pictures, beside or Beside())
+        _context(run, judgement, rows, pictures, context or ReportContext())
     )
     return _squeeze(rendered)
 
@@ -73,21 +73,21 @@ def _squeeze(rendered: str) -> str:
 
 
 def _context(
-    run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], beside: Beside
+    run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], context: ReportContext
 ) -> dict[str, Any]:
-    sentinel_head, sentinel_lines = machine.sentinels(run, judgement, beside)
+    sentinel_head, sentinel_lines = machine.sentinels(run, judgement, context)
     return {
         "manifest": run.manifest,
         "resumed": run.resumed,
         "torn": run.torn,
         "judgement": judgement,
         "light": _light(judgement),
-        "glance": _glance(run, judgement, rows, beside),
-        "machine": machine.facts(run, judgement, beside),
+        "glance": _glance(run, judgement, rows, context),
+        "machine": machine.facts(run, judgement, context),
         "sentinel_head": sentinel_head,
         "sentinel_lines": sentinel_lines,
-        "no_sentinels": machine.no_sentinels(beside),
-        **_changed(run, judgement, rows, beside),
+        "no_sentinels": machine.no_sentinels(context),
+        **_changed(run, judgement, rows, context),
         **_all_cells(rows, judgement),
         "workload_tables": workloads.tables(run, rows),
         "pictures": pictures,
@@ -105,7 +105,9 @@ def _context(
     }
 
 
-def _changed(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) -> dict[str, Any]:
+def _changed(
+    run: Run, judgement: Judgement, rows: list[Row], context: ReportContext
+) -> dict[str, Any]:
     """What is not as it was, by urgency."""
     elsewhere = (
         Verdict.INCOMPARABLE,
@@ -116,17 +118,17 @@ def _changed(run: Run, judgement: Judgement, rows: list[Row], beside: Beside) ->
         for row in rows
         if row.cell.exit_code is not Exit.OK and row.cell.verdict not in elsewhere
     ]
-    reds = [red_cells.red(row, run, judgement, beside) for row in red_cells.by_severity(failed)]
+    reds = [red_cells.red(row, run, judgement, context) for row in red_cells.by_severity(failed)]
     return {
         "findings": [(finding.verdict.value, finding.reason) for finding in judgement.findings],
         "missing": len(judgement.of(Verdict.MISSING)),
         "reds": [one for one in reds if one["verdict"] != Verdict.WRONG_PATH.value],
         "violations": [one for one in reds if one["verdict"] == Verdict.WRONG_PATH.value],
-        "traces": beside.traces.strip("\n"),
-        "open": red_cells.open_cells(rows, run, judgement, beside),
+        "traces": context.traces.strip("\n"),
+        "open": red_cells.open_cells(rows, run, judgement, context),
         "incomparable": tables.listed(rows, (Verdict.INCOMPARABLE,)),
         "new": tables.listed(rows, (Verdict.NEW, Verdict.MISSING)),
-        "renamed": sorted(beside.renamed.items()),
+        "renamed": sorted(context.renamed.items()),
         "faster": tables.listed(rows, (Verdict.FASTER,)),
     }
 
@@ -167,7 +169,7 @@ def _processes(run: Run) -> str:
 
 
 def _glance(
-    run: Run, judgement: Judgement, rows: list[Row], beside: Beside
+    run: Run, judgement: Judgement, rows: list[Row], context: ReportContext
 ) -> list[tuple[str, str]]:
     """The questions of a hurried reader, answered in a line each; every value is Markdown
     already.
@@ -190,19 +192,19 @@ def _glance(
                 f" {_commit(manifest.source)}"
             ),
         ),
-        ("What changed?", f"{counts} ({_against(run, judgement, beside)})"),
+        ("What changed?", f"{counts} ({_against(run, judgement, context)})"),
         ("What binds?", _bound(rows)),
-        ("Again?", f"{code(_again(run, beside))}, one cell: add {code('--only cell=ID')}"),
+        ("Again?", f"{code(_command_of(run, context))}, one cell: add {code('--only cell=ID')}"),
     ]
 
 
-def _again(run: Run, beside: Beside) -> str:
+def _command_of(run: Run, context: ReportContext) -> str:
     """The command with its seed and its faults; of an A/B with the commits, since a branch or HEAD
     moves on.
     """
     words = list(without_resume(run.manifest.argv))
-    if beside.base_run is not None and typed_revisions(words) is not None:
-        words[2:4] = revisions_to_type(beside.base_run, run)
+    if context.base_run is not None and typed_revisions(words) is not None:
+        words[2:4] = revisions_to_type(context.base_run, run)
     words += [*injection_words(run), "--seed", str(run.manifest.seed)]
     return shlex.join(plain(word) for word in words)
 
@@ -231,10 +233,10 @@ def _commit(source: Source) -> str:
     return commit + (" **with uncommitted changes**" if source.dirty_sha256 else "")
 
 
-def _against(run: Run, judgement: Judgement, beside: Beside) -> str:
+def _against(run: Run, judgement: Judgement, context: ReportContext) -> str:
     base = judgement.baseline
-    if (sides := red_cells.sides(run, beside)) is not None and beside.base_run is not None:
-        there = beside.base_run.manifest
+    if (sides := red_cells.sides(run, context)) is not None and context.base_run is not None:
+        there = context.base_run.manifest
         return (
             f"candidate {code(sides[1])} against base {code(sides[0])}, {_commit(there.source)},"
             f" run {code(there.run_id)}"

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DPI = 120
 NUM_COLOURS = 128  # the series' colours, their blends with white, and greys
-# Okabe and Ito's colours: told apart by colour-blind readers, and by marker in black and white.
+# Okabe and Ito's colours: distinguished by colour-blind readers, and by marker in black and white.
 COLOURS = {
     "reference": "#999999",
     "v1": "#E69F00",
@@ -183,7 +183,7 @@ def varying(rows: Sequence[Row]) -> list[str]:
 
 
 def _panels(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Rows by workload, and by whatever else varies beside path, FA-2 and length."""
+    """Rows by workload, and by whatever else varies besides path, FA-2 and length."""
     names = [name for name in varying(rows) if name not in ("path", "fa2", "seq_len")]
     panels: dict[str, list[Row]] = {}
     for row in rows:

@@ -5,12 +5,9 @@ the table.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import groupby
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from perfbench.errors import Exit
 from perfbench.gate import Judgement, severity
@@ -19,17 +16,26 @@ from perfbench.report.rows import Row, null_reasons, rows_of
 from perfbench.report.tables import half, mde
 from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 QUIET = (None, Verdict.SAME)
 _COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"} | {
     v.value: "yellow" for v in FAIL_UNDER_STRICT
 }
 MIN_WIDTH = 60
 WIDE = 110  # from here on utilisation and memory have room
+MIN_CELL = 16  # columns of a cell's name, however narrow the terminal
 MAX_OPEN = 5  # reasons printed of each kind of open cells; the report has all
 
 
-def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False) -> str:
+def terminal_table(
+    run: Run, judgement: Judgement, *, width: int = 120, colour: bool = False
+) -> str:
     """Render for a terminal of ``width`` columns."""
+    from rich.console import Console
+    from rich.text import Text
+
     console = Console(
         file=io.StringIO(),
         width=max(width, MIN_WIDTH),
@@ -41,7 +47,7 @@ def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = Fa
         _environ={},
     )
     rows = rows_of(run, judgement)
-    with console.capture() as captured:
+    with console.capture() as above:
         if run.manifest.injections:
             console.print(
                 Text(
@@ -53,7 +59,7 @@ def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = Fa
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
-        for row, left in _told(rows):
+        for row, left in _to_print(rows):
             line = f"  {row.verdict} {plain(row.cell.cell_id)}: {plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
             if left:
@@ -62,15 +68,17 @@ def table(run: Run, judgement: Judgement, *, width: int = 120, colour: bool = Fa
                         f"  and {left} more {row.verdict}, as the table shows", style=_style_of(row)
                     )
                 )
-        console.print(_cells(rows, compared=judgement.baseline is not None, wide=width >= WIDE))
+    with console.capture() as below:
         for column, reason, cells in null_reasons(rows):
             console.print(
                 Text(f"{column} {NULL}: {plain(reason)} ({len(cells)} cells)", style="dim")
             )
-    return "\n".join(line.rstrip() for line in captured.get().splitlines()) + "\n"
+    middle = _table(console, rows, compared=judgement.baseline is not None, wide=width >= WIDE)
+    lines = [*above.get().splitlines(), *middle, *below.get().splitlines()]
+    return "\n".join(line.rstrip() for line in lines) + "\n"
 
 
-def _told(rows: list[Row]) -> Iterator[tuple[Row, int]]:
+def _to_print(rows: list[Row]) -> Iterator[tuple[Row, int]]:
     """Rows whose reason is printed, worst first; of open cells the first few, the last of them with
     how many are left.
     """
@@ -96,36 +104,63 @@ def _style(judgement: Judgement) -> str:
     return "bold yellow" if judgement.of(*FAIL_UNDER_STRICT) else "bold green"
 
 
-def _cells(rows: list[Row], *, compared: bool, wide: bool) -> Table:
-    shown = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    shown.add_column("cell", overflow="fold", ratio=1)
-    names = [
-        "tok/s",
-        *(("change", "MDE") if compared else ("± 95 %",)),
-        "dev ms",
-        "x dense",
-        "% floor",
-        "bound",
-    ]
-    for name in [*names, *(("util", "GiB") if wide else ())]:
-        shown.add_column(name, justify="right", no_wrap=True)
-    shown.add_column("verdict", no_wrap=True)
-    for row in rows:
-        values = [
-            number(row.tok_per_s),
-            *(
-                (signed_pct(row.cell.change_pct), mde(row.cell.mde_pct))
-                if compared
-                else (half(row.half_pct),)
-            ),
-        ]
-        values += [
-            number(row.device_ms),
-            ratio(row.x_dense),
-            fixed(row.floor_pct, 1),
-            row.bound or NULL,
-        ]
-        values += [number(row.utilisation_pct, 2), fixed(row.memory_gib, 1)] if wide else []
-        verdict = Text(row.verdict, style=_style_of(row))
-        shown.add_row(Text(plain(row.cell.cell_id)), *(Text(value) for value in values), verdict)
-    return shown
+def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> Iterator[str]:
+    """The table's lines, each column as wide as its widest value.
+
+    Only ``cell`` is folded where the terminal is too narrow, to ``MIN_CELL`` at least: rich's own
+    Table measures and wraps every value, which took longer than judging 300 cells.
+    """
+    from rich.text import Text
+
+    header = ["tok/s", *(("change", "MDE") if compared else ("± 95 %",))]
+    header += ["dev ms", "x dense", "% floor", "bound", *(("util", "GiB") if wide else ())]
+    header = ["cell", *header, "verdict"]
+    table = [[plain(row.cell.cell_id), *_values(row, compared, wide), row.verdict] for row in rows]
+    widths = [max(map(_columns_of, column)) for column in zip(header, *table, strict=True)]
+    over = sum(widths) + len(widths) - 1 - console.width
+    widths[0] = min(widths[0], max(MIN_CELL, widths[0] - over))
+    head, heading = _styled(console, "bold"), _aligned(header, widths)
+    yield head(" ").join(map(head, heading))
+    paint = {row.verdict: _styled(console, _style_of(row)) for row in rows}
+    for row, (cell_id, *values) in zip(rows, table, strict=True):
+        first, *folded = [cell_id]
+        if _columns_of(cell_id) > widths[0]:
+            first, *folded = (line.plain for line in Text(cell_id).wrap(console, widths[0]))
+        *texts, verdict = _aligned([first, *values], widths)
+        yield " ".join([*texts, paint[row.verdict](verdict)])
+        yield from folded
+
+
+def _values(row: Row, compared: bool, wide: bool) -> list[str]:
+    """What stands between a cell's name and its verdict."""
+    changes = [signed_pct(row.cell.change_pct), mde(row.cell.mde_pct)]
+    values = [number(row.tok_per_s), *(changes if compared else [half(row.half_pct)])]
+    values += [number(row.device_ms), ratio(row.x_dense), fixed(row.floor_pct, 1)]
+    values.append(row.bound or NULL)
+    return values + ([number(row.utilisation_pct, 2), fixed(row.memory_gib, 1)] if wide else [])
+
+
+def _aligned(texts: list[str], widths: list[int]) -> list[str]:
+    """Padded to ``widths``: the first and the last to the left, numbers to the right."""
+    pads = [" " * (width - _columns_of(text)) for text, width in zip(texts, widths, strict=True)]
+    numbers = [pad + text for text, pad in zip(texts[1:-1], pads[1:-1], strict=True)]
+    return [texts[0] + pads[0], *numbers, texts[-1] + pads[-1]]
+
+
+def _columns_of(text: str) -> int:
+    """Of the terminal; a wide character takes two."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _styled(console: Console, style: str) -> Callable[[str], str]:
+    """What wraps a text in the terminal's codes of ``style``; nothing without colours."""
+    from rich.color import ColorSystem
+    from rich.style import Style
+
+    parsed = Style.parse(style)
+    system = ColorSystem.STANDARD if console.color_system else None
+    return lambda text: parsed.render(text, color_system=system)

@@ -40,7 +40,9 @@ class Numbers(_Part):
 
 
 class EvidenceLine(_Part):
-    """One comparison; ``sd``, ``moderated_sd`` and ``night_sd`` are of ln speed."""
+    """One comparison; ``sd``, ``moderated_sd`` and ``night_sd`` (between sessions) are of ln
+    speed.
+    """
 
     metric: str
     paired: bool
@@ -134,10 +136,10 @@ def verdict_schema() -> dict[str, Any]:
 
 def text(run: Run | None, judgement: Judgement) -> str:
     """The file's content; the same judgement, the same bytes."""
-    return json.dumps(data(judgement, run), indent=1, allow_nan=False) + "\n"
+    return json.dumps(to_json(judgement, run), indent=1, allow_nan=False) + "\n"
 
 
-def data(judgement: Judgement, run: Run | None = None) -> dict[str, Any]:
+def to_json(judgement: Judgement, run: Run | None = None) -> dict[str, Any]:
     """The judgement as plain JSON values."""
     found = VerdictFile(
         exit_code=int(judgement.exit_code),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from perfbench.records import Cell, Replicate, SentinelLine, Status, Telemetry
+from perfbench.records import Cell, Replicate, SentinelLine, Status
 
 _Key = tuple[object, ...]
 
@@ -75,17 +75,8 @@ class Ledger:
         """The attempt that must follow ``row``, because the card throttled and retries are left;
         None where the row counts.
         """
-        again = (
-            row.status is Status.OK and is_throttled(row.telemetry) and row.attempt < self._retries
-        )
+        again = row.status is Status.OK and row.is_throttled and row.attempt < self._retries
         return row.attempt + 1 if again else None
-
-
-def is_throttled(telemetry: Telemetry | None) -> bool:
-    """NVML saw a thermal or hardware slowdown in the timed window; what it cannot tell is not
-    one.
-    """
-    return telemetry is not None and telemetry.throttled is True
 
 
 def _family(axes: Cell) -> Cell:

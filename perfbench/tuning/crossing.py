@@ -5,7 +5,7 @@ Pure arithmetic.
 The rule. At one length A is proved faster than B when the median of B's processes is above the
 median of A's by more than the margin: `MARGIN_PCT`, or the spread of either side's processes
 (slowest over fastest) where that is wider. Each side needs
-`MIN_PROCESSES` processes; with fewer, nothing tells its noise. A tie is no proof, so it leaves
+`MIN_PROCESSES` processes; with fewer, its noise is not known. A tie is no proof, so it leaves
 things as they are.
 """
 
@@ -38,7 +38,7 @@ def gain_pct(times_a: Times, times_b: Times) -> float:
 
 
 def enough(times: Times | None) -> bool:
-    """Whether there are processes enough to tell their noise."""
+    """Whether there are enough processes to know their noise."""
     return times is not None and len(times) >= MIN_PROCESSES
 
 

@@ -29,7 +29,7 @@ _TURN_ROUTES = (
     "NSA_SEL_RANGES_V2",
     *(f"NSA_TRITON_{step.upper()}" for step in STEPS),
 )
-_OWN_WINDOW = "path triton has a window kernel of its own, so FA-2 beside it decides nothing"
+_OWN_WINDOW = "path triton has a window kernel of its own, so FA-2 next to it decides nothing"
 _ENGAGED: Mapping[tuple[Path, str], tuple[str, ...]] = {
     (Path.TRITON, "off"): ("cmp.triton", "sel.triton", "win.triton"),
     (Path.V2, "on"): ("sel.v2", "sel.fa2", "win.fa2"),
@@ -111,7 +111,7 @@ def refuse_settings(settings: Settings) -> None:
         )
 
 
-def matrix_text(
+def tuning_matrix(
     machine: Machine,
     model_name: str,
     model: ModelConfig,

@@ -15,7 +15,7 @@ from perfbench.tuning import crossing as rule
 from perfbench.tuning.decide import KEYS, Decision, Key, Tuned, compared, lines, settings
 
 
-def to_json(tuned: Tuned) -> str:
+def tuning_json(tuned: Tuned) -> str:
     """The content of tune.json; null where nothing is known, with the reason."""
     manifest = tuned.run.manifest
     table = [
@@ -47,7 +47,7 @@ def to_json(tuned: Tuned) -> str:
     return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def to_markdown(tuned: Tuned) -> str:
+def tuning_markdown(tuned: Tuned) -> str:
     """The content of tune.md, which is printed too."""
     manifest, env = tuned.run.manifest, tuned.run.manifest.environment
     sm = "" if tuned.sm is None else f", compute capability {tuned.sm[0]}.{tuned.sm[1]}"
@@ -149,16 +149,16 @@ def _bullet(decision: Decision) -> str:
 
 def _to_write(tuned: Tuned) -> list[str]:
     table, variables = lines(tuned), settings(tuned)
-    told = [
+    notes = [
         f"- nsa/tuned.py, `TUNED`: {code(line)}; no variable of the environment has this effect"
         for line in table
     ]
-    told += [
+    notes += [
         f"- at once, for FA-2 in the window: {code(f'{name}={value}')}"
         for name, value in variables.items()
     ]
     if table:
-        told.append(
+        notes.append(
             "- the window's variable counts only where path triton does not serve: that has a"
             " window kernel of its own"
         )
@@ -167,16 +167,16 @@ def _to_write(tuned: Tuned) -> list[str]:
     ]
     shortest, longest = tuned.lengths[0], tuned.lengths[-1]
     if None in found:
-        told.append(
+        notes.append(
             f"- a number above {longest} says that no measured length proved it; longer ones were"
             " not measured (`--lengths`)"
         )
     if shortest in found:
-        told.append(
+        notes.append(
             f"- 0 says that every measured length proved it; shorter ones than {shortest} were not"
             " measured (`--lengths`)"
         )
-    return told or ["Nothing: neither path triton nor FA-2 was judged on this machine."]
+    return notes or ["Nothing: neither path triton nor FA-2 was judged on this machine."]
 
 
 def _not_judged(tuned: Tuned) -> Iterator[str]:

@@ -128,14 +128,14 @@ def _tune(data: bytes, folder: Path) -> None:
     run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
     judged = judge_alone(folder).judgement
     try:
-        tuned = decide.tell(run, judged)
+        tuned = decide.decide_run(run, judged)
     # of another matrix, or a demonstration: `perfbench tune --from` makes this error of it
     except ValueError as error:
         raise PerfbenchError(
             Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from"
         ) from None
-    report.to_json(tuned).encode()
-    report.to_markdown(tuned).encode()
+    report.tuning_json(tuned).encode()
+    report.tuning_markdown(tuned).encode()
 
 
 def _pair(data: bytes, folder: Path) -> None:
@@ -201,7 +201,7 @@ def _calibration_seeds() -> list[bytes]:
 
 def _tune_seeds() -> list[bytes]:
     capability = assumed("none")
-    text = tuneplan.matrix_text(
+    text = tuneplan.tuning_matrix(
         tuneplan.Machine(None, capability), "tiny", preset("tiny"), (64, 128), 2, Settings()
     )
     matrix = matrices.parse(text, "tune-cpu.yaml")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from perfbench.gate.judging import Judgement
+from perfbench.gate.confirmation import MeasuredPairs, confirm_all
+from perfbench.gate.judgement import Judgement
+from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.records.rows import Run, Status
 from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
@@ -14,6 +16,21 @@ def verdict_of(judgement: Judgement, cell_id: str) -> Verdict | None:
 
 def reason_of(judgement: Judgement, cell_id: str) -> str:
     return next(cell.reason for cell in judgement.cells if cell.cell_id == cell_id)
+
+
+def conclude(
+    judgement: Judgement,
+    base_run: Run | None,
+    candidate_run: Run | None,
+    policy: GatePolicy | Policies,
+    reason: str = "",
+) -> Judgement:
+    """Judge every screened cell by the pairs of one base and one candidate run; ``reason`` says why
+    there are none.
+    """
+    ids = judgement.to_confirm
+    pairs = [MeasuredPairs(base_run, candidate_run, ids)] if base_run and candidate_run else []
+    return confirm_all(judgement, pairs, policy, dict.fromkeys(ids, reason) if reason else {})
 
 
 def edit(run: Run, cell_id: str, **changes: object) -> Run:

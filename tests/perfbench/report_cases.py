@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from perfbench.gate.judging import Judgement, conclude, judge
+from perfbench.gate.judgement import Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records.rows import Run, Status
 from perfbench.report import markdown
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from perfbench.report.markdown import Picture
 from perfbench.report.rows import rows_of
 from tests.perfbench import builders as b
+from tests.perfbench.edits import conclude
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
@@ -17,7 +19,7 @@ FORWARD = "fa2=on,path=v2,seq_len=2048,workload=forward"
 DENSE = "path=dense,seq_len=2048,workload=train"
 
 
-def written(run: Run, judgement: Judgement, beside: Beside | None = None) -> str:
+def written(run: Run, judgement: Judgement, beside: ReportContext | None = None) -> str:
     """report.md as text, without the second that its pictures take."""
     pictures = [
         Picture("throughput.png", True, "tok/s against seq_len", ""),

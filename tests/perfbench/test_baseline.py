@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.baseline import promote
-from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
+from perfbench.records import BaselineProblem
 from perfbench.records.baseline_file import Baseline, load, path_for, read, show
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Source, Status
@@ -451,7 +452,7 @@ def test_a_calibration_tells_the_gate_how_restless_a_cell_is(target: Path, tmp_p
     judgement = judge(run, load(target), GatePolicy())
     assert (
         judgement.counts == {"SAME": 1, "WATCH": 3}
-        and judgement.cells[0].evidence[0].night_sd == 0.004
+        and judgement.cells[0].evidence[0].between_session_sd == 0.004
     )
     assert any("of 1 of 4 cells" in note and DENSE in note for note in found.notes)
     assert promoted(run, target).cells[TRAIN] == cell  # a later baseline is as restless

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from perfbench.calibration import certify, simulate
-from perfbench.calibration.calibrate import as_json, calibrate, render
+from perfbench.calibration import calibrate, certify, simulate
+from perfbench.calibration import calibration_json as as_json
+from perfbench.calibration import render_calibration as render
 from perfbench.calibration.certify import Effort, Rate, uniformity
 from perfbench.commands import outcome
 from perfbench.commands.calibrate import certify as certify_command
@@ -36,7 +37,7 @@ from tests.perfbench.builders import (
 )
 
 POLICY = GatePolicy()
-LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
+LITTLE = Effort(null_cell_sessions=24, drops=6, claimed_drops=24, mode_trials=4)
 
 
 @pytest.fixture(autouse=True)
@@ -137,7 +138,7 @@ def test_a_night_is_judged_alone_when_the_family_is_one_cell() -> None:
     base = [[0.0, 0.001, -0.001, 0.002, -0.002]]
     slower = [[x - 0.1 for x in base[0]]]
     pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_BLOCKS)]]
-    (judged,) = simulate.judge_night(
+    (judged,) = simulate.judge_session(
         base,
         slower,
         (pairs, [[x - 0.1 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]),
@@ -169,7 +170,7 @@ def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
     )
     moderated = [cell.moderated_sd_pct for cell in found.cells if cell.moderated_sd_pct is not None]
     assert len(moderated) == 12 and sum(moderated) / 12 == pytest.approx(1.0, rel=0.15)
-    assert found.night_sd_pct["GPU bound"] == pytest.approx(2.0, rel=0.35)
+    assert found.between_start_sd_pct["GPU bound"] == pytest.approx(2.0, rel=0.35)
     assert all(
         cell.blocks is not None and cell.judged_drop_pct == 3 and cell.tolerance_pct == 1
         for cell in found.cells
@@ -438,7 +439,7 @@ def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:
         effort=LITTLE,
     )
     text, data = out.read_text(), json.loads(out.with_suffix(".json").read_text())
-    assert found.night_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
+    assert found.between_start_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
     assert (
         "**The machine: 1 machine start** of" in text
         and "give more runs of the same commit" in text

@@ -90,9 +90,9 @@ def test_a_folder_is_taken_as_it_is(repository: Path, temporary: Path, tmp_path:
 
 
 def test_the_own_checkout_needs_no_worktree(repository: Path, temporary: Path) -> None:
-    from perfbench.machine.source import source
+    from perfbench.machine import source_of
 
-    with checkout.own_checkout(repository, source(repository)) as own:
+    with checkout.own_checkout(repository, source_of(repository)) as own:
         assert version_in(own.folder) == "VERSION = 'dirty'"
         assert len(worktrees(repository)) == 1
     assert list(temporary.iterdir()) == [] and version_in(repository) == "VERSION = 'dirty'"

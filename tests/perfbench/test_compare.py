@@ -27,10 +27,10 @@ TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
 )
 def test_only_pairs_show_a_regression(paired: bool, verdict: Verdict, exit_code: Exit) -> None:
     base = b.small_run(replicates=8)
-    judgement = comparison.judge(base, b.scale_rows(base, TRAIN, 0.95), POLICY, paired=paired)
+    judgement = comparison.compare(base, b.scale_rows(base, TRAIN, 0.95), POLICY, paired=paired)
     assert (verdict_of(judgement, TRAIN), judgement.exit_code) == (verdict, exit_code)
     assert judgement.baseline is not None and judgement.baseline.run_id == base.manifest.run_id
-    strict = comparison.judge(
+    strict = comparison.compare(
         base, b.scale_rows(base, TRAIN, 0.95), POLICY, paired=paired, strict=True
     )
     assert strict.exit_code is (Exit.REGRESSED if paired else Exit.STRICT)
@@ -38,19 +38,19 @@ def test_only_pairs_show_a_regression(paired: bool, verdict: Verdict, exit_code:
 
 def test_equal_pairs_are_the_same_and_all_cells_are_one_family() -> None:
     base = b.small_run(replicates=8, noise=0.01)
-    judgement = comparison.judge(base, base, POLICY, paired=True)
+    judgement = comparison.compare(base, base, POLICY, paired=True)
     assert judgement.counts == {"SAME": 4} and judgement.exit_code is Exit.OK
     assert all(cell.confirmed and cell.evidence[0].adjusted_p == 1 for cell in judgement.cells)
-    faster = comparison.judge(base, b.scale_rows(base, TRAIN, 1.5), POLICY, paired=True)
+    faster = comparison.compare(base, b.scale_rows(base, TRAIN, 1.5), POLICY, paired=True)
     assert verdict_of(faster, TRAIN) is Verdict.FASTER
 
 
 @pytest.mark.parametrize("paired", [True, False])
 def test_the_hard_gates_hold_for_both_sides(paired: bool) -> None:
     run = b.small_run(replicates=8)
-    wrong = comparison.judge(run, edit(run, TRAIN, engaged={}), POLICY, paired=paired)
+    wrong = comparison.compare(run, edit(run, TRAIN, engaged={}), POLICY, paired=paired)
     assert wrong.exit_code is Exit.WRONG_PATH
-    untrue = comparison.judge(edit(run, TRAIN, parity=None), run, POLICY, paired=paired)
+    untrue = comparison.compare(edit(run, TRAIN, parity=None), run, POLICY, paired=paired)
     assert verdict_of(
         untrue, TRAIN
     ) is Verdict.NEW and "the base's speed is not to be believed (PARITY" in reason_of(
@@ -64,8 +64,10 @@ def test_a_cell_that_one_side_lacks_has_its_name(paired: bool) -> None:
     fewer = b.with_manifest(
         only_rows(run, TRAIN, set()), cells=[c for c in run.manifest.cells if c.cell_id != TRAIN]
     )
-    assert verdict_of(comparison.judge(run, fewer, POLICY, paired=paired), TRAIN) is Verdict.MISSING
-    assert verdict_of(comparison.judge(fewer, run, POLICY, paired=paired), TRAIN) is Verdict.NEW
+    assert (
+        verdict_of(comparison.compare(run, fewer, POLICY, paired=paired), TRAIN) is Verdict.MISSING
+    )
+    assert verdict_of(comparison.compare(fewer, run, POLICY, paired=paired), TRAIN) is Verdict.NEW
 
 
 def test_a_base_without_any_speed_compares_nothing() -> None:
@@ -73,7 +75,7 @@ def test_a_base_without_any_speed_compares_nothing() -> None:
     broken = run
     for cell in run.manifest.cells:
         broken = fail(broken, cell.cell_id, Status.CRASH)
-    judgement = comparison.judge(broken, run, POLICY, paired=True)
+    judgement = comparison.compare(broken, run, POLICY, paired=True)
     assert judgement.exit_code is Exit.BASELINE and "holds no usable speed" in judgement.headline
 
 
@@ -82,7 +84,7 @@ def test_two_machines_are_incomparable_also_as_pairs() -> None:
     elsewhere = b.with_manifest(
         b.scale_rows(run, TRAIN, 0.5), environment=b.environment(driver="1")
     )
-    judgement = comparison.judge(run, elsewhere, POLICY, paired=True)
+    judgement = comparison.compare(run, elsewhere, POLICY, paired=True)
     assert (
         judgement.exit_code is Exit.ENVIRONMENT
         and verdict_of(judgement, TRAIN) is Verdict.INCOMPARABLE
@@ -112,7 +114,9 @@ def test_a_base_run_that_is_wrong_as_a_whole_compares_nothing(
 ) -> None:
     """Neither red nor green may rest on it; the finding is told, and says whose it is."""
     run = b.small_run(replicates=8, noise=0.001)
-    judgement = comparison.judge(base_of(run), b.scale_rows(run, TRAIN, 0.5), POLICY, paired=paired)
+    judgement = comparison.compare(
+        base_of(run), b.scale_rows(run, TRAIN, 0.5), POLICY, paired=paired
+    )
     assert judgement.exit_code is Exit.ENVIRONMENT
     (finding,) = judgement.findings
     assert (
@@ -137,7 +141,7 @@ def test_a_base_that_throttled_throughout_says_so() -> None:
     hot = run
     for cell in run.manifest.cells:
         hot = throttle(hot, cell.cell_id, {0, 1, 2})
-    judgement = comparison.judge(hot, run, POLICY, paired=True)
+    judgement = comparison.compare(hot, run, POLICY, paired=True)
     assert judgement.exit_code is Exit.BASELINE
     assert any(
         f.verdict is Verdict.ENV and "the base run: the card throttled in every one" in f.reason
@@ -153,11 +157,11 @@ def test_a_base_of_uncommitted_changes_or_faults_is_told_and_compared() -> None:
         source=Source(commit=b.COMMIT, dirty_sha256="5f" * 32),
         injections=[f"slowdown=9%@{TRAIN}"],
     )
-    judgement = comparison.judge(dirty, run, POLICY, paired=True)
+    judgement = comparison.compare(dirty, run, POLICY, paired=True)
     assert judgement.exit_code is Exit.OK and judgement.counts == {"SAME": 4}
     uncommitted, faults = judgement.notes
     assert "uncommitted changes (5f5f5f5f)" in uncommitted and f"slowdown=9%@{TRAIN}" in faults
-    assert comparison.judge(run, run, POLICY, paired=True).notes == ()
+    assert comparison.compare(run, run, POLICY, paired=True).notes == ()
 
 
 def first_pairs(run: Run, count: int, speeds: list[float] | None = None) -> Run:
@@ -199,12 +203,12 @@ def test_a_pair_that_was_cut_short_is_judged_at_the_alpha_of_all_looks(
         [cell for cell in b.small_run().manifest.cells if cell.cell_id == TRAIN], replicates=6
     )
     fast, slow = clear_of(p)
-    cut = comparison.judge(
+    cut = comparison.compare(
         first_pairs(one, 3, fast),
         first_pairs(one, 3, slow),
         POLICY,
         paired=True,
-        go_on="ab --resume F",
+        resume_command="ab --resume F",
     )
     (cell,) = cut.cells
     assert cell.evidence[0].comparison.p_slower == pytest.approx(p, rel=1e-3)
@@ -219,8 +223,8 @@ def test_a_pair_that_was_cut_short_is_judged_at_the_alpha_of_all_looks(
     )
     assert cell.evidence[0].alpha == pytest.approx(0.001 / 6)
     whole = [b.with_manifest(first_pairs(one, 3, speeds), replicates=3) for speeds in (fast, slow)]
-    (fixed,) = comparison.judge(
-        whole[0], whole[1], POLICY, paired=True, go_on="ab --resume F"
+    (fixed,) = comparison.compare(
+        whole[0], whole[1], POLICY, paired=True, resume_command="ab --resume F"
     ).cells
     assert (
         fixed.verdict is Verdict.REGRESSED
@@ -232,7 +236,7 @@ def test_a_pair_that_was_cut_short_is_judged_at_the_alpha_of_all_looks(
 
 def test_equal_pairs_that_were_cut_short_say_so_in_the_headline() -> None:
     base = first_pairs(b.small_run(replicates=8, noise=0.0001), 4)
-    judgement = comparison.judge(base, base, POLICY, paired=True)
+    judgement = comparison.compare(base, base, POLICY, paired=True)
     assert judgement.counts == {"SAME": 4} and judgement.headline.endswith(
         "; cut short: 4 of 8 planned pairs"
     )
@@ -242,7 +246,7 @@ def test_noisy_pairs_that_were_cut_short_wait_for_the_others() -> None:
     """At the corrected level 40 pairs would not do, which is no reason to call the cell BLIND."""
     base = first_pairs(b.small_run(replicates=8, noise=0.06), 4)
     other = first_pairs(b.make_run(base.manifest.cells[::-1], replicates=8, noise=0.06), 4)
-    judgement = comparison.judge(
+    judgement = comparison.compare(
         base, b.with_manifest(other, cells=base.manifest.cells), POLICY, paired=True
     )
     assert judgement.counts == {"WATCH": 4}
@@ -252,7 +256,7 @@ def test_throttled_pairs_are_not_cut_short() -> None:
     """They were measured as planned: nobody could have stopped there."""
     base = b.small_run(replicates=8, noise=0.001)
     slow = throttle(b.scale_rows(base, TRAIN, 0.95), TRAIN, {1, 4})
-    judgement = comparison.judge(base, slow, POLICY, paired=True)
+    judgement = comparison.compare(base, slow, POLICY, paired=True)
     (cell,) = (cell for cell in judgement.cells if cell.cell_id == TRAIN)
     assert (
         cell.verdict is Verdict.REGRESSED
@@ -272,7 +276,7 @@ def test_pairs_that_a_resume_parted_were_not_measured_as_planned() -> None:
         TRAIN,
         lambda row: row.model_copy(update={"started_utc": night}) if row.replicate == 7 else row,
     )
-    judgement = comparison.judge(base, b.resumed(late, resumed_utc=again), POLICY, paired=True)
+    judgement = comparison.compare(base, b.resumed(late, resumed_utc=again), POLICY, paired=True)
     assert {cell.cell_id: cell.cut_short for cell in judgement.cells if cell.cut_short} == {
         TRAIN: "7 of 8 planned pairs"
     }

@@ -23,7 +23,7 @@ from nsa.retired import RETIRED
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import environment
 from perfbench.machine.doctor import diagnose_here, install
-from perfbench.machine.doctor.diagnose_here import Level
+from perfbench.machine.doctor.findings import DoctorLine, Level, exit_code, render_text
 from perfbench.records.rows import Run, Status
 from tests.perfbench import builders as b
 from tests.perfbench import edits
@@ -40,7 +40,7 @@ def lines(
     environ: dict[str, str] | None = None,
     root: pathlib.Path = ROOT,
     **options: Any,
-) -> dict[str, diagnose_here.Line]:
+) -> dict[str, DoctorLine]:
     return {
         line.what: line
         for line in diagnose_here.diagnose(root, module=module, environ=environ or {}, **options)
@@ -67,12 +67,12 @@ def test_a_healthy_card() -> None:
         and "-lgc" in found["clocks"].advice
     )
     assert found["power limit"].value == "700 W, default 700 W"
-    assert diagnose_here.exit_code(found.values()) is Exit.OK
+    assert exit_code(found.values()) is Exit.OK
 
 
 def test_no_gpu_is_no_fault() -> None:
     found = lines(NONE)
-    assert diagnose_here.exit_code(found.values()) is Exit.OK and "MIG" not in found
+    assert exit_code(found.values()) is Exit.OK and "MIG" not in found
     assert "gpu: none" in found["GPU"].advice and found["CUDA_VISIBLE_DEVICES"].level is Level.INFO
 
 
@@ -94,9 +94,7 @@ def test_nvml_codes_are_explained(code: int, level: Level, words: str) -> None:
         and f"code {code}" in found["NVML"].value
         and words in found["NVML"].advice
     )
-    assert diagnose_here.exit_code(found.values()) is (
-        Exit.ENVIRONMENT if level is Level.BAD else Exit.OK
-    )
+    assert exit_code(found.values()) is (Exit.ENVIRONMENT if level is Level.BAD else Exit.OK)
 
 
 def test_a_binding_that_is_missing_is_bad(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +257,7 @@ def test_a_driver_without_a_version_is_bad() -> None:
         ("11.8", Level.GOOD, "11.8"),
         ("12.9", Level.WARN, "upgrade the driver"),
         ("13.0", Level.BAD, "torch will not find the GPU"),
-        (None, Level.BAD, "a CPU build, beside a GPU"),
+        (None, Level.BAD, "a CPU build, next to a GPU"),
     ],
 )
 def test_torch_and_the_driver(
@@ -335,7 +333,7 @@ def test_a_flash_attn_that_cannot_load(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "https://example.org/flash_attn-2.8.3%2Bcu12torch2.8cxx11abiTRUE-cp312-cp312-linux_x86_64.whl"
     monkeypatch.setattr(install, "_direct_url", lambda name: json.dumps({"url": url}))
     line = lines(FakeNvml(Card()))["FA-2 provider"]
-    assert line.level is Level.BAD and "built for torch 2.8, beside torch 2.13.0" in line.value
+    assert line.level is Level.BAD and "built for torch 2.8, next to torch 2.13.0" in line.value
     versions(monkeypatch, torch="2.8.1", flash_attn="2.8.3")
     assert lines(FakeNvml(Card()))["FA-2 provider"].level is Level.GOOD
     assert (
@@ -581,7 +579,7 @@ def test_any_bytes_are_a_log(tmp_path: pathlib.Path) -> None:
         log.write_bytes(raw)
         found = lines(NONE, log=log)
         assert found["log"].value == f"{count} lines"
-        diagnose_here.render_text(list(found.values())).encode()
+        render_text(list(found.values())).encode()
     log.write_bytes(b'{"kind": "manifest"}\n')
     with pytest.raises(PerfbenchError, match=r"x\.log:1: "):
         lines(NONE, log=log)
@@ -611,14 +609,14 @@ def test_every_warning_says_what_to_do(
         "ECC",
         "NSA_* settings",
     } <= {line.what for line in wrong}
-    assert all(line.advice for line in wrong) and diagnose_here.exit_code(wrong) is Exit.ENVIRONMENT
+    assert all(line.advice for line in wrong) and exit_code(wrong) is Exit.ENVIRONMENT
 
 
 def test_odd_characters_stay_on_their_line() -> None:
-    text = diagnose_here.render_text(
+    text = render_text(
         [
-            diagnose_here.Line(Level.WARN, "x", "a\nb\x1b[31m \ud800", "do\nthis"),
-            diagnose_here.Line(Level.BAD, "yy", "z"),
+            DoctorLine(Level.WARN, "x", "a\nb\x1b[31m \ud800", "do\nthis"),
+            DoctorLine(Level.BAD, "yy", "z"),
         ]
     )
     assert (
@@ -628,8 +626,8 @@ def test_odd_characters_stay_on_their_line() -> None:
 
 def test_this_machine_quickly_and_without_torch() -> None:
     code = (
-        "import sys; from perfbench.machine import diagnose, doctor_text;"
-        " print(doctor_text(diagnose()));"
+        "import sys; from perfbench.machine.doctor import diagnose, render_text;"
+        " print(render_text(diagnose()));"
         " assert not {'torch', 'triton', 'scipy', 'pandas', 'ruamel.yaml'} & set(sys.modules),"
         " sorted(sys.modules)"
     )

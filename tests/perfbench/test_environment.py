@@ -13,15 +13,9 @@ import pytest
 from nsa import capability
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import capability_here, environment, gpu, nvml
-from perfbench.machine.environment import (
-    check_target,
-    collect,
-    gpu_lock,
-    refuse_busy,
-    slug,
-    source,
-    visible_gpu,
-)
+from perfbench.machine.environment import check_target, collect_environment, visible_gpu
+from perfbench.machine.gpu import gpu_lock, refuse_busy, slug
+from perfbench.machine.source import source_of
 from perfbench.matrix.schema import Target
 from tests.perfbench.fake_nvml import Card, FakeNvml
 
@@ -275,7 +269,7 @@ def test_gpu_lock_is_exclusive_by_uuid_and_ends(tmp_path: pathlib.Path) -> None:
 
 
 def test_collect_on_a_cpu_has_nulls_for_the_gpu() -> None:
-    found = collect("cpu", module=FakeNvml(fails={"nvmlInit": 12}))
+    found = collect_environment("cpu", module=FakeNvml(fails={"nvmlInit": 12}))
     assert (found.gpu_slug, found.gpu_uuid_sha256, found.driver, found.cuda) == (
         "cpu",
         None,
@@ -286,13 +280,13 @@ def test_collect_on_a_cpu_has_nulls_for_the_gpu() -> None:
 
 
 def test_collect_on_a_gpu_hides_the_uuid() -> None:
-    found = collect("cuda", module=FakeNvml(FIRST), environ={})
+    found = collect_environment("cuda", module=FakeNvml(FIRST), environ={})
     assert (found.gpu_slug, found.driver) == ("h100-80gb-hbm3", "570.86.10")
-    assert found.gpu_uuid_sha256 == environment.uuid_sha256(FIRST.uuid)
+    assert found.gpu_uuid_sha256 == gpu.uuid_sha256(FIRST.uuid)
     assert FIRST.uuid not in found.model_dump_json()
     assert found.clock_policy == "SM at most 1980 MHz, application clock 1755 MHz, persistence on"
     with pytest.raises(PerfbenchError, match="no GPU to measure on") as caught:
-        collect("cuda", module=FakeNvml(FIRST, fails={"nvmlInit": 18}), environ={})
+        collect_environment("cuda", module=FakeNvml(FIRST, fails={"nvmlInit": 18}), environ={})
     assert caught.value.exit_code is Exit.ENVIRONMENT
 
 
@@ -333,60 +327,60 @@ def checkout(tmp_path: pathlib.Path) -> pathlib.Path:
 
 
 def test_source_of_a_clean_checkout(checkout: pathlib.Path) -> None:
-    found = source(checkout)
+    found = source_of(checkout)
     assert (found.commit, found.dirty_sha256, found.branch, found.reason) == (
         git(checkout, "rev-parse", "HEAD"),
         None,
         "main",
         None,
     )
-    assert source(checkout, found.commit[:8]) == found  # type: ignore[index]
+    assert source_of(checkout, found.commit[:8]) == found  # type: ignore[index]
 
 
 def test_every_change_of_the_code_changes_the_dirty_hash(checkout: pathlib.Path) -> None:
-    seen = {source(checkout).dirty_sha256}
+    seen = {source_of(checkout).dirty_sha256}
     (checkout / "code.py").write_text("x = 2\n")
-    seen.add(source(checkout).dirty_sha256)
+    seen.add(source_of(checkout).dirty_sha256)
     (checkout / "new.py").write_text("y = 1\n")
-    seen.add(source(checkout).dirty_sha256)
+    seen.add(source_of(checkout).dirty_sha256)
     (checkout / "new.py").write_text("y = 2\n")
-    seen.add(source(checkout).dirty_sha256)
+    seen.add(source_of(checkout).dirty_sha256)
     assert len(seen) == 4
-    assert source(checkout).dirty_sha256 == source(checkout).dirty_sha256
+    assert source_of(checkout).dirty_sha256 == source_of(checkout).dirty_sha256
 
 
 def test_results_are_no_part_of_the_measured_code(checkout: pathlib.Path) -> None:
     (checkout / "reports").mkdir()
     (checkout / "reports" / "new.json").write_text("{}")
-    assert source(checkout).dirty_sha256 is None
+    assert source_of(checkout).dirty_sha256 is None
 
 
 def test_source_where_git_cannot_tell(
     checkout: pathlib.Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     bare = tmp_path_factory.mktemp("bare")
-    found = source(bare)
+    found = source_of(bare)
     assert found.commit is None and "--source-commit" in (found.reason or "")
-    given = source(bare, "abc123")
+    given = source_of(bare, "abc123")
     assert given.commit == "abc123" and "not proved" in (given.reason or "")
     installed = checkout / "ignored"
     installed.mkdir()
-    assert "installed copy" in (source(installed).reason or "")
+    assert "installed copy" in (source_of(installed).reason or "")
     empty = tmp_path_factory.mktemp("unborn")
     git(empty, "init", "-q")
-    assert source(empty).commit is None
-    assert source(bare / "missing").commit is None
+    assert source_of(empty).commit is None
+    assert source_of(bare / "missing").commit is None
 
 
 def test_a_commit_that_git_contradicts_is_refused(checkout: pathlib.Path) -> None:
-    with pytest.raises(PerfbenchError, match="leave the option away") as caught:
-        source(checkout, "deadbeef")
+    with pytest.raises(PerfbenchError, match="omit the option") as caught:
+        source_of(checkout, "deadbeef")
     assert caught.value.exit_code is Exit.USAGE
 
 
 def test_source_without_git(checkout: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    found = source(checkout, "abc123")
+    found = source_of(checkout, "abc123")
     assert found.commit == "abc123" and "git cannot be started" in (found.reason or "")
 
 

@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from perfbench.calibration import calibrate
+from perfbench import calibration
 from perfbench.commands import app
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import explain
-from perfbench.gate.judging import BaselineProblem, conclude, judge
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy, Policies
+from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
-from tests.perfbench.edits import edit
+from tests.perfbench.edits import conclude, edit
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
@@ -36,7 +37,7 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
         one, TRAIN, lambda row: b.replicate(planned, row.replicate, tok_per_s=speeds[row.replicate])
     )
     base = b.baseline_of(base_run)
-    text = explain.text(slow, judge(slow, base, POLICY), TRAIN, POLICY, base)
+    text = explain.explain_cell(slow, judge(slow, base, POLICY), TRAIN, POLICY, base)
     logs = [math.log(speed) for speed in speeds]
     mean = sum(logs) / 3
     sd = math.sqrt(sum((x - mean) ** 2 for x in logs) / 2)
@@ -58,7 +59,7 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
 @pytest.mark.parametrize(
     "night, starts, words",
     [
-        (None, None, "tok/s 1 %, assumed (no calibration told it)"),
+        (None, None, "tok/s 1 %, assumed (no calibration measured it)"),
         (0.0042, 3, "tok/s 0.42 %, from 3 machine starts"),
         (0.0042, None, "tok/s 0.42 %, from a calibration"),  # a file older than the count
     ],
@@ -73,7 +74,7 @@ def test_the_luck_between_nights_says_where_it_is_from(
         for cell_id, cell in base.cells.items()
     }
     base = base.model_copy(update={"cells": cells})
-    text = explain.text(run, judge(run, base, POLICY), TRAIN, POLICY, base)
+    text = explain.explain_cell(run, judge(run, base, POLICY), TRAIN, POLICY, base)
     assert words in text and "device time 1 %, assumed" in text
 
 
@@ -81,7 +82,7 @@ def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
     run = b.small_run(replicates=8)
     slow = b.scale_rows(run, TRAIN, 0.9)
     base = b.baseline_of(run)
-    text = explain.text(
+    text = explain.explain_cell(
         slow, conclude(judge(slow, base, POLICY), run, slow, POLICY), TRAIN, POLICY, base
     )
     assert (
@@ -96,7 +97,8 @@ def test_planted_faults_are_told_first() -> None:
     run = b.small_run()
     planted = b.with_manifest(run, injections=[f"slowdown=3%@{TRAIN}"])
     told, plain = (
-        explain.text(one, judge(one, None, POLICY), TRAIN, POLICY, None) for one in (planted, run)
+        explain.explain_cell(one, judge(one, None, POLICY), TRAIN, POLICY, None)
+        for one in (planted, run)
     )
     assert (
         f"INJECTED FAULTS, a demonstration: slowdown=3%@{TRAIN}\n" in told
@@ -109,7 +111,8 @@ def test_an_override_is_told_and_the_text_is_deterministic() -> None:
     base = b.baseline_of(run)
     policies = Policies(POLICY, {TRAIN: POLICY.model_copy(update={"tolerance_pct": 5.0})})
     first, second = (
-        explain.text(run, judge(run, base, policies), TRAIN, policies, base) for _ in range(2)
+        explain.explain_cell(run, judge(run, base, policies), TRAIN, policies, base)
+        for _ in range(2)
     )
     assert (
         first == second
@@ -125,7 +128,7 @@ def test_a_cell_that_was_not_compared_says_so(verdict: Verdict | None) -> None:
         if verdict is Verdict.NO_BASELINE
         else None
     )
-    text = explain.text(run, judge(run, base, POLICY), TRAIN, POLICY, base)
+    text = explain.explain_cell(run, judge(run, base, POLICY), TRAIN, POLICY, base)
     assert "no speed would have changed this verdict" in text
     assert ("never ran" in text) is (verdict is Verdict.WRONG_PATH)
     assert ("no baseline at x.json" in text) is (verdict is Verdict.NO_BASELINE)
@@ -134,7 +137,9 @@ def test_a_cell_that_was_not_compared_says_so(verdict: Verdict | None) -> None:
 def test_an_unknown_cell_names_the_nearest() -> None:
     run = b.small_run()
     with pytest.raises(PerfbenchError, match="did you mean") as caught:
-        explain.text(run, judge(run, None, POLICY), TRAIN.replace("2048", "2049"), POLICY, None)
+        explain.explain_cell(
+            run, judge(run, None, POLICY), TRAIN.replace("2048", "2049"), POLICY, None
+        )
     assert caught.value.exit_code is Exit.USAGE
 
 
@@ -170,7 +175,7 @@ def test_a_watch_says_what_comes_next(case: str, words: str) -> None:
                 for one in (flat, other)
             )
         judgement = conclude(judgement, flat, other, POLICY)
-    text = explain.text(slow, judgement, TRAIN, POLICY, b.baseline_of(run))
+    text = explain.explain_cell(slow, judgement, TRAIN, POLICY, b.baseline_of(run))
     assert (
         text.startswith(f"{TRAIN}: WATCH")
         and words in text
@@ -184,7 +189,7 @@ def test_a_watch_says_what_comes_next(case: str, words: str) -> None:
 )
 def test_a_baseline_that_cannot_judge_says_what_comes_next(verdict: Verdict, words: str) -> None:
     run, problem = b.small_run(), BaselineProblem(verdict, "x.json is no baseline")
-    text = explain.text(run, judge(run, problem, POLICY), TRAIN, POLICY, problem)
+    text = explain.explain_cell(run, judge(run, problem, POLICY), TRAIN, POLICY, problem)
     assert words in text and "Gate it against a baseline" not in text
 
 
@@ -196,9 +201,9 @@ def test_every_verdict_has_its_next_step() -> None:
 def test_calibrate_prints_json_where_it_is_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
 ) -> None:
-    monkeypatch.setattr(calibrate, "calibrate", lambda files, **_: "found")
-    monkeypatch.setattr(calibrate, "render", lambda found: f"# {found}")
-    monkeypatch.setattr(calibrate, "as_json", lambda found: json.dumps({"text": found}))
+    monkeypatch.setattr(calibration, "calibrate", lambda files, **_: "found")
+    monkeypatch.setattr(calibration, "render_calibration", lambda found: f"# {found}")
+    monkeypatch.setattr(calibration, "calibration_json", lambda found: json.dumps({"text": found}))
     run = Path(__file__).parents[1] / "data" / "runs" / "h100-gate" / "start-1"
     assert app.invoke(["calibrate", str(run), *(["--json"] if as_json else [])]) == 0
     assert capsys.readouterr().out == ('{"text": "found"}\n' if as_json else "# found\n")

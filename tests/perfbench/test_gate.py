@@ -1,5 +1,5 @@
 """The gate: speed, presence and environment, each from a green run with one thing broken;
-test_hardgate.py has the rest.
+test_hard_rules.py has the rest.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 
 from perfbench import report
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate.judging import BaselineProblem, CellVerdict, Judgement, conclude, judge
+from perfbench.gate.judgement import CellVerdict, Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
+from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Replicate, Run, SentinelLine, Source, Status
 from perfbench.records.verdict import EXIT_OF, Verdict
 from tests.perfbench import builders as b
-from tests.perfbench.edits import edit, fail, only_rows, reason_of, throttle, verdict_of
+from tests.perfbench.edits import conclude, edit, fail, only_rows, reason_of, throttle, verdict_of
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
@@ -138,7 +140,7 @@ def test_a_cell_of_the_baseline_that_left_the_plan(
 def test_a_planned_cell_without_a_row_is_missing_even_without_a_baseline() -> None:
     judgement = judge(only_rows(b.small_run(), TRAIN, set()), None, GatePolicy(missing="warn"))
     assert verdict_of(judgement, TRAIN) is Verdict.MISSING and judgement.exit_code is Exit.FAILED
-    assert "(interrupted, or its --budget was spent); go on with --resume RUN" in reason_of(
+    assert "(interrupted, or its --budget was spent); resume with --resume RUN" in reason_of(
         judgement, TRAIN
     )
 
@@ -464,7 +466,7 @@ def test_no_baseline_outranks_a_regression_but_not_a_failure() -> None:
 def test_every_verdict_is_reached_here_or_in_the_hard_gates() -> None:
     source = "".join(
         Path(__file__).with_name(name).read_text(encoding="utf-8")
-        for name in ("test_gate.py", "test_hardgate.py", "test_speed.py")
+        for name in ("test_gate.py", "test_hard_rules.py", "test_speed.py")
     )
     assert [v.name for v in Verdict if f"Verdict.{v.name}" not in source] == []
     assert [

@@ -15,10 +15,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
-from perfbench import report
 from perfbench.gate.judgement import CellVerdict, Judgement
-from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
+from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
 from perfbench.report import github
 from tests.perfbench import builders as b
@@ -37,7 +37,7 @@ def judged(*verdicts: Verdict, strict: bool = False) -> Judgement:
 
 
 def levels(judgement: Judgement) -> list[str]:
-    return [line.split(" ")[0] for line in report.github_commands(judgement)]
+    return [line.split(" ")[0] for line in github.github_commands(judgement)]
 
 
 def test_every_red_is_an_error_and_each_kind_of_open_cell_one_warning() -> None:
@@ -50,7 +50,7 @@ def test_every_red_is_an_error_and_each_kind_of_open_cell_one_warning() -> None:
         Verdict.NEW,
         Verdict.FASTER,
     )
-    lines = report.github_commands(judgement)
+    lines = github.github_commands(judgement)
     assert [line.split(" ")[0] for line in lines] == [
         "::error",
         "::error",
@@ -71,8 +71,8 @@ def test_every_red_is_an_error_and_each_kind_of_open_cell_one_warning() -> None:
 
 
 def test_a_green_run_says_nothing_and_strict_turns_warnings_into_errors() -> None:
-    assert report.github_commands(judged(Verdict.SAME, Verdict.FASTER)) == []
-    assert report.github_commands(judge(b.small_run(), None, POLICY)) == []
+    assert github.github_commands(judged(Verdict.SAME, Verdict.FASTER)) == []
+    assert github.github_commands(judge(b.small_run(), None, POLICY)) == []
     assert levels(judged(Verdict.WATCH, Verdict.NEW)) == ["::warning", "::warning"]
     assert levels(judged(Verdict.WATCH, strict=True)) == ["::error"]
 
@@ -81,13 +81,13 @@ def test_a_finding_of_the_run_is_an_error() -> None:
     judgement = judge(
         b.small_run(), BaselineProblem(Verdict.NO_BASELINE, "no baseline: 100 %"), POLICY
     )
-    assert report.github_commands(judgement) == [
+    assert github.github_commands(judgement) == [
         "::error title=perfbench%3A NO_BASELINE::no baseline: 100 %25"
     ]
 
 
 def test_no_more_than_github_keeps() -> None:
-    lines = report.github_commands(judged(*[Verdict.FAILED] * 25))
+    lines = github.github_commands(judged(*[Verdict.FAILED] * 25))
     assert (
         len(lines) == 10
         and "16 more of this kind" in lines[-1]
@@ -99,7 +99,7 @@ def test_no_more_than_github_keeps() -> None:
 @given(st.text(st.characters(), max_size=40))
 def test_no_text_breaks_a_command(text: str) -> None:
     cell = CellVerdict(f"id{text}", {}, Verdict.FAILED, f"why{text}", reproduce=text)
-    (line,) = report.github_commands(dataclasses.replace(judged(), cells=[cell]))
+    (line,) = github.github_commands(dataclasses.replace(judged(), cells=[cell]))
     found = COMMAND.fullmatch(line)
     assert (
         found is not None
@@ -169,14 +169,14 @@ def test_the_summary_is_appended_and_never_raises(tmp_path: Path) -> None:
     path = tmp_path / "summary.md"
     path.write_text("before\n")
     assert (
-        report.append_summary(path, "# one\n") == ""
-        and report.append_summary(path, "# two\n") == ""
+        github.append_summary(path, "# one\n") == ""
+        and github.append_summary(path, "# two\n") == ""
     )
     assert path.read_text() == "before\n# one\n# two\n"
     path.write_text("x" * 5000)
     full = github.append_summary(path, "# three\n", limit_bytes=5100)
     assert full.startswith("got 5,000 bytes") and path.stat().st_size == 5000
-    assert "cannot append the report" in report.append_summary(tmp_path, "# x\n")  # a folder
+    assert "cannot append the report" in github.append_summary(tmp_path, "# x\n")  # a folder
 
 
 def test_a_long_report_stays_within_what_the_step_has_left(tmp_path: Path) -> None:

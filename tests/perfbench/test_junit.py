@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 
 from perfbench import report
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate.judging import BaselineProblem, Judgement, conclude, judge
+from perfbench.gate.judgement import Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
+from perfbench.records import BaselineProblem
 from perfbench.records.rows import Run
 from perfbench.records.verdict import Verdict
 from perfbench.report import junit, verdict_json
 from tests.perfbench import builders as b
+from tests.perfbench.edits import conclude
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"

@@ -305,8 +305,8 @@ def test_the_budget_is_for_the_whole_confirmation(
     assert str(told).count(confirm.SPENT) == (len(budgets) < 3)
 
 
-def settled(first: Any, measured: list[confirmation.Measured], reasons: dict[str, str]) -> Any:
-    return confirmation.conclude_all(first, measured, GatePolicy(), reasons)
+def settled(first: Any, measured: list[confirmation.MeasuredPairs], reasons: dict[str, str]) -> Any:
+    return confirmation.confirm_all(first, measured, GatePolicy(), reasons)
 
 
 def test_cells_of_several_pairs_are_judged_each_by_its_own_runs() -> None:
@@ -319,7 +319,10 @@ def test_cells_of_several_pairs_are_judged_each_by_its_own_runs() -> None:
     slow = b.scale_rows(b.scale_rows(run, one, 0.9), two, 0.9)
     first = judge(slow, b.baseline_of(run), GatePolicy())
     assert sorted(first.to_confirm) == sorted([one, two])
-    measured = [confirmation.Measured(run, slow, [two]), confirmation.Measured(run, run, [one])]
+    measured = [
+        confirmation.MeasuredPairs(run, slow, [two]),
+        confirmation.MeasuredPairs(run, run, [one]),
+    ]
     found = settled(first, measured, {two: "why not"})
     assert (verdict_of(found, one), verdict_of(found, two)) == (Verdict.SAME, Verdict.REGRESSED)
     assert "why not" not in reason_of(found, two)  # every pair is there

@@ -11,12 +11,13 @@ from PIL import Image
 
 from perfbench import report
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.gate.judging import judge
+from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Source
 from perfbench.records.verdict import Verdict
 from perfbench.report import plots
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import DENSE, FORWARD, POLICY, TRAIN, alone, troubled, written
 
@@ -72,7 +73,7 @@ def test_every_red_has_its_reason_counters_and_the_command_for_this_one_cell() -
         red,
     )
     assert (
-        "- beside its base: `perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only"
+        "- against its base, in turns: `perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only"
         " cell=fa2=on,path=masked,seq_len=8192" in red
     )
     assert "````text\n```\nboom\n````" in red  # the fence is longer than the one inside
@@ -245,7 +246,9 @@ def test_an_environment_that_differs_is_told_once_with_both_values() -> None:
         and text.count("- **INCOMPARABLE** every cell, 4 of them") == 1
     )
     with_baseline = written(
-        elsewhere, judge(elsewhere, b.baseline_of(run), POLICY), Beside.of(b.baseline_of(run))
+        elsewhere,
+        judge(elsewhere, b.baseline_of(run), POLICY),
+        ReportContext.of(b.baseline_of(run)),
     )
     assert (
         "- Not the environment of the baseline (then to now): driver: 570.86.10 -\\> 580.1"

@@ -11,13 +11,15 @@ import pytest
 
 from perfbench import report
 from perfbench.errors import Exit
-from perfbench.gate.judging import BaselineProblem, Judgement, judge
+from perfbench.gate.judgement import Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import Alias, Policies
+from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Status
 from perfbench.records.verdict import Verdict
-from perfbench.report.bands import bands
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
+from perfbench.report.rows import bands
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import DENSE, POLICY, TRAIN, alone, section, troubled, written
 
@@ -86,7 +88,8 @@ def test_host_bound_cells_are_folded_and_told_apart_from_noise() -> None:
         and text.count("<details>") == text.count("</details>") == 2
     )
     assert (
-        "**the host in 60**" in text and "more cells: perfbench explain RUN CELL tells each" in text
+        "**the host in 60**" in text
+        and "more cells: perfbench explain RUN CELL explains each" in text
     )
     told = [
         line.count("`") // 2
@@ -102,7 +105,7 @@ def test_sentinels_are_shown_by_block_against_the_baseline_and_its_band() -> Non
     base = b.baseline_of(then)
     judgement = judge(now, base, POLICY)
     assert judgement.exit_code is Exit.ENVIRONMENT
-    part = section(written(now, judgement, Beside.of(base)), "Environment and sentinels")
+    part = section(written(now, judgement, ReportContext.of(base)), "Environment and sentinels")
     assert (
         "| sentinel | unit | block 0 | block 1 | median | the baseline | change | band | in band |"
         in part
@@ -141,7 +144,7 @@ def test_renamed_cells_and_kernel_tables_have_their_place() -> None:
         update={"cells": {("old|name" if k == TRAIN else k): v for k, v in base.cells.items()}}
     )
     aliases = {"old|name": Alias(TRAIN, "a", "b"), "never there": Alias("nor there", "a", "b")}
-    beside = Beside.of(
+    beside = ReportContext.of(
         moved,
         Policies(POLICY, aliases=aliases),
         traces="#### a cell\n\n| kernel | ms |\n| --- | --- |\n",
@@ -159,7 +162,7 @@ def test_renamed_cells_and_kernel_tables_have_their_place() -> None:
         )
     ]
     assert order == sorted(order)
-    assert Beside.of(BaselineProblem(Verdict.CORRUPT, "x")).ground is None
+    assert ReportContext.of(BaselineProblem(Verdict.CORRUPT, "x")).comparability_key is None
 
 
 def test_energy_and_cycles_have_columns_where_they_are_known() -> None:

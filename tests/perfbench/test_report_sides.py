@@ -7,7 +7,7 @@ from __future__ import annotations
 from perfbench.gate import comparison
 from perfbench.gate.judging import judge
 from perfbench.records.rows import Replicate, Run, Source
-from perfbench.report.context import Beside
+from perfbench.report.context import ReportContext
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import POLICY, TRAIN, section, written
 
@@ -26,18 +26,18 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         run_id="x-b",
         argv=["perfbench", "ab", "v1.2", "my branch", "matrices/h100.yaml", "--seed", "7"],
     )
-    judgement = comparison.judge(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
-    text = written(run, judgement, Beside.of(base_run=base))
+    judgement = comparison.compare(base, b.scale_rows(run, TRAIN, 0.9), POLICY, paired=True)
+    text = written(run, judgement, ReportContext.of(base_run=base))
     assert (
         "candidate `my branch` against base `v1.2`, commit `aaaaaaaaaaaa`, run `x-a`" in text
         and "those of the base." in text
     )
     assert (
-        "- beside its base: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only"
-        f" cell={TRAIN}`" in text
+        "- against its base, in turns: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml"
+        f" --only cell={TRAIN}`" in text
     )  # branches move
     assert "`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --seed 7`, one cell" in text
-    four = comparison.judge(
+    four = comparison.compare(
         base, b.with_rows(run, [_slower(run, row) for row in run.replicates]), POLICY, paired=True
     )
     assert four.counts == {"REGRESSED": 4}
@@ -51,8 +51,8 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
     )  # one red needs no overview
     two_files = written(
         b.small_run(),
-        comparison.judge(base, b.small_run(), POLICY, paired=False),
-        Beside.of(base_run=base),
+        comparison.compare(base, b.small_run(), POLICY, paired=False),
+        ReportContext.of(base_run=base),
     )
     assert "candidate `4f1c2d3e4f1c` against base `aaaaaaaaaaaa`" in two_files
 
@@ -70,7 +70,9 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
         b.scale_rows(b.small_run(), TRAIN, 0.9), run_id="x-b", argv=argv, injections=[fault], seed=5
     )
     text = written(
-        run, comparison.judge(base, run, POLICY, paired=True), Beside.of(base_run=base, paired=True)
+        run,
+        comparison.compare(base, run, POLICY, paired=True),
+        ReportContext.of(base_run=base, paired=True),
     )
     assert (
         f"`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --only cell={TRAIN} --inject"
@@ -83,8 +85,8 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
     dirty = b.with_manifest(run, source=Source(commit="b" * 40, dirty_sha256="5f" * 32))
     text = written(
         dirty,
-        comparison.judge(base, dirty, POLICY, paired=True),
-        Beside.of(base_run=base, paired=True),
+        comparison.compare(base, dirty, POLICY, paired=True),
+        ReportContext.of(base_run=base, paired=True),
     )
     assert (
         "`perfbench ab aaaaaaaaaaaa . matrices/h100.yaml --inject" in text
@@ -93,13 +95,19 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
 
 def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
     base = b.small_run()
-    judgement = comparison.judge(base, base, POLICY, paired=True)
+    judgement = comparison.compare(base, base, POLICY, paired=True)
     paired, apart = (
-        written(base, judgement, Beside.of(base_run=base, paired=paired))
+        written(base, judgement, ReportContext.of(base_run=base, paired=paired))
         for paired in (True, False)
     )
-    assert "both sides share the night" in paired and "is not told from slower code" not in paired
-    assert "both sides share the night" not in apart and "is not told from slower code" in apart
+    assert (
+        "both sides share the session" in paired
+        and "cannot be told apart from slower code" not in paired
+    )
+    assert (
+        "both sides share the session" not in apart
+        and "cannot be told apart from slower code" in apart
+    )
 
 
 def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None:
@@ -108,10 +116,10 @@ def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None
     base = b.with_rows(
         run, [_slower(run, row) if row.replicate % 2 else row for row in run.replicates]
     )
-    judgement = comparison.judge(
-        base, run, POLICY, paired=True, go_on="perfbench ab A B M --resume F"
+    judgement = comparison.compare(
+        base, run, POLICY, paired=True, resume_command="perfbench ab A B M --resume F"
     )
-    text = written(run, judgement, Beside.of(base_run=base, paired=True))
+    text = written(run, judgement, ReportContext.of(base_run=base, paired=True))
     assert (
         judgement.counts == {"WATCH": 4}
         and "cut short: 4 of 8 planned pairs" in text.splitlines()[0]

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from perfbench import report
-from perfbench.gate.judging import BaselineProblem, judge
+from perfbench.gate.judging import judge
+from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
 from perfbench.report.tables import half
 from tests.perfbench import builders as b

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 
 from perfbench import report
 from perfbench.errors import Exit
-from perfbench.gate.judging import CellVerdict, Judgement, conclude, judge, pairs_for
+from perfbench.gate.confirmation import pairs_for
+from perfbench.gate.judgement import CellVerdict, Judgement
+from perfbench.gate.judging import judge
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
 from perfbench.records.baseline_file import Baseline
 from perfbench.records.rows import Replicate, Run, Status
 from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
-from tests.perfbench.edits import edit, fail, only_rows, reason_of, throttle, verdict_of
+from tests.perfbench.edits import conclude, edit, fail, only_rows, reason_of, throttle, verdict_of
 
 POLICY = GatePolicy()
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
@@ -233,7 +235,7 @@ def test_device_time_is_sent_on_until_it_is_proved_the_same(
             judge(device_run(factor=change), nights(b.baseline_of(run), night), POLICY), TRAIN
         )
         assert cell.verdict is verdict and cell.screened is (verdict is Verdict.WATCH)
-        assert cell.metric == "device_time_s" and cell.evidence[0].night_sd == (
+        assert cell.metric == "device_time_s" and cell.evidence[0].between_session_sd == (
             0.01 if night is None else night
         )
         assert ("not ruled out on the device" in cell.reason) is cell.screened

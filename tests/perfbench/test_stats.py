@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perfbench.gate import stats
+from perfbench.gate import modes, stats
 from perfbench.matrix.policy import GatePolicy
 
 POLICY = GatePolicy()
@@ -45,7 +45,9 @@ def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() 
     base, candidate = [0.0, 0.02], [0.01, 0.03, 0.05]
     within = (2 * 0.01**2 + 2 * 0.02**2) / 3 * (1 / 2 + 1 / 3)
     plain = stats.unpaired(base, candidate, prior=None, alpha=0.01, power=0.9)
-    night = stats.unpaired(base, candidate, prior=None, night_variance=1e-4, alpha=0.01, power=0.9)
+    night = stats.unpaired(
+        base, candidate, prior=None, between_session_variance=1e-4, alpha=0.01, power=0.9
+    )
     assert (plain.estimate, plain.standard_error, plain.df) == pytest.approx(
         (0.02, math.sqrt(within), 3.0)
     )
@@ -58,7 +60,12 @@ def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() 
     [
         stats.unpaired([0.0], [-1.0], prior=None, alpha=0.01, power=0.9),
         stats.unpaired(
-            [0.0, 0.1], [-1.0, -1.1], prior=None, night_variance=math.inf, alpha=0.01, power=0.9
+            [0.0, 0.1],
+            [-1.0, -1.1],
+            prior=None,
+            between_session_variance=math.inf,
+            alpha=0.01,
+            power=0.9,
         ),
         stats.paired([0.0], [-1.0], prior=None, alpha=0.01, power=0.9),
     ],
@@ -176,7 +183,7 @@ def test_a_drop_of_min_effect_passes_the_screen_whatever_the_night_did() -> None
             base,
             [x - DROP for x in candidate],
             prior=stats.Prior(1e-4, 50.0),
-            night_variance=1e-4,
+            between_session_variance=1e-4,
             alpha=stats.screen_alpha(POLICY),
             power=0.99,
         )
@@ -224,14 +231,14 @@ def test_one_mode_is_not_called_two(n: int) -> None:
         lambda size: rng.uniform(-1.7, 1.7, size),
         lambda size: rng.lognormal(0, 0.5, size),
     ):
-        flagged = sum(stats.modes(np.exp(0.02 * draw(n)).tolist()) is not None for _ in range(500))
+        flagged = sum(modes(np.exp(0.02 * draw(n)).tolist()) is not None for _ in range(500))
         assert flagged < 0.01 * 500
 
 
 def test_two_modes_are_found_where_they_are() -> None:
     rng = np.random.default_rng(4)
     found = [
-        stats.modes(np.exp(rng.normal(0, 0.01, 30) + 0.1 * (np.arange(30) % 2)).tolist())
+        modes(np.exp(rng.normal(0, 0.01, 30) + 0.1 * (np.arange(30) % 2)).tolist())
         for _ in range(200)
     ]
     known = [modes for modes in found if modes is not None]
@@ -244,7 +251,7 @@ def test_two_modes_are_found_where_they_are() -> None:
 
 
 def test_modes_of_too_few_equal_or_impossible_samples() -> None:
-    assert stats.modes([1.0, 2.0, 1.0, 2.0]) is None
-    assert stats.modes([1.0] * 9) is None
+    assert modes([1.0, 2.0, 1.0, 2.0]) is None
+    assert modes([1.0] * 9) is None
     with pytest.raises(ValueError, match="positive and finite"):
-        stats.modes([1.0, 0.0])
+        modes([1.0, 0.0])

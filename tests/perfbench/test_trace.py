@@ -565,7 +565,7 @@ def test_two_real_commits_in_real_processes(
 @pytest.fixture
 def stored_run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A plain run in a folder; the checkout is what its manifest names."""
-    monkeypatch.setattr("perfbench.machine.source", lambda root: bench.pair.run.manifest.source)
+    monkeypatch.setattr("perfbench.machine.source_of", lambda root: bench.pair.run.manifest.source)
     monkeypatch.setattr(outcome, "CHECKOUT", tmp_path)
     return write(bench.pair.run, tmp_path / "runs")
 
@@ -724,6 +724,6 @@ def test_without_git_the_run_is_taken_to_be_this_checkout(
     nothing = bench.pair.run.manifest.source.model_copy(
         update={"commit": None, "reason": "no git here"}
     )
-    monkeypatch.setattr("perfbench.machine.source", lambda root: nothing)
+    monkeypatch.setattr("perfbench.machine.source_of", lambda root: nothing)
     assert tracecommand.trace_cell(stored_run, CELLS[0])[1] is Exit.OK and bench.opened == ["own"]
     assert "git cannot prove: no git here" in capsys.readouterr().err

@@ -286,7 +286,7 @@ def test_trap_40_times_are_seconds_whatever_their_size() -> None:
         b.replace_rows(run, TRAIN, tok_per_s=2048 / step_s, physics=idle)
         for step_s in (990e-9, 1.1e-6)
     ]
-    judged = comparison.judge(sides[0], sides[1], POLICY, paired=True)
+    judged = comparison.compare(sides[0], sides[1], POLICY, paired=True)
     cell = next(one for one in judged.cells if one.cell_id == TRAIN)
     assert (cell.verdict, round(cell.change_pct or 0.0, 6)) == (Verdict.REGRESSED, -10.0), cell
     names = {
@@ -382,7 +382,7 @@ def test_trap_45_another_choice_of_the_autotuner_is_an_explained_change() -> Non
     slower = edit(b.scale_rows(then, TRAIN, 0.9), TRAIN, tuned={"nsa.kernel[64]": "BLOCK: 128"})
     cell = next(
         one
-        for one in comparison.judge(first, slower, POLICY, paired=True).cells
+        for one in comparison.compare(first, slower, POLICY, paired=True).cells
         if one.cell_id == TRAIN
     )
     told = " ".join([cell.reason, *cell.notes])

@@ -124,7 +124,7 @@ def planned(
     lengths: Sequence[int] = LENGTHS, *, gpu: str | None = CARD, capability: Capability = H100
 ) -> tuple[list[PlannedCell], dict[str, str]]:
     """Cells and, by cell, why the rest is excluded."""
-    text = tuneplan.matrix_text(
+    text = tuneplan.tuning_matrix(
         tuneplan.Machine(gpu, capability), "m7c_125m", M125, lengths, 3, Settings()
     )
     matrix = matrices.parse(text, "tune.yaml")

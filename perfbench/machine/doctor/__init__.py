@@ -1,1 +1,4 @@
 """What a run would find on this machine, and what went wrong in one."""
+
+from perfbench.machine.doctor.diagnose_here import diagnose
+from perfbench.machine.doctor.findings import exit_code, render_text

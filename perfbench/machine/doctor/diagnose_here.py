@@ -1,8 +1,8 @@
 """What a run would find on this machine, and what is wrong with one that was made: a line each,
 with what to do.
 
-Needs no GPU and imports no torch. `doctor_gpu` asks the driver, `doctor_software` the installation,
-`doctor_log` a run or a log.
+Needs no GPU and imports no torch. `driver` asks the driver, `install` the installation, `log` a run
+or a log.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 from perfbench.machine import environment
 from perfbench.machine.doctor import driver, install
 from perfbench.machine.doctor import log as doctor_log
-from perfbench.machine.doctor.findings import Level, Line, exit_code, render_text
-
-__all__ = ["Level", "Line", "diagnose", "exit_code", "render_text"]
+from perfbench.machine.doctor.findings import DoctorLine
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -28,7 +26,7 @@ def diagnose(
     gpu: str | None = None,
     module: Any | None = None,
     environ: Mapping[str, str] | None = None,
-) -> list[Line]:
+) -> list[DoctorLine]:
     """Every line, in the order in which a fault hides the next one; with ``log`` those of that run
     folder, run file or text first.
 
@@ -36,9 +34,11 @@ def diagnose(
     ``module`` stands in for pynvml,
     ``environ`` for the process's environment. PerfbenchError(USAGE) where ``log`` cannot be read.
     """
-    order = environment.variable("CUDA_DEVICE_ORDER", environ)
+    order = environment.environment_variable("CUDA_DEVICE_ORDER", environ)
     source, listed = (
-        ("--gpu", gpu) if gpu is not None else (VISIBLE, environment.variable(VISIBLE, environ))
+        ("--gpu", gpu)
+        if gpu is not None
+        else (VISIBLE, environment.environment_variable(VISIBLE, environ))
     )
     sight = driver.look(source, listed, order, module)
     return [

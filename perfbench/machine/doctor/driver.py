@@ -10,7 +10,7 @@ from typing import Any
 
 from perfbench.machine import gpu, nvml
 from perfbench.machine.clock_events import THROTTLING, reason_names
-from perfbench.machine.doctor.findings import Level, Line
+from perfbench.machine.doctor.findings import DoctorLine, Level
 from perfbench.machine.gpu import GpuHandle
 
 ABSENT = (
@@ -58,10 +58,10 @@ def look(source: str, listed: str | None, order: str | None, module: Any | None 
     """Ask NVML once for everything that other lines depend on."""
     visible, reason = gpu.visible(listed, order, module)
     try:
-        with nvml.session(module) as opened:
-            driver, no_driver = nvml.query(opened, "nvmlSystemGetDriverVersion")
-            newest, _ = nvml.query(opened, "nvmlSystemGetCudaDriverVersion")
-            count, _ = nvml.query(opened, "nvmlDeviceGetCount")
+        with nvml.nvml_session(module) as opened:
+            driver, no_driver = nvml.nvml_query(opened, "nvmlSystemGetDriverVersion")
+            newest, _ = nvml.nvml_query(opened, "nvmlSystemGetCudaDriverVersion")
+            count, _ = nvml.nvml_query(opened, "nvmlDeviceGetCount")
     except nvml.NvmlUnavailable as error:
         return Sight(source, listed, order, visible, reason, unavailable=error)
     cuda = (newest // 1000, newest % 1000 // 10) if newest else None
@@ -79,7 +79,7 @@ def look(source: str, listed: str | None, order: str | None, module: Any | None 
     )
 
 
-def lines(sight: Sight, module: Any | None = None) -> Iterator[Line]:
+def lines(sight: Sight, module: Any | None = None) -> Iterator[DoctorLine]:
     """NVML, driver, GPU, CUDA_VISIBLE_DEVICES, then the state of the first visible GPU, if any."""
     yield from _nvml_lines(sight)
     yield _gpu_line(sight)
@@ -87,50 +87,52 @@ def lines(sight: Sight, module: Any | None = None) -> Iterator[Line]:
     if sight.gpu is None:
         return
     try:
-        with nvml.session(module) as opened:
-            handle, missing = nvml.query(opened, "nvmlDeviceGetHandleByUUID", sight.gpu.uuid)
+        with nvml.nvml_session(module) as opened:
+            handle, missing = nvml.nvml_query(opened, "nvmlDeviceGetHandleByUUID", sight.gpu.uuid)
             found = [] if missing else list(_state_lines(sight.gpu, opened, handle, module))
     except nvml.NvmlUnavailable as error:  # it answered a moment ago
         missing, found = str(error), []
-    yield from found or (Line(Level.INFO, what, missing) for what in _STATE)
+    yield from found or (DoctorLine(Level.INFO, what, missing) for what in _STATE)
 
 
-def _nvml_lines(sight: Sight) -> Iterator[Line]:
+def _nvml_lines(sight: Sight) -> Iterator[DoctorLine]:
     error = sight.unavailable
     if error is not None:
         level = Level.INFO if error.code in ABSENT else Level.BAD
         code = f" (code {error.code})" if error.code is not None else ""
-        yield Line(level, "NVML", f"{error.name}{code}: {error.meaning}", error.advice)
-        yield Line(level, "driver", "not known", "see NVML above")
+        yield DoctorLine(level, "NVML", f"{error.name}{code}: {error.meaning}", error.advice)
+        yield DoctorLine(level, "driver", "not known", "see NVML above")
         return
-    yield Line(Level.GOOD, "NVML", "answers")
+    yield DoctorLine(Level.GOOD, "NVML", "answers")
     if sight.no_driver:
-        yield Line(
+        yield DoctorLine(
             Level.BAD,
             "driver",
             sight.no_driver,
-            "the driver does not tell its version: reinstall it",
+            "the driver does not report its version: reinstall it",
         )
         return
     cuda = (
         f", CUDA up to {sight.driver_cuda[0]}.{sight.driver_cuda[1]}" if sight.driver_cuda else ""
     )
-    yield Line(Level.GOOD, "driver", f"{sight.driver}{cuda}")
+    yield DoctorLine(Level.GOOD, "driver", f"{sight.driver}{cuda}")
 
 
-def _gpu_line(sight: Sight) -> Line:
+def _gpu_line(sight: Sight) -> DoctorLine:
     found = sight.gpu
     if found is None:
         why = "" if sight.unavailable else f": {sight.reason}"
-        return Line(Level.INFO, "GPU", f"none{why}", "only matrices with `gpu: none` can run here")
-    beside = f", first of {len(sight.visible)} visible" if len(sight.visible) > 1 else ""
+        return DoctorLine(
+            Level.INFO, "GPU", f"none{why}", "only matrices with `gpu: none` can run here"
+        )
+    others = f", first of {len(sight.visible)} visible" if len(sight.visible) > 1 else ""
     where = f"NVML index {found.index}, UUID {found.uuid[:12]}..."
-    return Line(
-        Level.GOOD, "GPU", f"{found.name} ({where}{beside}), reports/baselines/{found.slug}"
+    return DoctorLine(
+        Level.GOOD, "GPU", f"{found.name} ({where}{others}), reports/baselines/{found.slug}"
     )
 
 
-def _visible_line(sight: Sight) -> Line:
+def _visible_line(sight: Sight) -> DoctorLine:
     """Every way in which CUDA reads less out of the variable than somebody wrote into it."""
     what, listed = sight.source, sight.listed
     order = sight.order or "FASTEST_FIRST (default)"
@@ -140,22 +142,24 @@ def _visible_line(sight: Sight) -> Line:
             f"it hides every GPU{f' of {sight.count}' if sight.count else ''}: unset it, unless a"
             " CPU is meant to be measured"
         )
-        return Line(Level.WARN if sight.count else Level.INFO, what, value, meant)
+        return DoctorLine(Level.WARN if sight.count else Level.INFO, what, value, meant)
     if sight.unavailable or not sight.count:
-        return Line(Level.INFO, what, f"{value}; there is no GPU to compare it with")
+        return DoctorLine(Level.INFO, what, f"{value}; there is no GPU to compare it with")
     if not sight.visible:
-        return Line(Level.BAD, what, value, sight.reason)
+        return DoctorLine(Level.BAD, what, value, sight.reason)
     named = 0 if listed is None else len(listed.split(","))
     if named > len(sight.visible):
         advice = (
             f"CUDA stops at the first entry that it does not know, and shows {len(sight.visible)}"
             f" of the {named} named"
         )
-        return Line(Level.WARN, what, value, f"{advice}; `nvidia-smi -L` lists what there is")
-    return Line(Level.GOOD, what, value)
+        return DoctorLine(Level.WARN, what, value, f"{advice}; `nvidia-smi -L` lists what there is")
+    return DoctorLine(Level.GOOD, what, value)
 
 
-def _state_lines(found: GpuHandle, opened: Any, handle: Any, module: Any | None) -> Iterator[Line]:
+def _state_lines(
+    found: GpuHandle, opened: Any, handle: Any, module: Any | None
+) -> Iterator[DoctorLine]:
     yield _mig_line(found, opened, handle)
     yield _company_line(found, module)
     yield _persistence_line(opened, handle)
@@ -164,16 +168,16 @@ def _state_lines(found: GpuHandle, opened: Any, handle: Any, module: Any | None)
     yield _power_line(opened, handle)
 
 
-def _mig_line(found: GpuHandle, opened: Any, handle: Any) -> Line:
+def _mig_line(found: GpuHandle, opened: Any, handle: Any) -> DoctorLine:
     if found.uuid.startswith("MIG-"):
         advice = (
             "NVML gives no utilisation, and clocks and power are the whole card's: compare such"
             " numbers with the same slice only"
         )
-        return Line(Level.INFO, "MIG", "this is a slice of a card", advice)
-    mode, missing = nvml.query(opened, "nvmlDeviceGetMigMode", handle)
+        return DoctorLine(Level.INFO, "MIG", "this is a slice of a card", advice)
+    mode, missing = nvml.nvml_query(opened, "nvmlDeviceGetMigMode", handle)
     if missing:
-        return Line(
+        return DoctorLine(
             Level.INFO,
             "MIG",
             missing,
@@ -181,44 +185,47 @@ def _mig_line(found: GpuHandle, opened: Any, handle: Any) -> Line:
         )
     current, pending = mode
     if current:
-        return Line(
+        return DoctorLine(
             Level.BAD,
             "MIG",
             "on, without a slice",
             "CUDA can use no part of the card: `nvidia-smi mig -cgi`, or `nvidia-smi -mig 0`",
         )
     if pending:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             "MIG",
             "off, and on after the next reset of the card",
             "`sudo nvidia-smi -mig 0` takes it back",
         )
-    return Line(Level.GOOD, "MIG", "off")
+    return DoctorLine(Level.GOOD, "MIG", "off")
 
 
-def _company_line(found: GpuHandle, module: Any | None) -> Line:
+def _company_line(found: GpuHandle, module: Any | None) -> DoctorLine:
     others, missing = gpu.busy_processes(found.uuid, module)
     if missing:
-        return Line(
+        return DoctorLine(
             Level.INFO,
             "other processes",
             missing,
-            "company would go unseen: see that nothing else runs, or look outside the container",
+            "other processes would go unseen: make sure that nothing else runs, or look outside the"
+            " container",
         )
     if not others:
-        return Line(Level.GOOD, "other processes", "none")
+        return DoctorLine(Level.GOOD, "other processes", "none")
     advice = "a run refuses (8) while they compute on the GPU: wait for them or stop them"
-    return Line(Level.BAD, "other processes", ", ".join(str(process) for process in others), advice)
+    return DoctorLine(
+        Level.BAD, "other processes", ", ".join(str(process) for process in others), advice
+    )
 
 
-def _persistence_line(opened: Any, handle: Any) -> Line:
-    mode, missing = nvml.query(opened, "nvmlDeviceGetPersistenceMode", handle)
+def _persistence_line(opened: Any, handle: Any) -> DoctorLine:
+    mode, missing = nvml.nvml_query(opened, "nvmlDeviceGetPersistenceMode", handle)
     if missing:
-        return Line(Level.INFO, "persistence mode", missing)
+        return DoctorLine(Level.INFO, "persistence mode", missing)
     if mode:
-        return Line(Level.GOOD, "persistence mode", "on")
-    return Line(
+        return DoctorLine(Level.GOOD, "persistence mode", "on")
+    return DoctorLine(
         Level.WARN,
         "persistence mode",
         "off",
@@ -226,67 +233,73 @@ def _persistence_line(opened: Any, handle: Any) -> Line:
     )
 
 
-def _clock_lines(opened: Any, handle: Any) -> Iterator[Line]:
+def _clock_lines(opened: Any, handle: Any) -> Iterator[DoctorLine]:
     """Clocks against their highest, then why they are lower.
 
-    NVML tells no one whether clocks are locked; the noise does.
+    NVML does not report whether clocks are locked; the noise shows it.
     """
     sm, memory = getattr(opened, "NVML_CLOCK_SM", 1), getattr(opened, "NVML_CLOCK_MEM", 2)
-    now, missing = nvml.query(opened, "nvmlDeviceGetClockInfo", handle, sm)
-    highest, no_highest = nvml.query(opened, "nvmlDeviceGetMaxClockInfo", handle, sm)
-    memory_mhz, no_memory = nvml.query(opened, "nvmlDeviceGetClockInfo", handle, memory)
+    now, missing = nvml.nvml_query(opened, "nvmlDeviceGetClockInfo", handle, sm)
+    highest, no_highest = nvml.nvml_query(opened, "nvmlDeviceGetMaxClockInfo", handle, sm)
+    memory_mhz, no_memory = nvml.nvml_query(opened, "nvmlDeviceGetClockInfo", handle, memory)
     value = (
         f"SM {missing or now} of {no_highest or highest} MHz, memory {no_memory or memory_mhz} MHz"
     )
-    application, no_application = nvml.query(opened, "nvmlDeviceGetApplicationsClock", handle, sm)
-    default, no_default = nvml.query(opened, "nvmlDeviceGetDefaultApplicationsClock", handle, sm)
+    application, no_application = nvml.nvml_query(
+        opened, "nvmlDeviceGetApplicationsClock", handle, sm
+    )
+    default, no_default = nvml.nvml_query(
+        opened, "nvmlDeviceGetDefaultApplicationsClock", handle, sm
+    )
     if not (no_application or no_default) and application != default:
         held = (
             f"somebody set it (default {default} MHz), and work runs at it: `sudo nvidia-smi -rac`"
             " takes it back"
         )
-        yield Line(Level.WARN, "clocks", f"{value}, application clock {application} MHz", held)
+        yield DoctorLine(
+            Level.WARN, "clocks", f"{value}, application clock {application} MHz", held
+        )
     else:
         unlocked = (
             "NVML cannot say whether they are locked; `sudo nvidia-smi -lgc MHZ` locks them, and"
             " numbers repeat better"
         )
-        yield Line(Level.INFO, "clocks", value, "" if missing else unlocked)
+        yield DoctorLine(Level.INFO, "clocks", value, "" if missing else unlocked)
     newer = "nvmlDeviceGetCurrentClocksEventReasons"
-    bits, missing = nvml.query(
+    bits, missing = nvml.nvml_query(
         opened,
         newer if hasattr(opened, newer) else "nvmlDeviceGetCurrentClocksThrottleReasons",
         handle,
     )
     yield (
-        Line(Level.INFO, "clock events", missing)
+        DoctorLine(Level.INFO, "clock events", missing)
         if missing
         else _events_line(reason_names(int(bits)))
     )
 
 
-def _events_line(reasons: list[str]) -> Line:
+def _events_line(reasons: list[str]) -> DoctorLine:
     listed = ", ".join(reasons) or "none"
     if hot := sorted(THROTTLING & set(reasons)):
         advice = (
             f"the card slows itself down ({', '.join(hot)}), and a run would be UNSTABLE or ENV:"
             " see to cooling and the power supply"
         )
-        return Line(Level.BAD, "clock events", listed, advice)
+        return DoctorLine(Level.BAD, "clock events", listed, advice)
     if "sw_power_cap" in reasons:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             "clock events",
             listed,
             "the power limit holds the clocks down: see the power limit below, and other load",
         )
-    return Line(Level.GOOD, "clock events", listed)
+    return DoctorLine(Level.GOOD, "clock events", listed)
 
 
-def _ecc_line(opened: Any, handle: Any) -> Line:
-    mode, missing = nvml.query(opened, "nvmlDeviceGetEccMode", handle)
+def _ecc_line(opened: Any, handle: Any) -> DoctorLine:
+    mode, missing = nvml.nvml_query(opened, "nvmlDeviceGetEccMode", handle)
     if missing:
-        return Line(
+        return DoctorLine(
             Level.INFO,
             "ECC",
             missing,
@@ -299,13 +312,13 @@ def _ecc_line(opened: Any, handle: Any) -> Line:
         else f", {'on' if pending else 'off'} after the next reboot"
     )
     if not current:
-        return Line(
+        return DoctorLine(
             Level.WARN if change else Level.INFO,
             "ECC",
             f"off{change}",
             "memory is faster without it: compare with runs without it only",
         )
-    errors, unknown = nvml.query(
+    errors, unknown = nvml.nvml_query(
         opened, "nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _VOLATILE
     )
     counted = (
@@ -315,14 +328,14 @@ def _ecc_line(opened: Any, handle: Any) -> Line:
     )
     value = f"on{change}, {counted}"
     if errors:
-        return Line(
+        return DoctorLine(
             Level.BAD,
             "ECC",
             value,
             "memory is failing and results may be wrong: reset the card, and have it exchanged if"
             " they return",
         )
-    return Line(
+    return DoctorLine(
         Level.WARN if change else Level.GOOD,
         "ECC",
         value,
@@ -330,21 +343,23 @@ def _ecc_line(opened: Any, handle: Any) -> Line:
     )
 
 
-def _power_line(opened: Any, handle: Any) -> Line:
-    limit_mw, missing = nvml.query(opened, "nvmlDeviceGetPowerManagementLimit", handle)
-    default_mw, no_default = nvml.query(opened, "nvmlDeviceGetPowerManagementDefaultLimit", handle)
+def _power_line(opened: Any, handle: Any) -> DoctorLine:
+    limit_mw, missing = nvml.nvml_query(opened, "nvmlDeviceGetPowerManagementLimit", handle)
+    default_mw, no_default = nvml.nvml_query(
+        opened, "nvmlDeviceGetPowerManagementDefaultLimit", handle
+    )
     if missing or no_default:
-        return Line(
+        return DoctorLine(
             Level.INFO,
             "power limit",
             missing or f"{limit_mw / 1e3:.0f} W, its default is not known ({no_default})",
         )
     value = f"{limit_mw / 1e3:.0f} W, default {default_mw / 1e3:.0f} W"
     if limit_mw < _LEAST_LIMIT * default_mw:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             "power limit",
             value,
             f"heavy work runs at lower clocks: `sudo nvidia-smi -pl {default_mw / 1e3:.0f}`",
         )
-    return Line(Level.GOOD, "power limit", value)
+    return DoctorLine(Level.GOOD, "power limit", value)

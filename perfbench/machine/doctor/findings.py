@@ -1,4 +1,4 @@
-"""What the doctor says: one line for each thing looked at, how bad it is, and what to do."""
+"""What the doctor reports: one line for each thing looked at, how bad it is, and what to do."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MARKS = {Level.GOOD: "ok", Level.INFO: "--", Level.WARN: "warn", Level.BAD: "BA
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class DoctorLine:
     """``what`` was looked at, the ``value`` found, and in ``advice`` what it means and the next
     step; empty where none is needed.
     """
@@ -36,12 +36,12 @@ class Line:
     advice: str = ""
 
 
-def exit_code(lines: Iterable[Line]) -> Exit:
+def exit_code(lines: Iterable[DoctorLine]) -> Exit:
     """ENVIRONMENT where any line is bad; a warning is none."""
     return Exit.ENVIRONMENT if any(line.level is Level.BAD for line in lines) else Exit.OK
 
 
-def render_text(lines: list[Line]) -> str:
+def render_text(lines: list[DoctorLine]) -> str:
     """For a terminal: a mark, what, value, and below it what to do; whatever bytes a log or a
     variable holds, one line each.
     """

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from perfbench.errors import PerfbenchError
 from perfbench.machine import environment
-from perfbench.machine.doctor.findings import Level, Line
+from perfbench.machine.doctor.findings import DoctorLine, Level
+from perfbench.machine.source import source_of
 
 _SLOW_SETTINGS = {"NSA_STRICT_ASSERTS": "1", "NSA_SEL_RANGES_V2": "0"}  # each costs every step time
 _BAD_FREE_BYTES, _WARN_FREE_BYTES = 100 * 2**20, 2 * 2**30
@@ -27,12 +28,12 @@ def lines(
     has_gpu: bool,
     driver_cuda: tuple[int, int] | None,
     environ: Mapping[str, str] | None,
-) -> Iterator[Line]:
+) -> Iterator[DoctorLine]:
     """torch and what must fit it, the NVML binding, NSA_* settings, processor, measured code,
     disk.
     """
     torch = environment.version("torch")
-    yield Line(
+    yield DoctorLine(
         Level.GOOD if torch else Level.BAD,
         "torch",
         torch or "not installed",
@@ -43,64 +44,64 @@ def lines(
     yield _fa2_line(torch, has_gpu)
     yield _binding_line()
     yield from _settings_lines(environ)
-    yield Line(
+    yield DoctorLine(
         Level.INFO, "processor", f"{environment.cpu_name()}, {environment.cpu_count()} usable"
     )
     yield _source_line(root)
     yield _disk_line(root)
 
 
-def _cuda_line(has_gpu: bool, driver_cuda: tuple[int, int] | None) -> Line:
+def _cuda_line(has_gpu: bool, driver_cuda: tuple[int, int] | None) -> DoctorLine:
     """The CUDA that torch was built for: a driver serves older ones, and newer ones of its own
     major version in part.
     """
     what, built = "CUDA of torch", environment.torch_cuda()
     if built is None:
         advice = "install torch from PyPI or download.pytorch.org/whl/cuXXX" if has_gpu else ""
-        return Line(
+        return DoctorLine(
             Level.BAD if has_gpu else Level.INFO,
             what,
-            f"none: a CPU build{', beside a GPU' if has_gpu else ''}",
+            f"none: a CPU build{', next to a GPU' if has_gpu else ''}",
             advice,
         )
     numbers = re.match(r"(\d+)\.(\d+)", built)
     wanted = (int(numbers[1]), int(numbers[2])) if numbers else None
     if wanted is None or driver_cuda is None or wanted <= driver_cuda:
-        return Line(Level.GOOD, what, built)
+        return DoctorLine(Level.GOOD, what, built)
     value = f"{built}, and the driver serves CUDA up to {driver_cuda[0]}.{driver_cuda[1]}"
     step = (
         f"upgrade the driver, or install a torch built for CUDA {driver_cuda[0]}.{driver_cuda[1]}"
         " or older"
     )
     if wanted[0] > driver_cuda[0]:
-        return Line(Level.BAD, what, value, f"torch will not find the GPU: {step}")
-    return Line(
+        return DoctorLine(Level.BAD, what, value, f"torch will not find the GPU: {step}")
+    return DoctorLine(
         Level.WARN, what, value, f"most of it works, what is compiled on the spot may not: {step}"
     )
 
 
-def _triton_line(torch: str | None, root: Path, has_gpu: bool) -> Line:
+def _triton_line(torch: str | None, root: Path, has_gpu: bool) -> DoctorLine:
     """torch's CUDA wheel pins its triton; where it pins none (a CPU build), constraints.txt holds a
     pair that was tried.
     """
     found = environment.version("triton") or environment.version("pytorch-triton")
     if found is None:
         advice = "pip install -c constraints.txt triton" if has_gpu else ""
-        return Line(Level.BAD if has_gpu else Level.INFO, "triton", "not installed", advice)
+        return DoctorLine(Level.BAD if has_gpu else Level.INFO, "triton", "not installed", advice)
     pinned = pinned_triton(importlib.metadata.requires("torch") or [] if torch else [])
     if pinned and _base(pinned) != _base(found):
         advice = (
             "they are built as a pair, and kernels may fail or be slow: pip install"
             f" 'triton=={pinned}'"
         )
-        return Line(
+        return DoctorLine(
             Level.BAD if has_gpu else Level.WARN,
             "triton",
             f"{found}, and torch {torch} wants {pinned}",
             advice,
         )
     if pinned:
-        return Line(Level.GOOD, "triton", f"{found}, as torch {torch} wants")
+        return DoctorLine(Level.GOOD, "triton", f"{found}, as torch {torch} wants")
     tried = _constraints(root)
     if (
         torch
@@ -111,13 +112,13 @@ def _triton_line(torch: str | None, root: Path, has_gpu: bool) -> Line:
             "constraints.txt holds the pair that was tried: pip install"
             f" 'triton=={tried['triton']}'"
         )
-        return Line(
+        return DoctorLine(
             Level.WARN,
             "triton",
             f"{found}, and torch {torch} was tried with {tried['triton']}",
             advice,
         )
-    return Line(Level.GOOD, "triton", f"{found} (torch {torch} names no version of its own)")
+    return DoctorLine(Level.GOOD, "triton", f"{found} (torch {torch} names no version of its own)")
 
 
 def pinned_triton(requirements: list[str]) -> str | None:
@@ -141,7 +142,7 @@ def _base(version: str) -> str:
     return version.partition("+")[0]
 
 
-def _fa2_line(torch: str | None, has_gpu: bool) -> Line:
+def _fa2_line(torch: str | None, has_gpu: bool) -> DoctorLine:
     from nsa.capability import fa2_provider
 
     what, flash = "FA-2 provider", environment.version("flash-attn")
@@ -151,28 +152,30 @@ def _fa2_line(torch: str | None, has_gpu: bool) -> Line:
                 "its CUDA extension was never built: pip install --no-build-isolation"
                 " --force-reinstall flash-attn, or uninstall it"
             )
-            return Line(Level.BAD, what, f"flash_attn {flash} without flash_attn_2_cuda", advice)
+            return DoctorLine(
+                Level.BAD, what, f"flash_attn {flash} without flash_attn_2_cuda", advice
+            )
         built_for = torch_of_wheel(flash, _direct_url("flash-attn"))
         if built_for and torch and ".".join(_base(torch).split(".")[:2]) != built_for:
             advice = (
                 "it will not load, or crash: install the wheel of flash_attn that is built for"
                 f" torch {_base(torch)}"
             )
-            return Line(
+            return DoctorLine(
                 Level.BAD,
                 what,
-                f"flash_attn {flash}, built for torch {built_for}, beside torch {torch}",
+                f"flash_attn {flash}, built for torch {built_for}, next to torch {torch}",
                 advice,
             )
     provider, reason = fa2_provider()
     if provider is None:
-        return Line(
+        return DoctorLine(
             Level.WARN if has_gpu else Level.INFO,
             what,
             reason,
             "cells with fa2: on cannot run here",
         )
-    return Line(
+    return DoctorLine(
         Level.GOOD if has_gpu else Level.INFO,
         what,
         provider if has_gpu else f"{provider}, which needs a GPU",
@@ -197,7 +200,7 @@ def _direct_url(distribution: str) -> str:
         return ""
 
 
-def _binding_line() -> Line:
+def _binding_line() -> DoctorLine:
     """Two distributions serve `import pynvml`: nvidia-ml-py with a file, the deprecated pynvml
     (before 12) with a folder that wins.
     """
@@ -211,23 +214,25 @@ def _binding_line() -> Line:
     )
     again = "pip uninstall -y pynvml && pip install --force-reinstall nvidia-ml-py"
     if module_file("pynvml").endswith("__init__.py"):
-        return Line(
+        return DoctorLine(
             Level.BAD,
             what,
             f"{value}; `import pynvml` finds the deprecated one's folder",
             f"it shadows nvidia-ml-py: {again}",
         )
     if binding is None:
-        return Line(Level.BAD, what, value, "pip install nvidia-ml-py" if not wrong else again)
+        return DoctorLine(
+            Level.BAD, what, value, "pip install nvidia-ml-py" if not wrong else again
+        )
     if wrong:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             what,
             value,
             "the deprecated one leaves the module alone (it does since 12), but is not needed:"
             f" {again}",
         )
-    return Line(Level.GOOD, what, value)
+    return DoctorLine(Level.GOOD, what, value)
 
 
 def module_file(name: str) -> str:
@@ -239,7 +244,7 @@ def module_file(name: str) -> str:
     return (found.origin or "") if found else ""
 
 
-def _settings_lines(environ: Mapping[str, str] | None) -> Iterator[Line]:
+def _settings_lines(environ: Mapping[str, str] | None) -> Iterator[DoctorLine]:
     """One line for each NSA_* variable that is set, with its meaning; one for none, or for what is
     refused.
     """
@@ -248,10 +253,10 @@ def _settings_lines(environ: Mapping[str, str] | None) -> Iterator[Line]:
     try:
         given = environment.nsa_settings() if environ is None else _given(environ)
     except (PerfbenchError, ValueError) as error:
-        yield Line(Level.BAD, "NSA_* settings", "refused", str(error))
+        yield DoctorLine(Level.BAD, "NSA_* settings", "refused", str(error))
         return
     if not given:
-        yield Line(Level.GOOD, "NSA_* settings", "none set")
+        yield DoctorLine(Level.GOOD, "NSA_* settings", "none set")
     for name, value in given.items():
         slow = _SLOW_SETTINGS.get(name) == value
         step = (
@@ -259,7 +264,7 @@ def _settings_lines(environ: Mapping[str, str] | None) -> Iterator[Line]:
             if slow
             else "; `perfbench plan` shows the routes under it"
         )
-        yield Line(Level.WARN if slow else Level.INFO, name, value, MEANINGS[name] + step)
+        yield DoctorLine(Level.WARN if slow else Level.INFO, name, value, MEANINGS[name] + step)
 
 
 def _given(environ: Mapping[str, str]) -> dict[str, str]:
@@ -268,10 +273,10 @@ def _given(environ: Mapping[str, str]) -> dict[str, str]:
     return settings.load(environ).given()
 
 
-def _source_line(root: Path) -> Line:
-    what, found = "measured code", environment.source(root)
+def _source_line(root: Path) -> DoctorLine:
+    what, found = "measured code", source_of(root)
     if found.commit is None:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             what,
             found.reason or "not known",
@@ -283,8 +288,8 @@ def _source_line(root: Path) -> Line:
             "a baseline's commit may be missing, and then nothing can be confirmed: `git fetch"
             " --unshallow`, in CI `fetch-depth: 0`"
         )
-        return Line(Level.WARN, what, f"{value}, of a shallow clone", advice)
-    return Line(
+        return DoctorLine(Level.WARN, what, f"{value}, of a shallow clone", advice)
+    return DoctorLine(
         Level.GOOD,
         what,
         value,
@@ -300,14 +305,14 @@ def _is_shallow(root: Path) -> bool:
     return done.stdout.strip() == "true"
 
 
-def _disk_line(root: Path) -> Line:
+def _disk_line(root: Path) -> DoctorLine:
     """Free space where run folders are made, or would be."""
     runs = root.resolve() / "reports" / "runs"
     place = next((one for one in (runs, *runs.parents) if one.is_dir()), Path("/"))
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             "disk",
             f"{place}: {error.strerror}",
@@ -315,10 +320,10 @@ def _disk_line(root: Path) -> Line:
         )
     value = f"{free / 2**30:,.1f} GiB free for run folders ({place})"
     if free >= _WARN_FREE_BYTES:
-        return Line(Level.GOOD, "disk", value)
+        return DoctorLine(Level.GOOD, "disk", value)
     full = free < _BAD_FREE_BYTES
     advice = (
-        "a full disk stops a run, which then goes on with --resume: free space, or choose another"
+        "a full disk stops a run, which --resume then continues: free space, or choose another"
         " place with --out DIR"
     )
-    return Line(Level.BAD if full else Level.WARN, "disk", value, advice)
+    return DoctorLine(Level.BAD if full else Level.WARN, "disk", value, advice)

@@ -12,7 +12,7 @@ from statistics import median
 from typing import BinaryIO
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine.doctor.findings import Level, Line
+from perfbench.machine.doctor.findings import DoctorLine, Level
 from perfbench.records import Replicate, Run, Status, has_run, is_compressed_run, read_run
 
 LEAST_UTILISATION_PCT = 30.0
@@ -27,7 +27,7 @@ _HOST_ADVICE = (
 )
 
 
-def lines(log: Path) -> list[Line]:
+def lines(log: Path) -> list[DoctorLine]:
     """The lines of a run folder, the folder of an `ab`, a run.jsonl(.gz), or any text;
     PerfbenchError(USAGE) where it cannot be read.
     """
@@ -56,18 +56,18 @@ def _is_run(log: Path) -> bool:
         return re.match(rb'\s*\{"kind": ?"manifest"', file.read(64)) is not None
 
 
-def _run_lines(run: Run, what: str) -> Iterator[Line]:
+def _run_lines(run: Run, what: str) -> Iterator[DoctorLine]:
     rows = run.replicates
     if not rows:
-        yield Line(
+        yield DoctorLine(
             Level.WARN,
             what,
             "no replicate was recorded",
-            "it ended before its first cell: go on with --resume",
+            "it ended before its first cell: resume it with --resume",
         )
         return
     torn = "; its last line was cut off, which --resume repairs" if run.torn else ""
-    yield Line(
+    yield DoctorLine(
         Level.INFO,
         what,
         f"{run.manifest.run_id}: {len(rows)} replicates of {len({row.cell_id for row in rows})}"
@@ -132,7 +132,7 @@ def _is_slow(row: Replicate) -> bool:
     )
 
 
-def _utilisation_line(rows: Sequence[Replicate], what: str) -> Line:
+def _utilisation_line(rows: Sequence[Replicate], what: str) -> DoctorLine:
     seen = [
         (row, row.telemetry.utilisation_pct)
         for row in rows
@@ -144,7 +144,7 @@ def _utilisation_line(rows: Sequence[Replicate], what: str) -> Line:
             for row in rows
             if row.telemetry is not None
         )
-        return Line(
+        return DoctorLine(
             Level.INFO, f"{what}: utilisation", "; ".join(filter(None, reasons)) or "not recorded"
         )
     idle = [row for row, pct in seen if pct < LEAST_UTILISATION_PCT]
@@ -168,13 +168,13 @@ def _cells_line(
     value: str,
     advice: str,
     good: str,
-) -> Line:
+) -> DoctorLine:
     """One line for the cells that ``rows`` are of; the good one where there are none."""
     cells = list(dict.fromkeys(row.cell_id for row in rows))
     if not cells:
-        return Line(Level.GOOD, f"{what}: {topic}", good)
+        return DoctorLine(Level.GOOD, f"{what}: {topic}", good)
     more = f" and {len(cells) - _SHOWN} more" if len(cells) > _SHOWN else ""
-    return Line(
+    return DoctorLine(
         level,
         f"{what}: {topic}",
         f"{len(cells)} cells {value}: {'; '.join(cells[:_SHOWN])}{more}",
@@ -240,9 +240,9 @@ def _scan(file: BinaryIO) -> tuple[int, dict[str, _Seen]]:
     return number, seen
 
 
-def _text_lines(scanned: tuple[int, dict[str, _Seen]]) -> Iterator[Line]:
+def _text_lines(scanned: tuple[int, dict[str, _Seen]]) -> Iterator[DoctorLine]:
     count, seen = scanned
-    yield Line(
+    yield DoctorLine(
         Level.INFO if count else Level.WARN,
         "log",
         f"{count} lines",
@@ -250,24 +250,24 @@ def _text_lines(scanned: tuple[int, dict[str, _Seen]]) -> Iterator[Line]:
     )
     slow, loop = seen["slow"], seen["loop"]
     if slow.count or loop.count:
-        said = f"{SLOW_WARNING!r} {slow}" if slow.count else f"a slow path is named {loop}"
-        yield Line(
+        reported = f"{SLOW_WARNING!r} {slow}" if slow.count else f"a slow path is named {loop}"
+        yield DoctorLine(
             Level.WARN,
             "log: slow path",
-            said,
+            reported,
             "selected attention runs row by row: ask for path v2, masked, triton or auto",
         )
     else:
-        yield Line(Level.GOOD, "log: slow path", "no warning")
+        yield DoctorLine(Level.GOOD, "log: slow path", "no warning")
     yield _idle_line(seen["utilisation"])
     for name, level, topic, advice in _TOPICS:
         if seen[name].count:
-            yield Line(level, f"log: {topic}", str(seen[name]), advice)
+            yield DoctorLine(level, f"log: {topic}", str(seen[name]), advice)
 
 
-def _idle_line(seen: _Seen) -> Line:
+def _idle_line(seen: _Seen) -> DoctorLine:
     if not seen.values:
-        return Line(
+        return DoctorLine(
             Level.INFO,
             "log: utilisation",
             "not in it",
@@ -276,13 +276,13 @@ def _idle_line(seen: _Seen) -> Line:
     middle = median(seen.values)
     value = f"{middle:.0f} % in the median of {len(seen.values)} readings"
     if middle < LEAST_UTILISATION_PCT:
-        return Line(
+        return DoctorLine(
             Level.WARN,
             "log: utilisation",
             f"{value}, below {LEAST_UTILISATION_PCT:g} %",
             _HOST_ADVICE,
         )
-    return Line(Level.GOOD, "log: utilisation", value)
+    return DoctorLine(Level.GOOD, "log: utilisation", value)
 
 
 _TOPICS: tuple[tuple[str, Level, str, str], ...] = (

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine import source
+from perfbench.machine import source_of
 from perfbench.records import Source
 
 PREFIX = "perfbench-side-"
@@ -60,10 +60,10 @@ def checked_out(text: str, repository: Path) -> Iterator[Checkout]:
     with ExitStack() as stack:
         home = stack.enter_context(_temporary_folder())
         if _holds_nsa(folder):
-            code, found = Path(folder).resolve(), source(Path(folder).resolve(), commit or None)
+            code, found = Path(folder).resolve(), source_of(Path(folder).resolve(), commit or None)
         else:
             code = stack.enter_context(_worktree(text, repository, home))
-            found = source(code)
+            found = source_of(code)
         yield Checkout(text, _link(code, home), found)
 
 

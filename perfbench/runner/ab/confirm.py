@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import Measured
+from perfbench.gate import MeasuredPairs
 from perfbench.matrix import Policies
 from perfbench.records import Baseline, BaselineProblem, Run, Status, without_resume
 from perfbench.runner.ab.checkout import CannotBuild, checked_out, own_checkout
@@ -49,7 +49,7 @@ class Confirmation:
     ``reasons``: cell -> why some or all of its pairs are missing.
     """
 
-    measured: Sequence[Measured] = ()
+    measured: Sequence[MeasuredPairs] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -115,7 +115,7 @@ def confirm_cells(
     code, USAGE where what an earlier invocation left is damaged.
     """
     deadline = None if spec.budget_s is None else now() + spec.budget_s
-    measured: list[Measured] = []
+    measured: list[MeasuredPairs] = []
     reasons: dict[str, str] = {}
     for commit, cells in _by_commit(commits).items():
         if commit is None:
@@ -131,7 +131,7 @@ def confirm_cells(
                 place, run, folder, commit, replace(spec, budget_s=left_s), context
             )
             if found is not None:
-                measured.append(Measured(found.base, found.candidate, place.cells))
+                measured.append(MeasuredPairs(found.base, found.candidate, place.cells))
                 reasons |= _unfinished(found, place.cells)
             reasons |= dict.fromkeys(place.cells, why) if why else {}
     return Confirmation(measured, reasons)
@@ -146,13 +146,13 @@ def stored_confirmation(folder: Path, commits: Commits) -> Confirmation | None:
     found = _pairs_in(folder / FOLDER)
     if not found:
         return None
-    measured: list[Measured] = []
+    measured: list[MeasuredPairs] = []
     reasons: dict[str, str] = {}
     left = sorted(commits)
     for pair in found:
         here = [cell_id for cell_id in left if _holds(pair, cell_id, commits[cell_id])]
         left = [cell_id for cell_id in left if cell_id not in here]
-        measured.append(Measured(pair.base, pair.candidate, here))
+        measured.append(MeasuredPairs(pair.base, pair.candidate, here))
         reasons |= _unfinished(pair, here)
     known = ", ".join(
         dict.fromkeys((pair.base.manifest.source.commit or "unknown code")[:12] for pair in found)

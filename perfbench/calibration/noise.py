@@ -2,90 +2,31 @@
 of the rule.
 
 Reads A/A runs: the same commit, measured again and again. A machine start is one card (or
-processor) in one run file; going on with a run on the same card is the same start, because nothing
-proves another. The JSON file tells `baseline promote` how restless each cell is between starts.
+processor) in one run file; resuming a run on the same card is the same start, because nothing
+proves another. The JSON file gives `baseline promote` the variance of each cell between starts.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from perfbench.calibration import aa_pairs, aa_runs
-from perfbench.calibration.aa_pairs import RealPair
-from perfbench.calibration.aa_runs import Rows, Start, StartCount
-from perfbench.calibration.between_starts import Night, estimate, pooled_sd, variance_within
-from perfbench.calibration.certify import Certificate, Effort, Rate, certify
+from perfbench.calibration.aa_runs import Rows, Start
+from perfbench.calibration.between_starts import (
+    StartVariance,
+    estimate,
+    pooled_sd,
+    variance_within,
+)
+from perfbench.calibration.calibration import Calibration, CellNoise, calibration_json
+from perfbench.calibration.certify import Effort, Rate, certify
+from perfbench.calibration.report import render_calibration
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.matrix import GatePolicy
 from perfbench.records import AXES, PlannedCell, Replicate, read_run
-
-
-@dataclass(frozen=True, slots=True)
-class CellNoise:
-    """One cell on this machine; sd of ln speed in per cent (in ``night`` and ``device_night`` as
-    they are), null where unknown.
-
-    ``config_sha256``: of the work that was measured. ``within_sd_pct``: between processes of one
-    start, ``within_df`` its degrees of freedom; ``moderated_sd_pct``: shrunk to the cells that are
-    bound like it. ``night`` and ``device_night``: tok/s and device time between starts, from two
-    starts on. ``blocks``: pairs that confirm min_effect with the policy's power; null: BLIND.
-    ``judged_drop_pct``: the smallest drop that `stats.MAX_BLOCKS` pairs confirm, min_effect where
-    the cell is not BLIND.
-    ``tolerance_pct`` grows like it; a matrix takes both by the overrides that the report prints.
-    """
-
-    cell_id: str
-    config_sha256: str
-    axes: dict[str, str | int]
-    host_bound: bool | None
-    starts: int
-    replicates: int
-    within_sd_pct: float | None
-    within_df: int
-    moderated_sd_pct: float | None
-    night: Night | None
-    device_sd_pct: float | None
-    device_night: Night | None
-    blocks: int | None
-    judged_drop_pct: float | None
-    tolerance_pct: float
-
-
-@dataclass(frozen=True, slots=True)
-class Calibration:
-    """``screened`` and ``red``: what the rule made of real A/A pairs of starts, and of pairs of
-    processes within starts.
-
-    ``most_replicates``: the most that one cell has in one start. ``pairs``: what it made of
-    interleaved pairs of one commit with itself, ``pairs_red`` of those with nothing planted.
-    """
-
-    runs: list[str]
-    commit: str | None
-    gpu_slug: str
-    gpu_name: str  # of the processor where there is no GPU
-    environment: dict[str, str | None]  # its fingerprint, the same for all runs
-    starts: list[StartCount]
-    most_replicates: int
-    seed: int
-    policy: GatePolicy
-    cells: list[CellNoise]
-    night_sd_pct: dict[
-        str, float | None
-    ]  # pooled over the cells that are bound alike: 'GPU bound', 'host bound'
-    screened: Rate
-    significant: Rate
-    red: Rate
-    pairs: list[RealPair]
-    pairs_red: Rate
-    certificate: Certificate
 
 
 def calibrate(
@@ -98,11 +39,11 @@ def calibrate(
     effort: Effort | None = None,
 ) -> Calibration:
     """Estimate the noise from A/A runs, certify the rule; writes ``out`` (Markdown) and a JSON file
-    beside it.
+    next to it.
 
     ``pair_folders``: those of `perfbench ab` of one commit with itself. PerfbenchError(USAGE): what
-    `starts.read` and
-    `realpairs.read` refuse, or ``out`` cannot be written.
+    `aa_runs.read` and
+    `aa_pairs.read` refuse, or ``out`` cannot be written.
     """
     runs = sorted(
         (read_run(path) for path in run_files), key=lambda run: run.manifest.run_id
@@ -117,7 +58,9 @@ def calibrate(
         for row in found
         if len(row.samples_s) > 1
     ]
-    screened, significant = _across(rows, policy, {cell.cell_id: cell.night for cell in cells})
+    screened, significant = _across(
+        rows, policy, {cell.cell_id: cell.between_starts for cell in cells}
+    )
     first = runs[0].manifest
     pairs = aa_pairs.read(pair_folders, first.environment.gpu_slug)
     found = Calibration(
@@ -131,7 +74,9 @@ def calibrate(
         seed=seed,
         policy=policy,
         cells=cells,
-        night_sd_pct={name: None if sd is None else 100 * sd for name, sd in pooled.items()},
+        between_start_sd_pct={
+            name: None if sd is None else 100 * sd for name, sd in pooled.items()
+        },
         screened=screened,
         significant=significant,
         red=_within(rows, policy),
@@ -142,18 +87,6 @@ def calibrate(
     if out is not None:
         _write(out, found)
     return found
-
-
-def render(calibration: Calibration) -> str:
-    """The report in Markdown; everything in it comes from ``calibration``."""
-    from perfbench.calibration.report import markdown
-
-    return markdown(calibration)
-
-
-def as_json(calibration: Calibration) -> str:
-    """The same as data; bounds and shares beside the counts."""
-    return json.dumps(_plain(calibration), indent=1, allow_nan=False) + "\n"
 
 
 def _speeds(rows: Sequence[Replicate]) -> list[float]:
@@ -198,10 +131,10 @@ def _cells(
         prior = stats.prior_of(
             [variance for variance, _ in within.values()], [df for _, df in within.values()]
         )
-        nights, device_nights = estimate(speeds), estimate(times)
-        pooled[family] = pooled_sd(nights)
+        of_speed, of_time = estimate(speeds), estimate(times)
+        pooled[family] = pooled_sd(of_speed)
         for cell_id in members:
-            two = nights.get(cell_id), device_nights.get(cell_id)
+            two = of_speed.get(cell_id), of_time.get(cell_id)
             cells.append(
                 _cell(
                     planned[cell_id],
@@ -232,7 +165,7 @@ def _cell(
     groups: Groups,
     within: tuple[float, float],
     device_within: tuple[float, float],
-    nights: tuple[Night | None, Night | None],
+    between_starts: tuple[StartVariance | None, StartVariance | None],
     prior: stats.Prior | None,
     policy: GatePolicy,
 ) -> CellNoise:
@@ -267,9 +200,9 @@ def _cell(
         within_sd_pct=_sd_pct(*within),
         within_df=round(within[1]),
         moderated_sd_pct=_sd_pct(variance, df),
-        night=nights[0],
+        between_starts=between_starts[0],
         device_sd_pct=_sd_pct(*device_within),
-        device_night=nights[1],
+        device_between_starts=between_starts[1],
         blocks=blocks,
         judged_drop_pct=judged,
         tolerance_pct=policy.tolerance_pct
@@ -282,10 +215,10 @@ def _sd_pct(variance: float, df: float) -> float | None:
 
 
 def _across(
-    of_start: Rows, policy: GatePolicy, nights: Mapping[str, Night | None]
+    of_start: Rows, policy: GatePolicy, between_starts: Mapping[str, StartVariance | None]
 ) -> tuple[Rate, Rate]:
-    """The screen on real nights, as the gate would do it with ``nights``: every later start of a
-    cell against its first.
+    """The screen on real starts, as the gate would do it with ``between_starts``: every later start
+    of a cell against its first.
 
     Two replicates and more on each side.
     """
@@ -293,22 +226,24 @@ def _across(
     pairs = []
     for (_, cell_id), rows in of_start.items():
         if len(rows) >= 2 and cell_id in firsts:
-            night = nights[cell_id]
+            known = between_starts[cell_id]
             pairs.append(
                 (
                     _speeds(firsts[cell_id]),
                     _speeds(rows),
-                    stats.ASSUMED_NIGHT_SD if night is None else night.gate_sd,
+                    stats.ASSUMED_BETWEEN_SESSION_SD if known is None else known.gate_sd,
                 )
             )
         elif len(rows) >= 2:
             firsts[cell_id] = rows
-    told = [stats.pooled(base, candidate) for base, candidate, _ in pairs]
-    prior = stats.prior_of([variance for variance, _ in told], [df for _, df in told])
+    pooled = [stats.pooled(base, candidate) for base, candidate, _ in pairs]
+    prior = stats.prior_of([variance for variance, _ in pooled], [df for _, df in pooled])
     alpha = stats.screen_alpha(policy)
     found = [
-        stats.unpaired(b, c, prior=prior, night_variance=night**2, alpha=alpha, power=policy.power)
-        for b, c, night in pairs
+        stats.unpaired(
+            b, c, prior=prior, between_session_variance=sd**2, alpha=alpha, power=policy.power
+        )
+        for b, c, sd in pairs
     ]
     screened, significant = (
         sum(stats.screened(one, policy) for one in found),
@@ -329,8 +264,8 @@ def _within(of_start: Rows, policy: GatePolicy) -> Rate:
             if where == start and len(speeds) >= 4:
                 turns = [(2 * i + i % 2, 2 * i + 1 - i % 2) for i in range(len(speeds) // 2)]
                 pairs.append(([speeds[a] for a, _ in turns], [speeds[b] for _, b in turns]))
-        told = [stats.variance_of(stats.differences(b, c)) for b, c in pairs]
-        prior = stats.prior_of(told, [len(b) - 1.0 for b, _ in pairs])
+        pooled = [stats.variance_of(stats.differences(b, c)) for b, c in pairs]
+        prior = stats.prior_of(pooled, [len(b) - 1.0 for b, _ in pairs])
         found = [
             stats.paired(b, c, prior=prior, alpha=policy.alpha_confirm, power=policy.power)
             for b, c in pairs
@@ -344,32 +279,11 @@ def _within(of_start: Rows, policy: GatePolicy) -> Rate:
 def _write(out: Path, calibration: Calibration) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render(calibration), encoding="utf-8")
-        out.with_suffix(".json").write_text(as_json(calibration), encoding="utf-8")
+        out.write_text(render_calibration(calibration), encoding="utf-8")
+        out.with_suffix(".json").write_text(calibration_json(calibration), encoding="utf-8")
     except OSError as error:
         text = (
             f"{out} cannot be written: {error.strerror}. Next: name another file, in a folder that"
             " you may write to"
         )
         raise PerfbenchError(Exit.USAGE, text) from None
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Rate):
-        share = value.share if value.trials else None
-        return {
-            "hits": value.hits,
-            "trials": value.trials,
-            "share": share,
-            "lower": value.lower,
-            "upper": value.upper,
-        }
-    if isinstance(value, GatePolicy):
-        return value.model_dump()
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {
-            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
-    if isinstance(value, dict):
-        return {key: _plain(one) for key, one in value.items()}
-    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value

@@ -325,4 +325,4 @@ def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
 
 
 def test_the_assumption_is_what_the_gate_assumes() -> None:
-    assert between_starts.gate_sd(0.0, 1.0) == stats.ASSUMED_NIGHT_SD
+    assert between_starts.gate_sd(0.0, 1.0) == stats.ASSUMED_BETWEEN_SESSION_SD

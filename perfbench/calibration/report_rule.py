@@ -1,5 +1,5 @@
-"""The certificate in the calibration's Markdown: what the rule makes of simulated nights and drops,
-and of stored samples.
+"""The rule in the calibration's Markdown: what it makes of simulated sessions and drops, of stored
+samples, and of interleaved pairs of one commit with itself.
 """
 
 from __future__ import annotations
@@ -7,12 +7,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from perfbench.text import NULL, escape
+from perfbench.records import Verdict
+from perfbench.text import NULL, cell_code, escape
 
 if TYPE_CHECKING:
+    from perfbench.calibration.aa_pairs import RealPair
+    from perfbench.calibration.calibration import Calibration
     from perfbench.calibration.certify import Certificate, NullRow, PowerRow, Rate
 
-MISSED, BLIND, OPEN = "missed", "BLIND", "open: too few drops to tell"
+REASON_CHARS = 90  # of a cell without a speed; its run has the whole
+HOW = (
+    "`perfbench ab HEAD HEAD MATRIX`, planted with `--inject slowdown=3%@CELL`; `--pair FOLDER`"
+    " passes it to `perfbench calibrate`"
+)
+MISSED, BLIND, OPEN = "missed", "BLIND", "open: too few drops to decide"
 
 
 def sections(certificate: Certificate) -> list[str]:
@@ -43,10 +51,10 @@ def shortfalls(certificate: Certificate) -> list[str]:
             f"- **BLIND on wall time in {_of(blind)} of the {worlds} worlds**, not judged by it:"
             f" {_worst(blind)}."
         )
-    if tell := [row for row in open_ if row.world.name not in worse]:
+    if few := [row for row in open_ if row.world.name not in worse]:
         items.append(
-            f"- Too few drops to prove {wanted} in {_of(tell)} of the {worlds} worlds:"
-            f" {_worst(tell)}."
+            f"- Too few drops to prove {wanted} in {_of(few)} of the {worlds} worlds:"
+            f" {_worst(few)}."
         )
     return items or [
         f"- {wanted[0].upper()}{wanted[1:]} is reached in every one of the {worlds} worlds."
@@ -95,12 +103,12 @@ def _null(certificate: Certificate) -> list[str]:
         "p < 0.01",
     ]
     return [
-        "## Nights in which nothing got slower",
+        "## Sessions in which nothing got slower",
         "",
         (
             "The p-values are the confirmation's, before Holm; under the null they are uniform, 1 %"
             " of them below 0.01. Fewer is caution: noise with outliers makes the t test miss, not"
-            " cry."
+            " raise a false alarm."
         ),
         "",
         *table(head, rows),
@@ -209,6 +217,89 @@ def _modes(certificate: Certificate) -> list[str]:
         ),
         "",
     ]
+
+
+def pairs_headline(c: Calibration) -> str:
+    if not c.pairs:
+        return (
+            "**No real pair was given**: every drop in these numbers is simulated, no kernel got"
+            f" slower. {HOW}."
+        )
+    planted = [one for one in c.pairs if one.extra_work_pct > 0 and one.change_pct is not None]
+    red = [f"{one.extra_work_pct:g} %" for one in planted if one.verdict == Verdict.REGRESSED]
+    rest = [
+        f"{one.extra_work_pct:g} % ({escape(one.verdict)})"
+        for one in planted
+        if one.verdict != Verdict.REGRESSED
+    ]
+    parts = (
+        [f"**Real interleaved pairs**: with nothing planted {bounded(c.pairs_red)} cells REGRESSED"]
+        if c.pairs_red.trials
+        else []
+    )
+    parts += [f"real extra work found REGRESSED at {', '.join(red)}"] if red else []
+    parts += [f"and not called slower at {', '.join(rest)}"] if rest else []
+    wrong = sum(one.change_pct is None for one in c.pairs)
+    parts += [f"{wrong} cell{'s' if wrong > 1 else ''} gave no speed to judge"] if wrong else []
+    return "; ".join(parts) + "."
+
+
+def pairs_section(c: Calibration) -> list[str]:
+    head = ["## Real pairs", ""]
+    if not c.pairs:
+        return [*head, f"None was given: {HOW}.", ""]
+    rows = [
+        [
+            f"{one.extra_work_pct:g}",
+            cell_code(one.cell_id),
+            f"{one.pairs}",
+            _signed(one.expected_pct),
+            _signed(one.change_pct),
+            _bounds(one),
+            _verdict(one),
+            escape(one.run_id),
+        ]
+        for one in c.pairs
+    ]
+    columns = [
+        "extra work, %",
+        "cell",
+        "pairs",
+        "expected, %",
+        "measured, %",
+        "bounds, %",
+        "verdict",
+        "run",
+    ]
+    return [
+        *head,
+        (
+            "One commit against itself, in turns on one machine; 0 is an A/A, elsewhere side b did"
+            " that much more work in each step. Work of x % of a step lowers tok/s by x / (100 +"
+            " x). The bounds are at the confirmation's alpha. Each pair is judged by its own"
+            " matrix: a drop below its min_effect_pct need not be found, and one below its"
+            " tolerance_pct must not be called REGRESSED."
+        ),
+        "",
+        *table(columns, rows),
+        "",
+    ]
+
+
+def _verdict(one: RealPair) -> str:
+    return escape(
+        one.verdict if one.change_pct is not None else f"{one.verdict}: {one.reason[:REASON_CHARS]}"
+    )
+
+
+def _signed(value: float | None) -> str:
+    return NULL if value is None else f"{value or 0.0:+.2f}"
+
+
+def _bounds(one: RealPair) -> str:
+    return (
+        NULL if one.change_pct is None else f"{_signed(one.lower_pct)} to {_signed(one.upper_pct)}"
+    )
 
 
 def met(ok: bool) -> str:

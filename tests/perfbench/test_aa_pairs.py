@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from perfbench.calibration import aa_pairs, certify, simulate
-from perfbench.calibration import realpairs_report as telling
+from perfbench.calibration import report_rule as telling
 from perfbench.calibration.certify import Effort, Rate
 from perfbench.commands import outcome
 from perfbench.commands.calibrate import certify as certify_command
@@ -19,7 +19,7 @@ from tests.perfbench import builders as b
 from tests.perfbench.edits import edit
 
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
-LITTLE = Effort(null_cell_nights=24, drops=6, claimed_drops=24, mode_trials=4)
+LITTLE = Effort(null_cell_sessions=24, drops=6, claimed_drops=24, mode_trials=4)
 
 
 def saved(
