@@ -56,7 +56,7 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "night, starts, words",
+    "session, starts, words",
     [
         (None, None, "tok/s 1 %, assumed (no calibration measured it)"),
         (0.0042, 3, "tok/s 0.42 %, from 3 machine starts"),

@@ -221,7 +221,7 @@ def sessions(base: Baseline, device_night_log_sd: float | None) -> Baseline:
 
 
 @pytest.mark.parametrize(
-    "night, verdict", [(None, Verdict.WATCH), (0.01, Verdict.WATCH), (0.002, Verdict.BLIND)]
+    "session, verdict", [(None, Verdict.WATCH), (0.01, Verdict.WATCH), (0.002, Verdict.BLIND)]
 )
 def test_device_time_is_sent_on_until_it_is_proved_the_same(
     session: float | None, verdict: Verdict
