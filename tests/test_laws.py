@@ -399,7 +399,7 @@ def typer_commands(trees: Trees) -> set[str]:
     for node in (node for tree in trees.values() for node in ast.walk(tree)):
         if isinstance(node, ast.Call) and ".command(" in ast.unparse(node.func) and node.args:
             found.add(ast.unparse(node.args[0]).rpartition(".")[2])
-        elif isinstance(node, ast.FunctionDef) and any(
+        if isinstance(node, ast.FunctionDef) and any(
             ".command(" in ast.unparse(one) for one in node.decorator_list
         ):
             found.add(node.name)

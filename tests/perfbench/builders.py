@@ -436,7 +436,7 @@ def watched(run: Run, rates: dict[str, list[float]]) -> Run:
 
 def baseline_of(run: Run, *, night_log_sd: float | None = 0.0, **overrides: Any) -> Baseline:
     """The baseline that this run would become, without promote's refusals, by default of a machine
-    without night-to-night luck.
+    without between-session variance.
     """
     rows = rows_by_cell(run)
     cells = {}

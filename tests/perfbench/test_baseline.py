@@ -412,7 +412,7 @@ def test_no_cell_makes_a_traceback_in_the_gate(
         judge(b.with_manifest(b.small_run(), only=["workload=train"]), found, GatePolicy())
 
 
-# --- luck between nights
+# --- between-session variance
 
 
 def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) -> Path:
@@ -443,7 +443,7 @@ def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) 
 
 
 def test_a_calibration_tells_the_gate_how_restless_a_cell_is(target: Path, tmp_path: Path) -> None:
-    """Without it nights of 1 % are assumed, and no cell is proved the same."""
+    """Without it sessions of 1 % are assumed, and no cell is proved the same."""
     run = b.small_run(noise=0.001)
     assert judge(run, promoted(run, target), GatePolicy()).counts == {"WATCH": 4}
     found = promote(run, target, promoted_utc=b.UTC, calibration=calibration(tmp_path / "c.json"))

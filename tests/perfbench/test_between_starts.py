@@ -1,4 +1,4 @@
-"""The luck between machine starts: put in and found again, bounded, shrunk, and carried into a
+"""The variance between machine starts: put in and found again, bounded, shrunk, and carried into a
 baseline.
 """
 
@@ -21,15 +21,20 @@ Family = dict[str, dict[str, list[float]]]
 
 
 def family(
-    luck: random.Random, *, starts: int, night: float = 0.005, shared: bool = False, cells: int = 4
+    luck: random.Random,
+    *,
+    starts: int,
+    session: float = 0.005,
+    shared: bool = False,
+    cells: int = 4,
 ) -> Family:
     """Five processes a start, 0.3 % between them."""
-    of_start = [luck.gauss(0, night) for _ in range(starts)]
+    of_start = [luck.gauss(0, session) for _ in range(starts)]
     return {
         f"cell{c}": {
             f"start{s}": [ln + luck.gauss(0, 0.003) for _ in range(5)]
             for s in range(starts)
-            for ln in [of_start[s] if shared else luck.gauss(0, night)]
+            for ln in [of_start[s] if shared else luck.gauss(0, session)]
         }
         for c in range(cells)
     }
@@ -76,9 +81,9 @@ def test_the_gate_takes_the_bound_or_the_assumption_and_never_less_than_the_esti
 
 def test_many_starts_find_what_was_put_in() -> None:
     found = between_starts.estimate(family(random.Random(1), starts=40)).values()
-    assert statistics.mean(night.sd for night in found) == pytest.approx(0.005, rel=0.15)
-    assert 0.005 < statistics.mean(night.upper for night in found) < 0.0065 and {
-        night.starts for night in found
+    assert statistics.mean(session.sd for session in found) == pytest.approx(0.005, rel=0.15)
+    assert 0.005 < statistics.mean(session.upper for session in found) < 0.0065 and {
+        session.starts for session in found
     } == {40}
 
 
@@ -87,9 +92,9 @@ def test_many_starts_find_what_was_put_in() -> None:
 def test_the_bound_holds_for_most_families_of_few_starts(starts: int, shared: bool) -> None:
     luck = random.Random(7)
     held = [
-        night.upper > 0.005
+        session.upper > 0.005
         for _ in range(200)
-        for night in between_starts.estimate(family(luck, starts=starts, shared=shared)).values()
+        for session in between_starts.estimate(family(luck, starts=starts, shared=shared)).values()
     ]
     assert sum(held) / len(held) > 0.84
 
@@ -165,17 +170,22 @@ CONFIGS = {"both": "b0" * 32, "wall": "a1" * 32, "none": "00" * 32, "new": "11" 
 
 
 def stored(path: Path, **changes: object) -> Path:
-    night = {"starts": 3, "gate_sd": 0.004, "sd": 0.001}
+    session = {"starts": 3, "gate_sd": 0.004, "sd": 0.001}
     cells = [
         {
             "cell_id": "both",
             "config_sha256": CONFIGS["both"],
-            "night": night,
+            "night": session,
             "device_night": {"starts": 2, "gate_sd": 0.002},
         },
-        {"cell_id": "wall", "config_sha256": CONFIGS["wall"], "night": night, "device_night": None},
+        {
+            "cell_id": "wall",
+            "config_sha256": CONFIGS["wall"],
+            "night": session,
+            "device_night": None,
+        },
         {"cell_id": "none", "config_sha256": CONFIGS["none"], "night": None, "device_night": None},
-        {"cell_id": "gone", "config_sha256": "22" * 32, "night": night, "device_night": None},
+        {"cell_id": "gone", "config_sha256": "22" * 32, "night": session, "device_night": None},
     ]
     path.write_text(
         json.dumps({"gpu_slug": "h200", "environment": HERE, "cells": cells, "seed": 1, **changes})
@@ -183,8 +193,8 @@ def stored(path: Path, **changes: object) -> Path:
     return path
 
 
-def one_cell(times: int = 1, **night: float) -> str:
-    cell = {"cell_id": "a", "night": {"starts": 3, **night}, "device_night": None}
+def one_cell(times: int = 1, **session: float) -> str:
+    cell = {"cell_id": "a", "night": {"starts": 3, **session}, "device_night": None}
     return json.dumps({"gpu_slug": "h200", "cells": times * [cell]})
 
 
@@ -243,7 +253,7 @@ def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_tells_no_luck_between_nights_is_refused(
+def test_what_tells_no_between_session_variance_is_refused(
     text: str | None, slug: str, words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "calibration.json"

@@ -51,14 +51,14 @@ def noisy(
     *,
     replicates: int = 6,
     within: float = 0.01,
-    night: float = 0.02,
+    session: float = 0.02,
     cells: int = 12,
 ) -> Run:
-    """One start: every cell with a luck of its own for the night, every process with its own."""
+    """One start: every cell with a luck of its own for the session, every process with its own."""
     planned = [planned_cell(Cell("train", 1024 * (i + 1), "dense", "auto")) for i in range(cells)]
     rows = []
     for cell in planned:
-        speed = speed_of(cell) * (1 + luck.gauss(0, night))
+        speed = speed_of(cell) * (1 + luck.gauss(0, session))
         for n in range(replicates):
             rows.append(
                 replicate(cell, n, tok_per_s=speed * (1 + luck.gauss(0, within)), host_bound=False)
@@ -79,8 +79,8 @@ def saved(folder: Path, runs: Sequence[Run]) -> list[Path]:
 
 
 def test_bounds_of_clopper_and_pearson() -> None:
-    """The design's own numbers: 2,996 silent nights claim 0.1 %, 299 caught drops claim 99 %; 3 of
-    10 from a printed table.
+    """The design's own numbers: 2,996 silent sessions claim 0.1 %, 299 caught drops claim 99 %; 3
+    of 10 from a printed table.
     """
     assert Rate(0, 2995).upper < 0.001001 and Rate(0, 2900).upper > 0.001
     assert Rate(299, 299).lower == pytest.approx(0.99, abs=1e-4)
@@ -102,16 +102,16 @@ def test_abba_puts_each_side_first_in_turn() -> None:
 
 
 def test_the_rule_keeps_its_two_promises_on_gpu_bound_cells() -> None:
-    """Few nights, so with room; the report has the many."""
+    """Few sessions, so with room; the report has the many."""
     world = simulate.WORLDS[0]
-    null = simulate.simulate(world, POLICY, nights=40, seed=(7, 0))
-    drops = simulate.simulate(world, POLICY, nights=80, seed=(7, 1), drop_pct=3.0)
-    assert sum(tally.nights for tally in null.values()) == 480
+    null = simulate.simulate(world, POLICY, sessions=40, seed=(7, 0))
+    drops = simulate.simulate(world, POLICY, sessions=80, seed=(7, 1), drop_pct=3.0)
+    assert sum(tally.sessions for tally in null.values()) == 480
     assert sum(tally.outcomes["REGRESSED"] for tally in null.values()) == 0
-    found = [tally.outcomes["REGRESSED"] / tally.nights for tally in drops.values()]
+    found = [tally.outcomes["REGRESSED"] / tally.sessions for tally in drops.values()]
     assert min(found) > 0.95 and sum(found) / 3 > 0.98
     assert all(
-        tally.significant < 0.9 * tally.nights for tally in drops.values()
+        tally.significant < 0.9 * tally.sessions for tally in drops.values()
     )  # what significance alone would have looked at
 
 
@@ -122,19 +122,19 @@ def test_a_screen_by_significance_alone_would_miss_the_goal(
     monkeypatch.setattr(
         stats, "screened", lambda comparison, policy: comparison.p_slower < policy.alpha_screen
     )
-    drops = simulate.simulate(simulate.WORLDS[0], POLICY, nights=40, seed=(7, 1), drop_pct=3.0)
+    drops = simulate.simulate(simulate.WORLDS[0], POLICY, sessions=40, seed=(7, 1), drop_pct=3.0)
     assert sum(tally.outcomes["REGRESSED"] for tally in drops.values()) < 0.9 * sum(
-        tally.nights for tally in drops.values()
+        tally.sessions for tally in drops.values()
     )
 
 
 def test_host_bound_cells_are_blind_and_never_red() -> None:
     world = next(world for world in simulate.WORLDS if world.name == "host bound")
-    for tally in simulate.simulate(world, POLICY, nights=5, seed=(1,), drop_pct=3.0).values():
-        assert tally.outcomes["BLIND"] > 0.8 * tally.nights and tally.outcomes["REGRESSED"] == 0
+    for tally in simulate.simulate(world, POLICY, sessions=5, seed=(1,), drop_pct=3.0).values():
+        assert tally.outcomes["BLIND"] > 0.8 * tally.sessions and tally.outcomes["REGRESSED"] == 0
 
 
-def test_a_night_is_judged_alone_when_the_family_is_one_cell() -> None:
+def test_a_session_is_judged_alone_when_the_family_is_one_cell() -> None:
     base = [[0.0, 0.001, -0.001, 0.002, -0.002]]
     slower = [[x - 0.1 for x in base[0]]]
     pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_BLOCKS)]]
@@ -180,13 +180,13 @@ def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
 
 def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_path: Path) -> None:
     luck = random.Random(5)
-    runs = [noisy(f"run-{n}", luck, night=0.003, within=0.002) for n in range(6)]
+    runs = [noisy(f"run-{n}", luck, session=0.003, within=0.002) for n in range(6)]
     out = tmp_path / "calibration.md"
     found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, out=out, effort=LITTLE)
-    nights = [cell.night for cell in found.cells if cell.night is not None]
-    assert len(nights) == 12 and {night.starts for night in nights} == {6}
-    assert sum(night.sd for night in nights) / 12 == pytest.approx(0.003, rel=0.35)
-    assert all(night.sd < night.gate_sd < 0.01 for night in nights)
+    sessions = [cell.between_starts for cell in found.cells if cell.between_starts is not None]
+    assert len(sessions) == 12 and {session.starts for session in sessions} == {6}
+    assert sum(session.sd for session in sessions) / 12 == pytest.approx(0.003, rel=0.35)
+    assert all(session.sd < session.gate_sd < 0.01 for session in sessions)
     manifest = runs[0].manifest
     configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
     taken = told(
@@ -196,12 +196,14 @@ def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_p
     )
     assert taken == {
         cell.cell_id: {
-            "night_log_sd": cell.night.gate_sd,
-            "device_night_log_sd": cell.device_night.gate_sd if cell.device_night else None,
+            "night_log_sd": cell.between_starts.gate_sd,
+            "device_night_log_sd": cell.device_between_starts.gate_sd
+            if cell.device_between_starts
+            else None,
             "night_starts": 6,
         }
         for cell in found.cells
-        if cell.night
+        if cell.between_starts
     }
 
 
@@ -218,8 +220,9 @@ def test_device_time_has_a_luck_of_its_own(tmp_path: Path) -> None:
         ]
         runs.append(with_rows(run, rows))
     (cell,) = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE).cells
-    assert cell.device_night is not None and cell.device_night.sd == pytest.approx(
-        math.log(1.04) / math.sqrt(2), rel=1e-3
+    assert (
+        cell.device_between_starts is not None
+        and cell.device_between_starts.sd == pytest.approx(math.log(1.04) / math.sqrt(2), rel=1e-3)
     )
     assert cell.device_sd_pct == pytest.approx(0, abs=1e-9)
 
@@ -243,9 +246,9 @@ def test_the_report_names_the_gpu_its_starts_and_both_kinds_of_sd(tmp_path: Path
     (line,) = [
         line for line in text.splitlines() if "seq_len=1024," in line and "| tok/s | 3 |" in line
     ]
-    night = found.cells[0].night
-    assert night is not None and f"| {100 * night.sd:.2f} | {100 * night.upper:.2f} |" in line
-    assert line.endswith(f"| {100 * night.gate_sd:.2f} |")
+    session = found.cells[0].between_starts
+    assert session is not None and f"| {100 * session.sd:.2f} | {100 * session.upper:.2f} |" in line
+    assert line.endswith(f"| {100 * session.gate_sd:.2f} |")
     assert f"{found.screened.hits} of 4 (at most " in text and "confirmed" in text
 
 
@@ -348,8 +351,8 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
         )
     ]
     others = [
-        power_row("restless nights", 0.34, 929),
-        power_row("restless nights", 0.93, 925),
+        power_row("noisy sessions", 0.34, 929),
+        power_row("noisy sessions", 0.93, 925),
         power_row("heavy tails", 1.0, 957),
         power_row("heavy tails", 0.5, 990),
         power_row("host bound", 7.3, 0, blind=1000),
@@ -368,7 +371,7 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
     missed, blind, open_ = (line for line in text.splitlines() if "of the 6 worlds" in line)
     assert "99.00 % is missed in 2 of the 6 worlds**" in missed
     assert missed.endswith(
-        ': "restless nights" 92.5 % (925 of 1,000, sd 0.93 %); "heavy tails" 95.7 % (957 of 1,000,'
+        ': "noisy sessions" 92.5 % (925 of 1,000, sd 0.93 %); "heavy tails" 95.7 % (957 of 1,000,'
         " sd 1 %)."
     )
     assert (

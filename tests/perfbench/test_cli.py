@@ -287,7 +287,7 @@ def calibration(path: Path, **changes: object) -> str:
     return str(path)
 
 
-def test_promote_stores_the_luck_between_nights(
+def test_promote_stores_the_between_session_variance(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
     promote()
@@ -300,7 +300,7 @@ def test_promote_stores_the_luck_between_nights(
         "reports/baselines/cpu/small.json",
     ]
     assert app.invoke([*again, "--calibration", calibration(Path("calibration.json"))]) == 0
-    assert "tells the luck between nights of 1 of 4 cells" in capsys.readouterr().out
+    assert "gives the between-session variance of 1 of 4 cells" in capsys.readouterr().out
     cells = json.loads(Path("reports/baselines/cpu/small.json").read_text(encoding="utf-8"))[
         "cells"
     ]

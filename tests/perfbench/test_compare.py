@@ -1,5 +1,5 @@
-"""Two runs against each other: pairs may be red, two nights may not, and a side that is not true is
-not compared.
+"""Two runs against each other: pairs may be red, two sessions may not, and a side that is not true
+is not compared.
 """
 
 from __future__ import annotations
@@ -270,11 +270,11 @@ def test_pairs_that_a_resume_parted_were_not_measured_as_planned() -> None:
     could be looked at.
     """
     base = b.small_run(replicates=8, noise=0.001)
-    again, night = "2026-01-03T00:00:00+00:00", "2026-01-03T01:00:00+00:00"
+    again, session = "2026-01-03T00:00:00+00:00", "2026-01-03T01:00:00+00:00"
     late = b.change_rows(
         base,
         TRAIN,
-        lambda row: row.model_copy(update={"started_utc": night}) if row.replicate == 7 else row,
+        lambda row: row.model_copy(update={"started_utc": session}) if row.replicate == 7 else row,
     )
     judgement = comparison.compare(base, b.resumed(late, resumed_utc=again), POLICY, paired=True)
     assert {cell.cell_id: cell.cut_short for cell in judgement.cells if cell.cut_short} == {

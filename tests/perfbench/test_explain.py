@@ -57,18 +57,18 @@ def test_the_numbers_of_a_screen_follow_from_the_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    "night, starts, words",
+    "session, starts, words",
     [
         (None, None, "tok/s 1 %, assumed (no calibration measured it)"),
         (0.0042, 3, "tok/s 0.42 %, from 3 machine starts"),
         (0.0042, None, "tok/s 0.42 %, from a calibration"),  # a file older than the count
     ],
 )
-def test_the_luck_between_nights_says_where_it_is_from(
-    night: float | None, starts: int | None, words: str
+def test_the_between_session_variance_says_where_it_is_from(
+    session: float | None, starts: int | None, words: str
 ) -> None:
     run = b.small_run()
-    base = b.baseline_of(run, night_log_sd=night)
+    base = b.baseline_of(run, night_log_sd=session)
     cells = {
         cell_id: cell.model_copy(update={"night_starts": starts})
         for cell_id, cell in base.cells.items()

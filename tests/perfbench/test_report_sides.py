@@ -93,7 +93,7 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
     )  # uncommitted changes are in no commit
 
 
-def test_pairs_need_no_sentinel_and_two_nights_do() -> None:
+def test_pairs_need_no_sentinel_and_two_sessions_do() -> None:
     base = b.small_run()
     judgement = comparison.compare(base, base, POLICY, paired=True)
     paired, apart = (

@@ -87,8 +87,8 @@ def test_speed_against_a_stored_baseline_is_never_red(factor: float, verdict: Ve
         )
 
 
-def test_an_unknown_night_counts_as_one_of_one_per_cent() -> None:
-    """Two nights of sd 1 % leave a drop of 3 % possible, however alike the processes: sqrt(2) %
+def test_an_unknown_session_counts_as_one_of_one_per_cent() -> None:
+    """Two sessions of sd 1 % leave a drop of 3 % possible, however alike the processes: sqrt(2) %
     times 2.81 (alpha 0.0025).
     """
     run = b.small_run()
@@ -172,11 +172,11 @@ def test_a_cell_that_became_host_bound_is_confirmed_before_it_is_excused(factor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_new_host_loop_of_three_per_cent_is_sent_on_whatever_luck_the_night_had(
+def test_a_new_host_loop_of_three_per_cent_is_sent_on_whatever_luck_the_session_had(
     seed: int,
 ) -> None:
-    """With nights of 1 % a test for slower alone misses half of such drops: here the night's luck
-    hides from none to all of it.
+    """With sessions of 1 % a test for slower alone misses half of such drops: here the session's
+    luck hides from none to all of it.
     """
     run = b.small_run(noise=0.004, replicates=5)
     base = b.baseline_of(run, night_log_sd=None)
@@ -215,28 +215,28 @@ def device_run(replicates: int = 5, sd: float = 0.001, seed: int = 3, **profile:
     return b.change_rows(run, TRAIN, profiled)
 
 
-def nights(base: Baseline, device_night_log_sd: float | None) -> Baseline:
+def sessions(base: Baseline, device_night_log_sd: float | None) -> Baseline:
     cell = base.cells[TRAIN].model_copy(update={"device_night_log_sd": device_night_log_sd})
     return base.model_copy(update={"cells": {**base.cells, TRAIN: cell}})
 
 
 @pytest.mark.parametrize(
-    "night, verdict", [(None, Verdict.WATCH), (0.01, Verdict.WATCH), (0.002, Verdict.BLIND)]
+    "session, verdict", [(None, Verdict.WATCH), (0.01, Verdict.WATCH), (0.002, Verdict.BLIND)]
 )
 def test_device_time_is_sent_on_until_it_is_proved_the_same(
-    night: float | None, verdict: Verdict
+    session: float | None, verdict: Verdict
 ) -> None:
-    """Nights of 1 % leave a drop of 3 % possible (4 % below is within 2.81 standard errors), nights
-    of 0.2 % do not.
+    """Sessions of 1 % leave a drop of 3 % possible (4 % below is within 2.81 standard errors),
+    sessions of 0.2 % do not.
     """
     run = device_run()
     for change in (1.0, 1.005):
         cell = cell_of(
-            judge(device_run(factor=change), nights(b.baseline_of(run), night), POLICY), TRAIN
+            judge(device_run(factor=change), sessions(b.baseline_of(run), session), POLICY), TRAIN
         )
         assert cell.verdict is verdict and cell.screened is (verdict is Verdict.WATCH)
         assert cell.metric == "device_time_s" and cell.evidence[0].between_session_sd == (
-            0.01 if night is None else night
+            0.01 if session is None else session
         )
         assert ("not ruled out on the device" in cell.reason) is cell.screened
 
@@ -313,7 +313,7 @@ def pairs_of(
     base = device_run(replicates=8, kernel_count=60)
     first = judge(
         device_run(replicates=8, kernel_count=launches, factor=device, seed=4),
-        nights(b.baseline_of(base), None),
+        sessions(b.baseline_of(base), None),
         POLICY,
     )
     assert first.to_confirm == [TRAIN]

@@ -41,18 +41,18 @@ def test_paired_is_student_s_t_without_a_prior() -> None:
     assert (found.n_base, found.n_candidate) == (3, 3)
 
 
-def test_unpaired_counts_the_night_twice_and_stretches_the_degrees_of_freedom() -> None:
+def test_unpaired_counts_the_session_twice_and_stretches_the_degrees_of_freedom() -> None:
     base, candidate = [0.0, 0.02], [0.01, 0.03, 0.05]
     within = (2 * 0.01**2 + 2 * 0.02**2) / 3 * (1 / 2 + 1 / 3)
     plain = stats.unpaired(base, candidate, prior=None, alpha=0.01, power=0.9)
-    night = stats.unpaired(
+    session = stats.unpaired(
         base, candidate, prior=None, between_session_variance=1e-4, alpha=0.01, power=0.9
     )
     assert (plain.estimate, plain.standard_error, plain.df) == pytest.approx(
         (0.02, math.sqrt(within), 3.0)
     )
-    assert night.standard_error == pytest.approx(math.sqrt(within + 2e-4))
-    assert night.df == pytest.approx(3 * ((within + 2e-4) / within) ** 2)
+    assert session.standard_error == pytest.approx(math.sqrt(within + 2e-4))
+    assert session.df == pytest.approx(3 * ((within + 2e-4) / within) ** 2)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +171,8 @@ def test_identical_samples_prove_nothing_infinitely() -> None:
     )
 
 
-def test_a_drop_of_min_effect_passes_the_screen_whatever_the_night_did() -> None:
-    """3 % slower in nights of 1 % luck: the rule misses 0.25 %, a test for slower alone more than
+def test_a_drop_of_min_effect_passes_the_screen_whatever_the_session_did() -> None:
+    """3 % slower in sessions of 1 % luck: the rule misses 0.25 %, a test for slower alone more than
     half.
     """
     rng = np.random.default_rng(2)
