@@ -28,7 +28,7 @@ class MeasureOptions(BaseModel):
     samples instead of filling ``max_s``, the timed window of one replicate.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     warmup_s: float = Field(default=2.0, ge=0)
     min_sample_ms: float = Field(default=50.0, gt=0)
     processes: int = Field(default=5, ge=1)  # replicates of every cell
@@ -54,14 +54,14 @@ class MeasureOptions(BaseModel):
 class Injection(BaseModel):
     """A planted fault, for demonstrations: stored in the manifest, never promotable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     kind: str  # slowdown | oom | hang | segv
     percent: float | None = None  # slowdown only
     cell_id: str
 
 
 class Job(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     cell_id: str
     replicate: int
     axes: StoredCell

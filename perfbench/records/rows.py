@@ -21,7 +21,8 @@ METHOD_VERSION = 1  # raise it whenever a number would change although the measu
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    # Each command builds the validators that it uses, at their first use.
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
 
 
 class _AsMapping:
@@ -353,7 +354,7 @@ class Replicate(_Record):
 class Run(BaseModel):
     """A run file as read: ``torn`` says that its last line was cut off and dropped."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
     manifest: Manifest
     resumed: list[Resumed] = []
     replicates: list[Replicate] = []
@@ -362,3 +363,11 @@ class Run(BaseModel):
 
     def of_cell(self, cell_id: str) -> list[Replicate]:
         return [r for r in self.replicates if r.cell_id == cell_id]
+
+
+def build_validators() -> None:
+    """Build the validators of all records now: in a process that forks others, each of which would
+    build its own.
+    """
+    for record in _Record.__subclasses__():
+        record.model_rebuild()
