@@ -75,7 +75,7 @@ class SparseAttention(nn.Module):
             phi_params=(phi_k, phi_v),
             path=self.path,
             fa2=self.fa2,
-            **sigmoid_gates(),
+            **sigmoid_gates(nsa_attention),
         )
 
 
