@@ -22,7 +22,14 @@ METHOD_VERSION = 1  # raise it whenever a number would change although the measu
 
 class _Record(BaseModel):
     # Each command builds the validators that it uses, at their first use.
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
+    model_config = ConfigDict(
+        extra="allow",
+        allow_inf_nan=False,
+        frozen=True,
+        defer_build=True,
+        populate_by_name=True,
+        serialize_by_alias=True,
+    )
 
 
 class _AsMapping:
@@ -331,10 +338,10 @@ class Replicate(_Record):
     ] = {}
     absent: dict[str, str] = {}  # why a value of this row is null
     # The first step; shorter where this process made the proof and had loaded libraries, longer
-    # beside `company`.
+    # next to `waiting_peers`.
     cold_start_s: float | None = None
     # other processes that prepared at the same time; all of them waited while this one was timed
-    company: int = 0
+    waiting_peers: int = Field(default=0, validation_alias="company", serialization_alias="company")
     peak_memory_bytes: int | None = None
     cache: CacheLine | None = None  # null in other workloads, and in older files
     host_bound: bool | None = None

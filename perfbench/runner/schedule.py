@@ -148,7 +148,7 @@ class Sweep:
         """The next jobs of this block, preparing side by side where the matrix allows it."""
         due = (cells[i] for i in range(place, len(cells)) if self._is_due(cells[i], block))
         chosen = list(islice(due, self.matrix.measure.prepare_together))
-        jobs = [self._job(cell, block, company=len(chosen) - 1) for cell in chosen]
+        jobs = [self._job(cell, block, waiting_peers=len(chosen) - 1) for cell in chosen]
         if len(jobs) > 1:
             self.executor.prepare([job for job in jobs if not self._smaller_ran_out(job)])
         return {job.cell_id: job for job in jobs}
@@ -253,7 +253,7 @@ class Sweep:
         reason = f"not tried: {shorter} ran out of memory (limits.oom: record_and_skip_larger)"
         return failed(job, Status.SKIPPED, reason) if shorter else None
 
-    def _job(self, cell: PlannedCell, replicate: int, *, company: int) -> Job:
+    def _job(self, cell: PlannedCell, replicate: int, *, waiting_peers: int) -> Job:
         return Job(
             cell_id=cell.cell_id,
             replicate=replicate,
@@ -268,7 +268,7 @@ class Sweep:
             seed=random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31),
             profile=replicate == 0 or self.matrix.measure.profile == "every",
             injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
-            company=company,
+            waiting_peers=waiting_peers,
             proof=self._proof(cell),
         )
 

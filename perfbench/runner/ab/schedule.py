@@ -192,15 +192,17 @@ class _Half(Sweep):
 
     def measure(self, cell: PlannedCell, block: int, later: int) -> None:
         self.progress.begin(cell.cell_id, block)
-        self._measure_cell(cell, self._job(cell, block, company=0), later)
+        self._measure_cell(cell, self._job(cell, block, waiting_peers=0), later)
         self.measured.add(cell.cell_id)
 
     def due(self, cell: PlannedCell, block: int) -> bool:
         return self._is_due(cell, block)
 
-    def _job(self, cell: PlannedCell, replicate: int, *, company: int) -> Job:
+    def _job(self, cell: PlannedCell, replicate: int, *, waiting_peers: int) -> Job:
         return (
-            super()._job(cell, replicate, company=company).model_copy(update={"model": self.model})
+            super()
+            ._job(cell, replicate, waiting_peers=waiting_peers)
+            .model_copy(update={"model": self.model})
         )
 
 
