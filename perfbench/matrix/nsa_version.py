@@ -1,9 +1,8 @@
 """What perfbench reads of `nsa` that another commit of it may lack or keep elsewhere: `ab` measures
 that commit with this perfbench.
 
-Whatever depends on the commit of `nsa` belongs here, or where it needs torch or the processes of
-one side of an A/B, in perfbench/worker/nsa_version.py. A name that every commit has is imported
-where it is used.
+Whatever depends on the commit of `nsa` belongs here, or where only the measuring process needs it,
+in perfbench/worker/nsa_version.py. A name that every commit has is imported where it is used.
 """
 
 from __future__ import annotations

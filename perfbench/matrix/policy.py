@@ -19,7 +19,7 @@ class GatePolicy(BaseModel):
     ``confirm_blocks`` pairs.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     metric: Literal["tok_per_s"] = "tok_per_s"
     min_effect_pct: float = Field(default=3.0, gt=0, lt=100)
     tolerance_pct: float = Field(default=1.0, gt=0, lt=100)

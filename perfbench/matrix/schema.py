@@ -29,7 +29,7 @@ MAX_MISTAKES = 20  # shown at once: a screenful
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
 
 class Target(_Section):

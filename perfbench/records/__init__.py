@@ -4,21 +4,20 @@ from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProb
 from perfbench.records.baseline_file import load as load_baseline, path_for as baseline_path
 from perfbench.records.baseline_file import read as read_baseline, show as show_baseline
 from perfbench.records.baseline_file import write as write_baseline
-from perfbench.records.calibration_file import read as read_calibration, told as variance_of_cells
+from perfbench.records.calibration_file import read as read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
 from perfbench.records.cells import SELECTIONS, STEPS, Term, Value, check_axis, proof_key
-from perfbench.records.cells import select as select_cells, settings_of, show as show_value
+from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_beside, totalled
-from perfbench.records.rerun import asked as typed_revisions, injections as injection_words
-from perfbench.records.rerun import name_of as source_name, to_type as revisions_to_type
-from perfbench.records.rerun import without_resume
+from perfbench.records.rerun import injection_words, without_resume
+from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
 from perfbench.records.rows import Manifest, ParityLine, Physics, PlannedCell, Profile, Replicate
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status
-from perfbench.records.rows import StoredCell, Telemetry
+from perfbench.records.rows import StoredCell, Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_NAME as COMPRESSED_RUN_FILE
 from perfbench.records.run_file import FILE_NAME as RUN_FILE, MAX_REPLICATES, RunWriter
 from perfbench.records.run_file import create as create_run, has_run, new_run_id, open_for_resume

@@ -35,7 +35,7 @@ class BaselineCell(BaseModel):
     ``night_starts`` machine starts.
     """
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
     axes: StoredCell
     config_sha256: str
     tok_per_s: list[Speed] = Field(min_length=1)  # one median for each replicate
@@ -64,7 +64,7 @@ class Baseline(BaseModel):
     ``environment`` is ``Environment.fingerprint()``.
     """
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
     schema_version: int = SCHEMA_VERSION
     method_version: int
     matrix_name: str

@@ -40,7 +40,7 @@ class _Stored(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A calibration.json, read but not yet matched to a run: see `told`."""
+    """A calibration.json, read but not yet matched to a run: see `variance_of_cells`."""
 
     path: Path
     environment: Mapping[str, str | None]
@@ -78,7 +78,7 @@ def read(path: Path, gpu_slug: str) -> Known:
     return Known(path, stored.environment, found)
 
 
-def told(
+def variance_of_cells(
     known: Known, environment: Mapping[str, str | None], configs: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """By cell of ``configs`` (its id to the hash of its work), the fields of a baseline's cell that

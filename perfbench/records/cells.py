@@ -69,7 +69,7 @@ class Axis:
                     if isinstance(value, str | float)
                     else ""
                 )
-                raise ValueError(f"got {show(value)}, wanted {self.wanted}{hint}")
+                raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{hint}")
             return value
         if not isinstance(value, str):
             hint = (
@@ -77,10 +77,11 @@ class Axis:
                 if isinstance(value, bool)
                 else ""
             )
-            raise ValueError(f"got {show(value)}, wanted {self.wanted}{hint}")
+            raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{hint}")
         if value not in self.choices + self.recorded:
             raise ValueError(
-                f"got {show(value)}, wanted {self.wanted}{nearest_name(value, list(self.choices))}"
+                f"got {show_value(value)}, wanted"
+                f" {self.wanted}{nearest_name(value, list(self.choices))}"
             )
         return value
 
@@ -91,7 +92,7 @@ class Axis:
         if self.kind is int and isinstance(spec, str):
             if not (found := _COMPARISON.fullmatch(spec.strip())):
                 raise ValueError(
-                    f"got {show(spec)}, wanted {self.wanted} or a comparison such as '>=2048'"
+                    f"got {show_value(spec)}, wanted {self.wanted} or a comparison such as '>=2048'"
                 )
             return found[1], int(found[2])
         return "==", self.check(spec)
@@ -114,7 +115,7 @@ AXES: Mapping[str, Axis] = {
 _NAMES = tuple(AXES)
 
 
-def show(value: object) -> str:
+def show_value(value: object) -> str:
     """A value as a message names it: its kind where a reader could mistake it, and never longer
     than a line.
     """
@@ -321,7 +322,7 @@ def check_axis(name: str) -> Axis:
     return AXES[name]
 
 
-def select(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:
+def select_cells(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:
     """Keep the cells that ``AXIS=V`` terms ask for: the same axis is `or`, different axes are
     `and`.
 

@@ -28,7 +28,7 @@ class MeasureOptions(BaseModel):
     samples instead of filling ``max_s``, the timed window of one replicate.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     warmup_s: float = Field(default=2.0, ge=0)
     min_sample_ms: float = Field(default=50.0, gt=0)
     processes: int = Field(default=5, ge=1)  # replicates of every cell
@@ -54,14 +54,20 @@ class MeasureOptions(BaseModel):
 class Injection(BaseModel):
     """A planted fault, for demonstrations: stored in the manifest, never promotable."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
     kind: str  # slowdown | oom | hang | segv
     percent: float | None = None  # slowdown only
     cell_id: str
 
 
 class Job(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        defer_build=True,
+        populate_by_name=True,
+        serialize_by_alias=True,
+    )
     cell_id: str
     replicate: int
     axes: StoredCell
@@ -76,7 +82,9 @@ class Job(BaseModel):
     profile: bool  # one untimed step under torch.profiler
     injection: Injection | None = None
     # Other processes that prepare at the same time, then wait while this one is timed.
-    company: int = Field(default=0, ge=0)
+    waiting_peers: int = Field(
+        default=0, ge=0, validation_alias="company", serialization_alias="company"
+    )
     # Of the same route, workload and dtype, made earlier in this run on this card.
     proof: ParityLine | None = None
     sentinel: str | None = None  # measure this frozen work in place of a cell
@@ -98,7 +106,7 @@ def failed(
         started_utc=started_utc or utc_now(),
         wall_s=wall_s,
         route=job.plan,
-        company=job.company,
+        waiting_peers=job.waiting_peers,
     )
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from perfbench.records.rows import Run, Source
 
 
-def asked(argv: Sequence[str]) -> tuple[str, str] | None:
+def typed_revisions(argv: Sequence[str]) -> tuple[str, str] | None:
     """REV_A and REV_B as the user typed them; None where the command was no `ab`, or began with
     options.
     """
@@ -20,21 +20,23 @@ def asked(argv: Sequence[str]) -> tuple[str, str] | None:
     return argv[2], argv[3]
 
 
-def name_of(source: Source) -> str:
+def source_name(source: Source) -> str:
     """For a reader, not to be typed."""
     return source.commit[:12] if source.commit else "a tree without git"
 
 
-def to_type(base: Run, candidate: Run) -> tuple[str, str]:
+def revisions_to_type(base: Run, candidate: Run) -> tuple[str, str]:
     """Both sides' commits; where git proved none, or there were uncommitted changes, what the user
     typed.
     """
-    said = asked(candidate.manifest.argv) or (name_of(base.manifest.source), ".")
+    typed = typed_revisions(candidate.manifest.argv) or (source_name(base.manifest.source), ".")
     one, other = (_clean(run.manifest.source) for run in (base, candidate))
-    return one or said[0], other or said[1]
+    return one or typed[0], other or typed[1]
 
 
-def injections(run: Run, cell_id: str | None = None, shown: str | None = None) -> Iterator[str]:
+def injection_words(
+    run: Run, cell_id: str | None = None, shown: str | None = None
+) -> Iterator[str]:
     """``--inject FAULT@CELL`` as words: all of the run's, or those of one cell, which may be
     ``shown`` by another name.
     """

@@ -21,7 +21,15 @@ METHOD_VERSION = 1  # raise it whenever a number would change although the measu
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True)
+    # Each command builds the validators that it uses, at their first use.
+    model_config = ConfigDict(
+        extra="allow",
+        allow_inf_nan=False,
+        frozen=True,
+        defer_build=True,
+        populate_by_name=True,
+        serialize_by_alias=True,
+    )
 
 
 class _AsMapping:
@@ -340,10 +348,10 @@ class Replicate(_Record):
     ] = {}
     absent: dict[str, str] = {}  # why a value of this row is null
     # The first step; shorter where this process made the proof and had loaded libraries, longer
-    # beside `company`.
+    # next to `waiting_peers`.
     cold_start_s: float | None = None
     # other processes that prepared at the same time; all of them waited while this one was timed
-    company: int = 0
+    waiting_peers: int = Field(default=0, validation_alias="company", serialization_alias="company")
     peak_memory_bytes: int | None = None
     cache: CacheLine | None = None  # null in other workloads, and in older files
     host_bound: bool | None = None
@@ -368,7 +376,7 @@ class Replicate(_Record):
 class Run(BaseModel):
     """A run file as read: ``torn`` says that its last line was cut off and dropped."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, defer_build=True)
     manifest: Manifest
     resumed: list[Resumed] = []
     replicates: list[Replicate] = []
@@ -377,3 +385,11 @@ class Run(BaseModel):
 
     def of_cell(self, cell_id: str) -> list[Replicate]:
         return [r for r in self.replicates if r.cell_id == cell_id]
+
+
+def build_validators() -> None:
+    """Build the validators of all records now: in a process that forks others, each of which would
+    build its own.
+    """
+    for record in _Record.__subclasses__():
+        record.model_rebuild()

@@ -125,11 +125,11 @@ class ForkServerExecutor:
 
     def execute(self, job: Job) -> Replicate:
         row = self._run(job)
-        if row.status is Status.OOM and job.company:
+        if row.status is Status.OOM and job.waiting_peers:
             # The others held memory too, so this proves nothing about the cell: it is measured
             # again without them.
             self._end_server()
-            row = self._run(job.model_copy(update={"company": 0}))
+            row = self._run(job.model_copy(update={"waiting_peers": 0}))
         return row
 
     def close(self) -> None:

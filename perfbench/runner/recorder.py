@@ -117,7 +117,7 @@ class Recorder:
             seed=random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31),
             profile=replicate == 0 or self.matrix.measure.profile == "every",
             injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
-            company=waiting_peers,
+            waiting_peers=waiting_peers,
             proof=self._proof(cell),
         )
 

@@ -42,11 +42,11 @@ MEANS: Mapping[str, str] = {
         " length"
     ),
 }
-Cells = Mapping[tuple[Key, int], "TunedCell"]
+Cells = Mapping[tuple[Key, int], "TimedCell"]
 
 
 @dataclass(frozen=True, slots=True)
-class TunedCell:
+class TimedCell:
     """One path at one length.
 
     ``step_ms``: the median step of each process; None with ``why_not`` where the cell does not
@@ -146,14 +146,14 @@ def _refuse_cells(run: Run) -> None:
         )
 
 
-def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], TunedCell]]:
+def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], TimedCell]]:
     rows, verdicts = rows_by_cell(run), {cell.cell_id: cell for cell in judgement.cells}
     for one in run.manifest.excluded:
         place = _place(
             dict(part.partition("=")[::2] for part in str(one.get("cell_id")).split(","))
         )
         if place is not None and place[0] in KEYS:
-            yield place, TunedCell(None, str(one.get("reason")), planned=False)
+            yield place, TimedCell(None, str(one.get("reason")), planned=False)
     for cell in run.manifest.cells:
         place = _place(cell.axes.to_mapping())
         assert place is not None  # `_refuse_cells` saw to it
@@ -161,7 +161,7 @@ def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Tu
         if verdict is None or verdict.verdict is not None:
             yield (
                 place,
-                TunedCell(
+                TimedCell(
                     None,
                     (
                         f"{verdict.verdict}: {verdict.reason}"
@@ -173,13 +173,13 @@ def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Tu
         elif len(good) < rule.MIN_PROCESSES:
             yield (
                 place,
-                TunedCell(
+                TimedCell(
                     None,
                     f"{len(good)} of {rule.MIN_PROCESSES} processes, too few to know the noise",
                 ),
             )
         else:
-            yield place, TunedCell(tuple(map(_step_ms, good)))
+            yield place, TimedCell(tuple(map(_step_ms, good)))
 
 
 def _place(axes: Mapping[str, Value]) -> tuple[Key, int] | None:

@@ -71,9 +71,9 @@ def measure(
 
     def take_turn() -> None:
         nonlocal waited_s
-        asked = time.monotonic()
+        begin_of_wait = time.monotonic()
         prepared()
-        waited_s = time.monotonic() - asked
+        waited_s = time.monotonic() - begin_of_wait
 
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
@@ -89,7 +89,7 @@ def measure(
         reason=reason,
         started_utc=started,
         wall_s=time.monotonic() - begin - waited_s,
-        company=job.company,
+        waiting_peers=job.waiting_peers,
         **facts,
     )
 
@@ -98,7 +98,9 @@ def _measure(
     job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], None]
 ) -> dict[str, Any]:
     torch.set_num_threads(
-        CPU_THREADS if job.device == "cpu" else max(1, torch.get_num_threads() // (job.company + 1))
+        CPU_THREADS
+        if job.device == "cpu"
+        else max(1, torch.get_num_threads() // (job.waiting_peers + 1))
     )
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
@@ -141,10 +143,10 @@ def _measure(
     if fault := wrong_path(route, job, engaged, due=due * timed.num_steps):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
 
-    if job.company and (again := _allocation_retries(job) - retries):
+    if job.waiting_peers and (again := _allocation_retries(job) - retries):
         raise torch.OutOfMemoryError(
-            f"memory was so scarce next to {job.company} waiting processes that {again} allocations"
-            " were retried"
+            f"memory was so scarce next to {job.waiting_peers} waiting processes that {again}"
+            " allocations were retried"
         )
     if job.device == "cuda":
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()

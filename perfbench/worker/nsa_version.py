@@ -1,8 +1,8 @@
 """Which `nsa` this process holds: a process of one side of an A/B imports that side's, proves it,
 or refuses.
 
-Whatever else depends on the commit of `nsa` and needs torch belongs here, too; what does not need
-it lies in perfbench/matrix/nsa_version.py.
+Whatever else the worker reads of `nsa` that depends on its commit belongs here, too; what planning
+needs as well lies in perfbench/matrix/nsa_version.py.
 
 Two sides that import the same package look like two equal commits, so nothing here is left to the
 order of a search path. Nothing but the standard library is imported: `nsa` must not be loaded
@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,11 +87,9 @@ def decode_least_keys() -> int | None:
     return found
 
 
-def sigmoid_gates() -> dict[str, Any]:
-    """Options of `nsa_attention` that promise gates as perfbench's inputs have them, none below 0;
-    none of an nsa that does not ask for the promise.
+def sigmoid_gates(nsa_attention: Callable[..., Any]) -> dict[str, Any]:
+    """Options of ``nsa_attention`` that promise gates as perfbench's inputs have them, none below
+    0; none of an nsa that does not ask for the promise.
     """
-    from nsa.functional import nsa_attention
-
     promised = "nonnegative_gates" in inspect.signature(nsa_attention).parameters
     return {"nonnegative_gates": True} if promised else {}

@@ -113,7 +113,7 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
         samples_s=samples_s,
         tok_per_s=work.amount / statistics.median(samples_s),
         telemetry=window.result,
-        company=job.company,
+        waiting_peers=job.waiting_peers,
     )
 
 

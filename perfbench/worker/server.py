@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfbench.machine import give, uuid_sha256, visible_gpu
-from perfbench.records import Job, Replicate, Status, failed, utc_now
+from perfbench.records import Job, Replicate, Status, build_validators, failed, utc_now
 from perfbench.worker import nsa_version
 from perfbench.worker.clock import Clock, clock_for
 from perfbench.worker.processes import kill_group
@@ -72,6 +72,8 @@ def _of_one_side(measure: Measure, folder: Path) -> Measure:
 
 class _Server:
     def __init__(self, measure: Measure, protocol: int) -> None:
+        Job.model_rebuild()
+        build_validators()  # once, not in each child
         self._measure, self._protocol = measure, protocol
         self._children: dict[int, _Pipes] = {}
         self._buffer = b""

@@ -31,7 +31,7 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     """Act out what ``batch`` asks for, then return a row whose reason holds this process's own
     facts.
     """
-    _misbehave(job.axes.batch, job.company)
+    _misbehave(job.axes.batch, job.waiting_peers)
     prepared()
     begin = time.monotonic_ns()
     seconds = clock.time_steps(lambda: time.sleep(0.001), 2)
@@ -57,8 +57,8 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     )
 
 
-def _misbehave(batch: int, company: int) -> None:
-    if batch == OOM or (batch == CROWDED and company):
+def _misbehave(batch: int, waiting_peers: int) -> None:
+    if batch == OOM or (batch == CROWDED and waiting_peers):
         raise OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
     if batch == CPU_OOM:
         raise RuntimeError(

@@ -212,7 +212,7 @@ def test_nothing_is_timed_before_both_servers_are_ready(bench: Bench) -> None:
         ("b", "ready", -1),
     ]
     assert [name for name, what, _ in bench.log if what.startswith("dtype")] == list("ababbaba")
-    assert all(job.company == 0 for job in bench.a.jobs + bench.b.jobs)
+    assert all(job.waiting_peers == 0 for job in bench.a.jobs + bench.b.jobs)
     assert [(j.cell_id, j.replicate, j.seed) for j in bench.a.jobs] == [
         (j.cell_id, j.replicate, j.seed) for j in bench.b.jobs
     ]

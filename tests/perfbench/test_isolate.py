@@ -343,7 +343,7 @@ def test_descriptions_of_exits(tmp_path: pathlib.Path) -> None:
 
 def together(executor: ForkServerExecutor, *batches: int, **changes: Any) -> list[Replicate]:
     jobs = [
-        job(batch, replicate=number, company=len(batches) - 1, **changes)
+        job(batch, replicate=number, waiting_peers=len(batches) - 1, **changes)
         for number, batch in enumerate(batches)
     ]
     executor.prepare(jobs)
@@ -371,7 +371,7 @@ def test_a_failure_in_company_is_the_status_of_its_own_job_alone(
 def test_out_of_memory_in_company_is_tried_again_alone(executor: ForkServerExecutor) -> None:
     """The memory of those that wait is not the cell's own."""
     scarce, last = together(executor, stub.CROWDED, 1)
-    assert facts(scarce) and scarce.company == 0 and facts(last)
+    assert facts(scarce) and scarce.waiting_peers == 0 and facts(last)
     assert facts(scarce)["server"] == facts(last)["server"], (
         "nobody else may live while it is tried again"
     )
@@ -381,7 +381,7 @@ def test_out_of_memory_in_company_is_tried_again_alone(executor: ForkServerExecu
 def test_a_server_that_dies_while_children_wait_loses_only_their_preparation(
     executor: ForkServerExecutor,
 ) -> None:
-    jobs = [job(batch, replicate=batch, company=1) for batch in (1, 2)]
+    jobs = [job(batch, replicate=batch, waiting_peers=1) for batch in (1, 2)]
     server = facts(executor.execute(job()))["server"]
     executor.prepare(jobs)
     waiting = children_of(server)

@@ -4,7 +4,9 @@ import json
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from nsa import capability, routing
 from nsa.routing import Capability
 from nsa.settings import Settings, load
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.matrix import attention_calls
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 
@@ -228,6 +231,23 @@ def test_estimate_counts_starts_warmups_and_windows() -> None:
     assert plans.estimate_s(shared, 7, H100) == pytest.approx(7 * 3 * (2.0 + 1 + 2 + 1))
 
 
+def test_a_plan_asks_once_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, list[str]] = {"route_of": [], "config_sha256": [], "expect_for": []}
+
+    def count(module: Any, name: str, id_of: Callable[..., str]) -> None:
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *args: asked[name].append(id_of(*args)) or real(*args)
+        )
+
+    matrix = shipped("h100")
+    count(attention_calls, "route_of", lambda cell, *_: cell.cell_id)
+    count(matrices, "config_sha256", lambda _, cell_id: cell_id)
+    count(matrices, "expect_for", lambda _, cell: cell.cell_id)
+    cells = [cell.cell_id for cell in build(matrix).cells]
+    assert all(ids == cells for ids in asked.values()) and len(set(cells)) == len(cells) > 10
+
+
 def test_text_shows_routes_exclusions_and_minutes() -> None:
     matrix = shipped("h100")
     plan = build(matrix)
@@ -274,6 +294,10 @@ built = build_plan(m, only=[], capability=capability.assumed("h100"), settings=S
 print(plan_text(built, m))
 heavy = {"torch", "pandas", "matplotlib", "scipy", "numpy", "triton", "rich"} & set(sys.modules)
 assert not heavy, heavy
+rooms = {name.split(".")[1] for name in sys.modules if name.startswith("perfbench.")}
+assert rooms == {"errors", "text", "records", "matrix"}, rooms
+from perfbench.records import Manifest, Replicate
+assert not (Manifest.__pydantic_complete__ or Replicate.__pydantic_complete__), "built unused"
 """
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60

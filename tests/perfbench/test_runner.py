@@ -326,13 +326,13 @@ def test_those_that_prepare_together_are_of_one_block_and_know_their_company(
     )
     assert [len(batch) for batch in executor.prepared] == [5, 5, 2] * 2
     assert [key for batch in executor.prepared for key in batch] == executor.order
-    assert [job.company for job in executor.jobs] == ([4] * 10 + [1] * 2) * 2
+    assert [job.waiting_peers for job in executor.jobs] == ([4] * 10 + [1] * 2) * 2
 
 
 def test_without_the_option_nothing_prepares_ahead(tmp_path: pathlib.Path) -> None:
     executor = FakeExecutor()
     run(tmp_path, executor)
-    assert executor.prepared == [] and {job.company for job in executor.jobs} == {0}
+    assert executor.prepared == [] and {job.waiting_peers for job in executor.jobs} == {0}
 
 
 def test_what_a_smaller_cell_rules_out_does_not_prepare(tmp_path: pathlib.Path) -> None:

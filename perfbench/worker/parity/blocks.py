@@ -48,6 +48,17 @@ class BlocksProof:
     report: dict[str, float]
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the queries of a call stand: the first at ``q_start`` of ``kv_len`` tokens, or all of
+    them from the first token on (``is_whole_sequence``).
+    """
+
+    q_start: int | Tensor
+    kv_len: int
+    is_whole_sequence: bool
+
+
 @torch.no_grad()
 def chosen(
     q: Tensor,
@@ -57,25 +68,27 @@ def chosen(
     config: NSAConfig,
     path: str,
     fa2: str,
-    q_start: int | Tensor,
-    kv_len: int,
-    whole: bool,
+    at: Place,
 ) -> Tensor:
     """The blocks int32 [B, T, G, N] that a call of this path takes: its kernel's where the Route
     has one, else `select_blocks`'.
     """
-    asked: dict[str, Any] = {
-        "path": path,
-        "fa2": fa2,
-        "config": config,
-        "whole": whole,
-        "branches": config.branches,
-    }
-    G, DV = v_cmp.shape[2:]
-    route = functional.route_for(q, G, DV, kv_len, q_start=q_start, **asked)
+    (G, DV), kv_len = v_cmp.shape[2:], at.kv_len
+    route = functional.route_for(
+        q,
+        G,
+        DV,
+        kv_len,
+        q_start=at.q_start,
+        whole=at.is_whole_sequence,
+        path=path,
+        fa2=fa2,
+        config=config,
+        branches=config.branches,
+    )
     if not route.has(SCORE):
-        return functional.select_blocks(q, k_cmp, config=config, q_start=q_start, kv_len=kv_len)
-    call: dict[str, Any] = {"q_start": q_start, "scale": q.shape[-1] ** -0.5, "documents": None}
+        return functional.select_blocks(q, k_cmp, config=config, q_start=at.q_start, kv_len=kv_len)
+    call: dict[str, Any] = {"q_start": at.q_start, "scale": q.shape[-1] ** -0.5, "documents": None}
     lse = None
     if "cmp" in config.branches:
         _, lse = dispatch.compressed(

@@ -92,16 +92,12 @@ def attention(
         )
         with _turned(cache, stepping and end - begin == 1):
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
-        asked: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
+        options: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
         k_cmp, v_cmp = view.cmp
-        at: dict[str, Any] = {
-            "q_start": view.q_start,
-            "kv_len": view.sel[0].shape[1],
-            "whole": False,
-        }
-        blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, **at, **asked))
+        at = blocks_parity.Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
+        blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
         with engagement.collect() as counted:
-            outputs.append(functional.attend_view(q[:, part], t["gates"][:, part], view, **asked))
+            outputs.append(functional.attend_view(q[:, part], t["gates"][:, part], view, **options))
         if not judged.isdisjoint(range(begin, end)):
             engaged |= counted.counts.keys()
     return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))

@@ -24,7 +24,7 @@ from perfbench.records import ParityLine
 from perfbench.worker.nsa_version import sigmoid_gates
 from perfbench.worker.parity import blocks as blocks_parity
 from perfbench.worker.parity import cache, layer, sizes
-from perfbench.worker.parity.blocks import BlocksProof
+from perfbench.worker.parity.blocks import BlocksProof, Place
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison, Tensors
 from perfbench.worker.parity.judges import Attend
@@ -136,9 +136,9 @@ def _in_one_call(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> _
     """Each sequence in one call."""
     model, q = claim.model, inputs["q"]
     options: dict[str, Any] = {"config": model.nsa, "path": request, "fa2": claim.cell.fa2}
-    promised = sigmoid_gates()
+    promised = sigmoid_gates(functional.nsa_attention)
     blocks = blocks_parity.chosen(
-        q, *_kv_cmp(model, inputs), q_start=0, kv_len=q.shape[1], whole=True, **options
+        q, *_kv_cmp(model, inputs), at=Place(0, q.shape[1], True), **options
     )[:, rows].cpu()
 
     def cell(t: Tensors) -> Tensor:

@@ -1,7 +1,8 @@
-"""Workloads attention and attention_forward: attention alone, without projections, on inputs of its
-own.
+"""Attention alone, without projections, on inputs of its own: of all branches (workloads attention
+and attention_forward), or of the selected branch on blocks of its own (selected and
+selected_forward).
 
-B batch, T tokens, G kv heads, D head dim.
+B batch, T tokens, G kv heads, D head dim, N slots.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor, nn
 from nsa import dispatch
 from nsa.compression import param_shapes
 from nsa.config import BRANCHES, ModelConfig
-from nsa.functional import capability_of, nsa_attention
+from nsa.functional import capability_of, nsa_attention, selected_attention
 from nsa.routing import Problem, route_dense
+from perfbench.records import Cell
 from perfbench.worker.nsa_version import sigmoid_gates
+from perfbench.worker.workloads import block_patterns
 
 NUM_INPUTS = 4  # distinct random inputs: the model's shape at 131,072 tokens takes 0.4 GB of each
 
@@ -75,7 +78,7 @@ class SparseAttention(nn.Module):
             phi_params=(phi_k, phi_v),
             path=self.path,
             fa2=self.fa2,
-            **sigmoid_gates(),
+            **sigmoid_gates(nsa_attention),
         )
 
 
@@ -153,6 +156,52 @@ def inputs(
     return itertools.cycle([one() for _ in range(NUM_INPUTS)])
 
 
+class SelectedBranch(nn.Module):
+    """`nsa.selected_attention` of q, k, v and blocks; has no parameters."""
+
+    names = ("q", "k", "v", "blocks")
+
+    def __init__(self, model: ModelConfig, path: str, fa2: str) -> None:
+        super().__init__()
+        self.model, self.path, self.fa2 = model, path, fa2
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+        return selected_attention(
+            q, k, v, blocks, sel_block=self.model.nsa.sel_block, path=self.path, fa2=self.fa2
+        )
+
+
+def selected_inputs(
+    model: ModelConfig, cell: Cell, *, dtype: torch.dtype, device: str, seed: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Random q, k, v, and blocks of the cell's kind (`block_patterns.chosen`), then the output's
+    gradient where the cell has a backward; for ever.
+
+    With a backward q, k and v are leaves that want a gradient. ``seed`` decides all of it.
+    """
+    generator, backward = torch.Generator(device).manual_seed(seed), cell.has_backward
+
+    def normal(heads: int, width: int) -> Tensor:
+        return torch.randn(
+            cell.batch, cell.seq_len, heads, width, dtype=dtype, device=device, generator=generator
+        )
+
+    def one() -> tuple[Tensor, ...]:
+        q = normal(model.num_heads, model.head_dim)
+        k, v = (normal(model.num_kv_heads, width) for width in (model.head_dim, model.value_dim))
+        blocks = block_patterns.chosen(
+            cell.selection,
+            q,
+            config=model.nsa,
+            num_kv_heads=model.num_kv_heads,
+            generator=generator,
+        )
+        leaves = [x.requires_grad_(backward) for x in (q, k, v)]
+        return (*leaves, blocks, *((normal(model.num_heads, model.value_dim),) if backward else ()))
+
+    return itertools.cycle([one() for _ in range(NUM_INPUTS)])
+
+
 def step_body(
     module: SparseAttention | FullAttention, run: Callable[..., Tensor], *, backward: bool
 ) -> Callable[..., None]:
@@ -177,14 +226,14 @@ def body_of(
     """
     if not backward:
 
-        def forward(*given: Tensor) -> None:
+        def forward(*arguments: Tensor) -> None:
             with torch.no_grad():
-                run(*given)
+                run(*arguments)
 
         return forward
 
-    def both(*given: Tensor) -> None:
-        *tensors, grad = given
+    def both(*arguments: Tensor) -> None:
+        *tensors, grad = arguments
         wanted = [x for x in tensors if x.requires_grad]
         torch.autograd.grad(run(*tensors), wanted + parameters, grad)
 

@@ -21,7 +21,7 @@ from perfbench.records import (
     Job,
     torch_dtype_name,
 )
-from perfbench.worker.workloads import attention, selected_only
+from perfbench.worker.workloads import attention
 from perfbench.worker.workloads.cache_steps import CachedSteps
 from perfbench.worker.workloads.graphs import Batches, Body, Captured, Compiled, CudaGrapher, eager
 
@@ -86,9 +86,9 @@ def build(job: Job) -> Workload:
     if cell.workload in SELECTED:
         return _stepped(
             job,
-            selected_only.SelectedBranch(config, cell.path, cell.fa2),
+            attention.SelectedBranch(config, cell.path, cell.fa2),
             lambda run: attention.body_of(run, [], backward=backward),
-            selected_only.inputs(config, cell, dtype=dtype, device=job.device, seed=job.seed),
+            attention.selected_inputs(config, cell, dtype=dtype, device=job.device, seed=job.seed),
         )
     model = (
         DenseLM(config, cell.path) if cell.is_dense else TinyLM(config, cell.path, cell.fa2)

@@ -1,0 +1,86 @@
+"""The axes of a cell: one typed record in memory, a mapping in files, and one way between them."""
+
+from __future__ import annotations
+
+import ast
+import json
+import pathlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from perfbench.records import AXES, Cell, PlannedCell, RouteLine
+
+ROOT = pathlib.Path(__file__).parents[2]
+OLD = {"workload": "train", "seq_len": 128, "path": "v2", "fa2": "on", "batch": 2, "dtype": "bf16"}
+
+
+def planned(axes: Any) -> PlannedCell:
+    route = RouteLine(branches=[], counters=[])
+    return PlannedCell(cell_id="c", axes=axes, config_sha256="", route=route)
+
+
+def stored(cell: PlannedCell) -> dict[str, Any]:
+    """The axes as they stand in a file, in their order."""
+    axes: dict[str, Any] = json.loads(cell.model_dump_json())["axes"]
+    assert list(axes.items()) == list(cell.model_dump()["axes"].items())
+    return axes
+
+
+def test_every_axis_of_a_new_cell_is_stored() -> None:
+    cell = Cell("chunked_prefill", 4096, "triton", chunk=512, without="copy")
+    assert list(stored(planned(cell))) == list(AXES)
+    assert planned(stored(planned(cell))).axes == cell
+
+
+def test_what_an_older_perfbench_wrote_is_written_again_as_it_was() -> None:
+    backwards = dict(reversed(OLD.items()))
+    cell = planned(backwards)
+    assert list(stored(cell).items()) == list(backwards.items())
+    assert cell.axes == Cell("train", 128, "v2", "on", batch=2)
+    assert (cell.axes.l2, cell.axes.value("l2")) == ("warm", "warm")
+
+
+def test_an_axis_of_a_newer_perfbench_survives_and_tells_cells_apart() -> None:
+    newer = {**OLD, "colour": "red", "depth": 3}
+    cell = planned(newer)
+    assert stored(cell) == newer and cell.axes.value("colour") == "red"
+    assert cell.axes != planned(OLD).axes != planned({**newer, "depth": 4}).axes
+    assert stored(planned(replace(cell.axes, seq_len=64))) == {**newer, "seq_len": 64}
+
+
+def test_an_axis_that_was_changed_since_is_written() -> None:
+    assert stored(planned(replace(planned(OLD).axes, l2="cold"))) == {**OLD, "l2": "cold"}
+    dense = {name: value for name, value in OLD.items() if name != "fa2"} | {"path": "dense"}
+    assert stored(planned(dense)) == dense, "n/a of a dense path is not a change"
+
+
+@pytest.mark.parametrize(
+    ("axes", "problem"),
+    [
+        ({name: value for name, value in OLD.items() if name != "path"}, "no axis path"),
+        ({**OLD, "seq_len": "128"}, "axis seq_len is '128', wanted int"),
+        ({**OLD, "dtype": 16}, "axis dtype is '16', wanted str"),
+        ({**OLD, "fa2": "n/a"}, "fa2=n/a belongs to dense paths"),
+        ({**OLD, "batch": None}, "Input should be a valid"),
+        (5, "Input should be a valid dictionary"),
+    ],
+)
+def test_axes_that_are_none_are_refused(axes: Any, problem: str) -> None:
+    with pytest.raises(ValidationError, match=problem):
+        planned(axes)
+
+
+def test_no_axis_is_looked_up_by_a_text_and_cast() -> None:
+    """``job.axes["seq_len"]`` would be a text or a number to mypy, and a KeyError at run time."""
+    for path in sorted((ROOT / "perfbench").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Attribute):
+                looked_up = node.value.attr == "axes" and isinstance(node.slice, ast.Constant)
+                assert not looked_up, f"{path}:{node.lineno}"
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Cell":
+                assert all(word.arg is not None for word in node.keywords), (
+                    f"{path}:{node.lineno}: Cell(**...) is not typed; use Cell.from_mapping"
+                )
