@@ -185,7 +185,7 @@ class Manifest(_Record):
 
 
 class Resumed(_Record):
-    """Appended when a run goes on, perhaps on another card of the same model."""
+    """Appended when a run is resumed, perhaps on another card of the same model."""
 
     kind: Literal["resumed"] = "resumed"
     resumed_utc: str

@@ -1,6 +1,6 @@
 """The parent's end of the measuring server (``perfbench.worker``): its pipe, its children.
 
-A child has two phases. It prepares (proof, model, first step) and waits; told to go on, it times,
+A child has two phases. It prepares (proof, model, first step) and waits; on a signal it times,
 and ends with a result. So several can prepare side by side, and each still has the machine to
 itself while it is timed.
 """
@@ -51,9 +51,7 @@ class Server:
             )
         self._buffer = b""
         self._waiting: set[int] = set()  # children that are prepared
-        self._ended: dict[
-            int, int
-        ] = {}  # pid -> status of children whose end nobody has asked for yet
+        self._ended: dict[int, int] = {}  # pid -> status, until `await_end` takes it
         self.alive: set[int] = set()
         self.ready = False
 
@@ -73,7 +71,7 @@ class Server:
         return pid
 
     def await_prepared(self, pid: int, deadline: float) -> bool:
-        """True once the child waits to go on, False where it has ended instead; TimedOut."""
+        """True once the child waits for `go`, False where it has ended instead; TimedOut."""
         while pid not in self._waiting and pid not in self._ended:
             self._note(self._receive(deadline))
         return pid in self._waiting

@@ -71,7 +71,10 @@ def test_check_injects_into_the_candidate_alone(
 ) -> None:
     promote(bench)
     assert bench.run("check", "small.yaml", "--inject", f"slowdown=10%@{LONG}") == 3
-    assert f"REGRESSED, exit 3: 1 of 2 cells: {LONG}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert (
+        "REGRESSED, exit 3: 1 of 2 cells: v2 256 forward" in out and "-10.0 % (1,000 -> 900" in out
+    )
     assert {job.cell_id for job in bench.a.jobs} == {LONG}  # only what was screened
     assert all(job.injection is None for job in bench.a.jobs) and all(
         job.injection for job in bench.b.jobs

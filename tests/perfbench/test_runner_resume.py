@@ -105,7 +105,7 @@ def test_resume_on_another_kind_of_machine_is_refused(
     executor = FakeExecutor()
     message = refused(
         Exit.ENVIRONMENT,
-        "cannot go on here",
+        "cannot be resumed here",
         tmp_path,
         executor,
         resume=first.folder,

@@ -123,7 +123,7 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(PerfbenchError, match="free space, then go on with --resume") as caught:
+    with pytest.raises(PerfbenchError, match="free space, then resume with --resume") as caught:
         run(tmp_path, executor)
     (folder,) = tmp_path.iterdir()
     assert caught.value.exit_code is Exit.USAGE and str(folder) in str(caught.value)
@@ -134,7 +134,7 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
 
 
 def test_two_runs_in_one_folder_do_not_meet(tmp_path: pathlib.Path) -> None:
-    """Each makes its own run folder; one that is told to go on with the other's is refused while
+    """Each makes its own run folder; one that shall resume the other's is refused while
     that one writes.
     """
     inner: list[runner.Finished] = []

@@ -547,7 +547,7 @@ def test_two_real_commits_in_real_processes(
     model = repository / "nsa" / "model.py"
     model.write_text(model.read_text(encoding="utf-8") + PLANTED, encoding="utf-8")
     second = repositories.commit(repository, "more work")
-    run = run_of_matrix(source=checkout.source(repository))
+    run = run_of_matrix(source=checkout.source_of(repository))
     pair = TracedPair(run, matrices.parse(MATRIX, "m"), context_at(repository), {CELLS[0]: first})
     (diff,) = trace.trace_on_red(judgement(red(CELLS[0])), pair, tmp_path)
     assert (

@@ -148,7 +148,7 @@ def test_trap_33_out_of_memory_is_a_status_and_leaves_nobody_behind(
     litter = executor.execute(job(stub.LITTER))
     helper = re.search(r"helper=(\d+)", litter.stderr_tail)
     assert helper and wait_until_gone(int(helper[1]))
-    assert facts(executor.execute(job())), "the sweep goes on"
+    assert facts(executor.execute(job())), "the run continues"
     run = fail(b.small_run(), TRAIN, Status.OOM, reason="CUDA out of memory")
     cell = report.to_json(judge(run, None, POLICY))["cells"][0]
     assert (cell["verdict"], cell["cand_tok_per_s"]) == ("FAILED", None)
