@@ -29,7 +29,7 @@ from perfbench.runner.ab import checkout, confirm, pair, schedule
 from perfbench.runner.progress import SilentProgress
 from tests.perfbench import builders as b
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
-from tests.perfbench.edits import reason_of, verdict_of
+from tests.perfbench.edits import conclude, reason_of, verdict_of
 
 BASELINE = Path("reports/baselines/cpu/small.json")
 
@@ -346,9 +346,7 @@ def test_a_reason_is_told_where_pairs_exist_and_one_cell_has_none() -> None:
     base = b.with_manifest(
         run, cells=[cell for cell in run.manifest.cells if cell.cell_id != train]
     )
-    found = confirmation.conclude(
-        first, base, slow, GatePolicy(), "the base of some cells cannot be built"
-    )
+    found = conclude(first, base, slow, GatePolicy(), "the base of some cells cannot be built")
     assert "the base of some cells cannot be built" in reason_of(found, train)
     assert verdict_of(found, forward) is Verdict.REGRESSED and "cannot be built" not in reason_of(
         found, forward
