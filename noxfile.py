@@ -11,7 +11,7 @@ from pathlib import Path
 import nox
 
 nox.needs_version = ">=2024.10"
-nox.options.sessions = ["lint", "types", "contracts", "tests", "interpret", "smoke"]
+nox.options.sessions = ["lint", "types", "contracts", "tests", "interpret", "docs", "smoke"]
 nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
@@ -48,8 +48,15 @@ def types(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["dev"])
 def contracts(session: nox.Session) -> None:
-    """import-linter: who may import whom."""
+    """import-linter: who may import whom; and the rooms as docs/architecture.md draws them.
+
+    `nox -s contracts -- draw` draws them again.
+    """
     _run(session, "lint-imports")
+    check = [] if session.posargs == ["draw"] else ["--check"]
+    limits = ("--max-nodes", "20", "--max-layers", "9")
+    _run(session, "python", "tools/package_graph.py", "perfbench", *limits, *check)
+    _run(session, "python", "tools/package_graph.py", "nsa", *check)
 
 
 @nox.session(venv_backend="none", requires=["dev"])
@@ -77,6 +84,14 @@ def interpret(session: nox.Session) -> None:
         "tests/nsa",
     )
     _run(session, "pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+def docs(session: nox.Session) -> None:
+    """The site of README.md and docs/, in .site/html; a dead link or a warning fails."""
+    pip = ("-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[docs]")
+    _run(session, "python", *pip)
+    _run(session, "python", "tools/build_site.py")
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -8,6 +8,26 @@
 - ``gate``: judges; rows in, verdicts out.
 - ``runner``: decides which job is next, in which process.
 - ``report``: prints a judged run.
+- ``frame``: runs as a pandas DataFrame, ``perfbench.load``, which is loaded on first use.
 - ``calibration``, ``tracing``, ``tuning``: certify the gate, profile a red cell, tune routes.
 - ``commands``: one module a command.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from perfbench.frame import load
+
+__all__ = ["load"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "load":
+        raise AttributeError(
+            f"module 'perfbench' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
+    from perfbench.frame import load
+
+    return load

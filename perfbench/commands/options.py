@@ -12,7 +12,9 @@ from perfbench.errors import Exit, PerfbenchError
 MatrixArg = Annotated[
     Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")
 ]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder, or its run.jsonl.")]
+RunArg = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run folder, or its run.jsonl or run.jsonl.gz.")
+]
 Only = Annotated[
     list[str] | None,
     typer.Option(
@@ -128,7 +130,7 @@ DoctorLog = Annotated[
     typer.Option(
         "--log",
         metavar="PATH",
-        help="A run folder, a run.jsonl or a training log to look at too.",
+        help="A run folder, a run.jsonl or run.jsonl.gz, or a training log to look at too.",
         show_default=False,
     ),
 ]

@@ -267,7 +267,7 @@ def calibrate(
             Exit.USAGE,
             f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}",
         )
-    files = [path / run_file.FILE_NAME if path.is_dir() else path for path in run_paths]
+    files = [run_file.file_of(path) for path in run_paths]
     policy = policy_of(run_file.read(files[0])).whole if files else GatePolicy()
     found = run_calibration(files, seed=seed, policy=policy, pair_folders=pairs or (), out=to)
     return calibration_json(found) if as_json else render_calibration(found)

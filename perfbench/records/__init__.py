@@ -18,7 +18,9 @@ from perfbench.records.rerun import name_of as source_name, to_type as revisions
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
 from perfbench.records.rows import Manifest, ParityLine, Physics, PlannedCell, Profile, Replicate
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status, Telemetry
+from perfbench.records.run_file import COMPRESSED_NAME as COMPRESSED_RUN_FILE
 from perfbench.records.run_file import FILE_NAME as RUN_FILE, MAX_REPLICATES, RunWriter
-from perfbench.records.run_file import create as create_run, new_run_id, open_for_resume
+from perfbench.records.run_file import create as create_run, has_run, new_run_id, open_for_resume
+from perfbench.records.run_file import is_compressed as is_compressed_run
 from perfbench.records.run_file import read as read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict

@@ -2,17 +2,22 @@
 starts.
 
 A line that was cut off at the end (the process was killed) is dropped and flagged; any other damage
-is a USAGE error with file:line. One writer at a time holds the file.
+is a USAGE error with file:line. One writer at a time holds the file. A finished run may be kept as
+`run.jsonl.gz`, which every reader takes and no writer opens.
 """
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import gzip
+import io
 import json
 import os
 import re
 import secrets
+import shlex
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
@@ -28,6 +33,9 @@ from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Resumed,
 from perfbench.text import plain
 
 FILE_NAME = "run.jsonl"
+COMPRESSED_NAME = "run.jsonl.gz"
+MAX_BYTES = 2**30  # of a run once it is decompressed; the largest that is kept has 0.8 MB
+_GZIP_MAGIC = b"\x1f\x8b"
 MAX_VALUE = 1e100  # beyond any measured thing; sums and squares of such values stay finite
 MAX_REPLICATES = 100_000  # of a cell; readers count up to the number that the manifest names
 Record = Manifest | Resumed | Replicate | SentinelLine
@@ -125,9 +133,15 @@ def create(runs_dir: Path, manifest: Manifest) -> RunWriter:
 def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
     """Lock a run, read it, cut its torn last line off.
 
-    Everything that ``read`` refuses is refused here, unchanged.
+    Everything that ``read`` refuses is refused here, unchanged; so is a compressed run.
     """
-    path = _file_of(run_dir)
+    path = file_of(run_dir)
+    if path.suffix == ".gz":
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} is a compressed run, and only {FILE_NAME} can be appended to. Next: `gunzip"
+            f" {shlex.quote(str(path))}`, or start a new run",
+        )
     with _writing(path):
         fd = os.open(path, os.O_RDWR | os.O_APPEND)
     with ExitStack() as until_read:
@@ -141,11 +155,11 @@ def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
 
 
 def read(path: Path) -> Run:
-    """Read a run folder, or its run.jsonl.
+    """Read a run folder, its run.jsonl, or its run.jsonl.gz.
 
     PerfbenchError(USAGE) with file:line for whatever is wrong.
     """
-    file = _file_of(path)
+    file = file_of(path)
     return parse(_bytes_of(file), str(file))
 
 
@@ -304,11 +318,68 @@ def _fail(name: str, number: int, problem: str) -> NoReturn:
     raise PerfbenchError(Exit.USAGE, f"{name}:{number}: {plain(problem)}")
 
 
-def _file_of(path: Path) -> Path:
-    return path / FILE_NAME if path.is_dir() else path
+def file_of(path: Path) -> Path:
+    """The run file in the folder ``path``, or ``path`` itself; USAGE where the folder holds both
+    kinds.
+    """
+    if not path.is_dir():
+        return path
+    plain_file, compressed = path / FILE_NAME, path / COMPRESSED_NAME
+    if not compressed.exists():
+        return plain_file
+    if plain_file.exists():
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} holds both {FILE_NAME} and {COMPRESSED_NAME}, wanted one of them. Next: name"
+            " one of the files, or remove the other",
+        )
+    return compressed
+
+
+def has_run(folder: Path) -> bool:
+    """Whether ``folder`` holds a run file, compressed or not."""
+    return any((folder / name).is_file() for name in (FILE_NAME, COMPRESSED_NAME))
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether ``path`` is named as a compressed run."""
+    return path.name.endswith(".jsonl.gz")
 
 
 def _bytes_of(path: Path) -> bytes:
+    """The lines of a run file, decompressed where its name ends in .gz."""
+    data = _read_bytes(path)
+    if path.suffix == ".gz":
+        return _decompressed(data, path)
+    if data.startswith(_GZIP_MAGIC):
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} holds gzip data, wanted lines of JSON. Next: rename it to {COMPRESSED_NAME}",
+        )
+    return data
+
+
+def _decompressed(data: bytes, path: Path) -> bytes:
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as opened:
+            found = opened.read(MAX_BYTES + 1)
+    except EOFError:
+        problem = f"{len(data)} bytes of gzip data that was cut off"
+    except (gzip.BadGzipFile, zlib.error) as error:
+        what = "damaged gzip data" if data.startswith(_GZIP_MAGIC) else "no gzip data"
+        problem = f"{what} ({plain(str(error))[:80]})"
+    else:
+        if len(found) <= MAX_BYTES:
+            return found
+        problem = f"more than {MAX_BYTES} bytes once decompressed, more than any run"
+    raise PerfbenchError(
+        Exit.USAGE,
+        f"{path} holds {problem}, wanted a whole run file compressed by gzip. Next: restore the"
+        " file, e.g. from git",
+    )
+
+
+def _read_bytes(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:

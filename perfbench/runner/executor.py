@@ -1,9 +1,9 @@
 """One process for each replicate: a freshly spawned server per block forks them, the parent here
 enforces the limits.
 
-The server (``perfbench.worker.server``) has imported torch once and never touched CUDA, so a child
-costs milliseconds instead of an import. A child that hangs, crashes or runs out of memory becomes a
-status; the sweep goes on.
+The server (``python -m perfbench.worker``) has imported torch once and never touched CUDA, so a
+child costs milliseconds instead of an import. A child that hangs, crashes or runs out of memory
+becomes a status; the sweep goes on.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ForkServerExecutor:
         cwd: Path | None = None,
         arguments: Sequence[str] = (),
     ) -> None:
-        self._command = [python, "-m", "perfbench.worker.server", "--measure", measure, *arguments]
+        self._command = [python, "-m", "perfbench.worker", "--measure", measure, *arguments]
         # `python -m` imports from its working folder first: that is this perfbench's own root,
         # never the user's.
         self._used_memory, self._before_block, self._cwd = used_memory, before_block, cwd or ROOT

@@ -1,4 +1,4 @@
-"""The parent's end of the measuring server (``perfbench.worker.server``): its pipe, its children.
+"""The parent's end of the measuring server (``perfbench.worker``): its pipe, its children.
 
 A child has two phases. It prepares (proof, model, first step) and waits; told to go on, it times,
 and ends with a result. So several can prepare side by side, and each still has the machine to

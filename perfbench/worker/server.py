@@ -1,8 +1,7 @@
 """The measuring server and its children: imports torch once, never touches CUDA, forks one child
 per job.
 
-With ``--nsa FOLDER`` it imports that folder's `nsa` and no other, or refuses to start: one side of
-an A/B. It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for
+It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for
 each job {"event": "started"}, {"event": "prepared"} and {"event": "ended", "status": S} (negative:
 a signal), each with its "pid". A prepared child waits for {"go": PID}; what ends early is never
 prepared. End of stdin ends the server and its children.
@@ -10,7 +9,6 @@ prepared. End of stdin ends the server and its children.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import faulthandler
 import importlib
@@ -45,25 +43,16 @@ _OOM_SIGNS = (
 )
 
 
-def main() -> None:
-    """Serve until stdin ends. stdout belongs to the protocol: whatever else prints goes to
-    stderr.
+def serve(measure: str, nsa_folder: Path | None) -> None:
+    """Fork a child a job until stdin ends; ``measure`` is ``module:function``.
+
+    stdout belongs to the protocol: whatever else prints goes to stderr.
     """
-    parser = argparse.ArgumentParser(prog="python -m perfbench.worker.server")
-    parser.add_argument("--measure", required=True, metavar="MODULE:FUNCTION")
-    parser.add_argument(
-        "--nsa", type=Path, metavar="FOLDER", help="import the package nsa from here"
-    )
-    options = parser.parse_args()
-    module, _, function = options.measure.partition(":")
+    module, _, function = measure.partition(":")
     protocol = os.dup(1)
     os.dup2(2, 1)
-    if options.nsa is not None:
-        nsa_version.use(options.nsa)
-    measure: Measure = getattr(importlib.import_module(module), function)
-    _Server(
-        measure if options.nsa is None else _of_one_side(measure, options.nsa), protocol
-    ).serve()
+    called: Measure = getattr(importlib.import_module(module), function)
+    _Server(called if nsa_folder is None else _of_one_side(called, nsa_folder), protocol).serve()
 
 
 def _of_one_side(measure: Measure, folder: Path) -> Measure:
@@ -335,7 +324,3 @@ def _write(path: Path, replicate: Replicate) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(replicate.model_dump(), allow_nan=False), encoding="utf-8")
     partial.rename(path)
-
-
-if __name__ == "__main__":
-    main()

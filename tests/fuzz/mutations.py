@@ -4,6 +4,7 @@ behind it.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -169,6 +170,18 @@ def of_json_lines(data: bytes, random: Random) -> bytes:
     else:
         lines[at] = of_json(lines[at], random)
     return b"\n".join(lines)
+
+
+def of_gzip(data: bytes, random: Random) -> bytes:
+    """Damage inside the lines, compressed again; or to the compressed bytes: one changed, or an end
+    cut off.
+    """
+    if random.random() < 0.5:
+        return gzip.compress(of_json_lines(gzip.decompress(data), random), compresslevel=1)
+    place = random.randrange(len(data))
+    if random.random() < 0.5:
+        return data[:place]
+    return data[:place] + bytes([data[place] ^ 1 << random.randrange(8)]) + data[place + 1 :]
 
 
 def of_yaml(data: bytes, random: Random) -> bytes:

@@ -6,6 +6,7 @@ Everything else is a finding.
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -33,7 +34,8 @@ from tests.fuzz import mutations
 from tests.perfbench import builders
 from tests.perfbench.matrix_text import VALID
 
-REPORTS = Path(__file__).parents[2] / "reports"
+DATA = Path(__file__).parents[1] / "data"
+RUNS = DATA / "runs"
 MATRICES = Path(__file__).parents[2] / "matrices"
 PART = b"\n--- the other side ---\n"  # between the two run files of a pair
 MAX_MESSAGE_CHARS = 8000
@@ -99,6 +101,10 @@ def _run(data: bytes, folder: Path) -> None:
     aa_runs.counts(aa_runs.read([run]))
 
 
+def _compressed(data: bytes, folder: Path) -> None:
+    run_file.read(_laid(data, folder / run_file.COMPRESSED_NAME))
+
+
 def _baseline(data: bytes, folder: Path) -> None:
     path = _laid(data, folder / "b.json")
     found = baseline_file.read(path)
@@ -112,7 +118,7 @@ def _baseline(data: bytes, folder: Path) -> None:
 
 @cache
 def _green() -> Run:
-    return run_file.read(REPORTS / "evidence" / "h100-demo" / "green")
+    return run_file.read(RUNS / "h100-demo" / "green")
 
 
 def _calibration(data: bytes, folder: Path) -> None:
@@ -156,16 +162,21 @@ def _matrix_seeds() -> list[bytes]:
 
 def _run_seeds() -> list[bytes]:
     small = [
-        _cut(REPORTS / "evidence" / name)
+        _cut(RUNS / name)
         for name in ("h100-demo/green", "h100-demo/wrong-path", "h100-gate/start-1", "cpu-confirm")
     ]
     return [*small, _lines(builders.small_run()), _lines(builders.resumed(builders.small_run()))]
 
 
+def _compressed_seeds() -> list[bytes]:
+    return [gzip.compress(seed) for seed in _run_seeds()]
+
+
 def _cut(folder: Path) -> bytes:
     """The first cell of a run with two of its replicates and one sentinel."""
     first, *rest = [
-        json.loads(line) for line in (folder / run_file.FILE_NAME).read_bytes().splitlines()
+        json.loads(line)
+        for line in gzip.decompress((folder / run_file.COMPRESSED_NAME).read_bytes()).splitlines()
     ]
     first["cells"] = first["cells"][:1]
     rows = [one for one in rest if one.get("cell_id") == first["cells"][0]["cell_id"]][:2]
@@ -179,17 +190,14 @@ def _lines(run: Run) -> bytes:
 
 
 def _baseline_seeds() -> list[bytes]:
-    whole = [
-        json.loads(path.read_bytes()) for path in sorted((REPORTS / "baselines").rglob("*.json"))
-    ]
+    whole = [json.loads(path.read_bytes()) for path in sorted(DATA.glob("*/baselines/*.json"))]
     return [
         json.dumps(one | {"cells": dict(list(one["cells"].items())[:2])}).encode() for one in whole
     ]
 
 
 def _calibration_seeds() -> list[bytes]:
-    found = json.loads((REPORTS / "calibration.json").read_bytes())
-    return [json.dumps({"gpu_slug": found["gpu_slug"], "cells": found["cells"][:2]}).encode()]
+    return [(DATA / "calibration.json").read_bytes()]
 
 
 def _tune_seeds() -> list[bytes]:
@@ -212,13 +220,14 @@ def _tune_seeds() -> list[bytes]:
 
 
 def _pair_seeds() -> list[bytes]:
-    sides = [_cut(REPORTS / "evidence" / "h200-drop" / name) for name in pair.NAMES]
+    sides = [_cut(RUNS / "h200-drop" / name) for name in pair.NAMES]
     return [PART.join(sides), PART.join([_run_seeds()[0]] * 2)]
 
 
 READERS: Mapping[str, Reader] = {
     "matrix": Reader(_matrix, cache(_matrix_seeds), mutations.of_yaml),
     "run": Reader(_run, cache(_run_seeds), mutations.of_json_lines),
+    "compressed": Reader(_compressed, cache(_compressed_seeds), mutations.of_gzip),
     "baseline": Reader(_baseline, cache(_baseline_seeds), mutations.of_json),
     "calibration": Reader(_calibration, cache(_calibration_seeds), mutations.of_json),
     "tune": Reader(_tune, cache(_tune_seeds), mutations.of_json_lines),

@@ -484,19 +484,3 @@ def test_a_bug_exits_1_and_keeps_its_traceback() -> None:
 @pytest.mark.parametrize(("signal", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 def test_signals_have_their_exit_codes(signal: str, code: int) -> None:
     assert outside(f"os.kill(os.getpid(), signal.{signal})").returncode == code
-
-
-def test_the_readme_tells_the_truth(
-    executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Its matrix is valid, its cell name is one of that matrix, and it lists every command."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    Path("readme.yaml").write_text(
-        readme.partition("```yaml\n")[2].partition("```")[0], encoding="utf-8"
-    )
-    assert app.invoke(["plan", "readme.yaml"]) == 0
-    out = capsys.readouterr().out
-    assert "fa2=on,path=v2,seq_len=2048,workload=train" in out and "warning" not in out
-    for command in app.app.registered_commands:
-        assert command.callback is not None
-        assert f"`perfbench {command.callback.__name__}" in readme

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -203,10 +204,6 @@ def test_calibrate_prints_json_where_it_is_asked_for(
     monkeypatch.setattr(calibration, "calibrate", lambda files, **_: "found")
     monkeypatch.setattr(calibration, "render_calibration", lambda found: f"# {found}")
     monkeypatch.setattr(calibration, "calibration_json", lambda found: json.dumps({"text": found}))
-    assert (
-        app.invoke(
-            ["calibrate", "reports/evidence/h200-gate/start-1", *(["--json"] if as_json else [])]
-        )
-        == 0
-    )
+    run = Path(__file__).parents[1] / "data" / "runs" / "h100-gate" / "start-1"
+    assert app.invoke(["calibrate", str(run), *(["--json"] if as_json else [])]) == 0
     assert capsys.readouterr().out == ('{"text": "found"}\n' if as_json else "# found\n")

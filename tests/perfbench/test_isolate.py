@@ -92,20 +92,16 @@ def test_each_replicate_has_a_process_and_a_session_of_its_own(
 
 
 def test_the_server_is_a_program_of_its_own(executor: ForkServerExecutor) -> None:
-    """Started through isolate it would hold that module twice, and the two would import each
-    other.
-    """
+    """Started through the executor it would hold that module twice."""
     server = facts(executor.execute(job()))["server"]
     command = pathlib.Path(f"/proc/{server}/cmdline").read_bytes().split(b"\0")
-    assert command[1:3] == [b"-m", b"perfbench.worker.server"]
-    assert "forkserver import" not in (ROOT / "perfbench" / "isolate.py").read_text()
+    assert command[1:3] == [b"-m", b"perfbench.worker"]
+    assert "worker.server import" not in (ROOT / "perfbench/runner/executor.py").read_text()
     said = subprocess.run(
         [*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
     )
     assert (
-        said.returncode == 0
-        and "python -m perfbench.worker.server" in said.stdout
-        and said.stderr == ""
+        said.returncode == 0 and "python -m perfbench.worker" in said.stdout and said.stderr == ""
     )
 
 

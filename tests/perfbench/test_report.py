@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from perfbench import report
 from perfbench.errors import Exit, PerfbenchError
@@ -14,6 +16,7 @@ from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Source
 from perfbench.records.verdict import Verdict
+from perfbench.report import plots
 from perfbench.report.context import ReportContext
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import DENSE, FORWARD, POLICY, TRAIN, alone, troubled, written
@@ -141,6 +144,23 @@ def test_pictures_are_png_and_named_in_the_report(tmp_path: Path) -> None:
     assert before == [
         file.read_bytes() for file in report.render(run, judge(run, None, POLICY), tmp_path)
     ]
+
+
+def test_fewer_colours_look_alike(tmp_path: Path) -> None:
+    """A thin line keeps its series' colour: no pixel is far from the full rendering."""
+    drawn = plots.figure(6.0, 4.0)
+    axes = drawn.subplots()
+    for number, colour in enumerate([*plots.COLOURS.values(), plots.OTHER_COLOUR, "#000000"]):
+        axes.plot([0, 1, 2], [number, number + 1, number], color=colour, marker="o")
+        axes.fill_between([0, 1, 2], number, number + 0.5, color=colour, alpha=0.2)
+        axes.plot([0, 2], [number, 0], color=colour, linestyle=":", linewidth=0.7)
+    plots.save(drawn, tmp_path / "few.png")
+    drawn.savefig(tmp_path / "full.png", dpi=plots.DPI)
+    with Image.open(tmp_path / "few.png") as few, Image.open(tmp_path / "full.png") as full:
+        assert few.mode == "P" and len(few.getcolors() or ()) <= plots.NUM_COLOURS
+        difference = np.asarray(few.convert("RGB"), int) - np.asarray(full.convert("RGB"), int)
+    assert np.abs(difference).max() < 32
+    assert (tmp_path / "few.png").stat().st_size < 0.5 * (tmp_path / "full.png").stat().st_size
 
 
 def test_no_empty_picture_and_no_stale_one(tmp_path: Path) -> None:

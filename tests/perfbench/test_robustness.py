@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import gzip
 import io
 import json
 import threading
@@ -36,9 +37,10 @@ from tests.perfbench import builders as b
 from tests.perfbench.matrix_text import VALID
 
 ROOT = Path(__file__).parents[2]
-EVIDENCE = ROOT / "reports" / "evidence" / "h100-demo"
-RUN = (EVIDENCE / "green" / run_file.FILE_NAME).read_bytes()
-BASE = (ROOT / "reports" / "baselines" / "h100-80gb-hbm3" / "h100-demo.json").read_bytes()
+DATA = ROOT / "tests" / "data"
+EVIDENCE = DATA / "runs" / "h100-demo"
+RUN = gzip.decompress((EVIDENCE / "green" / run_file.COMPRESSED_NAME).read_bytes())
+BASE = (DATA / "written-by-0a70f94" / "baselines" / "h100-demo.json").read_bytes()
 MATRICES = [path.read_bytes() for path in sorted((ROOT / "matrices").glob("*.yaml"))]
 CELL = "batch=8,path=dense,seq_len=4096,workload=train"
 # The folder is shared by all examples of a test, each of which writes its own file again.

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine.doctor.findings import DoctorLine, Level
-from perfbench.records import RUN_FILE, Replicate, Run, Status, read_run
+from perfbench.records import Replicate, Run, Status, has_run, is_compressed_run, read_run
 
 LEAST_UTILISATION_PCT = 30.0
 # nsa/ops/selected/reference.py says it, as the founding code did
@@ -28,10 +28,10 @@ _HOST_ADVICE = (
 
 
 def lines(log: Path) -> list[DoctorLine]:
-    """The lines of a run folder, the folder of an `ab`, a run.jsonl, or any text;
+    """The lines of a run folder, the folder of an `ab`, a run.jsonl(.gz), or any text;
     PerfbenchError(USAGE) where it cannot be read.
     """
-    folders = [log / side for side in ("a", "b") if (log / side / RUN_FILE).is_file()]
+    folders = [log / side for side in ("a", "b") if has_run(log / side)]
     if folders:
         return [
             line
@@ -39,7 +39,7 @@ def lines(log: Path) -> list[DoctorLine]:
             for line in _run_lines(read_run(folder), f"run {folder.name}")
         ]
     try:
-        if log.is_dir() or _is_run(log):
+        if log.is_dir() or is_compressed_run(log) or _is_run(log):
             return list(_run_lines(read_run(log), "run"))
         with log.open("rb") as file:
             return list(_text_lines(_scan(file)))

@@ -16,6 +16,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import paired, rows_by_cell
 from perfbench.matrix import Matrix
 from perfbench.records import (
+    COMPRESSED_RUN_FILE,
     RUN_FILE,
     Environment,
     Manifest,
@@ -90,7 +91,7 @@ def read(folder: Path) -> Pair:
 
 def is_pair(folder: Path) -> bool:
     """Whether both runs have begun; a process that was killed before that has measured nothing."""
-    return all(_has_manifest(folder / name / RUN_FILE) for name in NAMES)
+    return all(_has_begun(folder / name) for name in NAMES)
 
 
 def are_paired(base: Run, candidate: Run) -> bool:
@@ -122,9 +123,12 @@ def _begun_together(one_utc: str, other_utc: str) -> bool:
     return abs(apart.total_seconds()) <= BEGUN_WITHIN_S
 
 
-def _has_manifest(file: Path) -> bool:
+def _has_begun(folder: Path) -> bool:
+    """A compressed run has ended; what is wrong with its file is for ``read`` to say."""
+    if (folder / COMPRESSED_RUN_FILE).is_file():
+        return True
     try:
-        with file.open("rb") as opened:
+        with (folder / RUN_FILE).open("rb") as opened:
             return opened.readline().endswith(b"\n")
     except OSError:
         return False

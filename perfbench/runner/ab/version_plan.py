@@ -3,8 +3,7 @@ its own.
 
 An older commit may route `auto` elsewhere; judged by this checkout's routes it would be WRONG_PATH,
 and it is not.
-``python -m perfbench.runner.ab.version_plan`` reads one JSON object on stdin and answers with one
-on stdout.
+The process is ``python -m perfbench.worker.version_plan``.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.worker import use_nsa, verify_nsa
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +49,7 @@ def plan_of(one: Side, matrix: Matrix, only: Sequence[str], capability: Capabili
         "only": list(only),
         "capability": asdict(capability),
     }
-    command = [sys.executable, "-m", "perfbench.runner.ab.version_plan"]
+    command = [sys.executable, "-m", "perfbench.worker.version_plan"]
     try:
         done = subprocess.run(
             command,
@@ -89,33 +86,3 @@ def _side_plan(answer: dict[str, Any]) -> SidePlan:
         Plan(cells, excluded, told["warnings"], told["estimate_s"], told["replicates"]),
         answer["model"],
     )
-
-
-def main() -> None:
-    """Answer with {"plan": ..., "model": ...}, or {"error": ..., "exit_code": ...} for a matrix
-    that does not fit.
-    """
-    asked = json.load(sys.stdin)
-    use_nsa(Path(asked["folder"]))
-    try:
-        answer = _answer(asked)
-    except PerfbenchError as error:
-        answer = {"error": str(error), "exit_code": int(error.exit_code)}
-    verify_nsa(Path(asked["folder"]))
-    json.dump(answer, sys.stdout)
-
-
-def _answer(asked: dict[str, Any]) -> dict[str, Any]:
-    from nsa import settings
-    from nsa.routing import Capability
-    from perfbench.matrix import build_plan, parse_matrix, plan_json
-
-    matrix = parse_matrix(asked["text"], asked["path"])
-    capability = asked["capability"]
-    here = Capability(**{**capability, "sm": tuple(capability["sm"]) if capability["sm"] else None})
-    built = build_plan(matrix, only=asked["only"], capability=here, settings=settings.current())
-    return {"plan": plan_json(built), "model": matrix.model.to_mapping()}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,103 @@
+"""The wheel: both packages with their data, nothing of the repository beside them, and it works
+without a checkout.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "tests" / "data" / "runs" / "h100-demo" / "green"
+BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+USE = """
+import pathlib, runpy, sys
+here = sys.argv.pop(1)
+sys.path.insert(0, here)
+import nsa, perfbench
+for package in (nsa, perfbench):
+    assert pathlib.Path(here) in pathlib.Path(package.__file__).parents, package.__file__
+assert len(perfbench.load("run")) == 10
+runpy.run_module("perfbench", run_name="__main__")
+"""
+
+
+def python(script: str, *argv: str, cwd: Path) -> None:
+    """Run ``script`` where no PYTHONPATH leads to the checkout; fails with what it printed."""
+    done = subprocess.run(
+        [sys.executable, "-E", "-c", script, *argv], cwd=cwd, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the packages, next to folders that do not belong into it."""
+    source = tmp_path_factory.mktemp("source")
+    ignore = shutil.ignore_patterns("__pycache__")
+    for package in ("nsa", "perfbench"):
+        shutil.copytree(ROOT / package, source / package, ignore=ignore)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("tests", "tools/studies", "examples", "reports", "nsa_other", "docs"):
+        (source / name).mkdir(parents=True)
+        (source / name / "__init__.py").touch()
+    out = tmp_path_factory.mktemp("wheel")
+    python(BUILD, str(out), cwd=source)
+    (built,) = out.glob("*.whl")
+    return built
+
+
+def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {
+        "nsa",
+        "perfbench",
+    }
+    packed = {name for name in names if ".dist-info/" not in name}
+    kept = (".py", ".j2", "py.typed")
+    wanted = {
+        file.relative_to(ROOT).as_posix()
+        for package in ("nsa", "perfbench")
+        for file in (ROOT / package).rglob("*")
+        if file.name.endswith(kept)
+    }
+    assert packed == wanted
+    assert {"nsa/py.typed", "perfbench/py.typed"} <= packed
+    assert any(name.endswith("report.md.j2") for name in packed)
+
+
+def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
+    unpacked, home = tmp_path / "site", tmp_path / "home"
+    zipfile.ZipFile(wheel).extractall(unpacked)
+    home.mkdir()
+    shutil.copytree(RUN, home / "run")
+    python(USE, str(unpacked), "report", "run", cwd=home)
+    assert "MEASURED" in (home / "run" / "report.md").read_text(encoding="utf-8")
+
+
+def test_what_was_not_tried_is_not_allowed() -> None:
+    """Upper bounds where the next version is known to fail, or was never run."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    bounds = {
+        name: [one for one in project["dependencies"] if one.startswith(name)]
+        for name in ("torch", "triton", "pandas")
+    }
+    assert all(
+        len(found) == 1 and "<" in found[0] and ">=" in found[0] for found in bounds.values()
+    )
+    pins = dict(
+        line.split(";")[0].strip().split("==")
+        for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+        if "==" in line and not line.startswith("#")
+    )
+    for name, (requirement,) in bounds.items():
+        low, high = requirement.split(";")[0].removeprefix(name).strip().split(",")
+        numbers = [tuple(map(int, one.strip("<>=").split("."))) for one in (low, high)]
+        assert numbers[0] <= tuple(map(int, pins[name].split("."))) < numbers[1], requirement
