@@ -18,14 +18,14 @@ from pathlib import Path
 from nsa.capability import assumed
 from nsa.config import preset
 from nsa.settings import Settings
-from perfbench.calibration import aa_runs, between_starts
+from perfbench.calibration import aa_runs
 from perfbench.commands.judging import judge_alone
 from perfbench.commands.outcome import policy_of
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import judgement, judging
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
-from perfbench.records import baseline_file, run_file
+from perfbench.records import baseline_file, read_calibration, run_file
 from perfbench.records.rows import Run
 from perfbench.report import verdict_json
 from perfbench.runner.ab import pair
@@ -121,7 +121,7 @@ def _green() -> Run:
 
 
 def _calibration(data: bytes, folder: Path) -> None:
-    between_starts.read(_laid(data, folder / "calibration.json"), "h200")
+    read_calibration(_laid(data, folder / "calibration.json"), "h200")
 
 
 def _tune(data: bytes, folder: Path) -> None:

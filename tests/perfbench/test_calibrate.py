@@ -445,7 +445,7 @@ def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:
     assert found.between_start_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
     assert (
         "**The machine: 1 machine start** of" in text
-        and "give more runs of the same commit" in text
+        and "give more runs of one commit" in text
         and "nan" not in text.lower()
     )
     assert data["certificate"]["seed"] == 1 and data["cells"][0]["night"] is None

@@ -28,7 +28,7 @@ from perfbench.runner.context import MeasuringContext
 from perfbench.runner.progress import SilentProgress
 from tests.perfbench import builders as b
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
-from tests.perfbench.edits import reason_of, verdict_of
+from tests.perfbench.edits import conclude, reason_of, verdict_of
 
 BASELINE = Path("reports/baselines/cpu/small.json")
 
@@ -345,10 +345,8 @@ def test_a_reason_is_reported_where_pairs_exist_and_one_cell_has_none() -> None:
     base = b.with_manifest(
         run, cells=[cell for cell in run.manifest.cells if cell.cell_id != train]
     )
-    why = "the base of some cells cannot be built"
-    measured = [confirmation.MeasuredPairs(base, slow, first.to_confirm)]
-    found = settled(first, measured, dict.fromkeys(first.to_confirm, why))
-    assert why in reason_of(found, train)
+    found = conclude(first, base, slow, GatePolicy(), "the base of some cells cannot be built")
+    assert "the base of some cells cannot be built" in reason_of(found, train)
     assert verdict_of(found, forward) is Verdict.REGRESSED and "cannot be built" not in reason_of(
         found, forward
     )

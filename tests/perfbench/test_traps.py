@@ -387,7 +387,7 @@ def test_trap_45_another_choice_of_the_autotuner_is_an_explained_change() -> Non
     )
     told = " ".join([cell.reason, *cell.notes])
     assert "BLOCK: 128 instead of BLOCK: 64" in told and "explained change" in told
-    assert baseline.of_run(first).cells[TRAIN].tuned == {"nsa.kernel[64]": "BLOCK: 64"}  # type: ignore[union-attr]
+    assert baseline.baseline_of_run(first).cells[TRAIN].tuned == {"nsa.kernel[64]": "BLOCK: 64"}  # type: ignore[union-attr]
     assert autotuner.choices({}) == {}, "without Triton nothing can have been tuned"
 
 
