@@ -185,7 +185,7 @@ class Manifest(_Record):
 
 
 class Resumed(_Record):
-    """Appended when a run goes on, perhaps on another card of the same model."""
+    """Appended when a run is resumed, perhaps on another card of the same model."""
 
     kind: Literal["resumed"] = "resumed"
     resumed_utc: str
@@ -287,8 +287,8 @@ class Physics(_Record):
 
 
 class SentinelLine(_Record):
-    """A frozen piece of work that no commit changes, timed once a block: it tells a slower machine
-    from slower code.
+    """A frozen piece of work that no commit changes, timed once a block: it separates a slower
+    machine from slower code.
     """
 
     kind: Literal["sentinel"] = "sentinel"

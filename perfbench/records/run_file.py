@@ -153,7 +153,7 @@ def parse(data: bytes, name: str) -> Run:
     *lines, rest = data.split(b"\n")
     if not lines:
         what = "a manifest line that was cut off" if rest else "an empty file"
-        _fail(name, 1, f"{what}, so there is nothing to go on with; start a new run")
+        _fail(name, 1, f"{what}, so there is nothing to resume; start a new run")
     manifest = _record(lines[0], name, 1)
     if not isinstance(manifest, Manifest):
         _fail(
@@ -328,7 +328,7 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         step = (
-            "free space, then go on with --resume"
+            "free space, then resume with --resume"
             if full
             else "choose a folder that you may write to with --out DIR"
         )

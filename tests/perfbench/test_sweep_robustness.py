@@ -122,7 +122,7 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(PerfbenchError, match="free space, then go on with --resume") as caught:
+    with pytest.raises(PerfbenchError, match="free space, then resume with --resume") as caught:
         run(tmp_path, executor)
     (folder,) = tmp_path.iterdir()
     assert caught.value.exit_code is Exit.USAGE and str(folder) in str(caught.value)
