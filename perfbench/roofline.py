@@ -63,10 +63,10 @@ def filled_slots(model: ModelConfig, tokens: int) -> int:
     query's own) each query.
     """
     grid = _selected_grid(model, tokens)
-    whole, rest = divmod(tokens, grid.sel_block)
-    return sum(grid.sel_block * min(grid.num_selected, j + 1) for j in range(whole)) + rest * min(
-        grid.num_selected, whole + 1
-    )
+    full_blocks, rest = divmod(tokens, grid.sel_block)
+    return sum(
+        grid.sel_block * min(grid.num_selected, j + 1) for j in range(full_blocks)
+    ) + rest * min(grid.num_selected, full_blocks + 1)
 
 
 @lru_cache(maxsize=64)
@@ -165,12 +165,12 @@ def step_min_bytes(
             if dense
             else (len(model.nsa.branches), len(model.nsa.branches) * model.num_heads)
         )
-        given = (
+        inputs = (
             model.num_heads * model.head_dim
             + copies * model.num_kv_heads * (model.head_dim + model.value_dim)
             + gates
         )
-        numbers = batch * tokens * (given + model.num_heads * model.value_dim)
+        numbers = batch * tokens * (inputs + model.num_heads * model.value_dim)
         return float(numbers * (2 if workload in BACKWARD else 1) * BYTES_OF[dtype])
     weights = linear_parameters(model, dense=dense) * BYTES_OF[dtype]
     if workload == "train":

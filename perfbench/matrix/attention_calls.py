@@ -164,7 +164,7 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
 
 
 def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
-    """Why the cell has no such step to be without, so that its time would tell nothing."""
+    """Why the cell has no such step to be without, so that its time would say nothing of it."""
     got = f"without={cell.without} with"
     if cell.path != Path.TRITON:
         return (

@@ -53,9 +53,7 @@ class Policies:
     """
 
     whole: GatePolicy
-    by_cell: Mapping[str, GatePolicy] = field(
-        default_factory=dict
-    )  # only cells that an override matches
+    by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # those of an override
     aliases: Mapping[str, Alias] = field(default_factory=dict)
 
     def of(self, cell_id: str) -> GatePolicy:

@@ -61,19 +61,19 @@ class OverrideRule:
 
 
 def parse_axes(document: Document, file: MatrixFile) -> dict[str, tuple[Value, ...]]:
-    given = {
+    values_of = {
         name: _values(document, ("axes", name), name, values) for name, values in file.axes.items()
     }
     for name, axis in AXES.items():
-        if name not in given:
+        if name not in values_of:
             if axis.default is None:
                 document.fail(
                     ("axes",),
                     f"axis {name!r} is missing and has no default; add `{name}: [...]` with"
                     f" {axis.wanted}",
                 )
-            given[name] = (axis.default,)
-    return given
+            values_of[name] = (axis.default,)
+    return values_of
 
 
 def parse_exclude(document: Document, index: int, rule: dict[str, Any]) -> ExcludeRule:

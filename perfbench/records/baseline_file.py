@@ -1,4 +1,7 @@
-"""The file of a baseline: what it holds, where it lies, read with whatever bytes, written whole."""
+"""The file of a baseline: what it holds, where it lies, how it is read and written.
+
+Reading names what is wrong with any bytes; writing is complete or does not happen.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,8 @@ class BaselineCell(BaseModel):
     """One cell's speeds, and the run that measured it (a slice may be older than the rest).
 
     ``kernel_count`` and ``host_syncs`` are the most that a profile saw, ``kernels`` the longest
-    first. ``night_log_sd`` and
-    ``device_night_log_sd`` are the sd of ln tok/s and of ln device time between nights, where a
-    calibration told them, from
-    ``night_starts`` machine starts.
+    first. ``night_log_sd`` and ``device_night_log_sd`` are the sd of ln tok/s and of ln device time
+    between sessions, where a calibration states them, from ``night_starts`` machine starts.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
@@ -140,17 +141,17 @@ def show(baseline: Baseline) -> str:
         "",
     ]
     width = max(len(cell_id) for cell_id in baseline.cells)
-    lines.append(f"{'cell':<{width}} {'tok/s':>14} {'n':>3} {'spread':>8}  bound  between nights")
+    lines.append(f"{'cell':<{width}} {'tok/s':>14} {'n':>3} {'spread':>8}  bound  between sessions")
     for cell_id, cell in sorted(baseline.cells.items()):
         speeds = cell.tok_per_s
         spread = (
             f"{100 * (max(speeds) - min(speeds)) / cell.speed:.2f} %" if len(speeds) > 1 else "-"
         )
         bound = {True: "host", False: "GPU", None: "-"}[cell.host_bound]
-        night = "assumed" if cell.night_log_sd is None else f"{100 * cell.night_log_sd:.2f} %"
+        between = "assumed" if cell.night_log_sd is None else f"{100 * cell.night_log_sd:.2f} %"
         lines.append(
             f"{cell_id:<{width}} {cell.speed:>14,.1f} {len(speeds):>3} {spread:>8}  {bound:<5} "
-            f" {night}"
+            f" {between}"
         )
     return "\n".join(lines)
 
@@ -197,9 +198,7 @@ def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
 
 
 def write(path: Path, baseline: Baseline) -> None:
-    """Write the whole file or nothing, so that a reader never sees half of it;
-    PerfbenchError(USAGE) where it cannot be written.
-    """
+    """Write the file complete or not at all; PerfbenchError(USAGE) where it cannot be written."""
     text = (
         json.dumps(
             baseline.model_dump(mode="json"),

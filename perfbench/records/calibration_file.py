@@ -13,21 +13,20 @@ from pydantic import BaseModel, Field, ValidationError
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.text import plain
 
-MAX_GATE_SD = (
-    0.5  # of ln speed that a baseline takes: beyond it a night says nothing, so the file is wrong
-)
+# Of ln speed that a baseline takes: beyond it a session says nothing, so the file is wrong.
+MAX_GATE_SD = 0.5
 
 
-class _StoredNight(BaseModel):
+class _StoredVariance(BaseModel):
     starts: int = Field(ge=2)
     gate_sd: float = Field(gt=0, le=MAX_GATE_SD, allow_inf_nan=False)
 
 
 class _StoredCell(BaseModel):
     cell_id: str
-    config_sha256: str | None = None  # null: written before a calibration said of which work it is
-    night: _StoredNight | None
-    device_night: _StoredNight | None
+    config_sha256: str | None = None  # null: written before a calibration recorded whose work it is
+    night: _StoredVariance | None
+    device_night: _StoredVariance | None
 
 
 class _Stored(BaseModel):
@@ -50,8 +49,8 @@ class Known:
 def read(path: Path, gpu_slug: str) -> Known:
     """The calibration at ``path`` (calibration.json).
 
-    PerfbenchError(USAGE): not such a file, a cell told twice or as restless as no machine is, of
-    another GPU than ``gpu_slug``, or of one start only.
+    PerfbenchError(USAGE): not such a file, a cell that is named twice or varies more than any
+    machine does, a calibration of another GPU than ``gpu_slug``, or of one start only.
     """
     try:
         stored = _Stored.model_validate_json(path.read_bytes())
@@ -73,7 +72,7 @@ def read(path: Path, gpu_slug: str) -> Known:
     found = {cell.cell_id: cell for cell in stored.cells if _fields(cell)}
     if not found:
         raise _refused(
-            path, "tells no luck between nights: got one machine start, wanted two or more"
+            path, "states no variance between sessions: got one machine start, wanted two or more"
         )
     return Known(path, stored.environment, found)
 
@@ -82,7 +81,7 @@ def variance_of_cells(
     known: Known, environment: Mapping[str, str | None], configs: Mapping[str, str]
 ) -> dict[str, dict[str, Any]]:
     """By cell of ``configs`` (its id to the hash of its work), the fields of a baseline's cell that
-    the calibration tells.
+    the calibration states.
 
     ``environment``: the fingerprint of the run. Its driver alone may differ: torch and triton
     choose the kernels, not the driver, what differs between starts is mostly the card and its host,
@@ -118,15 +117,15 @@ def variance_of_cells(
 
 
 def _fields(cell: _StoredCell) -> dict[str, Any]:
-    """All three where anything is told, so that no field of an earlier calibration stays beside
+    """All three where the calibration states any, so that no field of an earlier one stays next to
     them.
     """
     both = {"night_log_sd": cell.night, "device_night_log_sd": cell.device_night}
-    starts = [night.starts for night in both.values() if night is not None]
+    starts = [variance.starts for variance in both.values() if variance is not None]
     if not starts:
         return {}
     return {
-        **{name: None if night is None else night.gate_sd for name, night in both.items()},
+        **{name: None if variance is None else variance.gate_sd for name, variance in both.items()},
         "night_starts": min(starts),
     }
 

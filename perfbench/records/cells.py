@@ -79,10 +79,8 @@ class Axis:
             )
             raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{hint}")
         if value not in self.choices + self.recorded:
-            raise ValueError(
-                f"got {show_value(value)}, wanted"
-                f" {self.wanted}{nearest_name(value, list(self.choices))}"
-            )
+            near = nearest_name(value, list(self.choices))
+            raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{near}")
         return value
 
     def term(self, spec: object) -> Term:
@@ -116,8 +114,8 @@ _NAMES = tuple(AXES)
 
 
 def show_value(value: object) -> str:
-    """A value as a message names it: its kind where a reader could mistake it, and never longer
-    than a line.
+    """A value as a message names it: with its kind where a reader could mistake it, and never
+    longer than a line.
     """
     if value is None:
         return "nothing"

@@ -37,7 +37,7 @@ class Kernels(BaseModel):
     rows: dict[str, Kernel]
     host_syncs: int | None = None  # null on a CPU, which waits for nobody
     tuned: dict[str, str] = {}  # autotuner -> the configuration in use
-    chrome_absent: str = ""  # why there is no timeline beside this table
+    chrome_absent: str = ""  # why there is no timeline next to this table
 
     @property
     def launches(self) -> int:
@@ -45,7 +45,7 @@ class Kernels(BaseModel):
 
     @property
     def total_s(self) -> float | None:
-        """Null where any row has no time: a part is not the whole."""
+        """Null where any row has no time: the sum of some rows is not the total."""
         times_s = [row.seconds for row in self.rows.values()]
         return (
             None

@@ -292,8 +292,8 @@ class Physics(_Record):
 
 
 class SentinelLine(_Record):
-    """A frozen piece of work that no commit changes, timed once a block: it tells a slower machine
-    from slower code.
+    """A frozen piece of work that no commit changes, timed once a block: it separates a slower
+    machine from slower code.
     """
 
     kind: Literal["sentinel"] = "sentinel"

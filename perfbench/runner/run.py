@@ -105,7 +105,7 @@ def run_matrix(
     be monotonic: the wall clock may step back. INTERRUPTED with the command that resumes after
     Ctrl-C; nothing written is lost.
     """
-    chosen = {cell.cell_id for cell in selected(spec.plan.cells, spec.only)}
+    cell_ids = {cell.cell_id for cell in selected(spec.plan.cells, spec.only)}
     faults = _faults(spec.injections, [cell.cell_id for cell in spec.plan.cells])
     with ExitStack() as stack:
         if resume is None:
@@ -134,7 +134,7 @@ def run_matrix(
             model=spec.matrix.model.to_mapping(),
             pause=pause,
         )
-        missing = _measure(CellSchedule(recorder, chosen), recorder)
+        missing = _measure(CellSchedule(recorder, cell_ids), recorder)
     return Finished(writer.folder, read_run(writer.folder), missing)
 
 

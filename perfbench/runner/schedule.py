@@ -15,21 +15,22 @@ from perfbench.runner.recorder import Recorder
 
 
 class CellSchedule:
-    """Each of the ``chosen`` cells once a block, measured by one recorder."""
+    """Each of the ``selected`` cells once a block, measured by one recorder."""
 
     rows_per_cell = 1
 
-    def __init__(self, recorder: Recorder, chosen: Collection[str]) -> None:
+    def __init__(self, recorder: Recorder, selected: Collection[str]) -> None:
         self._recorder, self._manifest = recorder, recorder.manifest
         self._cells: Mapping[str, PlannedCell] = {
-            cell.cell_id: cell for cell in self._manifest.cells if cell.cell_id in chosen
+            cell.cell_id: cell for cell in self._manifest.cells if cell.cell_id in selected
         }
-        self.num_blocks, self.num_cells = self._manifest.replicates, len(chosen)
+        self.num_blocks, self.num_cells = self._manifest.replicates, len(selected)
         self._due_now: Sequence[str] = ()
+        self._places: dict[str, int] = {}
         self._jobs: dict[str, Job] = {}
 
     def due(self, block: int) -> list[str]:
-        # All cells are shuffled, not only the chosen, so that a resumed or sliced run keeps the
+        # All cells are shuffled, not only the selected, so that a resumed or sliced run keeps the
         # order of the complete one.
         shuffled = [cell.cell_id for cell in self._manifest.cells]
         random.Random(f"{self._manifest.seed}-{block}").shuffle(shuffled)
@@ -44,6 +45,7 @@ class CellSchedule:
 
     def begin_block(self, block: int, cell_ids: Sequence[str]) -> None:
         self._due_now, self._jobs = cell_ids, {}
+        self._places = {cell_id: place for place, cell_id in enumerate(cell_ids)}
         self._recorder.executor.new_block()
         self._recorder.measure_sentinels(block)
 
@@ -55,8 +57,11 @@ class CellSchedule:
 
     def _prepare(self, block: int, first: str) -> dict[str, Job]:
         """The jobs from ``first`` on, which prepare side by side where the matrix allows it."""
-        place, limit = self._due_now.index(first), self._recorder.matrix.measure.prepare_together
-        due = (cell_id for cell_id in self._due_now[place:] if self.is_due(cell_id, block))
+        limit = self._recorder.matrix.measure.prepare_together
+        following = (
+            self._due_now[place] for place in range(self._places[first], len(self._due_now))
+        )
+        due = (cell_id for cell_id in following if self.is_due(cell_id, block))
         together = [self._cells[cell_id] for cell_id in islice(due, limit)]
         jobs = [
             self._recorder.job(cell, block, waiting_peers=len(together) - 1) for cell in together

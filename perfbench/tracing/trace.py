@@ -39,14 +39,14 @@ if TYPE_CHECKING:
     from perfbench.records import Run
     from perfbench.runner import Executor
 
-FOLDER = "traces"
+TRACE_FOLDER = "traces"
 # A name may have 255 bytes almost everywhere, and a complete Windows path 260 characters.
 SLUG_CHARS = 150
 _PLAIN = frozenset(string.ascii_lowercase + string.digits + "_-")
 _RESERVED = frozenset(
     ["con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))]
 )
-RED = (Verdict.REGRESSED, Verdict.WRONG_PATH)
+RED_VERDICTS = (Verdict.REGRESSED, Verdict.WRONG_PATH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +97,20 @@ def trace_on_red(
     Never raises for what a side, the machine or the disk does; the TraceDiff records it. Ctrl-C
     ends the tracing and leaves the verdict. The GPU's lock must be free.
     """
-    red = sorted(judgement.of(*RED), key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
+    red = sorted(
+        judgement.of(*RED_VERDICTS), key=lambda cell: (cell.change_pct or 0.0, cell.cell_id)
+    )
     if not red:
         return []
     largest, rest = red[:limit], red[limit:]
     context, manifest = pair.context, pair.run.manifest
     tracing = Tracing(
-        pair.matrix, context, manifest.seed, out / FOLDER, Path(FOLDER), manifest.injections
+        pair.matrix,
+        context,
+        manifest.seed,
+        out / TRACE_FOLDER,
+        Path(TRACE_FOLDER),
+        manifest.injections,
     )
     context.say(
         f"tracing {len(largest)} red cell{'s' if len(largest) > 1 else ''} on both sides, one step"

@@ -56,8 +56,9 @@ def serve(measure: str, nsa_folder: Path | None) -> None:
 
 
 def _of_one_side(measure: Measure, folder: Path) -> Measure:
-    """``measure``, whose rows say which `nsa` they are of; WrongSide where a later import brought
-    another one.
+    """``measure``, whose rows record which `nsa` they are of.
+
+    WrongSide where a later import brought another one.
     """
 
     def measured(
@@ -145,16 +146,15 @@ class _Server:
 
     def _go(self, pid: int) -> None:
         if pid in self._children:
-            with suppress(BrokenPipeError):  # it has just died, and its end is about to be said
+            with suppress(BrokenPipeError):  # it has just died, and its end is about to be reported
                 os.write(self._children[pid].go, b"g")
 
     def _reap(self) -> None:
         for pid in list(self._children):
             if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
                 continue
-            kill_group(
-                pid
-            )  # what the child left behind; the zombie keeps its number from being given to another
+            # What the child left behind; the zombie keeps its number from being reused.
+            kill_group(pid)
             _, status = os.waitpid(pid, 0)
             self._children.pop(pid).close()
             self._say(event="ended", pid=pid, status=os.waitstatus_to_exitcode(status))
@@ -175,8 +175,8 @@ class _Server:
 
 @dataclass(slots=True)
 class _Pipes:
-    """The server's ends of a child's two pipes: hears one byte when it is prepared, sends one to
-    let it go on.
+    """The server's ends of a child's two pipes: one byte arrives when the child is prepared, one is
+    sent to resume it.
     """
 
     prepared: int
@@ -273,8 +273,8 @@ def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
 
 
 def _gpu_uuid(job: Job) -> tuple[str | None, str]:
-    """CUDA's own word on which GPU this is, in NVML's spelling; NVML's enumeration only where torch
-    does not say.
+    """The UUID of the GPU in use, in NVML's spelling; by NVML's enumeration only where torch
+    does not report it.
     """
     if not job.device.startswith("cuda"):
         return None, ""

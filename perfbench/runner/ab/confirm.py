@@ -27,7 +27,7 @@ from perfbench.runner.ab.pair import Pair, PairSpec, is_pair, read_pair
 from perfbench.runner.ab.schedule import measure_pair
 from perfbench.runner.context import MeasuringContext
 
-FOLDER = "confirm"
+CONFIRM_FOLDER = "confirm"
 LEAST_COMMIT_CHARS = 7  # git's own abbreviation
 SERVER_S = 6.0  # one block: both servers import torch
 UNKNOWN = (
@@ -121,7 +121,7 @@ def confirm_cells(
         if commit is None:
             reasons |= dict.fromkeys(cells, UNKNOWN)
             continue
-        places = _places(folder / FOLDER, commit, cells)
+        places = _places(folder / CONFIRM_FOLDER, commit, cells)
         due = [cell_id for place in places if not place.is_complete for cell_id in place.cells]
         if due and (deadline is None or now() < deadline):
             context.say(announcement(run, due, commit, spec.blocks))
@@ -143,7 +143,7 @@ def stored_confirmation(folder: Path, commits: Commits) -> Confirmation | None:
 
     USAGE where a pair is damaged.
     """
-    found = _pairs_in(folder / FOLDER)
+    found = _pairs_in(folder / CONFIRM_FOLDER)
     if not found:
         return None
     measured: list[MeasuredPairs] = []

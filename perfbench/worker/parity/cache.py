@@ -1,5 +1,5 @@
 """Proof of steps that go through an NSACache: what decode and chunked prefill give, for the oracle
-that judges whole sequences.
+that judges complete sequences.
 
 B batch, T tokens, G kv heads, N blocks.
 """
@@ -30,7 +30,7 @@ Pieces = Sequence[tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class Through:
     """``o`` [B, T, HQ, DV] and ``blocks`` int32 [B, T, G, N] of all tokens; ``engaged``: the
-    counters of the calls asked about.
+    counters of the calls that hold a judged row.
     """
 
     o: Tensor

@@ -24,13 +24,11 @@ from nsa.steps import Steps
 from perfbench.matrix import held_tokens, pieces
 from perfbench.records import CacheLine, Job
 
-REPLAY_TOLERANCE = (
-    2**-5
-    # of the largest logit: the same kernels, but libraries may choose others for a graph; bf16 has
-    # 8 bits
-)
+# Of the largest logit: the same kernels, but libraries may choose others for a graph; bf16 has 8
+# bits.
+REPLAY_TOLERANCE = 2**-5
 NUM_COMPARED = 3  # replays
-FILL_TOKENS = 2048  # appended at a time, so that little random K and V is alive beside the cache
+FILL_TOKENS = 2048  # appended at a time, so that little random K and V is alive next to the cache
 Counts = dict[str, Tensor]  # branch -> keys that a call gathered, [B or 1, T] or [B, T, G]
 
 
@@ -110,9 +108,8 @@ class CachedSteps:
         graphs_BTV, counters = self._logits_BTV, [cache.keys_read for cache in self.begin]
         got_BTV = graphs_BTV.clone()
         for cache in self.begin:
-            cache.keys_read = (
-                KeysRead()
-            )  # those that know the graph's own tensors must not learn others
+            # Counters that know the graph's own tensors must not learn others.
+            cache.keys_read = KeysRead()
         self.body(*inputs())
         wanted_BTV, self._logits_BTV = self._logits_BTV, graphs_BTV
         for cache, counter in zip(self.begin, counters, strict=True):
