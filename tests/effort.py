@@ -52,8 +52,8 @@ def loops(work: Callable[[], object]) -> float:
 def growth(work: Callable[[int], Callable[[], object]], size: int, *, rounds: int = 5) -> float:
     """CPU time at 4 ``size`` over that at ``size``: 4 for linear work, 16 for quadratic.
 
-    ``work(n)`` prepares, unmeasured, and returns the call that is measured. Of each size the fastest
-    of the rounds counts, since load only adds; there are no more rounds once the ratio is clear.
+    ``work(n)`` prepares, unmeasured, and returns the call that is measured. Of each size the
+    fastest of the rounds counts, since load only adds; none follows once the ratio is clear.
     """
     small, large = [], []
     for _ in range(rounds):
