@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.forked import TorchProcess
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
@@ -70,6 +72,13 @@ def copy_engine_for_small_tensors(
         from nsa.ops.kernels import common
 
         monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", 0)
+
+
+@pytest.fixture(scope="session")
+def torch_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchProcess]:
+    made = TorchProcess(tmp_path_factory.mktemp("forked"))
+    yield made
+    made.close()
 
 
 @pytest.fixture

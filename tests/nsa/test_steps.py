@@ -172,6 +172,8 @@ import torch
 from nsa import settings
 from nsa.ops.kernels import interval, selected
 from tests.cases import Case, SMALL, qkv, random_blocks
+from tests.interpreter import patch_language_once
+patch_language_once()
 torch.set_num_threads(1)
 case = Case(70, 2, 16, 16, 1)
 q, k, v = qkv(case)
