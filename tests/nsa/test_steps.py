@@ -155,7 +155,7 @@ def test_without_the_copy_engine_every_kernel_is_built_and_fits() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=7200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -209,7 +209,7 @@ def test_what_is_computed_without_a_step_is_the_same() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=7200,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-3000:]

@@ -159,7 +159,7 @@ def job_of(one: checkout.Side) -> Job:
         replicate=0,
         model=plan.model,
         measure=MeasureOptions(),
-        timeout_s=30,
+        timeout_s=3600,
         device="cpu",
         seed=1,
         profile=False,

@@ -33,7 +33,7 @@ def job(name: str, device: str = "cpu") -> Job:
         config_sha256="",
         model={},
         measure=MeasureOptions(),
-        timeout_s=60.0,
+        timeout_s=3600.0,
         plan=RouteLine(branches=[], counters=[]),
         expect=Expect(),
         device=device,
