@@ -30,6 +30,8 @@ def _remember_types() -> None:
     made: dict[tuple[Any, ...], Any] = {}
     make, to_numpy = core.block_type.__init__, interpreter._get_np_dtype
     in_numpy: dict[str, Any] = {}
+    shapes: dict[tuple[int, ...], Any] = {}
+    make_tensor = core.tensor.__init__
     unwrap, plain = core._unwrap_if_constexpr, (int, core.tensor, core.dtype, type(None))
 
     def block_type(self: Any, element_ty: Any, shape: Any) -> None:
@@ -47,12 +49,23 @@ def _remember_types() -> None:
             in_numpy[name] = to_numpy(tt_dtype)
         return in_numpy[name]
 
+    def tensor(self: Any, handle: Any, kind: Any) -> None:
+        shape = kind.shape if kind.is_block() else ()
+        key = tuple(shape)
+        if (known := shapes.get(key)) is None:
+            make_tensor(self, handle, kind)
+            shapes[key] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, kind, kind.scalar
+        self.shape, self.numel = known
+
     def quick_unwrap(o: Any) -> Any:
         kind = type(o)
         if kind is core.constexpr:
             return o.value
         return o if kind in plain else unwrap(o)
 
+    core.tensor.__init__ = tensor  # type: ignore[method-assign]
     core.block_type.__init__ = block_type  # type: ignore[method-assign]
     interpreter._get_np_dtype = np_dtype
     core._unwrap_if_constexpr = quick_unwrap
