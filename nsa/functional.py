@@ -12,25 +12,48 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nsa import capability, checks, dispatch, selection, settings, statistics
-from nsa.cache import View
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops import reads
-from nsa.ops.compressed import log_sum_exp
-from nsa.ops.positions import Documents
-from nsa.packing import Packing
+from nsa.decode import KV, View
+from nsa.documents import Documents, Packing
+from nsa.ops import key_counts
+from nsa.ops.interval.compressed import log_sum_exp
 from nsa.rope import angles, rotate
 from nsa.routing import DENSE, SCORE, Capability, Problem, Route, route, scores_of
 
-KV = tuple[Tensor, Tensor]
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What holds for all branches of one call, next to its tensors.
+
+    ``scale`` of the logits. ``documents``: of a packed batch. ``present`` bool [B or 1, T]: queries
+    that hold a token, for the statistics alone; None: all of them. ``is_whole_sequence``: the call
+    is of whole sequences that begin at 0, without a cache and not packed. ``nonnegative_gates`` as
+    in `nsa_attention`.
+    """
+
+    route: Route
+    config: NSAConfig
+    scale: float
+    documents: Documents | None = None
+    present: Tensor | None = None
+    is_whole_sequence: bool = False
+    nonnegative_gates: bool = False
+
+    def num_full_rows(self, num_keys: int) -> int:
+        """Queries at the head of each sequence that choose every block up to their own."""
+        if not self.is_whole_sequence:
+            return 0
+        return self.config.num_selected_for(num_keys) * self.config.sel_block
 
 
 def route_for(
@@ -347,18 +370,16 @@ def nsa_attention(
         )
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
-    o = attend_view(
-        q,
-        gates,
-        view,
-        config=config,
-        scale=scale,
-        route=chosen,
+    call = Call(
+        chosen,
+        config,
+        q.shape[-1] ** -0.5 if scale is None else scale,
         documents=documents,
         present=present,
-        whole=whole,
+        is_whole_sequence=whole,
         nonnegative_gates=nonnegative_gates,
     )
+    o = attend_view(q, gates, view, call)
     return o if packing is None else packing.restore(o)
 
 
@@ -408,58 +429,26 @@ def attend_view(
     q: Tensor,
     gates: Tensor,
     view: View,
+    call: Call,
     *,
-    config: NSAConfig,
-    scale: float | None = None,
-    path: str = "auto",
-    fa2: str = "auto",
-    route: Route | None = None,
-    documents: Documents | None = None,
-    present: Tensor | None = None,
-    keys_read: reads.KeysRead | None = None,
-    whole: bool = False,
-    nonnegative_gates: bool = False,
+    keys_read: key_counts.KeysRead | None = None,
 ) -> Tensor:
     """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read``
     where that is given.
 
-    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of
-    them. ``whole``: the view is of whole sequences that begin at 0, without a cache and not packed.
-    Where the selected branch is then full causal attention, blocks are neither scored nor chosen
-    unless statistics are collected, strict mode checks them, or keys are counted.
-    ``nonnegative_gates`` as in `nsa_attention`. ``route``: that of this call (`route_for`), where
-    the caller knows it.
+    Where the selected branch is full causal attention, blocks are neither scored nor chosen unless
+    statistics are collected, strict mode checks them, or keys are counted.
     """
-    checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    S, G, DV = view.sel[1].shape[1:]
-    assert route is None or path == fa2 == "auto", "a Route is decided already"
-    chosen = route
-    if chosen is None:
-        chosen = route_for(
-            q,
-            G,
-            DV,
-            S,
-            branches=config.branches,
-            q_start=view.q_start,
-            path=path,
-            fa2=fa2,
-            config=config,
-            whole=whole,
-        )
-    statistics.observe_gates(gates, config.branches, present=present)
-    full = (
-        config.num_selected_for(S) * config.sel_block if whole else 0
-    )  # queries before that choose every block
-    asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents, "full": full}
+    config = call.config
+    checks.fixed_selection(
+        config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
+    )
+    statistics.observe_gates(gates, config.branches, present=call.present)
     # a cache's window begins elsewhere, and keeps no gradient
-    joined = nonnegative_gates and view.win_start is view.q_start and dispatch.joins(chosen)
-    with torch.no_grad() if joined else nullcontext():
-        attended, blocks = _attend_branches(
-            chosen, q, view, present=present, keys_read=keys_read, **asked
-        )
-    if joined:
+    joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
+    with torch.no_grad() if joins else nullcontext():
+        attended, blocks = _attend_branches(q, view, call, keys_read)
+    if joins:
         assert blocks is not None
         return dispatch.join(
             gates,
@@ -467,11 +456,14 @@ def attend_view(
             (view.cmp, view.sel, view.win),
             blocks,
             attended,
+            config=config,
             q_start=view.q_start,
-            **asked,
+            scale=call.scale,
+            documents=call.documents,
+            num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
         )
     return dispatch.combined(
-        chosen,
+        call.route,
         gates,
         [o for o, _ in attended],
         [i for i, b in enumerate(BRANCHES) if b in config.branches],
@@ -479,91 +471,127 @@ def attend_view(
 
 
 def _attend_branches(
-    chosen: Route,
-    q: Tensor,
-    view: View,
-    *,
-    config: NSAConfig,
-    scale: float,
-    documents: Documents | None,
-    full: int,
-    present: Tensor | None,
-    keys_read: reads.KeysRead | None,
+    q: Tensor, view: View, call: Call, keys_read: key_counts.KeysRead | None
 ) -> tuple[list[dispatch.Attended], Tensor | None]:
     """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were
-    chosen; ``full`` as in `dispatch`.
+    chosen.
     """
-    S = view.sel[1].shape[1]
-    grid: dict[str, Any] = {
-        "block": config.cmp_block,
-        "stride": config.cmp_stride,
-        "q_start": view.q_start,
-    }
+    config = call.config
     attended: list[dispatch.Attended] = []
     lse = blocks = None
     if "cmp" in config.branches:
         attended.append(
-            dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid)
+            dispatch.compressed(
+                call.route,
+                q,
+                *view.cmp,
+                block=config.cmp_block,
+                stride=config.cmp_stride,
+                q_start=view.q_start,
+                scale=call.scale,
+                documents=call.documents,
+            )
         )
         lse = attended[-1][1]
-        if keys_read is not None:
-            keys_read.later("cmp", partial(reads.compressed, q, view.cmp[0].shape[1], **grid))
     if "sel" in config.branches:
-        if not _needs_no_blocks(chosen) or keys_read is not None:
-            asked: dict[str, Any] = {
-                "config": config,
-                "q_start": view.q_start,
-                "kv_len": S,
-                "scale": scale,
-            }
-            if chosen.has(SCORE):
-                blocks = dispatch.choose(chosen, q, view.cmp[0], lse, documents=documents, **asked)
-            else:
-                blocks = selection.choose(
-                    q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked
-                )
-            _assert_blocks(blocks, S, config.sel_block, view.q_start)
-            statistics.observe_selection(
-                blocks, q_start=view.q_start, sel_block=config.sel_block, present=present
+        if not _needs_no_blocks(call.route) or keys_read is not None:
+            blocks = _choose(q, view, call, lse)
+        attended.append(
+            dispatch.selected(
+                call.route,
+                q,
+                *view.sel,
+                blocks,
+                sel_block=config.sel_block,
+                q_start=view.q_start,
+                scale=call.scale,
+                num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
             )
-        given: dict[str, Any] = {
-            "sel_block": config.sel_block,
-            "q_start": view.q_start,
-            "scale": scale,
-            "full": full,
-        }
-        attended.append(dispatch.selected(chosen, q, *view.sel, blocks, **given))
-        if keys_read is not None and blocks is not None:
-            keys_read.later(
-                "sel",
-                partial(
-                    reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block
-                ),
-            )
+        )
     if "win" in config.branches:
         attended.append(
             dispatch.window(
-                chosen,
+                call.route,
                 q,
                 *view.win,
                 size=config.window,
                 q_start=view.win_start,
-                scale=scale,
-                documents=documents,
+                scale=call.scale,
+                documents=call.documents,
             )
         )
-        if keys_read is not None:
-            keys_read.later(
-                "win",
-                partial(
-                    reads.sliding,
-                    q,
-                    view.win[0].shape[1],
-                    q_start=view.win_start,
-                    window=config.window,
-                ),
-            )
+    if keys_read is not None:
+        _count_keys(q, view, config, blocks, keys_read)
     return attended, blocks
+
+
+def _choose(q: Tensor, view: View, call: Call, lse: Tensor | None) -> Tensor:
+    """The blocks int32 [B, T, G, N] of a call; ``lse`` as the compressed branch left it."""
+    config, S = call.config, view.sel[1].shape[1]
+    if call.route.has(SCORE):
+        blocks = dispatch.choose(
+            call.route,
+            q,
+            view.cmp[0],
+            lse,
+            config=config,
+            q_start=view.q_start,
+            kv_len=S,
+            scale=call.scale,
+            documents=call.documents,
+        )
+    else:
+        blocks = selection.choose(
+            q,
+            view.cmp[0],
+            config=config,
+            q_start=view.q_start,
+            kv_len=S,
+            scale=call.scale,
+            first=None if call.documents is None else call.documents.first_BT,
+        )
+    _assert_blocks(blocks, S, config.sel_block, view.q_start)
+    statistics.observe_selection(
+        blocks, q_start=view.q_start, sel_block=config.sel_block, present=call.present
+    )
+    return blocks
+
+
+def _count_keys(
+    q: Tensor,
+    view: View,
+    config: NSAConfig,
+    blocks: Tensor | None,
+    keys_read: key_counts.KeysRead,
+) -> None:
+    if "cmp" in config.branches:
+        count = partial(
+            key_counts.compressed,
+            q,
+            view.cmp[0].shape[1],
+            block=config.cmp_block,
+            stride=config.cmp_stride,
+            q_start=view.q_start,
+        )
+        keys_read.later("cmp", count)
+    if blocks is not None:
+        count = partial(
+            key_counts.selected,
+            blocks,
+            view.sel[1].shape[1],
+            q_start=view.q_start,
+            sel_block=config.sel_block,
+        )
+        keys_read.later("sel", count)
+    if "win" in config.branches:
+        count = partial(
+            key_counts.sliding,
+            q,
+            view.win[0].shape[1],
+            q_start=view.win_start,
+            window=config.window,
+        )
+        keys_read.later("win", count)
 
 
 def _needs_no_blocks(chosen: Route) -> bool:

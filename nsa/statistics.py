@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import BRANCHES
-from nsa.ops import reads
+from nsa.ops import key_counts
 
 WINDOW = 16  # queries that a block-sparse kernel processes together
 COLLAPSE_SHARE = 0.95  # of a row's gate mass in one branch
@@ -260,7 +260,7 @@ def _selection_sums(
 ) -> tuple[Tensor, Tensor]:
     """_ROWS and _PEAKS of one call, fp64."""
     G = blocks.shape[2]
-    tokens_BTG = reads.selected(blocks, None, q_start=q_start, sel_block=sel_block)
+    tokens_BTG = key_counts.selected(blocks, None, q_start=q_start, sel_block=sel_block)
     chosen_BTG = (blocks >= 0).sum(-1)
     present = present_BT[..., None].expand(-1, -1, G)
     pair = present[:, 1:] & present[:, :-1]
