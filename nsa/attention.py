@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from nsa import checks
+from nsa.branches import Call, attend_view
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.decode import KV, NSACache, View, check_cache
 from nsa.documents import Documents
-from nsa.functional import Call, attend_view, compress_kv, route_for
+from nsa.functional import compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
 from nsa.ops.selected import gathered_rows
 from nsa.rope import rotate
