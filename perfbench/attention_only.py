@@ -6,7 +6,6 @@ B batch, T tokens, G kv heads, D head dim.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,14 +18,10 @@ from nsa.compression import param_shapes
 from nsa.config import BRANCHES, ModelConfig
 from nsa.functional import capability_of, nsa_attention
 from nsa.routing import Problem, route_dense
+from perfbench import nsa_version
 
-# What the gates of every input here are; older versions of nsa, which `ab` measures, too, are not
-# asked for the promise.
-SIGMOID_GATES: dict[str, Any] = (
-    {"nonnegative_gates": True}
-    if "nonnegative_gates" in inspect.signature(nsa_attention).parameters
-    else {}
-)
+# What the gates of every input here are.
+SIGMOID_GATES: dict[str, Any] = nsa_version.promise_of_sigmoid_gates()
 NUM_INPUTS = 4  # distinct random inputs: the model's shape at 131,072 tokens takes 0.4 GB of each
 
 

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 
 from nsa import engagement, functional
 from nsa.attention import NSAAttention
-from nsa.cache import KV, NSACache
 from nsa.config import ModelConfig
-from nsa.steps import Steps
-from perfbench import blocks_parity
+from perfbench import blocks_parity, nsa_version
+from perfbench.nsa_version import KV, NSACache, Steps
 
 MIN_CHUNKS = 3  # of a proof: a first, one between and a last
 Tensors = Mapping[str, Tensor]
@@ -101,7 +100,7 @@ def attention(
         }
         blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, **at, **asked))
         with engagement.collect() as counted:
-            outputs.append(functional.attend_view(q[:, part], t["gates"][:, part], view, **asked))
+            outputs.append(nsa_version.attend_view(q[:, part], t["gates"][:, part], view, **asked))
         if not judged.isdisjoint(range(begin, end)):
             engaged |= counted.counts.keys()
     return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 
 from nsa.attention import NSAAttention
-from nsa.cache import KV, NSACache
 from nsa.config import ModelConfig
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
-from nsa.ops.reads import KeysRead
-from nsa.steps import Steps
 from perfbench import calls
 from perfbench.job import Job
+from perfbench.nsa_version import KV, KeysRead, NSACache, Steps
 from perfbench.result import CacheLine
 
 REPLAY_TOLERANCE = (
@@ -47,7 +45,7 @@ class CachedSteps:
     of K and V beyond the length, a slot of the ring that no window of this length reaches, a raw
     token behind those that are kept. It completes no compressed block (`held_tokens`).
 
-    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.steps`), as in
+    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.decode`), as in
     nsa.DecodeGraph, for ``body`` to be captured: the same token at the same place, which is then
     forgotten on the device.
     """

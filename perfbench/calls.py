@@ -12,6 +12,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
 from nsa.routing import ADAPTIVE, DENSE_KINDS, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
+from perfbench import nsa_version
 from perfbench.axes import (
     ATTENTION,
     CACHED,
@@ -179,8 +180,6 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
 
 def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     """Why the cell has no such step to be without, so that its time would tell nothing."""
-    from nsa import routes  # an older nsa, which `ab` measures, too, may lack these names
-
     got = f"without={cell.without} with"
     if cell.path != Path.TRITON:
         return (
@@ -205,13 +204,14 @@ def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
     tokens = min(cell.chunk, cell.seq_len) if cell.workload == "chunked_prefill" else cell.seq_len
     if (
         cell.without == "lists"
-        and (rows := cell.batch * tokens * model.num_kv_heads) < routes.SORT_MIN_ROWS
+        and (rows := cell.batch * tokens * model.num_kv_heads) < nsa_version.sort_min_rows()
     ):
         return (
             f"{got} {rows} rows (batch x tokens of a call x KV heads): so few are not sorted;"
-            f" wanted at least {routes.SORT_MIN_ROWS}; take longer sequences, or leave it out"
+            f" wanted at least {nsa_version.sort_min_rows()}; take longer sequences, or leave it"
+            " out"
         )
-    least = getattr(routes, "COPY_MIN_ELEMENTS", 0)
+    least = nsa_version.copy_min_elements()
     if (
         cell.without == "copy"
         and (elements := cell.batch * tokens * model.num_heads * model.head_dim) < least

@@ -9,7 +9,6 @@ length of a Route, else at the cell's own length.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from perfbench import (
     cache_parity,
     calls,
     layer_parity,
+    nsa_version,
     selected_parity,
 )
 from perfbench.deviation import Comparison, Tensors, eager, exact
@@ -70,7 +70,7 @@ def check(
     ``chunk``: tokens that the timed cell adds to a cache at a time, 1 where it decodes; the proof
     then goes through a cache, too.
     ``batch``: the timed cell's sequences, by which a decode step's kernels go. ``stepping``: each
-    single token by a step of static shapes (`nsa.steps`), as a captured decode step takes it.
+    single token by a step of static shapes (`nsa.decode`), as a captured decode step takes it.
     ``compiled``: what is compared is compiled, as the timed cell's model is. ``selection``: the
     timed cell is the selected branch alone, on blocks of this kind; so is the proof then, without a
     layer. The line's ``own_length`` is true where the proof is at that length and so for no other;
@@ -165,16 +165,16 @@ def _batches(
         return (few,)
     if chunk == 1:
         return (few,) if few == batch else (few, batch)
-    from nsa import routes
-    from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
-
     longest = (
         tokens
         if chunk is None
         else max(end - begin for begin, end in cache_parity.pieces_of(chunk, [], tokens))
     )
-    copied = 0 if alone else getattr(routes, "COPY_MIN_ELEMENTS", 0)
-    sizes = ((MIN_ROWS_TO_SORT, model.num_kv_heads), (copied, model.num_heads * model.head_dim))
+    copied = 0 if alone else nsa_version.copy_min_elements()
+    sizes = (
+        (nsa_version.sort_min_rows(), model.num_kv_heads),
+        (copied, model.num_heads * model.head_dim),
+    )
     # (sequences from which a proof is a large call, whether a timed call may be one)
     large = [
         (-(-least // (longest * each)), chunk is None or batch * chunk * each >= least)
@@ -196,13 +196,9 @@ def _standard(model: ModelConfig, timed: Route, chunk: int | None) -> int:
     usual = standard_tokens(model.nsa)
     if chunk != 1 or not any(branch.implementation == Path.TRITON for branch in timed.branches):
         return usual
-    if (
-        importlib.util.find_spec("nsa.ops.kernels.decode") is None
-    ):  # an older nsa, which `ab` measures, too, splits none
+    if (least := nsa_version.least_keys_of_a_split()) is None:
         return usual
-    from nsa.ops.kernels.decode import LEAST_KEYS
-
-    return max(usual, 2 * LEAST_KEYS * model.nsa.cmp_stride + model.nsa.cmp_block + 1)
+    return max(usual, 2 * least * model.nsa.cmp_stride + model.nsa.cmp_block + 1)
 
 
 def _same_route_at(

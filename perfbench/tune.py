@@ -1,7 +1,7 @@
 """What `perfbench tune` does: measure a matrix of its own, or read such a run, and say from which
 lengths which path is the fastest.
 
-It changes no code: the line for nsa/tuned.py is for a person to commit, with the run beside it.
+It changes no code: a person commits the line for nsa/routing/thresholds.py, with the run.
 """
 
 from __future__ import annotations

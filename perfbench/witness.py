@@ -13,6 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from nsa.routing import BranchRoute, Route
+from perfbench import nsa_version
 from perfbench.result import Profile
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
@@ -21,7 +22,7 @@ NAME_CHARS = 160  # template arguments go on for kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
 # (cuDNN's own say "flash_fprop", so plain "flash" would not tell them apart.)
 KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
-# The forward kernels of nsa/ops/kernels, by the branch that they serve.
+# The forward kernels of nsa/ops, by the branch that they serve.
 TRITON_MARKS: Mapping[str, str] = {
     "cmp": "nsa_interval_forward",
     "win": "nsa_interval_forward",
@@ -145,7 +146,7 @@ def testify(
                     f" called *{mark}*"
                 ),
             )
-    for step in getattr(route, "off", ()):  # an older nsa, which `ab` measures, too, has no steps
+    for step in nsa_version.steps_off(route):
         if at := next((name for name in kernels if _shows(step, name.lower())), None):
             return False, f"the Route says that {step} is off, and {at[:NAME_CHARS]} ran"
     dense = any("dense" in (branch.branch, branch.implementation) for branch in route.branches)

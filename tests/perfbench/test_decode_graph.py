@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.decode import Steps
 from nsa.routing import RouteError
 from nsa.settings import Settings
-from nsa.steps import Steps
 from perfbench import calls, parity, workload
 from perfbench import matrix as matrices
 from perfbench.axes import Cell, why_not_here

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from nsa.config import ModelConfig
-from nsa.ops.kernels import decode
-from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
-from nsa.routes import COPY_MIN_ELEMENTS
+from nsa.ops.decode import kernels as decode
 from nsa.routing import Problem, Request, Route, route
+from nsa.routing.thresholds import COPY_MIN_ELEMENTS, SORT_MIN_ROWS
 from perfbench import cache_parity, parity
 from perfbench.blocks_parity import BlocksProof
 from perfbench.deviation import Comparison
@@ -54,8 +53,7 @@ def kinds(
     calls = [n * longest for n in parity._batches(model, TIMED, "triton", at, chunk, batch)]
     elements = model.num_heads * model.head_dim
     return [
-        (n * model.num_kv_heads >= MIN_ROWS_TO_SORT, n * elements >= COPY_MIN_ELEMENTS)
-        for n in calls
+        (n * model.num_kv_heads >= SORT_MIN_ROWS, n * elements >= COPY_MIN_ELEMENTS) for n in calls
     ]
 
 
