@@ -116,7 +116,7 @@ def compressed_attention(
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
     checks.compressed_grid(block, stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(
+    decided = route_for(
         q,
         k_cmp.shape[2],
         v_cmp.shape[3],
@@ -127,7 +127,7 @@ def compressed_attention(
         fa2="auto",
     )
     o, lse_base_2 = dispatch.compressed(
-        chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
+        decided, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
     )
     if lse_base_2 is not None:
         return o, lse_base_2 * math.log(2)
@@ -165,12 +165,12 @@ def select_blocks(
     checks.keys(kv_len, q, q_start=q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     G, D = k_cmp.shape[2:]
-    chosen = route_for(
+    decided = route_for(
         q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config
     )
-    if chosen.has(SCORE):
+    if decided.has(SCORE):
         return dispatch.choose(
-            chosen,
+            decided,
             q,
             k_cmp,
             None,
@@ -214,7 +214,7 @@ def selected_attention(
         checks.block_contents(blocks, k.shape[1], sel_block, q_start)
     k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(
+    decided = route_for(
         q,
         k.shape[2],
         v.shape[3],
@@ -226,7 +226,7 @@ def selected_attention(
         sel_block=sel_block,
     )
     return dispatch.selected(
-        chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
+        decided, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
     )[0]
 
 
@@ -250,7 +250,7 @@ def sliding_attention(
     checks.qkv(q, k, v, q_start=q_start)
     checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(
+    decided = route_for(
         q,
         k.shape[2],
         v.shape[3],
@@ -260,7 +260,7 @@ def sliding_attention(
         path="auto",
         fa2=fa2,
     )
-    return dispatch.window(chosen, q, k, v, size=window, q_start=q_start, scale=scale)[0]
+    return dispatch.window(decided, q, k, v, size=window, q_start=q_start, scale=scale)[0]
 
 
 def nsa_attention(
@@ -325,7 +325,7 @@ def nsa_attention(
         )
     documents = None if packing is None else packing.documents
     S, G, DV = kv_sel[1].shape[1:]
-    chosen = route_for(
+    decided = route_for(
         q,
         G,
         DV,
@@ -339,12 +339,12 @@ def nsa_attention(
     )
     if "cmp" in config.branches or "sel" in config.branches:
         kv_cmp = compress_kv(
-            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=chosen
+            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=decided
         )
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
     call = Call(
-        chosen,
+        decided,
         config,
         q.shape[-1] ** -0.5 if scale is None else scale,
         documents=documents,

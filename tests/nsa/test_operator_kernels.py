@@ -13,6 +13,7 @@ from nsa.ops import (
     gated_sum,
     interval,  # noqa: F401
     joint_backward,  # noqa: F401
+    means,  # noqa: F401
     scores,  # noqa: F401
 )
 from tests.cases import Case, assert_same_function, qkv, randn
