@@ -411,7 +411,7 @@ def test_no_cell_makes_a_traceback_in_the_gate(
         judge(b.with_manifest(b.small_run(), only=["workload=train"]), found, GatePolicy())
 
 
-# --- luck between nights
+# --- variance between sessions
 
 
 def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) -> Path:
@@ -529,7 +529,7 @@ def test_show_names_run_environment_and_every_cell() -> None:
         "spread",
         "bound",
         "between",
-        "nights",
+        "sessions",
     ]
     assert text.splitlines()[5].endswith("GPU    0.42 %")
     assert show(b.baseline_of(b.small_run(), night_log_sd=None)).splitlines()[5].endswith("assumed")

@@ -21,7 +21,6 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import run_file
 from perfbench.records.job import Job, failed
 from perfbench.records.rows import PlannedCell, Replicate, SentinelLine, Status
-from perfbench.runner import executor as isolate
 from perfbench.runner import run as runner
 from perfbench.runner.attempts import Ledger
 from perfbench.runner.progress import SilentProgress
@@ -171,7 +170,7 @@ def test_a_wall_clock_that_steps_back_changes_nothing(
             return back()
 
     monkeypatch.setattr(runner, "datetime", Backwards)
-    monkeypatch.setattr(isolate, "datetime", Backwards)
+    monkeypatch.setattr("perfbench.records.job.datetime", Backwards)
     monkeypatch.setattr(time, "time", lambda: back().timestamp())
     executor = Executor(ends={(IDS[0], 0): Status.CRASH})
     ticks = iter(range(10_000))
