@@ -5,7 +5,11 @@ One environment, built by the session `dev`, serves all the others.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import tempfile
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import nox
@@ -16,8 +20,38 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.error_on_external_run = True
 
 MATRIX = "matrices/cpu.yaml"
+# No test is timed. Each worker takes one half in its order, so that neighbours share what a module
+# builds and what the oracle found; at the end it takes over from the other.
+TWO_AT_A_TIME = ("-q", "-n", "2", "--dist", "worksteal")
 FLA = "fla-core==0.6.0"  # tests/peers states where this version differs
 _bin: list[str] = []  # the folder of `dev`'s programs, known once it has run
+_minutes: dict[str, float] = {}  # of each session that has begun
+
+
+@atexit.register
+def _show_minutes() -> None:
+    """Also after one that failed: the last line is then its own."""
+    if _minutes:
+        print(
+            f"\n{'session':<10} minutes",
+            *(f"{n:<10} {m:7.1f}" for n, m in _minutes.items()),
+            sep="\n",
+        )
+        print(f"{'together':<10} {sum(_minutes.values()):7.1f}", flush=True)
+
+
+def timed(function: Callable[[nox.Session], None]) -> Callable[[nox.Session], None]:
+    """The session, with its minutes in the table at the end."""
+
+    @functools.wraps(function)
+    def run(session: nox.Session) -> None:
+        begin = time.monotonic()
+        try:
+            function(session)
+        finally:
+            _minutes[function.__name__] = (time.monotonic() - begin) / 60
+
+    return run
 
 
 def _run(
@@ -27,6 +61,7 @@ def _run(
 
 
 @nox.session
+@timed
 def dev(session: nox.Session) -> None:
     """The shared environment: this checkout, editable, with the development tools."""
     session.install("-c", "constraints.txt", "-e", ".[dev]")
@@ -34,6 +69,7 @@ def dev(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def lint(session: nox.Session) -> None:
     """ruff; the laws that it cannot express are in tests/test_laws.py."""
     _run(session, "ruff", "check", ".")
@@ -41,12 +77,14 @@ def lint(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def types(session: nox.Session) -> None:
     """mypy: strict on perfbench and on nsa's pure modules."""
     _run(session, "mypy")
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def contracts(session: nox.Session) -> None:
     """import-linter: who may import whom; and the rooms as docs/architecture.md draws them.
 
@@ -60,33 +98,33 @@ def contracts(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def tests(session: nox.Session) -> None:
     """Everything that needs no GPU."""
     # Tensors of this size gain nothing from a second thread, and beside another process it waits:
     # 13 minutes instead of 4.
-    _run(session, "pytest", "-q", "-n", "2", *session.posargs, env={"OMP_NUM_THREADS": "1"})
+    _run(session, "pytest", *TWO_AT_A_TIME, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def interpret(session: nox.Session) -> None:
     """Path triton without a GPU: its kernels, and the tests that run every path, in Triton's
     interpreter.
     """
-    # Two at a time: nothing here is timed.
-    arguments = (
-        "-q",
-        "-n",
-        "2",
-        "--require",
-        "interpreter",
-        "-k",
-        "triton or kernels",
-        "tests/nsa",
+    arguments = ("--require", "interpreter", "-k", "triton or kernels", "tests/nsa")
+    _run(
+        session,
+        "pytest",
+        *TWO_AT_A_TIME,
+        *arguments,
+        *session.posargs,
+        env={"OMP_NUM_THREADS": "1"},
     )
-    _run(session, "pytest", *arguments, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def docs(session: nox.Session) -> None:
     """The site of README.md and docs/, in .site/html; a dead link or a warning fails."""
     pip = ("-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[docs]")
@@ -95,6 +133,7 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"])
+@timed
 def smoke(session: nox.Session) -> None:
     """Measure, promote, measure again, gate: on this machine, against a baseline made a minute ago
     and thrown away.
@@ -129,18 +168,21 @@ def smoke(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
+@timed
 def gpu(session: nox.Session) -> None:
     """Tests that need a CUDA device; without one they fail."""
     _run(session, "pytest", "-q", "--require", "gpu", "tests/gpu", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
+@timed
 def bench(session: nox.Session) -> None:
     """How long each operation takes here; `nox -s bench -- --require gpu` on a GPU."""
     _run(session, "pytest", "-q", "tests/benchmarks", "--benchmark-only", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
+@timed
 def fuzz(session: nox.Session) -> None:
     """Every reader of a file under atheris, two minutes each; `nox -s fuzz -- matrix --seconds 600`
     for one of them.
@@ -161,6 +203,7 @@ def fuzz(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["dev"], default=False)
+@timed
 def peers(session: nox.Session) -> None:
     """Compare with fla-core's pure-PyTorch NSA, and print where it differs; needs no GPU, and no
     package but its wheel's.

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import settings
+
+from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
@@ -29,6 +32,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " path triton in Triton's interpreter"
     )
     parser.addoption("--require", choices=["gpu", "interpreter"], default=None, help=what)
+    parser.addoption(
+        "--shuffle", type=int, default=None, metavar="SEED", help="run the tests in a random order"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -38,6 +44,12 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.interpreter import patch_language_once
 
     patch_language_once()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seed = config.getoption("--shuffle")
+    if seed is not None:
+        Random(seed).shuffle(items)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -70,6 +82,13 @@ def copy_engine_for_small_tensors(
         from nsa.ops.kernels import common
 
         monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", 0)
+
+
+@pytest.fixture(scope="session")
+def torch_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchProcess]:
+    made = TorchProcess(tmp_path_factory.mktemp("forked"))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -111,6 +112,72 @@ def hidden_skips(tree: ast.AST) -> list[int]:
     ]
 
 
+CLOCKS = ("perf_counter", "process_time", "thread_time", "monotonic", "getrusage")
+SECONDS = re.compile(r"_(s|ms|us|ns)$|(^|_)(secs?|seconds|elapsed|ru_[us]time)$")
+RATES = re.compile(r"_per_(s|ms|us|ns|second)$")
+
+
+def _reads_a_clock(node: ast.AST, tainted: set[str]) -> bool:
+    """Whether the value is time: of a clock, of a name that holds such, or of one that says so.
+
+    Time divided by time is not.
+    """
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+        return _reads_a_clock(node.left, tainted) and not _reads_a_clock(node.right, tainted)
+    for part in ast.walk(node):
+        name = part.attr if isinstance(part, ast.Attribute) else getattr(part, "id", "")
+        if name in tainted or name.removesuffix("_ns") in CLOCKS:
+            return True
+        if SECONDS.search(name) and not RATES.search(name):
+            return True
+    return False
+
+
+def _is_a_number(node: ast.AST) -> bool:
+    """A number that is written out, arithmetic included; 0 only tells the sign."""
+    if not all(
+        isinstance(part, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop))
+        for part in ast.walk(node)
+    ):
+        return False
+    found = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+    return found != [0] and all(isinstance(value, int | float) for value in found)
+
+
+def asserted_seconds(tree: ast.AST) -> list[int]:
+    """Lines of assertions that hold time against a number that is written out: it depends on the
+    machine and on what else runs. Time against time, in one run, is a ratio and passes.
+    """
+    tainted: set[str] = set()
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
+    before = -1
+    while before < len(tainted):  # a name that holds time makes another one hold it
+        before = len(tainted)
+        for node in assigned:
+            called = [part for part in ast.walk(node.value) if isinstance(part, ast.Attribute)]
+            called += [part for part in ast.walk(node.value) if isinstance(part, ast.Name)]
+            names = {getattr(part, "attr", getattr(part, "id", "")) for part in called}
+            if names & tainted or {name.removesuffix("_ns") for name in names} & set(CLOCKS):
+                targets = [one for target in node.targets for one in ast.walk(target)]
+                tainted |= {one.id for one in targets if isinstance(one, ast.Name)}
+    order = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+    return [
+        compared.lineno
+        for claim in ast.walk(tree)
+        if isinstance(claim, ast.Assert)
+        for compared in ast.walk(claim.test)
+        if isinstance(compared, ast.Compare)
+        for left, how, right in zip(
+            [compared.left, *compared.comparators], compared.ops, compared.comparators, strict=False
+        )
+        if isinstance(how, order)
+        and any(
+            _reads_a_clock(one, tainted) and _is_a_number(other)
+            for one, other in ((left, right), (right, left))
+        )
+    ]
+
+
 @pytest.mark.parametrize("path", [*PRODUCT, *TESTS], ids=name_of)
 def test_is_causal_is_banned(path: Path) -> None:
     """Its corner depends on the library when T != S; ops/sdpa.py is the one place that knows
@@ -134,6 +201,12 @@ def test_no_broad_catch(path: Path) -> None:
 @pytest.mark.parametrize("path", TESTS, ids=name_of)
 def test_no_hidden_skip(path: Path) -> None:
     assert hidden_skips(tree_of(path)) == []
+
+
+@pytest.mark.parametrize("path", TESTS, ids=name_of)
+def test_no_seconds_are_asserted(path: Path) -> None:
+    """What must be fast is a benchmark, or a ratio of one run (tests/effort.py)."""
+    assert asserted_seconds(tree_of(path)) == []
 
 
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
@@ -175,10 +248,31 @@ def test_one_door(path: Path) -> None:
         (broad_catches, "with contextlib.suppress(BaseException): f()"),
         (hidden_skips, "pytest.importorskip('flash_attn')"),
         (hidden_skips, "@pytest.mark.xfail\ndef test(): ..."),
+        (asserted_seconds, "assert time.process_time() - begin < 2.0 and ok"),
+        (asserted_seconds, "begin = monotonic()\nwork()\nx = monotonic() - begin\nassert x <= 5"),
+        (asserted_seconds, "start = perf_counter_ns()\nassert perf_counter_ns() - start < 10**9"),
+        (asserted_seconds, "assert 0.1 < row.wall_s"),
+        (asserted_seconds, "assert all(0 < seconds < 5 for seconds in row.samples_s)"),
+        (asserted_seconds, "assert not elapsed >= 2 * 60"),
+        (asserted_seconds, "a = getrusage(SELF)\nassert a.ru_utime - b.ru_utime < 0.2"),
     ],
 )
 def test_checkers_see_what_they_ban(checker, violation: str) -> None:
     assert checker(ast.parse(violation)) != []
+
+
+@pytest.mark.parametrize(
+    "ratio",
+    [
+        "a = process_time()\nwork()\nb = process_time()\nassert b - a < 3 * loop_s",
+        "assert 0 < row.cold_start_s <= row.wall_s <= whole_s",
+        "assert slow.wall_s / fast.wall_s > 1.8",
+        "assert effort.growth(judging, 1000) < 8",
+        "assert row.tok_per_s > 1 and clock.now() == 3.0 and row.num_samples >= 3",
+    ],
+)
+def test_ratios_are_no_seconds(ratio: str) -> None:
+    assert asserted_seconds(ast.parse(ratio)) == []
 
 
 def loaded_by(module: str) -> set[str]:

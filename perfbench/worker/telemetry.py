@@ -74,16 +74,27 @@ class NullSampler:
 
 
 class NvmlSampler:
-    """Samples the GPU ``uuid`` ``hertz`` times a second while a window is open; ``module`` stands
-    in for pynvml.
+    """Samples the GPU ``uuid`` ``hertz`` times a second while a window is open.
+
+    ``module`` stands in for pynvml, ``now`` for the monotonic clock, ``wait`` for the thread's wait
+    until it is stopped or so many seconds have passed (True: stopped).
     """
 
-    def __init__(self, uuid: str, *, module: Any | None = None, hertz: float = HERTZ) -> None:
+    def __init__(
+        self,
+        uuid: str,
+        *,
+        module: Any | None = None,
+        hertz: float = HERTZ,
+        now: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+    ) -> None:
         self._uuid, self._module, self._period_s = uuid, module, 1.0 / hertz
+        self._now, self._wait = now, wait
 
     @contextmanager
     def window(self) -> Iterator[Window]:
-        opened, begin = Window(), time.monotonic()
+        opened, begin = Window(), self._now()
         try:
             with nvml_session(self._module) as module:
                 handle, missing = nvml_query(module, "nvmlDeviceGetHandleByUUID", self._uuid)
@@ -95,10 +106,10 @@ class NvmlSampler:
             reason = str(error)
         with NullSampler(reason).window() as blind:
             yield opened
-        opened.close(blind.result.model_copy(update={"window_s": time.monotonic() - begin}))
+        opened.close(blind.result.model_copy(update={"window_s": self._now() - begin}))
 
     def _sample(self, opened: Window, module: Any, handle: Any) -> Iterator[Window]:
-        recorder = _Recorder(module, handle, self._period_s)
+        recorder = _Recorder(module, handle, self._period_s, self._now, self._wait)
         recorder.start()
         try:
             yield opened
@@ -109,8 +120,16 @@ class NvmlSampler:
 class _Recorder:
     """The sampling thread and what it has seen."""
 
-    def __init__(self, module: Any, handle: Any, period_s: float) -> None:
+    def __init__(
+        self,
+        module: Any,
+        handle: Any,
+        period_s: float,
+        now: Callable[[], float],
+        wait: Callable[[threading.Event, float], bool],
+    ) -> None:
         self._nvml, self._handle, self._period_s = module, handle, period_s
+        self._now, self._wait = now, wait
         self._seen: dict[str, list[float]] = {}
         self._query_s: dict[str, float] = {}
         self._absent: dict[str, str] = {}
@@ -125,13 +144,13 @@ class _Recorder:
     def start(self) -> None:
         self._prime()
         self._read_energy()  # outside the window, where its cost disturbs nothing
-        self._begin = time.monotonic()
+        self._begin = self._now()
         self._thread.start()
 
     def stop(self) -> Telemetry:
         self._stop.set()
         self._thread.join()
-        window_s = time.monotonic() - self._begin
+        window_s = self._now() - self._begin
         self._read_energy()
         return self._summary(window_s)
 
@@ -151,15 +170,15 @@ class _Recorder:
         due = self._begin
         while True:
             self._once()
-            due = max(due + self._period_s, time.monotonic())  # late samples are not made up for
-            if self._stop.wait(due - time.monotonic()):
+            due = max(due + self._period_s, self._now())  # late samples are not made up for
+            if self._wait(self._stop, due - self._now()):
                 break
         if "power_w" not in self._seen:
             self._read_slow()
         self._cpu_s = time.thread_time() - cpu_begin
 
     def _once(self) -> None:
-        elapsed_s = time.monotonic() - self._begin
+        elapsed_s = self._now() - self._begin
         if elapsed_s >= self._utilisation_due_s:
             self._read_utilisation()
             self._utilisation_due_s = elapsed_s + UTILISATION_WINDOW_S

@@ -154,13 +154,18 @@ def main(arch: int, shape: str) -> None:
     instead_of_launching(found)
     everything(shape)  # few queries, loaded without descriptors
     common.COPY_MIN_ELEMENTS = 0
-    everything(shape)
+    if arch >= 90 or shape == "A":
+        # Before Hopper descriptors become ordinary loads, in less shared memory than those above:
+        # one shape shows that they do.
+        everything(shape)
     decoding(shape)
-    if shape == "A":
-        decoding(shape, ragged=True)
-        decoding(shape, queries=4, documents=True)
     if shape == "B":
         decoding(shape, queries=4)  # a tile of 64 rows
+    if (arch, shape) == (90, "A"):
+        # Ragged rows and documents change masks: the language that they are written in is the same
+        # for every GPU, and their shared memory was within 512 bytes of the plain kernels' on both.
+        decoding(shape, ragged=True)
+        decoding(shape, queries=4, documents=True)
         everything(shape, batch=2, ragged=True)
         everything(shape, documents=True)
     for name, shared_bytes in sorted(set(found)):

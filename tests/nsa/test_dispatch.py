@@ -166,20 +166,7 @@ def test_blocks_are_chosen_only_for_those_who_look(monkeypatch: pytest.MonkeyPat
     assert calls == [1, 1]
 
 
-def test_inside_a_compiled_region_lengths_are_unknown() -> None:
-    torch._dynamo.reset()
-    layer = NSAAttention(TINY.dim, TINY.num_heads, TINY.num_kv_heads, TINY.head_dim, None, TINY.nsa)
-    seen = []
-
-    def spy(graph: torch.fx.GraphModule, _: list[Tensor]) -> Any:
-        seen.append([node for node in graph.graph.nodes if "is_causal" in node.kwargs])
-        return graph
-
-    x = randn(1, 20, TINY.dim, seed=3)
-    got = torch.compile(layer, fullgraph=True, dynamic=True, backend=spy)(x)
-    assert seen == [[]], "no causal SDPA: masks, as at any length"
-    assert_parity(got, layer(x), "compiled")
-    torch._dynamo.reset()
+# Inside a compiled region lengths are unknown: test_compile.py.
 
 
 # The adaptive number of blocks goes by the length of a call.

@@ -109,7 +109,7 @@ def test_layer_with_late_queries(path: Path) -> None:
 
 
 PAPER = NSAConfig()
-LONG = Case((PAPER.num_selected + 4) * PAPER.sel_block + 1, 6, 64, 64, 1)
+LONG = Case((PAPER.num_selected + 4) * PAPER.sel_block + 1, 2, 64, 64, 1)
 ROWS = torch.tensor(
     sorted(
         {

@@ -51,7 +51,7 @@ def build(arch: int, shape: str) -> Built:
         shape,
     ]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=300, check=False
+        command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=7200, check=False
     )
 
 

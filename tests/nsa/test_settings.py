@@ -18,6 +18,7 @@ from nsa.config import NSAConfig
 from nsa.retired import RETIRED
 from nsa.routing import PATH_REQUESTS, Capability, Path, Problem, Request, RouteError, route
 from nsa.settings import MEANINGS, Settings, load
+from tests.forked import TorchProcess
 
 ROOT = File(__file__).parents[2]
 H100 = Capability("cuda", "NVIDIA H100 80GB HBM3", (9, 0), "torch.varlen 2.13.0", "", "2.13.0")
@@ -323,12 +324,9 @@ print(sorted(engaged.counts))
 
 
 def attend_in_a_process(
-    environment: dict[str, str], *, path: str = "auto", change: str = ""
+    process: TorchProcess, environment: dict[str, str], *, path: str = "auto", change: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    code = ATTEND.format(path=path, change=change)
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
-    )
+    return process.run(ATTEND.format(path=path, change=change), environment)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +337,9 @@ def attend_in_a_process(
     ],
 )
 def test_the_environment_decides_what_runs(
-    environment: dict[str, str], path: str, engaged: str
+    torch_process: TorchProcess, environment: dict[str, str], path: str, engaged: str
 ) -> None:
-    done = attend_in_a_process(environment, path=path)
+    done = attend_in_a_process(torch_process, environment, path=path)
     assert done.returncode == 0 and done.stdout.strip() == engaged, done.stderr
 
 
@@ -354,8 +352,10 @@ def test_the_environment_decides_what_runs(
         ({"NSA_P_CMP_MIXED": "1"}, "auto", "score_dtype"),
     ],
 )
-def test_the_environment_refuses_loudly(environment: dict[str, str], path: str, word: str) -> None:
-    done = attend_in_a_process(environment, path=path)
+def test_the_environment_refuses_loudly(
+    torch_process: TorchProcess, environment: dict[str, str], path: str, word: str
+) -> None:
+    done = attend_in_a_process(torch_process, environment, path=path)
     assert done.returncode == 1 and not done.stdout and word in done.stderr
 
 
@@ -368,9 +368,12 @@ def test_the_environment_refuses_loudly(environment: dict[str, str], path: str, 
         (".abs()", "in the future"),
     ],
 )
-def test_strict_asserts_check_the_blocks(change: str, fault: str) -> None:
-    assert attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}).returncode == 0
-    done = attend_in_a_process({"NSA_STRICT_ASSERTS": "1"}, change=change)
+def test_strict_asserts_check_the_blocks(
+    torch_process: TorchProcess, change: str, fault: str
+) -> None:
+    strict = {"NSA_STRICT_ASSERTS": "1"}
+    assert attend_in_a_process(torch_process, strict).returncode == 0
+    done = attend_in_a_process(torch_process, strict, change=change)
     assert (
         done.returncode == 1
         and "ValueError: blocks" in done.stderr

@@ -155,7 +155,7 @@ def test_without_the_copy_engine_every_kernel_is_built_and_fits() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=7200,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -172,6 +172,8 @@ import torch
 from nsa import settings
 from nsa.ops.kernels import interval, selected
 from tests.cases import Case, SMALL, qkv, random_blocks
+from tests.interpreter import patch_language_once
+patch_language_once()
 torch.set_num_threads(1)
 case = Case(70, 2, 16, 16, 1)
 q, k, v = qkv(case)
@@ -207,7 +209,7 @@ def test_what_is_computed_without_a_step_is_the_same() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=7200,
         check=False,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "same"), done.stderr[-3000:]

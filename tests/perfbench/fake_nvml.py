@@ -4,10 +4,48 @@ code.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+
+from perfbench.result import Telemetry
+from perfbench.telemetry import NvmlSampler
+
+
+class WindowClock:
+    """Time that passes while the sampling thread waits, until ``window_s`` of it are over."""
+
+    def __init__(self, window_s: float) -> None:
+        self._now_s, self._window_s = 0.0, window_s
+        self._over = threading.Event()
+
+    def now(self) -> float:
+        return self._now_s
+
+    def wait(self, stop: threading.Event, seconds: float) -> bool:
+        self._now_s = min(self._now_s + max(0.0, seconds), self._window_s)
+        if self._now_s < self._window_s:
+            return False
+        self._over.set()
+        return stop.wait()
+
+    def until_over(self) -> None:
+        """Let it pass, also where nothing samples."""
+        if not any(one.name == "nvml-sampler" for one in threading.enumerate()):
+            self._now_s = self._window_s
+        else:
+            self._over.wait()
+
+
+def sampled(nvml: FakeNvml, uuid: str, window_s: float, hertz: float = 50.0) -> Telemetry:
+    """What the sampler says of a window of ``window_s``, on a clock of its own."""
+    clock = WindowClock(window_s)
+    sampler = NvmlSampler(uuid, module=nvml, hertz=hertz, now=clock.now, wait=clock.wait)
+    with sampler.window() as window:
+        clock.until_over()
+    return window.result
 
 
 class NVMLError(Exception):

@@ -88,11 +88,3 @@ def _misbehave(batch: int, waiting_peers: int) -> None:
         for number in range(100):
             print(f"line {number} \x1b[31m\x00 \xff")
         raise LookupError("after much noise")
-
-
-def slow_measure(
-    job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]
-) -> Replicate:
-    """A replicate that takes 0.15 s, so that a test can interrupt a run in the middle."""
-    time.sleep(0.15)
-    return measure(job, clock, sampler, prepared)

@@ -163,7 +163,7 @@ def job_of(one: checkout.Checkout) -> Job:
         replicate=0,
         model=plan.model,
         measure=MeasureOptions(),
-        timeout_s=30,
+        timeout_s=3600,
         device="cpu",
         seed=1,
         profile=False,

@@ -320,4 +320,5 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(
 def test_the_matrices_fit_their_minutes() -> None:
     for name, cells in (("ablation-h200", 12), ("chain-h200", 11)):
         built, _ = planned(name)
-        assert len(built.cells) == cells and built.warnings == [] and built.estimate_s <= 180
+        minutes = built.estimate_s / 60
+        assert len(built.cells) == cells and built.warnings == [] and minutes <= 3

@@ -2,14 +2,15 @@
 and no process stays.
 """
 
+import contextlib
 import itertools
 import os
 import pathlib
 import re
-import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -44,7 +45,7 @@ def job(batch: int = 1, **changes: Any) -> Job:
         "config_sha256": "c" * 64,
         "model": {},
         "measure": MeasureOptions(),
-        "timeout_s": 20.0,
+        "timeout_s": 300.0,
         "plan": RouteLine(branches=[], counters=["sel.v2"]),
         "expect": Expect(),
         "device": "cpu",
@@ -73,7 +74,7 @@ def alive(pid: int) -> bool:
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def wait_until_gone(pid: int, seconds: float = 5.0) -> bool:
+def wait_until_gone(pid: int, seconds: float = 120.0) -> bool:
     deadline = time.monotonic() + seconds
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -98,7 +99,7 @@ def test_the_server_is_a_program_of_its_own(executor: ForkServerExecutor) -> Non
     assert command[1:3] == [b"-m", b"perfbench.worker"]
     assert "worker.server import" not in (ROOT / "perfbench/runner/executor.py").read_text()
     said = subprocess.run(
-        [*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=30
+        [*command[:3], "--help"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert (
         said.returncode == 0 and "python -m perfbench.worker" in said.stdout and said.stderr == ""
@@ -174,19 +175,30 @@ def test_a_crash_keeps_the_tail_of_stderr(executor: ForkServerExecutor) -> None:
     assert "\x1b" not in noisy.stderr_tail and "\x00" not in noisy.stderr_tail
 
 
+@contextlib.contextmanager
+def sleeping_parent() -> Iterator[None]:
+    """Fails where this process computes for a fifth of the time that passes inside."""
+    begin, used = time.monotonic(), time.process_time()
+    yield
+    assert time.process_time() - used < 0.2 * (time.monotonic() - begin), (
+        "the parent must sleep while its child measures"
+    )
+
+
 def test_a_timeout_kills_the_group_and_costs_the_parent_nothing(
     executor: ForkServerExecutor,
 ) -> None:
     executor.execute(job())
-    before, begin = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
-    row = executor.execute(job(stub.HANG, timeout_s=1.0))
-    wall_s = time.monotonic() - begin
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    assert (
-        row.status is Status.TIMEOUT and "1 s" in row.reason and row.stderr_tail == "about to hang"
-    )
-    assert 1.0 <= wall_s < 4.0 and row.wall_s >= 1.0
-    assert after.ru_utime - before.ru_utime < 0.2, "the parent must sleep while its child measures"
+    for limit_s in (1.0, 8.0, 64.0):
+        begin = time.monotonic()
+        with sleeping_parent():
+            row = executor.execute(job(stub.HANG, timeout_s=limit_s))
+        whole_s = time.monotonic() - begin
+        if row.stderr_tail:  # else this machine is so busy that the child has not come to hang
+            break
+    assert row.status is Status.TIMEOUT and row.stderr_tail == "about to hang"
+    assert f"after {limit_s:g} s" in row.reason
+    assert limit_s <= row.wall_s <= whole_s, "no sooner, and the child's 600 s were not waited for"
     assert facts(executor.execute(job())), "the server must be in step after a timeout"
 
 
@@ -207,14 +219,29 @@ def test_a_server_that_died_is_replaced(executor: ForkServerExecutor) -> None:
 
 def test_a_server_that_dies_under_a_child_takes_it_along(executor: ForkServerExecutor) -> None:
     server = facts(executor.execute(job()))["server"]
-    killer = subprocess.Popen(
-        [sys.executable, "-c", f"import os, time; time.sleep(0.7); os.kill({server}, 9)"]
-    )
-    row = executor.execute(job(stub.HANG))
-    killer.wait()
+
+    def kill_once_a_child_hangs() -> None:
+        while not hanging_children(server):
+            time.sleep(0.01)
+        os.kill(server, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill_once_a_child_hangs)
+    killer.start()
+    row = executor.execute(job(stub.HANG, timeout_s=300.0))
+    killer.join()
     assert row.status is Status.CRASH and "server" in row.reason
     assert row.stderr_tail == "about to hang"
     assert not children_of(os.getpid())
+
+
+def hanging_children(server: int) -> list[int]:
+    """Children that have said so; their stderr is a file."""
+    found = []
+    for pid in children_of(server):
+        with contextlib.suppress(OSError):
+            said = pathlib.Path(f"/proc/{pid}/fd/2").resolve()
+            found += [pid] if said.is_file() and "about to hang" in tail(said) else []
+    return found
 
 
 def children_of(pid: int) -> list[int]:
@@ -235,12 +262,15 @@ def children_of(pid: int) -> list[int]:
     [("hang", Status.TIMEOUT, "killed"), ("segv", Status.CRASH, "SIGSEGV")],
 )
 def test_injections(executor: ForkServerExecutor, kind: str, status: Status, reason: str) -> None:
-    row = executor.execute(job(timeout_s=0.5, injection=Injection(kind=kind, cell_id="batch=1")))
+    limit_s = 0.5 if kind == "hang" else 300.0
+    row = executor.execute(
+        job(timeout_s=limit_s, injection=Injection(kind=kind, cell_id="batch=1"))
+    )
     assert row.status is status and reason in row.reason
 
 
 def test_an_injected_oom_raises_torchs_own_error(executor: ForkServerExecutor) -> None:
-    row = executor.execute(job(timeout_s=60.0, injection=Injection(kind="oom", cell_id="batch=1")))
+    row = executor.execute(job(injection=Injection(kind="oom", cell_id="batch=1")))
     assert row.status is Status.OOM and "injected: out of memory" in row.reason
 
 
@@ -303,7 +333,7 @@ def hanging() -> Iterator[tuple[subprocess.Popen[str], int, int]]:
     )
     assert parent.stdout is not None
     server = int(dict(re.findall(r"(\w+)=(\d+)", parent.stdout.readline()))["server"])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not (children := children_of(server)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert len(children) == 1
@@ -318,7 +348,7 @@ def test_no_orphan_survives_the_parent(
 ) -> None:
     parent, server, child = hanging
     parent.send_signal(sent)
-    parent.wait(timeout=10)
+    parent.wait(timeout=120)
     assert wait_until_gone(child) and wait_until_gone(server)
 
 
@@ -341,9 +371,13 @@ def test_descriptions_of_exits(tmp_path: pathlib.Path) -> None:
     assert tail(tmp_path / "huge").endswith("\ufffd\ufffd last")
 
 
-def together(executor: ForkServerExecutor, *batches: int, **changes: Any) -> list[Replicate]:
+def together(
+    executor: ForkServerExecutor, *batches: int, changes: dict[int, Any] | None = None
+) -> list[Replicate]:
+    """``changes`` are those of the job of one batch."""
+    changes = changes or {}
     jobs = [
-        job(batch, replicate=number, waiting_peers=len(batches) - 1, **changes)
+        job(batch, replicate=number, waiting_peers=len(batches) - 1, **changes.get(batch, {}))
         for number, batch in enumerate(batches)
     ]
     executor.prepare(jobs)
@@ -362,7 +396,7 @@ def test_a_failure_in_company_is_the_status_of_its_own_job_alone(
     executor: ForkServerExecutor,
 ) -> None:
     kinds = [1, stub.SEGV, 2, stub.SILENT, stub.HANG, 3]
-    rows = together(executor, *kinds, timeout_s=1.5)
+    rows = together(executor, *kinds, changes={stub.HANG: {"timeout_s": 1.0}})
     wanted = [Status.OK, Status.CRASH, Status.OK, Status.CRASH, Status.TIMEOUT, Status.OK]
     assert [row.status for row in rows] == wanted and [row.axes.batch for row in rows] == kinds
     assert facts(executor.execute(job()))

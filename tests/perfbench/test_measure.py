@@ -105,12 +105,14 @@ def test_a_real_row_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing faked but the size of the GEMM."""
     from perfbench.worker.clock import PerfCounterClock
 
+    begin = time.monotonic()
     row = run(job("v2", "train", 64, profile=True), PerfCounterClock(), NullSampler("no GPU"))
+    whole_s = time.monotonic() - begin
     assert row.status is Status.OK and row.tok_per_s is not None
-    assert all(0.005 < seconds < 5 for seconds in row.samples_s), (
-        "a sample lasts about min_sample_ms"
+    assert whole_s / 1000 < sum(row.samples_s) < whole_s, "seconds, of this run"
+    assert row.tok_per_s == pytest.approx(
+        64 * row.steps_per_sample / statistics.median(row.samples_s)
     )
-    assert 500 < row.tok_per_s < 1e6
     assert (
         row.telemetry is not None
         and row.telemetry.utilisation_pct is None

@@ -71,22 +71,19 @@ def warm_up_s(
 
 
 def test_a_level_series_is_warm_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert 0.5 <= warm_up_s(monkeypatch, STEP_S, 0.5) < 0.6
-    assert 2.0 <= warm_up_s(monkeypatch, STEP_S, 2.0) < 2.1
+    for wanted_s in (0.5, 2.0):
+        assert wanted_s <= warm_up_s(monkeypatch, STEP_S, wanted_s) < wanted_s + 0.1
     luck = random.Random(4)
-    assert (
-        0.5
-        <= warm_up_s(
-            monkeypatch, (STEP_S * (1 + 0.05 * luck.gauss(0, 1)) for _ in itertools.count()), 0.5
-        )
-        < 1.0
-    )
+    noisy = (STEP_S * (1 + 0.05 * luck.gauss(0, 1)) for _ in itertools.count())
+    wanted_s = 0.5
+    assert wanted_s <= warm_up_s(monkeypatch, noisy, wanted_s) < 2 * wanted_s
 
 
 def test_warm_up_goes_on_while_it_gets_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     settling = (STEP_S * (1 + 2 * 0.97**i) for i in itertools.count())
-    took = warm_up_s(monkeypatch, settling, 0.5)
-    assert 1.0 < took < 2.1
+    wanted_s = 0.5
+    cap_s = 4 * wanted_s
+    assert 2 * wanted_s < warm_up_s(monkeypatch, settling, wanted_s) < cap_s + 0.1
 
 
 @pytest.mark.parametrize(("warmup_s", "cap_s"), [(0.25, 1.0), (1.0, 4.0), (2.0, 5.0), (3.0, 5.0)])
@@ -96,7 +93,7 @@ def test_warm_up_is_capped(monkeypatch: pytest.MonkeyPatch, warmup_s: float, cap
 
 
 def test_no_warm_up_still_sizes_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert warm_up_s(monkeypatch, STEP_S, 0.0) < 0.1
+    assert warm_up_s(monkeypatch, STEP_S, 0.0) < 13 * STEP_S
 
 
 def test_the_warmed_up_speed_sizes_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:

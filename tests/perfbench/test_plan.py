@@ -101,9 +101,14 @@ def test_h100_is_the_matrix_of_the_issue() -> None:
     assert len(plan.excluded) == 16
 
 
+def minutes(planned: plans.Plan) -> float:
+    """Of the estimate, which is a sum of what the matrix asks for."""
+    return planned.estimate_s / 60
+
+
 def test_cpu_fits_ninety_seconds_and_the_demo_four_minutes() -> None:
-    assert build(shipped("cpu"), CPU).estimate_s <= 60  # the rest is parity and slow steps
-    assert build(shipped("h100-demo")).estimate_s <= 180
+    assert minutes(build(shipped("cpu"), CPU)) <= 1  # the rest is parity and slow steps
+    assert minutes(build(shipped("h100-demo"))) <= 3
 
 
 def test_routes_follow_the_axes() -> None:
@@ -305,7 +310,7 @@ from perfbench.records import Manifest, Replicate
 assert not (Manifest.__pydantic_complete__ or Replicate.__pydantic_complete__), "built unused"
 """
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, done.stderr
     assert "Estimated:" in done.stdout

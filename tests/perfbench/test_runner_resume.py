@@ -158,8 +158,9 @@ def test_resume_with_other_code_is_refused(tmp_path: pathlib.Path, source: Sourc
 
 
 REAL = """
-import pathlib, sys
+import dataclasses, itertools, pathlib, sys
 sys.path.insert(0, {root!r})
+from tests.perfbench import stub_measure
 from tests.perfbench.plan_cases import CODE
 from tests.perfbench.runner_cases import HERE, MATRIX, PLAN
 from perfbench.errors import PerfbenchError
@@ -167,11 +168,23 @@ from perfbench.machine import TargetFit
 from perfbench.runner import RunSpec, prepared_executors, run_matrix
 from perfbench.runner.executor import ForkServerExecutor
 resume = pathlib.Path(sys.argv[2]) if len(sys.argv) > 2 else None
+
+def hang_at_the_eighth_job(executor):
+    measured, jobs = executor.execute, itertools.count(1)
+    def execute(job):
+        if next(jobs) == 8:
+            axes = dataclasses.replace(job.axes, batch=stub_measure.HANG)
+            job = job.model_copy(update={{"axes": axes, "timeout_s": 3000.0}})
+        return measured(job)
+    executor.execute = execute
+
 try:
     argv = ["perfbench", "run", "m.yaml"]
     spec = RunSpec(PLAN, MATRIX, HERE, CODE, argv, seed=7, only=["seq_len=128"])
-    slow = lambda: ForkServerExecutor("tests.perfbench.stub_measure:slow_measure")
-    with prepared_executors(TargetFit("cpu", None), [slow]) as (executor,):
+    stub = lambda: ForkServerExecutor("tests.perfbench.stub_measure:measure")
+    with prepared_executors(TargetFit("cpu", None), [stub]) as (executor,):
+        if resume is None:
+            hang_at_the_eighth_job(executor)
         run_matrix(spec, executor, runs_dir=pathlib.Path(sys.argv[1]), resume=resume)
 except PerfbenchError as error:
     print(error)
@@ -199,13 +212,13 @@ def real(tmp_path: pathlib.Path) -> Iterator[Callable[..., subprocess.Popen[str]
 
 
 def wait_for_rows(tmp_path: pathlib.Path, rows: int) -> pathlib.Path:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         for path in tmp_path.glob("*/run.jsonl"):
             if path.read_bytes().count(b"\n") > rows:
                 return path.parent
         time.sleep(0.02)
-    raise AssertionError("the run wrote no rows in 20 s")
+    raise AssertionError("the run wrote no rows in 300 s")
 
 
 @pytest.mark.parametrize(("sent", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
@@ -218,14 +231,14 @@ def test_killed_in_the_middle_then_resumed(
     first = real()
     folder = wait_for_rows(tmp_path, 3)
     os.kill(first.pid, sent)
-    said, _ = first.communicate(timeout=10)
+    said, _ = first.communicate(timeout=300)
     assert first.returncode == code
     if sent is signal.SIGINT:
         assert f"--resume {folder}" in said
     before = run_file.read(folder)
     assert 3 <= len(before.replicates) < 12
     second = real(str(folder))
-    second.communicate(timeout=30)
+    second.communicate(timeout=300)
     assert second.returncode == 0
     after = run_file.read(folder)
     assert after.replicates[: len(before.replicates)] == before.replicates, (

@@ -33,7 +33,7 @@ def job(name: str, device: str = "cpu") -> Job:
         config_sha256="",
         model={},
         measure=MeasureOptions(),
-        timeout_s=60.0,
+        timeout_s=3600.0,
         plan=RouteLine(branches=[], counters=[]),
         expect=Expect(),
         device=device,
@@ -144,5 +144,5 @@ def test_in_a_child_of_its_own() -> None:
         row: Replicate = executor.execute(job("sdpa_frozen"))
     assert row.status is Status.OK, row
     assert row.tok_per_s == pytest.approx(4 * 4 * 64 * 524_800 / statistics.median(row.samples_s))
-    assert 1e8 < row.tok_per_s < 1e13 and row.steps_per_sample * min(row.samples_s) > 0.01
+    assert row.wall_s / 1000 < row.steps_per_sample * sum(row.samples_s) < row.wall_s
     assert row.telemetry is not None and "no GPU" in row.telemetry.absent["power_w"]

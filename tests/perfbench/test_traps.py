@@ -10,8 +10,6 @@ import json
 import math
 import pathlib
 import re
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -41,9 +39,9 @@ from perfbench.worker.telemetry import NvmlSampler
 from tests.perfbench import builders as b
 from tests.perfbench import stub_measure as stub
 from tests.perfbench.edits import edit, fail, reason_of, verdict_of
-from tests.perfbench.fake_nvml import Card, FakeNvml
+from tests.perfbench.fake_nvml import Card, FakeNvml, sampled
 from tests.perfbench.matrix_text import VALID, edited, error_of, parse
-from tests.perfbench.test_isolate import STUB, facts, job, wait_until_gone
+from tests.perfbench.test_isolate import STUB, facts, job, sleeping_parent, wait_until_gone
 
 ROOT = pathlib.Path(__file__).parents[2]
 POLICY = GatePolicy()
@@ -103,18 +101,11 @@ def test_trap_30_the_gpu_that_is_sampled_is_the_one_that_computes(
 
 def test_trap_31_mig_has_no_utilisation_and_that_is_not_zero() -> None:
     """MIG: utilisation NOT_SUPPORTED shown as 0."""
-    with NvmlSampler(
-        ONE, module=FakeNvml(Card(uuid=ONE), fails={"nvmlDeviceGetUtilizationRates": 3})
-    ).window() as window:
-        signal.sigtimedwait([], 0.25)
-    assert (
-        window.result.utilisation_pct is None
-        and "NOT_SUPPORTED" in window.result.absent["utilisation_pct"]
-    )
+    mig = FakeNvml(Card(uuid=ONE), fails={"nvmlDeviceGetUtilizationRates": 3})
+    seen = sampled(mig, ONE, 0.25)
+    assert seen.utilisation_pct is None and "NOT_SUPPORTED" in seen.absent["utilisation_pct"]
     run = b.small_run()
-    shown = b.change_rows(
-        run, TRAIN, lambda row: row.model_copy(update={"telemetry": window.result})
-    )
+    shown = b.change_rows(run, TRAIN, lambda row: row.model_copy(update={"telemetry": seen}))
     row = next(
         one for one in rows_of(shown, judge(shown, None, POLICY)) if one.cell.cell_id == TRAIN
     )
@@ -337,9 +328,7 @@ INCLUDE = "include:\n  - {path: reference, seq_len: 64, fa2: off}\n"
 
 def test_trap_43_a_window_shorter_than_nvmls_own_has_no_utilisation() -> None:
     """Utilisation of a window shorter than NVML's."""
-    with NvmlSampler(ONE, module=FakeNvml(Card(uuid=ONE)), hertz=1000.0).window() as window:
-        signal.sigtimedwait([], 0.02)
-    seen = window.result
+    seen = sampled(FakeNvml(Card(uuid=ONE)), ONE, 0.02, hertz=1000.0)
     assert (
         seen.utilisation_pct is None
         and "shorter than NVML's own" in seen.absent["utilisation_pct"]
@@ -500,10 +489,8 @@ def test_trap_49_two_speeds_in_one_process_are_told() -> None:
 def test_trap_50_the_parent_sleeps_while_its_child_measures(executor: ForkServerExecutor) -> None:
     """The parent spins while the child measures."""
     executor.execute(job())
-    before = resource.getrusage(resource.RUSAGE_SELF)
-    assert executor.execute(job(stub.HANG, timeout_s=1.0)).status is Status.TIMEOUT
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.2
+    with sleeping_parent():
+        assert executor.execute(job(stub.HANG, timeout_s=1.0)).status is Status.TIMEOUT
 
 
 def test_every_trap_has_its_test() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -608,10 +609,12 @@ def test_for_real_on_this_cpu(
     """Parity, routes, samples and hard gates: only the numbers are the machine's own."""
     real = InProcess(gpu=False)
     monkeypatch.setattr(measuring, "prepared_executors", lambda fit: nullcontext((real,)))
+    begin = time.monotonic()
     assert (
         app.invoke(["tune", "--model", "tiny", "--lengths", "64,96", "--processes", "2", "--json"])
         == 0
     )
+    whole_ms = 1e3 * (time.monotonic() - begin)
     content = json.loads(capsys.readouterr().out)
     measured = {
         (one["path"], one["fa2"], one["seq_len"]): one["step_ms"]
@@ -619,7 +622,8 @@ def test_for_real_on_this_cpu(
         if one["step_ms"]
     }
     assert set(measured) == {(path, "off", n) for path in ("v2", "masked") for n in (64, 96)}
-    assert all(
-        len(times) == 2 and all(0.01 < ms < 10_000 for ms in times) for times in measured.values()
+    assert all(len(times) == 2 for times in measured.values())
+    assert all(whole_ms / 1e5 < ms < whole_ms for times in measured.values() for ms in times), (
+        "milliseconds, of this run"
     )
     assert found(content)["v2_min_tokens"] in (64, 96, None)

@@ -291,7 +291,7 @@ def test_an_older_nsa_that_lacks_newer_names_is_measured_all_the_same(
         capture_output=True,
         text=True,
         cwd=ROOT,
-        timeout=120,
+        timeout=3600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]
