@@ -214,7 +214,9 @@ def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, 
         dict(zip(names, values, strict=True))
         for values in itertools.product(*(values for _, values in axes))
     )
-    return tuple(dict.fromkeys(map(Cell.from_mapping, points)))
+    # A file names the axes in their own order, whatever that of the matrix.
+    ordered = ({name: point[name] for name in AXES} for point in points)
+    return tuple(dict.fromkeys(map(Cell.from_mapping, ordered)))
 
 
 def cells(matrix: Matrix, only: Iterable[str] = ()) -> tuple[list[MatrixCell], list[Excluded]]:

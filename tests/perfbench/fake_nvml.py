@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from perfbench.result import Telemetry
 from perfbench.telemetry import NvmlSampler
+
+from perfbench.records import Telemetry
 
 
 class WindowClock:

@@ -21,7 +21,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.policy import GatePolicy, Policies
-from perfbench.records.calibration_file import read, told
+from perfbench.records.calibration_file import read, variance_of_cells
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run
 from tests.perfbench.builders import (
@@ -189,7 +189,7 @@ def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_p
     assert all(session.sd < session.gate_sd < 0.01 for session in sessions)
     manifest = runs[0].manifest
     configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
-    taken = told(
+    taken = variance_of_cells(
         read(out.with_suffix(".json"), "h100-80gb-hbm3"),
         manifest.environment.fingerprint(),
         configs,

@@ -236,6 +236,11 @@ def test_estimate_counts_starts_warmups_and_windows() -> None:
     assert plans.estimate_s(shared, 7, H100) == pytest.approx(7 * 3 * (2.0 + 1 + 2 + 1))
 
 
+def test_a_plan_names_every_axis_in_its_order_whatever_that_of_the_matrix() -> None:
+    printed = plans.to_json(build(matrices.parse(TEXT, "t.yaml")))["cells"]
+    assert {tuple(cell["axes"]) for cell in printed} == {tuple(matrices.AXES)}
+
+
 def test_a_plan_asks_once_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: dict[str, list[str]] = {"route_of": [], "config_sha256": [], "expect_for": []}
 

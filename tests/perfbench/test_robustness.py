@@ -29,7 +29,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
-from perfbench.records import run_file
+from perfbench.records import load_baseline, run_file, show_baseline
 from perfbench.records.rows import Run
 from tests import effort
 from tests.perfbench import builders as b
@@ -460,7 +460,7 @@ def test_reading_and_showing_a_baseline_grows_with_its_cells_and_not_with_their_
         file.write_bytes(dumped(small | {"cells": {f"{CELL},i={n}": cell for n in range(cells)}}))
 
         def work() -> None:
-            assert baseline.show(baseline.load(file)).count("\n") > cells
+            assert show_baseline(load_baseline(file)).count("\n") > cells
 
         return work
 
@@ -509,7 +509,7 @@ def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path
     thread = threading.Thread(target=write)
     thread.start()
     while not done.is_set():
-        assert len(baseline.load(path).cells) == 5
+        assert len(load_baseline(path).cells) == 5
     thread.join()
     assert [one.name for one in tmp_path.iterdir()] == ["b.json"]
 

@@ -85,10 +85,10 @@ def rows_of(run: Path) -> list[Row]:
     last = {(row.cell_id, row.replicate): row for row in records.read_run(run).replicates}
     return [
         Row(
-            str(row.axes["workload"]),
-            int(row.axes["seq_len"]),
-            str(row.axes["path"]),
-            row.axes["cuda_graph"] == "on",
+            row.axes.workload,
+            row.axes.seq_len,
+            row.axes.path,
+            row.axes.cuda_graph == "on",
             1e3 * row.tokens_per_step / row.tok_per_s,
         )
         for row in last.values()
