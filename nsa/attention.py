@@ -191,9 +191,10 @@ class NSAAttention(nn.Module):
         its call, so one layer's reservation serves all of its size.
         """
         weight = self.k_proj.weight
+        # a shape, no memory
         q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(
             batch, tokens, self.num_heads, self.head_dim
-        )  # a shape, no memory
+        )
         route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0

@@ -10,12 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 BRANCHES = ("cmp", "sel", "win")
-_LATER_NSA_OPTIONS = (
-    "phi_hidden",
-    "adaptive_num_selected",
-    "selection",
-    "score_dtype",
-)  # see ModelConfig.sha256
+# see ModelConfig.sha256
+_LATER_NSA_OPTIONS = ("phi_hidden", "adaptive_num_selected", "selection", "score_dtype")
 PHI_KINDS = ("mean", "linear", "mlp")
 SELECTION_KINDS = ("exact", "hierarchical")
 SCORE_DTYPES = ("float32", "bfloat16", "float16")
@@ -215,9 +211,8 @@ class ModelConfig:
     v_head_dim: int | None = None
     vocab_size: int = 256
     mlp_ratio: int = 4
-    checkpoint_layers: tuple[int, int] | None = (
-        None  # layers [first, stop) are recomputed in the backward; None: none
-    )
+    # layers [first, stop) are recomputed in the backward; None: none
+    checkpoint_layers: tuple[int, int] | None = None
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:

@@ -19,9 +19,8 @@ from nsa.ops.interval import sliding
 from nsa.ops.selected import PATHS
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
 
-Attended = tuple[
-    Tensor, Tensor | None
-]  # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
+# o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
+Attended = tuple[Tensor, Tensor | None]
 
 
 def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:

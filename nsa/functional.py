@@ -305,9 +305,8 @@ def nsa_attention(
         checks.qkv(q, *kv, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
     checks.gates(gates, q, BRANCHES)
-    whole = (
-        cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
-    )  # the keys are cut at the last query below
+    # the keys are cut at the last query below
+    whole = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
     checks.fixed_selection(
         config, whole=whole, what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)"
     )

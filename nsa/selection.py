@@ -222,9 +222,8 @@ def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
 def _best(ranking_BGTJ: Tensor, N: int, first_block_BT: Tensor | None) -> Tensor:
     """The N best of each ranking, [B, T, G, N] int32, as global ids; -inf is not chosen."""
     J = ranking_BGTJ.shape[-1]
-    absent = (
-        N if torch.compiler.is_compiling() else max(0, N - J)
-    )  # enough for any J, so that no length is another graph
+    # enough for any J, so that no length is another graph
+    absent = N if torch.compiler.is_compiling() else max(0, N - J)
     ranking_BGTJ = torch.nn.functional.pad(ranking_BGTJ, (0, absent), value=-torch.inf)
     # A stable sort keeps equal scores in order of their index, which topk does not promise.
     order = ranking_BGTJ.sort(dim=-1, descending=True, stable=True)

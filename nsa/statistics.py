@@ -269,9 +269,8 @@ def _selection_sums(
     chosen_BTG = (blocks >= 0).sum(-1)
     present = present_BT[..., None].expand(-1, -1, G)
     pair = present[:, 1:] & present[:, :-1]
-    equal = (blocks[:, 1:] == blocks[:, :-1]).all(
-        -1
-    )  # ascending and padded alike: the same set is the same row
+    # ascending and padded alike: the same set is the same row
+    equal = (blocks[:, 1:] == blocks[:, :-1]).all(-1)
     rows = [present, tokens_BTG * present, chosen_BTG * present, pair, pair & equal]
     sums = torch.stack([x.sum() for x in rows] + _window_sums(blocks, present_BT, chosen_BTG))
     signed = torch.stack([tokens_BTG, -tokens_BTG]).double().masked_fill(~present, -math.inf)
@@ -299,9 +298,8 @@ def _gate_sums(gates: Tensor, present_BT: Tensor, branches: tuple[str, ...]) -> 
     """_GATES of one call, fp64; the ratios in fp32 or the gates' own dtype if wider."""
     wide = torch.promote_types(gates.dtype, torch.float32)
     on = [i for i, branch in enumerate(BRANCHES) if branch in branches]
-    g_BTQR = torch.stack([gates[..., i] for i in on], -1).to(
-        wide
-    )  # not by a list, which would be copied to the device
+    # not by a list, which would be copied to the device
+    g_BTQR = torch.stack([gates[..., i] for i in on], -1).to(wide)
     present = present_BT[..., None].expand(g_BTQR.shape[:3])
     valid = (g_BTQR.isfinite() & (g_BTQR >= 0)).all(-1) & present
     g_BTQR = g_BTQR.masked_fill(~valid[..., None], 0)

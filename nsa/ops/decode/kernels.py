@@ -29,9 +29,8 @@ from nsa.settings import is_off
 
 MAX_ROWS = 64  # of a tile: T * H
 PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
-SMALL_PROGRAMS = (
-    1024  # where a program's tiles take little shared memory, several share a multiprocessor
-)
+# where a program's tiles take little shared memory, several share a multiprocessor
+SMALL_PROGRAMS = 1024
 LEAST_KEYS, LEAST_KEYS_BANDED = 128, 64  # a split, so that its part is worth the sum
 AT_ONCE = 32  # parts that a program sums at a time
 

@@ -536,9 +536,8 @@ def _step_kv(
     q = _tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
     do = _tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
     lse, delta = _of_rows(LSE, DELTA, row, live)
-    p = tl.exp2(
-        tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :]
-    )  # [keys, queries]
+    # [keys, queries]
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :])
     if MASK:
         lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
         p = tl.where((c[:, None] >= lo[None, :]) & (c[:, None] < hi[None, :]), p, 0.0)
@@ -614,9 +613,8 @@ def nsa_interval_backward_kv(
     v = _tile(V + b * sv_b + g * sv_g, c, sv_s, c < C, dv_, DV, BDV, False)
     dk = tl.zeros([BC, BD], tl.float32)
     dv = tl.zeros([BC, BDV], tl.float32)
-    first = tl.maximum(
-        0, c0 * stride + block - 1 - q0
-    )  # the first query that sees a key of the tile
+    # the first query that sees a key of the tile
+    first = tl.maximum(0, c0 * stride + block - 1 - q0)
     begin = tl.maximum(first // BM * BM, split * per_split)
     stop = tl.minimum(T, (split + 1) * per_split)
     if BANDED:
