@@ -1,6 +1,4 @@
-"""The one door: the only caller of the implementations, the only one who counts them, and who marks
-them for a profiler.
-"""
+"""The only caller of the implementations. It counts each call and marks it for a profiler."""
 
 from __future__ import annotations
 

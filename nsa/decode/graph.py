@@ -117,7 +117,7 @@ class DecodeGraph:
         self.steps.end()
 
     def _step(self) -> None:
-        # nobody's open count or statistics sees steps that are no tokens
+        # no open collection may count these steps, which append no tokens
         contextvars.Context().run(self._counted_step)
 
     def _counted_step(self) -> None:

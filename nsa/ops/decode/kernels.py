@@ -67,7 +67,7 @@ def _seen(
 
 @triton.jit
 def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
-    """The softmax so far (m, l, acc), and with a tile of keys more."""
+    """Update the running softmax (m, l, acc) with one tile of keys."""
     s = tl.where(kept, tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
@@ -82,7 +82,7 @@ def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
 
 @triton.jit
 def _leave(O, LSE, row, live, m, l, acc, DV: tl.constexpr, BDV: tl.constexpr):
-    """o and lse of each row; 0 and -inf where it saw nothing."""
+    """Store o and lse of each row: 0 and -inf where it saw nothing."""
     dv = tl.arange(0, BDV)
     some = l > 0
     o = acc / tl.where(some, l, 1.0)[:, None]

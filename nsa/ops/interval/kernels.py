@@ -619,11 +619,11 @@ def nsa_interval_backward_kv(
     stop = tl.minimum(T, (split + 1) * per_split)
     if BANDED:
         stop = tl.minimum(stop, (tl.minimum(c0 + BC, C) - 1 + width) * stride + block - 1 - q0)
-    whole = stop  # from here on, every query sees all of the tile
+    all_see = stop  # from here on, every query sees all of the tile
     if not (DOCS or BANDED):
-        whole = tl.cdiv(tl.maximum(0, (c0 + BC - 1) * stride + block - 1 - q0), BM) * BM
-        whole = tl.where(
-            c0 + BC > C, stop, tl.minimum(tl.maximum(begin, whole), tl.maximum(begin, stop))
+        all_see = tl.cdiv(tl.maximum(0, (c0 + BC - 1) * stride + block - 1 - q0), BM) * BM
+        all_see = tl.where(
+            c0 + BC > C, stop, tl.minimum(tl.maximum(begin, all_see), tl.maximum(begin, stop))
         )
     for i in range(HP):
         head = g_ * H + part * HP + i
@@ -632,7 +632,7 @@ def nsa_interval_backward_kv(
         if not COPY:
             Q_ = Q + b * sq_b + head.to(tl.int64) * sq_h
             DO_ = DO + (b * TO * HQ + head) * DV
-        for t0 in range(begin, whole, BM):
+        for t0 in range(begin, all_see, BM):
             dk, dv = _step_kv(
                 k,
                 v,
@@ -670,7 +670,7 @@ def nsa_interval_backward_kv(
                 PREC,
                 COPY,
             )
-        for t0 in range(whole, stop, BM):
+        for t0 in range(all_see, stop, BM):
             dk, dv = _step_kv(
                 k,
                 v,

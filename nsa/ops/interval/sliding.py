@@ -32,7 +32,7 @@ def attend(
     if fa2 is not None and documents is not None:
         q, k, v = q_BTQD[0], k_BSGD[0], v_BSGD[0]
         # the longest document may be all of it; its length is not read
-        bounds, most = (documents.bounds_N, q.shape[0])
+        bounds, most = documents.bounds_N, q.shape[0]
         return flash.varlen(
             fa2, q, k, v, bounds, bounds, most, most, scale=scale, window=(window - 1, 0)
         )[None]

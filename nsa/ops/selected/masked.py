@@ -1,6 +1,6 @@
 """Path `masked`: one SDPA over a boolean mask.
 
-What the founding reports call `grouped_selection_attention_masked`.
+The prototype's `grouped_selection_attention_masked`.
 
 B batch, T query tokens, S key tokens, G kv heads, J selection blocks.
 """
