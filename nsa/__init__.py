@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nsa.attention import NSAAttention
-    from nsa.cache import NSACache
     from nsa.compression import compress
     from nsa.config import ModelConfig, NSAConfig
-    from nsa.decoding import DecodeGraph
+    from nsa.decode import DecodeGraph, NSACache
     from nsa.functional import (
         compressed_attention,
         nsa_attention,
@@ -25,10 +24,10 @@ if TYPE_CHECKING:
     from nsa.routing import RouteError
 
 _HOMES = {
-    "DecodeGraph": "decoding",
+    "DecodeGraph": "decode",
     "ModelConfig": "config",
     "NSAAttention": "attention",
-    "NSACache": "cache",
+    "NSACache": "decode",
     "NSAConfig": "config",
     "RouteError": "routing",
     "TinyLM": "model",

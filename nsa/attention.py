@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from nsa import checks
-from nsa.cache import KV, NSACache, View, check_cache
+from nsa.branches import Call, attend_view
+from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.functional import attend_view, compress_kv, route_for
+from nsa.decode import KV, NSACache, View, check_cache
+from nsa.documents import Documents
+from nsa.functional import compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
-from nsa.layout import Layout
-from nsa.ops import packed
-from nsa.ops.positions import Documents
-from nsa.phi import Phi
+from nsa.ops.selected import gathered_rows
 from nsa.rope import rotate
 from nsa.routing import Path, Request, Route
+from nsa.shared_positions import Layout
 
 
 class NSAAttention(nn.Module):
@@ -84,9 +85,9 @@ class NSAAttention(nn.Module):
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
         With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its
-        first ``num_tokens[b]`` tokens only; the others' y is 0. A cache that steps (`nsa.steps`)
-        takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N documents into B = 1; y beyond the
-        last is 0.
+        first ``num_tokens[b]`` tokens only; the others' y is 0. A cache that steps
+        (`nsa.decode.Steps`) takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N documents into
+        B = 1; y beyond the last is 0.
         ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype,
         which is the weights' (or any floating one under autocast, whose dtype y then has).
         ValueError for an x that does not fit the weights, a cache of another config, batch, dtype
@@ -135,18 +136,17 @@ class NSAAttention(nn.Module):
                 step=layout.step,
             )
             route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
-        o = attend_view(
-            q,
-            gates,
-            view,
-            config=self.config,
-            route=route,
+        call = Call(
+            route,
+            self.config,
+            self.head_dim**-0.5,
             documents=layout.documents,
             present=layout.present_BR,
-            whole=whole,
-            keys_read=None if cache is None else cache.keys_read,
+            is_whole_sequence=whole,
             nonnegative_gates=True,
         )
+        keys_read = None if cache is None else cache.keys_read
+        o = attend_view(q, gates, view, call, keys_read=keys_read)
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
 
@@ -197,7 +197,7 @@ class NSAAttention(nn.Module):
         route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0
-        needed = packed.workspace_bytes(
+        needed = gathered_rows.workspace_bytes(
             batch,
             tokens,
             num_kv_heads=self.num_kv_heads,
@@ -208,7 +208,7 @@ class NSAAttention(nn.Module):
             sel_block=self.config.sel_block,
             backward=backward,
         )
-        packed.reserve(needed, weight.device)
+        gathered_rows.reserve(needed, weight.device)
         return needed
 
     def _route(

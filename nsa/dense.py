@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from nsa import dispatch
 from nsa.config import ModelConfig
 from nsa.functional import capability_of
-from nsa.layout import Layout
 from nsa.rope import rotate
 from nsa.routing import Problem, route_dense
+from nsa.shared_positions import Layout
 
 
 class DenseAttention(nn.Module):

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from nsa import engagement, settings
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops import combine, interval, joined, means, scoring, sdpa, sliding
-from nsa.ops import compressed as compressed_ops
-from nsa.ops.positions import Documents
-from nsa.ops.selected import PATHS, triton
+from nsa.documents import Documents
+from nsa.ops import gated_sum, interval, joint_backward, means, scores, sdpa
+from nsa.ops.interval import compressed as compressed_formula
+from nsa.ops.interval import sliding
+from nsa.ops.selected import PATHS
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
 
 Attended = tuple[
@@ -91,7 +92,7 @@ def compressed(
                 scale=scale,
                 first=first,
             )
-        o = compressed_ops.attend(
+        o = compressed_formula.attend(
             q,
             k_cmp,
             v_cmp,
@@ -128,7 +129,7 @@ def choose(
             _, lse = interval.attend(
                 q, k_cmp, k_cmp, width=None, q_start=q_start, scale=scale, first=first, **grid
             )
-        return scoring.choose(
+        return scores.choose(
             q,
             k_cmp,
             lse,
@@ -149,7 +150,7 @@ def combined(
 ) -> Tensor:
     """The gated sum, fused where the selected branch is."""
     fused = any(b.branch == "sel" and b.implementation == Path.TRITON for b in route.branches)
-    return (combine.fused_gated_sum if fused else combine.gated_sum)(gates, outputs, columns)
+    return (gated_sum.fused_gated_sum if fused else gated_sum.gated_sum)(gates, outputs, columns)
 
 
 def joins(route: Route) -> bool:
@@ -167,7 +168,7 @@ def joins(route: Route) -> bool:
 def join(
     gates: Tensor,
     q: Tensor,
-    kv: tuple[joined.KV, joined.KV, joined.KV],
+    kv: tuple[joint_backward.KV, joint_backward.KV, joint_backward.KV],
     blocks: Tensor,
     attended: Sequence[Attended],
     *,
@@ -175,13 +176,13 @@ def join(
     q_start: int | Tensor,
     scale: float,
     documents: Documents | None,
-    full: int,
+    num_full_rows: int,
 ) -> Tensor:
     """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the
     order of BRANCHES.
     """
     outputs, lse = tuple(o for o, _ in attended), tuple(x for _, x in attended if x is not None)
-    return joined.attend(
+    return joint_backward.attend(
         gates,
         q,
         *kv,
@@ -195,7 +196,7 @@ def join(
         q_start=q_start,
         scale=scale,
         first=_first(documents),
-        full=full,
+        num_full_rows=num_full_rows,
     )
 
 
@@ -213,10 +214,9 @@ def selected(
     sel_block: int,
     q_start: int | Tensor,
     scale: float,
-    full: int = 0,
+    num_full_rows: int = 0,
 ) -> Attended:
-    """``full``: a promise that the first so many queries of each sequence chose every block up to
-    their own, and that q_start is 0.
+    """``num_full_rows`` as in `nsa.ops.selected.AttendFn`.
 
     ``blocks`` may be None where the Route is full causal attention, which looks at none."""
     branch = route.branch("sel")
@@ -226,15 +226,16 @@ def selected(
     attend = PATHS[Path(branch.implementation)]
     engagement.record(branch)
     with _marked(branch, q):
-        if branch.implementation == Path.TRITON:
-            return triton.attend_with_lse(
-                q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, full=full
-            )
-        return (
-            attend(
-                q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale, fa2=_fa2(branch)
-            ),
-            None,
+        return attend(
+            q,
+            k,
+            v,
+            blocks,
+            sel_block=sel_block,
+            q_start=q_start,
+            scale=scale,
+            fa2=_fa2(branch),
+            num_full_rows=num_full_rows,
         )
 
 

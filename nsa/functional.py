@@ -11,25 +11,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from nsa import capability, checks, dispatch, selection, settings, statistics
-from nsa.cache import View
+from nsa import capability, checks, dispatch, selection, settings
+from nsa.branches import Call, attend_view
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
-from nsa.ops import reads
-from nsa.ops.compressed import log_sum_exp
-from nsa.ops.positions import Documents
-from nsa.packing import Packing
+from nsa.decode import KV, View
+from nsa.documents import Documents, Packing
+from nsa.ops.interval.compressed import log_sum_exp
 from nsa.rope import angles, rotate
-from nsa.routing import DENSE, SCORE, Capability, Problem, Route, route, scores_of
+from nsa.routing import SCORE, Capability, Problem, Route, route, scores_of
 
-KV = tuple[Tensor, Tensor]
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
 
@@ -121,7 +116,7 @@ def compressed_attention(
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
     checks.compressed_grid(block, stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(
+    decided = route_for(
         q,
         k_cmp.shape[2],
         v_cmp.shape[3],
@@ -132,7 +127,7 @@ def compressed_attention(
         fa2="auto",
     )
     o, lse_base_2 = dispatch.compressed(
-        chosen, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
+        decided, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
     )
     if lse_base_2 is not None:
         return o, lse_base_2 * math.log(2)
@@ -170,12 +165,12 @@ def select_blocks(
     checks.keys(kv_len, q, q_start=q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     G, D = k_cmp.shape[2:]
-    chosen = route_for(
+    decided = route_for(
         q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config
     )
-    if chosen.has(SCORE):
+    if decided.has(SCORE):
         return dispatch.choose(
-            chosen,
+            decided,
             q,
             k_cmp,
             None,
@@ -215,10 +210,11 @@ def selected_attention(
     checks.qkv(q, k, v, q_start=q_start)
     checks.blocks(blocks, q, k)
     checks.sizes(sel_block=sel_block)
-    _assert_blocks(blocks, k.shape[1], sel_block, q_start)
+    if checks.is_strict():
+        checks.block_contents(blocks, k.shape[1], sel_block, q_start)
     k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(
+    decided = route_for(
         q,
         k.shape[2],
         v.shape[3],
@@ -230,7 +226,7 @@ def selected_attention(
         sel_block=sel_block,
     )
     return dispatch.selected(
-        chosen, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
+        decided, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
     )[0]
 
 
@@ -254,7 +250,7 @@ def sliding_attention(
     checks.qkv(q, k, v, q_start=q_start)
     checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    chosen = route_for(
+    decided = route_for(
         q,
         k.shape[2],
         v.shape[3],
@@ -264,7 +260,7 @@ def sliding_attention(
         path="auto",
         fa2=fa2,
     )
-    return dispatch.window(chosen, q, k, v, size=window, q_start=q_start, scale=scale)[0]
+    return dispatch.window(decided, q, k, v, size=window, q_start=q_start, scale=scale)[0]
 
 
 def nsa_attention(
@@ -329,7 +325,7 @@ def nsa_attention(
         )
     documents = None if packing is None else packing.documents
     S, G, DV = kv_sel[1].shape[1:]
-    chosen = route_for(
+    decided = route_for(
         q,
         G,
         DV,
@@ -343,22 +339,20 @@ def nsa_attention(
     )
     if "cmp" in config.branches or "sel" in config.branches:
         kv_cmp = compress_kv(
-            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=chosen
+            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=decided
         )
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
-    o = attend_view(
-        q,
-        gates,
-        view,
-        config=config,
-        scale=scale,
-        route=chosen,
+    call = Call(
+        decided,
+        config,
+        q.shape[-1] ** -0.5 if scale is None else scale,
         documents=documents,
         present=present,
-        whole=whole,
+        is_whole_sequence=whole,
         nonnegative_gates=nonnegative_gates,
     )
+    o = attend_view(q, gates, view, call)
     return o if packing is None else packing.restore(o)
 
 
@@ -404,179 +398,6 @@ def compress_kv(
     return rotate(k_cmp, theta, kind=config.rope), v_cmp
 
 
-def attend_view(
-    q: Tensor,
-    gates: Tensor,
-    view: View,
-    *,
-    config: NSAConfig,
-    scale: float | None = None,
-    path: str = "auto",
-    fa2: str = "auto",
-    route: Route | None = None,
-    documents: Documents | None = None,
-    present: Tensor | None = None,
-    keys_read: reads.KeysRead | None = None,
-    whole: bool = False,
-    nonnegative_gates: bool = False,
-) -> Tensor:
-    """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read``
-    where that is given.
-
-    ``present`` bool [B or 1, T]: queries that hold a token, for the statistics alone; None: all of
-    them. ``whole``: the view is of whole sequences that begin at 0, without a cache and not packed.
-    Where the selected branch is then full causal attention, blocks are neither scored nor chosen
-    unless statistics are collected, strict mode checks them, or keys are counted.
-    ``nonnegative_gates`` as in `nsa_attention`. ``route``: that of this call (`route_for`), where
-    the caller knows it.
-    """
-    checks.fixed_selection(config, whole=whole, what="a cache, a packed batch or a chunk")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    S, G, DV = view.sel[1].shape[1:]
-    assert route is None or path == fa2 == "auto", "a Route is decided already"
-    chosen = route
-    if chosen is None:
-        chosen = route_for(
-            q,
-            G,
-            DV,
-            S,
-            branches=config.branches,
-            q_start=view.q_start,
-            path=path,
-            fa2=fa2,
-            config=config,
-            whole=whole,
-        )
-    statistics.observe_gates(gates, config.branches, present=present)
-    full = (
-        config.num_selected_for(S) * config.sel_block if whole else 0
-    )  # queries before that choose every block
-    asked: dict[str, Any] = {"config": config, "scale": scale, "documents": documents, "full": full}
-    # a cache's window begins elsewhere, and keeps no gradient
-    joined = nonnegative_gates and view.win_start is view.q_start and dispatch.joins(chosen)
-    with torch.no_grad() if joined else nullcontext():
-        attended, blocks = _attend_branches(
-            chosen, q, view, present=present, keys_read=keys_read, **asked
-        )
-    if joined:
-        assert blocks is not None
-        return dispatch.join(
-            gates,
-            q,
-            (view.cmp, view.sel, view.win),
-            blocks,
-            attended,
-            q_start=view.q_start,
-            **asked,
-        )
-    return dispatch.combined(
-        chosen,
-        gates,
-        [o for o, _ in attended],
-        [i for i, b in enumerate(BRANCHES) if b in config.branches],
-    )
-
-
-def _attend_branches(
-    chosen: Route,
-    q: Tensor,
-    view: View,
-    *,
-    config: NSAConfig,
-    scale: float,
-    documents: Documents | None,
-    full: int,
-    present: Tensor | None,
-    keys_read: reads.KeysRead | None,
-) -> tuple[list[dispatch.Attended], Tensor | None]:
-    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were
-    chosen; ``full`` as in `dispatch`.
-    """
-    S = view.sel[1].shape[1]
-    grid: dict[str, Any] = {
-        "block": config.cmp_block,
-        "stride": config.cmp_stride,
-        "q_start": view.q_start,
-    }
-    attended: list[dispatch.Attended] = []
-    lse = blocks = None
-    if "cmp" in config.branches:
-        attended.append(
-            dispatch.compressed(chosen, q, *view.cmp, scale=scale, documents=documents, **grid)
-        )
-        lse = attended[-1][1]
-        if keys_read is not None:
-            keys_read.later("cmp", partial(reads.compressed, q, view.cmp[0].shape[1], **grid))
-    if "sel" in config.branches:
-        if not _needs_no_blocks(chosen) or keys_read is not None:
-            asked: dict[str, Any] = {
-                "config": config,
-                "q_start": view.q_start,
-                "kv_len": S,
-                "scale": scale,
-            }
-            if chosen.has(SCORE):
-                blocks = dispatch.choose(chosen, q, view.cmp[0], lse, documents=documents, **asked)
-            else:
-                blocks = selection.choose(
-                    q, view.cmp[0], first=None if documents is None else documents.first_BT, **asked
-                )
-            _assert_blocks(blocks, S, config.sel_block, view.q_start)
-            statistics.observe_selection(
-                blocks, q_start=view.q_start, sel_block=config.sel_block, present=present
-            )
-        given: dict[str, Any] = {
-            "sel_block": config.sel_block,
-            "q_start": view.q_start,
-            "scale": scale,
-            "full": full,
-        }
-        attended.append(dispatch.selected(chosen, q, *view.sel, blocks, **given))
-        if keys_read is not None and blocks is not None:
-            keys_read.later(
-                "sel",
-                partial(
-                    reads.selected, blocks, S, q_start=view.q_start, sel_block=config.sel_block
-                ),
-            )
-    if "win" in config.branches:
-        attended.append(
-            dispatch.window(
-                chosen,
-                q,
-                *view.win,
-                size=config.window,
-                q_start=view.win_start,
-                scale=scale,
-                documents=documents,
-            )
-        )
-        if keys_read is not None:
-            keys_read.later(
-                "win",
-                partial(
-                    reads.sliding,
-                    q,
-                    view.win[0].shape[1],
-                    q_start=view.win_start,
-                    window=config.window,
-                ),
-            )
-    return attended, blocks
-
-
-def _needs_no_blocks(chosen: Route) -> bool:
-    """Whether the selected branch attends to every key up to the query, and nobody looks at the
-    blocks that say so.
-    """
-    return (
-        chosen.branch("sel").implementation == DENSE
-        and not statistics.is_collecting()
-        and not checks.is_strict()
-    )
-
-
 def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
     """Without the keys that no query can see (a cache's unused room), whose contents may be
     anything.
@@ -585,8 +406,3 @@ def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
         return kv
     end = q_start + q.shape[1]
     return (kv[0][:, :end], kv[1][:, :end]) if kv[0].shape[1] > end else kv
-
-
-def _assert_blocks(blocks: Tensor, num_keys: int, sel_block: int, q_start: int | Tensor) -> None:
-    if checks.is_strict():
-        checks.block_contents(blocks, num_keys, sel_block, q_start)

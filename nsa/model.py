@@ -11,13 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import checks
 from nsa.attention import NSAAttention
-from nsa.cache import NSACache, check_cache
 from nsa.config import ModelConfig
-from nsa.decoding import DecodeGraph, check_device
+from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
 from nsa.dense import DenseAttention
-from nsa.layout import Layout
 from nsa.ops.positions import to_device
 from nsa.sampling import next_token
+from nsa.shared_positions import Layout
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's ignore_index
 

@@ -1,11 +1,16 @@
 """Telemetry of what the model chose: how long selections are, how far neighbours agree, where the
 gates put their mass.
 
-Sums stay on the tensors' device (fp64) until ``Collection.read`` moves one tensor to the host, once
-a log. Not observed: calls inside torch.compile (Python state there is read when traced, not when
-run, and a guarded counter would recompile at every call, so they are not counted either) and calls
-that a CUDA graph captures (counted; their replays are not). There the profiler is the witness. What
-a backward recomputes (activation checkpointing) was observed in the forward.
+    with nsa.statistics.collect() as seen:
+        model(ids)
+    print(seen.read())  # a Summary; to_mapping() gives what a log can store
+
+Without an open collection a call costs one look at a context variable. Sums stay on the tensors'
+device (fp64) until ``Collection.read`` moves one tensor to the host, once a log. Not observed:
+calls inside torch.compile (Python state there is read when traced, not when run, and a guarded
+counter would recompile at every call, so they are not counted either) and calls that a CUDA graph
+captures (counted; their replays are not). There the profiler is the witness. What a backward
+recomputes (activation checkpointing) was observed in the forward.
 
 B batch, T query tokens, Q query heads, G kv heads, N selected blocks, W windows of queries, R
 branches that are on. A row is one query of one kv head; a gate row is one query of one query head.
@@ -24,7 +29,7 @@ import torch
 from torch import Tensor
 
 from nsa.config import BRANCHES
-from nsa.ops import reads
+from nsa.ops import key_counts
 
 WINDOW = 16  # queries that a block-sparse kernel processes together
 COLLAPSE_SHARE = 0.95  # of a row's gate mass in one branch
@@ -260,7 +265,7 @@ def _selection_sums(
 ) -> tuple[Tensor, Tensor]:
     """_ROWS and _PEAKS of one call, fp64."""
     G = blocks.shape[2]
-    tokens_BTG = reads.selected(blocks, None, q_start=q_start, sel_block=sel_block)
+    tokens_BTG = key_counts.selected(blocks, None, q_start=q_start, sel_block=sel_block)
     chosen_BTG = (blocks >= 0).sum(-1)
     present = present_BT[..., None].expand(-1, -1, G)
     pair = present[:, 1:] & present[:, :-1]

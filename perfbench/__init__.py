@@ -2,6 +2,7 @@
 
 - ``errors``, ``text``: exit codes and the error that carries one; text for tables.
 - ``records``: the nouns that every room shares, and the files they are stored in.
+- ``older_nsa``: the one seam to another commit of `nsa`, which `ab` measures.
 - ``roofline``: the work of a step in closed form, and the hardware's limits.
 - ``machine``, ``matrix``: what this computer is; a matrix file in, a Plan out.
 - ``worker``: measures one cell inside a process of its own.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from perfbench.frame import load
+    from perfbench.report import load
 
 __all__ = ["load"]
 
@@ -28,6 +29,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'perfbench' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    from perfbench.frame import load
+    from perfbench.report import load
 
     return load

@@ -10,10 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from nsa.blocks import BlockGrid
 from nsa.capability import probe
 from nsa.config import NSAConfig
-from nsa.ops import interval, scoring
-from nsa.routing import SPECS, Path, Problem, triton_reasons
+from nsa.ops import interval, scores
+from nsa.routing import SPECS, Path, Problem
+from nsa.routing.support import triton_reasons
 
 T = TypeVar("T")
 
@@ -168,7 +170,7 @@ def choose_by_kernel(
         "scale": scale,
     }
     _, lse = interval.attend(q, k_cmp, k_cmp, width=None, **grid)
-    return scoring.choose(
+    return scores.choose(
         q,
         k_cmp,
         lse,
@@ -309,3 +311,23 @@ def assert_blocks(got: Tensor, want: Tensor, gap: Tensor, *, near_tie: float = 1
         f" {want[wrong][0]}"
     )
     return 1.0 - float(clear.double().mean()) if clear.numel() else math.nan
+
+
+def cache_bytes(
+    config: NSAConfig,
+    *,
+    batch: int,
+    capacity: int,
+    num_kv_heads: int,
+    head_dim: int,
+    v_head_dim: int,
+    element_size: int,
+) -> int:
+    """Bytes of an NSACache of ``capacity`` tokens a row, in closed form."""
+    rows = (
+        (capacity + 1)
+        + (BlockGrid.of(config).num_cmp(capacity) + 1)
+        + config.window
+        + (config.cmp_block - 1)
+    )
+    return batch * rows * num_kv_heads * (head_dim + v_head_dim) * element_size

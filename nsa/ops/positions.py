@@ -1,25 +1,11 @@
-"""Absolute positions of the queries of a call, and the documents of a packed batch."""
+"""Absolute positions of the queries of a call."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Documents:
-    """Where the documents of a packed row lie; no query sees a key of another document.
-
-    ``first_BT`` int64 [1, T]: position of the first token of each query's document, a multiple of
-    the selection block.
-    ``bounds_N`` int32 [N + 1]: where each document begins, and where the last ends.
-    """
-
-    first_BT: Tensor
-    bounds_N: Tensor
 
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:

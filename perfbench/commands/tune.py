@@ -1,7 +1,7 @@
 """`perfbench tune`: a matrix of its own measured, or such a run read, and from which lengths which
 path is the fastest.
 
-It changes no code: the line for nsa/tuned.py is for a person to commit, with the run next to it.
+It changes no code: a person commits the line for nsa/routing/thresholds.py, with the run.
 """
 
 from __future__ import annotations

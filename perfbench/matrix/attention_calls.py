@@ -11,7 +11,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
 from nsa.routing import ADAPTIVE, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
-from perfbench.matrix.nsa_version import copy_min_elements, sort_min_rows
+from perfbench.older_nsa import copy_min_elements, sort_min_rows
 from perfbench.records import (
     ATTENTION,
     CACHED,

@@ -16,7 +16,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import attention_calls
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
-from perfbench.matrix.nsa_version import steps_off
+from perfbench.older_nsa import steps_off
 from perfbench.records import (
     BranchLine,
     Cell,
@@ -118,7 +118,7 @@ def route_line(route: Route) -> RouteLine:
         counters=list(route.counters),
         rejected=[{"alternative": r.alternative, "reason": r.reason} for r in route.rejected],
         notes=list(route.notes),
-        off=steps_off(route),
+        off=list(steps_off(route)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from perfbench.report.context import ReportContext
 from perfbench.report.files import render, write_ci
+from perfbench.report.frame import load
 from perfbench.report.github import announce
 from perfbench.report.terminal import terminal_table
 from perfbench.report.verdict_json import to_json, verdict_schema

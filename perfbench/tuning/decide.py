@@ -277,7 +277,7 @@ def compared(a: rule.Times, b: rule.Times) -> str:
 
 
 def lines(tuned: Tuned) -> list[str]:
-    """What to write into nsa/tuned.py; empty where path triton was not judged."""
+    """What to write into nsa/routing/thresholds.py; empty where path triton was not judged."""
     decision = next(one for one in tuned.decisions if one.name == "triton_min_tokens")
     if tuned.sm is None or not decision.judged:
         return []

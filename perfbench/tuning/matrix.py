@@ -52,7 +52,7 @@ class Machine:
 
     @property
     def matrix_name(self) -> str:
-        """It carries the compute capability, which keys nsa.tuned and is nowhere else in a run
+        """It carries the compute capability, which keys `TUNED` and is nowhere else in a run
         file.
         """
         sm = self.capability.sm

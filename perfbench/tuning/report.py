@@ -150,7 +150,8 @@ def _bullet(decision: Decision) -> str:
 def _to_write(tuned: Tuned) -> list[str]:
     table, variables = lines(tuned), settings(tuned)
     notes = [
-        f"- nsa/tuned.py, `TUNED`: {code(line)}; no variable of the environment has this effect"
+        f"- nsa/routing/thresholds.py, `TUNED`: {code(line)}; no variable of the environment has"
+        " this effect"
         for line in table
     ]
     notes += [

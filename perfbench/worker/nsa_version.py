@@ -1,9 +1,6 @@
 """Which `nsa` this process holds: a process of one side of an A/B imports that side's, proves it,
 or refuses.
 
-Whatever else the worker reads of `nsa` that depends on its commit belongs here, too; what planning
-needs as well lies in perfbench/matrix/nsa_version.py.
-
 Two sides that import the same package look like two equal commits, so nothing here is left to the
 order of a search path. Nothing but the standard library is imported: `nsa` must not be loaded
 before ``use``.
@@ -12,11 +9,8 @@ before ``use``.
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 # The field of a row of an A/B that names the side's folder, whose nsa measured it.
 WITNESS = "nsa_folder"
@@ -61,35 +55,3 @@ def _lies_in(name: str, home: Path) -> bool:
 
 def _origin(name: str) -> str | None:
     return getattr(sys.modules[name], "__file__", None)
-
-
-# What else depends on the commit of `nsa`, for use once it is known which one this process holds.
-
-
-def sort_min_rows() -> int:
-    """Rows from which path triton sorts the queries of a block: as its kernels have it, which a
-    commit without steps has, too.
-    """
-    from perfbench.matrix import nsa_constant, sort_min_rows
-
-    return sort_min_rows() or nsa_constant("nsa.ops.kernels.selected:MIN_ROWS_TO_SORT") or 0
-
-
-def decode_least_keys() -> int | None:
-    """Compressed keys from which a decode step of path triton splits them; None of an nsa that
-    splits none.
-    """
-    from perfbench.matrix import nsa_constant
-
-    found: int | None = nsa_constant(
-        "nsa.ops.decode.kernels:LEAST_KEYS", "nsa.ops.kernels.decode:LEAST_KEYS"
-    )
-    return found
-
-
-def sigmoid_gates(nsa_attention: Callable[..., Any]) -> dict[str, Any]:
-    """Options of ``nsa_attention`` that promise gates as perfbench's inputs have them, none below
-    0; none of an nsa that does not ask for the promise.
-    """
-    promised = "nonnegative_gates" in inspect.signature(nsa_attention).parameters
-    return {"nonnegative_gates": True} if promised else {}

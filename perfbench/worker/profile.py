@@ -14,7 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from nsa.routing import BranchRoute, Route
-from perfbench.matrix import steps_off
+from perfbench.older_nsa import steps_off
 from perfbench.records import Kernels, Profile, own_times, table_beside, totalled
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
@@ -23,7 +23,7 @@ NAME_CHARS = 160  # template arguments go on for kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
 # (cuDNN's own say "flash_fprop", so plain "flash" would not tell them apart.)
 KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
-# The forward kernels of nsa/ops/kernels, by the branch that they serve.
+# The forward kernels of nsa/ops, by the branch that they serve.
 TRITON_MARKS: Mapping[str, str] = {
     "cmp": "nsa_interval_forward",
     "win": "nsa_interval_forward",

@@ -14,7 +14,7 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from nsa.gate import SigmoidGate, SoftmaxGate
 from nsa.model import IGNORED_LABEL, TinyLM, next_token_labels
-from nsa.ops.combine import gated_sum
+from nsa.ops.gated_sum import gated_sum
 from nsa.rope import angles, rotate, turns
 
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}

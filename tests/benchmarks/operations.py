@@ -13,7 +13,8 @@ from torch import Tensor
 from nsa import compress, nsa_attention, select_blocks, selected_attention, sliding_attention
 from nsa.compression import param_shapes
 from nsa.config import PHI_KINDS, NSAConfig
-from nsa.ops import combine, compressed, interval, means, scoring
+from nsa.ops import gated_sum, interval, means, scores
+from nsa.ops.interval import compressed
 from nsa.rope import angles, rotate, turns
 from nsa.routing import SPECS, Path
 from tests import oracle
@@ -61,7 +62,7 @@ def operations(*, triton: bool) -> Mapping[str, Make]:
         "cmp sdpa": _compressed_sdpa,
         "choose torch": _choose,
         "win sdpa": _window,
-        "gated-sum torch": _gated_sum(combine.gated_sum),
+        "gated-sum torch": _gated_sum(gated_sum.gated_sum),
     }
     paths = [path for path in Path if triton or path is not Path.TRITON]
     made |= {f"sel {path}": _selected(path) for path in paths}
@@ -72,7 +73,7 @@ def operations(*, triton: bool) -> Mapping[str, Make]:
             "win triton": _window_triton,
         }
         made |= {
-            "gated-sum triton": _gated_sum(combine.fused_gated_sum),
+            "gated-sum triton": _gated_sum(gated_sum.fused_gated_sum),
             "compress triton": _means_triton,
         }
     made |= {f"rope {kind}": _rope(kind) for kind in ("interleaved", "half")}
@@ -183,7 +184,7 @@ def _choose_triton(s: Shape) -> Call:
     slots = {"num_selected": c.num_selected, "num_initial": c.num_initial, "num_local": c.num_local}
 
     def function(q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
-        return scoring.choose(q, k, lse, kv_len=s.tokens, sel_block=c.sel_block, **slots, **at)
+        return scores.choose(q, k, lse, kv_len=s.tokens, sel_block=c.sel_block, **slots, **at)
 
     return Call(function, None, ("q", "k", "lse"), (q, k, lse))
 

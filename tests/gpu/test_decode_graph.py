@@ -14,10 +14,10 @@ from torch import Tensor
 
 from nsa import DecodeGraph, NSAConfig, RouteError
 from nsa.blocks import BlockGrid
-from nsa.cache import NSACache
 from nsa.config import ModelConfig
+from nsa.decode.cache import NSACache
+from nsa.decode.graph_cache import Steps
 from nsa.model import TinyLM
-from nsa.steps import Steps
 from tests.cases import SMALL, error, magnitude
 
 DEVICE, VOCABULARY = "cuda", 256

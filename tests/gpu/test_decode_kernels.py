@@ -12,8 +12,9 @@ import torch
 import triton
 from torch import Tensor
 
-from nsa.decoding import capture, warm_up
-from nsa.ops.kernels import interval, selected
+from nsa.decode.graph import capture, warm_up
+from nsa.ops.interval import kernels as interval
+from nsa.ops.selected.triton import kernels as selected
 from tests.cases import assert_lse, error, magnitude
 from tests.gpu.test_parity import full_precision_matmuls  # noqa: F401
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from nsa import NSAConfig, compress, nsa_attention
-from nsa.ops.kernels import common, selected
+from nsa.ops.kernels import common
+from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import assert_bf16_rule, choose_by_kernel, eager_attention, randn
 from tests.nsa.kernel_cases import ORDINARY_LOADS
@@ -39,7 +40,7 @@ def test_the_gated_sum_of_three_branches(
     kv_heads: int, group: int, dim: int, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if by == "lists":
-        monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
         monkeypatch.setattr(selected, "PART_BYTES", 1 << 24)  # several chunks
         monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
     else:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from nsa import compress
-from nsa.ops import combine, interval, means
-from nsa.ops.kernels import common, selected
+from nsa.ops import gated_sum, interval, means
+from nsa.ops.kernels import common
 from nsa.ops.selected import triton as operator
+from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import (
     SMALL,
@@ -138,14 +139,14 @@ def test_selected_branch_by_either_kernel(
 ) -> None:
     tensors, blocks = inputs(case, dtype), random_blocks(case, SMALL, seed=5).to(DEVICE)
     if by != "query-outer":
-        monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
     if by == "KV-outer in chunks":
         monkeypatch.setattr(
             selected, "PART_BYTES", 50 * case.kv_heads * case.group * SMALL.num_selected * 64 * 2
         )
     options = {"sel_block": 16, "q_start": 0}
     assert_rule(
-        lambda *x: operator.attend(*x, blocks, **options, scale=case.key_dim**-0.5, fa2=None),
+        lambda *x: operator.attend(*x, blocks, **options, scale=case.key_dim**-0.5, fa2=None)[0],
         lambda *x: oracle.selected(*x, blocks, **options),
         tensors,
         oracle.kept_selected(*tensors[:2], blocks, **options),
@@ -180,10 +181,10 @@ def test_gated_sum() -> None:
         return (g[..., None, :] @ torch.stack(outputs, -2))[..., 0, :]
 
     def fused(g: Tensor, *outputs: Tensor) -> Tensor:
-        return combine.fused_gated_sum(g, outputs, (0, 1, 2))
+        return gated_sum.fused_gated_sum(g, outputs, (0, 1, 2))
 
     def eager(g: Tensor, *outputs: Tensor) -> Tensor:
-        return combine.gated_sum(g, outputs, (0, 1, 2))
+        return gated_sum.gated_sum(g, outputs, (0, 1, 2))
 
     assert_bf16_rule(fused, truth, eager, (gates, *outputs), ("gates", "cmp", "sel", "win"))
 
@@ -241,7 +242,7 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
         "sel": (
             lambda: operator.attend(
                 q, k, v, blocks, sel_block=64, q_start=0, scale=D**-0.5, fa2=None
-            ),
+            )[0],
             oracle.selected(
                 *small, blocks[:, tail] - base // 64, sel_block=64, q_start=T - rows - base
             ),

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nsa import NSAAttention, NSAConfig
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
-from nsa.ops import packed
+from nsa.ops.selected import gathered_rows as packed
 from tests.cases import error, magnitude, randn
 
 DEVICE, DTYPE = "cuda", torch.bfloat16

@@ -17,7 +17,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops.kernels import combine, common, interval, joined, means, products, scores, selected
+from nsa.ops.gated_sum import kernels as combine
+from nsa.ops.interval import kernels as interval
+from nsa.ops.joint_backward import kernels as joined
+from nsa.ops.kernels import common, products
+from nsa.ops.means import kernels as means
+from nsa.ops.scores import kernels as scores
+from nsa.ops.selected.triton import kernels as selected
 
 # G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name,
 # and one that fits no tile.

@@ -58,7 +58,7 @@ def attend(
 ) -> Tensor:
     return operator.attend(
         q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=q.shape[-1] ** -0.5, fa2=None
-    )
+    )[0]
 
 
 ORDINARY_LOADS = (

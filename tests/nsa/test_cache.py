@@ -16,11 +16,11 @@ from torch import Tensor
 
 from nsa.attention import NSAAttention
 from nsa.blocks import BlockGrid
-from nsa.cache import NSACache, cache_bytes
 from nsa.config import NSAConfig, preset
+from nsa.decode import NSACache
 from nsa.model import TinyLM
 from nsa.routing import Path
-from tests.cases import FP64_PATHS, PATHS_HERE, SMALL, assert_parity, here, randn
+from tests.cases import FP64_PATHS, PATHS_HERE, SMALL, assert_parity, cache_bytes, here, randn
 
 DIM, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 24, 4, 2, 8, 6
 OPTIONS = {

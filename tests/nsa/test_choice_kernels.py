@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nsa.config import NSAConfig
 from nsa.ops import interval
-from nsa.ops.kernels import scores
+from nsa.ops.scores import kernels as scores
 from tests import oracle
 from tests.cases import SMALL, assert_blocks, choose_by_kernel, randn
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401

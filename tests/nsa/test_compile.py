@@ -98,7 +98,7 @@ def test_one_graph_of_the_selected_branch_serves_short_lengths_too(path) -> None
     def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
         return path.attend(
             q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None
-        )
+        )[0]
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (
@@ -167,7 +167,9 @@ def test_v2_gives_the_gradients_that_are_asked_for(wanted: tuple[int, ...]) -> N
 
     def gradients(which: tuple[int, ...]) -> dict[int, Tensor]:
         tensors = [x.requires_grad_(i in which) for i, x in enumerate(qkv(case))]
-        o = v2.attend(*tensors, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+        o, _ = v2.attend(
+            *tensors, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None
+        )
         o.square().sum().backward()
         return {i: x.grad for i, x in enumerate(tensors) if x.grad is not None}
 
@@ -182,7 +184,9 @@ def test_v2_differentiates_under_a_dispatch_mode_and_refuses_a_second_time() -> 
 
     def gradient(*, create_graph: bool = False) -> Tensor:
         q, k, v = (x.requires_grad_() for x in qkv(case))
-        o = v2.attend(q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None)
+        o, _ = v2.attend(
+            q, k, v, blocks, sel_block=SMALL.sel_block, q_start=0, scale=0.25, fa2=None
+        )
         return torch.autograd.grad(o.square().sum(), q, create_graph=create_graph)[0]
 
     with FlopCounterMode(display=False):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import nsa.oracle
-from nsa.compression import compress
+from nsa.compression import Phi, compress
 from nsa.config import NSAConfig
-from nsa.phi import Phi
 from tests import oracle
 from tests.cases import assert_bf16_rule, assert_parity, assert_same_function, randn
 

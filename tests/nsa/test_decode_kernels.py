@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from nsa.ops import interval
-from nsa.ops.kernels import decode, selected
-from nsa.ops.kernels import interval as interval_kernels
+from nsa.ops.decode import kernels as decode
+from nsa.ops.interval import kernels as interval_kernels
 from nsa.ops.selected import triton as operator
+from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import (
     SMALL,
@@ -269,7 +270,7 @@ def test_the_selected_branch_takes_it_where_rows_are_few(
     case = Case(60, 3, 16, 32, 2)
     blocks = random_blocks(case, SMALL, seed=5, q_tokens=2)
     assert_same_function(
-        lambda *x: operator.attend(*x, blocks, sel_block=16, q_start=58, scale=0.25, fa2=None),
+        lambda *x: operator.attend(*x, blocks, sel_block=16, q_start=58, scale=0.25, fa2=None)[0],
         lambda *x: oracle.selected(*x, blocks, sel_block=16, q_start=58, scale=0.25),
         qkv(case, q_tokens=2),
         QKV,
@@ -309,7 +310,7 @@ def test_fp16() -> None:
     chosen = {"sel_block": 16, "q_start": 58}
     kept = oracle.kept_selected(*tensors[:2], blocks, **chosen)
     assert_bf16_rule(
-        lambda *x: operator.attend(*x, blocks, **chosen, scale=0.25, fa2=None),
+        lambda *x: operator.attend(*x, blocks, **chosen, scale=0.25, fa2=None)[0],
         lambda *x: oracle.selected(*x, blocks, **chosen),
         lambda *x: eager_attention(*x, kept),
         tensors,
@@ -378,5 +379,5 @@ def test_many_rows_are_served_as_before() -> None:
     assert (
         decode.few_rows(256)
         and not decode.few_rows(265)
-        and not decode.few_rows(selected.MIN_ROWS_TO_SORT)
+        and not decode.few_rows(selected.SORT_MIN_ROWS)
     )

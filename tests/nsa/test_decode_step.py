@@ -1,5 +1,5 @@
-"""A step of static shapes, lengths on the device (nsa.steps), equals the ordinary decode step, and
-asks the host for nothing.
+"""A step of static shapes, lengths on the device (nsa.decode.Steps), equals the ordinary decode
+step, and asks the host for nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa import checks
 from nsa.attention import NSAAttention
-from nsa.cache import NSACache, cache_bytes
 from nsa.config import preset
+from nsa.decode import NSACache
+from nsa.decode.graph_cache import Steps
 from nsa.model import TinyLM
 from nsa.routing import Path
-from nsa.steps import Steps
-from tests.cases import PATHS_HERE, SMALL, assert_parity, here, randn
+from tests.cases import PATHS_HERE, SMALL, assert_parity, cache_bytes, here, randn
 from tests.nsa.test_cache import DIM, KV_HEADS, OPTIONS, layer_of
 
 FAST = [path for path in PATHS_HERE if path in (Path.MASKED, Path.V2, Path.TRITON)]

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAAttention, RouteError, checks, decoding, engagement, statistics
+from nsa import NSAAttention, RouteError, checks, engagement, statistics
 from nsa.blocks import BlockGrid
-from nsa.decoding import DecodeGraph
-from nsa.steps import Steps
+from nsa.decode import graph as decoding
+from nsa.decode.graph import DecodeGraph
+from nsa.decode.graph_cache import Steps
 from tests.cases import assert_parity
 from tests.nsa.test_cache import layer_of
 from tests.nsa.test_decode_step import model_of

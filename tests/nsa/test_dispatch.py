@@ -16,9 +16,10 @@ from torch import Tensor
 import nsa
 from nsa import capability, dispatch, engagement, selection, settings, statistics
 from nsa.attention import NSAAttention
-from nsa.cache import NSACache
 from nsa.config import NSAConfig, preset
-from nsa.routing import Request, plan
+from nsa.decode import NSACache
+from nsa.ops.selected import PATHS
+from nsa.routing import BranchRoute, Path, Request, Route, plan
 from tests.cases import PATHS_HERE, SMALL, assert_parity, randn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -97,6 +98,26 @@ def test_a_window_beyond_the_slots_is_full_causal_alone() -> None:
 @pytest.mark.parametrize("path", [*PATHS_HERE, "adaptive"])
 def test_a_path_by_name_is_that_path(path: str) -> None:
     assert not {"sel.dense", "win.dense"} & engaged_by(inputs(20), path)
+
+
+@pytest.mark.parametrize("path", list(Path))
+def test_the_registry_is_the_only_way_to_a_path(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault planted there is seen, whatever the path; no kernel has to run for it."""
+
+    class Planted(Exception): ...
+
+    def planted(*x: Any, **options: Any) -> Any:
+        raise Planted
+
+    for entry in Path:
+        monkeypatch.setitem(PATHS, entry, planted)  # type: ignore[arg-type]
+    route = Route((BranchRoute("sel", path.value, "any", "any", "by name"),))
+    q, k, v = randn(1, 4, 2, 8, seed=0), randn(1, 4, 1, 8, seed=1), randn(1, 4, 1, 8, seed=2)
+    blocks = torch.zeros(1, 4, 1, 1, dtype=torch.int32)
+    with pytest.raises(Planted):
+        dispatch.selected(route, q, k, v, blocks, sel_block=16, q_start=0, scale=1.0)
 
 
 def test_only_whole_sequences_take_it() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 import nsa.ops
 
-KERNELS = Path(nsa.ops.__file__).parent / "kernels"
+OPS = Path(nsa.ops.__file__).parent
 SHARED_BYTES = {
     80: 166_912,
     90: 232_448,
@@ -26,7 +26,7 @@ def launched() -> set[str]:
     """Every jitted function that is named for the profiler, and so launched; the others are parts
     of those.
     """
-    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in KERNELS.glob("*.py")]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in OPS.glob("**/*.py")]
     return {
         node.name
         for tree in trees
@@ -51,7 +51,7 @@ def build(arch: int, shape: str) -> Built:
         shape,
     ]
     return subprocess.run(
-        command, capture_output=True, text=True, cwd=KERNELS.parents[2], timeout=7200, check=False
+        command, capture_output=True, text=True, cwd=OPS.parents[1], timeout=7200, check=False
     )
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from nsa.ops import interval
-from nsa.ops.kernels import common, parts, products, scores
-from nsa.ops.kernels import interval as interval_kernels
+from nsa.ops.interval import kernels as interval_kernels
+from nsa.ops.interval import parts
+from nsa.ops.kernels import common, products
+from nsa.ops.scores import kernels as scores
 from tests import oracle
 from tests.cases import (
     Case,

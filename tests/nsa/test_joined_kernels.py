@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from nsa import NSAAttention, nsa_attention
-from nsa.ops import joined
-from nsa.ops.kernels import interval as interval_kernels
-from nsa.ops.kernels import selected
+from nsa.ops import joint_backward
+from nsa.ops.interval import kernels as interval_kernels
+from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import SMALL, assert_parity, assert_same_function, randn
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
@@ -46,13 +46,13 @@ def call(*given: Tensor, **options: Any) -> Tensor:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each use of the operator that joins the branches."""
     notes: list[str] = []
-    attend = joined.attend
+    attend = joint_backward.attend
 
     def noted(*x: Any, **options: Any) -> Tensor:
         notes.append("joined")
         return attend(*x, **options)
 
-    monkeypatch.setattr(joined, "attend", noted)
+    monkeypatch.setattr(joint_backward, "attend", noted)
     return notes
 
 
@@ -66,7 +66,7 @@ def gradients(of: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels serve the selected branch; of lists, several chunks."""
     if request.param == "lists":
-        monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
         monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
         monkeypatch.setattr(selected, "PART_BYTES", 40 * 3 * SMALL.num_selected * 20 * 4)
     return str(request.param)

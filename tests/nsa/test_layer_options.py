@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, compressed_attention, select_blocks
+from nsa.compression import Phi
 from nsa.functional import compress_kv
-from nsa.phi import Phi
 from nsa.routing import Path
 from tests import oracle
 from tests.cases import SMALL, Case, assert_blocks, assert_parity, qkv, randn

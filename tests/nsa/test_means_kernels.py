@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import NSAAttention, NSAConfig, nsa_attention
 from nsa.ops import means
-from nsa.ops.kernels import means as kernels
+from nsa.ops.means import kernels
 from tests import oracle
 from tests.cases import assert_same_function, randn
 from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 # importing them registers the operators
-from nsa.ops import combine, interval, joined, scoring  # noqa: F401
+from nsa.ops import (
+    gated_sum,
+    interval,  # noqa: F401
+    joint_backward,  # noqa: F401
+    means,  # noqa: F401
+    scores,  # noqa: F401
+)
 from tests.cases import Case, assert_same_function, qkv, randn
 from tests.nsa.kernel_cases import (
     attend,
@@ -30,7 +36,7 @@ def test_gated_sum(value_dim: int) -> None:
         return torch.einsum("bthn,nbthd->bthd", g, torch.stack([a, b, c]))
 
     def fused(g: Tensor, *outputs: Tensor) -> Tensor:
-        return combine.fused_gated_sum(g, outputs, (0, 1, 2))
+        return gated_sum.fused_gated_sum(g, outputs, (0, 1, 2))
 
     assert_same_function(fused, truth, tensors, ("gates", "cmp", "sel", "win"))
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-import nsa.layout
+import nsa.shared_positions
 from nsa.attention import NSAAttention
 from nsa.config import NSAConfig, preset
-from nsa.layout import Layout
+from nsa.documents import Packing
 from nsa.model import DenseLM, TinyLM
-from nsa.packing import Packing
 from nsa.rope import angles, rotate, turns
+from nsa.shared_positions import Layout
 from tests import oracle
 from tests.cases import assert_parity, randn
 
@@ -83,7 +83,7 @@ def count(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         made["packings"] += 1
         return of(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(nsa.layout, "turns", counted_turns)
+    monkeypatch.setattr(nsa.shared_positions, "turns", counted_turns)
     monkeypatch.setattr(Packing, "of", counted_packing)
     return made
 

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from nsa.config import preset
 from nsa.routing import (
-    ADAPTIVE_MIN_TOKENS,
     DENSE,
     DENSE_KINDS,
     MASK_LIMIT_ELEMENTS,
@@ -26,12 +25,12 @@ from nsa.routing import (
     Problem,
     Request,
     RouteError,
-    fa2_reasons,
     plan,
     route,
     route_dense,
-    triton_reasons,
 )
+from nsa.routing.support import fa2_reasons, triton_reasons
+from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS
 from tests.nsa.routing_cases import CPU, H100, NO_FA2, PROBLEM, TRITON, capabilities, fa2s, problems
 
 

@@ -9,7 +9,8 @@ import dataclasses
 import pytest
 from hypothesis import given
 
-from nsa.routing import Capability, Problem, Request, RouteError, fa2_reasons, route
+from nsa.routing import Capability, Problem, Request, RouteError, route
+from nsa.routing.support import fa2_reasons
 from tests.nsa.routing_cases import CPU, H100, NO_FA2, PROBLEM, TRITON, V100, capabilities, problems
 
 

@@ -24,8 +24,8 @@ from nsa.routing import (
     plan,
     route,
     scores_of,
-    triton_reasons,
 )
+from nsa.routing.support import triton_reasons
 from tests.nsa.routing_cases import CPU, PROBLEM, TRITON, route_at
 
 

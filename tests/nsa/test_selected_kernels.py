@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.ops.kernels import products, selected
+from nsa.ops.kernels import products
+from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import (
     SMALL,
@@ -36,7 +37,7 @@ from tests.nsa.kernel_cases import (
 def forward(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernel the forward takes; in chunks, the backward too."""
     if request.param != "query-outer":
-        monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+        monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
     return str(request.param)
 
 
@@ -127,7 +128,7 @@ def test_runs_of_one_block_over_many_tiles(segments: int) -> None:
 def test_three_runs_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(12, 3, 16, 24, 1)
     blocks = random_blocks(case, SMALL, seed=6)
-    monkeypatch.setattr(selected, "MIN_ROWS_TO_SORT", 0)
+    monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
     chunks_of(5, case, blocks.shape[-1], monkeypatch)
     first, *others = (run(lambda *x: attend(*x, blocks), qkv(case)) for _ in range(3))
     for other in others:

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nsa import selection
 from nsa.config import NSAConfig
-from nsa.selection_report import SelectionReport, recall
 from tests.cases import SMALL, randn
+from tests.selection_report import SelectionReport, recall
 
 # Blocks of four strides over blocks of two, other forced counts, an even n.
 WIDE = NSAConfig(

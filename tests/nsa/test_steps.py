@@ -124,7 +124,8 @@ def test_without_the_copy_engine_tiles_are_plain_tensors(environment: dict[str, 
 
 BUILD = """
 import torch
-from nsa.ops.kernels import interval, scores
+from nsa.ops.interval import kernels as interval
+from nsa.ops.scores import kernels as scores
 from tests.nsa import gpu_build as gpu
 gpu.driver.set_active(gpu.Absent(90))
 found = []
@@ -170,7 +171,8 @@ def test_without_the_copy_engine_every_kernel_is_built_and_fits() -> None:
 SAME = """
 import torch
 from nsa import settings
-from nsa.ops.kernels import interval, selected
+from nsa.ops.interval import kernels as interval
+from nsa.ops.selected.triton import kernels as selected
 from tests.cases import Case, SMALL, qkv, random_blocks
 from tests.interpreter import patch_language_once
 patch_language_once()
@@ -178,7 +180,7 @@ torch.set_num_threads(1)
 case = Case(70, 2, 16, 16, 1)
 q, k, v = qkv(case)
 blocks = random_blocks(case, SMALL, seed=3)
-selected.MIN_ROWS_TO_SORT = 0  # so few queries would not be sorted
+selected.SORT_MIN_ROWS = 0  # so few queries would not be sorted
 sorted_, of = [], selected.Lists.of
 window = {"first": None, "block": 1, "stride": 1, "width": 24, "q_start": 0, "scale": 0.25}
 selected.Lists.of = lambda *given, **full: sorted_.append(given) or of(*given, **full)

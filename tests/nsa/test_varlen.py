@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from nsa import statistics
 from nsa.attention import NSAAttention
 from nsa.config import NSAConfig, preset
+from nsa.documents import Packing
 from nsa.functional import nsa_attention
 from nsa.model import IGNORED_LABEL, TinyLM, next_token_labels
-from nsa.packing import Packing
 from nsa.routing import Path
 from tests.cases import FAST_PATHS, SMALL, assert_parity, here, randn
 from tests.nsa.test_cache import DIM, OPTIONS, layer_of

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa.cache import NSACache
 from nsa.config import ModelConfig
-from nsa.ops import reads
+from nsa.decode import NSACache
+from nsa.ops import key_counts as reads
 from nsa.routing import RouteError
 from nsa.settings import Settings
 from perfbench import roofline

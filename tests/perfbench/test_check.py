@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,7 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(
     promote(bench)
     git(tmp_path, "clone", "-q", str(bench.repository), "clone")
     old = tmp_path / "clone"
-    (old / "nsa" / "routing.py").unlink()
+    shutil.rmtree(old / "nsa" / "routing")
     edit_baseline(commit=repositories.commit(old, "before routing"))
     bench.tonight.speed = 800.0
     with pytest.MonkeyPatch.context() as patch:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.decode import Steps
 from nsa.routing import RouteError
 from nsa.settings import Settings
-from nsa.steps import Steps
 from perfbench.errors import PerfbenchError
 from perfbench.matrix import attention_calls
 from perfbench.matrix import matrix as matrices

@@ -292,7 +292,7 @@ def test_a_kernels_name_says_its_part(kernel: str, part: str) -> None:
 
 def test_every_kernel_of_the_package_has_a_part() -> None:
     sources = "\n".join(
-        path.read_text(encoding="utf-8") for path in (ROOT / "nsa" / "ops" / "kernels").glob("*.py")
+        path.read_text(encoding="utf-8") for path in (ROOT / "nsa" / "ops").glob("**/*.py")
     )
     names = re.findall(r"^@triton\.jit[^\n]*\ndef (nsa_\w+)\(", sources, re.MULTILINE)
     names += re.findall(r'named_by\("(nsa_\w+)"', sources)

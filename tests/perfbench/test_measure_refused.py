@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa import dispatch, selection, settings
-from nsa.ops import sliding
+from nsa.ops.interval import sliding
 from nsa.ops.selected import PATHS
 from nsa.routing import Path
 from nsa.settings import Setting, Settings

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from nsa.config import ModelConfig
-from nsa.ops.kernels import decode
-from nsa.ops.kernels.selected import MIN_ROWS_TO_SORT
-from nsa.routes import COPY_MIN_ELEMENTS
+from nsa.ops.decode import kernels as decode
 from nsa.routing import Problem, Request, Route, route
+from nsa.routing.thresholds import COPY_MIN_ELEMENTS, SORT_MIN_ROWS
 from perfbench.records import DEFAULT_CHUNK, Cell
 from perfbench.worker.parity import cache, sizes
 from perfbench.worker.parity.blocks import BlocksProof
@@ -73,8 +72,7 @@ def kinds(
     calls = [n * longest for n in batches(model, TIMED, "triton", at, chunk=chunk, batch=batch)]
     elements = model.num_heads * model.head_dim
     return [
-        (n * model.num_kv_heads >= MIN_ROWS_TO_SORT, n * elements >= COPY_MIN_ELEMENTS)
-        for n in calls
+        (n * model.num_kv_heads >= SORT_MIN_ROWS, n * elements >= COPY_MIN_ELEMENTS) for n in calls
     ]
 
 

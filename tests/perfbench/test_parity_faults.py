@@ -14,7 +14,9 @@ from torch import Tensor
 
 from nsa import functional, selection
 from nsa.config import NSAConfig
-from nsa.ops import combine, compressed, sdpa, sliding
+from nsa.ops import gated_sum as combine
+from nsa.ops import sdpa
+from nsa.ops.interval import compressed, sliding
 from nsa.routing import Path
 from perfbench.worker.parity import blocks as blocks_parity
 from perfbench.worker.parity import proof

@@ -4,13 +4,15 @@ order.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from nsa import attention as nsa_attention
 from nsa import dense as nsa_dense
-from nsa import layout
+from nsa import shared_positions as layout
 from nsa.ops.positions import query_positions
 from nsa.rope import rotate
 from nsa.routing import Path
@@ -86,9 +88,11 @@ def test_the_layer_takes_the_cells_path(monkeypatch: pytest.MonkeyPatch) -> None
     """
 
     def spoil(attend: Attend) -> Attend:
-        return lambda q, *rest, **options: (
-            attend(q, *rest, **options) + 1e-2 * (q.shape[1] != TOKENS)
-        )
+        def spoilt(q: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
+            o, lse = attend(q, *rest, **options)
+            return o + 1e-2 * (q.shape[1] != TOKENS), lse
+
+        return spoilt
 
     in_path(monkeypatch, Path.V1, spoil)
     assert only_the_layer(prove("v1", train=False)) and prove("v2", train=False).ok

@@ -18,8 +18,8 @@ import nsa.settings
 from nsa.capability import assumed
 from nsa.config import preset
 from nsa.routing import Capability
+from nsa.routing.thresholds import Tuned
 from nsa.settings import Setting, Settings
-from nsa.tuned import Tuned
 from perfbench.commands import app, measuring, outcome
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine.environment import TargetFit
@@ -324,7 +324,7 @@ def test_on_a_gpu_the_lengths_are_decided(
 
 
 def test_the_lines_are_what_the_code_reads(card: FakeExecutor) -> None:
-    """The line is Python of nsa/tuned.py, and the variables are ones that nsa.settings knows."""
+    """The line is Python of thresholds.py, and the variables are ones that nsa.settings knows."""
     card.step_ms = crossing_times
     content = tuned()
     (line,) = content["tuned_py"]  # type: ignore[misc]

@@ -260,8 +260,9 @@ def test_how_to_measure_it_again_names_the_step() -> None:
 
 OLDER = """
 import importlib
-from nsa import routes, routing, settings
-for module in (routes, routing):
+from nsa import routing, settings
+from nsa.routing import nouns, thresholds
+for module in (routing, nouns, thresholds):
     for name in MISSING:
         vars(module).pop(name, None)
 rooms = ("records", "matrix", "gate")
@@ -270,7 +271,7 @@ for name in (*rooms, "worker.profile", "worker.parity.proof", "worker.measure", 
 from nsa.config import ModelConfig
 from perfbench.matrix import attention_calls
 from perfbench.records import Cell
-if "SORT_MIN_ROWS" in vars(routes):  # one that has steps to be without
+if "SORT_MIN_ROWS" in vars(thresholds):  # one that has steps to be without
     model = ModelConfig.from_mapping({"preset": "m7c_125m"})
     cells = [Cell("attention", 512, "triton", without=step) for step in ("copy", "join")]
     assert [attention_calls.why_not(cell, model) for cell in cells] == [None, None]

@@ -23,6 +23,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+import perfbench
 from perfbench import records
 
 RUN = Path("reports/evidence/kernels-h200/a")
@@ -80,19 +81,12 @@ class Panel:
 
 
 def rows_of(run: Path) -> list[Row]:
-    """The rows of ``run`` that hold a time; of several attempts of a replicate the last counts."""
-    # Once perfbench.load is there: `frame = perfbench.load(run)`, and a Row of each of its rows.
-    last = {(row.cell_id, row.replicate): row for row in records.read_run(run).replicates}
+    """The rows of ``run`` that hold a time."""
+    frame = perfbench.load(run)
+    timed = frame[(frame.status == "ok") & frame.step_ms.notna()]
     return [
-        Row(
-            row.axes.workload,
-            row.axes.seq_len,
-            row.axes.path,
-            row.axes.cuda_graph == "on",
-            1e3 * row.tokens_per_step / row.tok_per_s,
-        )
-        for row in last.values()
-        if row.status == "ok" and row.tok_per_s is not None
+        Row(row.workload, int(row.seq_len), row.path, row.cuda_graph == "on", float(row.step_ms))
+        for row in timed.itertuples()
     ]
 
 

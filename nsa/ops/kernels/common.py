@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from nsa.routes import COPY_MIN_ELEMENTS
+from nsa.routing.thresholds import COPY_MIN_ELEMENTS
 from nsa.settings import is_off
 
 LOG2E = 1.4426950408889634

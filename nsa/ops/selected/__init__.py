@@ -15,10 +15,13 @@ class AttendFn(Protocol):
     """softmax over the tokens at or before the query in ``blocks`` int32 [B, T, G, N]: ascending,
     unique, -1 padded at the end.
 
-    q [B, T, HQ, DK], k [B, S, G, DK], v [B, S, G, DV] -> o [B, T, HQ, DV] in q's dtype; a row
-    without a key is exactly 0.
-    ``fa2`` names the FA-2 provider that may serve the call, None for none. Keys in the future of a
-    query get weight 0 and must be finite: 0 * NaN is NaN.
+    q [B, T, HQ, DK], k [B, S, G, DK], v [B, S, G, DV] -> (o [B, T, HQ, DV] in q's dtype, lse); a
+    row without a key is exactly 0. lse is to base 2, fp32 [B, T, HQ], without gradient, where the
+    path leaves one, else None.
+    ``fa2`` names the FA-2 provider that may serve the call, None for none. ``num_full_rows``: a
+    promise that the first so many queries of each sequence chose every block up to their own, and
+    that q_start is 0; a path may make nothing of it. Keys in the future of a query get weight 0 and
+    must be finite: 0 * NaN is NaN.
     """
 
     def __call__(
@@ -32,7 +35,8 @@ class AttendFn(Protocol):
         q_start: int | Tensor,
         scale: float,
         fa2: str | None,
-    ) -> Tensor: ...
+        num_full_rows: int = 0,
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 PATHS: Mapping[Path, AttendFn] = {

@@ -24,9 +24,10 @@ def attend(
     q_start: int | Tensor,
     scale: float,
     fa2: str | None,
-) -> Tensor:
+    num_full_rows: int = 0,
+) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. Memory is O(B * G * T * S)."""
-    del fa2
+    del fa2, num_full_rows
     mask_BGTS = _token_mask(
         blocks, k.shape[1], sel_block, query_positions(q_start, q.shape[1], q.device)
     )
@@ -35,9 +36,8 @@ def attend(
     # dropped.
     o = sdpa.grouped(q, k, v, mask_BGTS | empty_BGT1, scale=scale)
     empty_BTG = empty_BGT1[..., 0].transpose(1, 2)
-    return (
-        o.unflatten(2, (k.shape[2], -1)).masked_fill(empty_BTG[..., None, None], 0.0).flatten(2, 3)
-    )
+    o_BTGHD = o.unflatten(2, (k.shape[2], -1)).masked_fill(empty_BTG[..., None, None], 0.0)
+    return o_BTGHD.flatten(2, 3), None
 
 
 def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT: Tensor) -> Tensor:

@@ -23,9 +23,10 @@ def attend(
     q_start: int | Tensor,
     scale: float,
     fa2: str | None,
-) -> Tensor:
+    num_full_rows: int = 0,
+) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. B * G * T Python iterations, each with host syncs."""
-    del fa2
+    del fa2, num_full_rows
     _LOG.warning("Using slow _sdpa_over_ranges: path=reference, %d rows", blocks[..., 0].numel())
     B, T, G, _ = blocks.shape
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -46,7 +47,7 @@ def attend(
         for t in range(T)
         for g in range(G)
     ]
-    return torch.stack(rows).reshape(B, T, q.shape[2], v.shape[3]).to(q.dtype)
+    return torch.stack(rows).reshape(B, T, q.shape[2], v.shape[3]).to(q.dtype), None
 
 
 def _row(

@@ -25,9 +25,10 @@ def attend(
     q_start: int | Tensor,
     scale: float,
     fa2: str | None,
-) -> Tensor:
+    num_full_rows: int = 0,
+) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. Copies every row's keys, and syncs to read ``blocks``."""
-    del fa2
+    del fa2, num_full_rows
     B, T, G, _ = blocks.shape
     S = k.shape[1]
     starts = q_start.tolist() if isinstance(q_start, Tensor) else [q_start] * B
@@ -37,7 +38,7 @@ def attend(
         ranges = _merge(row_blocks, sel_block, min(starts[b] + t + 1, S))
         tokens = [(b * S + s) * G + g for start, stop in ranges for s in range(start, stop)]
         buckets[-(-len(tokens) // sel_block) * sel_block].append(_Row(row, tokens))
-    return _attend_buckets(q, k, v, buckets, G, scale)
+    return _attend_buckets(q, k, v, buckets, G, scale), None
 
 
 class _Row(NamedTuple):

@@ -6,8 +6,7 @@ B batch, T query tokens, S key tokens, G kv heads, H query heads per kv head, R 
 blocks a row, J blocks of all kv heads, L tokens a block, D head dim.
 
 Forward and backward are an operator each, opaque to torch.compile: how rows are split into chunks
-depends on the lengths, and one graph must serve all of them. They are defined one layer below
-`torch.library.custom_op`, whose first call imports all of Dynamo, compiled or not.
+depends on the lengths, and one graph must serve all of them.
 """
 
 from __future__ import annotations
@@ -18,20 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.ops import packed
-from nsa.ops.once import once
-from nsa.ops.packed import WORKSPACE_BYTES
+from nsa.ops.operator import Backward, Gradients, define_operator
 from nsa.ops.positions import query_positions
+from nsa.ops.selected import gathered_rows
+from nsa.ops.selected.gathered_rows import WORKSPACE_BYTES
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor position"
 _OPTIONS = "SymInt sel_block, float scale, str? fa2, SymInt workspace_bytes"
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-torch.library.define("nsa::selected_v2", f"({_INPUTS}, {_OPTIONS}) -> Tensor", tags=_TAGS)
-torch.library.define(
-    "nsa::selected_v2_backward",
-    f"(Tensor do, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
-    tags=_TAGS,
-)
 
 
 def attend(
@@ -44,13 +36,15 @@ def attend(
     q_start: int | Tensor,
     scale: float,
     fa2: str | None,
-) -> Tensor:
+    num_full_rows: int = 0,
+) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. WORKSPACE_BYTES bounds what is packed at a time."""
+    del num_full_rows
     position_BT = query_positions(q_start, q.shape[1], q.device)
     o: Tensor = torch.ops.nsa.selected_v2(
         q, k, v, blocks, position_BT, sel_block, scale, fa2, WORKSPACE_BYTES
     )
-    return o
+    return o, None
 
 
 def _forward(
@@ -67,7 +61,7 @@ def _forward(
     G = k.shape[2]
     rows = _rows(k, blocks, position, sel_block)
     tensors = _by_head(q, G), _by_block(k, sel_block), _by_block(v, sel_block)
-    o_RHD = packed.forward(*tensors, rows, scale=scale, fa2=fa2, limit_bytes=workspace_bytes)
+    o_RHD = gathered_rows.forward(*tensors, rows, scale=scale, fa2=fa2, limit_bytes=workspace_bytes)
     return (
         o_RHD.unflatten(0, (q.shape[0], G, q.shape[1])).transpose(1, 2).flatten(2, 3).contiguous()
     )
@@ -88,7 +82,7 @@ def _backward(
     B, T, G = blocks.shape[:3]
     rows = _rows(k, blocks, position, sel_block)
     tensors = _by_head(do, G), _by_head(q, G), _by_block(k, sel_block), _by_block(v, sel_block)
-    dq_RHD, dk_JLD, dv_JLD = packed.backward(
+    dq_RHD, dk_JLD, dv_JLD = gathered_rows.backward(
         *tensors, rows, scale=scale, fa2=fa2, limit_bytes=workspace_bytes
     )
     dq = dq_RHD.unflatten(0, (B, G, T)).transpose(1, 2).flatten(2, 3).contiguous()
@@ -99,13 +93,15 @@ def _backward(
     return dq, dk, dv
 
 
-def _rows(k: Tensor, blocks: Tensor, position_BT: Tensor, sel_block: int) -> packed.Rows:
+def _rows(k: Tensor, blocks: Tensor, position_BT: Tensor, sel_block: int) -> gathered_rows.Rows:
     """Kv-head major, so that a chunk of rows touches few blocks."""
     B, T, G, _ = blocks.shape
     S = k.shape[1]
     limit_BT1 = (position_BT + 1).clamp(max=S)[..., None]
     limit_R = limit_BT1.expand(B, T, G).transpose(1, 2).reshape(-1)
-    return packed.Rows(blocks.transpose(1, 2).flatten(0, 2).long(), limit_R, T, -(-S // sel_block))
+    return gathered_rows.Rows(
+        blocks.transpose(1, 2).flatten(0, 2).long(), limit_R, T, -(-S // sel_block)
+    )
 
 
 def _by_head(x_BTQD: Tensor, num_kv_heads: int) -> Tensor:
@@ -134,14 +130,21 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.options = inputs[5:]
 
 
-@once
-def _gradients(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, do: Tensor) -> Gradients:
     gradients = torch.ops.nsa.selected_v2_backward(do, *ctx.saved_tensors, *ctx.options)
     return (*gradients, None, None, None, None, None, None)
 
 
-torch.library.impl("nsa::selected_v2", "default", _forward)
-torch.library.impl("nsa::selected_v2_backward", "default", _backward)
-torch.library.register_fake("nsa::selected_v2", _fake_forward)
-torch.library.register_fake("nsa::selected_v2_backward", _fake_backward)
-torch.library.register_autograd("nsa::selected_v2", _gradients, setup_context=_save)
+define_operator(
+    "selected_v2",
+    f"({_INPUTS}, {_OPTIONS}) -> Tensor",
+    _forward,
+    _fake_forward,
+    Backward(
+        f"(Tensor do, {_INPUTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor)",
+        _backward,
+        _fake_backward,
+        _save,
+        _gradients,
+    ),
+)

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from nsa import engagement, functional
 from nsa.attention import NSAAttention
-from nsa.cache import KV, NSACache
 from nsa.config import ModelConfig
-from nsa.steps import Steps
+from perfbench import older_nsa
+from perfbench.older_nsa import KV, NSACache, Steps
 from perfbench.worker.parity import blocks as blocks_parity
 
 MIN_CHUNKS = 3  # of a proof: a first, one between and a last
@@ -97,7 +97,7 @@ def attention(
         at = blocks_parity.Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
         blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
         with engagement.collect() as counted:
-            outputs.append(functional.attend_view(q[:, part], t["gates"][:, part], view, **options))
+            outputs.append(older_nsa.attend_view(q[:, part], t["gates"][:, part], view, **options))
         if not judged.isdisjoint(range(begin, end)):
             engaged |= counted.counts.keys()
     return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))

@@ -39,7 +39,7 @@ class Claim:
 
     @property
     def stepping(self) -> bool:
-        """Whether each single token goes by a step of static shapes (`nsa.steps`), as a captured
+        """Whether each single token goes by a step of static shapes (`nsa.decode`), as a captured
         decode step takes it.
         """
         return self.chunk is not None and self.cell.cuda_graph == "on"

@@ -20,8 +20,8 @@ from nsa import dispatch, functional, oracle
 from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.functional import selected_attention
+from perfbench.older_nsa import promise_of_sigmoid_gates
 from perfbench.records import ParityLine
-from perfbench.worker.nsa_version import sigmoid_gates
 from perfbench.worker.parity import blocks as blocks_parity
 from perfbench.worker.parity import cache, layer, sizes
 from perfbench.worker.parity.blocks import BlocksProof, Place
@@ -136,7 +136,7 @@ def _in_one_call(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> _
     """Each sequence in one call."""
     model, q = claim.model, inputs["q"]
     options: dict[str, Any] = {"config": model.nsa, "path": request, "fa2": claim.cell.fa2}
-    promised = sigmoid_gates(functional.nsa_attention)
+    promised = promise_of_sigmoid_gates()
     blocks = blocks_parity.chosen(
         q, *_kv_cmp(model, inputs), at=Place(0, q.shape[1], True), **options
     )[:, rows].cpu()

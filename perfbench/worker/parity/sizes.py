@@ -7,9 +7,9 @@ from __future__ import annotations
 from nsa import capability, settings
 from nsa.config import NSAConfig
 from nsa.routing import SPECS, Path, Problem, Route, route, route_dense
-from perfbench.matrix import copy_min_elements, of_selected
+from perfbench.matrix import of_selected
+from perfbench.older_nsa import copy_min_elements, least_keys_of_a_split, sort_min_rows
 from perfbench.records import torch_dtype_name
-from perfbench.worker.nsa_version import decode_least_keys, sort_min_rows
 from perfbench.worker.parity import cache, layer
 from perfbench.worker.parity.claim import Claim
 
@@ -30,7 +30,7 @@ def standard_tokens_of(claim: Claim) -> int:
     compressed keys are split.
     """
     nsa = claim.model.nsa
-    usual, least = standard_tokens(nsa), decode_least_keys()
+    usual, least = standard_tokens(nsa), least_keys_of_a_split()
     decodes = claim.chunk == 1 and any(
         branch.implementation == Path.TRITON for branch in claim.timed.branches
     )

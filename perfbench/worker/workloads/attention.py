@@ -18,8 +18,8 @@ from nsa.compression import param_shapes
 from nsa.config import BRANCHES, ModelConfig
 from nsa.functional import capability_of, nsa_attention, selected_attention
 from nsa.routing import Problem, route_dense
+from perfbench.older_nsa import promise_of_sigmoid_gates
 from perfbench.records import Cell
-from perfbench.worker.nsa_version import sigmoid_gates
 from perfbench.worker.workloads import block_patterns
 
 NUM_INPUTS = 4  # distinct random inputs: the model's shape at 131,072 tokens takes 0.4 GB of each
@@ -78,7 +78,7 @@ class SparseAttention(nn.Module):
             phi_params=(phi_k, phi_v),
             path=self.path,
             fa2=self.fa2,
-            **sigmoid_gates(nsa_attention),
+            **promise_of_sigmoid_gates(),
         )
 
 

@@ -15,13 +15,11 @@ import torch
 from torch import Tensor
 
 from nsa.attention import NSAAttention
-from nsa.cache import KV, NSACache
 from nsa.config import ModelConfig
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
-from nsa.ops.reads import KeysRead
-from nsa.steps import Steps
 from perfbench.matrix import held_tokens, pieces
+from perfbench.older_nsa import KV, KeysRead, NSACache, Steps
 from perfbench.records import CacheLine, Job
 
 # Of the largest logit: the same kernels, but libraries may choose others for a graph; bf16 has 8
@@ -44,7 +42,7 @@ class CachedSteps:
     of K and V beyond the length, a slot of the ring that no window of this length reaches, a raw
     token behind those that are kept. It completes no compressed block (`held_tokens`).
 
-    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.steps`), as in
+    ``stepping`` (decode): the caches step with their lengths on the device (`nsa.decode`), as in
     nsa.DecodeGraph, for ``body`` to be captured: the same token at the same place, which is then
     forgotten on the device.
     """

@@ -16,8 +16,9 @@ import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 
-from nsa import decoding, engagement
+from nsa import engagement
 from nsa.routing import BranchRoute, Path, Route
+from perfbench import older_nsa
 
 Body = Callable[..., None]
 Batches = Iterator[tuple[Tensor, ...]]
@@ -29,7 +30,7 @@ _DOORS: Mapping[str, str] = {
     "score": "choose",
     "dense": "dense",
 }
-_FRAME = re.compile(r'File "[^"]*?\bnsa[/\\]([\w/\\]+)\.py", line \d+, in (\w+)')
+_FRAME = re.compile(r'File "[^"]*\bnsa[/\\]([\w/\\]+)\.py", line \d+, in (\w+)')
 
 
 def eager(body: Body, batches: Batches) -> Callable[[], None]:
@@ -53,10 +54,10 @@ class Grapher(Protocol):
 
 class CudaGrapher:
     def warm(self, work: Callable[[], None]) -> None:
-        decoding.warm_up(work, self._device())
+        older_nsa.warm_up(work, self._device())
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        return decoding.capture(work, self._device())
+        return older_nsa.capture(work, self._device())
 
     def _device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device())
@@ -156,5 +157,5 @@ def _came_through(branch: BranchRoute, stack: str) -> bool:
         return False
     files = {file for file, _ in frames}
     if branch.branch == "sel" and branch.implementation in tuple(Path):
-        return any(file == f"ops/selected/{branch.implementation}" for file in files)
+        return any(older_nsa.is_of_path(file, branch.implementation) for file in files)
     return any(file.startswith("ops/") for file in files)

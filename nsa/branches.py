@@ -1,0 +1,226 @@
+"""The branches of one call over a view of keys, and their gated sum (arXiv 2502.11089, Eq. 5).
+
+B batch, T query tokens, G kv heads, N blocks a row.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nsa import checks, dispatch, selection, statistics
+from nsa.config import BRANCHES, NSAConfig
+from nsa.decode import View
+from nsa.documents import Documents
+from nsa.ops import key_counts
+from nsa.routing import DENSE, SCORE, Route
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What holds for all branches of one call, next to its tensors.
+
+    ``scale`` of the logits. ``documents``: of a packed batch. ``present`` bool [B or 1, T]: queries
+    that hold a token, for the statistics alone; None: all of them. ``is_whole_sequence``: the call
+    is of whole sequences that begin at 0, without a cache and not packed. ``nonnegative_gates`` as
+    in `nsa.nsa_attention`.
+    """
+
+    route: Route
+    config: NSAConfig
+    scale: float
+    documents: Documents | None = None
+    present: Tensor | None = None
+    is_whole_sequence: bool = False
+    nonnegative_gates: bool = False
+
+    def num_full_rows(self, num_keys: int) -> int:
+        """Queries at the head of each sequence that choose every block up to their own."""
+        if not self.is_whole_sequence:
+            return 0
+        return self.config.num_selected_for(num_keys) * self.config.sel_block
+
+
+def attend_view(
+    q: Tensor,
+    gates: Tensor,
+    view: View,
+    call: Call,
+    *,
+    keys_read: key_counts.KeysRead | None = None,
+) -> Tensor:
+    """The gated sum over what ``view`` holds; counts what each branch gathers into ``keys_read``
+    where that is given.
+
+    Where the selected branch is full causal attention, blocks are neither scored nor chosen unless
+    statistics are collected, strict mode checks them, or keys are counted.
+    """
+    config = call.config
+    checks.fixed_selection(
+        config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
+    )
+    statistics.observe_gates(gates, config.branches, present=call.present)
+    # a cache's window begins elsewhere, and keeps no gradient
+    joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
+    with torch.no_grad() if joins else nullcontext():
+        attended, blocks = _attend_branches(q, view, call, keys_read)
+    if joins:
+        assert blocks is not None
+        return dispatch.join(
+            gates,
+            q,
+            (view.cmp, view.sel, view.win),
+            blocks,
+            attended,
+            config=config,
+            q_start=view.q_start,
+            scale=call.scale,
+            documents=call.documents,
+            num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+        )
+    return dispatch.combined(
+        call.route,
+        gates,
+        [o for o, _ in attended],
+        [i for i, b in enumerate(BRANCHES) if b in config.branches],
+    )
+
+
+def _attend_branches(
+    q: Tensor, view: View, call: Call, keys_read: key_counts.KeysRead | None
+) -> tuple[list[dispatch.Attended], Tensor | None]:
+    """(o, lse) of each branch that is on, in the order of BRANCHES, and the blocks, where any were
+    chosen.
+    """
+    config = call.config
+    attended: list[dispatch.Attended] = []
+    lse = blocks = None
+    if "cmp" in config.branches:
+        attended.append(
+            dispatch.compressed(
+                call.route,
+                q,
+                *view.cmp,
+                block=config.cmp_block,
+                stride=config.cmp_stride,
+                q_start=view.q_start,
+                scale=call.scale,
+                documents=call.documents,
+            )
+        )
+        lse = attended[-1][1]
+    if "sel" in config.branches:
+        if not _needs_no_blocks(call.route) or keys_read is not None:
+            blocks = _choose(q, view, call, lse)
+        attended.append(
+            dispatch.selected(
+                call.route,
+                q,
+                *view.sel,
+                blocks,
+                sel_block=config.sel_block,
+                q_start=view.q_start,
+                scale=call.scale,
+                num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+            )
+        )
+    if "win" in config.branches:
+        attended.append(
+            dispatch.window(
+                call.route,
+                q,
+                *view.win,
+                size=config.window,
+                q_start=view.win_start,
+                scale=call.scale,
+                documents=call.documents,
+            )
+        )
+    if keys_read is not None:
+        _count_keys(q, view, config, blocks, keys_read)
+    return attended, blocks
+
+
+def _choose(q: Tensor, view: View, call: Call, lse: Tensor | None) -> Tensor:
+    """The blocks int32 [B, T, G, N] of a call; ``lse`` as the compressed branch left it."""
+    config, S = call.config, view.sel[1].shape[1]
+    if call.route.has(SCORE):
+        blocks = dispatch.choose(
+            call.route,
+            q,
+            view.cmp[0],
+            lse,
+            config=config,
+            q_start=view.q_start,
+            kv_len=S,
+            scale=call.scale,
+            documents=call.documents,
+        )
+    else:
+        blocks = selection.choose(
+            q,
+            view.cmp[0],
+            config=config,
+            q_start=view.q_start,
+            kv_len=S,
+            scale=call.scale,
+            first=None if call.documents is None else call.documents.first_BT,
+        )
+    if checks.is_strict():
+        checks.block_contents(blocks, S, config.sel_block, view.q_start)
+    statistics.observe_selection(
+        blocks, q_start=view.q_start, sel_block=config.sel_block, present=call.present
+    )
+    return blocks
+
+
+def _count_keys(
+    q: Tensor,
+    view: View,
+    config: NSAConfig,
+    blocks: Tensor | None,
+    keys_read: key_counts.KeysRead,
+) -> None:
+    if "cmp" in config.branches:
+        count = partial(
+            key_counts.compressed,
+            q,
+            view.cmp[0].shape[1],
+            block=config.cmp_block,
+            stride=config.cmp_stride,
+            q_start=view.q_start,
+        )
+        keys_read.later("cmp", count)
+    if blocks is not None:
+        count = partial(
+            key_counts.selected,
+            blocks,
+            view.sel[1].shape[1],
+            q_start=view.q_start,
+            sel_block=config.sel_block,
+        )
+        keys_read.later("sel", count)
+    if "win" in config.branches:
+        count = partial(
+            key_counts.sliding,
+            q,
+            view.win[0].shape[1],
+            q_start=view.win_start,
+            window=config.window,
+        )
+        keys_read.later("win", count)
+
+
+def _needs_no_blocks(chosen: Route) -> bool:
+    """Whether the selected branch attends to every key up to the query, and nobody looks at the
+    blocks that say so.
+    """
+    return (
+        chosen.branch("sel").implementation == DENSE
+        and not statistics.is_collecting()
+        and not checks.is_strict()
+    )

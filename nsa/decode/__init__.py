@@ -1,0 +1,17 @@
+"""Decoding: the cache of one layer, caches that take a token a row on the device, and a decode step
+as one CUDA graph.
+
+``views`` is what attention and ``cache`` exchange; ``graph_cache`` makes caches step without the
+host; ``graph`` captures such a step.
+"""
+
+from nsa.decode.cache import NSACache as NSACache
+from nsa.decode.cache import check_cache as check_cache
+from nsa.decode.graph import DecodeGraph as DecodeGraph
+from nsa.decode.graph import capture as capture
+from nsa.decode.graph import check_device as check_device
+from nsa.decode.graph import warm_up as warm_up
+from nsa.decode.graph_cache import Steps as Steps
+from nsa.decode.views import KV as KV
+from nsa.decode.views import Step as Step
+from nsa.decode.views import View as View

@@ -1,0 +1,191 @@
+"""DecodeGraph: a decode step of a TinyLM as one CUDA graph, so that a step costs the GPU's time and
+not the host's.
+
+B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nsa import checks, engagement
+from nsa.decode.cache import NSACache
+from nsa.decode.graph_cache import Steps
+from nsa.routing import SPECS, Path, RouteError
+
+# before a capture: kernels compile, libraries make handles and workspaces, autotuners choose,
+# optimizers make their state
+WARM_STEPS = 3
+
+
+class Steppable(Protocol):
+    """A TinyLM, as far as a graph needs it."""
+
+    @property
+    def embedding(self) -> nn.Embedding: ...
+
+    def __call__(self, ids_BT: Tensor, *, cache: Sequence[NSACache]) -> Tensor: ...
+
+
+class DecodeGraph:
+    """One decode step, captured once and replayed for each token: ids int64 [B, 1] -> logits [B,
+    vocab_size] in the weights' dtype.
+
+    The step is a forward of ``model`` with ``cache`` (Eq. 5 for one query a row), which prefill has
+    filled as ever; rows may differ in length. Made so, the graph owns the cache: its buffers grow
+    to max_len at once and keep their addresses, each call takes one token a row, and
+    ``NSACache.lengths`` counts it. `close` hands the cache back as an ordinary one. Several graphs
+    may live at once, each with a cache of its own. The weights are read where they are: change them
+    in place, and the next replay uses them; autocast is what it was when the graph was made. Shapes
+    and the route go by the cache's max_len, not by what it holds, so a max_len far beyond what is
+    needed costs time in every step.
+
+    ``nsa.engagement`` counts Python's calls, of which a replay makes none: ``engaged`` says what
+    the capture dispatched, and so what every replay runs. ``NSACache.keys_read`` is of the last
+    replay. Nothing is observed by ``nsa.statistics``.
+
+    ValueError where the model is not on CUDA, NSA_STRICT_ASSERTS is on (it reads contents), no row
+    of the cache has room, or its caches step already; RouteError for a path whose loop runs on the
+    host. A capture that CUDA refuses is its RuntimeError, and the cache is an ordinary one again.
+    """
+
+    def __init__(self, model: Steppable, cache: Sequence[NSACache]) -> None:
+        if not hasattr(model, "embedding"):
+            raise ValueError(
+                f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"
+                " alone is called as ever"
+            )
+        device = model.embedding.weight.device
+        check_device(device)
+        if checks.is_strict():
+            raise ValueError(
+                "got NSA_STRICT_ASSERTS=1, which reads contents; wanted a step that reads none;"
+                " unset it, or decode eagerly"
+            )
+        self._model, self._cache = model, list(cache)
+        with ExitStack() as undo, torch.no_grad():
+            self.steps = Steps(self._cache)
+            undo.callback(self.steps.end)
+            self.steps.check_room()
+            self._ids_B1 = torch.zeros(self._cache[0].batch, 1, dtype=torch.int64, device=device)
+            self._logits_BV: Tensor
+            self.engaged: dict[str, int] = {}
+            with self.steps.unmoved():
+                warm_up(self._step_again, device)
+                refuse_host_loops(self.engaged)
+                self._replay: Callable[[], None] | None = capture(self._step, device)
+            undo.pop_all()
+
+    def __call__(self, ids_B1: Tensor) -> Tensor:
+        """Append ids int64 [B, 1] and return the logits [B, V] of what follows them.
+
+        The result is the graph's own memory: the next call writes over it, so clone what must stay.
+        Neither waits for the device nor copies from the host. ValueError for ids of another shape,
+        dtype or device (an id outside the vocabulary is not looked for, as in every forward on
+        CUDA), where a row is full, and after `close`.
+        """
+        if self._replay is None:
+            raise ValueError(
+                "got a token for a closed DecodeGraph; wanted an open one; make another of the same"
+                " model and cache"
+            )
+        own = self._ids_B1
+        if (ids_B1.shape, ids_B1.dtype, ids_B1.device) != (own.shape, own.dtype, own.device):
+            got, wanted = (f"{x.dtype} {tuple(x.shape)} on {x.device}" for x in (ids_B1, own))
+            raise ValueError(
+                f"got ids {got}; wanted {wanted}: one token a row; reshape or move them, or make a"
+                " graph for that batch"
+            )
+        self.steps.check_room()
+        own.copy_(ids_B1)
+        self._replay()
+        self.steps.count_replay()
+        return self._logits_BV
+
+    def close(self) -> None:
+        """Free the graph, and hand the cache back as an ordinary one with all that it took.
+
+        Does nothing the second time.
+        """
+        self._replay = None
+        self.steps.end()
+
+    def _step(self) -> None:
+        contextvars.Context().run(
+            self._counted_step
+        )  # nobody's open count or statistics sees steps that are no tokens
+
+    def _counted_step(self) -> None:
+        with engagement.collect() as counted, _casting_anew(self._ids_B1.device):
+            self._logits_BV = self._model(self._ids_B1, cache=self._cache)[:, -1]
+        self.engaged = counted.counts
+
+    def _step_again(self) -> None:
+        """A step whose place the next one takes: it leaves nothing that a step from the same
+        position does not write anew.
+        """
+        self._step()
+        self.steps.forget_last()
+
+
+def _casting_anew(device: torch.device) -> torch.autocast:
+    """Autocast as it is, but without its cache of cast weights: a graph must cast them itself,
+    since the cache is freed.
+    """
+    kind = device.type
+    return torch.autocast(
+        kind,
+        dtype=torch.get_autocast_dtype(kind),
+        enabled=torch.is_autocast_enabled(kind),
+        cache_enabled=False,
+    )
+
+
+def check_device(device: torch.device) -> None:
+    """ValueError where ``device`` has no CUDA graphs."""
+    if device.type != "cuda":
+        raise ValueError(
+            f"got a CUDA graph for a model on {device}; wanted one on 'cuda'; move it there, or"
+            " leave cuda_graph off"
+        )
+
+
+def refuse_host_loops(engaged: dict[str, int]) -> None:
+    """RouteError where a counter is that of a path which loops over rows in Python."""
+    if slow := [
+        name
+        for name in engaged
+        if name.startswith("sel.") and name[4:] in tuple(Path) and SPECS[Path(name[4:])].slow
+    ]:
+        wanted = ", ".join(path for path in Path if not SPECS[path].slow)
+        raise RouteError(
+            f"got {slow[0]}, whose loop runs on the host, in a graph; wanted one of {wanted}; make"
+            " the model with such a path"
+        )
+
+
+def warm_up(work: Callable[[], None], device: torch.device) -> None:
+    """Run ``work`` on a stream of its own, as PyTorch asks before a capture."""
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_STEPS):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+
+
+def capture(work: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """Call ``work`` once while a CUDA graph records it, and return what replays it."""
+    with torch.cuda.device(device):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+    replay: Callable[[], None] = graph.replay
+    return replay

@@ -1,0 +1,88 @@
+"""Packed documents (cu_seqlens), laid out so that every document begins at a multiple of the
+selection block.
+
+Then the grids of compressed and selection blocks coincide with the document's own, block ids stay
+global, and "no key of another document" is one lower bound a query. Costs at most l' - 1 rows a
+document; nothing is read on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    """Where the documents of a packed row lie; no query sees a key of another document.
+
+    ``first_BT`` int64 [1, T]: position of the first token of each query's document, a multiple of
+    the selection block.
+    ``bounds_N`` int32 [N + 1]: where each document begins, and where the last ends.
+    """
+
+    first_BT: Tensor
+    bounds_N: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """The way from packed rows [1, T, ...] to aligned rows [1, P, ...] and back.
+
+    ``row_T``: the aligned row of each token (tokens beyond cu_seqlens[-1] are in row P, which is
+    cut off); ``read_T`` the same, but within the rows. ``inside_T``: before cu_seqlens[-1],
+    ``outside_T`` not. ``position_R``: each aligned row's position in its own document.
+    ``present_R``: rows that hold a token.
+    """
+
+    row_T: Tensor
+    read_T: Tensor
+    inside_T: Tensor
+    outside_T: Tensor
+    position_R: Tensor
+    present_R: Tensor
+    num_rows: int
+    documents: Documents
+
+    @classmethod
+    def of(cls, cu_seqlens: Tensor, tokens: int, sel_block: int) -> Self:
+        """``cu_seqlens`` int32 or int64 [N + 1], ascending from 0, on the tokens' device; documents
+        may be empty.
+        """
+        cu = cu_seqlens.long()
+        length_N = cu.diff()
+        room_N = (length_N + sel_block - 1) // sel_block * sel_block
+        bounds = torch.cat([cu.new_zeros(1), room_N.cumsum(0)])
+        token = torch.arange(tokens, device=cu.device)
+        document = torch.searchsorted(cu[1:], token, right=True).clamp(max=length_N.shape[0] - 1)
+        inside = token < cu[-1]
+        # An upper bound that depends on shapes alone, so that no length has to be read.
+        P = -(-(tokens + length_N.shape[0] * (sel_block - 1)) // sel_block) * sel_block
+        row = torch.where(inside, token + (bounds[:-1] - cu[:-1])[document], P)
+        aligned = torch.arange(P, device=cu.device)
+        first = bounds[
+            torch.searchsorted(bounds[1:], aligned, right=True)
+        ]  # what is left at the end is one more document, of zeros
+        ends = torch.cat([bounds, bounds.new_full((1,), P)])
+        present = torch.zeros(P + 1, dtype=torch.bool, device=cu.device).index_fill(0, row, True)[
+            :P
+        ]
+        documents = Documents(first[None], ends.int())
+        return cls(
+            row, row.clamp(max=P - 1), inside, ~inside, aligned - first, present, P, documents
+        )
+
+    def align(self, x: Tensor) -> Tensor:
+        """[1, T, ...] -> [1, P, ...]; rows of no token are 0, whatever lies beyond the last
+        document.
+        """
+        rows = x.new_zeros(self.num_rows + 1, *x.shape[2:]).index_copy(0, self.row_T, x[0])
+        return rows[None, : self.num_rows]
+
+    def restore(self, x: Tensor) -> Tensor:
+        """[1, P, ...] -> [1, T, ...]; tokens beyond the last document are exactly 0."""
+        rows = x[0].index_select(0, self.read_T)
+        return rows.masked_fill(self.outside_T.view(-1, *[1] * (rows.ndim - 1)), 0)[None]

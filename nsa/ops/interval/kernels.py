@@ -1,0 +1,947 @@
+"""Attention over one interval of keys a query, FlashAttention style: the compressed and the sliding
+branch.
+
+B batch, T queries, C keys, Q query heads, G kv heads, H query heads per kv head. The query at
+position p sees keys lo .. hi - 1: hi = (p + 1 - block) // stride + 1 (0 before the first block
+ends), lo = max(first // stride, hi - width). The compressed branch is (block l, stride d, any
+width); the sliding one (1, 1, w); full causal attention (1, 1, any). Both ends ascend with p, so
+that a tile of queries has masked key tiles at its two ends only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nsa.ops.decode import kernels as decode
+from nsa.ops.interval import parts
+from nsa.ops.kernels.common import (
+    LOG2E,
+    cdiv,
+    described,
+    named_by,
+    padded,
+    precision,
+    rows,
+    starts,
+    width_class,
+)
+
+# What a profiler shows: the sliding branch's launches, and those by the copy engine.
+_SHOWN = {"BANDED": "_band", "COPY": "_copy"}
+
+
+@triton.jit
+def _bounds(
+    t,
+    b,
+    T,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    Q0,
+    FIRST,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+):
+    """(lo, hi) of queries t; rows beyond T are given the last one's."""
+    t = tl.minimum(t, T - 1)
+    pos = t + q0
+    if RAGGED:
+        pos = t + tl.load(Q0 + b).to(tl.int32)
+    end = tl.where(pos + 1 < block, 0, (pos + 1 - block) // stride + 1)
+    lo = tl.zeros_like(pos)
+    if DOCS:
+        lo = tl.load(FIRST + t).to(tl.int32) // stride
+    if BANDED:
+        lo = tl.maximum(lo, end - width)
+    return lo, tl.minimum(end, C)
+
+
+@triton.jit
+def _tile(X, at, stride, inside, d, D: tl.constexpr, BD: tl.constexpr, EVEN: tl.constexpr):
+    """Rows ``at`` of X as [rows, BD]; 0 outside, which EVEN promises not to meet."""
+    pointer = X + at.to(tl.int64)[:, None] * stride + d[None, :]
+    if D == BD:
+        if EVEN:
+            return tl.load(pointer)
+        return tl.load(pointer, mask=inside[:, None], other=0.0)
+    return tl.load(pointer, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _tile_of(
+    X,
+    b,
+    head,
+    r0,
+    end,
+    stride,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BD: tl.constexpr,
+    EVEN: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """Rows r0 .. of X: of (b, head) by the copy engine, where X is a descriptor (COPY), else of the
+    (b, head) that X points to.
+    """
+    if COPY:
+        x = tl.reshape(X.load([b, r0, head, 0]), [ROWS, BD])
+    else:
+        at = r0 + tl.arange(0, ROWS)
+        x = _tile(X, at, stride, at < end, tl.arange(0, BD), D, BD, EVEN)
+    return x
+
+
+@triton.jit
+def _step(
+    q,
+    K,
+    V,
+    b,
+    g,
+    c0,
+    m,
+    l,
+    acc,
+    lo,
+    hi,
+    C,
+    sk_s,
+    sv_s,
+    scale_log2,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    MASK: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    c = c0 + tl.arange(0, BC)
+    k = _tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
+    s = tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2
+    if MASK:
+        s = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), s, float("-inf"))
+    new = tl.maximum(m, tl.max(s, 1))
+    safe = tl.where(new == float("-inf"), 0.0, new) if MASK else new
+    p = tl.exp2(s - safe[:, None])
+    a = tl.exp2(m - safe)
+    v = _tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
+    acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
+    return new, l * a + tl.sum(p, 1), acc
+
+
+@triton.jit(repr=named_by("nsa_interval_forward", _SHOWN))
+def nsa_interval_forward(
+    Q,
+    K,
+    V,
+    O,
+    LSE,
+    Q0,
+    FIRST,
+    T,
+    TO,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale_log2,
+    H: tl.constexpr,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM  # the longest tiles first
+    head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
+    b_ = tl.program_id(2)
+    b = b_.to(tl.int64)
+    g = tl.program_id(1) // H
+    t = t0 + tl.arange(0, BM)
+    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
+    if not COPY:
+        K += b * sk_b + g.to(tl.int64) * sk_g
+        V += b * sv_b + g.to(tl.int64) * sv_g
+    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, t < T, tl.arange(0, BD), D, BD, False)
+    m = tl.full([BM], float("-inf"), tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    acc = tl.zeros([BM, BDV], tl.float32)
+    last = tl.max(hi, 0)
+    inner = 0
+    if DOCS or BANDED:
+        inner = tl.cdiv(tl.max(lo, 0), BC) * BC
+        for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
+            m, l, acc = _step(
+                q,
+                K,
+                V,
+                b_,
+                g,
+                c0,
+                m,
+                l,
+                acc,
+                lo,
+                hi,
+                C,
+                sk_s,
+                sv_s,
+                scale_log2,
+                D,
+                DV,
+                BC,
+                BD,
+                BDV,
+                True,
+                PREC,
+                COPY,
+            )
+    outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
+    for c0 in range(inner, outer, BC):
+        m, l, acc = _step(
+            q,
+            K,
+            V,
+            b_,
+            g,
+            c0,
+            m,
+            l,
+            acc,
+            lo,
+            hi,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            False,
+            PREC,
+            COPY,
+        )
+    for c0 in range(outer, last, BC):
+        m, l, acc = _step(
+            q,
+            K,
+            V,
+            b_,
+            g,
+            c0,
+            m,
+            l,
+            acc,
+            lo,
+            hi,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            True,
+            PREC,
+            COPY,
+        )
+    some = l > 0
+    o = acc / tl.where(some, l, 1.0)[:, None]
+    row = (b * TO + t) * HQ + head
+    dv = tl.arange(0, BDV)
+    tl.store(
+        O + row[:, None] * DV + dv[None, :],
+        o.to(O.dtype.element_ty),
+        mask=(t < T)[:, None] & (dv < DV)[None, :],
+    )
+    tl.store(
+        LSE + row, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=t < T
+    )
+
+
+@triton.jit
+def _of_rows(LSE, DELTA, row, live):
+    """(lse, delta), with lse = +inf where a row sees nothing, so that all of its weights are 0."""
+    lse = tl.load(LSE + row, mask=live, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(
+        DELTA + row, mask=live, other=0.0
+    )
+
+
+@triton.jit
+def _step_q(
+    q,
+    do,
+    K,
+    V,
+    b,
+    g,
+    c0,
+    acc,
+    lo,
+    hi,
+    lse,
+    delta,
+    C,
+    sk_s,
+    sv_s,
+    scale_log2,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    MASK: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    c = c0 + tl.arange(0, BC)
+    k = _tile_of(K, b, g, c0, C, sk_s, D, BC, BD, not MASK, COPY)
+    v = _tile_of(V, b, g, c0, C, sv_s, DV, BC, BDV, not MASK, COPY)
+    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2 - lse[:, None])
+    if MASK:
+        p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)
+    ds = p * (tl.dot(do, tl.trans(v), input_precision=PREC) - delta[:, None])
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
+
+
+@triton.jit(repr=named_by("nsa_interval_backward_q", _SHOWN))
+def nsa_interval_backward_q(
+    Q,
+    K,
+    V,
+    DO,
+    LSE,
+    DELTA,
+    DQ,
+    Q0,
+    FIRST,
+    T,
+    TO,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale,
+    scale_log2,
+    H: tl.constexpr,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+    PREC: tl.constexpr,
+    ADD: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """dQ of a tile of queries. ADD to what DQ holds."""
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
+    b_ = tl.program_id(2)
+    b = b_.to(tl.int64)
+    g = tl.program_id(1) // H
+    t = t0 + tl.arange(0, BM)
+    live = t < T
+    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
+    if not COPY:
+        K += b * sk_b + g.to(tl.int64) * sk_g
+        V += b * sv_b + g.to(tl.int64) * sv_g
+    d = tl.arange(0, BD)
+    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
+    row = (b * TO + t) * HQ + head
+    do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
+    lse, delta = _of_rows(LSE, DELTA, row, live)
+    acc = tl.zeros([BM, BD], tl.float32)
+    last = tl.max(hi, 0)
+    inner = 0
+    if DOCS or BANDED:
+        inner = tl.cdiv(tl.max(lo, 0), BC) * BC
+        for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
+            acc = _step_q(
+                q,
+                do,
+                K,
+                V,
+                b_,
+                g,
+                c0,
+                acc,
+                lo,
+                hi,
+                lse,
+                delta,
+                C,
+                sk_s,
+                sv_s,
+                scale_log2,
+                D,
+                DV,
+                BC,
+                BD,
+                BDV,
+                True,
+                PREC,
+                COPY,
+            )
+    outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
+    for c0 in range(inner, outer, BC):
+        acc = _step_q(
+            q,
+            do,
+            K,
+            V,
+            b_,
+            g,
+            c0,
+            acc,
+            lo,
+            hi,
+            lse,
+            delta,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            False,
+            PREC,
+            COPY,
+        )
+    for c0 in range(outer, last, BC):
+        acc = _step_q(
+            q,
+            do,
+            K,
+            V,
+            b_,
+            g,
+            c0,
+            acc,
+            lo,
+            hi,
+            lse,
+            delta,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            True,
+            PREC,
+            COPY,
+        )
+    acc *= scale
+    to = DQ + row[:, None] * D + d[None, :]
+    mask = live[:, None] & (d < D)[None, :]
+    if ADD:
+        acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
+    tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _step_kv(
+    k,
+    v,
+    Q,
+    DO,
+    LSE,
+    DELTA,
+    Q0,
+    FIRST,
+    t0,
+    b,
+    head,
+    c,
+    dk,
+    dv,
+    T,
+    TO,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    sq_t,
+    scale_log2,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+    MASK: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    t = t0 + tl.arange(0, BM)
+    live = t < T
+    row = (b.to(tl.int64) * TO + t) * HQ + head
+    q = _tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
+    do = _tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
+    lse, delta = _of_rows(LSE, DELTA, row, live)
+    p = tl.exp2(
+        tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :]
+    )  # [keys, queries]
+    if MASK:
+        lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
+        p = tl.where((c[:, None] >= lo[None, :]) & (c[:, None] < hi[None, :]), p, 0.0)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PREC)
+    ds = p * (tl.dot(v, tl.trans(do), input_precision=PREC) - delta[None, :])
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dv
+
+
+@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
+def nsa_interval_backward_kv(
+    Q,
+    K,
+    V,
+    DO,
+    LSE,
+    DELTA,
+    DK,
+    DV_,
+    Q0,
+    FIRST,
+    T,
+    TO,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    per_split,
+    num_splits,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """dK, dV of a tile of keys from HP query heads and one range of queries, to part [range, heads
+    / HP]. The longest tiles first.
+    """
+    part = tl.program_id(0) // G  # of the heads of g
+    g_ = tl.program_id(0) % G
+    g = g_.to(tl.int64)
+    split = tl.program_id(1) % num_splits
+    b_ = tl.program_id(1) // num_splits
+    b = b_.to(tl.int64)
+    c0 = tl.program_id(2) * BC
+    HQ: tl.constexpr = G * H
+    if RAGGED:
+        q0 = tl.load(Q0 + b).to(tl.int32)
+    c = c0 + tl.arange(0, BC)
+    d = tl.arange(0, BD)
+    dv_ = tl.arange(0, BDV)
+    k = _tile(K + b * sk_b + g * sk_g, c, sk_s, c < C, d, D, BD, False)
+    v = _tile(V + b * sv_b + g * sv_g, c, sv_s, c < C, dv_, DV, BDV, False)
+    dk = tl.zeros([BC, BD], tl.float32)
+    dv = tl.zeros([BC, BDV], tl.float32)
+    first = tl.maximum(
+        0, c0 * stride + block - 1 - q0
+    )  # the first query that sees a key of the tile
+    begin = tl.maximum(first // BM * BM, split * per_split)
+    stop = tl.minimum(T, (split + 1) * per_split)
+    if BANDED:
+        stop = tl.minimum(stop, (tl.minimum(c0 + BC, C) - 1 + width) * stride + block - 1 - q0)
+    whole = stop  # from here on, every query sees all of the tile
+    if not (DOCS or BANDED):
+        whole = tl.cdiv(tl.maximum(0, (c0 + BC - 1) * stride + block - 1 - q0), BM) * BM
+        whole = tl.where(
+            c0 + BC > C, stop, tl.minimum(tl.maximum(begin, whole), tl.maximum(begin, stop))
+        )
+    for i in range(HP):
+        head = g_ * H + part * HP + i
+        Q_ = Q
+        DO_ = DO
+        if not COPY:
+            Q_ = Q + b * sq_b + head.to(tl.int64) * sq_h
+            DO_ = DO + (b * TO * HQ + head) * DV
+        for t0 in range(begin, whole, BM):
+            dk, dv = _step_kv(
+                k,
+                v,
+                Q_,
+                DO_,
+                LSE,
+                DELTA,
+                Q0,
+                FIRST,
+                t0,
+                b_,
+                head,
+                c,
+                dk,
+                dv,
+                T,
+                TO,
+                C,
+                q0,
+                block,
+                stride,
+                width,
+                sq_t,
+                scale_log2,
+                HQ,
+                D,
+                DV,
+                BM,
+                BD,
+                BDV,
+                False,
+                DOCS,
+                BANDED,
+                True,
+                PREC,
+                COPY,
+            )
+        for t0 in range(whole, stop, BM):
+            dk, dv = _step_kv(
+                k,
+                v,
+                Q_,
+                DO_,
+                LSE,
+                DELTA,
+                Q0,
+                FIRST,
+                t0,
+                b_,
+                head,
+                c,
+                dk,
+                dv,
+                T,
+                TO,
+                C,
+                q0,
+                block,
+                stride,
+                width,
+                sq_t,
+                scale_log2,
+                HQ,
+                D,
+                DV,
+                BM,
+                BD,
+                BDV,
+                False,
+                DOCS,
+                BANDED,
+                False,
+                PREC,
+                COPY,
+            )
+    slot = ((split * (H // HP) + part) * (tl.num_programs(1) // num_splits) + b) * C + c
+    at = slot * G + g
+    tl.store(
+        DK + at[:, None] * D + d[None, :],
+        (dk * scale).to(DK.dtype.element_ty),
+        mask=(c < C)[:, None] & (d < D)[None, :],
+    )
+    tl.store(
+        DV_ + at[:, None] * DV + dv_[None, :],
+        dv.to(DV_.dtype.element_ty),
+        mask=(c < C)[:, None] & (dv_ < DV)[None, :],
+    )
+
+
+def _tiles(BM: int, BC: int, num_warps: int, num_stages: int) -> dict[str, int]:
+    return {"BM": BM, "BC": BC, "num_warps": num_warps, "num_stages": num_stages}
+
+
+# By kernel and width class; without a window and with one. Measured on an H200
+# (reports/kernels-log.md): classes 0 and 1, in bf16.
+_SMALL, _LEAST = _tiles(64, 32, 4, 2), _tiles(32, 32, 4, 1)
+TILES = {
+    "forward": (
+        (_tiles(64, 128, 4, 2), _tiles(64, 64, 4, 2)),
+        (_tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3)),
+        (_SMALL, _SMALL),
+        (_LEAST, _LEAST),
+    ),
+    "backward_q": (
+        (_tiles(64, 64, 4, 3), _tiles(64, 64, 4, 3)),
+        (_tiles(128, 64, 8, 3), _tiles(64, 64, 4, 2)),
+        (_SMALL, _SMALL),
+        (_LEAST, _LEAST),
+    ),
+    "backward_kv": (
+        (_tiles(128, 64, 4, 2), _tiles(128, 64, 4, 2)),
+        (_tiles(64, 64, 4, 2), _tiles(64, 64, 4, 2)),
+        (_tiles(32, 64, 8, 1), _tiles(32, 64, 8, 1)),
+        (_LEAST, _LEAST),
+    ),
+}
+
+
+def _tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
+    of_class = TILES[kernel][width_class(q, DV)]
+    # fp32 tiles of class 1 are not those that bf16 was measured with: exact products take more
+    # registers
+    if q.dtype == torch.float32:
+        of_class = TILES[kernel][max(2, width_class(q, DV))]
+    return dict(of_class[width is not None])
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block: int,
+    stride: int,
+    width: int | None,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    into: tuple[Tensor, Tensor] | None = None,
+    work: int | None = None,
+    tiles: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q]
+    fp32).
+
+    ``into``: contiguous o and lse of T or more rows; those beyond T are left as they are. ``work``
+    as in `described`: of the whole call, where q is a part of it, so that a proof of that call
+    covers the part.
+    """
+    q, k, v = rows(q), rows(k), rows(v)
+    (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
+    o, lse = into or (q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32))
+    if tiles is None and into is None and decode.few_queries(T, HQ // G):
+        decode.interval(
+            q,
+            k,
+            v,
+            into=(o, lse),
+            block=block,
+            stride=stride,
+            width=width,
+            q_start=q_start,
+            first=first,
+            scale=scale,
+        )
+        return o, lse
+    config = dict(tiles or _tiles_of("forward", q, DV, width))
+    BM, BC = config.pop("BM"), config.pop("BC")
+    q0, Q0 = starts(q_start)
+    keys, copy = described(BC, k, v, work=work or q.numel())
+    nsa_interval_forward[(cdiv(T, BM), HQ, B)](
+        q,
+        *keys,
+        o,
+        lse,
+        Q0,
+        first,
+        T,
+        lse.shape[1],
+        C,
+        q0,
+        block,
+        stride,
+        width or 0,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale * LOG2E,
+        HQ // G,
+        HQ,
+        D,
+        DV,
+        BM,
+        BC,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        width is not None,
+        precision(q),
+        copy,
+        **config,
+    )
+    return o, lse
+
+
+def backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    block: int,
+    stride: int,
+    width: int | None,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    dq: Tensor | None = None,
+    adds: bool = False,
+    work: int | None = None,
+    tiles_q: dict[str, int] | None = None,
+    tiles_kv: dict[str, int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order.
+
+    ``delta`` [B, T, Q] fp32 is o . do. Where do is the gradient of gate * o, take log2 gate off the
+    lse: a weight then has the gate as a factor. q's gradient goes into ``dq``, where that is given,
+    or is added to it (``adds``). do, lse, delta and dq are contiguous and may have more rows than
+    q: those are neither read nor written. ``work`` as in `forward`.
+    """
+    q, k, v = rows(q), rows(k), rows(v)
+    (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
+    H = HQ // G
+    assert dq is not None or lse.shape[1] == T, "rows of dq lie as those of lse"
+    dq = q.new_empty(B, T, HQ, D) if dq is None else dq
+    q0, Q0 = starts(q_start)
+    geometry = (Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0)
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
+    shapes = (
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        width is not None,
+        precision(q),
+    )
+    config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
+    BM, BC = config.pop("BM"), config.pop("BC")
+    keys, copy = described(BC, k, v, work=work or q.numel())
+    nsa_interval_backward_q[(cdiv(T, BM), HQ, B)](
+        q,
+        *keys,
+        do,
+        lse,
+        delta,
+        dq,
+        *geometry,
+        *strides,
+        H,
+        HQ,
+        D,
+        DV,
+        BM,
+        BC,
+        *shapes,
+        adds,
+        copy,
+        **config,
+    )
+    config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
+    BM, BC = config.pop("BM"), config.pop("BC")
+    heads, splits = parts.heads_and_ranges(
+        cdiv(C, BC) * B * G, H, T, pairs=B * HQ * T * C // 2, banded=width is not None
+    )
+    per_split = cdiv(cdiv(T, splits), BM) * BM
+    splits = cdiv(T, per_split)
+    num_parts = splits * (H // heads)
+    kept = torch.float32 if num_parts > 1 else k.dtype
+    dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
+    (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
+    nsa_interval_backward_kv[(G * (H // heads), B * splits, cdiv(C, BC))](
+        queries,
+        k,
+        v,
+        gradients,
+        lse,
+        delta,
+        dk,
+        dv,
+        *geometry,
+        per_split,
+        splits,
+        *strides,
+        G,
+        H,
+        heads,
+        D,
+        DV,
+        BM,
+        BC,
+        *shapes,
+        copy,
+        **config,
+    )
+    if num_parts == 1:
+        return dq, dk[0], dv[0]
+    return dq, *parts.summed(dk, dv, dtype=k.dtype, banded=width is not None)

@@ -1,0 +1,179 @@
+"""Sliding branch: keys t - w + 1 .. t, exactly w of them.
+
+No S x w copy: K and V are tiled by windows, twice their size.
+
+B batch, T query tokens, S key tokens, Q query heads, G kv heads, D head dim, w window.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nsa.documents import Documents
+from nsa.ops import flash, sdpa
+
+
+def attend(
+    q_BTQD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    *,
+    window: int,
+    q_start: int | Tensor,
+    scale: float,
+    fa2: str | None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Returns o [B, T, HQ, DV]; ``fa2`` is the provider that serves it, None for SDPA over
+    tiles.
+    """
+    if fa2 is not None and documents is not None:
+        q, k, v = q_BTQD[0], k_BSGD[0], v_BSGD[0]
+        bounds, most = (
+            documents.bounds_N,
+            q.shape[0],
+        )  # the longest document may be all of it; its length is not read
+        return flash.varlen(
+            fa2, q, k, v, bounds, bounds, most, most, scale=scale, window=(window - 1, 0)
+        )[None]
+    if fa2 is not None:
+        assert isinstance(q_start, int)
+        return _flash(
+            q_BTQD, k_BSGD, v_BSGD, window=window, q_start=q_start, scale=scale, provider=fa2
+        )
+    if torch.compiler.is_compiling() and isinstance(q_start, int) and q_start == 0:
+        T = q_BTQD.shape[1]
+        return _later_tiles(
+            q_BTQD,
+            k_BSGD[:, :T],
+            v_BSGD[:, :T],
+            window=window,
+            scale=scale,
+            documents=documents,
+            empty=1,
+        )
+    T = q_BTQD.shape[1]
+    before_k, new_k, known = _split(k_BSGD, q_start, T, window)
+    before_v, new_v, _ = _split(v_BSGD, q_start, T, window)
+    head = min(T, window)
+    # split, not slices: its backward is one concatenation instead of zero-filled copies
+    head_q, head_k, head_v = (x.split([head, T - head], 1)[0] for x in (q_BTQD, new_k, new_v))
+    first = sdpa.grouped(
+        head_q,
+        torch.cat([before_k, head_k], 1),
+        torch.cat([before_v, head_v], 1),
+        _band(head, before_k.shape[1], window, q_BTQD.device)
+        & known
+        & _own_document(documents, slice(0, head), head),
+        scale=scale,
+    )
+    if head == T:
+        return first
+    return torch.cat(
+        [
+            first,
+            _later_tiles(q_BTQD, new_k, new_v, window=window, scale=scale, documents=documents),
+        ],
+        1,
+    )
+
+
+def _band(rows: int, before: int, window: int, device: torch.device) -> Tensor:
+    """Boolean [1, 1, rows, before + rows]: key j lies at j - before relative to row 0."""
+    row = torch.arange(rows, device=device)[:, None]
+    key = torch.arange(before + rows, device=device) - before
+    return ((key <= row) & (key > row - window))[None, None]
+
+
+def _split(
+    x_BSGD: Tensor, q_start: int | Tensor, T: int, window: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens before the chunk that its window can reach, the chunk's own, and which of both
+    exist [B or 1, 1, 1, L].
+    """
+    device = x_BSGD.device
+    if isinstance(q_start, int):
+        before = min(window - 1, q_start)
+        known = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+        _, near, new, _ = x_BSGD.split(
+            [q_start - before, before, T, x_BSGD.shape[1] - q_start - T], 1
+        )
+        return near, new, known
+    before = window - 1
+    position_BL = q_start.to(device)[:, None] + torch.arange(-before, T, device=device)
+    index = position_BL.clamp(min=0)[:, :, None, None].expand(-1, -1, *x_BSGD.shape[2:])
+    near = x_BSGD.gather(1, index)
+    known = (position_BL >= 0)[:, None, None, : before + min(T, window)]
+    return near[:, :before], near[:, before:], known
+
+
+def _own_document(documents: Documents | None, rows: slice, keys: int) -> Tensor | bool:
+    """Boolean [1, 1, rows, keys] of a packed row: keys 0 .. at or after the first of the row's
+    document.
+    """
+    if documents is None:
+        return True
+    first_BT = documents.first_BT[:, rows]
+    return (torch.arange(keys, device=first_BT.device) >= first_BT[..., None])[:, None]
+
+
+def _later_tiles(
+    q_BTQD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGD: Tensor,
+    *,
+    window: int,
+    scale: float,
+    documents: Documents | None,
+    empty: int = 0,
+) -> Tensor:
+    """Rows from ``window`` on: tile i of the queries over tiles i - 1 and i of the keys, all in one
+    call.
+
+    With one ``empty`` tile before and one behind, the rows are all that there are, and never fewer
+    than two tiles of them: a length up to the window or twice the window would be another graph for
+    torch.compile.
+    """
+    B, T = q_BTQD.shape[:2]
+    lead, pad = empty * window, -T % window + empty * window
+    q, k, v = (
+        F.pad(x, (0, 0, 0, 0, lead, pad)).unflatten(1, (-1, window))
+        for x in (q_BTQD, k_BTGD, v_BTGD)
+    )
+    pair_k, pair_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
+    # The tile before begins one key earlier than the window reaches; the band drops it.
+    mask = _band(window, window, window, q_BTQD.device)
+    if documents is not None or empty:
+        tile, j = (torch.arange(n, device=mask.device) for n in (q.shape[1] - 1, 2 * window))
+        key = (tile[:, None] * window + j - lead)[:, None, None]  # [tiles - 1, 1, 1, 2 w]
+        if documents is None:
+            mask = (mask & (key >= 0))[None].expand(B, -1, -1, -1, -1).flatten(0, 1)
+        else:
+            first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[
+                0, 1:
+            ]  # [tiles - 1, w]
+            mask = mask & (key >= first[:, None, :, None])
+    o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, mask, scale=scale)
+    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window + lead]
+
+
+def _flash(
+    q_BTQD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    *,
+    window: int,
+    q_start: int,
+    scale: float,
+    provider: str,
+) -> Tensor:
+    B, T = q_BTQD.shape[:2]
+    before = min(window - 1, q_start)
+    near_k, near_v = (x[:, q_start - before : q_start + T] for x in (k_BSGD, v_BSGD))
+    L = before + T
+    cu_q, cu_k = (torch.arange(B + 1, device=q_BTQD.device, dtype=torch.int32) * n for n in (T, L))
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_BTQD, near_k, near_v))
+    o = flash.varlen(provider, q, k, v, cu_q, cu_k, T, L, scale=scale, window=(window - 1, 0))
+    return o.unflatten(0, (B, T))

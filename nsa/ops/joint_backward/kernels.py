@@ -1,0 +1,86 @@
+"""The gradient of the gated sum of three branches in one go: o . dO of all in one pass, gates
+folded into the lse, one dQ.
+
+B batch, T queries, Q query heads, G kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from nsa.ops.interval import kernels as interval
+from nsa.ops.kernels import products
+from nsa.ops.selected.triton import kernels as selected
+
+KV = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes in tokens, as NSAConfig has them; ``q_start`` and ``first`` as in
+    `nsa.ops.interval.attend`.
+    """
+
+    block: int
+    stride: int
+    sel_block: int
+    window: int
+    scale: float
+    q_start: int | Tensor
+    first: Tensor | None
+    num_full_rows: int  # `full` of `nsa.ops.selected.triton.kernels.forward`
+
+
+def backward(
+    do: Tensor,
+    gates: Tensor,
+    q: Tensor,
+    cmp: KV,
+    sel: KV,
+    win: KV,
+    blocks: Tensor,
+    outputs: tuple[Tensor, Tensor, Tensor],
+    lse: tuple[Tensor, Tensor, Tensor],
+    geometry: Geometry,
+) -> tuple[Tensor, ...]:
+    """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. dQ is
+    summed branch after branch.
+
+    No gate may be below 0.
+    """
+    do, gates, at = do.contiguous(), gates.contiguous(), geometry
+    delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
+    where: dict[str, Any] = {"q_start": at.q_start, "first": at.first, "scale": at.scale}
+    dq, *d_cmp = interval.backward(
+        do, q, *cmp, lse_gated[0], delta[0], block=at.block, stride=at.stride, width=None, **where
+    )
+    _, *d_win = interval.backward(
+        do,
+        q,
+        *win,
+        lse_gated[2],
+        delta[2],
+        dq=dq,
+        adds=True,
+        block=1,
+        stride=1,
+        width=at.window,
+        **where,
+    )
+    _, *d_sel = selected.backward(
+        do,
+        q,
+        *sel,
+        blocks,
+        lse_gated[1],
+        delta[1],
+        dq=dq,
+        sel_block=at.sel_block,
+        q_start=at.q_start,
+        scale=at.scale,
+        full=at.num_full_rows,
+    )
+    return dgates, dq, *d_cmp, *d_sel, *d_win

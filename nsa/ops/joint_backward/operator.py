@@ -1,0 +1,141 @@
+"""The gated sum of three branches (arXiv 2502.11089, Eq. 5) as one function of autograd: the
+operator of ``nsa.ops.joint_backward.kernels``.
+
+Forward it is the gated sum of what the branches' kernels left. Backward it goes through all three
+at once, which spares each branch's share of the gradient, and the sum of three dQ, a way through
+memory. B batch, T queries, Q query heads, G kv heads, N slots, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops.operator import Backward, Gradients, define_operator, int_and_tensor
+
+KV = tuple[Tensor, Tensor]
+# Few arguments, in lists: torch.library looks at each of a schema's as often as there are any.
+_INPUTS = (
+    "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] left, Tensor? q_starts, Tensor?"
+    " first, SymInt[] sizes, float scale"
+)
+_NUM_GRADIENTS = 8  # of gates, of q, of each of kv
+
+
+def attend(
+    gates: Tensor,
+    q: Tensor,
+    cmp: KV,
+    sel: KV,
+    win: KV,
+    blocks: Tensor,
+    outputs: tuple[Tensor, ...],
+    lse: tuple[Tensor, ...],
+    *,
+    block: int,
+    stride: int,
+    sel_block: int,
+    window: int,
+    q_start: int | Tensor,
+    scale: float,
+    first: Tensor | None,
+    num_full_rows: int,
+) -> Tensor:
+    """gates [B, T, Q, 3] in the order cmp, sel, win -> o [B, T, Q, DV], the sum of gate * output,
+    with every gradient.
+
+    ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the
+    same q, k and v, as constants; ``num_full_rows`` as in `nsa.ops.selected.AttendFn`.
+    """
+    at, q_starts = int_and_tensor(q_start)
+    sizes = [at, block, stride, sel_block, window, num_full_rows]
+    kv, saved = [*cmp, *sel, *win], [*outputs, *lse]
+    o: Tensor = torch.ops.nsa.joined(
+        gates.to(outputs[0].dtype), q, kv, blocks, saved, q_starts, first, sizes, scale
+    )
+    return o
+
+
+def _forward(
+    gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, saved: list[Tensor], *_: object
+) -> Tensor:
+    from nsa.ops.gated_sum import kernels
+
+    o_cmp, o_sel, o_win = (x.contiguous() for x in saved[:3])
+    return kernels.forward(gates.contiguous(), (o_cmp, o_sel, o_win))
+
+
+def _backward(
+    do: Tensor,
+    gates: Tensor,
+    q: Tensor,
+    kv: list[Tensor],
+    blocks: Tensor,
+    saved: list[Tensor],
+    q_starts: Tensor | None,
+    first: Tensor | None,
+    sizes: list[int],
+    scale: float,
+) -> tuple[Tensor, ...]:
+    from nsa.ops.joint_backward import kernels
+
+    k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
+    o_cmp, o_sel, o_win, *lse = (x.contiguous() for x in saved)
+    q_start, block, stride, sel_block, window, num_full_rows = sizes
+    geometry = kernels.Geometry(
+        block,
+        stride,
+        sel_block,
+        window,
+        scale,
+        q_start if q_starts is None else q_starts,
+        first,
+        num_full_rows,
+    )
+    branches = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
+    return kernels.backward(
+        do, gates, q, *branches, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry
+    )
+
+
+def _fake_forward(
+    gates: Tensor, q: Tensor, kv: list[Tensor], blocks: Tensor, saved: list[Tensor], *_: object
+) -> Tensor:
+    return saved[0].new_empty(saved[0].shape)
+
+
+def _fake_backward(
+    do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], *_: object
+) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (gates, q, *kv))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gates, q, kv, blocks, saved, q_starts, first, *ctx.options = inputs
+    ctx.save_for_backward(gates, q, *kv, blocks, *saved, q_starts, first)
+
+
+def _gradients(ctx: Any, do: Tensor) -> Gradients:
+    gates, q, *kv, blocks = ctx.saved_tensors[:9]
+    *saved, q_starts, first = ctx.saved_tensors[9:]
+    dgates, dq, *dkv = torch.ops.nsa.joined_backward(
+        do, gates, q, kv, blocks, saved, q_starts, first, *ctx.options
+    )
+    return dgates, dq, dkv, None, [None] * len(saved), None, None, None, None
+
+
+define_operator(
+    "joined",
+    f"({_INPUTS}) -> Tensor",
+    _forward,
+    _fake_forward,
+    Backward(
+        f"(Tensor do, {_INPUTS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})",
+        _backward,
+        _fake_backward,
+        _save,
+        _gradients,
+    ),
+)

@@ -1,0 +1,139 @@
+"""Operators of torch.library: one registration for all, and a backward that has no derivative of
+its own: asked for one, it is an error, never a silent 0.
+
+An operator is opaque to torch.compile. It is defined one layer below `torch.library.custom_op`,
+whose first call imports all of Dynamo, compiled or not. PyTorch's `once_differentiable` notices a
+second derivative by the incoming gradient alone, and not by what else the gradients depend on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Grad = Tensor | list[Tensor] | list[None] | None
+Gradients = tuple[Grad, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The gradient of an operator NAME: an operator NAME_backward, and what autograd makes of it.
+
+    ``schema``, ``run`` and ``fake`` as of `define_operator`. ``save(ctx, inputs, output)`` keeps
+    what ``gradients(ctx, *grad_outputs)`` needs to call the operator; that returns one gradient an
+    input.
+    """
+
+    schema: str
+    run: Callable[..., Any]
+    fake: Callable[..., Any]
+    save: Callable[..., None]
+    gradients: Callable[..., Gradients]
+
+
+def define_operator(
+    name: str,
+    schema: str,
+    run: Callable[..., Any],
+    fake: Callable[..., Any],
+    backward: Backward | None = None,
+) -> None:
+    """Register `torch.ops.nsa.NAME`: ``schema`` without the name, ``run`` for every device,
+    ``fake`` for its outputs' shapes and dtypes.
+
+    With a ``backward`` also NAME_backward, and the gradient; a second derivative is a RuntimeError.
+    """
+    _define(name, schema, run, fake)
+    if backward is None:
+        return
+    _define(f"{name}_backward", backward.schema, backward.run, backward.fake)
+    torch.library.register_autograd(
+        f"nsa::{name}", no_double_backward(backward.gradients), setup_context=backward.save
+    )
+
+
+def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    torch.library.define(f"nsa::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(f"nsa::{name}", "default", run)
+    torch.library.register_fake(f"nsa::{name}", fake)
+
+
+def of_attention(schema: str, run: Callable[..., Any], name: str, num_inputs: int) -> Backward:
+    """The Backward of an operator NAME whose ``num_inputs`` inputs begin with q, k, v and two more
+    tensors, and which returns (o, lse without gradient).
+
+    ``schema`` and ``run`` are of (do, o, lse, *inputs) -> (dq, dk, dv).
+    """
+
+    def gradients(ctx: Any, do: Tensor | None, _: Tensor | None) -> Gradients:
+        if do is None:
+            return (None,) * num_inputs
+        o, lse, *inputs = ctx.saved_tensors
+        operator = getattr(torch.ops.nsa, f"{name}_backward")
+        return (*operator(do, o, lse, *inputs, *ctx.options), *(None,) * (num_inputs - 3))
+
+    return Backward(schema, run, _fake_attention_backward, _save_attention, gradients)
+
+
+def fake_attention(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """o [B, T, Q, DV] in q's dtype and lse [B, T, Q] fp32, of q [B, T, Q, D] and v [..., DV]."""
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _fake_attention_backward(
+    do: Tensor, o: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*output, *inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def int_and_tensor(q_start: int | Tensor) -> tuple[int, Tensor | None]:
+    """``q_start`` as a schema takes it: (position, None), or (0, those of each row)."""
+    return (0, q_start) if isinstance(q_start, Tensor) else (q_start, None)
+
+
+class _Refused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError(
+            "got a request to differentiate twice through NSA's kernels, whose gradients have none"
+            " of their own; wanted one derivative; drop create_graph"
+        )
+
+
+def no_double_backward(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
+    """``backward`` of an operator, without a graph of its own; where one was asked for
+    (create_graph), its gradients refuse to go on.
+    """
+
+    @functools.wraps(backward)
+    def wrapped(ctx: Any, *gradients: Tensor | None) -> Gradients:
+        wanted = torch.is_grad_enabled()
+        with torch.no_grad():
+            found = backward(ctx, *gradients)
+        if not wanted:
+            return found
+        return tuple(_refusing(x) for x in found)
+
+    return wrapped
+
+
+def _refusing(found: Any) -> Any:
+    if isinstance(found, list):  # of an input that is a list
+        return [_refusing(x) for x in found]
+    return None if found is None else _Refused.apply(found.detach().requires_grad_())

@@ -1,0 +1,398 @@
+"""The decision: a Request, a Problem and a Capability in, a Route out.
+
+An explicit request is that path or a RouteError with every reason; `auto` never returns a slow
+path, nor v1. Where a branch of a whole sequence leaves no key out, `auto` takes full causal
+attention for it, unless FA-2 was asked to serve it. No reason names the sequence length: under
+torch.compile a string formatted with it would compile every length anew.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from nsa.config import ModelConfig, nearest_name
+from nsa.routing.nouns import (
+    ADAPTIVE,
+    AUTO,
+    DENSE,
+    SCORE,
+    SPECS,
+    TRITON_STEPS,
+    BranchRoute,
+    Capability,
+    Path,
+    Problem,
+    Rejected,
+    Request,
+    Route,
+    RouteError,
+)
+from nsa.routing.support import fa2_reasons, fused_reasons, triton_reasons
+from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS, TUNED
+
+DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
+ALL_SELECTED = "every block is selected at this length"
+ALL_IN_WINDOW = "the window covers the whole sequence"
+STAIRCASE = "its staircase mask is not expressible in FA-2"
+
+
+@lru_cache(maxsize=1024)
+def route(request: Request, problem: Problem, capability: Capability) -> Route:
+    """Decide every branch of ``problem``; raises RouteError with all reasons where a request cannot
+    be served.
+    """
+    rejected: list[Rejected] = []
+    notes = list(request.notes)
+    routed: list[BranchRoute] = []
+    fused = _takes_triton(request, problem, capability, rejected)
+    if "cmp" in problem.branches:
+        routed.append(_route_compressed(request, problem, capability, fused))
+    if "sel" in problem.branches:
+        selected = _route_selected(request, problem, capability, fused, rejected)
+        routed += _route_scores(
+            problem, capability, selected.implementation == Path.TRITON, rejected
+        )
+        routed.append(selected)
+    if "win" in problem.branches:
+        routed.append(_route_window(request, problem, capability, fused, rejected, notes))
+    off = request.off if any(branch.implementation == Path.TRITON for branch in routed) else ()
+    notes += [
+        f"NSA_TRITON_{step.upper()}=0 (environment) turns off {TRITON_STEPS[step]}" for step in off
+    ]
+    return Route(tuple(routed), tuple(rejected), tuple(notes), off)
+
+
+def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
+    """Decide full causal attention: ``dense`` leaves the kernel to SDPA, the others name it or
+    raise RouteError.
+    """
+    if kind not in DENSE_KINDS:
+        raise RouteError(f"dense path {kind!r} is not known{nearest_name(kind, list(DENSE_KINDS))}")
+    kernel = {"dense": "sdpa", "dense_flash": "flash", "dense_cudnn": "cudnn"}[kind]
+    if kind != "dense" and (reasons := fused_reasons(problem, capability)):
+        raise RouteError(_cannot(f"path={kind}", reasons, "use path=dense"))
+    branch = BranchRoute(
+        "dense",
+        kernel,
+        kernel,
+        f"torch {capability.torch_version}",
+        "full causal attention, asked for by name",
+        repeatable=_sdpa_is_repeatable(capability),
+    )
+    return Route((branch,), (Rejected("fa2", "n/a: a dense path names its kernel itself"),))
+
+
+def plan(
+    request: Request,
+    model: ModelConfig,
+    *,
+    batch: int,
+    tokens: int,
+    dtype: str,
+    capability: Capability,
+) -> Route:
+    """The Route that one layer of ``model`` will take: what perfbench prints before it measures."""
+    return route(request, Problem.of(model, batch=batch, tokens=tokens, dtype=dtype), capability)
+
+
+def _cannot(what: str, reasons: list[str], next_step: str) -> str:
+    return f"{what} cannot be served: {'; '.join(reasons)}. Next: {next_step}"
+
+
+def _takes_triton(
+    request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]
+) -> bool:
+    """Whether the Triton kernels serve this call: asked for by name, or the fastest that `auto`
+    knows on this GPU (nsa.routing.thresholds).
+    """
+    if request.path == Path.TRITON:
+        if reasons := triton_reasons(problem, capability):
+            raise RouteError(_cannot("path=triton", reasons, "use path=auto, v2 or masked"))
+        return True
+    if request.path != AUTO or capability.sm is None:  # the interpreter is for tests
+        return False
+    reasons = triton_reasons(problem, capability)
+    tuned = TUNED.get(capability.sm)
+    if tuned is None:
+        reasons.append(
+            "nobody has measured whether it is the fastest on SM"
+            f" {capability.sm[0]}.{capability.sm[1]}"
+        )
+    if problem.dtype == "float32":
+        reasons.append("in float32 its exact products are for tests")
+    if request.fa2 == "on" and "win" not in problem.branches and not request.fa2_from_environment:
+        reasons.append("fa2=on was asked for, and there is no window branch for it to serve")
+    if tuned is not None and tuned.triton_min_tokens and problem.k_tokens < tuned.triton_min_tokens:
+        reasons.append(f"fewer than {tuned.triton_min_tokens} keys, where it is not the fastest")
+    if reasons:
+        rejected.append(Rejected(Path.TRITON.value, "; ".join(reasons)))
+    return not reasons
+
+
+def _triton(branch: str, capability: Capability, reason: str) -> BranchRoute:
+    assert capability.triton_provider is not None
+    return BranchRoute(branch, Path.TRITON.value, "triton", capability.triton_provider, reason)
+
+
+def _route_scores(
+    problem: Problem, capability: Capability, fused: bool, rejected: list[Rejected]
+) -> list[BranchRoute]:
+    """The choice of blocks, where a kernel makes it; else it is torch's sort, which has no
+    route.
+    """
+    if not fused or problem.scores is None:
+        return []
+    if problem.scores:
+        rejected.append(Rejected("score.triton", problem.scores))
+        return []
+    return [
+        _triton(
+            SCORE,
+            capability,
+            "scores are summed over the group's heads and ranked without a copy per head",
+        )
+    ]
+
+
+def _route_compressed(
+    request: Request, problem: Problem, capability: Capability, fused: bool
+) -> BranchRoute:
+    if request.fa2_cmp == "on":
+        raise RouteError(
+            _cannot("NSA_USE_FA2_CMP=1", [STAIRCASE], "unset NSA_USE_FA2_CMP, or set it to 0")
+        )
+    if request.fa2 == "on" and problem.branches == ("cmp",) and not request.fa2_from_environment:
+        raise RouteError(
+            _cannot("fa2=on for the compressed branch", [STAIRCASE], "use fa2=off or fa2=auto")
+        )
+    if fused:
+        return _triton("cmp", capability, f"tiles of queries over the blocks they see; {STAIRCASE}")
+    return BranchRoute(
+        "cmp",
+        "sdpa",
+        "sdpa",
+        f"torch {capability.torch_version}",
+        f"SDPA over a boolean mask; {STAIRCASE}",
+        repeatable=_sdpa_is_repeatable(capability),
+    )
+
+
+def _sdpa_is_repeatable(capability: Capability) -> bool:
+    """Its CUDA kernels add up dQ in the order in which their blocks finish: three runs on an H100
+    gave other last bits.
+    """
+    return capability.sm is None
+
+
+def _fa2_serves(
+    asked: str,
+    problem: Problem,
+    capability: Capability,
+    extra: list[str],
+    what: str,
+    rejected: list[Rejected],
+) -> bool:
+    if asked == "off":
+        rejected.append(Rejected(f"fa2 for {what}", "fa2=off was asked for"))
+        return False
+    reasons = fa2_reasons(problem, capability) + extra
+    if asked == "on" and reasons:
+        raise RouteError(
+            _cannot(
+                f"fa2=on for {what}",
+                reasons,
+                "use fa2=off, or fa2=auto to take FA-2 only where it can serve",
+            )
+        )
+    if reasons:
+        rejected.append(Rejected(f"fa2 for {what}", "; ".join(reasons)))
+    return not reasons
+
+
+def _route_full_causal(
+    branch: str,
+    why: str,
+    asked_fa2: str,
+    problem: Problem,
+    capability: Capability,
+    rejected: list[Rejected],
+) -> BranchRoute | None:
+    """SDPA's own causal attention for a branch that leaves no key out; None where it may not be
+    taken. ``why`` says that it leaves none.
+    """
+    if not problem.whole:
+        rejected.append(
+            Rejected(
+                f"{branch}.{DENSE}", f"{why}, but the call is a chunk, packed, or with a cache"
+            )
+        )
+        return None
+    if asked_fa2 == "on":
+        rejected.append(
+            Rejected(f"{branch}.{DENSE}", f"{why}, but fa2=on was asked for, and this is SDPA")
+        )
+        return None
+    if capability.sm is not None and (
+        unfused := fused_reasons(problem, capability)
+    ):  # SDPA would take its O(T^2) math kernel
+        rejected.append(
+            Rejected(
+                f"{branch}.{DENSE}",
+                f"{why}, but no fused causal kernel serves it: {'; '.join(unfused)}",
+            )
+        )
+        return None
+    others = [
+        "v2: nothing is left out, so there is nothing to gather",
+        "masked: nothing is left out, so there is nothing to mask",
+    ]
+    if branch == "win":
+        others = ["win.sdpa: no key is further back than the window, so tiles would only copy"]
+    rejected += [Rejected(*other.split(": ", 1)) for other in others]
+    against = ["fa2=off was asked for"] if asked_fa2 == "off" else fa2_reasons(problem, capability)
+    against = against or [
+        "the branch is full causal attention, which SDPA serves; fa2=on takes FA-2"
+    ]
+    rejected.append(Rejected(f"fa2 for {branch}", "; ".join(against)))
+    reason = f"auto: {why}, so the branch is full causal attention"
+    return BranchRoute(
+        branch,
+        DENSE,
+        "sdpa",
+        f"torch {capability.torch_version}",
+        reason,
+        repeatable=_sdpa_is_repeatable(capability),
+    )
+
+
+def _route_selected(
+    request: Request,
+    problem: Problem,
+    capability: Capability,
+    fused: bool,
+    rejected: list[Rejected],
+) -> BranchRoute:
+    if request.path == AUTO and problem.selects_all:
+        dense = _route_full_causal("sel", ALL_SELECTED, request.fa2, problem, capability, rejected)
+        if dense is not None:
+            return dense
+    path, reason = _selected_path(request, problem, capability, fused, rejected)
+    if (
+        request.fa2 == "on"
+        and path is not Path.V2
+        and "win" not in problem.branches
+        and not request.fa2_from_environment
+    ):
+        why = [f"path {path.value} cannot use it, and there is no window branch for it to serve"]
+        raise RouteError(_cannot("fa2=on", why, "use path=v2, or fa2=off"))
+    spec = SPECS[path]
+    kernel, provider = "sdpa", f"torch {capability.torch_version}"
+    if path is Path.REFERENCE:
+        kernel = "loop"
+    if path is Path.V2 and _fa2_serves(request.fa2, problem, capability, [], "sel.v2", rejected):
+        assert capability.fa2_provider is not None
+        kernel, provider = "fa2", capability.fa2_provider
+    if path is Path.TRITON:
+        assert capability.triton_provider is not None
+        kernel, provider = "triton", capability.triton_provider
+    repeatable = spec.repeatable_on_cuda or capability.sm is None
+    why = [reason, spec.summary]
+    if request.path == AUTO and problem.selects_all:
+        why.append(ALL_SELECTED)
+    return BranchRoute("sel", path.value, kernel, provider, "; ".join(why), spec.syncs, repeatable)
+
+
+def _selected_path(
+    request: Request,
+    problem: Problem,
+    capability: Capability,
+    fused: bool,
+    rejected: list[Rejected],
+) -> tuple[Path, str]:
+    if request.path == ADAPTIVE:
+        rule = f"adaptive: v1 below {ADAPTIVE_MIN_TOKENS} query tokens, v2 from there"
+        if problem.q_tokens < ADAPTIVE_MIN_TOKENS:
+            return Path.V1, f"{rule}; these are fewer"
+        if not request.v2_allowed:
+            return Path.V1, f"{rule}; NSA_SEL_RANGES_V2=0 forbids v2"
+        return Path.V2, f"{rule}; these are at least as many"
+    if request.path != AUTO:
+        return Path(request.path), f"path={request.path} was asked for by name"
+    if fused:
+        return Path.TRITON, "auto: what nsa.routing.thresholds names for this GPU"
+    return _auto_path(request, problem, capability, rejected)
+
+
+def _auto_path(
+    request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]
+) -> tuple[Path, str]:
+    no_fa2 = ["fa2=off was asked for"] if request.fa2 == "off" else fa2_reasons(problem, capability)
+    if request.fa2 == "on" and no_fa2:
+        raise RouteError(
+            _cannot(
+                "fa2=on", no_fa2, "use fa2=off, or fa2=auto to take FA-2 only where it can serve"
+            )
+        )
+    if not request.v2_allowed:
+        no_fa2 = ["NSA_SEL_RANGES_V2=0 forbids v2"]
+    if not no_fa2:
+        return Path.V2, "auto: FA-2 serves its packed rows"
+    rejected.append(Rejected(Path.V2.value, "; ".join(no_fa2)))
+    if problem.mask_elements <= MASK_LIMIT_ELEMENTS:
+        return Path.MASKED, f"auto: its mask is within {MASK_LIMIT_ELEMENTS} elements"
+    if not request.v2_allowed:
+        too_large = f"a mask of {problem.mask_elements} elements exceeds {MASK_LIMIT_ELEMENTS}"
+        raise RouteError(
+            _cannot("path=auto", [*no_fa2, too_large], "unset NSA_SEL_RANGES_V2 or name a path")
+        )
+    rejected.append(
+        Rejected(Path.MASKED.value, f"its mask would exceed {MASK_LIMIT_ELEMENTS} elements")
+    )
+    return Path.V2, "auto: the mask would be too large, so packed rows over SDPA"
+
+
+def _route_window(
+    request: Request,
+    problem: Problem,
+    capability: Capability,
+    fused: bool,
+    rejected: list[Rejected],
+    notes: list[str],
+) -> BranchRoute:
+    asked = request.fa2 if request.fa2_win == AUTO else request.fa2_win
+    if request.path == AUTO and problem.window_covers_all:
+        dense = _route_full_causal("win", ALL_IN_WINDOW, asked, problem, capability, rejected)
+        if dense is not None:
+            return dense
+    if fused and asked != "on":
+        rejected.append(
+            Rejected(
+                "fa2 for win",
+                (
+                    "fa2=off was asked for"
+                    if asked == "off"
+                    else "path triton has a kernel of its own"
+                ),
+            )
+        )
+        return _triton("win", capability, "tiles of queries over the keys of their windows")
+    against = ["rows of the batch begin at different positions"] if problem.ragged else []
+    if request.fa2_min_len_win > problem.k_tokens:
+        minimum = f"NSA_FA2_MIN_LEN_WIN={request.fa2_min_len_win}"
+        if asked == AUTO:
+            against.append(f"fewer tokens than {minimum}")
+        if asked == "on":
+            notes.append(f"fa2=on outranks {minimum}, and these are fewer tokens")
+    covers = f"; {ALL_IN_WINDOW}" if request.path == AUTO and problem.window_covers_all else ""
+    if _fa2_serves(asked, problem, capability, against, "win", rejected):
+        assert capability.fa2_provider is not None
+        reason = f"fa2={asked}: FA-2 with a window{covers}"
+        return BranchRoute("win", "fa2", "fa2", capability.fa2_provider, reason, repeatable=False)
+    return BranchRoute(
+        "win",
+        "sdpa",
+        "sdpa",
+        f"torch {capability.torch_version}",
+        f"SDPA over tiles of one window each{covers}",
+        repeatable=_sdpa_is_repeatable(capability),
+    )

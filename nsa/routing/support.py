@@ -1,0 +1,70 @@
+"""What each provider's kernels can serve: every reason why not, so that a Route can repeat them.
+
+Pure, like all of nsa.routing.
+"""
+
+from __future__ import annotations
+
+from nsa.routing.nouns import Capability, Problem
+
+FA2_DTYPES = ("float16", "bfloat16")
+FA2_MIN_SM = (8, 0)
+FA2_MAX_HEAD_DIM = 256
+TRITON_DTYPES = ("float16", "bfloat16", "float32")
+TRITON_MAX_HEAD_DIM = 256
+TRITON_MAX_BLOCK_BYTES = 2**16  # K and V of one block lie in shared memory together
+TRITON_MAX_GROUP = 64  # query heads per kv head: a tile holds at least one query's
+
+
+def fa2_reasons(problem: Problem, capability: Capability) -> list[str]:
+    """Every reason why FA-2 cannot serve this problem; empty where it can."""
+    missing = [capability.fa2_reason] if capability.fa2_provider is None else []
+    return missing + fused_reasons(problem, capability)
+
+
+def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
+    """Every reason why the Triton kernels cannot serve this problem; empty where they can."""
+    reasons = [capability.triton_reason] if capability.triton_provider is None else []
+    if capability.sm is not None and capability.sm < FA2_MIN_SM:
+        reasons.append(
+            f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}"
+        )
+    if problem.dtype not in TRITON_DTYPES:
+        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(TRITON_DTYPES)}")
+    if problem.dtype == "bfloat16" and capability.sm is None:
+        reasons.append("Triton's interpreter multiplies bfloat16 wrongly")
+    for name, size in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
+        if size > TRITON_MAX_HEAD_DIM:
+            reasons.append(f"{name} {size} exceeds {TRITON_MAX_HEAD_DIM}")
+    if problem.sel_block is not None:
+        block, size = (
+            1 << (n - 1).bit_length()
+            for n in (problem.sel_block, max(problem.head_dim, problem.v_head_dim))
+        )
+        if block * size * (4 if problem.dtype == "float32" else 2) > TRITON_MAX_BLOCK_BYTES:
+            reasons.append(
+                f"a selection block of {block} x {size} {problem.dtype} exceeds"
+                f" {TRITON_MAX_BLOCK_BYTES} bytes"
+            )
+    if (group := problem.num_heads // problem.num_kv_heads) > TRITON_MAX_GROUP:
+        reasons.append(f"{group} query heads per kv head exceed {TRITON_MAX_GROUP}")
+    return reasons
+
+
+def fused_reasons(problem: Problem, capability: Capability) -> list[str]:
+    """What rules out a fused half-precision kernel, whoever provides it."""
+    reasons = []
+    if capability.sm is None:
+        reasons.append(f"device {capability.device} is not CUDA")
+    elif capability.sm < FA2_MIN_SM:
+        reasons.append(
+            f"SM {capability.sm[0]}.{capability.sm[1]} is below {FA2_MIN_SM[0]}.{FA2_MIN_SM[1]}"
+        )
+    if problem.dtype not in FA2_DTYPES:
+        reasons.append(f"dtype {problem.dtype} is not one of {', '.join(FA2_DTYPES)}")
+    if problem.head_dim != problem.v_head_dim:
+        reasons.append(f"head dims of K and V differ ({problem.head_dim} and {problem.v_head_dim})")
+    for name, size in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
+        if size % 8 or size > FA2_MAX_HEAD_DIM:
+            reasons.append(f"{name} {size} is not a multiple of 8 up to {FA2_MAX_HEAD_DIM}")
+    return reasons

@@ -1,0 +1,127 @@
+"""The positions that all layers of one forward share: where its tokens stand.
+
+A Layout is the same for every layer, so a model makes it once a forward.
+
+B batch, T tokens, R rows (the tokens, or those of packed documents with room between them), M model
+dim, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from nsa import checks
+from nsa.config import NSAConfig
+from nsa.decode import NSACache, Step
+from nsa.documents import Documents, Packing
+from nsa.ops.positions import query_positions, to_device
+from nsa.rope import angles, turns
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What the layers of one forward share.
+
+    ``turns``: RoPE of each row, complex [B or 1, R, 1, D / 2]. ``packing``: of packed documents,
+    else None.
+    ``absent_BT1``: bool [B or 1, T, 1], tokens that hold nothing; ``present_BR``: bool [B or 1, R],
+    rows that hold a token; each None where all do. ``step``: where the tokens go in caches that
+    step (`nsa.decode.graph_cache`), else None.
+    """
+
+    turns: Tensor
+    packing: Packing | None
+    absent_BT1: Tensor | None
+    present_BR: Tensor | None
+    step: Step | None = None
+
+    @classmethod
+    def of(
+        cls,
+        x: Tensor,
+        config: NSAConfig,
+        head_dim: int,
+        *,
+        dtype: torch.dtype,
+        cache: NSACache | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_tokens: Sequence[int] | None = None,
+    ) -> Self:
+        """The Layout of x [B, T, ...] (ids or states) in a model of ``dtype``; the rest as in
+        NSAAttention.forward.
+
+        ValueError for a cache with cu_seqlens, num_tokens without a cache, and cu_seqlens that do
+        not fit x.
+        """
+        if cache is not None and cu_seqlens is not None:
+            raise ValueError(
+                "got a cache and cu_seqlens; wanted at most one; fill a cache with rows of"
+                " num_tokens, or pack without one"
+            )
+        if num_tokens is not None and cache is None:
+            raise ValueError(
+                "got num_tokens without a cache; wanted both; pack rows of different lengths with"
+                " cu_seqlens instead"
+            )
+        T, device = x.shape[1], x.device
+
+        def turned(position: Tensor) -> Tensor:
+            return turns(
+                angles(position, head_dim, base=config.rope_base, scale=config.rope_scale), dtype
+            )
+
+        if cu_seqlens is not None:
+            checks.packed(cu_seqlens, x, x, 0, read=checks.may_read(x))
+            packing = Packing.of(cu_seqlens, T, config.sel_block)
+            return cls(
+                turned(packing.position_R[None]),
+                packing,
+                packing.outside_T[None, :, None],
+                packing.present_R[None],
+            )
+        if cache is not None and cache.steps is not None and num_tokens is None:
+            step = cache.steps.next()
+            return cls(turned(step.position_B[:, None]), None, None, None, step)
+        position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
+        if num_tokens is None:
+            return cls(turned(position_BT), None, None, None)
+        present_BT = torch.arange(T, device=device) < to_device(num_tokens, device)[:, None]
+        return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
+
+    def check(self, x: Tensor, *, packed: bool, some_absent: bool) -> None:
+        """ValueError where this is evidently the Layout of other arguments than a call with x [B,
+        T, ...] has.
+        """
+        rows = x.shape[1] if self.packing is None else self.packing.num_rows
+        fits = (
+            (self.packing is not None) == packed
+            and (self.absent_BT1 is not None) == some_absent
+            and self.turns.shape[1] == rows
+        )
+        tokens = x.shape[1] if self.absent_BT1 is None else self.absent_BT1.shape[1]
+        if not fits or tokens != x.shape[1]:
+            got = (
+                f"a layout of {tokens} {'packed ' if self.packing is not None else ''}tokens for x"
+                f" {tuple(x.shape)}"
+            )
+            raise ValueError(
+                f"got {got}; wanted that of this call's x, cache, cu_seqlens and num_tokens; make"
+                " it anew, or leave it out"
+            )
+
+    @property
+    def documents(self) -> Documents | None:
+        return None if self.packing is None else self.packing.documents
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Tokens [B, T, ...] to their rows [B, R, ...]."""
+        return x if self.packing is None else self.packing.align(x)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Rows [B, R, ...] back to the tokens [B, T, ...]."""
+        return x if self.packing is None else self.packing.restore(x)

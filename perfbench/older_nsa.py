@@ -1,0 +1,141 @@
+"""What perfbench uses of `nsa` that an older nsa has elsewhere, otherwise, or not at all.
+
+`ab` measures each side with that side's nsa and this perfbench, so a name that moved is imported
+here and nowhere else. Nothing of nsa is imported before it is asked for: half of it needs torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from importlib.machinery import PathFinder
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from nsa.config import NSAConfig
+    from nsa.decode import KV as KV
+    from nsa.decode import NSACache as NSACache
+    from nsa.decode import Steps as Steps
+    from nsa.decode import View
+    from nsa.decode import capture as capture
+    from nsa.decode import warm_up as warm_up
+    from nsa.ops.key_counts import KeysRead as KeysRead
+    from nsa.routing import Route
+
+# Name -> the modules that may have it, the newest first.
+_HOMES = {
+    "KV": ("nsa.decode", "nsa.cache"),
+    "NSACache": ("nsa.decode", "nsa.cache"),
+    "Steps": ("nsa.decode", "nsa.steps"),
+    "capture": ("nsa.decode", "nsa.decoding"),
+    "warm_up": ("nsa.decode", "nsa.decoding"),
+    "KeysRead": ("nsa.ops.key_counts", "nsa.ops.reads"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = _first(*((module, name) for module in _HOMES[name]))
+    if found is None:
+        raise ImportError(f"cannot import {name} from any of {', '.join(_HOMES[name])}")
+    return found
+
+
+def _first(*places: tuple[str, str]) -> Any:
+    """The first of ``places`` (module, name) that exists, else None."""
+    for module, name in places:
+        if _exists(module) and hasattr(found := importlib.import_module(module), name):
+            return getattr(found, name)
+    return None
+
+
+def _exists(module: str) -> bool:
+    """Whether ``module`` lies in the nsa that is loaded.
+
+    An editable install of another nsa answers for every nsa.X that this one lacks, so
+    `importlib.util.find_spec`, which would ask it, is not asked.
+    """
+    package = module.rpartition(".")[0]
+    if not package:
+        return True
+    if not _exists(package):
+        return False
+    path = getattr(importlib.import_module(package), "__path__", None)  # None: not a package yet
+    return path is not None and PathFinder.find_spec(module, path) is not None
+
+
+def sort_min_rows() -> int:
+    """(b, t, kv head) of a call from which path triton's selected forward goes by sorted lists."""
+    least = _first(
+        ("nsa.routing.thresholds", "SORT_MIN_ROWS"),
+        ("nsa.routes", "SORT_MIN_ROWS"),
+        ("nsa.ops.kernels.selected", "MIN_ROWS_TO_SORT"),
+    )
+    assert isinstance(least, int)
+    return least
+
+
+def copy_min_elements() -> int:
+    """Elements of q from which path triton loads tiles by descriptors; 0 where it always does."""
+    least = _first(
+        ("nsa.routing.thresholds", "COPY_MIN_ELEMENTS"), ("nsa.routes", "COPY_MIN_ELEMENTS")
+    )
+    return int(least or 0)
+
+
+def least_keys_of_a_split() -> int | None:
+    """Compressed keys that a decode step gives one program at least; None where it splits none."""
+    least = _first(
+        ("nsa.ops.decode.kernels", "LEAST_KEYS"), ("nsa.ops.kernels.decode", "LEAST_KEYS")
+    )
+    return None if least is None else int(least)
+
+
+def steps_off(route: Route) -> tuple[str, ...]:
+    """The steps of path triton that ``route`` turns off."""
+    return getattr(route, "off", ())
+
+
+def promise_of_sigmoid_gates() -> dict[str, Any]:
+    """Keywords that tell `nsa.nsa_attention` that no gate is below 0."""
+    from nsa.functional import nsa_attention
+
+    known = "nonnegative_gates" in inspect.signature(nsa_attention).parameters
+    return {"nonnegative_gates": True} if known else {}
+
+
+def attend_view(
+    q: Tensor, gates: Tensor, view: View, *, config: NSAConfig, path: str, fa2: str
+) -> Tensor:
+    """The attention of a chunk over a cache's ``view``."""
+    from nsa import functional
+
+    if not _exists("nsa.branches"):
+        older: Any = functional
+        o: Tensor = older.attend_view(q, gates, view, config=config, path=path, fa2=fa2)
+        return o
+    from nsa import branches
+
+    S, G, DV = view.sel[1].shape[1:]
+    route = functional.route_for(
+        q,
+        G,
+        DV,
+        S,
+        branches=config.branches,
+        q_start=view.q_start,
+        path=path,
+        fa2=fa2,
+        config=config,
+    )
+    call = branches.Call(route, config, q.shape[-1] ** -0.5)
+    return branches.attend_view(q, gates, view, call)
+
+
+def is_of_path(file: str, path: str) -> bool:
+    """Whether ``file``, below nsa/ and without .py, is code of this path of the selected branch."""
+    home = f"ops/selected/{path}"
+    return file == home or file.startswith(f"{home}/")
