@@ -41,7 +41,7 @@ from tests.perfbench import stub_measure as stub
 from tests.perfbench.edits import edit, fail, reason_of, verdict_of
 from tests.perfbench.fake_nvml import Card, FakeNvml, sampled
 from tests.perfbench.matrix_text import VALID, edited, error_of, parse
-from tests.perfbench.test_isolate import STUB, facts, job, sleeping_parent, wait_until_gone
+from tests.perfbench.test_executor import STUB, facts, job, sleeping_parent, wait_until_gone
 
 ROOT = pathlib.Path(__file__).parents[2]
 POLICY = GatePolicy()
