@@ -31,7 +31,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
-from perfbench.records import run_file
+from perfbench.records import baseline_file, run_file
 from perfbench.records.rows import Run
 from tests.perfbench import builders as b
 from tests.perfbench.matrix_text import VALID
@@ -471,7 +471,7 @@ def test_a_baseline_of_ten_thousand_cells_is_read_and_shown_within_two_seconds(
     file = tmp_path / "b.json"
     file.write_bytes(dumped(whole))
     with within_two_cpu_seconds():
-        shown = baseline.show(baseline.load(file))
+        shown = baseline_file.show(baseline_file.load(file))
     assert shown.count("\n") > 10_000
 
 
@@ -517,7 +517,7 @@ def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path
     thread = threading.Thread(target=write)
     thread.start()
     while not done.is_set():
-        assert len(baseline.load(path).cells) == 5
+        assert len(baseline_file.load(path).cells) == 5
     thread.join()
     assert [one.name for one in tmp_path.iterdir()] == ["b.json"]
 
