@@ -22,10 +22,10 @@ from perfbench.calibration import aa_runs
 from perfbench.commands.judging import judge_alone
 from perfbench.commands.outcome import policy_of
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import judgement, judging
+from perfbench.gate import judging
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
-from perfbench.records import baseline_file, read_calibration, run_file
+from perfbench.records import BaselineProblem, baseline_file, read_calibration, run_file
 from perfbench.records.rows import Run
 from perfbench.report import verdict_json
 from perfbench.runner.ab import pair
@@ -109,7 +109,7 @@ def _compressed(data: bytes, folder: Path) -> None:
 def _baseline(data: bytes, folder: Path) -> None:
     path = _laid(data, folder / "b.json")
     found = baseline_file.read(path)
-    if isinstance(found, judgement.BaselineProblem):
+    if isinstance(found, BaselineProblem):
         raise PerfbenchError(Exit.BASELINE, found.message)
     baseline_file.show(found).encode()
     verdict_json.text(_green(), judging.judge(_green(), found, policy_of(_green()))).encode()

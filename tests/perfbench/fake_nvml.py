@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-from perfbench.telemetry import NvmlSampler
-
 from perfbench.records import Telemetry
+from perfbench.worker.telemetry import NvmlSampler
 
 
 class WindowClock:

@@ -30,8 +30,8 @@ from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY
 from tests.perfbench.measure_cases import run
 from tests.perfbench.test_cached_workloads import cached, keys_at
+from tests.perfbench.test_graphs import FakeGrapher
 from tests.perfbench.test_plan import BARE, H100, build
-from tests.perfbench.test_stepped import FakeGrapher
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 ROOT = pathlib.Path(__file__).parents[2]

@@ -3,7 +3,7 @@ with its exit code.
 
 The files are real ones (matrices, a run made on an H100, its baseline), damaged as bytes and as
 values. What a killed process, a full disk, a second writer and a clock that steps back do is in
-test_sweep_robustness.py and test_runfile.py.
+test_schedule_robustness.py and test_run_file.py.
 """
 
 from __future__ import annotations

@@ -18,14 +18,14 @@ from typing import Any
 
 import pytest
 
-from perfbench import errors, report, roofline
+from perfbench import report, roofline
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline, comparison
 from perfbench.gate.coverage import usable
 from perfbench.gate.judging import judge
 from perfbench.machine import gpu, nvml
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
-from perfbench.records import run_file
+from perfbench.records import EXIT_OF, baseline_file, run_file
 from perfbench.records.baseline_file import BaselineProblem
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Status
@@ -41,7 +41,7 @@ from tests.perfbench import stub_measure as stub
 from tests.perfbench.edits import edit, fail, reason_of, verdict_of
 from tests.perfbench.fake_nvml import Card, FakeNvml, sampled
 from tests.perfbench.matrix_text import VALID, edited, error_of, parse
-from tests.perfbench.test_isolate import STUB, facts, job, sleeping_parent, wait_until_gone
+from tests.perfbench.test_executor import STUB, facts, job, sleeping_parent, wait_until_gone
 
 ROOT = pathlib.Path(__file__).parents[2]
 POLICY = GatePolicy()
@@ -207,11 +207,11 @@ def test_trap_36_a_baseline_that_cannot_judge_is_red(tmp_path: pathlib.Path, dam
     if damage in ("zero", "nan"):
         whole["cells"][TRAIN]["tok_per_s"][0] = 0.0 if damage == "zero" else math.nan
     if damage == "newer":
-        whole["schema_version"] = baseline.SCHEMA_VERSION + 1
+        whole["schema_version"] = baseline_file.SCHEMA_VERSION + 1
     text = json.dumps(whole)
     if damage != "missing":
         file.write_text(text[: len(text) // 2] if damage == "truncated" else text)
-    found = baseline.read(file)
+    found = baseline_file.read(file)
     assert isinstance(found, BaselineProblem) and found.verdict is (
         Verdict.NO_BASELINE if damage == "missing" else Verdict.CORRUPT
     )
@@ -233,7 +233,7 @@ def test_trap_37_the_exit_status_is_the_kind_of_failure_and_not_their_number() -
     assert judge(fail(b.small_run(), TRAIN, Status.CRASH), None, POLICY).exit_code is Exit.FAILED
     assert all(0 <= int(code) < 256 for code in Exit)
     assert all(
-        errors.EXIT_OF[one] is not Exit.OK
+        EXIT_OF[one] is not Exit.OK
         for one in Verdict
         if one in (Verdict.FAILED, Verdict.MISSING, Verdict.REGRESSED)
     )
@@ -387,7 +387,7 @@ def test_trap_46_names_of_any_characters(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names with `/`, `|`, newlines, non-ASCII; cp1252 default encoding."""
-    path = baseline.path_for(tmp_path, "h100", NASTY)
+    path = baseline_file.path_for(tmp_path, "h100", NASTY)
     assert path.parent == tmp_path / "h100" and path.name.isascii() and "\n" not in path.name
     run = b.with_manifest(b.small_run(), matrix_name=NASTY, matrix_path=NASTY)
     with run_file.create(tmp_path, run.manifest) as writer:

@@ -595,7 +595,7 @@ def test_a_card_that_is_busy_is_exit_8(card: FakeExecutor, monkeypatch: pytest.M
 
 class InProcess(FakeExecutor):
     """Measures for real, in this process: what a fresh one costs (torch, 3 s) is shown by
-    test_isolate.
+    test_executor.
     """
 
     def execute(self, job: Job) -> Replicate:

@@ -27,8 +27,8 @@ from tests.perfbench import builders as b
 from tests.perfbench.edits import reason_of, verdict_of
 from tests.perfbench.fakes import FakeClock, FakeSampler
 from tests.perfbench.jobs import TINY, job
-from tests.perfbench.test_isolate import ROOT
-from tests.perfbench.test_isolate import job as stub_job
+from tests.perfbench.test_executor import ROOT
+from tests.perfbench.test_executor import job as stub_job
 
 H200 = Capability(
     "cuda", "NVIDIA H200", (9, 0), "torch.varlen 2.13.0", "", "2.13.0", "triton 3.7.1", ""

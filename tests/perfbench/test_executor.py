@@ -313,7 +313,7 @@ def test_memory_that_does_not_come_back_is_said(monkeypatch: pytest.MonkeyPatch)
 PARENT = f"""
 import sys, threading, time
 sys.path.insert(0, {str(ROOT)!r})
-from tests.perfbench.test_isolate import job, stub
+from tests.perfbench.test_executor import job, stub
 from perfbench.runner.executor import ForkServerExecutor
 with ForkServerExecutor({STUB!r}) as executor:
     print(executor.execute(job()).reason, flush=True)

@@ -32,7 +32,7 @@ from tests.perfbench.jobs import TINY, cell_of, job, route_of
 from tests.perfbench.measure_cases import PROOF, run
 from tests.perfbench.parity_cases import TOKENS, prove
 from tests.perfbench.test_plan import CPU, H100, ROOT, build
-from tests.perfbench.test_witness import CUDNN, EFFICIENT, FA2, LAYERS, cuda, dense, seen
+from tests.perfbench.test_profile import CUDNN, EFFICIENT, FA2, LAYERS, cuda, dense, seen
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 
