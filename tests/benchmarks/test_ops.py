@@ -135,9 +135,9 @@ def test_the_timed_function_is_the_right_one(operation: str, device: str, one_th
     """
     shape = replace(TINY, device=device)
     call = call_of(operation, shape)
-    assert (call.truth is not None) == has_gradient(operation)
-    if call.truth is not None:
-        assert_same_function(call.function, call.truth, call.tensors, call.names)
+    assert (call.reference is not None) == has_gradient(operation)
+    if call.reference is not None:
+        assert_same_function(call.function, call.reference, call.tensors, call.names)
         given = step_of(call, backward=True)()
         assert (
             isinstance(given, tuple)
