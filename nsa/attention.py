@@ -29,10 +29,10 @@ class NSAAttention(nn.Module):
     """Native sparse attention (arXiv 2502.11089, Eq. 5): x [B, T, M] -> y [B, T, M], causal;
     training, prefill and decode.
 
-    One query projection; K and V projected for each branch of its own, unless config.share_kv.
+    One query projection; each branch has its own projections of K and V, unless config.share_kv.
     ``path`` and ``fa2`` are requests as in ``nsa.routing``; ``auto`` takes the fastest that the
     device supports. Raises ValueError for heads that do not form whole groups, RouteError for a
-    request that nothing serves.
+    request that cannot be served.
     """
 
     def __init__(
@@ -188,9 +188,9 @@ class NSAAttention(nn.Module):
         """Bytes that path v2 packs in a call of this size (0 where another path serves it), held by
         the allocator from now on.
 
-        For the device of the weights, the current stream, and ``dtype`` (theirs by default).
-        Nothing is shared between layers: a layer's buffers go back to the allocator at the end of
-        its call, so one layer's reservation serves all of its size.
+        For the device of the weights, the current stream, and ``dtype`` (theirs by default). Layers
+        share no buffers: a layer returns its buffers to the allocator at the end of its call, so
+        one layer's reservation serves all layers of that size.
         """
         weight = self.k_proj.weight
         # a shape, no memory
@@ -217,7 +217,7 @@ class NSAAttention(nn.Module):
     def _route(
         self, q: Tensor, tokens: int, *, q_start: int | Tensor = 0, whole: bool = False
     ) -> Route:
-        """Of a call with these queries over ``tokens`` keys; ``whole`` as in
+        """The Route of a call with these queries over ``tokens`` keys; ``whole`` as in
         `nsa.routing.Problem`.
         """
         return route_for(

@@ -38,7 +38,7 @@ class BlockGrid:
 
     def num_cmp(self, tokens: int) -> int:
         """Compressed blocks that are whole within the first ``tokens`` tokens: C(S); a partial tail
-        is no block.
+        does not count.
         """
         return 0 if tokens < self.cmp_block else (tokens - self.cmp_block) // self.cmp_stride + 1
 

@@ -22,7 +22,7 @@ from nsa.routing import DENSE, SCORE, Route
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What holds for all branches of one call, next to its tensors.
+    """Arguments that all branches of one call share, besides its tensors.
 
     ``scale`` of the logits. ``documents``: of a packed batch. ``present`` bool [B or 1, T]: queries
     that hold a token, for the statistics alone; None: all of them. ``is_whole_sequence``: the call
@@ -216,8 +216,8 @@ def _count_keys(
 
 
 def _needs_no_blocks(route: Route) -> bool:
-    """Whether the selected branch attends to every key up to the query, and nobody looks at the
-    blocks that say so.
+    """Whether the selected branch attends to every key up to the query, and neither statistics nor
+    strict mode reads its blocks.
     """
     return (
         route.branch("sel").implementation == DENSE

@@ -87,8 +87,8 @@ def start(q: Tensor, q_start: int | Tensor, *, num_keys: int | None) -> None:
     """q_start: an int >= 0, or int64 [B] on q's device; the contents of a tensor only where they
     may be read.
 
-    With ``num_keys`` none may reach beyond num_keys - T, where the last query would stand behind
-    the last key.
+    With ``num_keys`` none may exceed num_keys - T, so that the last query has a key at its
+    position.
     """
     if not isinstance(q_start, Tensor):
         if isinstance(q_start, bool) or not isinstance(q_start, int) or q_start < 0:
@@ -281,7 +281,7 @@ def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
 
 
 def no_gradient(*tensors: Tensor) -> None:
-    """A cache keeps values, not their history."""
+    """ValueError where gradients are recorded: a cache does not keep their history."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         raise ValueError(
             "a cache was given while gradients are recorded, and a cache keeps none; wrap the call"
@@ -333,7 +333,7 @@ def block_contents(blocks: Tensor, num_keys: int, sel_block: int, q_start: int |
 
     Synchronises.
 
-    Aligned rows of packed documents are positions from 0, too, and their ids global.
+    Aligned rows of packed documents count from 0 as well, and their ids are global.
     """
     highest = -(-num_keys // sel_block) - 1
     first_B1 = q_start[:, None] if isinstance(q_start, Tensor) else q_start

@@ -1,4 +1,4 @@
-"""phi: from tokens to compressed blocks (arXiv 2502.11089, Eq. 7). A partial tail is no block.
+"""phi: from tokens to compressed blocks (arXiv 2502.11089, Eq. 7). A partial tail is dropped.
 
 B batch, S tokens, G kv heads, D head dim, C compressed blocks, N chunks of d tokens, F features of
 a projection.

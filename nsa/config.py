@@ -267,7 +267,7 @@ class ModelConfig:
     def sha256(self) -> str:
         """Hash of every resolved value, so that a toy config never runs under a big one's name.
 
-        An option that came later is left out at its default, where it changes nothing: stored
+        An option added later is omitted at its default, where it changes nothing, so that stored
         baselines stay comparable.
         """
         mapping = self.to_mapping()

@@ -147,10 +147,10 @@ def select_blocks(
     [B, T, HKV, N], ascending, -1 padded.
 
     ``kv_len`` is the number of keys that exist, by default q_start + T. Forced blocks take their
-    slots first; the rest go by score, equal scores to the lower index. Carries no gradient; scores
-    are fp32 or wider, unless config.score_dtype is narrower. ``q`` [B, T, HQ, DK] and ``k_cmp`` [B,
-    C, HKV, DK], rotated both. ValueError for tensors that disagree in shape, dtype or device, and
-    for a ``q_start`` tensor without ``kv_len``.
+    slots first; the rest are ranked by score, equal scores by the lower index. Carries no gradient;
+    scores are fp32 or wider, unless config.score_dtype is narrower. ``q`` [B, T, HQ, DK] and
+    ``k_cmp`` [B, C, HKV, DK], rotated both. ValueError for tensors that disagree in shape, dtype or
+    device, and for a ``q_start`` tensor without ``kv_len``.
     """
     checks.config(config)
     checks.scale(scale)
@@ -201,10 +201,10 @@ def selected_attention(
     ``blocks`` int32 [B, T, HKV, N] must ascend, be unique, begin at or before their query, and be
     padded with -1 at the end. These contents are checked only in strict mode
     (NSA_STRICT_ASSERTS=1): reading them would make the host wait. Otherwise a block beyond the
-    query holds no key for it, and rows that break the rest mean what the path makes of them. Block
-    j is tokens [j * sel_block, (j + 1) * sel_block). A row without a key gets exactly 0. ValueError
-    for tensors that disagree in shape, dtype or device; RouteError for a ``path`` or ``fa2`` that
-    nothing serves.
+    query holds no key for it, and the result of rows that break the other rules depends on the
+    path. Block j is tokens [j * sel_block, (j + 1) * sel_block). A row without a key gets exactly
+    0. ValueError for tensors that disagree in shape, dtype or device; RouteError for a ``path`` or
+    ``fa2`` that nothing serves.
     """
     checks.scale(scale)
     checks.qkv(q, k, v, q_start=q_start)
@@ -294,9 +294,9 @@ def nsa_attention(
     tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
 
-    ``nonnegative_gates`` promises what sigmoid and softmax keep: path triton then computes the
-    gradients of all branches together. A gate below 0 would make gradients NaN, those of the keys
-    that its row attends to included.
+    ``nonnegative_gates`` promises that no gate is below 0, as after sigmoid and softmax: path
+    triton then computes the gradients of all branches together. A gate below 0 would make gradients
+    NaN, those of the keys that its row attends to included.
     """
     checks.config(config)
     checks.scale(scale)
@@ -367,7 +367,7 @@ def compress_kv(
     documents: Documents | None = None,
     route: Route | None = None,
 ) -> KV:
-    """Eq. 7 for K and V, and RoPE of the compressed K where config wants it after.
+    """Eq. 7 for K and V, and RoPE of the compressed K where config rotates it after compression.
 
     ``first_block`` int64 [B]: its index, 0 by default.
 

@@ -171,9 +171,9 @@ class TinyLM(_Decoder):
 
         ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds
         ``top_p`` of the probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones,
-        then zeros. ``cuda_graph`` replays each decode step from a DecodeGraph, which spares the
-        host's time; its capture costs some steps' worth once a call. ValueError for it where the
-        model is not on CUDA, and for arguments that do not fit.
+        then zeros. ``cuda_graph`` replays each decode step from a DecodeGraph, which saves the
+        host's time; the capture costs as much as some steps, once a call. ValueError for it where
+        the model is not on CUDA, and for arguments that do not fit.
         """
         checks.ids(ids_BT, self.embedding.weight, padded=prompt_lengths is not None)
         if cuda_graph:

@@ -64,18 +64,18 @@ def choose(
 
     See ``nsa.select_blocks``.
 
-    N = config.num_selected_for(kv_len): num_selected, or fewer by the adaptive rule. One call has
-    one N: the number of slots is a shape, so it goes by kv_len (of a packed batch: by all its
-    rows), never by a row's own length.
+    N = config.num_selected_for(kv_len): num_selected, or fewer by the adaptive rule. A call has one
+    N: the number of slots is a shape, so it depends on kv_len (for a packed batch, on all its
+    rows), never on a row's own length.
 
     ``first`` int64 [B or 1, T] is the position of the first token of each query's document in a
     packed batch, always a multiple of sel_block; None means 0. A compressed block is visible if it
     begins at or after ``first`` and ends at or before the query; initial blocks are the document's
     own first ones; block ids stay global.
 
-    A forced block is ranked +inf inside the one ranking that also holds the others, so nothing is
-    chosen twice and nothing has to be deduplicated. config.score_dtype: see `group_probabilities`;
-    config.selection: see `within_regions`. No host sync.
+    Forced blocks are ranked +inf within the same ranking as the others, so no block is chosen
+    twice. config.score_dtype: see `group_probabilities`; config.selection: see `within_regions`. No
+    host sync.
     """
     J, N = BlockGrid.of(config).num_sel(kv_len), config.num_selected_for(kv_len)
     rows = Rows(q, query_positions(q_start, q.shape[1], q.device), first)

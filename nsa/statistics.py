@@ -178,7 +178,7 @@ def observe_selection(
     queries that hold a token, all by default; the others count for nothing. Never syncs; does
     nothing without a collection. Raises ValueError for other shapes.
     """
-    # Asked first: this is a constant to the compiler, and a context variable is not.
+    # Checked first: this is a constant to the compiler, and a context variable is not.
     if (
         torch.compiler.is_compiling()
         or not (collections := _ACTIVE.get())

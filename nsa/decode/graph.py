@@ -38,21 +38,22 @@ class DecodeGraph:
     vocab_size] in the weights' dtype.
 
     The step is a forward of ``model`` with ``cache`` (Eq. 5 for one query a row), which prefill has
-    filled as ever; rows may differ in length. Made so, the graph owns the cache: its buffers grow
-    to max_len at once and keep their addresses, each call takes one token a row, and
+    filled; rows may differ in length. The graph owns the cache from then on: its buffers grow to
+    max_len at once and keep their addresses, each call takes one token a row, and
     ``NSACache.lengths`` counts it. `close` hands the cache back as an ordinary one. Several graphs
-    may live at once, each with a cache of its own. The weights are read where they are: change them
-    in place, and the next replay uses them; autocast is what it was when the graph was made. Shapes
-    and the route go by the cache's max_len, not by what it holds, so a max_len far beyond what is
-    needed costs time in every step.
+    may exist at once, each with its own cache. The weights are read in place: a replay uses
+    in-place changes; autocast is fixed when the graph is made. Shapes and the route depend on the
+    cache's max_len, not on what it holds, so a max_len far beyond what is needed costs time in
+    every step.
 
-    ``nsa.engagement`` counts Python's calls, of which a replay makes none: ``engaged`` says what
-    the capture dispatched, and so what every replay runs. ``NSACache.keys_read`` is of the last
-    replay. Nothing is observed by ``nsa.statistics``.
+    ``nsa.engagement`` counts Python's calls, and a replay makes none: ``engaged`` is what the
+    capture dispatched, which every replay runs. ``NSACache.keys_read`` is of the last replay.
+    Nothing is observed by ``nsa.statistics``.
 
     ValueError where the model is not on CUDA, NSA_STRICT_ASSERTS is on (it reads contents), no row
     of the cache has room, or its caches step already; RouteError for a path whose loop runs on the
-    host. A capture that CUDA refuses is its RuntimeError, and the cache is an ordinary one again.
+    host. Where CUDA refuses the capture, its RuntimeError is raised and the cache is an ordinary
+    one again.
     """
 
     def __init__(self, model: Steppable, cache: Sequence[NSACache]) -> None:
@@ -85,10 +86,10 @@ class DecodeGraph:
     def __call__(self, ids_B1: Tensor) -> Tensor:
         """Append ids int64 [B, 1] and return the logits [B, V] of what follows them.
 
-        The result is the graph's own memory: the next call writes over it, so clone what must stay.
-        Neither waits for the device nor copies from the host. ValueError for ids of another shape,
-        dtype or device (an id outside the vocabulary is not looked for, as in every forward on
-        CUDA), where a row is full, and after `close`.
+        The result is the graph's own memory: the next call overwrites it, so clone what must
+        persist. Neither waits for the device nor copies from the host. ValueError for ids of
+        another shape, dtype or device (an id outside the vocabulary is not looked for, as in every
+        forward on CUDA), where a row is full, and after `close`.
         """
         if self._replay is None:
             raise ValueError(
@@ -126,16 +127,16 @@ class DecodeGraph:
         self.engaged = counted.counts
 
     def _step_again(self) -> None:
-        """A step whose place the next one takes: it leaves nothing that a step from the same
-        position does not write anew.
+        """Run a step that the next one overwrites: a step from the same position writes all that
+        this one wrote.
         """
         self._step()
         self.steps.forget_last()
 
 
 def _casting_anew(device: torch.device) -> torch.autocast:
-    """Autocast as it is, but without its cache of cast weights: a graph must cast them itself,
-    since the cache is freed.
+    """Autocast as it is set, but without its cache of cast weights: the graph must cast them
+    itself, since the cache is freed.
     """
     kind = device.type
     return torch.autocast(
@@ -170,7 +171,7 @@ def refuse_host_loops(engaged: dict[str, int]) -> None:
 
 
 def warm_up(work: Callable[[], None], device: torch.device) -> None:
-    """Run ``work`` on a stream of its own, as PyTorch asks before a capture."""
+    """Run ``work`` on a side stream, as PyTorch requires before a capture."""
     with torch.cuda.device(device):
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -174,8 +174,8 @@ class Steps:
 
     @contextmanager
     def unmoved(self) -> Iterator[None]:
-        """What steps within leave no trace in the lengths: a graph's capture runs the host's part
-        of a step, and not the device's.
+        """Restore the lengths after the steps within: a graph's capture runs the host's part of a
+        step, and not the device's.
         """
         kept, kept_B = (self._taken, self._may_forget), self.length_B.clone()
         try:

@@ -53,5 +53,5 @@ def varlen(
 def _torch_gqa_keywords() -> dict[str, Any]:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 takes fewer kv heads as they are, 2.13 wants to be told
+    # torch 2.11 takes fewer kv heads as they are, 2.13 only with enable_gqa
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}

@@ -67,8 +67,7 @@ PATH_REQUESTS = (*Path, AUTO, ADAPTIVE)
 
 
 class RouteError(ValueError):
-    """No route serves an explicit request, or two explicit requests contradict one another; a
-    ValueError.
+    """A ValueError: a request cannot be served, or two explicit requests contradict each other.
 
     The message names the request, every reason against it, and what to ask for instead; of an
     unknown name, the nearest.

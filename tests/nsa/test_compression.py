@@ -1,7 +1,7 @@
 """phi (Eq. 7): the learned maps against both fp64 oracles, and what each map promises besides its
 value.
 
-Of the mean's values test_branches.py is the judge.
+test_branches.py checks the values of the mean.
 """
 
 from __future__ import annotations
@@ -237,8 +237,8 @@ def test_a_block_depends_on_its_own_tokens_alone(phi: str, parts: int) -> None:
 @pytest.mark.parametrize("phi", ["mean", *LEARNED])
 @pytest.mark.parametrize("parts", PARTS)
 def test_a_poisoned_tail_reaches_no_gradient(phi: str, parts: int) -> None:
-    """A tail that is no block may be a cache's unused room: 0 * NaN must not come into a weight's
-    gradient either.
+    """A tail that is no block may be a cache's unused room: 0 * NaN must not reach a weight's
+    gradient.
     """
     config = config_of(phi, parts)
     module, x = Phi(config, D), randn(1, config.cmp_block + 2 * STRIDE - 1, 1, D, seed=8)

@@ -1,4 +1,4 @@
-"""The judge of bench_fusion can say no, and its budget leaves a reason behind."""
+"""bench_fusion rejects a wrong result, and records why its budget skipped a part."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The judge judged: hand-computed cases, then the second oracle (nsa.oracle), written by somebody
-else.
+"""Tests of the reference: hand-computed cases, then the second oracle (nsa.oracle), written
+independently.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ All heads of a kv head share one tile, and the keys are split over many programs
 
 B batch, T queries, C or S keys, Q query heads, G kv heads, H query heads per kv head, N slots, L
 tokens a block, P splits. Each split leaves a normalised part and its lse (fp32, to base 2), which
-are summed in the order of the splits: no atomics, bitwise repeatable. P goes by shapes alone; which
-keys a split takes goes by the positions, on the device, so that a CUDA graph may hold it.
+are summed in the order of the splits: no atomics, bitwise repeatable. P depends on shapes alone.
+Which keys a split takes depends on the positions, on the device, so that a CUDA graph may hold it.
 """
 
 from __future__ import annotations
@@ -324,7 +324,9 @@ def few_queries(T: int, H: int) -> bool:
 
 
 def interval_splits(tiles: int, keys: int, *, banded: bool) -> int:
-    """Of at most ``keys`` keys that the queries of each of ``tiles`` (b, kv head) see."""
+    """The number of splits of at most ``keys`` keys that the queries of each of ``tiles`` (b, kv
+    head) see.
+    """
     return max(
         1, min(PROGRAMS // max(1, tiles), cdiv(keys, LEAST_KEYS_BANDED if banded else LEAST_KEYS))
     )
@@ -338,8 +340,8 @@ def few_rows(rows: int) -> bool:
 
 
 def slots_per_split(rows: int, N: int, *, small: bool) -> int:
-    """Of the N slots of each of ``rows`` (b, t, kv head): a power of two, since each is a variant
-    to compile; N or more: no split.
+    """How many of the N slots of each of ``rows`` (b, t, kv head) a split takes: a power of two,
+    since each value is a variant to compile; N or more means no split.
     """
     return padded(cdiv(N, max(1, (SMALL_PROGRAMS if small else PROGRAMS) // max(1, rows))), 1)
 

@@ -73,8 +73,8 @@ def heads_and_ranges(
     multiprocessors evenly, and few parts.
 
     Tiles of a band are alike; without one, the first tile is seen by every query and the last by
-    few. A part costs its own size, whatever is computed; what an uneven end costs goes by the work,
-    ``pairs`` of a query head and a key: so programs go by its root.
+    few. The cost of a part is its size, and the cost of an uneven end grows with the work,
+    ``pairs`` of a query head and a key; so the number of programs grows with the root of the work.
     """
     wanted = 1024 if banded else min(4096, max(512, isqrt(pairs // 512)))
     heads = H

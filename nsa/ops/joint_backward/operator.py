@@ -1,8 +1,8 @@
 """The gated sum of three branches (arXiv 2502.11089, Eq. 5) as one function of autograd: the
 operator of ``nsa.ops.joint_backward.kernels``.
 
-Forward it is the gated sum of what the branches' kernels left. Backward it goes through all three
-at once, which spares each branch's share of the gradient, and the sum of three dQ, a way through
+The forward is the gated sum of the branches' outputs. The backward computes all three branches at
+once, so that neither each branch's share of the gradient nor the sum of three dQ goes through
 memory. B batch, T queries, Q query heads, G kv heads, N slots, D head dim.
 """
 

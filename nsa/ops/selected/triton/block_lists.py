@@ -33,8 +33,9 @@ def nsa_selected_keys(
 ):
     """The list that each entry belongs to: (chunk, b, g, block).
 
-    An empty slot, or one of a sequence's first ``full`` rows, is in its
-    chunk's last one, which nobody reads."""
+    An empty slot, or one of a sequence's first ``full`` rows, is in its chunk's last list, which is
+    not read.
+    """
     e = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     block = tl.load(BLOCKS + e, mask=e < E, other=-1)
     row = (e // (G * N)).to(tl.int32)
@@ -61,7 +62,7 @@ class Lists:
 
     @classmethod
     def of(cls, blocks: Tensor, J: int, rows_per_chunk: int, *, full: int) -> Lists:
-        """Of every row but each sequence's first ``full``."""
+        """The lists of every row but each sequence's first ``full``."""
         B, T, G, N = blocks.shape
         num_lists = B * G * J
         num_chunks = cdiv(B * T, rows_per_chunk)

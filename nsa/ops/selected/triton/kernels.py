@@ -577,8 +577,8 @@ FULL: dict[str, Any] = {"block": 1, "stride": 1, "width": None, "q_start": 0, "f
 
 
 def rows_in_full(full: int, T: int) -> int:
-    """Of the ``full`` first rows of a sequence that chose every block, how many go without lists:
-    none where they are few of T.
+    """How many of the ``full`` first rows of a sequence, which chose every block, are computed
+    without lists: none where they are few of T.
     """
     return full if 0 < full < T <= FULL_WORTH * full else 0
 
