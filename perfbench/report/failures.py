@@ -226,7 +226,7 @@ def _settles(row: Row, run: Run, judgement: Judgement, context: ReportContext) -
     if cell.cut_short:
         return (
             f"The other pairs of the plan ({cell.cut_short} were measured): the reason says how to"
-            f" go on; or a new A/B, {in_turns}."
+            f" resume; or a new A/B, {in_turns}."
         )
     if not cell.evidence:
         return "No speed was compared: the reason says what is missing."

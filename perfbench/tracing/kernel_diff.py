@@ -183,7 +183,7 @@ def render_kernels(kernels: Kernels, top: int = 10) -> str:
 
 def short_name(name: str) -> str:
     """A kernel's name without return type, parameters and template arguments, except the one type
-    that tells what it does.
+    that states what it does.
     """
     plain = " ".join(name.split()).replace("(anonymous namespace)::", "").removeprefix("void ")
     outer, inner = _split_template(plain)

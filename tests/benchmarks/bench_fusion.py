@@ -74,7 +74,7 @@ class Subject:
 def subjects(
     part: Part, shape: tuple[int, int], dtype: torch.dtype, device: str, backend: str
 ) -> tuple[Subject, Subject, Subject]:
-    """(eager, compiled, truth): the same weights and inputs, the truth in the part's wider
+    """(eager, compiled, reference): the same weights and inputs, the reference in the part's wider
     dtype.
     """
     torch.manual_seed(0)
@@ -107,8 +107,8 @@ def subjects(
 def parity(
     eager: list[Tensor], compiled: list[Tensor], reference: list[Tensor], slack: float
 ) -> dict[str, Any]:
-    """Relative L2 errors against the truth, of the worst tensor; the compiled side may err twice as
-    much as eager, plus ``slack``.
+    """Relative L2 errors against the reference, of the worst tensor; the compiled side may err
+    twice as much as eager, plus ``slack``.
     """
 
     @torch.no_grad()

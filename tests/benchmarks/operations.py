@@ -40,8 +40,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """``function(*tensors)``; ``truth`` is the same in fp64, and None where the result is blocks
-    (then `blocks_of_oracle` computes them).
+    """``function(*tensors)``; ``reference`` is the same in fp64, and None where the result is
+    blocks (then `blocks_of_oracle` computes them).
     """
 
     function: Function

@@ -54,7 +54,7 @@ def synchronised() -> float:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Path triton is no case without a GPU: in its interpreter a time means nothing."""
+    """Without a GPU, path triton is left out: times in its interpreter mean nothing."""
     known = list(operations(triton=metafunc.config.getoption("--require") == "gpu"))
     if "what" in metafunc.fixturenames:
         metafunc.parametrize(

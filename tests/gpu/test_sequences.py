@@ -27,8 +27,8 @@ def layer_of(path: Path, fa2: str, dtype: torch.dtype) -> NSAAttention:
 
 
 def assert_no_worse(got: Tensor, whole: Tensor, reference: Tensor, what: str) -> None:
-    """``whole`` is the same layer in the same dtype, uncached and unpacked; ``truth`` the same in
-    fp64 on the CPU.
+    """``whole`` is the same layer in the same dtype, uncached and unpacked; ``reference`` is the
+    same in fp64 on the CPU.
     """
     bound = max(2 * error(whole.cpu(), reference) + 2**-8 * magnitude(reference), 1e-5)
     found = error(got.cpu(), reference)

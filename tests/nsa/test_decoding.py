@@ -208,7 +208,9 @@ def test_nobody_counts_steps_that_are_no_tokens(graphs: list[str]) -> None:
 
 
 def test_caches_go_when_nobody_holds_them() -> None:
-    """At once, not when Python looks for cycles: their buffers are most of a GPU's memory."""
+    """They are freed at once, not when Python collects cycles: their buffers are most of a GPU's
+    memory.
+    """
     cache = layer_of().new_cache(1, 9)
     steps, held = Steps([cache]), weakref.ref(cache)
     gc.disable()

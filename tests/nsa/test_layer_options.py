@@ -23,7 +23,7 @@ BLOCK, STRIDE = SMALL.cmp_block, SMALL.cmp_stride
 
 
 def randomised(module: torch.nn.Module) -> None:
-    """Parameters at which phi is no mean and knows its places."""
+    """Parameters at which phi differs from a mean and depends on positions."""
     for seed, (name, parameter) in enumerate(module.named_parameters()):
         if "phi" in name or isinstance(module, Phi):
             spread = 0.5 if name.endswith("position") else parameter.shape[1] ** -0.5

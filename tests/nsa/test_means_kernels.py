@@ -50,7 +50,7 @@ def test_both_have_their_gradient_at_once() -> None:
 
 @pytest.mark.parametrize("kind", ["a slice of a projection", "room beyond the end", "transposed"])
 def test_layouts_of_inputs(kind: str) -> None:
-    """Whatever strides; what lies beyond is never read."""
+    """Inputs of any strides give the same result; memory beyond them is not read."""
 
     def laid_out(x: Tensor) -> Tensor:
         if kind == "a slice of a projection":

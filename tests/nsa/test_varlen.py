@@ -88,7 +88,7 @@ def test_slow_paths_pack_too(path: Path) -> None:
     st.booleans(),
 )
 def test_any_packing(lengths: list[int], path: Path, beyond: int, narrow: bool) -> None:
-    """What lies beyond the last document may be NaN: its rows are 0 and move no gradient."""
+    """Contents beyond the last document may be NaN: its rows are 0 and change no gradient."""
     if sum(lengths) == 0:
         lengths = [*lengths, 1]
     layer = layer_of(replace(SMALL, window=5) if narrow else SMALL, path=path)

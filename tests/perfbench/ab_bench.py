@@ -137,7 +137,7 @@ def bench(
 def plan_here(
     one: checkout.Checkout, matrix: Matrix, only: Sequence[str], capability: Capability
 ) -> version_plan.VersionPlan:
-    """What the side's own process would answer, since its nsa differs in the marker alone."""
+    """The plan that the side's own process would return, whose nsa differs only in the marker."""
     return version_plan.VersionPlan(
         one,
         plans.build(matrix, only=list(only), capability=capability, settings=Settings()),

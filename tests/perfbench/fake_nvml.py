@@ -40,7 +40,7 @@ class WindowClock:
 
 
 def sampled(nvml: FakeNvml, uuid: str, window_s: float, hertz: float = 50.0) -> Telemetry:
-    """What the sampler says of a window of ``window_s``, on a clock of its own."""
+    """The telemetry of a window of ``window_s``, on the sampler's own clock."""
     clock = WindowClock(window_s)
     sampler = NvmlSampler(uuid, module=nvml, hertz=hertz, now=clock.now, wait=clock.wait)
     with sampler.window() as window:

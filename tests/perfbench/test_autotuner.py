@@ -1,5 +1,5 @@
-"""What autotuners chose, found in loaded modules by a stand-in for Triton; without Triton there is
-nothing to find.
+"""Reads what autotuners chose from loaded modules, with a stand-in for Triton; without Triton
+nothing is found.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def one_cell(times: int = 1, **session: float) -> str:
 
 
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
-    """Neither cells that the run does not have, nor cells that the calibration does not know."""
+    """Skips cells that the run does not have, and cells that the calibration does not know."""
     assert calibration_file.variance_of_cells(
         calibration_file.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
     ) == {

@@ -393,7 +393,7 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
 
 
 def test_the_headline_says_that_no_confirmation_was_judged_here(tmp_path: Path) -> None:
-    """Two processes of a cell and start make no two pairs."""
+    """Two processes of a cell and start are not two pairs."""
     for replicates, judged in ((2, False), (3, False), (6, True)):
         runs = [noisy(f"run-{n}", random.Random(n), replicates=replicates) for n in range(2)]
         text = headline(

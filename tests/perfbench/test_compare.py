@@ -112,7 +112,7 @@ def test_two_machines_are_incomparable_also_as_pairs() -> None:
 def test_a_base_run_that_is_wrong_as_a_whole_compares_nothing(
     base_of: Callable[[Run], Run], verdict: Verdict, words: str, paired: bool
 ) -> None:
-    """Neither red nor green may rest on it; the finding is reported, with its side."""
+    """No cell is judged against it; the finding is reported, with its side."""
     run = b.small_run(replicates=8, noise=0.001)
     judgement = comparison.compare(
         base_of(run), b.scale_rows(run, TRAIN, 0.5), POLICY, paired=paired
@@ -150,7 +150,7 @@ def test_a_base_that_throttled_throughout_says_so() -> None:
 
 
 def test_a_base_of_uncommitted_changes_or_faults_is_reported_and_compared() -> None:
-    """It may be meant: the user's own tree as a side. No verdict hangs on it."""
+    """It may be intended: the user's own tree as a side. No verdict depends on it."""
     run = b.small_run(replicates=8, noise=0.001)
     dirty = b.with_manifest(
         run,
@@ -243,7 +243,7 @@ def test_equal_pairs_that_were_cut_short_say_so_in_the_headline() -> None:
 
 
 def test_noisy_pairs_that_were_cut_short_wait_for_the_others() -> None:
-    """At the corrected level 40 pairs would not do, which is no reason to call the cell BLIND."""
+    """At the corrected level 40 pairs would not be enough; the cell is still not BLIND."""
     base = first_pairs(b.small_run(replicates=8, noise=0.06), 4)
     other = first_pairs(b.make_run(base.manifest.cells[::-1], replicates=8, noise=0.06), 4)
     judgement = comparison.compare(

@@ -116,9 +116,7 @@ def test_a_row_says_what_was_captured_and_read(path: str) -> None:
 
 
 def test_a_replay_that_moves_on_is_seen_in_the_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Were the token not forgotten, each replay would stand at another position, until the cache is
-    full.
-    """
+    """If the token were kept, each replay would run at a new position, until the cache is full."""
     monkeypatch.setattr(Steps, "forget_last", lambda self: None)
     with pytest.raises(ValueError, match="would hold 102 tokens"):
         run(captured())

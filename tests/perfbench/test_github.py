@@ -1,5 +1,5 @@
-"""What GitHub shows: annotations that nothing in a name can break, a summary within its limit, and
-the nightly workflow.
+"""GitHub output: annotations that no name can break, a summary within its limit, and the nightly
+workflow.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What other programs read of a judgement: JUnit XML and verdict.json, valid for every name and
+"""The files of a judgement for other programs: JUnit XML and verdict.json, valid for every name and
 reason.
 """
 
@@ -137,7 +137,7 @@ def test_names_that_differ_by_a_forbidden_character_stay_apart() -> None:
 
 
 def problems(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str = "$") -> list[str]:
-    """What of JSON Schema the file's schema uses, checked without any of the code that made it."""
+    """Checks the part of JSON Schema that the schema uses, without the code that wrote it."""
     if "$ref" in schema:
         return problems(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, at)
     if "anyOf" in schema:

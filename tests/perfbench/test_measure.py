@@ -102,7 +102,7 @@ def test_the_rows_physics(path: str) -> None:
 
 
 def test_a_real_row_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing faked but the size of the GEMM."""
+    """Only the size of the GEMM is faked."""
     from perfbench.worker.clock import PerfCounterClock
 
     begin = time.monotonic()

@@ -1,4 +1,4 @@
-"""No speed where another path ran than planned or where the numbers are wrong."""
+"""A cell gets no speed if another path ran than planned, or if its numbers are wrong."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def test_a_selection_that_is_off_by_one_block(monkeypatch: pytest.MonkeyPatch, s
 
 
 def test_a_selection_that_skips_the_best_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention over wrong blocks is right attention: only the comparison of the sets sees it."""
+    """Attention over wrong blocks is correct attention: only comparing the sets detects it."""
     scores = selection.block_scores
     monkeypatch.setattr(selection, "block_scores", lambda *x: -scores(*x))
     line = prove()

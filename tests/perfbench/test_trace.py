@@ -473,7 +473,7 @@ def test_a_planted_operation_is_named_first(
 
 
 def test_a_wrong_path_is_traced_all_the_same(tmp_path: Path) -> None:
-    """Where the plan said another path, what ran is what is to be seen."""
+    """If the plan named another path, the trace shows what ran."""
     row, table, _ = traced(tmp_path, plan=job("v2", "train").plan)
     assert row.status is Status.OK and table.launches > 100
 

@@ -201,7 +201,7 @@ def run_of() -> Run:
 
 
 def rerouted(run: Run, cell_id: str, off: list[str]) -> Run:
-    """What the processes of one cell say that they turned off."""
+    """The rows of one cell whose processes report these steps as off."""
 
     def change(row: Any) -> Any:
         return row.model_copy(update={"route": row.route.model_copy(update={"off": off})})
