@@ -16,7 +16,7 @@ import pytest
 
 import perfbench
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.records import run_file
+from perfbench.records import Cell, run_file
 from tests.perfbench import builders
 
 DATA = Path(__file__).parents[1] / "data"
@@ -169,11 +169,12 @@ def test_an_axis_that_an_older_file_lacks_has_its_default_and_an_unknown_value_i
 ) -> None:
     run = builders.small_run()
     row = run.replicates[0]
-    axes = {**{k: v for k, v in row.axes.items() if k != "without"}, "selection": "later"}
+    known = {k: v for k, v in row.axes.to_mapping().items() if k != "without"}
+    axes = {**known, "dtype": "fp8"}
     with run_file.create(tmp_path, run.manifest) as writer:
-        writer.append(row.model_copy(update={"axes": axes}))
+        writer.append(row.model_copy(update={"axes": Cell.from_mapping(axes)}))
     (got,) = perfbench.load(writer.path).itertuples()
-    assert got.without == "none" and got.selection == "later"
+    assert got.without == "none" and got.dtype == "fp8"
 
 
 def test_a_run_without_replicates_has_all_columns(tmp_path: Path) -> None:

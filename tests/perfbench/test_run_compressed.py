@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from perfbench.calibration import aa_pairs, aa_runs, calibrate
+from perfbench import calibration
+from perfbench.calibration import aa_pairs, aa_runs
 from perfbench.commands import app
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import run_file
@@ -177,11 +178,11 @@ def test_promote_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_calibrate_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(calibrate, "calibrate", lambda files, **_: read.extend(files))
-    monkeypatch.setattr(calibrate, "render", str)
+    monkeypatch.setattr(calibration, "calibrate", lambda paths, **_: read.extend(paths))
+    monkeypatch.setattr(calibration, "render_calibration", str)
     run = RUNS / "h100-gate" / "start-1"
     assert app.invoke(["calibrate", str(run), str(run / "run.jsonl.gz")]) == Exit.OK
-    assert read == [run / "run.jsonl.gz"] * 2
+    assert read == [run, run / "run.jsonl.gz"]
     one, *_ = aa_runs.counts(aa_runs.read([run_file.read(read[0])]))
     assert one.replicates == 20
     assert {cell.verdict for cell in aa_pairs.read([RUNS / "h200-drop"], "h200")} == {"REGRESSED"}
