@@ -1,4 +1,4 @@
-"""NSA as a layer: the paper from top to bottom, without a branch on implementation.
+"""NSA as a layer: the equations of the paper in order, whatever implements them.
 
 B batch, T tokens, M model dim, Q query heads, G kv heads, D head dim.
 """
@@ -84,8 +84,8 @@ class NSAAttention(nn.Module):
     ) -> Tensor:
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
-        With a ``cache`` the chunk goes on where it stands (decode is a chunk of 1), row b with its
-        first ``num_tokens[b]`` tokens only; the others' y is 0. A cache that steps
+        With a ``cache`` the chunk continues each row's sequence (decode is a chunk of 1); row b
+        takes its first ``num_tokens[b]`` tokens only, and y of the others is 0. A cache that steps
         (`nsa.decode.Steps`) takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N documents into
         B = 1; y beyond the last is 0.
         ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype,
@@ -107,7 +107,9 @@ class NSAAttention(nn.Module):
                 some_absent=cu_seqlens is not None or num_tokens is not None,
             )
         absent = layout.absent_BT1
-        if absent is not None:  # whatever lies there, NaN included, touches no weight's gradient
+        if (
+            absent is not None
+        ):  # contents of absent tokens, NaN included, must not reach a weight's gradient
             x_BTM = x_BTM.masked_fill(absent, 0)
         q = self.q_proj(x_BTM).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x_BTM).unflatten(-1, (-1, self.head_dim))
@@ -121,9 +123,9 @@ class NSAAttention(nn.Module):
             self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
         )
         checks.qkv(q, *kv_sel, q_start=0)
-        whole = cache is None and layout.packing is None
+        is_whole_sequence = cache is None and layout.packing is None
         if cache is None:
-            route = self._route(q, q.shape[1], whole=whole)
+            route = self._route(q, q.shape[1], whole=is_whole_sequence)
             view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route)
         else:
             checks.no_gradient(q, k, v, gates)
@@ -142,7 +144,7 @@ class NSAAttention(nn.Module):
             self.head_dim**-0.5,
             documents=layout.documents,
             present=layout.present_BR,
-            is_whole_sequence=whole,
+            is_whole_sequence=is_whole_sequence,
             nonnegative_gates=True,
         )
         keys_read = None if cache is None else cache.keys_read
@@ -191,9 +193,10 @@ class NSAAttention(nn.Module):
         its call, so one layer's reservation serves all of its size.
         """
         weight = self.k_proj.weight
+        # a shape, no memory
         q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(
             batch, tokens, self.num_heads, self.head_dim
-        )  # a shape, no memory
+        )
         route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0

@@ -215,12 +215,12 @@ def _count_keys(
         keys_read.later("win", count)
 
 
-def _needs_no_blocks(chosen: Route) -> bool:
+def _needs_no_blocks(route: Route) -> bool:
     """Whether the selected branch attends to every key up to the query, and nobody looks at the
     blocks that say so.
     """
     return (
-        chosen.branch("sel").implementation == DENSE
+        route.branch("sel").implementation == DENSE
         and not statistics.is_collecting()
         and not checks.is_strict()
     )

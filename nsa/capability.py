@@ -1,4 +1,4 @@
-"""The one place that asks what exists: compute capability, FA-2 providers, versions."""
+"""Probes the machine: compute capability, FA-2 providers, versions. The only module that does."""
 
 from __future__ import annotations
 

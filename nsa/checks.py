@@ -16,10 +16,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def may_read(x: Tensor) -> bool:
-    """Whether contents may be looked at: on a CPU that syncs with nothing, elsewhere only in strict
+    """Whether contents may be read: on a CPU, where that does not sync; elsewhere only in strict
     mode.
 
-    A subclass of Tensor may have none, wherever it says it is: FakeTensor is one.
+    A subclass of Tensor may have no contents, whatever its device says: FakeTensor is one.
     """
     if (
         torch.compiler.is_compiling()
@@ -31,7 +31,7 @@ def may_read(x: Tensor) -> bool:
 
 
 def is_strict() -> bool:
-    """NSA_STRICT_ASSERTS=1; never inside torch.compile, where looking would break the graph."""
+    """NSA_STRICT_ASSERTS=1; never inside torch.compile, where reads would break the graph."""
     return not torch.compiler.is_compiling() and bool(settings.current().strict_asserts.value)
 
 
@@ -51,9 +51,10 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
                 " skip empty calls"
             )
         if x.dtype not in DTYPES or x.dtype != q.dtype:
-            beside = "" if x is q else f" and q is {q.dtype}"
+            other_dtype = "" if x is q else f" and q is {q.dtype}"
             raise ValueError(
-                f"{name} is {x.dtype}{beside}; wanted one floating dtype for all; cast them first"
+                f"{name} is {x.dtype}{other_dtype}; wanted one floating dtype for all; cast"
+                " them first"
             )
         if x.device != q.device:
             raise ValueError(
@@ -123,8 +124,8 @@ def start(q: Tensor, q_start: int | Tensor, *, num_keys: int | None) -> None:
 
 
 def fixed_selection(config: NSAConfig, *, whole: bool, what: str) -> None:
-    """The adaptive n goes by the length of a call: only whole sequences, one to a row, would choose
-    alike in every call.
+    """The adaptive n depends on the length of a call, so only whole sequences, one a row, get the
+    same n in every call.
     """
     if config.adaptive_num_selected and not whole:
         raise ValueError(
@@ -201,7 +202,7 @@ def keys(kv_len: int, q: Tensor, *, q_start: int | Tensor) -> None:
 
 
 def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
-    """Floating [B, T, HQ, 3] beside q."""
+    """Floating [B, T, HQ, 3], matching q."""
     wanted = (*q.shape[:3], len(branches))
     if gates.shape != wanted:
         raise ValueError(
@@ -242,8 +243,8 @@ def _is_autocast(device: torch.device) -> bool:
 
 
 def ids(ids: Tensor, embedding: Tensor, *, padded: bool = False) -> None:
-    """int64 [B, T] beside an embedding [vocab_size, M]; each id is looked at where it may be,
-    unless padding is to be cut yet.
+    """int64 [B, T] for an embedding [vocab_size, M]. Ids are checked where contents may be read,
+    unless padding is still to be cut.
     """
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         raise ValueError(
@@ -265,7 +266,7 @@ def ids(ids: Tensor, embedding: Tensor, *, padded: bool = False) -> None:
 
 
 def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
-    """int32 [B, T, HKV, N] beside q and k."""
+    """int32 [B, T, HKV, N], matching q and k."""
     wanted = (*q.shape[:2], k.shape[2])
     if (
         blocks.ndim != 4
@@ -289,8 +290,8 @@ def no_gradient(*tensors: Tensor) -> None:
 
 
 def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_start: int | Tensor, *, read: bool) -> None:
-    """cu_seqlens [N + 1] beside packed q [1, T, ...]; its contents are looked at only with
-    ``read``, which may sync.
+    """cu_seqlens [N + 1] for packed q [1, T, ...]; its contents are checked only with ``read``,
+    which may sync.
     """
     if q.shape[0] != 1 or k.shape[1] != q.shape[1] or isinstance(q_start, Tensor) or q_start != 0:
         raise ValueError(

@@ -113,28 +113,28 @@ def explain(
             )
     config, request = preset(model), settings.current().request(path, fa2)
     where = capability.this_machine() if gpu is None else capability.assumed(gpu)
-    chosen = plan(
+    decision = plan(
         request, config, batch=batch, tokens=seq_len, dtype=_dtype(dtype), capability=where
     )
     if as_json:
         call = {"model": model, "batch": batch, "seq_len": seq_len, "dtype": _dtype(dtype)}
-        typer.echo(json.dumps(_as_data(call, request, where, chosen), indent=2))
+        typer.echo(json.dumps(_as_data(call, request, where, decision), indent=2))
         return
     sm = "" if where.sm is None else f" (SM {where.sm[0]}.{where.sm[1]})"
     typer.echo(f"{model}, {batch} x {seq_len} tokens, {_dtype(dtype)}, on {where.device_name}{sm}")
     if gpu is not None:
         typer.echo("assumed: that device with the torch and the FA-2 that are installed here")
-    typer.echo("\n".join(chosen.explain()))
+    typer.echo("\n".join(decision.explain()))
 
 
 def _as_data(
-    call: dict[str, Any], request: Request, where: Capability, chosen: Route
+    call: dict[str, Any], request: Request, where: Capability, decision: Route
 ) -> dict[str, Any]:
     return {
         "call": call,
         "request": asdict(request),
         "capability": asdict(where),
-        "route": asdict(chosen),
+        "route": asdict(decision),
     }
 
 

@@ -52,7 +52,7 @@ def compress(x: Tensor, *, config: NSAConfig, params: Mapping[str, Tensor] | Non
         return _project_blocks(x, checked["weight"], C, config).to(x.dtype)
     up, down = checked["up"], checked["down"]
     # up @ (tokens + position) = up @ tokens + up @ position: the second is one vector for all
-    # blocks, and an encoding much smaller than the tokens is not rounded away beside them.
+    # blocks, and an encoding much smaller than the tokens is not lost to rounding in their sum.
     encoding_F = nn.functional.linear(checked["position"].to(x.dtype).flatten(), up.to(x.dtype))
     hidden_BCGF = nn.functional.silu(_project_blocks(x, up, C, config) + encoding_F)
     return nn.functional.linear(hidden_BCGF.to(x.dtype), down.to(x.dtype)).to(x.dtype)
@@ -180,13 +180,12 @@ class Phi(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """``linear`` begins as the mean exactly, so training begins at mean pooling and departs
-        from it only to gain.
+        """``linear`` is initialised to the exact mean, so training starts from mean pooling.
 
         ``mlp`` cannot: a hidden layer as wide as the head holds no identity through SiLU. Its
-        matrices are uniform within fan_in ** -0.5, which keeps the output within the tokens' own
-        scale, and its position encoding is normal with std 0.02, so that at first the tokens speak
-        and not their places, while no two places are alike.
+        matrices are uniform within fan_in ** -0.5, which keeps the output at the tokens' own
+        scale. Its position encoding is normal with std 0.02: small next to the tokens, yet
+        different at each position.
         """
         for name, parameter in self.named_parameters(recurse=False):
             if name == "weight":

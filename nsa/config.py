@@ -1,4 +1,4 @@
-"""Geometry and options of NSA, frozen and validated at birth. No torch."""
+"""Geometry and options of NSA, frozen, and validated when built. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,8 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 BRANCHES = ("cmp", "sel", "win")
-_LATER_NSA_OPTIONS = (
-    "phi_hidden",
-    "adaptive_num_selected",
-    "selection",
-    "score_dtype",
-)  # see ModelConfig.sha256
+# see ModelConfig.sha256
+_LATER_NSA_OPTIONS = ("phi_hidden", "adaptive_num_selected", "selection", "score_dtype")
 PHI_KINDS = ("mean", "linear", "mlp")
 SELECTION_KINDS = ("exact", "hierarchical")
 SCORE_DTYPES = ("float32", "bfloat16", "float16")
@@ -23,7 +19,7 @@ GATE_KINDS = ("sigmoid", "softmax")
 ROPE_KINDS = ("interleaved", "half")
 CMP_ROPE_KINDS = ("auto", "before", "after")
 
-# The paper's letters and the founding reports' YAML names.
+# The paper's letters and the prototype's YAML names.
 NSA_ALIASES: Mapping[str, str] = {
     "l": "cmp_block",
     "d": "cmp_stride",
@@ -86,7 +82,7 @@ class NSAConfig:
     learned map of rotated keys is not a function of relative position. ``phi_hidden`` is mlp's
     hidden width, by default the head dim.
     ``adaptive_num_selected`` lowers num_selected to 8 up to 512 tokens and to 12 up to 1,024 (the
-    founding reports' rule).
+    prototype's rule).
     ``selection='hierarchical'`` searches regions of four blocks; ``score_dtype`` below float32
     changes the chosen set of close rows: both are opt-in, and nsa.selection reports what they
     change. Raises ValueError naming the field, what it got and what fits.
@@ -150,7 +146,7 @@ class NSAConfig:
             if self.phi != "mlp":
                 raise ValueError(
                     f"NSAConfig.phi_hidden={self.phi_hidden} is mlp's, and phi={self.phi!r}; set"
-                    " phi='mlp' or leave it away"
+                    " phi='mlp' or omit phi_hidden"
                 )
         if self.adaptive_num_selected not in (True, False):
             raise ValueError(
@@ -215,9 +211,8 @@ class ModelConfig:
     v_head_dim: int | None = None
     vocab_size: int = 256
     mlp_ratio: int = 4
-    checkpoint_layers: tuple[int, int] | None = (
-        None  # layers [first, stop) are recomputed in the backward; None: none
-    )
+    # layers [first, stop) are recomputed in the backward; None: none
+    checkpoint_layers: tuple[int, int] | None = None
     nsa: NSAConfig = field(default_factory=NSAConfig)
 
     def __post_init__(self) -> None:
@@ -307,7 +302,7 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: in
 
 
 PRESETS: Mapping[str, ModelConfig] = {
-    # The founding reports' model: 78.3 M parameters and small per-group gates, softmax as there.
+    # The prototype's model: 78.3 M parameters and small per-group gates, softmax as there.
     "m7c_125m": ModelConfig(nsa=NSAConfig(gate="softmax")),
     # Small enough for a CPU, and with blocks that compete from 81 tokens on.
     "tiny": ModelConfig(

@@ -1,6 +1,6 @@
 """The dense twin of NSAAttention: the same dims, one K and V, full causal attention.
 
-What a user would pick instead.
+The baseline that NSA is compared with.
 """
 
 from __future__ import annotations

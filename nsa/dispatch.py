@@ -1,6 +1,4 @@
-"""The one door: the only caller of the implementations, the only one who counts them, and who marks
-them for a profiler.
-"""
+"""The only caller of the implementations. It counts each call and marks it for a profiler."""
 
 from __future__ import annotations
 
@@ -19,9 +17,8 @@ from nsa.ops.interval import sliding
 from nsa.ops.selected import PATHS
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
 
-Attended = tuple[
-    Tensor, Tensor | None
-]  # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
+# o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
+Attended = tuple[Tensor, Tensor | None]
 
 
 def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:

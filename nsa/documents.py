@@ -63,9 +63,8 @@ class Packing:
         P = -(-(tokens + length_N.shape[0] * (sel_block - 1)) // sel_block) * sel_block
         row = torch.where(inside, token + (bounds[:-1] - cu[:-1])[document], P)
         aligned = torch.arange(P, device=cu.device)
-        first = bounds[
-            torch.searchsorted(bounds[1:], aligned, right=True)
-        ]  # what is left at the end is one more document, of zeros
+        # what is left at the end is one more document, of zeros
+        first = bounds[torch.searchsorted(bounds[1:], aligned, right=True)]
         ends = torch.cat([bounds, bounds.new_full((1,), P)])
         present = torch.zeros(P + 1, dtype=torch.bool, device=cu.device).index_fill(0, row, True)[
             :P

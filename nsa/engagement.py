@@ -1,4 +1,4 @@
-"""Counters of what ran.
+"""Counts of the implementations that ran.
 
 Only ``nsa.dispatch`` increments them, in the line before it calls an implementation.
 

@@ -46,11 +46,11 @@ def route_for(
 
     ``whole`` as in Problem.
 
-    Inside torch.compile no branch is full causal attention by its length: a Route that knew would
-    recompile at that length.
+    Inside torch.compile no branch becomes full causal attention because of its length: a Route that
+    depended on the length would recompile there.
     """
     compiling = torch.compiler.is_compiling()
-    told = None if compiling else config
+    length_rules = None if compiling else config
     problem = Problem(
         batch=q.shape[0],
         q_tokens=q.shape[1],
@@ -62,8 +62,8 @@ def route_for(
         dtype=str(q.dtype).removeprefix("torch."),
         branches=branches,
         ragged=isinstance(q_start, Tensor),
-        select_all_tokens=_select_all_tokens(told, num_keys),
-        window=None if told is None else told.window,
+        select_all_tokens=_select_all_tokens(length_rules, num_keys),
+        window=None if length_rules is None else length_rules.window,
         whole=whole and not compiling,
         scores=None if config is None else scores_of(config),
         sel_block=sel_block if config is None else config.sel_block,
@@ -116,7 +116,7 @@ def compressed_attention(
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
     checks.compressed_grid(block, stride)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    decided = route_for(
+    decision = route_for(
         q,
         k_cmp.shape[2],
         v_cmp.shape[3],
@@ -127,7 +127,7 @@ def compressed_attention(
         fa2="auto",
     )
     o, lse_base_2 = dispatch.compressed(
-        decided, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
+        decision, q, k_cmp, v_cmp, block=block, stride=stride, q_start=q_start, scale=scale
     )
     if lse_base_2 is not None:
         return o, lse_base_2 * math.log(2)
@@ -165,12 +165,12 @@ def select_blocks(
     checks.keys(kv_len, q, q_start=q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     G, D = k_cmp.shape[2:]
-    decided = route_for(
+    decision = route_for(
         q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config
     )
-    if decided.has(SCORE):
+    if decision.has(SCORE):
         return dispatch.choose(
-            decided,
+            decision,
             q,
             k_cmp,
             None,
@@ -214,7 +214,7 @@ def selected_attention(
         checks.block_contents(blocks, k.shape[1], sel_block, q_start)
     k, v = _up_to_last_query((k, v), q, q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    decided = route_for(
+    decision = route_for(
         q,
         k.shape[2],
         v.shape[3],
@@ -226,7 +226,7 @@ def selected_attention(
         sel_block=sel_block,
     )
     return dispatch.selected(
-        decided, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
+        decision, q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
     )[0]
 
 
@@ -250,7 +250,7 @@ def sliding_attention(
     checks.qkv(q, k, v, q_start=q_start)
     checks.sizes(window=window)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    decided = route_for(
+    decision = route_for(
         q,
         k.shape[2],
         v.shape[3],
@@ -260,7 +260,7 @@ def sliding_attention(
         path="auto",
         fa2=fa2,
     )
-    return dispatch.window(decided, q, k, v, size=window, q_start=q_start, scale=scale)[0]
+    return dispatch.window(decision, q, k, v, size=window, q_start=q_start, scale=scale)[0]
 
 
 def nsa_attention(
@@ -305,11 +305,12 @@ def nsa_attention(
         checks.qkv(q, *kv, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
     checks.gates(gates, q, BRANCHES)
-    whole = (
-        cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
-    )  # the keys are cut at the last query below
+    # the keys are cut at the last query below
+    is_whole_sequence = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
     checks.fixed_selection(
-        config, whole=whole, what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)"
+        config,
+        whole=is_whole_sequence,
+        what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)",
     )
     packing = None
     if cu_seqlens is not None:
@@ -325,7 +326,7 @@ def nsa_attention(
         )
     documents = None if packing is None else packing.documents
     S, G, DV = kv_sel[1].shape[1:]
-    decided = route_for(
+    decision = route_for(
         q,
         G,
         DV,
@@ -335,21 +336,21 @@ def nsa_attention(
         path=path,
         fa2=fa2,
         config=config,
-        whole=whole,
+        whole=is_whole_sequence,
     )
     if "cmp" in config.branches or "sel" in config.branches:
         kv_cmp = compress_kv(
-            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=decided
+            *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=decision
         )
     view = View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=q_start, win_start=q_start)
     present = None if packing is None else packing.align(packing.inside_T[None])
     call = Call(
-        decided,
+        decision,
         config,
         q.shape[-1] ** -0.5 if scale is None else scale,
         documents=documents,
         present=present,
-        is_whole_sequence=whole,
+        is_whole_sequence=is_whole_sequence,
         nonnegative_gates=nonnegative_gates,
     )
     o = attend_view(q, gates, view, call)
@@ -399,9 +400,7 @@ def compress_kv(
 
 
 def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:
-    """Without the keys that no query can see (a cache's unused room), whose contents may be
-    anything.
-    """
+    """Drop the keys that no query can see (a cache's unused room), whose contents are undefined."""
     if isinstance(q_start, Tensor):
         return kv
     end = q_start + q.shape[1]

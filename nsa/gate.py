@@ -1,7 +1,6 @@
 """Branch gates.
 
-``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` the founding
-reports'.
+``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` the prototype's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The judge: fp64, explicit softmax over explicit boolean masks, differentiable, dull.
+"""The reference: fp64, explicit softmax over explicit boolean masks, differentiable, unoptimised.
 
 Imports torch alone.
 
-It shares no code with what it judges. Layout as everywhere: q [B, T, HQ, DK], k [B, S, G, DK], v
-[B, S, G, DV].
+It shares no code with what is tested against it. Layout as everywhere: q [B, T, HQ, DK], k
+[B, S, G, DK], v [B, S, G, DV].
 ``positions`` int64 [B or 1, T] gives the query rows' positions; without it they are q_start,
 q_start + 1, ...
 """

@@ -1,4 +1,4 @@
-"""NSA_* variables of the founding reports that nothing reads any more, and what to use instead.
+"""NSA_* variables of the prototype that are no longer read, and what to use instead.
 
 Data only.
 """

@@ -49,7 +49,7 @@ def rotate(x: Tensor, by: Tensor, *, kind: str) -> Tensor:
         (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(by).unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     elif x.numel() == 0:
-        turned = pairs  # strides of nothing are no complex numbers
+        turned = pairs  # an empty tensor's strides do not form complex numbers
     else:
         turned = torch.view_as_real(torch.view_as_complex(pairs) * by)
     if kind == "half":

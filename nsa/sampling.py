@@ -43,5 +43,5 @@ def next_token(
             -1, order.indices, order.values.masked_fill(before >= top_p, 0.0)
         )
     # Of independent exponential times with rates p, the first belongs to i with probability p_i.
-    # torch.multinomial draws one token so, too, but reads back first whether p is one.
+    # torch.multinomial draws a token the same way, but first syncs to check that p is valid.
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)

@@ -100,7 +100,7 @@ def rankings(
     """
     for chunk in _query_slices(rows.q, k_cmp):
         part = rows.part(chunk)
-        with torch.autocast(part.q.device.type, enabled=False):  # which would score in bf16
+        with torch.autocast(part.q.device.type, enabled=False):  # autocast would score in bf16
             scores_BGTJ = block_scores(
                 group_probabilities(part, k_cmp, config, scale), BlockGrid.of(config), J
             )
@@ -195,7 +195,7 @@ def _rounded(x: Tensor, score_dtype: str) -> Tensor:
     if x.dtype == dtype:
         return x
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)  # inf would make a row of NaN
+    return x.clamp(-limit, limit).to(dtype)  # inf would turn a row into NaN
 
 
 def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
@@ -222,9 +222,8 @@ def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
 def _best(ranking_BGTJ: Tensor, N: int, first_block_BT: Tensor | None) -> Tensor:
     """The N best of each ranking, [B, T, G, N] int32, as global ids; -inf is not chosen."""
     J = ranking_BGTJ.shape[-1]
-    absent = (
-        N if torch.compiler.is_compiling() else max(0, N - J)
-    )  # enough for any J, so that no length is another graph
+    # enough for any J, so that no length needs a graph of its own
+    absent = N if torch.compiler.is_compiling() else max(0, N - J)
     ranking_BGTJ = torch.nn.functional.pad(ranking_BGTJ, (0, absent), value=-torch.inf)
     # A stable sort keeps equal scores in order of their index, which topk does not promise.
     order = ranking_BGTJ.sort(dim=-1, descending=True, stable=True)

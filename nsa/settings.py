@@ -113,8 +113,8 @@ class Settings:
         """Join a call's arguments with the environment; RouteError where two explicit requests
         contradict.
         """
-        asked, notes, v2_allowed = Request(path, fa2), [], self.sel_ranges_v2.value is not False
-        path, fa2, fa2_win = asked.path, asked.fa2, AUTO
+        arguments, notes, v2_allowed = Request(path, fa2), [], self.sel_ranges_v2.value is not False
+        path, fa2, fa2_win = arguments.path, arguments.fa2, AUTO
         if self.force_sel_mask.value:
             _agree("NSA_FORCE_SEL_MASK=1", Path.MASKED, "path", path)
             path = Path.MASKED
@@ -129,14 +129,14 @@ class Settings:
             notes.append(f"NSA_USE_FA2 (environment) requests fa2={wanted}")
         if self.use_fa2_win.value is not None:
             fa2_win = _on_off(self.use_fa2_win.value)
-            _agree(f"NSA_USE_FA2_WIN={int(self.use_fa2_win.value)}", fa2_win, "fa2", asked.fa2)
+            _agree(f"NSA_USE_FA2_WIN={int(self.use_fa2_win.value)}", fa2_win, "fa2", arguments.fa2)
             notes.append(f"NSA_USE_FA2_WIN (environment) requests fa2={fa2_win} for the window")
         return Request(
             str(path),
             fa2,
             fa2_win,
             v2_allowed,
-            fa2_from_environment=self.use_fa2.value is not None and asked.fa2 == AUTO,
+            fa2_from_environment=self.use_fa2.value is not None and arguments.fa2 == AUTO,
             notes=(*notes, *self._without_effect()),
             fa2_cmp="on" if self.use_fa2_cmp.value else AUTO,
             fa2_min_len_win=self.fa2_min_len_win.value or 0,
@@ -144,17 +144,19 @@ class Settings:
         )
 
     def _without_effect(self) -> list[str]:
-        """Notes on what was set for the compressed branch, where FA-2 has no say."""
-        given = (
+        """Notes on settings of the compressed branch, which FA-2 cannot serve."""
+        compressed_settings = (
             ("NSA_USE_FA2_CMP", self.use_fa2_cmp),
             ("NSA_FA2_MIN_LEN_CMP", self.fa2_min_len_cmp),
         )
-        set_in_vain = [
-            f"{name}={setting.text}" for name, setting in given if setting.text is not None
+        ineffective = [
+            f"{name}={setting.text}"
+            for name, setting in compressed_settings
+            if setting.text is not None
         ]
         return [
             f"{what} (environment) changes nothing for the compressed branch: {STAIRCASE}"
-            for what in set_in_vain
+            for what in ineffective
         ]
 
 
@@ -233,21 +235,21 @@ def decide(problem: Problem, capability: Capability, *, path: str = AUTO, fa2: s
     NSA_DEBUG_LOG=1 logs it, the first time.
     """
     settings = current()
-    chosen = route(settings.request(path, fa2), problem, capability)
+    decision = route(settings.request(path, fa2), problem, capability)
     if settings.debug_log.value:
-        log_route(chosen)
-    return chosen
+        log_route(decision)
+    return decision
 
 
 @cache  # Routes do not name lengths, so a process makes few
-def log_route(chosen: Route) -> None:
+def log_route(decision: Route) -> None:
     """Log a Route at INFO, one record with every reason; once for each Route of the process."""
-    _audible_logger().info("route\n  %s", "\n  ".join(chosen.explain()))
+    _audible_logger().info("route\n  %s", "\n  ".join(decision.explain()))
 
 
 def _audible_logger() -> logging.Logger:
     """The logger 'nsa', with a level and a way to stderr where nobody configured one: the variable
-    asked to see it.
+    requested the output.
     """
     logger = logging.getLogger("nsa")
     if logger.level == logging.NOTSET:

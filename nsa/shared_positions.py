@@ -1,4 +1,4 @@
-"""The positions that all layers of one forward share: where its tokens stand.
+"""The positions of the tokens of one forward, shared by all layers.
 
 A Layout is the same for every layer, so a model makes it once a forward.
 
@@ -94,9 +94,7 @@ class Layout:
         return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
 
     def check(self, x: Tensor, *, packed: bool, some_absent: bool) -> None:
-        """ValueError where this is evidently the Layout of other arguments than a call with x [B,
-        T, ...] has.
-        """
+        """ValueError where this Layout cannot be that of a call with x [B, T, ...]."""
         rows = x.shape[1] if self.packing is None else self.packing.num_rows
         fits = (
             (self.packing is not None) == packed

@@ -1,11 +1,11 @@
-"""Telemetry of what the model chose: how long selections are, how far neighbours agree, where the
-gates put their mass.
+"""Telemetry of selection and gates: the length of selections, the agreement of neighbours, and the
+mass of each gate.
 
     with nsa.statistics.collect() as seen:
         model(ids)
     print(seen.read())  # a Summary; to_mapping() gives what a log can store
 
-Without an open collection a call costs one look at a context variable. Sums stay on the tensors'
+Without an open collection a call costs one read of a context variable. Sums stay on the tensors'
 device (fp64) until ``Collection.read`` moves one tensor to the host, once a log. Not observed:
 calls inside torch.compile (Python state there is read when traced, not when run, and a guarded
 counter would recompile at every call, so they are not counted either) and calls that a CUDA graph
@@ -164,7 +164,7 @@ def collect() -> Iterator[Collection]:
 
 
 def is_collecting() -> bool:
-    """Whether a selection of now would be observed. Inside torch.compile: no."""
+    """Whether a collection is open. False inside torch.compile."""
     return not torch.compiler.is_compiling() and bool(_ACTIVE.get())
 
 
@@ -269,9 +269,8 @@ def _selection_sums(
     chosen_BTG = (blocks >= 0).sum(-1)
     present = present_BT[..., None].expand(-1, -1, G)
     pair = present[:, 1:] & present[:, :-1]
-    equal = (blocks[:, 1:] == blocks[:, :-1]).all(
-        -1
-    )  # ascending and padded alike: the same set is the same row
+    # ascending and padded alike: the same set is the same row
+    equal = (blocks[:, 1:] == blocks[:, :-1]).all(-1)
     rows = [present, tokens_BTG * present, chosen_BTG * present, pair, pair & equal]
     sums = torch.stack([x.sum() for x in rows] + _window_sums(blocks, present_BT, chosen_BTG))
     signed = torch.stack([tokens_BTG, -tokens_BTG]).double().masked_fill(~present, -math.inf)
@@ -285,13 +284,13 @@ def _window_sums(blocks: Tensor, present_BT: Tensor, chosen_BTG: Tensor) -> list
     G, W = blocks.shape[2], blocks.shape[1] // WINDOW
     if W == 0:
         return [torch.zeros((), dtype=torch.int64, device=blocks.device)] * 3
-    whole, tile = slice(0, W * WINDOW), (W, WINDOW)
-    present_BWG = present_BT[:, whole].unflatten(1, tile).all(2)[..., None].expand(-1, -1, G)
-    ids = blocks[:, whole].unflatten(1, tile).transpose(2, 3).flatten(3).sort(-1).values
+    full_windows, tile = slice(0, W * WINDOW), (W, WINDOW)
+    present_BWG = present_BT[:, full_windows].unflatten(1, tile).all(2)[..., None].expand(-1, -1, G)
+    ids = blocks[:, full_windows].unflatten(1, tile).transpose(2, 3).flatten(3).sort(-1).values
     first = torch.ones_like(ids, dtype=torch.bool)
     first[..., 1:] = ids[..., 1:] != ids[..., :-1]
     union_BWG = (first & (ids >= 0)).sum(-1)
-    chosen_BWG = chosen_BTG[:, whole].unflatten(1, tile).sum(2)
+    chosen_BWG = chosen_BTG[:, full_windows].unflatten(1, tile).sum(2)
     return [present_BWG.sum(), (union_BWG * present_BWG).sum(), (chosen_BWG * present_BWG).sum()]
 
 
@@ -299,9 +298,8 @@ def _gate_sums(gates: Tensor, present_BT: Tensor, branches: tuple[str, ...]) -> 
     """_GATES of one call, fp64; the ratios in fp32 or the gates' own dtype if wider."""
     wide = torch.promote_types(gates.dtype, torch.float32)
     on = [i for i, branch in enumerate(BRANCHES) if branch in branches]
-    g_BTQR = torch.stack([gates[..., i] for i in on], -1).to(
-        wide
-    )  # not by a list, which would be copied to the device
+    # not by a list, which would be copied to the device
+    g_BTQR = torch.stack([gates[..., i] for i in on], -1).to(wide)
     present = present_BT[..., None].expand(g_BTQR.shape[:3])
     valid = (g_BTQR.isfinite() & (g_BTQR >= 0)).all(-1) & present
     g_BTQR = g_BTQR.masked_fill(~valid[..., None], 0)
@@ -351,8 +349,8 @@ def _summary(totals: Mapping[str, float], captured_calls: int) -> Summary:
         reasons[name] = f"{missing}{captured}; {_ELSEWHERE}"
         return None
 
-    def whole(name: str, column: str, under: str, missing: str) -> int | None:
-        """The column itself, if ``under`` says that there was something to count."""
+    def count_of(name: str, column: str, under: str, missing: str) -> int | None:
+        """The column as an int; None, with a reason, where ``under`` is 0."""
         return None if ratio(name, column, under, missing) is None else round(totals[column])
 
     def per_branch(name: str, over: str, under: str, missing: str) -> dict[str, float | None]:
@@ -365,10 +363,10 @@ def _summary(totals: Mapping[str, float], captured_calls: int) -> Summary:
     window = f"no call held {WINDOW} consecutive queries"
     mass = "no valid gate row with a sum > 0 was observed"
     return Summary(
-        rows=whole("rows", "rows", "rows", selection),
+        rows=count_of("rows", "rows", "rows", selection),
         tokens_mean=ratio("tokens_mean", "tokens", "rows", selection),
-        tokens_min=whole("tokens_min", "tokens_min", "rows", selection),
-        tokens_max=whole("tokens_max", "tokens_max", "rows", selection),
+        tokens_min=count_of("tokens_min", "tokens_min", "rows", selection),
+        tokens_max=count_of("tokens_max", "tokens_max", "rows", selection),
         blocks_mean=ratio("blocks_mean", "blocks", "rows", selection),
         union_blocks_mean=ratio("union_blocks_mean", "window_union", "windows", window),
         union_ratio=ratio(
@@ -377,9 +375,9 @@ def _summary(totals: Mapping[str, float], captured_calls: int) -> Summary:
         same_as_previous_share=ratio(
             "same_as_previous_share", "pairs_equal", "pairs", "no call held two consecutive queries"
         ),
-        gate_rows=whole("gate_rows", "gate_rows", "gate_rows_seen", gates),
-        gate_rows_invalid=whole("gate_rows_invalid", "invalid", "gate_rows_seen", gates),
-        gate_rows_massless=whole("gate_rows_massless", "massless", "gate_rows_seen", gates),
+        gate_rows=count_of("gate_rows", "gate_rows", "gate_rows_seen", gates),
+        gate_rows_invalid=count_of("gate_rows_invalid", "invalid", "gate_rows_seen", gates),
+        gate_rows_massless=count_of("gate_rows_massless", "massless", "gate_rows_seen", gates),
         gate_mean=per_branch("gate_mean", "gate", "on", "no valid gate row was observed"),
         branch_share=per_branch("branch_share", "share", "on_with_mass", mass),
         gate_entropy=ratio("gate_entropy", "entropy", "gate_rows_with_mass", mass),

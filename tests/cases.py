@@ -235,7 +235,7 @@ def assert_lse(got: Tensor, want: Tensor) -> None:
 
 def assert_same_function(
     function: Callable[..., Tensor],
-    truth: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
     tensors: Sequence[Tensor],
     names: Sequence[str],
     *,
@@ -245,7 +245,7 @@ def assert_same_function(
     inputs.
     """
     o, grads = run(function, tensors)
-    true_o, true_grads = run(truth, tensors, dtype=torch.float64)
+    true_o, true_grads = run(reference, tensors, dtype=torch.float64)
     assert o.dtype == tensors[0].dtype, f"output dtype {o.dtype}, inputs {tensors[0].dtype}"
     assert_parity(o, true_o, "o", tolerance=tolerance)
     for name, got, want in zip(names, grads, true_grads, strict=True):
@@ -270,7 +270,7 @@ def eager_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
 
 def assert_bf16_rule(
     function: Callable[..., Tensor],
-    truth: Callable[..., Tensor],
+    reference: Callable[..., Tensor],
     eager: Callable[..., Tensor],
     tensors: Sequence[Tensor],
     names: Sequence[str],
@@ -280,7 +280,7 @@ def assert_bf16_rule(
     """
     o, grads = run(function, tensors)
     eager_o, eager_grads = run(eager, tensors)
-    true_o, true_grads = run(truth, tensors, dtype=torch.float64)
+    true_o, true_grads = run(reference, tensors, dtype=torch.float64)
     rows = zip(
         ["o", *(f"d{n}" for n in names)],
         [o, *grads],

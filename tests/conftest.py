@@ -98,8 +98,8 @@ def torch_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TorchPro
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """As measure does: beside another process, a second thread that has to wait stalls the first (a
-    test took 17 s, not 0.4).
+    """As measure does: next to another process, a second thread that has to wait stalls the first
+    (a test took 17 s, not 0.4).
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""A needle in a haystack: one key that the queries want, in one selection block, beside noise.
+"""A needle in a haystack: one key that the queries want, in one selection block, among noise.
 
 For the CPU and the GPU tests.
 

@@ -146,7 +146,7 @@ def _reads_a_clock(node: ast.AST, tainted: set[str]) -> bool:
 
 
 def _is_a_number(node: ast.AST) -> bool:
-    """A number that is written out, arithmetic included; 0 only tells the sign."""
+    """A number that is written out, arithmetic included; 0 only states the sign."""
     if not all(
         isinstance(part, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop))
         for part in ast.walk(node)

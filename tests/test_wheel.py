@@ -1,4 +1,4 @@
-"""The wheel: both packages with their data, nothing of the repository beside them, and it works
+"""The wheel: both packages with their data, nothing else of the repository, and it works
 without a checkout.
 """
 

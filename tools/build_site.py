@@ -51,14 +51,8 @@ def main() -> int:
     lay_out(ROOT, PAGES)
     # Material announces its end of life (May 2027, then Zensical reads this mkdocs.yml) each time.
     quiet = ["env", "NO_MKDOCS_2_WARNING=1"]
-    command = [
-        *quiet,
-        sys.executable,
-        "-m",
-        "mkdocs",
-        "build",
-        "--strict",
-    ]  # --quiet would hide warnings from --strict
+    # --quiet would hide warnings from --strict
+    command = [*quiet, sys.executable, "-m", "mkdocs", "build", "--strict"]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

@@ -53,7 +53,7 @@ class NSACache:
 
     Keeps all K and V for the selected branch, a ring of the last w for the window, the compressed K
     and V, and the raw tokens from C * d on (at most l - 1), from which the next compressed block
-    goes on exactly. No gradient.
+    continues exactly. No gradient.
 
     While ``steps`` is not None (`nsa.decode.Steps`, which DecodeGraph uses) it takes one token a
     row at a time, and the lengths are on the device, too.
@@ -274,7 +274,7 @@ class NSACache:
                 for x in pair
             ]
 
-        # both before either is kept: where memory ends, the cache is what it was
+        # allocate both before storing either: when memory runs out, the cache is unchanged
         self.sel, self.cmp = (
             grown(self.sel, capacity + 1),
             grown(self.cmp, self.grid.num_cmp(capacity) + 1),
@@ -282,7 +282,7 @@ class NSACache:
         self.capacity = capacity
 
     def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
-        """Be an ordinary cache again that holds ``lengths`` tokens and ``tail``.
+        """Turn back into an ordinary cache that holds ``lengths`` tokens and ``tail``.
 
         Called by `Steps.end`.
         """
@@ -322,7 +322,7 @@ class NSACache:
             ring.copy_(torch.where((token_BW >= 0)[:, :, None, None], fresh, ring))
 
     def _compress(self, chunk: KV, old: list[int], total: list[int], compress: CompressFn) -> None:
-        """Emit the blocks that the chunk completes, and keep the raw tokens from the next block
+        """Append the blocks that the chunk completes, and keep the raw tokens from the next block
         on.
         """
         grid, d, device = self.grid, self.config.cmp_stride, chunk[0].device

@@ -117,9 +117,8 @@ class DecodeGraph:
         self.steps.end()
 
     def _step(self) -> None:
-        contextvars.Context().run(
-            self._counted_step
-        )  # nobody's open count or statistics sees steps that are no tokens
+        # no open collection may count these steps, which append no tokens
+        contextvars.Context().run(self._counted_step)
 
     def _counted_step(self) -> None:
         with engagement.collect() as counted, _casting_anew(self._ids_B1.device):

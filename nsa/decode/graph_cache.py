@@ -2,8 +2,8 @@
 without the host.
 
 Nothing in a step has the position as a Python number or in a shape, so a CUDA graph holds it, and
-each replay goes on where the one before ended. The numbers are those of the ordinary cache but for
-the order in which the window's keys are summed.
+each replay continues where the previous one ended. The numbers are those of the ordinary
+cache but for the order in which the window's keys are summed.
 
 B batch, G kv heads, D head dim, l compressed block, d its stride, w window.
 """
@@ -29,7 +29,7 @@ class Steps:
 
     Their ``append``, and a forward with them, then takes ids or states of one token a row, without
     num_tokens; rows may differ in length and advance together. The buffers grow to max_len first,
-    since a graph holds their addresses. Beside them each layer keeps its last l raw tokens in a
+    since a graph holds their addresses. Each layer also keeps its last l raw tokens in a
     ring. The window is attended to where it lies in its ring: a query sees all of it, in whatever
     order. A step that is run again from the same position leaves what it left before.
 
@@ -167,7 +167,7 @@ class Steps:
         self.length_B.sub_(1)
 
     def count_replay(self) -> None:
-        """A graph of one step was replayed: the device has moved on, and nothing of it ran on the
+        """Record the replay of a one-step graph: the device has advanced, and nothing ran on the
         host.
         """
         self._taken, self._may_forget = self._taken + 1, True

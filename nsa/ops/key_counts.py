@@ -16,8 +16,8 @@ from nsa.ops.positions import query_positions
 
 
 class KeysRead(Mapping[str, Tensor]):
-    """Branch -> keys read in the last call, counted when asked for: nobody should wait for a count
-    that is not read.
+    """Branch -> keys read in the last call, computed when read: a count that
+    nobody reads should cost no wait.
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,5 @@
-"""Operators of torch.library: one registration for all, and a backward that has no derivative of
-its own: asked for one, it is an error, never a silent 0.
+"""Registers operators with torch.library. Their backward has no derivative of its own: a second
+derivative is an error, never a silent 0.
 
 An operator is opaque to torch.compile. It is defined one layer below `torch.library.custom_op`,
 whose first call imports all of Dynamo, compiled or not. PyTorch's `once_differentiable` notices a
@@ -117,23 +117,23 @@ class _Refused(torch.autograd.Function):
 
 
 def no_double_backward(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """``backward`` of an operator, without a graph of its own; where one was asked for
-    (create_graph), its gradients refuse to go on.
+    """``backward`` of an operator, run without a graph. With create_graph, differentiating the
+    returned gradients raises a RuntimeError.
     """
 
     @functools.wraps(backward)
     def wrapped(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        wanted = torch.is_grad_enabled()
+        create_graph = torch.is_grad_enabled()
         with torch.no_grad():
-            found = backward(ctx, *gradients)
-        if not wanted:
-            return found
-        return tuple(_refusing(x) for x in found)
+            input_gradients = backward(ctx, *gradients)
+        if not create_graph:
+            return input_gradients
+        return tuple(_refusing(x) for x in input_gradients)
 
     return wrapped
 
 
-def _refusing(found: Any) -> Any:
-    if isinstance(found, list):  # of an input that is a list
-        return [_refusing(x) for x in found]
-    return None if found is None else _Refused.apply(found.detach().requires_grad_())
+def _refusing(gradient: Any) -> Any:
+    if isinstance(gradient, list):  # of an input that is a list
+        return [_refusing(x) for x in gradient]
+    return None if gradient is None else _Refused.apply(gradient.detach().requires_grad_())

@@ -1,4 +1,4 @@
-"""PyTorch's scaled_dot_product_attention behind the project's layout; the only file that may say
+"""PyTorch's scaled_dot_product_attention in the project's layout; the only file that may pass
 `is_causal`.
 
 B batch, T query tokens, S key tokens, G kv heads, H query heads per kv head, D head dim.
@@ -26,8 +26,8 @@ def grouped(
 
     A group's heads share the mask as an expanded view. `enable_gqa` with a mask falls to the
     unfused kernel on CUDA, and the memory-efficient one returns wrong numbers for expanded K and V
-    of some lengths (PyTorch issue 191937), so those are copied per head there: O(S), beside the O(T
-    S) mask.
+    of some lengths (PyTorch issue 191937), so those are copied per head there: O(S), where
+    the mask is O(T S) already.
     """
     B, T, num_heads, _ = q_BTQD.shape
     S, G = k_BSGD.shape[1:3]

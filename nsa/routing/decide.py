@@ -185,18 +185,18 @@ def _sdpa_is_repeatable(capability: Capability) -> bool:
 
 
 def _fa2_serves(
-    asked: str,
+    fa2_request: str,
     problem: Problem,
     capability: Capability,
     extra: list[str],
     what: str,
     rejected: list[Rejected],
 ) -> bool:
-    if asked == "off":
+    if fa2_request == "off":
         rejected.append(Rejected(f"fa2 for {what}", "fa2=off was asked for"))
         return False
     reasons = fa2_reasons(problem, capability) + extra
-    if asked == "on" and reasons:
+    if fa2_request == "on" and reasons:
         raise RouteError(
             _cannot(
                 f"fa2=on for {what}",
@@ -212,7 +212,7 @@ def _fa2_serves(
 def _route_full_causal(
     branch: str,
     why: str,
-    asked_fa2: str,
+    fa2_request: str,
     problem: Problem,
     capability: Capability,
     rejected: list[Rejected],
@@ -227,7 +227,7 @@ def _route_full_causal(
             )
         )
         return None
-    if asked_fa2 == "on":
+    if fa2_request == "on":
         rejected.append(
             Rejected(f"{branch}.{DENSE}", f"{why}, but fa2=on was asked for, and this is SDPA")
         )
@@ -249,7 +249,9 @@ def _route_full_causal(
     if branch == "win":
         others = ["win.sdpa: no key is further back than the window, so tiles would only copy"]
     rejected += [Rejected(*other.split(": ", 1)) for other in others]
-    against = ["fa2=off was asked for"] if asked_fa2 == "off" else fa2_reasons(problem, capability)
+    against = (
+        ["fa2=off was asked for"] if fa2_request == "off" else fa2_reasons(problem, capability)
+    )
     against = against or [
         "the branch is full causal attention, which SDPA serves; fa2=on takes FA-2"
     ]
@@ -359,18 +361,18 @@ def _route_window(
     rejected: list[Rejected],
     notes: list[str],
 ) -> BranchRoute:
-    asked = request.fa2 if request.fa2_win == AUTO else request.fa2_win
+    fa2_request = request.fa2 if request.fa2_win == AUTO else request.fa2_win
     if request.path == AUTO and problem.window_covers_all:
-        dense = _route_full_causal("win", ALL_IN_WINDOW, asked, problem, capability, rejected)
+        dense = _route_full_causal("win", ALL_IN_WINDOW, fa2_request, problem, capability, rejected)
         if dense is not None:
             return dense
-    if fused and asked != "on":
+    if fused and fa2_request != "on":
         rejected.append(
             Rejected(
                 "fa2 for win",
                 (
                     "fa2=off was asked for"
-                    if asked == "off"
+                    if fa2_request == "off"
                     else "path triton has a kernel of its own"
                 ),
             )
@@ -379,14 +381,14 @@ def _route_window(
     against = ["rows of the batch begin at different positions"] if problem.ragged else []
     if request.fa2_min_len_win > problem.k_tokens:
         minimum = f"NSA_FA2_MIN_LEN_WIN={request.fa2_min_len_win}"
-        if asked == AUTO:
+        if fa2_request == AUTO:
             against.append(f"fewer tokens than {minimum}")
-        if asked == "on":
+        if fa2_request == "on":
             notes.append(f"fa2=on outranks {minimum}, and these are fewer tokens")
     covers = f"; {ALL_IN_WINDOW}" if request.path == AUTO and problem.window_covers_all else ""
-    if _fa2_serves(asked, problem, capability, against, "win", rejected):
+    if _fa2_serves(fa2_request, problem, capability, against, "win", rejected):
         assert capability.fa2_provider is not None
-        reason = f"fa2={asked}: FA-2 with a window{covers}"
+        reason = f"fa2={fa2_request}: FA-2 with a window{covers}"
         return BranchRoute("win", "fa2", "fa2", capability.fa2_provider, reason, repeatable=False)
     return BranchRoute(
         "win",

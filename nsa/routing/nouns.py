@@ -1,4 +1,4 @@
-"""The nouns of routing: what is asked for, of which shape, on what machine, and what was decided.
+"""The nouns of routing: what is requested, for which shape, on which machine, and what was decided.
 
 Pure, like all of nsa.routing.
 """
@@ -16,11 +16,11 @@ AUTO = "auto"
 ADAPTIVE = "adaptive"
 FA2_CHOICES = ("on", "off", AUTO)
 SCORE = "score"
-# a branch's implementation where it leaves no key out; no Path: nobody asks for it by name
+# a branch's implementation where it leaves no key out; not a Path, since no request names it
 DENSE = "dense"
 
 SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
-# What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can tell what it buys;
+# What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can show what it buys;
 # results are the same to rounding.
 TRITON_STEPS: Mapping[str, str] = {
     "copy": (
@@ -33,7 +33,7 @@ TRITON_STEPS: Mapping[str, str] = {
 
 
 class Path(StrEnum):
-    """Implementations of the selected branch: the same function, at different prices."""
+    """Implementations of the selected branch: one function at different costs."""
 
     REFERENCE = "reference"
     V1 = "v1"
@@ -192,7 +192,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked for.
+    """What the call and the environment request.
 
     ``notes`` say which setting changed it, so that the Route can repeat them.
 

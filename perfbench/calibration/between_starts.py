@@ -84,9 +84,8 @@ def estimate(family: Mapping[str, Starts]) -> dict[str, StartVariance]:
         variance, df = max(shrunk[cell_id][0], between[cell_id][0]), shrunk[cell_id][1]
         df = max(len(starts) - 1.0, share * df)
         sd = math.sqrt(max(0.0, variance - noise))
-        least = max(
-            variance, noise
-        )  # means closer than their processes explain are chance, and bound nothing
+        # means closer than their processes explain are chance, and bound nothing
+        least = max(variance, noise)
         upper = math.sqrt(max(0.0, least * df / float(chdtri(df, CONFIDENCE)) - noise))
         variances[cell_id] = StartVariance(
             len(starts), between[cell_id][0] - noise, sd, upper, df, gate_sd(sd, upper)
@@ -113,9 +112,8 @@ def independence(means: Sequence[Mapping[Any, float]], sds: Sequence[float]) -> 
         for found, mid, sd in zip(means, centre, sds, strict=True)
     ]
     shared = [math.fsum(row[at] for row in z) / cells for at in range(k)]
-    start_part = math.fsum(x * x for x in shared) / (
-        k - 1
-    )  # mean square of the starts, over the number of cells
+    # mean square of the starts, over the number of cells
+    start_part = math.fsum(x * x for x in shared) / (k - 1)
     own_part = math.fsum((row[at] - shared[at]) ** 2 for row in z for at in range(k)) / (
         cells * (k - 1)
     )

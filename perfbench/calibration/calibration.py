@@ -78,9 +78,8 @@ class Calibration:
     seed: int
     policy: GatePolicy
     cells: list[CellNoise]
-    between_start_sd_pct: dict[
-        str, float | None
-    ]  # pooled over the cells that are bound alike: 'GPU bound', 'host bound'
+    # pooled over the cells that are bound alike: 'GPU bound', 'host bound'
+    between_start_sd_pct: dict[str, float | None]
     screened: Rate
     significant: Rate
     red: Rate

@@ -189,9 +189,8 @@ def certify(
                 if world is WORLDS[0] and drop == policy.min_effect_pct
                 else effort.drops
             )
-            per_session = (
-                world.cells / len(world.process_sd_pct) / 2
-            )  # every second cell gets slower
+            # every second cell gets slower
+            per_session = world.cells / len(world.process_sd_pct) / 2
             power += _power_rows(
                 world,
                 policy,

@@ -45,9 +45,8 @@ def calibrate(
     `aa_runs.read` and
     `aa_pairs.read` refuse, or ``out`` cannot be written.
     """
-    runs = sorted(
-        (read_run(path) for path in run_files), key=lambda run: run.manifest.run_id
-    )  # in any order, the same bytes
+    # in any order, the same bytes
+    runs = sorted((read_run(path) for path in run_files), key=lambda run: run.manifest.run_id)
     rows = aa_runs.read(runs)
     cells, pooled = _cells(
         rows, {cell.cell_id: cell for run in runs for cell in run.manifest.cells}, policy

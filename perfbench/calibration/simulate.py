@@ -56,11 +56,8 @@ class World:
     def between_session_variance(self) -> float:
         if self.assumed_session_pct is not None:
             return (self.assumed_session_pct / 100) ** 2
-        parts = (
-            self.session_shared_pct,
-            self.session_own_pct,
-            self.session_state_pct / 2,
-        )  # a fair coin has sd 1/2
+        # a fair coin has sd 1/2
+        parts = (self.session_shared_pct, self.session_own_pct, self.session_state_pct / 2)
         return math.fsum((part / 100) ** 2 for part in parts)
 
 
@@ -260,8 +257,7 @@ def _session(
         rng.random() < 0.5
     )
     if world.shape == "drift":
-        state_1R = (
-            np.cumsum(rng.random((1, slots)) < 0.1, 1) % 2
-        )  # changes every ten processes or so
+        # changes every ten processes or so
+        state_1R = np.cumsum(rng.random((1, slots)) < 0.1, 1) % 2
         speed_CR += np.linspace(-1, 1, slots)[None] * rng.choice([-1, 1]) + 2 * state_1R
     return speed_CR / 100

@@ -38,9 +38,8 @@ class CellSide:
     kernels: tuple[str, ...] = ()  # the longest first
     tuned: tuple[tuple[str, str], ...] = ()
     bimodal: str = ""  # what the samples say where most replicates ran at two speeds
-    device_between_session_sd: float | None = (
-        None  # sd of ln device time between sessions, where a calibration measured it
-    )
+    # sd of ln device time between sessions, where a calibration measured it
+    device_between_session_sd: float | None = None
 
 
 def side_of_rows(cell: PlannedCell, good: Sequence[Replicate]) -> CellSide:

@@ -272,9 +272,10 @@ class _Pairs:
         A run file does not distinguish Ctrl-C from a budget that ended, and after both somebody
         could look before resuming.
         """
+        # the last one counts
         theirs, ours = (
             {row.replicate: row for row in found.get(cell_id, [])} for found in self._rows
-        )  # the last one counts
+        )
         resumed = [one.resumed_utc for run in self._runs for one in run.resumed]
         both = set(theirs) & set(ours) & set(range(self.planned))
         measured = sum(

@@ -17,9 +17,8 @@ def pct(ln_ratio: float) -> float | None:
     """The change in per cent that a difference of logarithms is; null where nothing bounds it."""
     if not math.isfinite(ln_ratio) or ln_ratio > 50:
         return None
-    return (
-        round(100 * math.expm1(ln_ratio), 9) + 0.0
-    )  # exactly the tolerance is not beyond it, and no negative zero
+    # exactly the tolerance is not beyond it, and no negative zero
+    return round(100 * math.expm1(ln_ratio), 9) + 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,9 +209,8 @@ def _otherwise(cell: CellVerdict, policy: GatePolicy) -> Iterator[str]:
     yield f"  SAME with a change above {_pct(same)}; FASTER above {_pct(faster)}"
     if evidence.paired:
         beyond = math.log1p(-evidence.tolerance_pct / 100)
-        far = (
-            -stats.t_quantile(1 - evidence.alpha, c.df) * c.standard_error
-        )  # of a pair that was cut short the corrected one
+        # of a pair that was cut short the corrected one
+        far = -stats.t_quantile(1 - evidence.alpha, c.df) * c.standard_error
         yield (
             f"  REGRESSED with a change below {_pct(min(beyond, far))}, were it the only cell"
             " tested; more cells ask for more"

@@ -127,9 +127,8 @@ def _outcome_of(sides: CellSides, evidence: tuple[Evidence, ...]) -> SpeedVerdic
     ]
     counted = sides.more_work()
     faster = wall.comparison.lower > math.log1p(policy.tolerance_pct / 100)
-    gained = faster and not any(
-        _slower(e, policy) for e in evidence
-    )  # a launch more is a cost only where it costs time
+    # a launch more is a cost only where it costs time
+    gained = faster and not any(_slower(e, policy) for e in evidence)
     if reds or (counted and not gained):
         first = reds[:1] or list(evidence[:1])
         rest = [e for e in evidence if e not in first]
@@ -202,10 +201,8 @@ def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> Spee
         )
         suspects.append(f"{slower} on the wall clock, and the base was not host bound")
         first.append(wall)
-    evidence = (
-        *first,
-        *(e for e in (device, wall) if e is not None and e not in first),
-    )  # the pairs are planned for the first
+    # the pairs are planned for the first
+    evidence = (*first, *(e for e in (device, wall) if e is not None and e not in first))
     numbers = f"{sides.speeds()}: wall {wall}"
     if suspects:
         return SpeedVerdict(

@@ -24,12 +24,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from perfbench.matrix import GatePolicy
 
-VARIANCE_FLOOR = (
-    1e-10  # sd 0.001 %: no event timer tells more, and identical samples must not prove anything
-)
-HYPERVARIABLE_P = (
-    0.05  # a variance less likely than this under the prior is of another family: it is not shrunk
-)
+# sd 0.001 %: no event timer tells more, and identical samples must not prove anything
+VARIANCE_FLOOR = 1e-10
+# a variance less likely than this under the prior is of another family: it is not shrunk
+HYPERVARIABLE_P = 0.05
 # of ln speed between sessions, where no history gives it; too large only costs confirmations
 ASSUMED_BETWEEN_SESSION_SD = 0.01
 MAX_BLOCKS = 40  # pairs a cell is worth; one that needs more for min_effect is BLIND
@@ -278,12 +276,13 @@ def blocks_for(
     ``sd`` is of the paired difference (sqrt(2) times that between processes). ``prior_df``: what
     moderation adds to df.
     """
+    # were sd known
     least = max(
         2,
         math.floor(
             ((t_quantile(1 - alpha, math.inf) + t_quantile(power, math.inf)) * sd / drop) ** 2
         ),
-    )  # were sd known
+    )
     return next(
         (
             n

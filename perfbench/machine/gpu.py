@@ -83,9 +83,8 @@ def visible(
         return [], reason
     if listed is not None and _INDEX.match(listed.split(",")[0]) is None:
         return _by_uuid(listed, [gpu for group in groups for gpu in group])
-    devices = [
-        group[1] if len(group) > 1 else group[0] for group in groups
-    ]  # CUDA offers one MIG slice of a GPU
+    # CUDA offers one MIG slice of a GPU
+    devices = [group[1] if len(group) > 1 else group[0] for group in groups]
     if listed is not None:
         devices, reason = _by_index(listed, devices)
     if devices and order != "PCI_BUS_ID" and len({group[0].name for group in groups}) > 1:

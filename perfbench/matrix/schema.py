@@ -93,12 +93,8 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "overrides": OverrideSection,
 }
 SENTINELS = tuple(SENTINEL_UNITS)
-WHOLE_RUN = (
-    "metric",
-    "alpha_confirm",
-    "confirm_blocks",
-    "sentinel_band_pct",
-)  # keys of `gate:` that no single cell has
+# keys of `gate:` that no single cell has
+WHOLE_RUN = ("metric", "alpha_confirm", "confirm_blocks", "sentinel_band_pct")
 
 
 def validate(document: Document) -> MatrixFile:

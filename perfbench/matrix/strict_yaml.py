@@ -30,9 +30,8 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.text import plain
 
 Loc = tuple[str | int, ...]
-MAX_DEPTH = (
-    16  # the deepest valid matrix has 5; a bound keeps hostile input from exhausting the stack
-)
+# the deepest valid matrix has 5; a bound keeps hostile input from exhausting the stack
+MAX_DEPTH = 16
 MAX_BYTES = 2**20
 MAX_VALUES = 25_000  # two seconds of parsing; ten thousand cells spelled out one by one have fewer
 

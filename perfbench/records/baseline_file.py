@@ -162,9 +162,8 @@ def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
 
     try:
         raw: Any = json.loads(data.decode("utf-8"), parse_int=whole)
-        json.dumps(raw, ensure_ascii=False).encode(
-            "utf-8"
-        )  # an escaped lone surrogate parses, and could never be printed
+        # an escaped lone surrogate parses, and could never be printed
+        json.dumps(raw, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         return corrupt(
             f"is not JSON (truncated?): {shorten(str(error))}; restore it from git, or promote a"

@@ -12,9 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-NAME_CHARS = (
-    2000  # template arguments can go on for longer; two names that agree so far are one row
-)
+# template arguments can go on for longer; two names that agree so far are one row
+NAME_CHARS = 2000
 
 
 class Kernel(BaseModel):
@@ -72,9 +71,8 @@ def own_times(calls: Iterable[tuple[str, int, int, int]]) -> list[tuple[str, int
     Calls of one thread nest or follow one another, as function calls do.
     """
     found: list[tuple[str, int]] = []
-    open_calls: dict[int, list[tuple[int, int]]] = defaultdict(
-        list
-    )  # thread -> (end, place in found), outermost first
+    # thread -> (end, place in found), outermost first
+    open_calls: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for name, thread, start_ns, duration_ns in sorted(calls, key=lambda call: (call[2], -call[3])):
         callers = open_calls[thread]
         while callers and callers[-1][0] <= start_ns:

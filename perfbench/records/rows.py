@@ -207,12 +207,10 @@ class ParityLine(_Record):
     tensors: dict[str, float] = {}  # 'o', 'dq', ... -> error / tolerance
     # proved at the timed cell's own length: at the standard one this request takes another route
     own_length: bool = False
-    selection: dict[str, float] | None = (
-        None  # recall and share of changed rows, where the choice of blocks is no exact fp32 top-n
-    )
-    proved_in: str | None = (
-        None  # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
-    )
+    # recall and share of changed rows, where the choice of blocks is no exact fp32 top-n
+    selection: dict[str, float] | None = None
+    # 'CELL #REPLICATE' of this run that proved the same route; null: this row itself
+    proved_in: str | None = None
     worst: str  # tensor and place of the largest error / tolerance
 
 
@@ -252,9 +250,8 @@ class Profile(_Record):
     wall_s: float
     busy_fraction: float | None
     host_syncs: int
-    witness_ok: (
-        bool | None
-    )  # kernel names show what the Route names; null where nothing can witness it
+    # kernel names show what the Route names; null where nothing can witness it
+    witness_ok: bool | None
     witness: str
 
 
@@ -281,9 +278,8 @@ class Physics(_Record):
     flops_per_s: float
     bytes_per_s: float
     gemm_flops_per_s: float | None  # measured in this process, same dtype
-    datasheet_flops_per_s: float | None = (
-        None  # null for a card that is not in the table, and in older files
-    )
+    # null for a card that is not in the table, and in older files
+    datasheet_flops_per_s: float | None = None
     datasheet_bytes_per_s: float | None  # null for a card that is not in the table
     l2_bytes: int | None
     floor_s: float | None
@@ -304,9 +300,8 @@ class SentinelLine(_Record):
     reason: str = ""
     started_utc: str
     samples_s: list[float] = []  # of one unit of work each
-    rate_per_s: float | None = Field(
-        default=None, gt=0
-    )  # median over the samples, in ``unit`` per second
+    # median over the samples, in ``unit`` per second
+    rate_per_s: float | None = Field(default=None, gt=0)
     unit: str  # FLOP | byte
     telemetry: Telemetry | None = None
     device_uuid_sha256: str | None = None
@@ -335,12 +330,10 @@ class Replicate(_Record):
     samples_s: list[float] = []
     tok_per_s: float | None = Field(default=None, gt=0)
     steady: bool | None = None  # the warm-up ended level; false: it ran into its cap first
-    cycles_per_step: float | None = Field(
-        default=None, gt=0
-    )  # seconds a step times the mean SM clock of the window
-    energy_j_per_token: float | None = Field(
-        default=None, gt=0
-    )  # null in a window too short for NVML's counter
+    # seconds a step times the mean SM clock of the window
+    cycles_per_step: float | None = Field(default=None, gt=0)
+    # null in a window too short for NVML's counter
+    energy_j_per_token: float | None = Field(default=None, gt=0)
     tuned: dict[
         str,
         str,

@@ -226,9 +226,8 @@ def _implausible(record: Record) -> str:
     if not isinstance(record, Replicate):
         return ""
     speed = record.tok_per_s
-    absurd = (
-        speed is not None and not 1e-12 < speed < 1e24
-    )  # beyond any machine; ratios of such overflow
+    # beyond any machine; ratios of such overflow
+    absurd = speed is not None and not 1e-12 < speed < 1e24
     return f"tok_per_s is {speed:g}, the speed of no machine" if absurd else ""
 
 

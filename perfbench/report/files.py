@@ -109,9 +109,8 @@ def _pictures(
     for name in {THROUGHPUT, CHANGES, UTILISATION} - {
         picture.name for picture in found if picture.drawn
     }:
-        (out_dir / name).unlink(
-            missing_ok=True
-        )  # a stale one of an earlier rendering would contradict the report
+        # a stale one of an earlier rendering would contradict the report
+        (out_dir / name).unlink(missing_ok=True)
     return found
 
 

@@ -109,10 +109,8 @@ def _changed(
     run: Run, judgement: Judgement, rows: list[Row], context: ReportContext
 ) -> dict[str, Any]:
     """What is not as it was, by urgency."""
-    elsewhere = (
-        Verdict.INCOMPARABLE,
-        Verdict.MISSING,
-    )  # many at once, with one reason: listed in groups
+    # many at once, with one reason: listed in groups
+    elsewhere = (Verdict.INCOMPARABLE, Verdict.MISSING)
     failed = [
         row
         for row in rows

@@ -32,11 +32,8 @@ COLOURS = {
 }
 OTHER_COLOUR = "#56B4E9"
 MARKERS = {"reference": "v", "v1": "s", "v2": "o", "masked": "^", "triton": "D", "auto": "P"}
-DENSE_MARKERS = {
-    "dense": ".",
-    "dense_flash": "<",
-    "dense_cudnn": ">",
-}  # a panel of one length shows no lines
+# a panel of one length shows no lines
+DENSE_MARKERS = {"dense": ".", "dense_flash": "<", "dense_cudnn": ">"}
 DENSE_LINES = {"dense": "--", "dense_flash": "-.", "dense_cudnn": (0, (3, 1, 1, 1, 1, 1))}
 FA2_LINES = {"on": "-", "off": ":", "auto": "-"}
 INK, GRID = "#333333", "#e4e4e4"

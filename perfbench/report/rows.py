@@ -40,17 +40,10 @@ PATH_ORDER = (
     "dense_cudnn",
 )
 GIB = 2**30
-LAUNCH_BOUND_GROWTH = (
-    1.05  # twice the tokens in less than 5 % more time: not the tokens are paid for
-)
-SWITCHES = (
-    "l2",
-    "chunk",
-    "compile",
-    "cuda_graph",
-    "selection",
-    "without",
-)  # axes that are named only where they are not at their default
+# twice the tokens in less than 5 % more time: not the tokens are paid for
+LAUNCH_BOUND_GROWTH = 1.05
+# axes that are named only where they are not at their default
+SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection", "without")
 Key = tuple[tuple[str, str | int], ...]
 Band = tuple[float, float]
 CONFIDENCE = 0.95  # of a band, two-sided

@@ -19,14 +19,8 @@ from perfbench.text import NULL, escape, fixed, number, ratio
 
 MIB = 2**20
 NO_NUMBER = "A dash: not measured, or not proved."
-SHOWN = (
-    "workload",
-    "seq_len",
-    "batch",
-    "chunk",
-    "path",
-    "selection",
-)  # axes with a column or a title of their own
+# axes with a column or a title of their own
+SHOWN = ("workload", "seq_len", "batch", "chunk", "path", "selection")
 # counted keys are means over queries and layers: beyond this they differ, not their rounding
 SAME_KEYS = 1e-6
 

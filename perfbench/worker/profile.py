@@ -159,10 +159,11 @@ def testify(
         and not branches["fa2"]
         and any(KERNEL_MARKS["fa2"] in name.lower() for name in kernels)
     ):
+        # SDPA cannot use it under a mask
         return (
             False,
             "the Route names no FA-2, and an FA-2 kernel ran",
-        )  # SDPA cannot use it under a mask
+        )
     return True, f"kernel names agree with the Route ({', '.join(sorted(branches))})"
 
 

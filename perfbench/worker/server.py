@@ -82,9 +82,8 @@ class _Server:
         for fd in (self._woken, wake):
             os.set_blocking(fd, False)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        signal.signal(
-            signal.SIGCHLD, lambda signum, frame: None
-        )  # a handler of our own, so that the wake-up byte is written
+        # a handler of our own, so that the wake-up byte is written
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
 
     def serve(self) -> None:
         self._say(event="ready", pid=os.getpid())

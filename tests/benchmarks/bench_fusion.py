@@ -87,14 +87,14 @@ def subjects(
         if y.ndim == 0
         else torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
     )
-    twin, wide = copy.deepcopy(module), copy.deepcopy(module).to(part.truth_dtype)
+    twin, wide = copy.deepcopy(module), copy.deepcopy(module).to(part.reference_dtype)
     compiled: Callable[..., Tensor] = twin
     if isinstance(twin, Step):
         twin.compile_blocks(backend)
     else:
         compiled = torch.compile(twin, fullgraph=True, dynamic=False, backend=backend)
     wide_inputs = [
-        x.detach().to(part.truth_dtype).requires_grad_() if x.is_floating_point() else x
+        x.detach().to(part.reference_dtype).requires_grad_() if x.is_floating_point() else x
         for x in inputs
     ]
     return (
@@ -105,7 +105,7 @@ def subjects(
 
 
 def parity(
-    eager: list[Tensor], compiled: list[Tensor], truth: list[Tensor], slack: float
+    eager: list[Tensor], compiled: list[Tensor], reference: list[Tensor], slack: float
 ) -> dict[str, Any]:
     """Relative L2 errors against the truth, of the worst tensor; the compiled side may err twice as
     much as eager, plus ``slack``.
@@ -116,7 +116,7 @@ def parity(
         norm = float(true.double().norm())
         return float((x.double() - true.double()).norm()) / (norm or 1.0)
 
-    pairs = [(error(e, t), error(c, t)) for e, c, t in zip(eager, compiled, truth, strict=True)]
+    pairs = [(error(e, t), error(c, t)) for e, c, t in zip(eager, compiled, reference, strict=True)]
     worst_eager, worst = max(pairs, key=lambda p: p[1] / (2 * p[0] + slack))
     return {
         "ok": all(c <= 2 * e + slack for e, c in pairs),  # a NaN is not
@@ -163,17 +163,17 @@ def measure(
     part: Part, shape: tuple[int, int], dtype: torch.dtype, options: argparse.Namespace
 ) -> dict[str, Any]:
     device = options.device
-    eager, compiled, truth = subjects(part, shape, dtype, device, options.backend)
+    eager, compiled, reference = subjects(part, shape, dtype, device, options.backend)
     results = eager.step()
     begin = time.perf_counter()
     compiled_results = compiled.step()
     if device.startswith("cuda"):
         torch.cuda.synchronize()
     row: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
-    row["parity"] = parity(results, compiled_results, truth.step(), SLACK[dtype]) | {
-        "truth": str(part.truth_dtype)
+    row["parity"] = parity(results, compiled_results, reference.step(), SLACK[dtype]) | {
+        "truth": str(part.reference_dtype)
     }
-    del results, compiled_results, truth
+    del results, compiled_results, reference
     sides = {"eager": eager, "compiled": compiled}
     for side in sides.values():
         seconds(side.step, WARMUPS, device)

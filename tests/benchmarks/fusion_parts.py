@@ -76,7 +76,7 @@ class Part:
     name: str
     module: Callable[[], nn.Module]
     inputs: Callable[[int, int, torch.dtype], list[Tensor]]
-    truth_dtype: torch.dtype
+    reference_dtype: torch.dtype
 
 
 def parts(model: ModelConfig, dtype: torch.dtype, device: str) -> dict[str, Part]:

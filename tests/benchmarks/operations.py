@@ -41,11 +41,11 @@ class Shape:
 @dataclass(frozen=True)
 class Call:
     """``function(*tensors)``; ``truth`` is the same in fp64, and None where the result is blocks
-    (then `blocks_of_oracle` tells them).
+    (then `blocks_of_oracle` computes them).
     """
 
     function: Function
-    truth: Function | None
+    reference: Function | None
     names: Sequence[str]
     tensors: Sequence[Tensor]
 
@@ -119,10 +119,10 @@ def _compress(s: Shape, phi: str) -> Call:
     def function(x: Tensor, *given: Tensor) -> Tensor:
         return compress(x, config=config, params=dict(zip(shapes, given, strict=True)) or None)
 
-    def truth(x: Tensor, *given: Tensor) -> Tensor:
+    def reference(x: Tensor, *given: Tensor) -> Tensor:
         return truths[phi](x, *given, config.cmp_block, config.cmp_stride)
 
-    return Call(function, truth, ("x", *shapes), (x, *params))
+    return Call(function, reference, ("x", *shapes), (x, *params))
 
 
 def _means_triton(s: Shape) -> Call:
@@ -132,10 +132,10 @@ def _means_triton(s: Shape) -> Call:
     def function(k: Tensor, v: Tensor) -> Tensor:
         return torch.add(*means.means(k, v, **grid))
 
-    def truth(k: Tensor, v: Tensor) -> Tensor:
+    def reference(k: Tensor, v: Tensor) -> Tensor:
         return oracle.compress_mean(k, *grid.values()) + oracle.compress_mean(v, *grid.values())
 
-    return Call(function, truth, ("k", "v"), _kv(s))
+    return Call(function, reference, ("k", "v"), _kv(s))
 
 
 def _compressed_truth(s: Shape) -> Function:
@@ -198,10 +198,10 @@ def _selected(path: Path) -> Make:
         def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return selected_attention(q, k, v, blocks, sel_block=size, path=path)
 
-        def truth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return oracle.selected(q, k, v, blocks, sel_block=size)
 
-        return Call(function, truth, ("q", "k", "v"), (q, *_kv(s)))
+        return Call(function, reference, ("q", "k", "v"), (q, *_kv(s)))
 
     return make
 
@@ -241,12 +241,12 @@ def _gated_sum(implementation: Callable[..., Tensor]) -> Make:
         def function(gates: Tensor, *outputs: Tensor) -> Tensor:
             return implementation(gates, outputs, (0, 1, 2))
 
-        def truth(gates: Tensor, *outputs: Tensor) -> Tensor:
+        def reference(gates: Tensor, *outputs: Tensor) -> Tensor:
             return (gates[..., None, :] * torch.stack(outputs, -1)).sum(-1)
 
         size = (s.batch, s.tokens, s.heads)
         outputs = [_tensor(s, *size, s.dim, seed=20 + i) for i in range(3)]
-        return Call(function, truth, ("gates", "cmp", "sel", "win"), (_gates(s), *outputs))
+        return Call(function, reference, ("gates", "cmp", "sel", "win"), (_gates(s), *outputs))
 
     return make
 
@@ -259,12 +259,12 @@ def _rope(kind: str) -> Make:
             s.dtype,
         )
 
-        def truth(x: Tensor) -> Tensor:
+        def reference(x: Tensor) -> Tensor:
             return oracle.rope(
                 x, position_T, base=s.config.rope_base, scale=s.config.rope_scale, kind=kind
             )
 
-        return Call(lambda x: rotate(x, by, kind=kind), truth, ("x",), (_q(s),))
+        return Call(lambda x: rotate(x, by, kind=kind), reference, ("x",), (_q(s),))
 
     return make
 
@@ -278,7 +278,7 @@ def _whole(path: Path) -> Make:
                 q, *branches, gates, config=s.config, path=path, nonnegative_gates=True
             )
 
-        def truth(q: Tensor, *rest: Tensor) -> Tensor:
+        def reference(q: Tensor, *rest: Tensor) -> Tensor:
             *kv, gates = rest
             return oracle.nsa(
                 q, tuple(kv[:2]), tuple(kv[2:4]), tuple(kv[4:]), gates, config=s.config
@@ -290,7 +290,7 @@ def _whole(path: Path) -> Make:
             *(f"{kind}_{branch}" for branch in ("cmp", "sel", "win") for kind in ("k", "v")),
             "gates",
         )
-        return Call(function, truth, names, (_q(s), *kv, _gates(s)))
+        return Call(function, reference, names, (_q(s), *kv, _gates(s)))
 
     return make
 

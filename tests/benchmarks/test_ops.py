@@ -3,7 +3,7 @@ the right one.
 
     python -m pytest tests/benchmarks --benchmark-only                  # CPU, fp32, blocks that
     compete at 512 tokens python -m pytest tests/benchmarks --benchmark-only --require gpu    # a
-    GPU, bf16, the founding model's heads at 8,192 tokens
+    GPU, bf16, the prototype's heads at 8,192 tokens
 
 The clock waits for the device before it is read, and a round is many calls, so a round's time is
 the device's wherever a call takes it longer than the host takes to launch it; else it is the
@@ -135,9 +135,9 @@ def test_the_timed_function_is_the_right_one(operation: str, device: str, one_th
     """
     shape = replace(TINY, device=device)
     call = call_of(operation, shape)
-    assert (call.truth is not None) == has_gradient(operation)
-    if call.truth is not None:
-        assert_same_function(call.function, call.truth, call.tensors, call.names)
+    assert (call.reference is not None) == has_gradient(operation)
+    if call.reference is not None:
+        assert_same_function(call.function, call.reference, call.tensors, call.names)
         given = step_of(call, backward=True)()
         assert (
             isinstance(given, tuple)

@@ -169,7 +169,7 @@ def replayed(block: Block, folder: Path) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_python_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of one page go on from one another."""
+    """Blocks of one page build on one another."""
     monkeypatch.chdir(sandbox(tmp_path))
     names: dict[str, Any] = {}
     for block in blocks_of(page):
@@ -279,7 +279,7 @@ perfbench schema matrix
 $ python -c "print(1)"
 2
 ```
-<!-- needs: luck -->
+<!-- needs: magic -->
 ```sh
 true
 ```

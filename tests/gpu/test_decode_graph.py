@@ -1,5 +1,5 @@
 """On CUDA: a decode step replayed from its graph is the eager step, waits for nothing, and lives
-beside another.
+next to another.
 """
 
 from __future__ import annotations

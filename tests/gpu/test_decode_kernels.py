@@ -121,7 +121,7 @@ def test_selected_of_a_long_sequence(shape: str, batch: int, dtype: torch.dtype)
 @SHAPE
 @pytest.mark.parametrize("branch", GRIDS)
 def test_a_few_queries(branch: str, shape: str, dtype: torch.dtype) -> None:
-    """A chunk of four, from the first token on and later: rows that see nothing beside rows that
+    """A chunk of four, from the first token on and later: rows that see nothing next to rows that
     do.
     """
     block, stride, width = GRIDS[branch]

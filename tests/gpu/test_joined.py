@@ -74,7 +74,7 @@ def test_the_gated_sum_of_three_branches(
             (kv[4], kv[5], oracle.kept_window(q, kv[4], window=512)),
         ]
 
-    def truth(*x: Tensor) -> Tensor:
+    def reference(*x: Tensor) -> Tensor:
         outputs = [oracle.masked_attention(x[0], k, v, keep)[0] for k, v, keep in branches(*x)]
         return torch.stack([x[-1][..., i, None] * o for i, o in enumerate(outputs)]).sum(0)
 
@@ -82,4 +82,4 @@ def test_the_gated_sum_of_three_branches(
         outputs = [eager_attention(x[0], k, v, keep) for k, v, keep in branches(*x)]
         return torch.stack([x[-1][..., i, None] * o for i, o in enumerate(outputs)]).sum(0)
 
-    assert_bf16_rule(ours, truth, eager, tensors, NAMES)
+    assert_bf16_rule(ours, reference, eager, tensors, NAMES)

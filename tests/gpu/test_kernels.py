@@ -1,5 +1,5 @@
 """On CUDA: the kernels of path `triton` one by one, at the paper's geometry; tensors beyond 32-bit
-indices; what torch.compile is told.
+indices; what torch.compile sees.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def test_gated_sum() -> None:
         randn(2, 300, 12, 100, seed=i, dtype=torch.bfloat16, device=DEVICE) for i in (1, 2, 3)
     ]
 
-    def truth(g: Tensor, *outputs: Tensor) -> Tensor:
+    def reference(g: Tensor, *outputs: Tensor) -> Tensor:
         return (g[..., None, :] @ torch.stack(outputs, -2))[..., 0, :]
 
     def fused(g: Tensor, *outputs: Tensor) -> Tensor:
@@ -186,7 +186,7 @@ def test_gated_sum() -> None:
     def eager(g: Tensor, *outputs: Tensor) -> Tensor:
         return gated_sum.gated_sum(g, outputs, (0, 1, 2))
 
-    assert_bf16_rule(fused, truth, eager, (gates, *outputs), ("gates", "cmp", "sel", "win"))
+    assert_bf16_rule(fused, reference, eager, (gates, *outputs), ("gates", "cmp", "sel", "win"))
 
 
 # Beyond 32-bit indices.
@@ -271,7 +271,7 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
         del grads, got
 
 
-# What torch.compile is told of the operators.
+# What torch.compile sees of the operators.
 
 
 @pytest.mark.parametrize("name", operator_calls())

@@ -79,12 +79,14 @@ def chosen(dtype: torch.dtype) -> Tensor:
     return select_blocks(q, compress(k, config=PAPER), config=PAPER)
 
 
-def assert_rule(function: Attend, truth: Attend, tensors: tuple[Tensor, ...], kept: Tensor) -> None:
+def assert_rule(
+    function: Attend, reference: Attend, tensors: tuple[Tensor, ...], kept: Tensor
+) -> None:
     """The tolerance that NSA.md sets for the tensors' dtype."""
     if tensors[0].dtype == torch.float32:
-        assert_same_function(function, truth, tensors, QKV)
+        assert_same_function(function, reference, tensors, QKV)
     else:
-        assert_bf16_rule(function, truth, lambda *x: eager_attention(*x, kept), tensors, QKV)
+        assert_bf16_rule(function, reference, lambda *x: eager_attention(*x, kept), tensors, QKV)
 
 
 @DTYPES
@@ -260,10 +262,10 @@ def test_layer(path: Path, fa2: str, counters: tuple[str, ...]) -> None:
             q, compress(k, config=PAPER), PAPER, q_start=0, kv_len=LONG.tokens
         )
 
-    def truth(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    def reference(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return oracle.nsa(q, (k, v), (k, v), (k, v), gates, config=PAPER, blocks=blocks)
 
-    true_o, true_grads = run(truth, tensors, dtype=torch.float64)
+    true_o, true_grads = run(reference, tensors, dtype=torch.float64)
     for what, got, want in zip(
         ("o", "dq", "dk", "dv", "dgates"), (o, *grads), (true_o, *true_grads), strict=True
     ):

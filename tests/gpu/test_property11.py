@@ -52,7 +52,7 @@ def layer_of(kind: str, fa2: str) -> nn.Module:
     return NSAAttention(*heads, config=MODEL.nsa, path=kind, fa2=fa2).to(DEVICE, DTYPE)
 
 
-def truth_of(layer: nn.Module) -> nn.Module:
+def reference_of(layer: nn.Module) -> nn.Module:
     """The same layer in fp64 on the CPU, where FA-2 is not."""
     twin = deepcopy(layer).cpu().double()
     if isinstance(twin, NSAAttention):
@@ -118,7 +118,7 @@ def test_one_compiled_graph_where_every_block_is_selected(kind: str, fa2: str) -
     """No near-tie can choose other blocks here, so the numbers are held to the rule for bf16."""
     layer = layer_of(kind, fa2)
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
-    twin = truth_of(layer)
+    twin = reference_of(layer)
     for tokens in EVERY_BLOCK:
         x, upstream = x_of(tokens), x_of(tokens, seed=2)
         got, eager = (step(function, layer, fresh(x), upstream) for function in (compiled, layer))

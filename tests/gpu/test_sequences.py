@@ -26,17 +26,17 @@ def layer_of(path: Path, fa2: str, dtype: torch.dtype) -> NSAAttention:
     return NSAAttention(96, 12, 2, 64, config=NSAConfig(), path=path, fa2=fa2).to(DEVICE, dtype)
 
 
-def assert_no_worse(got: Tensor, whole: Tensor, truth: Tensor, what: str) -> None:
+def assert_no_worse(got: Tensor, whole: Tensor, reference: Tensor, what: str) -> None:
     """``whole`` is the same layer in the same dtype, uncached and unpacked; ``truth`` the same in
     fp64 on the CPU.
     """
-    bound = max(2 * error(whole.cpu(), truth) + 2**-8 * magnitude(truth), 1e-5)
-    found = error(got.cpu(), truth)
+    bound = max(2 * error(whole.cpu(), reference) + 2**-8 * magnitude(reference), 1e-5)
+    found = error(got.cpu(), reference)
     assert found <= bound, f"{what}: error {found:.3e} exceeds {bound:.3e}"
 
 
 @torch.no_grad()
-def truth_of(layer: NSAAttention, x: Tensor) -> Tensor:
+def reference_of(layer: NSAAttention, x: Tensor) -> Tensor:
     twin = NSAAttention(96, 12, 2, 64, config=NSAConfig(), path="masked", fa2="off").double()
     twin.load_state_dict({name: value.cpu().double() for name, value in layer.state_dict().items()})
     return twin(x.cpu().double())
@@ -58,7 +58,7 @@ def test_chunks_and_decode_equal_a_whole_prefill(path: Path, fa2: str) -> None:
     # is chosen.
     every = slice(0, 1024)
     assert_no_worse(
-        got[:, every], layer(x)[:, every], truth_of(layer, x)[:, every], f"{path} {fa2}"
+        got[:, every], layer(x)[:, every], reference_of(layer, x)[:, every], f"{path} {fa2}"
     )
     assert error(got[:, 1024:], layer(x)[:, 1024:]) <= 0.05 * magnitude(got)
 
@@ -75,10 +75,10 @@ def test_packed_equals_one_by_one(path: Path, fa2: str) -> None:
     assert bool((packed[:, total:] == 0).all())
     with torch.no_grad():
         alone = torch.cat([layer(x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1)
-        truth = torch.cat(
-            [truth_of(layer, x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1
+        reference = torch.cat(
+            [reference_of(layer, x[:, a:b]) for a, b in itertools.pairwise(bounds) if b > a], 1
         )
-    assert_no_worse(packed[:, :total].detach(), alone, truth, f"{path} {fa2}")
+    assert_no_worse(packed[:, :total].detach(), alone, reference, f"{path} {fa2}")
     packed[:, :total].sum().backward()
     assert x.grad is not None and bool(x.grad.isfinite().all()) and not x.grad[:, total:].any()
     assert all(bool(p.grad.isfinite().all()) for p in layer.parameters() if p.grad is not None)

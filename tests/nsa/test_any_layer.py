@@ -74,7 +74,7 @@ def test_any_layer_equals_the_oracle(case: Case, config: NSAConfig, path: Path, 
     def function(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return nsa_attention(q, (k, v), (k, v), (k, v), gates, config=config, path=path, fa2="off")
 
-    def truth(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+    def reference(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
         return oracle.nsa(q, (k, v), (k, v), (k, v), gates, config=config, blocks=blocks)
 
-    assert_same_function(function, truth, (q, k, v, gates), ("q", "k", "v", "gates"))
+    assert_same_function(function, reference, (q, k, v, gates), ("q", "k", "v", "gates"))

@@ -62,7 +62,7 @@ def by_path(pairs: list[tuple[Path, Case]]) -> pytest.MarkDecorator:
 
 
 @lru_cache(maxsize=2)
-def selected_truth(
+def selected_reference(
     case: Case, q_tokens: int
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor, list[Tensor]]:
     """(q, k, v), blocks of the oracle's own selection, and the oracle's output and gradients."""
@@ -80,7 +80,7 @@ def selected_truth(
 
 @by_path(PATH_CASES)
 def test_selected(path: Path, case: Case) -> None:
-    tensors, blocks, true_o, true_grads = selected_truth(case, case.tokens)
+    tensors, blocks, true_o, true_grads = selected_reference(case, case.tokens)
     o, grads = run(
         lambda *x: selected_attention(*x, blocks, sel_block=16, path=path, fa2="off"), tensors
     )
@@ -92,7 +92,7 @@ def test_selected(path: Path, case: Case) -> None:
 @pytest.mark.parametrize("path", PATHS_HERE)
 @pytest.mark.parametrize("q_tokens", here([1, 5, 37, 99], [1, 20]))
 def test_selected_with_queries_at_the_end(path: Path, q_tokens: int) -> None:
-    tensors, blocks, true_o, true_grads = selected_truth(Case(100, 3, 12, 20, 2), q_tokens)
+    tensors, blocks, true_o, true_grads = selected_reference(Case(100, 3, 12, 20, 2), q_tokens)
     start = 100 - q_tokens
     o, grads = run(
         lambda *x: selected_attention(
@@ -129,9 +129,11 @@ def test_selected_with_blocks_given_by_hand(path: Path, case: Case) -> None:
     o, grads = run(
         lambda *x: selected_attention(*x, blocks, sel_block=16, path=path, fa2="off"), tensors
     )
-    truth = run(lambda *x: oracle.selected(*x, blocks, sel_block=16), tensors, dtype=torch.float64)
+    reference = run(
+        lambda *x: oracle.selected(*x, blocks, sel_block=16), tensors, dtype=torch.float64
+    )
     for what, got, want in zip(
-        ("o", "dq", "dk", "dv"), (o, *grads), (truth[0], *truth[1]), strict=True
+        ("o", "dq", "dk", "dv"), (o, *grads), (reference[0], *reference[1]), strict=True
     ):
         assert_parity(got, want, what)
     heads = blind.repeat_interleave(case.group, 2)
@@ -238,12 +240,12 @@ def test_compressed(case: Case) -> None:
             q, compress(k, config=SMALL), compress(v, config=SMALL), block=8, stride=4
         )[0]
 
-    def truth(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return oracle.compressed(
             q, oracle.compress_mean(k, 8, 4), oracle.compress_mean(v, 8, 4), block=8, stride=4
         )[0]
 
-    assert_same_function(branch, truth, qkv(case), QKV)
+    assert_same_function(branch, reference, qkv(case), QKV)
 
 
 @pytest.mark.parametrize(

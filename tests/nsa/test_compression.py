@@ -58,7 +58,7 @@ def function_of(config: NSAConfig) -> Callable[..., Tensor]:
     )
 
 
-def truth_of(config: NSAConfig, judge: ModuleType = oracle) -> Callable[..., Tensor]:
+def reference_of(config: NSAConfig, judge: ModuleType = oracle) -> Callable[..., Tensor]:
     phi = judge.compress_linear if config.phi == "linear" else judge.compress_mlp
     return lambda x, *params: phi(x, *params, config.cmp_block, config.cmp_stride)
 
@@ -107,8 +107,8 @@ def test_both_oracles_agree(phi: str, parts: int) -> None:
     config = config_of(phi, parts)
     tensors = (randn(B, 29, G, D, seed=1), *random_params(config))
     assert_same_function(
-        lambda *t: truth_of(config, nsa.oracle)(*t).to(t[0].dtype),
-        truth_of(config),
+        lambda *t: reference_of(config, nsa.oracle)(*t).to(t[0].dtype),
+        reference_of(config),
         tensors,
         ("x", *NAMES[phi]),
         tolerance=1e-6,
@@ -130,7 +130,7 @@ def test_equals_the_oracle(phi: str, parts: int, past: int) -> None:
         G,
         D,
     )
-    assert_same_function(function_of(config), truth_of(config), tensors, ("x", *NAMES[phi]))
+    assert_same_function(function_of(config), reference_of(config), tensors, ("x", *NAMES[phi]))
 
 
 @pytest.mark.parametrize("phi", LEARNED)
@@ -138,7 +138,7 @@ def test_equals_the_oracle(phi: str, parts: int, past: int) -> None:
 def test_equals_the_oracle_at_the_papers_geometry(phi: str, shape: tuple[int, ...]) -> None:
     config = NSAConfig(phi=phi)
     tensors = (randn(*shape, seed=2), *random_params(config, shape[3]))
-    assert_same_function(function_of(config), truth_of(config), tensors, ("x", *NAMES[phi]))
+    assert_same_function(function_of(config), reference_of(config), tensors, ("x", *NAMES[phi]))
 
 
 @pytest.mark.parametrize("phi", LEARNED)
@@ -157,7 +157,7 @@ def test_bf16_rule(phi: str) -> None:
     config = config_of(phi)
     tensors = [t.bfloat16() for t in (randn(1, 22, 1, D, seed=4), *random_params(config))]
     assert_bf16_rule(
-        function_of(config), truth_of(config), eager_of(config), tensors, ("x", *NAMES[phi])
+        function_of(config), reference_of(config), eager_of(config), tensors, ("x", *NAMES[phi])
     )
 
 
@@ -196,7 +196,7 @@ def test_float64_is_not_computed_in_less() -> None:
             *random_params(config, dtype=torch.float64),
         )
         assert_parity(
-            function_of(config)(*tensors), truth_of(config)(*tensors), phi, tolerance=1e-14
+            function_of(config)(*tensors), reference_of(config)(*tensors), phi, tolerance=1e-14
         )
 
 

@@ -28,7 +28,7 @@ def test_defaults_are_the_papers() -> None:
     assert config.rotates_before_compression
 
 
-def test_the_founding_preset() -> None:
+def test_the_prototype_preset() -> None:
     model = preset("m7c_125m")
     assert (model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.head_dim) == (
         768,
@@ -90,7 +90,7 @@ def test_head_dim_must_pair_up_for_rope() -> None:
     check_heads(2, 2, 6, 5)
 
 
-def test_paper_letters_and_founding_names() -> None:
+def test_paper_letters_and_prototype_names() -> None:
     config = NSAConfig.from_mapping({"l": 8, "d": 4, "l_sel": 16, "n_sel": 5, "w": 24})
     assert config == NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
     model = ModelConfig.from_mapping(

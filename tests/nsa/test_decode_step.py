@@ -257,7 +257,7 @@ def test_buffers_grow_first_and_their_bytes_are_counted() -> None:
 
 
 def test_where_memory_ends_the_caches_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second layer's buffers do not fit: no cache steps, and each goes on as if nothing had
+    """The second layer's buffers do not fit: no cache steps, and each continues as if nothing had
     been asked.
     """
     layer = layer_of()

@@ -197,7 +197,7 @@ ADAPTIVE = replace(SMALL, adaptive_num_selected=True)
 
 def test_adaptive_n_is_for_whole_sequences() -> None:
     """Decode would choose 8 blocks where a call over 1,300 tokens chooses 16; so would a short
-    document beside a long one.
+    document next to a long one.
     """
     x = inputs(40, batch=1)
     attend(x, "auto", config=ADAPTIVE)

@@ -68,7 +68,7 @@ def public_parts(thing: object) -> dict[str, object]:
     }
 
 
-def told(thing: object) -> str:
+def docstring_of(thing: object) -> str:
     """All its docstrings with line breaks as spaces; a dataclass's own, not the signature that
     Python writes in its place.
     """
@@ -84,7 +84,7 @@ def test_every_public_name_has_a_contract() -> None:
 
 @pytest.mark.parametrize("name", nsa.__all__)
 def test_the_contract_is_in_the_docstring(name: str) -> None:
-    text = told(getattr(nsa, name))
+    text = docstring_of(getattr(nsa, name))
     assert [pattern for pattern in CONTRACTS[name] if not re.search(pattern, text)] == []
 
 
@@ -103,7 +103,7 @@ def test_every_public_method_says_what_it_does(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in nsa.__all__ if inspect.isfunction(getattr(nsa, n))])
 def test_every_argument_is_spoken_of(name: str) -> None:
     function = getattr(nsa, name)
-    text = told(function)
+    text = docstring_of(function)
     missing = [
         a
         for a in inspect.signature(function).parameters
@@ -128,7 +128,7 @@ def test_every_argument_of_a_forward_is_spoken_of(name: str) -> None:
         a.split("_")[0] if a.endswith(("_BTM", "_BT")) else a
         for a in inspect.signature(module.forward).parameters
     ]
-    spoken = told(module) + (
-        told(nsa.NSAAttention) if name == "TinyLM" else ""
+    documented = docstring_of(module) + (
+        docstring_of(nsa.NSAAttention) if name == "TinyLM" else ""
     )  # "the rest as in NSAAttention"
-    assert [a for a in arguments if a != "self" and not re.search(rf"\b{a}\b", spoken)] == []
+    assert [a for a in arguments if a != "self" and not re.search(rf"\b{a}\b", documented)] == []

@@ -65,7 +65,7 @@ def test_readme_block_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_training_on_a_text_learns_and_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    """In 60 short steps already below what the bytes' frequencies give, and the sample goes on from
+    """In 60 short steps already below what the bytes' frequencies give, and the sample continues
     the prompt.
     """
     outcome = train_text.run(README, steps=60, seq_len=128, prompt="## ", seed=0, max_new_tokens=20)
@@ -305,12 +305,12 @@ def test_llama_decoder_refuses_as_well() -> None:
 @torch.no_grad()
 def test_llama_takes_a_mask_and_positions_that_say_nothing() -> None:
     model = llama.with_nsa(llama_of(), SMALL)
-    told = model(
+    expected = model(
         ids_of(),
         attention_mask=torch.ones(2, TOKENS, dtype=torch.long),
         position_ids=torch.arange(TOKENS)[None],
     ).logits
-    assert torch.equal(told, model(ids_of()).logits)
+    assert torch.equal(expected, model(ids_of()).logits)
 
 
 def test_llama_is_converted_once() -> None:

@@ -1,4 +1,4 @@
-"""Which tests show each system that the core must have, by the founding list's row; and the small
+"""Which tests show each system that the core must have, by the feature list's row; and the small
 ones that were missing.
 
 Row 6 is `perfbench tune`, and that the lengths it finds are obeyed. Row 12 runs in Triton's
@@ -50,7 +50,7 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
         "nsa/test_settings.py::test_use_fa2",
         "nsa/test_settings.py::test_the_window_variable_outranks_the_general_one",
         "nsa/test_settings.py::test_what_cannot_change_the_compressed_branch_is_noted",
-        "nsa/test_settings.py::test_a_founding_variable_is_known_or_retired",
+        "nsa/test_settings.py::test_a_prototype_variable_is_known_or_retired",
     ),
     6: (
         "perfbench/test_tune.py::test_on_a_gpu_the_lengths_are_decided",
@@ -115,8 +115,8 @@ FEATURES: Mapping[int, tuple[str, ...]] = {
     ),
     20: ("nsa/test_layer.py::test_a_branch_that_is_off_is_not_computed",),
     21: (
-        "nsa/test_features.py::test_the_founding_model_has_78_3_million_parameters",
-        "nsa/test_config.py::test_the_founding_preset",
+        "nsa/test_features.py::test_the_prototype_model_has_78_3_million_parameters",
+        "nsa/test_config.py::test_the_prototype_preset",
         "nsa/test_layer.py::test_the_dense_twin_is_full_causal_attention",
     ),
     22: (
@@ -160,7 +160,7 @@ def test_a_named_test_is_one_that_exists(row: int) -> None:
 
 
 def test_the_slow_path_says_so_every_time(caplog: pytest.LogCaptureFixture) -> None:
-    """The founding reports' words, which their readers grep for; and no other path says them."""
+    """The prototype's log lines, which its users grep for; and no other path says them."""
     q, k, v = qkv(Case(20, 2, 8, 8, 1))
     blocks = torch.zeros(1, 20, 2, 1, dtype=torch.int32)
     with caplog.at_level(logging.WARNING, logger="nsa"):
@@ -286,10 +286,10 @@ def test_a_layer_with_softmax_gates_is_their_sum_of_branches(branches: tuple[str
     assert_parity(layer(x), o.flatten(2) @ layer.o_proj.weight.T, "o")
 
 
-# 21. The founding model.
+# 21. The prototype's model.
 
 
-def test_the_founding_model_has_78_3_million_parameters() -> None:
+def test_the_prototype_model_has_78_3_million_parameters() -> None:
     """Embedding and head, then twelve layers of: two norms, MLP, q, k and v of three branches, o,
     softmax gate.
     """

@@ -85,12 +85,12 @@ def test_layer(path: Path, case: Case, branches: tuple[str, ...]) -> None:
             q, (kc, vc), (ks, vs), (kw, vw), g, config=config, path=path, fa2="off"
         )
 
-    def truth(
+    def reference(
         q: Tensor, kc: Tensor, vc: Tensor, ks: Tensor, vs: Tensor, kw: Tensor, vw: Tensor, g: Tensor
     ) -> Tensor:
         return oracle.nsa(q, (kc, vc), (ks, vs), (kw, vw), g, config=config, blocks=blocks)
 
-    assert_same_function(branch, truth, tensors, LAYER_NAMES)
+    assert_same_function(branch, reference, tensors, LAYER_NAMES)
 
 
 @pytest.mark.parametrize("path", PATHS_HERE)

@@ -102,7 +102,7 @@ def test_against_the_oracle(
         ],
     )
 
-    def truth(
+    def reference(
         q: Tensor,
         k_cmp: Tensor,
         v_cmp: Tensor,
@@ -125,7 +125,7 @@ def test_against_the_oracle(
 
     assert_same_function(
         lambda *x: call(*x, nonnegative_gates=together),
-        truth,
+        reference,
         inputs(2 if by == "lists" else 1),
         NAMES,
     )

@@ -55,7 +55,7 @@ def train_on_random_bytes() -> tuple[float, float]:
 
 
 def shows_a_leak(mean: float, standard_error: float) -> bool:
-    """On fresh uniform bytes no honest model's expected loss is below ln 256."""
+    """On fresh uniform bytes no causal model's expected loss is below ln 256."""
     return mean < math.log(256) - 5 * standard_error
 
 
@@ -74,10 +74,10 @@ def test_a_planted_leak_goes_red(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each key stands one place early in the selected branch: every query sees one token of the
     future.
     """
-    honest = PATHS[Path.MASKED]
+    unshifted = PATHS[Path.MASKED]
 
     def leaky(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Tensor:
-        return honest(q, k.roll(-1, 1), v.roll(-1, 1), *rest, **options)
+        return unshifted(q, k.roll(-1, 1), v.roll(-1, 1), *rest, **options)
 
     monkeypatch.setitem(PATHS, Path.MASKED, leaky)  # type: ignore[arg-type]
     mean, standard_error = train_on_random_bytes()

@@ -1,4 +1,4 @@
-"""The gated sum's kernel, and what PyTorch is told of all the operators, in Triton's interpreter
+"""The gated sum's kernel, and what all the operators register with PyTorch, in Triton's interpreter
 (`--require interpreter`).
 """
 
@@ -32,16 +32,16 @@ def test_gated_sum(value_dim: int) -> None:
     gates = randn(2, 3, 33, 3, seed=0).transpose(1, 2)
     tensors = (gates, *(randn(2, 33, 3, value_dim, seed=i) for i in (1, 2, 3)))
 
-    def truth(g: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    def reference(g: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
         return torch.einsum("bthn,nbthd->bthd", g, torch.stack([a, b, c]))
 
     def fused(g: Tensor, *outputs: Tensor) -> Tensor:
         return gated_sum.fused_gated_sum(g, outputs, (0, 1, 2))
 
-    assert_same_function(fused, truth, tensors, ("gates", "cmp", "sel", "win"))
+    assert_same_function(fused, reference, tensors, ("gates", "cmp", "sel", "win"))
 
 
-# What PyTorch is told of the operators.
+# What the operators register with PyTorch.
 
 
 @pytest.mark.parametrize("name", operator_calls())

@@ -228,11 +228,11 @@ def test_rope_equals_the_oracle(kind: str, base: float, scale: float) -> None:
     def function(x: Tensor) -> Tensor:
         return rotate(x, angles(at[None], 12, base=base, scale=scale), kind=kind)
 
-    def truth(x: Tensor) -> Tensor:
+    def reference(x: Tensor) -> Tensor:
         return oracle.rope(x, at, base=base, scale=scale, kind=kind)
 
     # Angles are fp32 by the norm, so position 1,000 is known to 1,000 * 2^-23 radians only.
-    assert_same_function(function, truth, (x,), ("x",), tolerance=1e-5 + 1000 * scale * 2**-23)
+    assert_same_function(function, reference, (x,), ("x",), tolerance=1e-5 + 1000 * scale * 2**-23)
     small = x[:, :40]
     assert_parity(
         rotate(small, angles(at[None, :40], 12, base=base, scale=scale), kind=kind),

@@ -332,7 +332,7 @@ def test_narrow_scoring_changes_close_rows_only(score_dtype: str, bits: int, mea
     q, k_cmp = (
         q * 0.2,
         k_cmp + mean,
-    )  # keys of a common mean: rounding takes from what tells them apart
+    )  # keys of a common mean: rounding removes part of what distinguishes them
     narrow, exact = (choose(q, k_cmp, c, q_start=160, kv_len=400) for c in (config, SMALL))
     differs = (narrow != exact).any(-1)[0, :, 0]
     for t in differs.nonzero()[:, 0].tolist():

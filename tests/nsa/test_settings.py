@@ -63,11 +63,11 @@ def test_nothing_set_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", FOUNDING)
-def test_a_founding_variable_is_known_or_retired(name: str) -> None:
+def test_a_prototype_variable_is_known_or_retired(name: str) -> None:
     assert (name in MEANINGS) != (name in RETIRED)
 
 
-def test_what_is_known_or_retired_is_a_founding_variable_or_a_step_to_turn_off() -> None:
+def test_what_is_known_or_retired_is_a_prototype_variable_or_a_step_to_turn_off() -> None:
     steps = {"NSA_TRITON_COPY", "NSA_TRITON_LISTS", "NSA_TRITON_JOIN", "NSA_TRITON_SPLIT"}
     assert {*MEANINGS, *RETIRED} == {*FOUNDING, *steps} and not steps & {*RETIRED, *FOUNDING}
 

@@ -68,7 +68,7 @@ def test_the_route_says_which_step_is_off(step: str) -> None:
     assert route(Request("triton"), PROBLEM, H100).off == ()
 
 
-def test_several_steps_are_told_in_their_order() -> None:
+def test_several_steps_are_listed_in_their_order() -> None:
     request = load({"NSA_TRITON_SPLIT": "0", "NSA_TRITON_COPY": "0"}).request("auto")
     assert route(request, PROBLEM, H100).off == ("copy", "split"), "auto takes path triton here"
 

@@ -255,14 +255,14 @@ def test_trap_11_the_softmax_does_not_see_the_future() -> None:
     wants must not mute it.
     """
     logits = torch.cat([hot(30, b2=4.0), hot(30, b3=2.0)])
-    told = logits.clone()
-    told[0, 20:] = 60.0
+    raised = logits.clone()
+    raised[0, 20:] = 60.0
     position = 8 * 16 + 15
     before, after = (
-        select_by_logits(x, PLAIN, position=position, kv_len=30 * 16) for x in (logits, told)
+        select_by_logits(x, PLAIN, position=position, kv_len=30 * 16) for x in (logits, raised)
     )
     assert before == after == [0, 2, 7, 8]
-    leaky = told.softmax(-1)[:, :9].sum(
+    leaky = raised.softmax(-1)[:, :9].sum(
         0
     )  # normalised over all 30: the first head's block 2 has nothing left
     assert int(leaky[1:7].argmax()) + 1 == 3
@@ -303,7 +303,7 @@ def test_trap_13_no_block_is_chosen_twice() -> None:
 
 
 def test_trap_14_no_real_score_displaces_a_forced_block() -> None:
-    """Three slots for three forced blocks, beside one whose probability is exactly 1.0 in each of
+    """Three slots for three forced blocks, next to one whose probability is exactly 1.0 in each of
     four heads.
     """
     config = replace(PLAIN, num_selected=3)
@@ -353,10 +353,10 @@ def test_trap_17_values_of_another_dimension_than_keys(
     q, k, v, gates = with_gates(Case(here(85, 25), 2, key_dim, value_dim, 1))
     blocks = select_blocks(q, compress(k, config=SMALL), config=SMALL)
 
-    def truth(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    def reference(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
         return oracle.nsa(q, (k, v), (k, v), (k, v), g, config=SMALL, blocks=blocks)
 
-    assert_same_function(layer(path), truth, (q, k, v, gates), ("q", "k", "v", "gates"))
+    assert_same_function(layer(path), reference, (q, k, v, gates), ("q", "k", "v", "gates"))
 
 
 @EVERY_PATH

@@ -262,11 +262,14 @@ def bf16_scores(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 def wide_inputs(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv(Case(64, 2, 8, 8, 1), dtype=torch.float64)
     blocks = select_blocks(q, compress(k, config=CONFIG), config=CONFIG)
-    truth = oracle.selected(q, k, v, blocks, sel_block=SIZE)
+    reference = oracle.selected(q, k, v, blocks, sel_block=SIZE)
     assert (
-        float((naive.naive_nsa_selection(q, k, v, blocks.long(), SIZE) - truth).abs().max()) > 1e-9
+        float((naive.naive_nsa_selection(q, k, v, blocks.long(), SIZE) - reference).abs().max())
+        > 1e-9
     )
-    assert float((selected_attention(q, k, v, blocks, sel_block=SIZE) - truth).abs().max()) < 1e-13
+    assert (
+        float((selected_attention(q, k, v, blocks, sel_block=SIZE) - reference).abs().max()) < 1e-13
+    )
 
 
 def group_sizes(naive: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

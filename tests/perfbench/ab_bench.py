@@ -84,7 +84,7 @@ class Bench:
     commits: list[str]
     a: FakeSide
     b: FakeSide
-    tonight: FakeSide
+    current: FakeSide
     log: list[tuple[str, str, int]]
 
     def run(self, *argv: str) -> int:
@@ -111,13 +111,13 @@ def bench(
         *template,
         FakeSide("a", 1000.0, log),
         FakeSide("b", 1000.0, log),
-        FakeSide("tonight", 1000.0, []),
+        FakeSide("current", 1000.0, []),
         log,
     )
 
     @contextmanager
     def prepared(fit: TargetFit) -> Iterator[tuple[FakeSide]]:
-        yield (made.tonight,)
+        yield (made.current,)
 
     @contextmanager
     def both(

@@ -338,9 +338,9 @@ def make_run(
     **overrides: Any,
 ) -> Run:
     """A complete green run; ``noise`` is the relative sd between replicates, from a fixed seed."""
-    luck = random.Random(11)
+    rng = random.Random(11)
     rows = [
-        replicate(cell, n, tok_per_s=speed_of(cell) * (1 + noise * luck.gauss(0, 1)), gpu=gpu)
+        replicate(cell, n, tok_per_s=speed_of(cell) * (1 + noise * rng.gauss(0, 1)), gpu=gpu)
         for cell in cells
         for n in range(replicates)
     ]

@@ -9,7 +9,7 @@ __all__ = ["bench", "template"]
 
 @pytest.fixture
 def light(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A small GEMM in place of the one that takes a second on a CPU; use it beside ``one_thread``,
+    """A small GEMM in place of the one that takes a second on a CPU; use it with ``one_thread``,
     which restores the threads.
     """
     from perfbench.worker import measure
@@ -20,7 +20,7 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tables as a terminal of 120 columns shows them, whatever runs the tests: beside other workers
+    """Tables as a terminal of 120 columns shows them, whatever runs the tests: a worker of
     pytest-xdist says 80.
     """
     monkeypatch.setenv("COLUMNS", "120")

@@ -19,13 +19,13 @@ FORWARD = "fa2=on,path=v2,seq_len=2048,workload=forward"
 DENSE = "path=dense,seq_len=2048,workload=train"
 
 
-def written(run: Run, judgement: Judgement, beside: ReportContext | None = None) -> str:
+def written(run: Run, judgement: Judgement, context: ReportContext | None = None) -> str:
     """report.md as text, without the second that its pictures take."""
     pictures = [
         Picture("throughput.png", True, "tok/s against seq_len", ""),
         Picture("utilisation.png", False, "utilisation", "not drawn"),
     ]
-    return markdown.text(run, judgement, rows_of(run, judgement), pictures, beside)
+    return markdown.text(run, judgement, rows_of(run, judgement), pictures, context)
 
 
 def alone(run: Run) -> str:

@@ -1,5 +1,5 @@
-"""A matrix with sentinels, an executor whose cells throttle or fail as told, and the runner called
-with both.
+"""A matrix with sentinels, an executor whose cells throttle or fail on request, and the runner
+called with both.
 """
 
 from __future__ import annotations

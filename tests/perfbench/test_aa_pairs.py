@@ -1,4 +1,4 @@
-"""Interleaved pairs of one commit with itself, planted or not, as `calibrate` tells them."""
+"""Interleaved pairs of one commit with itself, planted or not, as `calibrate` reports them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def saved(
     base: Run,
     candidate: Run,
     *,
-    name: str = "night",
+    name: str = "pair",
     injections: tuple[str, ...] = (),
 ) -> Path:
     """As `perfbench ab` leaves them."""

@@ -331,16 +331,16 @@ def test_compare_judges_both_sides_of_an_ab_or_two_runs(
     assert bench.run("compare", str(folder / "a"), str(folder / "b")) == 3
     assert bench.run("compare", str(folder / "a"), str(folder / "a")) == 0
     capsys.readouterr()
-    assert bench.run("run", "small.yaml", "--out", "night") == 0
-    (night,) = Path("night").iterdir()
+    assert bench.run("run", "small.yaml", "--out", "single") == 0
+    (single,) = Path("single").iterdir()
     capsys.readouterr()
     assert (
-        bench.run("compare", str(night), str(folder / "b"), "--strict") == 7
-    )  # two nights: a drop is at most WATCH
+        bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
+    )  # two sessions: a drop is at most WATCH
     assert "WATCH" in capsys.readouterr().out
-    assert bench.run("compare", str(night)) == 2
+    assert bench.run("compare", str(single)) == 2
     assert "wanted two" in capsys.readouterr().err
-    assert bench.run("compare", str(folder), str(night)) == 2
+    assert bench.run("compare", str(folder), str(single)) == 2
     assert str(folder / "a") in capsys.readouterr().err
 
 

@@ -39,7 +39,7 @@ def slow(bench: Bench) -> Bench:
     assert bench.run("run", "small.yaml", "--out", "first") == 0
     (first,) = Path("first").iterdir()
     assert bench.run("baseline", "promote", str(first)) == 0
-    bench.tonight.speed = bench.b.speed = 800.0
+    bench.current.speed = bench.b.speed = 800.0
     return bench
 
 
@@ -211,12 +211,12 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
 
     monkeypatch.setattr(confirm, "checked_out", gone)
     slow.run("check", "small.yaml", "--resume", str(folder), "--json")
-    told = cells_of(capsys)
+    reported = cells_of(capsys)
     assert all(
         "cannot be measured: gone" in cell["reason"] and f"3 of {planned}" in cell["reason"]
-        for cell in told.values()
+        for cell in reported.values()
     )
-    assert {name: cell["verdict"] for name, cell in told.items()} == {
+    assert {name: cell["verdict"] for name, cell in reported.items()} == {
         name: cell["verdict"] for name, cell in gated.items()
     }
 
@@ -295,14 +295,14 @@ def test_the_budget_is_for_the_whole_confirmation(
         fit, assumed("none"), here, bench.repository, SilentProgress(), said.append
     )
     spec = pair.PairSpec(matrix, [], 3, 1, ["perfbench", "check"], [], budget_s)
-    told = confirm.confirm_cells(
+    reported = confirm.confirm_cells(
         b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, spec, context, clock.now
     )
     assert [budget for _, budget in clock.asked] == budgets
-    assert len(told.measured) == len(said) == len(budgets)
-    reasons = [told.reasons[cell] for cell in cells]
+    assert len(reported.measured) == len(said) == len(budgets)
+    reasons = [reported.reasons[cell] for cell in cells]
     assert reasons == [confirm.UNFINISHED] * len(budgets) + [confirm.SPENT] * (3 - len(budgets))
-    assert str(told).count(confirm.SPENT) == (len(budgets) < 3)
+    assert str(reported).count(confirm.SPENT) == (len(budgets) < 3)
 
 
 def settled(first: Any, measured: list[confirmation.MeasuredPairs], reasons: dict[str, str]) -> Any:
@@ -352,13 +352,13 @@ def test_a_reason_is_reported_where_pairs_exist_and_one_cell_has_none() -> None:
     )
 
 
-def test_two_nights_are_no_pair(slow: Bench) -> None:
-    """Both confirmed beside one commit, with one seed; only within a night rows are adjacent in
+def test_two_sessions_are_no_pair(slow: Bench) -> None:
+    """Both confirmed against one commit, with one seed; only within a session are rows adjacent in
     time.
     """
-    for night in ("one", "two"):
-        assert slow.run("check", "small.yaml", "--out", night, "--seed", "5") == 3
-    homes_ = [run_folder(night) / "confirm" / slow.commits[1][:12] for night in ("one", "two")]
+    for session in ("one", "two"):
+        assert slow.run("check", "small.yaml", "--out", session, "--seed", "5") == 3
+    homes_ = [run_folder(session) / "confirm" / slow.commits[1][:12] for session in ("one", "two")]
     one, two = (pair.read_pair(home) for home in homes_)
     assert pair.are_paired(one.base, one.candidate) and pair.are_paired(two.base, two.candidate)
     assert not pair.are_paired(one.base, two.candidate) and not pair.are_paired(
@@ -393,7 +393,7 @@ def test_a_pair_was_begun_together(changes: dict[str, Any], paired: bool) -> Non
 @pytest.mark.parametrize(
     "trouble",
     [
-        PerfbenchError(Exit.ENVIRONMENT, "NVML cannot tell the\ncompute capability"),
+        PerfbenchError(Exit.ENVIRONMENT, "NVML cannot read the\ncompute capability"),
         nvml.unavailable(999),
         OSError(5, "Input/output error"),
         KeyboardInterrupt(),

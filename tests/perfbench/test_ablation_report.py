@@ -1,4 +1,4 @@
-"""reports/ablation.md from built runs of the shipped matrices: every ratio beside arithmetic made
+"""reports/ablation.md from built runs of the shipped matrices: every ratio against arithmetic made
 here, and none without its proof.
 """
 
@@ -136,7 +136,7 @@ def test_a_step_costs_the_time_without_it_over_the_time_with_everything() -> Non
         "0.78",
         "0.82",
         "GPU",
-    ], "a step that costs is told as well"
+    ], "a step that costs is reported as well"
     assert found["8,192", "attention", "lists"] == ["1.5", "3", "2.00", "1.94", "2.06", "GPU"]
     assert ("8,192", "attention", "copy") not in found, "so short a call makes no descriptors"
 
@@ -241,7 +241,7 @@ def test_a_link_that_fell_out_leaves_the_next_against_the_one_above() -> None:
     assert found["masked"] == ["-"] * 5 and found["triton"][1:3] == ["1.50", "15.00"]
 
 
-def test_utilisation_and_what_bounds_a_link_are_told() -> None:
+def test_utilisation_and_what_bounds_a_link_are_reported() -> None:
     idle = {"telemetry": b.telemetry(utilisation_pct=31.0), "host_bound": True}
     run, _ = with_cell(
         chain(), {"seq_len": 512, "path": "v1"}, lambda row: row.model_copy(update=idle)

@@ -1,5 +1,5 @@
 """Workloads attention and attention_forward: the same function as the layer's, with every gradient,
-and nothing beside it.
+and nothing else.
 """
 
 from __future__ import annotations

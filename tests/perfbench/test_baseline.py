@@ -416,7 +416,7 @@ def test_no_cell_makes_a_traceback_in_the_gate(
 
 
 def calibration(path: Path, gpu_slug: str = "h100-80gb-hbm3", **gate_sd: float) -> Path:
-    """A calibration.json of three starts that tells of TRAIN, or of the cells named; the device is
+    """A calibration.json of three starts that covers TRAIN, or the cells named; the device is
     half as restless.
     """
     manifest = b.small_run().manifest
@@ -460,7 +460,9 @@ def test_a_calibration_tells_the_gate_how_restless_a_cell_is(target: Path, tmp_p
     assert other.cells[TRAIN] == cell and other.cells[DENSE].night_log_sd == 0.003
 
 
-def test_a_slice_takes_the_luck_of_the_cells_that_it_keeps(target: Path, tmp_path: Path) -> None:
+def test_a_slice_takes_the_variance_of_the_cells_that_it_keeps(
+    target: Path, tmp_path: Path
+) -> None:
     run = b.small_run()
     promoted(run, target)
     forward = part(run, "forward")

@@ -21,7 +21,7 @@ Family = dict[str, dict[str, list[float]]]
 
 
 def family(
-    luck: random.Random,
+    rng: random.Random,
     *,
     starts: int,
     session: float = 0.005,
@@ -29,20 +29,20 @@ def family(
     cells: int = 4,
 ) -> Family:
     """Five processes a start, 0.3 % between them."""
-    of_start = [luck.gauss(0, session) for _ in range(starts)]
+    of_start = [rng.gauss(0, session) for _ in range(starts)]
     return {
         f"cell{c}": {
-            f"start{s}": [ln + luck.gauss(0, 0.003) for _ in range(5)]
+            f"start{s}": [ln + rng.gauss(0, 0.003) for _ in range(5)]
             for s in range(starts)
-            for ln in [of_start[s] if shared else luck.gauss(0, session)]
+            for ln in [of_start[s] if shared else rng.gauss(0, session)]
         }
         for c in range(cells)
     }
 
 
 def test_two_starts_of_one_cell_by_hand() -> None:
-    """Means 0.01 and 0.03: variance 2e-4, less the luck of the processes, 2e-6 / 2; one degree of
-    freedom, chi2(5 %) = 0.00393.
+    """Means 0.01 and 0.03: variance 2e-4, less the variance of the processes, 2e-6 / 2; one
+    degree of freedom, chi2(5 %) = 0.00393.
     """
     (found,) = between_starts.estimate({"one": {"a": [0.009, 0.011], "b": [0.029, 0.031]}}).values()
     assert found.starts == 2 and found.df == 1
@@ -90,22 +90,22 @@ def test_many_starts_find_what_was_put_in() -> None:
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("starts", [3, 5])
 def test_the_bound_holds_for_most_families_of_few_starts(starts: int, shared: bool) -> None:
-    luck = random.Random(7)
+    rng = random.Random(7)
     held = [
         session.upper > 0.005
         for _ in range(200)
-        for session in between_starts.estimate(family(luck, starts=starts, shared=shared)).values()
+        for session in between_starts.estimate(family(rng, starts=starts, shared=shared)).values()
     ]
     assert sum(held) / len(held) > 0.84
 
 
-def test_the_family_tells_a_cell_what_its_few_starts_do_not() -> None:
-    """A cell whose three starts agree by luck is believed as restless as its like; alone it would
-    look calm.
+def test_the_family_adds_what_a_cells_few_starts_do_not_show() -> None:
+    """A cell whose three starts agree by chance is taken to vary as much as its like; alone it
+    would look calm.
     """
     restless = family(random.Random(3), starts=3, cells=7)
     restless["lucky"] = {
-        f"start{s}": [mean + luck for luck in (0.002, -0.002, 0.0)]
+        f"start{s}": [mean + deviation for deviation in (0.002, -0.002, 0.0)]
         for s, mean in enumerate((0.001, -0.001, 0.0))
     }
     alone, among = (
@@ -129,7 +129,7 @@ def test_starts_that_agree_better_than_their_processes_bound_nothing_away() -> N
     )  # chi2(5 %) of two degrees of freedom
 
 
-def test_cells_that_share_all_luck_are_worth_one() -> None:
+def test_cells_that_vary_together_count_as_one() -> None:
     same = [{"a": 0.01, "b": -0.02, "c": 0.01}] * 4
     assert between_starts.independence(same, [1.0] * 4) == pytest.approx(1 / 4)
     own = [
@@ -200,7 +200,7 @@ def one_cell(times: int = 1, **session: float) -> str:
 
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
     """Neither cells that the run does not have, nor cells that the calibration does not know."""
-    assert calibration_file.told(
+    assert calibration_file.variance_of_cells(
         calibration_file.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
     ) == {
         "both": {"night_log_sd": 0.004, "device_night_log_sd": 0.002, "night_starts": 2},
@@ -269,7 +269,7 @@ def test_what_tells_no_between_session_variance_is_refused(
     )
 
 
-def test_the_largest_luck_that_a_baseline_takes(tmp_path: Path) -> None:
+def test_the_largest_variation_that_a_baseline_takes(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(one_cell(gate_sd=0.5))
     assert set(calibration_file.read(path, "h200").cells) == {"a"}
@@ -307,7 +307,7 @@ def test_a_calibration_of_other_work_or_another_environment_is_refused(
 ) -> None:
     known = calibration_file.read(stored(tmp_path / "calibration.json"), "h200")
     with pytest.raises(PerfbenchError, match=words) as caught:
-        calibration_file.told(known, {**HERE, **environment}, configs)
+        calibration_file.variance_of_cells(known, {**HERE, **environment}, configs)
     message = str(caught.value)
     assert (
         caught.value.exit_code is Exit.USAGE
@@ -319,8 +319,8 @@ def test_a_calibration_of_other_work_or_another_environment_is_refused(
 def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
     known = calibration_file.read(stored(tmp_path / "calibration.json"), "h200")
     assert (
-        calibration_file.told(known, {**HERE, "driver": "590.2"}, CONFIGS)
-        == calibration_file.told(known, HERE, CONFIGS)
+        calibration_file.variance_of_cells(known, {**HERE, "driver": "590.2"}, CONFIGS)
+        == calibration_file.variance_of_cells(known, HERE, CONFIGS)
         != {}
     )
 
@@ -331,7 +331,7 @@ def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
     with pytest.raises(
         PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"
     ):
-        calibration_file.told(known, HERE, CONFIGS)
+        calibration_file.variance_of_cells(known, HERE, CONFIGS)
 
 
 def test_the_assumption_is_what_the_gate_assumes() -> None:

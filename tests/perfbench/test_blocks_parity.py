@@ -247,7 +247,7 @@ def test_more_regions_than_a_search_looks_into() -> None:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_worst_blocks_are_red(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """Well formed and attended to rightly: only the scores tell."""
+    """Well formed and attended to rightly: only the scores show it."""
     scores = selection.block_scores
     monkeypatch.setattr(selection, "block_scores", lambda *x: -scores(*x))
     line = prove("masked", 300, model=with_options(**options))
@@ -282,7 +282,7 @@ def test_attention_over_other_blocks_than_the_chosen_is_red(
 
 
 def test_rounding_explains_many_changed_rows() -> None:
-    """Keys of a large common mean lose in bf16 what tells them apart."""
+    """Keys of a large common mean lose in bf16 what distinguishes them."""
     proof, _ = judged(replace(TINY.nsa, score_dtype="bfloat16"), mean=32.0)
     assert proof.wrong_rows == 0 and proof.report["changed_share"] > 0.05
 

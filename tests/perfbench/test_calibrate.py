@@ -47,21 +47,21 @@ def _few_worlds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def noisy(
     run_id: str,
-    luck: random.Random,
+    rng: random.Random,
     *,
     replicates: int = 6,
     within: float = 0.01,
     session: float = 0.02,
     cells: int = 12,
 ) -> Run:
-    """One start: every cell with a luck of its own for the session, every process with its own."""
+    """One start: every cell deviates by itself for the session, and so does every process."""
     planned = [planned_cell(Cell("train", 1024 * (i + 1), "dense", "auto")) for i in range(cells)]
     rows = []
     for cell in planned:
-        speed = speed_of(cell) * (1 + luck.gauss(0, session))
+        speed = speed_of(cell) * (1 + rng.gauss(0, session))
         for n in range(replicates):
             rows.append(
-                replicate(cell, n, tok_per_s=speed * (1 + luck.gauss(0, within)), host_bound=False)
+                replicate(cell, n, tok_per_s=speed * (1 + rng.gauss(0, within)), host_bound=False)
             )
     return with_manifest(with_rows(make_run(planned, replicates=replicates), rows), run_id=run_id)
 
@@ -151,7 +151,7 @@ def test_a_session_is_judged_alone_when_the_family_is_one_cell() -> None:
 
 
 @pytest.mark.parametrize(("within", "noisier"), [(0.001, False), (0.05, True)])
-def test_a_machine_that_is_noisier_than_the_claim_is_named_beside_it(
+def test_a_machine_that_is_noisier_than_the_claim_is_named_next_to_it(
     within: float, noisier: bool, tmp_path: Path
 ) -> None:
     runs = [noisy(f"run-{n}", random.Random(n), within=within) for n in range(2)]
@@ -160,8 +160,8 @@ def test_a_machine_that_is_noisier_than_the_claim_is_named_beside_it(
 
 
 def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
-    luck = random.Random(5)
-    paths = saved(tmp_path, [noisy(f"run-{n}", luck) for n in range(4)])
+    rng = random.Random(5)
+    paths = saved(tmp_path, [noisy(f"run-{n}", rng) for n in range(4)])
     found = calibrate(paths, seed=1, policy=POLICY, effort=LITTLE)
     assert (
         len(found.starts) == 4
@@ -178,9 +178,11 @@ def test_noise_that_was_put_in_comes_out(tmp_path: Path) -> None:
     assert found.screened.trials == 36 and found.red == Rate(0, 48)
 
 
-def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_path: Path) -> None:
-    luck = random.Random(5)
-    runs = [noisy(f"run-{n}", luck, session=0.003, within=0.002) for n in range(6)]
+def test_each_cell_reports_its_variance_between_starts_and_the_baseline_takes_it(
+    tmp_path: Path,
+) -> None:
+    rng = random.Random(5)
+    runs = [noisy(f"run-{n}", rng, session=0.003, within=0.002) for n in range(6)]
     out = tmp_path / "calibration.md"
     found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, out=out, effort=LITTLE)
     sessions = [cell.between_starts for cell in found.cells if cell.between_starts is not None]
@@ -207,7 +209,7 @@ def test_each_cell_tells_its_luck_between_starts_and_the_baseline_takes_it(tmp_p
     }
 
 
-def test_device_time_has_a_luck_of_its_own(tmp_path: Path) -> None:
+def test_device_time_has_a_variance_of_its_own(tmp_path: Path) -> None:
     """20 ms on the device, 4 % apart between two starts, the same for all processes of a start: sd
     4 % / sqrt(2).
     """
@@ -356,7 +358,7 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
         power_row("heavy tails", 1.0, 957),
         power_row("heavy tails", 0.5, 990),
         power_row("host bound", 7.3, 0, blind=1000),
-        power_row("hardly told", 1.0, 991),
+        power_row("hardly measured", 1.0, 991),
         power_row("small drops", 1.0, 300, drop_pct=1.0),
         power_row("good", 1.0, 1000),
     ]
@@ -378,7 +380,7 @@ def test_the_headline_says_which_worlds_miss_the_wanted_power(tmp_path: Path) ->
         "BLIND on wall time in 1 of the 6 worlds" in blind
         and '"host bound" 0 % (0 of 1,000, sd 7.3 %)' in blind
     )
-    assert 'in 1 of the 6 worlds: "hardly told" 99.10 % (991 of 1,000' in open_
+    assert 'in 1 of the 6 worlds: "hardly measured" 99.10 % (991 of 1,000' in open_
     assert "small drops" not in text and "good" not in text
     alone = headline(
         render(

@@ -38,7 +38,7 @@ def test_check_confirms_a_drop_before_it_is_red(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     promote(bench)
-    bench.tonight.speed = bench.b.speed = 800.0
+    bench.current.speed = bench.b.speed = 800.0
     capsys.readouterr()
     assert bench.run("check", "small.yaml") == 3
     out, err = capsys.readouterr()
@@ -58,11 +58,11 @@ def test_check_confirms_a_drop_before_it_is_red(
     assert bench.run("report", str(folder), "--baseline", "reports/baselines/cpu/small.json") == 3
 
 
-def test_check_clears_what_only_tonights_machine_slowed(
+def test_check_clears_what_only_the_current_machine_slowed(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     promote(bench)
-    bench.tonight.speed, bench.a.speed, bench.b.speed = 800.0, 800.0, 800.0
+    bench.current.speed, bench.a.speed, bench.b.speed = 800.0, 800.0, 800.0
     assert bench.run("check", "small.yaml", "--strict") == 0
     assert len(bench.a.jobs) == len(bench.b.jobs) >= 12
 
@@ -90,7 +90,7 @@ def test_nothing_is_confirmed_where_nothing_looks_slower(bench: Bench) -> None:
 
 def test_no_confirm_leaves_it_a_warning(bench: Bench) -> None:
     promote(bench)
-    bench.tonight.speed = 800.0
+    bench.current.speed = 800.0
     assert bench.run("check", "small.yaml", "--no-confirm") == 0
     assert bench.run("check", "small.yaml", "--no-confirm", "--strict") == 7
     assert bench.a.jobs == []
@@ -112,7 +112,7 @@ def test_a_base_that_cannot_be_built_leaves_it_watched(
 ) -> None:
     promote(bench)
     edit_baseline(commit=base)
-    bench.tonight.speed = 800.0
+    bench.current.speed = 800.0
     assert bench.run("check", "small.yaml") == 0
     out, err = capsys.readouterr()
     assert "WATCH" in out and why in err and "not confirmed" in out
@@ -127,7 +127,7 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(
     old = tmp_path / "clone"
     shutil.rmtree(old / "nsa" / "routing")
     edit_baseline(commit=repositories.commit(old, "before routing"))
-    bench.tonight.speed = 800.0
+    bench.current.speed = 800.0
     with pytest.MonkeyPatch.context() as patch:
         git(old, "checkout", "-q", bench.commits[1])
         patch.setattr(outcome, "CHECKOUT", old)
@@ -141,7 +141,7 @@ def test_an_interrupted_confirmation_goes_on(
     bench: Bench, capsys: pytest.CaptureFixture[str]
 ) -> None:
     promote(bench)
-    bench.tonight.speed = bench.b.speed = 800.0
+    bench.current.speed = bench.b.speed = 800.0
     bench.b.interrupt_at = 5
     assert bench.run("check", "small.yaml") == 130
     folder = confirmed()
@@ -157,7 +157,7 @@ def test_a_spent_budget_leaves_it_watched(
     from perfbench.commands import check
 
     promote(bench)
-    bench.tonight.speed = 800.0
+    bench.current.speed = 800.0
     readings = iter([0.0, 100.0])
     monkeypatch.setattr(
         check, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(readings))})

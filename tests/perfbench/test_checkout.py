@@ -1,4 +1,4 @@
-"""Two versions beside one another: worktrees that leave nothing behind, folders, and every reason
+"""Two versions next to one another: worktrees that leave nothing behind, folders, and every reason
 why there is none.
 """
 
@@ -49,7 +49,7 @@ def version_in(folder: Path) -> str:
     return (folder / "nsa" / "__init__.py").read_text(encoding="utf-8").strip()
 
 
-def test_a_revision_is_checked_out_beside_a_dirty_tree_and_gone_afterwards(
+def test_a_revision_is_checked_out_next_to_a_dirty_tree_and_gone_afterwards(
     repository: Path, temporary: Path
 ) -> None:
     before = git(repository, "status", "--porcelain")
@@ -226,10 +226,10 @@ def test_a_process_that_holds_another_nsa_refuses(
             nsa_version.use(other.folder)
         with pytest.raises(nsa_version.WrongSide, match="wanted it from"):
             nsa_version.verify(other.folder)
-        stranger = types.ModuleType("nsa.stranger")
-        stranger.__file__ = str(ROOT / "nsa" / "config.py")
-        sys.modules["nsa.stranger"] = stranger
-        with pytest.raises(nsa_version.WrongSide, match=r"nsa\.stranger"):
+        foreign = types.ModuleType("nsa.foreign")
+        foreign.__file__ = str(ROOT / "nsa" / "config.py")
+        sys.modules["nsa.foreign"] = foreign
+        with pytest.raises(nsa_version.WrongSide, match=r"nsa\.foreign"):
             nsa_version.verify(one.folder)
 
 

@@ -179,7 +179,7 @@ def test_the_baseline_of_another_matrix_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("command", ["gate", "report"])
-def test_a_file_whose_end_was_cut_off_is_told_on_stderr(
+def test_a_file_whose_end_was_cut_off_is_reported_on_stderr(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert app.invoke(["run", "small.yaml"]) == 0
@@ -235,7 +235,7 @@ def test_warnings_fail_under_strict_only(executor: FakeExecutor) -> None:
 @pytest.mark.parametrize(
     "content", [None, "{", '{"schema_version": 99}', '{"schema_version": 1, "cells": {}}']
 )
-def test_an_unusable_baseline_is_told_first_and_exits_9(
+def test_an_unusable_baseline_is_reported_first_and_exits_9(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str], content: str | None
 ) -> None:
     if content is not None:

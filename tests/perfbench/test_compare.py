@@ -112,7 +112,7 @@ def test_two_machines_are_incomparable_also_as_pairs() -> None:
 def test_a_base_run_that_is_wrong_as_a_whole_compares_nothing(
     base_of: Callable[[Run], Run], verdict: Verdict, words: str, paired: bool
 ) -> None:
-    """Neither red nor green may rest on it; the finding is told, and says whose it is."""
+    """Neither red nor green may rest on it; the finding is reported, with its side."""
     run = b.small_run(replicates=8, noise=0.001)
     judgement = comparison.compare(
         base_of(run), b.scale_rows(run, TRAIN, 0.5), POLICY, paired=paired
@@ -149,7 +149,7 @@ def test_a_base_that_throttled_throughout_says_so() -> None:
     )
 
 
-def test_a_base_of_uncommitted_changes_or_faults_is_told_and_compared() -> None:
+def test_a_base_of_uncommitted_changes_or_faults_is_reported_and_compared() -> None:
     """It may be meant: the user's own tree as a side. No verdict hangs on it."""
     run = b.small_run(replicates=8, noise=0.001)
     dirty = b.with_manifest(
@@ -266,7 +266,7 @@ def test_throttled_pairs_are_not_cut_short() -> None:
 
 
 def test_pairs_that_a_resume_parted_were_not_measured_as_planned() -> None:
-    """The last pair's second half is of another sitting: the first one had stopped before it, and
+    """The last pair's second half is of another session: the first one had stopped before it, and
     could be looked at.
     """
     base = b.small_run(replicates=8, noise=0.001)

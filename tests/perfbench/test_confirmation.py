@@ -22,12 +22,12 @@ TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
 
 def restless(*, wall_sd: float, device_ms: float, host_bound: bool, seed: int) -> Run:
     """Eight replicates: a device time that hardly moves, and a wall time of this sd of ln tok/s."""
-    run, luck = b.small_run(replicates=8), random.Random(seed)
+    run, rng = b.small_run(replicates=8), random.Random(seed)
     cell = next(cell for cell in run.manifest.cells if cell.cell_id == TRAIN)
 
     def row(number: int) -> object:
-        speed = b.speed_of(cell) * math.exp(luck.gauss(0, wall_sd))
-        profile = b.profile(device_time_s=device_ms / 1e3 * math.exp(luck.gauss(0, 0.001)))
+        speed = b.speed_of(cell) * math.exp(rng.gauss(0, wall_sd))
+        profile = b.profile(device_time_s=device_ms / 1e3 * math.exp(rng.gauss(0, 0.001)))
         return b.replicate(cell, number, tok_per_s=speed, host_bound=host_bound, profile=profile)
 
     return b.change_rows(run, TRAIN, lambda old: row(old.replicate))  # type: ignore[arg-type, return-value]

@@ -93,20 +93,20 @@ def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
     assert "Exit: 3 by this cell alone" in text and "interleaved with the candidate" in text
 
 
-def test_planted_faults_are_told_first() -> None:
+def test_planted_faults_are_reported_first() -> None:
     run = b.small_run()
     planted = b.with_manifest(run, injections=[f"slowdown=3%@{TRAIN}"])
-    told, plain = (
+    marked, plain = (
         explain.explain_cell(one, judge(one, None, POLICY), TRAIN, POLICY, None)
         for one in (planted, run)
     )
     assert (
-        f"INJECTED FAULTS, a demonstration: slowdown=3%@{TRAIN}\n" in told
+        f"INJECTED FAULTS, a demonstration: slowdown=3%@{TRAIN}\n" in marked
         and "INJECTED" not in plain
     )
 
 
-def test_an_override_is_told_and_the_text_is_deterministic() -> None:
+def test_an_override_is_reported_and_the_text_is_deterministic() -> None:
     run = b.small_run()
     base = b.baseline_of(run)
     policies = Policies(POLICY, {TRAIN: POLICY.model_copy(update={"tolerance_pct": 5.0})})

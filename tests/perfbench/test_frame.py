@@ -1,4 +1,4 @@
-"""`perfbench.load`: every value beside the JSON line that it comes from, read by `json` alone."""
+"""`perfbench.load`: every value against the JSON line that it comes from, read by `json` alone."""
 
 from __future__ import annotations
 

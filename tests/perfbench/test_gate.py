@@ -91,7 +91,7 @@ def test_too_few_replicates_are_watch_and_strict_fails(side: str) -> None:
     assert strict.exit_code is Exit.STRICT and "exit 7" in strict.headline
 
 
-def test_a_changed_route_is_named_beside_the_change() -> None:
+def test_a_changed_route_is_named_next_to_the_change() -> None:
     run = b.small_run()
     base = b.baseline_of(run)
     rerouted = base.cells[TRAIN].model_copy(update={"counters": ["sel.masked"]})
@@ -209,10 +209,10 @@ def test_nothing_compared_is_never_green() -> None:
 
 
 def test_rows_of_an_unplanned_cell_fail() -> None:
-    stranger = b.planned_cell(Cell("train", 512, "masked", "off"))
+    unplanned = b.planned_cell(Cell("train", 512, "masked", "off"))
     run = b.small_run()
-    judgement = judge(b.with_rows(run, [*run.replicates, b.replicate(stranger)]), None, POLICY)
-    assert judgement.exit_code is Exit.FAILED and stranger.cell_id in judgement.headline
+    judgement = judge(b.with_rows(run, [*run.replicates, b.replicate(unplanned)]), None, POLICY)
+    assert judgement.exit_code is Exit.FAILED and unplanned.cell_id in judgement.headline
 
 
 # --- environment
@@ -294,14 +294,14 @@ def test_a_sentinel_that_was_asked_for_and_is_absent_is_env(
     )
 
 
-def test_a_baseline_without_sentinels_is_told() -> None:
+def test_a_baseline_without_sentinels_is_reported() -> None:
     run = b.small_run()
     judgement = judge(b.watched(run, {"gemm": [1.0]}), b.baseline_of(run), POLICY)
     assert judgement.exit_code is Exit.OK and "holds no sentinel gemm" in judgement.notes[0]
 
 
-def test_a_run_without_the_baselines_sentinels_is_told() -> None:
-    """As a side of an `ab`: nothing tells a slower machine from slower code."""
+def test_a_run_without_the_baselines_sentinels_is_reported() -> None:
+    """As a side of an `ab`: nothing separates a slower machine from slower code."""
     run = b.small_run()
     then = b.baseline_of(b.watched(run, {"gemm": [700e12], "copy": [3e12]}))
     judgement = judge(b.watched(run, {"copy": [3e12]}), then, POLICY)
@@ -548,7 +548,7 @@ def test_judging_grows_with_the_cells_and_not_with_their_square() -> None:
     assert effort.growth(judging, 1000) < 8
 
 
-def test_a_dirty_baseline_is_told() -> None:
+def test_a_dirty_baseline_is_reported() -> None:
     run = b.small_run()
     judgement = judge(
         run,

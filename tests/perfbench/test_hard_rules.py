@@ -315,7 +315,7 @@ def test_a_forward_of_attention_is_compared_with_the_attention_of_its_own_axes()
     assert exit_with(0.99, batch=2) is Exit.OK
 
 
-def test_several_troubles_of_one_cell_are_all_told_worst_first() -> None:
+def test_several_troubles_of_one_cell_are_all_reported_worst_first() -> None:
     run = b.small_run()
     cell = run.manifest.cells[0]
     broken = edit(run, TRAIN, engaged={}, parity=b.parity(ok=False))

@@ -185,7 +185,7 @@ def test_short_names(name: str, short: str) -> None:
     assert kernel_diff.short_name(name) == short
 
 
-def test_names_that_look_alike_when_short_are_told_apart() -> None:
+def test_names_that_look_alike_when_short_are_distinguished() -> None:
     names = [FLASH, FLASH.replace("64,", "128,", 1), GEMM_A]
     first, second, third = kernel_diff.labels(names)
     assert first != second and first.endswith("#1") and second.endswith("#2") and third == GEMM_A

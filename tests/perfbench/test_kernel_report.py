@@ -1,4 +1,4 @@
-"""reports/kernels.md from built runs: every number beside arithmetic made here, and none without
+"""reports/kernels.md from built runs: every number against arithmetic made here, and none without
 its proof.
 """
 
@@ -388,7 +388,9 @@ def test_a_crossing_between_two_lengths_leaves_what_lies_between_open() -> None:
 
 
 @pytest.mark.parametrize(("extra_bytes", "answer"), [(2 * 1.09, "met"), (2 * 1.2, "**not met**")])
-def test_memory_that_grows_faster_than_the_length_is_told(extra_bytes: float, answer: str) -> None:
+def test_memory_that_grows_faster_than_the_length_is_reported(
+    extra_bytes: float, answer: str
+) -> None:
     def line(tokens: int, extra: float) -> kernellines.Line:
         axes = {"path": "triton", "seq_len": tokens, "batch": 1, "dtype": "bf16"}
         return kernellines.Line(
@@ -483,7 +485,7 @@ def stored(run: Run, folder: Path) -> Path:
     return writer.folder
 
 
-def test_the_command_writes_the_page_with_the_log_beside_it(
+def test_the_command_writes_the_page_with_the_log_next_to_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, out = stored(run_of(), tmp_path / "runs"), tmp_path / "kernels.md"

@@ -41,8 +41,8 @@ EVERY_PATH = [(path, "train") for path in ("masked", "dense")] + [
 
 @pytest.mark.parametrize(("path", "kind"), EVERY_PATH)
 def test_an_ok_row_is_complete_and_consistent(path: str, kind: str) -> None:
-    luck = random.Random(9)
-    seconds = (STEP_S * luck.uniform(1, 3) for _ in itertools.count())
+    rng = random.Random(9)
+    seconds = (STEP_S * rng.uniform(1, 3) for _ in itertools.count())
     asked = job(path, kind, 96, batch=2, profile=True, measure={"samples": 4})
     begin = time.monotonic()
     row = run(asked, FakeClock(seconds))

@@ -253,7 +253,7 @@ def test_parity_is_asked_for_exactly_this_cell(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_given_proof_is_carried_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def check(*_: Any, **__: Any) -> None:
-        raise AssertionError("proved already in this sitting")
+        raise AssertionError("proved already in this session")
 
     monkeypatch.setattr(measure, "prove", check)
     row = run(job("masked", "forward", proof=PROOF))

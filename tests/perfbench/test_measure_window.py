@@ -73,8 +73,8 @@ def warm_up_s(
 def test_a_level_series_is_warm_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     for wanted_s in (0.5, 2.0):
         assert wanted_s <= warm_up_s(monkeypatch, STEP_S, wanted_s) < wanted_s + 0.1
-    luck = random.Random(4)
-    noisy = (STEP_S * (1 + 0.05 * luck.gauss(0, 1)) for _ in itertools.count())
+    rng = random.Random(4)
+    noisy = (STEP_S * (1 + 0.05 * rng.gauss(0, 1)) for _ in itertools.count())
     wanted_s = 0.5
     assert wanted_s <= warm_up_s(monkeypatch, noisy, wanted_s) < 2 * wanted_s
 
@@ -120,8 +120,8 @@ def test_is_level_on_series() -> None:
 
 def test_is_level_amid_noise() -> None:
     def series(seed: int, drift: float, noise: float = 0.02) -> list[float]:
-        luck = random.Random(seed)
-        return [0.02 * (1 + drift * 0.02 * i + noise * luck.gauss(0, 1)) for i in range(100)]
+        rng = random.Random(seed)
+        return [0.02 * (1 + drift * 0.02 * i + noise * rng.gauss(0, 1)) for i in range(100)]
 
     assert sum(is_level(series(seed, 0.0)) for seed in range(100)) >= 85, (
         "two standard errors: 95 of 100"

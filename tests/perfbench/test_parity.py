@@ -29,7 +29,7 @@ def test_every_path_is_proved(path: str) -> None:
     assert (line.tokens, line.rows, line.proved_in) == (TOKENS, 64, None)
     assert 0 < line.max_error <= line.tolerance < 1e-3 and line.tensors["blocks"] == 0.0
     assert max(line.tensors.values()) < 0.7, (
-        "the tolerance leaves room: this is no luck of one seed"
+        "the tolerance leaves room: this does not depend on the seed"
     )
 
 

@@ -150,9 +150,9 @@ def test_a_decode_step_is_proved_where_its_compressed_keys_are_split() -> None:
 
 def test_a_tensor_that_is_compared_twice_keeps_the_worse() -> None:
     compare = ParityComparison(torch.float32)
-    truth = torch.ones(3, dtype=torch.float64)
+    reference = torch.ones(3, dtype=torch.float64)
     for error in (5e-6, 5e-5, 1e-6):
-        compare.add("o", truth + error, truth, truth)
+        compare.add("o", reference + error, reference, reference)
     assert compare.ratios["o"] == pytest.approx(5.0, rel=1e-3)
     for wrong, missed in ((3, 0.9), (0, 0.1)):
         compare.add_blocks(

@@ -266,5 +266,5 @@ def test_a_fault_at_one_boundary_row(monkeypatch: pytest.MonkeyPatch, row: int) 
 
     in_path(monkeypatch, Path.V2, spoil)
     assert all("o" in wrong(prove(train=False, seed=seed)) for seed in (1, 2)), (
-        "not by luck of a seed"
+        "not by chance of a seed"
     )

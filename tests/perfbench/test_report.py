@@ -236,7 +236,7 @@ def test_the_first_table_says_whether_the_commit_is_proved(source: Source, shown
     assert shown in next(line for line in text.splitlines() if line.startswith("| **What ran?**"))
 
 
-def test_an_environment_that_differs_is_told_once_with_both_values() -> None:
+def test_an_environment_that_differs_is_reported_once_with_both_values() -> None:
     run = b.small_run()
     elsewhere = b.with_manifest(run, environment=b.environment(driver="580.1"))
     text = written(elsewhere, judge(elsewhere, b.baseline_of(run), POLICY))

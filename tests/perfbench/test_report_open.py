@@ -1,4 +1,4 @@
-"""What the report tells of open cells, of the machine, and of the noise that leaves a picture
+"""What the report says of open cells, of the machine, and of the noise that leaves a picture
 out.
 """
 
@@ -73,7 +73,7 @@ def test_an_open_cell_says_what_would_settle_it_and_what_it_could_have_seen() ->
     )
 
 
-def test_host_bound_cells_are_folded_and_told_apart_from_noise() -> None:
+def test_host_bound_cells_are_folded_and_separated_from_noise() -> None:
     run = b.make_run(b.h100_cells())
     run = b.with_rows(run, [row.model_copy(update={"host_bound": True}) for row in run.replicates])
     judgement = judge(run, b.baseline_of(run), POLICY)
@@ -91,12 +91,12 @@ def test_host_bound_cells_are_folded_and_told_apart_from_noise() -> None:
         "**the host in 60**" in text
         and "more cells: perfbench explain RUN CELL explains each" in text
     )
-    told = [
+    counts = [
         line.count("`") // 2
         for line in text.splitlines()
         if line.startswith("- `") and "host bound: wall" in line
     ]
-    assert len(told) == 5 and f"- and {60 - sum(told)} more cells: " in text
+    assert len(counts) == 5 and f"- and {60 - sum(counts)} more cells: " in text
 
 
 def test_sentinels_are_shown_by_block_against_the_baseline_and_its_band() -> None:
@@ -144,12 +144,12 @@ def test_renamed_cells_and_kernel_tables_have_their_place() -> None:
         update={"cells": {("old|name" if k == TRAIN else k): v for k, v in base.cells.items()}}
     )
     aliases = {"old|name": Alias(TRAIN, "a", "b"), "never there": Alias("nor there", "a", "b")}
-    beside = ReportContext.of(
+    context = ReportContext.of(
         moved,
         Policies(POLICY, aliases=aliases),
         traces="#### a cell\n\n| kernel | ms |\n| --- | --- |\n",
     )
-    text = written(run, judgement, beside)
+    text = written(run, judgement, context)
     assert f"- renamed `old|name` to `{TRAIN}`" in text and "never there" not in text
     order = [
         text.index(title)

@@ -1,4 +1,4 @@
-"""What the report tells of the two sides of a comparison, of pairs, and of how to go on with
+"""What the report says of the two sides of a comparison, of pairs, and of how to resume
 them.
 """
 
@@ -131,7 +131,7 @@ def test_a_pair_that_was_cut_short_says_so_at_the_top_and_how_to_go_on() -> None
     assert "perfbench ab A B M --resume F" in text
 
 
-def test_a_run_that_is_its_own_baseline_is_told() -> None:
+def test_a_run_that_is_its_own_baseline_is_reported() -> None:
     run = b.small_run()
     itself = b.baseline_of(run, run_id=run.manifest.run_id)
     assert "it is compared with itself" in written(run, judge(run, itself, POLICY))

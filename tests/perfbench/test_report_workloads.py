@@ -1,4 +1,4 @@
-"""What the report tells of decode, chunked prefill and attention alone, and how it names what
+"""What the report says of decode, chunked prefill and attention alone, and how it names what
 compiled or captured cells ran.
 """
 
@@ -143,7 +143,7 @@ def attention(
     ]
 
 
-def test_attention_is_told_forward_backward_and_against_the_best_dense_kernel() -> None:
+def test_attention_is_reported_forward_backward_and_against_the_best_dense_kernel() -> None:
     run = run_of(
         *attention("v2", 10.0, 2.5),
         *attention("dense_flash", 24.0, 5.0),
@@ -225,8 +225,8 @@ def test_a_step_of_decode_is_one_token_and_its_length_costs_no_launches() -> Non
     ]
     rows = rows_in(run_of(*cells))  # type: ignore[arg-type]
     assert {round(row.step_ms or 0, 6) for row in rows} == {2.5}
-    (told,) = launch_bound(rows)
-    assert "workload=forward" in told and "2.5 ms a step against 2.5 ms" in told
+    (reported,) = launch_bound(rows)
+    assert "workload=forward" in reported and "2.5 ms a step against 2.5 ms" in reported
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_other_runs_have_no_such_tables(tmp_path: Path) -> None:
 
 
 def test_no_two_paths_look_alike_where_no_line_joins_points() -> None:
-    """Black and white, one length: the marker alone tells a path."""
+    """Black and white, one length: only the marker distinguishes the paths."""
     looks = [plots.MARKERS[path] for path in (*routing.Path, "auto")] + [
         plots.DENSE_MARKERS[kind] for kind in routing.DENSE_KINDS
     ]

@@ -1,5 +1,5 @@
-"""What a resumed run refuses: changed expectations, rules and settings; and company on the GPU that
-came in between.
+"""What a resumed run refuses: changed expectations, rules and settings; and other
+processes that came to the GPU in between.
 """
 
 import dataclasses

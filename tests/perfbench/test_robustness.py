@@ -467,7 +467,7 @@ def test_reading_and_showing_a_baseline_grows_with_its_cells_and_not_with_their_
     assert effort.growth(showing, 1000) < 8
 
 
-# Readers beside a writer.
+# Readers next to a writer.
 
 
 def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_a_torn_last_line_is_dropped_as_in_a_plain_file(tmp_path: Path) -> None:
     assert run.torn and len(run.replicates) == 9
 
 
-def test_damage_inside_is_told_with_its_line(tmp_path: Path) -> None:
+def test_damage_inside_is_reported_with_its_line(tmp_path: Path) -> None:
     lines = PLAIN.splitlines(keepends=True)
     folder = laid(tmp_path / "r", packed=gzip.compress(lines[0] + b"{]\n" + lines[1]))
     assert f"{folder / 'run.jsonl.gz'}:2: not a JSON record" in refused(folder)
@@ -156,7 +156,7 @@ def test_every_command_takes_it(
     assert found[0] == found[1]
 
 
-def test_reports_are_written_beside_it(tmp_path: Path) -> None:
+def test_reports_are_written_next_to_it(tmp_path: Path) -> None:
     packed = shutil.copytree(GREEN, tmp_path / "packed")
     plain = plain_copy(GREEN, tmp_path / "plain")
     assert app.invoke(["report", str(packed)]) == app.invoke(["report", str(plain)]) == Exit.OK

@@ -1,4 +1,4 @@
-"""A parity proof serves the later cells of its own route in the same sitting, and no others."""
+"""A parity proof serves the later cells of its own route in the same session, and no others."""
 
 import pathlib
 
@@ -57,7 +57,7 @@ def kind_of(job: Job) -> tuple[str | int, str | int]:
     return job.axes.workload, job.axes.path
 
 
-def test_a_route_is_proved_once_a_sitting(tmp_path: pathlib.Path) -> None:
+def test_a_route_is_proved_once_a_session(tmp_path: pathlib.Path) -> None:
     executor = Prover()
     finished = run(tmp_path, executor)
     kinds = [(workload, path) for workload in ("train", "forward") for path in ("v2", "dense")]
@@ -145,7 +145,7 @@ def test_a_failed_parity_proves_nothing(tmp_path: pathlib.Path, status: Status) 
     } and len(mine) == 5
 
 
-def test_a_proof_ends_with_its_sitting(tmp_path: pathlib.Path) -> None:
+def test_a_proof_ends_with_its_session(tmp_path: pathlib.Path) -> None:
     """A resumed run may be on another card: what was proved there is proved again here."""
     first, second = Prover(), Prover()
     folder = run(tmp_path, first, only=["seq_len=128"]).folder

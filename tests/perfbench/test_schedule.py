@@ -211,7 +211,7 @@ def test_company_waits_while_a_throttled_one_is_repeated(tmp_path: pathlib.Path)
     text = TEXT.replace("processes: 3", "processes: 1, prepare_together: 4")
     finished = run(tmp_path, executor, text)
     assert len(executor.prepared) == 1 and sorted(executor.prepared[0]) == sorted(IDS), (
-        "sentinels are not prepared beside cells"
+        "sentinels are not prepared next to cells"
     )
     assert len(executor.cells) == 6 and len(finished.run.replicates) == 6
     assert list(dict.fromkeys(executor.cells)) == [(name, 0) for name in executor.prepared[0]]

@@ -70,11 +70,11 @@ def _run_and_die(folder: pathlib.Path, moment: int, say: int) -> None:
         at()
         fsync(fd)
 
-    def told(writer: run_file.RunWriter, record: run_file.Record) -> None:
+    def reported_append(writer: run_file.RunWriter, record: run_file.Record) -> None:
         append(writer, record)
         write(say, b".")
 
-    os.write, os.fsync, run_file.RunWriter.append = dying_write, dying_fsync, told  # type: ignore[assignment,method-assign]
+    os.write, os.fsync, run_file.RunWriter.append = dying_write, dying_fsync, reported_append  # type: ignore[assignment,method-assign]
     code = 1
     try:
         run(folder, Executor(hot={(IDS[0], 0): 1}), TEXT.replace("processes: 3", "processes: 1"))
@@ -96,7 +96,7 @@ def test_kill_9_at_every_write_loses_no_finished_line(tmp_path: pathlib.Path) ->
         assert 1 + len(kept.sentinels) + len(kept.replicates) in (
             acknowledged,
             acknowledged + 1,
-        ), "one may be whole, and not yet told"
+        ), "one may be complete, and not yet reported"
         after = run(folder, Executor(), text, resume=files[0].parent).run
         assert (
             after.sentinels[: len(kept.sentinels)] == kept.sentinels
@@ -142,7 +142,7 @@ def test_two_runs_in_one_folder_do_not_meet(tmp_path: pathlib.Path) -> None:
     executor = Executor()
     execute = executor.execute
 
-    def beside(job: Job) -> Replicate:
+    def with_state(job: Job) -> Replicate:
         if len(executor.jobs) == 5:
             (folder,) = tmp_path.iterdir()
             with pytest.raises(PerfbenchError, match="another perfbench is writing"):
@@ -150,7 +150,7 @@ def test_two_runs_in_one_folder_do_not_meet(tmp_path: pathlib.Path) -> None:
             inner.append(run(tmp_path, Executor()))
         return execute(job)
 
-    executor.execute = beside  # type: ignore[method-assign]
+    executor.execute = with_state  # type: ignore[method-assign]
     outer = run(tmp_path, executor)
     assert outer.folder != inner[0].folder and outer.folder.parent == inner[0].folder.parent
     for finished in (outer, inner[0]):

@@ -1,4 +1,4 @@
-"""The selected branch alone in the page of kernels: times by kind of selection beside their floor,
+"""The selected branch alone in the page of kernels: times by kind of selection against their floor,
 and the parts of the device's time.
 """
 
@@ -63,7 +63,7 @@ def stored(**manifest: Any) -> Run:
     return b.watched(b.with_rows(made, rows), {"copy": [3.02e12]})
 
 
-def test_the_page_has_each_kinds_times_beside_its_floor() -> None:
+def test_the_page_has_each_kinds_times_against_its_floor() -> None:
     markdown = kernels.render([stored()])
     assert "### Times" not in markdown and "### Targets" not in markdown, (
         "the whole attention was not timed"
@@ -136,7 +136,7 @@ def test_every_kernel_of_the_branch_has_a_part() -> None:
         assert parts_ms({name: 1.0}, 1.0, PARTS)[REST] == 0
 
 
-def test_cold_starts_are_told_by_the_median_cell_and_the_worst() -> None:
+def test_cold_starts_are_reported_by_the_median_cell_and_the_worst() -> None:
     """Of each cell the slowest of three processes, the last: 3 x 1.5, 4, 3 and 10 s."""
     run = stored()
     slower = [

@@ -1,5 +1,5 @@
 """Workloads selected and selected_forward: planned, proved over their own kind of blocks, timed,
-and reported beside their floor.
+and reported against their floor.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def alone(
         selection=kind,
         **{axis: changes.pop(axis) for axis in ("batch", "compile") if axis in changes},
     )
-    told = {
+    planned = {
         "axes": cell,
         "cell_id": cell.cell_id,
         "plan": b.route_line(attention_calls.route_of(cell, TINY, Settings(), CPU)),
     }
-    return job(path, name, seq_len, **{**told, **changes})
+    return job(path, name, seq_len, **{**planned, **changes})
 
 
 # --- the matrix and its plan
@@ -383,8 +383,14 @@ def test_the_floor_is_that_of_the_branch_within_the_whole() -> None:
 def test_a_call_is_routed_as_the_public_function_routes_it() -> None:
     whole = Problem.of(TINY, batch=2, tokens=64, dtype="float32")
     assert (whole.scores, whole.whole) == ("", True)
-    told = attention_calls.of_selected(whole)
-    assert (told.branches, told.scores, told.whole, told.select_all_tokens, told.sel_block) == (
+    planned = attention_calls.of_selected(whole)
+    assert (
+        planned.branches,
+        planned.scores,
+        planned.whole,
+        planned.select_all_tokens,
+        planned.sel_block,
+    ) == (
         ("sel",),
         None,
         False,

@@ -114,13 +114,16 @@ def test_a_row(name: str, amount: int) -> None:
     """On a clock that counts: 13 steps of 1/256 s are the first 50 ms, six samples the first
     0.3 s.
     """
-    told = builders.telemetry()
+    telemetry = builders.telemetry()
     turns: list[str] = []
     clock = FakeClock(1 / 256)
     row = measures.measure(
-        job(name), clock, FakeSampler(told), lambda: turns.append(f"at {clock.now() * 256:g} steps")
+        job(name),
+        clock,
+        FakeSampler(telemetry),
+        lambda: turns.append(f"at {clock.now() * 256:g} steps"),
     )
-    assert row.status is Status.OK and row.telemetry == told and turns == ["at 1 steps"], (
+    assert row.status is Status.OK and row.telemetry == telemetry and turns == ["at 1 steps"], (
         "prepared, and then timed alone"
     )
     assert row.steps_per_sample == 13 and row.samples_s == [1 / 256] * 6

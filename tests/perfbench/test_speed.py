@@ -40,14 +40,14 @@ def host_bound(base: Baseline, cell_id: str) -> Baseline:
 
 def noisy(run: Run, cell_id: str, sd: float, seed: int, factor: float = 1.0) -> Run:
     """Every replicate of a cell times a lognormal of its own."""
-    cell, luck = next(c for c in run.manifest.cells if c.cell_id == cell_id), random.Random(seed)
+    cell, rng = next(c for c in run.manifest.cells if c.cell_id == cell_id), random.Random(seed)
     speed = b.speed_of(cell) * factor
     gpu_bound = run.of_cell(cell_id)[0].host_bound
     return b.change_rows(
         run,
         cell_id,
         lambda row: b.replicate(
-            cell, row.replicate, tok_per_s=speed * math.exp(luck.gauss(0, sd)), host_bound=gpu_bound
+            cell, row.replicate, tok_per_s=speed * math.exp(rng.gauss(0, sd)), host_bound=gpu_bound
         ),
     )
 
@@ -172,16 +172,18 @@ def test_a_cell_that_became_host_bound_is_confirmed_before_it_is_excused(factor:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_new_host_loop_of_three_per_cent_is_sent_on_whatever_luck_the_session_had(
+def test_a_new_host_loop_of_three_per_cent_is_confirmed_in_any_session(
     seed: int,
 ) -> None:
     """With sessions of 1 % a test for slower alone misses half of such drops: here the session's
-    luck hides from none to all of it.
+    variation hides from none to all of it.
     """
     run = b.small_run(noise=0.004, replicates=5)
     base = b.baseline_of(run, night_log_sd=None)
-    luck = 1 + 0.005 * (seed - 1)
-    slower = edit(noisy(run, TRAIN, 0.004, seed=seed, factor=0.97 * luck), TRAIN, host_bound=True)
+    of_session = 1 + 0.005 * (seed - 1)
+    slower = edit(
+        noisy(run, TRAIN, 0.004, seed=seed, factor=0.97 * of_session), TRAIN, host_bound=True
+    )
     for known in (True, None):
         was = base.cells[TRAIN].model_copy(update={"host_bound": False if known else None})
         cell = cell_of(
@@ -204,12 +206,12 @@ def test_a_cell_that_became_host_bound_and_is_proved_no_slower_is_blind() -> Non
 
 def device_run(replicates: int = 5, sd: float = 0.001, seed: int = 3, **profile: object) -> Run:
     """TRAIN is host bound, and every replicate profiled a step of about 20 ms on the device."""
-    luck = random.Random(seed)
+    rng = random.Random(seed)
     factor = float(str(profile.pop("factor", 1.0)))
     run = edit(b.small_run(replicates=replicates), TRAIN, host_bound=True)
 
     def profiled(row: Replicate) -> Replicate:
-        one = b.profile(device_time_s=0.02 * factor * math.exp(luck.gauss(0, sd)), **profile)
+        one = b.profile(device_time_s=0.02 * factor * math.exp(rng.gauss(0, sd)), **profile)
         return row.model_copy(update={"profile": one})
 
     return b.change_rows(run, TRAIN, profiled)
@@ -293,10 +295,10 @@ def test_more_work_of_a_host_bound_cell_is_screened_and_confirmed_by_its_count(
 
 def wall(run: Run, factor: float, seed: int) -> Run:
     """TRAIN host bound at ``factor`` of its speed, 2 % between processes; its profiles stay."""
-    cell, luck = run.manifest.cells[0], random.Random(seed)
+    cell, rng = run.manifest.cells[0], random.Random(seed)
 
     def at_speed(row: Replicate) -> Replicate:
-        speed = b.speed_of(cell) * factor * math.exp(luck.gauss(0, 0.02))
+        speed = b.speed_of(cell) * factor * math.exp(rng.gauss(0, 0.02))
         return b.replicate(
             cell, row.replicate, tok_per_s=speed, host_bound=True, profile=row.profile
         )
@@ -354,7 +356,7 @@ def test_a_proved_gain_of_wall_time_outweighs_one_more_launch(
 
 def test_a_gain_that_may_cost_device_time_excuses_no_launch() -> None:
     """Slower on the device at the screen's alpha, though not at the confirmation's: the gain is the
-    host's luck, or was bought.
+    host's variation, or was bought.
     """
     cell = cell_of(pairs_of(1.35, 61, 1.05, device_sd=0.02), TRAIN)
     device = cell.evidence[0]
@@ -463,10 +465,10 @@ def test_the_noisier_the_cell_the_more_pairs_are_asked_for() -> None:
     assert asked[0.002] == 8 and 12 < asked[0.015] <= asked[0.05] == 40
 
 
-def test_luck_that_both_sides_share_cancels_in_pairs() -> None:
+def test_variation_that_both_sides_share_cancels_in_pairs() -> None:
     first, run = screened()
-    luck = random.Random(7)
-    shared = [math.exp(luck.gauss(0, 0.1)) for _ in range(8)]
+    rng = random.Random(7)
+    shared = [math.exp(rng.gauss(0, 0.1)) for _ in range(8)]
     cell = run.manifest.cells[0]
 
     def of(factor: float) -> Run:

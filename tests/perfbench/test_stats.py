@@ -155,7 +155,7 @@ def test_trigamma_inverse_by_the_series_of_trigamma(x: float) -> None:
 def test_moderation_shrinks_but_never_hides_a_noisy_cell() -> None:
     prior = stats.Prior(1e-4, 12.0)
     assert stats.moderated(2e-4, 4.0, prior) == pytest.approx(((12e-4 + 8e-4) / 16, 16.0))
-    assert stats.moderated(1e-6, 4.0, prior)[0] > 0.7e-4  # four samples close together by luck
+    assert stats.moderated(1e-6, 4.0, prior)[0] > 0.7e-4  # four samples close together by chance
     assert stats.moderated(100e-4, 4.0, prior) == (100e-4, 4.0)
     assert stats.moderated(0.0, 0.0, prior) == (1e-4, 12.0)
     assert stats.moderated(0.0, 0.0, None) == (0.0, 0.0)
@@ -172,7 +172,7 @@ def test_identical_samples_prove_nothing_infinitely() -> None:
 
 
 def test_a_drop_of_min_effect_passes_the_screen_whatever_the_session_did() -> None:
-    """3 % slower in sessions of 1 % luck: the rule misses 0.25 %, a test for slower alone more than
+    """3 % slower in sessions of 1 % sd: the rule misses 0.25 %, a test for slower alone more than
     half.
     """
     rng = np.random.default_rng(2)

@@ -374,8 +374,8 @@ def test_trap_45_another_choice_of_the_autotuner_is_an_explained_change() -> Non
         for one in comparison.compare(first, slower, POLICY, paired=True).cells
         if one.cell_id == TRAIN
     )
-    told = " ".join([cell.reason, *cell.notes])
-    assert "BLOCK: 128 instead of BLOCK: 64" in told and "explained change" in told
+    reported = " ".join([cell.reason, *cell.notes])
+    assert "BLOCK: 128 instead of BLOCK: 64" in reported and "explained change" in reported
     assert baseline.baseline_of_run(first).cells[TRAIN].tuned == {"nsa.kernel[64]": "BLOCK: 64"}  # type: ignore[union-attr]
     assert autotuner.choices({}) == {}, "without Triton nothing can have been tuned"
 
@@ -457,7 +457,7 @@ def test_trap_48_a_line_that_was_cut_off_is_dropped_and_only_the_last(
         run_file.read(writer.folder)
 
 
-def test_trap_49_two_speeds_in_one_process_are_told() -> None:
+def test_trap_49_two_speeds_in_one_process_are_reported() -> None:
     """Bimodal samples."""
     run = b.small_run(replicates=8)
     fast = run.of_cell(TRAIN)[0].samples_s[0]
@@ -472,15 +472,15 @@ def test_trap_49_two_speeds_in_one_process_are_told() -> None:
     speed = 4 * 2048 / (sum(middle) / 2)
     both = edit(run, TRAIN, **rows, tok_per_s=speed, physics=b.physics(speed, 2048))
     judgement = judge(both, b.baseline_of(both), POLICY)
-    told = " ".join(
+    reported = " ".join(
         [
             reason_of(judgement, TRAIN),
             *next(one.notes for one in judgement.cells if one.cell_id == TRAIN),
         ]
     )
     assert (
-        "two speeds within one process in 8 of 8 replicates" in told
-        and "47 % of the samples at the slower" in told
+        "two speeds within one process in 8 of 8 replicates" in reported
+        and "47 % of the samples at the slower" in reported
     )
     alone = judge(run, b.baseline_of(run), POLICY)
     assert "two speeds" not in reason_of(alone, TRAIN)

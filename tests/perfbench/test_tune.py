@@ -287,7 +287,7 @@ def crossing_times(path: str, fa2: str, tokens: int) -> float:
 
 
 def tuned(*argv: str, code: int = 0) -> dict[str, object]:
-    """The tune.json of a run of the command, beside its run file."""
+    """The tune.json of a run of the command, next to its run file."""
     assert app.invoke(["tune", "--lengths", "256,1024,4096", "--seed", "1", *argv]) == code
     (file,) = Path("reports/runs").glob("*/tune.json")
     return dict(json.loads(file.read_text(encoding="utf-8")))
@@ -488,7 +488,7 @@ def test_usage(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
     )
     (injected,) = Path("planted").iterdir()
     capsys.readouterr()
-    for argv, told in (
+    for argv, message in (
         (["--model", "m7c_125n"], "did you mean 'm7c_125m'"),
         (["--lengths", "few"], "--lengths 'few'"),
         (["--budget", "soon"], "--budget 'soon'"),
@@ -502,7 +502,7 @@ def test_usage(cpu: FakeExecutor, capsys: pytest.CaptureFixture[str]) -> None:
         (["--out", "small.yaml", "--model", "tiny"], "cannot be written"),
     ):
         assert app.invoke(["tune", *argv]) == 2, argv
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 def test_the_name_of_a_matrix_proves_no_cells(
@@ -513,7 +513,7 @@ def test_the_name_of_a_matrix_proves_no_cells(
         "version: 1\nname: tune-cpu\ntarget: {gpu: none}\nmodel: tiny\nmeasure: {processes:"
         " 2}\ngate: {min_replicates: 2}\n"
     )
-    for number, (axes, told) in enumerate(
+    for number, (axes, message) in enumerate(
         (
             (
                 "workload: [train], path: [v2, masked], fa2: [off], dtype: [fp32]",
@@ -538,7 +538,7 @@ def test_the_name_of_a_matrix_proves_no_cells(
         assert app.invoke(["tune", "--from", str(folder)]) == 2
         (line,) = (line for line in capsys.readouterr().err.splitlines() if "got a run" in line)
         assert (
-            told in line
+            message in line
             and "Next: name the folder of one" in line
             and not (folder / "tune.json").exists()
         )

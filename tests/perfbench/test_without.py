@@ -155,7 +155,7 @@ def test_the_plan_turns_the_step_off_in_that_cell_alone() -> None:
     assert any("NSA_TRITON_LISTS=0" in note for note in lists.route.notes) and not whole.route.notes
 
 
-def test_a_setting_of_the_whole_run_holds_beside_it() -> None:
+def test_a_setting_of_the_whole_run_holds_next_to_it() -> None:
     assert [cell.route.off for cell in planned(NSA_TRITON_COPY="0")] == [
         ["copy"],
         ["copy", "lists"],
@@ -186,9 +186,9 @@ def test_the_variable_reaches_that_process_alone() -> None:
 @pytest.mark.usefixtures("one_thread", "light")
 def test_a_process_that_the_setting_did_not_reach_times_nothing() -> None:
     """A job of path v2, whose Route has no step off, under a plan that has one."""
-    clock, honest = FakeClock(1 / 128), job("v2").plan
+    clock, plain = FakeClock(1 / 128), job("v2").plan
     row = measure.measure(
-        job("v2", plan=honest.model_copy(update={"off": ["lists"]})),
+        job("v2", plan=plain.model_copy(update={"off": ["lists"]})),
         clock,
         FakeSampler(b.telemetry(gpu=False)),
     )

@@ -21,9 +21,8 @@ from tools.studies.floors import Floor, Rates
 
 HELD_INPUTS = 4  # distinct inputs that a measuring process holds: workloads/attention.NUM_INPUTS
 GIB = 2**30
-FLUSHED_L2S = (
-    2  # the buffer that empties the L2, in sizes of it: workloads/workload.L2_FLUSH_FACTOR
-)
+# the buffer that empties the L2, in sizes of it: workloads/workload.L2_FLUSH_FACTOR
+FLUSHED_L2S = 2
 Key = tuple[tuple[str, str | int], ...]
 
 

@@ -29,12 +29,8 @@ PARTS: Parts = (
 )
 UNPARTED: Parts = ((TOGETHER, "nsa_interval_"), *PARTS[2:])
 REST = "rest"
-FLOOR_PART = {
-    "cmp": "cmp",
-    "win": "win",
-    "score": "scores",
-    "sel": "sel",
-}  # part of a floor -> its column
+# part of a floor -> its column
+FLOOR_PART = {"cmp": "cmp", "win": "win", "score": "scores", "sel": "sel"}
 
 
 def where(lines: Sequence[Line]) -> list[str]:

@@ -46,9 +46,8 @@ def backward(line: Line) -> str:
         or len(line.whole.times_ms) < 2
     ):
         return number(line.backward_ms)
-    low = (
-        number(span[0]) if span[0] > 0 else NULL
-    )  # no time is below 0: one of the two was held up by something else
+    # no time is below 0: one of the two was held up by something else
+    low = number(span[0]) if span[0] > 0 else NULL
     return f"{number(line.backward_ms)} ({low} to {number(span[1])})"
 
 

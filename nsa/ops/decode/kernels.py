@@ -29,9 +29,8 @@ from nsa.settings import is_off
 
 MAX_ROWS = 64  # of a tile: T * H
 PROGRAMS = 264  # that fill a GPU: two on each of an H200's 132 multiprocessors
-SMALL_PROGRAMS = (
-    1024  # where a program's tiles take little shared memory, several share a multiprocessor
-)
+# where a program's tiles take little shared memory, several share a multiprocessor
+SMALL_PROGRAMS = 1024
 LEAST_KEYS, LEAST_KEYS_BANDED = 128, 64  # a split, so that its part is worth the sum
 AT_ONCE = 32  # parts that a program sums at a time
 
@@ -68,7 +67,7 @@ def _seen(
 
 @triton.jit
 def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
-    """The softmax so far (m, l, acc), and with a tile of keys more."""
+    """Update the running softmax (m, l, acc) with one tile of keys."""
     s = tl.where(kept, tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2, float("-inf"))
     new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
@@ -83,7 +82,7 @@ def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
 
 @triton.jit
 def _leave(O, LSE, row, live, m, l, acc, DV: tl.constexpr, BDV: tl.constexpr):
-    """o and lse of each row; 0 and -inf where it saw nothing."""
+    """Store o and lse of each row: 0 and -inf where it saw nothing."""
     dv = tl.arange(0, BDV)
     some = l > 0
     o = acc / tl.where(some, l, 1.0)[:, None]

@@ -536,9 +536,8 @@ def _step_kv(
     q = _tile_of(Q, b, head, t0, T, sq_t, D, BM, BD, False, COPY)
     do = _tile_of(DO, b, head, t0, T, HQ * DV, DV, BM, BDV, False, COPY)
     lse, delta = _of_rows(LSE, DELTA, row, live)
-    p = tl.exp2(
-        tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :]
-    )  # [keys, queries]
+    # [keys, queries]
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * scale_log2 - lse[None, :])
     if MASK:
         lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, BANDED)
         p = tl.where((c[:, None] >= lo[None, :]) & (c[:, None] < hi[None, :]), p, 0.0)
@@ -614,18 +613,17 @@ def nsa_interval_backward_kv(
     v = _tile(V + b * sv_b + g * sv_g, c, sv_s, c < C, dv_, DV, BDV, False)
     dk = tl.zeros([BC, BD], tl.float32)
     dv = tl.zeros([BC, BDV], tl.float32)
-    first = tl.maximum(
-        0, c0 * stride + block - 1 - q0
-    )  # the first query that sees a key of the tile
+    # the first query that sees a key of the tile
+    first = tl.maximum(0, c0 * stride + block - 1 - q0)
     begin = tl.maximum(first // BM * BM, split * per_split)
     stop = tl.minimum(T, (split + 1) * per_split)
     if BANDED:
         stop = tl.minimum(stop, (tl.minimum(c0 + BC, C) - 1 + width) * stride + block - 1 - q0)
-    whole = stop  # from here on, every query sees all of the tile
+    all_see = stop  # from here on, every query sees all of the tile
     if not (DOCS or BANDED):
-        whole = tl.cdiv(tl.maximum(0, (c0 + BC - 1) * stride + block - 1 - q0), BM) * BM
-        whole = tl.where(
-            c0 + BC > C, stop, tl.minimum(tl.maximum(begin, whole), tl.maximum(begin, stop))
+        all_see = tl.cdiv(tl.maximum(0, (c0 + BC - 1) * stride + block - 1 - q0), BM) * BM
+        all_see = tl.where(
+            c0 + BC > C, stop, tl.minimum(tl.maximum(begin, all_see), tl.maximum(begin, stop))
         )
     for i in range(HP):
         head = g_ * H + part * HP + i
@@ -634,7 +632,7 @@ def nsa_interval_backward_kv(
         if not COPY:
             Q_ = Q + b * sq_b + head.to(tl.int64) * sq_h
             DO_ = DO + (b * TO * HQ + head) * DV
-        for t0 in range(begin, whole, BM):
+        for t0 in range(begin, all_see, BM):
             dk, dv = _step_kv(
                 k,
                 v,
@@ -672,7 +670,7 @@ def nsa_interval_backward_kv(
                 PREC,
                 COPY,
             )
-        for t0 in range(whole, stop, BM):
+        for t0 in range(all_see, stop, BM):
             dk, dv = _step_kv(
                 k,
                 v,

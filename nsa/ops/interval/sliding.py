@@ -31,10 +31,8 @@ def attend(
     """
     if fa2 is not None and documents is not None:
         q, k, v = q_BTQD[0], k_BSGD[0], v_BSGD[0]
-        bounds, most = (
-            documents.bounds_N,
-            q.shape[0],
-        )  # the longest document may be all of it; its length is not read
+        # the longest document may be all of it; its length is not read
+        bounds, most = documents.bounds_N, q.shape[0]
         return flash.varlen(
             fa2, q, k, v, bounds, bounds, most, most, scale=scale, window=(window - 1, 0)
         )[None]
@@ -151,9 +149,8 @@ def _later_tiles(
         if documents is None:
             mask = (mask & (key >= 0))[None].expand(B, -1, -1, -1, -1).flatten(0, 1)
         else:
-            first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[
-                0, 1:
-            ]  # [tiles - 1, w]
+            # [tiles - 1, w]
+            first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[0, 1:]
             mask = mask & (key >= first[:, None, :, None])
     o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, mask, scale=scale)
     return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window + lead]

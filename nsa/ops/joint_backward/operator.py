@@ -18,7 +18,7 @@ from nsa.ops.operator import Backward, Gradients, define_operator, int_and_tenso
 KV = tuple[Tensor, Tensor]
 # Few arguments, in lists: torch.library looks at each of a schema's as often as there are any.
 _INPUTS = (
-    "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] left, Tensor? q_starts, Tensor?"
+    "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] saved, Tensor? q_starts, Tensor?"
     " first, SymInt[] sizes, float scale"
 )
 _NUM_GRADIENTS = 8  # of gates, of q, of each of kv

@@ -24,7 +24,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def padded(size: int, least: int = 16) -> int:
-    """The power of two that holds ``size``; a dot wants 16."""
+    """The least power of two that holds ``size``, at least 16, the minimum of a dot."""
     return max(least, 1 << (max(1, size) - 1).bit_length())
 
 
@@ -37,7 +37,7 @@ def width_class(x: Tensor, DV: int) -> int:
 
 
 def precision(x: Tensor) -> str:
-    """fp32 is for tests, and must not be rounded to tf32."""
+    """Input precision of a dot: fp32 inputs are for tests, and must not be rounded to tf32."""
     return "ieee" if x.dtype == torch.float32 else "tf32"
 
 

@@ -126,9 +126,8 @@ def nsa_scores(
                 q = tl.load(at, mask=live[:, None] & (d < D)[None, :], other=0.0)
             lse = tl.load(LSE + (b * T + t) * (G * H) + head)
             p += tl.exp2(tl.dot(q, k, input_precision=PREC) * scale_log2 - lse[:, None])
-        p = tl.where(
-            (c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0
-        )  # a row that sees none has lse = -inf: p = inf
+        # a row that sees none has lse = -inf: p = inf
+        p = tl.where((c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None]), p, 0.0)
         i = tl.arange(0, R)
         own = tl.minimum(R - i, W).to(tl.float32)[None, None, :]
         p = tl.reshape(p, [BM, BC // R, R])

@@ -1,4 +1,4 @@
-"""Selected branch: one function, several prices. The registry is a literal."""
+"""The selected branch: one function, several implementations of different cost."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ all kv heads, L tokens a block, P = R * N gathered blocks, D head dim.
 
 A row's blocks lie one after another in a slot of N * L tokens. Blocks ascend, so the tokens that
 the row may see are a prefix of its slot; the rest of the slot is a sequence without queries.
-(Packing token by token, as the founding reports did, gathers 128-byte rows: 20 ms a layer at 1 x
+(Packing token by token, as the prototype did, gathers 128-byte rows: 20 ms a layer at 1 x
 8,192 on an H100, against 8 KB rows here.) The packed copy is O(S n l'), so rows go in chunks within
 a workspace, and the backward gathers again. Nothing here is traced by a compiler or recorded by
 autograd, except inside `backward`, which differentiates one chunk at a time.
@@ -98,7 +98,7 @@ def backward(
         dq[chunk.rows], *parts = _differentiate(
             do_RHD[chunk.rows], q_RHD[chunk.rows], *packed, chunk, scale, fa2
         )
-        del packed  # else they would live on beside the next chunk's
+        del packed  # else they would be held while the next chunk's are gathered
         for total, part in zip((dk, dv), parts, strict=True):
             total[chunk.columns] += _sum_by_block(part, chunk, total[chunk.columns].shape[0])
         del parts, part

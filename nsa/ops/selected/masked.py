@@ -1,6 +1,6 @@
 """Path `masked`: one SDPA over a boolean mask.
 
-What the founding reports call `grouped_selection_attention_masked`.
+The prototype's `grouped_selection_attention_masked`.
 
 B batch, T query tokens, S key tokens, G kv heads, J selection blocks.
 """
@@ -44,9 +44,8 @@ def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT:
     """Boolean [B, G, T, S]: the key's block was chosen and the key is not in the future."""
     B, T, G, _ = blocks_BTGN.shape
     J = -(-num_keys // sel_block)
-    chosen_BGTJ = torch.zeros(
-        B, G, T, J + 1, dtype=torch.bool, device=blocks_BTGN.device
-    )  # slot J takes the padding
+    # slot J takes the padding
+    chosen_BGTJ = torch.zeros(B, G, T, J + 1, dtype=torch.bool, device=blocks_BTGN.device)
     index = blocks_BTGN.transpose(1, 2).long()
     chosen_BGTJ.scatter_(3, torch.where(index < 0, J, index.clamp(max=J)), True)
     # Slot J is spread out as well, so that the cut always drops something: were it nothing where l'

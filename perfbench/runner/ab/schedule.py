@@ -159,9 +159,10 @@ def _kept(one: pairs.Opened, other: pairs.Opened, retries: int) -> list[Replicat
     is its retry.
     """
     rules = Ledger(retries)
+    # the last one counts
     mine, theirs = (
         {(row.cell_id, row.replicate): row for row in side.rows} for side in (one, other)
-    )  # the last one counts
+    )
     resumed = [*one.resumed_utc, *other.resumed_utc]
 
     def is_kept(row: Replicate) -> bool:

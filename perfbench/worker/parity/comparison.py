@@ -39,9 +39,8 @@ class ParityComparison:
             rounding = (
                 2 * (plain - reference).abs().max().item() + torch.finfo(self.dtype).eps / 2 * size
             )
-            tolerance = max(
-                tolerance, rounding
-            )  # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
+            # a gradient of exactly 0 may come out as the rest of an fp32 subtraction
+            tolerance = max(tolerance, rounding)
         error = (got - reference).abs().max().item()
         error = min(error, 1e9) if error == error else 1e9  # NaN never passes
         if (ratio := min(error / tolerance, 1e9)) >= self.ratios.get(name, 0.0):

@@ -148,9 +148,8 @@ def _with_forced(free_BTGK: Tensor, T: int, config: NSAConfig) -> Tensor:
     initial = torch.arange(config.num_initial, device=device).expand(T, -1)
     local = current_T1 - torch.arange(config.num_local, device=device)
     initial = initial.masked_fill(initial > current_T1, NONE)
-    local = local.masked_fill(
-        local < config.num_initial, NONE
-    )  # an initial one already, or before the first
+    # an initial one already, or before the first
+    local = local.masked_fill(local < config.num_initial, NONE)
     forced_BTGN = torch.cat([initial, local], -1)[None, :, None].expand(B, T, G, -1)
     found = torch.where(free_BTGK == NONE, NONE, free_BTGK + config.num_initial)
     blocks = torch.cat([forced_BTGN, found], -1).to(torch.int32).sort(-1).values

@@ -35,9 +35,8 @@ from nsa.ops.selected.triton.block_lists import Lists
 from nsa.routing.thresholds import SORT_MIN_ROWS
 from nsa.settings import is_off
 
-PART_BYTES = (
-    512 << 20
-)  # of one chunk's parts, or PARTS_OF_Q times the queries' own bytes where that is more
+# of one chunk's parts, or PARTS_OF_Q times the queries' own bytes where that is more
+PART_BYTES = 512 << 20
 PARTS_OF_Q = 2
 MIN_PROGRAMS = 1024
 
@@ -150,9 +149,8 @@ def nsa_selected_forward(
             o = tl.dot(p.to(v.dtype), v, input_precision=PREC) / tl.where(some, total, 1.0)[:, None]
             part = (flat.to(tl.int64) - e0) * H + m % H
             to, mask = PART + part[:, None] * DV + dv[None, :], live[:, None] & (dv < DV)[None, :]
-            tl.store(
-                to, o.to(PART.dtype.element_ty), mask=mask, eviction_policy="evict_first"
-            )  # what is gathered again stays in the L2
+            # what is gathered again stays in the L2
+            tl.store(to, o.to(PART.dtype.element_ty), mask=mask, eviction_policy="evict_first")
             tl.store(
                 LSE_PART + part,
                 tl.where(some, most + tl.log2(tl.where(some, total, 1.0)), float("-inf")),
@@ -194,9 +192,10 @@ def nsa_selected_sum(
         n_ = tl.arange(0, NP)
         chosen = tl.load(BLOCKS + at_row * N + n_, mask=n_ < N, other=-1)
         there = (h < H)[:, None] & ((chosen >= 0) & (chosen < J))[None, :]
+        # [heads, slots]
         lses = tl.load(
             LSE_PART + (local * N + n_)[None, :] * H + h[:, None], mask=there, other=float("-inf")
-        )  # [heads, slots]
+        )
         most = tl.max(lses, 1)
         most = tl.where(most == float("-inf"), 0.0, most)
         total = tl.sum(tl.exp2(lses - most[:, None]), 1)
@@ -555,9 +554,8 @@ class Tiles:
 # By width class; the first two measured in bf16.
 FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
-FULL_WORTH = (
-    8  # times as many rows as choose every block, up to which those are better off without lists
-)
+# times as many rows as choose every block, up to which those are better off without lists
+FULL_WORTH = 8
 
 
 def _of_class(tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
@@ -574,13 +572,8 @@ def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
     )
 
 
-FULL: dict[str, Any] = {
-    "block": 1,
-    "stride": 1,
-    "width": None,
-    "q_start": 0,
-    "first": None,
-}  # every key up to the query
+# every key up to the query
+FULL: dict[str, Any] = {"block": 1, "stride": 1, "width": None, "q_start": 0, "first": None}
 
 
 def rows_in_full(full: int, T: int) -> int:
