@@ -532,7 +532,7 @@ def test_show_names_run_environment_and_every_cell() -> None:
         "spread",
         "bound",
         "between",
-        "nights",
+        "sessions",
     ]
     assert text.splitlines()[5].endswith("GPU    0.42 %")
     assert show(b.baseline_of(b.small_run(), night_log_sd=None)).splitlines()[5].endswith("assumed")
