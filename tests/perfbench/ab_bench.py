@@ -140,6 +140,6 @@ def plan_here(
     """What the side's own process would answer, since its nsa differs in the marker alone."""
     return version_plan.VersionPlan(
         one,
-        plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
+        plans.build_plan(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )
