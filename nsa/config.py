@@ -19,7 +19,7 @@ GATE_KINDS = ("sigmoid", "softmax")
 ROPE_KINDS = ("interleaved", "half")
 CMP_ROPE_KINDS = ("auto", "before", "after")
 
-# The paper's letters and the prototype's YAML names.
+# The paper's letters and the first implementation's YAML names.
 NSA_ALIASES: Mapping[str, str] = {
     "l": "cmp_block",
     "d": "cmp_stride",
@@ -82,7 +82,7 @@ class NSAConfig:
     learned map of rotated keys is not a function of relative position. ``phi_hidden`` is mlp's
     hidden width, by default the head dim.
     ``adaptive_num_selected`` lowers num_selected to 8 up to 512 tokens and to 12 up to 1,024 (the
-    prototype's rule).
+    first implementation's rule).
     ``selection='hierarchical'`` searches regions of four blocks; ``score_dtype`` below float32
     changes the chosen set of close rows: both are opt-in, and nsa.selection reports what they
     change. Raises ValueError naming the field, what it got and what fits.
@@ -302,7 +302,7 @@ def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: in
 
 
 PRESETS: Mapping[str, ModelConfig] = {
-    # The prototype's model: 78.3 M parameters and small per-group gates, softmax as there.
+    # The first implementation's model: 78.3 M parameters; small per-group gates, softmax as there.
     "m7c_125m": ModelConfig(nsa=NSAConfig(gate="softmax")),
     # Small enough for a CPU, and with blocks that compete from 81 tokens on.
     "tiny": ModelConfig(

@@ -1,6 +1,7 @@
 """Branch gates.
 
-``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` the prototype's.
+``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` that of the first
+implementation.
 """
 
 from __future__ import annotations

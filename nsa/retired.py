@@ -1,4 +1,4 @@
-"""NSA_* variables of the prototype that are no longer read, and what to use instead.
+"""NSA_* variables of the first implementation that are no longer read, and what to use instead.
 
 Data only.
 """

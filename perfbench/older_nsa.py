@@ -100,7 +100,7 @@ def steps_off(route: Route) -> tuple[str, ...]:
 
 
 def promise_of_sigmoid_gates() -> dict[str, Any]:
-    """Keywords that tell `nsa.nsa_attention` that no gate is below 0."""
+    """Keywords that promise `nsa.nsa_attention` that no gate is below 0."""
     from nsa.functional import nsa_attention
 
     known = "nonnegative_gates" in inspect.signature(nsa_attention).parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-ADAPTIVE_MIN_TOKENS = 1024  # the prototype's NSA_SEL_RANGES_V2_MIN_S
+ADAPTIVE_MIN_TOKENS = 1024  # the first implementation's NSA_SEL_RANGES_V2_MIN_S
 MASK_LIMIT_ELEMENTS = 2**31  # `auto` builds no boolean mask larger than this (2 GiB)
 COPY_MIN_ELEMENTS = (
     12 << 20

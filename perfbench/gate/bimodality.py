@@ -15,7 +15,7 @@ LEAST_SHARE = 0.2  # of the samples in the smaller mode: fewer are outliers
 LEAST_GAP = 0.01  # ln: closer modes change no verdict
 # Samples -> how many within-mode sd the best split of ONE mode reaches by chance: above the 99.5 %
 # quantiles of the normal, uniform, exponential, lognormal and Student distributions. Fewer than 12
-# samples show two modes only by luck.
+# samples show two modes only by chance.
 _CHANCE = (
     (5, 24.0),
     (6, 17.0),

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from perfbench.matrix import GatePolicy
 
-# sd 0.001 %: no event timer tells more, and identical samples must not prove anything
+# sd 0.001 %: no event timer resolves more, and identical samples must not prove anything
 VARIANCE_FLOOR = 1e-10
 # a variance less likely than this under the prior is of another family: it is not shrunk
 HYPERVARIABLE_P = 0.05
@@ -305,7 +305,7 @@ def planned_blocks(
     MAX_BLOCKS, the cell is BLIND.
 
     ``cells``: how many are confirmed; the number is for the hardest step of Holm, alpha / cells.
-    Decided before the first pair. The few samples of a screen may lie too close together by luck,
+    Decided before the first pair. The few samples of a screen may lie too close together by chance,
     so the plan is for the upper bound of their variance, as far as MAX_BLOCKS allows; BLIND is only
     said of the variance itself.
     """

@@ -23,9 +23,9 @@ MAX_WARMUP_S = 5.0
 class MeasureOptions(BaseModel):
     """How long and how often to time; the matrix's `measure:` section.
 
-    ``warmup_s`` goes on until the step is level, up to ``longest_warmup_s``. ``prepare_together``
-    processes prove and load at the same time; each is timed alone. ``samples`` is a fixed number of
-    samples instead of filling ``max_s``, the timed window of one replicate.
+    ``warmup_s`` lasts until the step time is stable, up to ``longest_warmup_s``.
+    ``prepare_together`` processes prove and load at the same time; each is timed alone. ``samples``
+    is a fixed number of samples instead of filling ``max_s``, the timed window of one replicate.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# template arguments can go on for longer; two names that agree so far are one row
+# template arguments can be longer; two names that agree this far are one row
 NAME_CHARS = 2000
 
 

@@ -83,7 +83,7 @@ def no_sentinels(context: ReportContext) -> str:
             "No sentinel ran, and none is needed: both sides share the session, in turns on one"
             " machine, so what slows it slows both."
         )
-    return "No sentinel ran, so a slower machine cannot be told apart from slower code."
+    return "No sentinel ran, so a slower machine cannot be distinguished from slower code."
 
 
 def _block(line: SentinelLine | None, scale: float) -> str:

@@ -157,8 +157,8 @@ def slug(cell_id: str) -> str:
     """A file name for any cell id, on any system: percent-encoded with lower-case letters only, at
     most SLUG_CHARS long.
 
-    Different ids have different names, also where the file system does not tell upper from lower
-    case. What is too long is cut and ends with a hash.
+    Different ids have different names, also on a file system that ignores case. What
+    is too long is cut and ends with a hash.
     """
     encoded = "".join(char if char in _PLAIN else _percent(char) for char in cell_id)
     if 0 < len(encoded) <= SLUG_CHARS and encoded not in _RESERVED:

@@ -19,9 +19,9 @@ from perfbench.records import Kernels, Profile, own_times, table_beside, totalle
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 NUM_LONGEST = 12
-NAME_CHARS = 160  # template arguments go on for kilobytes
+NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
-# (cuDNN's own say "flash_fprop", so plain "flash" would not tell them apart.)
+# (cuDNN's own say "flash_fprop", so plain "flash" would not distinguish them.)
 KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
 # The forward kernels of nsa/ops, by the branch that they serve.
 TRITON_MARKS: Mapping[str, str] = {

@@ -3,7 +3,7 @@ the right one.
 
     python -m pytest tests/benchmarks --benchmark-only                  # CPU, fp32, blocks that
     compete at 512 tokens python -m pytest tests/benchmarks --benchmark-only --require gpu    # a
-    GPU, bf16, the prototype's heads at 8,192 tokens
+    GPU, bf16, the first implementation's heads at 8,192 tokens
 
 The clock waits for the device before it is read, and a round is many calls, so a round's time is
 the device's wherever a call takes it longer than the host takes to launch it; else it is the

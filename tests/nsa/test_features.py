@@ -160,7 +160,7 @@ def test_a_named_test_is_one_that_exists(row: int) -> None:
 
 
 def test_the_slow_path_says_so_every_time(caplog: pytest.LogCaptureFixture) -> None:
-    """The prototype's log lines, which its users grep for; and no other path says them."""
+    """The first implementation's log lines, which its users grep for; no other path prints them."""
     q, k, v = qkv(Case(20, 2, 8, 8, 1))
     blocks = torch.zeros(1, 20, 2, 1, dtype=torch.int32)
     with caplog.at_level(logging.WARNING, logger="nsa"):
@@ -286,7 +286,7 @@ def test_a_layer_with_softmax_gates_is_their_sum_of_branches(branches: tuple[str
     assert_parity(layer(x), o.flatten(2) @ layer.o_proj.weight.T, "o")
 
 
-# 21. The prototype's model.
+# 21. The first implementation's model.
 
 
 def test_the_prototype_model_has_78_3_million_parameters() -> None:

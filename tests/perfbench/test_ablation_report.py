@@ -275,9 +275,9 @@ def test_a_throttled_process_does_not_count() -> None:
 
 
 def test_the_page_names_machine_commit_matrix_and_settings() -> None:
-    given = {"nsa_settings": {"NSA_TRITON_COPY": "0"}}
+    copy_off = {"nsa_settings": {"NSA_TRITON_COPY": "0"}}
     markdown = ablation.render(
-        [steps(source=Source(commit="ab" * 20, dirty_sha256=None), environment=given), chain()]
+        [steps(source=Source(commit="ab" * 20, dirty_sha256=None), environment=copy_off), chain()]
     )
     for fact in (
         "## NVIDIA H200, 12 heads over 2 of 64: run ",

@@ -60,26 +60,26 @@ def gradients(
     taken: list[tuple[Any, ...]] = []
     real = torch.autograd.grad
 
-    def grad(o: Any, wanted: Any, given: Any, **options: Any) -> tuple[Tensor, ...]:
-        made = real(o, wanted, given, **options)
-        taken.append((wanted, made, o, given))
+    def grad(o: Any, wanted: Any, grad_o: Any, **options: Any) -> tuple[Tensor, ...]:
+        made = real(o, wanted, grad_o, **options)
+        taken.append((wanted, made, o, grad_o))
         return made
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     ((args, _),) = seen(work, 1)
-    wanted, made, o, given = taken[
+    wanted, made, o, grad_o = taken[
         -1
     ]  # the step's own ends last: a path's backward may ask for gradients, too
     names = {id(x): name for name, x in zip(work.model.names, args, strict=True)}  # type: ignore[arg-type]
     names |= {id(x): name for name, x in work.model.named_parameters()}
-    return {names[id(x)]: g for x, g in zip(wanted, made, strict=True)}, o, given
+    return {names[id(x)]: g for x, g in zip(wanted, made, strict=True)}, o, grad_o
 
 
 @EVERY_PATH
 def test_a_step_has_every_gradient_and_moves_nothing(
     monkeypatch: pytest.MonkeyPatch, path: str
 ) -> None:
-    found, o, given = gradients(monkeypatch, workload.build(alone(path, batch=2)))
+    found, o, grad_o = gradients(monkeypatch, workload.build(alone(path, batch=2)))
     kv = (
         ["k", "v"]
         if path == "dense"
@@ -87,7 +87,7 @@ def test_a_step_has_every_gradient_and_moves_nothing(
     )
     assert set(found) == {"q", *kv}
     assert all(bool(torch.isfinite(g).all()) and float(g.abs().max()) > 0 for g in found.values())
-    assert o.shape == given.shape == (2, 96, 4, 16) and given.std() == pytest.approx(1, abs=0.1)
+    assert o.shape == grad_o.shape == (2, 96, 4, 16) and grad_o.std() == pytest.approx(1, abs=0.1)
 
 
 def test_a_branch_that_is_off_has_no_gradient_and_phi_has_one(
@@ -171,12 +171,12 @@ def test_every_step_is_fed_other_inputs_and_the_seed_decides() -> None:
 @EVERY_PATH
 @pytest.mark.parametrize("kind", ["attention", "attention_forward"])
 def test_a_row_is_one_layer_proved_and_witnessed(path: str, kind: str) -> None:
-    asked = alone(path, kind, batch=2, profile=True)
-    row = run(asked)
+    planned_job = alone(path, kind, batch=2, profile=True)
+    row = run(planned_job)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "call")
     assert row.tokens_per_step == 2 * 96 and row.cache is None
     assert row.engaged == dict.fromkeys(
-        asked.plan.counters, row.steps_per_sample * len(row.samples_s)
+        planned_job.plan.counters, row.steps_per_sample * len(row.samples_s)
     ), "one layer, however many the model has"
     assert row.parity is not None and ("dq" in row.parity.tensors) == (kind == "attention")
     assert row.profile is not None and row.profile.witness_ok is True

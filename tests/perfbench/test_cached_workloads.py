@@ -46,8 +46,8 @@ def cached(
     chunk: int = 40,
     **changes: Any,
 ) -> Job:
-    asked = job(path, kind, seq_len, **changes)
-    return asked.model_copy(update={"axes": replace(asked.axes, chunk=chunk)})
+    planned_job = job(path, kind, seq_len, **changes)
+    return planned_job.model_copy(update={"axes": replace(planned_job.axes, chunk=chunk)})
 
 
 def seen(work: Workload, steps: int) -> list[tuple[Tensor, tuple[int, ...], Tensor]]:

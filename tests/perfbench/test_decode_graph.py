@@ -44,8 +44,8 @@ def _fake_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def captured(path: str = "masked", seq_len: int = 100, **changes: Any) -> Job:
-    asked = cached(path, seq_len=seq_len, **changes)
-    return asked.model_copy(update={"axes": replace(asked.axes, cuda_graph="on")})
+    planned_job = cached(path, seq_len=seq_len, **changes)
+    return planned_job.model_copy(update={"axes": replace(planned_job.axes, cuda_graph="on")})
 
 
 def seen(work: Workload, steps: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -100,11 +100,11 @@ def test_every_replay_is_the_eager_cells_step(path: str, seq_len: int) -> None:
 
 @PATHS
 def test_a_row_says_what_was_captured_and_read(path: str) -> None:
-    asked = captured(path, batch=2)
-    row = run(asked)
+    planned_job = captured(path, batch=2)
+    row = run(planned_job)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
     assert row.engaged == dict.fromkeys(
-        asked.plan.counters, TINY.num_layers * row.steps_per_sample * len(row.samples_s)
+        planned_job.plan.counters, TINY.num_layers * row.steps_per_sample * len(row.samples_s)
     )
     assert row.cache is not None and row.cache.tokens == 100 and row.cache.keys_read == keys_at(100)
     eager = run(cached(path, batch=2))
@@ -186,12 +186,12 @@ def test_a_step_that_is_wrong_is_never_timed(monkeypatch: pytest.MonkeyPatch, fa
 
 
 def test_the_proof_is_asked_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Claim] = []
-    monkeypatch.setattr(measure, "prove", lambda claim: asked.append(claim) or proof.prove(claim))
+    claims: list[Claim] = []
+    monkeypatch.setattr(measure, "prove", lambda claim: claims.append(claim) or proof.prove(claim))
     run(captured())
     run(cached())
-    assert [claim.stepping for claim in asked] == [True, False]
-    assert {claim.chunk for claim in asked} == {1}
+    assert [claim.stepping for claim in claims] == [True, False]
+    assert {claim.chunk for claim in claims} == {1}
 
 
 # Routes and refusals.

@@ -115,21 +115,21 @@ def test_traffic_is_each_tensor_once(dtype: str, width: int) -> None:
     The backward reads them and dO, and writes gradients.
     """
     q = o = 4 * 16
-    given = q + 3 * 2 * 2 * 16 + 12
+    num_bytes = q + 3 * 2 * 2 * 16 + 12
     at: dict[str, Any] = {"batch": 2, "tokens": 100, "dtype": dtype, "rates": UNIT}
     tokens_ms = 1e3 * 2 * 100 * width / 8e9
     assert floors.forward(TINY, dense=False, **at).traffic_ms == pytest.approx(
-        (given + o) * tokens_ms
+        (num_bytes + o) * tokens_ms
     )
     assert floors.backward(TINY, dense=False, **at).traffic_ms == pytest.approx(
-        (2 * given + o) * tokens_ms
+        (2 * num_bytes + o) * tokens_ms
     )
-    given = q + 2 * 2 * 16
+    num_bytes = q + 2 * 2 * 16
     assert floors.forward(TINY, dense=True, **at).traffic_ms == pytest.approx(
-        (given + o) * tokens_ms
+        (num_bytes + o) * tokens_ms
     )
     assert floors.backward(TINY, dense=True, **at).traffic_ms == pytest.approx(
-        (2 * given + o) * tokens_ms
+        (2 * num_bytes + o) * tokens_ms
     )
 
 

@@ -46,8 +46,8 @@ def _quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def on(
     axis: str, path: str = "masked", kind: str = "forward", seq_len: int = 64, **changes: Any
 ) -> Job:
-    asked = job(path, kind, seq_len, proof=PROOF, **changes)
-    return asked.model_copy(update={"axes": replace(asked.axes, **{axis: "on"})})
+    planned_job = job(path, kind, seq_len, proof=PROOF, **changes)
+    return planned_job.model_copy(update={"axes": replace(planned_job.axes, **{axis: "on"})})
 
 
 # Compiled graphs.
@@ -73,8 +73,8 @@ def test_a_compiled_graph_tells_what_it_calls(path: str) -> None:
 def test_a_compiled_graph_of_another_path_does_not_pass() -> None:
     compiled = Compiled(TinyLM(TINY, "v2"), "eager")
     compiled.run(torch.zeros(1, 64, dtype=torch.int64))
-    asked = routed("masked")
-    assert set(compiled.counts(asked)) == {"cmp.sdpa", "win.sdpa"}
+    planned_job = routed("masked")
+    assert set(compiled.counts(planned_job)) == {"cmp.sdpa", "win.sdpa"}
     assert compiled.counts(routed("dense")) == {}
 
 
@@ -119,12 +119,12 @@ def test_what_breaks_the_graph_is_an_error() -> None:
     ("path", "kind"), [("dense", "train"), ("v2", "forward"), ("masked", "attention")]
 )
 def test_a_compiled_row_says_how_it_is_known_what_ran(path: str, kind: str) -> None:
-    asked = on("compile", path, kind, profile=True)
-    row = run(asked)
+    planned_job = on("compile", path, kind, profile=True)
+    row = run(planned_job)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "graph")
     layers = 1 if kind == "attention" else TINY.num_layers
     assert row.engaged == dict.fromkeys(
-        asked.plan.counters, layers * row.steps_per_sample * len(row.samples_s)
+        planned_job.plan.counters, layers * row.steps_per_sample * len(row.samples_s)
     )
     assert row.profile is not None and row.profile.witness_ok is True
     older = {
@@ -138,8 +138,8 @@ def test_a_compiled_cell_that_also_runs_eagerly_is_the_wrong_path(
 ) -> None:
     real = workload.build
 
-    def both(asked: Job) -> workload.Workload:
-        made, eager = real(asked), real(job("dense", "forward"))
+    def both(one: Job) -> workload.Workload:
+        made, eager = real(one), real(job("dense", "forward"))
 
         def step() -> None:
             made.step()
@@ -173,10 +173,10 @@ def test_a_compiled_cell_is_proved_compiled(monkeypatch: pytest.MonkeyPatch) -> 
             assert (
                 fine.ok and not wrong.ok and wrong.tensors["o"] > 1 and wrong.tensors["layer"] > 1
             )
-    asked: list[Claim] = []
-    monkeypatch.setattr(measure, "prove", lambda claim: asked.append(claim) or PROOF)
+    claims: list[Claim] = []
+    monkeypatch.setattr(measure, "prove", lambda claim: claims.append(claim) or PROOF)
     run(on("compile", "dense").model_copy(update={"proof": None}))
-    assert [claim.compiled for claim in asked] == [True]
+    assert [claim.compiled for claim in claims] == [True]
 
 
 # CUDA graphs, by a stand-in for the card's.
@@ -234,12 +234,12 @@ def test_a_captured_row_says_how_it_is_known_what_ran(
 ) -> None:
     monkeypatch.setattr(workload, "CudaGrapher", FakeGrapher)
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: _plain(*a, **k))
-    asked = on("cuda_graph", "v2", kind)
-    row = run(asked)
+    planned_job = on("cuda_graph", "v2", kind)
+    row = run(planned_job)
     assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
     layers = 1 if kind == "attention" else TINY.num_layers
     assert row.engaged == dict.fromkeys(
-        asked.plan.counters, layers * row.steps_per_sample * len(row.samples_s)
+        planned_job.plan.counters, layers * row.steps_per_sample * len(row.samples_s)
     )
 
 

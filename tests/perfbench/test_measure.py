@@ -43,15 +43,15 @@ EVERY_PATH = [(path, "train") for path in ("masked", "dense")] + [
 def test_an_ok_row_is_complete_and_consistent(path: str, kind: str) -> None:
     rng = random.Random(9)
     seconds = (STEP_S * rng.uniform(1, 3) for _ in itertools.count())
-    asked = job(path, kind, 96, batch=2, profile=True, measure={"samples": 4})
+    planned_job = job(path, kind, 96, batch=2, profile=True, measure={"samples": 4})
     begin = time.monotonic()
-    row = run(asked, FakeClock(seconds))
+    row = run(planned_job, FakeClock(seconds))
     assert (row.status, row.reason) == (Status.OK, "")
     assert (row.cell_id, row.replicate, row.axes, row.config_sha256) == (
-        asked.cell_id,
+        planned_job.cell_id,
         0,
-        asked.axes,
-        asked.config_sha256,
+        planned_job.axes,
+        planned_job.config_sha256,
     )
     assert statistics.fmean(row.samples_s) != statistics.median(row.samples_s), (
         "or the next lines could not tell them apart"
@@ -60,9 +60,9 @@ def test_an_ok_row_is_complete_and_consistent(path: str, kind: str) -> None:
     assert row.tok_per_s == pytest.approx(
         row.tokens_per_step * row.steps_per_sample / statistics.median(row.samples_s), rel=1e-12
     )
-    assert row.route == asked.plan
+    assert row.route == planned_job.plan
     calls = TINY.num_layers * row.steps_per_sample * 4  # of the timed steps and no others
-    assert row.engaged == dict.fromkeys(asked.plan.counters, calls)
+    assert row.engaged == dict.fromkeys(planned_job.plan.counters, calls)
     assert row.parity is not None and row.parity.ok and row.parity.proved_in is None
     assert ("dq" in row.parity.tensors) == (kind == "train")
     assert row.telemetry == TELEMETRY
@@ -142,12 +142,18 @@ def test_an_injected_slowdown_is_work_of_that_share(
     """
     clock = FakeClock(0.0)
     stub(monkeypatch, clock=clock, step_s=STEP_S)
-    monkeypatch.setattr(measure, "_gemm", lambda size, asked: lambda: clock.advance(STEP_S / 1000))
+    monkeypatch.setattr(
+        measure, "_gemm", lambda size, planned_job: lambda: clock.advance(STEP_S / 1000)
+    )
     plain = run(job(proof=PROOF), clock)
-    asked = job(proof=PROOF)
+    planned_job = job(proof=PROOF)
     slowed = run(
-        asked.model_copy(
-            update={"injection": Injection(kind="slowdown", percent=percent, cell_id=asked.cell_id)}
+        planned_job.model_copy(
+            update={
+                "injection": Injection(
+                    kind="slowdown", percent=percent, cell_id=planned_job.cell_id
+                )
+            }
         ),
         clock,
     )
@@ -176,11 +182,13 @@ class CpuTimeClock:
 def test_an_injected_slowdown_costs_real_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "_gemm", REAL_GEMM)
     monkeypatch.setattr(measure, "_physics", lambda *_: None)
-    asked = job("masked", "forward", proof=PROOF, measure={"samples": 5, "warmup_s": 0.1})
-    plain = run(asked, CpuTimeClock())
+    planned_job = job("masked", "forward", proof=PROOF, measure={"samples": 5, "warmup_s": 0.1})
+    plain = run(planned_job, CpuTimeClock())
     slowed = run(
-        asked.model_copy(
-            update={"injection": Injection(kind="slowdown", percent=200, cell_id=asked.cell_id)}
+        planned_job.model_copy(
+            update={
+                "injection": Injection(kind="slowdown", percent=200, cell_id=planned_job.cell_id)
+            }
         ),
         CpuTimeClock(),
     )
@@ -191,10 +199,12 @@ def test_an_injected_slowdown_costs_real_time(monkeypatch: pytest.MonkeyPatch) -
 def test_other_injections_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forkserver acts them out; here they must not look like a slowdown."""
     stub(monkeypatch)
-    asked = job(proof=PROOF)
+    planned_job = job(proof=PROOF)
     assert (
         run(
-            asked.model_copy(update={"injection": Injection(kind="hang", cell_id=asked.cell_id)})
+            planned_job.model_copy(
+                update={"injection": Injection(kind="hang", cell_id=planned_job.cell_id)}
+            )
         ).tok_per_s
         == 64 / STEP_S
     )
@@ -214,7 +224,7 @@ def test_out_of_memory_passes_through(monkeypatch: pytest.MonkeyPatch, at: str) 
 
     stub(monkeypatch, engages=engages)
     if at == "build":
-        monkeypatch.setattr(workload, "build", lambda asked: fails())
+        monkeypatch.setattr(workload, "build", lambda planned_job: fails())
     with pytest.raises(torch.OutOfMemoryError, match="20.00 GiB"):
         run(job(proof=PROOF, measure={"samples": 100}))
 

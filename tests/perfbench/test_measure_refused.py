@@ -237,10 +237,10 @@ def test_a_proof_of_another_route_is_no_proof(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parity_is_asked_for_exactly_this_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Claim] = []
+    claims: list[Claim] = []
 
     def prove(claim: Claim) -> Any:
-        asked.append(claim)
+        claims.append(claim)
         return builders.parity()
 
     monkeypatch.setattr(measure, "prove", prove)
@@ -248,7 +248,7 @@ def test_parity_is_asked_for_exactly_this_cell(monkeypatch: pytest.MonkeyPatch) 
     wanted = job("masked", "train")
     run(wanted)
     timed = route_of(cell_of("masked"))
-    assert asked == [Claim(TINY, timed, cell_of("masked"), "cpu", wanted.seed)]
+    assert claims == [Claim(TINY, timed, cell_of("masked"), "cpu", wanted.seed)]
 
 
 def test_a_given_proof_is_carried_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,12 +251,12 @@ def test_a_plan_names_every_axis_in_its_order_whatever_that_of_the_matrix() -> N
 
 
 def test_a_plan_asks_once_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: dict[str, list[str]] = {"route_of": [], "config_sha256": [], "expect_for": []}
+    calls: dict[str, list[str]] = {"route_of": [], "config_sha256": [], "expect_for": []}
 
     def count(module: Any, name: str, id_of: Callable[..., str]) -> None:
         real = getattr(module, name)
         monkeypatch.setattr(
-            module, name, lambda *args: asked[name].append(id_of(*args)) or real(*args)
+            module, name, lambda *args: calls[name].append(id_of(*args)) or real(*args)
         )
 
     matrix = shipped("h100")
@@ -264,7 +264,7 @@ def test_a_plan_asks_once_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None
     count(matrices, "config_sha256", lambda _, cell_id: cell_id)
     count(matrices, "expect_for", lambda _, cell: cell.cell_id)
     cells = [cell.cell_id for cell in build(matrix).cells]
-    assert all(ids == cells for ids in asked.values()) and len(set(cells)) == len(cells) > 10
+    assert all(ids == cells for ids in calls.values()) and len(set(cells)) == len(cells) > 10
 
 
 def test_text_shows_routes_exclusions_and_minutes() -> None:

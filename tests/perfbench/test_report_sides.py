@@ -102,11 +102,11 @@ def test_pairs_need_no_sentinel_and_two_sessions_do() -> None:
     )
     assert (
         "both sides share the session" in paired
-        and "cannot be told apart from slower code" not in paired
+        and "cannot be distinguished from slower code" not in paired
     )
     assert (
         "both sides share the session" not in apart
-        and "cannot be told apart from slower code" in apart
+        and "cannot be distinguished from slower code" in apart
     )
 
 

@@ -100,8 +100,10 @@ def test_extra_memory_leaves_out_what_the_process_holds() -> None:
     """
     tokens, L2 = 65536, 2 * (50 << 20)
     empty = 2 * 4 * sum(64 * (16 - held) for held in range(1, 16))
-    given = tokens * 2 * (12 * 64 + 2 * 128) + tokens * 2 * 16 * 4 - empty
-    forward, both = ((3 << 30) - 4 * one - L2 for one in (given, given + tokens * 2 * 12 * 64))
+    num_bytes = tokens * 2 * (12 * 64 + 2 * 128) + tokens * 2 * 16 * 4 - empty
+    forward, both = (
+        (3 << 30) - 4 * one - L2 for one in (num_bytes, num_bytes + tokens * 2 * 12 * 64)
+    )
     own = page.table(kernels.render([stored()]), "The selected branch alone")[0]
     assert own[12:14] == [f"{forward / 2**30:.2f}", f"{both / 2**30:.2f}"]
 

@@ -453,7 +453,7 @@ def test_pairs_too_noisy_to_settle_are_blind_or_watch() -> None:
 
 def test_the_noisier_the_cell_the_more_pairs_are_asked_for() -> None:
     run = b.small_run(replicates=8)
-    asked = {}
+    pairs_by_sd = {}
     for sd in (0.002, 0.015, 0.05):
         first = judge(
             noisy(run, TRAIN, sd, seed=9, factor=0.8),
@@ -461,8 +461,8 @@ def test_the_noisier_the_cell_the_more_pairs_are_asked_for() -> None:
             POLICY,
         )
         assert first.to_confirm == [TRAIN]
-        asked[sd] = pairs_for(first, POLICY)
-    assert asked[0.002] == 8 and 12 < asked[0.015] <= asked[0.05] == 40
+        pairs_by_sd[sd] = pairs_for(first, POLICY)
+    assert pairs_by_sd[0.002] == 8 and 12 < pairs_by_sd[0.015] <= pairs_by_sd[0.05] == 40
 
 
 def test_variation_that_both_sides_share_cancels_in_pairs() -> None:

@@ -45,8 +45,8 @@ measure: {processes: 3}
 """
 
 
-def planned(text: str = MATRIX, **given: str) -> list[PlannedCell]:
-    settings = load(given) if given else Settings()
+def planned(text: str = MATRIX, **environ: str) -> list[PlannedCell]:
+    settings = load(environ) if environ else Settings()
     return plan.build_plan(
         matrices.parse_matrix(text, "t.yaml"), only=[], capability=H200, settings=settings
     ).cells

@@ -108,18 +108,20 @@ def test_the_seed_decides_weights_and_data() -> None:
     ("path", "model"), [("v2", TinyLM), ("masked", TinyLM), ("auto", TinyLM), ("dense", DenseLM)]
 )
 def test_the_model_is_the_cells_own(path: str, model: type) -> None:
-    asked = job(path, "forward")
-    work = workload.build(asked)
+    planned_job = job(path, "forward")
+    work = workload.build(planned_job)
     assert type(work.model) is model
     with engagement.collect() as engaged:
         work.step()
-    assert sorted(engaged.counts) == sorted(set(asked.plan.counters))
+    assert sorted(engaged.counts) == sorted(set(planned_job.plan.counters))
     assert set(engaged.counts.values()) == {TINY.num_layers}
 
 
 def test_dtype_is_the_cells_own() -> None:
-    asked = job("masked", "train")
-    work = workload.build(asked.model_copy(update={"axes": replace(asked.axes, dtype="bf16")}))
+    planned_job = job("masked", "train")
+    work = workload.build(
+        planned_job.model_copy(update={"axes": replace(planned_job.axes, dtype="bf16")})
+    )
     assert {x.dtype for x in work.model.parameters()} == {torch.bfloat16}
     before = weights(work)
     work.step()

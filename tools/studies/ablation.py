@@ -133,8 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _section(run: Run) -> list[str]:
     judgement = judge(run, None, GatePolicy())
     cells = _measured(run, judgement)
-    told = [*_steps(cells), *_chain(cells)]
-    if not told:
+    sections = [*_steps(cells), *_chain(cells)]
+    if not sections:
         wanted = (
             f"wanted cells without one of {', '.join(STEPS)}, or two links of the chain of workload"
             " train at one shape"
@@ -152,7 +152,7 @@ def _section(run: Run) -> list[str]:
         "",
         *(f"- {fact}" for fact in [*provenance.facts(run), *provenance.troubles(judgement)]),
         "",
-        *told,
+        *sections,
         *provenance.not_published([cell for cell in judgement.cells if not is_proved(cell)]),
         *_left_out(run),
     ]
@@ -167,7 +167,7 @@ def _measured(run: Run, judgement: Judgement) -> list[Measured]:
 
 
 def _steps(cells: Sequence[Measured]) -> list[str]:
-    """The table of steps off, each beside the cell with everything on; nothing where no cell is
+    """The table of steps off, each against the cell with everything on; nothing where no cell is
     without one.
     """
     whole = {_key(one.axes, "without"): one for one in cells if _step(one.axes) == EVERYTHING}
@@ -190,14 +190,14 @@ def _steps(cells: Sequence[Measured]) -> list[str]:
         bounds = " / ".join(dict.fromkeys(cell.bound for cell in (on, one) if cell is not None))
         rows.append([*start, number(_middle(on)), number(_middle(one)), *_slower(on, one), bounds])
     steps = list(dict.fromkeys(_step(one.axes) for one in ablated))
-    told = "; ".join(
+    meanings = "; ".join(
         f"*{step}*: {TRITON_STEPS.get(step, step)}" for step in sorted(steps, key=_rank)
     )
     note = (
-        f"Path triton. {told}. Milliseconds a step, medians over processes. *x* is the time without"
-        " the step over that with everything on: above 1 the step saves time. *Least* and *most*"
-        " are what any two processes, one of each, would have given. *Bound*: what both wait for;"
-        " the host's time says nothing of the kernels. A dash: not measured, or not proved."
+        f"Path triton. {meanings}. Milliseconds a step, medians over processes. *x* is the time"
+        " without the step over that with everything on: above 1 the step saves time. *Least* and"
+        " *most* are what any two processes, one of each, would have given. *Bound*: what both wait"
+        " for; the host's time says nothing of the kernels. A dash: not measured, or not proved."
     )
     head = [
         "tokens",

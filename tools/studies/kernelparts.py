@@ -1,4 +1,4 @@
-"""Where the time goes: device time of a step by part beside the floor of each, and the longest
+"""Where the time goes: device time of a step by part against the floor of each, and the longest
 kernels.
 """
 
@@ -65,12 +65,12 @@ def where(lines: Sequence[Line]) -> list[str]:
         " traffic. A profiled step runs apart from the timed ones, so its sum may differ from"
         " their time."
     )
-    told = ["### Where the time goes", "", note, ""]
+    page = ["### Where the time goes", "", note, ""]
     if rows:
         head = ["tokens", "path", "step", "all", *(name for name, _ in parts), REST]
-        told += [*table(head, rows), ""]
+        page += [*table(head, rows), ""]
     return [
-        *told,
+        *page,
         "The longest kernels, ms:",
         "",
         *table(["tokens", "path", "step", "all", "kernels"], longest),

@@ -53,14 +53,14 @@ def render(runs: Sequence[Run], log: str = "") -> str:
     parts += (
         [log.strip("\n"), ""]
         if log.strip()
-        else [f"There is no log: write it into `{LOG_NAME}` beside this file.", ""]
+        else [f"There is no log: write it into `{LOG_NAME}` next to this file.", ""]
     )
     return "\n".join(parts).rstrip() + "\n"
 
 
 def write(runs: Sequence[Path], out: Path, log: Path | None = None) -> Path:
     """Render the stored ``runs`` (folders or run.jsonl) into ``out``; ``log`` is by default
-    kernels-log.md beside it.
+    kernels-log.md next to it.
 
     PerfbenchError(Exit.USAGE) for what cannot be read or written, and for a ``log`` that was named
     and does not exist.
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--log",
         type=Path,
         metavar="FILE",
-        help=f"the hand-written log; by default {LOG_NAME} beside --out",
+        help=f"the hand-written log; by default {LOG_NAME} next to --out",
     )
     asked = parser.parse_args(argv)
     try:

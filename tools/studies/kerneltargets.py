@@ -70,7 +70,7 @@ def targets(shape: str, lines: Sequence[Line]) -> list[Target]:
 
     Where a length has several lines, its first one counts.
 
-    None of a line without a step of the path: it tells what the step buys. Steps from a CUDA graph
+    None of a line without a step of the path: it shows what the step buys. Steps from a CUDA graph
     have a crossover of their own.
     """
     first: dict[int, Line] = {}
@@ -207,7 +207,7 @@ def _at_most(what: str, value: float | None, limits: Limits | None) -> Target | 
     return Target(
         what,
         number(value),
-        _answers(limits, "at most", lambda limit: _told(value, lambda got: got <= limit)),
+        _answers(limits, "at most", lambda limit: _answer(value, lambda got: got <= limit)),
     )
 
 
@@ -217,11 +217,11 @@ def _at_least(what: str, value: float | None, limits: Limits | None) -> Target |
     return Target(
         what,
         ratio(value),
-        _answers(limits, "at least", lambda limit: _told(value, lambda got: got >= limit)),
+        _answers(limits, "at least", lambda limit: _answer(value, lambda got: got >= limit)),
     )
 
 
-def _told(value: float | None, holds: Callable[[float], bool]) -> str:
+def _answer(value: float | None, holds: Callable[[float], bool]) -> str:
     return "not measured" if value is None else MET if holds(value) else MISSED
 
 

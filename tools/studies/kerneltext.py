@@ -53,12 +53,12 @@ def backward(line: Line) -> str:
 
 def path_of(line: Line, lines: Sequence[Line]) -> str:
     """The path, with every axis in which the lines differ and that has no column."""
-    told = []
+    parts = []
     for name, value in line.axes.items():
         several = {one.axes.get(name) for one in lines} - {NOT_APPLICABLE}
         if name not in COLUMNS and value != NOT_APPLICABLE and len(several) > 1:
-            told.append(f"{name} {value}")
-    return escape(", ".join([line.path, *told]))
+            parts.append(f"{name} {value}")
+    return escape(", ".join([line.path, *parts]))
 
 
 def share(ms: float, total_ms: float) -> str:

@@ -1,5 +1,5 @@
-"""The selected branch alone: its times by kind of selection and length, beside their floor, and the
-device's time by part.
+"""The selected branch alone: its times by kind of selection and length, against their floor, and
+the device's time by part.
 """
 
 from __future__ import annotations

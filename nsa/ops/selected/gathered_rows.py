@@ -7,10 +7,10 @@ all kv heads, L tokens a block, P = R * N gathered blocks, D head dim.
 
 A row's blocks lie one after another in a slot of N * L tokens. Blocks ascend, so the tokens that
 the row may see are a prefix of its slot; the rest of the slot is a sequence without queries.
-(Packing token by token, as the prototype did, gathers 128-byte rows: 20 ms a layer at 1 x
-8,192 on an H100, against 8 KB rows here.) The packed copy is O(S n l'), so rows go in chunks within
-a workspace, and the backward gathers again. Nothing here is traced by a compiler or recorded by
-autograd, except inside `backward`, which differentiates one chunk at a time.
+(Packing token by token, as the first implementation did, gathers 128-byte rows: 20 ms a layer at
+1 x 8,192 on an H100, against 8 KB rows here.) The packed copy is O(S n l'), so rows go in chunks
+within a workspace, and the backward gathers again. Nothing here is traced by a compiler or recorded
+by autograd, except inside `backward`, which differentiates one chunk at a time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Path `masked`: one SDPA over a boolean mask.
 
-The prototype's `grouped_selection_attention_masked`.
+The first implementation's `grouped_selection_attention_masked`.
 
 B batch, T query tokens, S key tokens, G kv heads, J selection blocks.
 """

@@ -1,6 +1,6 @@
 """Path `reference`: one row at a time, explicit softmax in fp32.
 
-The prototype's `_sdpa_over_ranges`.
+The first implementation's `_sdpa_over_ranges`.
 """
 
 from __future__ import annotations

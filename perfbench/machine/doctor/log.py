@@ -16,7 +16,7 @@ from perfbench.machine.doctor.findings import DoctorLine, Level
 from perfbench.records import Replicate, Run, Status, has_run, is_compressed_run, read_run
 
 LEAST_UTILISATION_PCT = 30.0
-# nsa/ops/selected/reference.py says it, as the prototype did
+# nsa/ops/selected/reference.py says it, as the first implementation did
 SLOW_WARNING = "Using slow _sdpa_over_ranges"
 SLOW_COUNTERS = ("sel.reference", "sel.v1")
 _MAX_LINE_BYTES = 2**16

@@ -92,7 +92,7 @@ def _link(code: Path, home: Path) -> Path:
 
 @contextmanager
 def _temporary_folder() -> Iterator[Path]:
-    """Locked while we live, so that another process can tell what a killed one has left behind."""
+    """Locked while we live, so that another process can recognise what a killed one left behind."""
     home = Path(tempfile.mkdtemp(prefix=PREFIX)).resolve()
     fd = os.open(home / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
