@@ -7,6 +7,7 @@ test over the paths gets it.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -38,6 +39,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell starts what it puts into the background so, and processes that tests interrupt
+        # would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--require") != "interpreter":
         return
     pytest.MonkeyPatch().setenv("TRITON_INTERPRET", "1")  # which Triton reads while it is imported

@@ -22,8 +22,8 @@ from nsa.config import ModelConfig
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import rules
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
-from perfbench.matrix.rules import COUNTERS, ExcludeRule, ExpectRule, IncludeRule, OverrideRule
-from perfbench.matrix.schema import Limits, Target, json_schema, resolve_model, validate
+from perfbench.matrix.rules import ExcludeRule, ExpectRule, IncludeRule, OverrideRule
+from perfbench.matrix.schema import Limits, Target, resolve_model, validate
 from perfbench.matrix.strict_yaml import Document, read_text
 from perfbench.matrix.strict_yaml import parse as parse_yaml
 from perfbench.records import (
@@ -35,29 +35,7 @@ from perfbench.records import (
     MeasureOptions,
     Value,
     select_cells,
-    torch_dtype_name,
 )
-
-__all__ = [
-    "AXES",
-    "COUNTERS",
-    "Cell",
-    "ExcludeRule",
-    "Excluded",
-    "ExpectRule",
-    "IncludeRule",
-    "Matrix",
-    "MatrixCell",
-    "cells",
-    "config_sha256",
-    "expect_for",
-    "json_schema",
-    "load",
-    "parse",
-    "policies",
-    "torch_dtype_name",
-    "warnings",
-]
 
 MAX_CELLS = 100_000  # at five seconds a cell this is a week; a larger product is a slip
 MAX_MATCHES = 2_000_000  # cells times rules: seconds of planning
@@ -105,15 +83,15 @@ class Matrix:
     by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # those of an override
 
 
-def load(path: str | pathlib.Path) -> Matrix:
+def load_matrix(path: str | pathlib.Path) -> Matrix:
     """Read and check a matrix file.
 
     PerfbenchError(USAGE) with file:line for everything that is wrong with it.
     """
-    return parse(read_text(str(path)), str(path))
+    return parse_matrix(read_text(str(path)), str(path))
 
 
-def parse(text: str, path: str) -> Matrix:
+def parse_matrix(text: str, path: str) -> Matrix:
     """The same for a text that was read before; ``path`` names it in messages."""
     document = parse_yaml(text, path)
     file = validate(document)

@@ -48,7 +48,9 @@ class Plan:
     replicates: int
 
 
-def build(matrix: Matrix, *, only: list[str], capability: Capability, settings: Settings) -> Plan:
+def build_plan(
+    matrix: Matrix, *, only: list[str], capability: Capability, settings: Settings
+) -> Plan:
     """Route every selected cell; PerfbenchError(USAGE) names each cell that no route can serve, and
     every reason.
     """
@@ -175,7 +177,7 @@ def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:
     return found
 
 
-def to_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as data that `json.dumps` takes."""
     return {
         "cells": [cell.model_dump(mode="json") for cell in plan.cells],
@@ -186,7 +188,7 @@ def to_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def render_text(plan: Plan, matrix: Matrix) -> str:
+def plan_text(plan: Plan, matrix: Matrix) -> str:
     """The plan for a reader: cells with their route, each route's reasons once, exclusions,
     warnings, minutes.
     """

@@ -262,7 +262,7 @@ def _blamed(spec: object, message: str) -> Loc:
     return loc
 
 
-def json_schema() -> dict[str, Any]:
+def matrix_schema() -> dict[str, Any]:
     """JSON Schema of a matrix file, for editors: what `perfbench schema matrix` prints."""
     schema = MatrixFile.model_json_schema()
     values = {name: _value_schema(axis) for name, axis in AXES.items()}

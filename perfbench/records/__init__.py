@@ -1,10 +1,10 @@
 """The nouns that every room shares, and the files they are stored in."""
 
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
-from perfbench.records.baseline_file import load as load_baseline, path_for as baseline_path
-from perfbench.records.baseline_file import read as read_baseline, show as show_baseline
-from perfbench.records.baseline_file import write as write_baseline
-from perfbench.records.calibration_file import read as read_calibration, variance_of_cells
+from perfbench.records.baseline_file import load_baseline, baseline_path
+from perfbench.records.baseline_file import read_baseline, show_baseline
+from perfbench.records.baseline_file import write_baseline
+from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
 from perfbench.records.cells import SELECTIONS, STEPS, Term, Value, check_axis, proof_key
@@ -18,9 +18,9 @@ from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, M
 from perfbench.records.rows import Manifest, ParityLine, Physics, PlannedCell, Profile, Replicate
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status
 from perfbench.records.rows import StoredCell, Telemetry, build_validators
-from perfbench.records.run_file import COMPRESSED_NAME as COMPRESSED_RUN_FILE
-from perfbench.records.run_file import FILE_NAME as RUN_FILE, MAX_REPLICATES, RunWriter
-from perfbench.records.run_file import create as create_run, has_run, new_run_id, open_for_resume
-from perfbench.records.run_file import is_compressed as is_compressed_run
-from perfbench.records.run_file import read as read_run
+from perfbench.records.run_file import COMPRESSED_RUN_FILE
+from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
+from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume
+from perfbench.records.run_file import is_compressed_run
+from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict

@@ -81,7 +81,7 @@ class Baseline(BaseModel):
     cells: dict[str, BaselineCell] = Field(min_length=1)
 
 
-def path_for(root: Path, gpu_slug: str, matrix_name: str) -> Path:
+def baseline_path(root: Path, gpu_slug: str, matrix_name: str) -> Path:
     """``root/<gpu_slug>/<matrix>.json``, where ``root`` is usually ``reports/baselines``; odd
     characters are percent-encoded.
     """
@@ -95,17 +95,17 @@ def path_for(root: Path, gpu_slug: str, matrix_name: str) -> Path:
     return root / quote(gpu_slug, safe="") / f"{quote(matrix_name, safe='')}.json"
 
 
-def load(path: Path) -> Baseline:
+def load_baseline(path: Path) -> Baseline:
     """Return the baseline; PerfbenchError(Exit.BASELINE) says what is wrong with it, whatever its
     bytes.
     """
-    found = read(path)
+    found = read_baseline(path)
     if isinstance(found, BaselineProblem):
         raise PerfbenchError(Exit.BASELINE, found.message)
     return found
 
 
-def read(path: Path) -> Baseline | BaselineProblem:
+def read_baseline(path: Path) -> Baseline | BaselineProblem:
     """Like ``load``, but the problem is a value: what ``judge`` takes."""
     try:
         data = path.read_bytes()
@@ -122,7 +122,7 @@ def read(path: Path) -> Baseline | BaselineProblem:
     return _parse(data, f"baseline {path}")
 
 
-def show(baseline: Baseline) -> str:
+def show_baseline(baseline: Baseline) -> str:
     """A text table of what the baseline holds."""
     commit = ", ".join(
         part for part in ((baseline.source.commit or "")[:40], baseline.source.unproved) if part
@@ -196,7 +196,7 @@ def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
     return corrupt(f"has the wrong shape: {message}; restore it from git, or promote a run again")
 
 
-def write(path: Path, baseline: Baseline) -> None:
+def write_baseline(path: Path, baseline: Baseline) -> None:
     """Write the file complete or not at all; PerfbenchError(USAGE) where it cannot be written."""
     text = (
         json.dumps(

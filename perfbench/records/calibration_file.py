@@ -46,7 +46,7 @@ class Known:
     cells: Mapping[str, _StoredCell]  # those that were seen in two starts or more
 
 
-def read(path: Path, gpu_slug: str) -> Known:
+def read_calibration(path: Path, gpu_slug: str) -> Known:
     """The calibration at ``path`` (calibration.json).
 
     PerfbenchError(USAGE): not such a file, a cell that is named twice or varies more than any

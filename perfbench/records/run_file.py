@@ -31,8 +31,8 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
 from perfbench.text import plain
 
-FILE_NAME = "run.jsonl"
-COMPRESSED_NAME = "run.jsonl.gz"
+RUN_FILE = "run.jsonl"
+COMPRESSED_RUN_FILE = "run.jsonl.gz"
 MAX_BYTES = 2**30  # of a run once it is decompressed; the largest that is kept has 0.8 MB
 _GZIP_MAGIC = b"\x1f\x8b"
 MAX_VALUE = 1e100  # beyond any measured thing; sums and squares of such values stay finite
@@ -70,7 +70,7 @@ class RunWriter:
 
     @property
     def path(self) -> Path:
-        return self.folder / FILE_NAME
+        return self.folder / RUN_FILE
 
     def append(self, record: Record) -> None:
         """Write one line and wait until it is on the disk; what a full disk cut off is taken
@@ -111,7 +111,7 @@ class RunWriter:
         self.close()
 
 
-def create(runs_dir: Path, manifest: Manifest) -> RunWriter:
+def create_run(runs_dir: Path, manifest: Manifest) -> RunWriter:
     """Make ``runs_dir/<run_id>/run.jsonl``, which must not exist, and write its first line."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", manifest.run_id):
         raise ValueError(
@@ -120,7 +120,7 @@ def create(runs_dir: Path, manifest: Manifest) -> RunWriter:
     folder = runs_dir / manifest.run_id
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=False)
-        fd = os.open(folder / FILE_NAME, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        fd = os.open(folder / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     with ExitStack() as until_written:
         writer = until_written.enter_context(RunWriter(folder, fd))
         writer.append(manifest)
@@ -138,7 +138,7 @@ def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
     if path.suffix == ".gz":
         raise PerfbenchError(
             Exit.USAGE,
-            f"{path} is a compressed run, and only {FILE_NAME} can be appended to. Next: `gunzip"
+            f"{path} is a compressed run, and only {RUN_FILE} can be appended to. Next: `gunzip"
             f" {shlex.quote(str(path))}`, or start a new run",
         )
     with _writing(path):
@@ -153,7 +153,7 @@ def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
     return writer, run
 
 
-def read(path: Path) -> Run:
+def read_run(path: Path) -> Run:
     """Read a run folder, its run.jsonl, or its run.jsonl.gz.
 
     PerfbenchError(USAGE) with file:line for whatever is wrong.
@@ -308,24 +308,24 @@ def file_of(path: Path) -> Path:
     """
     if not path.is_dir():
         return path
-    plain_file, compressed = path / FILE_NAME, path / COMPRESSED_NAME
+    plain_file, compressed = path / RUN_FILE, path / COMPRESSED_RUN_FILE
     if not compressed.exists():
         return plain_file
     if plain_file.exists():
         raise PerfbenchError(
             Exit.USAGE,
-            f"{path} holds both {FILE_NAME} and {COMPRESSED_NAME}, wanted one of them. Next: name"
-            " one of the files, or remove the other",
+            f"{path} holds both {RUN_FILE} and {COMPRESSED_RUN_FILE}, wanted one of them."
+            " Next: name one of the files, or remove the other",
         )
     return compressed
 
 
 def has_run(folder: Path) -> bool:
     """Whether ``folder`` holds a run file, compressed or not."""
-    return any((folder / name).is_file() for name in (FILE_NAME, COMPRESSED_NAME))
+    return any((folder / name).is_file() for name in (RUN_FILE, COMPRESSED_RUN_FILE))
 
 
-def is_compressed(path: Path) -> bool:
+def is_compressed_run(path: Path) -> bool:
     """Whether ``path`` is named as a compressed run."""
     return path.name.endswith(".jsonl.gz")
 
@@ -338,7 +338,8 @@ def _bytes_of(path: Path) -> bytes:
     if data.startswith(_GZIP_MAGIC):
         raise PerfbenchError(
             Exit.USAGE,
-            f"{path} holds gzip data, wanted lines of JSON. Next: rename it to {COMPRESSED_NAME}",
+            f"{path} holds gzip data, wanted lines of JSON."
+            f" Next: rename it to {COMPRESSED_RUN_FILE}",
         )
     return data
 

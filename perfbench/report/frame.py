@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import AXES, Manifest, Replicate, Run, Status, read_run
-from perfbench.runner import is_pair, read_pair
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -125,6 +124,8 @@ def load(*paths: str | os.PathLike[str]) -> pd.DataFrame:
 
 
 def _runs(path: Path) -> Sides:
+    from perfbench.runner import is_pair, read_pair
+
     if path.is_dir() and is_pair(path):
         found = read_pair(path)
         return [("a", found.base), ("b", found.candidate)]

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 # The field of a row of an A/B that names the side's folder, whose nsa measured it.
-WITNESS = "nsa_folder"
+NSA_WITNESS = "nsa_folder"
 
 
 class WrongSide(Exception):

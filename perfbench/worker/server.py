@@ -66,7 +66,7 @@ def _of_one_side(measure: Measure, folder: Path) -> Measure:
     ) -> Replicate:
         row = measure(job, clock, sampler, prepared)
         nsa_version.verify(folder)
-        return row.model_copy(update={nsa_version.WITNESS: str(folder)})
+        return row.model_copy(update={nsa_version.NSA_WITNESS: str(folder)})
 
     return measured
 

@@ -88,36 +88,36 @@ def _check_refusal(name: str, error: PerfbenchError, folder: Path) -> None:
 
 
 def _matrix(data: bytes, folder: Path) -> None:
-    matrix = matrices.load(_laid(data, folder / "m.yaml"))
+    matrix = matrices.load_matrix(_laid(data, folder / "m.yaml"))
     matrices.warnings(matrix)
     with suppress(PerfbenchError):  # a route that cannot serve a cell: every such cell is listed
-        plan = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
-        plans.render_text(plan, matrix).encode()
+        plan = plans.build_plan(matrix, only=[], capability=assumed("none"), settings=Settings())
+        plans.plan_text(plan, matrix).encode()
 
 
 def _run(data: bytes, folder: Path) -> None:
-    run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
+    run = run_file.read_run(_laid(data, folder / run_file.RUN_FILE))
     outcome = judge_alone(folder)
     verdict_json.text(run, outcome.judgement).encode()
     aa_runs.counts(aa_runs.read([run]))
 
 
 def _compressed(data: bytes, folder: Path) -> None:
-    run_file.read(_laid(data, folder / run_file.COMPRESSED_NAME))
+    run_file.read_run(_laid(data, folder / run_file.COMPRESSED_RUN_FILE))
 
 
 def _baseline(data: bytes, folder: Path) -> None:
     path = _laid(data, folder / "b.json")
-    found = baseline_file.read(path)
+    found = baseline_file.read_baseline(path)
     if isinstance(found, BaselineProblem):
         raise PerfbenchError(Exit.BASELINE, found.message)
-    baseline_file.show(found).encode()
+    baseline_file.show_baseline(found).encode()
     verdict_json.text(_green(), judging.judge(_green(), found, policy_of(_green()))).encode()
 
 
 @cache
 def _green() -> Run:
-    return run_file.read(RUNS / "h100-demo" / "green")
+    return run_file.read_run(RUNS / "h100-demo" / "green")
 
 
 def _calibration(data: bytes, folder: Path) -> None:
@@ -125,7 +125,7 @@ def _calibration(data: bytes, folder: Path) -> None:
 
 
 def _tune(data: bytes, folder: Path) -> None:
-    run = run_file.read(_laid(data, folder / run_file.FILE_NAME))
+    run = run_file.read_run(_laid(data, folder / run_file.RUN_FILE))
     judged = judge_alone(folder).judgement
     try:
         tuned = decide.decide_run(run, judged)
@@ -141,7 +141,7 @@ def _tune(data: bytes, folder: Path) -> None:
 def _pair(data: bytes, folder: Path) -> None:
     for name, part in zip(pair.NAMES, (data.split(PART, 1) * 2)[:2], strict=True):
         (folder / name).mkdir(exist_ok=True)
-        _laid(part, folder / name / run_file.FILE_NAME)
+        _laid(part, folder / name / run_file.RUN_FILE)
     assert isinstance(pair.is_pair(folder), bool)
     found = pair.read_pair(folder)
     pair.are_paired(found.base, found.candidate)
@@ -175,7 +175,9 @@ def _cut(folder: Path) -> bytes:
     """The first cell of a run with two of its replicates and one sentinel."""
     first, *rest = [
         json.loads(line)
-        for line in gzip.decompress((folder / run_file.COMPRESSED_NAME).read_bytes()).splitlines()
+        for line in gzip.decompress(
+            (folder / run_file.COMPRESSED_RUN_FILE).read_bytes()
+        ).splitlines()
     ]
     first["cells"] = first["cells"][:1]
     rows = [one for one in rest if one.get("cell_id") == first["cells"][0]["cell_id"]][:2]
@@ -204,8 +206,8 @@ def _tune_seeds() -> list[bytes]:
     text = tuneplan.tuning_matrix(
         tuneplan.Machine(None, capability), "tiny", preset("tiny"), (64, 128), 2, Settings()
     )
-    matrix = matrices.parse(text, "tune-cpu.yaml")
-    plan = plans.build(matrix, only=[], capability=capability, settings=Settings())
+    matrix = matrices.parse_matrix(text, "tune-cpu.yaml")
+    plan = plans.build_plan(matrix, only=[], capability=capability, settings=Settings())
     excluded = [{"cell_id": one.cell_id, "reason": one.reason} for one in plan.excluded]
     run = builders.make_run(plan.cells[:4], replicates=2, gpu=False)
     named = builders.with_manifest(

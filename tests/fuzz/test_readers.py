@@ -158,7 +158,7 @@ def test_of_many_mistakes_the_first_are_shown() -> None:
         GOOD.replace("LENGTHS", "64") + "gate:\n" + "".join(f"  wrong_{n}: 1\n" for n in range(500))
     )
     with pytest.raises(PerfbenchError) as caught:
-        matrix.parse(text, "m.yaml")
+        matrix.parse_matrix(text, "m.yaml")
     lines = str(caught.value).splitlines()
     assert [line.split(":")[1] for line in lines[:20]] == [str(7 + n) for n in range(20)]
     assert lines[20:] == ["m.yaml:1: 480 more mistakes, from line 27 on; correct these first"]
@@ -175,7 +175,7 @@ def test_cells_times_rules_are_bounded() -> None:
         PerfbenchError,
         match=r"m.yaml:5: axes: 5000 cells times 401 rules are more than 2000000 comparisons",
     ):
-        matrix.parse(text, "m.yaml")
+        matrix.parse_matrix(text, "m.yaml")
 
 
 def edited(seed: bytes, kind: str, **values: Any) -> bytes:
@@ -203,7 +203,7 @@ def test_a_matrix_asks_for_no_more_replicates_than_a_run_file_holds() -> None:
     with pytest.raises(
         PerfbenchError, match=r"m.yaml:6: measure.processes: 100001 is more than 100000"
     ):
-        matrix.parse(text, "m.yaml")
+        matrix.parse_matrix(text, "m.yaml")
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,6 @@ def plan_here(
     """The plan that the side's own process would return, whose nsa differs only in the marker."""
     return version_plan.VersionPlan(
         one,
-        plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
+        plans.build_plan(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )

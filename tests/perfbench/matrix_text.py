@@ -28,7 +28,7 @@ gate: {tolerance_pct: 5}
 
 
 def parse(text: str = VALID) -> matrices.Matrix:
-    return matrices.parse(text, "m.yaml")
+    return matrices.parse_matrix(text, "m.yaml")
 
 
 def edited(old: str, new: str) -> str:

@@ -14,5 +14,7 @@ CODE = Source(commit="a" * 40, dirty_sha256=None)
 
 
 def planned_from(text: str) -> tuple[matrices.Matrix, plans.Plan]:
-    matrix = matrices.parse(text, "m.yaml")
-    return matrix, plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
+    matrix = matrices.parse_matrix(text, "m.yaml")
+    return matrix, plans.build_plan(
+        matrix, only=[], capability=assumed("none"), settings=Settings()
+    )

@@ -17,7 +17,7 @@ from perfbench.records import run_file
 from perfbench.records.job import Job, MeasureOptions
 from perfbench.records.rows import Run, Status
 from perfbench.runner.ab import checkout, pair, schedule, version_plan
-from perfbench.worker.nsa_version import WITNESS
+from perfbench.worker.nsa_version import NSA_WITNESS
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
 from tests.perfbench.repositories import git, worktrees
@@ -148,7 +148,7 @@ def test_the_working_tree_is_a_side_and_an_injection_hits_side_b_alone(
 
 
 def job_of(one: checkout.Checkout) -> Job:
-    matrix = matrices.parse(MATRIX, "m.yaml")
+    matrix = matrices.parse_matrix(MATRIX, "m.yaml")
     plan = version_plan.plan_of_version(one, matrix, [f"cell={SHORT}"], assumed("none"))
     (cell,) = plan.plan.cells
     fields = {
@@ -182,7 +182,7 @@ def test_a_server_without_its_version_yields_no_row(
         assert command[-2:] == ["--nsa", str(one.folder)]
         job = job_of(one)
         row = executor.execute(job)
-        assert (row.model_extra or {})[WITNESS] == str(one.folder)
+        assert (row.model_extra or {})[NSA_WITNESS] == str(one.folder)
         executor._command = command[:-2]
         executor.new_block()
         with pytest.raises(PerfbenchError, match="compared a version with itself") as caught:
@@ -397,7 +397,7 @@ def test_a_pair_with_a_resume_between_its_rows_does_not_count_and_is_measured_ag
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--blocks", "2") == 0
     (folder,) = Path("reports/runs").iterdir()
     for name in pair.NAMES:
-        path = folder / name / run_file.FILE_NAME
+        path = folder / name / run_file.RUN_FILE
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         for line in lines[1:]:
             late = name == "b" and line["replicate"] == 1

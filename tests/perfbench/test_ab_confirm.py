@@ -21,7 +21,7 @@ from perfbench.machine.environment import TargetFit
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import run_file
-from perfbench.records.run_file import FILE_NAME
+from perfbench.records.run_file import RUN_FILE
 from perfbench.records.verdict import Verdict
 from perfbench.runner.ab import checkout, confirm, pair, schedule
 from perfbench.runner.context import MeasuringContext
@@ -142,12 +142,12 @@ def test_a_confirmation_that_was_killed_between_its_two_files_is_measured_anew(
     assert slow.run("check", "small.yaml") == 3
     folder = run_folder()
     home = folder / "confirm" / slow.commits[1][:12]
-    manifest = (home / "a" / FILE_NAME).read_bytes().splitlines(keepends=True)[0]
-    (home / "a" / FILE_NAME).write_bytes(manifest)
+    manifest = (home / "a" / RUN_FILE).read_bytes().splitlines(keepends=True)[0]
+    (home / "a" / RUN_FILE).write_bytes(manifest)
     (
-        (home / "b" / FILE_NAME).unlink()
+        (home / "b" / RUN_FILE).unlink()
         if left is None
-        else (home / "b" / FILE_NAME).write_bytes(left)
+        else (home / "b" / RUN_FILE).write_bytes(left)
     )
     assert (
         slow.run("gate", str(folder)) == 0 and slow.run("gate", str(folder), "--strict") == 7
@@ -162,8 +162,8 @@ def test_a_damaged_confirmation_is_refused_with_a_way_out(
     assert slow.run("check", "small.yaml") == 3
     folder = run_folder()
     home = folder / "confirm" / slow.commits[1][:12]
-    lines = (home / "b" / FILE_NAME).read_bytes().splitlines(keepends=True)
-    (home / "b" / FILE_NAME).write_bytes(b"".join([lines[0], b"rubbish\n", *lines[2:]]))
+    lines = (home / "b" / RUN_FILE).read_bytes().splitlines(keepends=True)
+    (home / "b" / RUN_FILE).write_bytes(b"".join([lines[0], b"rubbish\n", *lines[2:]]))
     capsys.readouterr()
     for argv in (["gate", str(folder)], ["check", "small.yaml", "--resume", str(folder)]):
         assert slow.run(*argv) == 2
@@ -249,7 +249,7 @@ def test_a_baselines_commit_names_no_folder_elsewhere(slow: Bench) -> None:
         )
         == 3
     )
-    assert (run_folder() / FILE_NAME).is_file()
+    assert (run_folder() / RUN_FILE).is_file()
 
 
 @dataclass
@@ -288,7 +288,7 @@ def test_the_budget_is_for_the_whole_confirmation(
     commits: dict[str, str | None] = dict(
         zip(cells, ["HEAD", bench.commits[0], bench.commits[1]], strict=True)
     )
-    matrix = matrices.parse(MATRIX, "m.yaml")
+    matrix = matrices.parse_matrix(MATRIX, "m.yaml")
     monkeypatch.setattr(schedule, "plan_of_version", lambda *_: None)
     fit, here = TargetFit("cpu", None), b.environment(gpu=False)
     context = MeasuringContext(
@@ -435,7 +435,7 @@ def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(
     assert bench.run("gate", str(run_folder() / "b"), "--json") == 0
     (note,) = json.loads(capsys.readouterr().out)["notes"]
     assert "without the sentinel gemm, copy" in note
-    assert run_file.read(run_folder() / "b").manifest.sentinels == []
+    assert run_file.read_run(run_folder() / "b").manifest.sentinels == []
     assert bench.run("gate", str(run_folder("first")), "--json") == 0
     assert json.loads(capsys.readouterr().out)["notes"] == []
 

@@ -16,7 +16,7 @@ from perfbench.errors import PerfbenchError
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan
 from perfbench.records.rows import PlannedCell, Replicate, Run, Source
-from perfbench.records.run_file import create
+from perfbench.records.run_file import create_run
 from tests.perfbench import builders as b
 from tests.perfbench.test_kernel_report import table
 from tools.studies import ablation
@@ -59,8 +59,8 @@ SPEEDS: dict[tuple[int, str, str, str], float] = {
 
 
 def planned(name: str) -> tuple[plan.Plan, matrices.Matrix]:
-    matrix = matrices.load(ROOT / "matrices" / f"{name}.yaml")
-    return plan.build(matrix, only=[], capability=H200, settings=Settings()), matrix
+    matrix = matrices.load_matrix(ROOT / "matrices" / f"{name}.yaml")
+    return plan.build_plan(matrix, only=[], capability=H200, settings=Settings()), matrix
 
 
 def stored(name: str, step_ms: Callable[[PlannedCell], float], **manifest: Any) -> Run:
@@ -304,7 +304,7 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = chain()
-    with create(tmp_path / "runs", run.manifest) as writer:
+    with create_run(tmp_path / "runs", run.manifest) as writer:
         for row in run.replicates:
             writer.append(row)
     out = tmp_path / "ablation.md"

@@ -19,7 +19,13 @@ from perfbench.gate.baseline import promote
 from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import BaselineProblem
-from perfbench.records.baseline_file import Baseline, load, path_for, read, show
+from perfbench.records.baseline_file import (
+    Baseline,
+    baseline_path,
+    load_baseline,
+    read_baseline,
+    show_baseline,
+)
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Source, Status
 from perfbench.records.verdict import Verdict
@@ -31,7 +37,7 @@ DENSE = "path=dense,seq_len=2048,workload=train"
 
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
-    return path_for(tmp_path / "baselines", "h100-80gb-hbm3", "nsa-h100")
+    return baseline_path(tmp_path / "baselines", "h100-80gb-hbm3", "nsa-h100")
 
 
 def promoted(run: Run, path: Path, **options: Any) -> Baseline:
@@ -53,7 +59,7 @@ def part(run: Run, workload: str, **manifest: Any) -> Run:
 def test_a_promoted_run_loads_and_judges_itself_green(target: Path) -> None:
     run = b.small_run(noise=0.01)
     written = promoted(run, target)
-    loaded = load(target)
+    loaded = load_baseline(target)
     assert loaded == written and set(loaded.cells) == {cell.cell_id for cell in run.manifest.cells}
     assert loaded.cells[TRAIN].tok_per_s == [row.tok_per_s for row in run.of_cell(TRAIN)]
     assert loaded.cells[TRAIN].counters == sorted(run.manifest.cells[0].route.counters)
@@ -112,7 +118,7 @@ def test_unknown_fields_survive(target: Path) -> None:
     data = json.loads(target.read_text())
     data["later"] = {"x": 1}
     target.write_text(json.dumps(data))
-    assert load(target).model_dump()["later"] == {"x": 1}
+    assert load_baseline(target).model_dump()["later"] == {"x": 1}
 
 
 @pytest.mark.parametrize(
@@ -177,9 +183,11 @@ def test_what_must_not_become_a_baseline(
 def test_a_dirty_tree_may_be_allowed_and_is_recorded(target: Path) -> None:
     dirty = b.with_manifest(b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256="d" * 64))
     promotion = promote(dirty, target, allow_dirty=True)
-    assert load(target).allow_dirty and load(target).source.dirty_sha256 == "d" * 64
-    assert "uncommitted changes" in str(promotion) and "with uncommitted changes" in show(
-        load(target)
+    assert (
+        load_baseline(target).allow_dirty and load_baseline(target).source.dirty_sha256 == "d" * 64
+    )
+    assert "uncommitted changes" in str(promotion) and "with uncommitted changes" in show_baseline(
+        load_baseline(target)
     )
 
 
@@ -188,10 +196,10 @@ def test_code_of_unproved_origin_may_be_allowed_and_is_recorded(target: Path) ->
         b.small_run(), source=Source(commit=b.COMMIT, dirty_sha256=None, reason="no git")
     )
     promotion = promote(by_hand, target, allow_dirty=True)
-    assert load(target).allow_dirty and load(target).source.reason == "no git"
+    assert load_baseline(target).allow_dirty and load_baseline(target).source.reason == "no git"
     assert "given by hand, not proved" in str(
         promotion
-    ) and f"commit {b.COMMIT}, given by hand, not proved" in show(load(target))
+    ) and f"commit {b.COMMIT}, given by hand, not proved" in show_baseline(load_baseline(target))
 
 
 def test_host_bound_is_kept_and_null_stays_null(target: Path) -> None:
@@ -208,7 +216,7 @@ def test_a_slice_keeps_the_cells_that_it_did_not_select(target: Path) -> None:
     promoted(b.small_run(), target)
     newer = part(b.small_run(noise=0.01), "train", run_id="newer-run")
     promotion = promote(newer, target)
-    baseline = load(target)
+    baseline = load_baseline(target)
     assert (
         len(baseline.cells) == 4
         and promotion.kept == sorted(c for c in baseline.cells if "forward" in c)
@@ -228,7 +236,11 @@ def test_a_slice_in_another_environment_keeps_nothing_and_says_so(target: Path) 
     promotion = promote(
         part(b.small_run(), "train", environment=b.environment(driver="580")), target
     )
-    assert promotion.kept == [] and len(promotion.removed) == 2 and len(load(target).cells) == 2
+    assert (
+        promotion.kept == []
+        and len(promotion.removed) == 2
+        and len(load_baseline(target).cells) == 2
+    )
     assert "removed 2 cells" in str(promotion) and "environment or method changed" in str(promotion)
 
 
@@ -247,7 +259,7 @@ def test_a_whole_run_merges_nothing(target: Path) -> None:
     other = b.make_run([b.planned_cell(Cell("train", 512, "dense"))])
     promotion = promote(other, target)
     assert (
-        list(load(target).cells) == ["path=dense,seq_len=512,workload=train"]
+        list(load_baseline(target).cells) == ["path=dense,seq_len=512,workload=train"]
         and len(promotion.removed) == 4
     )
 
@@ -260,7 +272,7 @@ def test_a_damaged_file_is_replaced_by_a_whole_run_and_never_by_a_slice(target: 
     assert caught.value.exit_code is Exit.BASELINE
     assert (
         "replaced an unusable file" in str(promote(b.small_run(), target))
-        and len(load(target).cells) == 4
+        and len(load_baseline(target).cells) == 4
     )
 
 
@@ -279,23 +291,23 @@ def damaged(path: Path, change: Callable[[dict[str, Any]], object]) -> BaselineP
     data = json.loads(path.read_text())
     change(data)
     path.write_text(json.dumps(data))
-    problem = read(path)
+    problem = read_baseline(path)
     assert isinstance(problem, BaselineProblem) and problem.verdict is Verdict.CORRUPT
     with pytest.raises(PerfbenchError) as caught:
-        load(path)
+        load_baseline(path)
     assert caught.value.exit_code is Exit.BASELINE and str(caught.value) == problem.message
     return problem
 
 
 def test_a_missing_file_is_no_baseline_and_says_how_to_make_one(target: Path) -> None:
-    problem = read(target)
+    problem = read_baseline(target)
     assert (
         isinstance(problem, BaselineProblem)
         and problem.verdict is Verdict.NO_BASELINE
         and "baseline promote" in problem.message
     )
     with pytest.raises(PerfbenchError) as caught:
-        load(target)
+        load_baseline(target)
     assert caught.value.exit_code is Exit.BASELINE
 
 
@@ -305,7 +317,7 @@ def test_a_missing_file_is_no_baseline_and_says_how_to_make_one(target: Path) ->
 def test_what_is_not_json(data: bytes, target: Path) -> None:
     target.parent.mkdir(parents=True)
     target.write_bytes(data)
-    problem = read(target)
+    problem = read_baseline(target)
     assert (
         isinstance(problem, BaselineProblem)
         and problem.verdict is Verdict.CORRUPT
@@ -318,11 +330,11 @@ def test_every_truncation_is_corrupt(target: Path) -> None:
     whole = target.read_bytes()
     for length in range(0, len(whole) - 2, 97):
         target.write_bytes(whole[:length])
-        assert isinstance(read(target), BaselineProblem)
+        assert isinstance(read_baseline(target), BaselineProblem)
 
 
 def test_a_folder_is_corrupt_not_a_traceback(tmp_path: Path) -> None:
-    problem = read(tmp_path)
+    problem = read_baseline(tmp_path)
     assert isinstance(problem, BaselineProblem) and "cannot be read" in problem.message
 
 
@@ -366,7 +378,7 @@ def test_a_newer_schema(target: Path) -> None:
 def test_no_bytes_make_a_traceback(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "any.json"
     path.write_bytes(data)
-    assert isinstance(read(path), BaselineProblem)
+    assert isinstance(read_baseline(path), BaselineProblem)
 
 
 @pytest.mark.parametrize("key", ["matrix_name", "promoted_utc", "environment", "cells"])
@@ -375,8 +387,8 @@ def test_a_lone_surrogate_can_be_printed(key: str, target: Path) -> None:
     data = json.loads(target.read_text())
     data[key] = "\ud800" if isinstance(data[key], str) else {**data[key], "\ud800": "\ud800"}
     target.write_text(json.dumps(data))
-    found = read(target)
-    (found.message if isinstance(found, BaselineProblem) else show(found)).encode("utf-8")
+    found = read_baseline(target)
+    (found.message if isinstance(found, BaselineProblem) else show_baseline(found)).encode("utf-8")
 
 
 JSON = st.recursive(
@@ -395,8 +407,8 @@ def test_no_value_makes_a_traceback(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "value.json"
     path.write_text(json.dumps({**WHOLE, key: value}))
-    found = read(path)
-    message = found.message if isinstance(found, BaselineProblem) else show(found)
+    found = read_baseline(path)
+    message = found.message if isinstance(found, BaselineProblem) else show_baseline(found)
     message.encode("utf-8")
 
 
@@ -407,7 +419,7 @@ def test_no_cell_makes_a_traceback_in_the_gate(
     path = tmp_path_factory.getbasetemp() / "cell.json"
     cells = {**WHOLE["cells"], TRAIN: {**WHOLE["cells"][TRAIN], field: value}}
     path.write_text(json.dumps({**WHOLE, "cells": cells}))
-    found = read(path)
+    found = read_baseline(path)
     if isinstance(found, Baseline):
         judge(b.with_manifest(b.small_run(), only=["workload=train"]), found, GatePolicy())
 
@@ -447,9 +459,9 @@ def test_a_calibration_tells_the_gate_how_restless_a_cell_is(target: Path, tmp_p
     run = b.small_run(noise=0.001)
     assert judge(run, promoted(run, target), GatePolicy()).counts == {"WATCH": 4}
     found = promote(run, target, promoted_utc=b.UTC, calibration=calibration(tmp_path / "c.json"))
-    cell = load(target).cells[TRAIN]
+    cell = load_baseline(target).cells[TRAIN]
     assert (cell.night_log_sd, cell.device_night_log_sd, cell.night_starts) == (0.004, 0.002, 3)
-    judgement = judge(run, load(target), GatePolicy())
+    judgement = judge(run, load_baseline(target), GatePolicy())
     assert (
         judgement.counts == {"SAME": 1, "WATCH": 3}
         and judgement.cells[0].evidence[0].between_session_sd == 0.004
@@ -511,15 +523,15 @@ def test_the_calibration_of_other_work_is_refused_before_anything_is_written(
 
 
 def test_path_for_keeps_plain_names_and_encodes_odd_ones(tmp_path: Path) -> None:
-    assert path_for(tmp_path, "cpu", "nsa-cpu") == tmp_path / "cpu" / "nsa-cpu.json"
-    odd = path_for(tmp_path, "cpu", "../a|b\n")
+    assert baseline_path(tmp_path, "cpu", "nsa-cpu") == tmp_path / "cpu" / "nsa-cpu.json"
+    odd = baseline_path(tmp_path, "cpu", "../a|b\n")
     assert odd.parent == tmp_path / "cpu" and "/" not in odd.name and "\n" not in odd.name
     with pytest.raises(PerfbenchError, match="GPU slug"):
-        path_for(tmp_path, "..", "x")
+        baseline_path(tmp_path, "..", "x")
 
 
 def test_show_names_run_environment_and_every_cell() -> None:
-    text = show(b.baseline_of(b.small_run(noise=0.01), night_log_sd=0.0042))
+    text = show_baseline(b.baseline_of(b.small_run(noise=0.01), night_log_sd=0.0042))
     assert (
         "run base-run" in text
         and "driver 570.86.10" in text
@@ -535,4 +547,8 @@ def test_show_names_run_environment_and_every_cell() -> None:
         "sessions",
     ]
     assert text.splitlines()[5].endswith("GPU    0.42 %")
-    assert show(b.baseline_of(b.small_run(), night_log_sd=None)).splitlines()[5].endswith("assumed")
+    assert (
+        show_baseline(b.baseline_of(b.small_run(), night_log_sd=None))
+        .splitlines()[5]
+        .endswith("assumed")
+    )

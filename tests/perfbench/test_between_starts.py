@@ -201,7 +201,9 @@ def one_cell(times: int = 1, **session: float) -> str:
 def test_what_the_gate_needs_is_read_back(tmp_path: Path) -> None:
     """Skips cells that the run does not have, and cells that the calibration does not know."""
     assert calibration_file.variance_of_cells(
-        calibration_file.read(stored(tmp_path / "calibration.json"), "h200"), HERE, CONFIGS
+        calibration_file.read_calibration(stored(tmp_path / "calibration.json"), "h200"),
+        HERE,
+        CONFIGS,
     ) == {
         "both": {"night_log_sd": 0.004, "device_night_log_sd": 0.002, "night_starts": 2},
         "wall": {"night_log_sd": 0.004, "device_night_log_sd": None, "night_starts": 3},
@@ -260,7 +262,7 @@ def test_what_tells_no_between_session_variance_is_refused(
     if text is not None:
         path.write_text(text)
     with pytest.raises(PerfbenchError, match=words) as caught:
-        calibration_file.read(path, slug)
+        calibration_file.read_calibration(path, slug)
     message = str(caught.value)
     assert (
         caught.value.exit_code is Exit.USAGE
@@ -272,7 +274,7 @@ def test_what_tells_no_between_session_variance_is_refused(
 def test_the_largest_variation_that_a_baseline_takes(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     path.write_text(one_cell(gate_sd=0.5))
-    assert set(calibration_file.read(path, "h200").cells) == {"a"}
+    assert set(calibration_file.read_calibration(path, "h200").cells) == {"a"}
 
 
 @pytest.mark.parametrize(
@@ -305,7 +307,7 @@ def test_the_largest_variation_that_a_baseline_takes(tmp_path: Path) -> None:
 def test_a_calibration_of_other_work_or_another_environment_is_refused(
     environment: dict[str, str | None], configs: dict[str, str], words: str, tmp_path: Path
 ) -> None:
-    known = calibration_file.read(stored(tmp_path / "calibration.json"), "h200")
+    known = calibration_file.read_calibration(stored(tmp_path / "calibration.json"), "h200")
     with pytest.raises(PerfbenchError, match=words) as caught:
         calibration_file.variance_of_cells(known, {**HERE, **environment}, configs)
     message = str(caught.value)
@@ -317,7 +319,7 @@ def test_a_calibration_of_other_work_or_another_environment_is_refused(
 
 
 def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
-    known = calibration_file.read(stored(tmp_path / "calibration.json"), "h200")
+    known = calibration_file.read_calibration(stored(tmp_path / "calibration.json"), "h200")
     assert (
         calibration_file.variance_of_cells(known, {**HERE, "driver": "590.2"}, CONFIGS)
         == calibration_file.variance_of_cells(known, HERE, CONFIGS)
@@ -327,7 +329,9 @@ def test_another_driver_is_no_other_machine(tmp_path: Path) -> None:
 
 def test_a_file_of_an_earlier_perfbench_says_so(tmp_path: Path) -> None:
     cell = {"cell_id": "wall", "night": {"starts": 3, "gate_sd": 0.004}, "device_night": None}
-    known = calibration_file.read(stored(tmp_path / "calibration.json", cells=[cell]), "h200")
+    known = calibration_file.read_calibration(
+        stored(tmp_path / "calibration.json", cells=[cell]), "h200"
+    )
     with pytest.raises(
         PerfbenchError, match=r"got no config \(an earlier perfbench wrote it\) of wall"
     ):

@@ -391,7 +391,7 @@ def test_what_no_machine_can_time_is_refused_before(changes: dict[str, str], mes
     }.items():
         text = text.replace(name, value)
     with pytest.raises(PerfbenchError) as caught:
-        build(matrices.parse(text, "t.yaml"))
+        build(matrices.parse_matrix(text, "t.yaml"))
     assert message in str(caught.value)
 
 
@@ -437,7 +437,7 @@ def test_the_decode_matrices_are_one_but_for_the_card_and_short() -> None:
     files = {gpu: (ROOT / "matrices" / f"decode-h{gpu}.yaml").read_text() for gpu in (100, 200)}
     assert files[100].replace("h100", "h200").replace("H100", "H200") == files[200]
     planned = build(
-        matrix := matrices.load(ROOT / "matrices" / "decode-h100.yaml"),
+        matrix := matrices.load_matrix(ROOT / "matrices" / "decode-h100.yaml"),
         replace(H100, triton_provider="triton 3.6.0"),
     )
     minutes = planned.estimate_s / 60
@@ -448,4 +448,4 @@ def test_the_decode_matrices_are_one_but_for_the_card_and_short() -> None:
     }
     prefill = [c for c in planned.cells if c.axes.workload == "chunked_prefill"]
     assert [c.layers for c in prefill] == [12 * 4, 12 * 32] and matrix.model.num_layers == 12
-    assert plans.to_json(planned)["cells"]
+    assert plans.plan_json(planned)["cells"]

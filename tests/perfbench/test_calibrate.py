@@ -21,7 +21,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.policy import GatePolicy, Policies
-from perfbench.records.calibration_file import read, variance_of_cells
+from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run
 from tests.perfbench.builders import (
@@ -192,7 +192,7 @@ def test_each_cell_reports_its_variance_between_starts_and_the_baseline_takes_it
     manifest = runs[0].manifest
     configs = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}
     taken = variance_of_cells(
-        read(out.with_suffix(".json"), "h100-80gb-hbm3"),
+        read_calibration(out.with_suffix(".json"), "h100-80gb-hbm3"),
         manifest.environment.fingerprint(),
         configs,
     )
@@ -294,7 +294,7 @@ def test_the_overrides_of_blind_cells_are_a_matrix_s(tmp_path: Path) -> None:
     found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
     text = render(found)
     block = text.split("```yaml\n")[1].split("```")[0]
-    matrix = matrices.parse(
+    matrix = matrices.parse_matrix(
         "version: 1\nname: small\ntarget: {gpu: none}\nmodel: tiny\n"
         "axes: {workload: [train], seq_len: [1024, 2048, 3072], path: [dense], batch: [1, 2]}\n"
         + block,

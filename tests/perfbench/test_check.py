@@ -148,7 +148,7 @@ def test_an_interrupted_confirmation_goes_on(
     assert f"--resume {folder}" in capsys.readouterr().err
     bench.b.interrupt_at = None
     assert bench.run("check", "small.yaml", "--resume", str(folder)) == 3
-    assert len(bench.b.jobs) >= 12 and len(run_file.read(folder).replicates) == 8
+    assert len(bench.b.jobs) >= 12 and len(run_file.read_run(folder).replicates) == 8
 
 
 def test_a_spent_budget_leaves_it_watched(

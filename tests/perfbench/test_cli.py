@@ -269,7 +269,7 @@ def test_a_demonstration_cannot_become_a_baseline(
 
 def calibration(path: Path, **changes: object) -> str:
     """A calibration.json that knows one cell, from three machine starts."""
-    manifest = run_file.read(run_folder()).manifest
+    manifest = run_file.read_run(run_folder()).manifest
     config = {cell.cell_id: cell.config_sha256 for cell in manifest.cells}[V2]
     cell = {
         "cell_id": V2,

@@ -37,7 +37,7 @@ def cold(path: str = "v2", **changes: Any) -> Job:
 def test_no_cell_of_a_baseline_is_renamed_and_no_configuration_hashed_anew(
     file: pathlib.Path,
 ) -> None:
-    matrix = matrices.load(ROOT / "matrices" / file.name.replace(".json", ".yaml"))
+    matrix = matrices.load_matrix(ROOT / "matrices" / file.name.replace(".json", ".yaml"))
     baseline = json.loads(file.read_text())
     hashes = {one.cell.cell_id: one.config_sha256 for one in matrices.cells(matrix)[0]}
     cells, same_method = baseline["cells"], baseline["method_version"] == METHOD_VERSION

@@ -227,7 +227,7 @@ measure: {processes: 3}
 
 def planned(path: str, fa2: str, axis: str = "cuda_graph") -> Any:
     text = MATRIX.replace("PATH", path).replace("FA2", fa2).replace("AXIS", axis)
-    return build(matrices.parse(text, "t.yaml"))
+    return build(matrices.parse_matrix(text, "t.yaml"))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_the_fast_paths_are_planned_and_a_cpu_is_refused() -> None:
 
 def test_the_decode_matrices_time_both_the_host_and_the_graph() -> None:
     cells = build(
-        matrices.load(ROOT / "matrices" / "decode-h100.yaml"),
+        matrices.load_matrix(ROOT / "matrices" / "decode-h100.yaml"),
         replace(H100, triton_provider="triton 3.6.0"),
     ).cells
     grids: dict[Any, set[Any]] = {"off": set(), "on": set()}

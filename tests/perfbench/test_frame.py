@@ -16,7 +16,7 @@ import pytest
 
 import perfbench
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.records import run_file
+from perfbench.records import Cell, run_file
 from tests.perfbench import builders
 
 DATA = Path(__file__).parents[1] / "data"
@@ -156,7 +156,7 @@ def test_of_a_replicate_that_was_measured_again_the_last_row_counts(tmp_path: Pa
     run = builders.small_run()
     first, second, *_ = run.replicates
     again = first.model_copy(update={"attempt": 1, "tok_per_s": 7.0})
-    with run_file.create(tmp_path, run.manifest) as writer:
+    with run_file.create_run(tmp_path, run.manifest) as writer:
         for row in (first, second, again):
             writer.append(row)
     frame = perfbench.load(writer.path)
@@ -169,15 +169,16 @@ def test_an_axis_that_an_older_file_lacks_has_its_default_and_an_unknown_value_i
 ) -> None:
     run = builders.small_run()
     row = run.replicates[0]
-    axes = {**{k: v for k, v in row.axes.items() if k != "without"}, "selection": "later"}
-    with run_file.create(tmp_path, run.manifest) as writer:
-        writer.append(row.model_copy(update={"axes": axes}))
+    known = {k: v for k, v in row.axes.to_mapping().items() if k != "without"}
+    axes = {**known, "dtype": "fp8"}
+    with run_file.create_run(tmp_path, run.manifest) as writer:
+        writer.append(row.model_copy(update={"axes": Cell.from_mapping(axes)}))
     (got,) = perfbench.load(writer.path).itertuples()
-    assert got.without == "none" and got.selection == "later"
+    assert got.without == "none" and got.dtype == "fp8"
 
 
 def test_a_run_without_replicates_has_all_columns(tmp_path: Path) -> None:
-    with run_file.create(tmp_path, builders.small_run().manifest) as writer:
+    with run_file.create_run(tmp_path, builders.small_run().manifest) as writer:
         pass
     empty, full = perfbench.load(writer.path), perfbench.load(GATE)
     assert len(empty) == 0 and list(empty) == list(full)
@@ -207,7 +208,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["yesterday", "2026-11-28T01:02:03"])
 def test_a_time_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     run = builders.small_run()
-    with run_file.create(tmp_path, run.manifest) as writer:
+    with run_file.create_run(tmp_path, run.manifest) as writer:
         writer.append(run.replicates[0].model_copy(update={"started_utc": text}))
     with pytest.raises(PerfbenchError, match=rf"#0: .*{text}.*the file is damaged"):
         perfbench.load(writer.path)

@@ -330,7 +330,8 @@ def test_on_a_cpu_a_graph_shows_the_operators_below() -> None:
 
 def test_the_kernel_and_training_matrices() -> None:
     kernels, train = (
-        matrices.load(ROOT / "matrices" / f"{name}-h200.yaml") for name in ("kernels", "train")
+        matrices.load_matrix(ROOT / "matrices" / f"{name}-h200.yaml")
+        for name in ("kernels", "train")
     )
     card = replace(H100, triton_provider="triton 3.7.1", triton_reason="")
     plans = [build(matrix, card) for matrix in (kernels, train)]
@@ -404,7 +405,7 @@ def test_what_no_graph_holds_is_refused_before(
 ) -> None:
     text = MATRIX.replace("KIND", kind).replace("PATH", path).replace("AXIS", axis)
     with pytest.raises(PerfbenchError) as caught:
-        build(matrices.parse(text, "t.yaml"))
+        build(matrices.parse_matrix(text, "t.yaml"))
     assert f"{axis}=on with" in str(caught.value) and message in str(caught.value)
     with pytest.raises(PerfbenchError, match="wanted one of off, on"):
-        matrices.parse(text.replace("[off, on]", "[true]"), "t.yaml")
+        matrices.parse_matrix(text.replace("[off, on]", "[true]"), "t.yaml")

@@ -17,7 +17,7 @@ from perfbench.errors import PerfbenchError
 from perfbench.gate.judgement import CellVerdict
 from perfbench.records.cells import Cell
 from perfbench.records.rows import PlannedCell, Replicate, Run, Source
-from perfbench.records.run_file import RunWriter, create
+from perfbench.records.run_file import RunWriter, create_run
 from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
 from tools.studies import floors, kernellines, kernelparts, kernels, kerneltargets
@@ -479,7 +479,7 @@ def test_a_run_of_something_else_is_refused() -> None:
 
 def stored(run: Run, folder: Path) -> Path:
     writer: RunWriter
-    with create(folder, run.manifest) as writer:
+    with create_run(folder, run.manifest) as writer:
         for record in (*run.replicates, *run.sentinels):
             writer.append(record)
     return writer.folder

@@ -10,7 +10,8 @@ from nsa import routing
 from nsa.config import preset
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import matrix as matrices
-from perfbench.matrix.matrix import AXES, Cell
+from perfbench.matrix import matrix_schema
+from perfbench.records import AXES, Cell, torch_dtype_name
 from tests import effort
 from tests.perfbench.matrix_text import VALID, edited, parse
 
@@ -87,7 +88,7 @@ def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
         "adaptive",
         *routing.DENSE_KINDS,
     }
-    assert [matrices.torch_dtype_name(d) for d in AXES["dtype"].choices] == [
+    assert [torch_dtype_name(d) for d in AXES["dtype"].choices] == [
         "bfloat16",
         "float16",
         "float32",
@@ -173,7 +174,7 @@ def test_inline_model() -> None:
 
 def test_the_text_is_kept_and_parses_again() -> None:
     matrix = parse()
-    again = matrices.parse(matrix.text, matrix.path)
+    again = matrices.parse_matrix(matrix.text, matrix.path)
     assert again == matrix
     assert len(matrix.sha256) == 64
 
@@ -263,7 +264,7 @@ def test_missing_unreadable_and_oversized_files(tmp_path: pathlib.Path) -> None:
         (large, "larger"),
     ):
         with pytest.raises(PerfbenchError, match=message) as caught:
-            matrices.load(path)
+            matrices.load_matrix(path)
         assert caught.value.exit_code is Exit.USAGE
 
 
@@ -271,19 +272,19 @@ def test_bytes_that_are_not_utf8_are_located(tmp_path: pathlib.Path) -> None:
     file = tmp_path / "m.yaml"
     file.write_bytes(b"version: 1\nname: \xe9\n")
     with pytest.raises(PerfbenchError, match=r"m\.yaml:2: byte 0xe9 is not UTF-8"):
-        matrices.load(file)
+        matrices.load_matrix(file)
 
 
 @pytest.mark.parametrize("change", [lambda t: "\ufeff" + t, lambda t: t.replace("\n", "\r\n")])
 def test_byte_order_mark_and_crlf_are_read(tmp_path: pathlib.Path, change) -> None:  # type: ignore[no-untyped-def]
     file = tmp_path / "m.yaml"
     file.write_bytes(change(VALID).encode())
-    assert ids(matrices.load(file)) == ids(parse())
+    assert ids(matrices.load_matrix(file)) == ids(parse())
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
 def test_shipped_matrices_load(path: pathlib.Path) -> None:
-    matrix = matrices.load(path)
+    matrix = matrices.load_matrix(path)
     assert matrix.name == path.stem
     assert matrices.warnings(matrix) == []
 
@@ -319,7 +320,7 @@ def test_shipped_matrices_are_all_there() -> None:
 
 
 def test_json_schema_lists_every_axis_and_section() -> None:
-    schema = matrices.json_schema()
+    schema = matrix_schema()
     json.dumps(schema)
     assert set(schema["properties"]["axes"]["properties"]) == set(AXES)
     assert schema["properties"]["axes"]["required"] == ["workload", "seq_len", "path"]
@@ -371,7 +372,7 @@ def test_overrides_aliases_and_sentinels_reach_the_gate() -> None:
 
 
 def test_the_schema_knows_overrides_aliases_and_sentinels() -> None:
-    schema = matrices.json_schema()
+    schema = matrix_schema()
     gate = schema["$defs"]["OverrideSection"]["properties"]["gate"]
     assert (
         "tolerance_pct" in gate["properties"]

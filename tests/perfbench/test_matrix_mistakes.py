@@ -393,7 +393,7 @@ def survives(path: pathlib.Path, raw: bytes) -> None:
     path.write_bytes(raw)
     caught = None
     try:
-        matrices.cells(matrices.load(path))
+        matrices.cells(matrices.load_matrix(path))
     except PerfbenchError as error:
         caught = error
     assert caught is None or (caught.exit_code is Exit.USAGE and str(path) in str(caught))

@@ -14,7 +14,8 @@ from nsa.config import ModelConfig
 from nsa.ops.decode import kernels as decode
 from nsa.routing import Problem, Request, Route, route
 from nsa.routing.thresholds import COPY_MIN_ELEMENTS, SORT_MIN_ROWS
-from perfbench.records import DEFAULT_CHUNK, Cell
+from perfbench.records import Cell
+from perfbench.records.cells import DEFAULT_CHUNK
 from perfbench.worker.parity import cache, sizes
 from perfbench.worker.parity.blocks import BlocksProof
 from perfbench.worker.parity.claim import Claim

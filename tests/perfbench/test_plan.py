@@ -17,6 +17,8 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import attention_calls
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
+from perfbench.matrix.rules import COUNTERS
+from perfbench.records import AXES
 
 ROOT = pathlib.Path(__file__).parents[2]
 H100 = Capability(
@@ -52,7 +54,7 @@ measure: {processes: 3, warmup_s: 1, max_s: 2}
 
 
 def shipped(name: str) -> matrices.Matrix:
-    return matrices.load(ROOT / "matrices" / f"{name}.yaml")
+    return matrices.load_matrix(ROOT / "matrices" / f"{name}.yaml")
 
 
 def build(
@@ -61,7 +63,7 @@ def build(
     only: list[str] | None = None,
     env: dict[str, str] | None = None,
 ) -> plans.Plan:
-    return plans.build(
+    return plans.build_plan(
         matrix, only=only or [], capability=on, settings=load(env) if env else Settings()
     )
 
@@ -113,7 +115,8 @@ def test_cpu_fits_ninety_seconds_and_the_demo_four_minutes() -> None:
 
 def test_routes_follow_the_axes() -> None:
     counters = {
-        cell.cell_id: cell.route.counters for cell in build(matrices.parse(TEXT, "t.yaml")).cells
+        cell.cell_id: cell.route.counters
+        for cell in build(matrices.parse_matrix(TEXT, "t.yaml")).cells
     }
     assert counters["fa2=on,path=v2,seq_len=512,workload=forward"] == [
         "cmp.sdpa",
@@ -134,13 +137,17 @@ def test_routes_follow_the_axes() -> None:
     ("model", "layers"), [("m7c_125m", 12), ("{preset: m7c_125m, num_layers: 5}", 5)]
 )
 def test_cells_say_how_many_layers_their_counters_stand_for(model: str, layers: int) -> None:
-    plan = build(matrices.parse(TEXT.replace("model: m7c_125m", f"model: {model}"), "t.yaml"))
+    plan = build(
+        matrices.parse_matrix(TEXT.replace("model: m7c_125m", f"model: {model}"), "t.yaml")
+    )
     assert {cell.layers for cell in plan.cells} == {layers}
 
 
 def test_route_line_keeps_reasons_rejections_and_notes() -> None:
     cell = build(
-        matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=v2", "fa2=off"]
+        matrices.parse_matrix(TEXT, "t.yaml"),
+        env={"NSA_SEL_RANGES_V2": "0"},
+        only=["path=v2", "fa2=off"],
     ).cells[0]
     assert cell.route.counters[1] == "sel.v1"
     assert cell.route.notes == ["NSA_SEL_RANGES_V2=0 (environment) turns path=v2 into v1"]
@@ -150,25 +157,25 @@ def test_route_line_keeps_reasons_rejections_and_notes() -> None:
 
 def test_dense_ignores_the_settings_of_the_selected_branch() -> None:
     plan = build(
-        matrices.parse(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=dense"]
+        matrices.parse_matrix(TEXT, "t.yaml"), env={"NSA_SEL_RANGES_V2": "0"}, only=["path=dense"]
     )
     assert plan.cells[0].route.notes == []
 
 
 def test_every_cell_that_no_route_serves_is_named_with_every_reason() -> None:
-    message = refused(matrices.parse(TEXT, "t.yaml"), CPU)
+    message = refused(matrices.parse_matrix(TEXT, "t.yaml"), CPU)
     for path in ("v1", "v2", "masked"):
         assert f"fa2=on,path={path},seq_len=512,workload=forward" in message
         assert f"fa2=off,path={path}" not in message
     assert "3 cell(s)" in message
     assert "device cpu is not CUDA" in message
     assert "Next: add the cells to `exclude:`" in message
-    assert "flash_attn is not installed" in refused(matrices.parse(TEXT, "t.yaml"), BARE)
+    assert "flash_attn is not installed" in refused(matrices.parse_matrix(TEXT, "t.yaml"), BARE)
 
 
 def test_reasons_of_different_cells_are_all_given() -> None:
     message = refused(
-        matrices.parse(TEXT.replace("[512]", "[512]\n  dtype: [bf16, fp32]"), "t.yaml"),
+        matrices.parse_matrix(TEXT.replace("[512]", "[512]\n  dtype: [bf16, fp32]"), "t.yaml"),
         H100,
         {"NSA_FORCE_SEL_MASK": "1"},
     )
@@ -177,12 +184,12 @@ def test_reasons_of_different_cells_are_all_given() -> None:
 
 
 def test_only_leaves_unservable_cells_out() -> None:
-    assert len(build(matrices.parse(TEXT, "t.yaml"), CPU, only=["fa2=off"]).cells) == 3
+    assert len(build(matrices.parse_matrix(TEXT, "t.yaml"), CPU, only=["fa2=off"]).cells) == 3
 
 
 def test_only_is_checked() -> None:
     with pytest.raises(PerfbenchError, match="they have seq_len: 512"):
-        build(matrices.parse(TEXT, "t.yaml"), only=["seq_len=1024"])
+        build(matrices.parse_matrix(TEXT, "t.yaml"), only=["seq_len=1024"])
 
 
 def test_expectation_at_odds_with_the_route_is_a_warning() -> None:
@@ -198,7 +205,7 @@ def test_dead_exclusions_are_warned_of() -> None:
     text = TEXT + "exclude: [{path: reference, reason: slow}]\n"
     assert (
         "t.yaml:11: exclude {path: reference} matches no cell"
-        in build(matrices.parse(text, "t.yaml")).warnings[0]
+        in build(matrices.parse_matrix(text, "t.yaml")).warnings[0]
     )
 
 
@@ -217,28 +224,30 @@ def test_every_counter_of_every_route_is_known_to_expect() -> None:
                 dtype="bfloat16",
                 capability=on,
             )
-            assert set(route.counters) <= set(matrices.COUNTERS)
+            assert set(route.counters) <= set(COUNTERS)
     problem = routing.Problem.of(model, batch=1, tokens=128, dtype="bfloat16")
     assert {
         c for kind in routing.DENSE_KINDS for c in routing.route_dense(kind, problem, H100).counters
-    } <= set(matrices.COUNTERS)
+    } <= set(COUNTERS)
 
 
 def test_estimate_counts_starts_warmups_and_windows() -> None:
-    matrix = matrices.parse(TEXT, "t.yaml")
+    matrix = matrices.parse_matrix(TEXT, "t.yaml")
     assert plans.estimate_s(matrix, 7, H100) == pytest.approx(7 * 3 * (8.0 + 1 + 2 + 1))
     assert plans.estimate_s(matrix, 7, CPU) == pytest.approx(7 * 3 * (0.7 + 1 + 2))
-    fixed = matrices.parse(
+    fixed = matrices.parse_matrix(
         TEXT.replace("max_s: 2", "max_s: 2, samples: 10, min_sample_ms: 50"), "t.yaml"
     )
     assert plans.estimate_s(fixed, 1, H100) == pytest.approx(3 * (8.0 + 1 + 0.5 + 1))
-    shared = matrices.parse(TEXT.replace("max_s: 2", "max_s: 2, prepare_together: 4"), "t.yaml")
+    shared = matrices.parse_matrix(
+        TEXT.replace("max_s: 2", "max_s: 2, prepare_together: 4"), "t.yaml"
+    )
     assert plans.estimate_s(shared, 7, H100) == pytest.approx(7 * 3 * (2.0 + 1 + 2 + 1))
 
 
 def test_a_plan_names_every_axis_in_its_order_whatever_that_of_the_matrix() -> None:
-    printed = plans.to_json(build(matrices.parse(TEXT, "t.yaml")))["cells"]
-    assert {tuple(cell["axes"]) for cell in printed} == {tuple(matrices.AXES)}
+    printed = plans.plan_json(build(matrices.parse_matrix(TEXT, "t.yaml")))["cells"]
+    assert {tuple(cell["axes"]) for cell in printed} == {tuple(AXES)}
 
 
 def test_a_plan_asks_once_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,7 +270,7 @@ def test_a_plan_asks_once_for_each_cell(monkeypatch: pytest.MonkeyPatch) -> None
 def test_text_shows_routes_exclusions_and_minutes() -> None:
     matrix = shipped("h100")
     plan = build(matrix)
-    text = plans.render_text(plan, matrix)
+    text = plans.plan_text(plan, matrix)
     for cell in plan.cells:
         assert cell.cell_id in text
     for excluded in plan.excluded:
@@ -274,8 +283,8 @@ def test_text_shows_routes_exclusions_and_minutes() -> None:
 
 
 def test_text_without_exclusions_and_with_a_warning() -> None:
-    matrix = matrices.parse(TEXT.replace("processes: 3", "processes: 1"), "t.yaml")
-    text = plans.render_text(build(matrix), matrix)
+    matrix = matrices.parse_matrix(TEXT.replace("processes: 3", "processes: 1"), "t.yaml")
+    text = plans.plan_text(build(matrix), matrix)
     assert "Excluded: none" in text
     assert "x 1 replicate\n" in text
     assert "warning: t.yaml: measure.processes=1 is below gate.min_replicates=3" in text
@@ -284,7 +293,7 @@ def test_text_without_exclusions_and_with_a_warning() -> None:
 def test_json_holds_the_same() -> None:
     matrix = shipped("h100")
     plan = build(matrix)
-    data = json.loads(json.dumps(plans.to_json(plan)))
+    data = json.loads(json.dumps(plans.plan_json(plan)))
     assert [c["cell_id"] for c in data["cells"]] == [c.cell_id for c in plan.cells]
     assert data["excluded"][0] == {
         "cell_id": plan.excluded[0].cell_id,
@@ -305,7 +314,8 @@ print(plan_text(built, m))
 heavy = {"torch", "pandas", "matplotlib", "scipy", "numpy", "triton", "rich"} & set(sys.modules)
 assert not heavy, heavy
 rooms = {name.split(".")[1] for name in sys.modules if name.startswith("perfbench.")}
-assert rooms == {"errors", "text", "records", "matrix"}, rooms
+assert rooms == {"errors", "text", "older_nsa", "records", "matrix"}, rooms
+from perfbench.records import AXES
 from perfbench.records import Manifest, Replicate
 assert not (Manifest.__pydantic_complete__ or Replicate.__pydantic_complete__), "built unused"
 """

@@ -91,11 +91,11 @@ def run(
 def refused(
     code: Exit, folder: pathlib.Path, resume: pathlib.Path, text: str = TEXT, **changes: Any
 ) -> str:
-    before, executor = (resume / run_file.FILE_NAME).read_bytes(), FakeExecutor()
+    before, executor = (resume / run_file.RUN_FILE).read_bytes(), FakeExecutor()
     with pytest.raises(PerfbenchError) as caught:
         run(folder, text, executor, resume=resume, **changes)
     assert caught.value.exit_code is code
-    assert executor.jobs == [] and (resume / run_file.FILE_NAME).read_bytes() == before, (
+    assert executor.jobs == [] and (resume / run_file.RUN_FILE).read_bytes() == before, (
         "a refusal leaves the run as it was"
     )
     assert "Next: " in str(caught.value)
@@ -190,8 +190,8 @@ def test_changed_settings_are_another_environment(
 
 def test_a_setting_that_changes_routes_is_named_itself(tmp_path: pathlib.Path) -> None:
     first = run(tmp_path, only=["seq_len=128"])
-    matrix = matrices.parse(TEXT, "m.yaml")
-    plan = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
+    matrix = matrices.parse_matrix(TEXT, "m.yaml")
+    plan = plans.build_plan(matrix, only=[], capability=assumed("none"), settings=Settings())
     rerouted = [
         cell.model_copy(update={"route": cell.route.model_copy(update={"counters": ["sel.v1"]})})
         for cell in plan.cells
@@ -232,7 +232,7 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
     assert f"4 finished replicates in {folder}: perfbench run m.yaml --resume {folder}" in str(
         caught.value
     )
-    assert len(run_file.read(folder).replicates) == 4
+    assert len(run_file.read_run(folder).replicates) == 4
     card.processes = []
     with isolate.prepared_executors(fit, module=nvml) as (executor,):
         assert len(run(tmp_path / "runs", executor=executor, resume=folder).run.replicates) == 8

@@ -38,7 +38,7 @@ from tests.perfbench.matrix_text import VALID
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 EVIDENCE = DATA / "runs" / "h100-demo"
-RUN = gzip.decompress((EVIDENCE / "green" / run_file.COMPRESSED_NAME).read_bytes())
+RUN = gzip.decompress((EVIDENCE / "green" / run_file.COMPRESSED_RUN_FILE).read_bytes())
 BASE = (DATA / "written-by-0a70f94" / "baselines" / "h100-demo.json").read_bytes()
 MATRICES = [path.read_bytes() for path in sorted((ROOT / "matrices").glob("*.yaml"))]
 CELL = "batch=8,path=dense,seq_len=4096,workload=train"
@@ -162,7 +162,7 @@ def test_a_damaged_matrix(tmp_path: Path, data: st.DataObject) -> None:
     file = tmp_path / "m.yaml"
     file.write_bytes(data.draw(damaged(data.draw(st.sampled_from([*MATRICES, VALID.encode()])))))
     try:
-        matrices.cells(matrices.load(file))
+        matrices.cells(matrices.load_matrix(file))
     except PerfbenchError as error:
         assert error.exit_code is Exit.USAGE
         assert all(line.startswith(str(file)) for line in str(error).splitlines()), (
@@ -437,9 +437,11 @@ def test_planning_grows_with_the_cells_and_not_with_their_square() -> None:
         text = MANY.replace("LENGTHS", ", ".join(str(64 * n) for n in range(1, cells // 4 + 1)))
 
         def work() -> None:
-            matrix = matrices.parse(text, "many.yaml")
-            plan = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings())
-            shown = plans.render_text(plan, matrix)
+            matrix = matrices.parse_matrix(text, "many.yaml")
+            plan = plans.build_plan(
+                matrix, only=[], capability=assumed("none"), settings=Settings()
+            )
+            shown = plans.plan_text(plan, matrix)
             assert len(plan.cells) + len(plan.excluded) == cells
             assert plan.excluded and shown.count("\n") > cells
 
@@ -475,7 +477,7 @@ def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -
     finished.
     """
     run: Run = b.small_run(replicates=40)
-    writer = run_file.create(tmp_path, run.manifest)
+    writer = run_file.create_run(tmp_path, run.manifest)
     seen, done = [], threading.Event()
 
     def write() -> None:
@@ -487,17 +489,17 @@ def test_a_run_can_be_read_at_every_moment_while_it_is_written(tmp_path: Path) -
     thread = threading.Thread(target=write)
     thread.start()
     while not done.is_set():
-        found = run_file.read(writer.folder)
+        found = run_file.read_run(writer.folder)
         assert found.replicates == run.replicates[: len(found.replicates)]
         seen.append(len(found.replicates))
     thread.join()
-    assert seen == sorted(seen) and len(run_file.read(writer.folder).replicates) == len(
+    assert seen == sorted(seen) and len(run_file.read_run(writer.folder).replicates) == len(
         run.replicates
     )
 
 
 def test_a_baseline_is_whole_at_every_moment_while_it_is_replaced(tmp_path: Path) -> None:
-    path, run = tmp_path / "b.json", run_file.read(EVIDENCE / "green")
+    path, run = tmp_path / "b.json", run_file.read_run(EVIDENCE / "green")
     baseline.promote(run, path, allow_dirty=True)
     done = threading.Event()
 

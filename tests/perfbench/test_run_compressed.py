@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from perfbench.calibration import aa_pairs, aa_runs, calibrate
+from perfbench import calibration
+from perfbench.calibration import aa_pairs, aa_runs
 from perfbench.commands import app
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import run_file
@@ -34,7 +35,7 @@ def laid(folder: Path, **files: bytes) -> Path:
     return folder
 
 
-def refused(path: Path, read: Callable[[Path], object] = run_file.read) -> str:
+def refused(path: Path, read: Callable[[Path], object] = run_file.read_run) -> str:
     with pytest.raises(PerfbenchError) as caught:
         read(path)
     assert caught.value.exit_code is Exit.USAGE and "\n" not in str(caught.value)
@@ -51,14 +52,14 @@ def plain_copy(packed: Path, to: Path) -> Path:
 
 
 def test_a_compressed_run_is_the_same_run(tmp_path: Path) -> None:
-    plain = run_file.read(laid(tmp_path / "r", plain=PLAIN))
-    assert run_file.read(GREEN) == run_file.read(GREEN / "run.jsonl.gz") == plain
+    plain = run_file.read_run(laid(tmp_path / "r", plain=PLAIN))
+    assert run_file.read_run(GREEN) == run_file.read_run(GREEN / "run.jsonl.gz") == plain
     assert len(plain.replicates) == 10 and not plain.torn
 
 
 def test_a_torn_last_line_is_dropped_as_in_a_plain_file(tmp_path: Path) -> None:
     cut = PLAIN[:-20]
-    run = run_file.read(laid(tmp_path / "r", packed=gzip.compress(cut)))
+    run = run_file.read_run(laid(tmp_path / "r", packed=gzip.compress(cut)))
     assert run.torn and len(run.replicates) == 9
 
 
@@ -94,7 +95,7 @@ def test_a_file_that_grows_without_end_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run_file, "MAX_BYTES", len(PLAIN))
-    assert run_file.read(GREEN).replicates
+    assert run_file.read_run(GREEN).replicates
     grown = laid(tmp_path / "r", packed=gzip.compress(PLAIN + PLAIN.splitlines()[1] + b"\n"))
     assert f"more than {len(PLAIN)} bytes once decompressed" in refused(grown)
 
@@ -106,10 +107,10 @@ def test_gzip_data_under_the_plain_name(tmp_path: Path) -> None:
 
 def test_both_files_in_one_folder_are_refused(tmp_path: Path) -> None:
     folder = laid(tmp_path / "r", plain=PLAIN, packed=PACKED)
-    for read in (run_file.read, run_file.open_for_resume):
+    for read in (run_file.read_run, run_file.open_for_resume):
         text = refused(folder, read)
         assert f"{folder} holds both run.jsonl and run.jsonl.gz" in text and "Next:" in text
-    assert run_file.read(folder / "run.jsonl") == run_file.read(folder / "run.jsonl.gz")
+    assert run_file.read_run(folder / "run.jsonl") == run_file.read_run(folder / "run.jsonl.gz")
 
 
 def test_a_compressed_run_is_not_resumed(
@@ -177,12 +178,12 @@ def test_promote_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_calibrate_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[Path] = []
-    monkeypatch.setattr(calibrate, "calibrate", lambda files, **_: read.extend(files))
-    monkeypatch.setattr(calibrate, "render", str)
+    monkeypatch.setattr(calibration, "calibrate", lambda paths, **_: read.extend(paths))
+    monkeypatch.setattr(calibration, "render_calibration", str)
     run = RUNS / "h100-gate" / "start-1"
     assert app.invoke(["calibrate", str(run), str(run / "run.jsonl.gz")]) == Exit.OK
-    assert read == [run / "run.jsonl.gz"] * 2
-    one, *_ = aa_runs.counts(aa_runs.read([run_file.read(read[0])]))
+    assert read == [run, run / "run.jsonl.gz"]
+    one, *_ = aa_runs.counts(aa_runs.read([run_file.read_run(read[0])]))
     assert one.replicates == 20
     assert {cell.verdict for cell in aa_pairs.read([RUNS / "h200-drop"], "h200")} == {"REGRESSED"}
 

@@ -31,7 +31,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def written(tmp_path: pathlib.Path, rows: int = 2) -> pathlib.Path:
-    with run_file.create(tmp_path, manifest()) as writer:
+    with run_file.create_run(tmp_path, manifest()) as writer:
         for number in range(rows):
             writer.append(builders.replicate(CELL, number))
     return writer.path
@@ -39,15 +39,15 @@ def written(tmp_path: pathlib.Path, rows: int = 2) -> pathlib.Path:
 
 def refused(path: pathlib.Path, words: str) -> str:
     with pytest.raises(PerfbenchError, match=words) as caught:
-        run_file.read(path)
+        run_file.read_run(path)
     assert caught.value.exit_code is Exit.USAGE
     return str(caught.value)
 
 
 def test_round_trip(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path)
-    run = run_file.read(tmp_path / manifest().run_id)
-    assert run == run_file.read(path)
+    run = run_file.read_run(tmp_path / manifest().run_id)
+    assert run == run_file.read_run(path)
     assert run == Run(
         manifest=manifest(), replicates=[builders.replicate(CELL, 0), builders.replicate(CELL, 1)]
     )
@@ -56,26 +56,26 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
 
 def test_unknown_fields_survive(tmp_path: pathlib.Path) -> None:
     row = Replicate.model_validate({**ROW.model_dump(), "later": {"a": [1, "b"]}})
-    with run_file.create(tmp_path, manifest()) as writer:
+    with run_file.create_run(tmp_path, manifest()) as writer:
         writer.append(row)
-    assert run_file.read(writer.path).replicates[0].model_dump()["later"] == {"a": [1, "b"]}
+    assert run_file.read_run(writer.path).replicates[0].model_dump()["later"] == {"a": [1, "b"]}
 
 
 @pytest.mark.parametrize("reason", ["a\nb", "|/\\", "\u2028", "Zoë \U0001f600", "\x00\x1b[31m"])
 def test_every_text_fits_on_one_line(tmp_path: pathlib.Path, reason: str) -> None:
-    with run_file.create(tmp_path, manifest()) as writer:
+    with run_file.create_run(tmp_path, manifest()) as writer:
         writer.append(ROW.model_copy(update={"reason": reason}))
     assert writer.path.read_bytes().count(b"\n") == 2 and writer.path.read_bytes().isascii()
-    assert run_file.read(writer.path).replicates[0].reason == reason
+    assert run_file.read_run(writer.path).replicates[0].reason == reason
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_not_finite_is_not_written(tmp_path: pathlib.Path, value: float) -> None:
-    with run_file.create(tmp_path, manifest()) as writer:
+    with run_file.create_run(tmp_path, manifest()) as writer:
         with pytest.raises(ValueError, match="JSON compliant"):
             writer.append(ROW.model_copy(update={"wall_s": value}))
         writer.append(ROW)
-    assert len(run_file.read(writer.path).replicates) == 1
+    assert len(run_file.read_run(writer.path).replicates) == 1
 
 
 @pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999"])
@@ -95,7 +95,7 @@ def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(
     whole = path.read_bytes()
     for cut in (1, 2, 40, len(whole.splitlines()[-1])):
         path.write_bytes(whole[:-cut])
-        run = run_file.read(path)
+        run = run_file.read_run(path)
         assert run.torn and [row.replicate for row in run.replicates] == [0]
     writer, found = run_file.open_for_resume(path.parent)
     with writer:
@@ -107,7 +107,7 @@ def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(
 def test_a_torn_line_that_is_not_utf8_at_its_end(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path, rows=1)
     path.write_bytes(path.read_bytes() + b'{"kind": "repl\xc3')
-    assert run_file.read(path).torn
+    assert run_file.read_run(path).torn
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def _read_or_refuse(data: bytes) -> None:
 def test_two_runs_never_share_a_folder(tmp_path: pathlib.Path) -> None:
     before = written(tmp_path).read_bytes()
     with pytest.raises(PerfbenchError, match="exists already") as caught:
-        run_file.create(tmp_path, manifest())
+        run_file.create_run(tmp_path, manifest())
     assert caught.value.exit_code is Exit.USAGE
     assert (tmp_path / manifest().run_id / "run.jsonl").read_bytes() == before
 
@@ -242,19 +242,19 @@ def test_resume_of_nothing(tmp_path: pathlib.Path) -> None:
 def test_a_folder_that_cannot_be_made(tmp_path: pathlib.Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PerfbenchError, match="--out DIR") as caught:
-        run_file.create(tmp_path / "file", manifest())
+        run_file.create_run(tmp_path / "file", manifest())
     assert caught.value.exit_code is Exit.USAGE
 
 
 def test_a_run_id_is_a_plain_name(tmp_path: pathlib.Path) -> None:
     for run_id in ("../up", "", ".", "a/b", "a\nb"):
         with pytest.raises(ValueError, match="plain folder name"):
-            run_file.create(tmp_path, manifest(run_id=run_id))
+            run_file.create_run(tmp_path, manifest(run_id=run_id))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_full_disk_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with run_file.create(tmp_path, manifest()) as writer:
+    with run_file.create_run(tmp_path, manifest()) as writer:
         writer.append(ROW)
         before = writer.path.read_bytes()
         real_write = os.write
@@ -271,14 +271,14 @@ def test_a_full_disk_loses_nothing(tmp_path: pathlib.Path, monkeypatch: pytest.M
         assert caught.value.exit_code is Exit.USAGE
         assert writer.path.read_bytes() == before
         writer.append(builders.replicate(CELL, 1))
-    assert [row.replicate for row in run_file.read(writer.path).replicates] == [0, 1]
+    assert [row.replicate for row in run_file.read_run(writer.path).replicates] == [0, 1]
 
 
 def test_each_line_is_synced(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(fd), real(fd)))
-    with run_file.create(tmp_path, manifest()) as writer:
+    with run_file.create_run(tmp_path, manifest()) as writer:
         before = len(synced)
         writer.append(ROW)
         assert len(synced) == before + 1

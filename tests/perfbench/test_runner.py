@@ -100,7 +100,7 @@ def test_rows_are_written_as_they_finish(tmp_path: pathlib.Path) -> None:
     seen = []
 
     def look(job: Job) -> None:
-        seen.append(len(run_file.read(next(tmp_path.iterdir())).replicates))
+        seen.append(len(run_file.read_run(next(tmp_path.iterdir())).replicates))
 
     run(tmp_path, FakeExecutor(before=look))
     assert seen == list(range(36))
@@ -164,7 +164,7 @@ def test_after_an_oom_longer_sequences_of_the_same_path_are_skipped(tmp_path: pa
 
 
 def test_oom_can_be_recorded_without_skipping(tmp_path: pathlib.Path) -> None:
-    matrix = matrices.parse(TEXT.replace("record_and_skip_larger", "record"), "m.yaml")
+    matrix = matrices.parse_matrix(TEXT.replace("record_and_skip_larger", "record"), "m.yaml")
     finished = run(tmp_path, FakeExecutor({cell_id("train", 128, "v2"): Status.OOM}), matrix=matrix)
     assert not [row for row in finished.run.replicates if row.status is Status.SKIPPED]
 
@@ -314,7 +314,7 @@ def test_prepared_on_a_gpu_holds_its_lock_and_refuses_company(
 def test_those_that_prepare_together_are_of_one_block_and_know_their_company(
     tmp_path: pathlib.Path,
 ) -> None:
-    matrix = matrices.parse(
+    matrix = matrices.parse_matrix(
         TEXT.replace("processes: 3", "processes: 2, prepare_together: 5"), "m.yaml"
     )
     executor = FakeExecutor()
@@ -322,7 +322,7 @@ def test_those_that_prepare_together_are_of_one_block_and_know_their_company(
         tmp_path,
         executor,
         matrix=matrix,
-        plan=plans.build(matrix, only=[], capability=assumed("none"), settings=Settings()),
+        plan=plans.build_plan(matrix, only=[], capability=assumed("none"), settings=Settings()),
     )
     assert [len(batch) for batch in executor.prepared] == [5, 5, 2] * 2
     assert [key for batch in executor.prepared for key in batch] == executor.order
@@ -336,7 +336,7 @@ def test_without_the_option_nothing_prepares_ahead(tmp_path: pathlib.Path) -> No
 
 
 def test_what_a_smaller_cell_rules_out_does_not_prepare(tmp_path: pathlib.Path) -> None:
-    matrix = matrices.parse(
+    matrix = matrices.parse_matrix(
         TEXT.replace("processes: 3", "processes: 1, prepare_together: 2"), "m.yaml"
     )
     executor = FakeExecutor({cell_id("train", 128, "v2"): Status.OOM})
@@ -344,7 +344,7 @@ def test_what_a_smaller_cell_rules_out_does_not_prepare(tmp_path: pathlib.Path) 
         tmp_path,
         executor,
         matrix=matrix,
-        plan=plans.build(matrix, only=[], capability=assumed("none"), settings=Settings()),
+        plan=plans.build_plan(matrix, only=[], capability=assumed("none"), settings=Settings()),
         seed=3,
     )
     skipped = {row.cell_id for row in finished.run.replicates if row.status is Status.SKIPPED}

@@ -130,7 +130,7 @@ def test_a_failed_parity_proves_nothing(tmp_path: pathlib.Path, status: Status) 
     own.
     """
     ends = dict.fromkeys((cell_id("train", seq_len, "v2") for seq_len in (128, 256)), status)
-    matrix = matrices.parse(TEXT.replace("record_and_skip_larger", "record"), "m.yaml")
+    matrix = matrices.parse_matrix(TEXT.replace("record_and_skip_larger", "record"), "m.yaml")
     executor = Prover(ends)
     seed = next(
         s

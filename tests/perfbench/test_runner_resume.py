@@ -72,7 +72,7 @@ def test_a_failed_cell_is_not_tried_again_on_resume(tmp_path: pathlib.Path) -> N
 
 def test_resume_after_a_torn_line(tmp_path: pathlib.Path) -> None:
     first = run(tmp_path, only=["seq_len=128"])
-    path = first.folder / run_file.FILE_NAME
+    path = first.folder / run_file.RUN_FILE
     path.write_bytes(path.read_bytes()[:-50])
     again = FakeExecutor()
     finished = run(tmp_path, again, resume=first.folder, only=["seq_len=128"])
@@ -101,7 +101,7 @@ def test_resume_on_another_kind_of_machine_is_refused(
 ) -> None:
     here: Environment = builders.environment()
     first = run(tmp_path, only=["seq_len=128"], environment=here)
-    before = (first.folder / run_file.FILE_NAME).read_bytes()
+    before = (first.folder / run_file.RUN_FILE).read_bytes()
     executor = FakeExecutor()
     message = refused(
         Exit.ENVIRONMENT,
@@ -112,7 +112,7 @@ def test_resume_on_another_kind_of_machine_is_refused(
         environment=here.model_copy(update={key: value}),
     )
     assert f"{key} was {getattr(here, key)} and is {value}" in message
-    assert executor.jobs == [] and (first.folder / run_file.FILE_NAME).read_bytes() == before
+    assert executor.jobs == [] and (first.folder / run_file.RUN_FILE).read_bytes() == before
 
 
 def test_resume_with_another_configuration_is_refused(tmp_path: pathlib.Path) -> None:
@@ -136,9 +136,11 @@ def test_resume_with_another_configuration_is_refused(tmp_path: pathlib.Path) ->
         resume=first.folder,
         plan=plans.Plan(rerouted, [], [], 1.0, 3),
     )
-    slower = matrices.parse(TEXT.replace("processes: 3", "processes: 3, warmup_s: 1"), "m.yaml")
+    slower = matrices.parse_matrix(
+        TEXT.replace("processes: 3", "processes: 3, warmup_s: 1"), "m.yaml"
+    )
     refused(Exit.USAGE, "measures with", tmp_path, resume=first.folder, matrix=slower)
-    commented = matrices.parse(TEXT + "# a comment\n", "m.yaml")
+    commented = matrices.parse_matrix(TEXT + "# a comment\n", "m.yaml")
     run(tmp_path, resume=first.folder, matrix=commented)
 
 
@@ -235,12 +237,12 @@ def test_killed_in_the_middle_then_resumed(
     assert first.returncode == code
     if sent is signal.SIGINT:
         assert f"--resume {folder}" in said
-    before = run_file.read(folder)
+    before = run_file.read_run(folder)
     assert 3 <= len(before.replicates) < 12
     second = real(str(folder))
     second.communicate(timeout=300)
     assert second.returncode == 0
-    after = run_file.read(folder)
+    after = run_file.read_run(folder)
     assert after.replicates[: len(before.replicates)] == before.replicates, (
         "finished replicates survive"
     )

@@ -99,7 +99,7 @@ def test_a_resumed_block_keeps_its_sentinels_and_another_card_measures_its_own(
 def test_a_block_that_lacks_one_sentinel_measures_that_one(tmp_path: pathlib.Path) -> None:
     first, second = Executor(), Executor()
     folder = run(tmp_path, first, now=cut_after(first, 4), budget_s=1.0).folder
-    path = folder / run_file.FILE_NAME
+    path = folder / run_file.RUN_FILE
     kept = [
         line
         for line in path.read_bytes().splitlines(keepends=True)

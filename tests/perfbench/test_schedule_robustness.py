@@ -92,7 +92,7 @@ def test_kill_9_at_every_write_loses_no_finished_line(tmp_path: pathlib.Path) ->
         files = list(folder.glob("*/run.jsonl"))
         if acknowledged == 0:
             continue  # killed while the manifest was written: there is no run yet
-        kept = run_file.read(files[0].parent)
+        kept = run_file.read_run(files[0].parent)
         assert 1 + len(kept.sentinels) + len(kept.replicates) in (
             acknowledged,
             acknowledged + 1,
@@ -128,7 +128,10 @@ def test_a_full_disk_stops_the_run_and_nothing_is_lost(
         run(tmp_path, executor)
     (folder,) = tmp_path.iterdir()
     assert caught.value.exit_code is Exit.USAGE and str(folder) in str(caught.value)
-    assert len(run_file.read(folder).replicates) == 3 and len(run_file.read(folder).sentinels) == 3
+    assert (
+        len(run_file.read_run(folder).replicates) == 3
+        and len(run_file.read_run(folder).sentinels) == 3
+    )
     monkeypatch.undo()
     again = Executor()
     assert len(run(tmp_path, again, resume=folder).run.replicates) == 12 and len(again.cells) == 9
@@ -272,7 +275,7 @@ def test_many_cells_have_no_quadratic_step(tmp_path: pathlib.Path, together: int
 def test_a_line_on_the_disk_is_one_json_object(tmp_path: pathlib.Path) -> None:
     folder = run(tmp_path, Executor()).folder
     kinds = [
-        json.loads(line)["kind"] for line in (folder / run_file.FILE_NAME).read_bytes().splitlines()
+        json.loads(line)["kind"] for line in (folder / run_file.RUN_FILE).read_bytes().splitlines()
     ]
     assert (
         kinds[:5] == ["manifest", "sentinel", "sentinel", "sentinel", "replicate"]

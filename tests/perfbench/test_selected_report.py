@@ -167,9 +167,9 @@ def test_a_cell_that_is_not_proved_has_no_number() -> None:
 
 
 def test_the_shipped_matrices_ask_for_what_the_page_shows() -> None:
-    shape_b = matrix.load(page.ROOT / "matrices" / "kernels-b-h200.yaml")
+    shape_b = matrix.load_matrix(page.ROOT / "matrices" / "kernels-b-h200.yaml")
     assert page.kerneltargets.shape_of(shape_b.model) == "B"
-    kinds = matrix.load(page.ROOT / "matrices" / "selections-h200.yaml")
+    kinds = matrix.load_matrix(page.ROOT / "matrices" / "selections-h200.yaml")
     assert {(c.cell.workload, c.cell.selection) for c in matrix.cells(kinds)[0]} == {
         (name, kind) for name in SELECTED for kind in SELECTIONS
     }

@@ -69,8 +69,8 @@ def text(axes: str, model: str = "tiny", more: str = "") -> str:
 
 
 def planned(axes: str, model: str = "tiny", more: str = "") -> plan.Plan:
-    return plan.build(
-        matrix.parse(text(axes, model, more), "m.yaml"),
+    return plan.build_plan(
+        matrix.parse_matrix(text(axes, model, more), "m.yaml"),
         only=[],
         capability=CPU,
         settings=Settings(),

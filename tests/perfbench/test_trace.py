@@ -139,8 +139,8 @@ def red(
 
 
 def run_of_matrix(**overrides: Any) -> Run:
-    matrix = matrices.parse(MATRIX, "small.yaml")
-    cells = plans.build(matrix, only=[], capability=assumed("none"), settings=Settings()).cells
+    matrix = matrices.parse_matrix(MATRIX, "small.yaml")
+    cells = plans.build_plan(matrix, only=[], capability=assumed("none"), settings=Settings()).cells
     return builders.make_run(
         cells,
         gpu=False,
@@ -171,7 +171,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     run, out = run_of_matrix(), tmp_path / "run"
     out.mkdir()
     base: dict[str, str | None] = dict.fromkeys(CELLS, "v1")
-    pair = TracedPair(run, matrices.parse(MATRIX, "m"), context_at(tmp_path, said.append), base)
+    pair = TracedPair(
+        run, matrices.parse_matrix(MATRIX, "m"), context_at(tmp_path, said.append), base
+    )
     made = Bench(FakeSide(1.0), FakeSide(2.0), [], said, pair, out)
 
     @contextmanager
@@ -204,7 +206,7 @@ def plan_here(
     """What the side's own process would answer: its routes are ours."""
     return version_plan.VersionPlan(
         one,
-        plans.build(matrix, only=list(only), capability=capability, settings=Settings()),
+        plans.build_plan(matrix, only=list(only), capability=capability, settings=Settings()),
         matrix.model.to_mapping(),
     )
 
@@ -548,7 +550,9 @@ def test_two_real_commits_in_real_processes(
     model.write_text(model.read_text(encoding="utf-8") + PLANTED, encoding="utf-8")
     second = repositories.commit(repository, "more work")
     run = run_of_matrix(source=checkout.source_of(repository))
-    pair = TracedPair(run, matrices.parse(MATRIX, "m"), context_at(repository), {CELLS[0]: first})
+    pair = TracedPair(
+        run, matrices.parse_matrix(MATRIX, "m"), context_at(repository), {CELLS[0]: first}
+    )
     (diff,) = trace.trace_on_red(judgement(red(CELLS[0])), pair, tmp_path)
     assert (
         diff.problems == []
@@ -571,7 +575,7 @@ def stored_run(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def write(run: Run, home: Path) -> Path:
-    with run_file.create(home, run.manifest) as writer:
+    with run_file.create_run(home, run.manifest) as writer:
         return writer.folder
 
 

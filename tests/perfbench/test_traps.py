@@ -211,7 +211,7 @@ def test_trap_36_a_baseline_that_cannot_judge_is_red(tmp_path: pathlib.Path, dam
     text = json.dumps(whole)
     if damage != "missing":
         file.write_text(text[: len(text) // 2] if damage == "truncated" else text)
-    found = baseline_file.read(file)
+    found = baseline_file.read_baseline(file)
     assert isinstance(found, BaselineProblem) and found.verdict is (
         Verdict.NO_BASELINE if damage == "missing" else Verdict.CORRUPT
     )
@@ -242,13 +242,13 @@ def test_trap_37_the_exit_status_is_the_kind_of_failure_and_not_their_number() -
 def test_trap_38_two_writers_never_share_a_file(tmp_path: pathlib.Path) -> None:
     """Two writers, one file."""
     run = b.small_run()
-    with run_file.create(tmp_path, run.manifest) as first:
+    with run_file.create_run(tmp_path, run.manifest) as first:
         with pytest.raises(PerfbenchError, match="exists already"):
-            run_file.create(tmp_path, run.manifest)
+            run_file.create_run(tmp_path, run.manifest)
         with pytest.raises(PerfbenchError, match="another perfbench is writing"):
             run_file.open_for_resume(first.folder)
         first.append(run.replicates[0])
-    assert len(run_file.read(first.folder).replicates) == 1
+    assert len(run_file.read_run(first.folder).replicates) == 1
 
 
 def test_trap_39_nothing_is_computed_from_what_was_rounded_to_be_shown() -> None:
@@ -387,12 +387,12 @@ def test_trap_46_names_of_any_characters(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Names with `/`, `|`, newlines, non-ASCII; cp1252 default encoding."""
-    path = baseline_file.path_for(tmp_path, "h100", NASTY)
+    path = baseline_file.baseline_path(tmp_path, "h100", NASTY)
     assert path.parent == tmp_path / "h100" and path.name.isascii() and "\n" not in path.name
     run = b.with_manifest(b.small_run(), matrix_name=NASTY, matrix_path=NASTY)
-    with run_file.create(tmp_path, run.manifest) as writer:
+    with run_file.create_run(tmp_path, run.manifest) as writer:
         writer.append(run.replicates[0])
-    assert run_file.read(writer.folder).manifest.matrix_name == NASTY
+    assert run_file.read_run(writer.folder).manifest.matrix_name == NASTY
     assert len(writer.path.read_bytes().splitlines()) == 2 and writer.path.read_bytes().isascii()
     written = report.render(run, judge(run, None, POLICY), tmp_path / "out")
     text = next(file for file in written if file.name == "report.md").read_bytes().decode("utf-8")
@@ -439,14 +439,14 @@ def test_trap_48_a_line_that_was_cut_off_is_dropped_and_only_the_last(
 ) -> None:
     """Killed in the middle of a line."""
     run = b.small_run()
-    with run_file.create(tmp_path, run.manifest) as writer:
+    with run_file.create_run(tmp_path, run.manifest) as writer:
         for row in run.replicates[:3]:
             writer.append(row)
     whole = writer.path.read_bytes()
     last = whole[:-1].rfind(b"\n") + 1
     for cut in (last + 1, (last + len(whole)) // 2, len(whole) - 1):
         writer.path.write_bytes(whole[:cut])
-        found = run_file.read(writer.folder)
+        found = run_file.read_run(writer.folder)
         assert found.torn and found.replicates == run.replicates[:2]
     again, _ = run_file.open_for_resume(writer.folder)
     with again:
@@ -454,7 +454,7 @@ def test_trap_48_a_line_that_was_cut_off_is_dropped_and_only_the_last(
     assert writer.path.read_bytes() == whole
     writer.path.write_bytes(whole.replace(b'"kind": "replicate"', b'"kind": "repl', 1))
     with pytest.raises(PerfbenchError, match=r":2: "):
-        run_file.read(writer.folder)
+        run_file.read_run(writer.folder)
 
 
 def test_trap_49_two_speeds_in_one_process_are_reported() -> None:

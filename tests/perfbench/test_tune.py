@@ -128,8 +128,8 @@ def planned(
     text = tuneplan.tuning_matrix(
         tuneplan.Machine(gpu, capability), "m7c_125m", M125, lengths, 3, Settings()
     )
-    matrix = matrices.parse(text, "tune.yaml")
-    plan = plans.build(matrix, only=[], capability=capability, settings=Settings())
+    matrix = matrices.parse_matrix(text, "tune.yaml")
+    plan = plans.build_plan(matrix, only=[], capability=capability, settings=Settings())
     assert plan.warnings == []
     return plan.cells, {one.cell_id: one.reason for one in plan.excluded}
 
@@ -557,7 +557,7 @@ def test_the_name_of_a_matrix_proves_no_cells(
 def test_an_excluded_id_that_names_no_place_is_left_out(cpu: FakeExecutor, cell_id: str) -> None:
     content = tuned("--model", "tiny")
     (folder,) = (one for one in Path("reports/runs").iterdir() if one.is_dir())
-    run = run_file.read(folder)
+    run = run_file.read_run(folder)
     excluded = [*run.manifest.excluded, {"cell_id": cell_id, "reason": "by hand"}]
     named = builders.with_manifest(run, excluded=excluded)
     (folder / "run.jsonl").write_text(

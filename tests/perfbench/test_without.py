@@ -47,8 +47,8 @@ measure: {processes: 3}
 
 def planned(text: str = MATRIX, **environ: str) -> list[PlannedCell]:
     settings = load(environ) if environ else Settings()
-    return plan.build(
-        matrices.parse(text, "t.yaml"), only=[], capability=H200, settings=settings
+    return plan.build_plan(
+        matrices.parse_matrix(text, "t.yaml"), only=[], capability=H200, settings=settings
     ).cells
 
 

@@ -51,7 +51,7 @@ def as_written(name: str, to: Path) -> Path:
 
 
 def run_read(folder: Path) -> dict[str, Any]:
-    run = run_file.read(folder)
+    run = run_file.read_run(folder)
     return {
         "run_id": run.manifest.run_id,
         "commit": run.manifest.source.commit,
