@@ -104,13 +104,13 @@ def test_the_family_adds_what_a_cells_few_starts_do_not_show() -> None:
     would look calm.
     """
     restless = family(random.Random(3), starts=3, cells=7)
-    restless["lucky"] = {
+    restless["close"] = {
         f"start{s}": [mean + deviation for deviation in (0.002, -0.002, 0.0)]
         for s, mean in enumerate((0.001, -0.001, 0.0))
     }
     alone, among = (
-        between_starts.estimate({"lucky": restless["lucky"]})["lucky"],
-        between_starts.estimate(restless)["lucky"],
+        between_starts.estimate({"close": restless["close"]})["close"],
+        between_starts.estimate(restless)["close"],
     )
     assert alone.sd < 0.001 and among.sd > 0.002 and among.df > 2 * alone.df
 

@@ -265,7 +265,7 @@ def test_throttled_pairs_are_not_cut_short() -> None:
     )
 
 
-def test_pairs_that_a_resume_parted_were_not_measured_as_planned() -> None:
+def test_pairs_that_a_resume_interrupted_were_not_measured_as_planned() -> None:
     """The last pair's second half is of another session: the first one had stopped before it, and
     could be looked at.
     """

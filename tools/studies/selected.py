@@ -96,7 +96,7 @@ def _times(lines: Sequence[Line]) -> list[str]:
         " the model's scores choose for random inputs; *random*: each query others; *local*: the"
         " queries of a block share all but one; *hot*: all queries the same. *x own* is the time"
         " over that of *own* at the same shape: above 1 it is slower. Times and floors are as for"
-        " the whole attention; no dense kernel stands beside them, as full attention selects"
+        " the whole attention; they are not compared with a dense kernel, as full attention selects"
         " nothing."
     )
     return [TIMES, "", *table(head, rows), "", note, ""]
