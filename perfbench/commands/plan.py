@@ -28,7 +28,8 @@ def plan(
     try:
         capability = assumed(gpu or loaded.target.gpu)
     except ValueError as error:
-        raise PerfbenchError(Exit.USAGE, f"{error}. Next: name one of them with --gpu") from None
+        text = str(error) if str(error).endswith("?") else f"{error}."
+        raise PerfbenchError(Exit.USAGE, f"{text} Next: name one of them with --gpu") from None
     settings = opt.nsa_settings()
     built = build_plan(loaded, only=only or [], capability=capability, settings=settings)
     print_text(json.dumps(plan_json(built), indent=2) if as_json else plan_text(built, loaded))

@@ -78,7 +78,7 @@ def incomparable(run: Run, baseline: Baseline, policy: GatePolicy) -> list[Findi
     """Why no speed of the run may be compared with the baseline's; empty where it may."""
     theirs: dict[str, object] = {**baseline.environment, "method_version": baseline.method_version}
     if changed := environment_differences(comparability_key(run.manifest), theirs):
-        hint = "promote a run made here (README, Baselines), or gate on the machine of the baseline"
+        hint = "promote a run made here (docs/baselines.md), or gate on the machine of the baseline"
         if baseline.method_version > METHOD_VERSION:
             hint = "the baseline was made by a newer perfbench: update this one"
         return [

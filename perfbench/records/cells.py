@@ -372,9 +372,11 @@ def _only_term(text: str) -> tuple[str, Callable[[Cell], bool]]:
 
 def _valid(name: str, text: str, cells: list[Cell]) -> str:
     if name == "cell":
-        return "valid cells" + nearest_name(
-            text.removeprefix("cell=").strip(), [c.cell_id for c in cells][:1000]
-        )
+        ids, wanted = [cell.cell_id for cell in cells], text.removeprefix("cell=").strip()
+        near = nearest_name(wanted, ids[:1000])
+        if "did you mean" in near:
+            return near.removeprefix("; ")
+        return f"they are {', '.join(ids[:3])}, ...; `perfbench plan` lists them"
     values = sorted({getattr(cell, name) for cell in cells})
     return f"they have {name}: {', '.join(str(v) for v in values[:40])}"
 

@@ -167,14 +167,14 @@ def parse(data: bytes, name: str) -> Run:
     *lines, rest = data.split(b"\n")
     if not lines:
         what = "a manifest line that was cut off" if rest else "an empty file"
-        _fail(name, 1, f"{what}, so there is nothing to resume; start a new run")
+        _fail(name, 1, f"got {what}, wanted a manifest; restore the file, or start a new run")
     manifest = _record(lines[0], name, 1)
     if not isinstance(manifest, Manifest):
         _fail(
             name,
             1,
             f"got a {manifest.kind} line, wanted the manifest first; the beginning of the file is"
-            " lost, start a new run",
+            " lost: restore it, or start a new run",
         )
     records = [_record(line, name, number) for number, line in enumerate(lines[1:], start=2)]
     for number, record in enumerate(records, start=2):
@@ -309,6 +309,12 @@ def file_of(path: Path) -> Path:
     if not path.is_dir():
         return path
     plain_file, compressed = path / RUN_FILE, path / COMPRESSED_RUN_FILE
+    if not has_run(path) and has_run(path / "a") and has_run(path / "b"):
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{path} holds both sides of an A/B, wanted one run. Next: name {path / 'a'} or"
+            f" {path / 'b'}, or judge the pair with `perfbench compare {path}`",
+        )
     if not compressed.exists():
         return plain_file
     if plain_file.exists():

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from perfbench.records import AXES, Cell, PlannedCell, RouteLine
+from perfbench.records import AXES, Cell, PlannedCell, RouteLine, select_cells
 
 ROOT = pathlib.Path(__file__).parents[2]
 OLD = {"workload": "train", "seq_len": 128, "path": "v2", "fa2": "on", "batch": 2, "dtype": "bf16"}
@@ -84,3 +84,14 @@ def test_no_axis_is_looked_up_by_a_text_and_cast() -> None:
                 assert all(word.arg is not None for word in node.keywords), (
                     f"{path}:{node.lineno}: Cell(**...) is not typed; use Cell.from_mapping"
                 )
+
+
+def test_a_cell_that_no_cell_is_like_gets_three_examples_and_not_all() -> None:
+    cells = [Cell("train", 64 * n, "v2", "on") for n in range(1, 200)]
+    with pytest.raises(
+        ValueError, match="none of the 199 cells; they are .*`perfbench plan`"
+    ) as it:
+        select_cells(cells, ["cell=nope"])
+    assert len(str(it.value)) < 400
+    with pytest.raises(ValueError, match="did you mean"):
+        select_cells(cells, [f"cell={cells[0].cell_id}x"])

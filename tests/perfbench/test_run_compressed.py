@@ -88,7 +88,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, data: bytes, problem: str) -
 
 def test_an_empty_file_holds_no_run(tmp_path: Path) -> None:
     for data in (b"", gzip.compress(b"")):
-        assert "run.jsonl.gz:1: an empty file" in refused(laid(tmp_path / "r", packed=data))
+        assert "run.jsonl.gz:1: got an empty file" in refused(laid(tmp_path / "r", packed=data))
 
 
 def test_a_file_that_grows_without_end_is_refused(
@@ -206,3 +206,13 @@ def test_a_pair_of_compressed_runs(tmp_path: Path, capsys: pytest.CaptureFixture
     (packed / "a" / "run.jsonl.gz").write_bytes(PACKED)
     assert app.invoke(["compare", str(packed)]) == Exit.USAGE
     assert f"{packed / 'b'} holds both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["gate"], ["calibrate"], ["baseline", "promote"]])
+def test_a_pair_is_no_run(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder of an `ab` has no run file of its own; the message names what may be given."""
+    pair = RUNS / "h200-drop"
+    assert app.invoke([*command, str(pair)]) == Exit.USAGE
+    (said,) = capsys.readouterr().err.splitlines()
+    assert "both sides of an A/B" in said and f"perfbench compare {pair}" in said
+    assert str(pair / "a") in said and str(pair / "b") in said
