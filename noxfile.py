@@ -101,7 +101,7 @@ def contracts(session: nox.Session) -> None:
 @timed
 def tests(session: nox.Session) -> None:
     """Everything that needs no GPU."""
-    # Tensors of this size gain nothing from a second thread, and beside another process it waits:
+    # Tensors of this size gain nothing from a second thread, and next to another process it waits:
     # 13 minutes instead of 4.
     _run(session, "pytest", *TWO_AT_A_TIME, *session.posargs, env={"OMP_NUM_THREADS": "1"})
 
@@ -210,7 +210,7 @@ def peers(session: nox.Session) -> None:
     """
     with (
         tempfile.TemporaryDirectory() as folder
-    ):  # beside the shared environment, so that no other session meets it
+    ):  # next to the shared environment, so that no other session meets it
         _run(
             session,
             "python",

@@ -10,6 +10,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from perfbench.commands import app
+
 ROOT = Path(__file__).parents[1]
 TRACKED = frozenset(
     subprocess.run(
@@ -118,6 +120,15 @@ def test_the_index_of_evidence_links_every_run() -> None:
         if not linked & {f"{home.as_posix()}/{page}" for page in ("report.md", "tune.md")}
     }
     assert len(homes) >= 20 and not lost
+
+
+@pytest.mark.parametrize("folder", ["h200-drop", "cpu-gate/same", "cpu-gate/start-1"])
+def test_a_committed_report_is_what_its_run_renders_today(folder: str, tmp_path: Path) -> None:
+    """A pair with a planted fault, a pair without, a single run; every byte of report.md."""
+    app.invoke(["report", str(ROOT / EVIDENCE / folder), "--out", str(tmp_path)])
+    committed = (ROOT / EVIDENCE / folder / "report.md").read_bytes()
+    again = f"perfbench report {EVIDENCE}/{folder}"
+    assert (tmp_path / "report.md").read_bytes() == committed, f"render it again: {again}"
 
 
 def test_compressed_runs_carry_no_time_and_no_name() -> None:

@@ -33,7 +33,9 @@ def test_readme_is_short_and_leads_with_the_picture() -> None:
 def test_ci_runs_the_second_command() -> None:
     """.ci/run is README's test command, in folders of its own."""
     commands = [command for block in blocks_of(README) for command in block.commands]
-    first, second = (command for command in commands if command.startswith("python3 -m venv"))
+    installing = [one for one in commands if one.startswith("python3 -m venv")]
+    assert "torch==" in installing[0], "torch for a CPU stands before what would install CUDA's"
+    first, second = installing[1:]
     assert first.endswith("perfbench run matrices/cpu.yaml")
     script = text_of(ROOT / ".ci" / "run").replace('"$work/venv/bin/', ".venv/bin/")
     script = script.replace('"$work/venv"', ".venv").replace('"', "")
