@@ -78,7 +78,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedRun:
     """A run with what it decides."""
 
     run: Run
@@ -101,7 +101,7 @@ class Tuned:
         )
 
 
-def decide_run(run: Run, judgement: Judgement) -> Tuned:
+def decide_run(run: Run, judgement: Judgement) -> TunedRun:
     """Decide from a run and its hard gates (no baseline).
 
     ValueError: of another matrix than `tune`'s, by its name or by its cells, or a demonstration.
@@ -115,7 +115,7 @@ def decide_run(run: Run, judgement: Judgement) -> Tuned:
     _refuse_cells(run)
     cells = dict(_cells(run, judgement))
     lengths = tuple(sorted({length for _, length in cells}))
-    return Tuned(
+    return TunedRun(
         run, judgement, lengths, cells, tuple(_decide(name, lengths, cells) for name in CONTESTS)
     )
 
@@ -276,7 +276,7 @@ def compared(a: rule.Times, b: rule.Times) -> str:
     )
 
 
-def lines(tuned: Tuned) -> list[str]:
+def lines(tuned: TunedRun) -> list[str]:
     """What to write into nsa/routing/thresholds.py; empty where path triton was not judged."""
     decision = next(one for one in tuned.decisions if one.name == "triton_min_tokens")
     if tuned.sm is None or not decision.judged:
@@ -284,7 +284,7 @@ def lines(tuned: Tuned) -> list[str]:
     return [f"{tuned.sm}: Tuned(triton_min_tokens={_threshold(decision, tuned.lengths)}),"]
 
 
-def settings(tuned: Tuned) -> dict[str, int]:
+def settings(tuned: TunedRun) -> dict[str, int]:
     """Environment variables that have the same effect at once; there is none for path triton."""
     decision = next(one for one in tuned.decisions if one.name == "fa2_min_len_win")
     return {"NSA_FA2_MIN_LEN_WIN": _threshold(decision, tuned.lengths)} if decision.judged else {}

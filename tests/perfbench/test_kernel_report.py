@@ -394,7 +394,7 @@ def test_memory_that_grows_faster_than_the_length_is_reported(
     def line(tokens: int, extra: float) -> kernellines.Line:
         axes = {"path": "triton", "seq_len": tokens, "batch": 1, "dtype": "bf16"}
         return kernellines.Line(
-            axes, None, kernellines.Timed((1.0,), (), round(extra * GIB), False)
+            axes, None, kernellines.KernelTiming((1.0,), (), round(extra * GIB), False)
         )
 
     (found,) = [
