@@ -107,9 +107,8 @@ class NSAAttention(nn.Module):
                 some_absent=cu_seqlens is not None or num_tokens is not None,
             )
         absent = layout.absent_BT1
-        if (
-            absent is not None
-        ):  # contents of absent tokens, NaN included, must not reach a weight's gradient
+        # contents of absent tokens, NaN included, must not reach a weight's gradient
+        if absent is not None:
             x_BTM = x_BTM.masked_fill(absent, 0)
         q = self.q_proj(x_BTM).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x_BTM).unflatten(-1, (-1, self.head_dim))

@@ -21,9 +21,8 @@ GPU_TESTS = Path(__file__).parent / "gpu"
 KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
-settings.register_profile(
-    "project", deadline=None, derandomize=True
-)  # shared CPUs stall for seconds; same inputs, same verdict
+# shared CPUs stall for seconds; same inputs, same verdict
+settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
 

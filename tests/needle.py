@@ -19,9 +19,8 @@ from tests.cases import randn
 PAPER = NSAConfig()
 G, H, D = 2, 2, 64
 PULL = 160.0  # logit of the needle's key; 5 even after a mean over 32 tokens
-PUSH = (
-    -2.0
-)  # logit of every other key of its block, so that without the needle no query wants the block
+# logit of every other key of its block, so that without the needle no query wants the block
+PUSH = -2.0
 VALUE = 10.0  # along the last value dimension, in which everything else is exactly 0
 
 

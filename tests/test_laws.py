@@ -57,9 +57,8 @@ def is_causal_uses(tree: ast.AST) -> list[int]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr == "is_causal"
     ]
-    keys = [
-        key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys
-    ]  # **{"is_causal": True}
+    # **{"is_causal": True}
+    keys = [key for node in ast.walk(tree) if isinstance(node, ast.Dict) for key in node.keys]
     return found + [
         key.lineno for key in keys if isinstance(key, ast.Constant) and key.value == "is_causal"
     ]

@@ -183,9 +183,8 @@ def _second_witness(rows: Sequence[Replicate], proofs: ProofIndex) -> list[Findi
                 "no second witness: no replicate has a profiled step; measure again",
             )
         ]
-    if not proofs.on_gpu or any(
-        one.witness_ok is not None for one in profiles
-    ):  # False is reported with its row
+    # False is reported with its row
+    if not proofs.on_gpu or any(one.witness_ok is not None for one in profiles):
         return []
     text = (
         "no second witness: the profiler could not tell which kernels ran"

@@ -128,7 +128,6 @@ def test_every_argument_of_a_forward_is_spoken_of(name: str) -> None:
         a.split("_")[0] if a.endswith(("_BTM", "_BT")) else a
         for a in inspect.signature(module.forward).parameters
     ]
-    documented = docstring_of(module) + (
-        docstring_of(nsa.NSAAttention) if name == "TinyLM" else ""
-    )  # "the rest as in NSAAttention"
+    # "the rest as in NSAAttention"
+    documented = docstring_of(module) + (docstring_of(nsa.NSAAttention) if name == "TinyLM" else "")
     assert [a for a in arguments if a != "self" and not re.search(rf"\b{a}\b", documented)] == []

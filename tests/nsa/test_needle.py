@@ -103,9 +103,8 @@ def test_every_query_from_the_needle_on_finds_it_and_none_before() -> None:
         o = whole(stack)
     for head, token in stack.positions.items():
         found = chosen(blocks, head, stack.block(head))[0]
-        begins = (
-            stack.block(head) * PAPER.sel_block
-        )  # the current block is a candidate before its needle comes
+        # the current block is a candidate before its needle comes
+        begins = stack.block(head) * PAPER.sel_block
         assert found[begins:].all() and not found[:begins].any()
         assert not of_head(o, head)[:, :token, :, -1].any()
         assert_found(of_head(o, head)[:, token:], gate=GATES[1])

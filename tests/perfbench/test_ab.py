@@ -101,12 +101,10 @@ def test_each_side_runs_its_own_code_in_turns(
     order.sort()
     assert [block for _, block, _, _ in order] == sorted([0, 1, 2, 3] * 4)
     assert "".join(name for _, _, _, name in order) == "abab" + "baba" + "abab" + "baba"
-    assert all(
-        order[i][2] == order[i + 1][2] for i in range(0, 16, 2)
-    )  # the two of a cell are neighbours
-    assert (
-        len({tuple(cell for _, block, cell, _ in order if block == b) for b in range(4)}) > 1
-    )  # cells are shuffled
+    # the two of a cell are neighbours
+    assert all(order[i][2] == order[i + 1][2] for i in range(0, 16, 2))
+    # cells are shuffled
+    assert len({tuple(cell for _, block, cell, _ in order if block == b) for b in range(4)}) > 1
     assert len(worktrees(template[0])) == 1
     assert (next(iter(out.iterdir())) / "report.md").exists()
 
@@ -334,9 +332,8 @@ def test_compare_judges_both_sides_of_an_ab_or_two_runs(
     assert bench.run("run", "small.yaml", "--out", "single") == 0
     (single,) = Path("single").iterdir()
     capsys.readouterr()
-    assert (
-        bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
-    )  # two sessions: a drop is at most WATCH
+    # two sessions: a drop is at most WATCH
+    assert bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
     assert "WATCH" in capsys.readouterr().out
     assert bench.run("compare", str(single)) == 2
     assert "wanted two" in capsys.readouterr().err

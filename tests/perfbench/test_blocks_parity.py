@@ -104,9 +104,8 @@ def test_a_fault_in_full_causal_attention(monkeypatch: pytest.MonkeyPatch, fault
 def test_adaptive_n_is_proved_with_its_own_number_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = with_options(
-        num_selected=10, adaptive_num_selected=True
-    )  # 8 at the 225 tokens of the proof
+    # 8 at the 225 tokens of the proof
+    model = with_options(num_selected=10, adaptive_num_selected=True)
     assert layer.tokens_selecting_all(model.nsa) == 8 * 16
     assert prove("masked", 300, model=model).ok and prove("auto", 128, model=model).ok
     choose = selection.choose

@@ -97,9 +97,8 @@ def keys_at(position: int, model: ModelConfig = TINY) -> dict[str, int]:
 
 
 @PATHS
-@pytest.mark.parametrize(
-    "seq_len", [32, 99, 100, 145]
-)  # one token more completes a compressed block at 99 (8 + 4 i = 100)
+# one token more completes a compressed block at 99 (8 + 4 i = 100)
+@pytest.mark.parametrize("seq_len", [32, 99, 100, 145])
 def test_every_decode_step_is_one_token_on_the_same_cache(path: str, seq_len: int) -> None:
     work = workload.build(cached(path, seq_len=seq_len, batch=2))
     steps = seen(work, NUM_BATCHES + 1)
@@ -303,10 +302,8 @@ def test_a_decode_step_is_routed_as_what_it_is() -> None:
 
 
 def test_chunks_of_two_routes_are_refused() -> None:
-    sizes = {
-        "seq_len": 65536,
-        "chunk": 32768,
-    }  # masks of 2 x 32,768 x 32,768 elements, then twice that
+    # masks of 2 x 32,768 x 32,768 elements, then twice that
+    sizes = {"seq_len": 65536, "chunk": 32768}
     with pytest.raises(
         RouteError, match="for the first chunk and .* for a later one; wanted one route"
     ):

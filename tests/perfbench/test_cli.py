@@ -354,9 +354,8 @@ def test_a_calibration_that_tells_nothing_exits_2_in_one_line(
 def test_budget_stops_before_the_next_replicate(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        app.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
-    )  # nothing measured is not green
+    # nothing measured is not green
+    assert app.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
     assert "--resume" in capsys.readouterr().err
     assert executor.jobs == []
 

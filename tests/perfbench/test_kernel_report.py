@@ -362,10 +362,8 @@ def test_targets_of_a_length_that_was_not_measured_have_no_answer() -> None:
         ({8192: 0.5, 32768: 2.0}, (8192, 32768, 16384.0)),  # halfway in both logarithms
         ({8192: 1.0, 32768: 2.0}, (None, 8192, None)),
         ({8192: 0.5, 32768: 0.9}, (32768, None, None)),
-        (
-            {2048: 1.2, 8192: 0.5, 32768: 2.0},
-            (8192, 32768, 16384.0),
-        ),  # from there on, not the first time
+        # from there on, not the first time
+        ({2048: 1.2, 8192: 0.5, 32768: 2.0}, (8192, 32768, 16384.0)),
         ({}, (None, None, None)),
     ],
 )

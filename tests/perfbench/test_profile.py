@@ -291,9 +291,8 @@ def event(name: str, kind: torch.autograd.DeviceType, microseconds: float, annot
 
 def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [device(FA2, 100.0), device(FA2, 300.0), device(EFFICIENT + "x" * 200, 1000.0)]
-    events += [
-        device("Optimizer.step#AdamW.step", 5000.0, annotation=True)
-    ]  # a range over kernels that are counted already
+    # a range over kernels that are counted already
+    events += [device("Optimizer.step#AdamW.step", 5000.0, annotation=True)]
     events += [device(f"small_{i}", 1.0) for i in range(20)]
     events += [
         host(SDPA_OPERATOR),
@@ -301,10 +300,8 @@ def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyP
         host("cudaEventSynchronize"),
         host("cudaStreamSynchronize"),
     ]
-    events += [
-        host("cudaLaunchKernel"),
-        host("cudaDeviceSynchronize"),
-    ]  # the last one is the profiler's own
+    # the last one is the profiler's own
+    events += [host("cudaLaunchKernel"), host("cudaDeviceSynchronize")]
     synchronised: list[bool] = []
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Recorded(events))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(True))

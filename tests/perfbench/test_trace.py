@@ -428,15 +428,13 @@ def test_a_real_step_leaves_its_timeline_and_its_table(tmp_path: Path) -> None:
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     for name in ("aten::scaled_dot_product_attention", "aten::mm", "aten::_fused_adamw_"):
         assert sum(event["name"] == name for event in operators) == table.rows[name].count > 0
-    assert (
-        table.rows["aten::scaled_dot_product_attention"].count >= 3 * TINY.num_layers
-    )  # one a branch and layer
+    # one a branch and layer
+    assert table.rows["aten::scaled_dot_product_attention"].count >= 3 * TINY.num_layers
     assert table.device == "cpu" and table.host_syncs is None
     begin = min(event["ts"] for event in operators)
     whole_s = (max(event["ts"] + event["dur"] for event in operators) - begin) * 1e-6
-    assert (
-        table.total_s is not None and 0.2 * whole_s < table.total_s < 1.05 * 2 * whole_s
-    )  # two threads: backward has its own
+    # two threads: backward has its own
+    assert table.total_s is not None and 0.2 * whole_s < table.total_s < 1.05 * 2 * whole_s
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "cell-b.json.gz",
         "cell-b.kernels.json",
@@ -450,10 +448,8 @@ def test_a_planted_operation_is_named_first(
     build = workload.build
 
     def slower(job: Job) -> workload.Workload:
-        work, much = (
-            build(job),
-            torch.ones(20_000_000),
-        )  # far longer than another process could hold up an operator
+        # far longer than another process could hold up an operator
+        work, much = (build(job), torch.ones(20_000_000))
 
         def step() -> None:
             work.step()
