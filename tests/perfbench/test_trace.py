@@ -29,7 +29,7 @@ from perfbench.matrix import plan as plans
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import run_file
 from perfbench.records.job import Job, failed
-from perfbench.records.kernel_table import Kernel, Kernels, table_beside
+from perfbench.records.kernel_table import Kernel, Kernels, table_path
 from perfbench.records.rows import Replicate, Run, Status
 from perfbench.records.verdict import Verdict
 from perfbench.runner.ab import checkout, version_plan
@@ -86,7 +86,7 @@ class FakeSide:
             return failed(job, end, "planted")
         if end != "silent":
             rows = {} if end == "empty" else {"gemm": Kernel(count=2, seconds=self.ms / 1e3)}
-            table_beside(chrome).write_text(
+            table_path(chrome).write_text(
                 "{" if end == "torn" else Kernels(device="cpu", rows=rows).model_dump_json()
             )
             chrome.write_bytes(gzip.compress(b"{}"))
@@ -413,7 +413,7 @@ def traced(tmp_path: Path, **changes: Any) -> tuple[Replicate, Kernels, Path]:
         PerfCounterClock(),
         sampler_for("cpu", None, ""),
     )
-    return row, Kernels.model_validate_json(table_beside(chrome).read_bytes()), chrome
+    return row, Kernels.model_validate_json(table_path(chrome).read_bytes()), chrome
 
 
 def test_a_real_step_leaves_its_timeline_and_its_table(tmp_path: Path) -> None:

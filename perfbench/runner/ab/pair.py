@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from perfbench.errors import Exit, PerfbenchError
+from perfbench.errors import unwritable
 from perfbench.gate import paired_rows, rows_by_cell
 from perfbench.matrix import Matrix
 from perfbench.records import (
@@ -183,10 +183,7 @@ def create(
         home.mkdir(parents=True)
         fd = os.open(home / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     except OSError as error:
-        raise PerfbenchError(
-            Exit.USAGE,
-            f"{home} cannot be written: {error.strerror}. Next: choose another --out DIR",
-        ) from None
+        raise unwritable(home, error, "choose another --out DIR") from None
     with ExitStack() as until_written:
         writer = until_written.enter_context(RunWriter(home, fd))
         writer.append(manifest)
