@@ -18,7 +18,7 @@ from hypothesis import settings
 from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
+KERNELS = ("choice", "decode", "interval", "joint_backward", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
 # shared CPUs stall for seconds; same inputs, same verdict

@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 from perfbench.errors import Exit
 from perfbench.text import NULL, code, escape, number
-from perfbench.tuning import crossing as rule
+from perfbench.tuning import crossing
 from perfbench.tuning.decide import KEYS, Decision, Key, TunedRun, compared, lines, settings
 
 
@@ -38,7 +38,7 @@ def tuning_json(tuned: TunedRun) -> str:
         "environment": manifest.environment.fingerprint(),
         "commit": manifest.source.commit,
         "exit_code": int(tuned.exit_code),
-        "rule": {"margin_pct": rule.MARGIN_PCT, "min_processes": rule.MIN_PROCESSES},
+        "rule": {"margin_pct": crossing.MARGIN_PCT, "min_processes": crossing.MIN_PROCESSES},
         "decisions": [asdict(one) for one in tuned.decisions],
         "tuned_py": lines(tuned),
         "settings": settings(tuned),
@@ -70,10 +70,10 @@ def tuning_markdown(tuned: TunedRun) -> str:
         "",
         (
             "Forward and backward of attention alone. A side is proved faster at a length when the"
-            f" other's median over its processes is longer by more than {rule.MARGIN_PCT:g} %, or"
-            " than the spread of either side's processes where that is wider; it takes over from"
+            f" other's median over its processes is longer by more than {crossing.MARGIN_PCT:g} %,"
+            " or than the spread of either side's processes where that is wider; it takes over from"
             " the shortest length from which that holds at every longer one. A tie, or fewer than"
-            f" {rule.MIN_PROCESSES} processes, changes nothing."
+            f" {crossing.MIN_PROCESSES} processes, changes nothing."
         ),
     ]
     return "\n".join(parts) + "\n"

@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig, preset
 from nsa.model import TinyLM
-from nsa.ops.selected import gathered_rows as packed
-from nsa.ops.selected import v2
+from nsa.ops.selected import gathered_rows, v2
 from tests.cases import SMALL, Case, qkv, random_blocks
 
 FIRST = replace(preset("tiny"), checkpoint_layers=(0, 2))
@@ -101,7 +100,7 @@ ROWS = CASE.batch * CASE.kv_heads * CASE.tokens
 
 
 def closed_form(limit_bytes: int, *, backward: bool) -> int:
-    return packed.workspace_bytes(
+    return gathered_rows.workspace_bytes(
         CASE.batch,
         CASE.tokens,
         num_kv_heads=CASE.kv_heads,
@@ -152,16 +151,16 @@ def test_a_dtype_narrower_than_fp32_is_added_up_in_fp32() -> None:
         "num_selected": 16,
         "sel_block": 64,
     }
-    forward = packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, backward=False, **shape)
+    forward = gathered_rows.workspace_bytes(1, 8192, dtype=torch.bfloat16, backward=False, **shape)
     # 4,096 rows of 16 blocks of 64 keys of 2 x 64 numbers of 2 bytes fill 1 GiB; they touch one kv
     # head's 128 blocks.
     assert forward == 4096 * 16 * 64 * 128 * 2 == 1 << 30
     matrix, totals = 128 * 4096 * 16 * (1 + 2), 2 * 8192 * 128 * 4
     assert (
-        packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, **shape)
+        gathered_rows.workspace_bytes(1, 8192, dtype=torch.bfloat16, **shape)
         == 2 * forward + matrix + totals
     )
-    decode = packed.workspace_bytes(
+    decode = gathered_rows.workspace_bytes(
         1, 8192, q_tokens=1, dtype=torch.bfloat16, backward=False, **shape
     )
     assert decode == 2 * 16 * 64 * 128 * 2
@@ -184,12 +183,12 @@ def test_a_tiny_limit_changes_no_bit_of_the_forward(
 
 
 def test_reserving_on_a_cpu_allocates_nothing() -> None:
-    packed.reserve(1 << 60, torch.device("cpu"))  # more than any machine has
+    gathered_rows.reserve(1 << 60, torch.device("cpu"))  # more than any machine has
 
 
 def test_a_layer_reserves_what_its_own_path_packs() -> None:
     layer = NSAAttention(48, 6, 2, 8, 16, SECOND.nsa, path="v2", fa2="off")
-    wanted = packed.workspace_bytes(
+    wanted = gathered_rows.workspace_bytes(
         2,
         100,
         num_kv_heads=2,

@@ -36,7 +36,7 @@ def real(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         schedule,
         "prepared_versions",
-        partial(REAL, measure="tests.perfbench.side_measure:measure"),
+        partial(REAL, measure="tests.perfbench.version_measure:measure"),
     )
     (tmp_path / "small.yaml").write_text(MATRIX, encoding="utf-8")
     return tmp_path

@@ -12,7 +12,7 @@ from perfbench.records import run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner.progress import SilentProgress
-from tests.perfbench.sweep_cases import CARD, IDS, OTHER_CARD, SENTINELS, TEXT, Executor, run
+from tests.perfbench.schedule_cases import CARD, IDS, OTHER_CARD, SENTINELS, TEXT, Executor, run
 
 NO_SENTINELS = TEXT.replace("sentinels: [gemm, copy, sdpa_frozen]\n", "")
 

@@ -34,9 +34,14 @@ def test_a_block_that_raises_leaves_the_old_file_alone(
 ) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
-    with pytest.raises(stop), whole_file(path) as partial:
-        partial.write_text("half")
-        raise stop
+
+    def write_half() -> None:
+        with whole_file(path) as partial:
+            partial.write_text("half")
+            raise stop
+
+    with pytest.raises(stop):
+        write_half()
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 

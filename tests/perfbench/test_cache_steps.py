@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.decode import NSACache
-from nsa.ops import key_counts as reads
+from nsa.ops import key_counts
 from nsa.routing import RouteError
 from nsa.settings import Settings
 from perfbench import roofline
@@ -198,7 +198,7 @@ def test_a_prefill_row_counts_a_call_for_each_chunk() -> None:
 
 def test_keys_are_those_gathered_not_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        reads, "selected", lambda blocks, *_, **__: torch.full(blocks.shape[:3], 17)
+        key_counts, "selected", lambda blocks, *_, **__: torch.full(blocks.shape[:3], 17)
     )
     row = run(cached())
     assert row.cache is not None and row.cache.keys_read == {**keys_at(100), "sel": 17}
