@@ -199,17 +199,15 @@ class NSAAttention(nn.Module):
         route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0
-        needed = gathered_rows.workspace_bytes(
-            batch,
-            tokens,
+        shape = gathered_rows.GatherShape(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
-            dtype=q.dtype,
             num_selected=self.config.num_selected_for(tokens),
             sel_block=self.config.sel_block,
-            backward=backward,
+            dtype=q.dtype,
         )
+        needed = gathered_rows.workspace_bytes(batch, tokens, shape, backward=backward)
         gathered_rows.reserve(needed, weight.device)
         return needed
 

@@ -284,7 +284,7 @@ class _Pairs:
         return f"{measured} of {self.planned} planned pairs" if measured < self.planned else ""
 
     def _policy(self, cell_id: str) -> GatePolicy:
-        """The number of pairs is fixed before the first, so that nobody stops at a number he likes.
+        """The number of pairs is fixed before the first, so that no result decides when to stop.
 
         Where it was not reached, a stop was possible after each pair: Bonferroni over as many looks
         as pairs were planned. With the whole plan's own test at alpha, where the others are

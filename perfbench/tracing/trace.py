@@ -61,7 +61,7 @@ RED_VERDICTS = (Verdict.REGRESSED, Verdict.WRONG_PATH)
 class TracedPair:
     """Both versions behind a judgement, by name.
 
-    ``run`` is the candidate's. ``base``: cell -> revision or folder, None where nobody knows it.
+    ``run`` is the candidate's. ``base``: cell -> revision or folder, None where it is not known.
     ``candidate``: likewise, None for the running checkout.
     """
 
@@ -140,7 +140,8 @@ def trace_on_red(
 
 
 def trace_side(version: Version, cells: Sequence[str], tracing: Tracing) -> dict[str, Traced]:
-    """Trace ``cells`` of one version; each has an answer, at the least a reason.
+    """Trace ``cells`` of one version; each gets an answer, if only the reason
+    why it was not traced.
 
     Raises nothing but bugs.
     """
@@ -187,7 +188,7 @@ def _of_bases(cells: Sequence[str], pair: TracedPair, tracing: Tracing) -> dict[
         here = [cell_id for cell_id in cells if pair.base.get(cell_id) == revision]
         if revision is None:
             unknown = Traced(
-                name="the base", reason="nobody knows its commit; promote a run of a git checkout"
+                name="the base", reason="its commit is not known; promote a run of a git checkout"
             )
             found |= dict.fromkeys(here, unknown)
         else:

@@ -144,9 +144,7 @@ def test_one_compiled_graph_where_blocks_compete(kind: str, fa2: str) -> None:
 
 def test_a_reserved_workspace_is_what_the_first_step_takes() -> None:
     config = MODEL.nsa
-    need = gathered_rows.workspace_bytes(
-        1,
-        2048,
+    shape = gathered_rows.GatherShape(
         num_kv_heads=2,
         head_dim=64,
         v_head_dim=64,
@@ -154,6 +152,7 @@ def test_a_reserved_workspace_is_what_the_first_step_takes() -> None:
         sel_block=config.sel_block,
         dtype=DTYPE,
     )
+    need = gathered_rows.workspace_bytes(1, 2048, shape)
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     gathered_rows.reserve(need, torch.device(DEVICE))

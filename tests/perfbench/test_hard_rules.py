@@ -137,7 +137,7 @@ UNTRUE: dict[str, tuple[Callable[[Run], Run], Verdict, str]] = {
     "a witness that saw nothing": (
         lambda r: edit(r, TRAIN, profile=b.profile(witness_ok=None, witness="no kernel names")),
         Verdict.WRONG_PATH,
-        "no second witness: the profiler could not tell which kernels ran (no kernel names)",
+        "no second witness: the profiler could not determine which kernels ran (no kernel names)",
     ),
     "another card": (
         lambda r: edit(r, TRAIN, device_uuid_sha256="cd" * 32),

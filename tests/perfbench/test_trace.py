@@ -320,7 +320,7 @@ def test_a_side_that_cannot_be_traced_is_a_line_and_the_other_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("base", "words"), [("missing", "which is not there"), (None, "nobody knows its commit")]
+    ("base", "words"), [("missing", "which is not there"), (None, "its commit is not known")]
 )
 def test_a_base_that_cannot_be_had(bench: Bench, base: str | None, words: str) -> None:
     """Of one cell only: each cell has the base that its own baseline was measured at."""
