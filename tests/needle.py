@@ -67,9 +67,8 @@ def haystack(
     )
     k, v = randn(1, tokens, G, D, seed=seed + 2), randn(1, tokens, G, D, seed=seed + 3)
     v[..., -1] = 0
-    for (
-        block
-    ) in blocks.values():  # for each head, so that a needle of one head is no reason for another
+    # for each head, so that a needle of one head is no reason for another
+    for block in blocks.values():
         k[:, block * PAPER.sel_block : (block + 1) * PAPER.sel_block] = PUSH * direction_GD
     generator = torch.Generator().manual_seed(seed + 4)
     positions = {}

@@ -240,9 +240,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         try:
             row |= measure(known[name], shape, dtype, options)
-        except (
-            RuntimeError
-        ) as error:  # what torch raises where it cannot compile, does not fit, or a kernel fails
+        # what torch raises where it cannot compile, does not fit, or a kernel fails
+        except RuntimeError as error:
             row["skipped"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         last_s[name] = time.perf_counter() - started
         row["took_s"] = last_s[name]

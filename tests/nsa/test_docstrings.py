@@ -95,9 +95,8 @@ def test_every_public_method_says_what_it_does(name: str) -> None:
         for part, thing in public_parts(getattr(nsa, name)).items()
         if not inspect.getdoc(thing)
     ]
-    assert [
-        part for part in mute if part not in ("value_dim", "rotates_before_compression")
-    ] == []  # named for what they are
+    # named for what they are
+    assert [part for part in mute if part not in ("value_dim", "rotates_before_compression")] == []
 
 
 @pytest.mark.parametrize("name", [n for n in nsa.__all__ if inspect.isfunction(getattr(nsa, n))])

@@ -14,9 +14,8 @@ from tests.needle import PAPER, Haystack, assert_found, chosen, haystack, of_hea
 
 TOKENS = 4096
 TAIL = slice(TOKENS - here(16, 4), TOKENS)  # the queries that look back
-LAST_HIDDEN = (
-    TAIL.start - PAPER.window
-) // PAPER.sel_block - 1  # beyond it the window would see the needle
+# beyond it the window would see the needle
+LAST_HIDDEN = (TAIL.start - PAPER.window) // PAPER.sel_block - 1
 GATES = (0.3, 0.5, 0.2)
 # Anywhere but the initial block: neither forced nor in the window, so that the scores alone can
 # find it.

@@ -377,9 +377,8 @@ def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
     found = pair.read_pair(folder)
     assert found.missing == []
     for run, attempts in ((found.base, a_attempts), (found.candidate, b_attempts)):
-        assert [
-            row.attempt for row in run.replicates if row.replicate == 0
-        ] == attempts  # all stay in the file
+        # all stay in the file
+        assert [row.attempt for row in run.replicates if row.replicate == 0] == attempts
         assert [row.attempt for row in run.replicates if row.replicate == 1] == [0]
     measured = [(name, block) for name, cell, block in bench.log if cell == SHORT]
     assert measured[-4:] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
