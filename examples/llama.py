@@ -107,9 +107,8 @@ def _equal_gates(gate: Any, kind: str, num_branches: int) -> None:
         return
     gate.proj.weight.zero_()
     share = torch.tensor(1 / num_branches)
-    gate.proj.bias.fill_(
-        torch.logit(share, eps=1e-6)
-    )  # a sigmoid never reaches the 1 of a single branch
+    # a sigmoid never reaches the 1 of a single branch
+    gate.proj.bias.fill_(torch.logit(share, eps=1e-6))
 
 
 def _supported_rope(llama: Any) -> dict[str, Any]:

@@ -107,9 +107,8 @@ class NSAAttention(nn.Module):
                 some_absent=cu_seqlens is not None or num_tokens is not None,
             )
         absent = layout.absent_BT1
-        if (
-            absent is not None
-        ):  # contents of absent tokens, NaN included, must not reach a weight's gradient
+        # contents of absent tokens, NaN included, must not reach a weight's gradient
+        if absent is not None:
             x_BTM = x_BTM.masked_fill(absent, 0)
         q = self.q_proj(x_BTM).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x_BTM).unflatten(-1, (-1, self.head_dim))
@@ -200,17 +199,15 @@ class NSAAttention(nn.Module):
         route = self._route(q, tokens, whole=True)
         if "sel" not in self.config.branches or route.branch("sel").implementation != Path.V2:
             return 0
-        needed = gathered_rows.workspace_bytes(
-            batch,
-            tokens,
+        shape = gathered_rows.GatherShape(
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
-            dtype=q.dtype,
             num_selected=self.config.num_selected_for(tokens),
             sel_block=self.config.sel_block,
-            backward=backward,
+            dtype=q.dtype,
         )
+        needed = gathered_rows.workspace_bytes(batch, tokens, shape, backward=backward)
         gathered_rows.reserve(needed, weight.device)
         return needed
 

@@ -194,9 +194,14 @@ class TinyLM(_Decoder):
         out[:, :T] = ids_BT.masked_fill(token >= length_B[:, None], 0)
         logits = self(out[:, :longest], cache=cache, num_tokens=lengths)
         last_BV = logits[torch.arange(B, device=ids_BT.device), length_B - 1]
-        decode: Callable[[Tensor], Tensor] = lambda ids_B1: self(ids_B1, cache=cache)[:, -1]  # noqa: E731
+        decode: Callable[[Tensor], Tensor]
         if cuda_graph and max_new_tokens > 1:  # the first token is the prefill's
             decode = DecodeGraph(self, cache)
+        else:
+
+            def decode(ids_B1: Tensor) -> Tensor:
+                return self(ids_B1, cache=cache)[:, -1]
+
         for step in range(max_new_tokens):
             chosen_B = next_token(
                 last_BV, temperature=temperature, top_p=top_p, generator=generator

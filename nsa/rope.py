@@ -43,9 +43,8 @@ def rotate(x: Tensor, by: Tensor, *, kind: str) -> Tensor:
         else x.unflatten(-1, (2, -1)).transpose(-1, -2)
     )
     pairs = pairs.to(wide, memory_format=torch.contiguous_format).contiguous()
-    if (
-        torch.compiler.is_compiling()
-    ):  # Inductor fuses real numbers alone; these are the same products and sums
+    # Inductor fuses real numbers alone; these are the same products and sums
+    if torch.compiler.is_compiling():
         (a, b), (cos, sin) = pairs.unbind(-1), torch.view_as_real(by).unbind(-1)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1)
     elif x.numel() == 0:

@@ -25,7 +25,7 @@ BLOCKS_PER_REGION = 2  # that a chosen region may give
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class QueryRows:
     """Queries [B, T, HQ, D], their positions [B or 1, T], and where their documents begin [B or 1,
     T] (None: at 0).
     """
@@ -34,9 +34,9 @@ class Rows:
     position_BT: Tensor
     first_BT: Tensor | None
 
-    def part(self, rows: slice) -> Rows:
+    def part(self, rows: slice) -> QueryRows:
         first_BT = None if self.first_BT is None else self.first_BT[:, rows]
-        return Rows(self.q[:, rows], self.position_BT[:, rows], first_BT)
+        return QueryRows(self.q[:, rows], self.position_BT[:, rows], first_BT)
 
     def current_block(self, sel_block: int) -> Tensor:
         """The block of each query, counted from its document's first one."""
@@ -78,7 +78,7 @@ def choose(
     host sync.
     """
     J, N = BlockGrid.of(config).num_sel(kv_len), config.num_selected_for(kv_len)
-    rows = Rows(q, query_positions(q_start, q.shape[1], q.device), first)
+    rows = QueryRows(q, query_positions(q_start, q.shape[1], q.device), first)
     # Every candidate fits, and no score can change the set. A search by regions may reach fewer,
     # however few blocks there are: were it left out here, the same query would get other blocks in
     # a longer call. Compiled, the lengths at which all fit would be a graph of their own.
@@ -93,8 +93,8 @@ def choose(
 
 
 def rankings(
-    rows: Rows, k_cmp: Tensor, J: int, *, config: NSAConfig, scale: float
-) -> Iterator[tuple[Rows, Tensor]]:
+    rows: QueryRows, k_cmp: Tensor, J: int, *, config: NSAConfig, scale: float
+) -> Iterator[tuple[QueryRows, Tensor]]:
     """Chunks of the queries with their rankings [B, G, T, J]; j counts from the first block of the
     query's document.
     """
@@ -122,7 +122,7 @@ def block_scores(p: Tensor, grid: BlockGrid, num_sel: int) -> Tensor:
     return scores
 
 
-def group_probabilities(rows: Rows, k_cmp: Tensor, config: NSAConfig, scale: float) -> Tensor:
+def group_probabilities(rows: QueryRows, k_cmp: Tensor, config: NSAConfig, scale: float) -> Tensor:
     """Eq. 8 and 10: softmax over the visible blocks, summed over the heads of a group. [B, G, T,
     C], fp32 or wider.
 
@@ -198,7 +198,7 @@ def _rounded(x: Tensor, score_dtype: str) -> Tensor:
     return x.clamp(-limit, limit).to(dtype)  # inf would turn a row into NaN
 
 
-def _ranking(scores_BGTJ: Tensor, rows: Rows, config: NSAConfig) -> Tensor:
+def _ranking(scores_BGTJ: Tensor, rows: QueryRows, config: NSAConfig) -> Tensor:
     J = scores_BGTJ.shape[-1]
     j = torch.arange(J, device=scores_BGTJ.device)
     current_BT1 = rows.current_block(config.sel_block)[..., None]
@@ -234,7 +234,7 @@ def _best(ranking_BGTJ: Tensor, N: int, first_block_BT: Tensor | None) -> Tensor
     return blocks.masked_fill(chosen == J, -1).transpose(1, 2).int()
 
 
-def _all_candidates(rows: Rows, G: int, J: int, N: int, sel_block: int) -> Tensor:
+def _all_candidates(rows: QueryRows, G: int, J: int, N: int, sel_block: int) -> Tensor:
     B, T = rows.q.shape[:2]
     j = torch.arange(N, device=rows.q.device)
     first_block_BT = rows.first_block(sel_block)

@@ -138,9 +138,8 @@ class Collection:
 
     def _on(self, device: torch.device) -> Tensor:
         if device not in self._sums:
-            with torch.inference_mode(
-                False
-            ):  # an inference tensor could not be added to outside that mode
+            # an inference tensor could not be added to outside that mode
+            with torch.inference_mode(False):
                 sums = torch.zeros(len(_COLUMNS), dtype=torch.float64, device=device)
                 sums[_PEAKS_AT] = -math.inf
             self._sums[device] = sums

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -48,3 +49,10 @@ class PerfbenchError(Exception):
     def __init__(self, exit_code: Exit, message: str) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+
+def unwritable(path: Path, error: OSError, next_step: str) -> PerfbenchError:
+    """USAGE: the operating system refused to write ``path``, and what the user can do."""
+    return PerfbenchError(
+        Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {next_step}"
+    )

@@ -177,9 +177,8 @@ def step_min_bytes(
         return float(6 * weights)  # weight, first and second moment: each read and written
     if workload == "decode":
         keys = keys_of_query(model, tokens)
-        if (
-            model.nsa.share_kv and {"sel", "win"} <= keys.keys()
-        ):  # tokens of both branches need be read once
+        # tokens of both branches need be read once
+        if model.nsa.share_kv and {"sel", "win"} <= keys.keys():
             keys["sel"] = max(keys["sel"], keys.pop("win"))
         read = (
             batch

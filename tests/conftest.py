@@ -18,12 +18,11 @@ from hypothesis import settings
 from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
-KERNELS = ("choice", "decode", "interval", "joined", "means", "operator", "selected")
+KERNELS = ("choice", "decode", "interval", "joint_backward", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
-settings.register_profile(
-    "project", deadline=None, derandomize=True
-)  # shared CPUs stall for seconds; same inputs, same verdict
+# shared CPUs stall for seconds; same inputs, same verdict
+settings.register_profile("project", deadline=None, derandomize=True)
 settings.load_profile("project")
 
 

@@ -19,9 +19,8 @@ from tests.cases import randn
 PAPER = NSAConfig()
 G, H, D = 2, 2, 64
 PULL = 160.0  # logit of the needle's key; 5 even after a mean over 32 tokens
-PUSH = (
-    -2.0
-)  # logit of every other key of its block, so that without the needle no query wants the block
+# logit of every other key of its block, so that without the needle no query wants the block
+PUSH = -2.0
 VALUE = 10.0  # along the last value dimension, in which everything else is exactly 0
 
 
@@ -68,9 +67,8 @@ def haystack(
     )
     k, v = randn(1, tokens, G, D, seed=seed + 2), randn(1, tokens, G, D, seed=seed + 3)
     v[..., -1] = 0
-    for (
-        block
-    ) in blocks.values():  # for each head, so that a needle of one head is no reason for another
+    # for each head, so that a needle of one head is no reason for another
+    for block in blocks.values():
         k[:, block * PAPER.sel_block : (block + 1) * PAPER.sel_block] = PUSH * direction_GD
     generator = torch.Generator().manual_seed(seed + 4)
     positions = {}

@@ -16,7 +16,7 @@ from nsa import checks
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.ops.positions import query_positions
-from nsa.selection import Rows, choose, rankings
+from nsa.selection import QueryRows, choose, rankings
 
 NEAR_TIE = 1e-5  # relative gap under which the order of two fp32 scores is rounding
 
@@ -92,7 +92,7 @@ def _near_ties(
         return torch.zeros(
             q.shape[0], k_cmp.shape[2], q.shape[1], dtype=torch.bool, device=q.device
         )
-    rows = Rows(q, query_positions(q_start, q.shape[1], q.device), None)
+    rows = QueryRows(q, query_positions(q_start, q.shape[1], q.device), None)
     near = []
     for _, ranking_BGTJ in rankings(rows, k_cmp, J, config=config, scale=scale):
         best = ranking_BGTJ.sort(dim=-1, descending=True).values

@@ -10,7 +10,7 @@ B batch, T tokens of the chunk, G kv heads, D head dim, l compressed block, d it
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Protocol, Self
 
 import torch
@@ -46,6 +46,17 @@ class TakesSteps(Protocol):
     ) -> View: ...
 
 
+@dataclass(frozen=True, slots=True)
+class _TokenShape:
+    """K and V of one token, and where they are kept."""
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    dtype: torch.dtype
+    device: torch.device | str
+
+
 class NSACache:
     """Preallocated keys and values of one layer.
 
@@ -65,11 +76,7 @@ class NSACache:
         batch: int,
         max_len: int,
         capacity: int,
-        num_kv_heads: int,
-        head_dim: int,
-        v_head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
+        token: _TokenShape,
     ) -> None:
         self.config, self.grid, self.batch, self.max_len, self.capacity = (
             config,
@@ -83,8 +90,10 @@ class NSACache:
 
         def pair(rows: int) -> list[Tensor]:
             return [
-                torch.zeros(batch, rows, num_kv_heads, dim, dtype=dtype, device=device)
-                for dim in (head_dim, v_head_dim)
+                torch.zeros(
+                    batch, rows, token.num_kv_heads, dim, dtype=token.dtype, device=token.device
+                )
+                for dim in (token.head_dim, token.v_head_dim)
             ]
 
         # One row more than there is room for takes what a shorter row of a ragged chunk must not
@@ -92,9 +101,8 @@ class NSACache:
         self.sel, self.cmp = pair(capacity + 1), pair(self.grid.num_cmp(capacity) + 1)
         self.win, self.tail = pair(config.window), pair(config.cmp_block - 1)
         self.steps: TakesSteps | None = None
-        self.raw: list[
-            Tensor
-        ] = []  # while it steps: the last l raw tokens in a ring, which then stand for the tail
+        # while it steps: the last l raw tokens in a ring, which then stand for the tail
+        self.raw: list[Tensor] = []
 
     @classmethod
     def empty(
@@ -136,17 +144,10 @@ class NSACache:
                 f"NSACache initial_len={capacity} exceeds max_len={max_len}; lower it, or raise"
                 " max_len"
             )
-        return cls(
-            config,
-            batch,
-            max_len,
-            capacity,
-            num_kv_heads,
-            head_dim,
-            head_dim if v_head_dim is None else v_head_dim,
-            dtype,
-            device,
+        token = _TokenShape(
+            num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype, device
         )
+        return cls(config, batch, max_len, capacity, token)
 
     @property
     def lengths(self) -> tuple[int, ...]:

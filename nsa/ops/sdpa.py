@@ -74,9 +74,8 @@ def causal(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, scale: float, kern
     """Full causal attention of T queries over the same T keys; ``kernel`` sdpa lets PyTorch choose,
     flash and cudnn demand.
     """
-    if (
-        scale <= 0
-    ):  # the fused kernels scale the masked scores, too: -inf times 0 or less is no mask
+    # the fused kernels scale the masked scores, too: -inf times 0 or less is no mask
+    if scale <= 0:
         q_BTQD, scale = q_BTQD * scale, 1.0
     q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BTGD, v_BTGD))
     chosen = sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else nullcontext()

@@ -232,9 +232,8 @@ def _route_full_causal(
             Rejected(f"{branch}.{DENSE}", f"{why}, but fa2=on was asked for, and this is SDPA")
         )
         return None
-    if capability.sm is not None and (
-        unfused := fused_reasons(problem, capability)
-    ):  # SDPA would take its O(T^2) math kernel
+    # SDPA would take its O(T^2) math kernel
+    if capability.sm is not None and (unfused := fused_reasons(problem, capability)):
         rejected.append(
             Rejected(
                 f"{branch}.{DENSE}",

@@ -14,6 +14,7 @@ from perfbench.calibration.aa_runs import StartCount
 from perfbench.calibration.between_starts import StartVariance
 from perfbench.calibration.certify import Certificate, Rate
 from perfbench.matrix import GatePolicy
+from perfbench.records import AXES, Cell
 
 # Field -> its name in calibration.json, where it is older than the field's.
 STORED_NAMES = {
@@ -44,7 +45,7 @@ class CellNoise:
 
     cell_id: str
     config_sha256: str
-    axes: dict[str, str | int]
+    axes: Cell
     host_bound: bool | None
     starts: int
     replicates: int
@@ -103,6 +104,8 @@ def _plain(value: Any) -> Any:
             "lower": value.lower,
             "upper": value.upper,
         }
+    if isinstance(value, Cell):
+        return {name: value.value(name) for name in AXES}
     if isinstance(value, GatePolicy):
         return value.model_dump()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

@@ -101,7 +101,7 @@ class PowerRow:
 
 @dataclass(frozen=True, slots=True)
 class ModesRow:
-    """How often `stats.modes` sees two modes in ``samples`` samples of this kind."""
+    """How often `bimodality.modes` sees two modes in ``samples`` samples of this kind."""
 
     kind: str
     two_modes: bool

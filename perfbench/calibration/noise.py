@@ -23,10 +23,10 @@ from perfbench.calibration.between_starts import (
 from perfbench.calibration.calibration import Calibration, CellNoise, calibration_json
 from perfbench.calibration.certify import Effort, Rate, certify
 from perfbench.calibration.report import render_calibration
-from perfbench.errors import Exit, PerfbenchError
+from perfbench.errors import unwritable
 from perfbench.gate import stats
 from perfbench.matrix import GatePolicy
-from perfbench.records import AXES, PlannedCell, Replicate, read_run
+from perfbench.records import PlannedCell, Replicate, read_run
 
 
 def calibrate(
@@ -192,7 +192,7 @@ def _cell(
     return CellNoise(
         cell_id=planned.cell_id,
         config_sha256=planned.config_sha256,
-        axes={name: value for name in AXES if (value := planned.axes.value(name)) is not None},
+        axes=planned.axes,
         host_bound=_bound_of(groups),
         starts=len(groups),
         replicates=sum(map(len, groups.values())),
@@ -281,8 +281,5 @@ def _write(out: Path, calibration: Calibration) -> None:
         out.write_text(render_calibration(calibration), encoding="utf-8")
         out.with_suffix(".json").write_text(calibration_json(calibration), encoding="utf-8")
     except OSError as error:
-        text = (
-            f"{out} cannot be written: {error.strerror}. Next: name another file, in a folder that"
-            " you may write to"
-        )
-        raise PerfbenchError(Exit.USAGE, text) from None
+        step = "name another file, in a folder that you may write to"
+        raise unwritable(out, error, step) from None

@@ -14,7 +14,7 @@ from perfbench.calibration.between_starts import CONFIDENCE
 from perfbench.calibration.report_rule import bounded, counts, met, num, pct, table
 from perfbench.calibration.simulate import GPU_BOUND
 from perfbench.gate import stats
-from perfbench.records import NOT_APPLICABLE
+from perfbench.records import AXES, NOT_APPLICABLE
 from perfbench.text import NULL, cell_code, escape
 
 if TYPE_CHECKING:
@@ -252,8 +252,8 @@ def _override(cell: CellNoise, c: Calibration) -> str:
         return ""
     match = ", ".join(
         f"{name}: {json.dumps(value)}"
-        for name, value in cell.axes.items()
-        if value != NOT_APPLICABLE
+        for name in AXES
+        if (value := cell.axes.value(name)) != NOT_APPLICABLE
     )
     gate = (
         f"min_effect_pct: {effect:g}, tolerance_pct:"

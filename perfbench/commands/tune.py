@@ -14,7 +14,7 @@ import typer
 
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, say, warn
-from perfbench.errors import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError, unwritable
 
 if TYPE_CHECKING:
     from perfbench.tuning import Machine
@@ -185,7 +185,5 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         step = "choose a folder that you may write to with --out DIR"
-        raise PerfbenchError(
-            Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {step}"
-        ) from None
+        raise unwritable(path, error, step) from None
     say(f"wrote {path}")

@@ -11,7 +11,7 @@ from statistics import geometric_mean
 from perfbench.gate import stats
 from perfbench.gate.cell_sides import CellSides, side_of_rows
 from perfbench.gate.comparable import comparability_key, environment_differences
-from perfbench.gate.coverage import interrupted_between, paired, rows_by_cell
+from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_cell
 from perfbench.gate.hard_rules import ProofIndex, cell_findings
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
 from perfbench.gate.speed_rule import SpeedVerdict, confirm
@@ -179,7 +179,7 @@ def verdict_with(
         cand_tok_per_s=candidate,
         change_pct=change,
         replicates=len(sides.candidate.tok_per_s),
-        spread_pct=spread_pct(sides.candidate.tok_per_s),
+        spread_pct=range_over_mean_pct(sides.candidate.tok_per_s),
         reproduce=cell.reproduce,
         metric=outcome.metric,
         screened=outcome.screened or cell.screened,
@@ -189,7 +189,7 @@ def verdict_with(
     )
 
 
-def spread_pct(speeds: tuple[float, ...]) -> float | None:
+def range_over_mean_pct(speeds: tuple[float, ...]) -> float | None:
     return None if len(speeds) < 2 else 100 * (max(speeds) - min(speeds)) / geometric_mean(speeds)
 
 
@@ -247,7 +247,7 @@ class _Pairs:
                 f"another config in the base ({base.config_sha256[:12]}, here"
                 f" {candidate.config_sha256[:12]})",
             )
-        both = list(paired(*self._runs, base_rows, rows).values())
+        both = list(paired_rows(*self._runs, base_rows, rows).values())
         if not both:
             return as_watch(
                 cell,
@@ -284,7 +284,7 @@ class _Pairs:
         return f"{measured} of {self.planned} planned pairs" if measured < self.planned else ""
 
     def _policy(self, cell_id: str) -> GatePolicy:
-        """The number of pairs is fixed before the first, so that nobody stops at a number he likes.
+        """The number of pairs is fixed before the first, so that no result decides when to stop.
 
         Where it was not reached, a stop was possible after each pair: Bonferroni over as many looks
         as pairs were planned. With the whole plan's own test at alpha, where the others are

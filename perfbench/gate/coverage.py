@@ -38,7 +38,7 @@ def usable(rows: Iterable[Replicate]) -> list[Replicate]:
     ]
 
 
-def paired(
+def paired_rows(
     base: Run, candidate: Run, base_rows: Sequence[Replicate], rows: Sequence[Replicate]
 ) -> dict[int, tuple[Replicate, Replicate]]:
     """Replicate number -> both usable rows of one cell, without those that an interruption

@@ -14,7 +14,7 @@ from nsa.config import nearest_name
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
 from perfbench.gate.coverage import rows_by_cell, usable
-from perfbench.gate.evidence import WALL, Evidence, shown
+from perfbench.gate.evidence import WALL, Evidence, pct, shown
 from perfbench.gate.judgement import CellVerdict, Judgement
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import (
@@ -206,25 +206,21 @@ def _otherwise(cell: CellVerdict, policy: GatePolicy) -> Iterator[str]:
     same = math.log1p(-policy.min_effect_pct / 100) + reach
     faster = math.log1p(policy.tolerance_pct / 100) + reach
     yield "With this noise it would have been:"
-    yield f"  SAME with a change above {_pct(same)}; FASTER above {_pct(faster)}"
+    yield f"  SAME with a change above {shown(pct(same))}; FASTER above {shown(pct(faster))}"
     if evidence.paired:
         beyond = math.log1p(-evidence.tolerance_pct / 100)
         # of a pair that was cut short the corrected one
         far = -stats.t_quantile(1 - evidence.alpha, c.df) * c.standard_error
         yield (
-            f"  REGRESSED with a change below {_pct(min(beyond, far))}, were it the only cell"
+            f"  REGRESSED with a change below {shown(pct(min(beyond, far)))}, were it the only cell"
             " tested; more cells ask for more"
         )
     else:
         far = -stats.t_quantile(1 - policy.alpha_screen, c.df) * c.standard_error
         yield (
-            f"  tested slower with a change below {_pct(far)}; REGRESSED only after base and"
+            f"  tested slower with a change below {shown(pct(far))}; REGRESSED only after base and"
             " candidate were measured interleaved"
         )
-
-
-def _pct(ln_ratio: float) -> str:
-    return f"{100 * math.expm1(ln_ratio):+.2f} %"
 
 
 def _exit(cell: CellVerdict, judgement: Judgement) -> str:

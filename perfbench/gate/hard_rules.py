@@ -183,12 +183,11 @@ def _second_witness(rows: Sequence[Replicate], proofs: ProofIndex) -> list[Findi
                 "no second witness: no replicate has a profiled step; measure again",
             )
         ]
-    if not proofs.on_gpu or any(
-        one.witness_ok is not None for one in profiles
-    ):  # False is reported with its row
+    # False is reported with its row
+    if not proofs.on_gpu or any(one.witness_ok is not None for one in profiles):
         return []
     text = (
-        "no second witness: the profiler could not tell which kernels ran"
+        "no second witness: the profiler could not determine which kernels ran"
         f" ({profiles[0].witness or 'no reason was recorded'})"
     )
     return [Finding(Verdict.WRONG_PATH, "no witness", text)]

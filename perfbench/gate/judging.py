@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import incomparable, run_findings, unwatched
-from perfbench.gate.confirmation import spread_pct, verdict_with
+from perfbench.gate.confirmation import range_over_mean_pct, verdict_with
 from perfbench.gate.coverage import (
     clock_events,
     missing,
@@ -193,7 +193,7 @@ def _prejudge(
             else round(100 * (geometric_mean(here.tok_per_s) / base_speed - 1), 9)
         ),
         replicates=len(good),
-        spread_pct=spread_pct(here.tok_per_s),
+        spread_pct=range_over_mean_pct(here.tok_per_s),
         reproduce=again,
     )
     if reason or base is None:

@@ -193,9 +193,8 @@ def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> Spee
         suspects.append(
             f"slower on the wall clock, and no host's noise explains {HOST_NOISE_PCT:g} %"
         )
-    elif not sides.base.host_bound and stats.screened(
-        wall.comparison, policy
-    ):  # even too noisy: the new noise may be the loss
+    # even too noisy: the new noise may be the loss
+    elif not sides.base.host_bound and stats.screened(wall.comparison, policy):
         slower = (
             "slower" if wall.comparison.p_slower < policy.alpha_screen else _not_ruled_out(policy)
         )
@@ -269,9 +268,8 @@ def _blind(sides: CellSides, evidence: Evidence) -> bool:
     known_sd = (
         (stats.t_quantile(1 - alpha, math.inf) + stats.t_quantile(power, math.inf)) * sd / drop
     ) ** 2
-    if (
-        known_sd < stats.MAX_BLOCKS / 4
-    ):  # an unknown sd costs less than four times as many; spares the search for most cells
+    # an unknown sd costs less than four times as many; spares the search for most cells
+    if known_sd < stats.MAX_BLOCKS / 4:
         return False
     return stats.blocks_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_BLOCKS) is None
 

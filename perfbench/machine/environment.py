@@ -15,11 +15,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine import gpu as _gpu
 from perfbench.machine import nvml
-from perfbench.machine.gpu import (
-    GpuHandle,
-)
+from perfbench.machine.gpu import GpuHandle, blindness, matches, visible
 from perfbench.records import Environment
 
 
@@ -50,7 +47,7 @@ def visible_gpus(
     *, module: Any | None = None, environ: Mapping[str, str] | None = None
 ) -> tuple[list[GpuHandle], str]:
     """GPUs in the order in which CUDA numbers them, or ([], reason)."""
-    return _gpu.visible(
+    return visible(
         environment_variable("CUDA_VISIBLE_DEVICES", environ),
         environment_variable("CUDA_DEVICE_ORDER", environ),
         module,
@@ -243,7 +240,7 @@ def check_target(
     wanted = f"{target.count} x {target.gpu}" if target.count > 1 else target.gpu
     if not gpus:
         problem = f"got no GPU ({reason}), and the matrix wants {wanted}"
-    elif not all(_gpu.matches(target.gpu, gpu.name) for gpu in gpus[: target.count]):
+    elif not all(matches(target.gpu, gpu.name) for gpu in gpus[: target.count]):
         problem = (
             f"got {', '.join(gpu.name for gpu in gpus[: target.count])}, and the matrix wants"
             f" {wanted}"
@@ -251,7 +248,7 @@ def check_target(
     elif len(gpus) < target.count:
         problem = f"got {len(gpus)} x {gpus[0].name}, and the matrix wants {wanted}"
     else:
-        return TargetFit("cuda", gpus[0], _gpu.blindness(gpus[0], module))
+        return TargetFit("cuda", gpus[0], blindness(gpus[0], module))
     if target.on_mismatch == "skip":
         return TargetFit(
             "cuda",
@@ -260,7 +257,7 @@ def check_target(
             skip=True,
         )
     if target.on_mismatch == "warn" and gpus:
-        warnings = [f"{problem} (on_mismatch: warn)", _gpu.blindness(gpus[0], module)]
+        warnings = [f"{problem} (on_mismatch: warn)", blindness(gpus[0], module)]
         return TargetFit("cuda", gpus[0], "; ".join(filter(None, warnings)))
     raise PerfbenchError(
         Exit.ENVIRONMENT,

@@ -235,11 +235,8 @@ def _is_ours(pid: int, proc: Path = Path("/proc")) -> bool:
                 .rpartition(")")[2]
                 .split()[1]
             )
-        except (
-            OSError,
-            IndexError,
-            ValueError,
-        ):  # it has ended, or belongs to another PID namespace
+        except (OSError, IndexError, ValueError):
+            # it has ended, or belongs to another PID namespace
             return False
     return False
 

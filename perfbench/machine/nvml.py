@@ -100,9 +100,8 @@ def nvml_session(module: Any | None = None) -> Iterator[Any]:
     try:
         yield opened
     finally:
-        with suppress(
-            opened.NVMLError
-        ):  # the driver went away while we read: what was read stays valid
+        # the driver went away while we read: what was read stays valid
+        with suppress(opened.NVMLError):
             opened.nvmlShutdown()
 
 

@@ -20,12 +20,11 @@ from functools import lru_cache
 
 from nsa.config import ModelConfig
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.matrix import rules
+from perfbench.matrix import rules, strict_yaml
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
 from perfbench.matrix.rules import ExcludeRule, ExpectRule, IncludeRule, OverrideRule
 from perfbench.matrix.schema import Limits, Target, resolve_model, validate
 from perfbench.matrix.strict_yaml import Document, read_text
-from perfbench.matrix.strict_yaml import parse as parse_yaml
 from perfbench.records import (
     AXES,
     MAX_REPLICATES,
@@ -93,7 +92,7 @@ def load_matrix(path: str | pathlib.Path) -> Matrix:
 
 def parse_matrix(text: str, path: str) -> Matrix:
     """The same for a text that was read before; ``path`` names it in messages."""
-    document = parse_yaml(text, path)
+    document = strict_yaml.parse(text, path)
     file = validate(document)
     model, model_name = resolve_model(document, file.model)
     matrix = Matrix(

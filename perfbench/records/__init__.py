@@ -11,7 +11,7 @@ from perfbench.records.cells import SELECTIONS, STEPS, Term, Value, check_axis, 
 from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
-from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_beside, totalled
+from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_path, totalled
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
@@ -24,3 +24,4 @@ from perfbench.records.run_file import create_run, has_run, new_run_id, open_for
 from perfbench.records.run_file import is_compressed_run
 from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
+from perfbench.records.whole_file import whole_file

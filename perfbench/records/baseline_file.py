@@ -75,9 +75,8 @@ class Baseline(BaseModel):
     source: Source
     allow_dirty: bool = False
     environment: dict[str, str | None]
-    sentinels: dict[
-        str, list[Speed]
-    ] = {}  # rates, one for each block; none in files older than schema 2
+    # rates, one for each block; none in files older than schema 2
+    sentinels: dict[str, list[Speed]] = {}
     cells: dict[str, BaselineCell] = Field(min_length=1)
 
 

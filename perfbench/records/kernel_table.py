@@ -85,6 +85,6 @@ def own_times(calls: Iterable[tuple[str, int, int, int]]) -> list[tuple[str, int
     return found
 
 
-def table_beside(chrome: Path) -> Path:
+def table_path(chrome: Path) -> Path:
     """Where the table of the timeline ``chrome`` lies."""
     return chrome.with_name(f"{chrome.name.removesuffix('.json.gz')}.kernels.json")

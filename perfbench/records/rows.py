@@ -230,9 +230,8 @@ class Telemetry(_Record):
     num_samples: int = 0
     window_s: float = 0.0
     sampler_cost_pct: float | None = None  # thread CPU time over wall time
-    sampler_query_s: dict[
-        str, float
-    ] = {}  # that CPU time by value asked for; energy_j is read outside the window
+    # that CPU time by value asked for; energy_j is read outside the window
+    sampler_query_s: dict[str, float] = {}
     absent: dict[str, str] = {}
 
 

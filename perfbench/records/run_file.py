@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self
 
 from pydantic import ValidationError
 
-from perfbench.errors import Exit, PerfbenchError
+from perfbench.errors import Exit, PerfbenchError, unwritable
 from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
 from perfbench.text import plain
 
@@ -409,6 +409,4 @@ def _writing(path: Path) -> Iterator[None]:
             if full
             else "choose a folder that you may write to with --out DIR"
         )
-        raise PerfbenchError(
-            Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {step}"
-        ) from None
+        raise unwritable(path, error, step) from None

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class ReportContext:
     """Everything may be absent.
 
-    ``base_run``: the other side of `compare` and `ab`; ``traces``: Markdown, of `tracediff`.
+    ``base_run``: the other side of `compare` and `ab`; ``traces``: Markdown, of
+    `diff.traces_markdown`.
 
     ``paired``: it was measured in turns with the run. ``renamed`` maps the id that the baseline
     knows to the cell's id of today.

@@ -20,8 +20,7 @@ from perfbench.records import (
     typed_revisions,
     without_resume,
 )
-from perfbench.report import failures as red_cells
-from perfbench.report import machine, tables, workloads
+from perfbench.report import failures, machine, tables, workloads
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
 from perfbench.text import NULL, block, cell_code, code, escape, plain
@@ -116,14 +115,14 @@ def _changed(
         for row in rows
         if row.cell.exit_code is not Exit.OK and row.cell.verdict not in elsewhere
     ]
-    reds = [red_cells.red(row, run, judgement, context) for row in red_cells.by_severity(failed)]
+    reds = [failures.red(row, run, judgement, context) for row in failures.by_severity(failed)]
     return {
         "findings": [(finding.verdict.value, finding.reason) for finding in judgement.findings],
         "missing": len(judgement.of(Verdict.MISSING)),
         "reds": [one for one in reds if one["verdict"] != Verdict.WRONG_PATH.value],
         "violations": [one for one in reds if one["verdict"] == Verdict.WRONG_PATH.value],
         "traces": context.traces.strip("\n"),
-        "open": red_cells.open_cells(rows, run, judgement, context),
+        "open": failures.open_cells(rows, run, judgement, context),
         "incomparable": tables.listed(rows, (Verdict.INCOMPARABLE,)),
         "new": tables.listed(rows, (Verdict.NEW, Verdict.MISSING)),
         "renamed": sorted(context.renamed.items()),
@@ -233,7 +232,7 @@ def _commit(source: Source) -> str:
 
 def _against(run: Run, judgement: Judgement, context: ReportContext) -> str:
     base = judgement.baseline
-    if (sides := red_cells.sides(run, context)) is not None and context.base_run is not None:
+    if (sides := failures.sides(run, context)) is not None and context.base_run is not None:
         there = context.base_run.manifest
         return (
             f"candidate {code(sides[1])} against base {code(sides[0])}, {_commit(there.source)},"

@@ -8,11 +8,10 @@ report, not an exit code.
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 import string
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +20,16 @@ from pydantic import ValidationError
 
 from perfbench.errors import PerfbenchError
 from perfbench.gate import CellVerdict, Judgement
-from perfbench.records import Injection, Job, Kernels, PlannedCell, Status, Verdict, table_beside
+from perfbench.records import (
+    Injection,
+    Job,
+    Kernels,
+    PlannedCell,
+    Status,
+    Verdict,
+    table_path,
+    whole_file,
+)
 from perfbench.runner import (
     Checkout,
     MeasuringContext,
@@ -53,7 +61,7 @@ RED_VERDICTS = (Verdict.REGRESSED, Verdict.WRONG_PATH)
 class TracedPair:
     """Both versions behind a judgement, by name.
 
-    ``run`` is the candidate's. ``base``: cell -> revision or folder, None where nobody knows it.
+    ``run`` is the candidate's. ``base``: cell -> revision or folder, None where it is not known.
     ``candidate``: likewise, None for the running checkout.
     """
 
@@ -121,7 +129,8 @@ def trace_on_red(
     diffs = [_diff_of(cell, base[cell.cell_id], candidate[cell.cell_id]) for cell in largest]
     diffs += [_diff_of(cell, None, None, left_out=True) for cell in rest]
     try:
-        _write(out / diff.FILE_NAME, diff.to_json(diffs))
+        with whole_file(out / diff.FILE_NAME) as partial:
+            partial.write_bytes(diff.to_json(diffs))
     except OSError as error:
         context.say(
             f"{out / diff.FILE_NAME} cannot be written: {error.strerror}. The verdict stands"
@@ -131,7 +140,8 @@ def trace_on_red(
 
 
 def trace_side(version: Version, cells: Sequence[str], tracing: Tracing) -> dict[str, Traced]:
-    """Trace ``cells`` of one version; each has an answer, at the least a reason.
+    """Trace ``cells`` of one version; each gets an answer, if only the reason
+    why it was not traced.
 
     Raises nothing but bugs.
     """
@@ -178,7 +188,7 @@ def _of_bases(cells: Sequence[str], pair: TracedPair, tracing: Tracing) -> dict[
         here = [cell_id for cell_id in cells if pair.base.get(cell_id) == revision]
         if revision is None:
             unknown = Traced(
-                name="the base", reason="nobody knows its commit; promote a run of a git checkout"
+                name="the base", reason="its commit is not known; promote a run of a git checkout"
             )
             found |= dict.fromkeys(here, unknown)
         else:
@@ -227,15 +237,15 @@ def _trace_cell(
     for old in tracing.folder.glob(f"{name}.*"):  # an older trace would pass for this one
         old.unlink()
     row = executor.execute(_job(version, cell, model, tracing, chrome.resolve()))
-    for left in tracing.folder.glob(f"{name}.partial.*"):  # of a child that was killed
+    for left in tracing.folder.glob(f"{name}.*partial.*"):  # of a child that was killed
         left.unlink()
     if row.status is not Status.OK:
         return Traced(name=version.name, reason=f"{row.status}: {row.reason}")
     try:
-        kernels = Kernels.model_validate_json(table_beside(chrome).read_bytes())
+        kernels = Kernels.model_validate_json(table_path(chrome).read_bytes())
     except (OSError, ValidationError):
         return Traced(
-            name=version.name, reason=f"its process left no readable {table_beside(chrome).name}"
+            name=version.name, reason=f"its process left no readable {table_path(chrome).name}"
         )
     return Traced(
         name=version.name,
@@ -284,15 +294,3 @@ def _diff_of(
         reproduce=cell.reproduce,
         left_out=left_out,
     )
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Complete or not at all."""
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise

@@ -22,14 +22,14 @@ MIN_PROCESSES = 2
 Times = Sequence[float]  # one for each process, in any unit
 
 
-def spread_pct(times: Times) -> float:
+def slowest_over_fastest_pct(times: Times) -> float:
     """Slowest over fastest, in per cent above it."""
     return 100 * (max(times) / min(times) - 1)
 
 
 def margin_pct(times_a: Times, times_b: Times) -> float:
     """By how much the medians must differ to prove anything."""
-    return max(MARGIN_PCT, spread_pct(times_a), spread_pct(times_b))
+    return max(MARGIN_PCT, slowest_over_fastest_pct(times_a), slowest_over_fastest_pct(times_b))
 
 
 def gain_pct(times_a: Times, times_b: Times) -> float:

@@ -13,7 +13,7 @@ from perfbench.errors import Exit, worst
 from perfbench.gate import Judgement, rows_by_cell, usable
 from perfbench.records import Replicate, Run, Value
 from perfbench.text import plain
-from perfbench.tuning import crossing as rule
+from perfbench.tuning import crossing
 from perfbench.tuning.matrix import WORKLOAD, sm_of
 
 Key = tuple[str, str]  # path, fa2
@@ -78,7 +78,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Tuned:
+class TunedRun:
     """A run with what it decides."""
 
     run: Run
@@ -101,7 +101,7 @@ class Tuned:
         )
 
 
-def decide_run(run: Run, judgement: Judgement) -> Tuned:
+def decide_run(run: Run, judgement: Judgement) -> TunedRun:
     """Decide from a run and its hard gates (no baseline).
 
     ValueError: of another matrix than `tune`'s, by its name or by its cells, or a demonstration.
@@ -115,7 +115,7 @@ def decide_run(run: Run, judgement: Judgement) -> Tuned:
     _refuse_cells(run)
     cells = dict(_cells(run, judgement))
     lengths = tuple(sorted({length for _, length in cells}))
-    return Tuned(
+    return TunedRun(
         run, judgement, lengths, cells, tuple(_decide(name, lengths, cells) for name in CONTESTS)
     )
 
@@ -170,12 +170,12 @@ def _cells(run: Run, judgement: Judgement) -> Iterator[tuple[tuple[Key, int], Ti
                     ),
                 ),
             )
-        elif len(good) < rule.MIN_PROCESSES:
+        elif len(good) < crossing.MIN_PROCESSES:
             yield (
                 place,
                 TimedCell(
                     None,
-                    f"{len(good)} of {rule.MIN_PROCESSES} processes, too few to know the noise",
+                    f"{len(good)} of {crossing.MIN_PROCESSES} processes, too few to know the noise",
                 ),
             )
         else:
@@ -219,7 +219,7 @@ def _decide(name: str, lengths: Sequence[int], cells: Cells) -> Decision:
         return Decision(
             name, MEANS[name], False, None, _why_not(cells, keys_a, keys_b), (), planned
         )
-    found = rule.crossing(lengths, times_a, times_b)
+    found = crossing.crossing(lengths, times_a, times_b)
     return Decision(
         name, MEANS[name], True, found, _because(found, lengths, times_a, times_b), both, False
     )
@@ -245,8 +245,8 @@ def _why_not(cells: Cells, keys_a: Sequence[Key], keys_b: Sequence[Key]) -> str:
 def _because(
     found: int | None,
     lengths: Sequence[int],
-    times_a: Sequence[rule.Times | None],
-    times_b: Sequence[rule.Times | None],
+    times_a: Sequence[crossing.Times | None],
+    times_b: Sequence[crossing.Times | None],
 ) -> str:
     """What holds at the crossing, and what keeps it from being shorter."""
     by_length = {length: (a, b) for length, a, b in zip(lengths, times_a, times_b, strict=True)}
@@ -267,16 +267,16 @@ def _because(
     return "; ".join(parts)
 
 
-def compared(a: rule.Times, b: rule.Times) -> str:
+def compared(a: crossing.Times, b: crossing.Times) -> str:
     """How much longer B takes than A, and whether that is proved."""
-    gain, margin = rule.gain_pct(a, b), rule.margin_pct(a, b)
+    gain, margin = crossing.gain_pct(a, b), crossing.margin_pct(a, b)
     return (
-        f"{gain:+.1f} %, {'proved' if rule.proved_faster(a, b) else 'not proved'} (margin"
+        f"{gain:+.1f} %, {'proved' if crossing.proved_faster(a, b) else 'not proved'} (margin"
         f" {margin:.1f} %)"
     )
 
 
-def lines(tuned: Tuned) -> list[str]:
+def lines(tuned: TunedRun) -> list[str]:
     """What to write into nsa/routing/thresholds.py; empty where path triton was not judged."""
     decision = next(one for one in tuned.decisions if one.name == "triton_min_tokens")
     if tuned.sm is None or not decision.judged:
@@ -284,7 +284,7 @@ def lines(tuned: Tuned) -> list[str]:
     return [f"{tuned.sm}: Tuned(triton_min_tokens={_threshold(decision, tuned.lengths)}),"]
 
 
-def settings(tuned: Tuned) -> dict[str, int]:
+def settings(tuned: TunedRun) -> dict[str, int]:
     """Environment variables that have the same effect at once; there is none for path triton."""
     decision = next(one for one in tuned.decisions if one.name == "fa2_min_len_win")
     return {"NSA_FA2_MIN_LEN_WIN": _threshold(decision, tuned.lengths)} if decision.judged else {}

@@ -11,11 +11,11 @@ from dataclasses import asdict
 
 from perfbench.errors import Exit
 from perfbench.text import NULL, code, escape, number
-from perfbench.tuning import crossing as rule
-from perfbench.tuning.decide import KEYS, Decision, Key, Tuned, compared, lines, settings
+from perfbench.tuning import crossing
+from perfbench.tuning.decide import KEYS, Decision, Key, TunedRun, compared, lines, settings
 
 
-def tuning_json(tuned: Tuned) -> str:
+def tuning_json(tuned: TunedRun) -> str:
     """The content of tune.json; null where nothing is known, with the reason."""
     manifest = tuned.run.manifest
     table = [
@@ -38,7 +38,7 @@ def tuning_json(tuned: Tuned) -> str:
         "environment": manifest.environment.fingerprint(),
         "commit": manifest.source.commit,
         "exit_code": int(tuned.exit_code),
-        "rule": {"margin_pct": rule.MARGIN_PCT, "min_processes": rule.MIN_PROCESSES},
+        "rule": {"margin_pct": crossing.MARGIN_PCT, "min_processes": crossing.MIN_PROCESSES},
         "decisions": [asdict(one) for one in tuned.decisions],
         "tuned_py": lines(tuned),
         "settings": settings(tuned),
@@ -47,7 +47,7 @@ def tuning_json(tuned: Tuned) -> str:
     return json.dumps(content, indent=2, sort_keys=True, allow_nan=False) + "\n"
 
 
-def tuning_markdown(tuned: Tuned) -> str:
+def tuning_markdown(tuned: TunedRun) -> str:
     """The content of tune.md, which is printed too."""
     manifest, env = tuned.run.manifest, tuned.run.manifest.environment
     sm = "" if tuned.sm is None else f", compute capability {tuned.sm[0]}.{tuned.sm[1]}"
@@ -70,16 +70,16 @@ def tuning_markdown(tuned: Tuned) -> str:
         "",
         (
             "Forward and backward of attention alone. A side is proved faster at a length when the"
-            f" other's median over its processes is longer by more than {rule.MARGIN_PCT:g} %, or"
-            " than the spread of either side's processes where that is wider; it takes over from"
+            f" other's median over its processes is longer by more than {crossing.MARGIN_PCT:g} %,"
+            " or than the spread of either side's processes where that is wider; it takes over from"
             " the shortest length from which that holds at every longer one. A tie, or fewer than"
-            f" {rule.MIN_PROCESSES} processes, changes nothing."
+            f" {crossing.MIN_PROCESSES} processes, changes nothing."
         ),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _headline(tuned: Tuned) -> str:
+def _headline(tuned: TunedRun) -> str:
     code_ = int(tuned.exit_code)
     if tuned.judgement.exit_code is not Exit.OK:
         return f"**{escape(tuned.judgement.headline)}**; what follows leaves that out"
@@ -91,7 +91,7 @@ def _headline(tuned: Tuned) -> str:
     )
 
 
-def _counted(tuned: Tuned) -> str:
+def _counted(tuned: TunedRun) -> str:
     measured = sum(cell.step_ms is not None for cell in tuned.cells.values())
     judged = sum(one.judged for one in tuned.decisions)
     return (
@@ -100,7 +100,7 @@ def _counted(tuned: Tuned) -> str:
     )
 
 
-def _table(tuned: Tuned) -> list[str]:
+def _table(tuned: TunedRun) -> list[str]:
     shown = [
         key
         for key in KEYS
@@ -126,7 +126,7 @@ def _table(tuned: Tuned) -> list[str]:
     return rows
 
 
-def _why(tuned: Tuned, ranked: Sequence[Key], length: int) -> str:
+def _why(tuned: TunedRun, ranked: Sequence[Key], length: int) -> str:
     if len(ranked) < 2:
         return "nothing to compare with" if ranked else "nothing measured"
     first, second = (tuned.cells[key, length].step_ms for key in ranked[:2])
@@ -147,7 +147,7 @@ def _bullet(decision: Decision) -> str:
     return f"- {decision.name} (*{escape(decision.means)}*): **{found}**; {escape(decision.reason)}"
 
 
-def _to_write(tuned: Tuned) -> list[str]:
+def _to_write(tuned: TunedRun) -> list[str]:
     table, variables = lines(tuned), settings(tuned)
     notes = [
         f"- nsa/routing/thresholds.py, `TUNED`: {code(line)}; no variable of the environment has"
@@ -180,7 +180,7 @@ def _to_write(tuned: Tuned) -> list[str]:
     return notes or ["Nothing: neither path triton nor FA-2 was judged on this machine."]
 
 
-def _not_judged(tuned: Tuned) -> Iterator[str]:
+def _not_judged(tuned: TunedRun) -> Iterator[str]:
     """Cells without a time that counts, by their reason."""
     by_reason: dict[tuple[Key, str], list[str]] = {}
     for key, length in ((key, length) for key in KEYS for length in tuned.lengths):

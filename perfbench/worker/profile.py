@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity
 
 from nsa.routing import BranchRoute, Route
 from perfbench.older_nsa import steps_off
-from perfbench.records import Kernels, Profile, own_times, table_beside, totalled
+from perfbench.records import Kernels, Profile, own_times, table_path, totalled, whole_file
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 NUM_LONGEST = 12
@@ -245,13 +245,11 @@ def capture(
         else ""
     )
     table = tabulate(events, device, tuned).model_copy(update={"chrome_absent": many})
-    # torch compresses by the ending.
-    partial = chrome.with_name(f"{chrome.name.removesuffix('.json.gz')}.partial.json.gz")
     if not many:
-        recorded.export_chrome_trace(str(partial))
-        partial.rename(chrome)
-    partial.write_text(table.model_dump_json(), encoding="utf-8")
-    partial.rename(table_beside(chrome))
+        with whole_file(chrome) as partial:
+            recorded.export_chrome_trace(str(partial))  # torch compresses by the ending
+    with whole_file(table_path(chrome)) as partial:
+        partial.write_text(table.model_dump_json(), encoding="utf-8")
     return table
 
 

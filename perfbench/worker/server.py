@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from perfbench.machine import give, uuid_sha256, visible_gpu
-from perfbench.records import Job, Replicate, Status, build_validators, failed, utc_now
+from perfbench.records import Job, Replicate, Status, build_validators, failed, utc_now, whole_file
 from perfbench.worker import nsa_version
 from perfbench.worker.clock import Clock, clock_for
 from perfbench.worker.processes import kill_group
@@ -322,6 +322,5 @@ def _exhaust_memory(device: str) -> None:
 
 def _write(path: Path, replicate: Replicate) -> None:
     """Complete or not at all."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(replicate.model_dump(), allow_nan=False), encoding="utf-8")
-    partial.rename(path)
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(replicate.model_dump(), allow_nan=False), encoding="utf-8")

@@ -65,10 +65,8 @@ class Subject:
     def step(self) -> list[Tensor]:
         y = self.call(*self.inputs)
         upstream = None if self.upstream is None else self.upstream.to(y.dtype)
-        return [
-            y,
-            *torch.autograd.grad(y, self.wanted, upstream, materialize_grads=True),
-        ]  # the sigmoid gate takes no q
+        # the sigmoid gate takes no q
+        return [y, *torch.autograd.grad(y, self.wanted, upstream, materialize_grads=True)]
 
 
 def subjects(
@@ -183,9 +181,8 @@ def measure(
     }
     samples: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(options.samples):
-        for name in sorted(
-            sides, reverse=bool(number % 2)
-        ):  # neither side always follows the other
+        # neither side always follows the other
+        for name in sorted(sides, reverse=bool(number % 2)):
             samples[name].append(1e3 * seconds(sides[name].step, steps[name], device) / steps[name])
     row |= {
         "steps_per_sample": steps,
@@ -233,9 +230,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         rows.append(row)
         started = time.perf_counter()
         left_s = options.budget_s - (started - begin)
-        if (
-            left_s < 1.3 * last_s.get(name, 0.0) or left_s <= 0
-        ):  # shapes grow, and so does what a case takes
+        # shapes grow, and so does what a case takes
+        if left_s < 1.3 * last_s.get(name, 0.0) or left_s <= 0:
             row["skipped"] = (
                 f"{left_s:.0f} s left of --budget-s {options.budget_s:g}; this part took"
                 f" {last_s.get(name, 0.0):.0f} s before"
@@ -244,9 +240,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         torch._dynamo.reset()
         try:
             row |= measure(known[name], shape, dtype, options)
-        except (
-            RuntimeError
-        ) as error:  # what torch raises where it cannot compile, does not fit, or a kernel fails
+        # what torch raises where it cannot compile, does not fit, or a kernel fails
+        except RuntimeError as error:
             row["skipped"] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         last_s[name] = time.perf_counter() - started
         row["took_s"] = last_s[name]

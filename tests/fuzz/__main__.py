@@ -37,9 +37,8 @@ def main() -> int:
         type=Path,
         help="where the corpus and the findings go; a new temporary folder by default",
     )
-    asked.add_argument(
-        "--here", action="store_true", help=argparse.SUPPRESS
-    )  # the process of one reader
+    # the process of one reader
+    asked.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = asked.parse_args()
     names: list[str] = options.readers or list(READERS)
     if unknown := [name for name in names if name not in READERS]:

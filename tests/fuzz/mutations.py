@@ -232,9 +232,8 @@ def _damage(whole: Any, random: Random) -> None:
         holder[random.choice(("", "x", "kind", "\ud800", "a\nb", *map(str, holder)))] = holder.pop(
             key
         )
-    elif (
-        kind == 4 and isinstance(holder[key], int | float) and abs(holder[key]) < 10**400
-    ):  # Python writes no more than 4,300 digits
+    # Python writes no more than 4,300 digits
+    elif kind == 4 and isinstance(holder[key], int | float) and abs(holder[key]) < 10**400:
         with suppress(OverflowError):
             holder[key] = random.choice((-1, 1000, 10**9, 0.5, 1e300)) * holder[key]
     else:

@@ -72,9 +72,8 @@ def _check_refusal(name: str, error: PerfbenchError, folder: Path) -> None:
     assert error.exit_code in (Exit.USAGE, Exit.BASELINE), f"{error.exit_code!r}: {text[:300]}"
     assert 0 < len(text) <= MAX_MESSAGE_CHARS, f"a message of {len(text)} characters"
     text.encode()  # a lone surrogate cannot be printed
-    lines = text.split(
-        "\n"
-    )  # a matrix has a line for each mistake, also the one that a run file holds
+    # a matrix has a line for each mistake, also the one that a run file holds
+    lines = text.split("\n")
     assert name in ("matrix", "run", "tune") or len(lines) == 1, (
         f"more than one line: {text[:300]!r}"
     )

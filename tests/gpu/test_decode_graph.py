@@ -156,9 +156,8 @@ def test_two_graphs_live_at_once() -> None:
     graphs = [DecodeGraph(model, prefilled(model, lengths, 640)) for model, lengths in shapes]
     for step in range(24):
         ids = [ids_of(len(lengths), 1, seed=step) for _, lengths in shapes]
-        got = [
-            graph(x) for graph, x in zip(graphs, ids, strict=True)
-        ]  # both, before either is looked at
+        # both, before either is looked at
+        got = [graph(x) for graph, x in zip(graphs, ids, strict=True)]
         for (model, _), cache, x, y in zip(shapes, plain, ids, got, strict=True):
             want = model(x, cache=cache)[:, -1]
             assert error(y, want) <= 1e-4 * max(1.0, magnitude(want)), step
@@ -187,9 +186,8 @@ def test_generation_by_graph_does_not_sync_once_it_is_captured(
     real = DecodeGraph.__call__
 
     def watched(self: DecodeGraph, ids_B1: Tensor) -> Tensor:
-        torch.cuda.set_sync_debug_mode(
-            "error"
-        )  # from the first replay to the end, sampling included
+        # from the first replay to the end, sampling included
+        torch.cuda.set_sync_debug_mode("error")
         return real(self, ids_B1)
 
     monkeypatch.setattr(DecodeGraph, "__call__", watched)

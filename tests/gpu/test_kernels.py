@@ -226,9 +226,10 @@ def assert_last_rows(case: Case, slots: int, rows: int = 64) -> None:
     )
     current = torch.arange(T, device=DEVICE, dtype=torch.int32)[:, None] // 64
     slot = torch.arange(slots, device=DEVICE, dtype=torch.int32)
+    # a run that ends at the current one
     blocks = (current - slots + 1 + slot).where(
         current >= slots, torch.where(slot <= current, slot, -1)
-    )  # a run that ends at the current one
+    )
     blocks = blocks.int()[None, :, None].expand(1, T, G, slots).contiguous()
     tail = slice(T - rows, T)
     kept = (slots + 2) * 64  # tokens that the last rows may see

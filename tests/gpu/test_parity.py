@@ -254,9 +254,8 @@ def test_layer(path: Path, fa2: str, counters: tuple[str, ...]) -> None:
         o, grads = run(lambda *x: layer(x, path, fa2), tensors)
     assert dict(engaged.counts) == dict.fromkeys(counters, 1)
     blocks = chosen(torch.bfloat16)
-    if (
-        path is Path.TRITON
-    ):  # which may decide a near-tie otherwise; its choice is judged in test_kernels.py
+    # which may decide a near-tie otherwise; its choice is judged in test_kernels.py
+    if path is Path.TRITON:
         q, k, _ = inputs(LONG, torch.bfloat16)
         blocks = choose_by_kernel(
             q, compress(k, config=PAPER), PAPER, q_start=0, kv_len=LONG.tokens
@@ -310,9 +309,8 @@ def test_routes_that_claim_it_do_not_sync(path: Path, fa2: str) -> None:
     assert not routed(path, "auto", torch.bfloat16, "sel").syncs
     leaves = [x.clone().requires_grad_() for x in layer_inputs(torch.bfloat16)]
     upstream = torch.randn_like(leaves[0])
-    torch.autograd.grad(
-        layer(tuple(leaves), path, fa2), leaves, upstream
-    )  # first use may initialise libraries
+    # first use may initialise libraries
+    torch.autograd.grad(layer(tuple(leaves), path, fa2), leaves, upstream)
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.autograd.grad(layer(tuple(leaves), path, fa2), leaves, upstream)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from nsa import NSAAttention, NSAConfig
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
-from nsa.ops.selected import gathered_rows as packed
+from nsa.ops.selected import gathered_rows
 from tests.cases import error, magnitude, randn
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -144,9 +144,7 @@ def test_one_compiled_graph_where_blocks_compete(kind: str, fa2: str) -> None:
 
 def test_a_reserved_workspace_is_what_the_first_step_takes() -> None:
     config = MODEL.nsa
-    need = packed.workspace_bytes(
-        1,
-        2048,
+    shape = gathered_rows.GatherShape(
         num_kv_heads=2,
         head_dim=64,
         v_head_dim=64,
@@ -154,9 +152,10 @@ def test_a_reserved_workspace_is_what_the_first_step_takes() -> None:
         sel_block=config.sel_block,
         dtype=DTYPE,
     )
+    need = gathered_rows.workspace_bytes(1, 2048, shape)
     torch.cuda.empty_cache()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    packed.reserve(need, torch.device(DEVICE))
+    gathered_rows.reserve(need, torch.device(DEVICE))
     assert torch.cuda.memory_allocated() == allocated, "nothing is kept"
     assert torch.cuda.memory_reserved() - reserved >= need
     layer, x = layer_of("v2", "off"), fresh(x_of(2048))

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from nsa.ops.gated_sum import kernels as combine
 from nsa.ops.interval import kernels as interval
-from nsa.ops.joint_backward import kernels as joined
+from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
@@ -109,8 +109,8 @@ def everything(
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))
-    geometry = joined.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
-    joined.backward(
+    geometry = joint_backward.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
+    joint_backward.backward(
         do,
         gates,
         q,

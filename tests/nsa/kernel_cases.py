@@ -61,16 +61,16 @@ def attend(
     )[0]
 
 
-ORDINARY_LOADS = (
-    1 << 62
-)  # as nsa.ops.kernels.common.COPY_MIN_ELEMENTS: no tile by a tensor descriptor
+# as nsa.ops.kernels.common.COPY_MIN_ELEMENTS: no tile by a tensor descriptor
+ORDINARY_LOADS = 1 << 62
 
 
 def differentiable(name: str, device: str = "cpu") -> tuple[object, ...]:
     """The arguments of ``operator_calls()[name]``; those that have a gradient require it."""
+    # the first so many arguments
     wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "means": 2, "joined": 3}.get(
         name, 0
-    )  # the first so many arguments
+    )
 
     def prepared(x: object, wants: bool) -> object:
         if isinstance(x, list):

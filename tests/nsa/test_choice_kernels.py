@@ -23,13 +23,8 @@ CHOICES = [
     (replace(SMALL, cmp_block=4, sel_block=4), 2, 12, 300, 1.0),
     (replace(SMALL, sel_block=8, num_selected=6, num_local=3, num_initial=2), 1, 12, 700, 3.0),
     (replace(SMALL, num_selected=7), 3, 6, torch.tensor([5, 300, 131]), 1.0),
-    (
-        replace(SMALL, num_selected=16),
-        1,
-        8,
-        4000,
-        1.0,
-    ),  # 251 blocks: more than CANDIDATES, which a threshold thins out
+    # 251 blocks: more than CANDIDATES, which a threshold thins out
+    (replace(SMALL, num_selected=16), 1, 8, 4000, 1.0),
 ]
 
 

@@ -22,9 +22,8 @@ from nsa.ops.selected import masked, v2
 from tests.cases import INTERPRETED, SMALL, Case, assert_parity, here, qkv, randn, random_blocks
 
 TINY = preset("tiny")
-EVERY_BLOCK_TOKENS = (
-    SMALL.num_selected * SMALL.sel_block
-)  # up to this length every block is selected
+# up to this length every block is selected
+EVERY_BLOCK_TOKENS = SMALL.num_selected * SMALL.sel_block
 # Blocks compete or all find a slot, the window has tiles behind it or covers all: multiples of the
 # selection block, of the window, and of neither. Up to one selection block (16 here) the sizes are
 # 0 and 1, which torch.compile makes other graphs of.

@@ -79,9 +79,8 @@ def eager_of(config: NSAConfig) -> Callable[..., Tensor]:
 def test_by_hand() -> None:
     config = NSAConfig(cmp_block=2, cmp_stride=1, sel_block=2, phi="linear")
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]).view(1, 3, 1, 2)
-    weight = torch.tensor(
-        [[1.0, 10.0, 100.0, 1000.0], [0.0, 0.0, 0.0, 1.0]]
-    )  # token 0's two features, then token 1's
+    # token 0's two features, then token 1's
+    weight = torch.tensor([[1.0, 10.0, 100.0, 1000.0], [0.0, 0.0, 0.0, 1.0]])
     want = [[4321.0, 4.0], [6543.0, 6.0]]
     for got in (
         compress(x, config=config, params={"weight": weight}),
@@ -117,9 +116,8 @@ def test_both_oracles_agree(phi: str, parts: int) -> None:
 
 @pytest.mark.parametrize("phi", LEARNED)
 @pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize(
-    "past", [-1, 0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 5 * STRIDE - 1]
-)  # tokens beyond one whole block
+# tokens beyond one whole block
+@pytest.mark.parametrize("past", [-1, 0, 1, STRIDE - 1, STRIDE, STRIDE + 1, 5 * STRIDE - 1])
 def test_equals_the_oracle(phi: str, parts: int, past: int) -> None:
     config = config_of(phi, parts)
     tokens = config.cmp_block + past

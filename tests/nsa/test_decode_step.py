@@ -250,10 +250,11 @@ def test_buffers_grow_first_and_their_bytes_are_counted() -> None:
         "v_head_dim": 6,
         "element_size": 8,
     }
+    # l = 8 raw tokens
     assert (
         cache.memory_bytes()
         == cache_bytes(SMALL, capacity=100, **shape) + 2 * 8 * KV_HEADS * (8 + 6) * 8
-    )  # l = 8 raw tokens
+    )
 
 
 def test_where_memory_ends_the_caches_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,10 +178,8 @@ def test_a_graph_that_fails_leaves_no_token(
     prompt, ids = torch.randint(256, (2, 9)), torch.randint(256, (2, 3))
     for c in (cache, plain):
         model(prompt, cache=c)
-    head, calls = (
-        model.head.forward,
-        [1 if fails_at == "warm-up" else 2],
-    )  # the fixture warms up by two steps
+    # the fixture warms up by two steps
+    head, calls = (model.head.forward, [1 if fails_at == "warm-up" else 2])
 
     def fails(x: Tensor) -> Tensor:
         calls[0] -= 1

@@ -25,9 +25,8 @@ from tests.cases import PATHS_HERE, SMALL, assert_parity, randn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = preset("tiny")
-ALL = (
-    SMALL.num_selected * SMALL.sel_block
-)  # 80 tokens: the last length at which every block has a slot
+# 80 tokens: the last length at which every block has a slot
+ALL = SMALL.num_selected * SMALL.sel_block
 
 
 def inputs(

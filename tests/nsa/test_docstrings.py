@@ -95,9 +95,8 @@ def test_every_public_method_says_what_it_does(name: str) -> None:
         for part, thing in public_parts(getattr(nsa, name)).items()
         if not inspect.getdoc(thing)
     ]
-    assert [
-        part for part in mute if part not in ("value_dim", "rotates_before_compression")
-    ] == []  # named for what they are
+    # named for what they are
+    assert [part for part in mute if part not in ("value_dim", "rotates_before_compression")] == []
 
 
 @pytest.mark.parametrize("name", [n for n in nsa.__all__ if inspect.isfunction(getattr(nsa, n))])
@@ -128,7 +127,6 @@ def test_every_argument_of_a_forward_is_spoken_of(name: str) -> None:
         a.split("_")[0] if a.endswith(("_BTM", "_BT")) else a
         for a in inspect.signature(module.forward).parameters
     ]
-    documented = docstring_of(module) + (
-        docstring_of(nsa.NSAAttention) if name == "TinyLM" else ""
-    )  # "the rest as in NSAAttention"
+    # "the rest as in NSAAttention"
+    documented = docstring_of(module) + (docstring_of(nsa.NSAAttention) if name == "TinyLM" else "")
     assert [a for a in arguments if a != "self" and not re.search(rf"\b{a}\b", documented)] == []

@@ -72,16 +72,14 @@ def test_training_on_a_text_learns_and_writes(capsys: pytest.CaptureFixture[str]
     count = Counter(README.read_bytes())
     by_hand = -sum(n / count.total() * math.log(n / count.total()) for n in count.values())
     assert outcome.unigram == pytest.approx(by_hand, abs=1e-9)
-    assert (
-        len(outcome.losses) == 60 and outcome.losses[0] > 5.0
-    )  # nearly ln 256: nothing is known yet
+    # nearly ln 256: nothing is known yet
+    assert len(outcome.losses) == 60 and outcome.losses[0] > 5.0
     assert sum(outcome.losses[-10:]) / 10 < by_hand - 0.3
     assert outcome.text.startswith("## ") and len(outcome.text) > len("## ")
 
     out = capsys.readouterr().out
-    assert (
-        "sel: masked (sdpa, torch" in out and "'sel.masked': 2" in out
-    )  # planned, and run by both layers
+    # planned, and run by both layers
+    assert "sel: masked (sdpa, torch" in out and "'sel.masked': 2" in out
     assert out.count("tok/s") == 10 and outcome.text in out
 
 
@@ -215,9 +213,8 @@ def test_llama_keeps_weights_and_trains() -> None:
     before = model.state_dict()
     model = llama.with_nsa(model, SMALL).train()
     after = model.state_dict()
-    assert all(
-        after[name].data_ptr() == tensor.data_ptr() for name, tensor in before.items()
-    )  # the tensors themselves, not copies
+    # the tensors themselves, not copies
+    assert all(after[name].data_ptr() == tensor.data_ptr() for name, tensor in before.items())
     assert {name for name in after if name not in before} == {
         f"model.layers.{layer}.self_attn.gate.proj.{kind}"
         for layer in range(2)

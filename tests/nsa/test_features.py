@@ -186,11 +186,12 @@ def copies_of_heads(tree: ast.AST) -> list[int]:
         if isinstance(n, ast.Attribute | ast.Name)
         and "repeat_interleave" in ast.unparse(n).split(".")[-1]
     ]
+    # getattr(x, "...")
     texts = [
         n.lineno
         for n in ast.walk(tree)
         if isinstance(n, ast.Constant) and n.value == "repeat_interleave"
-    ]  # getattr(x, "...")
+    ]
     imported = [
         n.lineno
         for n in ast.walk(tree)

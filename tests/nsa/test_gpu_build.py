@@ -16,10 +16,8 @@ import pytest
 import nsa.ops
 
 OPS = Path(nsa.ops.__file__).parent
-SHARED_BYTES = {
-    80: 166_912,
-    90: 232_448,
-}  # CUDA C++ Programming Guide: most that a block may have (163 and 227 KB)
+# CUDA C++ Programming Guide: most that a block may have (163 and 227 KB)
+SHARED_BYTES = {80: 166_912, 90: 232_448}
 
 
 def launched() -> set[str]:

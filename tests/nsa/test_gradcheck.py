@@ -25,9 +25,8 @@ from nsa.compression import param_shapes
 from nsa.routing import Path
 from tests.cases import FP64_PATHS, leaves, randn
 
-EVERY_PATH = pytest.mark.parametrize(
-    "path", FP64_PATHS
-)  # central differences need fp64, which no Triton kernel takes
+# central differences need fp64, which no Triton kernel takes
+EVERY_PATH = pytest.mark.parametrize("path", FP64_PATHS)
 # Blocks compete from 13 tokens on: of 14, the last two rows choose 3 blocks of 4.
 TINY = NSAConfig(cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, window=3)
 TOKENS, KV_HEADS, GROUP, DK, DV = 14, 1, 2, 2, 3
@@ -134,9 +133,8 @@ def test_sliding_attention(queries: int, window: int) -> None:
 @EVERY_PATH
 def test_nsa_attention_with_its_gates(path: Path) -> None:
     """Each branch has K and V of its own, so that no branch's gradient hides in another's."""
-    config = replace(
-        TINY, sel_block=2, num_initial=0, num_local=1, num_selected=2
-    )  # two of up to four blocks of 8 tokens
+    # two of up to four blocks of 8 tokens
+    config = replace(TINY, sel_block=2, num_initial=0, num_local=1, num_selected=2)
 
     def layer(q: Tensor, *rest: Tensor) -> Tensor:
         *kv, g = rest

@@ -47,9 +47,8 @@ def test_interval(grid: tuple[int, int, int | None], start: int | str) -> None:
     q_start = RAGGED if ragged else 0 if documents else int(start)
     keys = 80 if ragged else tokens + int(q_start)
     num_keys = (keys - block) // stride + 1
-    dims = (
-        (60, 100) if start in (0, "documents") else (61, 99)
-    )  # rows of 16-byte units, which the copy engine takes, and others
+    # rows of 16-byte units, which the copy engine takes, and others
+    dims = (60, 100) if start in (0, "documents") else (61, 99)
     q, _, _ = qkv(Case(tokens, 3, *dims, batch))
     _, k, v = qkv(Case(num_keys, 3, *dims, batch))
     first = first_of(tokens) if documents else None
@@ -139,13 +138,8 @@ def test_keys_gradients_in_parts(
         (256, 16, 65_536, 8_590_000_000, (1, 1)),  # 4,096 programs
         (256, 16, 65_536, 2_100_000_000, (2, 1)),
         (1, 1, 1 << 20, 1 << 33, (1, 16)),
-        (
-            4096,
-            16,
-            1 << 20,
-            1 << 41,
-            (16, 1),
-        ),  # a million tokens: 4,096 are enough, and more would be memory
+        # a million tokens: 4,096 are enough, and more would be memory
+        (4096, 16, 1 << 20, 1 << 41, (16, 1)),
     ],
 )
 def test_programs_go_by_the_root_of_the_work(

@@ -144,10 +144,8 @@ COUNTERS: list[tuple[str, tuple[str, ...]]] = [
     ("v2", ("cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa")),
     ("v1", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
     ("reference", ("cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa")),
-    (
-        "auto",
-        ("cmp.sdpa", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa"),
-    ),  # as short as this, both are causal attention
+    # as short as this, both are causal attention
+    ("auto", ("cmp.sdpa", "sel.dense", "sel.sdpa", "win.dense", "win.sdpa")),
     ("adaptive", ("cmp.sdpa", "sel.v1", "sel.sdpa", "win.sdpa")),
 ]
 COUNTERS += (

@@ -14,9 +14,8 @@ from tests.needle import PAPER, Haystack, assert_found, chosen, haystack, of_hea
 
 TOKENS = 4096
 TAIL = slice(TOKENS - here(16, 4), TOKENS)  # the queries that look back
-LAST_HIDDEN = (
-    TAIL.start - PAPER.window
-) // PAPER.sel_block - 1  # beyond it the window would see the needle
+# beyond it the window would see the needle
+LAST_HIDDEN = (TAIL.start - PAPER.window) // PAPER.sel_block - 1
 GATES = (0.3, 0.5, 0.2)
 # Anywhere but the initial block: neither forced nor in the window, so that the scores alone can
 # find it.
@@ -103,9 +102,8 @@ def test_every_query_from_the_needle_on_finds_it_and_none_before() -> None:
         o = whole(stack)
     for head, token in stack.positions.items():
         found = chosen(blocks, head, stack.block(head))[0]
-        begins = (
-            stack.block(head) * PAPER.sel_block
-        )  # the current block is a candidate before its needle comes
+        # the current block is a candidate before its needle comes
+        begins = stack.block(head) * PAPER.sel_block
         assert found[begins:].all() and not found[:begins].any()
         assert not of_head(o, head)[:, :token, :, -1].any()
         assert_found(of_head(o, head)[:, token:], gate=GATES[1])

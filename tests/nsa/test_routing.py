@@ -111,13 +111,8 @@ def test_an_explicit_request_is_that_path_or_an_error(
         ("adaptive", "off", H100, 1024, {"cmp.sdpa", "sel.v2", "sel.sdpa", "win.sdpa"}),
         ("reference", "off", CPU, 128, {"cmp.sdpa", "sel.reference", "sel.loop", "win.sdpa"}),
         ("masked", "on", H100, 2048, {"cmp.sdpa", "sel.masked", "sel.sdpa", "win.fa2"}),
-        (
-            "triton",
-            "auto",
-            TRITON,
-            2048,
-            {"cmp.triton", "sel.triton", "win.triton"},
-        ),  # this problem chooses no blocks
+        # this problem chooses no blocks
+        ("triton", "auto", TRITON, 2048, {"cmp.triton", "sel.triton", "win.triton"}),
         ("triton", "off", TRITON, 2048, {"cmp.triton", "sel.triton", "win.triton"}),
         ("triton", "on", TRITON, 2048, {"cmp.triton", "sel.triton", "win.fa2"}),
     ],

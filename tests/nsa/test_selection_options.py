@@ -200,9 +200,8 @@ def test_every_option_equals_the_loop(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["exact", "hierarchical"])
-@pytest.mark.parametrize(
-    "base", [SMALL, WIDE]
-)  # whose edge blocks are forced: they sum in another order, and tie only on paper
+# whose edge blocks are forced: they sum in another order, and tie only on paper
+@pytest.mark.parametrize("base", [SMALL, WIDE])
 def test_equal_scores_choose_the_lowest_index(base: NSAConfig, kind: str) -> None:
     """Trap 12. q = 0: interior blocks tie exactly; the loop counts shared sub-chunks in whole
     numbers. Two documents.
@@ -238,12 +237,8 @@ def test_packed_documents_equal_each_document_alone(kind: str, num_selected: int
     blocks.
     """
     config = replace(SMALL, selection=kind, num_selected=num_selected)
-    rows = [
-        (0, 176),
-        (176, 177),
-        (192, 400),
-        (400, 415),
-    ]  # (begin, end); each begins at a multiple of 16
+    # (begin, end); each begins at a multiple of 16
+    rows = [(0, 176), (176, 177), (192, 400), (400, 415)]
     q, k_cmp = inputs(416, config, queries=416, heads=3, groups=2, batch=2)
     first = document_starts([begin // 16 for begin, _ in rows], 16, 0, 416).expand(2, -1)
     packed = choose(q, k_cmp, config, kv_len=416, first=first)
@@ -272,9 +267,8 @@ def test_chunks_of_queries_carry_their_own_documents(monkeypatch: pytest.MonkeyP
     q, k_cmp = inputs(300, SMALL, queries=300)
     first = document_starts([3, 11], 16, 0, 300)
     whole = choose(q, k_cmp, SMALL, kv_len=300, first=first)
-    monkeypatch.setattr(
-        selection, "SCORE_CHUNK_BYTES", 7 * 2 * k_cmp.shape[1] * 4
-    )  # seven queries a chunk
+    # seven queries a chunk
+    monkeypatch.setattr(selection, "SCORE_CHUNK_BYTES", 7 * 2 * k_cmp.shape[1] * 4)
     assert torch.equal(choose(q, k_cmp, SMALL, kv_len=300, first=first), whole)
 
 
@@ -329,10 +323,8 @@ def test_narrow_scoring_changes_close_rows_only(score_dtype: str, bits: int, mea
     """
     config = replace(SMALL, score_dtype=score_dtype)
     q, k_cmp = inputs(400, config, queries=240, heads=2)
-    q, k_cmp = (
-        q * 0.2,
-        k_cmp + mean,
-    )  # keys of a common mean: rounding removes part of what distinguishes them
+    # keys of a common mean: rounding removes part of what distinguishes them
+    q, k_cmp = (q * 0.2, k_cmp + mean)
     narrow, exact = (choose(q, k_cmp, c, q_start=160, kv_len=400) for c in (config, SMALL))
     differs = (narrow != exact).any(-1)[0, :, 0]
     for t in differs.nonzero()[:, 0].tolist():
@@ -380,9 +372,8 @@ def hot(logits: dict[int, float]) -> tuple[Tensor, Tensor]:
     """
     k_cmp = torch.zeros(1, 63, 1, 4, dtype=torch.float64)
     for j, logit in logits.items():
-        k_cmp[0, 4 * j + 1] = logit / (
-            4 * SCALE
-        )  # compressed block 4j + 1 lies inside selection block j
+        # compressed block 4j + 1 lies inside selection block j
+        k_cmp[0, 4 * j + 1] = logit / (4 * SCALE)
     return torch.ones(1, 1, 1, 4, dtype=torch.float64), k_cmp
 
 

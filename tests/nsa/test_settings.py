@@ -257,9 +257,8 @@ def test_each_new_route_is_logged_once(
     with caplog.at_level(logging.INFO, "nsa"):
         first = module.decide(PROBLEM, H100)
         module.decide(PROBLEM, H100)
-        module.decide(
-            dataclasses.replace(PROBLEM, q_tokens=2047, k_tokens=2047), H100
-        )  # the same Route
+        # the same Route
+        module.decide(dataclasses.replace(PROBLEM, q_tokens=2047, k_tokens=2047), H100)
         assert len(records(caplog)) == 1
         module.decide(PROBLEM, H100, path="masked")
     assert [record.levelno for record in records(caplog)] == [logging.INFO, logging.INFO]

@@ -144,9 +144,8 @@ def test_invalid_and_massless_gates_reach_no_mean() -> None:
     )
     with statistics.collect() as seen:
         statistics.observe_gates(gates, ALL)
-        statistics.observe_gates(
-            gates[:, 2:3], ("sel", "win")
-        )  # the negative gate is of a branch that is off
+        # the negative gate is of a branch that is off
+        statistics.observe_gates(gates[:, 2:3], ("sel", "win"))
     assert_equal(seen.read(), expect_gates([(gates, ALL), (gates[:, 2:3], ("sel", "win"))]))
     assert (seen.read().gate_rows_invalid, seen.read().gate_rows_massless) == (3, 2)
     with statistics.collect() as nothing_valid:

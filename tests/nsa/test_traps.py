@@ -151,9 +151,8 @@ def test_trap_03_blind_rows_are_zero_and_weigh_nothing_in_a_merge() -> None:
     )
     (d_q,) = torch.autograd.grad(o.square().sum(), inputs[:1])
     assert d_q.isfinite().all() and not d_q[:, blind].any()
-    other = torch.full_like(
-        lse, -3.0
-    )  # an lse of 0 in the blind rows would take 95 % of the merged output
+    # an lse of 0 in the blind rows would take 95 % of the merged output
+    other = torch.full_like(lse, -3.0)
     weight = (lse - torch.logaddexp(lse, other)).exp()
     assert (weight[:, blind] == 0).all() and (weight[:, 7:] > 0).all()
 
@@ -179,9 +178,8 @@ def test_trap_07_a_block_beyond_the_end_is_no_key(path: Path, beyond: int) -> No
     room = [torch.full((1, 400, 2, 8), torch.nan) for _ in (k, v)]
     for wide, x in zip(room, (k, v), strict=True):
         wide[:, :tokens] = x
-    blocks = torch.tensor([0, -1, -1], dtype=torch.int32).expand(
-        1, tokens, 2, 3
-    )  # block 1 is left out: clamping to it would show too
+    # block 1 is left out: clamping to it would show too
+    blocks = torch.tensor([0, -1, -1], dtype=torch.int32).expand(1, tokens, 2, 3)
     padded = torch.where(blocks < 0, beyond, blocks)
     try:
         got = attend(path, q, room[0][:, :tokens], room[1][:, :tokens], padded, 64)
@@ -206,9 +204,8 @@ def test_trap_07_strict_mode_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None
 def test_trap_08_the_window_holds_w_tokens_forward_and_backward(window: int) -> None:
     tokens, rows = 100, (0, 1, 23, 24, 25, 57, 99)
     q, k = randn(1, tokens, 1, 8, seed=0), randn(1, tokens, 1, 8, seed=1).requires_grad_()
-    v = (
-        torch.eye(tokens)[None, :, None].clone().requires_grad_()
-    )  # token s's value is the s-th unit vector
+    # token s's value is the s-th unit vector
+    v = torch.eye(tokens)[None, :, None].clone().requires_grad_()
     o = sliding_attention(q, k, v, window=window)
     for t in rows:
         inside = list(range(max(0, t - window + 1), t + 1))
@@ -262,9 +259,8 @@ def test_trap_11_the_softmax_does_not_see_the_future() -> None:
         select_by_logits(x, PLAIN, position=position, kv_len=30 * 16) for x in (logits, raised)
     )
     assert before == after == [0, 2, 7, 8]
-    leaky = raised.softmax(-1)[:, :9].sum(
-        0
-    )  # normalised over all 30: the first head's block 2 has nothing left
+    # normalised over all 30: the first head's block 2 has nothing left
+    leaky = raised.softmax(-1)[:, :9].sum(0)
     assert int(leaky[1:7].argmax()) + 1 == 3
 
 

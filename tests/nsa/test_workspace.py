@@ -15,8 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig, preset
 from nsa.model import TinyLM
-from nsa.ops.selected import gathered_rows as packed
-from nsa.ops.selected import v2
+from nsa.ops.selected import gathered_rows, v2
 from tests.cases import SMALL, Case, qkv, random_blocks
 
 FIRST = replace(preset("tiny"), checkpoint_layers=(0, 2))
@@ -101,17 +100,16 @@ ROWS = CASE.batch * CASE.kv_heads * CASE.tokens
 
 
 def closed_form(limit_bytes: int, *, backward: bool) -> int:
-    return packed.workspace_bytes(
-        CASE.batch,
-        CASE.tokens,
+    shape = gathered_rows.GatherShape(
         num_kv_heads=CASE.kv_heads,
         head_dim=8,
         v_head_dim=12,
         num_selected=SMALL.num_selected,
         sel_block=SMALL.sel_block,
         dtype=torch.float32,
-        limit_bytes=limit_bytes,
-        backward=backward,
+    )
+    return gathered_rows.workspace_bytes(
+        CASE.batch, CASE.tokens, shape, limit_bytes=limit_bytes, backward=backward
     )
 
 
@@ -145,25 +143,21 @@ def test_the_closed_form_is_what_was_gathered(limit_bytes: int) -> None:
 
 
 def test_a_dtype_narrower_than_fp32_is_added_up_in_fp32() -> None:
-    shape: dict[str, Any] = {
-        "num_kv_heads": 2,
-        "head_dim": 64,
-        "v_head_dim": 64,
-        "num_selected": 16,
-        "sel_block": 64,
-    }
-    forward = packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, backward=False, **shape)
+    shape = gathered_rows.GatherShape(
+        num_kv_heads=2,
+        head_dim=64,
+        v_head_dim=64,
+        num_selected=16,
+        sel_block=64,
+        dtype=torch.bfloat16,
+    )
+    forward = gathered_rows.workspace_bytes(1, 8192, shape, backward=False)
     # 4,096 rows of 16 blocks of 64 keys of 2 x 64 numbers of 2 bytes fill 1 GiB; they touch one kv
     # head's 128 blocks.
     assert forward == 4096 * 16 * 64 * 128 * 2 == 1 << 30
     matrix, totals = 128 * 4096 * 16 * (1 + 2), 2 * 8192 * 128 * 4
-    assert (
-        packed.workspace_bytes(1, 8192, dtype=torch.bfloat16, **shape)
-        == 2 * forward + matrix + totals
-    )
-    decode = packed.workspace_bytes(
-        1, 8192, q_tokens=1, dtype=torch.bfloat16, backward=False, **shape
-    )
+    assert gathered_rows.workspace_bytes(1, 8192, shape) == 2 * forward + matrix + totals
+    decode = gathered_rows.workspace_bytes(1, 8192, shape, q_tokens=1, backward=False)
     assert decode == 2 * 16 * 64 * 128 * 2
 
 
@@ -184,22 +178,20 @@ def test_a_tiny_limit_changes_no_bit_of_the_forward(
 
 
 def test_reserving_on_a_cpu_allocates_nothing() -> None:
-    packed.reserve(1 << 60, torch.device("cpu"))  # more than any machine has
+    gathered_rows.reserve(1 << 60, torch.device("cpu"))  # more than any machine has
 
 
 def test_a_layer_reserves_what_its_own_path_packs() -> None:
     layer = NSAAttention(48, 6, 2, 8, 16, SECOND.nsa, path="v2", fa2="off")
-    wanted = packed.workspace_bytes(
-        2,
-        100,
+    shape = gathered_rows.GatherShape(
         num_kv_heads=2,
         head_dim=8,
         v_head_dim=16,
         num_selected=7,
         sel_block=8,
         dtype=torch.float32,
-        backward=False,
     )
+    wanted = gathered_rows.workspace_bytes(2, 100, shape, backward=False)
     assert wanted == 2 * 2 * 100 * 7 * 8 * (8 + 16) * 4
     assert layer.reserve(2, 100, backward=False) == wanted
     assert layer.reserve(2, 100) > wanted

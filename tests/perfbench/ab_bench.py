@@ -22,7 +22,7 @@ from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner import executor
 from perfbench.runner.ab import checkout, schedule, version_plan
-from tests.perfbench import builders, repositories, side_measure
+from tests.perfbench import builders, repositories, version_measure
 
 MATRIX = """\
 version: 1
@@ -67,7 +67,7 @@ class FakeSide:
         if job.cell_id in self.ends:
             return executor.failed(job, self.ends[job.cell_id], "planted")
         slower = 1 - (job.injection.percent or 0.0) / 100 if job.injection else 1.0
-        row = side_measure.row_of(job, self.speed * slower)
+        row = version_measure.row_of(job, self.speed * slower)
         if (job.cell_id, job.replicate) in self.hot:
             self.hot.discard((job.cell_id, job.replicate))
             return row.model_copy(

@@ -167,9 +167,8 @@ class FakeNvml:
         return list(card.ecc)
 
     def nvmlDeviceGetTotalEccErrors(self, card: Card, error_type: int, counter: int) -> int:
-        return (
-            card.ecc_errors if (error_type, counter) == (1, 0) else 10_000
-        )  # uncorrected, volatile
+        # uncorrected, volatile
+        return card.ecc_errors if (error_type, counter) == (1, 0) else 10_000
 
     def nvmlDeviceGetPowerManagementLimit(self, card: Card) -> int:
         return card.power_limit_mw

@@ -36,7 +36,7 @@ def real(template: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         schedule,
         "prepared_versions",
-        partial(REAL, measure="tests.perfbench.side_measure:measure"),
+        partial(REAL, measure="tests.perfbench.version_measure:measure"),
     )
     (tmp_path / "small.yaml").write_text(MATRIX, encoding="utf-8")
     return tmp_path
@@ -101,12 +101,10 @@ def test_each_side_runs_its_own_code_in_turns(
     order.sort()
     assert [block for _, block, _, _ in order] == sorted([0, 1, 2, 3] * 4)
     assert "".join(name for _, _, _, name in order) == "abab" + "baba" + "abab" + "baba"
-    assert all(
-        order[i][2] == order[i + 1][2] for i in range(0, 16, 2)
-    )  # the two of a cell are neighbours
-    assert (
-        len({tuple(cell for _, block, cell, _ in order if block == b) for b in range(4)}) > 1
-    )  # cells are shuffled
+    # the two of a cell are neighbours
+    assert all(order[i][2] == order[i + 1][2] for i in range(0, 16, 2))
+    # cells are shuffled
+    assert len({tuple(cell for _, block, cell, _ in order if block == b) for b in range(4)}) > 1
     assert len(worktrees(template[0])) == 1
     assert (next(iter(out.iterdir())) / "report.md").exists()
 
@@ -334,9 +332,8 @@ def test_compare_judges_both_sides_of_an_ab_or_two_runs(
     assert bench.run("run", "small.yaml", "--out", "single") == 0
     (single,) = Path("single").iterdir()
     capsys.readouterr()
-    assert (
-        bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
-    )  # two sessions: a drop is at most WATCH
+    # two sessions: a drop is at most WATCH
+    assert bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
     assert "WATCH" in capsys.readouterr().out
     assert bench.run("compare", str(single)) == 2
     assert "wanted two" in capsys.readouterr().err
@@ -380,9 +377,8 @@ def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
     found = pair.read_pair(folder)
     assert found.missing == []
     for run, attempts in ((found.base, a_attempts), (found.candidate, b_attempts)):
-        assert [
-            row.attempt for row in run.replicates if row.replicate == 0
-        ] == attempts  # all stay in the file
+        # all stay in the file
+        assert [row.attempt for row in run.replicates if row.replicate == 0] == attempts
         assert [row.attempt for row in run.replicates if row.replicate == 1] == [0]
     measured = [(name, block) for name, cell, block in bench.log if cell == SHORT]
     assert measured[-4:] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]

@@ -149,9 +149,8 @@ def test_a_confirmation_that_was_killed_between_its_two_files_is_measured_anew(
         if left is None
         else (home / "b" / RUN_FILE).write_bytes(left)
     )
-    assert (
-        slow.run("gate", str(folder)) == 0 and slow.run("gate", str(folder), "--strict") == 7
-    )  # as if never confirmed
+    # as if never confirmed
+    assert slow.run("gate", str(folder)) == 0 and slow.run("gate", str(folder), "--strict") == 7
     assert slow.run("check", "small.yaml", "--resume", str(folder)) == 3
     assert homes(folder) == [home.name] and pair.read_pair(home).missing == []
 

@@ -67,9 +67,8 @@ def gradients(
 
     monkeypatch.setattr(torch.autograd, "grad", grad)
     ((args, _),) = seen(work, 1)
-    wanted, made, o, grad_o = taken[
-        -1
-    ]  # the step's own ends last: a path's backward may ask for gradients, too
+    # the step's own ends last: a path's backward may ask for gradients, too
+    wanted, made, o, grad_o = taken[-1]
     names = {id(x): name for name, x in zip(work.model.names, args, strict=True)}  # type: ignore[arg-type]
     names |= {id(x): name for name, x in work.model.named_parameters()}
     return {names[id(x)]: g for x, g in zip(wanted, made, strict=True)}, o, grad_o

@@ -124,28 +124,27 @@ def test_starts_that_agree_better_than_their_processes_bound_nothing_away() -> N
     ).values()
     noise = 4e-6 / 3  # of a mean of three
     assert found.sd == 0 and found.own_variance == pytest.approx(-noise)
-    assert found.upper == pytest.approx(
-        math.sqrt(noise * 2 / 0.102587 - noise), rel=1e-4
-    )  # chi2(5 %) of two degrees of freedom
+    # chi2(5 %) of two degrees of freedom
+    assert found.upper == pytest.approx(math.sqrt(noise * 2 / 0.102587 - noise), rel=1e-4)
 
 
 def test_cells_that_vary_together_count_as_one() -> None:
     same = [{"a": 0.01, "b": -0.02, "c": 0.01}] * 4
     assert between_starts.independence(same, [1.0] * 4) == pytest.approx(1 / 4)
+    # no start is good for all
     own = [
         {"a": x, "b": y, "c": -x - y}
         for x, y in ((1.0, -1.0), (-1.0, 1.0), (1.0, 0.0), (-1.0, 0.0))
-    ]  # no start is good for all
-    assert between_starts.independence(own, [1.0] * 4) == pytest.approx(
-        3 / 4
-    )  # the mean takes one of four
+    ]
+    # the mean takes one of four
+    assert between_starts.independence(own, [1.0] * 4) == pytest.approx(3 / 4)
+    # no start in common
     assert (
         between_starts.independence([{"a": 1.0, "b": 0.0}, {"c": 1.0, "d": 0.0}], [1.0, 1.0])
         == 1 / 2
-    )  # no start in common
-    assert (
-        between_starts.independence([{"a": 1.0, "b": 1.0}] * 2, [1.0, 1.0]) == 1 / 2
-    )  # nothing moves
+    )
+    # nothing moves
+    assert between_starts.independence([{"a": 1.0, "b": 1.0}] * 2, [1.0, 1.0]) == 1 / 2
     assert between_starts.independence([], []) == 1
 
 

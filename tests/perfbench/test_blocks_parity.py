@@ -17,8 +17,8 @@ from nsa import dispatch, functional, selection
 from nsa.config import ModelConfig, NSAConfig, preset
 from nsa.ops import sdpa
 from perfbench.records.rows import ParityLine
-from perfbench.worker.parity import blocks as blocks_parity
 from perfbench.worker.parity import layer, sizes
+from perfbench.worker.parity.blocks import BlocksProof, _against_chance, judge
 from tests.perfbench import parity_cases
 from tests.perfbench.jobs import TINY, cell_of, route_of
 
@@ -104,9 +104,8 @@ def test_a_fault_in_full_causal_attention(monkeypatch: pytest.MonkeyPatch, fault
 def test_adaptive_n_is_proved_with_its_own_number_of_blocks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = with_options(
-        num_selected=10, adaptive_num_selected=True
-    )  # 8 at the 225 tokens of the proof
+    # 8 at the 225 tokens of the proof
+    model = with_options(num_selected=10, adaptive_num_selected=True)
     assert layer.tokens_selecting_all(model.nsa) == 8 * 16
     assert prove("masked", 300, model=model).ok and prove("auto", 128, model=model).ok
     choose = selection.choose
@@ -176,7 +175,7 @@ def judged(
     seed: int = 0,
     spoil: Callable[[Tensor], Tensor] = lambda blocks: blocks,
     mean: float = 0.0,
-) -> tuple[blocks_parity.BlocksProof, Tensor]:
+) -> tuple[BlocksProof, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     q = torch.randn(2, kv_len, heads, dim, generator=generator)
     C = (kv_len - config.cmp_block) // config.cmp_stride + 1
@@ -184,7 +183,7 @@ def judged(
     rows = torch.randperm(kv_len, generator=generator)[:64].sort().values
     blocks = spoil(functional.select_blocks(q, k_cmp, config=config)[:, rows])
     return (
-        blocks_parity.judge(q[:, rows], k_cmp, blocks, config=config, rows=rows, kv_len=kv_len),
+        judge(q[:, rows], k_cmp, blocks, config=config, rows=rows, kv_len=kv_len),
         blocks,
     )
 
@@ -328,7 +327,7 @@ def test_chance_is_the_hypergeometric_mean() -> None:
     rows, J = torch.full((50,), 10 * 16 - 1), 10  # current block 9: forced 0, 8 and 9
     chosen = torch.zeros(1, 50, 1, J, dtype=torch.bool)
     chosen[..., [0, 1, 2, 8, 9]] = True
-    missed, by_chance = blocks_parity._against_chance(chosen, chosen, config, rows, J)
+    missed, by_chance = _against_chance(chosen, chosen, config, rows, J)
     assert missed == 0 and by_chance == pytest.approx(
         1 - mean - 3 * spread / math.sqrt(50), abs=0.02
     )

@@ -110,9 +110,8 @@ def test_the_rule_keeps_its_two_promises_on_gpu_bound_cells() -> None:
     assert sum(tally.outcomes["REGRESSED"] for tally in null.values()) == 0
     found = [tally.outcomes["REGRESSED"] / tally.sessions for tally in drops.values()]
     assert min(found) > 0.95 and sum(found) / 3 > 0.98
-    assert all(
-        tally.significant < 0.9 * tally.sessions for tally in drops.values()
-    )  # what significance alone would have looked at
+    # what significance alone would have looked at
+    assert all(tally.significant < 0.9 * tally.sessions for tally in drops.values())
 
 
 def test_a_screen_by_significance_alone_would_miss_the_goal(
@@ -301,9 +300,8 @@ def test_the_overrides_of_blind_cells_are_a_matrix_s(tmp_path: Path) -> None:
         "small.yaml",
     )
     blind = {cell.cell_id: cell for cell in found.cells if cell.blocks is None}
-    assert len(blind) == 2 and set(matrix.by_cell) == set(
-        blind
-    )  # no cell of batch 2, none that is not BLIND
+    # no cell of batch 2, none that is not BLIND
+    assert len(blind) == 2 and set(matrix.by_cell) == set(blind)
     for cell_id, cell in blind.items():
         policy = matrices.policies(matrix).of(cell_id)
         assert (
@@ -312,9 +310,8 @@ def test_the_overrides_of_blind_cells_are_a_matrix_s(tmp_path: Path) -> None:
         )
         assert policy.tolerance_pct == pytest.approx(policy.min_effect_pct / 3, rel=0.01)
     again = calibrate(saved(tmp_path, runs), seed=1, policy=policy, effort=LITTLE)
-    assert (
-        next(cell for cell in again.cells if cell.cell_id == cell_id).blocks is not None
-    )  # with its override it is not BLIND
+    # with its override it is not BLIND
+    assert next(cell for cell in again.cells if cell.cell_id == cell_id).blocks is not None
 
 
 def test_no_blind_cell_no_override(tmp_path: Path) -> None:

@@ -62,9 +62,8 @@ def test_a_revision_is_checked_out_next_to_a_dirty_tree_and_gone_afterwards(
             old.source.commit == git(repository, "rev-parse", "HEAD~1")
             and old.source.dirty_sha256 is None
         )
-        assert [file.name for file in old.folder.iterdir()] == [
-            "nsa"
-        ]  # nothing else of that version can be imported
+        # nothing else of that version can be imported
+        assert [file.name for file in old.folder.iterdir()] == ["nsa"]
         assert len(worktrees(repository)) == 3
     assert len(worktrees(repository)) == 1
     assert list(temporary.iterdir()) == []

@@ -16,10 +16,9 @@ import pytest
 
 import nsa.settings
 from perfbench.commands import app, measuring, outcome
-from perfbench.records import run_file
+from perfbench.records import failed, run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import PlannedCell, Replicate, Status
-from perfbench.runner import executor as isolate
 from tests.perfbench import builders
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +54,7 @@ class FakeExecutor:
             raise KeyboardInterrupt
         self.jobs.append(job)
         if (status := self.status.get(job.cell_id, Status.OK)) is not Status.OK:
-            return isolate.failed(job, status, f"{status} by the test")
+            return failed(job, status, f"{status} by the test")
         fields = {
             "cell_id": job.cell_id,
             "axes": job.axes,
@@ -354,9 +353,8 @@ def test_a_calibration_that_tells_nothing_exits_2_in_one_line(
 def test_budget_stops_before_the_next_replicate(
     executor: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        app.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
-    )  # nothing measured is not green
+    # nothing measured is not green
+    assert app.invoke(["run", "small.yaml", "--budget", "0.000001s"]) == 6
     assert "--resume" in capsys.readouterr().err
     assert executor.jobs == []
 

@@ -29,7 +29,7 @@ from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
 from tests.perfbench.jobs import TINY
 from tests.perfbench.measure_cases import run
-from tests.perfbench.test_cached_workloads import cached, keys_at
+from tests.perfbench.test_cache_steps import cached, keys_at
 from tests.perfbench.test_graphs import FakeGrapher
 from tests.perfbench.test_plan import BARE, H100, build
 

@@ -20,7 +20,6 @@ import pytest
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records.job import Injection, Job, MeasureOptions
 from perfbench.records.rows import Expect, Replicate, RouteLine, Status
-from perfbench.runner import executor as isolate
 from perfbench.runner import server_client
 from perfbench.runner.executor import ForkServerExecutor
 from perfbench.runner.server_client import describe_exit, tail
@@ -304,7 +303,7 @@ def test_waits_until_the_gpu_memory_is_back() -> None:
 
 
 def test_memory_that_does_not_come_back_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolate, "MEMORY_BACK_S", 0.1)
+    monkeypatch.setattr("perfbench.runner.executor.MEMORY_BACK_S", 0.1)
     used = iter([0, *[5 * 2**30] * 1000])
     with ForkServerExecutor(STUB, cwd=ROOT, used_memory=lambda: next(used)) as watching:
         assert "the GPU still held 5120 MiB" in watching.execute(job()).reason

@@ -185,9 +185,8 @@ def test_branches_that_are_off_cost_nothing() -> None:
 
 def test_no_score_matters_while_every_block_has_a_slot() -> None:
     assert floors.scored_pairs(MODEL, 1024) == 0
-    assert (
-        floors.scored_pairs(MODEL, 1025) == 63
-    )  # (1025 - 32) // 16 + 1 of the one query that has 17 blocks
+    # (1025 - 32) // 16 + 1 of the one query that has 17 blocks
+    assert floors.scored_pairs(MODEL, 1025) == 63
 
 
 def test_an_unknown_card_has_no_rates() -> None:

@@ -153,9 +153,8 @@ def test_a_selection_ignores_the_cells_outside_it() -> None:
     part = b.with_manifest(b.with_rows(run, rows), cells=cells, only=["workload=train"])
     judgement = judge(part, base, POLICY)
     assert judgement.exit_code is Exit.OK and len(judgement.cells) == 2
-    assert (
-        judge(b.with_manifest(part, only=[]), base, POLICY).exit_code is Exit.FAILED
-    )  # the same rows without the selection
+    # the same rows without the selection
+    assert judge(b.with_manifest(part, only=[]), base, POLICY).exit_code is Exit.FAILED
 
 
 def test_a_selection_still_misses_what_it_selected() -> None:
@@ -178,9 +177,8 @@ def test_slices_of_one_plan_add_up() -> None:
         and len(judge(first, None, POLICY).cells) == 2
     )
     second = b.resumed(first, only=["workload=forward"])
-    assert (
-        judge(second, None, POLICY).exit_code is Exit.FAILED
-    )  # the second slice is asked for and has no rows
+    # the second slice is asked for and has no rows
+    assert judge(second, None, POLICY).exit_code is Exit.FAILED
     assert (
         judge(b.with_rows(second, run.replicates), b.baseline_of(run), POLICY).exit_code is Exit.OK
     )
@@ -238,9 +236,8 @@ def test_the_last_attempt_of_a_throttled_replicate_counts() -> None:
     assert (
         verdict_of(judgement, TRAIN) is Verdict.SAME and cell_of(judgement, TRAIN).replicates == 3
     )
-    late = b.with_rows(
-        run, [*others, *again, *first]
-    )  # an earlier attempt does not excuse the last one
+    # an earlier attempt does not excuse the last one
+    late = b.with_rows(run, [*others, *again, *first])
     assert verdict_of(judge(late, b.baseline_of(run), POLICY), TRAIN) is Verdict.UNSTABLE
 
 

@@ -58,10 +58,11 @@ def test_every_red_is_an_error_and_each_kind_of_open_cell_one_warning() -> None:
         "::warning",
         "::warning",
     ]
+    # the worst first
     assert (
         lines[0]
         == "::error title=perfbench%3A PARITY seq_len=32%2Cpath=v2::because 32%0Areproduce: do 32"
-    )  # the worst first
+    )
     assert lines[1].startswith("::error title=perfbench%3A REGRESSED")
     assert (
         lines[3]
@@ -203,9 +204,8 @@ def test_workflows_have_least_permissions_a_time_limit_and_one_run_at_a_time(nam
         assert 0 < job["timeout-minutes"] <= 360 and "permissions" not in job
         for step in job["steps"]:
             assert ("uses" in step) != ("run" in step) and "continue-on-error" not in step
-            assert "|| true" not in step.get("run", "") and "${{" not in step.get(
-                "run", ""
-            )  # nothing of an event reaches a shell
+            # nothing of an event reaches a shell
+            assert "|| true" not in step.get("run", "") and "${{" not in step.get("run", "")
 
 
 def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None:
@@ -213,9 +213,8 @@ def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None
     assert set(found["on"]) == {"schedule", "workflow_dispatch"}
     (job,) = found["jobs"].values()
     assert "github.event.repository.fork" in job["if"] and "vars.GPU_NIGHTLY" in job["if"]
-    assert (
-        job["steps"][0]["with"]["fetch-depth"] == 0
-    )  # the base's commit must be there to be measured
+    # the base's commit must be there to be measured
+    assert job["steps"][0]["with"]["fetch-depth"] == 0
     commands = [step["run"] for step in job["steps"] if "run" in step]
     assert sum("perfbench check matrices/h100.yaml" in command for command in commands) == 1
     (upload,) = [

@@ -297,11 +297,8 @@ def test_a_replay_that_dispatches_again_is_the_wrong_path(monkeypatch: pytest.Mo
         (cuda("masked", "on"), {FA2: LAYERS, EFFICIENT: 2 * LAYERS}, True),
         (cuda("masked", "on"), {FA2: LAYERS, EFFICIENT: 2 * LAYERS - 1}, False),
         (cuda("masked", "on"), {FA2: LAYERS - 1, EFFICIENT: 3 * LAYERS}, False),
-        (
-            cuda("v2", "off"),
-            {EFFICIENT.replace("cutlassF", "cutlassB"): 9 * LAYERS},
-            False,
-        ),  # a backward is no forward
+        # a backward is no forward
+        (cuda("v2", "off"), {EFFICIENT.replace("cutlassF", "cutlassB"): 9 * LAYERS}, False),
         (dense("dense"), seen(FA2), True),
         (dense("dense"), seen(CUDNN), True),
         (dense("dense_cudnn"), seen(CUDNN), True),

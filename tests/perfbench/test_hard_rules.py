@@ -137,7 +137,7 @@ UNTRUE: dict[str, tuple[Callable[[Run], Run], Verdict, str]] = {
     "a witness that saw nothing": (
         lambda r: edit(r, TRAIN, profile=b.profile(witness_ok=None, witness="no kernel names")),
         Verdict.WRONG_PATH,
-        "no second witness: the profiler could not tell which kernels ran (no kernel names)",
+        "no second witness: the profiler could not determine which kernels ran (no kernel names)",
     ),
     "another card": (
         lambda r: edit(r, TRAIN, device_uuid_sha256="cd" * 32),
@@ -279,9 +279,8 @@ def test_what_the_hardware_allows_is_green() -> None:
 
     assert exit_with(flops_per_s=1.04 * 700e12) is Exit.OK
     assert exit_with(min_bytes=40 * 2**20, bytes_per_s=9e12) is Exit.OK  # fits the L2
-    assert (
-        exit_with(min_bytes=60 * 2**20, bytes_per_s=9e12) is Exit.OK
-    )  # the 10 MiB beyond the L2 pass slowly enough
+    # the 10 MiB beyond the L2 pass slowly enough
+    assert exit_with(min_bytes=60 * 2**20, bytes_per_s=9e12) is Exit.OK
     assert exit_with(min_bytes=200 * 2**20, bytes_per_s=9e12) is Exit.NOT_TRUE
     unknown_card: dict[str, float | None] = {
         "gemm_flops_per_s": None,
@@ -373,9 +372,8 @@ def test_one_profiled_replicate_is_enough_and_a_dead_cell_is_only_failed() -> No
     assert judge(run, None, POLICY).exit_code is Exit.OK
     crashed = b.failed(run.manifest.cells[0], Status.CRASH, 0, "signal 11")
     dead = b.change_rows(run, TRAIN, lambda row: crashed if row.replicate == 0 else row)
-    assert (
-        verdict_of(judge(dead, None, POLICY), TRAIN) is Verdict.FAILED
-    )  # not WRONG_PATH: it died before its profile
+    # not WRONG_PATH: it died before its profile
+    assert verdict_of(judge(dead, None, POLICY), TRAIN) is Verdict.FAILED
 
 
 def test_a_resumed_card_counts_and_no_other() -> None:

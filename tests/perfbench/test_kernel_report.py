@@ -362,10 +362,8 @@ def test_targets_of_a_length_that_was_not_measured_have_no_answer() -> None:
         ({8192: 0.5, 32768: 2.0}, (8192, 32768, 16384.0)),  # halfway in both logarithms
         ({8192: 1.0, 32768: 2.0}, (None, 8192, None)),
         ({8192: 0.5, 32768: 0.9}, (32768, None, None)),
-        (
-            {2048: 1.2, 8192: 0.5, 32768: 2.0},
-            (8192, 32768, 16384.0),
-        ),  # from there on, not the first time
+        # from there on, not the first time
+        ({2048: 1.2, 8192: 0.5, 32768: 2.0}, (8192, 32768, 16384.0)),
         ({}, (None, None, None)),
     ],
 )
@@ -394,7 +392,7 @@ def test_memory_that_grows_faster_than_the_length_is_reported(
     def line(tokens: int, extra: float) -> kernellines.Line:
         axes = {"path": "triton", "seq_len": tokens, "batch": 1, "dtype": "bf16"}
         return kernellines.Line(
-            axes, None, kernellines.Timed((1.0,), (), round(extra * GIB), False)
+            axes, None, kernellines.KernelTiming((1.0,), (), round(extra * GIB), False)
         )
 
     (found,) = [

@@ -28,9 +28,8 @@ def ids(matrix: matrices.Matrix) -> list[str]:
 
 def test_product_minus_exclude_plus_include() -> None:
     kept, excluded = matrices.cells(parse())
-    assert (
-        len(kept) == 2 * 3 * (2 + 2 + 1) - 4 + 2
-    )  # dense once for both values of fa2; reference for both workloads
+    # dense once for both values of fa2; reference for both workloads
+    assert len(kept) == 2 * 3 * (2 + 2 + 1) - 4 + 2
     assert [e.cell_id for e in excluded][:1] == ["fa2=on,path=v1,seq_len=512,workload=train"]
     assert {e.reason for e in excluded} == {"too slow"}
     assert len(excluded) == 4

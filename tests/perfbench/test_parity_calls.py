@@ -84,9 +84,8 @@ def test_small_calls_and_large_are_proved(model: ModelConfig, tokens: int | None
     holds for all.
     """
     found = kinds(model, tokens=tokens)
-    sorts = (
-        {True} if model is WIDE and tokens is None else {False, True}
-    )  # a sequence of the usual proof is many rows by itself
+    # a sequence of the usual proof is many rows by itself
+    sorts = {True} if model is WIDE and tokens is None else {False, True}
     assert {rows for rows, _ in found} == sorts and {copy for _, copy in found} == {False, True}
 
 

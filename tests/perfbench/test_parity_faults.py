@@ -18,8 +18,8 @@ from nsa.ops import gated_sum as combine
 from nsa.ops import sdpa
 from nsa.ops.interval import compressed, sliding
 from nsa.routing import Path
-from perfbench.worker.parity import blocks as blocks_parity
 from perfbench.worker.parity import proof
+from perfbench.worker.parity.blocks import NEAR_TIE
 from tests.perfbench.parity_cases import (
     TOKENS,
     Attend,
@@ -168,7 +168,7 @@ def _as_if_tied(
     choose: Attend, q: Tensor, k: Tensor, *, positions: Tensor, config: NSAConfig, kv_len: int
 ) -> tuple[Tensor, Tensor]:
     blocks = torch.full((*q.shape[:2], k.shape[2], config.num_selected), 99)
-    return blocks, torch.full(blocks.shape[:3], blocks_parity.NEAR_TIE / 2, dtype=torch.float64)
+    return blocks, torch.full(blocks.shape[:3], NEAR_TIE / 2, dtype=torch.float64)
 
 
 # Gradients alone: the output is right to the last bit.

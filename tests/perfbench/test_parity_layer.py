@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nsa import attention as nsa_attention
 from nsa import dense as nsa_dense
-from nsa import shared_positions as layout
+from nsa import shared_positions
 from nsa.ops.positions import query_positions
 from nsa.rope import rotate
 from nsa.routing import Path
@@ -48,7 +48,7 @@ def test_rope_that_moves_all_positions_is_no_fault(monkeypatch: pytest.MonkeyPat
     depend on.
     """
     monkeypatch.setattr(
-        layout, "query_positions", lambda start, *rest: query_positions(start + 5, *rest)
+        shared_positions, "query_positions", lambda start, *rest: query_positions(start + 5, *rest)
     )
     assert prove(train=False).ok
 

@@ -13,7 +13,7 @@ import torch
 
 from nsa.model import TinyLM
 from nsa.routing import TRITON_STEPS, BranchRoute, Problem, Request, Route, route, route_dense
-from perfbench.worker import profile as witness
+from perfbench.worker import profile
 from perfbench.worker.profile import SDPA_OPERATOR
 from perfbench.worker.workloads import workload
 from tests.perfbench import builders
@@ -189,7 +189,7 @@ def sdpa(branches: int) -> Seen:
 def test_testify_on_a_gpu(
     chosen: Route, kernels: Seen, operators: Seen, ok: bool, words: str
 ) -> None:
-    said, sentence = witness.testify(chosen, kernels, operators, True, LAYERS)
+    said, sentence = profile.testify(chosen, kernels, operators, True, LAYERS)
     assert said is ok and words in sentence
 
 
@@ -205,7 +205,7 @@ def test_testify_on_a_gpu(
     ],
 )
 def test_testify_on_a_cpu(chosen: Route, operators: Seen, ok: bool) -> None:
-    said, sentence = witness.testify(chosen, {}, operators, False, LAYERS)
+    said, sentence = profile.testify(chosen, {}, operators, False, LAYERS)
     assert said is ok and ("CPU" in sentence if ok else SDPA_OPERATOR in sentence)
 
 
@@ -214,7 +214,7 @@ def test_testify_on_a_cpu(chosen: Route, operators: Seen, ok: bool) -> None:
     [(None, None), (0.0, True), (0.84, True), (0.85, False), (0.99, False), (1.1, False)],
 )
 def test_host_bound(busy: float | None, bound: bool | None) -> None:
-    assert witness.is_host_bound(builders.profile(busy_fraction=busy)) is bound
+    assert profile.is_host_bound(builders.profile(busy_fraction=busy)) is bound
 
 
 @pytest.mark.parametrize(
@@ -224,24 +224,26 @@ def test_host_bound(busy: float | None, bound: bool | None) -> None:
 def test_a_real_step_on_a_cpu(path: str, kind: str) -> None:
     work = workload.build(job(path, kind))
     chosen = route_of(cell_of(path, kind))
-    profile = witness.profile(work.step, chosen, "cpu", 0.01, TINY.num_layers)
-    assert profile.witness_ok is True and profile.wall_s > 0
-    assert (profile.kernels, profile.kernel_count, profile.device_time_s) == ({}, 0, 0.0)
-    assert profile.busy_fraction is None and witness.is_host_bound(profile) is None, "null, not 0"
+    seen_step = profile.profile(work.step, chosen, "cpu", 0.01, TINY.num_layers)
+    assert seen_step.witness_ok is True and seen_step.wall_s > 0
+    assert (seen_step.kernels, seen_step.kernel_count, seen_step.device_time_s) == ({}, 0, 0.0)
+    assert seen_step.busy_fraction is None and profile.is_host_bound(seen_step) is None, (
+        "null, not 0"
+    )
 
 
 def test_a_real_step_that_does_no_attention_is_caught() -> None:
     a = torch.randn(8, 8)
-    profile = witness.profile(lambda: a @ a, route_of(cell_of("v2")), "cpu", 0.01, 1)
-    assert profile.witness_ok is False and SDPA_OPERATOR in profile.witness
+    seen_step = profile.profile(lambda: a @ a, route_of(cell_of("v2")), "cpu", 0.01, 1)
+    assert seen_step.witness_ok is False and SDPA_OPERATOR in seen_step.witness
 
 
 def test_a_real_step_with_layers_too_few_is_caught() -> None:
     work = workload.build(job("masked", "forward"))
-    profile = witness.profile(
+    seen_step = profile.profile(
         work.step, route_of(cell_of("masked")), "cpu", 0.01, 2 * TINY.num_layers
     )
-    assert profile.witness_ok is False and "12 calls, and the profiler saw 8" in profile.witness
+    assert seen_step.witness_ok is False and "12 calls, and the profiler saw 8" in seen_step.witness
 
 
 def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
@@ -253,7 +255,7 @@ def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
     def step() -> None:
         calls.append(model(torch.zeros(1, 20, dtype=torch.int64)))
 
-    assert witness.profile(step, ONLY_LOOP, "cpu", 0.01, 1).witness_ok is True and len(calls) == 1
+    assert profile.profile(step, ONLY_LOOP, "cpu", 0.01, 1).witness_ok is True and len(calls) == 1
 
 
 class Recorded:
@@ -291,9 +293,8 @@ def event(name: str, kind: torch.autograd.DeviceType, microseconds: float, annot
 
 def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyPatch) -> None:
     events = [device(FA2, 100.0), device(FA2, 300.0), device(EFFICIENT + "x" * 200, 1000.0)]
-    events += [
-        device("Optimizer.step#AdamW.step", 5000.0, annotation=True)
-    ]  # a range over kernels that are counted already
+    # a range over kernels that are counted already
+    events += [device("Optimizer.step#AdamW.step", 5000.0, annotation=True)]
     events += [device(f"small_{i}", 1.0) for i in range(20)]
     events += [
         host(SDPA_OPERATOR),
@@ -301,19 +302,19 @@ def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyP
         host("cudaEventSynchronize"),
         host("cudaStreamSynchronize"),
     ]
-    events += [
-        host("cudaLaunchKernel"),
-        host("cudaDeviceSynchronize"),
-    ]  # the last one is the profiler's own
+    # the last one is the profiler's own
+    events += [host("cudaLaunchKernel"), host("cudaDeviceSynchronize")]
     synchronised: list[bool] = []
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: Recorded(events))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: synchronised.append(True))
-    profile = witness.profile(lambda: None, cuda("v2", "on"), "cuda", 0.002, 1)
-    assert profile.device_time_s == pytest.approx(1420e-6) and profile.kernel_count == 23
-    assert profile.busy_fraction == pytest.approx(0.71) and witness.is_host_bound(profile) is True
-    assert profile.host_syncs == 3 and profile.witness_ok is True and synchronised
-    assert len(profile.kernels) == 12 and max(map(len, profile.kernels)) <= 160
-    longest, second, *rest = profile.kernels.items()
+    seen_step = profile.profile(lambda: None, cuda("v2", "on"), "cuda", 0.002, 1)
+    assert seen_step.device_time_s == pytest.approx(1420e-6) and seen_step.kernel_count == 23
+    assert (
+        seen_step.busy_fraction == pytest.approx(0.71) and profile.is_host_bound(seen_step) is True
+    )
+    assert seen_step.host_syncs == 3 and seen_step.witness_ok is True and synchronised
+    assert len(seen_step.kernels) == 12 and max(map(len, seen_step.kernels)) <= 160
+    longest, second, *rest = seen_step.kernels.items()
     assert longest[0].startswith(EFFICIENT) and longest[1] == pytest.approx(1e-3)
     assert second == (FA2, pytest.approx(400e-6)), "calls of one kernel are added up"
     assert all(seconds == pytest.approx(1e-6) for _, seconds in rest)
@@ -346,7 +347,7 @@ def test_a_step_that_is_off_launches_nothing(step: str, kernel: str) -> None:
         (without, KERNELS, True),
         (without, (*KERNELS, kernel), False),
     ):
-        found, words = witness.testify(chosen, seen(*kernels), {}, True, LAYERS)
+        found, words = profile.testify(chosen, seen(*kernels), {}, True, LAYERS)
         assert found is ok and (
             ok or words == f"the Route says that {step} is off, and {kernel} ran"
         )
@@ -361,7 +362,7 @@ def test_without_lists_gradients_are_still_summed_over_them() -> None:
         "nsa_selected_sum_splits",
         "void copy_kernel_split",
     )
-    assert witness.testify(
+    assert profile.testify(
         route(Request("triton", off=("lists",)), PROBLEM, here), kernels, {}, True, LAYERS
     )[0]
 
@@ -371,8 +372,8 @@ def test_every_step_has_its_mark_in_a_kernel() -> None:
         file.read_text(encoding="utf-8")
         for file in (Path(__file__).parents[2] / "nsa" / "ops").glob("**/*.py")
     )
-    assert set(witness.STEP_MARKS) == set(TRITON_STEPS) and all(
-        mark in sources for mark in witness.STEP_MARKS.values()
+    assert set(profile.STEP_MARKS) == set(TRITON_STEPS) and all(
+        mark in sources for mark in profile.STEP_MARKS.values()
     )
 
 
@@ -387,10 +388,10 @@ def test_every_forward_kernel_of_a_branch_bears_the_mark_that_the_witness_looks_
         for stem, text in sources.items()
     }
     forwards = [name for names in launched.values() for name in names if "forward" in name]
-    marks = (witness.TRITON_MARKS["cmp"], witness.TRITON_MARKS["sel"])
+    marks = (profile.TRITON_MARKS["cmp"], profile.TRITON_MARKS["sel"])
     assert sorted(sum(mark in name for name in forwards) for mark in marks) == [2, 3]
     assert all(any(mark in name for mark in marks) for name in forwards)
     assert (
-        witness.TRITON_MARKS["win"] == witness.TRITON_MARKS["cmp"]
-        and witness.TRITON_MARKS["score"] in launched["scores/kernels"]
+        profile.TRITON_MARKS["win"] == profile.TRITON_MARKS["cmp"]
+        and profile.TRITON_MARKS["score"] in launched["scores/kernels"]
     )

@@ -102,9 +102,8 @@ def test_the_matrix_shows_every_cell_once_with_its_ratio_to_dense() -> None:
     assert cells[6] == f"{speed[TRAIN] / speed[DENSE]:.2f}" and by_id[DENSE][6] == "1.00"
     assert cells[3].endswith("% (n 3)") and cells[7:10] == ["8.0", "GPU", "93 %"]
     assert cells[12] == "cmp.sdpa 240, sel.fa2 240, sel.v2 240, win.fa2 240"
-    assert (
-        float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][6]) > 0
-    )  # a tiny ratio is not rounded to 0.00
+    # a tiny ratio is not rounded to 0.00
+    assert float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][6]) > 0
     assert by_id["fa2=off,path=reference,seq_len=128,workload=train"][6] == "-"
 
 

@@ -110,9 +110,8 @@ def test_sentinels_are_shown_by_block_against_the_baseline_and_its_band() -> Non
         "| sentinel | unit | block 0 | block 1 | median | the baseline | change | band | in band |"
         in part
     )
-    assert (
-        "| gemm | TFLOP/s | 660 | 660 | 660 | 702 | -5.98 % | ± 3 % | **no** |" in part
-    )  # 660 / 702 = 0.94017
+    # 660 / 702 = 0.94017
+    assert "| gemm | TFLOP/s | 660 | 660 | 660 | 702 | -5.98 % | ± 3 % | **no** |" in part
     assert "| copy | GB/s | 2,810 | 2,820 | 2,815 | 2,800 | +0.54 % | ± 3 % | yes |" in part
     assert (
         "method are those of the baseline." in part
@@ -184,9 +183,8 @@ def test_a_band_is_the_t_interval_of_the_logarithms() -> None:
     low, high = bands({cell.cell_id: rows})[cell.cell_id]
     logs = [math.log(speed) for speed in speeds]
     middle = sum(logs) / 3
-    half = 4.302653 * math.sqrt(
-        sum((x - middle) ** 2 for x in logs) / 2 / 3
-    )  # t of 2 degrees of freedom at 97.5 %, from a table
+    # t of 2 degrees of freedom at 97.5 %, from a table
+    half = 4.302653 * math.sqrt(sum((x - middle) ** 2 for x in logs) / 2 / 3)
     assert (low, high) == pytest.approx(
         (math.exp(middle - half), math.exp(middle + half)), rel=1e-6
     )

@@ -32,10 +32,11 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         "candidate `my branch` against base `v1.2`, commit `aaaaaaaaaaaa`, run `x-a`" in text
         and "those of the base." in text
     )
+    # branches move
     assert (
         "- against its base, in turns: `perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml"
         f" --only cell={TRAIN}`" in text
-    )  # branches move
+    )
     assert "`perfbench ab aaaaaaaaaaaa 4f1c2d3e4f1c matrices/h100.yaml --seed 7`, one cell" in text
     four = comparison.compare(
         base, b.with_rows(run, [_slower(run, row) for row in run.replicates]), POLICY, paired=True
@@ -46,9 +47,8 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
         red.index("| cell | verdict | change | after Holm | MDE |") < red.index("### REGRESSED")
         and red.count("| REGRESSED | -10.00 % |") == 4
     )
-    assert "after Holm | MDE |\n| --- | --- |" not in section(
-        text, "Red"
-    )  # one red needs no overview
+    # one red needs no overview
+    assert "after Holm | MDE |\n| --- | --- |" not in section(text, "Red")
     two_files = written(
         b.small_run(),
         comparison.compare(base, b.small_run(), POLICY, paired=False),
@@ -88,9 +88,8 @@ def test_the_commands_of_a_pair_name_its_commits_and_its_faults() -> None:
         comparison.compare(base, dirty, POLICY, paired=True),
         ReportContext.of(base_run=base, paired=True),
     )
-    assert (
-        "`perfbench ab aaaaaaaaaaaa . matrices/h100.yaml --inject" in text
-    )  # uncommitted changes are in no commit
+    # uncommitted changes are in no commit
+    assert "`perfbench ab aaaaaaaaaaaa . matrices/h100.yaml --inject" in text
 
 
 def test_pairs_need_no_sentinel_and_two_sessions_do() -> None:

@@ -20,8 +20,8 @@ from perfbench.matrix import plan as plans
 from perfbench.records import run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate
-from perfbench.runner import executor as isolate
 from perfbench.runner import run as runner
+from perfbench.runner.executor import ForkServerExecutor, prepared_executors
 from tests.perfbench import builders
 from tests.perfbench.fake_nvml import Card, FakeNvml
 from tests.perfbench.plan_cases import CODE, planned_from
@@ -215,16 +215,16 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
     nvml, fit = FakeNvml(card), TargetFit("cuda", gpu.GpuHandle(card.uuid, card.name, 0))
     fake = FakeExecutor()
 
-    def execute(self: isolate.ForkServerExecutor, job: Job) -> Replicate:
+    def execute(self: ForkServerExecutor, job: Job) -> Replicate:
         row = fake.execute(job)
         if len(fake.jobs) == 4:  # the first block is done
             card.processes = [SimpleNamespace(pid=2**30, usedGpuMemory=None)]
         return row
 
-    monkeypatch.setattr(isolate.ForkServerExecutor, "execute", execute)
+    monkeypatch.setattr(ForkServerExecutor, "execute", execute)
     with (
         pytest.raises(PerfbenchError, match=str(2**30)) as caught,
-        isolate.prepared_executors(fit, module=nvml) as (executor,),
+        prepared_executors(fit, module=nvml) as (executor,),
     ):
         run(tmp_path / "runs", executor=executor)
     (folder,) = (tmp_path / "runs").iterdir()
@@ -234,5 +234,5 @@ def test_company_that_comes_between_blocks_stops_the_run_and_nothing_is_lost(
     )
     assert len(run_file.read_run(folder).replicates) == 4
     card.processes = []
-    with isolate.prepared_executors(fit, module=nvml) as (executor,):
+    with prepared_executors(fit, module=nvml) as (executor,):
         assert len(run(tmp_path / "runs", executor=executor, resume=folder).run.replicates) == 8

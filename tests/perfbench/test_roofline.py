@@ -113,9 +113,8 @@ def products_of(
 
 @pytest.mark.parametrize("train", [False, True], ids=["forward", "train"])
 @pytest.mark.parametrize("dense", [False, True], ids=["nsa", "dense"])
-@pytest.mark.parametrize(
-    "name", ["tiny", "shared", "uneven"]
-)  # a softmax gate's products are batched, like attention's
+# a softmax gate's products are batched, like attention's
+@pytest.mark.parametrize("name", ["tiny", "shared", "uneven"])
 def test_flops_are_what_torch_counts(name: str, dense: bool, train: bool) -> None:
     config, batch, tokens = MODELS[name], 2, 40
     model = DenseLM(config) if dense else TinyLM(config, "masked")

@@ -120,7 +120,7 @@ def test_only_measures_a_slice(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize(
     "status", [Status.OOM, Status.TIMEOUT, Status.CRASH, Status.PARITY, Status.WRONG_PATH]
 )
-def test_a_failed_cell_is_said_once_and_the_sweep_goes_on(
+def test_a_failed_cell_is_reported_once_and_the_run_goes_on(
     tmp_path: pathlib.Path, status: Status
 ) -> None:
     name = cell_id("train", 512, "v2")

@@ -12,7 +12,7 @@ from perfbench.records import run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner.progress import SilentProgress
-from tests.perfbench.sweep_cases import CARD, IDS, OTHER_CARD, SENTINELS, TEXT, Executor, run
+from tests.perfbench.schedule_cases import CARD, IDS, OTHER_CARD, SENTINELS, TEXT, Executor, run
 
 NO_SENTINELS = TEXT.replace("sentinels: [gemm, copy, sdpa_frozen]\n", "")
 
@@ -190,9 +190,8 @@ def test_a_throttled_one_with_retries_left_is_missing_on_resume(tmp_path: pathli
         Executor(hot={(IDS[1], 0): 99}),
         Executor(),
     )
-    finished = run(
-        tmp_path, first, now=lambda: 0.0, budget_s=5.0
-    )  # the budget does not hold a pause of 10 s
+    # the budget does not hold a pause of 10 s
+    finished = run(tmp_path, first, now=lambda: 0.0, budget_s=5.0)
     assert (
         len(first.cells) == 1 and first.cells[0] in finished.missing and len(finished.missing) == 12
     )

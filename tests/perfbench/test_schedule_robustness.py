@@ -29,7 +29,7 @@ from perfbench.runner.recorder import Recorder
 from perfbench.runner.schedule import CellSchedule
 from tests import effort
 from tests.perfbench import builders
-from tests.perfbench.sweep_cases import CARD, IDS, SENTINELS, TEXT, Executor, planned_from, run
+from tests.perfbench.schedule_cases import CARD, IDS, SENTINELS, TEXT, Executor, planned_from, run
 
 
 def killed_at(folder: pathlib.Path, moment: int) -> tuple[bool, int]:

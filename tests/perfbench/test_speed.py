@@ -143,9 +143,8 @@ def test_a_cell_that_was_host_bound_already_is_blind(now: bool) -> None:
     assert verdict_of(judgement, TRAIN) is Verdict.BLIND and "host bound" in reason_of(
         judgement, TRAIN
     )
-    assert (
-        verdict_of(judge(edit(run, TRAIN, host_bound=now), base, POLICY), TRAIN) is Verdict.BLIND
-    )  # never green either
+    # never green either
+    assert verdict_of(judge(edit(run, TRAIN, host_bound=now), base, POLICY), TRAIN) is Verdict.BLIND
 
 
 @pytest.mark.parametrize("factor", [0.96, 0.85, 0.01])
@@ -285,12 +284,10 @@ def test_more_work_of_a_host_bound_cell_is_screened_and_confirmed_by_its_count(
         and settled.exit_code is Exit.REGRESSED
         and words in settled.headline
     )
-    assert (
-        verdict_of(conclude(first, run, run, POLICY), TRAIN) is Verdict.BLIND
-    )  # the second run does not show it
-    assert (
-        verdict_of(judge(run, b.baseline_of(more), POLICY), TRAIN) is Verdict.BLIND
-    )  # less work is no suspicion
+    # the second run does not show it
+    assert verdict_of(conclude(first, run, run, POLICY), TRAIN) is Verdict.BLIND
+    # less work is no suspicion
+    assert verdict_of(judge(run, b.baseline_of(more), POLICY), TRAIN) is Verdict.BLIND
 
 
 def wall(run: Run, factor: float, seed: int) -> Run:
@@ -565,9 +562,8 @@ def test_a_renamed_cell_keeps_its_baseline() -> None:
     assert judge(
         run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "0" * 64)})
     ).counts == {"SAME": 4}
-    other = judge(
-        run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "1" * 64)})
-    )  # the work itself changed too
+    # the work itself changed too
+    other = judge(run, renamed, Policies(POLICY, {}, {"old": Alias(TRAIN, now, "1" * 64)}))
     assert verdict_of(other, TRAIN) is Verdict.INCOMPARABLE
 
 

@@ -34,9 +34,8 @@ def test_paired_is_student_s_t_without_a_prior() -> None:
         (-2.0, 1 / math.sqrt(3), 2.0)
     )
     assert found.p_slower == pytest.approx(0.5 + t / (2 * math.sqrt(2 + t * t)))
-    assert found.upper == pytest.approx(
-        -2 + 2.9199856 / math.sqrt(3)
-    )  # the printed table's t(0.95; 2)
+    # the printed table's t(0.95; 2)
+    assert found.upper == pytest.approx(-2 + 2.9199856 / math.sqrt(3))
     assert found.lower == pytest.approx(-2 - 2.9199856 / math.sqrt(3))
     assert (found.n_base, found.n_candidate) == (3, 3)
 

@@ -141,9 +141,8 @@ def test_the_sampler_states_its_own_cost() -> None:
         while len(nvml.calls) < begun + 8:
             time.sleep(0.01)
     seen = window.result
-    assert (
-        seen.sampler_cost_pct is not None and 0 < seen.sampler_cost_pct < 5
-    )  # the stand-in logs every call
+    # the stand-in logs every call
+    assert seen.sampler_cost_pct is not None and 0 < seen.sampler_cost_pct < 5
 
 
 def test_an_error_of_the_measured_code_passes_through_and_ends_the_thread() -> None:

@@ -29,22 +29,22 @@ from perfbench.matrix import plan as plans
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import run_file
 from perfbench.records.job import Job, failed
-from perfbench.records.kernel_table import Kernel, Kernels, table_beside
+from perfbench.records.kernel_table import Kernel, Kernels, table_path
 from perfbench.records.rows import Replicate, Run, Status
 from perfbench.records.verdict import Verdict
 from perfbench.runner.ab import checkout, version_plan
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
 from perfbench.runner.context import MeasuringContext
 from perfbench.runner.progress import SilentProgress
-from perfbench.tracing import diff as tracediff
 from perfbench.tracing import trace
+from perfbench.tracing.diff import Traced, TraceDiff, stored_traces, traces_markdown
 from perfbench.tracing.kernel_diff import Kind
 from perfbench.tracing.trace import SLUG_CHARS, TracedPair, slug
 from perfbench.worker import measure, profile
 from perfbench.worker.clock import PerfCounterClock
 from perfbench.worker.telemetry import sampler_for
 from perfbench.worker.workloads import workload
-from tests.perfbench import builders, repositories, side_measure
+from tests.perfbench import builders, repositories, version_measure
 from tests.perfbench.jobs import TINY, job
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,11 +86,11 @@ class FakeSide:
             return failed(job, end, "planted")
         if end != "silent":
             rows = {} if end == "empty" else {"gemm": Kernel(count=2, seconds=self.ms / 1e3)}
-            table_beside(chrome).write_text(
+            table_path(chrome).write_text(
                 "{" if end == "torn" else Kernels(device="cpu", rows=rows).model_dump_json()
             )
             chrome.write_bytes(gzip.compress(b"{}"))
-        return side_measure.row_of(job, 100.0)
+        return version_measure.row_of(job, 100.0)
 
 
 @dataclass
@@ -117,7 +117,7 @@ class Bench:
     pair: TracedPair
     out: Path
 
-    def on_red(self, *cells: CellVerdict, limit: int = 3) -> list[tracediff.TraceDiff]:
+    def on_red(self, *cells: CellVerdict, limit: int = 3) -> list[TraceDiff]:
         return trace.trace_on_red(judgement(*cells), self.pair, self.out, limit=limit)
 
 
@@ -222,7 +222,7 @@ def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None
         == sorted(CELLS[1:4])
     )
     assert bench.opened == ["v1", "own"], "one checkout and one server a side"
-    text = tracediff.traces_markdown(diffs)
+    text = traces_markdown(diffs)
     assert f"because larger drops were: `{CELLS[0]}`, `{CELLS[4]}`" in text
     assert (
         text.count("operators' time 2.000 ms, was 1.000 ms (+100.0 %)") == 3
@@ -233,9 +233,9 @@ def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None
 
 def test_what_is_written_is_read_again(bench: Bench) -> None:
     diffs = bench.on_red(red(CELLS[0]), red(CELLS[1], -9.0), limit=1)
-    assert tracediff.stored_traces(bench.out) == diffs and tracediff.traces_markdown(
-        tracediff.stored_traces(bench.out)
-    ) == tracediff.traces_markdown(diffs)
+    assert stored_traces(bench.out) == diffs and traces_markdown(
+        stored_traces(bench.out)
+    ) == traces_markdown(diffs)
     names = sorted(path.name for path in (bench.out / "traces").iterdir())
     assert names == sorted(
         f"{slug(CELLS[1])}-{side}.{kind}" for side in "ab" for kind in ("json.gz", "kernels.json")
@@ -246,10 +246,10 @@ def test_what_is_written_is_read_again(bench: Bench) -> None:
         and candidate.chrome is not None
         and (bench.out / candidate.chrome).is_file()
     )
-    assert tracediff.stored_traces(bench.out / "traces") == []
+    assert stored_traces(bench.out / "traces") == []
     (bench.out / "trace.json").write_text("[{]")
     with pytest.raises(PerfbenchError, match="damaged .* Next: remove it") as caught:
-        tracediff.stored_traces(bench.out)
+        stored_traces(bench.out)
     assert caught.value.exit_code is Exit.USAGE
 
 
@@ -260,7 +260,7 @@ def test_nothing_is_traced_without_a_red(bench: Bench) -> None:
         red(CELLS[2], verdict=Verdict.SAME),
     ]
     assert bench.on_red(*cells) == [] and bench.opened == [] and list(bench.out.iterdir()) == []
-    assert tracediff.traces_markdown([]) == ""
+    assert traces_markdown([]) == ""
 
 
 def test_a_wrong_path_is_traced_after_the_drops(bench: Bench) -> None:
@@ -316,11 +316,11 @@ def test_a_side_that_cannot_be_traced_is_a_line_and_the_other_is_shown(
     text = diff.to_markdown()
     assert "not traced, base: " in text and "| `gemm` | 2 | 2.000 |" in text and "->" not in text
     assert not list((bench.out / "traces").glob("*partial*"))
-    assert tracediff.stored_traces(bench.out) == [diff]
+    assert stored_traces(bench.out) == [diff]
 
 
 @pytest.mark.parametrize(
-    ("base", "words"), [("missing", "which is not there"), (None, "nobody knows its commit")]
+    ("base", "words"), [("missing", "which is not there"), (None, "its commit is not known")]
 )
 def test_a_base_that_cannot_be_had(bench: Bench, base: str | None, words: str) -> None:
     """Of one cell only: each cell has the base that its own baseline was measured at."""
@@ -413,7 +413,7 @@ def traced(tmp_path: Path, **changes: Any) -> tuple[Replicate, Kernels, Path]:
         PerfCounterClock(),
         sampler_for("cpu", None, ""),
     )
-    return row, Kernels.model_validate_json(table_beside(chrome).read_bytes()), chrome
+    return row, Kernels.model_validate_json(table_path(chrome).read_bytes()), chrome
 
 
 def test_a_real_step_leaves_its_timeline_and_its_table(tmp_path: Path) -> None:
@@ -428,15 +428,13 @@ def test_a_real_step_leaves_its_timeline_and_its_table(tmp_path: Path) -> None:
     operators = [event for event in events if event.get("cat") == "cpu_op"]
     for name in ("aten::scaled_dot_product_attention", "aten::mm", "aten::_fused_adamw_"):
         assert sum(event["name"] == name for event in operators) == table.rows[name].count > 0
-    assert (
-        table.rows["aten::scaled_dot_product_attention"].count >= 3 * TINY.num_layers
-    )  # one a branch and layer
+    # one a branch and layer
+    assert table.rows["aten::scaled_dot_product_attention"].count >= 3 * TINY.num_layers
     assert table.device == "cpu" and table.host_syncs is None
     begin = min(event["ts"] for event in operators)
     whole_s = (max(event["ts"] + event["dur"] for event in operators) - begin) * 1e-6
-    assert (
-        table.total_s is not None and 0.2 * whole_s < table.total_s < 1.05 * 2 * whole_s
-    )  # two threads: backward has its own
+    # two threads: backward has its own
+    assert table.total_s is not None and 0.2 * whole_s < table.total_s < 1.05 * 2 * whole_s
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "cell-b.json.gz",
         "cell-b.kernels.json",
@@ -450,10 +448,8 @@ def test_a_planted_operation_is_named_first(
     build = workload.build
 
     def slower(job: Job) -> workload.Workload:
-        work, much = (
-            build(job),
-            torch.ones(20_000_000),
-        )  # far longer than another process could hold up an operator
+        # far longer than another process could hold up an operator
+        work, much = (build(job), torch.ones(20_000_000))
 
         def step() -> None:
             work.step()
@@ -463,10 +459,10 @@ def test_a_planted_operation_is_named_first(
 
     monkeypatch.setattr(workload, "build", slower)
     _, after, _ = traced(tmp_path)
-    changes = tracediff.TraceDiff(
+    changes = TraceDiff(
         cell_id="c",
-        base=tracediff.Traced(name="v1", kernels=before),
-        candidate=tracediff.Traced(name="v2", kernels=after),
+        base=Traced(name="v1", kernels=before),
+        candidate=Traced(name="v2", kernels=after),
     ).changes
     assert (changes[0].name, changes[0].kind) == ("aten::cumsum", Kind.NEW) and changes[
         0
@@ -486,10 +482,10 @@ def test_a_step_of_too_many_events_leaves_its_table_alone(
     monkeypatch.setattr(profile, "MAX_EVENTS", 100)
     _, table, chrome = traced(tmp_path)
     assert not chrome.exists() and "up to 100" in table.chrome_absent and "aten::mm" in table.rows
-    side = tracediff.Traced(name="v2", kernels=table)
+    side = Traced(name="v2", kernels=table)
     assert (
         "no timeline of the candidate: "
-        in tracediff.TraceDiff(cell_id="c", base=None, candidate=side).to_markdown()
+        in TraceDiff(cell_id="c", base=None, candidate=side).to_markdown()
     )
 
 

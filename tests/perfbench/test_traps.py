@@ -270,9 +270,8 @@ def test_trap_39_nothing_is_computed_from_what_was_rounded_to_be_shown() -> None
 def test_trap_40_times_are_seconds_whatever_their_size() -> None:
     """990 ns against 1.1 us compared as 990 against 1.1."""
     run = b.small_run(replicates=8)
-    idle = b.physics(
-        1.0, 1, flops=1.0, min_bytes=1.0, flops_per_s=1.0, bytes_per_s=1.0
-    )  # work that any speed could do
+    # work that any speed could do
+    idle = b.physics(1.0, 1, flops=1.0, min_bytes=1.0, flops_per_s=1.0, bytes_per_s=1.0)
     sides = [
         b.replace_rows(run, TRAIN, tok_per_s=2048 / step_s, physics=idle)
         for step_s in (990e-9, 1.1e-6)

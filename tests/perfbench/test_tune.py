@@ -63,11 +63,8 @@ FAST, SLOW, TIE = [1.0, 1.01], [2.0, 2.01], [1.02, 1.03]
         ([SLOW, FAST, FAST], [FAST, SLOW, SLOW], 2),
         ([SLOW, SLOW, FAST], [FAST, FAST, SLOW], 4),
         ([SLOW, SLOW, SLOW], [FAST, FAST, FAST], None),
-        (
-            [FAST, SLOW, FAST],
-            [SLOW, FAST, SLOW],
-            4,
-        ),  # not monotone: a length that is lost again counts for nothing
+        # not monotone: a length that is lost again counts for nothing
+        ([FAST, SLOW, FAST], [SLOW, FAST, SLOW], 4),
         ([FAST, FAST, SLOW], [SLOW, SLOW, FAST], None),
         ([FAST, FAST, FAST], [TIE, SLOW, SLOW], 2),  # 2 % is within the margin of 3
         ([FAST, FAST, FAST], [FAST, FAST, FAST], None),
@@ -197,9 +194,8 @@ def test_lengths_are_whole_numbers_each_once(text: str) -> None:
 
 
 def test_a_setting_that_turns_routes_is_refused() -> None:
-    tuneplan.refuse_settings(
-        Settings(fa2_min_len_win=Setting(512, "environment"))
-    )  # an explicit fa2 outranks it
+    # an explicit fa2 outranks it
+    tuneplan.refuse_settings(Settings(fa2_min_len_win=Setting(512, "environment")))
     with pytest.raises(PerfbenchError, match=r"NSA_USE_FA2=0 changes .* Next: unset NSA_USE_FA2$"):
         tuneplan.refuse_settings(Settings(use_fa2=Setting(False, "environment")))
 
@@ -342,9 +338,8 @@ def test_the_lines_are_what_the_code_reads(card: FakeExecutor) -> None:
 def test_always_is_zero_and_never_is_beyond_the_longest(
     card: FakeExecutor, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    card.step_ms = lambda path, fa2, tokens: {"triton": 1.0, "v2": 2.0, "masked": 3.0}[
-        path
-    ]  # fa2 is a tie: the older one stays
+    # fa2 is a tie: the older one stays
+    card.step_ms = lambda path, fa2, tokens: {"triton": 1.0, "v2": 2.0, "masked": 3.0}[path]
     content = tuned()
     assert found(content) == {
         "triton_min_tokens": 256,
@@ -446,9 +441,8 @@ def test_too_few_processes_decide_nothing_and_say_so(
     tuned("--model", "tiny")
     (folder,) = (one for one in Path("reports/runs").iterdir() if one.is_dir())
     rows = (folder / "run.jsonl").read_text(encoding="utf-8").splitlines()
-    kept = [
-        row for row in rows if json.loads(row).get("replicate", 0) == 0
-    ]  # as a spent budget would leave it
+    # as a spent budget would leave it
+    kept = [row for row in rows if json.loads(row).get("replicate", 0) == 0]
     Path("cut").mkdir()
     Path("cut/run.jsonl").write_text("\n".join(kept) + "\n", encoding="utf-8")
     capsys.readouterr()

@@ -27,7 +27,7 @@ Key = tuple[tuple[str, str | int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Timed:
+class KernelTiming:
     """One proved cell: a step's milliseconds in each process, its profiles, and the least bytes
     beyond what the process holds.
     """
@@ -50,8 +50,8 @@ class Line:
     """
 
     axes: Mapping[str, str | int]
-    forward: Timed | None
-    whole: Timed | None
+    forward: KernelTiming | None
+    whole: KernelTiming | None
     forward_floor: Floor | None = None
     backward_floor: Floor | None = None
 
@@ -105,7 +105,7 @@ def lines_of(
     """
     whole, forward = workloads
     rows = rows_by_cell(run)
-    found: dict[Key, dict[str, Timed]] = defaultdict(dict)
+    found: dict[Key, dict[str, KernelTiming]] = defaultdict(dict)
     for cell in judgement.cells:
         if (
             cell.axes.workload in workloads
@@ -207,8 +207,8 @@ def device_ms(profiles: Sequence[Profile]) -> float | None:
 
 def _timed(
     good: list[Replicate], axes: Mapping[str, str | int], model: ModelConfig | None
-) -> Timed:
-    return Timed(
+) -> KernelTiming:
+    return KernelTiming(
         times_ms=tuple(
             1e3 * row.tokens_per_step / row.tok_per_s for row in good if row.tok_per_s is not None
         ),

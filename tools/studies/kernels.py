@@ -271,7 +271,7 @@ def _targets(run: Run, model: ModelConfig | None, lines: Sequence[Line]) -> list
         return ["### Targets", "", "None is set for these heads and this geometry.", ""]
     card = run.manifest.environment.device_name
     note = (
-        f"Of shape {shape}, path {PATH}, batch 1, bf16. *Open*: the measured lengths do not tell."
+        f"Of shape {shape}, path {PATH}, batch 1, bf16. *Open*: the measured lengths do not decide."
     )
     if card != SET_FOR:
         note = (

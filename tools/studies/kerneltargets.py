@@ -23,7 +23,7 @@ Limits = tuple[float | None, float | None, float | None]  # must, aim, far aim
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class SpeedTarget:
     """One line: what was measured, and for must, aim and far aim the limit with its answer, as
     text.
     """
@@ -65,7 +65,7 @@ def shape_of(model: ModelConfig) -> str | None:
     return SHAPES.get((model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim))
 
 
-def targets(shape: str, lines: Sequence[Line]) -> list[Target]:
+def targets(shape: str, lines: Sequence[Line]) -> list[SpeedTarget]:
     """Every target of ``shape``; what was not measured has no answer.
 
     Where a length has several lines, its first one counts.
@@ -162,7 +162,7 @@ def crossing(ratios: Mapping[int, float]) -> tuple[int | None, int | None, float
     return low, high, low * (high / low) ** share
 
 
-def _crossover(what: str, ratios: Mapping[int, float], limits: Limits | None) -> Target | None:
+def _crossover(what: str, ratios: Mapping[int, float], limits: Limits | None) -> SpeedTarget | None:
     if limits is None:
         return None
     low, high, meeting = crossing(ratios)
@@ -180,10 +180,10 @@ def _crossover(what: str, ratios: Mapping[int, float], limits: Limits | None) ->
             return MISSED
         return OPEN
 
-    return Target(what, measured, _answers(limits, "at most", answer))
+    return SpeedTarget(what, measured, _answers(limits, "at most", answer))
 
 
-def _linear(mine: Sequence[Line]) -> Target | None:
+def _linear(mine: Sequence[Line]) -> SpeedTarget | None:
     """Bytes a token of the longest length against those at `TOKENS`."""
     per_token = {
         line.tokens: line.whole.extra_bytes / line.tokens
@@ -193,28 +193,28 @@ def _linear(mine: Sequence[Line]) -> Target | None:
     longest = max(per_token, default=0)
     what = "extra memory grows as S: bytes a token"
     if TOKENS not in per_token or longest <= TOKENS:
-        return Target(what, NULL, ("linear", NULL, NULL))
+        return SpeedTarget(what, NULL, ("linear", NULL, NULL))
     grown = per_token[longest] / per_token[TOKENS]
     measured = f"{ratio(grown)} x from {TOKENS:,} to {longest:,}"
-    return Target(
+    return SpeedTarget(
         what, measured, (f"at most {LINEAR:g} x: {MET if grown <= LINEAR else MISSED}", NULL, NULL)
     )
 
 
-def _at_most(what: str, value: float | None, limits: Limits | None) -> Target | None:
+def _at_most(what: str, value: float | None, limits: Limits | None) -> SpeedTarget | None:
     if limits is None:
         return None
-    return Target(
+    return SpeedTarget(
         what,
         number(value),
         _answers(limits, "at most", lambda limit: _answer(value, lambda got: got <= limit)),
     )
 
 
-def _at_least(what: str, value: float | None, limits: Limits | None) -> Target | None:
+def _at_least(what: str, value: float | None, limits: Limits | None) -> SpeedTarget | None:
     if limits is None:
         return None
-    return Target(
+    return SpeedTarget(
         what,
         ratio(value),
         _answers(limits, "at least", lambda limit: _answer(value, lambda got: got >= limit)),

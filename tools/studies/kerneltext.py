@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from perfbench.records import NOT_APPLICABLE
 from perfbench.text import NULL, escape, number
-from tools.studies.kernellines import Line, Timed
+from tools.studies.kernellines import KernelTiming, Line
 
 COLUMNS = ("path", "seq_len", "selection")  # axes that have one of their own
 TEXT = (
@@ -30,7 +30,7 @@ TEXT = (
 )
 
 
-def with_range(timed: Timed | None) -> str:
+def with_range(timed: KernelTiming | None) -> str:
     if timed is None:
         return NULL
     low, high = number(min(timed.times_ms)), number(max(timed.times_ms))

@@ -35,7 +35,7 @@ BLUE, ORANGE, GREY = "#0b5fbe", "#c2410c", "#57606a"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class LengthRow:
     """One measured process: milliseconds of a step."""
 
     workload: str
@@ -80,17 +80,19 @@ class Panel:
         return dense.ms / nsa.ms
 
 
-def rows_of(run: Path) -> list[Row]:
+def rows_of(run: Path) -> list[LengthRow]:
     """The rows of ``run`` that hold a time."""
     frame = perfbench.load(run)
     timed = frame[(frame.status == "ok") & frame.step_ms.notna()]
     return [
-        Row(row.workload, int(row.seq_len), row.path, row.cuda_graph == "on", float(row.step_ms))
+        LengthRow(
+            row.workload, int(row.seq_len), row.path, row.cuda_graph == "on", float(row.step_ms)
+        )
         for row in timed.itertuples()
     ]
 
 
-def panels_of(rows: Sequence[Row]) -> list[Panel]:
+def panels_of(rows: Sequence[LengthRow]) -> list[Panel]:
     """One panel a workload, in the order of `PANELS`.
 
     ValueError where NSA and dense attention share fewer than two lengths.
@@ -197,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _points(rows: Sequence[Row]) -> list[Point]:
+def _points(rows: Sequence[LengthRow]) -> list[Point]:
     found: dict[tuple[int, str, bool], list[float]] = defaultdict(list)
     for row in rows:
         found[row.tokens, row.path, row.cuda_graph].append(row.ms)

@@ -40,6 +40,25 @@ class Rows:
     blocks_per_head: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatherShape:
+    """What each row of a call gathers: ``num_selected`` blocks of ``sel_block`` tokens of its kv
+    head's K and V.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    num_selected: int
+    sel_block: int
+    dtype: torch.dtype
+
+    @property
+    def block_numel(self) -> int:
+        """Numbers of K and V of one block."""
+        return self.sel_block * (self.head_dim + self.v_head_dim)
+
+
 @dataclass(frozen=True, slots=True)
 class _Chunk:
     """Rows of one packed call: ``index_RN`` into ``k_JLD[columns]``, ``length_R`` visible tokens of
@@ -108,13 +127,8 @@ def backward(
 def workspace_bytes(
     batch: int,
     tokens: int,
+    shape: GatherShape,
     *,
-    num_kv_heads: int,
-    head_dim: int,
-    v_head_dim: int,
-    num_selected: int,
-    sel_block: int,
-    dtype: torch.dtype,
     q_tokens: int | None = None,
     backward: bool = True,
     limit_bytes: int = WORKSPACE_BYTES,
@@ -123,15 +137,16 @@ def workspace_bytes(
     as many).
 
     Without ``backward`` that is the packed K and V alone. The backward adds their gradients, as
-    large; the boolean matrix [columns, P] of `_sum_by_block` and its copy in ``dtype``; and dK and
-    dV of all tokens in fp32 or wider. What the attention kernel itself keeps is left out.
+    large; the boolean matrix [columns, P] of `_sum_by_block` and its copy in the dtype of K; and dK
+    and dV of all tokens in fp32 or wider. What the attention kernel itself keeps is left out.
     """
     rows_per_head = tokens if q_tokens is None else q_tokens
-    blocks_per_head = -(-tokens // sel_block)
-    block_numel, size = sel_block * (head_dim + v_head_dim), dtype.itemsize
-    R = batch * num_kv_heads * rows_per_head
-    step = _rows_per_chunk(num_selected * block_numel * size, limit_bytes)
-    gathered = min(step, R) * num_selected * block_numel * size
+    blocks_per_head, size = -(-tokens // shape.sel_block), shape.dtype.itemsize
+    heads, block_numel = batch * shape.num_kv_heads, shape.block_numel
+    row_bytes = shape.num_selected * block_numel * size
+    R = heads * rows_per_head
+    step = _rows_per_chunk(row_bytes, limit_bytes)
+    gathered = min(step, R) * row_bytes
     if not backward:
         return gathered
     spans = (
@@ -140,13 +155,13 @@ def workspace_bytes(
     )
     matrix = max(
         (
-            count * num_selected * (columns.stop - columns.start) * (1 + size)
+            count * shape.num_selected * (columns.stop - columns.start) * (1 + size)
             for count, columns in spans
         ),
         default=0,
     )
-    wide = torch.promote_types(dtype, torch.float32).itemsize
-    return 2 * gathered + matrix + batch * num_kv_heads * blocks_per_head * block_numel * wide
+    wide = torch.promote_types(shape.dtype, torch.float32).itemsize
+    return 2 * gathered + matrix + heads * blocks_per_head * block_numel * wide
 
 
 def reserve(num_bytes: int, device: torch.device) -> None:

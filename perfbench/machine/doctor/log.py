@@ -113,7 +113,7 @@ def _run_lines(run: Run, what: str) -> Iterator[DoctorLine]:
     yield _cells_line(
         what, "CPU bound", host, Level.WARN, f"wait for the host{share}", _HOST_ADVICE, none
     )
-    hot = [row for row in rows if row.telemetry is not None and row.telemetry.throttled]
+    hot = [row for row in rows if row.is_throttled]
     yield _cells_line(
         what,
         "throttling",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
-from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import paired, rows_by_cell
+from perfbench.errors import unwritable
+from perfbench.gate import paired_rows, rows_by_cell
 from perfbench.matrix import Matrix
 from perfbench.records import (
     COMPRESSED_RUN_FILE,
@@ -140,7 +140,7 @@ def _missing(base: Run, candidate: Run) -> list[tuple[str, int]]:
     for cell_id in (cell.cell_id for cell in base.manifest.cells if cell.cell_id in planned):
         mine, theirs = rows.get(cell_id, []), others.get(cell_id, [])
         if all(row.status is Status.OK for row in [*mine, *theirs]):
-            count = paired(base, candidate, mine, theirs)
+            count = paired_rows(base, candidate, mine, theirs)
             found += [
                 (cell_id, block) for block in range(base.manifest.replicates) if block not in count
             ]
@@ -183,10 +183,7 @@ def create(
         home.mkdir(parents=True)
         fd = os.open(home / RUN_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
     except OSError as error:
-        raise PerfbenchError(
-            Exit.USAGE,
-            f"{home} cannot be written: {error.strerror}. Next: choose another --out DIR",
-        ) from None
+        raise unwritable(home, error, "choose another --out DIR") from None
     with ExitStack() as until_written:
         writer = until_written.enter_context(RunWriter(home, fd))
         writer.append(manifest)

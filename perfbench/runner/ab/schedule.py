@@ -23,7 +23,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import interrupted_between
 from perfbench.machine import TargetFit
 from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
-from perfbench.runner.ab import pair as pairs
+from perfbench.runner.ab import pair
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
 from perfbench.runner.ab.pair import Pair, PairSpec
 from perfbench.runner.ab.version_plan import VersionPlan, plan_of_version
@@ -109,12 +109,12 @@ def interleave(
 
     INTERRUPTED with the command that resumes after Ctrl-C.
     """
-    open_one = pairs.resume if resume else pairs.create
+    open_one = pair.resume if resume else pair.create
     budget = Budget.of(spec.budget_s, now)
     with ExitStack() as stack:
         opened = [
             open_one(spec, version, folder, name, context.environment)
-            for version, name in zip(versions, pairs.NAMES, strict=True)
+            for version, name in zip(versions, pair.NAMES, strict=True)
         ]
         for one in opened:
             stack.enter_context(one.writer)
@@ -140,18 +140,18 @@ def interleave(
                 {row.cell_id for row in one.rows},
             )
             for one, other, executor, name, version in zip(
-                opened, opened[::-1], executors, pairs.NAMES, versions, strict=True
+                opened, opened[::-1], executors, pair.NAMES, versions, strict=True
             )
         ]
         measure_all(PairSchedule(folder, both[0], both[1]), context.progress, budget)
-    return pairs.read_pair(folder)
+    return pair.read_pair(folder)
 
 
-def _ledger(one: pairs.Opened, other: pairs.Opened, retries: int) -> Ledger:
+def _ledger(one: pair.Opened, other: pair.Opened, retries: int) -> Ledger:
     return Ledger(retries, _kept(one, other, retries))
 
 
-def _kept(one: pairs.Opened, other: pairs.Opened, retries: int) -> list[Replicate]:
+def _kept(one: pair.Opened, other: pair.Opened, retries: int) -> list[Replicate]:
     """The rows of ``one`` that a resumed pair keeps.
 
     Halves of pairs with an interruption between them are left out: they are measured again,

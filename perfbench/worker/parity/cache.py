@@ -20,7 +20,7 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from perfbench import older_nsa
 from perfbench.older_nsa import KV, NSACache, Steps
-from perfbench.worker.parity import blocks as blocks_parity
+from perfbench.worker.parity.blocks import Place, chosen
 
 MIN_CHUNKS = 3  # of a proof: a first, one between and a last
 Tensors = Mapping[str, Tensor]
@@ -94,8 +94,8 @@ def attention(
             view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         options: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
         k_cmp, v_cmp = view.cmp
-        at = blocks_parity.Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
-        blocks.append(blocks_parity.chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
+        at = Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
+        blocks.append(chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
         with engagement.collect() as counted:
             outputs.append(older_nsa.attend_view(q[:, part], t["gates"][:, part], view, **options))
         if not judged.isdisjoint(range(begin, end)):

@@ -22,9 +22,8 @@ from nsa.config import ModelConfig, NSAConfig
 from nsa.functional import selected_attention
 from perfbench.older_nsa import promise_of_sigmoid_gates
 from perfbench.records import ParityLine
-from perfbench.worker.parity import blocks as blocks_parity
 from perfbench.worker.parity import cache, layer, sizes
-from perfbench.worker.parity.blocks import BlocksProof, Place
+from perfbench.worker.parity.blocks import BlocksProof, Place, chosen, judge, num_malformed
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison, Tensors
 from perfbench.worker.parity.judges import Attend
@@ -74,7 +73,7 @@ def _check_selected(
     sel_block, tokens = model.nsa.sel_block, q.shape[1]
     blocks = selected_blocks(claim, q)
     on_rows = blocks[:, rows.to(blocks.device)].cpu()
-    wrong_rows = blocks_parity.num_malformed(on_rows, model.nsa, rows, tokens)
+    wrong_rows = num_malformed(on_rows, model.nsa, rows, tokens)
     compare.add_blocks(BlocksProof(wrong_rows, None, None, {}))
 
     def own(t: Tensors) -> Tensor:
@@ -137,9 +136,9 @@ def _in_one_call(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> _
     model, q = claim.model, inputs["q"]
     options: dict[str, Any] = {"config": model.nsa, "path": request, "fa2": claim.cell.fa2}
     promised = promise_of_sigmoid_gates()
-    blocks = blocks_parity.chosen(
-        q, *_kv_cmp(model, inputs), at=Place(0, q.shape[1], True), **options
-    )[:, rows].cpu()
+    blocks = chosen(q, *_kv_cmp(model, inputs), at=Place(0, q.shape[1], True), **options)[
+        :, rows
+    ].cpu()
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
@@ -194,9 +193,7 @@ def _check_sparse(
     tokens, k_cmp = q.shape[1], _kv_cmp(model, inputs)[0]
     fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
     compare.add_blocks(
-        blocks_parity.judge(
-            q[:, rows].cpu(), k_cmp.cpu(), blocks, config=fixed, rows=rows, kv_len=tokens
-        )
+        judge(q[:, rows].cpu(), k_cmp.cpu(), blocks, config=fixed, rows=rows, kv_len=tokens)
     )
 
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:

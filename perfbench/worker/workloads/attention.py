@@ -131,7 +131,7 @@ def inputs(
     backward: bool,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Random inputs [B, T, heads, width] in the order of the module's names, then the output's
-    gradient where ``backward``; for ever.
+    gradient where ``backward``; without end.
 
     Gates are sigmoids. With ``backward`` the used inputs are leaves that want a gradient.
     """
@@ -175,7 +175,7 @@ def selected_inputs(
     model: ModelConfig, cell: Cell, *, dtype: torch.dtype, device: str, seed: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """Random q, k, v, and blocks of the cell's kind (`block_patterns.chosen`), then the output's
-    gradient where the cell has a backward; for ever.
+    gradient where the cell has a backward; without end.
 
     With a backward q, k and v are leaves that want a gradient. ``seed`` decides all of it.
     """

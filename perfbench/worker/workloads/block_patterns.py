@@ -97,9 +97,8 @@ def _local(free: _Free, generator: torch.Generator) -> Tensor:
     shared_BTGK = shared_BJGK[:, free.current_T].sort(-1).values
     left_T = (free.counts(free.current_T) - (free.slots - 1)).clamp(min=0)[None, :, None]
     own_BTG = _below(left_T.expand(B, T, G), generator)
-    for shared_BTG in shared_BTGK.unbind(
-        -1
-    ):  # the own-th of those that are not shared: step over each shared one at or before it
+    # the own-th of those that are not shared: step over each shared one at or before it
+    for shared_BTG in shared_BTGK.unbind(-1):
         own_BTG = own_BTG + (shared_BTG <= own_BTG)
     return torch.cat([shared_BTGK, own_BTG.masked_fill(left_T == 0, NONE)[..., None]], -1)
 

@@ -144,7 +144,7 @@ class CachedSteps:
             replay()
             counted += [dict(cache.keys_read) for cache in self.begin]
         size = sum(cache.memory_bytes() for cache in self.begin)
-        return CacheLine(tokens=self.tokens, memory_bytes=size, keys_read=keys_of_query(counted))
+        return CacheLine(tokens=self.tokens, memory_bytes=size, keys_read=mean_keys_read(counted))
 
     def _step(self, counted: list[Counts] | None) -> None:
         # A copy has a length of its own and the buffers of the original: the next step begins where
@@ -177,7 +177,7 @@ def fill(cache: NSACache, tokens: int, attention: NSAAttention) -> None:
         cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
 
 
-def keys_of_query(counted: Sequence[Counts]) -> dict[str, float]:
+def mean_keys_read(counted: Sequence[Counts]) -> dict[str, float]:
     """Keys a query and kv head for each branch: the mean over the queries of all calls, rows of the
     batch and kv heads.
     """

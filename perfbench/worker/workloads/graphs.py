@@ -107,9 +107,8 @@ class Compiled:
 
     def __init__(self, module: nn.Module, backend: str = "inductor") -> None:
         self._compile = torch._dynamo.lookup_backend(backend)
-        self._graphs: list[
-            list[tuple[str, str]]
-        ] = []  # of each graph and node: the layer, and its frames in nsa
+        # of each graph and node: the layer, and its frames in nsa
+        self._graphs: list[list[tuple[str, str]]] = []
         self.run: Callable[..., Tensor] = torch.compile(
             module, backend=self._read, fullgraph=True, dynamic=False
         )

@@ -30,8 +30,8 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
-from nsa.ops.selected.triton import by_row as query_outer
 from nsa.ops.selected.triton.block_lists import Lists
+from nsa.ops.selected.triton.by_row import forward as forward_by_row
 from nsa.routing.thresholds import SORT_MIN_ROWS
 from nsa.settings import is_off
 
@@ -615,9 +615,7 @@ def forward(
                 q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale
             )
             return o, lse
-        query_outer.forward(
-            q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale
-        )
+        forward_by_row(q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale)
         return o, lse
     if full := rows_in_full(full, T):
         interval.forward(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.decode import NSACache
-from nsa.ops import key_counts as reads
+from nsa.ops import key_counts
 from nsa.routing import RouteError
 from nsa.settings import Settings
 from perfbench import roofline
@@ -97,9 +97,8 @@ def keys_at(position: int, model: ModelConfig = TINY) -> dict[str, int]:
 
 
 @PATHS
-@pytest.mark.parametrize(
-    "seq_len", [32, 99, 100, 145]
-)  # one token more completes a compressed block at 99 (8 + 4 i = 100)
+# one token more completes a compressed block at 99 (8 + 4 i = 100)
+@pytest.mark.parametrize("seq_len", [32, 99, 100, 145])
 def test_every_decode_step_is_one_token_on_the_same_cache(path: str, seq_len: int) -> None:
     work = workload.build(cached(path, seq_len=seq_len, batch=2))
     steps = seen(work, NUM_BATCHES + 1)
@@ -199,7 +198,7 @@ def test_a_prefill_row_counts_a_call_for_each_chunk() -> None:
 
 def test_keys_are_those_gathered_not_a_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        reads, "selected", lambda blocks, *_, **__: torch.full(blocks.shape[:3], 17)
+        key_counts, "selected", lambda blocks, *_, **__: torch.full(blocks.shape[:3], 17)
     )
     row = run(cached())
     assert row.cache is not None and row.cache.keys_read == {**keys_at(100), "sel": 17}
@@ -303,10 +302,8 @@ def test_a_decode_step_is_routed_as_what_it_is() -> None:
 
 
 def test_chunks_of_two_routes_are_refused() -> None:
-    sizes = {
-        "seq_len": 65536,
-        "chunk": 32768,
-    }  # masks of 2 x 32,768 x 32,768 elements, then twice that
+    # masks of 2 x 32,768 x 32,768 elements, then twice that
+    sizes = {"seq_len": 65536, "chunk": 32768}
     with pytest.raises(
         RouteError, match="for the first chunk and .* for a later one; wanted one route"
     ):

@@ -44,9 +44,8 @@ def test_the_gated_sum_of_three_branches(
         monkeypatch.setattr(selected, "PART_BYTES", 1 << 24)  # several chunks
         monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
     else:
-        monkeypatch.setattr(
-            common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS
-        )  # as such small calls are served
+        # as such small calls are served
+        monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS)
     tensors = inputs(kv_heads, group, dim)
     blocks = choose_by_kernel(
         tensors[0], compress(tensors[1], config=PAPER), PAPER, q_start=0, kv_len=TOKENS
