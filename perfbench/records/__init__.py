@@ -24,4 +24,4 @@ from perfbench.records.run_file import create_run, has_run, new_run_id, open_for
 from perfbench.records.run_file import is_compressed_run
 from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
-from perfbench.records.whole_file import whole_file
+from perfbench.records.atomic_write import whole_file
