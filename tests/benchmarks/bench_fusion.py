@@ -268,7 +268,8 @@ def table(report: dict[str, Any]) -> Iterator[str]:
             continue
         ms, launched, proof = row["median_ms"], row["kernels"], row["parity"]
         yield (
-            f"{start}{ms['eager']:11.3f}{ms['compiled']:11.3f}{row['speedup']:9.2f}{launched['eager']!s:>7}{launched['compiled']!s:>7}{row['compile_s']:11.1f}"
+            f"{start}{ms['eager']:11.3f}{ms['compiled']:11.3f}{row['speedup']:9.2f}"
+            f"{launched['eager']!s:>7}{launched['compiled']!s:>7}{row['compile_s']:11.1f}"
             f"  {'ok' if proof['ok'] else 'WRONG'} {proof['compiled_error']:.1e} (eager"
             f" {proof['eager_error']:.1e})"
         )
