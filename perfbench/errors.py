@@ -54,5 +54,5 @@ class PerfbenchError(Exception):
 def unwritable(path: Path, error: OSError, next_step: str) -> PerfbenchError:
     """USAGE: the operating system refused to write ``path``, and what the user can do."""
     return PerfbenchError(
-        Exit.USAGE, f"{path} cannot be written: {error.strerror}. Next: {next_step}"
+        Exit.USAGE, f"{path} cannot be written: {error.strerror or error}. Next: {next_step}"
     )

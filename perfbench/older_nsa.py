@@ -69,13 +69,15 @@ def _exists(module: str) -> bool:
 
 def sort_min_rows() -> int:
     """(b, t, kv head) of a call from which path triton's selected forward goes by sorted lists."""
-    least = _first(
+    places = (
         ("nsa.routing.thresholds", "SORT_MIN_ROWS"),
         ("nsa.routes", "SORT_MIN_ROWS"),
         ("nsa.ops.kernels.selected", "MIN_ROWS_TO_SORT"),
     )
-    assert isinstance(least, int)
-    return least
+    least = _first(*places)
+    if least is None:
+        raise ImportError(f"cannot import {' or '.join(f'{name} of {at}' for at, name in places)}")
+    return int(least)
 
 
 def copy_min_elements() -> int:

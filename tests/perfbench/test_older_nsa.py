@@ -84,6 +84,9 @@ def test_a_name_that_no_nsa_has_is_an_error(monkeypatch: pytest.MonkeyPatch) -> 
         _ = older_nsa.Steps
     with pytest.raises(AttributeError, match="Stps"):
         older_nsa.Stps  # noqa: B018
+    monkeypatch.setattr(older_nsa, "_exists", lambda module: False)
+    with pytest.raises(ImportError, match=r"SORT_MIN_ROWS of nsa\.routing\.thresholds or"):
+        older_nsa.sort_min_rows()
 
 
 @pytest.mark.parametrize("path", list(SelectedPath))
