@@ -20,7 +20,7 @@ from perfbench.records import (
     typed_revisions,
     without_resume,
 )
-from perfbench.report import expectations, failures, machine, scaling, tables, workloads
+from perfbench.report import boundary, expectations, failures, machine, scaling, tables, workloads
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
 from perfbench.text import NULL, block, cell_code, code, escape, plain
@@ -76,7 +76,7 @@ def _context(
 ) -> dict[str, Any]:
     sentinel_head, sentinel_lines = machine.sentinels(run, judgement, context)
     growths = scaling.growths(run, rows)
-    growth = scaling.table(growths)
+    further = [boundary.table(run, rows), scaling.table(growths), expectations.table(run, rows)]
     return {
         "manifest": run.manifest,
         "resumed": run.resumed,
@@ -92,8 +92,7 @@ def _context(
         **_all_cells(rows, judgement),
         "workload_tables": [
             *workloads.tables(run, rows),
-            *([growth] if growth is not None else []),
-            expectations.table(run, rows),
+            *(table for table in further if table is not None),
         ],
         "pictures": pictures,
         "physics": _physics(rows) + scaling.notes(growths),
