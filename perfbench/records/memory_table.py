@@ -33,27 +33,32 @@ class Memory(BaseModel):
     rows: Mapping[str, MemoryRow]
 
 
-def table_of_memory(events: Iterable[tuple[str, int, int]]) -> Memory:
-    """From (operator, address, bytes) in order of time; bytes are negative where memory is freed.
+def table_of_memory(events: Iterable[tuple[str, int, int, int]]) -> Memory:
+    """From (operator, address, bytes, bytes that the allocator then holds) in order of time; bytes
+    are negative where memory is freed.
 
-    What is freed without having been allocated here was there before.
+    The allocator's own count says what the step holds: a release in another thread may be missing
+    among the events. What is freed without having been allocated here was there before, and what
+    is allocated at an address in use had been freed.
     """
     alive: dict[int, tuple[str, int]] = {}
     counts: dict[str, int] = defaultdict(int)
     allocated: dict[str, int] = defaultdict(int)
+    now: dict[str, int] = defaultdict(int)  # alive by operator
+    start: int | None = None
     held, peak = 0, 0
     at_peak: dict[str, int] = {}
-    now: dict[str, int] = defaultdict(int)  # alive by operator
-    for owner, address, size in events:
-        held += size
+    for owner, address, size, total in events:
+        start = total - size if start is None else start
+        held = total - start
+        if address in alive:
+            who, had = alive.pop(address)
+            now[who] -= had
         if size > 0:
             alive[address] = owner, size
             counts[owner] += 1
             allocated[owner] += size
             now[owner] += size
-        elif address in alive:
-            who, had = alive.pop(address)
-            now[who] -= had
         if held > peak:
             peak, at_peak = held, dict(now)
     rows = {

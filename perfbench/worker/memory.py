@@ -41,18 +41,18 @@ def profile_memory(
     return table_of_memory(event for _, event in found), ""
 
 
-def _allocations(roots: list[Any], device: str) -> Iterator[tuple[int, tuple[str, int, int]]]:
-    """(time in ns, (owner, address, bytes)) of every allocation and release on ``device``."""
+def _allocations(roots: list[Any], device: str) -> Iterator[tuple[int, tuple[str, int, int, int]]]:
+    """(time in ns, (owner, address, bytes, bytes held then)) of every allocation and release on
+    ``device``.
+    """
     stack = [(root, "") for root in roots]
     while stack:
         node, owner = stack.pop()
         if node.tag.name == "Allocation":
             fields = node.extra_fields
             if str(fields.device).startswith(device):
-                yield (
-                    node.start_time_ns,
-                    (owner or "outside of operators", fields.ptr, fields.alloc_size),
-                )
+                sizes = fields.ptr, fields.alloc_size, fields.total_allocated
+                yield node.start_time_ns, (owner or "outside of operators", *sizes)
             continue
         name = node.name.removeprefix(BACKWARD)
         # An operator of nsa names what it does; of others the outermost: linear, not empty.

@@ -16,9 +16,18 @@ from perfbench.worker import memory
 MIB = 2**20
 
 
+def held_by(events: list[tuple[str, int, int]], start: int = 1000) -> Memory:
+    """Of an allocator that held ``start`` bytes before."""
+    totals, with_total = start, []
+    for owner, address, size in events:
+        totals += size
+        with_total.append((owner, address, size, totals))
+    return table_of_memory(with_total)
+
+
 def test_the_peak_names_what_was_alive_then() -> None:
     """a and b are alive together; c is larger than either, and comes when both are gone."""
-    found = table_of_memory(
+    found = held_by(
         [
             ("a", 1, 100),
             ("b", 2, 50),
@@ -40,14 +49,21 @@ def test_the_peak_names_what_was_alive_then() -> None:
 
 
 def test_memory_of_before_that_is_freed_lowers_what_is_held() -> None:
-    found = table_of_memory([("free", 9, -40), ("a", 1, 30)])
+    found = held_by([("free", 9, -40), ("a", 1, 30)])
     assert found.peak_bytes == 0 and found.kept_bytes == -10
     assert found.rows["a"].at_peak_bytes == 0
 
 
 def test_an_address_that_is_used_again_belongs_to_its_new_owner() -> None:
-    found = table_of_memory([("a", 1, 30), ("a", 1, -30), ("b", 1, 30), ("c", 2, 5)])
+    found = held_by([("a", 1, 30), ("a", 1, -30), ("b", 1, 30), ("c", 2, 5)])
     assert found.rows["b"].at_peak_bytes == 30 and found.rows["a"].at_peak_bytes == 0
+
+
+def test_a_release_that_nobody_saw_is_known_from_what_the_allocator_holds() -> None:
+    """a is freed in another thread between its event and b's, at the same address."""
+    found = table_of_memory([("a", 1, 30, 130), ("b", 1, 40, 140)])
+    assert found.peak_bytes == 40 and found.kept_bytes == 40
+    assert found.rows["a"].at_peak_bytes == 0 and found.rows["b"].at_peak_bytes == 40
 
 
 def step_of(rows: int) -> Callable[[], None]:
