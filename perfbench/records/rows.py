@@ -252,6 +252,9 @@ class Profile(_Record):
     # kernel names show what the Route names; null where nothing can witness it
     witness_ok: bool | None
     witness: str
+    # calls of nsa's operators, of SDPA, and 'OPERATOR > CHILD'; of a captured step while it was
+    # captured. Empty in older files.
+    operators: dict[str, int] = {}
 
 
 class CacheLine(_Record):

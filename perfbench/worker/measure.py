@@ -31,7 +31,7 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
-from perfbench.worker import autotuner, profile, sentinels
+from perfbench.worker import autotuner, operators, profile, sentinels
 from perfbench.worker.clock import Clock
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
@@ -152,7 +152,14 @@ def _measure(
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
         facts["profile"] = profile.profile(
-            step, route, job.device, timed.step_s, due, flush, work.engaged_by != "call"
+            step,
+            route,
+            job.device,
+            timed.step_s,
+            due,
+            flush,
+            work.engaged_by != "call",
+            work.calls(operators.due(job, model, route)),
         )
         facts["host_bound"] = profile.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
