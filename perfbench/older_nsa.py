@@ -96,6 +96,21 @@ def least_keys_of_a_split() -> int | None:
     return None if least is None else int(least)
 
 
+def names_its_operators() -> bool:
+    """Whether each implementation of a branch bears a name that a profiler shows."""
+    import torch
+
+    _first(("nsa.ops.selected", "PATHS"))
+    return hasattr(torch.ops.nsa, "selected_reference")
+
+
+def workspace_bytes() -> int:
+    """What path v2 packs at a time."""
+    least = _first(("nsa.ops.selected.v2", "WORKSPACE_BYTES"))
+    assert least is not None
+    return int(least)
+
+
 def steps_off(route: Route) -> tuple[str, ...]:
     """The steps of path triton that ``route`` turns off."""
     return getattr(route, "off", ())

@@ -16,7 +16,15 @@ from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
-from perfbench.records.rows import Manifest, ParityLine, Physics, PlannedCell, Profile, Replicate
+from perfbench.records.rows import (
+    Manifest,
+    OtherClocks,
+    ParityLine,
+    Physics,
+    PlannedCell,
+    Profile,
+    Replicate,
+)
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status
 from perfbench.records.rows import StoredCell, Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_RUN_FILE

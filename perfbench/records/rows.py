@@ -252,6 +252,9 @@ class Profile(_Record):
     # kernel names show what the Route names; null where nothing can witness it
     witness_ok: bool | None
     witness: str
+    # calls of nsa's operators, of SDPA, and 'OPERATOR > CHILD'; of a captured step while it was
+    # captured. Empty in older files.
+    operators: dict[str, int] = {}
 
 
 class CacheLine(_Record):
@@ -267,6 +270,19 @@ class CacheLine(_Record):
         # branch -> keys a query and kv head, counted in one untimed step, mean over queries and
         # layers
     ]
+
+
+class OtherClocks(_Record):
+    """The timed window, and the GEMM of `Physics`, by clocks other than the one of the samples."""
+
+    # the kernel's raw clock over all samples, and over what ran between their steps
+    raw_s: float
+    between_s: float = 0.0
+    cpu_s: float  # CPU time of the process meanwhile
+    # that computed on a CPU, so that no more CPU time can have passed; null on a GPU
+    threads: int | None = None
+    gemm_s: float | None = None  # by the samples' clock
+    gemm_raw_s: float | None = None
 
 
 class Physics(_Record):
@@ -327,6 +343,7 @@ class Replicate(_Record):
     tokens_per_step: int = 0
     attempt: int = 0  # above 0: measured again, because the card throttled in every earlier one
     samples_s: list[float] = []
+    other_clocks: OtherClocks | None = None  # null in older files
     tok_per_s: float | None = Field(default=None, gt=0)
     steady: bool | None = None  # the warm-up ended level; false: it ran into its cap first
     # seconds a step times the mean SM clock of the window

@@ -24,6 +24,7 @@ from nsa.routing import Route
 from perfbench.matrix import held_tokens, layer_calls, route_line, route_of
 from perfbench.records import (
     Job,
+    OtherClocks,
     ParityLine,
     Physics,
     Replicate,
@@ -31,8 +32,8 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
-from perfbench.worker import autotuner, memory, profile, sentinels
-from perfbench.worker.clock import Clock
+from perfbench.worker import autotuner, memory, operators, profile, sentinels
+from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
@@ -152,12 +153,28 @@ def _measure(
         facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
     if job.profile:
         facts["profile"] = profile.profile(
-            step, route, job.device, timed.step_s, due, flush, work.engaged_by != "call"
+            step,
+            route,
+            job.device,
+            timed.step_s,
+            due,
+            flush,
+            work.engaged_by != "call",
+            work.calls(operators.due(job, model, route)),
         )
         facts["host_bound"] = profile.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
-    facts["physics"] = _physics(job, model, timed.step_s, clock)
+    gemm_clock = CheckedClock(clock)
+    facts["physics"] = _physics(job, model, timed.step_s, gemm_clock)
+    facts["other_clocks"] = OtherClocks(
+        raw_s=timed.raw_s,
+        between_s=timed.between_s,
+        cpu_s=timed.cpu_s,
+        threads=None if job.device == "cuda" else torch.get_num_threads(),
+        gemm_s=gemm_clock.clock_s,
+        gemm_raw_s=gemm_clock.raw_s,
+    )
     if work.cache is None:
         facts["absent"]["cache"] = f"workload={job.axes.workload} keeps no cache"
     else:

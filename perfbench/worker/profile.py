@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 from nsa.routing import BranchRoute, Route
 from perfbench.older_nsa import steps_off
 from perfbench.records import Kernels, Profile, own_times, table_path, totalled, whole_file
+from perfbench.worker import operators
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 NUM_LONGEST = 12
@@ -59,23 +60,24 @@ def profile(
     layers: int,
     before: Callable[[], None] | None = None,
     replayed: bool = False,
+    calls: operators.Calls | None = None,
 ) -> Profile:
     """Profile one step of ``layers`` layers; ``step_s`` is its unprofiled time, against which the
     device is busy or waits.
 
     ``before`` runs first and is not in the profile: it leaves the L2 as the timed steps found it.
     ``replayed``: the step is a compiled or a CUDA graph, which calls no operators by their public
-    names.
+    names. ``calls``: the operators that are due, None where they bear no names.
     """
     on_gpu = device == "cuda"
     recorded, wall_s = record(step, device, before)
-    kernels, operators = _split(recorded)
+    kernels, called, by_name = _split(recorded)
     device_time_s = sum(seconds for seconds, _ in kernels.values())
     launches = {name: count for name, (_, count) in kernels.items()}
-    shown = (
-        _fused_as_operator(route, launches, operators, on_gpu, layers) if replayed else operators
-    )
+    shown = _fused_as_operator(route, launches, called, on_gpu, layers) if replayed else called
     ok, sentence = testify(route, launches, shown, on_gpu, layers)
+    if calls is not None and (fault := calls.fault(by_name)):
+        ok, sentence = False, fault
     longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
     return Profile(
         kernels={name: seconds for name, (seconds, _) in longest},
@@ -83,7 +85,8 @@ def profile(
         device_time_s=device_time_s,
         wall_s=wall_s,
         busy_fraction=device_time_s / step_s if on_gpu else None,
-        host_syncs=sum(operators.get(name, 0) for name in SYNC_CALLS),
+        host_syncs=sum(called.get(name, 0) for name in SYNC_CALLS),
+        operators=dict(by_name if calls is None else calls.seen(by_name)),
         witness_ok=ok,
         witness=sentence,
     )
@@ -209,10 +212,15 @@ def _fused_as_operator(
     return {**operators, SDPA_OPERATOR: max(0, seen)}
 
 
-def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]:
-    """Device kernels (name -> seconds, count) and host-side events (name -> count)."""
+def _split(
+    recorded: Any,
+) -> tuple[dict[str, tuple[float, int]], dict[str, int], dict[str, int]]:
+    """Device kernels (name -> seconds, count), host-side events (name -> count), and of those the
+    operators of nsa, as `operators.counted`.
+    """
     kernels: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
-    operators: dict[str, int] = defaultdict(int)
+    called: dict[str, int] = defaultdict(int)
+    ours = []
     # Kineto's own list: torch's tree of Python objects took 73 s for one step of the slow loop
     # (reports/evidence/h100).
     for event in recorded.profiler.kineto_results.events():
@@ -223,8 +231,11 @@ def _split(recorded: Any) -> tuple[dict[str, tuple[float, int]], dict[str, int]]
             seconds, count = kernels[name]
             kernels[name] = (seconds + event.duration_ns() * 1e-9, count + 1)
         else:
-            operators[event.name()] += 1
-    return dict(kernels), dict(operators)
+            name = event.name()
+            called[name] += 1
+            if operators.is_counted(name):
+                ours.append(event)
+    return dict(kernels), dict(called), operators.counted(ours)
 
 
 def capture(

@@ -7,13 +7,14 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from nsa import engagement
 from perfbench.records import MeasureOptions, Telemetry
-from perfbench.worker.clock import Clock
+from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.telemetry import Sampler
 
 WARMUP_SAMPLE_S = 0.02
@@ -23,6 +24,7 @@ MIN_SAMPLES = 3
 MAX_SAMPLES = 1000
 # NVML's energy counter moves every 20 to 100 ms by card, so that a window of 2 s is known to 5 %.
 MIN_ENERGY_WINDOW_S = 2.0
+NUM_FLUSHES = 10  # timed alone
 Step = Callable[[], None]
 
 
@@ -83,7 +85,9 @@ def is_level(times_s: list[float]) -> bool:
 class Timed:
     """What the timed window showed.
 
-    ``flushed``: the L2 was emptied before each step, outside of the samples.
+    ``flushed``: the L2 was emptied before each step, outside of the samples. ``raw_s``: how long
+    all of it took by the raw clock, ``between_s`` of which were the flushes; ``cpu_s``: CPU time of
+    this process meanwhile.
     """
 
     samples_s: list[float]
@@ -91,6 +95,9 @@ class Timed:
     engaged: dict[str, int]
     telemetry: Telemetry
     flushed: bool = False
+    raw_s: float = 0.0
+    between_s: float = 0.0
+    cpu_s: float = 0.0
 
     @property
     def num_steps(self) -> int:
@@ -159,8 +166,9 @@ def time_samples(
     """
     steps = max(1, -(-int(options.min_sample_ms * 1e6) // max(1, int(step_s * 1e9))))
     samples: list[float] = []
+    checked = CheckedClock(clock)
     with sampler.window() as window, engagement.collect() as engaged:
-        begin = clock.now()
+        begin, begin_cpu_s = clock.now(), time.process_time()
         while len(samples) < (options.samples or MAX_SAMPLES):
             if (
                 options.samples is None
@@ -168,5 +176,24 @@ def time_samples(
                 and clock.now() - begin >= options.max_s
             ):
                 break
-            samples.append(clock.time_steps(step, steps, between))
-    return Timed(samples, steps, engaged.counts, window.result, flushed=between is not None)
+            samples.append(checked.time_steps(step, steps, between))
+        cpu_s = time.process_time() - begin_cpu_s
+    return Timed(
+        samples,
+        steps,
+        engaged.counts,
+        window.result,
+        flushed=between is not None,
+        raw_s=checked.raw_s,
+        between_s=_seconds_of(between, clock) * steps * len(samples),
+        cpu_s=cpu_s,
+    )
+
+
+def _seconds_of(between: Step | None, clock: Clock) -> float:
+    """Of one flush alone, by the raw clock; 0 where there is none."""
+    if between is None:
+        return 0.0
+    alone = CheckedClock(clock)
+    alone.time_steps(between, NUM_FLUSHES)
+    return alone.raw_s / NUM_FLUSHES

@@ -286,6 +286,8 @@ def event(name: str, kind: torch.autograd.DeviceType, microseconds: float, annot
     return SimpleNamespace(
         name=lambda: name,
         device_type=lambda: kind,
+        start_ns=lambda: 0,
+        start_thread_id=lambda: 1,
         duration_ns=lambda: nanoseconds,
         is_user_annotation=lambda: annotation,
     )

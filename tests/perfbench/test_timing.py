@@ -10,7 +10,7 @@ import pytest
 
 from perfbench.records.job import MeasureOptions
 from perfbench.records.rows import Telemetry
-from perfbench.worker.timing import Timed, time_samples, warm_up
+from perfbench.worker.timing import NUM_FLUSHES, Timed, time_samples, warm_up
 from tests.perfbench import builders
 from tests.perfbench.fakes import FakeClock, FakeSampler
 
@@ -63,7 +63,7 @@ def test_what_runs_between_steps_is_not_in_the_samples() -> None:
     assert (
         found.samples_s == [pytest.approx(0.04)] * 3
         and found.flushed
-        and clock.now() == pytest.approx(12.12)
+        and clock.now() == pytest.approx(12.12 + NUM_FLUSHES * 1.01)
     )
     assert not time_samples(
         nothing, 0.01, options, clock, FakeSampler(builders.telemetry())

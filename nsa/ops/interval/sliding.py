@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nsa.documents import Documents
 from nsa.ops import flash, sdpa
+from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 
 
 def attend(
@@ -29,6 +30,27 @@ def attend(
     """Returns o [B, T, HQ, DV]; ``fa2`` is the provider that serves it, None for SDPA over
     tiles.
     """
+    at, q_starts = int_and_tensor(q_start)
+    first, bounds = (None, None) if documents is None else (documents.first_BT, documents.bounds_N)
+    run = _attend if is_transformed() else torch.ops.nsa.sliding
+    o: Tensor = run(q_BTQD, k_BSGD, v_BSGD, q_starts, first, bounds, at, window, scale, fa2)
+    return o
+
+
+def _attend(
+    q_BTQD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    q_starts: Tensor | None,
+    first_BT: Tensor | None,
+    bounds_N: Tensor | None,
+    first_position: int,
+    window: int,
+    scale: float,
+    fa2: str | None,
+) -> Tensor:
+    q_start = first_position if q_starts is None else q_starts
+    documents = None if first_BT is None or bounds_N is None else Documents(first_BT, bounds_N)
     if fa2 is not None and documents is not None:
         q, k, v = q_BTQD[0], k_BSGD[0], v_BSGD[0]
         # the longest document may be all of it; its length is not read
@@ -174,3 +196,11 @@ def _flash(
     q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q_BTQD, near_k, near_v))
     o = flash.varlen(provider, q, k, v, cu_q, cu_k, T, L, scale=scale, window=(window - 1, 0))
     return o.unflatten(0, (B, T))
+
+
+define_formula(
+    "sliding",
+    "(Tensor q, Tensor k, Tensor v, Tensor? q_starts, Tensor? first, Tensor? bounds, SymInt"
+    " q_start, SymInt window, float scale, str? fa2) -> Tensor",
+    _attend,
+)

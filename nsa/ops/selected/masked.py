@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import sdpa
+from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 from nsa.ops.positions import query_positions
 
 
@@ -28,16 +29,31 @@ def attend(
 ) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. Memory is O(B * G * T * S)."""
     del fa2, num_full_rows
-    mask_BGTS = _token_mask(
-        blocks, k.shape[1], sel_block, query_positions(q_start, q.shape[1], q.device)
-    )
+    at, q_starts = int_and_tensor(q_start)
+    run = _attend if is_transformed() else torch.ops.nsa.selected_masked
+    o: Tensor = run(q, k, v, blocks, q_starts, at, sel_block, scale)
+    return o, None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    q_starts: Tensor | None,
+    q_start: int,
+    sel_block: int,
+    scale: float,
+) -> Tensor:
+    position_BT = query_positions(q_start if q_starts is None else q_starts, q.shape[1], q.device)
+    mask_BGTS = _token_mask(blocks, k.shape[1], sel_block, position_BT)
     empty_BGT1 = ~mask_BGTS.any(-1, keepdim=True)
     # An empty row attends to every key, so that its softmax is finite, and its output is then
     # dropped.
     o = sdpa.grouped(q, k, v, mask_BGTS | empty_BGT1, scale=scale)
     empty_BTG = empty_BGT1[..., 0].transpose(1, 2)
     o_BTGHD = o.unflatten(2, (k.shape[2], -1)).masked_fill(empty_BTG[..., None, None], 0.0)
-    return o_BTGHD.flatten(2, 3), None
+    return o_BTGHD.flatten(2, 3)
 
 
 def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT: Tensor) -> Tensor:
@@ -58,3 +74,11 @@ def _token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT:
         torch.arange(mask_BGTL.shape[-1], device=blocks_BTGN.device) <= position_BT[..., None]
     )
     return (mask_BGTL & past_BTL[:, None])[..., :num_keys]
+
+
+define_formula(
+    "selected_masked",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor? q_starts, SymInt q_start, SymInt"
+    " sel_block, float scale) -> Tensor",
+    _attend,
+)

@@ -10,6 +10,8 @@ import logging
 import torch
 from torch import Tensor
 
+from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
+
 _LOG = logging.getLogger(__name__)
 
 
@@ -28,10 +30,26 @@ def attend(
     """See ``nsa.ops.selected.AttendFn``. B * G * T Python iterations, each with host syncs."""
     del fa2, num_full_rows
     _LOG.warning("Using slow _sdpa_over_ranges: path=reference, %d rows", blocks[..., 0].numel())
+    at, q_starts = int_and_tensor(q_start)
+    run = _attend if is_transformed() else torch.ops.nsa.selected_reference
+    o: Tensor = run(q, k, v, blocks, q_starts, at, sel_block, scale)
+    return o, None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    q_starts: Tensor | None,
+    q_start: int,
+    sel_block: int,
+    scale: float,
+) -> Tensor:
     B, T, G, _ = blocks.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     q32, k32, v32 = (x.to(wide) for x in (q, k, v))
-    starts = q_start.tolist() if isinstance(q_start, Tensor) else [q_start] * B
+    starts = [q_start] * B if q_starts is None else q_starts.tolist()
     heads = q.shape[2] // G
     rows = [
         _row(
@@ -47,7 +65,7 @@ def attend(
         for t in range(T)
         for g in range(G)
     ]
-    return torch.stack(rows).reshape(B, T, q.shape[2], v.shape[3]).to(q.dtype), None
+    return torch.stack(rows).reshape(B, T, q.shape[2], v.shape[3]).to(q.dtype)
 
 
 def _row(
@@ -70,3 +88,11 @@ def _row(
     logits_HL = q_HD @ keys.T * scale
     weights_HL = (logits_HL - logits_HL.amax(-1, keepdim=True)).exp()
     return weights_HL @ values / weights_HL.sum(-1, keepdim=True)
+
+
+define_formula(
+    "selected_reference",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor? q_starts, SymInt q_start, SymInt"
+    " sel_block, float scale) -> Tensor",
+    _attend,
+)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import sdpa
+from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 
 Range = tuple[int, int]
 
@@ -29,16 +30,32 @@ def attend(
 ) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. Copies every row's keys, and syncs to read ``blocks``."""
     del fa2, num_full_rows
+    at, q_starts = int_and_tensor(q_start)
+    run = _attend if is_transformed() else torch.ops.nsa.selected_v1
+    o: Tensor = run(q, k, v, blocks, q_starts, at, sel_block, scale)
+    return o, None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    q_starts: Tensor | None,
+    q_start: int,
+    sel_block: int,
+    scale: float,
+) -> Tensor:
     B, T, G, _ = blocks.shape
     S = k.shape[1]
-    starts = q_start.tolist() if isinstance(q_start, Tensor) else [q_start] * B
+    starts = [q_start] * B if q_starts is None else q_starts.tolist()
     buckets: dict[int, list[_Row]] = defaultdict(list)
     for row, row_blocks in enumerate(blocks.flatten(0, 2).tolist()):
         b, t, g = row // (T * G), row // G % T, row % G
         ranges = _merge(row_blocks, sel_block, min(starts[b] + t + 1, S))
         tokens = [(b * S + s) * G + g for start, stop in ranges for s in range(start, stop)]
         buckets[-(-len(tokens) // sel_block) * sel_block].append(_Row(row, tokens))
-    return _attend_buckets(q, k, v, buckets, G, scale), None
+    return _attend_buckets(q, k, v, buckets, G, scale)
 
 
 class _Row(NamedTuple):
@@ -94,3 +111,11 @@ def _pad(bucket: list[_Row], width: int, device: torch.device) -> tuple[Tensor, 
     tokens = torch.tensor([row + row[:1] * (width - len(row)) for _, row in bucket], device=device)
     lengths = torch.tensor([len(row) for _, row in bucket], device=device)
     return tokens, torch.arange(width, device=device) < lengths[:, None]
+
+
+define_formula(
+    "selected_v1",
+    "(Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor? q_starts, SymInt q_start, SymInt"
+    " sel_block, float scale) -> Tensor",
+    _attend,
+)

@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from nsa import engagement
 from nsa.routing import BranchRoute, Path, Route
 from perfbench import older_nsa
+from perfbench.worker import operators
 
 Body = Callable[..., None]
 Batches = Iterator[tuple[Tensor, ...]]
@@ -76,6 +77,7 @@ class Captured:
         self._replay: Callable[[], None] | None = None
         self.inputs: tuple[Tensor, ...] = ()  # which a replay reads, as the last one read them
         self.counts: dict[str, int] = {}  # counters of one replay, from the capture
+        self.operators: dict[str, int] = {}  # likewise: calls by name, as operators.counted
 
     def __call__(self) -> None:
         if self._replay is None:
@@ -94,10 +96,11 @@ class Captured:
             self._body(*self.inputs)
 
         self._grapher.warm(work)
+        replays: list[Callable[[], None]] = []
         with engagement.collect() as counted:
-            replay = self._grapher.capture(work)
+            self.operators = operators.recorded(lambda: replays.append(self._grapher.capture(work)))
         self.counts = counted.counts
-        return replay
+        return replays[0]
 
 
 class Compiled:
@@ -109,6 +112,7 @@ class Compiled:
         self._compile = torch._dynamo.lookup_backend(backend)
         # of each graph and node: the layer, and its frames in nsa
         self._graphs: list[list[tuple[str, str]]] = []
+        self.operators: dict[str, int] = {}  # its nodes by name, as operators.in_graph
         self.run: Callable[..., Tensor] = torch.compile(
             module, backend=self._read, fullgraph=True, dynamic=False
         )
@@ -121,6 +125,7 @@ class Compiled:
                 if node.op.startswith("call_")
             ]
         )
+        self.operators = operators.in_graph(graph)
         return self._compile(graph, example_inputs)
 
     def counts(self, route: Route) -> dict[str, int]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from nsa.config import ModelConfig
 from nsa.model import DenseLM, TinyLM
 from nsa.routing import Route
+from perfbench.matrix import OperatorCalls
 from perfbench.records import (
     ATTENTION,
     CACHED,
@@ -21,6 +22,7 @@ from perfbench.records import (
     Job,
     torch_dtype_name,
 )
+from perfbench.worker.operators import Calls
 from perfbench.worker.workloads import attention
 from perfbench.worker.workloads.cache_steps import CachedSteps
 from perfbench.worker.workloads.graphs import Batches, Body, Captured, Compiled, CudaGrapher, eager
@@ -63,6 +65,18 @@ class Workload:
         if self.captured:
             return {name: count * steps for name, count in self.captured.counts.items()}
         return counted
+
+    def calls(self, due: OperatorCalls | None) -> Calls | None:
+        """``due`` with what is known of a graph, once a step has run; None where none are due by
+        name.
+        """
+        if due is None:
+            return None
+        return Calls(
+            due,
+            captured=self.captured.operators if self.captured else None,
+            graph=self.compiled.operators if self.compiled else None,
+        )
 
 
 def build(job: Job) -> Workload:
