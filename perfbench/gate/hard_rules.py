@@ -23,7 +23,8 @@ from perfbench.records import (
 )
 from perfbench.roofline import IMPOSSIBLE_FLOP_FACTOR
 
-MAX_RATE_MISMATCH = 0.01  # stored tok/s against its own samples
+# Stored tok/s against its own samples; the largest in every committed run is below 1e-12.
+MAX_RATE_MISMATCH = 1e-6
 REASON_CHARS = 300
 # workload of forwards alone -> the one whose step has the backward too
 WHOLE: Mapping[str, str] = {
