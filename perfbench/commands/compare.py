@@ -25,9 +25,8 @@ def compare(
 
 
 def _judged(base: Path, candidate: Path | None, strict: bool) -> Outcome:
-    from perfbench.commands.judging import judge_pair, judge_pair_folder
+    from perfbench.commands.judging import judge_pair, judge_pair_folder, read_checked
     from perfbench.commands.outcome import folder_of
-    from perfbench.records import read_run
     from perfbench.runner import is_pair
 
     if candidate is None:
@@ -45,4 +44,4 @@ def _judged(base: Path, candidate: Path | None, strict: bool) -> Outcome:
                 f"got {one}, which holds two runs, and another run. Next: name {one / 'a'} or"
                 f" {one / 'b'}",
             )
-    return judge_pair(read_run(base), read_run(candidate), folder_of(candidate), strict)
+    return judge_pair(read_checked(base), read_checked(candidate), folder_of(candidate), strict)

@@ -12,7 +12,8 @@ from perfbench.commands.outcome import Outcome, default_baseline, folder_of, mat
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import compare as compare_runs
 from perfbench.gate import confirm_all, judge, judge_by_baseline
-from perfbench.records import read_baseline, read_run, revisions_to_type
+from perfbench.matrix import check_configs
+from perfbench.records import METHOD_VERSION, read_baseline, read_run, revisions_to_type
 
 if TYPE_CHECKING:
     from perfbench.records import Run
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 def judge_alone(run_path: Path) -> Outcome:
     """By the hard gates, without any baseline."""
-    run = _read(run_path)
+    run = read_checked(run_path)
     return Outcome(run, judge(run, None, policy_of(run)), folder_of(run_path))
 
 
@@ -28,7 +29,7 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     """The first stage alone: by the stored baseline of the run's GPU and matrix, or the one that
     is named.
     """
-    run = _read(run_path)
+    run = read_checked(run_path)
     found = read_baseline(baseline_path or default_baseline(run))
     judgement = judge_by_baseline(run, found, matrix_of(run), strict=strict)
     return Outcome(run, judgement, folder_of(run_path), found)
@@ -87,16 +88,23 @@ def pair_outcome(path: Path, baseline_path: Path | None) -> Outcome | None:
     return judge_pair_folder(path)
 
 
-def _read(run_path: Path) -> Run:
-    """A run; a warning where the file's last line was cut off, so that a replicate may be
-    missing.
+def read_checked(run_path: Path) -> Run:
+    """A run that does not contradict itself; a warning where the file's last line was cut off, so
+    that a replicate may be missing.
     """
-    run = read_run(run_path)
+    run = _consistent(read_run(run_path), run_path)
     if run.torn:
         warn(
             f"the last line of run {run.manifest.run_id} was cut off and is left out; `perfbench"
             " run --resume` repairs the file"
         )
+    return run
+
+
+def _consistent(run: Run, path: Path) -> Run:
+    """``run``, whose cells are those of its own matrix; BASELINE (corrupt) where they are not."""
+    if run.manifest.method_version == METHOD_VERSION:
+        check_configs(matrix_of(run), run.manifest.cells, str(path))
     return run
 
 

@@ -33,6 +33,14 @@ def _schema(kind: str) -> dict[str, Any]:
         return verdict_schema()
     from pydantic import TypeAdapter
 
-    from perfbench.records import Manifest, Replicate, Resumed, SentinelLine
+    from perfbench.records import LINE_KEY, Manifest, Replicate, Resumed, SentinelLine
 
-    return TypeAdapter(Manifest | Resumed | Replicate | SentinelLine).json_schema()
+    kinds = (Manifest, Resumed, Replicate, SentinelLine)
+    found = TypeAdapter(Manifest | Resumed | Replicate | SentinelLine).json_schema()
+    for kind in kinds:  # the writer adds it, so no record has it; files before schema 3 have none
+        found["$defs"][kind.__name__]["properties"][LINE_KEY] = {
+            "type": "string",
+            "pattern": "^[0-9a-f]{64}$",
+            "description": "sha256 of the digest of the line before and of this line without it",
+        }
+    return found

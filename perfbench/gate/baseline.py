@@ -112,10 +112,8 @@ def promote(
         notes.append("the measured tree had uncommitted changes; the file records it")
     if why := manifest.source.unproved:
         notes.append(f"the measured commit is {why}; the file records it")
-    baseline = _baseline(
-        run, cells, promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"), allow_dirty
-    )
-    write_baseline(path, baseline)
+    promoted_utc = promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    baseline = write_baseline(path, _baseline(run, cells, promoted_utc, allow_dirty))
     return Promotion(
         path, baseline, sorted(set(cells) - set(kept)), sorted(kept), sorted(removed), notes
     )
@@ -200,6 +198,7 @@ def _baseline(
         environment=manifest.environment.fingerprint(),
         sentinels=sentinel_rates(run),
         cells=cells,
+        run_sha256=run.sha256,
     )
 
 

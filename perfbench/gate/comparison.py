@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from perfbench.errors import Exit
 from perfbench.gate.baseline import baseline_of_run
+from perfbench.gate.comparable import unverified
 from perfbench.gate.confirmation import judge_pairs
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
 from perfbench.gate.judging import judge
@@ -46,7 +47,7 @@ def compare(
         judgement,
         cells,
         findings=[*judgement.findings, *wrong],
-        notes=(*judgement.notes, *_origin_notes(base.manifest)),
+        notes=(*judgement.notes, *unverified(base), *_origin_notes(base.manifest)),
     )
     if not paired:
         return judgement

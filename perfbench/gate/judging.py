@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from perfbench.gate.boundary import beyond_boundary
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
-from perfbench.gate.comparable import incomparable, run_findings, unwatched
+from perfbench.gate.comparable import incomparable, run_findings, unverified, unwatched
 from perfbench.gate.confirmation import range_over_mean_pct, verdict_with
 from perfbench.gate.coverage import (
     clock_events,
@@ -98,7 +98,8 @@ def judge(
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)
-    notes = () if known is None or mixed else tuple(unwatched(run, known))
+    notes = tuple(unverified(run, known))
+    notes += () if known is None or mixed else tuple(unwatched(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 
 

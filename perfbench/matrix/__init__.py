@@ -2,7 +2,7 @@
 
 from perfbench.matrix.attention_calls import held_tokens, layer_calls, of_selected, pieces, route_of
 from perfbench.matrix.matrix import Excluded, Matrix, load_matrix, parse_matrix
-from perfbench.matrix.matrix import policies
+from perfbench.matrix.matrix import check_configs, policies
 from perfbench.matrix.named_calls import COUNTED_INSIDE, INSIDE, NAMESPACE, SDPA
 from perfbench.matrix.named_calls import OperatorCalls, operator_calls
 from perfbench.matrix.plan import Plan, build_plan, plan_text

@@ -32,6 +32,7 @@ from perfbench.records import (
     Cell,
     Expect,
     MeasureOptions,
+    PlannedCell,
     Value,
     select_cells,
 )
@@ -290,6 +291,20 @@ def config_sha256(matrix: Matrix, cell_id: str) -> str:
     """
     what = {"model": _model_sha256(matrix.model), "cell": cell_id, "method_version": METHOD_VERSION}
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def check_configs(matrix: Matrix, cells: Iterable[PlannedCell], path: str) -> None:
+    """BASELINE (corrupt) where a stored plan's cell has another hash than its axes and the stored
+    matrix's model give.
+    """
+    for cell in cells:
+        wanted = config_sha256(matrix, cell.axes.cell_id)
+        if (cell.axes.cell_id, wanted) != (cell.cell_id, cell.config_sha256):
+            raise PerfbenchError(
+                Exit.BASELINE,
+                f"{path}: CORRUPT: cell {cell.cell_id} has config {cell.config_sha256[:12]}, its"
+                f" axes and the model give {wanted[:12]}; restore the file, or measure again",
+            )
 
 
 @lru_cache(maxsize=8)

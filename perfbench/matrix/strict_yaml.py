@@ -6,7 +6,9 @@ tags, aliases that expand without bound, and numbers that readers take for other
 
 from __future__ import annotations
 
+import errno
 import math
+import pathlib
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from ruamel.yaml.events import (
 )
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import read_regular_file
 from perfbench.text import plain
 
 Loc = tuple[str | int, ...]
@@ -78,20 +81,20 @@ class Document:
 def read_text(path: str) -> str:
     """The text of a UTF-8 file, a byte order mark removed."""
     try:
-        with open(path, "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
+        raw = read_regular_file(pathlib.Path(path), MAX_BYTES)
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            fail(
+                path,
+                None,
+                f"larger than {MAX_BYTES} bytes, which no matrix is; check that it is the right"
+                " file",
+            )
         reason = getattr(error, "strerror", None) or str(error)
         raise PerfbenchError(
             Exit.USAGE,
             f"cannot read {path!r}: {reason}; give the path of a matrix such as matrices/cpu.yaml",
         ) from None
-    if len(raw) > MAX_BYTES:
-        fail(
-            path,
-            None,
-            f"larger than {MAX_BYTES} bytes, which no matrix is; check that it is the right file",
-        )
     try:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:

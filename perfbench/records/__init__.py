@@ -10,6 +10,7 @@ from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey,
 from perfbench.records.cells import SELECTIONS, STEPS, Term, Value, check_axis, proof_key
 from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
+from perfbench.records.digests import LINE_KEY
 from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_path, totalled
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
@@ -34,3 +35,4 @@ from perfbench.records.run_file import is_compressed_run
 from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
+from perfbench.records.regular_file import read_regular_file

@@ -17,12 +17,18 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.digests import CONTENT_KEY, content_sha256
+from perfbench.records.regular_file import read_regular_file
 from perfbench.records.rows import Source, StoredCell
 from perfbench.records.run_file import whole
 from perfbench.records.verdict import Verdict
 from perfbench.text import shorten
 
-SCHEMA_VERSION = 2  # 2: what host-bound cells and the sentinels are judged by
+# 2: what host-bound cells and the sentinels are judged by; 3: its digest, its run's, and the rules
+# that it was promoted with
+SCHEMA_VERSION = 3
+DIGESTS_SINCE = 3
+MAX_BYTES = 2**26
 # A rate, or seconds. The bounds are beyond any machine, and keep the ratio of two such values
 # within what a float holds.
 Speed = Annotated[float, Field(gt=1e-12, lt=1e24, allow_inf_nan=False, strict=True)]
@@ -62,7 +68,9 @@ class BaselineCell(BaseModel):
 class Baseline(BaseModel):
     """A promoted run, reduced to what the gate reads.
 
-    ``environment`` is ``Environment.fingerprint()``.
+    ``environment`` is ``Environment.fingerprint()``. ``rules`` is what the run's matrix demanded
+    (`perfbench.matrix.JudgeRules`): null in files older than schema 3. ``run_sha256`` is the digest
+    of the run's last line, null for a run that had none; ``content_sha256`` that of this file.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
@@ -78,6 +86,14 @@ class Baseline(BaseModel):
     # rates, one for each block; none in files older than schema 2
     sentinels: dict[str, list[Speed]] = {}
     cells: dict[str, BaselineCell] = Field(min_length=1)
+    rules: dict[str, Any] | None = None
+    run_sha256: str | None = None
+    content_sha256: str | None = None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a digest shows that the file is as it was written."""
+        return self.schema_version >= DIGESTS_SINCE
 
 
 def baseline_path(root: Path, gpu_slug: str, matrix_name: str) -> Path:
@@ -107,7 +123,7 @@ def load_baseline(path: Path) -> Baseline:
 def read_baseline(path: Path) -> Baseline | BaselineProblem:
     """Like ``load``, but the problem is a value: what ``judge`` takes."""
     try:
-        data = path.read_bytes()
+        data = read_regular_file(path, MAX_BYTES)
     except FileNotFoundError:
         text = (
             f"no baseline at {path}; make one from a green run: perfbench baseline promote RUN --to"
@@ -118,7 +134,7 @@ def read_baseline(path: Path) -> Baseline | BaselineProblem:
         return BaselineProblem(
             Verdict.CORRUPT, f"baseline {path} cannot be read: {error}; wanted a readable file"
         )
-    return _parse(data, f"baseline {path}")
+    return parse_baseline(data, f"baseline {path}")
 
 
 def show_baseline(baseline: Baseline) -> str:
@@ -155,7 +171,9 @@ def show_baseline(baseline: Baseline) -> str:
     return "\n".join(lines)
 
 
-def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
+def parse_baseline(data: bytes, what: str) -> Baseline | BaselineProblem:
+    """The baseline in ``data``; ``what`` stands for the file in messages."""
+
     def corrupt(text: str, *, newer: bool = False) -> BaselineProblem:
         return BaselineProblem(Verdict.CORRUPT, f"{what} {text}", newer)
 
@@ -181,7 +199,10 @@ def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
         )
         return corrupt(text, newer=True)
     try:
-        return Baseline.model_validate(raw)
+        found = Baseline.model_validate(raw)
+        if problem := _digest_problem(raw, version):
+            return corrupt(f"{problem}; restore it from git, or promote a run again")
+        return found
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False)
     speeds = [one for one in first if "tok_per_s" in one["loc"]]
@@ -195,11 +216,29 @@ def _parse(data: bytes, what: str) -> Baseline | BaselineProblem:
     return corrupt(f"has the wrong shape: {message}; restore it from git, or promote a run again")
 
 
-def write_baseline(path: Path, baseline: Baseline) -> None:
-    """Write the file complete or not at all; PerfbenchError(USAGE) where it cannot be written."""
+def _digest_problem(raw: dict[str, Any], version: int) -> str:
+    """What its digest says of the file; empty where it matches, or an older file has none."""
+    digest = raw.get(CONTENT_KEY)
+    if version < DIGESTS_SINCE:
+        return f"is of schema {version} and has a digest: it was edited" if digest else ""
+    if digest is None:
+        return f"has no {CONTENT_KEY}, which every baseline of schema {version} has: it was edited"
+    try:
+        intact = content_sha256(raw) == digest
+    except ValueError:  # a NaN
+        intact = False
+    return "" if intact else f"does not match its {CONTENT_KEY}: it was edited after `promote`"
+
+
+def write_baseline(path: Path, baseline: Baseline) -> Baseline:
+    """Write the file complete or not at all, and return it with its digest; PerfbenchError(USAGE)
+    where it cannot be written.
+    """
+    content = baseline.model_dump(mode="json")
+    digest = content_sha256(content)
     text = (
         json.dumps(
-            baseline.model_dump(mode="json"),
+            {**content, CONTENT_KEY: digest},
             indent=1,
             sort_keys=True,
             allow_nan=False,
@@ -223,6 +262,7 @@ def write_baseline(path: Path, baseline: Baseline) -> None:
             " folder: change its rights, or give --to"
         )
         raise PerfbenchError(Exit.USAGE, text) from error
+    return baseline.model_copy(update={CONTENT_KEY: digest})
 
 
 @dataclass(frozen=True, slots=True)

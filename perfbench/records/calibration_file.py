@@ -11,10 +11,12 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.regular_file import read_regular_file
 from perfbench.text import plain
 
 # Of ln speed that a baseline takes: beyond it a session says nothing, so the file is wrong.
 MAX_GATE_SD = 0.5
+MAX_BYTES = 2**26
 
 
 class _StoredVariance(BaseModel):
@@ -53,7 +55,7 @@ def read_calibration(path: Path, gpu_slug: str) -> Known:
     machine does, a calibration of another GPU than ``gpu_slug``, or of one start only.
     """
     try:
-        stored = _Stored.model_validate_json(path.read_bytes())
+        stored = _Stored.model_validate_json(read_regular_file(path, MAX_BYTES))
     except OSError as error:
         raise _refused(path, f"cannot be read: {error.strerror or error}") from None
     except ValidationError as error:

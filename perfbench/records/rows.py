@@ -16,7 +16,8 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from perfbench.records.cells import Cell, Value
 
-SCHEMA_VERSION = 2  # 2: sentinel lines
+SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
+DIGESTS_SINCE = 3
 METHOD_VERSION = 1  # raise it whenever a number would change although the measured code did not
 
 
@@ -383,7 +384,11 @@ class Replicate(_Record):
 
 
 class Run(BaseModel):
-    """A run file as read: ``torn`` says that its last line was cut off and dropped."""
+    """A run file as read: ``torn`` says that its last line was cut off and dropped.
+
+    ``sha256`` is the digest of its last line, which stands for the whole file; None in a file of an
+    older schema, of which nobody can tell whether it was edited.
+    """
 
     model_config = ConfigDict(frozen=True, defer_build=True)
     manifest: Manifest
@@ -391,6 +396,12 @@ class Run(BaseModel):
     replicates: list[Replicate] = []
     sentinels: list[SentinelLine] = []
     torn: bool = False
+    sha256: str | None = None
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether digests show that the file is as it was written."""
+        return self.manifest.schema_version >= DIGESTS_SINCE
 
     def of_cell(self, cell_id: str) -> list[Replicate]:
         return [r for r in self.replicates if r.cell_id == cell_id]

@@ -2,7 +2,9 @@
 starts.
 
 A line that was cut off at the end (the process was killed) is dropped and flagged; any other damage
-is a USAGE error with file:line. One writer at a time holds the file. A finished run may be kept as
+is an error with file:line: BASELINE (corrupt) where the file carries digests, USAGE in an older
+file. Each line carries the digest of itself and of the lines before it, so that no line can be
+edited, removed or moved unseen. One writer at a time holds the file. A finished run may be kept as
 `run.jsonl.gz`, which every reader takes and no writer opens.
 """
 
@@ -11,6 +13,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -18,7 +21,7 @@ import re
 import secrets
 import shlex
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
@@ -28,12 +31,23 @@ from typing import Any, NoReturn, Self
 from pydantic import ValidationError
 
 from perfbench.errors import Exit, PerfbenchError, unwritable
-from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Resumed, Run, SentinelLine
+from perfbench.records.digests import chained, is_intact, unchained
+from perfbench.records.regular_file import read_regular_file
+from perfbench.records.rows import (
+    DIGESTS_SINCE,
+    SCHEMA_VERSION,
+    Manifest,
+    Replicate,
+    Resumed,
+    Run,
+    SentinelLine,
+)
 from perfbench.text import plain
 
 RUN_FILE = "run.jsonl"
 COMPRESSED_RUN_FILE = "run.jsonl.gz"
 MAX_BYTES = 2**30  # of a run once it is decompressed; the largest that is kept has 0.8 MB
+MAX_LINE_BYTES = 2**28  # a manifest of 100,000 cells has less
 _GZIP_MAGIC = b"\x1f\x8b"
 MAX_VALUE = 1e100  # beyond any measured thing; sums and squares of such values stay finite
 MAX_REPLICATES = 100_000  # of a cell; readers count up to the number that the manifest names
@@ -52,11 +66,13 @@ def new_run_id(now: datetime, gpu_slug: str, commit: str | None) -> str:
 class RunWriter:
     """Appends records to one run file, and holds its lock until closed.
 
-    Get one from ``create`` or ``open_for_resume``.
+    Get one from ``create`` or ``open_for_resume``. ``digest`` is that of the file's last line:
+    empty for a new file, None for an older one, whose lines carry none.
     """
 
-    def __init__(self, folder: Path, fd: int) -> None:
+    def __init__(self, folder: Path, fd: int, digest: str | None = "") -> None:
         self.folder = folder
+        self.digest = digest
         self._fd = fd
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -76,11 +92,19 @@ class RunWriter:
         """Write one line and wait until it is on the disk; what a full disk cut off is taken
         back.
         """
-        line = json.dumps(record.model_dump(), allow_nan=False).encode() + b"\n"
+        line, digest = json.dumps(record.model_dump(), allow_nan=False).encode(), self.digest
+        if digest is not None:
+            line, digest = chained(line, digest)
+        if len(line) > MAX_LINE_BYTES:
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"a {record.kind} line of {len(line)} bytes is more than {MAX_LINE_BYTES}, which"
+                " nobody could read back. Next: split the matrix",
+            )
         size = os.fstat(self._fd).st_size
         with _writing(self.path):
             try:
-                rest = memoryview(line)
+                rest = memoryview(line + b"\n")
                 while rest:
                     rest = rest[os.write(self._fd, rest) :]
                 os.fsync(self._fd)
@@ -88,6 +112,7 @@ class RunWriter:
                 with suppress(OSError):
                     os.ftruncate(self._fd, size)
                 raise
+        self.digest = digest
 
     def truncate(self, size: int) -> None:
         with _writing(self.path):
@@ -149,6 +174,7 @@ def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
         run = parse(data, str(path))
         if run.torn:
             writer.truncate(data.rfind(b"\n") + 1)
+        writer.digest = run.sha256
         until_read.pop_all()
     return writer, run
 
@@ -156,7 +182,7 @@ def open_for_resume(run_dir: Path) -> tuple[RunWriter, Run]:
 def read_run(path: Path) -> Run:
     """Read a run folder, its run.jsonl, or its run.jsonl.gz.
 
-    PerfbenchError(USAGE) with file:line for whatever is wrong.
+    PerfbenchError with file:line for whatever is wrong, as the module says.
     """
     file = file_of(path)
     return parse(_bytes_of(file), str(file))
@@ -168,7 +194,9 @@ def parse(data: bytes, name: str) -> Run:
     if not lines:
         what = "a manifest line that was cut off" if rest else "an empty file"
         _fail(name, 1, f"got {what}, wanted a manifest; restore the file, or start a new run")
-    manifest = _record(lines[0], name, 1)
+    _refuse_long_lines((*lines, rest), name)
+    bodies = [unchained(line) for line in lines]
+    manifest = _record(bodies[0][0], name, 1)
     if not isinstance(manifest, Manifest):
         _fail(
             name,
@@ -176,16 +204,86 @@ def parse(data: bytes, name: str) -> Run:
             f"got a {manifest.kind} line, wanted the manifest first; the beginning of the file is"
             " lost: restore it, or start a new run",
         )
-    records = [_record(line, name, number) for number, line in enumerate(lines[1:], start=2)]
-    for number, record in enumerate(records, start=2):
-        if isinstance(record, Manifest):
-            _fail(name, number, "a second manifest: two runs were joined; split the file")
+    has_digests = manifest.schema_version >= DIGESTS_SINCE
+    try:
+        records = [
+            _later_record(line, name, number)
+            for number, (line, _) in enumerate(bodies[1:], start=2)
+        ]
+    except PerfbenchError as error:
+        raise PerfbenchError(Exit.BASELINE if has_digests else Exit.USAGE, str(error)) from None
+    sha256 = _check_digests(bodies, has_digests, name)
+    _check_consistency(manifest, records, name)
     return Run(
         manifest=manifest,
         resumed=[record for record in records if isinstance(record, Resumed)],
         replicates=[record for record in records if isinstance(record, Replicate)],
         sentinels=[record for record in records if isinstance(record, SentinelLine)],
         torn=bool(rest),
+        sha256=sha256,
+    )
+
+
+def _later_record(line: bytes, name: str, number: int) -> Record:
+    found = _record(line, name, number)
+    if isinstance(found, Manifest):
+        _fail(name, number, "a second manifest: two runs were joined; split the file")
+    return found
+
+
+def _refuse_long_lines(lines: Sequence[bytes], name: str) -> None:
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_LINE_BYTES:
+            _corrupt(name, number, f"a line of {len(line)} bytes, more than any record has")
+
+
+def _check_digests(
+    lines: Sequence[tuple[bytes, str | None]], has_digests: bool, name: str
+) -> str | None:
+    """The digest of the last line; None for an older file, where every line is without one."""
+    before = ""
+    for number, (line, digest) in enumerate(lines, start=1):
+        if not has_digests:
+            if digest is not None:
+                _corrupt(name, number, "a digest in a file of an older schema: it was edited")
+            continue
+        if digest is None:
+            _corrupt(name, number, "the line has no digest, or more behind it: it was edited")
+        if not is_intact(line, digest, before):
+            _corrupt(
+                name,
+                number,
+                "the line does not match its digest: it, or a line before it, was edited, removed"
+                " or moved after it was written",
+            )
+        before = digest
+    return before if has_digests else None
+
+
+def _check_consistency(manifest: Manifest, records: Sequence[Record], name: str) -> None:
+    """What holds in every file that this program wrote, with digests or without."""
+    text = manifest.matrix_text.encode("utf-8", "surrogatepass")
+    if hashlib.sha256(text).hexdigest() != manifest.matrix_sha256:
+        _corrupt(name, 1, "the matrix's text is not that of its sha256")
+    seen: dict[tuple[str, int, int], int] = {}
+    for number, record in enumerate(records, start=2):
+        if not isinstance(record, Replicate):
+            continue
+        key = (record.cell_id, record.replicate, record.attempt)
+        if (first := seen.setdefault(key, number)) != number:
+            _corrupt(
+                name,
+                number,
+                f"{record.cell_id} #{record.replicate} attempt {record.attempt} is in line {first}"
+                " already: a replicate was copied",
+            )
+
+
+def _corrupt(name: str, number: int, problem: str) -> NoReturn:
+    raise PerfbenchError(
+        Exit.BASELINE,
+        f"{name}:{number}: CORRUPT: {plain(problem)}; restore the file, e.g. from git, or measure"
+        " again",
     )
 
 
@@ -372,11 +470,12 @@ def _decompressed(data: bytes, path: Path) -> bytes:
 
 def _read_bytes(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError as error:
+        return read_regular_file(path, MAX_BYTES)
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or str(error)
         raise PerfbenchError(
             Exit.USAGE,
-            f"{path} cannot be read ({error.strerror}). Next: name a run folder, e.g. one under"
+            f"{path} cannot be read ({reason}). Next: name a run folder, e.g. one under"
             " reports/runs",
         ) from None
 

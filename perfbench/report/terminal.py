@@ -59,6 +59,8 @@ def terminal_table(
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
+        for note in judgement.notes:
+            console.print(Text(f"  note: {plain(note)}", style="dim"))
         for row, left in _to_print(rows):
             line = f"  {row.verdict} {plain(row.cell.cell_id)}: {plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))

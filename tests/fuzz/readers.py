@@ -26,7 +26,7 @@ from perfbench.gate import judging
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 from perfbench.records import BaselineProblem, baseline_file, read_calibration, run_file
-from perfbench.records.rows import Run
+from perfbench.records.rows import DIGESTS_SINCE, Run
 from perfbench.report import verdict_json
 from perfbench.runner.ab import pair
 from perfbench.tuning import decide, report
@@ -185,6 +185,10 @@ def _cut(folder: Path) -> bytes:
 
 
 def _lines(run: Run) -> bytes:
+    """Without digests, as an older schema: a mutation must get further than the first of them."""
+    run = run.model_copy(
+        update={"manifest": run.manifest.model_copy(update={"schema_version": DIGESTS_SINCE - 1})}
+    )
     records = [run.manifest, *run.resumed, *run.sentinels, *run.replicates]
     return b"".join(json.dumps(one.model_dump(mode="json")).encode() + b"\n" for one in records)
 

@@ -4,6 +4,7 @@ name.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -249,6 +250,7 @@ def test_the_matrix_of_a_run_whose_path_no_terminal_should_be_sent(tmp_path: Pat
         READERS["run"].seeds()[0],
         "manifest",
         matrix_text="version: 2\n",
+        matrix_sha256=hashlib.sha256(b"version: 2\n").hexdigest(),
         matrix_path="m\n\x1b[31m.yaml",
     )
     assert refusal("run", data, tmp_path).startswith("m [31m.yaml:1: ")

@@ -16,6 +16,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.records.rows import Run, Source
 from tests.perfbench import builders as b
+from tests.perfbench.digested import write_run
 from tests.perfbench.edits import edit
 
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
@@ -36,8 +37,7 @@ def saved(
     for side, run in (("a", base), ("b", candidate)):
         home = folder / name / side
         home.mkdir(parents=True)
-        lines = [record.model_dump_json() + "\n" for record in (run.manifest, *run.replicates)]
-        (home / "run.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_run(home / "run.jsonl", run)
     return folder / name
 
 
@@ -151,10 +151,7 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         injections=(f"slowdown=9%@{TRAIN}",),
     )
     alone = tmp_path / "run.jsonl"
-    alone.write_text(
-        "".join(record.model_dump_json() + "\n" for record in (base.manifest, *base.replicates)),
-        encoding="utf-8",
-    )
+    write_run(alone, base)
     text = certify_command([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
     assert (
         "with nothing planted 0 of 9 (at most 28.3 %) cells REGRESSED; real extra work found"

@@ -20,6 +20,7 @@ from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import BaselineProblem
 from perfbench.records.baseline_file import (
+    SCHEMA_VERSION,
     Baseline,
     baseline_path,
     load_baseline,
@@ -30,6 +31,7 @@ from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Source, Status
 from perfbench.records.verdict import Verdict
 from tests.perfbench import builders as b
+from tests.perfbench.digested import edit_baseline
 
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
 DENSE = "path=dense,seq_len=2048,workload=train"
@@ -115,9 +117,7 @@ def test_an_unwritable_folder_exits_2(tmp_path: Path) -> None:
 
 def test_unknown_fields_survive(target: Path) -> None:
     promoted(b.small_run(), target)
-    data = json.loads(target.read_text())
-    data["later"] = {"x": 1}
-    target.write_text(json.dumps(data))
+    edit_baseline(target, lambda content: content.update(later={"x": 1}))
     assert load_baseline(target).model_dump()["later"] == {"x": 1}
 
 
@@ -278,10 +278,10 @@ def test_a_damaged_file_is_replaced_by_a_whole_run_and_never_by_a_slice(target: 
 
 def test_a_newer_file_is_never_overwritten(target: Path) -> None:
     target.parent.mkdir(parents=True)
-    target.write_text('{"schema_version": 3}')
-    with pytest.raises(PerfbenchError, match="newer schema 3"):
+    target.write_text(json.dumps({"schema_version": SCHEMA_VERSION + 1}))
+    with pytest.raises(PerfbenchError, match=f"newer schema {SCHEMA_VERSION + 1}"):
         promote(b.small_run(), target)
-    assert target.read_text() == '{"schema_version": 3}'
+    assert json.loads(target.read_text()) == {"schema_version": SCHEMA_VERSION + 1}
 
 
 # --- damaged files
@@ -371,7 +371,10 @@ def test_the_wrong_shape(change: Callable[[dict[str, Any]], object], target: Pat
 
 def test_a_newer_schema(target: Path) -> None:
     promoted(b.small_run(), target)
-    assert "newer schema 3" in damaged(target, lambda data: data.update(schema_version=3)).message
+    assert (
+        f"newer schema {SCHEMA_VERSION + 1}"
+        in damaged(target, lambda data: data.update(schema_version=SCHEMA_VERSION + 1)).message
+    )
 
 
 @given(data=st.binary(max_size=200))

@@ -35,6 +35,7 @@ from tests.perfbench.builders import (
     with_manifest,
     with_rows,
 )
+from tests.perfbench.digested import write_run
 
 POLICY = GatePolicy()
 LITTLE = Effort(null_cell_sessions=24, drops=6, claimed_drops=24, mode_trials=4)
@@ -70,10 +71,7 @@ def saved(folder: Path, runs: Sequence[Run]) -> list[Path]:
     paths = []
     for number, run in enumerate(runs):
         path = folder / f"{number}.jsonl"
-        path.write_text(
-            "".join(record.model_dump_json() + "\n" for record in (run.manifest, *run.replicates)),
-            encoding="utf-8",
-        )
+        write_run(path, run)
         paths.append(path)
     return paths
 

@@ -4,7 +4,6 @@ executors.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
@@ -17,6 +16,7 @@ from perfbench.records import run_file
 from perfbench.runner.ab import pair, schedule, version_plan
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, SHORT, Bench
+from tests.perfbench.digested import edit_baseline
 from tests.perfbench.repositories import git
 
 REAL_PLAN = version_plan.plan_of_version
@@ -96,12 +96,14 @@ def test_no_confirm_leaves_it_a_warning(bench: Bench) -> None:
     assert bench.a.jobs == []
 
 
-def edit_baseline(**changes: Any) -> None:
-    path = Path("reports/baselines/cpu/small.json")
-    data = json.loads(path.read_text(encoding="utf-8"))
-    for cell in data["cells"].values():
-        cell.update(changes)
-    path.write_text(json.dumps(data), encoding="utf-8")
+def edit_cells(**changes: Any) -> None:
+    """Of the baseline."""
+
+    def change(content: dict[str, Any]) -> None:
+        for cell in content["cells"].values():
+            cell.update(changes)
+
+    edit_baseline(Path("reports/baselines/cpu/small.json"), change)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_a_base_that_cannot_be_built_leaves_it_watched(
     bench: Bench, capsys: pytest.CaptureFixture[str], base: str | None, why: str
 ) -> None:
     promote(bench)
-    edit_baseline(commit=base)
+    edit_cells(commit=base)
     bench.current.speed = 800.0
     assert bench.run("check", "small.yaml") == 0
     out, err = capsys.readouterr()
@@ -126,7 +128,7 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(
     git(tmp_path, "clone", "-q", str(bench.repository), "clone")
     old = tmp_path / "clone"
     shutil.rmtree(old / "nsa" / "routing")
-    edit_baseline(commit=repositories.commit(old, "before routing"))
+    edit_cells(commit=repositories.commit(old, "before routing"))
     bench.current.speed = 800.0
     with pytest.MonkeyPatch.context() as patch:
         git(old, "checkout", "-q", bench.commits[1])

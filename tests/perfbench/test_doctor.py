@@ -26,6 +26,7 @@ from perfbench.machine.doctor.findings import DoctorLine, Level, exit_code, rend
 from perfbench.records.rows import Run, Status
 from tests.perfbench import builders as b
 from tests.perfbench import edits
+from tests.perfbench.digested import write_run
 from tests.perfbench.fake_nvml import Card, FakeNvml
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -443,10 +444,7 @@ def test_the_disk(
 
 def logged(tmp_path: pathlib.Path, run: Run, tail: bytes = b"") -> pathlib.Path:
     (tmp_path / "r").mkdir(exist_ok=True)
-    records = [run.manifest, *run.sentinels, *run.replicates]
-    (tmp_path / "r" / "run.jsonl").write_bytes(
-        b"".join(json.dumps(one.model_dump()).encode() + b"\n" for one in records) + tail
-    )
+    write_run(tmp_path / "r" / "run.jsonl", run, tail)
     return tmp_path / "r"
 
 

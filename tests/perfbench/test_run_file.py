@@ -20,6 +20,7 @@ from perfbench.records import run_file
 from perfbench.records.cells import Cell
 from perfbench.records.rows import SCHEMA_VERSION, Manifest, Replicate, Run
 from tests.perfbench import builders
+from tests.perfbench.digested import run_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
 CELL = builders.planned_cell(Cell("train", 2048, "v2", "on"))
@@ -37,10 +38,10 @@ def written(tmp_path: pathlib.Path, rows: int = 2) -> pathlib.Path:
     return writer.path
 
 
-def refused(path: pathlib.Path, words: str) -> str:
+def refused(path: pathlib.Path, words: str, code: Exit = Exit.USAGE) -> str:
     with pytest.raises(PerfbenchError, match=words) as caught:
         run_file.read_run(path)
-    assert caught.value.exit_code is Exit.USAGE
+    assert caught.value.exit_code is code and "\n" not in str(caught.value)
     return str(caught.value)
 
 
@@ -48,9 +49,9 @@ def test_round_trip(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path)
     run = run_file.read_run(tmp_path / manifest().run_id)
     assert run == run_file.read_run(path)
-    assert run == Run(
-        manifest=manifest(), replicates=[builders.replicate(CELL, 0), builders.replicate(CELL, 1)]
-    )
+    rows = [builders.replicate(CELL, 0), builders.replicate(CELL, 1)]
+    assert run == Run(manifest=manifest(), replicates=rows, sha256=run.sha256)
+    assert path.read_text().endswith(f', "line_sha256": "{run.sha256}"}}\n')
     assert path.parent.name == manifest().run_id and not run.torn
 
 
@@ -85,7 +86,7 @@ def test_not_finite_is_not_read(tmp_path: pathlib.Path, key: str, value: str) ->
     lines = path.read_text().splitlines()
     lines[1] = lines[1].replace('"wall_s": 5.0', f'"wall_s": 5.0, {key} {value}')
     path.write_text("\n".join(lines) + "\n")
-    refused(path, rf"run\.jsonl:2: .*({value}|finite)")
+    refused(path, rf"run\.jsonl:2: .*({value}|finite)", Exit.BASELINE)
 
 
 def test_a_torn_last_line_is_dropped_and_flagged_and_cut_off_on_resume(
@@ -130,20 +131,20 @@ def test_a_broken_line_in_the_middle_is_named(
     path = written(tmp_path, rows=2)
     lines = path.read_bytes().split(b"\n")
     path.write_bytes(b"\n".join([*lines[:2], line, *lines[2:]]))
-    assert f"{path}:3: " in refused(path, words)
+    assert f"{path}:3: " in refused(path, words, Exit.BASELINE)
 
 
 def test_what_is_no_run_file(tmp_path: pathlib.Path) -> None:
     path = written(tmp_path, rows=1)
     lines = path.read_bytes().splitlines(keepends=True)
-    for data, words in (
-        (b"", "an empty file"),
-        (lines[0][:-9], "manifest line that was cut off"),
-        (lines[1] + lines[0], "wanted the manifest first"),
-        (lines[0] + lines[0], "a second manifest"),
+    for data, words, code in (
+        (b"", "an empty file", Exit.USAGE),
+        (lines[0][:-9], "manifest line that was cut off", Exit.USAGE),
+        (lines[1] + lines[0], "wanted the manifest first", Exit.USAGE),
+        (lines[0] + lines[0], "a second manifest", Exit.BASELINE),
     ):
         path.write_bytes(data)
-        refused(path, words)
+        refused(path, words, code)
     refused(tmp_path / "missing", "cannot be read")
     refused(tmp_path, "cannot be read")
 
@@ -168,10 +169,7 @@ def test_no_bytes_give_a_traceback(data: bytes) -> None:
     _read_or_refuse(data)
 
 
-_WHOLE = b"".join(
-    json.dumps(r.model_dump()).encode() + b"\n"
-    for r in (manifest(), ROW, builders.replicate(CELL, 1))
-)
+_WHOLE = run_bytes([r.model_dump() for r in (manifest(), ROW, builders.replicate(CELL, 1))])
 
 
 @given(st.integers(0, len(_WHOLE) - 1), st.binary(max_size=3), st.integers(0, 3))
@@ -185,7 +183,8 @@ def _read_or_refuse(data: bytes) -> None:
         run_file.parse(data, "x")
     except PerfbenchError as error:
         refusal = error
-    assert refusal is None or (refusal.exit_code is Exit.USAGE and str(refusal).startswith("x:"))
+    assert refusal is None or str(refusal).startswith("x:")
+    assert refusal is None or refusal.exit_code in (Exit.USAGE, Exit.BASELINE)
 
 
 def test_two_runs_never_share_a_folder(tmp_path: pathlib.Path) -> None:

@@ -36,6 +36,7 @@ from perfbench.worker import measure
 from perfbench.worker.clock import PerfCounterClock
 from perfbench.worker.telemetry import sampler_for
 from tests.perfbench import builders
+from tests.perfbench.digested import write_run
 
 CARD = "NVIDIA H100 80GB HBM3"
 H100 = replace(
@@ -554,10 +555,7 @@ def test_an_excluded_id_that_names_no_place_is_left_out(cpu: FakeExecutor, cell_
     run = run_file.read_run(folder)
     excluded = [*run.manifest.excluded, {"cell_id": cell_id, "reason": "by hand"}]
     named = builders.with_manifest(run, excluded=excluded)
-    (folder / "run.jsonl").write_text(
-        "".join(record.model_dump_json() + "\n" for record in (named.manifest, *named.replicates)),
-        encoding="utf-8",
-    )
+    write_run(folder / "run.jsonl", named)
     assert app.invoke(["tune", "--from", str(folder)]) == 0
     again = json.loads((folder / "tune.json").read_text(encoding="utf-8"))
     assert again["cells"] == content["cells"] and again["decisions"] == content["decisions"]

@@ -4,6 +4,7 @@ a busy host.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,8 @@ def lines(log: Path) -> list[DoctorLine]:
             for line in _run_lines(read_run(folder), f"run {folder.name}")
         ]
     try:
+        if log.exists() and not (log.is_dir() or log.is_file()):
+            raise OSError(errno.EINVAL, "it is a pipe, a device or a socket")
         if log.is_dir() or is_compressed_run(log) or _is_run(log):
             return list(_run_lines(read_run(log), "run"))
         with log.open("rb") as file:

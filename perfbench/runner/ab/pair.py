@@ -127,6 +127,8 @@ def _has_begun(folder: Path) -> bool:
     if (folder / COMPRESSED_RUN_FILE).is_file():
         return True
     try:
+        if not (folder / RUN_FILE).is_file():  # a pipe would wait for its other end
+            return False
         with (folder / RUN_FILE).open("rb") as opened:
             return opened.readline().endswith(b"\n")
     except OSError:
