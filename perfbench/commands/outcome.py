@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 import nsa
+from perfbench.commands.baseline_source import BASELINES
 from perfbench.commands.console import print_text, say
 from perfbench.errors import Exit
 from perfbench.matrix import Matrix, Policies, parse_matrix, policies
@@ -20,7 +21,6 @@ from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 if TYPE_CHECKING:
     from perfbench.gate import Judgement
 
-BASELINES = Path("reports/baselines")
 CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
 
 
@@ -35,6 +35,12 @@ class Outcome:
     folder: Path
     baseline: Baseline | BaselineProblem | None = None
     base_run: Run | None = None
+    policies: Policies | None = None  # the stricter of the run's own and the baseline's
+
+    @property
+    def policy(self) -> Policies:
+        """What the run is judged by."""
+        return policy_of(self.run) if self.policies is None else self.policies
 
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
@@ -44,7 +50,7 @@ class Outcome:
 
         context = ReportContext.of(
             self.baseline,
-            policy_of(self.run),
+            self.policy,
             base_run=self.base_run,
             paired=self.base_run is not None and are_paired(self.base_run, self.run),
             traces=traces_markdown(stored_traces(self.folder)),
@@ -102,7 +108,8 @@ def policy_of(run: Run) -> Policies:
 
 def default_baseline(run: Run) -> Path:
     """The baseline file of the run's GPU and matrix."""
-    return baseline_path(BASELINES, run.manifest.environment.gpu_slug, run.manifest.matrix_name)
+    manifest = run.manifest
+    return baseline_path(BASELINES, manifest.environment.gpu_slug, manifest.matrix_name)
 
 
 def folder_of(run_path: Path) -> Path:
