@@ -13,8 +13,8 @@ import typer
 
 import nsa
 from perfbench.commands.baseline_source import BASELINES
-from perfbench.commands.console import print_text, say
-from perfbench.errors import Exit
+from perfbench.commands.console import print_commands, print_text, say
+from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Policies, parse_matrix, policies
 from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 
@@ -56,9 +56,8 @@ class Outcome:
             traces=traces_markdown(stored_traces(self.folder)),
         )
         to = out or self.folder
-        return render(self.run, self.judgement, to, context) + write_ci(
-            self.run, self.judgement, to
-        )
+        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
+        return render(self.run, self.judgement, to, context) + small
 
     def table(self) -> str:
         """For the terminal that stdout is, if it is one."""
@@ -81,19 +80,30 @@ def finish(
 ) -> NoReturn:
     """Print the verdict, write the report and exit with the verdict's code; None is a machine that
     the matrix skips.
+
+    A full disk loses no verdict: it is printed first, and where it is red its code stays; a green
+    one whose report or table cannot be written is USAGE.
     """
     if outcome is None:
         raise typer.Exit(Exit.OK)
     from perfbench.report import announce
 
-    files = outcome.write_report(out) if write else []
-    print_text(outcome.to_json() if as_json else outcome.table())
+    code, files = outcome.judgement.exit_code, list[Path]()
+    try:
+        print_text(outcome.to_json() if as_json else outcome.table())
+    except PerfbenchError as error:
+        say(f"{error}. The verdict: {outcome.judgement.headline}")
+        code = code or error.exit_code
+    try:
+        files = outcome.write_report(out) if write else []
+    except PerfbenchError as error:
+        say(str(error))
+        code = code or error.exit_code
     for file in files:
         say(f"wrote {file}")
     markdown = next((file for file in files if file.name == "report.md"), None)
-    for line in announce(outcome.judgement, markdown):
-        typer.echo(line, err=True)  # stdout is data
-    raise typer.Exit(outcome.judgement.exit_code)
+    print_commands(announce(outcome.judgement, markdown))
+    raise typer.Exit(code)
 
 
 def matrix_of(run: Run) -> Matrix:
