@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -371,3 +372,19 @@ def test_the_page_shows_the_table() -> None:
         stricter = order if isinstance(order, str) else order[-1]
         assert f"| `{key}` | {stricter} |" in page
     assert page.count("| `gate.") + page.count("| `measure.") == len(STRICTER)
+
+
+def test_a_folder_in_a_baselines_commit_is_not_run(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A baseline is a file: it may name a commit of this repository, and no code elsewhere."""
+    promote(bench)
+
+    def elsewhere(content: dict[str, Any]) -> None:
+        for cell in content["cells"].values():
+            cell["commit"] = str(bench.repository)
+
+    edit_baseline(BASELINE, elsewhere)
+    bench.current.speed = 800.0
+    bench.run("check", "small.yaml")
+    assert bench.a.jobs == [] and "knows no commit" in capsys.readouterr().err
