@@ -7,13 +7,35 @@ import re
 NULL = "-"
 # An underscore inside a word is no markup for GitHub, and stays greppable in the raw file.
 _SPECIAL = re.compile(r"([\\`*\[\]<>|#~$&!]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))")
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+# Control characters but tab and line feed; what turns the direction of text; line separators; BOM.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+_COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
+# GitHub's runner reads commands at the beginning of a line, after spaces, and '##[' anywhere in it.
+_COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)", re.MULTILINE)
+
+
+def visible(text: str) -> str:
+    """``text`` with control characters, marks of direction and lone surrogates (undecodable bytes)
+    as escapes, which JSON reads, too; its lines and tabs stay.
+    """
+    decoded = text.encode("utf-8", "backslashreplace").decode("utf-8")
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", decoded)
+
+
+def inert(text: str, *, colour: bool = False) -> str:
+    """``text`` for a terminal or the log of a workflow: `visible`, and no line of it is a command
+    to GitHub. ``colour``: the codes that set colours stay.
+    """
+    parts = _COLOUR.split(text) if colour else [text]
+    shown = "".join(part if colour and _COLOUR.fullmatch(part) else visible(part) for part in parts)
+    return _COMMAND.sub(
+        lambda found: f"{found[1]}\\u003a" if found[1] is not None else "\\u0023", shown
+    )
 
 
 def plain(value: object) -> str:
-    """One line without control characters; lone surrogates (undecodable bytes) spelled out."""
-    text = str(value).encode("utf-8", "backslashreplace").decode("utf-8")
-    return " ".join(_CONTROL.sub(" ", text).split())
+    """One line, with control characters as escapes."""
+    return " ".join(visible(str(value).replace("\r\n", "\n")).split())
 
 
 def escape(value: object) -> str:
@@ -37,15 +59,14 @@ def cell_code(value: object) -> str:
     return code(value).replace("|", "\\|")
 
 
+def table_cell(markdown: str) -> str:
+    """Markdown for a cell of a table, where every bar ends it that is not escaped."""
+    return re.sub(r"(?<!\\)\|", r"\\|", markdown)
+
+
 def block(value: str) -> str:
     """A fenced block; the fence is longer than any inside."""
-    text = _CONTROL.sub(
-        "",
-        value.encode("utf-8", "backslashreplace")
-        .decode("utf-8")
-        .replace("\r\n", "\n")
-        .replace("\r", "\n"),
-    ).strip("\n")
+    text = visible(value.replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
@@ -79,5 +100,5 @@ def signed_pct(value: float | None) -> str:
 
 def shorten(text: str, limit: int = 110) -> str:
     """One line of at most ``limit`` characters."""
-    line = " ".join(text.split())
+    line = plain(text)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."

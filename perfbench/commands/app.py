@@ -20,7 +20,7 @@ from perfbench.commands.ab import ab
 from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
 from perfbench.commands.compare import compare
-from perfbench.commands.console import print_text
+from perfbench.commands.console import print_text, say
 from perfbench.commands.doctor import doctor
 from perfbench.commands.explain import explain
 from perfbench.commands.gap import gap
@@ -86,7 +86,7 @@ def invoke(argv: Sequence[str]) -> int:
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except PerfbenchError as error:
-        typer.echo(f"perfbench: {error}", err=True)
+        say(str(error))
         return int(error.exit_code)
     return int(Exit.OK)
 
@@ -118,8 +118,4 @@ def save_traceback(
         "w", encoding="utf-8", prefix="perfbench-", suffix=".traceback", delete=False
     ) as file:
         traceback.print_exception(kind, error, trace, file=file)
-    print(
-        f"perfbench: internal error, {kind.__name__}: {error}; please report the traceback in"
-        f" {file.name}",
-        file=sys.stderr,
-    )
+    say(f"internal error, {kind.__name__}: {error}; please report the traceback in {file.name}")

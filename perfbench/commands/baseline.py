@@ -55,12 +55,17 @@ def promote(
     calibration: CalibrationFile = None,
 ) -> None:
     """Make a green run the baseline."""
-    from perfbench.commands.outcome import default_baseline
+    from perfbench.commands.outcome import default_baseline, matrix_of
     from perfbench.gate import promote as promote_run
+    from perfbench.matrix import JudgeRules
     from perfbench.records import read_run
 
     found = read_run(run)
     promotion = promote_run(
-        found, to or default_baseline(found), allow_dirty=allow_dirty, calibration=calibration
+        found,
+        to or default_baseline(found),
+        allow_dirty=allow_dirty,
+        calibration=calibration,
+        rules=JudgeRules.of(matrix_of(found)),
     )
     print_text(str(promotion))

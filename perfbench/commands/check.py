@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from perfbench.commands import options as opt
 from perfbench.commands.console import warn
-from perfbench.errors import PerfbenchError
+from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
     from perfbench.commands.outcome import Outcome
@@ -47,6 +47,7 @@ def check(
     loaded = load_matrix(matrix)
     context = measuring_context(loaded.target)
     if context is None:
+        refuse_loosened_skip(loaded)
         finish(None, as_json)
     warn_of_baseline(loaded, context, baseline)
     outcome = screen(measure(loaded, options, context), baseline, strict)
@@ -57,27 +58,47 @@ def check(
     finish(outcome, as_json)
 
 
+def refuse_loosened_skip(matrix: Matrix) -> None:
+    """USAGE where the matrix skips this machine, and no baseline of it on the default branch
+    does: nothing would be measured or judged, and exit 0.
+    """
+    from perfbench.commands.baseline_source import loosened_skip
+
+    if problem := loosened_skip(matrix):
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"the matrix skips this machine, and loosens what judges it: {problem}. Next: undo it,"
+            " or promote a run with it and have the baseline reviewed",
+        )
+
+
 def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | None) -> None:
     """Say before the minutes are spent that the baseline cannot judge; the run is kept and can be
     promoted.
     """
-    from perfbench.commands.outcome import BASELINES
-    from perfbench.records import BaselineProblem, baseline_path, read_baseline
+    from perfbench.commands.baseline_source import judged_by
+    from perfbench.gate import joint_rules
+    from perfbench.matrix import JudgeRules, policies
+    from perfbench.records import BaselineProblem
 
     slug = "cpu" if context.fit.gpu is None else context.fit.gpu.slug
-    found = read_baseline(named or baseline_path(BASELINES, slug, matrix.name))
-    if isinstance(found, BaselineProblem):
-        warn(f"{found.message}. Measuring all the same; the run can be promoted")
+    by = judged_by(matrix, slug, named)
+    if isinstance(by.found, BaselineProblem):
+        warn(f"{by.found.message}. Measuring all the same; the run can be promoted")
+    elif by.rules is not None:
+        joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)
+        for finding in joint.findings():
+            warn(f"{finding.reason}. Measuring all the same, and exit 2")
 
 
 def _confirmed(
     outcome: Outcome, options: opt.RunOptions, left_s: float | None, context: MeasuringContext
 ) -> Judgement:
-    from perfbench.commands.outcome import matrix_of, policy_of
+    from perfbench.commands.outcome import matrix_of
     from perfbench.gate import confirm_all, pairs_for
     from perfbench.runner import PairSpec, base_commits, confirm_cells
 
-    run, policy = outcome.run, policy_of(outcome.run)
+    run, policy = outcome.run, outcome.policy
     spec = PairSpec(
         matrix_of(run),
         [],
@@ -100,7 +121,7 @@ def trace_reds(outcome: Outcome, context: MeasuringContext) -> None:
 
     The verdict stands, whatever the machine does.
     """
-    from perfbench.commands.outcome import matrix_of, policy_of
+    from perfbench.commands.outcome import matrix_of
     from perfbench.machine import NvmlUnavailable
     from perfbench.runner import base_commits
     from perfbench.tracing import RED_VERDICTS, TracedPair, trace_on_red
@@ -110,7 +131,7 @@ def trace_reds(outcome: Outcome, context: MeasuringContext) -> None:
         return
     assert outcome.baseline is not None  # the screen judged by it
     try:
-        bases = base_commits(red, outcome.baseline, policy_of(outcome.run))
+        bases = base_commits(red, outcome.baseline, outcome.policy)
         pair = TracedPair(outcome.run, matrix_of(outcome.run), context, bases)
         trace_on_red(outcome.judgement, pair, outcome.folder)
     except (PerfbenchError, NvmlUnavailable, OSError) as error:

@@ -1,20 +1,58 @@
-"""What a command prints: data on stdout, progress and warnings on stderr."""
+"""What a command prints: data on stdout, progress and warnings on stderr.
+
+All of it goes through `inert`, so that no name or reason of a file is obeyed by a terminal or by
+GitHub; only `print_commands` writes workflow commands.
+"""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
+from collections.abc import Iterable
+from contextlib import suppress
 
 import typer
 
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.text import inert
+
 
 def print_text(text: str) -> None:
-    """On stdout; an undecodable byte in a name is a lone surrogate, which no terminal takes."""
-    typer.echo(text.rstrip("\n").encode("utf-8", "backslashreplace").decode("utf-8"))
+    """On stdout; USAGE where it cannot be written, e.g. to a full disk."""
+    try:
+        typer.echo(inert(text.rstrip("\n"), colour=sys.stdout.isatty()))
+    except OSError as error:
+        if error.errno == errno.EPIPE:
+            raise
+        _drop_stdout()
+        raise PerfbenchError(
+            Exit.USAGE, f"stdout cannot be written: {error.strerror or error}"
+        ) from None
 
 
 def say(text: str) -> None:
-    print(f"perfbench: {text}", file=sys.stderr, flush=True)
+    """On stderr; what cannot be written there is lost, and changes no exit code."""
+    with suppress(OSError):
+        print(inert(f"perfbench: {text}"), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
     say(f"warning: {text}")
+
+
+def print_commands(lines: Iterable[str]) -> None:
+    """Workflow commands for GitHub, whose data is escaped already; on stderr, since stdout is
+    data.
+    """
+    for line in lines:
+        with suppress(OSError):
+            print(line, file=sys.stderr, flush=True)
+
+
+def _drop_stdout() -> None:
+    """What is still buffered would fail again when the process ends, and replace its exit code."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

@@ -18,7 +18,6 @@ def explain(
     """Say in plain words why a cell got its verdict."""
     from nsa.config import nearest_name
     from perfbench.commands.judging import judge_stored, pair_outcome
-    from perfbench.commands.outcome import policy_of
     from perfbench.gate import baseline_of_run, explain_cell
     from perfbench.report import to_json
 
@@ -33,8 +32,7 @@ def explain(
     if outcome.base_run is not None:
         found = baseline_of_run(outcome.base_run)
     assert found is not None  # a run is judged by a baseline, a pair by its base
-    policy = policy_of(outcome.run)
-    text = explain_cell(outcome.run, outcome.judgement, cell, policy, found)
+    text = explain_cell(outcome.run, outcome.judgement, cell, outcome.policy, found)
     if as_json:
         verdict = to_json(outcome.judgement, outcome.run)
         (line,) = (one for one in verdict["cells"] if one["cell_id"] == cell)

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from perfbench.commands.baseline_source import judged_by
 from perfbench.commands.console import warn
-from perfbench.commands.outcome import Outcome, default_baseline, folder_of, matrix_of, policy_of
+from perfbench.commands.outcome import Outcome, folder_of, matrix_of, policy_of
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import compare as compare_runs
-from perfbench.gate import confirm_all, judge, judge_by_baseline
-from perfbench.matrix import check_configs
-from perfbench.records import METHOD_VERSION, read_baseline, read_run, revisions_to_type
+from perfbench.gate import confirm_all, joint_rules, judge, judge_by_baseline
+from perfbench.matrix import JudgeRules, check_configs, policies
+from perfbench.records import METHOD_VERSION, Baseline, read_run, revisions_to_type
 
 if TYPE_CHECKING:
     from perfbench.records import Run
@@ -27,18 +28,24 @@ def judge_alone(run_path: Path) -> Outcome:
 
 def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     """The first stage alone: by the stored baseline of the run's GPU and matrix, or the one that
-    is named.
+    is named, and by the stricter of its rules and the run's own.
     """
     run = read_checked(run_path)
-    found = read_baseline(baseline_path or default_baseline(run))
-    judgement = judge_by_baseline(run, found, matrix_of(run), strict=strict)
-    return Outcome(run, judgement, folder_of(run_path), found)
+    matrix, manifest = matrix_of(run), run.manifest
+    by = judged_by(matrix, manifest.environment.gpu_slug, baseline_path, manifest.source.commit)
+    joint = None
+    if by.rules is not None and isinstance(by.found, Baseline):
+        joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)
+    judgement = judge_by_baseline(run, by.found, matrix, joint=joint, strict=strict)
+    judgement = replace(judgement, notes=(*by.notes, *judgement.notes))
+    used = None if joint is None else joint.policies
+    return Outcome(run, judgement, folder_of(run_path), by.found, policies=used)
 
 
 def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     """Both stages: `screen`, and what an earlier `check` confirmed of this run."""
     outcome = screen(run_path, baseline_path, strict)
-    cells, policy = outcome.judgement.to_confirm, policy_of(outcome.run)
+    cells, policy = outcome.judgement.to_confirm, outcome.policy
     if not cells:
         return outcome
     from perfbench.runner import base_commits, stored_confirmation

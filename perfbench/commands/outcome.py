@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 import nsa
-from perfbench.commands.console import print_text, say
-from perfbench.errors import Exit
+from perfbench.commands.baseline_source import BASELINES
+from perfbench.commands.console import print_commands, print_text, say
+from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Policies, parse_matrix, policies
 from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 
 if TYPE_CHECKING:
     from perfbench.gate import Judgement
 
-BASELINES = Path("reports/baselines")
 CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
 
 
@@ -35,6 +35,12 @@ class Outcome:
     folder: Path
     baseline: Baseline | BaselineProblem | None = None
     base_run: Run | None = None
+    policies: Policies | None = None  # the stricter of the run's own and the baseline's
+
+    @property
+    def policy(self) -> Policies:
+        """What the run is judged by."""
+        return policy_of(self.run) if self.policies is None else self.policies
 
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
@@ -44,15 +50,14 @@ class Outcome:
 
         context = ReportContext.of(
             self.baseline,
-            policy_of(self.run),
+            self.policy,
             base_run=self.base_run,
             paired=self.base_run is not None and are_paired(self.base_run, self.run),
             traces=traces_markdown(stored_traces(self.folder)),
         )
         to = out or self.folder
-        return render(self.run, self.judgement, to, context) + write_ci(
-            self.run, self.judgement, to
-        )
+        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
+        return render(self.run, self.judgement, to, context) + small
 
     def table(self) -> str:
         """For the terminal that stdout is, if it is one."""
@@ -75,19 +80,30 @@ def finish(
 ) -> NoReturn:
     """Print the verdict, write the report and exit with the verdict's code; None is a machine that
     the matrix skips.
+
+    A full disk loses no verdict: it is printed first, and where it is red its code stays; a green
+    one whose report or table cannot be written is USAGE.
     """
     if outcome is None:
         raise typer.Exit(Exit.OK)
     from perfbench.report import announce
 
-    files = outcome.write_report(out) if write else []
-    print_text(outcome.to_json() if as_json else outcome.table())
+    code, files = outcome.judgement.exit_code, list[Path]()
+    try:
+        print_text(outcome.to_json() if as_json else outcome.table())
+    except PerfbenchError as error:
+        say(f"{error}. The verdict: {outcome.judgement.headline}")
+        code = code or error.exit_code
+    try:
+        files = outcome.write_report(out) if write else []
+    except PerfbenchError as error:
+        say(str(error))
+        code = code or error.exit_code
     for file in files:
         say(f"wrote {file}")
     markdown = next((file for file in files if file.name == "report.md"), None)
-    for line in announce(outcome.judgement, markdown):
-        typer.echo(line, err=True)  # stdout is data
-    raise typer.Exit(outcome.judgement.exit_code)
+    print_commands(announce(outcome.judgement, markdown))
+    raise typer.Exit(code)
 
 
 def matrix_of(run: Run) -> Matrix:
@@ -102,7 +118,8 @@ def policy_of(run: Run) -> Policies:
 
 def default_baseline(run: Run) -> Path:
     """The baseline file of the run's GPU and matrix."""
-    return baseline_path(BASELINES, run.manifest.environment.gpu_slug, run.manifest.matrix_name)
+    manifest = run.manifest
+    return baseline_path(BASELINES, manifest.environment.gpu_slug, manifest.matrix_name)
 
 
 def folder_of(run_path: Path) -> Path:

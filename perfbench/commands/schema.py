@@ -37,8 +37,8 @@ def _schema(kind: str) -> dict[str, Any]:
 
     kinds = (Manifest, Resumed, Replicate, SentinelLine)
     found = TypeAdapter(Manifest | Resumed | Replicate | SentinelLine).json_schema()
-    for kind in kinds:  # the writer adds it, so no record has it; files before schema 3 have none
-        found["$defs"][kind.__name__]["properties"][LINE_KEY] = {
+    for record in kinds:  # the writer adds it, so no record has it; files before schema 3 have none
+        found["$defs"][record.__name__]["properties"][LINE_KEY] = {
             "type": "string",
             "pattern": "^[0-9a-f]{64}$",
             "description": "sha256 of the digest of the line before and of this line without it",

@@ -212,8 +212,13 @@ def _version(side: str, wanted: Source, context: MeasuringContext) -> Version:
 
 
 def _committed(wanted: Source, repository: Path) -> AbstractContextManager[Checkout]:
-    from perfbench.runner import CannotBuild, checked_out
+    from perfbench.runner import CannotBuild, checked_out, is_commit
 
+    if wanted.commit is not None and not is_commit(wanted.commit):
+        raise CannotBuild(
+            f"got {wanted.commit[:80]!r} in the run's file, wanted the hash of a commit. Next:"
+            " restore the file"
+        )
     if wanted.commit is None or wanted.dirty_sha256 is not None:
         got = "changes that were never committed" if wanted.commit else "a run of unknown code"
         raise CannotBuild(

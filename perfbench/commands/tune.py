@@ -122,9 +122,9 @@ def _decide(run_path: Path, out: Path | None, as_json: bool) -> NoReturn:
             Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from"
         ) from None
     texts = {"tune.json": tuning_json(tuned), "tune.md": tuning_markdown(tuned)}
+    print_text(texts["tune.json" if as_json else "tune.md"])
     for name, text in texts.items():
         _write((out or outcome.folder) / name, text)
-    print_text(texts["tune.json" if as_json else "tune.md"])
     raise typer.Exit(tuned.exit_code)
 
 
@@ -180,9 +180,12 @@ def _machine() -> Machine:
 
 
 def _write(path: Path, text: str) -> None:
+    from perfbench.records import whole_file
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+        with whole_file(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
         step = "choose a folder that you may write to with --out DIR"
         raise unwritable(path, error, step) from None

@@ -12,4 +12,5 @@ from perfbench.gate.explain import explain_cell
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge
 from perfbench.gate.screen import judge_by_baseline
+from perfbench.gate.strictness import joint_rules
 from perfbench.gate import stats

@@ -14,7 +14,8 @@ from perfbench.gate.cell_sides import side_of_rows
 from perfbench.gate.comparable import sentinel_rates
 from perfbench.gate.coverage import rows_by_cell, selected_ids, usable
 from perfbench.gate.judging import judge
-from perfbench.matrix import GatePolicy
+from perfbench.gate.strictness import joint_rules
+from perfbench.matrix import GatePolicy, JudgeRules, Policies
 from perfbench.records import (
     Baseline,
     BaselineCell,
@@ -60,6 +61,7 @@ def promote(
     allow_dirty: bool = False,
     promoted_utc: str | None = None,
     calibration: Path | None = None,
+    rules: JudgeRules | None = None,
 ) -> Promotion:
     """Make ``run`` the baseline at ``path``; PerfbenchError(Exit.USAGE) for a run that must not
     judge others.
@@ -69,6 +71,7 @@ def promote(
     ``promoted_utc`` defaults to now.
     ``calibration``: the calibration.json with the variance of each cell between sessions; a
     cell that is not in it keeps the variance that it had.
+    ``rules``: what the run's matrix demands, which later matrices are held against.
     """
     _refuse(run, allow_dirty)
     manifest = run.manifest
@@ -113,10 +116,26 @@ def promote(
     if why := manifest.source.unproved:
         notes.append(f"the measured commit is {why}; the file records it")
     promoted_utc = promoted_utc or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    baseline = write_baseline(path, _baseline(run, cells, promoted_utc, allow_dirty))
+    baseline = _baseline(run, cells, promoted_utc, allow_dirty)
+    if rules is not None:
+        baseline = baseline.model_copy(update={"rules": rules.to_stored()})
+        notes += _loosened(rules, old)
+    baseline = write_baseline(path, baseline)
     return Promotion(
         path, baseline, sorted(set(cells) - set(kept)), sorted(kept), sorted(removed), notes
     )
+
+
+def _loosened(rules: JudgeRules, old: Baseline | None) -> list[str]:
+    """What the reviewer of the file must know: every key that judges more loosely than before."""
+    if old is None or old.rules is None:
+        return []
+    try:
+        before = JudgeRules.from_stored(old.rules)
+    except ValueError:
+        return []
+    found = joint_rules(rules, before, Policies(GatePolicy()), old.cells).loosened
+    return [f"loosened for every later run: {one}" for one in found]
 
 
 def _stored_variance(cell: BaselineCell) -> dict[str, float | int | None]:

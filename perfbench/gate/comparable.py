@@ -125,13 +125,14 @@ def unwatched(run: Run, baseline: Baseline) -> list[str]:
     return found
 
 
-def unverified(run: Run, baseline: Baseline | None = None) -> list[str]:
+def unverified(*files: Run | Baseline) -> list[str]:
     """Which of the files carry no digests, so that nobody can tell whether they were edited."""
-    found = [] if run.is_verified else [f"run {run.manifest.run_id}"]
-    if baseline is not None and not baseline.is_verified:
-        found.append(f"the baseline of run {baseline.run_id}")
-    why = "an older perfbench wrote it, without digests, so an edit would not show"
-    return [f"{what} is unverified: {why}" for what in found]
+    found = [
+        f"run {one.manifest.run_id}" if isinstance(one, Run) else f"the baseline of {one.run_id}"
+        for one in files
+        if not one.is_verified
+    ]
+    return [f"unverified, written without digests: {', '.join(found)}"] if found else []
 
 
 def unplanned_sentinels(run: Run, wanted: Iterable[str], baseline: Baseline) -> list[str]:

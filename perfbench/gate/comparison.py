@@ -43,11 +43,13 @@ def compare(
     cells = [_with_base_reason(cell, red) for cell in judgement.cells]
     if wrong:
         cells = [_incomparable(cell) for cell in cells]
+    own = unverified(candidate)
+    notes = [note for note in judgement.notes if note not in own]
     judgement = resummarise(
         judgement,
         cells,
         findings=[*judgement.findings, *wrong],
-        notes=(*judgement.notes, *unverified(base), *_origin_notes(base.manifest)),
+        notes=(*unverified(candidate, base), *notes, *_origin_notes(base.manifest)),
     )
     if not paired:
         return judgement

@@ -55,6 +55,7 @@ _NEXT: dict[Verdict, str] = {
         "Promote a green run (`perfbench baseline promote RUN`), or name a baseline with"
         " --baseline."
     ),
+    Verdict.LOOSENED: "Undo what the matrix loosens, or promote a run with it for review.",
     Verdict.CORRUPT: "Restore the baseline's file from git, or promote a green run anew.",
 }
 

@@ -98,7 +98,7 @@ def judge(
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)
-    notes = tuple(unverified(run, known))
+    notes = tuple(unverified(run, *([] if known is None else [known])))
     notes += () if known is None or mixed else tuple(unwatched(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 

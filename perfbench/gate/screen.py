@@ -6,21 +6,35 @@ from dataclasses import replace
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.comparable import unplanned_sentinels
-from perfbench.gate.judgement import Judgement
+from perfbench.gate.judgement import Judgement, resummarise
 from perfbench.gate.judging import judge
+from perfbench.gate.strictness import JointRules
 from perfbench.matrix import Matrix, policies
 from perfbench.records import Baseline, BaselineProblem, Run
 
 
 def judge_by_baseline(
-    run: Run, found: Baseline | BaselineProblem, matrix: Matrix, *, strict: bool = False
+    run: Run,
+    found: Baseline | BaselineProblem,
+    matrix: Matrix,
+    *,
+    joint: JointRules | None = None,
+    strict: bool = False,
 ) -> Judgement:
     """The verdict of ``run``, with a note on the sentinels that ``matrix`` wants and it lacks.
 
-    USAGE where the baseline is of another matrix.
+    ``joint``: the stricter of its matrix and of the baseline's rules, which then judge it; what the
+    matrix loosens is a finding. USAGE where the baseline is of another matrix.
     """
     check_same_matrix(run, found)
-    judgement = judge(run, found, policies(matrix), strict=strict)
+    if joint is None:
+        judgement = judge(run, found, policies(matrix), strict=strict)
+    else:
+        judgement = judge(joint.applied_to(run), found, joint.policies, strict=strict)
+        if loosened := joint.findings():
+            judgement = resummarise(
+                judgement, judgement.cells, findings=[*judgement.findings, *loosened]
+            )
     if isinstance(found, BaselineProblem):
         return judgement
     unplanned = unplanned_sentinels(run, matrix.sentinels, found)

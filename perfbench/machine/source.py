@@ -14,7 +14,7 @@ _MEASURED = (".", ":(exclude,top)reports")
 _TIMEOUT_S = 60.0
 
 
-class _NoGit(Exception):
+class NoGit(Exception):
     """Git cannot say; the message is the reason."""
 
 
@@ -24,7 +24,7 @@ def source_of(root: Path, source_commit: str | None = None) -> Source:
     """
     try:
         found = _from_git(root)
-    except _NoGit as error:
+    except NoGit as error:
         return Source(
             commit=source_commit, dirty_sha256=None, reason=_unproved(source_commit, str(error))
         )
@@ -45,33 +45,35 @@ def _unproved(source_commit: str | None, why: str) -> str:
 
 def _from_git(root: Path) -> Source:
     if not root.is_dir():
-        raise _NoGit(f"{root} is not a directory")
-    _git(root, "rev-parse", "--show-toplevel")
+        raise NoGit(f"{root} is not a directory")
+    git_output(root, "rev-parse", "--show-toplevel")
     if _ignored(root):
-        raise _NoGit(
+        raise NoGit(
             f"{root} is ignored by the repository around it, so it is an installed copy and no"
             " checkout"
         )
-    commit = _git(root, "rev-parse", "--verify", "HEAD").decode().strip()
-    branch = _git(root, "rev-parse", "--abbrev-ref", "HEAD").decode("utf-8", "replace").strip()
+    commit = git_output(root, "rev-parse", "--verify", "HEAD").decode().strip()
+    named = git_output(root, "rev-parse", "--abbrev-ref", "HEAD")
+    branch = named.decode("utf-8", "replace").strip()
     return Source(
         commit=commit, dirty_sha256=_dirty_sha256(root), branch=None if branch == "HEAD" else branch
     )
 
 
-def _git(root: Path, *args: str) -> bytes:
+def git_output(root: Path, *args: str) -> bytes:
+    """What `git -C root ARGS` prints; NoGit where it fails."""
     command = ["git", "-C", str(root), *args]
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=_TIMEOUT_S, check=False, stdin=subprocess.DEVNULL
         )
     except OSError as error:
-        raise _NoGit(f"git cannot be started ({error.strerror})") from error
+        raise NoGit(f"git cannot be started ({error.strerror})") from error
     except subprocess.TimeoutExpired as error:
-        raise _NoGit(f"git {args[0]} took longer than {_TIMEOUT_S:.0f} s") from error
+        raise NoGit(f"git {args[0]} took longer than {_TIMEOUT_S:.0f} s") from error
     if done.returncode:
         message = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        raise _NoGit(
+        raise NoGit(
             f"git {' '.join(args[:2])}:"
             f" {message[0] if message else f'exit status {done.returncode}'}"
         )
@@ -88,10 +90,10 @@ def _ignored(root: Path) -> bool:
 
 def _dirty_sha256(root: Path) -> str | None:
     """Hash of the difference to HEAD and of every untracked file; None where there is neither."""
-    changes = _git(
+    changes = git_output(
         root, "diff", "HEAD", "--binary", "--no-ext-diff", "--no-color", "--", *_MEASURED
     )
-    listed = _git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_MEASURED)
+    listed = git_output(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *_MEASURED)
     untracked = sorted(name for name in listed.split(b"\0") if name)
     if not changes and not untracked:
         return None

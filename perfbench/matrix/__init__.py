@@ -1,6 +1,7 @@
 """A matrix file in, a validated Matrix and its Plan out."""
 
 from perfbench.matrix.attention_calls import held_tokens, layer_calls, of_selected, pieces, route_of
+from perfbench.matrix.judge_rules import JudgeRules
 from perfbench.matrix.matrix import Excluded, Matrix, load_matrix, parse_matrix
 from perfbench.matrix.matrix import check_configs, policies
 from perfbench.matrix.named_calls import COUNTED_INSIDE, INSIDE, NAMESPACE, SDPA

@@ -88,11 +88,14 @@ def load_matrix(path: str | pathlib.Path) -> Matrix:
 
     PerfbenchError(USAGE) with file:line for everything that is wrong with it.
     """
-    return parse_matrix(read_text(str(path)), str(path))
+    return parse_matrix(read_text(str(path)), str(path), to_measure=True)
 
 
-def parse_matrix(text: str, path: str) -> Matrix:
-    """The same for a text that was read before; ``path`` names it in messages."""
+def parse_matrix(text: str, path: str, *, to_measure: bool = False) -> Matrix:
+    """The same for a text that was read before; ``path`` names it in messages.
+
+    ``to_measure``: refuse too few processes to judge, which the matrix of a stored run may have.
+    """
     document = strict_yaml.parse(text, path)
     file = validate(document)
     model, model_name = resolve_model(document, file.model)
@@ -124,7 +127,25 @@ def parse_matrix(text: str, path: str) -> Matrix:
     )
     kept = _check_cells(document, matrix)
     rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})
-    return replace(matrix, by_cell=rules.policies_of(document, file.gate, matrix.overrides, kept))
+    by_cell = rules.policies_of(document, file.gate, matrix.overrides, kept)
+    if to_measure:
+        _refuse_too_few(document, file.measure.processes, {"": file.gate, **by_cell})
+    return replace(matrix, by_cell=by_cell)
+
+
+def _refuse_too_few(document: Document, processes: int, gates: Mapping[str, GatePolicy]) -> None:
+    """No cell with fewer replicates than its policy wants is ever judged: every one would be
+    WATCH, exit 0.
+    """
+    for cell_id, gate in gates.items():
+        if gate.min_replicates > processes:
+            where = f" of cell {cell_id}" if cell_id else ""
+            document.fail(
+                ("gate", "min_replicates") if not cell_id else ("overrides",),
+                f"got min_replicates={gate.min_replicates}{where} with measure.processes="
+                f"{processes}, wanted at most as many: fewer replicates than that are never judged;"
+                " raise processes",
+            )
 
 
 def _check_cells(document: Document, matrix: Matrix) -> list[Cell]:
@@ -232,7 +253,7 @@ def _expanded(matrix: Matrix) -> tuple[list[Cell], list[Excluded]]:
 
 
 def warnings(matrix: Matrix) -> list[str]:
-    """Rules without effect, and too few replicates for the gate."""
+    """Rules without effect."""
     found = []
     product = list(_product(matrix.axes))
     for rule in matrix.exclude:
@@ -250,12 +271,6 @@ def warnings(matrix: Matrix) -> list[str]:
         if added <= known:
             found.append(f"{matrix.path}:{entry.line}: include adds no cell; correct or remove it")
         known |= added
-    if matrix.measure.processes < matrix.gate.min_replicates:
-        found.append(
-            f"{matrix.path}: measure.processes={matrix.measure.processes} is below"
-            f" gate.min_replicates={matrix.gate.min_replicates}, so every cell will be WATCH; raise"
-            " processes"
-        )
     return found
 
 

@@ -1,7 +1,7 @@
 """The nouns that every room shares, and the files they are stored in."""
 
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
-from perfbench.records.baseline_file import load_baseline, baseline_path
+from perfbench.records.baseline_file import load_baseline, baseline_path, parse_baseline
 from perfbench.records.baseline_file import read_baseline, show_baseline
 from perfbench.records.baseline_file import write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells

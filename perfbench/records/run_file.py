@@ -267,6 +267,8 @@ def _check_consistency(manifest: Manifest, records: Sequence[Record], name: str)
         _corrupt(name, 1, "the matrix's text is not that of its sha256")
     seen: dict[tuple[str, int, int], int] = {}
     for number, record in enumerate(records, start=2):
+        if isinstance(record, Resumed):
+            seen.clear()  # half of a pair is measured again, next to the other half
         if not isinstance(record, Replicate):
             continue
         key = (record.cell_id, record.replicate, record.attempt)

@@ -25,6 +25,7 @@ class Verdict(StrEnum):
     INCOMPARABLE = "INCOMPARABLE"
     NO_BASELINE = "NO_BASELINE"
     CORRUPT = "CORRUPT"
+    LOOSENED = "LOOSENED"
 
 
 EXIT_OF: Mapping[Verdict, Exit] = {
@@ -44,6 +45,7 @@ EXIT_OF: Mapping[Verdict, Exit] = {
     Verdict.INCOMPARABLE: Exit.ENVIRONMENT,
     Verdict.NO_BASELINE: Exit.BASELINE,
     Verdict.CORRUPT: Exit.BASELINE,
+    Verdict.LOOSENED: Exit.USAGE,
 }
 
 

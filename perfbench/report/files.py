@@ -6,7 +6,7 @@ from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import Judgement
-from perfbench.records import Run
+from perfbench.records import Run, whole_file
 from perfbench.report import changes, junit, markdown, plots, verdict_json
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import Row, rows_of
@@ -32,9 +32,8 @@ def render(
         out_dir.mkdir(parents=True, exist_ok=True)
         pictures = _pictures(run, judgement, rows, out_dir)
         report = out_dir / REPORT
-        report.write_text(
-            markdown.text(run, judgement, rows, pictures, context), encoding="utf-8", newline="\n"
-        )
+        text = markdown.text(run, judgement, rows, pictures, context)
+        _write_whole(report, text)
     except OSError as error:
         raise _unwritable(out_dir, error) from error
     return [report, *(out_dir / picture.name for picture in pictures if picture.drawn)]
@@ -48,10 +47,15 @@ def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for name, content in found.items():
-            (out_dir / name).write_text(content, encoding="utf-8", newline="\n")
+            _write_whole(out_dir / name, content)
     except OSError as error:
         raise _unwritable(out_dir, error) from error
     return [out_dir / name for name in found]
+
+
+def _write_whole(path: Path, content: str) -> None:
+    with whole_file(path) as partial:
+        partial.write_text(content, encoding="utf-8", newline="\n")
 
 
 def _unwritable(out_dir: Path, error: OSError) -> PerfbenchError:

@@ -9,6 +9,7 @@ from xml.etree import ElementTree as ET
 from perfbench.errors import Exit
 from perfbench.gate import CellVerdict, Judgement
 from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Run, Verdict
+from perfbench.text import visible
 
 # XML 1.0 cannot hold these, not even as a reference.
 _FORBIDDEN = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -130,5 +131,5 @@ def _seconds(run: Run) -> dict[str, float]:
 
 
 def _clean(value: str) -> str:
-    """Characters that XML 1.0 has no place for, spelled out."""
-    return _FORBIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", value)
+    """Characters that XML 1.0 has no place for, or that nobody would see, spelled out."""
+    return _FORBIDDEN.sub(lambda match: f"\\u{ord(match[0]):04x}", visible(value))

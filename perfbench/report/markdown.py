@@ -23,7 +23,7 @@ from perfbench.records import (
 from perfbench.report import boundary, expectations, failures, machine, scaling, tables, workloads
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
-from perfbench.text import NULL, block, cell_code, code, escape, plain
+from perfbench.text import NULL, block, cell_code, code, escape, plain, table_cell, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +55,11 @@ def text(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters.update(md=escape, code=code, cell=cell_code, block=block)
+    environment.filters.update(md=escape, code=code, cell=cell_code, block=block, bar=table_cell)
     rendered = environment.from_string(source).render(
         _context(run, judgement, rows, pictures, context or ReportContext())
     )
-    return _squeeze(rendered)
+    return _squeeze(visible(rendered))
 
 
 def _squeeze(rendered: str) -> str:

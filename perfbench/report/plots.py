@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfbench.records import whole_file
 from perfbench.report.rows import PATH_ORDER, Row, unmarked
 
 if TYPE_CHECKING:
@@ -167,7 +168,8 @@ def save_small(picture: Image, target: Path) -> None:
     few = picture.convert("RGB").quantize(
         NUM_COLOURS, method=Quantize.MAXCOVERAGE, dither=Dither.NONE
     )
-    few.save(target, format="png", optimize=True)
+    with whole_file(target) as partial:
+        few.save(partial, format="png", optimize=True)
 
 
 def varying(rows: Sequence[Row]) -> list[str]:

@@ -59,8 +59,6 @@ def terminal_table(
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
-        for note in judgement.notes:
-            console.print(Text(f"  note: {plain(note)}", style="dim"))
         for row, left in _to_print(rows):
             line = f"  {row.verdict} {plain(row.cell.cell_id)}: {plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
@@ -71,6 +69,8 @@ def terminal_table(
                     )
                 )
     with console.capture() as below:
+        for note in judgement.notes:
+            console.print(Text(f"note: {plain(note)}", style="dim"))
         for column, reason, cells in null_reasons(rows):
             console.print(
                 Text(f"{column} {NULL}: {plain(reason)} ({len(cells)} cells)", style="dim")

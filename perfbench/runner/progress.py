@@ -5,9 +5,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 from perfbench.records import Replicate, Status
+from perfbench.text import inert
 
 
 class Progress(Protocol):
@@ -64,7 +66,8 @@ class PlainProgress:
         )
 
     def note(self, text: str) -> None:
-        print(f"perfbench: {text}", file=self._stream, flush=True)
+        with suppress(OSError):  # a full disk stops no measurement before its row is written
+            print(inert(f"perfbench: {text}"), file=self._stream, flush=True)
 
     def stop(self) -> None: ...
 
@@ -110,7 +113,7 @@ class RichProgress:
             self.note(f"{row.cell_id} #{row.replicate}: {outcome(row)}")
 
     def note(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
+        self._bar.console.print(inert(text), markup=False, highlight=False)
 
     def stop(self) -> None:
         self._bar.stop()

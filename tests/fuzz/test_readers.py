@@ -253,7 +253,7 @@ def test_the_matrix_of_a_run_whose_path_no_terminal_should_be_sent(tmp_path: Pat
         matrix_sha256=hashlib.sha256(b"version: 2\n").hexdigest(),
         matrix_path="m\n\x1b[31m.yaml",
     )
-    assert refusal("run", data, tmp_path).startswith("m [31m.yaml:1: ")
+    assert refusal("run", data, tmp_path).startswith(r"m \u001b[31m.yaml:1: ")
 
 
 @pytest.mark.parametrize(

@@ -321,12 +321,13 @@ def manifest(cells: Sequence[PlannedCell], *, gpu: bool = True, **overrides: Any
         "matrix_name": name,
         "matrix_path": path,
         "matrix_text": text,
-        "matrix_sha256": hashlib.sha256(text.encode()).hexdigest(),
         "replicates": 3,
         "cells": list(cells),
         "environment": environment(gpu),
     }
-    return Manifest(**{**values, **overrides})
+    values |= overrides
+    digest = hashlib.sha256(values["matrix_text"].encode()).hexdigest()
+    return Manifest(**{"matrix_sha256": digest, **values})
 
 
 def make_run(

@@ -20,6 +20,7 @@ from perfbench.runner.ab import checkout, pair, schedule, version_plan
 from perfbench.worker.nsa_version import NSA_WITNESS
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
+from tests.perfbench.digested import lines_of, run_bytes
 from tests.perfbench.repositories import git, worktrees
 
 STUB = "tests.perfbench.stub_measure:measure"
@@ -394,7 +395,7 @@ def test_a_pair_with_a_resume_between_its_rows_does_not_count_and_is_measured_ag
     (folder,) = Path("reports/runs").iterdir()
     for name in pair.NAMES:
         path = folder / name / run_file.RUN_FILE
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        lines = lines_of(path.read_bytes())
         for line in lines[1:]:
             late = name == "b" and line["replicate"] == 1
             line["started_utc"] = (
@@ -406,9 +407,7 @@ def test_a_pair_with_a_resume_between_its_rows_does_not_count_and_is_measured_ag
             "argv": [],
             "environment": lines[0]["environment"],
         }
-        path.write_text(
-            "".join(json.dumps(line) + "\n" for line in [*lines, again]), encoding="utf-8"
-        )
+        path.write_bytes(run_bytes([*lines, again]))
     assert sorted(pair.read_pair(folder).missing) == sorted([(SHORT, 1), (LONG, 1)])
     bench.a.jobs.clear(), bench.b.jobs.clear()
     assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0

@@ -238,3 +238,22 @@ def test_a_folder_without_a_package_does_not_fall_back_to_the_installed_one(
     (tmp_path / "nsa").mkdir()  # a bare folder would lose to any real package further down the path
     with pytest.raises(nsa_version.WrongSide):
         nsa_version.use(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text, named",
+    [
+        ("4f1c2d3e" * 5, True),
+        ("4f1c2d3", True),
+        ("4F1C2D3E", True),
+        ("main", False),
+        ("HEAD~1", False),
+        ("../elsewhere", False),
+        ("/tmp/elsewhere", False),
+        ("4f1c2d3e\n", False),
+        ("", False),
+        (None, False),
+    ],
+)
+def test_a_stored_file_names_commits_only(text: str | None, named: bool) -> None:
+    assert checkout.is_commit(text) is named

@@ -669,9 +669,8 @@ def test_odd_characters_stay_on_their_line() -> None:
             DoctorLine(Level.BAD, "yy", "z"),
         ]
     )
-    assert (
-        text == "warn  x   a b [31m \\ud800\n          -> do this\nBAD   yy  z\n" and text.encode()
-    )
+    escaped = r"a b\u001b[31m \ud800"
+    assert text == f"warn  x   {escaped}\n          -> do this\nBAD   yy  z\n" and text.encode()
 
 
 QUICK = """

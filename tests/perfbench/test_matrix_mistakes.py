@@ -4,6 +4,7 @@ traceback.
 
 import json
 import pathlib
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -381,8 +382,38 @@ def test_dead_exclude_and_include_are_warnings() -> None:
     ]
 
 
-def test_too_few_replicates_for_the_gate_is_a_warning() -> None:
-    assert "min_replicates=3" in matrices.warnings(parse(edited("processes: 3", "processes: 2")))[0]
+@pytest.mark.parametrize(
+    "old, new, words",
+    [
+        (
+            "processes: 3",
+            "processes: 2",
+            "m.yaml:18: gate.min_replicates: got min_replicates=3",
+        ),
+        (
+            "{tolerance_pct: 5}",
+            "{min_replicates: 4}",
+            "measure.processes=3, wanted at most",
+        ),
+        (
+            "{tolerance_pct: 5}",
+            "{tolerance_pct: 5}\noverrides:\n"
+            '  - {match: {path: v1}, gate: {min_replicates: 5}, reason: "x"}',
+            "got min_replicates=5 of cell fa2=",
+        ),
+    ],
+)
+def test_too_few_replicates_for_the_gate_are_refused(
+    old: str, new: str, words: str, tmp_path: Path
+) -> None:
+    """Every cell would be WATCH, exit 0; of a run that was made its matrix is read all the same."""
+    text = edited(old, new)
+    path = tmp_path / "m.yaml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(PerfbenchError, match=words) as caught:
+        matrices.load_matrix(path)
+    assert caught.value.exit_code is Exit.USAGE
+    assert parse(text).name == "demo"
 
 
 # --- no bytes make a traceback

@@ -28,6 +28,7 @@ from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import run_file
+from perfbench.records.baseline_file import write_baseline
 from perfbench.records.job import Job, failed
 from perfbench.records.kernel_table import Kernel, Kernels, table_path
 from perfbench.records.rows import Replicate, Run, Status
@@ -639,9 +640,7 @@ def test_the_base_is_that_of_the_cells_baseline(
         known = builders.baseline_of(builders.small_run())
         cell = next(iter(known.cells.values())).model_copy(update={"commit": commit})
         path = tmp_path / f"{commit[:2]}.json"
-        path.write_text(
-            known.model_copy(update={"cells": {CELLS[0]: cell}}).model_dump_json(), encoding="utf-8"
-        )
+        write_baseline(path, known.model_copy(update={"cells": {CELLS[0]: cell}}))
         bench.opened.clear()
         tracecommand.trace_cell(stored_run, CELLS[0], side=side, baseline=path)  # type: ignore[arg-type]
         return bench.opened

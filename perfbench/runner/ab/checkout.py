@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -72,6 +73,13 @@ def own_checkout(root: Path, found: Source) -> Iterator[Checkout]:
     """The running checkout itself, uncommitted changes included."""
     with _temporary_folder() as home:
         yield Checkout("this checkout", _link(root, home), found)
+
+
+def is_commit(text: str | None) -> bool:
+    """Whether a stored file names a commit: a folder or a branch would be code of its own choice,
+    which is run only where the user typed it.
+    """
+    return re.fullmatch(r"[0-9a-fA-F]{4,64}", text or "") is not None
 
 
 def _holds_nsa(folder: str) -> bool:

@@ -22,7 +22,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import MeasuredPairs
 from perfbench.matrix import Policies
 from perfbench.records import Baseline, BaselineProblem, Run, Status, without_resume
-from perfbench.runner.ab.checkout import CannotBuild, checked_out, own_checkout
+from perfbench.runner.ab.checkout import CannotBuild, checked_out, is_commit, own_checkout
 from perfbench.runner.ab.pair import Pair, PairSpec, is_pair, read_pair
 from perfbench.runner.ab.schedule import measure_pair
 from perfbench.runner.context import MeasuringContext
@@ -79,7 +79,7 @@ def base_commits(
     cells: Iterable[str], found: Baseline | BaselineProblem, policy: Policies
 ) -> dict[str, str | None]:
     """Which commit the baseline of each cell was measured at, under its former name where it was
-    renamed; None: nobody knows.
+    renamed; None: nobody knows, or the file names no commit.
     """
     known = {} if isinstance(found, BaselineProblem) else dict(found.cells)
     former = {alias.cell_id: old for old, alias in policy.aliases.items()}
@@ -95,7 +95,8 @@ def base_commits(
     clean = {
         name: cell.commit for name, cell in known.items() if dirty is None or cell.run_id != dirty
     }
-    return {cell_id: clean.get(name) or None for cell_id, name in names.items()}
+    commits = {cell_id: clean.get(name) for cell_id, name in names.items()}
+    return {cell_id: commit if is_commit(commit) else None for cell_id, commit in commits.items()}
 
 
 def confirm_cells(
