@@ -198,6 +198,7 @@ def _baseline(
         source=manifest.source,
         allow_dirty=allow_dirty,
         environment=manifest.environment.fingerprint(),
+        settings=manifest.environment.settings(),
         sentinels=sentinel_rates(run),
         cells=cells,
     )

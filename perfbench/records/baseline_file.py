@@ -62,7 +62,7 @@ class BaselineCell(BaseModel):
 class Baseline(BaseModel):
     """A promoted run, reduced to what the gate reads.
 
-    ``environment`` is ``Environment.fingerprint()``.
+    ``environment`` is ``Environment.fingerprint()``, ``settings`` is ``Environment.settings()``.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
@@ -75,6 +75,7 @@ class Baseline(BaseModel):
     source: Source
     allow_dirty: bool = False
     environment: dict[str, str | None]
+    settings: dict[str, str] | None = None  # null in older files: not recorded
     # rates, one for each block; none in files older than schema 2
     sentinels: dict[str, list[Speed]] = {}
     cells: dict[str, BaselineCell] = Field(min_length=1)

@@ -136,11 +136,19 @@ class Environment(_Record):
     cpu_count: int
     clock_policy: str
     nsa_settings: dict[str, str] = {}
+    # other variables that change speed, e.g. OMP_NUM_THREADS; null in older files
+    speed_variables: dict[str, str] | None = None
 
     def fingerprint(self) -> dict[str, str | None]:
         """What must agree before two speeds may be compared."""
         keys = ("gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider")
         return {key: getattr(self, key) for key in keys}
+
+    def settings(self) -> dict[str, str] | None:
+        """NSA_* and other variables that change speed; None where the latter were not recorded."""
+        if self.speed_variables is None:
+            return None
+        return {**self.speed_variables, **self.nsa_settings}
 
 
 class Source(_Record):
@@ -153,6 +161,7 @@ class Source(_Record):
     dirty_sha256: str | None
     branch: str | None = None
     reason: str | None = None
+    nsa_sha256: str | None = None  # of the files of its nsa; null in older files
 
     @property
     def unproved(self) -> str | None:
@@ -272,6 +281,16 @@ class CacheLine(_Record):
     ]
 
 
+class LoadedCode(_Record):
+    """What the measuring process itself had imported."""
+
+    torch: str
+    triton: str | None  # null where it was not imported
+    cuda: str | None
+    nsa_folder: str
+    nsa_sha256: str
+
+
 class OtherClocks(_Record):
     """The timed window, and the GEMM of `Physics`, by clocks other than the one of the samples."""
 
@@ -374,6 +393,7 @@ class Replicate(_Record):
     profile: Profile | None = None
     physics: Physics | None = None
     device_uuid_sha256: str | None = None
+    loaded: LoadedCode | None = None  # null in older files
     stderr_tail: str = ""
 
     @property
