@@ -223,6 +223,7 @@ def _cell(run: Run, planned: PlannedCell, good: list[Replicate]) -> BaselineCell
         run_id=run.manifest.run_id,
         commit=run.manifest.source.commit,
         device_time_s=list(side.device_time_s),
+        host_time_s=list(side.host_time_s),
         kernel_count=None if side.kernel_count is None else side.kernel_count[1],
         host_syncs=None if side.host_syncs is None else side.host_syncs[1],
         kernels=list(side.kernels),

@@ -48,6 +48,7 @@ class BaselineCell(BaseModel):
     device_night_log_sd: float | None = Field(default=None, ge=0, lt=10)
     night_starts: int | None = Field(default=None, ge=2)
     device_time_s: list[Speed] = []  # of one step, one for each replicate that profiled it
+    host_time_s: list[Speed] = []  # to enqueue one step; none in older files
     kernel_count: int | None = Field(default=None, ge=0)
     host_syncs: int | None = Field(default=None, ge=0)
     kernels: list[str] = []

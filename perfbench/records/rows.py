@@ -261,6 +261,9 @@ class Profile(_Record):
     # kernel names show what the Route names; null where nothing can witness it
     witness_ok: bool | None
     witness: str
+    # what the host takes to enqueue one step, without waiting for the device and without the
+    # profiler; null on a CPU, and in older files
+    host_time_s: float | None = None
     # calls of nsa's operators, of SDPA, and 'OPERATOR > CHILD'; of a captured step while it was
     # captured. Empty in older files.
     operators: dict[str, int] = {}

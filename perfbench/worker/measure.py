@@ -296,7 +296,8 @@ def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
         )
     if job.device == "cpu":
         absent |= dict.fromkeys(
-            ("host_bound", "peak_memory_bytes", "device_uuid_sha256"), "no GPU: measured on the CPU"
+            ("host_bound", "host_time_s", "peak_memory_bytes", "device_uuid_sha256"),
+            "no GPU: measured on the CPU",
         )
     return absent
 
