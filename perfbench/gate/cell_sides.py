@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import geometric_mean
+from statistics import geometric_mean, median
 from typing import TYPE_CHECKING
 
 from perfbench.gate import stats
@@ -25,12 +25,13 @@ MAIN_KERNELS = 3
 
 @dataclass(frozen=True, slots=True)
 class CellSide:
-    """``tok_per_s`` and ``device_time_s``: one value a replicate; the latter only of replicates
-    that profiled a step.
+    """``tok_per_s``, ``device_time_s`` and ``host_time_s``: one value a replicate; the latter two
+    only of replicates that profiled a step.
     """
 
     tok_per_s: tuple[float, ...]
     device_time_s: tuple[float, ...] = ()
+    host_time_s: tuple[float, ...] = ()
     host_bound: bool | None = None
     kernel_count: tuple[int, int] | None = None  # least and most over the profiles
     host_syncs: tuple[int, int] | None = None
@@ -49,6 +50,7 @@ def side_of_rows(cell: PlannedCell, good: Sequence[Replicate]) -> CellSide:
     return CellSide(
         tok_per_s=tuple(row.tok_per_s for row in good if row.tok_per_s is not None),
         device_time_s=tuple(one.device_time_s for one in profiles if one.device_time_s > 0),
+        host_time_s=tuple(one.host_time_s for one in profiles if one.host_time_s),
         host_bound=any(bound) if bound else None,
         kernel_count=_range([one.kernel_count for one in profiles if one.kernel_count > 0]),
         host_syncs=_range([one.host_syncs for one in profiles if one.kernel_count > 0]),
@@ -64,6 +66,7 @@ def side_of_baseline(base: BaselineCell) -> CellSide:
     return CellSide(
         tok_per_s=tuple(base.tok_per_s),
         device_time_s=tuple(base.device_time_s),
+        host_time_s=tuple(base.host_time_s),
         host_bound=base.host_bound,
         kernel_count=None if base.kernel_count is None else (base.kernel_count, base.kernel_count),
         host_syncs=None if base.host_syncs is None else (base.host_syncs, base.host_syncs),
@@ -172,6 +175,9 @@ class CellSides:
                 )
             else:
                 parts.append(f"{what} {_shown(base)} -> {_shown(here)}")
+        if self.base.host_time_s and self.candidate.host_time_s:
+            then, now = (1e3 * median(side.host_time_s) for side in (self.base, self.candidate))
+            parts.append(f"host time {then:.4g} -> {now:.4g} ms a step")
         return ", ".join(parts)
 
     def no_device(self) -> str:
@@ -192,6 +198,12 @@ class CellSides:
                 f"the route changed from {' '.join(base.counters) or 'nothing'} to"
                 f" {' '.join(here.counters)}"
             )
+        # of a host-bound cell `more_work` judges it
+        if not self.host_bound and base.kernel_count and here.kernel_count:
+            if here.kernel_count[0] > base.kernel_count[1]:
+                found.append(_launches("more", base.kernel_count, here.kernel_count))
+            elif here.kernel_count[1] < base.kernel_count[0]:
+                found.append(_launches("fewer", base.kernel_count, here.kernel_count))
         then, now = dict(base.tuned), dict(here.tuned)
         for name in sorted(set(then) & set(now)):
             if then[name] != now[name]:
@@ -205,6 +217,10 @@ class CellSides:
                     f" {', '.join(new) or 'none'} new"
                 )
         return [f"explained change: {text}" for text in found]
+
+
+def _launches(word: str, base: tuple[int, int], here: tuple[int, int]) -> str:
+    return f"{word} kernel launches a step, {_shown(here)} instead of {_shown(base)}"
 
 
 def _range(counts: Sequence[int]) -> tuple[int, int] | None:

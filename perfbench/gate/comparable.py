@@ -88,7 +88,31 @@ def incomparable(run: Run, baseline: Baseline, policy: GatePolicy) -> list[Findi
                 f"not the baseline's environment (baseline -> now): {changed}; {hint}",
             )
         ]
+    mine = run.manifest.environment.settings()
+    if (
+        mine is not None
+        and baseline.settings is not None
+        and (changed := environment_differences(mine, baseline.settings))
+    ):
+        hint = "set them as they were, or promote a run made with these"
+        return [
+            Finding(
+                Verdict.INCOMPARABLE,
+                "settings",
+                f"other settings than the baseline's (baseline -> now): {changed}; {hint}",
+            )
+        ]
     return _moved_sentinels(sentinel_rates(run), baseline.sentinels, policy.sentinel_band_pct)
+
+
+def unrecorded_settings(run: Run, baseline: Baseline) -> list[str]:
+    """A note where the baseline is older than the record of variables that change speed."""
+    if run.manifest.environment.settings() is None or baseline.settings is not None:
+        return []
+    return [
+        "the baseline recorded no NSA_* settings and no other variables that change speed, so they"
+        " are not compared; promote a run of now"
+    ]
 
 
 def sentinel_rates(run: Run) -> dict[str, list[float]]:

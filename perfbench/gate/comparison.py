@@ -38,7 +38,9 @@ def compare(
     policies = Policies.over(policy)
     alone = judge(base, None, policies)
     red = {cell.cell_id: cell for cell in alone.cells if cell.exit_code is not Exit.OK}
-    judgement = judge(candidate, baseline_of_run(base, red), policies, strict=strict)
+    judgement = judge(
+        candidate, baseline_of_run(base, red), policies, strict=strict, same_route=False
+    )
     wrong = _of_base(alone.findings)
     cells = [_with_base_reason(cell, red) for cell in judgement.cells]
     if wrong:

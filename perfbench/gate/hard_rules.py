@@ -10,9 +10,11 @@ from statistics import median
 from typing import Self
 
 from perfbench.gate.judgement import Finding, severity
+from perfbench.matrix import expected_of
 from perfbench.records import (
     EVERYTHING,
     BranchLine,
+    Environment,
     PlannedCell,
     ProofKey,
     Replicate,
@@ -49,6 +51,8 @@ class ProofIndex:
     on_gpu: bool
     cards: frozenset[str]
     proofs: Mapping[str, frozenset[Proven]]  # 'CELL #REPLICATE' -> what it proved
+    environment: Environment
+    nsa_sha256: str | None = None  # of the measured code; None: not recorded
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -65,7 +69,14 @@ class ProofIndex:
                 name = f"{row.cell_id} #{row.replicate}"
                 proofs[name] = proofs.get(name, frozenset()) | {_proven(cells[row.cell_id], row)}
         cards = frozenset(one.gpu_uuid_sha256 for one in environments if one.gpu_uuid_sha256)
-        return cls(run.manifest.environment.gpu_slug != "cpu", cards, proofs)
+        environment = run.manifest.environment
+        return cls(
+            environment.gpu_slug != "cpu",
+            cards,
+            proofs,
+            environment,
+            run.manifest.source.nsa_sha256,
+        )
 
 
 def _proven(cell: PlannedCell, row: Replicate) -> Proven:
@@ -113,11 +124,10 @@ def path_problems(cell: PlannedCell, row: Replicate) -> list[str]:
     if unplanned := sorted(engaged - planned):
         problems.append(f"{', '.join(unplanned)} ran, which the plan has not")
     problems += _miscounted(cell, row)
+    expect = expected_of(cell.axes, cell.expect, cell.route.counters)
+    problems += [f"expected {name} never ran" for name in expect.engaged if name not in engaged]
     problems += [
-        f"expected {name} never ran" for name in cell.expect.engaged if name not in engaged
-    ]
-    problems += [
-        f"{name} ran, which is forbidden here" for name in cell.expect.forbidden if name in engaged
+        f"{name} ran, which is forbidden here" for name in expect.forbidden if name in engaged
     ]
     if row.route is None:
         problems.append("the row carries no route")
@@ -212,6 +222,7 @@ def _row_findings(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> Iter
         yield from _borrowed_proof(cell, row, proofs)
         yield from _incomplete(row, proofs)
         yield from _card(row, proofs)
+        yield from _loaded(row, proofs)
         yield from _arithmetic(row)
         yield from _clock(row)
         yield from _physics(row)
@@ -319,6 +330,36 @@ def _card(row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
         "card",
         f"measured on {got}, the run's cards are: {wanted}; measure again on one of them",
     )
+
+
+def _loaded(row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
+    """What the process had imported, against what the manifest says of the machine."""
+    if row.loaded is None:  # an older file
+        return
+    loaded, said = row.loaded, proofs.environment
+    pairs = [("torch", loaded.torch, said.torch), ("triton", loaded.triton, said.triton)]
+    pairs += [("CUDA", loaded.cuda, said.cuda)] if proofs.on_gpu else []
+    odd = [
+        f"{name} {got} was imported, the manifest says {wanted}"
+        for name, got, wanted in pairs
+        if got is not None and _public(got) != _public(wanted or "")
+    ]
+    if proofs.nsa_sha256 is not None and loaded.nsa_sha256 != proofs.nsa_sha256:
+        odd.append(
+            f"the nsa of {loaded.nsa_folder} has other files ({loaded.nsa_sha256[:12]}) than the"
+            f" manifest's ({proofs.nsa_sha256[:12]})"
+        )
+    if odd:
+        yield Finding(
+            Verdict.ENV,
+            "loaded",
+            f"{'; '.join(odd)}: find what comes first on the search path, and measure again",
+        )
+
+
+def _public(version: str) -> str:
+    """Without '+cu130', which metadata may leave out."""
+    return version.partition("+")[0]
 
 
 def _arithmetic(row: Replicate) -> Iterator[Finding]:

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING
 
 from perfbench.gate.boundary import beyond_boundary
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
-from perfbench.gate.comparable import incomparable, run_findings, unverified, unwatched
+from perfbench.gate.comparable import (
+    incomparable,
+    run_findings,
+    unrecorded_settings,
+    unverified,
+    unwatched,
+)
 from perfbench.gate.confirmation import range_over_mean_pct, verdict_with
 from perfbench.gate.coverage import (
     clock_events,
@@ -45,11 +51,13 @@ def judge(
     policy: GatePolicy | Policies,
     *,
     strict: bool = False,
+    same_route: bool = True,
 ) -> Judgement:
     """Return the verdict of every cell and of the run; the same inputs give the same verdicts.
 
     ``baseline`` None: only the hard gates (what ``run`` alone does). ``strict`` fails WATCH, BLIND
     and UNSTABLE.
+    ``same_route``: a cell on another Route than its base is WRONG_PATH; of two runs it is a note.
     ``policy``: one for all cells, or `matrix.policies` with its overrides and aliases.
     """
     policies = Policies.over(policy)
@@ -77,7 +85,13 @@ def judge(
     )
 
     context = _Context(
-        run, policies, baseline, mixed, _whole_speeds(planned, rows), ProofIndex.of(run)
+        run,
+        policies,
+        baseline,
+        mixed,
+        _whole_speeds(planned, rows),
+        ProofIndex.of(run),
+        same_route,
     )
     first = [
         _prejudge(context, cell, rows.get(cell.cell_id, []), base_cells.get(cell.cell_id))
@@ -99,7 +113,8 @@ def judge(
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)
     notes = tuple(unverified(run, *([] if known is None else [known])))
-    notes += () if known is None or mixed else tuple(unwatched(run, known))
+    if known is not None and not mixed:
+        notes += (*unwatched(run, known), *unrecorded_settings(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 
 
@@ -111,6 +126,7 @@ class _Context:
     mixed: str | None  # why no speed of this run may be compared
     whole_speeds: Mapping[Cell, float]  # of steps with a backward
     proofs: ProofIndex
+    same_route: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +268,13 @@ def _uncompared(
             f" {cell.config_sha256[:12]})"
         )
         return Verdict.INCOMPARABLE, f"{text}: promote a new baseline if the change was meant"
+    if context.same_route and set(base.counters) != set(cell.route.counters):
+        ran, wanted = (" ".join(sorted(names)) for names in (cell.route.counters, base.counters))
+        return (
+            Verdict.WRONG_PATH,
+            f"routed to {ran}, the baseline's Route is {wanted}: promote a new baseline if the"
+            " change was meant",
+        )
     return None, ""
 
 

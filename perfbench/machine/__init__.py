@@ -8,4 +8,4 @@ from perfbench.machine.environment import visible_gpu
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory, uuid_sha256
 from perfbench.machine.default_branch import JudgingCommit, judging_commit
 from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session
-from perfbench.machine.source import source_of
+from perfbench.machine.source import package_sha256, source_of

@@ -19,12 +19,66 @@ from perfbench.machine import nvml
 from perfbench.machine.gpu import GpuHandle, blindness, matches, visible
 from perfbench.records import Environment
 
+# What changes speed, and what of it names places or output alone.
+SPEED_PREFIXES = (
+    "OMP_",
+    "KMP_",
+    "GOMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "DNNL_",
+    "ONEDNN_",
+    "MALLOC_",
+    "CUBLAS",
+    "CUDNN_",
+    "TORCHINDUCTOR_",
+    "TORCHDYNAMO_",
+    "TORCH_COMPILE_",
+    "TORCH_BLAS_",
+    "TORCH_CUDNN_",
+    "TORCH_ALLOW_",
+    "TRITON_",
+)
+SPEED_VARIABLES = frozenset(
+    (
+        "ATEN_CPU_CAPABILITY",
+        "CUDA_AUTO_BOOST",
+        "CUDA_DEVICE_MAX_CONNECTIONS",
+        "CUDA_DISABLE_PTX_JIT",
+        "CUDA_FORCE_PTX_JIT",
+        "CUDA_LAUNCH_BLOCKING",
+        "CUDA_MODULE_LOADING",
+        "GLIBC_TUNABLES",
+        "LD_PRELOAD",
+        "NVIDIA_TF32_OVERRIDE",
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_JIT",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING",
+        "PYTORCH_NVML_BASED_CUDA_CHECK",
+    )
+)
+NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
+
 
 def environment_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and
     only here.
     """
     return (os.environ if environ is None else environ).get(name)
+
+
+def speed_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Variables that change how fast PyTorch, Triton, CUDA and the libraries below them run; NSA_*
+    are `nsa_settings`.
+    """
+    found = os.environ if environ is None else environ
+    return {
+        name: found[name]
+        for name in sorted(found)
+        if (name in SPEED_VARIABLES or name.startswith(SPEED_PREFIXES))
+        and not name.endswith(NO_SPEED_ENDINGS)
+    }
 
 
 def give(variables: Mapping[str, str]) -> None:
@@ -142,6 +196,7 @@ def collect_environment(
         "cpu_name": cpu_name(),
         "cpu_count": cpu_count(),
         "nsa_settings": nsa_settings(),
+        "speed_variables": speed_variables(environ),
     }
     if not device.startswith("cuda"):
         nothing: dict[str, Any] = dict.fromkeys(("gpu_uuid_sha256", "driver", "cuda"))

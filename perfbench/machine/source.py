@@ -11,6 +11,7 @@ from perfbench.records import Source
 
 # Results are no part of the measured code: promoting a baseline must not make the tree dirty.
 _MEASURED = (".", ":(exclude,top)reports")
+PACKAGE = "nsa"  # what is measured
 _TIMEOUT_S = 60.0
 
 
@@ -22,11 +23,16 @@ def source_of(root: Path, source_commit: str | None = None) -> Source:
     """The checkout at ``root``; where git cannot say, ``source_commit`` with the reason, else null
     with the reason.
     """
+    package = root / PACKAGE
+    sha256 = package_sha256(package) if package.is_dir() else None
     try:
         found = _from_git(root)
     except NoGit as error:
         return Source(
-            commit=source_commit, dirty_sha256=None, reason=_unproved(source_commit, str(error))
+            commit=source_commit,
+            dirty_sha256=None,
+            reason=_unproved(source_commit, str(error)),
+            nsa_sha256=sha256,
         )
     if source_commit and not (found.commit or "").startswith(source_commit.lower()):
         raise PerfbenchError(
@@ -34,7 +40,17 @@ def source_of(root: Path, source_commit: str | None = None) -> Source:
             f"--source-commit {source_commit}, but git says that {root} is at {found.commit}. Next:"
             " omit the option",
         )
-    return found
+    return found.model_copy(update={"nsa_sha256": sha256})
+
+
+def package_sha256(folder: Path) -> str:
+    """Hash of every Python file below ``folder``, names included."""
+    digest = hashlib.sha256()
+    files = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    for name in sorted(files):
+        digest.update(name.encode("utf-8", "surrogateescape") + b"\0")
+        digest.update(_content_sha256(files[name]))
+    return digest.hexdigest()
 
 
 def _unproved(source_commit: str | None, why: str) -> str:
@@ -52,6 +68,9 @@ def _from_git(root: Path) -> Source:
             f"{root} is ignored by the repository around it, so it is an installed copy and no"
             " checkout"
         )
+    measured = root / PACKAGE / "__init__.py"
+    if measured.is_file() and not git_output(root, "ls-files", "--", f"{PACKAGE}/__init__.py"):
+        raise NoGit(f"no git tracks {measured}: the repository around it holds other code")
     commit = git_output(root, "rev-parse", "--verify", "HEAD").decode().strip()
     named = git_output(root, "rev-parse", "--abbrev-ref", "HEAD")
     branch = named.decode("utf-8", "replace").strip()

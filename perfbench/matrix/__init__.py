@@ -1,5 +1,6 @@
 """A matrix file in, a validated Matrix and its Plan out."""
 
+from perfbench.matrix.named_path import expected_of
 from perfbench.matrix.attention_calls import held_tokens, layer_calls, of_selected, pieces, route_of
 from perfbench.matrix.judge_rules import JudgeRules
 from perfbench.matrix.matrix import Excluded, Matrix, load_matrix, parse_matrix

@@ -16,7 +16,8 @@ from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_pat
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
-from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
+from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, LoadedCode
+from perfbench.records.rows import METHOD_VERSION
 from perfbench.records.rows import (
     Manifest,
     OtherClocks,

@@ -54,6 +54,7 @@ class BaselineCell(BaseModel):
     device_night_log_sd: float | None = Field(default=None, ge=0, lt=10)
     night_starts: int | None = Field(default=None, ge=2)
     device_time_s: list[Speed] = []  # of one step, one for each replicate that profiled it
+    host_time_s: list[Speed] = []  # to enqueue one step; none in older files
     kernel_count: int | None = Field(default=None, ge=0)
     host_syncs: int | None = Field(default=None, ge=0)
     kernels: list[str] = []
@@ -68,9 +69,10 @@ class BaselineCell(BaseModel):
 class Baseline(BaseModel):
     """A promoted run, reduced to what the gate reads.
 
-    ``environment`` is ``Environment.fingerprint()``. ``rules`` is what the run's matrix demanded
-    (`perfbench.matrix.JudgeRules`): null in files older than schema 3. ``run_sha256`` is the digest
-    of the run's last line, null for a run that had none; ``content_sha256`` that of this file.
+    ``environment`` is ``Environment.fingerprint()``, ``settings`` is ``Environment.settings()``.
+    ``rules`` is what the run's matrix demanded (`perfbench.matrix.JudgeRules`): null in files older
+    than schema 3. ``run_sha256`` is the digest of the run's last line, null for a run that had
+    none; ``content_sha256`` that of this file.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
@@ -83,6 +85,7 @@ class Baseline(BaseModel):
     source: Source
     allow_dirty: bool = False
     environment: dict[str, str | None]
+    settings: dict[str, str] | None = None  # null in older files: not recorded
     # rates, one for each block; none in files older than schema 2
     sentinels: dict[str, list[Speed]] = {}
     cells: dict[str, BaselineCell] = Field(min_length=1)

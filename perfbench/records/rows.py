@@ -137,11 +137,19 @@ class Environment(_Record):
     cpu_count: int
     clock_policy: str
     nsa_settings: dict[str, str] = {}
+    # other variables that change speed, e.g. OMP_NUM_THREADS; null in older files
+    speed_variables: dict[str, str] | None = None
 
     def fingerprint(self) -> dict[str, str | None]:
         """What must agree before two speeds may be compared."""
         keys = ("gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider")
         return {key: getattr(self, key) for key in keys}
+
+    def settings(self) -> dict[str, str] | None:
+        """NSA_* and other variables that change speed; None where the latter were not recorded."""
+        if self.speed_variables is None:
+            return None
+        return {**self.speed_variables, **self.nsa_settings}
 
 
 class Source(_Record):
@@ -154,6 +162,7 @@ class Source(_Record):
     dirty_sha256: str | None
     branch: str | None = None
     reason: str | None = None
+    nsa_sha256: str | None = None  # of the files of its nsa; null in older files
 
     @property
     def unproved(self) -> str | None:
@@ -253,6 +262,9 @@ class Profile(_Record):
     # kernel names show what the Route names; null where nothing can witness it
     witness_ok: bool | None
     witness: str
+    # what the host takes to enqueue one step, without waiting for the device and without the
+    # profiler; null on a CPU, and in older files
+    host_time_s: float | None = None
     # calls of nsa's operators, of SDPA, and 'OPERATOR > CHILD'; of a captured step while it was
     # captured. Empty in older files.
     operators: dict[str, int] = {}
@@ -271,6 +283,16 @@ class CacheLine(_Record):
         # branch -> keys a query and kv head, counted in one untimed step, mean over queries and
         # layers
     ]
+
+
+class LoadedCode(_Record):
+    """What the measuring process itself had imported."""
+
+    torch: str
+    triton: str | None  # null where it was not imported
+    cuda: str | None
+    nsa_folder: str
+    nsa_sha256: str
 
 
 class OtherClocks(_Record):
@@ -375,6 +397,7 @@ class Replicate(_Record):
     profile: Profile | None = None
     physics: Physics | None = None
     device_uuid_sha256: str | None = None
+    loaded: LoadedCode | None = None  # null in older files
     stderr_tail: str = ""
 
     @property

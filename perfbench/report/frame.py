@@ -43,6 +43,8 @@ _OF_REPLICATE: Mapping[str, tuple[str, Callable[[Replicate], object]]] = Mapping
         "tok_per_s": ("float64", lambda row: row.tok_per_s),
         "step_ms": ("float64", lambda row: _step_ms(row)),
         "device_ms": ("float64", lambda row: _device_ms(row)),
+        "host_ms": ("float64", lambda row: _host_ms(row)),
+        "launches": ("Int64", lambda row: (row.profile and row.profile.kernel_count) or None),
         "tokens_per_step": ("Int64", lambda row: row.tokens_per_step or None),
         "steps_per_sample": ("Int64", lambda row: row.steps_per_sample or None),
         "num_samples": ("Int64", lambda row: len(row.samples_s)),
@@ -81,9 +83,10 @@ def load(*paths: str | os.PathLike[str]) -> pd.DataFrame:
                             numbers (seq_len, batch, chunk) as Int64, defaults filled in
     of the replicate        replicate, attempt (above 0: measured again), started_utc, status
                             ('ok', 'oom', ...), reason
-    its speed               tok_per_s, step_ms (wall time), device_ms (under the profiler),
-                            tokens_per_step, steps_per_sample, num_samples, and the raw samples_s:
-                            a tuple of seconds, each of steps_per_sample steps
+    its speed               tok_per_s, step_ms (wall time), device_ms (under the profiler), host_ms
+                            (to enqueue a step), launches (kernels of a step), tokens_per_step,
+                            steps_per_sample, num_samples, and the raw samples_s: a tuple of
+                            seconds, each of steps_per_sample steps
     its proof               route (the counters that were planned), parity_ok, parity_max_error,
                             parity_tolerance
     what else was measured  peak_memory_bytes, utilisation_pct, sm_clock_mhz, power_w,
@@ -190,6 +193,13 @@ def _device_ms(row: Replicate) -> float | None:
     if row.profile is None or row.profile.device_time_s <= 0:
         return None
     return 1e3 * row.profile.device_time_s
+
+
+def _host_ms(row: Replicate) -> float | None:
+    """Null on a CPU, and in older files."""
+    if row.profile is None or row.profile.host_time_s is None:
+        return None
+    return 1e3 * row.profile.host_time_s
 
 
 def _route(row: Replicate) -> str | None:

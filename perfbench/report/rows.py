@@ -53,7 +53,8 @@ CONFIDENCE = 0.95  # of a band, two-sided
 class Row:
     """What the report says about one cell; ``low`` and ``high`` are the 95 % band of its speed.
 
-    ``device_ms``: kernels of one profiled step, summed. ``nulls`` maps a column's name to why it is
+    ``device_ms``: kernels of one profiled step, summed. ``host_ms``: to enqueue one step.
+    ``launches``: kernels of a step. ``nulls`` maps a column's name to why it is
     empty.
     """
 
@@ -66,6 +67,8 @@ class Row:
     high: float | None = None
     x_dense: float | None = None
     device_ms: float | None = None
+    host_ms: float | None = None
+    launches: float | None = None
     mj_per_token: float | None = None
     cycles_per_token: float | None = None
     floor_pct: float | None = None
@@ -309,6 +312,10 @@ def _row(
             one.profile.device_time_s if one.profile and one.profile.device_time_s > 0 else None
         ),
     )
+    host = _median(good, lambda one: one.profile.host_time_s if one.profile else None)
+    launches = _median(
+        good, lambda one: (one.profile.kernel_count or None) if one.profile else None
+    )
     energy = _median(good, lambda one: one.energy_j_per_token)
     cycles = _median(
         good, lambda one: one.cycles_per_step / one.tokens_per_step if one.cycles_per_step else None
@@ -332,6 +339,8 @@ def _row(
         high=None if band is None else band[1],
         x_dense=None if twin is None else cell.cand_tok_per_s / twin,
         device_ms=None if device is None else 1e3 * device,
+        host_ms=None if host is None else 1e3 * host,
+        launches=launches,
         mj_per_token=None if energy is None else 1e3 * energy,
         cycles_per_token=cycles,
         floor_pct=None if floor is None else 100 * floor,

@@ -109,6 +109,14 @@ def check_same_machine(
         raise PerfbenchError(
             Exit.ENVIRONMENT, f"{problem}. Next: set them as they were, or start a new run"
         )
+    before_here = manifest.environment.speed_variables
+    if before_here is not None and (
+        changed := _changed_settings(before_here, environment.speed_variables or {})
+    ):
+        problem = f"{path} cannot be resumed with other variables: {'; '.join(changed)}"
+        raise PerfbenchError(
+            Exit.ENVIRONMENT, f"{problem}. Next: set them as they were, or start a new run"
+        )
     before = manifest.source
     if (before.commit, before.dirty_sha256) != (source.commit, source.dirty_sha256):
         problem = f"{path} measures {_code(before)}, and the code here is {_code(source)}"

@@ -21,7 +21,7 @@ import torch._dynamo
 from nsa import capability, engagement, settings
 from nsa.config import ModelConfig
 from nsa.routing import Route
-from perfbench.matrix import held_tokens, layer_calls, route_line, route_of
+from perfbench.matrix import expected_of, held_tokens, layer_calls, route_line, route_of
 from perfbench.records import (
     Job,
     OtherClocks,
@@ -34,6 +34,7 @@ from perfbench.records import (
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
 from perfbench.worker import autotuner, memory, operators, profile, sentinels
 from perfbench.worker.clock import CheckedClock, Clock
+from perfbench.worker.loaded import loaded_code
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
@@ -91,6 +92,7 @@ def measure(
         started_utc=started,
         wall_s=time.monotonic() - begin - waited_s,
         waiting_peers=job.waiting_peers,
+        loaded=loaded_code(),
         **facts,
     )
 
@@ -234,9 +236,10 @@ def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> 
             f"{due} calls were due from each counter (one a layer and step, or chunk of it), got"
             f" {odd}"
         )
-    if missing := [name for name in job.expect.engaged if name not in engaged]:
+    expect = expected_of(job.axes, job.expect, planned)
+    if missing := [name for name in expect.engaged if name not in engaged]:
         return f"expected {', '.join(missing)} to be engaged, what ran is {ran}"
-    if present := [name for name in job.expect.forbidden if name in engaged]:
+    if present := [name for name in expect.forbidden if name in engaged]:
         return f"{', '.join(present)} is forbidden here, and it ran"
     return None
 
@@ -294,7 +297,8 @@ def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
         )
     if job.device == "cpu":
         absent |= dict.fromkeys(
-            ("host_bound", "peak_memory_bytes", "device_uuid_sha256"), "no GPU: measured on the CPU"
+            ("host_bound", "host_time_s", "peak_memory_bytes", "device_uuid_sha256"),
+            "no GPU: measured on the CPU",
         )
     return absent
 

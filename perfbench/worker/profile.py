@@ -4,6 +4,7 @@ Route names; and for a trace, that step as a timeline and as a table of what ran
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from perfbench.records import Kernels, Profile, own_times, table_path, totalled,
 from perfbench.worker import operators
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
+HOST_STEPS = 5  # whose enqueueing is timed
 NUM_LONGEST = 12
 NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
@@ -70,6 +72,7 @@ def profile(
     names. ``calls``: the operators that are due, None where they bear no names.
     """
     on_gpu = device == "cuda"
+    host_time_s = _host_time_s(step, before) if on_gpu else None
     recorded, wall_s = record(step, device, before)
     kernels, called, by_name = _split(recorded)
     device_time_s = sum(seconds for seconds, _ in kernels.values())
@@ -86,10 +89,25 @@ def profile(
         wall_s=wall_s,
         busy_fraction=device_time_s / step_s if on_gpu else None,
         host_syncs=sum(called.get(name, 0) for name in SYNC_CALLS),
+        host_time_s=host_time_s,
         operators=dict(by_name if calls is None else calls.seen(by_name)),
         witness_ok=ok,
         witness=sentence,
     )
+
+
+def _host_time_s(step: Callable[[], None], before: Callable[[], None] | None) -> float:
+    """Median seconds until ``step`` returns, on an idle device each time."""
+    times_s = []
+    for _ in range(HOST_STEPS):
+        if before is not None:
+            before()
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        times_s.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
+    return statistics.median(times_s)
 
 
 def record(

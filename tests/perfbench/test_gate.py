@@ -91,12 +91,18 @@ def test_too_few_replicates_are_watch_and_strict_fails(side: str) -> None:
     assert strict.exit_code is Exit.STRICT and "exit 7" in strict.headline
 
 
-def test_a_changed_route_is_named_next_to_the_change() -> None:
+def test_another_route_than_the_baseline_s_is_a_wrong_path_until_it_is_promoted() -> None:
     run = b.small_run()
     base = b.baseline_of(run)
     rerouted = base.cells[TRAIN].model_copy(update={"counters": ["sel.masked"]})
     base = base.model_copy(update={"cells": {**base.cells, TRAIN: rerouted}})
-    assert "the route changed from sel.masked to" in reason_of(judge(run, base, POLICY), TRAIN)
+    judgement = judge(run, base, POLICY)
+    assert verdict_of(judgement, TRAIN) is Verdict.WRONG_PATH
+    assert judgement.exit_code is Exit.WRONG_PATH
+    assert "the baseline's Route is sel.masked: promote" in reason_of(judgement, TRAIN)
+    assert verdict_of(judge(run, b.baseline_of(run), POLICY), TRAIN) is Verdict.SAME
+    two_runs = judge(run, base, POLICY, same_route=False)
+    assert "the route changed from sel.masked to" in reason_of(two_runs, TRAIN)
 
 
 # --- presence

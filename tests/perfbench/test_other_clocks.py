@@ -111,4 +111,4 @@ def test_an_older_row_has_no_other_clock() -> None:
 def test_a_checked_clock_adds_up_both() -> None:
     checked = CheckedClock(FakeClock(0.5))
     assert checked.time_steps(lambda: None, 4) == 2.0 and checked.clock_s == 2.0
-    assert 0 < checked.raw_s < 2 and checked.now() == 2.0
+    assert 0 < checked.raw_s < checked.clock_s and checked.now() == 2.0

@@ -315,6 +315,7 @@ def test_device_time_kernels_and_syncs_of_a_gpu_step(monkeypatch: pytest.MonkeyP
         seen_step.busy_fraction == pytest.approx(0.71) and profile.is_host_bound(seen_step) is True
     )
     assert seen_step.host_syncs == 3 and seen_step.witness_ok is True and synchronised
+    assert seen_step.host_time_s is not None and seen_step.host_time_s > 0
     assert len(seen_step.kernels) == 12 and max(map(len, seen_step.kernels)) <= 160
     longest, second, *rest = seen_step.kernels.items()
     assert longest[0].startswith(EFFICIENT) and longest[1] == pytest.approx(1e-3)

@@ -85,7 +85,7 @@ def test_a_cell_that_is_not_true_has_no_number_anywhere() -> None:
     run, judgement = troubled()
     text = written(run, judgement)
     line = next(line for line in text.splitlines() if line.startswith(f"| `{FORWARD}`"))
-    assert line.split(" | ")[1] == "**WRONG_PATH**" and line.split(" | ")[2:14] == ["-"] * 11 + [
+    assert line.split(" | ")[1] == "**WRONG_PATH**" and line.split(" | ")[2:15] == ["-"] * 12 + [
         "0.22"
     ]
     assert f"every number: not published: WRONG_PATH (`{FORWARD}`)" in text
@@ -101,12 +101,23 @@ def test_the_matrix_shows_every_cell_once_with_its_ratio_to_dense() -> None:
     cells = by_id[TRAIN]
     assert cells[1] == "MEASURED" and cells[2] == f"{speed[TRAIN]:,.0f}"
     assert cells[4] == f"{1e3 * 2048 / speed[TRAIN]:.1f}" and cells[5] == "20"
-    assert cells[6] == f"{speed[TRAIN] / speed[DENSE]:.2f}" and by_id[DENSE][6] == "1.00"
-    assert cells[3].endswith("% (n 3)") and cells[7:10] == ["8.0", "GPU", "93 %"]
-    assert cells[12] == "cmp.sdpa 240, sel.fa2 240, sel.v2 240, win.fa2 240"
+    assert cells[6] == "420", "launches of a step"
+    assert cells[7] == f"{speed[TRAIN] / speed[DENSE]:.2f}" and by_id[DENSE][7] == "1.00"
+    assert cells[3].endswith("% (n 3)") and cells[8:11] == ["8.0", "GPU", "93 %"]
+    assert cells[13] == "cmp.sdpa 240, sel.fa2 240, sel.v2 240, win.fa2 240"
     # a tiny ratio is not rounded to 0.00
-    assert float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][6]) > 0
-    assert by_id["fa2=off,path=reference,seq_len=128,workload=train"][6] == "-"
+    assert float(by_id["fa2=on,path=v1,seq_len=512,workload=train"][7]) > 0
+    assert by_id["fa2=off,path=reference,seq_len=128,workload=train"][7] == "-"
+
+
+def test_device_time_host_time_and_launches_are_shown_where_they_are_known() -> None:
+    shown = "| device ms a step | host ms a step | launches a step |"
+    timed = b.replace_rows(b.small_run(), TRAIN, profile=b.profile(host_time_s=0.00125))
+    line = next(line for line in alone(timed).splitlines() if line.startswith(f"| `{TRAIN}`"))
+    assert shown in alone(timed) and "| 20 | 1.25 | 420 |" in line
+    assert "host ms a step |" not in alone(b.small_run()), "no row has it"
+    on_cpu = alone(b.make_run(b.cpu_cells(), gpu=False))
+    assert not any(f"| {name} a step |" in on_cpu for name in ("device ms", "host ms", "launches"))
 
 
 def test_the_fastest_path_of_each_length_is_at_the_top() -> None:
@@ -123,7 +134,7 @@ def test_null_is_a_dash_with_its_reason_and_never_zero(tmp_path: Path) -> None:
     run = b.make_run(b.cpu_cells(), gpu=False)
     text = report.render(run, judge(run, None, POLICY), tmp_path)[0].read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert len(rows) == 18 and all(row[5] == "-" and row[7:10] == ["-"] * 3 for row in rows)
+    assert len(rows) == 18 and all(row[6:9] == ["-"] * 3 for row in rows)
     assert "- utilisation: no NVIDIA GPU: NVML was not asked (every cell, 18 of them)" in text
     assert "- % of floor: no floor" in text and "- bound: a CPU has no device" in text
     assert (

@@ -290,6 +290,40 @@ def test_more_work_of_a_host_bound_cell_is_screened_and_confirmed_by_its_count(
     assert verdict_of(judge(run, b.baseline_of(more), POLICY), TRAIN) is Verdict.BLIND
 
 
+@pytest.mark.parametrize(
+    ("launches", "words"),
+    [(421, "more kernel launches a step, 421 instead of 420"), (419, "fewer kernel launches")],
+)
+def test_another_number_of_launches_is_named_in_the_verdict(launches: int, words: str) -> None:
+    run = b.small_run()
+    other = b.change_rows(
+        run,
+        TRAIN,
+        lambda row: (
+            row.model_copy(update={"profile": b.profile(kernel_count=launches)})
+            if row.profile
+            else row
+        ),
+    )
+    base = b.baseline_of(run)
+    assert words in reason_of(judge(other, base, POLICY), TRAIN)
+    assert "kernel launches" not in reason_of(judge(run, base, POLICY), TRAIN)
+
+
+def test_host_time_of_a_host_bound_cell_stands_next_to_its_launches() -> None:
+    run = b.change_rows(
+        edit(b.small_run(), TRAIN, host_bound=True),
+        TRAIN,
+        lambda row: (
+            row.model_copy(update={"profile": b.profile(host_time_s=0.002)}) if row.profile else row
+        ),
+    )
+    base = b.baseline_of(run)
+    cell = base.cells[TRAIN].model_copy(update={"host_time_s": [0.001, 0.001]})
+    known = base.model_copy(update={"cells": {**base.cells, TRAIN: cell}})
+    assert "host time 1 -> 2 ms a step" in reason_of(judge(run, known, POLICY), TRAIN)
+
+
 def wall(run: Run, factor: float, seed: int) -> Run:
     """TRAIN host bound at ``factor`` of its speed, 2 % between processes; its profiles stay."""
     cell, rng = run.manifest.cells[0], random.Random(seed)
