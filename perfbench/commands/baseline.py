@@ -1,4 +1,4 @@
-"""`perfbench baseline show` and `baseline promote`: baselines are files in git."""
+"""`perfbench baseline show`, `promote` and `retire`: baselines are files in git."""
 
 from __future__ import annotations
 
@@ -69,3 +69,17 @@ def promote(
         rules=JudgeRules.of(matrix_of(found)),
     )
     print_text(str(promotion))
+
+
+@app.command()
+def retire(
+    baseline: BaselineArg,
+    reason: Annotated[
+        str, typer.Option("--reason", metavar="TEXT", help="Why it cannot be measured again.")
+    ],
+) -> None:
+    """Keep a baseline that cannot be measured again for the record: it judges nothing."""
+    from perfbench.records import retire_baseline
+
+    found = retire_baseline(baseline, reason)
+    print_text(f"retired {baseline}: {found.retired}")

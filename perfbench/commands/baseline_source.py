@@ -44,7 +44,7 @@ def judged_by(
     """
     if named is not None:
         found = read_baseline(named)
-        return _with_rules(found, f"{named}, named by --baseline", None, matrix)
+        return _with_rules(found, f"{named}, named by --baseline", None, matrix, is_named=True)
     path = baseline_path(BASELINES, gpu_slug, matrix.name)
     commit = judging_commit(Path.cwd())
     if isinstance(commit, str):
@@ -99,9 +99,21 @@ def _committed(path: Path, commit: JudgingCommit) -> Baseline | BaselineProblem:
 
 
 def _with_rules(
-    found: Baseline | BaselineProblem, where: str, commit: JudgingCommit | None, matrix: Matrix
+    found: Baseline | BaselineProblem,
+    where: str,
+    commit: JudgingCommit | None,
+    matrix: Matrix,
+    *,
+    is_named: bool = False,
 ) -> JudgedBy:
+    """A retired baseline judges only where the user named it."""
     note = f"baseline and policy were read from {where}"
+    if isinstance(found, Baseline) and found.retired is not None and not is_named:
+        text = (
+            f"the baseline {where} is retired: {found.retired}. Next: promote a new one, or name"
+            " it with --baseline all the same"
+        )
+        found = BaselineProblem(Verdict.NO_BASELINE, text)
     if isinstance(found, BaselineProblem):
         return JudgedBy(found, None, (f"the baseline was looked for in {where}",))
     rules = _rules_of(found)

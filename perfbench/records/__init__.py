@@ -3,7 +3,7 @@
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
 from perfbench.records.baseline_file import load_baseline, baseline_path, parse_baseline
 from perfbench.records.baseline_file import read_baseline, show_baseline
-from perfbench.records.baseline_file import write_baseline
+from perfbench.records.baseline_file import retire_baseline, write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED

@@ -22,7 +22,7 @@ from perfbench.records.regular_file import read_regular_file
 from perfbench.records.rows import Source, StoredCell
 from perfbench.records.run_file import whole
 from perfbench.records.verdict import Verdict
-from perfbench.text import shorten
+from perfbench.text import plain, shorten
 
 # 2: what host-bound cells and the sentinels are judged by; 3: its digest, its run's, and the rules
 # that it was promoted with
@@ -72,7 +72,7 @@ class Baseline(BaseModel):
     ``environment`` is ``Environment.fingerprint()``, ``settings`` is ``Environment.settings()``.
     ``rules`` is what the run's matrix demanded (`perfbench.matrix.JudgeRules`): null in files older
     than schema 3. ``run_sha256`` is the digest of the run's last line, null for a run that had
-    none; ``content_sha256`` that of this file.
+    none; ``content_sha256`` that of this file. A ``retired`` one judges only where it is named.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
@@ -92,6 +92,7 @@ class Baseline(BaseModel):
     rules: dict[str, Any] | None = None
     run_sha256: str | None = None
     content_sha256: str | None = None
+    retired: str | None = None  # why nobody can measure it again: kept for the record
 
     @property
     def is_verified(self) -> bool:
@@ -146,7 +147,8 @@ def show_baseline(baseline: Baseline) -> str:
         part for part in ((baseline.source.commit or "")[:40], baseline.source.unproved) if part
     )
     dirty = " with uncommitted changes" if baseline.source.dirty_sha256 else ""
-    lines = [
+    lines = [] if baseline.retired is None else [f"retired: {plain(baseline.retired)}"]
+    lines += [
         (
             f"matrix {baseline.matrix_name} ({baseline.matrix_sha256[:12]}), promoted"
             f" {baseline.promoted_utc}"
@@ -238,7 +240,7 @@ def write_baseline(path: Path, baseline: Baseline) -> Baseline:
     where it cannot be written.
     """
     content = baseline.model_dump(mode="json")
-    digest = content_sha256(content)
+    digest = content_sha256(content) if baseline.is_verified else None  # an older file has none
     text = (
         json.dumps(
             {**content, CONTENT_KEY: digest},
@@ -266,6 +268,20 @@ def write_baseline(path: Path, baseline: Baseline) -> Baseline:
         )
         raise PerfbenchError(Exit.USAGE, text) from error
     return baseline.model_copy(update={CONTENT_KEY: digest})
+
+
+def retire_baseline(path: Path, reason: str) -> Baseline:
+    """Mark the baseline at ``path`` as one that nobody can measure again, and return it.
+
+    PerfbenchError: BASELINE where the file is none, USAGE for an empty reason or where it cannot be
+    written.
+    """
+    if not reason.strip():
+        raise PerfbenchError(
+            Exit.USAGE, "got an empty reason, wanted why this baseline cannot be measured again"
+        )
+    found = load_baseline(path)
+    return write_baseline(path, found.model_copy(update={"retired": plain(reason)}))
 
 
 @dataclass(frozen=True, slots=True)

@@ -388,3 +388,45 @@ def test_a_folder_in_a_baselines_commit_is_not_run(
     bench.current.speed = 800.0
     bench.run("check", "small.yaml")
     assert bench.a.jobs == [] and "knows no commit" in capsys.readouterr().err
+
+
+def test_a_retired_baseline_judges_only_where_it_is_named(
+    home: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    git(tmp_path, "checkout", "-q", "main" if "main" in branches(tmp_path) else "master")
+    why = "this card is not lent any more, so nobody can renew it"
+    assert home.run("baseline", "retire", str(BASELINE), "--reason", why) == 0
+    commit(tmp_path, "retired")
+    git(tmp_path, "checkout", "-q", "-B", "later")
+    code, _, said = check(home, capsys)
+    assert code == Exit.BASELINE and f"is retired: {why}" in said
+    code, verdicts, said = check(home, capsys, "--baseline", str(BASELINE))
+    assert code != Exit.BASELINE and "is retired" not in said
+    assert "NO_BASELINE" not in verdicts.values()
+    assert home.run("baseline", "show", str(BASELINE)) == 0
+    assert capsys.readouterr().out.startswith(f"retired: {why}")
+
+
+def branches(repository: Path) -> str:
+    return git(repository, "branch", "--format=%(refname:short)")
+
+
+def test_a_retired_file_stays_what_it_was_and_an_empty_reason_is_refused(
+    home: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = load_baseline(BASELINE)
+    assert home.run("baseline", "retire", str(BASELINE), "--reason", " ") == Exit.USAGE
+    assert "wanted why" in capsys.readouterr().err and load_baseline(BASELINE) == before
+    assert home.run("baseline", "retire", str(BASELINE), "--reason", "gone") == 0
+    after = load_baseline(BASELINE)
+    assert after.retired == "gone" and after.cells == before.cells and after.rules == before.rules
+
+
+def test_a_retired_file_of_an_older_schema_gets_no_digest(
+    home: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = json.loads(BASELINE.read_text(encoding="utf-8"))
+    old = {k: v for k, v in raw.items() if k not in ("content_sha256", "run_sha256", "rules")}
+    BASELINE.write_text(json.dumps({**old, "schema_version": 2}), encoding="utf-8")
+    assert home.run("baseline", "retire", str(BASELINE), "--reason", "gone") == 0
+    assert load_baseline(BASELINE).retired == "gone"
