@@ -240,10 +240,15 @@ def write_baseline(path: Path, baseline: Baseline) -> Baseline:
     where it cannot be written.
     """
     content = baseline.model_dump(mode="json")
-    digest = content_sha256(content) if baseline.is_verified else None  # an older file has none
+    digest = content_sha256(content)
+    _write(path, {**content, CONTENT_KEY: digest})
+    return baseline.model_copy(update={CONTENT_KEY: digest})
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
     text = (
         json.dumps(
-            {**content, CONTENT_KEY: digest},
+            content,
             indent=1,
             sort_keys=True,
             allow_nan=False,
@@ -267,7 +272,6 @@ def write_baseline(path: Path, baseline: Baseline) -> Baseline:
             " folder: change its rights, or give --to"
         )
         raise PerfbenchError(Exit.USAGE, text) from error
-    return baseline.model_copy(update={CONTENT_KEY: digest})
 
 
 def retire_baseline(path: Path, reason: str) -> Baseline:
@@ -280,8 +284,18 @@ def retire_baseline(path: Path, reason: str) -> Baseline:
         raise PerfbenchError(
             Exit.USAGE, "got an empty reason, wanted why this baseline cannot be measured again"
         )
-    found = load_baseline(path)
-    return write_baseline(path, found.model_copy(update={"retired": plain(reason)}))
+    content = {**_content(path), "retired": plain(reason)}
+    if CONTENT_KEY in content:  # an older file has none
+        content[CONTENT_KEY] = content_sha256(content)
+    _write(path, content)
+    return load_baseline(path)
+
+
+def _content(path: Path) -> dict[str, Any]:
+    """What the file at ``path`` holds, as it is, of a baseline that can be read."""
+    load_baseline(path)
+    found: dict[str, Any] = json.loads(read_regular_file(path, MAX_BYTES))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
