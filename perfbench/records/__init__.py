@@ -17,7 +17,7 @@ from perfbench.records.rerun import revisions_to_type, source_name, typed_revisi
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, METHOD_VERSION
 from perfbench.records.rows import Manifest, ParityLine, Physics, PlannedCell, Profile, Replicate
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status
-from perfbench.records.rows import StoredCell, Telemetry, build_validators
+from perfbench.records.rows import StepProof, StoredCell, Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_RUN_FILE
 from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
 from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume

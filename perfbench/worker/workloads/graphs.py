@@ -76,6 +76,8 @@ class Captured:
         self._replay: Callable[[], None] | None = None
         self.inputs: tuple[Tensor, ...] = ()  # which a replay reads, as the last one read them
         self.counts: dict[str, int] = {}  # counters of one replay, from the capture
+        # the blocks of each call of a replay, in the graph's memory; None of an older nsa
+        self.blocks: list[Tensor | None] | None = None
 
     def __call__(self) -> None:
         if self._replay is None:
@@ -94,7 +96,7 @@ class Captured:
             self._body(*self.inputs)
 
         self._grapher.warm(work)
-        with engagement.collect() as counted:
+        with engagement.collect() as counted, older_nsa.collect_blocks() as self.blocks:
             replay = self._grapher.capture(work)
         self.counts = counted.counts
         return replay
