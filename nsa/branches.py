@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from nsa import checks, dispatch, selection, statistics
+from nsa import checks, chosen_blocks, dispatch, selection, statistics
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import View
 from nsa.documents import Documents
@@ -140,6 +140,7 @@ def _attend_branches(
                 documents=call.documents,
             )
         )
+    chosen_blocks.record(blocks)
     if keys_read is not None:
         _count_keys(q, view, config, blocks, keys_read)
     return attended, blocks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,15 @@ def attend_view(
     )
     call = branches.Call(route, config, q.shape[-1] ** -0.5)
     return branches.attend_view(q, gates, view, call)
+
+
+def collect_blocks() -> AbstractContextManager[list[Tensor | None] | None]:
+    """Collects the blocks that each call chooses, in order; None of an nsa that shows none."""
+    collect = _first(("nsa.chosen_blocks", "collect"))
+    if collect is None:
+        return nullcontext()
+    found: AbstractContextManager[list[Tensor | None]] = collect()
+    return found
 
 
 def is_of_path(file: str, path: str) -> bool:

@@ -246,7 +246,11 @@ def _ended(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
 
 
 def _parity(row: Replicate) -> Iterator[Finding]:
-    parity = row.parity
+    parity, step = row.parity, row.step_proof
+    if step is not None and (step.ok is False or any(ratio > 1 for ratio in step.tensors.values())):
+        sentence = f"the step differs from its plain twin: {step.worst}"
+        yield Finding(Verdict.PARITY, "step", sentence[:REASON_CHARS])
+        return
     if parity is None:
         if row.status is Status.PARITY:
             yield Finding(

@@ -28,7 +28,7 @@ from perfbench.records.rows import (
     Replicate,
 )
 from perfbench.records.rows import Resumed, RouteLine, Run, SentinelLine, Source, Status
-from perfbench.records.rows import StoredCell, Telemetry, build_validators
+from perfbench.records.rows import StepProof, StoredCell, Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_RUN_FILE
 from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
 from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume

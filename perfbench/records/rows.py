@@ -224,6 +224,22 @@ class ParityLine(_Record):
     worst: str  # tensor and place of the largest error / tolerance
 
 
+class StepProof(_Record):
+    """The step that is timed, run once by the timed callable, against a plain twin of the model."""
+
+    ok: bool | None  # null: not made, because of ``absent``
+    absent: str = ""
+    tokens: int = 0  # of the step
+    num_parameters: int | None = None
+    num_layers: int | None = None
+    # the twin had the step's own blocks, once they were judged; or chose for itself
+    blocks: Literal["given", "own"] | None = None
+    # 'logits', 'loss', 'gradients', 'optimizer', 'blocks' -> error / tolerance of the worst tensor
+    tensors: dict[str, float] = {}
+    worst: str = ""  # which tensor, what it is off by and may be
+    seconds: float = 0.0
+
+
 class Telemetry(_Record):
     """NVML during the timed window; every null has its reason in ``absent``."""
 
@@ -393,6 +409,7 @@ class Replicate(_Record):
     # from a compiled graph, times its runs.
     engaged_by: Literal["call", "capture", "graph"] = "call"
     parity: ParityLine | None = None
+    step_proof: StepProof | None = None  # null in older files: not recorded
     telemetry: Telemetry | None = None
     profile: Profile | None = None
     physics: Physics | None = None

@@ -77,6 +77,7 @@ class Row:
     busy_pct: float | None = None
     memory_gib: float | None = None
     parity_ratio: float | None = None
+    step_ratio: float | None = None  # of the whole step against its twin
     engaged: dict[str, int] = field(default_factory=dict)
     engaged_by: str = "call"
     cache: CacheLine | None = None
@@ -280,6 +281,9 @@ def _row(
     )
     tail = next((one.stderr_tail for one in rows if one.stderr_tail), "")
     nulls = {} if ratios else {"parity": "no parity check was recorded"}
+    step_ratio, no_step = _step_ratio(rows)
+    if no_step:
+        nulls["step"] = no_step
     good = usable(rows)
     if cell.cand_tok_per_s is None or not good:
         nulls["every number"] = (
@@ -291,6 +295,7 @@ def _row(
             planned,
             statuses,
             parity_ratio=proof,
+            step_ratio=step_ratio,
             engaged=engaged,
             engaged_by=how,
             stderr_tail=tail,
@@ -349,6 +354,7 @@ def _row(
         busy_pct=None if busy is None else 100 * busy,
         memory_gib=max(memory) / GIB if memory else None,
         parity_ratio=max(ratios, default=None),
+        step_ratio=step_ratio,
         engaged=engaged,
         engaged_by=how,
         cache=next((one.cache for one in good if one.cache is not None), None),
@@ -413,6 +419,16 @@ def _absent(good: list[Replicate]) -> str:
         one.absent["utilisation_pct"] for one in samples if one.absent.get("utilisation_pct")
     ]
     return reasons[0] if reasons else "no telemetry was recorded"
+
+
+def _step_ratio(rows: list[Replicate]) -> tuple[float | None, str]:
+    """(the worst error over tolerance of the steps that were proved, why none was); both empty
+    where nothing was recorded.
+    """
+    lines = [one.step_proof for one in rows if one.step_proof is not None]
+    ratios = [ratio for line in lines for ratio in line.tensors.values()]
+    why = next((f"the step was not proved: {line.absent}" for line in lines if line.absent), "")
+    return (max(ratios), "") if ratios else (None, why)
 
 
 def _median(rows: Iterable[Replicate], get: Callable[[Replicate], float | None]) -> float | None:

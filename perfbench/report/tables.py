@@ -67,6 +67,7 @@ COLUMNS = (
     Column("mJ a token", lambda row: number(row.mj_per_token), known=True),
     Column("cycles a token", lambda row: number(row.cycles_per_token), known=True),
     Column("parity error / tolerance", lambda row: number(row.parity_ratio, 2)),
+    Column("step error / tolerance", lambda row: number(row.step_ratio, 2), known=True),
     Column("counters (calls while timing)", lambda row: counters(row), right=False),
 )
 

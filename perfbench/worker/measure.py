@@ -29,6 +29,7 @@ from perfbench.records import (
     Physics,
     Replicate,
     Status,
+    StepProof,
     torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
@@ -39,6 +40,7 @@ from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.processes import CPU_THREADS
+from perfbench.worker.step_proof.prove import prove as prove_step
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
 from perfbench.worker.workloads import workload
@@ -121,6 +123,8 @@ def _measure(
     if fault := work.differs():
         raise Stop(Status.PARITY, fault, facts)
 
+    facts["step_proof"], peak = _prove_step(job, model, work, facts)
+
     if job.device == "cuda":
         # what waits holds its weights only; the warm-up takes the rest again
         torch.cuda.empty_cache()
@@ -152,7 +156,7 @@ def _measure(
             " allocations were retried"
         )
     if job.device == "cuda":
-        facts["peak_memory_bytes"] = torch.cuda.max_memory_allocated()
+        facts["peak_memory_bytes"] = max(peak, torch.cuda.max_memory_allocated())
     if job.profile:
         facts["profile"] = profile.profile(
             step,
@@ -272,6 +276,24 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     return line
+
+
+def _prove_step(
+    job: Job, model: ModelConfig, work: workload.Workload, facts: dict[str, Any]
+) -> tuple[StepProof, int]:
+    """(the proof of the step, the most bytes that the steps before it held); Stop where it fails.
+
+    What the twin takes is not the cell's memory.
+    """
+    on_gpu = job.device == "cuda"
+    peak = torch.cuda.max_memory_allocated() if on_gpu else 0
+    line = prove_step(work, job, model)
+    if line.ok is False:
+        reason = f"the step differs from its plain twin: {line.worst}"
+        raise Stop(Status.PARITY, reason, facts | {"step_proof": line})
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    return line, peak
 
 
 def _first_step(work: workload.Workload, route: Route) -> tuple[float, dict[str, int]]:

@@ -21,6 +21,7 @@ from nsa.routing import Problem, route_dense
 from perfbench.older_nsa import promise_of_sigmoid_gates
 from perfbench.records import Cell
 from perfbench.worker.workloads import block_patterns
+from perfbench.worker.workloads.made import Made
 
 NUM_INPUTS = 4  # distinct random inputs: the model's shape at 131,072 tokens takes 0.4 GB of each
 
@@ -203,38 +204,48 @@ def selected_inputs(
 
 
 def step_body(
-    module: SparseAttention | FullAttention, run: Callable[..., Tensor], *, backward: bool
+    module: SparseAttention | FullAttention,
+    run: Callable[..., Tensor],
+    made: Made,
+    *,
+    backward: bool,
 ) -> Callable[..., None]:
     """One call of ``run`` (the module, or what it was compiled to) on one of `inputs`; with
     ``backward`` every gradient, too.
     """
-    return body_of(
-        run,
-        list(module.parameters()) if "cmp" in module.model.nsa.branches else [],
-        backward=backward,
-    )
+    return body_of(run, parameters_of(module), made, backward=backward)
+
+
+def parameters_of(module: nn.Module) -> list[Tensor]:
+    """The parameters that have a gradient: phi's, where compressed keys are attended to."""
+    sparse = isinstance(module, SparseAttention) and "cmp" in module.model.nsa.branches
+    return list(module.parameters()) if sparse else []
 
 
 def body_of(
-    run: Callable[..., Tensor], parameters: list[Tensor], *, backward: bool
+    run: Callable[..., Tensor], parameters: list[Tensor], made: Made, *, backward: bool
 ) -> Callable[..., None]:
     """One call of ``run``; with ``backward`` the gradients of ``parameters`` and of each argument
     that wants one.
 
-    The last argument is then the gradient of what ``run`` returns. Gradients are returned to
-    nobody, and not added up.
+    The last argument is then the gradient of what ``run`` returns. Gradients are not added up;
+    ``made`` has them until the next call.
     """
     if not backward:
 
         def forward(*arguments: Tensor) -> None:
+            made.begin(*arguments)
             with torch.no_grad():
-                run(*arguments)
+                made.outputs = [run(*arguments)]
 
         return forward
 
     def both(*arguments: Tensor) -> None:
+        made.begin(*arguments)
         *tensors, grad = arguments
         wanted = [x for x in tensors if x.requires_grad]
-        torch.autograd.grad(run(*tensors), wanted + parameters, grad)
+        output = run(*tensors)
+        made.gradients = torch.autograd.grad(output, wanted + parameters, grad)
+        made.outputs = [output.detach()]
 
     return both

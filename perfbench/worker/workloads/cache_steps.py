@@ -21,6 +21,7 @@ from nsa.model import TinyLM
 from perfbench.matrix import held_tokens, pieces
 from perfbench.older_nsa import KV, KeysRead, NSACache, Steps
 from perfbench.records import CacheLine, Job
+from perfbench.worker.workloads.made import Made
 
 # Of the largest logit: the same kernels, but libraries may choose others for a graph; bf16 has 8
 # bits.
@@ -76,6 +77,7 @@ class CachedSteps:
             )
         )
         self.steps = Steps(self.begin) if stepping else None
+        self.made = Made()
         self._logits_BTV: Tensor  # of the last `body`; of a captured one, the graph's own memory
 
     def body(self, ids_B1: Tensor) -> None:
@@ -83,8 +85,10 @@ class CachedSteps:
         it.
         """
         assert self.steps is not None
+        self.made.begin(ids_B1)
         with torch.no_grad():
             self._logits_BTV = self.model(ids_B1, cache=self.begin)
+        self.made.outputs = [self._logits_BTV]
         self.steps.forget_last()
 
     def how_a_replay_differs(
@@ -110,6 +114,7 @@ class CachedSteps:
             cache.keys_read = KeysRead()
         self.body(*inputs())
         wanted_BTV, self._logits_BTV = self._logits_BTV, graphs_BTV
+        self.made.outputs = [graphs_BTV]
         for cache, counter in zip(self.begin, counters, strict=True):
             cache.keys_read = counter
         error, limit = (
@@ -150,9 +155,13 @@ class CachedSteps:
         # A copy has a length of its own and the buffers of the original: the next step begins where
         # this one did.
         caches, (ids_BT,) = [copy.copy(cache) for cache in self.begin], next(self.batches)
+        self.made.begin(ids_BT)
         with torch.no_grad():
             for begin, end in self.pieces:
-                self.model(ids_BT[:, begin:end], cache=caches)
+                logits_BTV = self.model(ids_BT[:, begin:end], cache=caches)
+                if self.made.keep:
+                    self.made.outputs.append(logits_BTV)
+                del logits_BTV
                 if counted is not None:
                     counted += [dict(cache.keys_read) for cache in caches]
 

@@ -78,6 +78,8 @@ class Captured:
         self.inputs: tuple[Tensor, ...] = ()  # which a replay reads, as the last one read them
         self.counts: dict[str, int] = {}  # counters of one replay, from the capture
         self.operators: dict[str, int] = {}  # likewise: calls by name, as operators.counted
+        # the blocks of each call of a replay, in the graph's memory; None of an older nsa
+        self.blocks: list[Tensor | None] | None = None
 
     def __call__(self) -> None:
         if self._replay is None:
@@ -97,7 +99,7 @@ class Captured:
 
         self._grapher.warm(work)
         replays: list[Callable[[], None]] = []
-        with engagement.collect() as counted:
+        with engagement.collect() as counted, older_nsa.collect_blocks() as self.blocks:
             self.operators = operators.recorded(lambda: replays.append(self._grapher.capture(work)))
         self.counts = counted.counts
         return replays[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,6 +26,7 @@ from perfbench.worker.operators import Calls
 from perfbench.worker.workloads import attention
 from perfbench.worker.workloads.cache_steps import CachedSteps
 from perfbench.worker.workloads.graphs import Batches, Body, Captured, Compiled, CudaGrapher, eager
+from perfbench.worker.workloads.made import Made
 
 # the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
 L2_FLUSH_FACTOR = 2
@@ -40,7 +41,8 @@ class Workload:
     has none. ``compiled`` and
     ``captured`` know what a step engages where its calls are not counted as they run; None where
     they are. ``differs()`` says how a replay differs from the same step without a graph, where that
-    was not proved before.
+    was not proved before. ``made`` is what the last step left, by which it is proved; ``optimizer``
+    that of a training step, ``steps`` those of one that goes through a cache.
     """
 
     step: Callable[[], None]
@@ -50,6 +52,9 @@ class Workload:
     compiled: Compiled | None = None
     captured: Captured | None = None
     differs: Callable[[], str] = lambda: ""
+    made: Made | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    steps: CachedSteps | None = None
 
     @property
     def engaged_by(self) -> str:
@@ -86,23 +91,25 @@ def build(job: Job) -> Workload:
     torch.manual_seed(job.seed)
     config, cell = ModelConfig.from_mapping(job.model), job.axes
     dtype: torch.dtype = getattr(torch, torch_dtype_name(cell.dtype))
-    backward = cell.has_backward
+    backward, made = cell.has_backward, Made()
     if cell.workload in ATTENTION:
         alone = attention.module_of(config, cell.path, cell.fa2).to(device=job.device, dtype=dtype)
         return _stepped(
             job,
             alone,
-            lambda run: attention.step_body(alone, run, backward=backward),
+            lambda run: attention.step_body(alone, run, made, backward=backward),
             attention.inputs(
                 alone, cell.batch, cell.seq_len, dtype=dtype, device=job.device, backward=backward
             ),
+            made,
         )
     if cell.workload in SELECTED:
         return _stepped(
             job,
             attention.SelectedBranch(config, cell.path, cell.fa2),
-            lambda run: attention.body_of(run, [], backward=backward),
+            lambda run: attention.body_of(run, [], made, backward=backward),
             attention.selected_inputs(config, cell, dtype=dtype, device=job.device, seed=job.seed),
+            made,
         )
     model = (
         DenseLM(config, cell.path) if cell.is_dense else TinyLM(config, cell.path, cell.fa2)
@@ -111,7 +118,14 @@ def build(job: Job) -> Workload:
         assert isinstance(model, TinyLM), "the plan refuses dense paths here"
         steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=cell.cuda_graph == "on")
         if steps.steps is None:
-            return Workload(steps.run, steps.tokens_per_step, model, steps.line)
+            return Workload(
+                steps.run,
+                steps.tokens_per_step,
+                model,
+                steps.line,
+                made=steps.made,
+                steps=steps,
+            )
         replay = Captured(steps.body, steps.batches, CudaGrapher())
         differs = partial(steps.how_a_replay_differs, replay, lambda: replay.inputs)
         return Workload(
@@ -121,22 +135,29 @@ def build(job: Job) -> Workload:
             partial(steps.line, replay),
             captured=replay,
             differs=differs,
+            made=steps.made,
+            steps=steps,
         )
     ids = torch.randint(
         config.vocab_size, (NUM_BATCHES, cell.batch, cell.seq_len + 1), device=job.device
     )
     batches = itertools.cycle((one,) for one in ids.unbind(0))
     if cell.workload == "forward":
-        return _stepped(job, model, _forward_body, batches)
+        return _stepped(job, model, lambda run: _forward_body(run, made), batches, made)
     # A graph cannot count the optimizer's steps on the host.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, fused=True, capturable=cell.cuda_graph == "on"
     )
-    return _stepped(job, model, lambda run: _train_body(run, optimizer), batches)
+    step = _stepped(job, model, lambda run: _train_body(run, optimizer, made), batches, made)
+    return replace(step, optimizer=optimizer)
 
 
 def _stepped(
-    job: Job, model: nn.Module, body_of: Callable[[Callable[..., Tensor]], Body], batches: Batches
+    job: Job,
+    model: nn.Module,
+    body_of: Callable[[Callable[..., Tensor]], Body],
+    batches: Batches,
+    made: Made,
 ) -> Workload:
     """The body of a step as the axes compile and cuda_graph want it run; nothing is compiled or
     captured before the first step.
@@ -147,7 +168,12 @@ def _stepped(
     captured = Captured(body, batches, CudaGrapher()) if cell.cuda_graph == "on" else None
     tokens = cell.batch * cell.seq_len
     return Workload(
-        captured or eager(body, batches), tokens, model, compiled=compiled, captured=captured
+        captured or eager(body, batches),
+        tokens,
+        model,
+        compiled=compiled,
+        captured=captured,
+        made=made,
     )
 
 
@@ -173,22 +199,29 @@ def l2_flush(job: Job) -> Callable[[], None] | None:
     return flush
 
 
-def _train_body(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> Body:
-    """Forward, cross-entropy in fp32, backward, fused AdamW."""
+def _train_body(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, made: Made) -> Body:
+    """Forward, cross-entropy in fp32, backward, fused AdamW.
+
+    Gradients are dropped where the next step begins, so that each parameter has those of the last
+    step; in a graph they are of its own memory, as PyTorch wants it.
+    """
 
     def body(ids_BT: Tensor) -> None:
+        made.begin(ids_BT)
+        optimizer.zero_grad(set_to_none=True)
         logits = model(ids_BT[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids_BT[:, 1:].flatten())
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        made.outputs, made.loss = [logits.detach()], loss.detach()
 
     return body
 
 
-def _forward_body(model: Callable[..., Tensor]) -> Body:
+def _forward_body(model: Callable[..., Tensor], made: Made) -> Body:
     def body(ids_BT: Tensor) -> None:
+        made.begin(ids_BT)
         with torch.no_grad():
-            model(ids_BT[:, :-1])
+            made.outputs = [model(ids_BT[:, :-1])]
 
     return body

@@ -1,0 +1,1 @@
+"""Proves the step that is timed, the very callable, against a plain twin before it is timed."""

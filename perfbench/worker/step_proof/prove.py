@@ -1,0 +1,261 @@
+"""One step of a cell, by the callable that is timed, against the twin: logits, loss, gradients, the
+optimizer, the blocks that it chose, and how many parameters and layers there are.
+
+B batch, T tokens, G kv heads, N blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.config import ModelConfig
+from perfbench import older_nsa
+from perfbench.records import ATTENTION, SELECTED, Job, StepProof, torch_dtype_name
+from perfbench.worker.step_proof import adamw, blocks, shapes, twin
+from perfbench.worker.step_proof.attend import Attention
+from perfbench.worker.step_proof.compare import LOSS_TOLERANCE, Ratios
+from perfbench.worker.workloads.attention import parameters_of
+from perfbench.worker.workloads.cache_steps import CachedSteps
+from perfbench.worker.workloads.made import Made
+from perfbench.worker.workloads.workload import Workload
+
+# Tokens of a step from which replicate 0 proves it for all replicates of its cell: below, the proof
+# costs less than the warm-up.
+TOKENS_OF_ALL_REPLICATES = 4096
+# Where the step's blocks cannot be seen, a near tie may fall otherwise than in the twin; a fault
+# fails every batch.
+TRIES_OF_UNSEEN_BLOCKS = 3
+# An attention call against the same in another graph, in roundings of its dtype.
+ROUNDINGS_OF_A_CALL = 8
+Blocks = Sequence[Tensor | None]
+
+
+def prove(work: Workload, job: Job, model: ModelConfig) -> StepProof:
+    """Run one step and compare it; never raises for a wrong number, but records it.
+
+    The weights and the optimizer are one step further afterwards. ``ok`` is None, with the reason
+    in ``absent``, where no proof was made: by an older nsa, for a replicate that need not, or
+    without memory for the twin.
+    """
+    begin = time.monotonic()
+    if why := _why_not(work, job):
+        return StepProof(ok=None, absent=why)
+    try:
+        line = _proved(work, job, model)
+    except torch.OutOfMemoryError:
+        line = StepProof(ok=None, absent="the twin does not fit into memory next to the step")
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+    return line.model_copy(update={"seconds": round(time.monotonic() - begin, 3)})
+
+
+def _why_not(work: Workload, job: Job) -> str:
+    if work.made is None:
+        return "this workload keeps nothing of a step"
+    alone = job.axes.workload in (*ATTENTION, *SELECTED)
+    with older_nsa.collect_blocks() as seen:
+        if seen is None and not alone:
+            return "older nsa, which shows no blocks"
+    if job.replicate > 0 and work.tokens_per_step > TOKENS_OF_ALL_REPLICATES:
+        return "replicate 0 proves it"
+    return ""
+
+
+def _proved(work: Workload, job: Job, model: ModelConfig) -> StepProof:
+    alone = job.axes.workload in (*ATTENTION, *SELECTED)
+    dtype: torch.dtype = getattr(torch, torch_dtype_name(job.axes.dtype))
+    if not alone:
+        wanted = shapes.parameter_shapes(model, dense=job.axes.is_dense)
+        if fault := shapes.fault_of(work.model, wanted, train=job.axes.workload == "train"):
+            return StepProof(ok=False, worst=f"parameters: {fault}")
+    for _ in range(TRIES_OF_UNSEEN_BLOCKS if work.compiled else 1):
+        compare = Ratios(dtype)
+        if alone:
+            _compare_call(work, compare)
+        else:
+            _ModelStep(work, job, model, dtype).compare(compare)
+        if compare.ok:
+            break
+    return StepProof(
+        ok=compare.ok,
+        tokens=work.tokens_per_step,
+        num_parameters=sum(p.numel() for p in work.model.parameters()),
+        num_layers=1 if alone else model.num_layers,
+        blocks="own" if work.compiled else "given",
+        tensors={kind: round(ratio, 4) for kind, ratio in compare.ratios.items()},
+        worst=compare.worst,
+    )
+
+
+def _compare_call(work: Workload, compare: Ratios) -> None:
+    """Attention alone: what the timed callable gives, against the module called plainly."""
+    made = work.made
+    assert made is not None
+    work.step()
+    if not made.gradients:
+        with torch.no_grad():
+            _same_call(compare, "output", made.outputs[0], work.model(*made.inputs))
+        return
+    *tensors, grad = made.inputs
+    arguments = [x for x in tensors if x.requires_grad] + parameters_of(work.model)
+    output = work.model(*tensors)
+    _same_call(compare, "output", made.outputs[0], output)
+    wanted = torch.autograd.grad(output, arguments, grad)
+    for i, (got, want) in enumerate(zip(made.gradients, wanted, strict=True)):
+        _same_call(compare, "gradients", got, want, f"gradient {i}")
+
+
+def _same_call(compare: Ratios, kind: str, got: Tensor, want: Tensor, name: str = "output") -> None:
+    rounding = (ROUNDINGS_OF_A_CALL - 1) * torch.finfo(compare.dtype).eps
+    floor = rounding * want.detach().double().norm().item()
+    compare.tensor(kind, name, got, want, want, floor=floor)
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelStep:
+    """One step of a language model."""
+
+    work: Workload
+    job: Job
+    model: ModelConfig
+    dtype: torch.dtype
+
+    def compare(self, compare: Ratios) -> None:
+        made, optimizer = self.work.made, self.work.optimizer
+        assert made is not None
+        begin = adamw.before(self.work.model, optimizer)
+        chosen = self._run(made)
+        logits = torch.cat(made.outputs, 1)
+        ids, labels = self._fed(made)
+        if tuple(logits.shape) != (*ids.shape, self.model.vocab_size):
+            wanted = (*ids.shape, self.model.vocab_size)
+            compare.add("logits", 1e9, f"logits are {tuple(logits.shape)}; wanted {wanted}")
+            return
+        layers = self._by_layer(chosen, compare)
+        if layers is None and chosen is not None:
+            return
+        own, own_attention = self._twin(begin.weights, self.dtype, layers, ids, labels)
+        wide_dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
+        wide, wide_attention = self._twin(begin.weights, wide_dtype, layers, ids, labels)
+        compare.tensor("logits", "logits", logits, wide.logits, own.logits)
+        compare.rows("logits", "logits", logits, wide.logits, own.logits)
+        if labels is not None:
+            self._compare_learning(compare, logits, labels, own, wide)
+        if optimizer is not None:
+            compare.add("optimizer", *adamw.judge(self.work.model, optimizer, begin))
+        for layer, mine in enumerate(layers or ()):
+            if mine is not None and "sel" in self.model.nsa.branches:
+                first = 0 if self._decodes is None else self._decodes.tokens
+                ratio, what = blocks.judge(
+                    mine,
+                    wide_attention.seen[layer],
+                    own_attention.seen[layer],
+                    self.model.nsa,
+                    first=first,
+                    kv_len=first + ids.shape[1],
+                )
+                compare.add("blocks", ratio, f"layer {layer}: {what}")
+
+    def _compare_learning(
+        self,
+        compare: Ratios,
+        logits: Tensor,
+        labels: Tensor,
+        own: twin.TwinStep,
+        wide: twin.TwinStep,
+    ) -> None:
+        made = self.work.made
+        assert made is not None and made.loss is not None
+        loss, wanted = (
+            float(made.loss),
+            float(twin.cross_entropy(logits.double(), labels)),
+        )
+        tolerance = LOSS_TOLERANCE * max(1.0, abs(wanted))
+        compare.add(
+            "loss", abs(loss - wanted) / tolerance, f"the loss is {loss:.8g}, wanted {wanted:.8g}"
+        )
+        got = {name: p.grad for name, p in self.work.model.named_parameters()}
+        compare.gradients(got, wide.gradients, own.gradients)
+
+    def _run(self, made: Made) -> Blocks | None:
+        """One step; the blocks of its calls, None where a compiled graph hides them."""
+        made.keep = True
+        with older_nsa.collect_blocks() as seen:
+            self.work.step()
+        made.keep = False
+        if self.work.compiled is not None:
+            return None
+        # a replay calls nothing: its blocks are where the capture left them
+        return seen or (self.work.captured.blocks if self.work.captured else seen)
+
+    def _fed(self, made: Made) -> tuple[Tensor, Tensor | None]:
+        """(ids, labels); labels of a training step."""
+        ids = made.inputs[0]
+        if self.work.steps is not None:
+            return ids, None
+        return ids[:, :-1], ids[:, 1:] if self.work.optimizer is not None else None
+
+    def _by_layer(self, chosen: Blocks | None, compare: Ratios) -> Blocks | None:
+        """The blocks of each layer, of all chunks; None where they are not known or were not chosen
+        in as many calls as there are layers and chunks.
+        """
+        if chosen is None or self.job.axes.is_dense:
+            return None if chosen is None else []
+        layers, pieces = self.model.num_layers, 1
+        if self.work.steps is not None:
+            pieces = len(self.work.steps.pieces)
+        if len(chosen) != layers * pieces:
+            compare.add(
+                "blocks",
+                1e9,
+                f"{len(chosen)} calls of the attention in a step; wanted {layers * pieces}",
+            )
+            return None
+        return [_joined(chosen[layer::layers]) for layer in range(layers)]
+
+    def _twin(
+        self,
+        weights: Mapping[str, Tensor],
+        dtype: torch.dtype,
+        layers: Blocks | None,
+        ids: Tensor,
+        labels: Tensor | None,
+    ) -> tuple[twin.TwinStep, Attention]:
+        decodes = self._decodes
+        caches = None if decodes is None else [_ordinary(c, decodes) for c in decodes.begin]
+        attention = Attention(self.model, self.job.axes, self.dtype, layers, caches)
+        made = twin.step(
+            self.model,
+            {name: w.to(dtype) for name, w in weights.items()},
+            attention,
+            ids,
+            labels=labels,
+            position=0 if decodes is None else decodes.tokens,
+        )
+        return made, attention
+
+    @property
+    def _decodes(self) -> CachedSteps | None:
+        return self.work.steps if self.job.axes.workload == "decode" else None
+
+
+def _joined(parts: Blocks) -> Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.cat(known, 1) if len(known) == len(parts) else None
+
+
+def _ordinary(cache: Any, steps: CachedSteps) -> Any:
+    """A cache that shares the buffers of ``cache``, holds what a timed step begins with, and does
+    not step.
+    """
+    ordinary = copy.copy(cache)
+    if cache.steps is not None:
+        ordinary.end_steps([steps.tokens] * cache.batch, cache.tail)
+    return ordinary
