@@ -103,7 +103,7 @@ def _with_rules(
 ) -> JudgedBy:
     note = f"baseline and policy were read from {where}"
     if isinstance(found, BaselineProblem):
-        return JudgedBy(found, None, (f"the baseline was looked for in {where}",))
+        return JudgedBy(found, None, ())  # its message says where it was looked for
     rules = _rules_of(found)
     if isinstance(rules, str):
         problem = BaselineProblem(Verdict.CORRUPT, f"baseline {where}: {rules}")
