@@ -115,7 +115,7 @@ def _with_rules(
         )
         found = BaselineProblem(Verdict.NO_BASELINE, text)
     if isinstance(found, BaselineProblem):
-        return JudgedBy(found, None, (f"the baseline was looked for in {where}",))
+        return JudgedBy(found, None, ())  # its message says where it was looked for
     rules = _rules_of(found)
     if isinstance(rules, str):
         problem = BaselineProblem(Verdict.CORRUPT, f"baseline {where}: {rules}")

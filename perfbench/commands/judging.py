@@ -59,20 +59,31 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
 
 
 def judge_pair(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:
-    """One run by another; pairs of rows count only between the two sides of one `ab`."""
+    """One run by another, by the stricter of both matrices; pairs of rows count only between the
+    two sides of one `ab`.
+    """
     from perfbench.runner import are_paired, is_pair
 
     paired = are_paired(base, candidate)
     home = folder if is_pair(folder) else folder.parent
+    matrix = matrix_of(candidate)
+    joint = joint_rules(
+        JudgeRules.of(matrix),
+        JudgeRules.of(matrix_of(base)),
+        policies(matrix),
+        [cell.cell_id for cell in base.manifest.cells],
+    )
     judgement = compare_runs(
         base,
         candidate,
-        policy_of(candidate),
+        joint.policies,
         paired=paired,
         strict=strict,
         resume_command=_resume_command(base, candidate, home) if paired else "",
     )
-    return Outcome(candidate, judgement, folder, base_run=base)
+    looser = tuple(f"looser than the base, which judges: {one}" for one in joint.loosened)
+    judgement = replace(judgement, notes=(*judgement.notes, *looser))
+    return Outcome(candidate, judgement, folder, base_run=base, policies=joint.policies)
 
 
 def judge_pair_folder(folder: Path, strict: bool = False) -> Outcome:

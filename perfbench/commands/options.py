@@ -38,7 +38,7 @@ BaselinePath = Annotated[
     typer.Option(
         "--baseline",
         metavar="PATH",
-        help="Default: reports/baselines/<gpu>/<matrix>.json.",
+        help="Default: reports/baselines/<gpu>/<matrix>.json as the default branch has it.",
         show_default=False,
     ),
 ]

@@ -158,6 +158,7 @@ def show_baseline(baseline: Baseline) -> str:
             f"{key} {value if value is not None else '-'}"
             for key, value in sorted(baseline.environment.items())
         ),
+        *_about_file(baseline),
         "",
     ]
     width = max(len(cell_id) for cell_id in baseline.cells)
@@ -174,6 +175,16 @@ def show_baseline(baseline: Baseline) -> str:
             f" {between}"
         )
     return "\n".join(lines)
+
+
+def _about_file(baseline: Baseline) -> list[str]:
+    lines = [] if baseline.is_verified else ["unverified: written without a digest"]
+    if baseline.rules is None:
+        return [*lines, "unverified policy: it holds none"]
+    gate = baseline.rules.get("gate")
+    if not isinstance(gate, dict):
+        return [*lines, "policy: it cannot be read"]
+    return [*lines, f"policy: {', '.join(f'{key} {value}' for key, value in gate.items())}"]
 
 
 def parse_baseline(data: bytes, what: str) -> Baseline | BaselineProblem:

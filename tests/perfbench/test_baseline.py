@@ -540,7 +540,7 @@ def test_show_names_run_environment_and_every_cell() -> None:
         and "driver 570.86.10" in text
         and all(cell in text for cell in (TRAIN, DENSE))
     )
-    assert text.splitlines()[4].split() == [
+    assert text.splitlines()[5].split() == [
         "cell",
         "tok/s",
         "n",
@@ -549,9 +549,9 @@ def test_show_names_run_environment_and_every_cell() -> None:
         "between",
         "sessions",
     ]
-    assert text.splitlines()[5].endswith("GPU    0.42 %")
+    assert text.splitlines()[6].endswith("GPU    0.42 %")
     assert (
         show_baseline(b.baseline_of(b.small_run(), night_log_sd=None))
-        .splitlines()[5]
+        .splitlines()[6]
         .endswith("assumed")
     )

@@ -430,3 +430,29 @@ def test_a_retired_file_of_an_older_schema_gets_no_digest(
     BASELINE.write_text(json.dumps({**old, "schema_version": 2}), encoding="utf-8")
     assert home.run("baseline", "retire", str(BASELINE), "--reason", "gone") == 0
     assert load_baseline(BASELINE).retired == "gone"
+
+
+def test_two_runs_are_compared_by_the_stricter_matrix(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert bench.run("run", "small.yaml", "--out", "first") == 0
+    write(MATRIX.replace("min_effect_pct: 5", "min_effect_pct: 99.9"))
+    bench.current.speed = 60.0
+    assert bench.run("run", "small.yaml", "--out", "second") == 0
+    (base,), (candidate,) = Path("first").iterdir(), Path("second").iterdir()
+    capsys.readouterr()
+    bench.run("compare", str(base), str(candidate), "--json")
+    said = json.loads(capsys.readouterr().out)
+    assert said["policy"]["min_effect_pct"] == 5
+    assert "SAME" not in {cell["verdict"] for cell in said["cells"]}
+    assert any("looser than the base, which judges: gate.min" in note for note in said["notes"])
+
+
+def test_show_prints_the_policy(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    promote(bench)
+    capsys.readouterr()
+    assert bench.run("baseline", "show", str(BASELINE)) == 0
+    assert "policy: " in (out := capsys.readouterr().out) and "min_effect_pct 5" in out
+    make_older()
+    assert bench.run("baseline", "show", str(BASELINE)) == 0
+    assert "unverified: written without a digest\nunverified policy" in capsys.readouterr().out

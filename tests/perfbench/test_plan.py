@@ -283,11 +283,13 @@ def test_text_shows_routes_exclusions_and_minutes() -> None:
 
 
 def test_text_without_exclusions_and_with_a_warning() -> None:
-    matrix = matrices.parse_matrix(TEXT.replace("processes: 3", "processes: 1"), "t.yaml")
+    dead = 'exclude:\n  - {path: v2, seq_len: 999, reason: "x"}\nmeasure:'
+    text = TEXT.replace("processes: 3", "processes: 1").replace("measure:", dead, 1)
+    matrix = matrices.parse_matrix(text, "t.yaml")
     text = plans.plan_text(build(matrix), matrix)
     assert "Excluded: none" in text
     assert "x 1 replicate\n" in text
-    assert "warning: t.yaml: measure.processes=1 is below gate.min_replicates=3" in text
+    assert "exclude {path: v2, seq_len: 999} matches no cell" in text.split("warning: t.yaml:")[1]
 
 
 def test_json_holds_the_same() -> None:

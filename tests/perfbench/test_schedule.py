@@ -12,6 +12,7 @@ from perfbench.records import run_file
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner.progress import SilentProgress
+from tests.perfbench.digested import lines_of, run_bytes
 from tests.perfbench.schedule_cases import CARD, IDS, OTHER_CARD, SENTINELS, TEXT, Executor, run
 
 NO_SENTINELS = TEXT.replace("sentinels: [gemm, copy, sdpa_frozen]\n", "")
@@ -100,12 +101,8 @@ def test_a_block_that_lacks_one_sentinel_measures_that_one(tmp_path: pathlib.Pat
     first, second = Executor(), Executor()
     folder = run(tmp_path, first, now=cut_after(first, 4), budget_s=1.0).folder
     path = folder / run_file.RUN_FILE
-    kept = [
-        line
-        for line in path.read_bytes().splitlines(keepends=True)
-        if b'"name": "copy"' not in line
-    ]
-    path.write_bytes(b"".join(kept))
+    kept = [line for line in lines_of(path.read_bytes()) if line.get("name") != "copy"]
+    path.write_bytes(run_bytes(kept))
     run(tmp_path, second, resume=folder)
     assert second.sentinels[0] == ("copy", 0) and second.sentinels[1:4] == [
         (name, 1) for name in SENTINELS
