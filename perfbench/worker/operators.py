@@ -4,14 +4,17 @@ due: every operator of nsa and PyTorch's attention, exactly.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import fx
-from torch.profiler import ProfilerActivity
+from torch.profiler import ExecutionTraceObserver
 
 from nsa.config import ModelConfig
 from nsa.routing import Route
@@ -87,22 +90,45 @@ def counted(events: Iterable[Any]) -> dict[str, int]:
         for begin, minus_end, name in sorted(of_thread):
             while inside and inside[-1][0] <= begin:
                 inside.pop()
+            _count(found, name, inside[-1][1] if inside else None)
             if name.startswith(NAMESPACE):
                 inside.append((-minus_end, name))
-                found[name] += 1
-                continue
-            if name == SDPA:
-                found[name] += 1
-            if inside and (name == SDPA or name in COUNTED_INSIDE.get(inside[-1][1], ())):
-                found[inside[-1][1] + INSIDE + name] += 1
     return dict(sorted(found.items()))
 
 
 def recorded(work: Callable[[], None]) -> dict[str, int]:
-    """`counted` of one call of ``work``, of the host alone."""
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiled:
-        work()
-    return counted(profiled.profiler.kineto_results.events())
+    """As `counted`, of one call of ``work``, without Kineto: that would trace the device during a
+    capture, or, begun without a device, trace none later.
+    """
+    with TemporaryDirectory(prefix="perfbench-") as folder:
+        file = Path(folder) / "operators.json"
+        observer = ExecutionTraceObserver().register_callback(str(file))
+        observer.start()
+        try:
+            work()
+        finally:
+            observer.stop()
+            observer.unregister_callback()
+        nodes = json.loads(file.read_text(encoding="utf-8"))["nodes"]
+    by_id = {node["id"]: node for node in nodes}
+    found: Counter[str] = Counter()
+    for node in nodes:
+        if not is_counted(node["name"]):
+            continue
+        around = by_id.get(node["ctrl_deps"])
+        while around is not None and not around["name"].startswith(NAMESPACE):
+            parent = by_id.get(around["ctrl_deps"])
+            around = None if parent is around else parent
+        _count(found, node["name"], None if around is None else around["name"])
+    return dict(sorted(found.items()))
+
+
+def _count(found: Counter[str], name: str, around: str | None) -> None:
+    """One call of ``name``, ``around`` it the innermost operator of nsa."""
+    if name.startswith(NAMESPACE) or name == SDPA:
+        found[name] += 1
+    if around is not None and (name == SDPA or name in COUNTED_INSIDE.get(around, ())):
+        found[around + INSIDE + name] += 1
 
 
 def in_graph(graph: fx.GraphModule) -> dict[str, int]:

@@ -64,6 +64,12 @@ def test_a_step_calls_what_is_due(path: str, kind: str, seq_len: int, axes: dict
     assert path in ("dense", "auto") or seen[named] >= 1
 
 
+def test_a_profiler_and_an_observer_count_the_same() -> None:
+    asked = job("v2", "train", profile=True, proof=PROOF)
+    row = run(asked)
+    assert row.profile is not None and row.profile.operators == step_of(asked)[0]
+
+
 def test_chunks_of_the_workspace_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nsa.ops.selected.v2.WORKSPACE_BYTES", 1 << 20)
     seen, fault = step_of(job("v2", "train", 200))

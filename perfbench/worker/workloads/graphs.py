@@ -69,11 +69,15 @@ class Captured:
     captures at the first call.
 
     What a graph cannot hold, a sync with the host above all, is the RuntimeError of that call;
-    nothing runs eagerly instead.
+    nothing runs eagerly instead. ``names_operators``: what is called is recorded by name, which
+    takes a second.
     """
 
-    def __init__(self, body: Body, batches: Batches, grapher: Grapher) -> None:
+    def __init__(
+        self, body: Body, batches: Batches, grapher: Grapher, *, names_operators: bool = False
+    ) -> None:
         self._body, self._batches, self._grapher = body, batches, grapher
+        self._names_operators = names_operators
         self._replay: Callable[[], None] | None = None
         self.inputs: tuple[Tensor, ...] = ()  # which a replay reads, as the last one read them
         self.counts: dict[str, int] = {}  # counters of one replay, from the capture
@@ -99,8 +103,15 @@ class Captured:
 
         self._grapher.warm(work)
         replays: list[Callable[[], None]] = []
+
+        def capture() -> None:
+            replays.append(self._grapher.capture(work))
+
         with engagement.collect() as counted, older_nsa.collect_blocks() as self.blocks:
-            self.operators = operators.recorded(lambda: replays.append(self._grapher.capture(work)))
+            if self._names_operators:
+                self.operators = operators.recorded(capture)
+            else:
+                capture()
         self.counts = counted.counts
         return replays[0]
 

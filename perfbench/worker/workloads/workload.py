@@ -126,7 +126,7 @@ def build(job: Job) -> Workload:
                 made=steps.made,
                 steps=steps,
             )
-        replay = Captured(steps.body, steps.batches, CudaGrapher())
+        replay = Captured(steps.body, steps.batches, CudaGrapher(), names_operators=job.profile)
         differs = partial(steps.how_a_replay_differs, replay, lambda: replay.inputs)
         return Workload(
             replay,
@@ -165,7 +165,11 @@ def _stepped(
     cell = job.axes
     compiled = Compiled(model) if cell.compile == "on" else None
     body = body_of(model if compiled is None else compiled.run)
-    captured = Captured(body, batches, CudaGrapher()) if cell.cuda_graph == "on" else None
+    captured = (
+        Captured(body, batches, CudaGrapher(), names_operators=job.profile)
+        if cell.cuda_graph == "on"
+        else None
+    )
     tokens = cell.batch * cell.seq_len
     return Workload(
         captured or eager(body, batches),
