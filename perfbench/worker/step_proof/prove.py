@@ -62,7 +62,7 @@ def _why_not(work: Workload, job: Job) -> str:
     alone = job.axes.workload in (*ATTENTION, *SELECTED)
     with older_nsa.collect_blocks() as seen:
         if seen is None and not alone:
-            return "older nsa, which shows no blocks"
+            return "not recorded: older nsa, which shows no blocks"
     if job.replicate > 0 and work.tokens_per_step > TOKENS_OF_ALL_REPLICATES:
         return "replicate 0 proves it"
     return ""
@@ -86,7 +86,7 @@ def _proved(work: Workload, job: Job, model: ModelConfig) -> StepProof:
     return StepProof(
         ok=compare.ok,
         tokens=work.tokens_per_step,
-        num_parameters=sum(p.numel() for p in work.model.parameters()),
+        num_parameters=None if alone else sum(p.numel() for p in work.model.parameters()),
         num_layers=1 if alone else model.num_layers,
         blocks="own" if work.compiled else "given",
         tensors={kind: round(ratio, 4) for kind, ratio in compare.ratios.items()},

@@ -58,8 +58,9 @@ def gates(x: Tensor, q: Tensor, w: Weights, model: ModelConfig) -> Tensor:
         return p
 
     mean = q.unflatten(2, (groups, -1)).mean(3)
-    hidden = silu(torch.matmul(mean[..., None, :], w["gate.up"]))
-    logits = torch.matmul(hidden, w["gate.down"])[..., 0, :]
+    # a matrix for each kv head; broadcasting would copy them for each token
+    hidden = silu(torch.einsum("btgi,gij->btgj", mean, w["gate.up"]))
+    logits = torch.einsum("btgj,gjn->btgn", hidden, w["gate.down"])
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / nsa.gate_temperature
     off = torch.tensor([branch not in nsa.branches for branch in BRANCHES], device=x.device)
     p = logits.masked_fill(off, -torch.inf).softmax(-1).to(q.dtype)
