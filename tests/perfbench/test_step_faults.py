@@ -207,6 +207,14 @@ def test_a_forward_that_leaves_something_out(
         assert "blocks" in wrong(line) or far(line, "logits", by), line
 
 
+def test_a_head_for_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a decode step might have it: fewer logits are a fault of their own, not a crash."""
+    logits = _Decoder._logits
+    monkeypatch.setattr(_Decoder, "_logits", lambda *x: logits(*x)[:, -1:])
+    line = step_of(of("forward"))
+    assert line.ok is False and "logits are (1, 1, 256); wanted (1, 112, 256)" in line.worst
+
+
 @pytest.mark.parametrize("logits", [0, attend.PLAIN_LOGITS], ids=["halves", "plain"])
 def test_a_memoised_branch(monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
     """It answers every later call of a shape with the first one's: also the twin's, were its calls
