@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nsa.decode import KV as KV
     from nsa.decode import NSACache as NSACache
     from nsa.decode import Steps as Steps
-    from nsa.decode import View
+    from nsa.decode import View as View
     from nsa.decode import capture as capture
     from nsa.decode import warm_up as warm_up
     from nsa.ops.key_counts import KeysRead as KeysRead
@@ -30,6 +30,7 @@ _HOMES = {
     "KV": ("nsa.decode", "nsa.cache"),
     "NSACache": ("nsa.decode", "nsa.cache"),
     "Steps": ("nsa.decode", "nsa.steps"),
+    "View": ("nsa.decode", "nsa.cache"),
     "capture": ("nsa.decode", "nsa.decoding"),
     "warm_up": ("nsa.decode", "nsa.decoding"),
     "KeysRead": ("nsa.ops.key_counts", "nsa.ops.reads"),

@@ -17,8 +17,11 @@ from nsa import attention as nsa_attention
 from nsa import chosen_blocks, selection
 from nsa.attention import NSAAttention
 from nsa.model import Block, TinyLM, _Decoder
+from nsa.ops.selected import PATHS
+from nsa.routing import Path
 from perfbench.records import Job, StepProof
 from perfbench.records.rows import Status
+from perfbench.worker.step_proof import attend
 from perfbench.worker.step_proof.prove import prove
 from perfbench.worker.workloads import workload
 from tests.perfbench.jobs import TINY, job
@@ -202,6 +205,33 @@ def test_a_forward_that_leaves_something_out(
         line = step_of(of(kind, dtype=dtype))
         assert line.ok is False
         assert "blocks" in wrong(line) or far(line, "logits", by), line
+
+
+def test_a_head_for_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a decode step might have it: fewer logits are a fault of their own, not a crash."""
+    logits = _Decoder._logits
+    monkeypatch.setattr(_Decoder, "_logits", lambda *x: logits(*x)[:, -1:])
+    line = step_of(of("forward"))
+    assert line.ok is False and "logits are (1, 1, 256); wanted (1, 112, 256)" in line.worst
+
+
+@pytest.mark.parametrize("logits", [0, attend.PLAIN_LOGITS], ids=["halves", "plain"])
+def test_a_memoised_branch(monkeypatch: pytest.MonkeyPatch, logits: int) -> None:
+    """It answers every later call of a shape with the first one's: also the twin's, were its calls
+    of the step's shape.
+    """
+    known: dict[Any, Any] = {}
+    real = PATHS[Path.MASKED]
+
+    def memoised(q: Tensor, *rest: Any, **options: Any) -> Any:
+        if q.shape not in known:
+            known[q.shape] = real(q, *rest, **options)
+        return known[q.shape]
+
+    monkeypatch.setattr(attend, "PLAIN_LOGITS", logits)
+    monkeypatch.setitem(PATHS, Path.MASKED, memoised)
+    line = step_of(of("forward"))
+    assert "logits" in wrong(line) and far(line, "logits")
 
 
 @pytest.mark.parametrize("axes", [{"compile": "on"}, {"cuda_graph": "on"}], ids=str)

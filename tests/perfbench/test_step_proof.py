@@ -19,8 +19,8 @@ from perfbench.gate import hard_rules
 from perfbench.records import Job, Replicate, StepProof
 from perfbench.records.rows import Status
 from perfbench.report.rows import _step_ratio
+from perfbench.worker.step_proof import attend, shapes, twin
 from perfbench.worker.step_proof import prove as proving
-from perfbench.worker.step_proof import shapes
 from perfbench.worker.step_proof.prove import prove
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.graphs import Compiled
@@ -105,6 +105,32 @@ def test_other_paths_and_lengths(path: str, seq_len: int) -> None:
     """Shorter than a compressed block, and where every block is selected."""
     line = step_of(of(path=path, seq_len=seq_len))
     assert_clear(line, *LEARNING, *([] if path == "dense" else ["blocks"]))
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the logits were too many to be made."""
+    monkeypatch.setattr(attend, "PLAIN_LOGITS", 0)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("name", ["preset", "mlp phi", "half rope", "adaptive", "no window"])
+def test_the_functions_of_a_long_step(name: str) -> None:
+    kinds = ["blocks"] if "sel" in MODELS[name].nsa.branches else []
+    assert_clear(step_of(of(), MODELS[name]), *LEARNING, *kinds)
+
+
+@pytest.mark.usefixtures("large")
+@pytest.mark.parametrize("path", ["reference", "v1", "v2", "dense"])
+def test_the_functions_of_each_path(path: str) -> None:
+    assert step_of(of("forward", path)).tensors["logits"] <= 1 / MARGIN
+    if path != "dense":
+        assert step_of(cached(path, "decode", batch=2)).tensors["logits"] <= 1 / MARGIN
+
+
+def test_a_layer_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(twin, "TOKENS_TO_RECOMPUTE", 1)
+    assert_clear(step_of(of()), *LEARNING, "blocks")
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from perfbench.worker.step_proof import twin_parts as parts
 from perfbench.worker.step_proof.attend import Attention, Heads
 
 # tokens from which a layer is computed again in the backward instead of remembered
-TOKENS_TO_RECOMPUTE = 8192
+TOKENS_TO_RECOMPUTE = 1024
 
 
 @dataclass(frozen=True, slots=True)

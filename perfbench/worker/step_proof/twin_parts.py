@@ -92,3 +92,15 @@ def _phi(x: Tensor, nsa: NSAConfig, which: str, phi: Weights) -> Tensor:
     placed = (tokens.to(wide) + phi[f"{which}.position"].to(wide)).flatten(3)
     hidden = silu(linear(placed, phi[f"{which}.up"].to(wide)))
     return linear(hidden.to(x.dtype), phi[f"{which}.down"])
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+    """Softmax attention of q [B, T, HQ, D] over the kept keys of k [B, S, G, D]; ``keep`` boolean
+    [B or 1, G or 1, T, S]. A row that keeps none is 0. Softmax in fp32 or wider.
+    """
+    grouped = q.unflatten(2, (k.shape[2], -1))
+    logits = torch.einsum("btghd,bsgd->bghts", grouped, k) * q.shape[-1] ** -0.5
+    wide = logits.to(torch.promote_types(q.dtype, torch.float32))
+    hidden = ~keep[:, :, None]
+    p = wide.masked_fill(hidden, -torch.inf).softmax(-1).masked_fill(hidden, 0.0)
+    return torch.einsum("bghts,bsgd->btghd", p.to(q.dtype), v).flatten(2, 3)
