@@ -23,6 +23,7 @@ from perfbench.commands.compare import compare
 from perfbench.commands.console import print_text
 from perfbench.commands.doctor import doctor
 from perfbench.commands.explain import explain
+from perfbench.commands.gap import gap
 from perfbench.commands.gate import gate
 from perfbench.commands.plan import plan
 from perfbench.commands.report import report
@@ -56,6 +57,7 @@ app.command()(ab)
 app.command()(compare)
 app.command()(report)
 app.command()(explain)
+app.command()(gap)
 app.command()(trace)
 app.command()(calibrate)
 app.command()(tune)

@@ -2,6 +2,7 @@
 
 from perfbench.gate.baseline import baseline_of_run, promote
 from perfbench.gate.bimodality import modes
+from perfbench.gate.boundary import boundaries
 from perfbench.gate.comparable import comparability_key, environment_differences, sentinel_rates
 from perfbench.gate.comparison import compare
 from perfbench.gate.confirmation import MeasuredPairs, confirm_all, pairs_for

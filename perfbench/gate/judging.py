@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
+from perfbench.gate.boundary import beyond_boundary
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import (
     incomparable,
@@ -69,6 +70,9 @@ def judge(
     planned = [
         cell for cell in run.manifest.cells if cell.cell_id in selected or cell.cell_id in rows
     ]
+    if policies.finds_boundary:
+        beyond = beyond_boundary(planned, rows, base_cells)
+        planned = [cell for cell in planned if cell.cell_id not in beyond]
 
     findings = run_findings(run, rows)
     if isinstance(baseline, BaselineProblem):

@@ -278,7 +278,7 @@ def policies(matrix: Matrix) -> Policies:
         old: Alias(new, config_sha256(matrix, new), config_sha256(matrix, old))
         for old, new in matrix.aliases.items()
     }
-    return Policies(matrix.gate, matrix.by_cell, aliases)
+    return Policies(matrix.gate, matrix.by_cell, aliases, matrix.limits.oom == "find_boundary")
 
 
 def config_sha256(matrix: Matrix, cell_id: str) -> str:

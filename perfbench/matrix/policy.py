@@ -50,11 +50,13 @@ class Policies:
     """The policy of every cell.
 
     ``aliases`` maps a cell's former id to what it is now, so that it keeps its baseline.
+    ``finds_boundary``: a batch that does not fit, where a smaller one does, is no failure.
     """
 
     whole: GatePolicy
     by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # those of an override
     aliases: Mapping[str, Alias] = field(default_factory=dict)
+    finds_boundary: bool = False
 
     def of(self, cell_id: str) -> GatePolicy:
         return self.by_cell.get(cell_id, self.whole)

@@ -43,8 +43,13 @@ class Target(_Section):
 
 
 class Limits(_Section):
+    """``oom``, what a cell that runs out of memory means: a failed cell, after which longer or
+    larger ones of the same path are not tried (or are: record); find_boundary: batches are tried
+    from the smallest, and what does not fit is no failure, as long as a smaller batch does.
+    """
+
     timeout_s: float = Field(default=300.0, gt=0)
-    oom: Literal["record_and_skip_larger", "record"] = "record_and_skip_larger"
+    oom: Literal["record_and_skip_larger", "record", "find_boundary"] = "record_and_skip_larger"
 
 
 class ExpectSection(_Section):

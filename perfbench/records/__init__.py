@@ -12,6 +12,7 @@ from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_path, totalled
+from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, Environment, Expect, LoadedCode

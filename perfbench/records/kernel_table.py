@@ -12,6 +12,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perfbench.records.memory_table import Memory
+
 # template arguments can be longer; two names that agree this far are one row
 NAME_CHARS = 2000
 
@@ -37,6 +39,8 @@ class Kernels(BaseModel):
     host_syncs: int | None = None  # null on a CPU, which waits for nobody
     tuned: dict[str, str] = {}  # autotuner -> the configuration in use
     chrome_absent: str = ""  # why there is no timeline next to this table
+    memory: Memory | None = None  # null with the reason below, or in an older trace
+    memory_absent: str = ""
 
     @property
     def launches(self) -> int:

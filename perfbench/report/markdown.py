@@ -20,7 +20,7 @@ from perfbench.records import (
     typed_revisions,
     without_resume,
 )
-from perfbench.report import failures, machine, tables, workloads
+from perfbench.report import boundary, expectations, failures, machine, scaling, tables, workloads
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
 from perfbench.text import NULL, block, cell_code, code, escape, plain
@@ -75,6 +75,8 @@ def _context(
     run: Run, judgement: Judgement, rows: list[Row], pictures: list[Picture], context: ReportContext
 ) -> dict[str, Any]:
     sentinel_head, sentinel_lines = machine.sentinels(run, judgement, context)
+    growths = scaling.growths(run, rows)
+    further = [boundary.table(run, rows), scaling.table(growths), expectations.table(run, rows)]
     return {
         "manifest": run.manifest,
         "resumed": run.resumed,
@@ -88,9 +90,12 @@ def _context(
         "no_sentinels": machine.no_sentinels(context),
         **_changed(run, judgement, rows, context),
         **_all_cells(rows, judgement),
-        "workload_tables": workloads.tables(run, rows),
+        "workload_tables": [
+            *workloads.tables(run, rows),
+            *(table for table in further if table is not None),
+        ],
         "pictures": pictures,
-        "physics": _physics(rows),
+        "physics": _physics(rows) + scaling.notes(growths),
         "excluded": [
             (str(one.get("cell_id", NULL)), str(one.get("reason", "")))
             for one in run.manifest.excluded

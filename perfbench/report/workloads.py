@@ -38,7 +38,7 @@ class Table:
 
 def tables(run: Run, rows: Sequence[Row]) -> list[Table]:
     """Those that this run has cells for."""
-    found = [_cached(name, mine, _model(run)) for name in CACHED if (mine := _of(rows, name))]
+    found = [_cached(name, mine, model_of(run)) for name in CACHED if (mine := _of(rows, name))]
     alone = [row for name in ATTENTION for row in _of(rows, name)]
     branch = [row for name in SELECTED for row in _of(rows, name)]
     return [
@@ -52,7 +52,7 @@ def _of(rows: Sequence[Row], workload: str) -> list[Row]:
     return [row for row in rows if row.cell.axes.workload == workload]
 
 
-def _model(run: Run) -> ModelConfig | None:
+def model_of(run: Run) -> ModelConfig | None:
     """The model of the run's matrix; None where this perfbench cannot read that matrix."""
     try:
         return parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path).model

@@ -27,8 +27,8 @@ class Ledger:
         self._next: dict[_Key, int | None] = {}
         self._seen: set[str] = set()
         self._failed: set[str] = set()
-        # The axes but the length -> the shortest that ran out, and its cell.
-        self._ran_out: dict[Cell, tuple[int, str]] = {}
+        # The axes but length and batch -> the cells that ran out.
+        self._ran_out: dict[Cell, dict[str, Cell]] = {}
         for row in rows:
             self.add(row)
 
@@ -42,10 +42,7 @@ class Ledger:
         if row.status is not Status.OK:
             self._failed.add(row.cell_id)
         if row.status is Status.OOM:
-            seq_len, family = row.axes.seq_len, _family(row.axes)
-            self._ran_out[family] = min(
-                self._ran_out.get(family, (seq_len, row.cell_id)), (seq_len, row.cell_id)
-            )
+            self._ran_out.setdefault(family_of(row.axes), {})[row.cell_id] = row.axes
 
     def next_attempt(self, cell_id: str, replicate: int) -> int | None:
         """Which attempt of a replicate is due: 0 where there is no row, None where the last one
@@ -63,13 +60,17 @@ class Ledger:
         return cell_id in self._failed
 
     def smaller_ran_out(self, cell_id: str, axes: Cell) -> str | None:
-        """The cell of a shorter sequence on the same axes that ran out of memory, for a cell
-        without any row; else None.
+        """The smallest cell of the same path that ran out of memory with no more tokens and no
+        more sequences, for a cell without any row; else None.
         """
         if cell_id in self._seen:
             return None
-        shortest, its_id = self._ran_out.get(_family(axes), (axes.seq_len, ""))
-        return its_id if shortest < axes.seq_len else None
+        found = [
+            (other.batch, other.seq_len, its_id)
+            for its_id, other in self._ran_out.get(family_of(axes), {}).items()
+            if other.batch <= axes.batch and other.seq_len <= axes.seq_len
+        ]
+        return min(found)[-1] if found else None
 
     def attempt_after(self, row: Replicate | SentinelLine) -> int | None:
         """The attempt that must follow ``row``, because the card throttled and retries are left;
@@ -79,6 +80,6 @@ class Ledger:
         return row.attempt + 1 if again else None
 
 
-def _family(axes: Cell) -> Cell:
-    """The same for cells that differ in their length alone."""
-    return replace(axes, seq_len=1)
+def family_of(axes: Cell) -> Cell:
+    """The same for cells that differ in their length and batch alone."""
+    return replace(axes, seq_len=1, batch=1)

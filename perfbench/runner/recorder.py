@@ -122,14 +122,15 @@ class Recorder:
         )
 
     def smaller_ran_out(self, job: Job) -> Replicate | None:
-        """A SKIPPED row where a shorter sequence of the same path ran out of memory, and this one
-        has never succeeded.
+        """A SKIPPED row where a smaller cell of the same path ran out of memory, and this one has
+        never succeeded.
         """
-        if self.matrix.limits.oom != "record_and_skip_larger":
+        rule = self.matrix.limits.oom
+        if rule == "record":
             return None
-        shorter = self.ledger.smaller_ran_out(job.cell_id, job.axes)
-        reason = f"not tried: {shorter} ran out of memory (limits.oom: record_and_skip_larger)"
-        return failed(job, Status.SKIPPED, reason) if shorter else None
+        smaller = self.ledger.smaller_ran_out(job.cell_id, job.axes)
+        reason = f"not tried: {smaller} ran out of memory (limits.oom: {rule})"
+        return failed(job, Status.SKIPPED, reason) if smaller else None
 
     def _store(self, row: Replicate | SentinelLine) -> None:
         self.ledger.add(row)

@@ -10,7 +10,8 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
-from perfbench.records import Job, PlannedCell, without_resume
+from perfbench.records import Cell, Job, PlannedCell, without_resume
+from perfbench.runner.attempts import family_of
 from perfbench.runner.recorder import Recorder
 
 
@@ -34,11 +35,27 @@ class CellSchedule:
         # order of the complete one.
         shuffled = [cell.cell_id for cell in self._manifest.cells]
         random.Random(f"{self._manifest.seed}-{block}").shuffle(shuffled)
+        if self._recorder.matrix.limits.oom == "find_boundary":
+            shuffled = self._from_the_smallest(shuffled)
         return [
             cell_id
             for cell_id in shuffled
             if cell_id in self._cells and self.is_due(cell_id, block)
         ]
+
+    def _from_the_smallest(self, shuffled: Sequence[str]) -> list[str]:
+        """The same order, but each path's cells by batch and length in the places that they had
+        together.
+        """
+        axes = {cell.cell_id: cell.axes for cell in self._manifest.cells}
+        families: dict[Cell, list[str]] = {}
+        for cell_id in shuffled:
+            families.setdefault(family_of(axes[cell_id]), []).append(cell_id)
+        ascending = {
+            family: iter(sorted(ids, key=lambda one: (axes[one].batch, axes[one].seq_len)))
+            for family, ids in families.items()
+        }
+        return [next(ascending[family_of(axes[cell_id])]) for cell_id in shuffled]
 
     def is_due(self, cell_id: str, block: int) -> bool:
         return self._recorder.is_due(self._cells[cell_id], block)

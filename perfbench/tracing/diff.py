@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import Kernels
 from perfbench.text import code, escape
-from perfbench.tracing import kernel_diff
+from perfbench.tracing import kernel_diff, memory_diff
 from perfbench.tracing.kernel_diff import Change
 
 FILE_NAME = "trace.json"
@@ -84,12 +84,16 @@ class TraceDiff(BaseModel):
         base, candidate = self._tables()
         if base is not None and candidate is not None:
             lines += [f"- {escape(line)}" for line in kernel_diff.summary(base, candidate)]
+        lines += [f"- {line}" for line in memory_diff.summary(base, candidate)]
         lines += self._files()
         lines += [f"- measure it again: {code(self.reproduce)}"] if self.reproduce else []
         if base is not None and candidate is not None:
             lines += ["", kernel_diff.render_markdown(self.changes, top)]
         elif (alone := candidate or base) is not None:
             lines += ["", kernel_diff.render_kernels(alone, top)]
+        held = [None if one is None else one.memory for one in (base, candidate)]
+        if table := memory_diff.render_markdown(held[0], held[1], top):
+            lines = [*"\n".join(lines).rstrip("\n").split("\n"), "", table]
         return "\n".join(lines).rstrip("\n") + "\n"
 
     def _tables(self) -> tuple[Kernels | None, Kernels | None]:

@@ -32,7 +32,7 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
-from perfbench.worker import autotuner, operators, profile, sentinels
+from perfbench.worker import autotuner, memory, operators, profile, sentinels
 from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.loaded import loaded_code
 from perfbench.worker.parity.claim import Claim
@@ -196,9 +196,10 @@ def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) 
     take_turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
-    profile.capture(
-        _slowed(work.step, step_s, job, clock), job.device, flush, autotuner.choices(), chrome
-    )
+    step = _slowed(work.step, step_s, job, clock)
+    held, why_not = memory.profile_memory(step, job.device, flush)
+    extra = {"tuned": autotuner.choices(), "memory": held, "memory_absent": why_not}
+    profile.capture(step, job.device, flush, extra, chrome)
     return {
         "cold_start_s": cold_start_s,
         "engaged": engaged,

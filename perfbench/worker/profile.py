@@ -263,11 +263,11 @@ def capture(
     step: Callable[[], None],
     device: str,
     before: Callable[[], None] | None,
-    tuned: dict[str, str],
+    extra: Mapping[str, object],
     chrome: Path,
 ) -> Kernels:
     """Profile one step; write ``chrome`` (gzip) and the table next to it, each complete or not at
-    all. Returns the table.
+    all. Returns the table, with the fields of ``extra``.
     """
     recorded, _ = record(step, device, before)
     events = recorded.profiler.kineto_results.events()
@@ -276,7 +276,7 @@ def capture(
         if len(events) > MAX_EVENTS
         else ""
     )
-    table = tabulate(events, device, tuned).model_copy(update={"chrome_absent": many})
+    table = tabulate(events, device).model_copy(update={"chrome_absent": many, **extra})
     if not many:
         with whole_file(chrome) as partial:
             recorded.export_chrome_trace(str(partial))  # torch compresses by the ending
@@ -285,7 +285,7 @@ def capture(
     return table
 
 
-def tabulate(events: list[Any], device: str, tuned: dict[str, str]) -> Kernels:
+def tabulate(events: list[Any], device: str) -> Kernels:
     """Kineto's events as a table: device kernels where there is a device, else operators without
     what they called.
     """
@@ -295,7 +295,7 @@ def tabulate(events: list[Any], device: str, tuned: dict[str, str]) -> Kernels:
             (event.name(), event.start_thread_id(), event.start_ns(), event.duration_ns())
             for event in host
         )
-        return Kernels(device="cpu", rows=totalled(calls), tuned=tuned)
+        return Kernels(device="cpu", rows=totalled(calls))
     on_device = [
         event
         for event in events
@@ -306,5 +306,4 @@ def tabulate(events: list[Any], device: str, tuned: dict[str, str]) -> Kernels:
         device="cuda",
         rows=totalled((event.name(), event.duration_ns()) for event in on_device),
         host_syncs=syncs,
-        tuned=tuned,
     )

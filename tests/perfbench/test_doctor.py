@@ -548,6 +548,59 @@ def test_a_training_log(tmp_path: pathlib.Path) -> None:
     } == expected
 
 
+SIGNS = {
+    "flags": (
+        "CUDA_LAUNCH_BLOCKING=1",
+        "NSA_STRICT_ASSERTS: true",
+        'NSA_SEL_RANGES_V2="0"',
+        "NSA_TRITON_COPY=0",
+        "set_detect_anomaly(True)",
+        "allow_tf32 = False",
+    ),
+    "checkpointing": ("Gradient checkpointing: enabled", "gradient-checkpointing is on"),
+    "FA-2 off": ("FA-2 off", "flash attention disabled", "flash_attn not installed, using SDPA"),
+    "CPU bound": ("the run is CPU-bound", "dataloader is the bottleneck"),
+    "utilisation": ("GPU-Util: 12%", "gpu utilization 7.5 %"),
+    "slow path": ("WARNING Using slow _sdpa_over_ranges", "path=v1"),
+}
+
+
+@pytest.mark.parametrize(
+    ("sign", "line"), [(sign, line) for sign, lines_ in SIGNS.items() for line in lines_]
+)
+def test_each_sign_of_a_slow_run_is_found_alone(
+    sign: str, line: str, tmp_path: pathlib.Path
+) -> None:
+    """Six signs: settings, checkpointing, FA-2 off, a busy host, an idle GPU, a slow path."""
+    log = tmp_path / "train.log"
+    log.write_text(f"step 1 | loss 10.7\n{line}\nstep 2 | loss 10.6\n")
+    found = lines(NONE, log=log)
+    told = {what for what, one in found.items() if what.startswith("log: ") and one.advice}
+    assert told - {"log: utilisation"} <= {f"log: {sign}"} and f"log: {sign}" in told
+    assert found[f"log: {sign}"].advice
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "CUDA_LAUNCH_BLOCKING=0",
+        "NSA_SEL_RANGES_V2=1",
+        "gradient_checkpointing: false",
+        "checkpoint saved to out/step_1",
+        "flash_attn: 2.8.3",
+        "fa2: on",
+        "not CPU_bound: false",
+        "detect_anomaly(False)",
+        "checkpointing disabled",
+    ],
+)
+def test_what_is_as_it_should_be_is_no_sign(line: str, tmp_path: pathlib.Path) -> None:
+    log = tmp_path / "train.log"
+    log.write_text(f"util 95%\n{line}\n")
+    found = {what for what in lines(NONE, log=log) if what.startswith("log: ")}
+    assert found == {"log: slow path", "log: utilisation"}
+
+
 def test_a_quiet_log(tmp_path: pathlib.Path) -> None:
     log = tmp_path / "train.log"
     log.write_text("util 95%\nhost_bound: false, gradient_checkpointing: off, use_fa2=True\n")

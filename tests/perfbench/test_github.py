@@ -15,8 +15,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from ruamel.yaml import YAML
 
+from nsa.capability import assumed
+from nsa.settings import Settings
 from perfbench.gate.judgement import CellVerdict, Judgement
 from perfbench.gate.judging import judge
+from perfbench.matrix.matrix import load_matrix
+from perfbench.matrix.plan import build_plan
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
@@ -211,12 +215,14 @@ def test_workflows_have_least_permissions_a_time_limit_and_one_run_at_a_time(nam
 def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None:
     found = workflow("nightly.yml")
     assert set(found["on"]) == {"schedule", "workflow_dispatch"}
-    (job,) = found["jobs"].values()
-    assert "github.event.repository.fork" in job["if"] and "vars.GPU_NIGHTLY" in job["if"]
+    for job in found["jobs"].values():
+        assert "github.event.repository.fork" in job["if"] and "vars.GPU_NIGHTLY" in job["if"]
+    job = found["jobs"]["speed"]
     # the base's commit must be there to be measured
     assert job["steps"][0]["with"]["fetch-depth"] == 0
     commands = [step["run"] for step in job["steps"] if "run" in step]
-    assert sum("perfbench check matrices/h100.yaml" in command for command in commands) == 1
+    (check,) = [command for command in commands if "perfbench check" in command]
+    assert '"matrices/nightly-$SET-$CARD.yaml"' in check and "--no-confirm" not in check
     (upload,) = [
         step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact@")
     ]
@@ -226,3 +232,31 @@ def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None
         and upload["with"]["if-no-files-found"] == "error"
     )
     assert found["concurrency"]["cancel-in-progress"] is False
+
+
+def nightly_sets() -> list[tuple[str, str]]:
+    """(card, set) of every job that measures."""
+    axes = workflow("nightly.yml")["jobs"]["speed"]["strategy"]["matrix"]
+    return [(card, one) for card in axes["card"] for one in axes["set"]]
+
+
+def test_the_nightly_covers_the_sets_that_matter_and_the_gpu_tests() -> None:
+    assert {one for _, one in nightly_sets()} == {"gate", "kernels", "train", "decode"}
+    tests = workflow("nightly.yml")["jobs"]["tests"]
+    assert tests["strategy"]["matrix"]["card"] == sorted({card for card, _ in nightly_sets()})
+    assert any(
+        "pytest -q --require gpu tests/gpu" in step.get("run", "") for step in tests["steps"]
+    )
+    assert tests["if"].startswith("always()")  # a red set hides no broken kernel
+
+
+@pytest.mark.parametrize(("card", "name"), nightly_sets())
+def test_every_set_of_the_nightly_is_a_matrix_of_its_card(card: str, name: str) -> None:
+    matrix = load_matrix(str(ROOT / f"matrices/nightly-{name}-{card}.yaml"))
+    assert matrix.name == f"nightly-{name}-{card}" and matrix.target.gpu.lower() == card
+    assert matrix.measure.processes >= matrix.gate.min_replicates
+    plan = build_plan(matrix, only=[], capability=assumed(card), settings=Settings())
+    served = {counter for cell in plan.cells for counter in cell.route.counters}
+    assert "sel.triton" in served, "the flagship path is in every set"
+    # a screen that finds nothing must leave most of the night's 45 minutes to confirmations
+    assert plan.estimate_s / 60 <= 15

@@ -46,6 +46,8 @@ def test_sections_come_in_the_order_of_urgency() -> None:
         "New, missing and renamed cells",
         "Improvements",
         "The fastest path of NSA at each length",
+        "Growth with the length",
+        "Expected and measured",
         "Every cell",
         "Pictures",
         "Excluded",

@@ -203,9 +203,21 @@ _UTILISATION = re.compile(
     r"util(?:i[sz]ation)?(?:_pct)?[\"']?\s*[:=]?\s*(\d+(?:\.\d+)?)(?:\s*%|(?=[,}\s]|$))",
     re.IGNORECASE,
 )
-_ON, _OFF = (
-    r"[\"']?\s*[:=]\s*[\"']?(?:1|true|on|yes)\b",
-    r"[\"']?\s*[:=]\s*[\"']?(?:0|false|off|no)\b",
+_SAYS = r"[\"']?\s*(?:[:=]|is|are|\b)\s*[\"']?"
+_ON = rf"{_SAYS}(?:1|true|on|yes|enabled)\b"
+_OFF = (
+    rf"{_SAYS}(?:0|false|off|no|disabled|unavailable|missing|not (?:installed|found|available))\b"
+)
+# Settings that make every step slower, or send it another way, with the value that does.
+_FLAGS = (
+    r"CUDA_LAUNCH_BLOCKING",
+    r"TORCH_SHOW_CPP_STACKTRACES",
+    r"NSA_(?:STRICT_ASSERTS|DEBUG_LOG|FORCE_SEL_MASK|FA2_FORCE_DENSE|DEBUG_FA2)",
+    r"(?:torch\.autograd\.)?(?:set_)?detect_anomaly",
+)
+_FLAGS_OFF = (
+    r"NSA_(?:SEL_RANGES_V2|USE_SEL_PACK|SEL_VARLEN_V2|PREFILL_BATCHED|TRITON_[A-Z]+)",
+    r"(?:allow_tf32|NVIDIA_TF32_OVERRIDE)",
 )
 _PATTERNS: dict[str, re.Pattern[str]] = {
     "slow": re.compile(re.escape(SLOW_WARNING)),
@@ -213,11 +225,19 @@ _PATTERNS: dict[str, re.Pattern[str]] = {
     "utilisation": _UTILISATION,
     "memory": re.compile(r"out of memory", re.IGNORECASE),
     "checkpointing": re.compile(
-        rf"(?:gradient_|activation_)?checkpoint(?:ing|_layers)?{_ON}", re.IGNORECASE
+        rf"(?:gradient[_ -]|activation[_ -])?checkpoint(?:ing|_layers){_ON}", re.IGNORECASE
     ),
-    "no_fa2": re.compile(rf"(?:\bfa2|use_fa2|flash_attn){_OFF}", re.IGNORECASE),
+    "no_fa2": re.compile(
+        rf"(?:\bfa-?2|use_fa2|flash[_ -]?attn|flash[_ -]?attention(?:[_ -]?2)?){_OFF}",
+        re.IGNORECASE,
+    ),
     "host": re.compile(
-        r"\b(?:cpu|host)[ _-]bound(?!\w)(?![\"']?\s*[:=]\s*(?:0|false|none|null|no)\b)",
+        r"\b(?:cpu|host)[ _-]bound(?!\w)(?![\"']?\s*[:=]\s*(?:0|false|none|null|no)\b)"
+        r"|\bdata ?loader (?:is )?(?:the )?(?:a )?(?:bottleneck|starv\w+)",
+        re.IGNORECASE,
+    ),
+    "flags": re.compile(
+        rf"\b(?:{'|'.join(_FLAGS)})(?:\(True\)|{_ON})|\b(?:{'|'.join(_FLAGS_OFF)}){_OFF}",
         re.IGNORECASE,
     ),
 }
@@ -293,6 +313,13 @@ _TOPICS: tuple[tuple[str, Level, str, str], ...] = (
         "a smaller batch, checkpointed layers, or a path that copies less than v2",
     ),
     ("host", Level.WARN, "CPU bound", _HOST_ADVICE),
+    (
+        "flags",
+        Level.WARN,
+        "flags",
+        "a setting makes each step slower or sends it another way: `python -m nsa settings` and"
+        " `perfbench doctor` show what is set and what it does",
+    ),
     (
         "checkpointing",
         Level.INFO,
