@@ -346,7 +346,7 @@ def _loaded(row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
     odd = [
         f"{name} {got} was imported, the manifest says {wanted}"
         for name, got, wanted in pairs
-        if got is not None and _public(got) != _public(wanted or "")
+        if got is not None and wanted is not None and _public(got) != _public(wanted)
     ]
     if proofs.nsa_sha256 is not None and loaded.nsa_sha256 != proofs.nsa_sha256:
         odd.append(

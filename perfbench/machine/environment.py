@@ -62,8 +62,8 @@ NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
 
 
 def environment_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """An environment variable, or None; perfbench reads CUDA_*, NO_COLOR, CI and GITHUB_* only, and
-    only here.
+    """An environment variable, or None; perfbench acts on CUDA_*, NO_COLOR, CI and GITHUB_* only,
+    and reads them only here.
     """
     return (os.environ if environ is None else environ).get(name)
 

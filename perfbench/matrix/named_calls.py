@@ -152,7 +152,7 @@ class _Calls:
         elif path is Path.REFERENCE:
             self._formula("nsa::selected_reference", {EXP: rows})
             self._leave_open("nsa::selected_reference", EXP)
-        else:
+        elif path is Path.V1:
             # A bucket for each number of blocks that a row has.
             begin = problem.k_tokens - problem.q_tokens
             most = model.nsa.num_selected_for(problem.k_tokens)
@@ -162,6 +162,8 @@ class _Calls:
             )
             self._formula("nsa::selected_v1", {SDPA: last - first + 1})
             self._leave_open("nsa::selected_v1", SDPA)
+        else:
+            self._formula(f"nsa::selected_{path}", {})
 
     def _leave_open(self, name: str, child: str) -> None:
         """A search by regions leaves slots empty, so that no closed form counts a row's blocks."""

@@ -20,7 +20,7 @@ from perfbench.records import Kernels, Profile, own_times, table_path, totalled,
 from perfbench.worker import operators
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
-HOST_STEPS = 5  # whose enqueueing is timed
+HOST_STEPS, HOST_BUDGET_S = 5, 0.5  # whose enqueueing is timed: fewer where they take that long
 NUM_LONGEST = 12
 NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
@@ -98,8 +98,11 @@ def profile(
 
 def _host_time_s(step: Callable[[], None], before: Callable[[], None] | None) -> float:
     """Median seconds until ``step`` returns, on an idle device each time."""
-    times_s = []
-    for _ in range(HOST_STEPS):
+    times_s: list[float] = []
+    begin_of_all = time.perf_counter()
+    while not times_s or (
+        len(times_s) < HOST_STEPS and time.perf_counter() - begin_of_all < HOST_BUDGET_S
+    ):
         if before is not None:
             before()
         torch.cuda.synchronize()
