@@ -16,11 +16,12 @@ from nsa.config import ModelConfig, preset
 from nsa.model import DenseLM, TinyLM
 from perfbench import older_nsa
 from perfbench.gate import hard_rules
-from perfbench.records import Job, Replicate, StepProof
+from perfbench.records import Cell, Job, Replicate, StepProof
 from perfbench.records.rows import Status
 from perfbench.report.rows import _step_ratio
 from perfbench.worker.step_proof import attend, shapes, twin
 from perfbench.worker.step_proof import prove as proving
+from perfbench.worker.step_proof.attend import fa2_of_selected
 from perfbench.worker.step_proof.prove import prove
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.graphs import Compiled
@@ -296,3 +297,23 @@ def test_a_report_has_the_worst_step_or_the_reason() -> None:
     assert _step_ratio([*with_line, none]) == (0.3, "")
     assert _step_ratio([none]) == (None, "the step was not proved: replicate 0 proves it")
     assert _step_ratio([row]) == (None, "")
+
+
+def test_the_selected_branch_alone_is_asked_of_fa2_what_it_can_serve() -> None:
+    """On a card with FA-2, path masked serves fa2=on by its window, and refuses it alone."""
+    from nsa.capability import assumed
+    from nsa.routing import Problem, Request, RouteError, route
+    from perfbench.matrix import of_selected
+
+    card = replace(assumed("h200"), fa2_provider="torch.varlen 2.11.0")
+    whole = Problem.of(TINY, batch=1, tokens=256, dtype="bfloat16")
+    for path in ("masked", "v2", "v1", "reference"):
+        for fa2 in ("on", "off", "auto"):
+            cell = Cell("train", 256, path, fa2)
+            try:
+                route(Request(path, fa2), whole, card)
+            except RouteError:
+                continue  # no such cell
+            route(Request(path, fa2_of_selected(cell)), of_selected(whole), card)
+    with pytest.raises(RouteError):
+        route(Request("masked", "on"), of_selected(whole), card)

@@ -24,6 +24,7 @@ from nsa.functional import (
     selected_attention,
     sliding_attention,
 )
+from nsa.routing import Path
 from perfbench.older_nsa import KV, NSACache, View
 from perfbench.records import Cell
 from perfbench.worker.step_proof.blocks import sampled
@@ -144,7 +145,7 @@ class Attention:
                     sel_block=nsa.sel_block,
                     q_start=start,
                     path=cell.path,
-                    fa2=cell.fa2,
+                    fa2=fa2_of_selected(cell),
                 )
                 parts["sel"].append(o)
             if "win" in parts:
@@ -207,3 +208,10 @@ def _positions(q: Tensor, start: int) -> Tensor:
 
 def _no_block(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
     raise AssertionError("a timed decode step completes no compressed block")
+
+
+def fa2_of_selected(cell: Cell) -> str:
+    """What `selected_attention` alone is asked of FA-2: of the branch's paths only v2 can use it,
+    and an explicit "on", which the cell's window meets, would be refused to the others.
+    """
+    return cell.fa2 if cell.path == Path.V2 or cell.fa2 != "on" else "off"
