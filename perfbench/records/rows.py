@@ -224,6 +224,22 @@ class ParityLine(_Record):
     worst: str  # tensor and place of the largest error / tolerance
 
 
+class LengthProof(_Record):
+    """The attention function at the timed length and batch, next to the proof at a length where
+    every row could be compared.
+    """
+
+    ok: bool | None  # null: not made, because of ``absent``
+    absent: str = ""
+    tokens: int = 0
+    batch: int = 0
+    rows: int = 0  # of each sequence, against the fp64 oracle
+    # tensors of those rows, and sums over all rows -> error / tolerance
+    tensors: dict[str, float] = {}
+    worst: str = ""
+    seconds: float = 0.0
+
+
 class StepProof(_Record):
     """The step that is timed, run once by the timed callable, against a plain twin of the model."""
 
@@ -410,6 +426,7 @@ class Replicate(_Record):
     engaged_by: Literal["call", "capture", "graph"] = "call"
     parity: ParityLine | None = None
     step_proof: StepProof | None = None  # null in older files: not recorded
+    length_proof: LengthProof | None = None  # likewise; made by replicate 0
     telemetry: Telemetry | None = None
     profile: Profile | None = None
     physics: Physics | None = None

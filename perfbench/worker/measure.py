@@ -24,6 +24,7 @@ from nsa.routing import Route
 from perfbench.matrix import expected_of, held_tokens, layer_calls, route_line, route_of
 from perfbench.records import (
     Job,
+    LengthProof,
     OtherClocks,
     ParityLine,
     Physics,
@@ -37,7 +38,7 @@ from perfbench.worker import autotuner, memory, operators, profile, sentinels
 from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.loaded import loaded_code
 from perfbench.worker.parity.claim import Claim
-from perfbench.worker.parity.proof import prove
+from perfbench.worker.parity.proof import prove, prove_at_length
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.step_proof.prove import prove as prove_step
@@ -113,6 +114,8 @@ def _measure(
     if job.trace is not None:
         return facts | _trace(job, clock, take_turn, Path(job.trace))
     facts["parity"] = _prove(job, model, route, facts)
+    if job.replicate == 0:
+        facts["length_proof"] = _prove_at_length(job, model, route, facts)
 
     due = layer_calls(job.axes, model)
     work = workload.build(job)
@@ -272,6 +275,23 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
         raise Stop(
             Status.PARITY, f"differs from the fp64 oracle: {line.worst}", facts | {"parity": line}
         )
+    if job.device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return line
+
+
+def _prove_at_length(
+    job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]
+) -> LengthProof:
+    line = prove_at_length(Claim(model, route, job.axes, job.device, job.seed))
+    if line.ok is False:
+        cell = job.axes
+        reason = (
+            f"differs from the fp64 oracle at the timed {cell.batch} x {cell.seq_len} tokens:"
+            f" {line.worst}"
+        )
+        raise Stop(Status.PARITY, reason, facts | {"length_proof": line})
     if job.device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

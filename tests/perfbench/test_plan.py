@@ -316,7 +316,7 @@ print(plan_text(built, m))
 heavy = {"torch", "pandas", "matplotlib", "scipy", "numpy", "triton", "rich"} & set(sys.modules)
 assert not heavy, heavy
 rooms = {name.split(".")[1] for name in sys.modules if name.startswith("perfbench.")}
-assert rooms == {"errors", "text", "older_nsa", "records", "matrix"}, rooms
+assert rooms == {"errors", "text", "older_nsa", "records", "roofline", "matrix"}, rooms
 from perfbench.records import AXES
 from perfbench.records import Manifest, Replicate
 assert not (Manifest.__pydantic_complete__ or Replicate.__pydantic_complete__), "built unused"

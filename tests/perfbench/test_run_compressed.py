@@ -172,7 +172,7 @@ def test_promote_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     for number, run in enumerate((GREEN, plain)):
         to = tmp_path / f"{number}.json"
         assert app.invoke(["baseline", "promote", str(run), "--to", str(to), "--allow-dirty"]) == 0
-        said.append({**json.loads(to.read_bytes()), "promoted_utc": ""})
+        said.append({**json.loads(to.read_bytes()), "promoted_utc": "", "content_sha256": ""})
     assert said[0] == said[1] and len(said[0]["cells"]) == 5
 
 

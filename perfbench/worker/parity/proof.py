@@ -9,6 +9,7 @@ length of a Route, else at the cell's own length.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -21,16 +22,19 @@ from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.functional import selected_attention
 from perfbench.older_nsa import promise_of_sigmoid_gates
-from perfbench.records import ParityLine
+from perfbench.records import LengthProof, ParityLine
 from perfbench.worker.parity import cache, layer, sizes
 from perfbench.worker.parity.blocks import BlocksProof, Place, chosen, judge, num_malformed
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison, Tensors
+from perfbench.worker.parity.identities import Identities
 from perfbench.worker.parity.judges import Attend
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.workloads import block_patterns
 
 NUM_ROWS = 64
+MIN_ROWS = 8
+MAX_LOGITS = 2**28  # of the sampled rows, dense, in fp64: 2 GB
 # The cell's own output of inputs, and the blocks that it chose for the rows.
 _Own = tuple[Callable[[Tensors], Tensor], Tensor]
 
@@ -63,11 +67,69 @@ def prove(claim: Claim) -> ParityLine:
     return compare.line(tokens, len(rows), own_length=tokens != standard)
 
 
+def prove_at_length(claim: Claim) -> LengthProof:
+    """The attention function at the timed length and batch: sampled rows against the fp64 oracle,
+    output and gradients, and what all rows together must keep (`identities`).
+
+    Of a cell whose steps go through a cache the step itself is proved at its length instead.
+    """
+    begin, cell = time.monotonic(), claim.cell
+    if claim.chunk is not None:
+        return LengthProof(ok=None, absent="the step through a cache is proved as it is timed")
+    rows = _sampled_rows(claim.model.nsa, cell.seq_len, claim.seed)
+    fits = MAX_LOGITS // (cell.batch * cell.seq_len * claim.model.num_heads)
+    if fits < len(rows):  # of many long sequences fewer rows each
+        few = torch.linspace(0, len(rows) - 1, max(MIN_ROWS, fits)).round().long().unique()
+        rows = rows[few]
+    compare = ParityComparison(claim.dtype)
+    inputs = _inputs(claim, cell.batch, cell.seq_len)
+    branches: tuple[str, ...] = ("sel",)
+    names: tuple[str, ...] = ("q", "k_sel", "v_sel")
+    nsa: NSAConfig | None = None
+    if claim.selected_alone:
+        own = _check_selected(claim, cell.path, inputs, rows, compare)
+    elif cell.is_dense:
+        own = _check_dense(claim, cell.path, inputs, rows, compare)
+    else:
+        own = _check_sparse(claim, cell.path, inputs, rows, compare)
+        branches, nsa = claim.model.nsa.branches, claim.model.nsa
+        kept = (name for name in inputs if name[2:] not in {"cmp", "sel", "win"} - {*branches})
+        names = tuple(kept)
+    rest = {name: x for name, x in inputs.items() if name not in names}
+    sums = Identities(
+        lambda t: own({**rest, **t}), {name: inputs[name] for name in names}, branches, nsa
+    )
+    sums.check_outputs()
+    if cell.has_backward:
+        sums.check_gradients(rows)
+    line = compare.line(cell.seq_len, len(rows), own_length=True)
+    # A library's dense kernel may sum the gradients of keys in the cell's dtype: 1.1 of the
+    # tolerance was seen of bf16 on a CPU.
+    slack = 2.0 if cell.is_dense and claim.dtype != torch.float32 else 1.0
+    line = line.model_copy(update={"tensors": {n: r / slack for n, r in line.tensors.items()}})
+    ratios = {name: error / tolerance for name, (error, tolerance) in sums.ratios.items()}
+    tensors = line.tensors | {name: round(min(ratio, 1e9), 4) for name, ratio in ratios.items()}
+    worst = line.worst
+    if ratios and max(ratios.values()) > max(line.tensors.values(), default=0.0):
+        name = max(ratios, key=lambda one: ratios[one])
+        error, tolerance = sums.ratios[name]
+        worst = f"{name}: off by {error:.3g}, wanted at most {tolerance:.3g}"
+    return LengthProof(
+        ok=all(ratio <= 1 for ratio in tensors.values()),
+        tokens=cell.seq_len,
+        batch=cell.batch,
+        rows=len(rows),
+        tensors=tensors,
+        worst=worst,
+        seconds=time.monotonic() - begin,
+    )
+
+
 def _check_selected(
     claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
-) -> None:
+) -> Callable[[Tensors], Tensor]:
     """Add rows of blocks that break the contract, the output, and where the cell has a backward the
-    gradients of q, k and v.
+    gradients of q, k and v; return what was compared.
     """
     model, cell, q = claim.model, claim.cell, inputs["q"]
     sel_block, tokens = model.nsa.sel_block, q.shape[1]
@@ -92,13 +154,9 @@ def _check_selected(
         return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
 
     used = {name: inputs[name] for name in ("q", "k_sel", "v_sel")}
-    compare.attention(
-        layer.compiled_of(own) if claim.compiled else own,
-        judged,
-        used,
-        rows,
-        list(used) if cell.has_backward else [],
-    )
+    run = layer.compiled_of(own) if claim.compiled else own
+    compare.attention(run, judged, used, rows, list(used) if cell.has_backward else [])
+    return run
 
 
 def selected_blocks(claim: Claim, q: Tensor) -> Tensor:
@@ -115,7 +173,7 @@ def selected_blocks(claim: Claim, q: Tensor) -> Tensor:
 
 def _check_dense(
     claim: Claim, kind: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
-) -> None:
+) -> Callable[[Tensors], Tensor]:
     q, scale = inputs["q"], claim.model.head_dim**-0.5
     taken = sizes.route_at(claim, kind, q.shape[1])
     keep = oracle.causal_mask(rows[None], q.shape[1])
@@ -129,6 +187,7 @@ def _check_dense(
     own = layer.compiled_of(cell) if claim.compiled else cell
     wanted = ["q", "k_sel", "v_sel"] if claim.cell.has_backward else []
     compare.attention(own, judged, inputs, rows, wanted)
+    return own
 
 
 def _in_one_call(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> _Own:
@@ -182,7 +241,7 @@ def _kv_cmp(model: ModelConfig, inputs: Tensors) -> tuple[Tensor, Tensor]:
 
 def _check_sparse(
     claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
-) -> None:
+) -> Callable[[Tensors], Tensor]:
     if claim.chunk is None:
         own, blocks = _in_one_call(claim, request, inputs, rows)
     else:
@@ -203,6 +262,7 @@ def _check_sparse(
     learned = [name for name in inputs if name.startswith("phi_")]
     wanted = ["q", "gates", *active, *learned] if claim.cell.has_backward else []
     compare.attention(own, judged, inputs, rows, wanted)
+    return own
 
 
 def _phi(t: Tensors) -> layer.PhiParams:

@@ -119,8 +119,8 @@ class Attention:
             blocks = self._blocks(layer, q, keys)
             j = torch.arange(-(-S // nsa.sel_block), device=q.device)
             chosen = (blocks[..., None] == j).any(3).transpose(1, 2)  # [B, G, T, J]
-            chosen = chosen.repeat_interleave(nsa.sel_block, -1)[..., :S]
-            keep["sel"] = chosen & causal(q, S, start)
+            keys_of = chosen[..., None].expand(*chosen.shape, nsa.sel_block).flatten(3)
+            keep["sel"] = keys_of[..., :S] & causal(q, S, start)
         if "win" in nsa.branches:
             near = causal(q, keys.win[0].shape[1], win_start)
             far = causal(q, keys.win[0].shape[1], win_start - nsa.window)

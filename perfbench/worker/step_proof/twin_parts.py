@@ -64,7 +64,8 @@ def gates(x: Tensor, q: Tensor, w: Weights, model: ModelConfig) -> Tensor:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / nsa.gate_temperature
     off = torch.tensor([branch not in nsa.branches for branch in BRANCHES], device=x.device)
     p = logits.masked_fill(off, -torch.inf).softmax(-1).to(q.dtype)
-    return p.repeat_interleave(model.num_heads // groups, dim=2)
+    heads = model.num_heads // groups
+    return p[:, :, :, None].expand(-1, -1, -1, heads, -1).flatten(2, 3)
 
 
 def compressed(k: Tensor, v: Tensor, nsa: NSAConfig, phi: Weights) -> tuple[Tensor, Tensor]:
