@@ -77,7 +77,7 @@ NoConfirm = Annotated[
     bool,
     typer.Option(
         "--no-confirm",
-        help="Do not confirm what looks slower against the baseline's commit: it stays WATCH.",
+        help="Do not confirm what looks slower against the baseline's commit: it stays SUSPECT.",
     ),
 ]
 Blocks = Annotated[

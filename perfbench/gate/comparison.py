@@ -10,10 +10,18 @@ from perfbench.gate.comparable import unverified
 from perfbench.gate.confirmation import judge_pairs
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
 from perfbench.gate.judging import judge
+from perfbench.gate.suspicion import without_suspicion
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import Manifest, Run, Verdict
 
-SPEED_ONLY = (Verdict.SAME, Verdict.FASTER, Verdict.WATCH, Verdict.BLIND, Verdict.UNSTABLE)
+SPEED_ONLY = (
+    Verdict.SAME,
+    Verdict.FASTER,
+    Verdict.WATCH,
+    Verdict.SUSPECT,
+    Verdict.BLIND,
+    Verdict.UNSTABLE,
+)
 
 
 def compare(
@@ -29,8 +37,8 @@ def compare(
 
     ``paired``: the runs are the two sides of one interleaved measurement, replicate r next
     to replicate r, so a drop can be REGRESSED (Holm over all cells). Otherwise they are two
-    sessions, and a drop is at most WATCH, to be confirmed by `ab`. The hard gates hold for both: a
-    base cell that fails one is not compared, and says why; a base run that is wrong as a whole
+    sessions, and a drop is at most SUSPECT, to be confirmed by `ab`. The hard gates hold for both:
+    a base cell that fails one is not compared, and says why; a base run that is wrong as a whole
     (throttled, two machines, no sentinel, edited) makes every comparison INCOMPARABLE, and its
     finding is reported.
     ``resume_command``: the command that measures the planned pairs that are missing.
@@ -55,6 +63,8 @@ def compare(
     )
     if not paired:
         return judgement
+    # The same rows unpaired are no screen of another session: only the pairs judge.
+    judgement = resummarise(judgement, [without_suspicion(cell) for cell in judgement.cells])
     compared = [
         cell.cell_id for cell in judgement.cells if cell.compared and cell.verdict in SPEED_ONLY
     ]
@@ -90,7 +100,14 @@ def _incomparable(cell: CellVerdict) -> CellVerdict:
     if cell.verdict not in SPEED_ONLY or not cell.compared:
         return cell
     reason = "not compared: the base run is not to be believed (see the run's findings)"
-    return replace(cell, verdict=Verdict.INCOMPARABLE, reason=reason, evidence=(), screened=False)
+    return replace(
+        cell,
+        verdict=Verdict.INCOMPARABLE,
+        reason=reason,
+        evidence=(),
+        screened=False,
+        suspicion="",
+    )
 
 
 def _origin_notes(base: Manifest) -> list[str]:

@@ -15,6 +15,7 @@ from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_ce
 from perfbench.gate.hard_rules import ProofIndex, cell_findings
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
 from perfbench.gate.speed_rule import SpeedVerdict, confirm
+from perfbench.gate.suspicion import far_from_stored, suspect, suspect_unless_cleared
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import PlannedCell, Replicate, Run, Verdict
 
@@ -39,14 +40,14 @@ def confirm_all(
     """Judge every screened cell by its pairs; only here a cell becomes REGRESSED.
 
     Each cell is judged by its own two runs and by the proofs in them; Holm goes over all of them.
-    A cell that no run of ``measured`` has stays WATCH; ``reasons``: cell -> why its pairs are
-    missing.
+    A cell that no run of ``measured`` has stays WATCH or SUSPECT; ``reasons``: cell -> why its
+    pairs are missing.
     """
     asked = set(judgement.to_confirm)
     here = [replace(one, cell_ids=asked & set(one.cell_ids)) for one in measured]
     without = asked.difference(*(one.cell_ids for one in here))
     cells = [
-        as_watch(cell, reasons.get(cell.cell_id, "")) if cell.cell_id in without else cell
+        unconfirmed(cell, reasons.get(cell.cell_id, "")) if cell.cell_id in without else cell
         for cell in judgement.cells
     ]
     return _judge_all(resummarise(judgement, cells), here, Policies.over(policy), reasons)
@@ -119,18 +120,19 @@ def _judge_all(
     for cell in judgement.cells:
         found, why = read.get(cell.cell_id), reasons.get(cell.cell_id, "")
         if isinstance(found, CellVerdict):
-            cells.append(_with_reason(found, why) if found.verdict is Verdict.WATCH else found)
+            unsettled = found.verdict in (Verdict.WATCH, Verdict.SUSPECT)
+            cells.append(_with_reason(found, why) if unsettled else found)
         elif isinstance(found, CellSides):
             outcome = outcomes[cell.cell_id]
             judged = verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence))
             few = pairs[cell.cell_id].shortfall(len(found.base.tok_per_s))
             judged = _with_reason(judged, few, why) if few else judged
             cut = pairs[cell.cell_id].cut_short(cell.cell_id)
-            cells.append(
-                _mark_cut_short(judged, cut, policies.of(cell.cell_id), pairs[cell.cell_id].planned)
-                if cut
-                else judged
-            )
+            policy = policies.of(cell.cell_id)
+            if cut:
+                judged = _mark_cut_short(judged, cut, policy, pairs[cell.cell_id].planned)
+            judged = suspect_unless_cleared(cell, judged, policy)
+            cells.append(_with_base_held(cell, judged, found, policy))
         else:
             cells.append(cell)
     return _mark_cut_short_in_headline(resummarise(judgement, cells))
@@ -148,6 +150,21 @@ def _mark_cut_short(cell: CellVerdict, cut: str, policy: GatePolicy, planned: in
         f" {cell.reason}"
     )
     return replace(cell, verdict=verdict, reason=text, cut_short=cut)
+
+
+def _with_base_held(
+    before: CellVerdict, judged: CellVerdict, sides: CellSides, policy: GatePolicy
+) -> CellVerdict:
+    """``judged``, with the base of its pairs held against its own stored speed: SUSPECT where it is
+    far off, unless the pairs confirmed a drop.
+    """
+    compared_with_stored = any(not one.paired for one in before.evidence)
+    why = far_from_stored(before, sides, policy) if compared_with_stored else ""
+    if not why:
+        return judged
+    return (
+        _with_reason(judged, why) if judged.verdict is Verdict.REGRESSED else suspect(judged, why)
+    )
 
 
 def _mark_cut_short_in_headline(judgement: Judgement) -> Judgement:
@@ -215,17 +232,19 @@ class _Pairs:
         compared.
         """
         if self._changed:
-            return as_watch(
+            return unconfirmed(
                 cell,
                 f"base and candidate were not measured alike (base -> candidate): {self._changed}",
             )
         base, candidate = (planned.get(cell.cell_id) for planned in self._planned)
         base_rows, rows = (found.get(cell.cell_id, []) for found in self._rows)
         if base is None or candidate is None:
-            return as_watch(cell, f"the {'base' if base is None else 'candidate'} has no such cell")
+            return unconfirmed(
+                cell, f"the {'base' if base is None else 'candidate'} has no such cell"
+            )
         if hard := self._hard(1, candidate, rows):
             if hard.verdict is Verdict.MISSING:
-                return as_watch(cell, "the confirmation has no row of the candidate")
+                return unconfirmed(cell, "the confirmation has no row of the candidate")
             reason = f"while confirming: {hard.reason}"
             return replace(
                 cell,
@@ -237,19 +256,19 @@ class _Pairs:
                 screened=False,
             )
         if hard := self._hard(0, base, base_rows):
-            return as_watch(
+            return unconfirmed(
                 cell,
                 f"the base gave no speed to compare with ({hard.verdict.value}: {hard.reason})",
             )
         if base.config_sha256 != candidate.config_sha256:
-            return as_watch(
+            return unconfirmed(
                 cell,
                 f"another config in the base ({base.config_sha256[:12]}, here"
                 f" {candidate.config_sha256[:12]})",
             )
         both = list(paired_rows(*self._runs, base_rows, rows).values())
         if not both:
-            return as_watch(
+            return unconfirmed(
                 cell,
                 f"no pair is left of {len(base_rows)} base and {len(rows)} candidate rows"
                 " (throttled, or interrupted between?)",
@@ -306,10 +325,13 @@ def _device_time_s(row: Replicate) -> float:
     return 0.0 if row.profile is None else row.profile.device_time_s
 
 
-def as_watch(cell: CellVerdict, why: str) -> CellVerdict:
-    """The screened cell as WATCH, with the reason why nothing confirms or clears it."""
+def unconfirmed(cell: CellVerdict, why: str) -> CellVerdict:
+    """The screened cell as WATCH, or SUSPECT where the screen rejects it, with the reason why
+    nothing confirms or clears it.
+    """
     why = (why or "no confirmation was run").removeprefix("not confirmed: ")
-    return replace(cell, verdict=Verdict.WATCH, reason=f"not confirmed: {why}; {cell.reason}")
+    verdict = Verdict.SUSPECT if cell.suspicion else Verdict.WATCH
+    return replace(cell, verdict=verdict, reason=f"not confirmed: {why}; {cell.reason}")
 
 
 def _with_reason(cell: CellVerdict, *why: str) -> CellVerdict:

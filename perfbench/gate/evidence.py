@@ -76,6 +76,11 @@ class Evidence:
         return self.change_pct is not None and self.change_pct < -self.tolerance_pct
 
     @property
+    def is_gain_beyond_tolerance(self) -> bool:
+        """Whether a gain by more than the tolerance is proved at this alpha."""
+        return self.lower_pct is not None and self.lower_pct > self.tolerance_pct
+
+    @property
     def t(self) -> float | None:
         error = self.comparison.standard_error
         return self.comparison.estimate / error if math.isfinite(error) and error > 0 else None

@@ -34,6 +34,10 @@ _NEXT: dict[Verdict, str] = {
     Verdict.SAME: "Nothing is to be done.",
     Verdict.FASTER: "Promote this run, so that a later loss of the gain is seen.",
     Verdict.NEW: "Promote a run that has this cell.",
+    Verdict.SUSPECT: (
+        "Confirm or clear it: the reason names the command. `perfbench check` does it by itself,"
+        " with time and the base's commit at hand."
+    ),
     Verdict.BLIND: (
         "More processes do not help. Judge the cell on another metric (compiled, or as a CUDA"
         " graph), or give it an override."

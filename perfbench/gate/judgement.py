@@ -50,9 +50,9 @@ class CellVerdict:
 
     ``verdict`` is null where nothing was compared and nothing is wrong; ``reason`` says why.
 
-    Speeds are geometric means over the usable replicates. ``screened``: WATCH until base and
-    candidate were measured interleaved. ``evidence`` holds the comparisons, that of ``metric``
-    first; ``notes`` what explains a change.
+    Speeds are geometric means over the usable replicates. ``screened``: WATCH or
+    SUSPECT until base and candidate were measured interleaved. ``evidence`` holds the comparisons,
+    that of ``metric`` first; ``notes`` what explains a change.
     """
 
     cell_id: str
@@ -71,10 +71,22 @@ class CellVerdict:
     evidence: tuple[Evidence, ...] = ()
     notes: tuple[str, ...] = ()
     cut_short: str = ""  # '3 of 6 planned pairs', where the others were never measured
+    suspicion: str = ""  # why the screen rejects the cell, and the command that settles it
 
     @property
     def mde_pct(self) -> float | None:
         return self.evidence[0].mde_pct if self.evidence else None
+
+    @property
+    def looks_faster(self) -> bool:
+        """Whether the screen alone finds a gain beyond the tolerance, which no pairs confirmed."""
+        one = self.evidence[0] if self.evidence else None
+        return (
+            one is not None
+            and self.verdict is Verdict.SAME
+            and not one.paired
+            and one.is_gain_beyond_tolerance
+        )
 
     @property
     def exit_code(self) -> Exit:
@@ -161,6 +173,8 @@ def _headline(
     policy: GatePolicy,
     baseline: BaselineOrigin | None,
 ) -> str:
+    if code is Exit.STRICT and any(cell.verdict is Verdict.SUSPECT for cell in cells):
+        return _of_cells([Verdict.SUSPECT], "exit 7", cells)
     if code is Exit.STRICT:
         return _of_cells(FAIL_UNDER_STRICT, "exit 7 (warnings fail under --strict)", cells)
     if code is not Exit.OK:
@@ -197,7 +211,7 @@ def _of_cells(verdicts: Iterable[Verdict], exit_text: str, cells: list[CellVerdi
     verdicts = tuple(verdicts)
     found = [cell for cell in cells if cell.verdict in verdicts]
     # The worst first: a hurried reader sees the largest drop.
-    if Verdict.REGRESSED in verdicts:
+    if Verdict.REGRESSED in verdicts or Verdict.SUSPECT in verdicts:
         found.sort(key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     names = " + ".join(_present(verdicts, [cell.verdict for cell in found]))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -2,10 +2,10 @@
 
 Pure: no file, no clock, no torch.
 
-This is stage 1: it calls nothing REGRESSED. What it screens stays WATCH until `confirm_all` judges
-base and candidate measured interleaved in one session; where that cannot be done it stays WATCH,
-and `--strict` fails. A cell that is NEW where the policy says ``new: fail`` is FAILED: nothing
-proves that it is not a slow one renamed.
+This is stage 1: it calls nothing REGRESSED. What it screens is WATCH, or SUSPECT where the screen
+rejects it, until `confirm_all` judges base and candidate measured interleaved in one session; where
+that cannot be done it stays so: SUSPECT fails, WATCH fails under `--strict`. A cell that is NEW
+where the policy says ``new: fail`` is FAILED: nothing proves that it is not a slow one renamed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from perfbench.gate.hard_rules import WHOLE, ProofIndex, cell_findings
 from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
+from perfbench.gate.suspicion import mark_suspects, settle_command
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import BaselineProblem, Cell, PlannedCell, Replicate, Run, Verdict
 
@@ -109,6 +110,13 @@ def judge(
         )
         for one in first
     ]
+    compared = {one.sides.cell_id: one.sides for one in first if one.sides is not None}
+    cells = mark_suspects(
+        cells,
+        policies,
+        [cell_id for cell_id, sides in compared.items() if sides.more_work()],
+        {cell_id: settle_command(run, cell_id, base_cells[cell_id].commit) for cell_id in compared},
+    )
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)

@@ -13,6 +13,7 @@ class Verdict(StrEnum):
     FASTER = "FASTER"
     NEW = "NEW"
     WATCH = "WATCH"
+    SUSPECT = "SUSPECT"
     BLIND = "BLIND"
     UNSTABLE = "UNSTABLE"
     REGRESSED = "REGRESSED"
@@ -33,6 +34,7 @@ EXIT_OF: Mapping[Verdict, Exit] = {
     Verdict.FASTER: Exit.OK,
     Verdict.NEW: Exit.OK,
     Verdict.WATCH: Exit.OK,
+    Verdict.SUSPECT: Exit.STRICT,
     Verdict.BLIND: Exit.OK,
     Verdict.UNSTABLE: Exit.OK,
     Verdict.REGRESSED: Exit.REGRESSED,

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COLOURS = {
     Verdict.REGRESSED: "#b00020",
+    Verdict.SUSPECT: "#D55E00",
     Verdict.WATCH: "#E69F00",
     Verdict.BLIND: "#999999",
     Verdict.UNSTABLE: "#CC79A7",

@@ -67,7 +67,7 @@ def red(row: Row, run: Run, judgement: Judgement, context: ReportContext) -> dic
         "reproduce": row.cell.reproduce,
         "side_by_side": (
             ab_command(run, judgement, context, row.cell.cell_id)
-            if row.cell.verdict is Verdict.REGRESSED
+            if row.cell.verdict in (Verdict.REGRESSED, Verdict.SUSPECT)
             else ""
         ),
         "stderr": row.stderr_tail if row.cell.verdict is Verdict.FAILED else "",

@@ -131,7 +131,7 @@ def _changed(
         "incomparable": tables.listed(rows, (Verdict.INCOMPARABLE,)),
         "new": tables.listed(rows, (Verdict.NEW, Verdict.MISSING)),
         "renamed": sorted(context.renamed.items()),
-        "faster": tables.listed(rows, (Verdict.FASTER,)),
+        "faster": tables.listed(rows, (Verdict.FASTER,), or_looks_faster=True),
     }
 
 

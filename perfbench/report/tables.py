@@ -104,12 +104,14 @@ def ids(cells: list[str], total: int) -> str:
     return named if len(cells) <= MAX_IDS else f"{len(cells)} cells: {named}, ..."
 
 
-def listed(rows: Iterable[Row], verdicts: tuple[Verdict, ...]) -> list[tuple[str, str, str]]:
+def listed(
+    rows: Iterable[Row], verdicts: tuple[Verdict, ...], *, or_looks_faster: bool = False
+) -> list[tuple[str, str, str]]:
     """(verdict, cells as Markdown, reason); cells with the same reason share a line."""
     rows = list(rows)
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        if row.cell.verdict is not None and row.cell.verdict in verdicts:
+        if row.cell.verdict in verdicts or (or_looks_faster and row.cell.looks_faster):
             groups.setdefault((row.verdict, row.cell.reason), []).append(row.cell.cell_id)
     return [(verdict, ids(cells, len(rows)), reason) for (verdict, reason), cells in groups.items()]
 

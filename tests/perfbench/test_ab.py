@@ -333,9 +333,9 @@ def test_compare_judges_both_sides_of_an_ab_or_two_runs(
     assert bench.run("run", "small.yaml", "--out", "single") == 0
     (single,) = Path("single").iterdir()
     capsys.readouterr()
-    # two sessions: a drop is at most WATCH
+    # two sessions: a drop is at most SUSPECT
     assert bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
-    assert "WATCH" in capsys.readouterr().out
+    assert "SUSPECT" in capsys.readouterr().out
     assert bench.run("compare", str(single)) == 2
     assert "wanted two" in capsys.readouterr().err
     assert bench.run("compare", str(folder), str(single)) == 2

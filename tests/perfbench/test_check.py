@@ -88,10 +88,10 @@ def test_nothing_is_confirmed_where_nothing_looks_slower(bench: Bench) -> None:
     assert bench.a.jobs == [] and not (confirmed() / "confirm").exists()
 
 
-def test_no_confirm_leaves_it_a_warning(bench: Bench) -> None:
+def test_no_confirm_leaves_it_suspect(bench: Bench) -> None:
     promote(bench)
     bench.current.speed = 800.0
-    assert bench.run("check", "small.yaml", "--no-confirm") == 0
+    assert bench.run("check", "small.yaml", "--no-confirm") == 7
     assert bench.run("check", "small.yaml", "--no-confirm", "--strict") == 7
     assert bench.a.jobs == []
 
@@ -109,19 +109,19 @@ def edit_cells(**changes: Any) -> None:
 @pytest.mark.parametrize(
     ("base", "why"), [("0" * 40, "does not have"), (None, "knows no commit of")]
 )
-def test_a_base_that_cannot_be_built_leaves_it_watched(
+def test_a_base_that_cannot_be_built_leaves_it_suspect(
     bench: Bench, capsys: pytest.CaptureFixture[str], base: str | None, why: str
 ) -> None:
     promote(bench)
     edit_cells(commit=base)
     bench.current.speed = 800.0
-    assert bench.run("check", "small.yaml") == 0
+    assert bench.run("check", "small.yaml") == 7
     out, err = capsys.readouterr()
-    assert "WATCH" in out and why in err and "not confirmed" in out
+    assert "SUSPECT" in out and why in err and "not confirmed" in out
     assert bench.run("check", "small.yaml", "--strict") == 7
 
 
-def test_a_base_whose_package_is_too_old_leaves_it_watched(
+def test_a_base_whose_package_is_too_old_leaves_it_suspect(
     bench: Bench, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     promote(bench)
@@ -134,7 +134,7 @@ def test_a_base_whose_package_is_too_old_leaves_it_watched(
         git(old, "checkout", "-q", bench.commits[1])
         patch.setattr(outcome, "CHECKOUT", old)
         patch.setattr(schedule, "plan_of_version", REAL_PLAN)
-        assert bench.run("check", "small.yaml") == 0
+        assert bench.run("check", "small.yaml") == 7
     err = capsys.readouterr().err
     assert "lacks what this harness needs of nsa" in err and "nsa.routing" in err
 
@@ -153,7 +153,7 @@ def test_an_interrupted_confirmation_goes_on(
     assert len(bench.b.jobs) >= 12 and len(run_file.read_run(folder).replicates) == 8
 
 
-def test_a_spent_budget_leaves_it_watched(
+def test_a_spent_budget_leaves_it_suspect(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from perfbench.commands import check
@@ -164,5 +164,5 @@ def test_a_spent_budget_leaves_it_watched(
     monkeypatch.setattr(
         check, "time", type("Clock", (), {"monotonic": staticmethod(lambda: next(readings))})
     )
-    assert bench.run("check", "small.yaml", "--budget", "90s") == 0
+    assert bench.run("check", "small.yaml", "--budget", "90s") == 7
     assert "the budget is spent" in " ".join(capsys.readouterr().out.split()) and bench.a.jobs == []

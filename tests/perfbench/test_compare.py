@@ -23,7 +23,7 @@ TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
 
 @pytest.mark.parametrize(
     "paired, verdict, exit_code",
-    [(True, Verdict.REGRESSED, Exit.REGRESSED), (False, Verdict.WATCH, Exit.OK)],
+    [(True, Verdict.REGRESSED, Exit.REGRESSED), (False, Verdict.SUSPECT, Exit.STRICT)],
 )
 def test_only_pairs_show_a_regression(paired: bool, verdict: Verdict, exit_code: Exit) -> None:
     base = b.small_run(replicates=8)

@@ -255,7 +255,8 @@ def test_a_moved_sentinel_is_env_and_no_speed_is_compared(rate: float, words: st
     now = b.watched(b.scale_rows(run, TRAIN, 0.5), {"gemm": [rate] * 3, "copy": [2.4e12] * 3})
     judgement = judge(now, b.baseline_of(run), POLICY)
     if words is None:
-        assert judgement.exit_code is Exit.OK and verdict_of(judgement, TRAIN) is Verdict.WATCH
+        assert verdict_of(judgement, TRAIN) is Verdict.SUSPECT
+        assert judgement.exit_code is Exit.STRICT
         return
     assert (
         judgement.exit_code is Exit.ENVIRONMENT
@@ -452,10 +453,10 @@ def test_the_exit_code_follows_severity() -> None:
         run = break_it(run)
         assert judge(run, base, POLICY, strict=True).exit_code is expected
     final = judge(run, base, POLICY, strict=True)
-    assert {str(v) for v in ("PARITY", "WRONG_PATH", "FAILED", "WATCH", "ENV", "UNSTABLE")} <= set(
-        final.counts
-    )
-    assert final.headline.endswith("also 1 WRONG_PATH, 1 FAILED, 1 ENV, 1 WATCH, 1 UNSTABLE")
+    assert {
+        str(v) for v in ("PARITY", "WRONG_PATH", "FAILED", "SUSPECT", "ENV", "UNSTABLE")
+    } <= set(final.counts)
+    assert final.headline.endswith("also 1 WRONG_PATH, 1 FAILED, 1 ENV, 1 SUSPECT, 1 UNSTABLE")
     slow = b.with_rows(run, [row for row in run.replicates if row.cell_id == ids[2]])
     settled = conclude(final, blank, slow, POLICY)
     assert settled.counts["REGRESSED"] == 1 and settled.exit_code is Exit.NOT_TRUE
@@ -488,12 +489,13 @@ def test_a_stored_baseline_alone_never_makes_a_regression(factor: float, count: 
         b.scale_rows(run, cell.cell_id, factor), b.baseline_of(run), POLICY, strict=True
     )
     got = judgement.cells[0]
-    assert judgement.exit_code is (Exit.STRICT if got.verdict is Verdict.WATCH else Exit.OK)
+    open_ = got.verdict in (Verdict.WATCH, Verdict.SUSPECT)
+    assert judgement.exit_code is (Exit.STRICT if open_ else Exit.OK)
     if count < 3:
         assert got.verdict is Verdict.WATCH and not got.screened
     elif abs(factor - 1) > 0.02:
         assert got.verdict is (
-            Verdict.WATCH if factor < 1 else Verdict.FASTER
+            Verdict.SUSPECT if factor < 1 else Verdict.SAME
         ) and got.screened is (factor < 1)
 
 

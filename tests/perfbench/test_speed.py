@@ -58,12 +58,12 @@ def noisy(run: Run, cell_id: str, sd: float, seed: int, factor: float = 1.0) -> 
 @pytest.mark.parametrize(
     "factor, verdict",
     [
-        (0.90, Verdict.WATCH),
-        (0.97, Verdict.WATCH),
+        (0.90, Verdict.SUSPECT),
+        (0.97, Verdict.SUSPECT),
         (0.998, Verdict.WATCH),
         (1.0, Verdict.SAME),
         (1.005, Verdict.SAME),
-        (1.03, Verdict.FASTER),
+        (1.03, Verdict.SAME),
     ],
 )
 def test_speed_against_a_stored_baseline_is_never_red(factor: float, verdict: Verdict) -> None:
@@ -79,12 +79,12 @@ def test_speed_against_a_stored_baseline_is_never_red(factor: float, verdict: Ve
         judgement = judge(slower, b.baseline_of(run), POLICY, strict=strict)
         cell = cell_of(judgement, DENSE)
         assert cell.verdict is verdict and verdict_of(judgement, TRAIN) is Verdict.SAME
-        assert cell.screened is (verdict is Verdict.WATCH) and judgement.to_confirm == (
+        assert cell.screened is (verdict is not Verdict.SAME) and judgement.to_confirm == (
             [DENSE] if cell.screened else []
         )
-        assert judgement.exit_code is (
-            Exit.STRICT if strict and verdict is Verdict.WATCH else Exit.OK
-        )
+        fails = verdict is Verdict.SUSPECT or (strict and verdict is Verdict.WATCH)
+        assert judgement.exit_code is (Exit.STRICT if fails else Exit.OK)
+        assert ("looks faster (+3.0 %), not confirmed" in cell.reason) is (factor == 1.03)
 
 
 def test_an_unknown_session_counts_as_one_of_one_per_cent() -> None:
@@ -128,7 +128,7 @@ def test_two_speeds_within_the_processes_are_unstable_and_hide_no_drop() -> None
         b.scale_rows(run, TRAIN, 0.9), TRAIN, samples_s=[s / 0.9 for s in samples], engaged=engaged
     )
     cell = cell_of(judge(slower, b.baseline_of(run), POLICY), TRAIN)
-    assert cell.verdict is Verdict.WATCH and cell.screened and "two speeds" in cell.reason
+    assert cell.verdict is Verdict.SUSPECT and cell.screened and "two speeds" in cell.reason
 
 
 # --- host bound
@@ -164,7 +164,7 @@ def test_a_cell_that_became_host_bound_is_confirmed_before_it_is_excused(factor:
     ):
         cell = cell_of(judge(slower, known, POLICY), TRAIN)
         assert (
-            cell.verdict is Verdict.WATCH
+            cell.verdict is Verdict.SUSPECT
             and cell.screened
             and "the base was not host bound" in cell.reason
         )
@@ -254,7 +254,7 @@ def test_no_host_noise_explains_more_than_half(factor: float, screened: bool) ->
     slower = edit(b.scale_rows(run, TRAIN, factor), TRAIN, host_bound=True)
     cell = cell_of(judge(slower, host_bound(b.baseline_of(run), TRAIN), POLICY), TRAIN)
     assert (cell.verdict, cell.screened) == (
-        (Verdict.WATCH, True) if screened else (Verdict.BLIND, False)
+        (Verdict.SUSPECT, True) if screened else (Verdict.BLIND, False)
     )
     assert ("no host's noise explains 50 %" in cell.reason) is screened
 
@@ -277,7 +277,7 @@ def test_more_work_of_a_host_bound_cell_is_screened_and_confirmed_by_its_count(
     )
     first = judge(more, b.baseline_of(run), POLICY)
     cell = cell_of(first, TRAIN)
-    assert cell.verdict is Verdict.WATCH and cell.screened and words in cell.reason
+    assert cell.verdict is Verdict.SUSPECT and cell.screened and words in cell.reason
     settled = conclude(first, run, more, POLICY)
     assert (
         verdict_of(settled, TRAIN) is Verdict.REGRESSED
@@ -404,7 +404,7 @@ def test_a_host_bound_cell_is_judged_by_device_time_where_enough_processes_profi
     slow = edit(run, TRAIN, profile=b.profile(device_time_s=0.021))
     first = judge(slow, b.baseline_of(run), POLICY)
     cell = cell_of(first, TRAIN)
-    assert cell.verdict is Verdict.WATCH and cell.screened and cell.metric == "device_time_s"
+    assert cell.verdict is Verdict.SUSPECT and cell.screened and cell.metric == "device_time_s"
     assert cell.change_pct == 0 and cell.evidence[0].change_pct == pytest.approx(
         -100 / 21, abs=1e-6
     )
@@ -468,18 +468,29 @@ def test_pairs_settle_what_was_screened(factor: float, verdict: Verdict, exit_co
     ]
 
 
-def test_pairs_too_noisy_to_settle_are_blind_or_watch() -> None:
+def test_pairs_too_noisy_to_settle_clear_nothing_that_the_screen_rejects() -> None:
     first, run = screened()
     wild = conclude(first, noisy(run, TRAIN, 0.15, seed=2), noisy(run, TRAIN, 0.15, seed=3), POLICY)
-    assert verdict_of(wild, TRAIN) is Verdict.BLIND
+    assert verdict_of(wild, TRAIN) is Verdict.SUSPECT and "too noisy" in reason_of(wild, TRAIN)
     restless = conclude(
         first, noisy(run, TRAIN, 0.02, seed=4), noisy(run, TRAIN, 0.02, seed=5, factor=0.98), POLICY
     )
     assert (
-        verdict_of(restless, TRAIN) is Verdict.WATCH
+        verdict_of(restless, TRAIN) is Verdict.SUSPECT
         and "MDE" in reason_of(restless, TRAIN)
-        and restless.exit_code is Exit.OK
+        and restless.exit_code is Exit.STRICT
     )
+
+
+def test_pairs_too_noisy_to_settle_what_no_screen_rejects_are_blind_or_watch() -> None:
+    first, run = screened(factor=0.995)
+    assert verdict_of(first, TRAIN) is Verdict.WATCH
+    wild = conclude(first, noisy(run, TRAIN, 0.15, seed=2), noisy(run, TRAIN, 0.15, seed=3), POLICY)
+    assert verdict_of(wild, TRAIN) is Verdict.BLIND and wild.exit_code is Exit.OK
+    restless = conclude(
+        first, noisy(run, TRAIN, 0.02, seed=4), noisy(run, TRAIN, 0.02, seed=5, factor=0.98), POLICY
+    )
+    assert verdict_of(restless, TRAIN) is Verdict.WATCH and restless.exit_code is Exit.OK
 
 
 def test_the_noisier_the_cell_the_more_pairs_are_asked_for() -> None:
@@ -530,14 +541,21 @@ def test_holm_counts_every_confirmed_cell() -> None:
 
 
 @pytest.mark.parametrize("reason", ["", "the base does not build: no such commit"])
-def test_without_a_confirmation_it_stays_watch_and_says_why(reason: str) -> None:
+def test_without_a_confirmation_a_rejected_cell_is_suspect_and_says_what_settles_it(
+    reason: str,
+) -> None:
     first, _ = screened(factor=0.2)
     settled = conclude(first, None, None, POLICY, reason)
     assert (
-        verdict_of(settled, TRAIN) is Verdict.WATCH
-        and settled.exit_code is Exit.OK
+        verdict_of(settled, TRAIN) is Verdict.SUSPECT
+        and settled.exit_code is Exit.STRICT
         and settled.to_confirm == [TRAIN]
     )
+    again = f"`perfbench ab {b.COMMIT[:12]} . matrices/h100.yaml --only cell={TRAIN}`"
+    assert (
+        again in reason_of(settled, TRAIN) and "after Holm over 4 tests" in settled.cells[0].reason
+    )
+    assert settled.headline.startswith("SUSPECT, exit 7: 1 of 4 cells")
     assert (reason or "no confirmation was run") in reason_of(settled, TRAIN)
     run = b.small_run(noise=0.004, replicates=8)
     strict = conclude(
@@ -553,7 +571,7 @@ def test_without_a_confirmation_it_stays_watch_and_says_why(reason: str) -> None
 def test_a_side_that_cannot_be_believed_settles_nothing_but_its_own_failure() -> None:
     first, run = screened()
     broken = conclude(first, fail(run, TRAIN, Status.CRASH, reason="boom"), run, POLICY)
-    assert verdict_of(broken, TRAIN) is Verdict.WATCH and "the base gave no speed" in reason_of(
+    assert verdict_of(broken, TRAIN) is Verdict.SUSPECT and "the base gave no speed" in reason_of(
         broken, TRAIN
     )
     wrong = conclude(first, run, edit(run, TRAIN, engaged={}), POLICY)
@@ -565,7 +583,7 @@ def test_a_side_that_cannot_be_believed_settles_nothing_but_its_own_failure() ->
         conclude(first, only_rows(run, TRAIN, {0, 1}), run, POLICY), TRAIN
     )
     hot = conclude(first, throttle(run, TRAIN, set(range(8))), run, POLICY)
-    assert verdict_of(hot, TRAIN) is Verdict.WATCH and "no pair is left" in reason_of(hot, TRAIN)
+    assert verdict_of(hot, TRAIN) is Verdict.SUSPECT and "no pair is left" in reason_of(hot, TRAIN)
     absent = b.with_manifest(run, cells=[c for c in run.manifest.cells if c.cell_id != TRAIN])
     assert "the base has no such cell" in reason_of(conclude(first, absent, run, POLICY), TRAIN)
 
@@ -616,3 +634,48 @@ def test_the_same_rows_in_any_order_give_the_same_bytes(order: list[int]) -> Non
             for judgement in (first, conclude(first, one, one, POLICY))
         }
     assert len(texts) == 2  # one for each stage
+
+
+def test_a_base_that_runs_far_from_its_stored_speed_is_suspect() -> None:
+    """Both sides 19 times slower than stored: the pairs prove them alike, and something is wrong
+    with the session or with the baseline.
+    """
+    first, run = screened()
+    for factor in (1 / 19, 19.0, 0.8):
+        tonight = b.scale_rows(run, TRAIN, factor)
+        settled = conclude(first, tonight, tonight, POLICY)
+        assert verdict_of(settled, TRAIN) is Verdict.SUSPECT
+        assert settled.exit_code is Exit.STRICT
+        assert "in this session and is stored with" in reason_of(settled, TRAIN)
+    slow = b.scale_rows(run, TRAIN, 0.8)
+    lost = conclude(first, slow, b.scale_rows(run, TRAIN, 0.7), POLICY)
+    assert verdict_of(lost, TRAIN) is Verdict.REGRESSED and "is stored with" in reason_of(
+        lost, TRAIN
+    )
+    # sessions that are off by a few per cent are no news
+    near = b.scale_rows(run, TRAIN, 0.94)
+    assert verdict_of(conclude(first, near, near, POLICY), TRAIN) is Verdict.SAME
+
+
+def test_the_screen_rejects_after_holm_over_all_its_tests() -> None:
+    """One of 21 cells at p .005 is no news: the smallest of so many is below .02 by chance."""
+    run = b.small_run(noise=0.004, replicates=8)
+    policy = GatePolicy(alpha_screen=0.02)
+    base = b.baseline_of(run, night_log_sd=0.01)
+    seen = {}
+    for drop in (0.03, 0.035, 0.05, 0.10):
+        cell = cell_of(judge(b.scale_rows(run, TRAIN, 1 - drop), base, policy), TRAIN)
+        p = cell.evidence[0].comparison.p_slower
+        seen[drop] = (p, cell.verdict)
+        assert cell.verdict is (Verdict.SUSPECT if 4 * p < 0.02 else Verdict.WATCH)
+    assert {verdict for _, verdict in seen.values()} == {Verdict.WATCH, Verdict.SUSPECT}
+    assert any(p < 0.02 and verdict is Verdict.WATCH for p, verdict in seen.values())
+
+
+def test_a_drop_within_the_tolerance_is_never_suspect() -> None:
+    """The smoke test of CI tolerates half of the speed on a busy machine."""
+    run = b.small_run(noise=0.001)
+    policy = GatePolicy(min_effect_pct=50, tolerance_pct=50)
+    assert judge(b.scale_rows(run, TRAIN, 0.6), b.baseline_of(run), policy).exit_code is Exit.OK
+    lost = judge(b.scale_rows(run, TRAIN, 0.4), b.baseline_of(run), policy)
+    assert verdict_of(lost, TRAIN) is Verdict.SUSPECT

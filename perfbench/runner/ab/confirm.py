@@ -1,10 +1,10 @@
 """The second stage of `check`: what the screen found is measured again, in turns with the commit of
 the baseline.
 
-A stored baseline was measured in another session, so it can only flag a cell, not fail it. What
-cannot be confirmed stays WATCH with the reason. The pairs lie in the run's folder under
-``confirm/``, where `gate` and `report` find them again; they count only against the baseline whose
-commit they were measured at.
+A stored baseline was measured in another session, so it makes no cell REGRESSED. What cannot be
+confirmed stays SUSPECT, or WATCH where the screen does not reject it, with the reason. The
+pairs lie in the run's folder under ``confirm/``, where `gate` and `report` find them again; they
+count only against the baseline whose commit they were measured at.
 """
 
 from __future__ import annotations
