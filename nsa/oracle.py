@@ -73,10 +73,16 @@ def causal_mask(position: Tensor, num_keys: int) -> Tensor:
 
 def compress_mean(x: Tensor, block: int, stride: int) -> Tensor:
     """Mean over tokens [i * stride, i * stride + block), whole blocks only: [B, C, G, D]."""
-    x = x.double()
-    starts = range(0, x.shape[1] - block + 1, stride)
-    means = [x[:, s : s + block].mean(1) for s in starts]
-    return torch.stack(means, 1) if means else x[:, :0]
+    return _windows(x.double(), block, stride).mean(2)
+
+
+def _windows(x: Tensor, block: int, stride: int) -> Tensor:
+    """Whole blocks of x [B, S, G, D]: [B, C, l, G, D]. One operator: slices in a loop would each
+    have a gradient of S tokens.
+    """
+    if x.shape[1] < block:
+        return x[:, :0, None].expand(-1, -1, block, -1, -1)
+    return x.unfold(1, block, stride).permute(0, 1, 4, 2, 3)
 
 
 def compressed(
@@ -231,12 +237,8 @@ def rope(x: Tensor, positions: Tensor, *, base: float, scale: float, kind: str) 
 
 def compress_linear(x: Tensor, weight: Tensor, block: int, stride: int) -> Tensor:
     """weight [D, l * D] times each whole block, flattened token by token: [B, C, G, D]."""
-    x, weight = x.double(), weight.double()
-    out = [
-        torch.einsum("bkgd,okd->bgo", x[:, s : s + block], weight.reshape(-1, block, x.shape[3]))
-        for s in range(0, x.shape[1] - block + 1, stride)
-    ]
-    return torch.stack(out, 1) if out else x[:, :0]
+    windows = _windows(x.double(), block, stride)
+    return torch.einsum("bckgd,okd->bcgo", windows, weight.double().reshape(-1, block, x.shape[3]))
 
 
 def compress_mlp(
@@ -246,9 +248,6 @@ def compress_mlp(
     D]: [B, C, G, D].
     """
     x, position, up, down = x.double(), position.double(), up.double(), down.double()
-    out = []
-    for s in range(0, x.shape[1] - block + 1, stride):
-        placed = x[:, s : s + block] + position[None, :, None, :]
-        hidden = torch.einsum("bkgd,okd->bgo", placed, up.reshape(-1, block, x.shape[3]))
-        out.append(torch.einsum("bgh,dh->bgd", hidden * torch.sigmoid(hidden), down))
-    return torch.stack(out, 1) if out else x[:, :0]
+    placed = _windows(x, block, stride) + position[:, None, :]
+    hidden = torch.einsum("bckgd,okd->bcgo", placed, up.reshape(-1, block, x.shape[3]))
+    return torch.einsum("bcgh,dh->bcgd", hidden * torch.sigmoid(hidden), down)

@@ -34,7 +34,7 @@ from perfbench.worker.workloads import block_patterns
 
 NUM_ROWS = 64
 MIN_ROWS = 8
-MAX_LOGITS = 2**24  # of the sampled rows, in fp64: beyond, the judge takes longer than the cell
+MAX_LOGITS = 2**25  # of the sampled rows, in fp64: beyond, the judge takes longer than the cell
 # The cell's own output of inputs, and the blocks that it chose for the rows.
 _Own = tuple[Callable[[Tensors], Tensor], Tensor]
 
