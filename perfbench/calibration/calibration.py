@@ -38,7 +38,7 @@ class CellNoise:
     bound like it. ``between_starts`` and ``device_between_starts``: tok/s and device time,
     from two starts on. ``blocks``: pairs that confirm min_effect with the policy's power; null:
     BLIND.
-    ``judged_drop_pct``: the smallest drop that `stats.MAX_BLOCKS` pairs confirm, min_effect where
+    ``judged_drop_pct``: the smallest drop that `stats.MAX_PAIRS` pairs confirm, min_effect where
     the cell is not BLIND.
     ``tolerance_pct`` grows like it; a matrix takes both by the overrides that the report prints.
     """

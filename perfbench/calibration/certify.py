@@ -28,6 +28,7 @@ class Effort:
     """How much is simulated: cells of a session for each world, drops for each power row."""
 
     null_cell_sessions: int = 1_500
+    null_alone: int = 4_000  # of a cell that is always confirmed
     drops: int = 1_000
     claimed_drops: int = 2_500  # of the first world at min_effect, which carries the claim
     mode_trials: int = 400
@@ -69,11 +70,14 @@ class Rate:
 class NullRow:
     """Sessions in which nothing got slower.
 
-    ``ks_p``: that the confirmed p-values are uniform (Kolmogorov and Smirnov).
+    ``red``: REGRESSED, or SUSPECT, which fails too. ``ks_p``: that the p-values of the first look
+    are uniform (Kolmogorov and Smirnov).
     """
 
     world: World
     red: Rate
+    suspect: Rate
+    mean_pairs: float | None
     screened: Rate
     blind: Rate
     p_values: int
@@ -96,7 +100,7 @@ class PowerRow:
     screened: Rate
     significant: Rate
     blind: Rate
-    mean_blocks: float | None
+    mean_pairs: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +177,7 @@ def certify(
             _null_row(
                 world,
                 policy,
-                max(1, effort.null_cell_sessions // world.cells),
+                max(1, _null_cells(world, effort) // world.cells),
                 (seed, place, 0),
                 shape,
             )
@@ -208,6 +212,10 @@ def certify(
         _permute(stored, policy, seed),
         len(shape),
     )
+
+
+def _null_cells(world: World, effort: Effort) -> int:
+    return effort.null_alone if world.is_confirmed else effort.null_cell_sessions
 
 
 def standardised(stored: Sequence[Sequence[float]]) -> list[float]:
@@ -247,14 +255,17 @@ def _null_row(
     tallies = list(simulate(world, policy, sessions=sessions, seed=seed, stored=shape).values())
     p = [value for tally in tallies for value in tally.p_values]
     distance, ks_p = uniformity(p) if p else (None, None)
-    red, blind = (
+    regressed, suspect, blind = (
         _sum(Rate(tally.outcomes[name], tally.sessions) for tally in tallies)
-        for name in ("REGRESSED", "BLIND")
+        for name in ("REGRESSED", "SUSPECT", "BLIND")
     )
+    red = Rate(regressed.hits + suspect.hits, regressed.trials)
     screened = _sum(Rate(tally.screened, tally.sessions) for tally in tallies)
     return NullRow(
         world,
         red,
+        suspect,
+        _mean_pairs(tallies),
         screened,
         blind,
         len(p),
@@ -282,8 +293,13 @@ def _power_row(world: World, sd: float, drop: float, tally: Tally) -> PowerRow:
         Rate(tally.screened, tally.sessions),
         Rate(tally.significant, tally.sessions),
     )
-    blocks = math.fsum(tally.blocks) / len(tally.blocks) if tally.blocks else None
-    return PowerRow(world, sd, drop, red, screened, significant, blind, blocks)
+    return PowerRow(world, sd, drop, red, screened, significant, blind, _mean_pairs([tally]))
+
+
+def _mean_pairs(tallies: Sequence[Tally]) -> float | None:
+    """That a confirmed cell took."""
+    pairs = [one for tally in tallies for one in tally.pairs]
+    return math.fsum(pairs) / len(pairs) if pairs else None
 
 
 def _permute(

@@ -176,16 +176,14 @@ def _cell(
         stats.confirm_power(policy),
     )
     blocks = (
-        stats.blocks_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_BLOCKS)
+        stats.pairs_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_PAIRS)
         if df > 0 and sd > 0
         else None
     )
     judged = None
     if df > 0:
         least = (
-            stats.noncentrality(stats.MAX_BLOCKS - 1, alpha, power)
-            * sd
-            / math.sqrt(stats.MAX_BLOCKS)
+            stats.noncentrality(stats.MAX_PAIRS - 1, alpha, power) * sd / math.sqrt(stats.MAX_PAIRS)
         )
         judged = policy.min_effect_pct if blocks is not None else -100 * math.expm1(-least)
     blind = judged is not None and blocks is None

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from perfbench.calibration import report_rule
 from perfbench.calibration.between_starts import CONFIDENCE
 from perfbench.calibration.report_rule import bounded, counts, met, num, pct, table
 from perfbench.calibration.simulate import GPU_BOUND
-from perfbench.gate import stats
+from perfbench.gate import EARLY_DROP_PCT, LOOKS, stats
 from perfbench.records import AXES, NOT_APPLICABLE
 from perfbench.text import NULL, cell_code, escape
 
@@ -80,11 +80,16 @@ def _rule(c: Calibration) -> list[str]:
             "**Screen**, each session against the stored baseline: a cell is left alone only where"
             f" a drop of {p.min_effect_pct:g} % is refuted at alpha {stats.screen_alpha(p):g}, and"
             f" it is not tested slower at alpha {p.alpha_screen:g}. **Confirm** what is left, base"
-            " and candidate in turns (ABBA) in the same session: REGRESSED is slower at alpha"
-            f" {p.alpha_confirm:g} after Holm, and by more than {p.tolerance_pct:g} %. The pairs"
-            " are planned before the first one, from the variance in the screen; a cell that needs"
-            f" more than {stats.MAX_BLOCKS} is BLIND. Both tests are moderated t tests; a cell much"
-            " noisier than its family keeps its own variance."
+            " and candidate in turns in the same session. A block is one ABBA and one BAAB of"
+            " fresh processes, the order of the two drawn from the seed; a cell is looked at after"
+            f" {_list(LOOKS)} pairs. It is cleared at the first look that refutes the drop, with"
+            f" alpha {stats.screen_alpha(p):g} for all looks together, and REGRESSED at the last"
+            f" look where it is slower, and by more than {p.tolerance_pct:g} %; before that only"
+            f" where the drop is for certain more than {EARLY_DROP_PCT:g} %. The cells that go on"
+            f" divide alpha {p.alpha_confirm:g}, and the looks of a cell divide its share. The"
+            " screen's tests are moderated t tests, where a cell much noisier than its family keeps"
+            " its own variance; the confirmation's use the cell's own variance. A cell that"
+            f" {stats.MAX_PAIRS} pairs cannot judge is BLIND."
         ),
         "",
         (
@@ -95,6 +100,10 @@ def _rule(c: Calibration) -> list[str]:
         ),
         "",
     ]
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def _machine(c: Calibration) -> list[str]:
@@ -206,7 +215,7 @@ def _cells(c: Calibration) -> list[str]:
         "",
         (
             f"*Pairs*: what confirms {c.policy.min_effect_pct:g} % when the cell alone is"
-            f" confirmed. *Smallest drop judged*: for a BLIND cell, what {stats.MAX_BLOCKS} pairs"
+            f" confirmed. *Smallest drop judged*: for a BLIND cell, what {stats.MAX_PAIRS} pairs"
             " show; its tolerance grows alike, where the matrix takes the overrides below. An sd"
             " from two or three processes is a rough guess: read the moderated one. The sd of"
             " device time needs two profiled processes of a start."

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfbench.gate import stats
+from perfbench.gate import LOOKS, base_first, decide_at, looks_of, stats
 from perfbench.matrix import GatePolicy
 
 if TYPE_CHECKING:
@@ -22,9 +22,13 @@ if TYPE_CHECKING:
     # C cells, R replicates or slots of time
     Array = NDArray[np.float64]
 
-Shape = Literal["normal", "heavy", "drift", "stored"]
-Outcome = Literal["SAME", "WATCH", "BLIND", "REGRESSED"]
+Shape = Literal["normal", "heavy", "stored", "drift", "trend", "ar", "sticky", "square", "sine"]
+Outcome = Literal["SAME", "WATCH", "BLIND", "SUSPECT", "REGRESSED"]
 STORED_REPLICATES = 5
+HEAVY_DF = 2.5  # of Student's t
+SWING_PCT = 3.0  # between the two states of a machine, or the top and bottom of its wave
+TREND_PCT = 6.0  # over a confirmation
+STICKY_FLIP = 0.1  # of the state, from one process to the next
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,13 @@ class World:
     deviation for all cells of a session,
     ``session_own_pct``: one for each. ``assumed_session_pct``: what the gate assumes of a
     session; None: the actual value.
-    ``shape``: heavy: Student's t with 3 degrees of freedom; drift: 2 % over the session, and 2 %
-    between two states that each last some ten processes; stored: real samples. ``process_state``:
-    (share, per cent) of the processes that are slower by so much; ``session_state_pct``: half of
-    the sessions are.
+    ``shape``, from one process of a cell to its next. heavy: Student's t with 2.5 degrees of
+    freedom; stored: real samples; drift: 2 % over the session, and 2 % between two states that each
+    last some ten processes; trend: 6 % over the session; ar: autoregressive with ``rho``; sticky:
+    two states 3 % apart; square and sine: a wave of ``period`` processes, 3 % high, whose phase is
+    the session's. ``process_state``: (share, per cent) of the processes that are slower by so much;
+    ``session_state_pct``: half of the sessions are. ``is_confirmed``: every cell goes on to its
+    pairs, whatever the screen says, and one that is alone has the whole of alpha_confirm.
     """
 
     name: str
@@ -48,9 +55,12 @@ class World:
     session_own_pct: float = 0.5
     assumed_session_pct: float | None = None
     shape: Shape = "normal"
+    rho: float = 0.0
+    period: int = 0
     process_state: tuple[float, float] = (0.0, 0.0)
     session_state_pct: float = 0.0
     replicates: int = STORED_REPLICATES
+    is_confirmed: bool = False
 
     @property
     def between_session_variance(self) -> float:
@@ -59,6 +69,11 @@ class World:
         # a fair coin has sd 1/2
         parts = (self.session_shared_pct, self.session_own_pct, self.session_state_pct / 2)
         return math.fsum((part / 100) ** 2 for part in parts)
+
+
+def alone(name: str, **noise: Any) -> World:
+    """One cell that is always confirmed, in such noise."""
+    return World(f"alone: {name}", (0.34, 0.93), cells=1, is_confirmed=True, **noise)
 
 
 GPU_BOUND = (0.34, 0.93, 1.0)  # % between processes of an idle H100: copy, flash attention, GEMM
@@ -87,22 +102,38 @@ WORLDS = (
     World("40 cells", GPU_BOUND, cells=40),
     World("GPU and host bound in one family", GPU_BOUND + HOST_BOUND, cells=20),
     World("host bound", HOST_BOUND),
+    World("GPU bound, sessions off by 3 %", GPU_BOUND, session_shared_pct=3.0),
     World("heavy tails", GPU_BOUND, shape="heavy"),
     World("sessions in two states, 3 % apart", GPU_BOUND, session_state_pct=3.0),
     World("processes in two states, 2 % apart", (0.34,), process_state=(0.5, 2.0)),
     World("one process in ten 10 % slower", (0.34,), process_state=(0.1, 10.0)),
     World("drift in the session", GPU_BOUND, shape="drift"),
+    alone("normal"),
+    alone("sessions off by 3 %", session_shared_pct=3.0),
+    alone("heavy tails", shape="heavy"),
+    alone("autoregressive, 0.8", shape="ar", rho=0.8),
+    alone("autoregressive, -0.8", shape="ar", rho=-0.8),
+    alone("two clocks", process_state=(0.5, SWING_PCT)),
+    alone("two sticky clocks", shape="sticky"),
+    alone("period of 2", shape="square", period=2),
+    alone("period of 4", shape="square", period=4),
+    alone("period of 8", shape="square", period=8),
+    alone("sine of period 8", shape="sine", period=8),
+    alone("trend", shape="trend"),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One cell in one session: its outcome, and what the confirmation saw (None: not confirmed)."""
+    """One cell in one session: its outcome, and what the confirmation saw (None: not confirmed).
+
+    ``p_slower``: at the first look, before any choice.
+    """
 
     outcome: Outcome
     screened: bool
     significant: bool  # the screen's test alone: p_slower < alpha_screen
-    blocks: int | None = None
+    pairs: int | None = None
     p_slower: float | None = None
 
 
@@ -110,20 +141,18 @@ class Judged:
 class Tally:
     """Outcomes of many sessions of cells of one kind."""
 
-    outcomes: dict[str, int] = field(
-        default_factory=lambda: dict.fromkeys(("SAME", "WATCH", "BLIND", "REGRESSED"), 0)
-    )
+    outcomes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(get_args(Outcome), 0))
     screened: int = 0
     significant: int = 0
-    blocks: list[int] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)
     p_values: list[float] = field(default_factory=list)
 
     def add(self, judged: Judged) -> None:
         self.outcomes[judged.outcome] += 1
         self.screened += judged.screened
         self.significant += judged.significant
-        if judged.blocks is not None and judged.p_slower is not None:
-            self.blocks.append(judged.blocks)
+        if judged.pairs is not None and judged.p_slower is not None:
+            self.pairs.append(judged.pairs)
             self.p_values.append(judged.p_slower)
 
     @property
@@ -131,66 +160,91 @@ class Tally:
         return sum(self.outcomes.values())
 
 
+Speeds = Sequence[Sequence[float]]  # ln speed of each cell's processes
+
+
 def judge_session(
-    base: Sequence[Sequence[float]],
-    candidate: Sequence[Sequence[float]],
-    again: tuple[Sequence[Sequence[float]], Sequence[Sequence[float]]],
+    base: Speeds,
+    candidate: Speeds,
+    again: tuple[Speeds, Speeds],
     between_session_variance: float,
     policy: GatePolicy,
+    *,
+    is_confirmed: bool = False,
 ) -> list[Judged]:
-    """The two stages on one family of cells; ``again``: the pairs of both sides, `stats.MAX_BLOCKS`
-    ready for each cell.
+    """The two stages on one family of cells; ``again``: the pairs of both sides, as many as the
+    last look wants. ``is_confirmed``: all cells are.
     """
     prior = stats.prior_of(
         *zip(*(stats.pooled(b, c) for b, c in zip(base, candidate, strict=True)), strict=True)
     )
-    bound = stats.screen_alpha(policy)
     first = [
         stats.unpaired(
             b,
             c,
             prior=prior,
             between_session_variance=between_session_variance,
-            alpha=bound,
+            alpha=stats.screen_alpha(policy),
             power=policy.power,
         )
         for b, c in zip(base, candidate, strict=True)
     ]
-    chosen = [cell for cell, comparison in enumerate(first) if stats.screened(comparison, policy)]
-    plan = {
-        cell: stats.planned_blocks(
-            base[cell], candidate[cell], prior=prior, cells=len(chosen), policy=policy
-        )
-        for cell in chosen
-    }
-    pairs = {
-        cell: (again[0][cell][:n], again[1][cell][:n]) for cell, n in plan.items() if n is not None
-    }
-    spreads = [
-        (stats.variance_of(stats.differences(b, c)), len(b) - 1.0) for b, c in pairs.values()
+    significant = [one.p_slower < policy.alpha_screen for one in first]
+    tolerated = math.log1p(-policy.tolerance_pct / 100)
+    rejected = [
+        p < policy.alpha_screen and one.estimate < tolerated
+        for p, one in zip(stats.holm([one.p_slower for one in first]), first, strict=True)
     ]
-    prior = stats.prior_of([s2 for s2, _ in spreads], [df for _, df in spreads])
-    second = {
-        cell: stats.paired(b, c, prior=prior, alpha=policy.alpha_confirm, power=policy.power)
-        for cell, (b, c) in pairs.items()
-    }
-    adjusted = dict(
-        zip(
-            second, stats.holm([comparison.p_slower for comparison in second.values()]), strict=True
-        )
-    )
+    screened = [is_confirmed or stats.screened(one, policy) for one in first]
+
+    def is_blind(cell: int) -> bool:
+        variance, df = stats.moderated(*stats.pooled(base[cell], candidate[cell]), prior)
+        return df > 0 and stats.is_blind(math.sqrt(2 * variance), policy)
+
+    chosen = [
+        cell
+        for cell in range(len(base))
+        if screened[cell] and (is_confirmed or significant[cell] or not is_blind(cell))
+    ]
     judged = []
     for cell in range(len(base)):
-        significant = first[cell].p_slower < policy.alpha_screen
-        if cell not in second:
-            judged.append(Judged("BLIND" if cell in plan else "SAME", cell in plan, significant))
+        if cell not in chosen:
+            judged.append(
+                Judged("BLIND" if screened[cell] else "SAME", screened[cell], significant[cell])
+            )
             continue
-        found = second[cell]
-        outcome: Outcome = "SAME" if stats.proved_same(found, policy) else "WATCH"
-        if stats.regressed(found, adjusted[cell], policy):
-            outcome = "REGRESSED"
-        judged.append(Judged(outcome, True, significant, found.n_base, found.p_slower))
+        outcome, found, p_slower = _confirmed(again[0][cell], again[1][cell], len(chosen), policy)
+        shows_it = found.estimate < tolerated and found.p_slower < policy.alpha_screen
+        is_cleared = not shows_it and found.lower > first[cell].estimate
+        if rejected[cell] and outcome in ("WATCH", "BLIND") and not is_cleared:
+            outcome = "SUSPECT"
+        judged.append(Judged(outcome, True, significant[cell], found.n_base, p_slower))
     return judged
+
+
+def _confirmed(
+    base: Sequence[float], candidate: Sequence[float], tests: int, policy: GatePolicy
+) -> tuple[Outcome, stats.SpeedChange, float]:
+    """(outcome, what the last look saw, p of the first look) of one of ``tests`` confirmed
+    cells.
+    """
+    drop = -math.log1p(-policy.min_effect_pct / 100)
+    p_slower: list[float] = []
+    for look in looks_of(LOOKS, tests, policy):
+        found = decide_at(
+            base[: look.pairs],
+            candidate[: look.pairs],
+            look,
+            policy,
+            tolerance_pct=policy.tolerance_pct,
+        )
+        p_slower.append(found.comparison.p_slower)
+        if stats.regressed(found.comparison, found.adjusted_p, policy):
+            return "REGRESSED", found.comparison, p_slower[0]
+        if stats.proved_same(found.comparison, policy):
+            return "SAME", found.comparison, p_slower[0]
+    is_blind = found.comparison.mde > drop
+    return ("BLIND" if is_blind else "WATCH"), found.comparison, p_slower[0]
 
 
 def simulate(
@@ -202,53 +256,69 @@ def simulate(
     drop_pct: float = 0.0,
     stored: Sequence[float] = (),
 ) -> dict[float, Tally]:
-    """Tallies by process sd: of every cell where ``drop_pct`` is 0, else of every second cell,
-    which alone got slower.
+    """Tallies by process sd: of every cell where ``drop_pct`` is 0, or a cell is alone, else of
+    every second cell, which alone got slower.
 
     ``stored``: standardised real samples for the shape of that name.
     """
     import numpy as np
 
     rng = np.random.default_rng(list(seed))
-    sd = np.resize(np.array(world.process_sd_pct), world.cells)
     pool = np.array(stored)
     tallies = {one: Tally() for one in world.process_sd_pct}
     for session in range(sessions):
+        # fewer cells than sds take them in turn
+        shift = session if world.cells < len(world.process_sd_pct) else 0
+        sd = np.resize(np.roll(np.array(world.process_sd_pct), shift), world.cells)
         turn = np.arange(world.cells) // len(world.process_sd_pct) + session
-        hit = (turn % 2 == 0) if drop_pct else np.ones(world.cells, bool)
+        is_all = world.is_confirmed or not drop_pct
+        hit = np.ones(world.cells, bool) if is_all else turn % 2 == 0
         slower = np.where(hit, math.log1p(-drop_pct / 100), 0.0)[:, None]
         old, new = (_session(world, rng, sd, world.replicates, pool) for _ in range(2))
-        slots = _session(world, rng, sd, 2 * stats.MAX_BLOCKS, pool)
-        base_at, candidate_at = abba(stats.MAX_BLOCKS)
-        again = slots[:, base_at].tolist(), (slots[:, candidate_at] + slower).tolist()
+        slots = _session(world, rng, sd, 2 * LOOKS[-1], pool)
+        orders = [in_turns(LOOKS[-1], seed[0], f"{session}-{n}") for n in range(len(sd))]
+        again = [
+            [
+                [line[place] for place in order[side]]
+                for line, order in zip(found, orders, strict=True)
+            ]
+            for side, found in ((0, slots.tolist()), (1, (slots + slower).tolist()))
+        ]
         judged = judge_session(
-            old.tolist(), (new + slower).tolist(), again, world.between_session_variance, policy
+            old.tolist(),
+            (new + slower).tolist(),
+            (again[0], again[1]),
+            world.between_session_variance,
+            policy,
+            is_confirmed=world.is_confirmed,
         )
         for cell in np.flatnonzero(hit):
             tallies[float(sd[cell])].add(judged[cell])
     return tallies
 
 
-def abba(pairs: int) -> tuple[list[int], list[int]]:
-    """The places in time of base and candidate: base first in even pairs, last in odd ones."""
-    base = [2 * pair + pair % 2 for pair in range(pairs)]
-    return base, [2 * pair + 1 - pair % 2 for pair in range(pairs)]
+def in_turns(pairs: int, seed: int, cell_id: str) -> tuple[list[int], list[int]]:
+    """The places in time of base and candidate, in the order that a confirmation measures them."""
+    first = [base_first(seed, cell_id, pair) for pair in range(pairs)]
+    base = [2 * pair + (not is_base) for pair, is_base in enumerate(first)]
+    return base, [2 * pair + is_base for pair, is_base in enumerate(first)]
 
 
 def _session(
     world: World, rng: np.random.Generator, sd_pct: Array, slots: int, pool: Array
 ) -> Array:
     """ln speed [C, R] of one session's processes in the order of time; about zero."""
-    import numpy as np
 
     size = (world.cells, slots)
     shift_C1 = rng.normal(0, world.session_own_pct, (world.cells, 1)) + rng.normal(
         0, world.session_shared_pct
     )
     if world.shape == "heavy":
-        noise_CR = rng.standard_t(3, size) / math.sqrt(3)
+        noise_CR = rng.standard_t(HEAVY_DF, size) / math.sqrt(HEAVY_DF / (HEAVY_DF - 2))
     elif world.shape == "stored":
         noise_CR = rng.choice(pool, size)
+    elif world.shape == "ar":
+        noise_CR = _autoregressive(rng, size, world.rho)
     else:
         noise_CR = rng.normal(size=size)
     speed_CR = shift_C1 + noise_CR * sd_pct[:, None]
@@ -256,8 +326,42 @@ def _session(
     speed_CR -= gap_pct * (rng.random(size) < share) + world.session_state_pct * (
         rng.random() < 0.5
     )
+    return (speed_CR + _machine_state(world, rng, slots)) / 100
+
+
+def _machine_state(world: World, rng: np.random.Generator, slots: int) -> Array:
+    """What the machine adds to every cell alike [1, R], in per cent."""
+    import numpy as np
+
+    state_R: Array = np.zeros(slots)
     if world.shape == "drift":
         # changes every ten processes or so
-        state_1R = np.cumsum(rng.random((1, slots)) < 0.1, 1) % 2
-        speed_CR += np.linspace(-1, 1, slots)[None] * rng.choice([-1, 1]) + 2 * state_1R
-    return speed_CR / 100
+        state_R[:] = np.linspace(-1, 1, slots) * rng.choice([-1, 1]) + 2 * _states(rng, slots)
+    elif world.shape == "trend":
+        state_R[:] = np.linspace(0, TREND_PCT, slots) * rng.choice([-1, 1])
+    elif world.shape == "sticky":
+        state_R = SWING_PCT * _states(rng, slots)
+    elif world.shape == "square":
+        place_R = np.arange(slots) + rng.integers(world.period)
+        state_R[:] = SWING_PCT * (place_R % world.period < world.period // 2)
+    elif world.shape == "sine":
+        turn_R = np.arange(slots) / world.period + rng.random()
+        state_R[:] = SWING_PCT / 2 * np.sin(2 * np.pi * turn_R)
+    return state_R[None]
+
+
+def _states(rng: np.random.Generator, slots: int) -> Array:
+    import numpy as np
+
+    return (np.cumsum(rng.random(slots) < STICKY_FLIP) % 2).astype(np.float64)
+
+
+def _autoregressive(rng: np.random.Generator, size: tuple[int, int], rho: float) -> Array:
+    """Of variance 1."""
+    import numpy as np
+
+    noise_CR = rng.normal(size=size)
+    for slot in range(1, size[1]):
+        noise_CR[:, slot] *= math.sqrt(1 - rho**2)
+        noise_CR[:, slot] += rho * noise_CR[:, slot - 1]
+    return np.asarray(noise_CR)

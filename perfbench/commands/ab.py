@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from perfbench.commands import options as opt
 from perfbench.errors import Exit, PerfbenchError
+
+if TYPE_CHECKING:
+    from perfbench.matrix import Matrix
 
 
 def ab(
     rev_a: opt.RevA,
     rev_b: opt.RevB,
     matrix: opt.MatrixArg,
-    blocks: opt.Blocks = None,
+    pairs: opt.Pairs = None,
     only: opt.Only = None,
     strict: opt.Strict = False,
     resume: opt.PairResume = None,
@@ -40,7 +45,7 @@ def ab(
     spec = PairSpec(
         loaded,
         only or _cells_of(resume),
-        blocks or loaded.gate.confirm_blocks,
+        _pairs(pairs, loaded),
         new_seed() if seed is None else seed,
         opt.argv(),
         inject or [],
@@ -57,6 +62,23 @@ def ab(
     traced = TracedPair(found.candidate, loaded, context, bases, rev_b)
     trace_on_red(outcome.judgement, traced, found.folder)
     finish(outcome, as_json)
+
+
+def _pairs(asked: int | None, matrix: Matrix) -> int:
+    """USAGE for pairs that are no whole blocks, or that the matrix's policy cannot judge by."""
+    from perfbench.gate import PAIRS_PER_BLOCK
+    from perfbench.matrix import policies
+
+    pairs = matrix.gate.confirm_pairs if asked is None else asked
+    found = policies(matrix)
+    least = max(one.min_replicates for one in (found.whole, *found.by_cell.values()))
+    whole = -(-max(pairs, least) // PAIRS_PER_BLOCK) * PAIRS_PER_BLOCK
+    if pairs != whole:
+        got = f"got {pairs} pairs of each cell, wanted whole blocks of {PAIRS_PER_BLOCK}"
+        if pairs < least:
+            got += f" and at least the policy's min_replicates of {least}"
+        raise PerfbenchError(Exit.USAGE, f"{got}. Next: --pairs {whole}")
+    return pairs
 
 
 def _cells_of(resume: opt.PairResume) -> list[str]:

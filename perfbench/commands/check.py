@@ -95,18 +95,21 @@ def _confirmed(
     outcome: Outcome, options: opt.RunOptions, left_s: float | None, context: MeasuringContext
 ) -> Judgement:
     from perfbench.commands.outcome import matrix_of
-    from perfbench.gate import confirm_all, pairs_for
+    from perfbench.gate import confirm_all, plan_confirmation
     from perfbench.runner import PairSpec, base_commits, confirm_cells
 
     run, policy = outcome.run, outcome.policy
+    plan = plan_confirmation(outcome.judgement)
     spec = PairSpec(
         matrix_of(run),
         [],
-        pairs_for(outcome.judgement, policy),
+        plan.looks[-1],
         run.manifest.seed,
         options.argv,
         run.manifest.injections,
         left_s,
+        plan=plan,
+        policies=policy,
     )
     assert outcome.baseline is not None  # the screen judged by it
     commits = base_commits(outcome.judgement.to_confirm, outcome.baseline, policy)

@@ -51,7 +51,8 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
     from perfbench.runner import base_commits, stored_confirmation
 
     assert outcome.baseline is not None  # the screen judged by it
-    found = stored_confirmation(outcome.folder, base_commits(cells, outcome.baseline, policy))
+    commits = base_commits(cells, outcome.baseline, policy)
+    found = stored_confirmation(outcome.folder, commits, policy)
     if found is None:
         return outcome
     judgement = confirm_all(outcome.judgement, found.measured, policy, found.reasons)

@@ -80,13 +80,15 @@ NoConfirm = Annotated[
         help="Do not confirm what looks slower against the baseline's commit: it stays SUSPECT.",
     ),
 ]
-Blocks = Annotated[
+Pairs = Annotated[
     int | None,
     typer.Option(
+        "--pairs",
         "--blocks",
-        min=2,
+        min=1,
         metavar="N",
-        help="Pairs of each cell; the policy's confirm_blocks by default.",
+        help="Pairs of each cell, four a block; the policy's confirm_pairs by default. --blocks is"
+        " the older name.",
     ),
 ]
 REVISION = "A commit, branch or tag, or a folder that holds nsa/ (FOLDER@SHA where git is missing)."

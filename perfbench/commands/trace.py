@@ -137,10 +137,9 @@ def _confirmed_base(run: Run, folder: Path, cell_id: str, baseline: Path | None)
     from perfbench.records import read_baseline
     from perfbench.runner import base_commits, stored_confirmation
 
-    commits = base_commits(
-        [cell_id], read_baseline(baseline or default_baseline(run)), policy_of(run)
-    )
-    found = stored_confirmation(folder, commits)
+    policy = policy_of(run)
+    commits = base_commits([cell_id], read_baseline(baseline or default_baseline(run)), policy)
+    found = stored_confirmation(folder, commits, policy)
     if found is None:
         return None
     held = [one.base for one in found.measured if cell_id in one.cell_ids]

@@ -5,12 +5,15 @@ from perfbench.gate.bimodality import modes
 from perfbench.gate.boundary import boundaries
 from perfbench.gate.comparable import comparability_key, environment_differences, sentinel_rates
 from perfbench.gate.comparison import compare
-from perfbench.gate.confirmation import MeasuredPairs, confirm_all, pairs_for
+from perfbench.gate.confirmation import confirm_all, next_looks, plan_confirmation
 from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_cell, usable
 from perfbench.gate.evidence import DEVICE, Evidence
 from perfbench.gate.explain import explain_cell
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge
+from perfbench.gate.pair_rows import MeasuredPairs
 from perfbench.gate.screen import judge_by_baseline
+from perfbench.gate.sequential import EARLY_DROP_PCT, LOOKS, PAIRS_PER_BLOCK, base_first
+from perfbench.gate.sequential import decide_at, looks_of
 from perfbench.gate.strictness import joint_rules
 from perfbench.gate import stats

@@ -8,27 +8,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 
-from perfbench.gate import stats
-from perfbench.gate.cell_sides import CellSides, side_of_rows
-from perfbench.gate.comparable import comparability_key, environment_differences
-from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_cell
-from perfbench.gate.hard_rules import ProofIndex, cell_findings
-from perfbench.gate.judgement import CellVerdict, Finding, Judgement, resummarise
-from perfbench.gate.speed_rule import SpeedVerdict, confirm
+from perfbench.gate.cell_sides import CellSides
+from perfbench.gate.judgement import CellVerdict, Judgement, resummarise
+from perfbench.gate.pair_rows import MeasuredPairs, NoPairs, PairRows
+from perfbench.gate.sequential import LOOKS, looks_of
+from perfbench.gate.speed_rule import SpeedVerdict, confirm, confirm_at, is_settled
 from perfbench.gate.suspicion import far_from_stored, suspect, suspect_unless_cleared
 from perfbench.matrix import GatePolicy, Policies
-from perfbench.records import PlannedCell, Replicate, Run, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredPairs:
-    """``cell_ids`` are judged by the pairs of these two runs: replicate r of both was measured one
-    after the other.
-    """
-
-    base: Run
-    candidate: Run
-    cell_ids: Collection[str]
+from perfbench.records import ConfirmationPlan, Run, Verdict
 
 
 def confirm_all(
@@ -39,9 +26,8 @@ def confirm_all(
 ) -> Judgement:
     """Judge every screened cell by its pairs; only here a cell becomes REGRESSED.
 
-    Each cell is judged by its own two runs and by the proofs in them; Holm goes over all of them.
-    A cell that no run of ``measured`` has stays WATCH or SUSPECT; ``reasons``: cell -> why its
-    pairs are missing.
+    Each cell is judged by its own two runs, their plan and the proofs in them. A cell that no run
+    of ``measured`` has stays WATCH or SUSPECT; ``reasons``: cell -> why its pairs are missing.
     """
     asked = set(judgement.to_confirm)
     here = [replace(one, cell_ids=asked & set(one.cell_ids)) for one in measured]
@@ -53,27 +39,37 @@ def confirm_all(
     return _judge_all(resummarise(judgement, cells), here, Policies.over(policy), reasons)
 
 
-def pairs_for(judgement: Judgement, policy: GatePolicy | Policies) -> int:
-    """How many pairs of each screened cell to measure, for the cell and metric that need most; to
-    be decided before the first pair.
-
-    Wall time asks for none where base and candidate are both host bound: it is not gated, and its
-    noise would ask for all.
+def plan_confirmation(judgement: Judgement) -> ConfirmationPlan:
+    """How the screened cells are to be confirmed, the worst first: those that the screen rejects,
+    by their p.
     """
-    policies, asked = Policies.over(policy), set(judgement.to_confirm)
-    wanted = [
-        policies.whole.confirm_blocks,
-        *(policies.of(cell_id).min_replicates for cell_id in asked),
-    ]
-    for cell in (cell for cell in judgement.cells if cell.cell_id in asked):
-        own = policies.of(cell.cell_id)
-        for one in cell.evidence:
-            if one.tolerance_pct > own.tolerance_pct:  # both are host bound
-                continue
-            sides = [stats.logs(values) for values in (one.base, one.candidate)]
-            planned = stats.planned_blocks(*sides, prior=one.prior, cells=len(asked), policy=own)
-            wanted.append(stats.MAX_BLOCKS if planned is None else planned)
-    return max(wanted)
+    asked = set(judgement.to_confirm)
+
+    def worst(cell: CellVerdict) -> tuple[bool, float, str]:
+        p = min((one.comparison.p_slower for one in cell.evidence), default=0.0)
+        return not cell.suspicion, p, cell.cell_id
+
+    order = sorted((cell for cell in judgement.cells if cell.cell_id in asked), key=worst)
+    return ConfirmationPlan(
+        tests=len(order), looks=list(LOOKS), cells=[cell.cell_id for cell in order]
+    )
+
+
+def next_looks(measured: MeasuredPairs, policy: GatePolicy | Policies) -> dict[str, int]:
+    """Cell -> the pairs that it must have at its next look, the worst first, of the cells that are
+    not settled.
+
+    A pair without a plan has one look, after all its pairs.
+    """
+    policies = Policies.over(policy)
+    rows = PairRows(measured, policies)
+    found = {}
+    for cell_id in _plan_of(measured, rows).cells:
+        if cell_id in measured.cell_ids:
+            wanted = _look_at(cell_id, rows, _plan_of(measured, rows), policies).wanted
+            if wanted is not None:
+                found[cell_id] = wanted
+    return found
 
 
 def judge_pairs(
@@ -84,18 +80,61 @@ def judge_pairs(
     cell_ids: Collection[str],
     resume_command: str = "",
 ) -> Judgement:
-    """Judge ``cell_ids`` by the pairs of both runs, Holm over all of them; the other cells stay as
-    they are.
+    """Judge ``cell_ids`` by the pairs of both runs; the other cells stay as they are.
 
     ``resume_command``: the command that measures the planned pairs that are missing, named where an
     interruption cut them short.
     """
     measured = MeasuredPairs(base_run, candidate_run, cell_ids)
-    pairs = _Pairs(measured, policies)
-    cut = [cell_id for cell_id in cell_ids if pairs.cut_short(cell_id)] if resume_command else []
-    return _judge_all(
-        judgement, [measured], policies, dict.fromkeys(cut, f"`{resume_command}` resumes it")
-    )
+    reasons: dict[str, str] = {}
+    if resume_command:
+        rows = PairRows(measured, policies)
+        if measured.plan is None:
+            cut = [one for one in cell_ids if rows.cut_short(one, rows.planned)]
+        else:
+            cut = [*next_looks(measured, policies)]
+        reasons = dict.fromkeys(cut, f"`{resume_command}` resumes it")
+    return _judge_all(judgement, [measured], policies, reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class _Looked:
+    """A cell at the last look that its pairs reach. ``wanted``: the pairs of the next look; None
+    where it is settled, or at its end. ``sides`` None: ``none`` says why.
+    """
+
+    sides: CellSides | None = None
+    outcome: SpeedVerdict | None = None
+    none: NoPairs | None = None
+    wanted: int | None = None
+    pairs: int = 0
+
+
+def _plan_of(measured: MeasuredPairs, rows: PairRows) -> ConfirmationPlan:
+    cells = sorted(measured.cell_ids)
+    return measured.plan or ConfirmationPlan(tests=len(cells), looks=[rows.planned], cells=cells)
+
+
+def _look_at(cell_id: str, rows: PairRows, plan: ConfirmationPlan, policies: Policies) -> _Looked:
+    """Look after look, each at its own pairs alone, so that the same rows say the same whenever
+    they are read.
+    """
+    policy = policies.of(cell_id)
+    found = _Looked()
+    for look in looks_of(plan.looks, plan.tests, policy):
+        sides = rows.of(cell_id, look.pairs)
+        if isinstance(sides, NoPairs) and not sides.more_may_help:
+            return _Looked(none=sides)
+        if rows.count(cell_id, look.pairs) < look.pairs:
+            return replace(found, wanted=look.pairs)
+        if isinstance(sides, NoPairs):
+            found = _Looked(none=sides, pairs=look.pairs)
+            continue
+        found = _Looked(sides, confirm_at(sides, look), pairs=look.pairs)
+        assert found.outcome is not None
+        if is_settled(found.outcome, policy):
+            return found
+    return found
 
 
 def _judge_all(
@@ -104,38 +143,121 @@ def _judge_all(
     policies: Policies,
     reasons: Mapping[str, str],
 ) -> Judgement:
-    pairs = {
+    judged = _judge_fixed(
+        judgement, [one for one in measured if one.plan is None], policies, reasons
+    )
+    for one in measured:
+        if one.plan is not None:
+            judged |= _judge_in_looks(judgement, one, policies, reasons)
+    cells = [judged.get(cell.cell_id, cell) for cell in judgement.cells]
+    return _mark_cut_short_in_headline(resummarise(judgement, cells))
+
+
+def _judge_in_looks(
+    judgement: Judgement,
+    measured: MeasuredPairs,
+    policies: Policies,
+    reasons: Mapping[str, str],
+) -> dict[str, CellVerdict]:
+    """The verdicts of the cells whose pairs have a sequential plan."""
+    rows = PairRows(measured, policies)
+    plan = _plan_of(measured, rows)
+    judged = {}
+    for cell in judgement.cells:
+        if cell.cell_id not in measured.cell_ids:
+            continue
+        policy, why = policies.of(cell.cell_id), reasons.get(cell.cell_id, "")
+        found = _look_at(cell.cell_id, rows, plan, policies)
+        cut = "" if found.wanted is None else rows.cut_short(cell.cell_id, plan.looks[-1])
+        if found.outcome is None or found.sides is None:
+            none = found.none or NoPairs(f"cut short: {cut}" if cut else "no pair was measured")
+            judged[cell.cell_id] = _without_pairs(cell, none, why)
+            continue
+        one = verdict_with(cell, found.sides, found.outcome, confirmed=bool(found.outcome.evidence))
+        count = len(found.sides.base.tok_per_s)
+        if count < found.pairs:
+            one = _with_reason(one, f"{count} of {found.pairs} pairs count")
+        if cut:
+            one = replace(
+                one,
+                verdict=Verdict.WATCH,
+                reason=f"cut short: {cut}; not settled by the look after {found.pairs};"
+                f" {one.reason}",
+                cut_short=cut,
+            )
+            one = _with_reason(one, why)
+        one = suspect_unless_cleared(cell, one, policy)
+        judged[cell.cell_id] = _with_base_held(cell, one, found.sides, policy)
+    return judged
+
+
+def _judge_fixed(
+    judgement: Judgement,
+    measured: Sequence[MeasuredPairs],
+    policies: Policies,
+    reasons: Mapping[str, str],
+) -> dict[str, CellVerdict]:
+    """The verdicts of the cells that are judged once, after all pairs; Holm over all of them.
+
+    Where the pairs were cut short, a stop was possible after each: Bonferroni over as many looks as
+    pairs were planned. With the whole plan's own test at alpha, where the others are measured after
+    all, false alarms stay below 2 alpha.
+    """
+    rows = {
         cell_id: found
         for one in measured
-        for found in [_Pairs(one, policies)]
+        for found in [PairRows(one, policies)]
         for cell_id in one.cell_ids
     }
-    read = {
-        cell.cell_id: pairs[cell.cell_id].of(cell)
-        for cell in judgement.cells
-        if cell.cell_id in pairs
+
+    def at_its_level(cell_id: str, sides: CellSides) -> CellSides:
+        own, pairs = policies.of(cell_id), rows[cell_id]
+        if not pairs.cut_short(cell_id, pairs.planned):
+            return sides
+        level = own.alpha_confirm / pairs.planned
+        return replace(sides, policy=own.model_copy(update={"alpha_confirm": level}))
+
+    read = {cell_id: found.of(cell_id) for cell_id, found in rows.items()}
+    sides_of = {
+        cell_id: at_its_level(cell_id, sides)
+        for cell_id, sides in read.items()
+        if isinstance(sides, CellSides)
     }
-    outcomes = confirm([found for found in read.values() if isinstance(found, CellSides)])
-    cells = []
+    outcomes = confirm(list(sides_of.values()))
+    judged = {}
     for cell in judgement.cells:
-        found, why = read.get(cell.cell_id), reasons.get(cell.cell_id, "")
-        if isinstance(found, CellVerdict):
-            unsettled = found.verdict in (Verdict.WATCH, Verdict.SUSPECT)
-            cells.append(_with_reason(found, why) if unsettled else found)
-        elif isinstance(found, CellSides):
-            outcome = outcomes[cell.cell_id]
-            judged = verdict_with(cell, found, outcome, confirmed=bool(outcome.evidence))
-            few = pairs[cell.cell_id].shortfall(len(found.base.tok_per_s))
-            judged = _with_reason(judged, few, why) if few else judged
-            cut = pairs[cell.cell_id].cut_short(cell.cell_id)
-            policy = policies.of(cell.cell_id)
-            if cut:
-                judged = _mark_cut_short(judged, cut, policy, pairs[cell.cell_id].planned)
-            judged = suspect_unless_cleared(cell, judged, policy)
-            cells.append(_with_base_held(cell, judged, found, policy))
-        else:
-            cells.append(cell)
-    return _mark_cut_short_in_headline(resummarise(judgement, cells))
+        if cell.cell_id not in rows:
+            continue
+        found, why = read[cell.cell_id], reasons.get(cell.cell_id, "")
+        if isinstance(found, NoPairs):
+            judged[cell.cell_id] = _without_pairs(cell, found, why)
+            continue
+        pairs, sides = rows[cell.cell_id], sides_of[cell.cell_id]
+        outcome = outcomes[cell.cell_id]
+        one = verdict_with(cell, sides, outcome, confirmed=bool(outcome.evidence))
+        if (count := len(sides.base.tok_per_s)) < pairs.planned:
+            one = _with_reason(one, f"{count} of {pairs.planned} pairs count", why)
+        policy = policies.of(cell.cell_id)
+        if cut := pairs.cut_short(cell.cell_id, pairs.planned):
+            one = _mark_cut_short(one, cut, policy, pairs.planned)
+        one = suspect_unless_cleared(cell, one, policy)
+        judged[cell.cell_id] = _with_base_held(cell, one, sides, policy)
+    return judged
+
+
+def _without_pairs(cell: CellVerdict, none: NoPairs, why: str) -> CellVerdict:
+    """A cell whose pairs compare nothing: red where the candidate's own rows are, else open."""
+    if none.verdict is None:
+        return _with_reason(unconfirmed(cell, none.reason), why)
+    return replace(
+        cell,
+        verdict=none.verdict,
+        reason=none.reason,
+        cand_tok_per_s=None,
+        change_pct=None,
+        evidence=(),
+        screened=False,
+    )
 
 
 def _mark_cut_short(cell: CellVerdict, cut: str, policy: GatePolicy, planned: int) -> CellVerdict:
@@ -208,121 +330,6 @@ def verdict_with(
 
 def range_over_mean_pct(speeds: tuple[float, ...]) -> float | None:
     return None if len(speeds) < 2 else 100 * (max(speeds) - min(speeds)) / geometric_mean(speeds)
-
-
-class _Pairs:
-    """The rows of both runs by cell, each side with its own hard gates."""
-
-    def __init__(self, measured: MeasuredPairs, policies: Policies) -> None:
-        self._policies = policies
-        self._runs = (measured.base, measured.candidate)
-        self._changed = environment_differences(
-            comparability_key(measured.candidate.manifest),
-            comparability_key(measured.base.manifest),
-        )
-        self._planned = tuple(
-            {cell.cell_id: cell for cell in run.manifest.cells} for run in self._runs
-        )
-        self._rows = tuple(rows_by_cell(run) for run in self._runs)
-        self._proofs = tuple(ProofIndex.of(run) for run in self._runs)
-        self.planned = min(run.manifest.replicates for run in self._runs)
-
-    def of(self, cell: CellVerdict) -> CellSides | CellVerdict:
-        """Both sides of a cell, pair by pair; or its verdict where a side cannot be believed or
-        compared.
-        """
-        if self._changed:
-            return unconfirmed(
-                cell,
-                f"base and candidate were not measured alike (base -> candidate): {self._changed}",
-            )
-        base, candidate = (planned.get(cell.cell_id) for planned in self._planned)
-        base_rows, rows = (found.get(cell.cell_id, []) for found in self._rows)
-        if base is None or candidate is None:
-            return unconfirmed(
-                cell, f"the {'base' if base is None else 'candidate'} has no such cell"
-            )
-        if hard := self._hard(1, candidate, rows):
-            if hard.verdict is Verdict.MISSING:
-                return unconfirmed(cell, "the confirmation has no row of the candidate")
-            reason = f"while confirming: {hard.reason}"
-            return replace(
-                cell,
-                verdict=hard.verdict,
-                reason=reason,
-                cand_tok_per_s=None,
-                change_pct=None,
-                evidence=(),
-                screened=False,
-            )
-        if hard := self._hard(0, base, base_rows):
-            return unconfirmed(
-                cell,
-                f"the base gave no speed to compare with ({hard.verdict.value}: {hard.reason})",
-            )
-        if base.config_sha256 != candidate.config_sha256:
-            return unconfirmed(
-                cell,
-                f"another config in the base ({base.config_sha256[:12]}, here"
-                f" {candidate.config_sha256[:12]})",
-            )
-        both = list(paired_rows(*self._runs, base_rows, rows).values())
-        if not both:
-            return unconfirmed(
-                cell,
-                f"no pair is left of {len(base_rows)} base and {len(rows)} candidate rows"
-                " (throttled, or interrupted between?)",
-            )
-        left = side_of_rows(base, [theirs for theirs, _ in both])
-        right = side_of_rows(candidate, [ours for _, ours in both])
-        profiled = [pair for pair in both if _device_time_s(pair[0]) and _device_time_s(pair[1])]
-        left = replace(left, device_time_s=tuple(_device_time_s(theirs) for theirs, _ in profiled))
-        right = replace(right, device_time_s=tuple(_device_time_s(ours) for _, ours in profiled))
-        return CellSides(cell.cell_id, self._policy(cell.cell_id), left, right)
-
-    def shortfall(self, count: int) -> str:
-        """'5 of 8 pairs count' where fewer than planned do; else empty."""
-        return f"{count} of {self.planned} pairs count" if count < self.planned else ""
-
-    def cut_short(self, cell_id: str) -> str:
-        """'3 of 6 planned pairs' where the others were never measured, or were interrupted
-        between; empty where all were measured, throttled or not.
-
-        A run file does not distinguish Ctrl-C from a budget that ended, and after both somebody
-        could look before resuming.
-        """
-        # the last one counts
-        theirs, ours = (
-            {row.replicate: row for row in found.get(cell_id, [])} for found in self._rows
-        )
-        resumed = [one.resumed_utc for run in self._runs for one in run.resumed]
-        both = set(theirs) & set(ours) & set(range(self.planned))
-        measured = sum(
-            not interrupted_between(theirs[number], ours[number], resumed) for number in both
-        )
-        return f"{measured} of {self.planned} planned pairs" if measured < self.planned else ""
-
-    def _policy(self, cell_id: str) -> GatePolicy:
-        """The number of pairs is fixed before the first, so that no result decides when to stop.
-
-        Where it was not reached, a stop was possible after each pair: Bonferroni over as many looks
-        as pairs were planned. With the whole plan's own test at alpha, where the others are
-        measured after all, false alarms stay below 2 alpha.
-        """
-        own = self._policies.of(cell_id)
-        return (
-            own.model_copy(update={"alpha_confirm": own.alpha_confirm / self.planned})
-            if self.cut_short(cell_id)
-            else own
-        )
-
-    def _hard(self, side: int, planned: PlannedCell, rows: list[Replicate]) -> Finding | None:
-        found = cell_findings(planned, rows, None, self._proofs[side])
-        return found[0] if found else None
-
-
-def _device_time_s(row: Replicate) -> float:
-    return 0.0 if row.profile is None else row.profile.device_time_s
 
 
 def unconfirmed(cell: CellVerdict, why: str) -> CellVerdict:

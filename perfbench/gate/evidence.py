@@ -80,6 +80,10 @@ class Evidence:
         """Whether a gain by more than the tolerance is proved at this alpha."""
         return self.lower_pct is not None and self.lower_pct > self.tolerance_pct
 
+    def refutes(self, drop_pct: float) -> bool:
+        """Whether a drop of as much, or of what this metric tolerates, is refuted at this alpha."""
+        return self.comparison.lower > math.log1p(-max(drop_pct, self.tolerance_pct) / 100)
+
     @property
     def t(self) -> float | None:
         error = self.comparison.standard_error

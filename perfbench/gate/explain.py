@@ -263,7 +263,7 @@ def _of_watch(cell: CellVerdict, policy: GatePolicy) -> str:
         )
     if cell.confirmed:
         return (
-            "Measure more pairs: `perfbench ab BASE CANDIDATE MATRIX --blocks N`; the report says"
+            "Measure more pairs: `perfbench ab BASE CANDIDATE MATRIX --pairs N`; the report says"
             " how many would do."
         )
     if cell.screened:

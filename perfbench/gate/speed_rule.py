@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from perfbench.gate import stats
 from perfbench.gate.cell_sides import CellSides
 from perfbench.gate.evidence import DEVICE, WALL, Evidence
+from perfbench.gate.sequential import Look, decide_at
 from perfbench.matrix import GatePolicy
 from perfbench.records import Verdict
 
@@ -80,7 +81,7 @@ def screen(sides: CellSides, priors: Priors) -> SpeedVerdict:
         return SpeedVerdict(Verdict.SAME, text, (wall,))
     if not slower and _blind(sides, wall):
         text = (
-            f"{stats.MAX_BLOCKS} pairs would not show a drop of {policy.min_effect_pct:g} % in such"
+            f"{stats.MAX_PAIRS} pairs would not show a drop of {policy.min_effect_pct:g} % in such"
             " noise, and none shows"
         )
         return SpeedVerdict(Verdict.BLIND, f"{sides.speeds()}: {wall}; {text}", (wall,))
@@ -91,8 +92,8 @@ def screen(sides: CellSides, priors: Priors) -> SpeedVerdict:
 
 
 def confirm(cells: Sequence[CellSides]) -> dict[str, SpeedVerdict]:
-    """Stage 2: every cell's verdict by interleaved pairs, Holm over all their tests; ``base[i]``
-    and ``candidate[i]`` are a pair.
+    """Stage 2 where the number of pairs was fixed before the first (`ab`): every cell's verdict,
+    Holm over all their tests; ``base[i]`` and ``candidate[i]`` are a pair.
     """
     ready = sorted((one for one in cells if not one.too_few()), key=lambda one: one.cell_id)
     priors = priors_of(ready, paired=True)
@@ -112,6 +113,28 @@ def confirm(cells: Sequence[CellSides]) -> dict[str, SpeedVerdict]:
                 screened=True,
             )
     return outcomes
+
+
+def confirm_at(sides: CellSides, look: Look) -> SpeedVerdict:
+    """Stage 2 at one look of a sequential plan: the verdict by this cell's pairs alone."""
+    if few := sides.too_few():
+        return SpeedVerdict(
+            Verdict.WATCH,
+            f"not confirmed: too few pairs ({few}): {sides.speeds()}",
+            screened=True,
+        )
+    metrics = _metrics(sides)
+    evidence = tuple(_looked_at(sides, metric, look, len(metrics)) for metric in metrics)
+    return _outcome_of(sides, evidence)
+
+
+def is_settled(outcome: SpeedVerdict, policy: GatePolicy) -> bool:
+    """Whether no more pairs are wanted: slower for certain, or every metric refutes min_effect."""
+    if outcome.verdict is Verdict.REGRESSED:
+        return True
+    return bool(outcome.evidence) and all(
+        one.refutes(policy.min_effect_pct) for one in outcome.evidence
+    )
 
 
 def _metrics(sides: CellSides) -> tuple[str, ...]:
@@ -259,19 +282,10 @@ def _at(policy: GatePolicy, tolerance_pct: float) -> GatePolicy:
 
 def _blind(sides: CellSides, evidence: Evidence) -> bool:
     """Whether even the most pairs that a cell is worth would not show a drop of min_effect."""
-    policy, drop = sides.policy, -math.log1p(-sides.policy.min_effect_pct / 100)
-    power, alpha = stats.confirm_power(policy), policy.alpha_confirm
-    sd = max(
-        evidence.moderated_sd * (1 if evidence.paired else math.sqrt(2)),
-        math.sqrt(stats.VARIANCE_FLOOR),
-    )
-    known_sd = (
-        (stats.t_quantile(1 - alpha, math.inf) + stats.t_quantile(power, math.inf)) * sd / drop
-    ) ** 2
-    # an unknown sd costs less than four times as many; spares the search for most cells
-    if known_sd < stats.MAX_BLOCKS / 4:
-        return False
-    return stats.blocks_for(sd, drop=drop, alpha=alpha, power=power, most=stats.MAX_BLOCKS) is None
+    if evidence.paired and evidence.comparison.n_base >= stats.MAX_PAIRS:  # these are they
+        return evidence.comparison.mde > -math.log1p(-sides.policy.min_effect_pct / 100)
+    pair_sd = evidence.moderated_sd * (1 if evidence.paired else math.sqrt(2))
+    return stats.is_blind(pair_sd, sides.policy)
 
 
 def _own_variance(sides: CellSides, metric: str, paired: bool) -> tuple[float, float]:
@@ -306,6 +320,17 @@ def _paired(sides: CellSides, metric: str, priors: Priors) -> Evidence:
     prior = priors.get((metric, sides.host_bound))
     found = stats.paired(base, candidate, prior=prior, alpha=alpha, power=power)
     return _evidence(sides, metric, found, prior, alpha, paired=True, between_session_sd=0.0)
+
+
+def _looked_at(sides: CellSides, metric: str, look: Look, metrics: int) -> Evidence:
+    tolerance_pct = _tolerance_pct(sides, metric)
+    found = decide_at(
+        *sides.logs(metric), look, sides.policy, tolerance_pct=tolerance_pct, metrics=metrics
+    )
+    evidence = _evidence(
+        sides, metric, found.comparison, None, look.alpha_same, paired=True, between_session_sd=0.0
+    )
+    return replace(evidence, adjusted_p=found.adjusted_p)
 
 
 def _evidence(

@@ -8,8 +8,9 @@ where it is called: the gate starts at once.
 
 The rule. **Screen** against the stored baseline: a cell is left alone only where a drop of
 min_effect is refuted, at the level of a quarter of the misses that the policy allows, or it is
-tested slower at alpha_screen. **Confirm** on pairs of the same session: slower after Holm at
-alpha_confirm, and by more than the tolerance. The screen so bounds what is missed, the confirmation
+tested slower at alpha_screen. **Confirm** on pairs of the same session: slower at alpha_confirm
+over all confirmed cells, and by more than the tolerance (`sequential`; Holm where the number of
+pairs is fixed, as in `ab`). The screen so bounds what is missed, the confirmation
 what is called wrongly; testing for slower alone would miss most 3 % drops behind a
 between-session sd of 1 %.
 """
@@ -30,8 +31,7 @@ VARIANCE_FLOOR = 1e-10
 HYPERVARIABLE_P = 0.05
 # of ln speed between sessions, where no history gives it; too large only costs confirmations
 ASSUMED_BETWEEN_SESSION_SD = 0.01
-MAX_BLOCKS = 40  # pairs a cell is worth; one that needs more for min_effect is BLIND
-PLAN_RISK = 0.05  # of planning with too small a variance
+MAX_PAIRS = 40  # that a cell is worth; one that needs more for min_effect is BLIND
 NORMAL_DF = 1e4  # from here on the t distribution is the normal one, to four digits
 
 
@@ -208,16 +208,20 @@ def paired(
     prior: Prior | None,
     alpha: float,
     power: float,
+    test_alpha: float | None = None,
 ) -> SpeedChange:
     """The confirmation: one difference a pair of neighbours in time, whose variance is moderated.
 
-    The prior is of the variances of such differences. ValueError for no pairs, or sides of
+    The prior is of the variances of such differences. ``test_alpha``: of the test whose MDE is
+    wanted, where that is not the level of the bounds. ValueError for no pairs, or sides of
     different length.
     """
     _some(base, candidate)
     d = differences(base, candidate)
     variance, df = moderated(variance_of(d), len(d) - 1, prior)
-    return _compared(_mean(d), variance / len(d), df, alpha, power, len(d), len(d))
+    return _compared(
+        _mean(d), variance / len(d), df, alpha, power, len(d), len(d), test_alpha=test_alpha
+    )
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -267,7 +271,7 @@ def regressed(comparison: SpeedChange, adjusted_p: float, policy: GatePolicy) ->
     )
 
 
-def blocks_for(
+def pairs_for(
     sd: float, *, drop: float, alpha: float, power: float, prior_df: float = 0.0, most: int = 10_000
 ) -> int | None:
     """The fewest pairs whose one-sided t test at ``alpha`` finds ``drop`` (ln, positive) with
@@ -293,48 +297,25 @@ def blocks_for(
     )
 
 
-def planned_blocks(
-    base: Sequence[float],
-    candidate: Sequence[float],
-    *,
-    prior: Prior | None,
-    cells: int,
-    policy: GatePolicy,
-) -> int | None:
-    """Pairs to confirm a screened cell with, from its screen's samples and ``prior``; None: above
-    MAX_BLOCKS, the cell is BLIND.
+def is_blind(pair_sd: float, policy: GatePolicy) -> bool:
+    """Whether MAX_PAIRS pairs whose differences have this sd would not show min_effect."""
+    drop = -math.log1p(-policy.min_effect_pct / 100)
+    power, alpha = confirm_power(policy), policy.alpha_confirm
+    sd = max(pair_sd, math.sqrt(VARIANCE_FLOOR))
+    known_sd = ((t_quantile(1 - alpha, math.inf) + t_quantile(power, math.inf)) * sd / drop) ** 2
+    # an unknown sd costs less than four times as many; spares the search for most cells
+    if known_sd < MAX_PAIRS / 4:
+        return False
+    return pairs_for(sd, drop=drop, alpha=alpha, power=power, most=MAX_PAIRS) is None
 
-    ``cells``: how many are confirmed; the number is for the hardest step of Holm, alpha / cells.
-    Decided before the first pair. The few samples of a screen may lie too close together by chance,
-    so the plan is for the upper bound of their variance, as far as MAX_BLOCKS allows; BLIND is only
-    said of the variance itself.
+
+def p_below(comparison: SpeedChange, ln_change: float) -> float:
+    """One-sided p of the hypothesis that the change is not below ``ln_change``; 0.5 where nothing
+    estimates a variance.
     """
-    from scipy.special import chdtri
-
-    variance, df = moderated(*pooled(base, candidate), prior)
-    if df <= 0:
-        return None
-    sd = math.sqrt(2 * max(variance, VARIANCE_FLOOR))
-    bound = 1.0 if math.isinf(df) else math.sqrt(df / float(chdtri(df, 1 - PLAN_RISK)))
-    drop, alpha, power = (
-        -math.log1p(-policy.min_effect_pct / 100),
-        policy.alpha_confirm / max(cells, 1),
-        confirm_power(policy),
-    )
-    # The confirmation's own prior is worth no more than the other confirmed cells; half of it,
-    # because that is a rough guess.
-    prior_df = (
-        0.0 if prior is None else min(prior.df, (cells - 1) * (policy.confirm_blocks - 1)) / 2
-    )
-    if (
-        blocks_for(sd, drop=drop, alpha=alpha, power=power, prior_df=prior_df, most=MAX_BLOCKS)
-        is None
-    ):
-        return None
-    wanted = blocks_for(
-        sd * bound, drop=drop, alpha=alpha, power=power, prior_df=prior_df, most=MAX_BLOCKS
-    )
-    return max(wanted or MAX_BLOCKS, policy.confirm_blocks)
+    if comparison.df <= 0 or not math.isfinite(comparison.standard_error):
+        return 0.5
+    return t_below((comparison.estimate - ln_change) / comparison.standard_error, comparison.df)
 
 
 def _some(base: Sequence[float], candidate: Sequence[float]) -> None:
@@ -356,6 +337,8 @@ def _compared(
     power: float,
     n_base: int,
     n_candidate: int,
+    *,
+    test_alpha: float | None = None,
 ) -> SpeedChange:
     if df <= 0 or not math.isfinite(variance):
         return SpeedChange(
@@ -363,7 +346,7 @@ def _compared(
         )
     error = math.sqrt(variance)
     far = t_quantile(1 - alpha, df) * error
-    mde = noncentrality(df, alpha, power) * error
+    mde = noncentrality(df, test_alpha or alpha, power) * error
     return SpeedChange(
         estimate,
         error,

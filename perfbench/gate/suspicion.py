@@ -136,14 +136,19 @@ def settle_command(run: Run, cell_id: str, base_commit: str | None) -> str:
 
 
 def _is_cleared(before: CellVerdict, judged: CellVerdict, policy: GatePolicy) -> bool:
-    """Whether every metric that the screen rejected is proved the same by pairs; more work that
-    they do not show is cleared, too.
+    """Whether the pairs refute, in every metric that the screen rejected, a drop of min_effect; or
+    the drop that the screen saw, and show none themselves. More work that they do not show is
+    cleared, too.
     """
-    tested = {one.metric for one in before.evidence if one.is_beyond_tolerance}
+    tested = {one.metric: one for one in before.evidence if one.is_beyond_tolerance}
     pairs = {one.metric: one for one in judged.evidence if one.paired}
 
-    def cleared(one: Evidence) -> bool:
-        drop_pct = max(policy.min_effect_pct, one.tolerance_pct)
-        return one.comparison.lower > math.log1p(-drop_pct / 100)
+    def is_cleared(metric: str, screened: Evidence) -> bool:
+        one = pairs.get(metric)
+        if one is None:
+            return False
+        is_slower = one.is_beyond_tolerance and one.comparison.p_slower < policy.alpha_screen
+        seen_pct = -(screened.change_pct or 0.0)
+        return one.refutes(policy.min_effect_pct) or (not is_slower and one.refutes(seen_pct))
 
-    return all(name in pairs and cleared(pairs[name]) for name in tested)
+    return all(is_cleared(metric, screened) for metric, screened in tested.items())

@@ -16,7 +16,7 @@ class GatePolicy(BaseModel):
     ``tolerance_pct``: a drop below it is never REGRESSED, however certain. ``alpha_screen`` is
     one-sided for each cell against the stored baseline,
     ``alpha_confirm`` for the family of the confirmed cells (Holm), which are measured in
-    ``confirm_blocks`` pairs.
+    ``confirm_pairs`` pairs.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
@@ -26,7 +26,7 @@ class GatePolicy(BaseModel):
     alpha_screen: float = Field(default=0.02, gt=0, lt=0.5)
     alpha_confirm: float = Field(default=0.001, gt=0, lt=0.5)
     power: float = Field(default=0.99, gt=0.5, lt=1)
-    confirm_blocks: int = Field(default=8, ge=2)
+    confirm_pairs: int = Field(default=8, ge=4, multiple_of=4)
     sentinel_band_pct: float = Field(default=3.0, gt=0, lt=100)
     min_replicates: int = Field(default=3, ge=1)
     missing: Literal["fail", "warn"] = "fail"

@@ -99,7 +99,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 }
 SENTINELS = tuple(SENTINEL_UNITS)
 # keys of `gate:` that no single cell has
-WHOLE_RUN = ("metric", "alpha_confirm", "confirm_blocks", "sentinel_band_pct")
+WHOLE_RUN = ("metric", "alpha_confirm", "confirm_pairs", "sentinel_band_pct")
 
 
 def validate(document: Document) -> MatrixFile:

@@ -172,6 +172,17 @@ class Source(_Record):
         return None if self.reason is None else "given by hand, not proved"
 
 
+class ConfirmationPlan(_Record):
+    """How the pairs of a confirmation are looked at, fixed before the first: each of ``cells``,
+    worst first, after each number of pairs in ``looks`` until it is settled, as one of ``tests``
+    cells.
+    """
+
+    tests: int
+    looks: list[int]
+    cells: list[str]
+
+
 class Manifest(_Record):
     kind: Literal["manifest"] = "manifest"
     schema_version: int = SCHEMA_VERSION
@@ -192,6 +203,8 @@ class Manifest(_Record):
     cells: list[PlannedCell]
     excluded: list[dict[str, Any]] = []
     environment: Environment
+    # of one side of a confirmation; null: every pair is measured
+    confirmation: ConfirmationPlan | None = None
 
 
 class Resumed(_Record):

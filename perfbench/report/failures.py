@@ -30,7 +30,7 @@ from perfbench.text import NULL, cell_code, code, escape, plain, signed_pct
 ORDER = (Exit.NOT_TRUE, Exit.FAILED, Exit.REGRESSED, Exit.ENVIRONMENT)
 FOLD = 15  # rows from which a table of open cells is folded: the report is read from the top
 REASONS = 5  # of a group: dozens of host-bound cells say the same with other numbers
-MOST_PAIRS = 10 * stats.MAX_BLOCKS  # nobody measures more
+MOST_PAIRS = 10 * stats.MAX_PAIRS  # nobody measures more
 METRICS = {DEVICE: "device time"}
 
 
@@ -203,9 +203,7 @@ def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
     if not 0 < sd < math.inf:
         return NULL
     drop, power = -math.log1p(-policy.min_effect_pct / 100), stats.confirm_power(policy)
-    found = stats.blocks_for(
-        sd, drop=drop, alpha=policy.alpha_confirm, power=power, most=MOST_PAIRS
-    )
+    found = stats.pairs_for(sd, drop=drop, alpha=policy.alpha_confirm, power=power, most=MOST_PAIRS)
     return f"over {MOST_PAIRS}" if found is None else str(found)
 
 
@@ -214,7 +212,7 @@ def _settles(row: Row, run: Run, judgement: Judgement, context: ReportContext) -
     cell, policy = row.cell, _policy(row.cell, judgement, context)
     by_hand = ab_command(run, judgement, context, cell.cell_id, "ID")
     in_turns = (
-        f"by hand {code(f'{by_hand} --blocks N')}"
+        f"by hand {code(f'{by_hand} --pairs N')}"
         if by_hand
         else "by hand an A/B; the base's commit is not known"
     )

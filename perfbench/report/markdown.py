@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from perfbench.errors import Exit
-from perfbench.gate import Judgement, stats
+from perfbench.gate import EARLY_DROP_PCT, LOOKS, Judgement
 from perfbench.records import (
     FAIL_UNDER_STRICT,
     Run,
@@ -103,7 +103,8 @@ def _context(
         "header_facts": _header(run),
         "argv": shlex.join(plain(part) for part in run.manifest.argv),
         "policy": judgement.policy,
-        "most_pairs": stats.MAX_BLOCKS,
+        "looks": f"{', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]}",
+        "early_drop_pct": EARLY_DROP_PCT,
         "paths": ", ".join(PATH_ORDER),
         "null": NULL,
     }

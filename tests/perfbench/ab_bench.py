@@ -31,7 +31,7 @@ target: {gpu: none}
 model: tiny
 axes: {workload: [forward], seq_len: [128, 256], path: [v2], fa2: [off], dtype: [fp32]}
 measure: {processes: 4}
-gate: {min_effect_pct: 5, tolerance_pct: 1, min_replicates: 2, confirm_blocks: 6}
+gate: {min_effect_pct: 5, tolerance_pct: 1, min_replicates: 2, confirm_pairs: 8}
 """
 SHORT, LONG = (f"dtype=fp32,fa2=off,path=v2,seq_len={n},workload=forward" for n in (128, 256))
 

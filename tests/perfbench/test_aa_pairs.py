@@ -20,7 +20,7 @@ from tests.perfbench.digested import write_run
 from tests.perfbench.edits import edit
 
 TRAIN = "fa2=on,path=v2,seq_len=2048,workload=train"
-LITTLE = Effort(null_cell_sessions=24, drops=6, claimed_drops=24, mode_trials=4)
+LITTLE = Effort(null_cell_sessions=24, null_alone=24, drops=6, claimed_drops=24, mode_trials=4)
 
 
 def saved(

@@ -20,7 +20,7 @@ from perfbench.machine import nvml
 from perfbench.machine.environment import TargetFit
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.policy import GatePolicy
-from perfbench.records import run_file
+from perfbench.records import ConfirmationPlan, run_file
 from perfbench.records.run_file import RUN_FILE
 from perfbench.records.verdict import Verdict
 from perfbench.runner.ab import checkout, confirm, pair, schedule
@@ -197,19 +197,17 @@ def test_a_complete_confirmation_needs_its_base_no_more(
 def test_half_a_confirmation_counts_and_says_what_is_missing(
     slow: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slow.b.interrupt_at = 6  # 3 whole blocks of two cells
+    slow.b.interrupt_at, slow.b.speed = 12, 950.0  # 6 pairs of two cells: the first look, and half
     assert slow.run("check", "small.yaml") == 130
     folder = run_folder()
-    found = pair.read_pair(folder / "confirm" / slow.commits[1][:12])
-    planned = found.base.manifest.replicates
-    assert {block for _, block in found.missing} == set(range(3, planned))
     capsys.readouterr()
     slow.run("gate", str(folder), "--json")
     gated = cells_of(capsys)
     for cell in gated.values():
-        assert (
-            f"3 of {planned} pairs count" in cell["reason"] and confirm.UNFINISHED in cell["reason"]
+        assert cell["reason"].startswith(
+            "cut short: 6 of 40 planned pairs; not settled by the look"
         )
+        assert confirm.UNFINISHED in cell["reason"] and cell["verdict"] == "SUSPECT"
 
     def gone(*_: object) -> None:
         raise checkout.CannotBuild("gone")
@@ -218,7 +216,7 @@ def test_half_a_confirmation_counts_and_says_what_is_missing(
     slow.run("check", "small.yaml", "--resume", str(folder), "--json")
     reported = cells_of(capsys)
     assert all(
-        "cannot be measured: gone" in cell["reason"] and f"3 of {planned}" in cell["reason"]
+        "cannot be measured: gone" in cell["reason"] and "6 of 40 planned" in cell["reason"]
         for cell in reported.values()
     )
     assert {name: cell["verdict"] for name, cell in reported.items()} == {
@@ -259,7 +257,7 @@ def test_a_baselines_commit_names_no_folder_elsewhere(slow: Bench) -> None:
 
 @dataclass
 class Clockwork:
-    """Each pair takes 60 s and leaves its last block out; ``asked`` holds (cells, budget in s) of
+    """Each pair takes 60 s and settles nothing; ``asked`` holds (cells, budget in s) of
     each.
     """
 
@@ -273,6 +271,7 @@ class Clockwork:
         self.asked.append((spec.only, spec.budget_s))
         self.seconds += 60.0
         run = b.make_run([c for c in b.cpu_cells() if f"cell={c.cell_id}" in spec.only], gpu=False)
+        run = b.with_manifest(run, confirmation=spec.plan)
         return pair.Pair(others[-1], run, run, [(cell.cell_id, 2) for cell in run.manifest.cells])
 
 
@@ -299,7 +298,8 @@ def test_the_budget_is_for_the_whole_confirmation(
     context = MeasuringContext(
         fit, assumed("none"), here, bench.repository, SilentProgress(), said.append
     )
-    spec = pair.PairSpec(matrix, [], 3, 1, ["perfbench", "check"], [], budget_s)
+    plan = ConfirmationPlan(tests=3, looks=[40], cells=cells)
+    spec = pair.PairSpec(matrix, [], 40, 1, ["perfbench", "check"], [], budget_s, plan=plan)
     reported = confirm.confirm_cells(
         b.make_run(b.cpu_cells(), gpu=False), tmp_path, commits, spec, context, clock.now
     )

@@ -38,7 +38,7 @@ from tests.perfbench.builders import (
 from tests.perfbench.digested import write_run
 
 POLICY = GatePolicy()
-LITTLE = Effort(null_cell_sessions=24, drops=6, claimed_drops=24, mode_trials=4)
+LITTLE = Effort(null_cell_sessions=24, null_alone=24, drops=6, claimed_drops=24, mode_trials=4)
 
 
 @pytest.fixture(autouse=True)
@@ -95,8 +95,14 @@ def test_uniformity_tells_a_uniform_sample_from_another() -> None:
     assert uniformity([p * p for p in even])[1] < 1e-6
 
 
-def test_abba_puts_each_side_first_in_turn() -> None:
-    assert simulate.abba(4) == ([0, 3, 4, 7], [1, 2, 5, 6])
+def test_each_block_is_one_abba_and_one_baab() -> None:
+    base, candidate = simulate.in_turns(400, 1, "cell")
+    seen = set()
+    for pair in range(0, 400, 4):
+        sides = dict.fromkeys(base[pair : pair + 4], "a")
+        sides |= dict.fromkeys(candidate[pair : pair + 4], "b")
+        seen.add("".join(sides[place] for place in range(2 * pair, 2 * pair + 8)))
+    assert seen == {"abbabaab", "baababba"}
 
 
 def test_the_rule_keeps_its_two_promises_on_gpu_bound_cells() -> None:
@@ -134,17 +140,15 @@ def test_host_bound_cells_are_blind_and_never_red() -> None:
 def test_a_session_is_judged_alone_when_the_family_is_one_cell() -> None:
     base = [[0.0, 0.001, -0.001, 0.002, -0.002]]
     slower = [[x - 0.1 for x in base[0]]]
-    pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_BLOCKS)]]
+    pairs = [[0.0005 * (-1) ** i for i in range(stats.MAX_PAIRS)]]
     (judged,) = simulate.judge_session(
         base,
         slower,
-        (pairs, [[x - 0.1 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]),
+        (pairs, [[x - 0.05 - 0.0001 * (i % 3) for i, x in enumerate(pairs[0])]]),
         0.0,
         POLICY,
     )
-    assert (
-        judged.outcome == "REGRESSED" and judged.screened and judged.blocks == POLICY.confirm_blocks
-    )
+    assert judged.outcome == "REGRESSED" and judged.screened and judged.pairs == 40
 
 
 @pytest.mark.parametrize(("within", "noisier"), [(0.001, False), (0.05, True)])

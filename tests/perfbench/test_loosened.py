@@ -77,7 +77,7 @@ LOOSE = {
     "alpha_confirm": (("gate: {", "gate: {alpha_confirm: 1.0e-9, "), "gate.alpha_confirm"),
     "sentinel_band_pct": (("gate: {", "gate: {sentinel_band_pct: 90, "), "gate.sentinel_band_pct"),
     "power": (("gate: {", "gate: {power: 0.6, "), "gate.power: got 0.6, the baseline's 0.99"),
-    "confirm_blocks": (("confirm_blocks: 6", "confirm_blocks: 2"), "gate.confirm_blocks"),
+    "confirm_pairs": (("confirm_pairs: 8", "confirm_pairs: 4"), "gate.confirm_pairs"),
     "processes": (("processes: 4", "processes: 3"), "measure.processes: got 3, the baseline's 4"),
     "warmup_s": (("processes: 4", "processes: 4, warmup_s: 0"), "measure.warmup_s: got 0, "),
     "samples": (("processes: 4", "processes: 4, samples: 1"), "measure.samples: got 1, the"),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from perfbench import report
 from perfbench.errors import Exit
-from perfbench.gate.confirmation import pairs_for
 from perfbench.gate.judgement import CellVerdict, Judgement
 from perfbench.gate.judging import judge
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
@@ -491,20 +490,6 @@ def test_pairs_too_noisy_to_settle_what_no_screen_rejects_are_blind_or_watch() -
         first, noisy(run, TRAIN, 0.02, seed=4), noisy(run, TRAIN, 0.02, seed=5, factor=0.98), POLICY
     )
     assert verdict_of(restless, TRAIN) is Verdict.WATCH and restless.exit_code is Exit.OK
-
-
-def test_the_noisier_the_cell_the_more_pairs_are_asked_for() -> None:
-    run = b.small_run(replicates=8)
-    pairs_by_sd = {}
-    for sd in (0.002, 0.015, 0.05):
-        first = judge(
-            noisy(run, TRAIN, sd, seed=9, factor=0.8),
-            b.baseline_of(noisy(run, TRAIN, sd, seed=8)),
-            POLICY,
-        )
-        assert first.to_confirm == [TRAIN]
-        pairs_by_sd[sd] = pairs_for(first, POLICY)
-    assert pairs_by_sd[0.002] == 8 and 12 < pairs_by_sd[0.015] <= pairs_by_sd[0.05] == 40
 
 
 def test_variation_that_both_sides_share_cancels_in_pairs() -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 from statistics import median
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import MeasuredPairs
+from perfbench.gate import MeasuredPairs, next_looks
 from perfbench.matrix import Policies
+from perfbench.matrix import policies as matrix_policies
 from perfbench.records import Baseline, BaselineProblem, Run, Status, without_resume
 from perfbench.runner.ab.checkout import CannotBuild, checked_out, is_commit, own_checkout
 from perfbench.runner.ab.pair import Pair, PairSpec, is_pair, read_pair
@@ -68,11 +69,9 @@ class _Place:
     cells: list[str]
     pair: Pair | None = None
 
-    @property
-    def is_complete(self) -> bool:
-        return self.pair is not None and not {cell_id for cell_id, _ in self.pair.missing} & set(
-            self.cells
-        )
+    def open_cells(self, policies: Policies) -> list[str]:
+        """Those that want more pairs."""
+        return self.cells if self.pair is None else _open_cells(self.pair, self.cells, policies)
 
 
 def base_commits(
@@ -107,14 +106,17 @@ def confirm_cells(
     context: MeasuringContext,
     now: Callable[[], float] = time.monotonic,
 ) -> Confirmation:
-    """Measure the cells of ``commits`` interleaved with that commit; what an earlier invocation
-    measured stays and is completed.
+    """Measure the cells of ``commits`` interleaved with that commit, as ``spec.plan`` and
+    ``spec.policies`` say; what an earlier invocation measured stays and is completed by its own
+    plan.
 
     ``spec.only`` is replaced by those cells; ``spec.budget_s`` is for all of them together, in
     seconds of ``now``. Never raises for a base that cannot be built: its cells are missing from the
     result, with the reason. INTERRUPTED after Ctrl-C, INTERNAL where a side did not run its own
     code, USAGE where what an earlier invocation left is damaged.
     """
+    assert spec.plan is not None
+    plan, policies = spec.plan, spec.policies or matrix_policies(spec.matrix)
     deadline = None if spec.budget_s is None else now() + spec.budget_s
     measured: list[MeasuredPairs] = []
     reasons: dict[str, str] = {}
@@ -123,9 +125,9 @@ def confirm_cells(
             reasons |= dict.fromkeys(cells, UNKNOWN)
             continue
         places = _places(folder / CONFIRM_FOLDER, commit, cells)
-        due = [cell_id for place in places if not place.is_complete for cell_id in place.cells]
+        due = [cell_id for place in places for cell_id in place.open_cells(policies)]
         if due and (deadline is None or now() < deadline):
-            context.say(announcement(run, due, commit, spec.blocks))
+            context.say(announcement(run, due, commit, plan.looks))
         for place in places:
             left_s = None if deadline is None else deadline - now()
             found, why = _finish(
@@ -133,12 +135,12 @@ def confirm_cells(
             )
             if found is not None:
                 measured.append(MeasuredPairs(found.base, found.candidate, place.cells))
-                reasons |= _unfinished(found, place.cells)
+                reasons |= _unfinished(found, place.cells, policies)
             reasons |= dict.fromkeys(place.cells, why) if why else {}
     return Confirmation(measured, reasons)
 
 
-def stored_confirmation(folder: Path, commits: Commits) -> Confirmation | None:
+def stored_confirmation(folder: Path, commits: Commits, policies: Policies) -> Confirmation | None:
     """What an earlier `check` confirmed in this run's folder against these commits; None where it
     measured no pair at all.
 
@@ -154,7 +156,7 @@ def stored_confirmation(folder: Path, commits: Commits) -> Confirmation | None:
         here = [cell_id for cell_id in left if _holds(pair, cell_id, commits[cell_id])]
         left = [cell_id for cell_id in left if cell_id not in here]
         measured.append(MeasuredPairs(pair.base, pair.candidate, here))
-        reasons |= _unfinished(pair, here)
+        reasons |= _unfinished(pair, here, policies)
     known = ", ".join(
         dict.fromkeys((pair.base.manifest.source.commit or "unknown code")[:12] for pair in found)
     )
@@ -167,20 +169,21 @@ def stored_confirmation(folder: Path, commits: Commits) -> Confirmation | None:
     return Confirmation(measured, reasons)
 
 
-def announcement(run: Run, cells: Sequence[str], commit: str, blocks: int) -> str:
+def announcement(run: Run, cells: Sequence[str], commit: str, looks: Sequence[int]) -> str:
     """What happens next and about how long it takes, from this run's own replicates."""
     each_s = sum(
         median([row.wall_s for row in run.of_cell(cell_id) if row.status is Status.OK] or [0.0])
         for cell_id in cells
     )
-    minutes = blocks * (2 * each_s + SERVER_S) / 60
+    pair_min = (2 * each_s + SERVER_S) / 60
     counted = (
         f"{len(cells)} cell{'s are' if len(cells) > 1 else ' is'} not proved as fast as the"
         f" baseline ({_shown(cells)})"
     )
     return (
-        f"{counted}: confirming against {commit[:12]} in {blocks} interleaved pairs each, about"
-        f" {max(minutes, 0.1):.1f} minutes"
+        f"{counted}: confirming against {commit[:12]} in interleaved pairs, {looks[0]} of each"
+        f" (about {max(looks[0] * pair_min, 0.1):.1f} minutes), then more of those that are not"
+        f" settled, {looks[-1]} at most ({max(looks[-1] * pair_min, 0.1):.1f} minutes)"
     )
 
 
@@ -248,7 +251,8 @@ def _finish(
     """The pair of a place, as far as it could be measured, and the reason where that is not
     all.
     """
-    if place.is_complete:
+    assert spec.plan is not None
+    if not place.open_cells(spec.policies or matrix_policies(spec.matrix)):
         return place.pair, ""
     if spec.budget_s is not None and spec.budget_s <= 0:
         return place.pair, SPENT
@@ -256,12 +260,14 @@ def _finish(
     only = [f"cell={cell_id}" for cell_id in place.cells]
     try:
         name = f"{run.manifest.run_id}-{place.home.name}"
+        order = [cell_id for cell_id in spec.plan.cells if cell_id in place.cells]
+        plan = spec.plan.model_copy(update={"cells": order})
         return (
             _measure(
                 run,
                 place,
                 commit,
-                replace(spec, only=only, injections=injections, name=name),
+                replace(spec, only=only, injections=injections, name=name, plan=plan),
                 context,
             ),
             "",
@@ -294,6 +300,12 @@ def _measure(
         )
 
 
-def _unfinished(pair: Pair, cells: Sequence[str]) -> dict[str, str]:
-    missing = {cell_id for cell_id, _ in pair.missing}
-    return {cell_id: UNFINISHED for cell_id in cells if cell_id in missing}
+def _unfinished(pair: Pair, cells: Sequence[str], policies: Policies) -> dict[str, str]:
+    return dict.fromkeys(_open_cells(pair, cells, policies), UNFINISHED)
+
+
+def _open_cells(pair: Pair, cells: Sequence[str], policies: Policies) -> list[str]:
+    if pair.base.manifest.confirmation is None:  # an older one, of as many pairs for every cell
+        missing = {cell_id for cell_id, _ in pair.missing}
+        return [cell_id for cell_id in cells if cell_id in missing]
+    return [*next_looks(MeasuredPairs(pair.base, pair.candidate, cells), policies)]

@@ -14,10 +14,11 @@ from pathlib import Path
 
 from perfbench.errors import unwritable
 from perfbench.gate import paired_rows, rows_by_cell
-from perfbench.matrix import Matrix
+from perfbench.matrix import Matrix, Policies
 from perfbench.records import (
     COMPRESSED_RUN_FILE,
     RUN_FILE,
+    ConfirmationPlan,
     Environment,
     Manifest,
     Replicate,
@@ -42,9 +43,9 @@ BEGUN_WITHIN_S = 60.0  # the two manifests are written one after the other
 class Pair:
     """Both runs of one A/B.
 
-    ``missing``: the (cell, block) without a pair that counts, of cells that no side failed.
-
-    They were not measured, the card throttled, or an interruption came between the two rows.
+    ``missing``: the (cell, number) of planned pairs that do not count, of cells that no side
+    failed: they were not measured, the card throttled, or an interruption came between the two
+    rows. A pair with a sequential plan may leave any out: `gate.next_looks` says what it lacks.
     """
 
     folder: Path
@@ -55,21 +56,23 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairSpec:
-    """What to measure, and how; a resumed pair keeps its own seed, blocks and injections (which go
-    to side b).
+    """What to measure, and how; a resumed pair keeps its own seed, number of pairs, plan and
+    injections (which go to side b).
 
-    ``name`` begins the ids of both runs, and no other pair may have it; by default the name of the
-    pair's folder.
+    ``pairs`` of each cell, at most, where a ``plan`` looks at them before the last. ``name`` begins
+    the ids of both runs, and no other pair may have it; by default the name of the pair's folder.
     """
 
     matrix: Matrix
     only: list[str]
-    blocks: int
+    pairs: int
     seed: int
     argv: list[str]
     injections: list[str] = field(default_factory=list)
     budget_s: float | None = None
     name: str = ""
+    plan: ConfirmationPlan | None = None
+    policies: Policies | None = None  # that settle a planned cell; the matrix's by default
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def is_pair(folder: Path) -> bool:
 
 
 def are_paired(base: Run, candidate: Run) -> bool:
-    """Whether these are the two runs of one A/B: one name, seed, number of blocks and matrix, and
+    """Whether these are the two runs of one A/B: one name, seed, number of pairs and matrix, and
     begun together.
     """
     one, other = base.manifest, candidate.manifest
@@ -138,13 +141,15 @@ def _has_begun(folder: Path) -> bool:
 def _missing(base: Run, candidate: Run) -> list[tuple[str, int]]:
     rows, others = rows_by_cell(base), rows_by_cell(candidate)
     planned = {cell.cell_id for cell in candidate.manifest.cells}
-    found = []
+    found: list[tuple[str, int]] = []
+    if base.manifest.confirmation is not None:
+        return found
     for cell_id in (cell.cell_id for cell in base.manifest.cells if cell.cell_id in planned):
         mine, theirs = rows.get(cell_id, []), others.get(cell_id, [])
         if all(row.status is Status.OK for row in [*mine, *theirs]):
             count = paired_rows(base, candidate, mine, theirs)
             found += [
-                (cell_id, block) for block in range(base.manifest.replicates) if block not in count
+                (cell_id, pair) for pair in range(base.manifest.replicates) if pair not in count
             ]
     return found
 
@@ -176,7 +181,8 @@ def create(
     )
     own = {
         "run_id": f"{spec.name or folder.name}-{name}",
-        "replicates": spec.blocks,
+        "replicates": spec.pairs,
+        "confirmation": spec.plan,
         "sentinels": [],  # the other side is the sentinel
     }
     manifest = one.manifest().model_copy(update=own)

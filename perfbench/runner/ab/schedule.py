@@ -1,10 +1,11 @@
 """Two versions of `nsa` measured in turns on one machine: what the machine does to one it does to
 the other.
 
-Block by block, each cell once for each side, the two adjacent in time, side a first in even blocks
-and side b first in odd ones (ABBA). Both servers stay alive, and only one child works at a time; an
-idle server has never touched CUDA. No sentinels: the other side is the sentinel. A pair is a folder
-with two ordinary run files, ``a/run.jsonl`` and ``b/run.jsonl``.
+Pair by pair, each cell once for each side, the two adjacent in time; which side is first is said by
+`gate.base_first`, four pairs a block. The cells of a confirmation are measured in groups, the worst
+first, look by look until they are settled. Both servers stay alive, and only one child works at a
+time; an idle server has never touched CUDA. No sentinels: the other side is the sentinel. A pair is
+a folder with two ordinary run files, ``a/run.jsonl`` and ``b/run.jsonl``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import random
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import interrupted_between
+from perfbench.gate import MeasuredPairs, base_first, interrupted_between, next_looks
 from perfbench.machine import TargetFit
+from perfbench.matrix import Policies, policies
 from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
 from perfbench.runner.ab import pair
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
@@ -35,6 +37,8 @@ from perfbench.runner.progress import Progress
 from perfbench.runner.recorder import Recorder
 from perfbench.runner.run import parse_injection
 from perfbench.worker import MEASURE, NSA_WITNESS
+
+GROUP = 12  # cells of a confirmation that are measured together: they share the servers' starts
 
 
 class VersionExecutor(ForkServerExecutor):
@@ -143,8 +147,45 @@ def interleave(
                 opened, opened[::-1], executors, pair.NAMES, versions, strict=True
             )
         ]
-        measure_all(PairSchedule(folder, both[0], both[1]), context.progress, budget)
+        _measure(
+            folder,
+            both[0],
+            both[1],
+            spec.policies or policies(spec.matrix),
+            context.progress,
+            budget,
+        )
     return pair.read_pair(folder)
+
+
+def _measure(
+    folder: Path,
+    a: _Version,
+    b: _Version,
+    policies: Policies,
+    progress: Progress,
+    budget: Budget,
+) -> None:
+    """All pairs; of a pair with a plan, those that its looks want."""
+    manifest = a.recorder.manifest
+    planned = [cell_id for cell_id in a.cells if cell_id in b.cells]
+    if manifest.confirmation is None:
+        everything = dict.fromkeys(planned, manifest.replicates)
+        measure_all(PairSchedule(folder, a, b, everything), progress, budget)
+        return
+    waiting = [cell_id for cell_id in manifest.confirmation.cells if cell_id in planned]
+    while waiting:
+        group, waiting = waiting[:GROUP], waiting[GROUP:]
+        while wanted := _wanted(folder, group, policies):
+            if measure_all(PairSchedule(folder, a, b, wanted), progress, budget):
+                return
+            if _wanted(folder, group, policies) == wanted:
+                break  # its rows do not count, and are not measured again
+
+
+def _wanted(folder: Path, group: Sequence[str], policies: Policies) -> dict[str, int]:
+    found = pair.read_pair(folder)
+    return next_looks(MeasuredPairs(found.base, found.candidate, group), policies)
 
 
 def _ledger(one: pair.Opened, other: pair.Opened, retries: int) -> Ledger:
@@ -201,26 +242,28 @@ class _Version:
 
 
 class PairSchedule:
-    """Each cell that both versions plan, on both sides, the two adjacent in time.
+    """Cells that both versions plan, on both sides, the two adjacent in time; ``wanted``: cell ->
+    how many pairs.
 
-    Routes may differ. What only one side has is not compared.
+    Routes may differ. What only one side has is not compared. The loop's block is one pair of each
+    cell, by fresh servers.
     """
 
     rows_per_cell = 2
 
-    def __init__(self, folder: Path, a: _Version, b: _Version) -> None:
+    def __init__(self, folder: Path, a: _Version, b: _Version, wanted: Mapping[str, int]) -> None:
         self._folder, self._a, self._b = folder, a, b
         self._manifest = a.recorder.manifest
-        self._cell_ids = [cell_id for cell_id in a.cells if cell_id in b.cells]
-        self.num_blocks, self.num_cells = self._manifest.replicates, len(self._cell_ids)
+        self._wanted = wanted
+        self.num_blocks, self.num_cells = max(wanted.values(), default=0), len(wanted)
 
     def due(self, block: int) -> list[str]:
-        shuffled = list(self._cell_ids)
+        shuffled = list(self._wanted)
         random.Random(f"{self._manifest.seed}-{block}").shuffle(shuffled)
         return [cell_id for cell_id in shuffled if self.is_due(cell_id, block)]
 
     def is_due(self, cell_id: str, block: int) -> bool:
-        return bool(self._turns(cell_id, block))
+        return block < self._wanted[cell_id] and bool(self._turns(cell_id, block))
 
     def _turns(self, cell_id: str, block: int) -> list[_Version]:
         """Who is to be measured, in order.
@@ -231,7 +274,7 @@ class PairSchedule:
         if any(one.recorder.ledger.has_failed(cell_id) for one in turns):
             turns = [one for one in turns if cell_id not in one.measured]
         due = [one for one in turns if one.is_due(cell_id, block)]
-        return due if block % 2 == 0 else due[::-1]
+        return due if base_first(self._manifest.seed, cell_id, block) else due[::-1]
 
     def begin_block(self, block: int, cell_ids: Sequence[str]) -> None:
         """Fresh servers for both; nothing is timed while one of them still imports."""

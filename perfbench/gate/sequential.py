@@ -1,0 +1,127 @@
+"""The group-sequential rule of a confirmation: how a block of pairs is ordered, when a cell is
+looked at, and what each look may say and spend.
+
+**A block** is one ABBA and one BAAB of fresh processes, four pairs; which of the two comes first is
+drawn from the seed. Drift within a block, and a machine that alternates with a period of 2 or 4
+processes, so hit both sides alike. One with a period of 8 favours one side in each block: a fair
+coin says which, so that all ten blocks favour the base once in 1,024 sessions.
+
+**A cell is cleared** at the first look that refutes a drop of min_effect. **It is REGRESSED** at
+the last look, after ten blocks, where it is slower, by its pairs and by the means of its blocks;
+before that only where the drop is for certain larger than `EARLY_DROP_PCT`, more than the states of
+a machine are apart. So a drop of 80 % costs one block, an unchanged cell one or two.
+
+A cell's share of alpha_confirm is alpha_confirm / tests, with the number of cells fixed at the
+screen (Bonferroni: Holm over tests that stop at different looks is not valid by itself). The looks
+divide it, whatever they depend on. Each uses the cell's own variance: no other cell's rows change
+its verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from perfbench.gate import stats
+from perfbench.matrix import GatePolicy
+
+PAIRS_PER_BLOCK = 4
+LOOKS = tuple(PAIRS_PER_BLOCK * blocks for blocks in (1, 2, 4, 7, 10))  # pairs
+ABBA_BAAB = (True, False, False, True)  # whether the base of each pair comes first
+EARLY_DROP_PCT = 10.0
+LAST_SHARE = 0.8  # of the cell's alpha is for the last look
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """After ``pairs`` pairs: the level of the test for slower, and of the bound that refutes
+    min_effect.
+    """
+
+    pairs: int
+    alpha: float
+    alpha_same: float
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What one look says of one metric.
+
+    ``adjusted_p``: to be compared with alpha_confirm, as the look's own p is with its alpha.
+    """
+
+    comparison: stats.SpeedChange
+    adjusted_p: float
+
+
+def base_first(seed: int, cell_id: str, pair: int) -> bool:
+    """Whether the base is measured first in a pair: by its place in its block, and the order of
+    this cell's block, drawn from the seed.
+    """
+    block, place = divmod(pair, PAIRS_PER_BLOCK)
+    swapped = random.Random(f"{seed}-{cell_id}-{block}").random() < 0.5
+    return ABBA_BAAB[place] is not swapped
+
+
+def looks_of(counts: Sequence[int], tests: int, policy: GatePolicy) -> tuple[Look, ...]:
+    """The looks after ``counts`` pairs at one of ``tests`` cells."""
+    share = policy.alpha_confirm / max(tests, 1)
+    early = share * (1 - LAST_SHARE) / max(len(counts) - 1, 1)
+    same = stats.screen_alpha(policy) / len(counts)
+    return tuple(
+        Look(
+            pairs=count,
+            alpha=share * LAST_SHARE if count == counts[-1] else early,
+            alpha_same=same,
+            is_last=count == counts[-1],
+        )
+        for count in counts
+    )
+
+
+def decide_at(
+    base: Sequence[float],
+    candidate: Sequence[float],
+    look: Look,
+    policy: GatePolicy,
+    *,
+    tolerance_pct: float,
+    metrics: int = 1,
+) -> Decision:
+    """``base[i]`` and ``candidate[i]`` (ln speed) are a pair; ``metrics`` share the look's alpha.
+
+    ``tolerance_pct``: the drop of this metric that is never called a regression. ValueError for no
+    pairs, or sides of different length.
+    """
+    alpha = look.alpha / metrics
+    found = stats.paired(
+        base,
+        candidate,
+        prior=None,
+        alpha=look.alpha_same,
+        power=policy.power,
+        test_alpha=alpha,
+    )
+    if look.is_last:
+        p = max(found.p_slower, _p_of_blocks(stats.differences(base, candidate)))
+    else:
+        p = stats.p_below(found, math.log1p(-max(EARLY_DROP_PCT, tolerance_pct) / 100))
+    return Decision(found, min(1.0, p * policy.alpha_confirm / alpha))
+
+
+def _p_of_blocks(differences: Sequence[float]) -> float:
+    """That the mean of the blocks is not below zero, by the variance between blocks: what favours
+    one side for a whole block does not show between its pairs. A half for fewer than two blocks.
+    """
+    blocks = [
+        differences[first : first + PAIRS_PER_BLOCK]
+        for first in range(0, len(differences), PAIRS_PER_BLOCK)
+    ]
+    means = [math.fsum(block) / len(block) for block in blocks]
+    if len(means) < 2:
+        return 0.5
+    error = math.sqrt(max(stats.variance_of(means), stats.VARIANCE_FLOOR) / len(means))
+    return stats.t_below(math.fsum(means) / len(means) / error, len(means) - 1)
