@@ -47,7 +47,7 @@ class Look:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class LookResult:
     """What one look says of one metric.
 
     ``adjusted_p``: to be compared with alpha_confirm, as the look's own p is with its alpha.
@@ -90,7 +90,7 @@ def decide_at(
     *,
     tolerance_pct: float,
     metrics: int = 1,
-) -> Decision:
+) -> LookResult:
     """``base[i]`` and ``candidate[i]`` (ln speed) are a pair; ``metrics`` share the look's alpha.
 
     ``tolerance_pct``: the drop of this metric that is never called a regression. ValueError for no
@@ -109,7 +109,7 @@ def decide_at(
         p = max(found.p_slower, _p_of_blocks(stats.differences(base, candidate)))
     else:
         p = stats.p_below(found, math.log1p(-max(EARLY_DROP_PCT, tolerance_pct) / 100))
-    return Decision(found, min(1.0, p * policy.alpha_confirm / alpha))
+    return LookResult(found, min(1.0, p * policy.alpha_confirm / alpha))
 
 
 def _p_of_blocks(differences: Sequence[float]) -> float:

@@ -106,10 +106,9 @@ def test_each_side_runs_its_own_code_in_turns(
         ]
     order.sort()
     assert [block for _, block, _, _ in order] == sorted([0, 1, 2, 3] * 4)
-    turns = {
-        cell: "".join(name for _, _, one, name in order if one == cell) for cell in (SHORT, LONG)
-    }
-    assert set(turns.values()) <= {"abbabaab", "baababba"}
+    for cell_id in (SHORT, LONG):
+        turns = "".join(name for _, _, one, name in order if one == cell_id)
+        assert turns in ("abbabaab", "baababba")
     # the two of a cell are neighbours
     assert all(order[i][2] == order[i + 1][2] for i in range(0, 16, 2))
     # cells are shuffled
@@ -329,10 +328,117 @@ def test_a_budget_stops_before_the_next_pair(
 def test_usage_errors_exit_2(
     bench: Bench, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    strict = MATRIX.replace("processes: 4", "processes: 5").replace(
-        "replicates: 2", "replicates: 5"
-    )
+    strict = MATRIX.replace("processes: 4", "processes: 5")
+    strict = strict.replace("min_replicates: 2", "min_replicates: 5")
     Path("strict.yaml").write_text(strict, encoding="utf-8")
+    assert bench.run("ab", *argv) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert len(worktrees(bench.repository)) == 1
+
+
+def test_compare_judges_both_sides_of_an_ab_or_two_runs(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.b.speed = 800.0
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml") == 3
+    (folder,) = Path("reports/runs").iterdir()
+    assert bench.run("compare", str(folder)) == 3
+    assert bench.run("compare", str(folder / "a"), str(folder / "b")) == 3
+    assert bench.run("compare", str(folder / "a"), str(folder / "a")) == 0
+    capsys.readouterr()
+    assert bench.run("run", "small.yaml", "--out", "single") == 0
+    (single,) = Path("single").iterdir()
+    capsys.readouterr()
+    # two sessions: a drop is at most SUSPECT
+    assert bench.run("compare", str(single), str(folder / "b"), "--strict") == 7
+    assert "SUSPECT" in capsys.readouterr().out
+    assert bench.run("compare", str(single)) == 2
+    assert "wanted two" in capsys.readouterr().err
+    assert bench.run("compare", str(folder), str(single)) == 2
+    assert str(folder / "a") in capsys.readouterr().err
+
+
+def in_the_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C while a throttled card cools down, the first time only."""
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(schedule, "interleave", partial(schedule.interleave, pause=pause))
+
+
+@pytest.mark.parametrize(
+    ("hot", "a_attempts", "b_attempts"), [("a", [0, 1], [0]), ("b", [0, 0], [0, 1])]
+)
+def test_a_throttled_attempt_is_no_half_of_a_pair_and_its_retry_follows(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    hot: str,
+    a_attempts: list[int],
+    b_attempts: list[int],
+) -> None:
+    """Pair 0 is AB. Where b was hot, a's half is measured again too, next to b's retry."""
+    in_the_pause(monkeypatch)
+    getattr(bench, hot).hot = {(SHORT, 0)}
+    argv = ["ab", "HEAD~1", "HEAD", "small.yaml", "--only", "seq_len=128", "--pairs", "4"]
+    assert bench.run(*argv, "--seed", A_FIRST) == 130
+    (folder,) = Path("reports/runs").iterdir()
+    before = pair.read_pair(folder)
+    assert before.missing == [(SHORT, number) for number in range(4)]
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
+    found = pair.read_pair(folder)
+    assert found.missing == []
+    for run, attempts in ((found.base, a_attempts), (found.candidate, b_attempts)):
+        # all stay in the file
+        assert [row.attempt for row in run.replicates if row.replicate == 0] == attempts
+        assert [row.attempt for row in run.replicates if row.replicate == 1] == [0]
+    measured = [(name, number) for name, cell, number in bench.log if cell == SHORT]
+    assert measured[-8:-4] == [("a", 0), ("b", 0), ("b", 1), ("a", 1)]
+
+
+def test_a_pair_with_a_resume_between_its_rows_does_not_count_and_is_measured_again(
+    bench: Bench,
+) -> None:
+    """Side a of pair 1 in one invocation, side b in the next: the machine may have changed in
+    between.
+    """
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--pairs", "4") == 0
+    (folder,) = Path("reports/runs").iterdir()
+    for name in pair.NAMES:
+        path = folder / name / run_file.RUN_FILE
+        lines = lines_of(path.read_bytes())
+        for line in lines[1:]:
+            late = name == "b" and line["replicate"] == 1
+            line["started_utc"] = (
+                "2026-01-03T01:00:00+00:00" if late else "2026-01-02T01:00:00+00:00"
+            )
+        again = {
+            "kind": "resumed",
+            "resumed_utc": "2026-01-03T00:00:00+00:00",
+            "argv": [],
+            "environment": lines[0]["environment"],
+        }
+        path.write_bytes(run_bytes([*lines, again]))
+    assert sorted(pair.read_pair(folder).missing) == sorted([(SHORT, 1), (LONG, 1)])
+    bench.a.jobs.clear(), bench.b.jobs.clear()
+    assert bench.run("ab", "HEAD~1", "HEAD", "small.yaml", "--resume", str(folder)) == 0
+    for side in (bench.a, bench.b):
+        assert sorted((job.cell_id, job.replicate) for job in side.jobs) == sorted(
+            [(SHORT, 1), (LONG, 1)]
+        )
+    assert pair.read_pair(folder).missing == []
+
+
+def test_a_throttled_side_leaves_the_pair_out(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its retries are spent: the pair does not count, and the verdict says how many do."""
+    Path("small.yaml").write_text(
+        MATRIX.replace("processes: 4", "processes: 4, throttle_retries: 0"), encoding="utf-8"
+    )
     bench.b.hot = {(SHORT, 1)}
     assert bench.run("ab", "HEAD", "HEAD", "small.yaml", "--pairs", "8", "--json") == 0
     (folder,) = Path("reports/runs").iterdir()
