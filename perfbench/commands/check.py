@@ -5,7 +5,6 @@ turns with the baseline's commit, and trace what is red.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,6 @@ from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
     from perfbench.commands.outcome import Outcome
-    from perfbench.gate import Judgement
     from perfbench.matrix import Matrix
     from perfbench.runner import MeasuringContext
 
@@ -53,7 +51,7 @@ def check(
     outcome = screen(measure(loaded, options, context), baseline, strict)
     if outcome.judgement.to_confirm and not no_confirm:
         left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
-        outcome = replace(outcome, judgement=_confirmed(outcome, options, left_s, context))
+        outcome = _confirmed(outcome, options, left_s, context)
     trace_reds(outcome, context)
     finish(outcome, as_json)
 
@@ -93,9 +91,9 @@ def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | No
 
 def _confirmed(
     outcome: Outcome, options: opt.RunOptions, left_s: float | None, context: MeasuringContext
-) -> Judgement:
+) -> Outcome:
     from perfbench.commands.outcome import matrix_of
-    from perfbench.gate import confirm_all, plan_confirmation
+    from perfbench.gate import plan_confirmation
     from perfbench.runner import PairSpec, base_commits, confirm_cells
 
     run, policy = outcome.run, outcome.policy
@@ -116,7 +114,7 @@ def _confirmed(
     found = confirm_cells(run, outcome.folder, commits, spec, context)
     if found.reasons:
         warn(f"not all is confirmed: {found}")
-    return confirm_all(outcome.judgement, found.measured, policy, found.reasons)
+    return outcome.confirmed(found)
 
 
 def trace_reds(outcome: Outcome, context: MeasuringContext) -> None:

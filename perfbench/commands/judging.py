@@ -12,7 +12,7 @@ from perfbench.commands.console import warn
 from perfbench.commands.outcome import Outcome, folder_of, matrix_of, policy_of
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import compare as compare_runs
-from perfbench.gate import confirm_all, joint_rules, judge, judge_by_baseline
+from perfbench.gate import joint_rules, judge, judge_by_baseline
 from perfbench.matrix import JudgeRules, check_configs, policies
 from perfbench.records import METHOD_VERSION, Baseline, read_run, revisions_to_type
 
@@ -53,10 +53,7 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
     assert outcome.baseline is not None  # the screen judged by it
     commits = base_commits(cells, outcome.baseline, policy)
     found = stored_confirmation(outcome.folder, commits, policy)
-    if found is None:
-        return outcome
-    judgement = confirm_all(outcome.judgement, found.measured, policy, found.reasons)
-    return replace(outcome, judgement=judgement)
+    return outcome if found is None else outcome.confirmed(found)
 
 
 def judge_pair(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:

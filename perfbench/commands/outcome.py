@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, Self
 
 import typer
 
@@ -20,6 +20,7 @@ from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 
 if TYPE_CHECKING:
     from perfbench.gate import Judgement
+    from perfbench.runner import Confirmation
 
 CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
 
@@ -36,6 +37,15 @@ class Outcome:
     baseline: Baseline | BaselineProblem | None = None
     base_run: Run | None = None
     policies: Policies | None = None  # the stricter of the run's own and the baseline's
+    pairs: tuple[Run, ...] = ()  # both sides of each pair that confirmed it
+
+    def confirmed(self, found: Confirmation) -> Self:
+        """Judged by its pairs, too."""
+        from perfbench.gate import confirm_all
+
+        judgement = confirm_all(self.judgement, found.measured, self.policy, found.reasons)
+        pairs = tuple(side for one in found.measured for side in (one.base, one.candidate))
+        return replace(self, judgement=judgement, pairs=pairs)
 
     @property
     def policy(self) -> Policies:
@@ -54,6 +64,7 @@ class Outcome:
             base_run=self.base_run,
             paired=self.base_run is not None and are_paired(self.base_run, self.run),
             traces=traces_markdown(stored_traces(self.folder)),
+            pairs=self.pairs,
         )
         to = out or self.folder
         small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does

@@ -4,7 +4,7 @@ kernel tables.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ class ReportContext:
     `diff.traces_markdown`.
 
     ``paired``: it was measured in turns with the run. ``renamed`` maps the id that the baseline
-    knows to the cell's id of today.
+    knows to the cell's id of today. ``pairs``: both sides of each pair that confirmed the run.
     """
 
     baseline: Baseline | None = None
@@ -33,6 +33,7 @@ class ReportContext:
     renamed: Mapping[str, str] = field(default_factory=dict)
     traces: str = ""
     paired: bool = False
+    pairs: Sequence[Run] = ()
 
     @classmethod
     def of(
@@ -43,6 +44,7 @@ class ReportContext:
         base_run: Run | None = None,
         paired: bool = False,
         traces: str = "",
+        pairs: Sequence[Run] = (),
     ) -> ReportContext:
         """From what a command has at hand; a baseline that cannot judge stands for none."""
         known = None if isinstance(baseline, BaselineProblem) else baseline
@@ -54,7 +56,7 @@ class ReportContext:
                 for old, alias in aliases
                 if old in there and alias.cell_id not in there
             }
-        return cls(known, base_run, policies, renamed, traces, paired)
+        return cls(known, base_run, policies, renamed, traces, paired, pairs)
 
     @property
     def name(self) -> str:

@@ -20,7 +20,16 @@ from perfbench.records import (
     typed_revisions,
     without_resume,
 )
-from perfbench.report import boundary, expectations, failures, machine, scaling, tables, workloads
+from perfbench.report import (
+    boundary,
+    cost,
+    expectations,
+    failures,
+    machine,
+    scaling,
+    tables,
+    workloads,
+)
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import PATH_ORDER, Row, launch_bound, null_reasons
 from perfbench.text import NULL, block, cell_code, code, escape, plain, table_cell, visible
@@ -100,7 +109,7 @@ def _context(
             (str(one.get("cell_id", NULL)), str(one.get("reason", "")))
             for one in run.manifest.excluded
         ],
-        "header_facts": _header(run),
+        "header_facts": _header(run, context),
         "argv": shlex.join(plain(part) for part in run.manifest.argv),
         "policy": judgement.policy,
         "looks": f"{', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]}",
@@ -277,7 +286,7 @@ def _physics(rows: list[Row]) -> list[str]:
     ]
 
 
-def _header(run: Run) -> list[tuple[str, str]]:
+def _header(run: Run, context: ReportContext) -> list[tuple[str, str]]:
     """What it takes to do it again, as (name, Markdown)."""
     manifest, env = run.manifest, run.manifest.environment
     source = manifest.source
@@ -300,6 +309,7 @@ def _header(run: Run) -> list[tuple[str, str]]:
             f"{manifest.matrix_path} ({manifest.matrix_name}), sha256 {manifest.matrix_sha256}",
         ),
         ("cells", f"{only}, {manifest.replicates} processes each, seed {manifest.seed}"),
+        ("time", cost.shown(run, context.pairs)),
         ("device", f"{env.device_name}{uuid}, clocks {env.clock_policy}"),
         ("host", f"{env.cpu_name}, {env.cpu_count} CPUs, {env.platform}"),
         ("driver, CUDA", f"{env.driver or NULL}, {env.cuda or NULL}"),

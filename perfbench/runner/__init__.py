@@ -1,8 +1,8 @@
 """Decides which job is next, in which process, and stores its row before the next one."""
 
 from perfbench.runner.ab.checkout import CannotBuild, Checkout, checked_out, is_commit, own_checkout
-from perfbench.runner.ab.confirm import CONFIRM_FOLDER, base_commits, confirm_cells
-from perfbench.runner.ab.confirm import stored_confirmation
+from perfbench.runner.ab.confirm import CONFIRM_FOLDER, Confirmation, base_commits
+from perfbench.runner.ab.confirm import confirm_cells, stored_confirmation
 from perfbench.runner.ab.pair import Pair, PairSpec, are_paired, is_pair, new_pair_folder, read_pair
 from perfbench.runner.ab.schedule import measure_pair, prepared_versions
 from perfbench.runner.ab.version_plan import plan_of_version
