@@ -7,7 +7,7 @@ from perfbench.gate.comparable import comparability_key, environment_differences
 from perfbench.gate.comparison import compare
 from perfbench.gate.confirmation import confirm_all, next_looks, plan_confirmation
 from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_cell, usable
-from perfbench.gate.evidence import DEVICE, Evidence
+from perfbench.gate.evidence import DEVICE, HOST, Evidence
 from perfbench.gate.explain import explain_cell
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge

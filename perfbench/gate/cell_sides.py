@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from perfbench.gate import stats
 from perfbench.gate.bimodality import LEAST_GAP, modes
-from perfbench.gate.evidence import DEVICE, WALL
+from perfbench.gate.evidence import DEVICE, HOST, WALL
 from perfbench.matrix import GatePolicy
 from perfbench.records import PlannedCell, Replicate
 
@@ -104,29 +104,42 @@ class CellSides:
             and min(len(self.base.device_time_s), len(self.candidate.device_time_s)) >= least
         )
 
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What the cell is judged by, wall time last: of one that the host binds, its device time
+        and its host time too, given enough profiles.
+        """
+        least = max(2, self.policy.min_replicates)
+        timed = min(len(self.base.host_time_s), len(self.candidate.host_time_s)) >= least
+        host = (HOST,) if self.host_bound and timed else ()
+        return (*((DEVICE,) if self.gates_device else ()), *host, WALL)
+
     def between_session_sd_of(self, metric: str) -> float:
         """The sd between sessions of ln of this metric.
 
-        The host's noise is not the device's, so neither stands in for the other.
+        The host's noise is not the device's, so neither stands in for the other; of the host alone
+        none is measured, and its tolerance is that of its noise.
         """
         if metric == WALL:
             return self.between_session_sd
+        if metric == HOST:
+            return stats.ASSUMED_BETWEEN_SESSION_SD
         measured = self.base.device_between_session_sd
         return stats.ASSUMED_BETWEEN_SESSION_SD if measured is None else measured
 
     def values(self, metric: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         base, candidate = self.base, self.candidate
-        return (
-            (base.tok_per_s, candidate.tok_per_s)
-            if metric == WALL
-            else (base.device_time_s, candidate.device_time_s)
-        )
+        return {
+            WALL: (base.tok_per_s, candidate.tok_per_s),
+            DEVICE: (base.device_time_s, candidate.device_time_s),
+            HOST: (base.host_time_s, candidate.host_time_s),
+        }[metric]
 
     def logs(self, metric: str) -> tuple[list[float], list[float]]:
-        """ln of speed on both sides; of device time the speed is its inverse."""
+        """ln of speed on both sides; of a time the speed is its inverse."""
         base, candidate = (stats.logs(values) for values in self.values(metric))
         return (
-            ([-x for x in base], [-x for x in candidate]) if metric == DEVICE else (base, candidate)
+            (base, candidate) if metric == WALL else ([-x for x in base], [-x for x in candidate])
         )
 
     def too_few(self) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 
 from perfbench.gate.stats import Prior, SpeedChange
 
-WALL, DEVICE = "tok_per_s", "device_time_s"
+WALL, DEVICE, HOST = "tok_per_s", "device_time_s", "host_time_s"
+SPEED_WORDS = {WALL: "", DEVICE: "device speed ", HOST: "host speed "}
 
 
 def pct(ln_ratio: float) -> float | None:
@@ -25,7 +26,7 @@ def pct(ln_ratio: float) -> float | None:
 class Evidence:
     """``comparison`` of ln speed.
 
-    Device time counts as speed, 1 / seconds, so below zero is slower in each metric.
+    Device and host time count as speed, 1 / seconds, so below zero is slower in each metric.
 
     ``sd`` is of ln speed as sampled, with ``sd_df`` degrees of freedom: within the sides, or of the
     differences where
@@ -90,7 +91,7 @@ class Evidence:
         return self.comparison.estimate / error if math.isfinite(error) and error > 0 else None
 
     def __str__(self) -> str:
-        c, what = self.comparison, "" if self.metric == WALL else "device speed "
+        c, what = self.comparison, SPEED_WORDS[self.metric]
         if not math.isfinite(c.standard_error):
             return (
                 f"{what}{self.change_pct:+.2f} %, with nothing to estimate its noise from"

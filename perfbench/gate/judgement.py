@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from perfbench.errors import SEVERITY, Exit, worst
-from perfbench.gate.evidence import WALL, Evidence
+from perfbench.gate.evidence import SPEED_WORDS, WALL, Evidence
 from perfbench.matrix import GatePolicy
 from perfbench.records import AXES, EXIT_OF, FAIL_UNDER_STRICT, NOT_APPLICABLE, Cell, Verdict
 from perfbench.text import number, shorten
@@ -226,7 +226,7 @@ def _first(cell: CellVerdict) -> str:
     slower = cell.evidence[0] if cell.evidence and cell.verdict is Verdict.REGRESSED else None
     if slower is None or not slower.is_beyond_tolerance:
         return f"{cell.cell_id}: {shorten(cell.reason)}"
-    what = "" if slower.metric == WALL else "device speed "
+    what = SPEED_WORDS[slower.metric]
     speeds = f"{number(cell.base_tok_per_s)} -> {number(cell.cand_tok_per_s)} tok/s"
     name = short_name(cell.axes.to_mapping())
     return f"{name} {what}{slower.change_pct:+.1f} % ({speeds}), {slower.comparison.n_base} pairs"

@@ -94,9 +94,18 @@ class PairRows:
             )
         left = side_of_rows(base, [theirs for theirs, _ in both])
         right = side_of_rows(candidate, [ours for _, ours in both])
-        profiled = [pair for pair in both if _device_time_s(pair[0]) and _device_time_s(pair[1])]
-        left = replace(left, device_time_s=tuple(_device_time_s(theirs) for theirs, _ in profiled))
-        right = replace(right, device_time_s=tuple(_device_time_s(ours) for _, ours in profiled))
+        device, host = (
+            [pair for pair in both if _time_s(pair[0], name) and _time_s(pair[1], name)]
+            for name in ("device_time_s", "host_time_s")
+        )
+        left, right = (
+            replace(
+                side,
+                device_time_s=tuple(_time_s(pair[place], "device_time_s") for pair in device),
+                host_time_s=tuple(_time_s(pair[place], "host_time_s") for pair in host),
+            )
+            for place, side in enumerate((left, right))
+        )
         return CellSides(cell_id, self._policies.of(cell_id), left, right)
 
     def count(self, cell_id: str, pairs: int) -> int:
@@ -127,5 +136,6 @@ class PairRows:
         return found[0] if found else None
 
 
-def _device_time_s(row: Replicate) -> float:
-    return 0.0 if row.profile is None else row.profile.device_time_s
+def _time_s(row: Replicate, name: str) -> float:
+    """One of the profile's times; 0 where it has none."""
+    return 0.0 if row.profile is None else getattr(row.profile, name) or 0.0

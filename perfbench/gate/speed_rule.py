@@ -3,10 +3,10 @@
 Pure numbers in, verdicts out.
 
 A host-bound cell's wall speed follows the CPU: it is reported and never called SAME (BLIND). Such a
-cell is judged by device time, by launches and by host syncs, of which an increase is no noise. Two
-exceptions keep a new Python loop visible: a cell that was not host bound before, and a wall drop
-beyond what any host's noise was seen to explain. A gain of wall time that pairs prove is FASTER,
-whatever was launched for it.
+cell is judged by device time, by host time (with the tolerance of its noise), by launches and by
+host syncs, of which an increase is no noise. Two exceptions keep a new Python loop visible: a cell
+that was not host bound before, and a wall drop beyond what any host's noise was seen to explain. A
+gain of wall time that pairs prove is FASTER, whatever was launched for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from perfbench.gate import stats
 from perfbench.gate.cell_sides import CellSides
-from perfbench.gate.evidence import DEVICE, WALL, Evidence
+from perfbench.gate.evidence import DEVICE, HOST, WALL, Evidence
 from perfbench.gate.sequential import Look, decide_at
 from perfbench.matrix import GatePolicy
 from perfbench.records import Verdict
@@ -47,11 +47,10 @@ def priors_of(cells: Sequence[CellSides], *, paired: bool) -> dict[Family, stats
     """What each family of cells says about its noise; the order of the cells does not matter."""
     seen: dict[Family, list[tuple[float, float]]] = {}
     for sides in sorted(cells, key=lambda one: one.cell_id):
-        for metric in (WALL, DEVICE):
-            if metric == WALL or sides.gates_device:
-                seen.setdefault((metric, sides.host_bound), []).append(
-                    _own_variance(sides, metric, paired)
-                )
+        for metric in sides.metrics:
+            seen.setdefault((metric, sides.host_bound), []).append(
+                _own_variance(sides, metric, paired)
+            )
     return {
         family: stats.prior_of([v for v, _ in found], [df for _, df in found])
         for family, found in seen.items()
@@ -97,9 +96,7 @@ def confirm(cells: Sequence[CellSides]) -> dict[str, SpeedVerdict]:
     """
     ready = sorted((one for one in cells if not one.too_few()), key=lambda one: one.cell_id)
     priors = priors_of(ready, paired=True)
-    tests = [
-        (one.cell_id, _paired(one, metric, priors)) for one in ready for metric in _metrics(one)
-    ]
+    tests = [(one.cell_id, _paired(one, metric, priors)) for one in ready for metric in one.metrics]
     adjusted = stats.holm([evidence.comparison.p_slower for _, evidence in tests])
     found: dict[str, list[Evidence]] = {}
     for (cell_id, evidence), p in zip(tests, adjusted, strict=True):
@@ -123,8 +120,8 @@ def confirm_at(sides: CellSides, look: Look) -> SpeedVerdict:
             f"not confirmed: too few pairs ({few}): {sides.speeds()}",
             screened=True,
         )
-    metrics = _metrics(sides)
-    evidence = tuple(_looked_at(sides, metric, look, len(metrics)) for metric in metrics)
+    count = len(sides.metrics)
+    evidence = tuple(_looked_at(sides, metric, look, count) for metric in sides.metrics)
     return _outcome_of(sides, evidence)
 
 
@@ -135,10 +132,6 @@ def is_settled(outcome: SpeedVerdict, policy: GatePolicy) -> bool:
     return bool(outcome.evidence) and all(
         one.refutes(policy.min_effect_pct) for one in outcome.evidence
     )
-
-
-def _metrics(sides: CellSides) -> tuple[str, ...]:
-    return (DEVICE, WALL) if sides.gates_device else (WALL,)
 
 
 def _outcome_of(sides: CellSides, evidence: tuple[Evidence, ...]) -> SpeedVerdict:
@@ -208,10 +201,13 @@ def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> Spee
     """
     policy = sides.policy
     device = _unpaired(sides, DEVICE, priors) if sides.gates_device else None
+    host = _unpaired(sides, HOST, priors) if HOST in sides.metrics else None
     suspects, first = sides.more_work(), []
     if device is not None and (why := _suspicion(sides, device)):
         suspects.append(f"{why} on the device: {device}")
         first.append(device)
+    if host is not None and _slower(host, policy):
+        suspects.append(f"slower on the host, and no noise explains {HOST_NOISE_PCT:g} %: {host}")
     if sides.base.host_bound and _slower(wall, policy):
         suspects.append(
             f"slower on the wall clock, and no host's noise explains {HOST_NOISE_PCT:g} %"
@@ -224,7 +220,8 @@ def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> Spee
         suspects.append(f"{slower} on the wall clock, and the base was not host bound")
         first.append(wall)
     # the pairs are planned for the first
-    evidence = (*first, *(e for e in (device, wall) if e is not None and e not in first))
+    rest = (e for e in (device, host, wall) if e is not None and e not in first)
+    evidence = (*first, *rest)
     numbers = f"{sides.speeds()}: wall {wall}"
     if suspects:
         return SpeedVerdict(
@@ -234,6 +231,7 @@ def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> Spee
             screened=True,
         )
     judged = f"{device}" if device is not None else sides.no_device()
+    judged += f"; {host}" if host is not None else ""
     return SpeedVerdict(
         Verdict.BLIND,
         f"host bound: wall tok/s is not gated, it follows the CPU; {sides.work()}; {judged};"
@@ -267,7 +265,7 @@ def _slower(evidence: Evidence, policy: GatePolicy) -> bool:
 def _tolerance_pct(sides: CellSides, metric: str) -> float:
     """The drop that is never called a regression, in this metric."""
     policy = sides.policy
-    if metric == WALL and sides.host_bound and sides.base.host_bound:
+    if metric == HOST or (metric == WALL and sides.host_bound and sides.base.host_bound):
         return max(policy.tolerance_pct, HOST_NOISE_PCT)
     return policy.tolerance_pct
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from perfbench.gate import DEVICE, Evidence, severity
+from perfbench.gate import DEVICE, HOST, Evidence, severity
 from perfbench.records import Verdict
 from perfbench.report import plots
 from perfbench.report.rows import Row
@@ -131,7 +131,7 @@ def _line(axes: Axes, place: int, row: Row, reach: float) -> None:
     text = (
         "-" if one.change_pct is None else f"{round(one.change_pct, 1) + 0.0:+.1f} %"
     ) + f"  {row.verdict}"
-    text += " (device time)" if one.metric == DEVICE else ""
+    text += {DEVICE: " (device time)", HOST: " (host time)"}.get(one.metric, "")
     axes.text(1.015 * reach, place, text, va="center", fontsize=8, color=colour)
 
 

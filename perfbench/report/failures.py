@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from perfbench.errors import Exit
-from perfbench.gate import DEVICE, CellVerdict, Evidence, Judgement, stats
+from perfbench.gate import DEVICE, HOST, CellVerdict, Evidence, Judgement, stats
 from perfbench.matrix import GatePolicy
 from perfbench.records import (
     EXIT_OF,
@@ -31,7 +31,7 @@ ORDER = (Exit.NOT_TRUE, Exit.FAILED, Exit.REGRESSED, Exit.ENVIRONMENT)
 FOLD = 15  # rows from which a table of open cells is folded: the report is read from the top
 REASONS = 5  # of a group: dozens of host-bound cells say the same with other numbers
 MOST_PAIRS = 10 * stats.MAX_PAIRS  # nobody measures more
-METRICS = {DEVICE: "device time"}
+METRICS = {DEVICE: "device time", HOST: "host time"}
 
 
 def by_severity(rows: Iterable[Row]) -> list[Row]:
@@ -237,10 +237,10 @@ def _settles(row: Row, run: Run, judgement: Judgement, context: ReportContext) -
             f"More of the same, at least {policy.min_replicates} replicates a side; {in_turns},"
             " with the pairs below."
         )
-    if row.bound == "host" or cell.metric == DEVICE:
+    if row.bound == "host" or cell.metric in METRICS:
         judged = (
-            "Device time, launches and syncs were judged instead"
-            if cell.metric == DEVICE
+            "Device time, host time, launches and syncs were judged instead"
+            if cell.metric in METRICS
             else _unjudged()
         )
         return (
@@ -255,8 +255,8 @@ def _settles(row: Row, run: Run, judgement: Judgement, context: ReportContext) -
 
 def _unjudged() -> str:
     return (
-        f"{code('measure: {profile: every}')}, here and in the baseline, lets device time, launches"
-        " and syncs judge it"
+        f"{code('measure: {profile: every}')}, here and in the baseline, lets device time, host"
+        " time, launches and syncs judge it"
     )
 
 

@@ -456,6 +456,7 @@ def baseline_of(run: Run, *, night_log_sd: float | None = 0.0, **overrides: Any)
                 commit=COMMIT,
                 night_log_sd=night_log_sd,
                 device_time_s=[one.device_time_s for one in profiles],
+                host_time_s=[one.host_time_s for one in profiles if one.host_time_s],
                 kernel_count=max((one.kernel_count for one in profiles), default=None),
                 host_syncs=max((one.host_syncs for one in profiles), default=None),
                 kernels=sorted({name for one in profiles for name in one.kernels}),

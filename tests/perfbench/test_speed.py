@@ -415,6 +415,39 @@ def test_a_host_bound_cell_is_judged_by_device_time_where_enough_processes_profi
     assert few.verdict is Verdict.BLIND and "1 profiles in the base, 8 here, 3 wanted" in few.reason
 
 
+@pytest.mark.parametrize(("factor", "red"), [(1.6, False), (3.0, True)])
+def test_a_host_bound_cell_is_judged_by_host_time_beyond_its_noise(
+    factor: float, red: bool
+) -> None:
+    """Twice the host time is what its noise explains; three times is more Python, though tok/s of
+    these samples does not show it.
+    """
+    times = [0.001 * math.exp(0.05 * (-1) ** n) for n in range(8)]
+
+    def at(run: Run, factor: float) -> Run:
+        return b.change_rows(
+            run,
+            TRAIN,
+            lambda row: row.model_copy(
+                update={"profile": b.profile(host_time_s=factor * times[row.replicate])}
+            ),
+        )
+
+    run = edit(b.small_run(replicates=8), TRAIN, host_bound=True)
+    base = b.baseline_of(at(run, 1.0))
+    known = base.cells[TRAIN].model_copy(update={"device_night_log_sd": 0.0})
+    base = base.model_copy(update={"cells": {**base.cells, TRAIN: known}})
+    first = judge(at(run, factor), base, POLICY)
+    cell = cell_of(first, TRAIN)
+    assert cell.verdict is (Verdict.SUSPECT if red else Verdict.BLIND)
+    assert ("slower on the host" in cell.reason) is red and "host speed" in cell.reason
+    if red:
+        settled = cell_of(conclude(first, at(run, 1.0), at(run, factor), POLICY), TRAIN)
+        assert settled.verdict is Verdict.REGRESSED and settled.metric == "host_time_s"
+        cleared = conclude(first, at(run, 1.0), at(run, 1.0), POLICY)
+        assert verdict_of(cleared, TRAIN) is Verdict.BLIND
+
+
 def test_changed_autotuning_and_kernels_explain_a_change() -> None:
     run = b.small_run()
     now = edit(run, TRAIN, tuned={"sel": "BLOCK=64"})
