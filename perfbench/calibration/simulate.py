@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from perfbench.gate import LOOKS, base_first, decide_at, looks_of, stats
+from perfbench.gate import LOOKS, base_first, decide_at, has_fresh_servers, looks_of, stats
 from perfbench.matrix import GatePolicy
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class World:
     the session's. ``process_state``: (share, per cent) of the processes that are slower by so much;
     ``session_state_pct``: half of the sessions are. ``is_confirmed``: every cell goes on to its
     pairs, whatever the screen says, and one that is alone has the whole of alpha_confirm.
+    ``server_pct``: between the servers that fork the processes of one side.
     """
 
     name: str
@@ -61,6 +62,7 @@ class World:
     session_state_pct: float = 0.0
     replicates: int = STORED_REPLICATES
     is_confirmed: bool = False
+    server_pct: float = 0.0
 
     @property
     def between_session_variance(self) -> float:
@@ -120,6 +122,7 @@ WORLDS = (
     alone("period of 8", shape="square", period=8),
     alone("sine of period 8", shape="sine", period=8),
     alone("trend", shape="trend"),
+    alone("servers differ by 0.5 %", server_pct=0.5),
 )
 
 
@@ -282,7 +285,9 @@ def simulate(
                 [line[place] for place in order[side]]
                 for line, order in zip(found, orders, strict=True)
             ]
-            for side, found in ((0, slots.tolist()), (1, (slots + slower).tolist()))
+            for side, found in enumerate(
+                (_forked(world, rng, slots), _forked(world, rng, slots + slower))
+            )
         ]
         judged = judge_session(
             old.tolist(),
@@ -327,6 +332,17 @@ def _session(
         rng.random() < 0.5
     )
     return (speed_CR + _machine_state(world, rng, slots)) / 100
+
+
+def _forked(world: World, rng: np.random.Generator, speed_CR: Array) -> list[list[float]]:
+    """The same speeds as the processes of one side's servers."""
+    import numpy as np
+
+    cells, slots = speed_CR.shape
+    server_R = np.cumsum([has_fresh_servers(slot // 2) and slot % 2 == 0 for slot in range(slots)])
+    server_CS = rng.normal(0, world.server_pct / 100, (cells, int(server_R[-1]) + 1))
+    shifted: list[list[float]] = (speed_CR + server_CS[:, server_R]).tolist()
+    return shifted
 
 
 def _machine_state(world: World, rng: np.random.Generator, slots: int) -> Array:

@@ -14,6 +14,6 @@ from perfbench.gate.judging import judge
 from perfbench.gate.pair_rows import MeasuredPairs
 from perfbench.gate.screen import judge_by_baseline
 from perfbench.gate.sequential import EARLY_DROP_PCT, LOOKS, PAIRS_PER_BLOCK, base_first
-from perfbench.gate.sequential import decide_at, looks_of
+from perfbench.gate.sequential import decide_at, has_fresh_servers, looks_of
 from perfbench.gate.strictness import joint_rules
 from perfbench.gate import stats

@@ -66,6 +66,14 @@ def base_first(seed: int, cell_id: str, pair: int) -> bool:
     return ABBA_BAAB[place] is not swapped
 
 
+def has_fresh_servers(pair: int) -> bool:
+    """Whether the servers that fork the processes are started anew before this pair: each pair of
+    the first four blocks, since a look judges by the variance between pairs; then each block, whose
+    means the last look tests, too.
+    """
+    return pair < LOOKS[2] or pair % PAIRS_PER_BLOCK == 0
+
+
 def looks_of(counts: Sequence[int], tests: int, policy: GatePolicy) -> tuple[Look, ...]:
     """The looks after ``counts`` pairs at one of ``tests`` cells."""
     share = policy.alpha_confirm / max(tests, 1)

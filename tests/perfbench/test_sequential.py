@@ -98,11 +98,13 @@ def test_the_last_look_asks_for_the_blocks_too() -> None:
 
 @pytest.mark.parametrize("name", ["period of 4", "period of 2", "period of 8", "two clocks"])
 def test_a_machine_that_alternates_raises_no_false_alarm(name: str) -> None:
-    """A fixed ABBA called every one of such sessions of one confirmed cell slower."""
+    """At 0.1 % two of 300 sessions are seen in 4 % of the cases; a fixed ABBA called every session
+    with a period of 4 slower.
+    """
     world = next(one for one in simulate.WORLDS if one.name == f"alone: {name}")
     tallies = simulate.simulate(world, POLICY, sessions=300, seed=(9, 0)).values()
     assert sum(tally.sessions for tally in tallies) == 300
-    assert sum(tally.outcomes["REGRESSED"] for tally in tallies) == 0
+    assert sum(tally.outcomes["REGRESSED"] for tally in tallies) <= 1
 
 
 def test_a_fixed_order_is_fooled_by_a_period_of_four(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import MeasuredPairs, next_looks
+from perfbench.gate import MeasuredPairs, has_fresh_servers, next_looks
 from perfbench.matrix import Policies
 from perfbench.matrix import policies as matrix_policies
 from perfbench.records import Baseline, BaselineProblem, Run, Status, without_resume
@@ -30,7 +30,7 @@ from perfbench.runner.context import MeasuringContext
 
 CONFIRM_FOLDER = "confirm"
 LEAST_COMMIT_CHARS = 7  # git's own abbreviation
-SERVER_S = 6.0  # one block: both servers import torch
+SERVER_S = 6.0  # both servers import torch
 UNKNOWN = (
     "the baseline knows no commit of this cell, or one with uncommitted changes; promote a run of a"
     " clean checkout"
@@ -175,15 +175,19 @@ def announcement(run: Run, cells: Sequence[str], commit: str, looks: Sequence[in
         median([row.wall_s for row in run.of_cell(cell_id) if row.status is Status.OK] or [0.0])
         for cell_id in cells
     )
-    pair_min = (2 * each_s + SERVER_S) / 60
+
+    def minutes(pairs: int) -> float:
+        starts = sum(has_fresh_servers(pair) for pair in range(pairs))
+        return max((2 * each_s * pairs + SERVER_S * starts) / 60, 0.1)
+
     counted = (
         f"{len(cells)} cell{'s are' if len(cells) > 1 else ' is'} not proved as fast as the"
         f" baseline ({_shown(cells)})"
     )
     return (
         f"{counted}: confirming against {commit[:12]} in interleaved pairs, {looks[0]} of each"
-        f" (about {max(looks[0] * pair_min, 0.1):.1f} minutes), then more of those that are not"
-        f" settled, {looks[-1]} at most ({max(looks[-1] * pair_min, 0.1):.1f} minutes)"
+        f" (about {minutes(looks[0]):.1f} minutes), then more of those that are not"
+        f" settled, {looks[-1]} at most ({minutes(looks[-1]):.1f} minutes)"
     )
 
 

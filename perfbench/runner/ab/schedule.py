@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import MeasuredPairs, base_first, interrupted_between, next_looks
+from perfbench.gate import (
+    MeasuredPairs,
+    base_first,
+    has_fresh_servers,
+    interrupted_between,
+    next_looks,
+)
 from perfbench.machine import TargetFit
 from perfbench.matrix import Policies, policies
 from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
@@ -246,7 +252,7 @@ class PairSchedule:
     how many pairs.
 
     Routes may differ. What only one side has is not compared. The loop's block is one pair of each
-    cell, by fresh servers.
+    cell.
     """
 
     rows_per_cell = 2
@@ -255,6 +261,7 @@ class PairSchedule:
         self._folder, self._a, self._b = folder, a, b
         self._manifest = a.recorder.manifest
         self._wanted = wanted
+        self._has_begun = False
         self.num_blocks, self.num_cells = max(wanted.values(), default=0), len(wanted)
 
     def due(self, block: int) -> list[str]:
@@ -277,7 +284,12 @@ class PairSchedule:
         return due if base_first(self._manifest.seed, cell_id, block) else due[::-1]
 
     def begin_block(self, block: int, cell_ids: Sequence[str]) -> None:
-        """Fresh servers for both; nothing is timed while one of them still imports."""
+        """Fresh servers for both where they are due; nothing is timed while one of them still
+        imports.
+        """
+        if self._has_begun and not has_fresh_servers(block):
+            return
+        self._has_begun = True
         for one in (self._a, self._b):
             one.recorder.executor.new_block()
         for one in (self._a, self._b):
