@@ -7,6 +7,8 @@ from __future__ import annotations
 import ast
 import pathlib
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import pytest
@@ -80,7 +82,7 @@ def test_no_commit_of_the_measured_code_can_change_them() -> None:
     assert not [name for name in named if name.partition(".")[0] == "nsa"]
     assert {name for name in named if name.startswith("perfbench")} <= {
         f"perfbench.{m}"
-        for m in ("records", "worker.clock", "worker.telemetry", "worker.processes")
+        for m in ("records", "worker.clock", "worker.telemetry", "worker.processes", "worker.turn")
     }
 
 
@@ -107,6 +109,23 @@ def test_the_attention_is_causal_and_of_the_flash_kernel(monkeypatch: pytest.Mon
     assert torch.allclose(o, weights @ v, atol=1e-5)
 
 
+class Watched:
+    """A turn that notes at which step it was taken, and when the timing began and ended."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.at: list[float] = []
+
+    def __call__(self) -> None:
+        self.at.append(self._clock.now() * 256)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        self()
+        yield
+        self()
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("name", "amount"), [("gemm", 1024), ("copy", 8192), ("sdpa_frozen", 960)])
 def test_a_row(name: str, amount: int) -> None:
@@ -114,17 +133,11 @@ def test_a_row(name: str, amount: int) -> None:
     0.3 s.
     """
     telemetry = builders.telemetry()
-    turns: list[str] = []
     clock = FakeClock(1 / 256)
-    row = measures.measure(
-        job(name),
-        clock,
-        FakeSampler(telemetry),
-        lambda: turns.append(f"at {clock.now() * 256:g} steps"),
-    )
-    assert row.status is Status.OK and row.telemetry == telemetry and turns == ["at 1 steps"], (
-        "prepared, and then timed alone"
-    )
+    turn = Watched(clock)
+    row = measures.measure(job(name), clock, FakeSampler(telemetry), turn)
+    assert row.status is Status.OK and row.telemetry == telemetry
+    assert turn.at == [1, 78, 156], "prepared, and then timed alone"
     assert row.steps_per_sample == 13 and row.samples_s == [1 / 256] * 6
     assert row.tok_per_s == amount * 256 and clock.now() * 256 == 1 + 77 + 6 * 13
     assert (row.cell_id, row.replicate, row.parity, row.route) == (
