@@ -102,6 +102,8 @@ def _context(
         ],
         "header_facts": _header(run),
         "argv": shlex.join(plain(part) for part in run.manifest.argv),
+        "proves_step": any(row.step_proof and row.step_proof.ok for row in run.replicates),
+        "proves_length": any(row.length_proof is not None for row in run.replicates),
         "policy": judgement.policy,
         "most_pairs": stats.MAX_BLOCKS,
         "paths": ", ".join(PATH_ORDER),
