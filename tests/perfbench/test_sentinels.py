@@ -14,6 +14,7 @@ from types import MappingProxyType
 import pytest
 import torch
 
+from perfbench.gate.clocks import clock_faults
 from perfbench.records import Cell
 from perfbench.records.job import SENTINEL_UNITS, Job, MeasureOptions
 from perfbench.records.rows import Expect, Replicate, RouteLine, Status
@@ -21,7 +22,7 @@ from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure as measures
 from perfbench.worker import sentinels
 from tests.perfbench import builders
-from tests.perfbench.fakes import FakeClock, FakeSampler
+from tests.perfbench.fakes import FakeClock, FakeSampler, WrongClock
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,6 +153,21 @@ def test_a_row(name: str, amount: int) -> None:
 def test_a_slow_step_has_three_samples() -> None:
     row = measures.measure(job("gemm"), FakeClock(2.0), FakeSampler(builders.telemetry()))
     assert row.steps_per_sample == 1 and row.samples_s == [2.0] * 3 and row.tok_per_s == 512
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_a_wrong_clock_of_theirs_is_in_the_row(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They set the ceiling, and had no clock beside the one that times the cells."""
+    monkeypatch.setattr(sentinels, "GEMM_SIZE", MappingProxyType({"cpu": 512}))
+    monkeypatch.setattr(sentinels, "SAMPLE_S", 1e-3)
+    row = measures.measure(
+        job("gemm"), WrongClock(factor), FakeSampler(builders.telemetry(gpu=False))
+    )
+    assert row.other_clocks is not None and row.other_clocks.threads == 1
+    faults = clock_faults([one * row.steps_per_sample for one in row.samples_s], row.other_clocks)
+    assert bool(faults) == (factor != 1) and all("the samples add up" in one for one in faults)
 
 
 def test_in_a_child_of_its_own() -> None:
