@@ -26,7 +26,7 @@ from perfbench.calibration.report import render_calibration
 from perfbench.errors import unwritable
 from perfbench.gate import stats
 from perfbench.matrix import GatePolicy
-from perfbench.records import PlannedCell, Replicate, read_run
+from perfbench.records import PlannedCell, Replicate, read_run, whole_file
 
 
 def calibrate(
@@ -35,15 +35,12 @@ def calibrate(
     seed: int,
     policy: GatePolicy,
     pair_folders: Sequence[Path] = (),
-    out: Path | None = None,
     effort: Effort | None = None,
 ) -> Calibration:
-    """Estimate the noise from A/A runs, certify the rule; writes ``out`` (Markdown) and a JSON file
-    next to it.
+    """Estimate the noise from A/A runs, certify the rule.
 
     ``pair_folders``: those of `perfbench ab` of one commit with itself. PerfbenchError(USAGE): what
-    `aa_runs.read` and
-    `aa_pairs.read` refuse, or ``out`` cannot be written.
+    `aa_runs.read` and `aa_pairs.read` refuse.
     """
     # in any order, the same bytes
     runs = sorted((read_run(path) for path in run_files), key=lambda run: run.manifest.run_id)
@@ -62,7 +59,7 @@ def calibrate(
     )
     first = runs[0].manifest
     pairs = aa_pairs.read(pair_folders, first.environment.gpu_slug)
-    found = Calibration(
+    return Calibration(
         runs=[run.manifest.run_id for run in runs],
         commit=first.source.commit,
         gpu_slug=first.environment.gpu_slug,
@@ -83,9 +80,24 @@ def calibrate(
         pairs_red=aa_pairs.false_alarms(pairs),
         certificate=certify(policy, seed=seed, stored=stored, effort=effort),
     )
-    if out is not None:
-        _write(out, found)
-    return found
+
+
+def write_calibration(out: Path, calibration: Calibration) -> None:
+    """Write ``out`` (Markdown) and a JSON file next to it, each whole or not at all; USAGE where
+    that cannot be.
+    """
+    texts = {
+        out: render_calibration(calibration),
+        out.with_suffix(".json"): calibration_json(calibration),
+    }
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for path, text in texts.items():
+            with whole_file(path) as partial:
+                partial.write_text(text, encoding="utf-8")
+    except OSError as error:
+        step = "name another file, in a folder that you may write to"
+        raise unwritable(out, error, step) from None
 
 
 def _speeds(rows: Sequence[Replicate]) -> list[float]:
@@ -271,13 +283,3 @@ def _within(of_start: Rows, policy: GatePolicy) -> Rate:
         red += sum(stats.regressed(one, p, policy) for one, p in zip(found, adjusted, strict=True))
         trials += len(found)
     return Rate(red, trials)
-
-
-def _write(out: Path, calibration: Calibration) -> None:
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(render_calibration(calibration), encoding="utf-8")
-        out.with_suffix(".json").write_text(calibration_json(calibration), encoding="utf-8")
-    except OSError as error:
-        step = "name another file, in a folder that you may write to"
-        raise unwritable(out, error, step) from None

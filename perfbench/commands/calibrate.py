@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from perfbench.commands import options as opt
-from perfbench.commands.console import print_text
+from perfbench.commands.console import print_first
 from perfbench.errors import Exit, PerfbenchError
 
 Runs = Annotated[
@@ -44,7 +45,7 @@ def calibrate(
     as_json: opt.Json = False,
 ) -> None:
     """Certify the gate on stored runs."""
-    print_text(certify(runs, seed, out, pairs=pairs, as_json=as_json))
+    certify(runs, seed, out, pairs=pairs, as_json=as_json)
 
 
 def certify(
@@ -54,11 +55,11 @@ def certify(
     *,
     pairs: list[Path] | None = None,
     as_json: bool = False,
-) -> str:
-    """The report, which is also written to ``out``, a .md file or the folder of calibration.md.
+) -> None:
+    """Print the report, then write it to ``out``, a .md file or the folder of calibration.md.
 
     A name without suffix is a folder, whether it exists or not. USAGE for any other suffix: the
-    JSON file goes next to it, by the same name.
+    JSON file goes next to it, by the same name; and where it cannot be written.
     """
     from perfbench import calibration
     from perfbench.commands.outcome import policy_of
@@ -74,7 +75,6 @@ def certify(
             f"--out got {out}, wanted a folder or a .md file. Next: --out {out.with_suffix('')}",
         )
     policy = policy_of(read_run(run_paths[0])).whole if run_paths else GatePolicy()
-    found = calibration.calibrate(
-        run_paths, seed=seed, policy=policy, pair_folders=pairs or (), out=to
-    )
-    return calibration.calibration_json(found) if as_json else calibration.render_calibration(found)
+    found = calibration.calibrate(run_paths, seed=seed, policy=policy, pair_folders=pairs or ())
+    text = calibration.calibration_json(found) if as_json else calibration.render_calibration(found)
+    print_first(text, *([] if to is None else [partial(calibration.write_calibration, to, found)]))

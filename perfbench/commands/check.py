@@ -1,5 +1,6 @@
 """`perfbench check`: measure, judge by the stored baseline, measure what looks slower again in
-turns with the baseline's commit, and trace what is red.
+turns with the baseline's commit, and trace what is red or
+SUSPECT.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def check(
     if outcome.judgement.to_confirm and not no_confirm:
         left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
         outcome = _confirmed(outcome, options, left_s, context)
-    trace_reds(outcome, context)
+    trace_worst(outcome, context)
     finish(outcome, as_json)
 
 
@@ -117,28 +118,25 @@ def _confirmed(
     return outcome.confirmed(found)
 
 
-def trace_reds(outcome: Outcome, context: MeasuringContext) -> None:
-    """Leaves trace.json next to the run; starts nothing where nothing is red.
+def trace_worst(outcome: Outcome, context: MeasuringContext) -> None:
+    """Leaves trace.json next to the run; starts nothing where nothing is red or SUSPECT.
 
     The verdict stands, whatever the machine does.
     """
     from perfbench.commands.outcome import matrix_of
     from perfbench.machine import NvmlUnavailable
     from perfbench.runner import base_commits
-    from perfbench.tracing import RED_VERDICTS, TracedPair, trace_on_red
+    from perfbench.tracing import TRACED_VERDICTS, TracedPair, trace_on_red
 
-    red = [cell.cell_id for cell in outcome.judgement.of(*RED_VERDICTS)]
-    if not red:
+    cells = [cell.cell_id for cell in outcome.judgement.of(*TRACED_VERDICTS)]
+    if not cells:
         return
     assert outcome.baseline is not None  # the screen judged by it
     try:
-        bases = base_commits(red, outcome.baseline, outcome.policy)
+        bases = base_commits(cells, outcome.baseline, outcome.policy)
         pair = TracedPair(outcome.run, matrix_of(outcome.run), context, bases)
         trace_on_red(outcome.judgement, pair, outcome.folder)
     except (PerfbenchError, NvmlUnavailable, OSError) as error:
-        warn(
-            "no trace was taken of the red cells, and the verdict stands without:"
-            f" {' '.join(str(error).split())}"
-        )
+        warn(f"no trace was taken, and the verdict stands without: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
-        warn("no trace was taken of the red cells, and the verdict stands without: interrupted")
+        warn("no trace was taken, and the verdict stands without: interrupted")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 
 import typer
 
@@ -29,6 +30,23 @@ def print_text(text: str) -> None:
         raise PerfbenchError(
             Exit.USAGE, f"stdout cannot be written: {error.strerror or error}"
         ) from None
+
+
+def print_first(text: str, *writes: Callable[[], None]) -> None:
+    """Print the result, then write the files that hold it: a full disk loses neither. What failed
+    is said, and the first PerfbenchError is raised after all were tried.
+    """
+    failed: list[PerfbenchError] = []
+    steps: list[Callable[[], None]] = [partial(print_text, text), *writes]
+    for step in steps:
+        try:
+            step()
+        except PerfbenchError as error:
+            failed.append(error)
+    for other in failed[1:]:
+        say(str(other))
+    if failed:
+        raise failed[0]
 
 
 def say(text: str) -> None:

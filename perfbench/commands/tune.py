@@ -7,13 +7,14 @@ It changes no code: a person commits the line for nsa/routing/thresholds.py, wit
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from perfbench.commands import options as opt
-from perfbench.commands.console import print_text, say, warn
+from perfbench.commands.console import print_first, say, warn
 from perfbench.errors import Exit, PerfbenchError, unwritable
 
 if TYPE_CHECKING:
@@ -122,9 +123,11 @@ def _decide(run_path: Path, out: Path | None, as_json: bool) -> NoReturn:
             Exit.USAGE, f"{error}. Next: name the folder of one, or measure without --from"
         ) from None
     texts = {"tune.json": tuning_json(tuned), "tune.md": tuning_markdown(tuned)}
-    print_text(texts["tune.json" if as_json else "tune.md"])
-    for name, text in texts.items():
-        _write((out or outcome.folder) / name, text)
+    files = {(out or outcome.folder) / name: text for name, text in texts.items()}
+    print_first(
+        texts["tune.json" if as_json else "tune.md"],
+        *(partial(_write, path, text) for path, text in files.items()),
+    )
     raise typer.Exit(tuned.exit_code)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from perfbench.gate.clocks import clock_faults
 from perfbench.gate.coverage import clock_events, usable
 from perfbench.gate.judgement import Finding
 from perfbench.matrix import GatePolicy
@@ -60,7 +61,21 @@ def run_findings(run: Run, rows: Mapping[str, list[Replicate]]) -> list[Finding]
         found.append(
             Finding(Verdict.ENV, "throttled", f"{text}: cool the card, then measure again")
         )
-    return found + _absent_sentinels(run)
+    return found + _absent_sentinels(run) + _clocks_of_sentinels(run)
+
+
+def _clocks_of_sentinels(run: Run) -> list[Finding]:
+    """They set the ceiling, and a machine that they call slower is no regression: their clock is
+    held against the others, too.
+    """
+    found = []
+    for line in run.sentinels:
+        timed_s = [seconds * line.steps_per_sample for seconds in line.samples_s]
+        odd = [] if line.other_clocks is None else clock_faults(timed_s, line.other_clocks)
+        if odd:
+            text = f"sentinel {line.name}, block {line.block}: {'; '.join(odd)}"
+            found.append(Finding(Verdict.IMPOSSIBLE, "sentinel clock", text))
+    return found
 
 
 def environment_differences(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:

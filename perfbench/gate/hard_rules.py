@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
+from perfbench.gate.clocks import clock_faults
 from perfbench.gate.judgement import Finding, severity
 from perfbench.matrix import expected_of
 from perfbench.records import (
@@ -27,11 +28,6 @@ from perfbench.roofline import IMPOSSIBLE_FLOP_FACTOR
 
 # Stored tok/s against its own samples; the largest in every committed run is below 1e-12.
 MAX_RATE_MISMATCH = 1e-6
-# The samples' clock against another one: it may be this much off, and each sample pays for reading
-# both. CPU time is counted in ticks by some kernels.
-MAX_CLOCK_MISMATCH, CLOCK_SLACK_S, CPU_TICK_S = 0.03, 2e-4, 0.02
-# A flush runs into the step's own launches, so that it may cost this often what it takes alone.
-FLUSH_SLACK = 2.0
 REASON_CHARS = 300
 # workload of forwards alone -> the one whose step has the backward too
 WHOLE: Mapping[str, str] = {
@@ -394,43 +390,8 @@ def _arithmetic(row: Replicate) -> Iterator[Finding]:
 
 
 def _clock(row: Replicate) -> Iterator[Finding]:
-    """The samples against clocks that know nothing of theirs: a ceiling that was timed by a fast
-    clock is as high as the speed that it should bound.
-    """
-    clocks = row.other_clocks
-    if clocks is None:
-        return
-    total, slack = sum(row.samples_s), CLOCK_SLACK_S * len(row.samples_s)
-    between = FLUSH_SLACK * clocks.between_s
-    if odd := _apart(total, clocks.raw_s, between, slack):
-        yield Finding(Verdict.IMPOSSIBLE, "clock", f"the samples {odd}")
-    if clocks.threads is not None:
-        most = clocks.threads * (total * (1 + MAX_CLOCK_MISMATCH) + between + slack) + CPU_TICK_S
-        if clocks.cpu_s > most:
-            text = (
-                f"the samples add up to {total:.4g} s, in which {clocks.threads} threads cannot"
-                f" have used the {clocks.cpu_s:.4g} s of CPU time that passed"
-            )
-            yield Finding(Verdict.IMPOSSIBLE, "clock", f"{text}: the clock is wrong")
-    if (
-        clocks.gemm_s is not None
-        and clocks.gemm_raw_s is not None
-        and (odd := _apart(clocks.gemm_s, clocks.gemm_raw_s, 0.0, CPU_TICK_S))
-    ):
-        yield Finding(Verdict.IMPOSSIBLE, "clock", f"the GEMM's repeats {odd}")
-
-
-def _apart(clock_s: float, raw_s: float, between_s: float, slack_s: float) -> str:
-    """'add up to ...' where the two clocks disagree; ``between_s`` may be in ``raw_s`` alone."""
-    least = (raw_s - between_s) * (1 - MAX_CLOCK_MISMATCH) - slack_s
-    most = raw_s * (1 + MAX_CLOCK_MISMATCH) + slack_s
-    if least <= clock_s <= most:
-        return ""
-    flushes = f", at most {between_s:.4g} s of it between the steps" if between_s else ""
-    return (
-        f"add up to {clock_s:.4g} s, and the kernel's raw clock saw {raw_s:.4g} s pass{flushes}:"
-        " the clock is wrong"
-    )
+    if row.other_clocks is not None and (odd := clock_faults(row.samples_s, row.other_clocks)):
+        yield Finding(Verdict.IMPOSSIBLE, "clock", "; ".join(odd))
 
 
 def _physics(row: Replicate) -> Iterator[Finding]:

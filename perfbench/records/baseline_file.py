@@ -9,6 +9,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Annotated, Any
@@ -72,7 +73,8 @@ class Baseline(BaseModel):
     ``environment`` is ``Environment.fingerprint()``, ``settings`` is ``Environment.settings()``.
     ``rules`` is what the run's matrix demanded (`perfbench.matrix.JudgeRules`): null in files older
     than schema 3. ``run_sha256`` is the digest of the run's last line, null for a run that had
-    none; ``content_sha256`` that of this file. A ``retired`` one judges only where it is named.
+    none; ``content_sha256`` that of this file. A ``retired`` one judges only where it is named;
+    ``retired_utc`` is since when.
     """
 
     model_config = ConfigDict(extra="allow", allow_inf_nan=False, frozen=True, defer_build=True)
@@ -93,6 +95,7 @@ class Baseline(BaseModel):
     run_sha256: str | None = None
     content_sha256: str | None = None
     retired: str | None = None  # why nobody can measure it again: kept for the record
+    retired_utc: str | None = None
 
     @property
     def is_verified(self) -> bool:
@@ -147,7 +150,10 @@ def show_baseline(baseline: Baseline) -> str:
         part for part in ((baseline.source.commit or "")[:40], baseline.source.unproved) if part
     )
     dirty = " with uncommitted changes" if baseline.source.dirty_sha256 else ""
-    lines = [] if baseline.retired is None else [f"retired: {plain(baseline.retired)}"]
+    lines = []
+    if baseline.retired is not None:
+        since = plain(baseline.retired_utc or "a day that it does not say")
+        lines = [f"retired: {plain(baseline.retired)} (since {since})"]
     lines += [
         (
             f"matrix {baseline.matrix_name} ({baseline.matrix_sha256[:12]}), promoted"
@@ -286,7 +292,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
 
 
 def retire_baseline(path: Path, reason: str) -> Baseline:
-    """Mark the baseline at ``path`` as one that nobody can measure again, and return it.
+    """Mark the baseline at ``path`` as one that nobody can measure again, and return it. Retired
+    once more, it keeps its date.
 
     PerfbenchError: BASELINE where the file is none, USAGE for an empty reason or where it cannot be
     written.
@@ -295,7 +302,9 @@ def retire_baseline(path: Path, reason: str) -> Baseline:
         raise PerfbenchError(
             Exit.USAGE, "got an empty reason, wanted why this baseline cannot be measured again"
         )
-    content = {**_content(path), "retired": plain(reason)}
+    found = _content(path)
+    since = found.get("retired_utc") or datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    content = {**found, "retired": plain(reason), "retired_utc": since}
     if CONTENT_KEY in content:  # an older file has none
         content[CONTENT_KEY] = content_sha256(content)
     _write(path, content)

@@ -351,6 +351,9 @@ class OtherClocks(_Record):
     threads: int | None = None
     gemm_s: float | None = None  # by the samples' clock
     gemm_raw_s: float | None = None
+    # the parent's clock over the whole window, the messages' way included; null in older files, and
+    # where no parent watched
+    parent_s: float | None = None
 
 
 class Physics(_Record):
@@ -383,6 +386,8 @@ class SentinelLine(_Record):
     reason: str = ""
     started_utc: str
     samples_s: list[float] = []  # of one unit of work each
+    steps_per_sample: int = 0  # units that each sample is the mean of; 0 in older files
+    other_clocks: OtherClocks | None = None  # null in older files
     # median over the samples, in ``unit`` per second
     rate_per_s: float | None = Field(default=None, gt=0)
     unit: str  # FLOP | byte

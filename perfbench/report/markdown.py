@@ -111,6 +111,8 @@ def _context(
         ],
         "header_facts": _header(run, context),
         "argv": shlex.join(plain(part) for part in run.manifest.argv),
+        "proves_step": any(row.step_proof and row.step_proof.ok for row in run.replicates),
+        "proves_length": any(row.length_proof is not None for row in run.replicates),
         "policy": judgement.policy,
         "looks": f"{', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]}",
         "early_drop_pct": EARLY_DROP_PCT,

@@ -150,6 +150,7 @@ class ForkServerExecutor:
             try:
                 child = child or self._fork(server, job)
                 finished = _read_result(job, child, self._status_of(server, child, job))
+                finished = _by_our_clock(job, finished, server.timed_s(child.pid))
                 cleanup.pop_all()  # the server is in step; it is not after Ctrl-C
             except TimedOut:
                 finished = failed(
@@ -309,6 +310,24 @@ def _read_result(job: Job, child: _Child, status: int) -> Replicate:
             f"the child measured {replicate.cell_id} #{replicate.replicate} instead",
         )
     return replicate
+
+
+def _by_our_clock(job: Job, row: Replicate, timed_s: float | None) -> Replicate:
+    """``row`` with what this process's clock saw of its timing, whatever the child wrote there.
+
+    A row whose clocks nobody outside could check is a crash.
+    """
+    if row.other_clocks is None:
+        return row
+    if timed_s is None:
+        return failed(
+            job,
+            Status.CRASH,
+            "the child never said when its timing began and ended, so no clock outside of it was"
+            " running",
+        )
+    clocks = row.other_clocks.model_copy(update={"parent_s": timed_s})
+    return row.model_copy(update={"other_clocks": clocks})
 
 
 def _last_line(stderr: Path) -> str:

@@ -146,6 +146,8 @@ class Recorder:
             reason=row.reason,
             started_utc=row.started_utc,
             samples_s=row.samples_s,
+            steps_per_sample=row.steps_per_sample,
+            other_clocks=row.other_clocks,
             rate_per_s=row.tok_per_s,
             unit=SENTINEL_UNITS[name],
             telemetry=row.telemetry,

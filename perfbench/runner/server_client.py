@@ -2,7 +2,7 @@
 
 A child has two phases. It prepares (proof, model, first step) and waits; on a signal it times,
 and ends with a result. So several can prepare side by side, and each still has the machine to
-itself while it is timed.
+itself while it is timed. What it times it announces, so that this process's clock runs as well.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Server:
         self._buffer = b""
         self._waiting: set[int] = set()  # children that are prepared
         self._ended: dict[int, int] = {}  # pid -> status, until `await_end` takes it
+        self._timing: dict[int, float] = {}  # pid -> since when, by our clock
+        self._timed_s: dict[int, float] = {}  # pid -> how long, until `timed_s` takes it
         self.alive: set[int] = set()
         self.ready = False
 
@@ -68,6 +70,8 @@ class Server:
             self._note(event)
         pid = int(event["pid"])
         self.alive.add(pid)
+        for of_another in (self._timing, self._timed_s):  # whose number this child has now
+            of_another.pop(pid, None)
         return pid
 
     def await_prepared(self, pid: int, deadline: float) -> bool:
@@ -88,6 +92,12 @@ class Server:
         self._waiting.discard(pid)
         self.alive.discard(pid)
         return self._ended.pop(pid)
+
+    def timed_s(self, pid: int) -> float | None:
+        """Seconds from our word that the child may time until its word that it has, by our clock;
+        None where it did not say so.
+        """
+        return self._timed_s.pop(pid, None)
 
     def kill(self, pid: int) -> None:
         """End a child with all that it started, and wait for its end, without which the server
@@ -114,10 +124,16 @@ class Server:
         self._process.stdout.close()
 
     def _note(self, event: Mapping[str, Any]) -> None:
+        pid = int(event.get("pid", 0))
         if event["event"] == "prepared":
-            self._waiting.add(int(event["pid"]))
+            self._waiting.add(pid)
+        elif event["event"] == "timing":
+            self._timing[pid] = time.monotonic()
+            self._send({"go": pid})
+        elif event["event"] == "timed" and pid in self._timing:
+            self._timed_s[pid] = time.monotonic() - self._timing.pop(pid)
         elif event["event"] == "ended":
-            self._ended[int(event["pid"])] = int(event["status"])
+            self._ended[pid] = int(event["status"])
 
     def _send(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -1,5 +1,5 @@
-"""What was traced after a red, and how the report shows it: pure, from `trace.json` in the run's
-folder.
+"""What was traced after a red or SUSPECT verdict, and how the report shows it: pure, from
+`trace.json` in the run's folder.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TraceDiff(BaseModel):
     base: Traced | None
     candidate: Traced | None
     reproduce: str = ""
-    left_out: bool = False  # larger drops were traced in its place
+    left_out: bool = False  # reds or larger drops were traced in its place
 
     @property
     def changes(self) -> list[Change]:
@@ -123,7 +123,7 @@ def traces_markdown(diffs: Sequence[TraceDiff], top: int = 10) -> str:
     parts = [one.to_markdown(top) for one in diffs if not one.left_out]
     left_out = [code(one.cell_id) for one in diffs if one.left_out]
     if left_out:
-        parts.append(f"Not traced, because larger drops were: {', '.join(left_out)}.\n")
+        parts.append(f"Not traced, because reds or larger drops were: {', '.join(left_out)}.\n")
     return "\n".join(parts)
 
 

@@ -1,5 +1,5 @@
-"""Traces of both versions, one untimed step each: automatically after a red verdict, or of one cell
-by `perfbench trace`.
+"""Traces of both versions, one untimed step each: automatically after a red or SUSPECT verdict, or
+of one cell by `perfbench trace`.
 
 A trace explains a verdict and never makes one: whatever goes wrong here is a sentence in the
 report, not an exit code.
@@ -54,7 +54,7 @@ _PLAIN = frozenset(string.ascii_lowercase + string.digits + "_-")
 _RESERVED = frozenset(
     ["con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(1, 10))]
 )
-RED_VERDICTS = (Verdict.REGRESSED, Verdict.WRONG_PATH)
+TRACED_VERDICTS = (Verdict.REGRESSED, Verdict.WRONG_PATH, Verdict.SUSPECT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +100,16 @@ def trace_on_red(
     judgement: Judgement, pair: TracedPair, out: Path, *, limit: int = 3
 ) -> list[TraceDiff]:
     """Trace the ``limit`` largest drops on both sides into ``out``/traces, and write
-    ``out``/trace.json. Empty without a red.
+    ``out``/trace.json: first what is red, then what is SUSPECT and has a base to compare with.
+    Empty where neither is.
 
     Never raises for what a side, the machine or the disk does; the TraceDiff records it. Ctrl-C
     ends the tracing and leaves the verdict. The GPU's lock must be free.
     """
-    red = sorted(
-        judgement.of(*RED_VERDICTS), key=lambda cell: (cell.change_pct or 0.0, cell.cell_id)
-    )
-    if not red:
+    found = _worst_first(judgement, pair.base)
+    if not found:
         return []
-    largest, rest = red[:limit], red[limit:]
+    largest, rest = found[:limit], found[limit:]
     context, manifest = pair.context, pair.run.manifest
     tracing = Tracing(
         pair.matrix,
@@ -121,8 +120,8 @@ def trace_on_red(
         manifest.injections,
     )
     context.say(
-        f"tracing {len(largest)} red cell{'s' if len(largest) > 1 else ''} on both sides, one step"
-        " each"
+        f"tracing {len(largest)} cell{'s' if len(largest) > 1 else ''}, red or SUSPECT, on both"
+        " sides, one step each"
     )
     base = _of_bases([cell.cell_id for cell in largest], pair, tracing)
     candidate = trace_side(_candidate(pair), [cell.cell_id for cell in largest], tracing)
@@ -137,6 +136,22 @@ def trace_on_red(
             " without it"
         )
     return diffs
+
+
+def _worst_first(judgement: Judgement, base: Mapping[str, str | None]) -> list[CellVerdict]:
+    """Confirmed before suspected, then the largest drop."""
+
+    def rank(cell: CellVerdict) -> tuple[bool, float, str]:
+        return cell.verdict is Verdict.SUSPECT, cell.change_pct or 0.0, cell.cell_id
+
+    return sorted(
+        (
+            cell
+            for cell in judgement.of(*TRACED_VERDICTS)
+            if cell.verdict is not Verdict.SUSPECT or base.get(cell.cell_id) is not None
+        ),
+        key=rank,
+    )
 
 
 def trace_side(version: Version, cells: Sequence[str], tracing: Tracing) -> dict[str, Traced]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,6 +45,7 @@ from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.step_proof.prove import prove as prove_step
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
+from perfbench.worker.turn import Alone, Turn
 from perfbench.worker.workloads import workload
 
 # After the first, which compiles and tunes; the optimizer's state is there from the second on.
@@ -59,30 +61,21 @@ class Stop(Exception):
     facts: dict[str, Any] = field(default_factory=dict)
 
 
-def measure(
-    job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None] = lambda: None
-) -> Replicate:
+def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn | None = None) -> Replicate:
     """Measure ``job``.
 
     Returns a Replicate with status ok, parity or wrong_path; lets OutOfMemoryError through.
 
-    ``prepared`` is called once, before the first timed step, and returns when this process may have
-    the machine to itself. A sentinel's job goes to ``sentinels``, which knows no model and no
-    route.
+    ``turn`` is taken once, before the first timed step; without one nobody waits or watches. A
+    sentinel's job goes to ``sentinels``, which knows no model and no route.
     """
+    turn = turn or Alone()
     if job.sentinel is not None:
-        return sentinels.measure(job, clock, sampler, prepared)
-    begin, waited_s = time.monotonic(), 0.0
-
-    def take_turn() -> None:
-        nonlocal waited_s
-        begin_of_wait = time.monotonic()
-        prepared()
-        waited_s = time.monotonic() - begin_of_wait
-
+        return sentinels.measure(job, clock, sampler, turn)
+    begin, waiting = time.monotonic(), _Waiting(turn)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        status, reason, facts = Status.OK, "", _measure(job, clock, sampler, take_turn)
+        status, reason, facts = Status.OK, "", _measure(job, clock, sampler, waiting)
     except Stop as stop:
         status, reason, facts = stop.status, stop.reason, stop.facts
     return Replicate(
@@ -93,16 +86,30 @@ def measure(
         status=status,
         reason=reason,
         started_utc=started,
-        wall_s=time.monotonic() - begin - waited_s,
+        wall_s=time.monotonic() - begin - waiting.waited_s,
         waiting_peers=job.waiting_peers,
         loaded=loaded_code(),
         **facts,
     )
 
 
-def _measure(
-    job: Job, clock: Clock, sampler: Sampler, take_turn: Callable[[], None]
-) -> dict[str, Any]:
+@dataclass(slots=True)
+class _Waiting:
+    """``turn``, and the seconds for which it let this process wait."""
+
+    turn: Turn
+    waited_s: float = 0.0
+
+    def __call__(self) -> None:
+        begin = time.monotonic()
+        self.turn()
+        self.waited_s = time.monotonic() - begin
+
+    def timing(self) -> AbstractContextManager[None]:
+        return self.turn.timing()
+
+
+def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, Any]:
     torch.set_num_threads(
         CPU_THREADS
         if job.device == "cpu"
@@ -112,7 +119,7 @@ def _measure(
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
     if job.trace is not None:
-        return facts | _trace(job, clock, take_turn, Path(job.trace))
+        return facts | _trace(job, clock, turn, Path(job.trace))
     facts["parity"] = _prove(job, model, route, facts)
     if job.replicate == 0:
         facts["length_proof"] = _prove_at_length(job, model, route, facts)
@@ -131,12 +138,12 @@ def _measure(
     if job.device == "cuda":
         # what waits holds its weights only; the warm-up takes the rest again
         torch.cuda.empty_cache()
-    take_turn()
+    turn()
 
     retries, flush = _allocation_retries(job), workload.l2_flush(job)
     warmth = warm_up(work.step, clock, job.measure, flush)
     step = _slowed(work.step, warmth.step_s, job, clock)
-    timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush)
+    timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush, turn.timing())
     facts |= {
         "steady": warmth.steady,
         "tuned": autotuner.choices(),
@@ -191,7 +198,7 @@ def _measure(
     return facts
 
 
-def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) -> dict[str, Any]:
+def _trace(job: Job, clock: Clock, turn: Turn, chrome: Path) -> dict[str, Any]:
     """One warm step under the profiler.
 
     Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose.
@@ -200,7 +207,7 @@ def _trace(job: Job, clock: Clock, take_turn: Callable[[], None], chrome: Path) 
     cold_start_s, engaged = _first_step(
         work, actual_route(job, ModelConfig.from_mapping(job.model))
     )
-    take_turn()
+    turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
     step = _slowed(work.step, step_s, job, clock)

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from perfbench.records import Job, Replicate, Status
-from perfbench.worker.clock import Clock
+from perfbench.records import Job, OtherClocks, Replicate, Status
+from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.telemetry import Sampler
+from perfbench.worker.turn import Turn
 
 WARMUP_S = 0.3  # an idle H100 comes up to its clock within this
 WINDOW_S = 0.3
@@ -82,10 +83,11 @@ WORKS: Mapping[str, Callable[[str], Work]] = MappingProxyType(
 )
 
 
-def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
     """Time ``job.sentinel``.
 
     ``samples_s`` are seconds of one unit of work, ``tok_per_s`` is its rate in the sentinel's unit.
+    They set the ceiling of what can be true, so they are held against the same other clocks.
     """
     begin, started_utc = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     if job.device == "cpu":
@@ -93,14 +95,16 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
     assert job.sentinel is not None
     work = WORKS[job.sentinel](job.device)
     clock.time_steps(work.step, 1)
-    prepared()
+    turn()
     step_s = _warm_up(work.step, clock)
     steps = max(1, -(-int(SAMPLE_S * 1e9) // max(1, int(step_s * 1e9))))
     samples_s: list[float] = []
-    with sampler.window() as window:
-        opened = clock.now()
+    checked = CheckedClock(clock)
+    with sampler.window() as window, turn.timing():
+        opened, begin_cpu_s = clock.now(), time.process_time()
         while len(samples_s) < MIN_SAMPLES or clock.now() - opened < WINDOW_S:
-            samples_s.append(clock.time_steps(work.step, steps) / steps)
+            samples_s.append(checked.time_steps(work.step, steps) / steps)
+        cpu_s = time.process_time() - begin_cpu_s
     return Replicate(
         cell_id=job.cell_id,
         replicate=job.replicate,
@@ -111,6 +115,11 @@ def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], Non
         wall_s=time.monotonic() - begin,
         steps_per_sample=steps,
         samples_s=samples_s,
+        other_clocks=OtherClocks(
+            raw_s=checked.raw_s,
+            cpu_s=cpu_s,
+            threads=None if job.device == "cuda" else torch.get_num_threads(),
+        ),
         tok_per_s=work.amount / statistics.median(samples_s),
         telemetry=window.result,
         waiting_peers=job.waiting_peers,

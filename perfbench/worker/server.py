@@ -2,9 +2,10 @@
 per job.
 
 It reads jobs as JSON lines on stdin and answers on stdout with {"event": "ready"}, then for
-each job {"event": "started"}, {"event": "prepared"} and {"event": "ended", "status": S} (negative:
-a signal), each with its "pid". A prepared child waits for {"go": PID}; what ends early is never
-prepared. End of stdin ends the server and its children.
+each job {"event": "started"}, {"event": "prepared"}, {"event": "timing"} and {"event": "timed"}
+around what it times, and {"event": "ended", "status": S} (negative: a signal), each with its "pid".
+A child that is prepared, and one that is about to time, waits for {"go": PID}; what ends early is
+never prepared. End of stdin ends the server and its children.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,8 +33,12 @@ from perfbench.worker import nsa_version
 from perfbench.worker.clock import Clock, clock_for
 from perfbench.worker.processes import kill_group
 from perfbench.worker.telemetry import Sampler, sampler_for
+from perfbench.worker.turn import Turn
 
-Measure = Callable[[Job, Clock, Sampler, Callable[[], None]], Replicate]
+Measure = Callable[[Job, Clock, Sampler, Turn], Replicate]
+# What a child says, and the event that the parent hears.
+_PREPARED, _TIMING, _TIMED = b"p", b"b", b"e"
+_EVENTS = {_PREPARED: "prepared", _TIMING: "timing", _TIMED: "timed"}
 _PR_SET_PDEATHSIG = 1
 _OOM_SIGNS = (
     "CUDA out of memory",
@@ -61,10 +66,8 @@ def _of_one_side(measure: Measure, folder: Path) -> Measure:
     WrongSide where a later import brought another one.
     """
 
-    def measured(
-        job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]
-    ) -> Replicate:
-        row = measure(job, clock, sampler, prepared)
+    def measured(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
+        row = measure(job, clock, sampler, turn)
         nsa_version.verify(folder)
         return row.model_copy(update={nsa_version.NSA_WITNESS: str(folder)})
 
@@ -88,9 +91,7 @@ class _Server:
     def serve(self) -> None:
         self._say(event="ready", pid=os.getpid())
         while True:
-            saying = {
-                pipes.prepared: pid for pid, pipes in self._children.items() if not pipes.heard
-            }
+            saying = {pipes.said: pid for pid, pipes in self._children.items() if not pipes.closed}
             ready, _, _ = select.select([0, self._woken, *saying], [], [])
             for fd in saying.keys() & set(ready):
                 self._hear(saying[fd])
@@ -117,7 +118,8 @@ class _Server:
 
     def _fork(self, message: dict[str, Any]) -> None:
         _assert_cuda_untouched()
-        server, (prepared, say), (wait, go) = os.getpid(), os.pipe(), os.pipe()
+        server, (said, say), (wait, go) = os.getpid(), os.pipe(), os.pipe()
+        os.set_blocking(said, False)  # whoever outlives the child may hold its end
         with warnings.catch_warnings():
             # Python 3.12 warns because importing numpy starts threads; no op has run, so none of
             # them holds a lock.
@@ -126,22 +128,26 @@ class _Server:
         if pid == 0:
             for fd in (
                 self._protocol,
-                prepared,
+                said,
                 go,
-                *(fd for pipes in self._children.values() for fd in (pipes.prepared, pipes.go)),
+                *(fd for pipes in self._children.values() for fd in (pipes.said, pipes.go)),
             ):
                 os.close(fd)
             _child(self._measure, message, server, _Turn(say, wait))
         for fd in (say, wait):
             os.close(fd)
-        self._children[pid] = _Pipes(prepared, go)
+        self._children[pid] = _Pipes(said, go)
         self._say(event="started", pid=pid)
 
     def _hear(self, pid: int) -> None:
+        """All that a child has said and nobody has passed on."""
         pipes = self._children[pid]
-        pipes.heard = True
-        if os.read(pipes.prepared, 1):  # nothing: it ends without having been prepared
-            self._say(event="prepared", pid=pid)
+        with suppress(BlockingIOError):
+            while not pipes.closed:
+                word = os.read(pipes.said, 1)
+                pipes.closed = not word
+                if word:
+                    self._say(event=_EVENTS[word], pid=pid)
 
     def _go(self, pid: int) -> None:
         if pid in self._children:
@@ -154,6 +160,7 @@ class _Server:
                 continue
             # What the child left behind; the zombie keeps its number from being reused.
             kill_group(pid)
+            self._hear(pid)  # it ended right after its last word
             _, status = os.waitpid(pid, 0)
             self._children.pop(pid).close()
             self._say(event="ended", pid=pid, status=os.waitstatus_to_exitcode(status))
@@ -174,29 +181,42 @@ class _Server:
 
 @dataclass(slots=True)
 class _Pipes:
-    """The server's ends of a child's two pipes: one byte arrives when the child is prepared, one is
-    sent to resume it.
+    """The server's ends of a child's two pipes: one byte arrives for each of its words, one is sent
+    to resume it.
     """
 
-    prepared: int
+    said: int
     go: int
-    heard: bool = False
+    closed: bool = False
 
     def close(self) -> None:
-        os.close(self.prepared)
+        os.close(self.said)
         os.close(self.go)
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """The child's ends."""
+    """The child's ends: a `Turn`."""
 
     say: int
     wait: int
 
-    def take(self) -> None:
-        """Say that everything is prepared; return when it is this process's turn to be timed."""
-        os.write(self.say, b"p")
+    def __call__(self) -> None:
+        self._ask(_PREPARED)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """The parent's clock runs before it answers, and on until it hears the end: never less than
+        what lies inside.
+        """
+        self._ask(_TIMING)
+        try:
+            yield
+        finally:
+            os.write(self.say, _TIMED)
+
+    def _ask(self, word: bytes) -> None:
+        os.write(self.say, word)
         if not os.read(self.wait, 1):  # the server has gone
             os._exit(1)
 
@@ -256,9 +276,7 @@ def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
         if job.injection is not None:
             _inject(job)
         uuid, reason = _gpu_uuid(job)
-        replicate = measure(
-            job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn.take
-        )
+        replicate = measure(job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn)
     except (RuntimeError, MemoryError) as error:
         if not _is_out_of_memory(error):
             raise

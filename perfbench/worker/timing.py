@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,14 +161,15 @@ def time_samples(
     clock: Clock,
     sampler: Sampler,
     between: Step | None = None,
+    timing: AbstractContextManager[None] | None = None,
 ) -> Timed:
-    """Samples of at least min_sample_ms, for max_s or a fixed number, while NVML and the counters
-    watch.
+    """Samples of at least min_sample_ms, for max_s or a fixed number, while NVML, the counters and
+    ``timing`` (`Turn.timing`) watch.
     """
     steps = max(1, -(-int(options.min_sample_ms * 1e6) // max(1, int(step_s * 1e9))))
     samples: list[float] = []
     checked = CheckedClock(clock)
-    with sampler.window() as window, engagement.collect() as engaged:
+    with sampler.window() as window, engagement.collect() as engaged, timing or nullcontext():
         begin, begin_cpu_s = clock.now(), time.process_time()
         while len(samples) < (options.samples or MAX_SAMPLES):
             if (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from perfbench.records import Telemetry
-from perfbench.worker.clock import check_steps
+from perfbench.worker.clock import PerfCounterClock, check_steps
 from perfbench.worker.telemetry import Window
 
 
@@ -40,6 +40,18 @@ class FakeClock:
                 self._step_s if isinstance(self._step_s, float | int) else next(self._step_s)
             )
         return self._now - begin - aside
+
+
+class WrongClock(PerfCounterClock):
+    """Its second lasts ``factor`` true ones."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def time_steps(
+        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
+    ) -> float:
+        return super().time_steps(step, steps, between) / self._factor
 
 
 class FakeSampler:

@@ -10,12 +10,12 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
 from perfbench.worker.clock import Clock
 from perfbench.worker.telemetry import Sampler
+from perfbench.worker.turn import Turn
 
 
 class OutOfMemoryError(RuntimeError):
@@ -27,12 +27,12 @@ OOM, HANG, SEGV, RAISE, KILLED, SILENT, EXIT, LITTER, OTHER, CPU_OOM, NOISY, CRO
 )
 
 
-def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
     """Act out what ``batch`` asks for, then return a row whose reason holds this process's own
     facts.
     """
     _misbehave(job.axes.batch, job.waiting_peers)
-    prepared()
+    turn()
     begin = time.monotonic_ns()
     seconds = clock.time_steps(lambda: time.sleep(0.001), 2)
     with sampler.window() as window:

@@ -133,7 +133,9 @@ def test_what_is_no_pair_of_one_commit_is_refused(fault: str, words: str, tmp_pa
     assert caught.value.exit_code is Exit.USAGE
 
 
-def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_tells_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(certify, "WORLDS", simulate.WORLDS[:1])
     monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
     monkeypatch.setattr(outcome, "policy_of", lambda run: Policies(GatePolicy()))
@@ -152,7 +154,8 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     alone = tmp_path / "run.jsonl"
     write_run(alone, base)
-    text = certify_command([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
+    certify_command([alone], 1, tmp_path / "out", pairs=[planted, missed, torn])
+    text = capsys.readouterr().out
     assert (
         "with nothing planted 0 of 9 (at most 28.3 %) cells REGRESSED; real extra work found"
         " REGRESSED at 5 %" in text
@@ -165,5 +168,6 @@ def test_calibrate_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [one["extra_work_pct"] for one in data["pairs"]] == [0.0] * 9 + [1.0, 5.0, 9.0] and data[
         "pairs_red"
     ]["hits"] == 0
-    without = certify_command([alone], 1, None)
+    certify_command([alone], 1, None)
+    without = capsys.readouterr().out
     assert "No real pair was given" in without and f"None was given: {telling.HOW}" in without

@@ -26,6 +26,7 @@ from perfbench.records.verdict import Verdict
 from perfbench.runner.ab import checkout, confirm, pair, schedule
 from perfbench.runner.context import MeasuringContext
 from perfbench.runner.progress import SilentProgress
+from perfbench.tracing import TracedPair
 from tests.perfbench import builders as b
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
 from tests.perfbench.digested import edit_baseline
@@ -426,6 +427,20 @@ def test_a_trace_that_cannot_be_taken_changes_no_verdict(
         "interrupted" if isinstance(trouble, KeyboardInterrupt) else " ".join(str(trouble).split())
     )
     assert line.endswith(words) and out.startswith("REGRESSED, exit 3") and len(calls) == 1
+
+
+def test_a_suspect_is_traced_against_the_baselines_commit(
+    slow: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither confirmed nor cleared, so nothing but its kernels says where the time went."""
+    asked: list[TracedPair] = []
+    monkeypatch.setattr(
+        "perfbench.tracing.trace_on_red", lambda judgement, pair, out: asked.append(pair)
+    )
+    assert slow.run("check", "small.yaml", "--no-confirm") == Exit.STRICT
+    assert capsys.readouterr().out.startswith("SUSPECT, exit 7")
+    (pair,) = asked
+    assert pair.base == dict.fromkeys((SHORT, LONG), slow.commits[-1])
 
 
 def test_a_side_of_an_ab_that_is_gated_says_which_sentinels_it_lacks(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from perfbench.calibration import calibrate, certify, simulate
+from perfbench.calibration import calibrate, certify, simulate, write_calibration
 from perfbench.calibration import calibration_json as as_json
 from perfbench.calibration import render_calibration as render
 from perfbench.calibration.certify import Effort, Rate, uniformity
-from perfbench.commands import outcome
+from perfbench.commands import app, console, outcome
 from perfbench.commands.calibrate import certify as certify_command
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import stats
@@ -36,6 +38,7 @@ from tests.perfbench.builders import (
     with_rows,
 )
 from tests.perfbench.digested import write_run
+from tests.perfbench.disk import full
 
 POLICY = GatePolicy()
 LITTLE = Effort(null_cell_sessions=24, null_alone=24, drops=6, claimed_drops=24, mode_trials=4)
@@ -185,7 +188,8 @@ def test_each_cell_reports_its_variance_between_starts_and_the_baseline_takes_it
     rng = random.Random(5)
     runs = [noisy(f"run-{n}", rng, session=0.003, within=0.002) for n in range(6)]
     out = tmp_path / "calibration.md"
-    found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, out=out, effort=LITTLE)
+    found = calibrate(saved(tmp_path, runs), seed=1, policy=POLICY, effort=LITTLE)
+    write_calibration(out, found)
     sessions = [cell.between_starts for cell in found.cells if cell.between_starts is not None]
     assert len(sessions) == 12 and {session.starts for session in sessions} == {6}
     assert sum(session.sd for session in sessions) / 12 == pytest.approx(0.003, rel=0.35)
@@ -435,13 +439,9 @@ def test_another_suffix_is_refused_before_anything_is_simulated(tmp_path: Path) 
 
 def test_one_run_does_what_it_can_and_says_so(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "calibration.md"
-    found = calibrate(
-        saved(tmp_path, [noisy("only", random.Random(1))]),
-        seed=1,
-        policy=POLICY,
-        out=out,
-        effort=LITTLE,
-    )
+    runs = saved(tmp_path, [noisy("only", random.Random(1))])
+    found = calibrate(runs, seed=1, policy=POLICY, effort=LITTLE)
+    write_calibration(out, found)
     text, data = out.read_text(), json.loads(out.with_suffix(".json").read_text())
     assert found.between_start_sd_pct == {"GPU bound": None} and found.screened == Rate(0, 0)
     assert (
@@ -508,10 +508,57 @@ def test_what_is_not_a_against_a_is_refused(tmp_path: Path) -> None:
     )
 
 
-def test_a_report_that_cannot_be_written_is_the_user_s_problem(tmp_path: Path) -> None:
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A run that `calibrate` takes, and little effort to certify it with."""
+    monkeypatch.setattr(certify, "Effort", lambda: LITTLE)
+    monkeypatch.setattr(outcome, "policy_of", lambda run: Policies(POLICY))
+    (path,) = saved(tmp_path, [noisy("only", random.Random(1), cells=1)])
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "begins"), [((), "# Calibration"), (("--json",), "{")], ids=["md", "json"]
+)
+def test_the_report_is_printed_before_it_is_written(
+    stored: str,
+    options: tuple[str, ...],
+    begins: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Minutes of simulation are not lost to a folder that cannot be made."""
     (tmp_path / "file").write_text("")
-    paths = saved(tmp_path, [small_run(replicates=3)])
-    with pytest.raises(PerfbenchError, match="cannot be written"):
-        calibrate(
-            paths, seed=1, policy=POLICY, out=tmp_path / "file" / "calibration.md", effort=LITTLE
-        )
+    to = tmp_path / "file" / "calibration.md"
+    assert app.invoke(["calibrate", stored, "--out", str(to), *options]) == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert out.startswith(begins) and f"{to} cannot be written" in err and "Traceback" not in err
+
+
+def test_a_full_disk_leaves_the_report_that_was_there(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = tmp_path / "calibration.md"
+    before.write_text("of yesterday")
+    full(monkeypatch)
+    assert app.invoke(["calibrate", stored, "--out", str(before)]) == Exit.USAGE
+    out, err = capsys.readouterr()
+    assert out.startswith("# Calibration") and "No space left" in err
+    assert before.read_text() == "of yesterday"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.jsonl", "calibration.md"]
+
+
+def test_a_full_stdout_leaves_the_files(
+    stored: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def echo(text: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(console.typer, "echo", echo)
+    monkeypatch.setattr(console, "_drop_stdout", lambda: None)
+    assert app.invoke(["calibrate", stored, "--out", str(tmp_path / "found")]) == Exit.USAGE
+    assert "stdout cannot be written" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [
+        "calibration.json",
+        "calibration.md",
+    ]

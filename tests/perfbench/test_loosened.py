@@ -404,7 +404,8 @@ def test_a_retired_baseline_judges_only_where_it_is_named(
     assert code != Exit.BASELINE and "is retired" not in said
     assert "NO_BASELINE" not in verdicts.values()
     assert home.run("baseline", "show", str(BASELINE)) == 0
-    assert capsys.readouterr().out.startswith(f"retired: {why}")
+    since = load_baseline(BASELINE).retired_utc
+    assert since and capsys.readouterr().out.startswith(f"retired: {why} (since {since})")
 
 
 def branches(repository: Path) -> str:
@@ -420,6 +421,10 @@ def test_a_retired_file_stays_what_it_was_and_an_empty_reason_is_refused(
     assert home.run("baseline", "retire", str(BASELINE), "--reason", "gone") == 0
     after = load_baseline(BASELINE)
     assert after.retired == "gone" and after.cells == before.cells and after.rules == before.rules
+    edit_baseline(BASELINE, lambda content: content.update(retired_utc="2026-01-02T03:04:05Z"))
+    assert home.run("baseline", "retire", str(BASELINE), "--reason", "sold") == 0
+    again = load_baseline(BASELINE)
+    assert (again.retired, again.retired_utc) == ("sold", "2026-01-02T03:04:05Z")
 
 
 def test_a_retired_file_of_an_older_schema_gets_no_digest(

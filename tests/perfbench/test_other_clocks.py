@@ -4,7 +4,6 @@ as well, cannot find it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,21 +14,9 @@ from perfbench.worker import measure
 from perfbench.worker.clock import CheckedClock, Clock, PerfCounterClock
 from perfbench.worker.timing import time_samples
 from tests.perfbench import builders
-from tests.perfbench.fakes import FakeClock, FakeSampler
+from tests.perfbench.fakes import FakeClock, FakeSampler, WrongClock
 from tests.perfbench.jobs import cell_of, job
 from tests.perfbench.measure_cases import PROOF, TELEMETRY
-
-
-class WrongClock(PerfCounterClock):
-    """Its second lasts ``factor`` true ones."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def time_steps(
-        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
-    ) -> float:
-        return super().time_steps(step, steps, between) / self._factor
 
 
 def measured(clock: Clock) -> Replicate:

@@ -12,7 +12,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -29,6 +28,7 @@ from perfbench.report import github, junit, terminal_table, verdict_json
 from perfbench.text import block, escape, inert, plain, visible
 from tests.perfbench import builders as b
 from tests.perfbench.ab_bench import LONG, Bench
+from tests.perfbench.disk import full
 from tests.perfbench.report_cases import written
 
 ROOT = Path(__file__).parents[2]
@@ -179,17 +179,6 @@ def slow(bench: Bench, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     capsys.readouterr()
     (folder,) = Path("reports/runs").iterdir()
     return folder
-
-
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file can be written any more; half of it may have been."""
-
-    def write_text(path: Path, text: str, **_: Any) -> int:
-        with path.open("w", encoding="utf-8") as file:
-            file.write(text[: len(text) // 2])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(Path, "write_text", write_text)
 
 
 def test_a_full_disk_loses_no_red_verdict(

@@ -14,7 +14,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judging import judge
 from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
-from perfbench.records.rows import Source
+from perfbench.records.rows import LengthProof, Source, StepProof
 from perfbench.records.verdict import Verdict
 from perfbench.report import plots
 from perfbench.report.context import ReportContext
@@ -54,6 +54,27 @@ def test_sections_come_in_the_order_of_urgency() -> None:
         "How to do it again",
         "Method",
     ]
+
+
+def method(text: str) -> str:
+    return text[text.index("## Method") :]
+
+
+def test_the_method_names_the_proofs_that_the_rows_record() -> None:
+    """And says where they record none, as those of an older run."""
+    older = b.small_run(replicates=2)
+    said = method(alone(older))
+    assert "the rows of this run record no proof of the whole step" in said
+    assert "the rows of this run record no proof at the timed length" in said
+    proofs = {
+        "step_proof": StepProof(ok=True, tensors={"logits": 0.2}),
+        "length_proof": LengthProof(ok=None, absent="the step through a cache is proved"),
+    }
+    rows = [row.model_copy(update=proofs) for row in older.replicates]
+    said = method(alone(older.model_copy(update={"replicates": rows})))
+    assert "plain PyTorch" in said and "optimizer's update" in said
+    assert "fp64 oracle at the timed length and batch" in said and "keep sums" in said
+    assert "the rows of this run record no proof" not in said
 
 
 def test_every_red_has_its_reason_counters_and_the_command_for_this_one_cell() -> None:

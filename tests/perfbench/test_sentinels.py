@@ -7,11 +7,14 @@ from __future__ import annotations
 import ast
 import pathlib
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MappingProxyType
 
 import pytest
 import torch
 
+from perfbench.gate.clocks import clock_faults
 from perfbench.records import Cell
 from perfbench.records.job import SENTINEL_UNITS, Job, MeasureOptions
 from perfbench.records.rows import Expect, Replicate, RouteLine, Status
@@ -19,7 +22,7 @@ from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure as measures
 from perfbench.worker import sentinels
 from tests.perfbench import builders
-from tests.perfbench.fakes import FakeClock, FakeSampler
+from tests.perfbench.fakes import FakeClock, FakeSampler, WrongClock
 
 ROOT = pathlib.Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -80,7 +83,7 @@ def test_no_commit_of_the_measured_code_can_change_them() -> None:
     assert not [name for name in named if name.partition(".")[0] == "nsa"]
     assert {name for name in named if name.startswith("perfbench")} <= {
         f"perfbench.{m}"
-        for m in ("records", "worker.clock", "worker.telemetry", "worker.processes")
+        for m in ("records", "worker.clock", "worker.telemetry", "worker.processes", "worker.turn")
     }
 
 
@@ -107,6 +110,23 @@ def test_the_attention_is_causal_and_of_the_flash_kernel(monkeypatch: pytest.Mon
     assert torch.allclose(o, weights @ v, atol=1e-5)
 
 
+class Watched:
+    """A turn that notes at which step it was taken, and when the timing began and ended."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock = clock
+        self.at: list[float] = []
+
+    def __call__(self) -> None:
+        self.at.append(self._clock.now() * 256)
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        self()
+        yield
+        self()
+
+
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("name", "amount"), [("gemm", 1024), ("copy", 8192), ("sdpa_frozen", 960)])
 def test_a_row(name: str, amount: int) -> None:
@@ -114,17 +134,11 @@ def test_a_row(name: str, amount: int) -> None:
     0.3 s.
     """
     telemetry = builders.telemetry()
-    turns: list[str] = []
     clock = FakeClock(1 / 256)
-    row = measures.measure(
-        job(name),
-        clock,
-        FakeSampler(telemetry),
-        lambda: turns.append(f"at {clock.now() * 256:g} steps"),
-    )
-    assert row.status is Status.OK and row.telemetry == telemetry and turns == ["at 1 steps"], (
-        "prepared, and then timed alone"
-    )
+    turn = Watched(clock)
+    row = measures.measure(job(name), clock, FakeSampler(telemetry), turn)
+    assert row.status is Status.OK and row.telemetry == telemetry
+    assert turn.at == [1, 78, 156], "prepared, and then timed alone"
     assert row.steps_per_sample == 13 and row.samples_s == [1 / 256] * 6
     assert row.tok_per_s == amount * 256 and clock.now() * 256 == 1 + 77 + 6 * 13
     assert (row.cell_id, row.replicate, row.parity, row.route) == (
@@ -139,6 +153,21 @@ def test_a_row(name: str, amount: int) -> None:
 def test_a_slow_step_has_three_samples() -> None:
     row = measures.measure(job("gemm"), FakeClock(2.0), FakeSampler(builders.telemetry()))
     assert row.steps_per_sample == 1 and row.samples_s == [2.0] * 3 and row.tok_per_s == 512
+
+
+@pytest.mark.parametrize("factor", [1.0, 100.0])
+def test_a_wrong_clock_of_theirs_is_in_the_row(
+    factor: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They set the ceiling, and had no clock beside the one that times the cells."""
+    monkeypatch.setattr(sentinels, "GEMM_SIZE", MappingProxyType({"cpu": 512}))
+    monkeypatch.setattr(sentinels, "SAMPLE_S", 1e-3)
+    row = measures.measure(
+        job("gemm"), WrongClock(factor), FakeSampler(builders.telemetry(gpu=False))
+    )
+    assert row.other_clocks is not None and row.other_clocks.threads == 1
+    faults = clock_faults([one * row.steps_per_sample for one in row.samples_s], row.other_clocks)
+    assert bool(faults) == (factor != 1) and all("the samples add up" in one for one in faults)
 
 
 def test_in_a_child_of_its_own() -> None:

@@ -224,7 +224,7 @@ def test_the_largest_drops_are_traced_and_the_others_named(bench: Bench) -> None
     )
     assert bench.opened == ["v1", "own"], "one checkout and one server a side"
     text = traces_markdown(diffs)
-    assert f"because larger drops were: `{CELLS[0]}`, `{CELLS[4]}`" in text
+    assert f"because reds or larger drops were: `{CELLS[0]}`, `{CELLS[4]}`" in text
     assert (
         text.count("operators' time 2.000 ms, was 1.000 ms (+100.0 %)") == 3
         and "| `gemm` | slower per call | 2 |" in text
@@ -267,6 +267,27 @@ def test_nothing_is_traced_without_a_red(bench: Bench) -> None:
 def test_a_wrong_path_is_traced_after_the_drops(bench: Bench) -> None:
     diffs = bench.on_red(red(CELLS[0], None, Verdict.WRONG_PATH), red(CELLS[1], -0.5))
     assert [one.verdict for one in diffs] == ["REGRESSED", "WRONG_PATH"]
+
+
+def test_a_suspect_is_traced_after_the_reds(bench: Bench) -> None:
+    """Nothing confirmed or cleared it; its base can be had, and the kernels may settle it."""
+    suspect = red(CELLS[0], -9.0, Verdict.SUSPECT)
+    diffs = bench.on_red(suspect, red(CELLS[1], -2.0), red(CELLS[2], -50.0, Verdict.SUSPECT))
+    assert [one.verdict for one in diffs] == ["REGRESSED", "SUSPECT", "SUSPECT"]
+    assert [one.cell_id for one in diffs] == [CELLS[1], CELLS[2], CELLS[0]]
+    assert all(one.problems == [] and len(one.changes) == 1 for one in diffs)
+    (alone,) = bench.on_red(suspect)
+    assert alone.problems == [] and bench.opened == ["v1", "own"] * 2
+
+
+def test_a_suspect_whose_base_nobody_knows_is_not_traced(bench: Bench) -> None:
+    """There is nothing to compare it with; of a red cell its own kernels are shown all the same."""
+    bases = {**dict.fromkeys(CELLS, "v1"), CELLS[0]: None}
+    bench.pair = TracedPair(bench.pair.run, bench.pair.matrix, bench.pair.context, bases)
+    suspect = red(CELLS[0], -9.0, Verdict.SUSPECT)
+    assert bench.on_red(suspect) == [] and bench.opened == []
+    (diff,) = bench.on_red(suspect, red(CELLS[1], -2.0, Verdict.SUSPECT))
+    assert diff.cell_id == CELLS[1]
 
 
 def test_the_jobs_are_those_of_the_first_replicate_and_the_fault_is_the_candidates(

@@ -6,19 +6,19 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 from perfbench.records.job import Job
 from perfbench.records.rows import PlannedCell, Replicate
 from perfbench.worker.clock import Clock
 from perfbench.worker.telemetry import Sampler
+from perfbench.worker.turn import Turn
 from tests.perfbench import builders
 
 
-def measure(job: Job, clock: Clock, sampler: Sampler, prepared: Callable[[], None]) -> Replicate:
+def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
     from nsa import marker  # type: ignore[attr-defined]  # the tests' repositories have it
 
-    prepared()
+    turn()
     at = time.monotonic_ns()
     slower = 1 - (job.injection.percent or 0.0) / 100 if job.injection else 1.0
     return row_of(job, marker.SPEED * slower).model_copy(
