@@ -4,32 +4,18 @@ as well, cannot find it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from perfbench.gate.hard_rules import ProofIndex, cell_findings
-from perfbench.records import OtherClocks, Replicate, Verdict
+from perfbench.records import OtherClocks, Replicate
 from perfbench.worker import measure
 from perfbench.worker.clock import CheckedClock, Clock, PerfCounterClock
 from perfbench.worker.timing import time_samples
 from tests.perfbench import builders
 from tests.perfbench.fakes import FakeClock, FakeSampler
 from tests.perfbench.jobs import cell_of, job
-from tests.perfbench.measure_cases import PROOF, TELEMETRY
-
-
-class WrongClock(PerfCounterClock):
-    """Its second lasts ``factor`` true ones."""
-
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
-
-    def time_steps(
-        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
-    ) -> float:
-        return super().time_steps(step, steps, between) / self._factor
+from tests.perfbench.measure_cases import PROOF, TELEMETRY, WrongClock, clock_faults
 
 
 def measured(clock: Clock) -> Replicate:
@@ -38,15 +24,12 @@ def measured(clock: Clock) -> Replicate:
 
 
 def faults_of(row: Replicate, gpu: bool = False) -> list[str]:
-    cell = builders.planned_cell(cell_of("v2", "forward"))
-    proofs = ProofIndex.of(builders.make_run([cell], gpu=gpu))
-    findings = cell_findings(cell, [row], None, proofs)
-    return [f.reason for f in findings if (f.verdict, f.rule) == (Verdict.IMPOSSIBLE, "clock")]
+    return clock_faults(builders.planned_cell(cell_of("v2", "forward")), row, gpu=gpu)
 
 
 @pytest.mark.parametrize("factor", [100.0, 1.2, 0.5])
 def test_a_wrong_clock_is_impossible(factor: float) -> None:
-    row = measured(WrongClock(factor))
+    row = measured(WrongClock(PerfCounterClock(), factor))
     assert row.other_clocks is not None
     [reason] = faults_of(row)
     assert "the clock is wrong" in reason and "the kernel's raw clock" in reason
