@@ -4,18 +4,24 @@ numbers as eager.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
+from torch._inductor.decomposition import select_decomp_table
 from torch.utils.flop_counter import FlopCounterMode
 
 from nsa import engagement, nsa_attention
 from nsa.attention import NSAAttention
-from nsa.config import preset
+from nsa.config import BRANCHES, preset
 from nsa.dense import DenseAttention
 from nsa.model import TinyLM
 from nsa.ops.selected import masked, v2
@@ -141,6 +147,67 @@ def test_a_language_model_is_one_graph_too_and_nothing_is_counted_inside_it() ->
         for got, want in zip(*runs, strict=True):
             assert_parity(got, want, f"{tokens} tokens")
     assert counter.frame_count == 1
+
+
+def saved_views_of_another(model: nn.Module, ids: Tensor) -> list[str]:
+    """Pairs of tensors that Inductor's own split of the step keeps for the backward, one of which
+    has memory of the other, and neither of which is an input or an output.
+    """
+    kept: dict[int, list[tuple[str, Tensor]]] = {}
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        first, *saved = graph.graph.find_nodes(op="output")[0].args[0]
+        known = [node.meta["val"] for node in (*graph.graph.find_nodes(op="placeholder"), first)]
+        others = {storage_of(t) for t in known}
+        for node in saved:
+            if storage_of(t := node.meta["val"]) not in others:
+                kept.setdefault(storage_of(t), []).append((node.name, t))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=look,
+        bw_compiler=lambda graph, inputs: make_boxed_func(graph.forward),
+        decompositions=select_decomp_table,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+    )
+    logits = torch.compile(model, fullgraph=True, dynamic=False, backend=backend)(ids)
+    logits.square().mean().backward()
+    assert kept
+    pairs = (pair for same in kept.values() for pair in itertools.combinations(same, 2))
+    return [f"{a} and {b}" for (a, x), (b, y) in pairs if offsets(x) & offsets(y)]
+
+
+def storage_of(t: Tensor) -> int:
+    return t.untyped_storage()._cdata
+
+
+def offsets(t: Tensor) -> set[int]:
+    """Which bytes of its storage are those of ``t``, by the first of each number."""
+    index = torch.arange(t.untyped_storage().nbytes() // t.element_size())
+    of_t = index.as_strided(t.shape, t.stride(), t.storage_offset())
+    return set((of_t * t.element_size()).flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    ("path", "gate", "branches"),
+    [
+        ("v2", "sigmoid", BRANCHES),
+        ("masked", "sigmoid", ("sel", "win")),
+        ("v2", "softmax", BRANCHES),
+    ],
+)
+def test_no_saved_tensor_is_a_view_of_another(
+    path: str, gate: str, branches: tuple[str, ...]
+) -> None:
+    """Inductor (torch 2.11 and 2.13) writes the backward over a saved tensor that no input and no
+    output shares, and does not see that another saved one does: gradients were silently wrong.
+    """
+    torch.manual_seed(0)
+    nsa = replace(TINY.nsa, gate=gate, branches=branches)
+    config = replace(TINY, num_layers=1, nsa=nsa)
+    model = TinyLM(config, path=path, fa2="off")
+    ids = torch.randint(256, (2, 100), generator=torch.Generator().manual_seed(1))
+    assert saved_views_of_another(model, ids) == []
 
 
 @pytest.mark.parametrize("ragged", [False, True])

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from perfbench.gate.hard_rules import ProofIndex, cell_findings
-from perfbench.records import OtherClocks, Replicate, Verdict
+from perfbench.records import OtherClocks, Replicate
 from perfbench.worker import measure
 from perfbench.worker.clock import CheckedClock, Clock, PerfCounterClock
 from perfbench.worker.timing import time_samples
 from tests.perfbench import builders
 from tests.perfbench.fakes import FakeClock, FakeSampler, WrongClock
 from tests.perfbench.jobs import cell_of, job
-from tests.perfbench.measure_cases import PROOF, TELEMETRY
+from tests.perfbench.measure_cases import PROOF, TELEMETRY, WrongClock, clock_faults
 
 
 def measured(clock: Clock) -> Replicate:
@@ -25,15 +24,12 @@ def measured(clock: Clock) -> Replicate:
 
 
 def faults_of(row: Replicate, gpu: bool = False) -> list[str]:
-    cell = builders.planned_cell(cell_of("v2", "forward"))
-    proofs = ProofIndex.of(builders.make_run([cell], gpu=gpu))
-    findings = cell_findings(cell, [row], None, proofs)
-    return [f.reason for f in findings if (f.verdict, f.rule) == (Verdict.IMPOSSIBLE, "clock")]
+    return clock_faults(builders.planned_cell(cell_of("v2", "forward")), row, gpu=gpu)
 
 
 @pytest.mark.parametrize("factor", [100.0, 1.2, 0.5])
 def test_a_wrong_clock_is_impossible(factor: float) -> None:
-    row = measured(WrongClock(factor))
+    row = measured(WrongClock(PerfCounterClock(), factor))
     assert row.other_clocks is not None
     [reason] = faults_of(row)
     assert "the clock is wrong" in reason and "the kernel's raw clock" in reason

@@ -20,7 +20,15 @@ def gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Seque
 
     Returns [B, T, HQ, DV].
     """
-    gates_BTQ = gates_BTQN.to(outputs_BTQD[0].dtype).unbind(-1)
+    gates_BTQN = gates_BTQN.to(outputs_BTQD[0].dtype)
+    if torch.compiler.is_compiling():
+        # The gates in memory of their own. The backward of a sigmoid keeps the sigmoid, that of the
+        # products the columns: were those views of it, Inductor (torch 2.11 and 2.13) would write
+        # the sigmoid's gradient over it as a saved tensor that nothing else needs, before the
+        # products' gradients read the views. dq, dk and dv were then off by their own size.
+        gates_BTQN = gates_BTQN.movedim(-1, 0).clone(memory_format=torch.contiguous_format)
+        gates_BTQN = gates_BTQN.movedim(0, -1)
+    gates_BTQ = gates_BTQN.unbind(-1)
     terms = [gates_BTQ[c][..., None] * o for c, o in zip(columns, outputs_BTQD, strict=True)]
     total = terms[0]
     for term in terms[1:]:
