@@ -25,8 +25,8 @@ from perfbench.records import (
 )
 from perfbench.worker import measure, operators
 from perfbench.worker.clock import Clock, CudaEventClock
-from tests.perfbench.fakes import FakeSampler
-from tests.perfbench.measure_cases import PROOF, TELEMETRY, WrongClock, clock_faults
+from tests.perfbench.fakes import FakeSampler, WrongClock
+from tests.perfbench.measure_cases import PROOF, TELEMETRY, clock_faults
 
 MODEL = ModelConfig(dim=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=512)
 # Where other processes use the card, a sample waits some 5 ms for its turn, which the gate's clock

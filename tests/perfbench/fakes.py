@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from perfbench.records import Telemetry
-from perfbench.worker.clock import PerfCounterClock, check_steps
+from perfbench.worker.clock import Clock, check_steps
 from perfbench.worker.telemetry import Window
 
 
@@ -42,16 +42,19 @@ class FakeClock:
         return self._now - begin - aside
 
 
-class WrongClock(PerfCounterClock):
-    """Its second lasts ``factor`` true ones."""
+class WrongClock:
+    """``clock``, but its second lasts ``factor`` true ones."""
 
-    def __init__(self, factor: float) -> None:
-        self._factor = factor
+    def __init__(self, clock: Clock, factor: float) -> None:
+        self._clock, self._factor = clock, factor
+
+    def now(self) -> float:
+        return self._clock.now()
 
     def time_steps(
         self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
     ) -> float:
-        return super().time_steps(step, steps, between) / self._factor
+        return self._clock.time_steps(step, steps, between) / self._factor
 
 
 class FakeSampler:

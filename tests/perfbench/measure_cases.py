@@ -19,7 +19,6 @@ from perfbench.records import PlannedCell, Verdict
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate
 from perfbench.worker import measure
-from perfbench.worker.clock import Clock
 from perfbench.worker.telemetry import Sampler, Window
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.workload import Workload
@@ -57,21 +56,6 @@ def stub(monkeypatch: pytest.MonkeyPatch, path: str = "v2", **changes: Any) -> S
     made = Stub(changes.pop("engages", lambda _: branches), **changes)
     monkeypatch.setattr(workload, "build", lambda asked: Workload(made.step, 64, made.model))
     return made
-
-
-class WrongClock:
-    """``clock``, but its second lasts ``factor`` true ones."""
-
-    def __init__(self, clock: Clock, factor: float) -> None:
-        self._clock, self._factor = clock, factor
-
-    def now(self) -> float:
-        return self._clock.now()
-
-    def time_steps(
-        self, step: Callable[[], None], steps: int, between: Callable[[], None] | None = None
-    ) -> float:
-        return self._clock.time_steps(step, steps, between) / self._factor
 
 
 def clock_faults(cell: PlannedCell, row: Replicate, *, gpu: bool) -> list[str]:

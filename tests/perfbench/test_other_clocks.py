@@ -15,7 +15,7 @@ from perfbench.worker.timing import time_samples
 from tests.perfbench import builders
 from tests.perfbench.fakes import FakeClock, FakeSampler, WrongClock
 from tests.perfbench.jobs import cell_of, job
-from tests.perfbench.measure_cases import PROOF, TELEMETRY, WrongClock, clock_faults
+from tests.perfbench.measure_cases import PROOF, TELEMETRY, clock_faults
 
 
 def measured(clock: Clock) -> Replicate:

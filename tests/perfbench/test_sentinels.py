@@ -21,6 +21,7 @@ from perfbench.records.rows import Expect, Replicate, RouteLine, Status
 from perfbench.runner.executor import ForkServerExecutor
 from perfbench.worker import measure as measures
 from perfbench.worker import sentinels
+from perfbench.worker.clock import PerfCounterClock
 from tests.perfbench import builders
 from tests.perfbench.fakes import FakeClock, FakeSampler, WrongClock
 
@@ -163,7 +164,9 @@ def test_a_wrong_clock_of_theirs_is_in_the_row(
     monkeypatch.setattr(sentinels, "GEMM_SIZE", MappingProxyType({"cpu": 512}))
     monkeypatch.setattr(sentinels, "SAMPLE_S", 1e-3)
     row = measures.measure(
-        job("gemm"), WrongClock(factor), FakeSampler(builders.telemetry(gpu=False))
+        job("gemm"),
+        WrongClock(PerfCounterClock(), factor),
+        FakeSampler(builders.telemetry(gpu=False)),
     )
     assert row.other_clocks is not None and row.other_clocks.threads == 1
     faults = clock_faults([one * row.steps_per_sample for one in row.samples_s], row.other_clocks)
