@@ -37,8 +37,9 @@ from perfbench.roofline import judge_step, step_flops, step_min_bytes
 from perfbench.worker import autotuner, memory, operators, profile, sentinels
 from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.loaded import loaded_code
+from perfbench.worker.parity.at_length import prove_at_length
 from perfbench.worker.parity.claim import Claim
-from perfbench.worker.parity.proof import prove, prove_at_length
+from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.step_proof.prove import prove as prove_step
