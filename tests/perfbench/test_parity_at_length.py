@@ -235,7 +235,7 @@ def test_every_branch_has_exact_gradients_of_keys() -> None:
 @pytest.mark.parametrize("name", ["k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win"])
 @pytest.mark.parametrize("phi", ["mean", "mlp"])
 def test_a_gradient_that_is_off_at_one_key(name: str, phi: str) -> None:
-    """Of each branch, through a learned phi as well: a thousandth at the last token but one."""
+    """Of each branch, through a learned phi as well: a hundredth at the last token but one."""
     model = replace(TINY, nsa=replace(TINY.nsa, phi=phi))
     claim = claim_of(model, seq_len=300)
     inputs = proof.inputs_of(claim, 1, 300)

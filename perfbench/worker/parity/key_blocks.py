@@ -55,6 +55,8 @@ BRANCHES = ("cmp", "sel", "win")
 NUM_RANDOM = 2
 DRAWS = 4  # of errors, sent through phi
 FLIPPED = 2
+# NSA.md's tolerance of fp32, of these keys' own largest element: over many rows it is far below 1
+RELATIVE_FLOOR = 1e-5
 Sums = dict[str, tuple[float, float]]  # name -> (error, tolerance)
 
 
@@ -396,8 +398,8 @@ def _keep_worst(found: Sums, name: str, got: Tensor, exact: _Exact) -> None:
     """Keep the element with the largest error over tolerance; NaN never passes."""
     if not got.numel():
         return
-    floor = 1e-5 * max(1.0, float(exact.value.abs().max()))  # NSA.md's, of fp32
-    bound = exact.tolerance.clamp(min=floor)
+    floor = RELATIVE_FLOOR * float(exact.value.abs().max())
+    bound = exact.tolerance.clamp(min=max(floor, 1e-30))
     error = (got - exact.value).abs().nan_to_num(1e9, 1e9)
     worst = int((error / bound).argmax())
     this = float(error.flatten()[worst]), float(bound.flatten()[worst])
