@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Self
 
+from perfbench.gate import repeats
 from perfbench.gate.clocks import clock_faults
 from perfbench.gate.judgement import Finding, severity
 from perfbench.matrix import expected_of
@@ -49,6 +50,7 @@ class ProofIndex:
     proofs: Mapping[str, frozenset[Proven]]  # 'CELL #REPLICATE' -> what it proved
     environment: Environment
     nsa_sha256: str | None = None  # of the measured code; None: not recorded
+    resumed_utc: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -72,6 +74,7 @@ class ProofIndex:
             proofs,
             environment,
             run.manifest.source.nsa_sha256,
+            tuple(resumed.resumed_utc for resumed in run.resumed),
         )
 
 
@@ -98,6 +101,7 @@ def cell_findings(
         return [Finding(Verdict.MISSING, "no row", text)]
     found = [finding for row in rows for finding in _row_findings(cell, row, proofs)]
     merged = _merge(found, len(rows)) + _second_witness(rows, proofs)
+    merged += repeats.findings(rows, proofs.resumed_utc)
     speeds = [
         row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None
     ]
@@ -242,10 +246,19 @@ def _ended(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
 
 
 def _parity(row: Replicate) -> Iterator[Finding]:
-    parity, step = row.parity, row.step_proof
+    parity, step, length = row.parity, row.step_proof, row.length_proof
     if step is not None and (step.ok is False or any(ratio > 1 for ratio in step.tensors.values())):
         sentence = f"the step differs from its plain twin: {step.worst}"
         yield Finding(Verdict.PARITY, "step", sentence[:REASON_CHARS])
+        return
+    if length is not None and (
+        length.ok is False or any(ratio > 1 for ratio in length.tensors.values())
+    ):
+        sentence = (
+            f"differs from the oracle at the timed {length.batch} x {length.tokens} tokens:"
+            f" {length.worst}"
+        )
+        yield Finding(Verdict.PARITY, "length", sentence[:REASON_CHARS])
         return
     if parity is None:
         if row.status is Status.PARITY:

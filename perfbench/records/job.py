@@ -79,6 +79,9 @@ class Job(BaseModel):
     expect: Expect
     device: str  # 'cpu' or 'cuda'
     seed: int
+    # of the cell's replicate 0, whose inputs at the timed length every replicate repeats; None:
+    # ``seed``
+    proof_seed: int | None = None
     profile: bool  # one untimed step under torch.profiler
     injection: Injection | None = None
     # Other processes that prepare at the same time, then wait while this one is timed.

@@ -247,9 +247,13 @@ class LengthProof(_Record):
     tokens: int = 0
     batch: int = 0
     rows: int = 0  # of each sequence, against the fp64 oracle
-    # tensors of those rows, and sums over all rows -> error / tolerance
+    # tensors of those rows, sums over all rows, and 'keys dk_BRANCH' -> error / tolerance
     tensors: dict[str, float] = {}
     worst: str = ""
+    # sha256 of output and gradients, the same in every replicate of one card; null because of
+    # ``no_digest``, and in older files
+    digest: str | None = None
+    no_digest: str = ""
     seconds: float = 0.0
 
 
@@ -429,8 +433,8 @@ class Replicate(_Record):
         # autotuner -> the configuration that it chose; a changed choice explains a changed speed
     ] = {}
     absent: dict[str, str] = {}  # why a value of this row is null
-    # The first step; shorter where this process made the proof and had loaded libraries, longer
-    # next to `waiting_peers`.
+    # The first step; shorter where this process made the proof, or repeated its digest, and had
+    # loaded libraries; longer next to `waiting_peers`.
     cold_start_s: float | None = None
     # other processes that prepared at the same time; all of them waited while this one was timed
     waiting_peers: int = Field(default=0, validation_alias="company", serialization_alias="company")

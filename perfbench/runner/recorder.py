@@ -114,12 +114,16 @@ class Recorder:
             plan=cell.route,
             expect=cell.expect,
             device=self._device,
-            seed=random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31),
+            seed=self._seed(cell, replicate),
+            proof_seed=self._seed(cell, 0),
             profile=replicate == 0 or self.matrix.measure.profile == "every",
             injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
             waiting_peers=waiting_peers,
             proof=self._proof(cell),
         )
+
+    def _seed(self, cell: PlannedCell, replicate: int) -> int:
+        return random.Random(f"{self.manifest.seed}-{cell.cell_id}-{replicate}").randrange(2**31)
 
     def smaller_ran_out(self, job: Job) -> Replicate | None:
         """A SKIPPED row where a smaller cell of the same path ran out of memory, and this one has

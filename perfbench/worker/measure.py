@@ -38,8 +38,9 @@ from perfbench.roofline import judge_step, step_flops, step_min_bytes
 from perfbench.worker import autotuner, memory, operators, profile, sentinels
 from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.loaded import loaded_code
+from perfbench.worker.parity.at_length import prove_at_length, repeat_digest
 from perfbench.worker.parity.claim import Claim
-from perfbench.worker.parity.proof import prove, prove_at_length
+from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.step_proof.prove import prove as prove_step
@@ -121,8 +122,7 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, 
     if job.trace is not None:
         return facts | _trace(job, clock, turn, Path(job.trace))
     facts["parity"] = _prove(job, model, route, facts)
-    if job.replicate == 0:
-        facts["length_proof"] = _prove_at_length(job, model, route, facts)
+    facts["length_proof"] = _prove_at_length(job, model, route, facts)
 
     due = layer_calls(job.axes, model)
     work = workload.build(job)
@@ -291,7 +291,10 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
 def _prove_at_length(
     job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]
 ) -> LengthProof:
-    line = prove_at_length(Claim(model, route, job.axes, job.device, job.seed))
+    """Replicate 0 proves, the others repeat the digest of its inputs."""
+    seed = job.seed if job.proof_seed is None else job.proof_seed
+    claim = Claim(model, route, job.axes, job.device, seed)
+    line = prove_at_length(claim) if job.replicate == 0 else repeat_digest(claim)
     if line.ok is False:
         cell = job.axes
         reason = (

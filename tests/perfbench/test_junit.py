@@ -161,6 +161,7 @@ def problems(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str =
         "exclusiveMinimum",
         "exclusiveMaximum",
         "minimum",
+        "multipleOf",
     }, schema.keys()
     kinds = {
         "object": dict,
@@ -188,7 +189,9 @@ def problems(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str =
         )
         found += (
             []
-            if low < value < high and value >= schema.get("minimum", float("-inf"))
+            if low < value < high
+            and value >= schema.get("minimum", float("-inf"))
+            and value % schema.get("multipleOf", value or 1) == 0
             else [f"{at}: {value} is out of range"]
         )
     if isinstance(value, dict):

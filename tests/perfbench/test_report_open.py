@@ -52,7 +52,7 @@ def test_an_open_cell_says_what_would_settle_it_and_what_it_could_have_seen() ->
         and "`perfbench check` does it by itself" in watch
         and watch.count(" tok/s | -4.00 % | -") == 4
     )
-    assert "perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only cell=ID --blocks N" in watch
+    assert "perfbench ab 4f1c2d3e4f1c . matrices/h100.yaml --only cell=ID --pairs N" in watch
     row = (
         next(line for line in watch.splitlines() if line.startswith(f"| `{TRAIN}`"))
         .strip("| ")

@@ -44,11 +44,11 @@ def test_two_sides_are_called_what_the_user_called_them() -> None:
     assert four.counts == {"REGRESSED": 4}
     red = section(written(run, four), "Red")
     assert (
-        red.index("| cell | verdict | change | after Holm | MDE |") < red.index("### REGRESSED")
+        red.index("| cell | verdict | change | adjusted p | MDE |") < red.index("### REGRESSED")
         and red.count("| REGRESSED | -10.00 % |") == 4
     )
     # one red needs no overview
-    assert "after Holm | MDE |\n| --- | --- |" not in section(text, "Red")
+    assert "adjusted p | MDE |\n| --- | --- |" not in section(text, "Red")
     two_files = written(
         b.small_run(),
         comparison.compare(base, b.small_run(), POLICY, paired=False),

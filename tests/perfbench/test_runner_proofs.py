@@ -170,3 +170,15 @@ def test_a_proof_of_what_ran_is_not_one_of_what_was_planned(tmp_path: pathlib.Pa
     mine = [job for job in executor.jobs if kind_of(job) == ("train", "v2")]
     assert mine[0].cell_id == astray and mine[1].proof is None
     assert all(job.proof is not None and astray not in str(job.proof.proved_in) for job in mine[2:])
+
+
+def test_all_replicates_of_a_cell_are_asked_for_the_digest_of_the_first_ones_inputs(
+    tmp_path: pathlib.Path,
+) -> None:
+    executor = Prover()
+    run(tmp_path, executor)
+    for name in {job.cell_id for job in executor.jobs}:
+        jobs = [job for job in executor.jobs if job.cell_id == name]
+        first = next(job for job in jobs if job.replicate == 0)
+        assert {job.proof_seed for job in jobs} == {first.seed}
+        assert len({job.seed for job in jobs}) == len(jobs) == 3, "each times inputs of its own"

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from nsa.config import NSAConfig
+from perfbench.worker.parity.backward import DenseBackward, Tensors
 
-Tensors = dict[str, Tensor]
 # Each of n roundings is off by at most eps / 2, either way; their sum by about sqrt(n) of that.
 # 16 times eps leaves room for kernels that round several times; a key block that is lost moves
 # a sum by far more.
@@ -63,39 +63,24 @@ class Identities:
         wanted, size = torch.stack(seen).sum(0), 1.0 + len(seen)
         self._add("v = 1", o - wanted[..., None], torch.tensor(ROUNDINGS * self._eps * size))
 
-    def check_gradients(self, sampled: Tensor) -> None:
-        """The others, with a random gradient of every row; ``halves`` cuts it at the ``sampled``
-        rows [R]. Three backwards.
+    def check_gradients(self, sampled: Tensor, backward: DenseBackward) -> None:
+        """The others, of the ``backward`` of the same inputs; ``halves`` cuts its upstream gradient
+        at the ``sampled`` rows [R]. Two steps more.
         """
-        leaves = {name: x.clone().requires_grad_() for name, x in self._inputs.items()}
-        o = self._own(leaves)
-        generator = torch.Generator(o.device).manual_seed(11)
-        upstream = torch.randn(o.shape, generator=generator, device=o.device).to(o.dtype)
-        on_rows = torch.zeros(o.shape[1], 1, 1, dtype=torch.bool, device=o.device)
-        on_rows[sampled.to(o.device)] = True
-        parts = (upstream, upstream * on_rows, upstream * ~on_rows)
-        names = list(leaves)
-        whole, some, rest = (
-            dict(zip(names, self._backward(o, leaves, part), strict=True)) for part in parts
-        )
-        for name in names:
+        upstream, whole = backward.upstream, backward.grads
+        on_rows = torch.zeros(upstream.shape[1], 1, 1, dtype=torch.bool, device=upstream.device)
+        on_rows[sampled.to(upstream.device)] = True
+        some, rest = backward.of(upstream * on_rows), backward.of(upstream * ~on_rows)
+        for name in whole:
             if name.startswith("phi_"):
                 continue
+            # an element may cancel, but not a whole head of a token: that is what its terms are of
             size = sum(x[name].float().square().mean().sqrt() for x in (whole, some, rest))
-            tolerance = 4 * ROUNDINGS * self._eps * (whole[name].float().abs() + size)
+            head = whole[name].float().square().mean(-1, keepdim=True).sqrt()
+            tolerance = 4 * ROUNDINGS * self._eps * (whole[name].float().abs() + head + size)
             difference = whole[name].float() - some[name].float() - rest[name].float()
             self._add("halves", difference, tolerance)
         self._check_sums(whole, upstream)
-
-    def _backward(self, o: Tensor, leaves: Tensors, upstream: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            o,
-            list(leaves.values()),
-            upstream,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
 
     def _check_sums(self, grads: Tensors, upstream: Tensor) -> None:
         inputs, heads = self._inputs, self._heads

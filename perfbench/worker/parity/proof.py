@@ -9,9 +9,8 @@ length of a Route, else at the cell's own length.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,21 +21,32 @@ from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.functional import selected_attention
 from perfbench.older_nsa import promise_of_sigmoid_gates
-from perfbench.records import LengthProof, ParityLine
+from perfbench.records import ParityLine
 from perfbench.worker.parity import cache, layer, sizes
 from perfbench.worker.parity.blocks import BlocksProof, Place, chosen, judge, num_malformed
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison, Tensors
-from perfbench.worker.parity.identities import Identities
 from perfbench.worker.parity.judges import Attend
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.workloads import block_patterns
 
 NUM_ROWS = 64
-MIN_ROWS = 8
-MAX_LOGITS = 2**25  # of the sampled rows, in fp64: beyond, the judge takes longer than the cell
-# The cell's own output of inputs, and the blocks that it chose for the rows.
-_Own = tuple[Callable[[Tensors], Tensor], Tensor]
+# A cell's own function, and its blocks, as in Own.
+_Cell = tuple[Callable[[Tensors], Tensor], Callable[[], Tensor] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """``run``: the cell's own output o [B, T, HQ, DV] of the tensors of a proof; ``uncompiled``:
+    the same function before torch.compile.
+
+    ``blocks`` makes those int [B, T, G, N] that it attends to in all rows, but for near ties where
+    it chooses them itself; None where it is full causal attention.
+    """
+
+    uncompiled: Callable[[Tensors], Tensor]
+    blocks: Callable[[], Tensor] | None
+    run: Callable[[Tensors], Tensor]
 
 
 def prove(claim: Claim) -> ParityLine:
@@ -50,16 +60,10 @@ def prove(claim: Claim) -> ParityLine:
     branch alone is on blocks of the cell's kind, without a layer.
     """
     tokens, request = sizes.same_route_at(claim)
-    rows = _sampled_rows(claim.model.nsa, tokens, claim.seed)
+    rows = sampled_rows(claim.model.nsa, tokens, claim.seed)
     compare = ParityComparison(claim.dtype)
     for sequences in sizes.batches(claim, request, tokens):
-        inputs = _inputs(claim, sequences, tokens)
-        if claim.selected_alone:
-            _check_selected(claim, request, inputs, rows, compare)
-        elif request.startswith("dense"):
-            _check_dense(claim, request, inputs, rows, compare)
-        else:
-            _check_sparse(claim, request, inputs, rows, compare)
+        check(claim, request, inputs_of(claim, sequences, tokens), rows, compare)
     if not claim.selected_alone:
         layer_tokens, layer_request = sizes.layer_at(claim)
         compare.add("layer", *layer.outputs(claim, layer_request, layer_tokens))
@@ -67,96 +71,76 @@ def prove(claim: Claim) -> ParityLine:
     return compare.line(tokens, len(rows), own_length=tokens != standard)
 
 
-def prove_at_length(claim: Claim) -> LengthProof:
-    """The attention function at the timed length and batch: sampled rows against the fp64 oracle,
-    output and gradients, and what all rows together must keep (`identities`).
-
-    Of a cell whose steps go through a cache the step itself is proved at its length instead.
+def check(
+    claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
+) -> Own:
+    """Add what ``request`` gives of ``inputs`` on ``rows``: its blocks, its output, and where the
+    cell has a backward its gradients by an upstream gradient that is zero in other rows; return
+    what was compared.
     """
-    begin, cell = time.monotonic(), claim.cell
-    if claim.chunk is not None:
-        return LengthProof(ok=None, absent="the step through a cache is proved as it is timed")
-    rows = _sampled_rows(claim.model.nsa, cell.seq_len, claim.seed)
-    fits = MAX_LOGITS // (cell.batch * cell.seq_len * claim.model.num_heads)
-    if fits < len(rows):  # of many long sequences fewer rows each
-        few = torch.linspace(0, len(rows) - 1, max(MIN_ROWS, fits)).round().long().unique()
-        rows = rows[few]
-    compare = ParityComparison(claim.dtype)
-    inputs = _inputs(claim, cell.batch, cell.seq_len)
-    branches: tuple[str, ...] = ("sel",)
-    names: tuple[str, ...] = ("q", "k_sel", "v_sel")
-    nsa: NSAConfig | None = None
     if claim.selected_alone:
-        own = _check_selected(claim, cell.path, inputs, rows, compare)
-    elif cell.is_dense:
-        own = _check_dense(claim, cell.path, inputs, rows, compare)
+        return _check_selected(claim, request, inputs, rows, compare)
+    if request.startswith("dense"):
+        return _check_dense(claim, request, inputs, rows, compare)
+    return _check_sparse(claim, request, inputs, rows, compare)
+
+
+def own_of(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> Own:
+    """What ``request`` computes of such inputs, compiled where the cell is; through a cache for
+    ``rows`` of a cell that has one.
+    """
+    if claim.selected_alone:
+        cell, blocks = _selected(claim, request, inputs["q"])
+    elif request.startswith("dense"):
+        cell, blocks = _dense(claim, request, inputs["q"].shape[1])
+    elif claim.chunk is None:
+        cell, blocks = _in_one_call(claim, request, inputs)
     else:
-        own = _check_sparse(claim, cell.path, inputs, rows, compare)
-        branches, nsa = claim.model.nsa.branches, claim.model.nsa
-        kept = (name for name in inputs if name[2:] not in {"cmp", "sel", "win"} - {*branches})
-        names = tuple(kept)
-    rest = {name: x for name, x in inputs.items() if name not in names}
-    sums = Identities(
-        lambda t: own({**rest, **t}), {name: inputs[name] for name in names}, branches, nsa
-    )
-    sums.check_outputs()
-    if cell.has_backward:
-        sums.check_gradients(rows)
-    line = compare.line(cell.seq_len, len(rows), own_length=True)
-    # A library's dense kernel may sum the gradients of keys in the cell's dtype: 1.1 of the
-    # tolerance was seen of bf16 on a CPU.
-    slack = 2.0 if cell.is_dense and claim.dtype != torch.float32 else 1.0
-    line = line.model_copy(update={"tensors": {n: r / slack for n, r in line.tensors.items()}})
-    ratios = {name: error / tolerance for name, (error, tolerance) in sums.ratios.items()}
-    tensors = line.tensors | {name: round(min(ratio, 1e9), 4) for name, ratio in ratios.items()}
-    worst = line.worst
-    if ratios and max(ratios.values()) > max(line.tensors.values(), default=0.0):
-        name = max(ratios, key=lambda one: ratios[one])
-        error, tolerance = sums.ratios[name]
-        worst = f"{name}: off by {error:.3g}, wanted at most {tolerance:.3g}"
-    return LengthProof(
-        ok=all(ratio <= 1 for ratio in tensors.values()),
-        tokens=cell.seq_len,
-        batch=cell.batch,
-        rows=len(rows),
-        tensors=tensors,
-        worst=worst,
-        seconds=time.monotonic() - begin,
-    )
+        cell, blocks = _through_cache(claim, request, inputs, rows, claim.chunk)
+    return Own(cell, blocks, layer.compiled_of(cell) if claim.compiled else cell)
 
 
 def _check_selected(
     claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
-) -> Callable[[Tensors], Tensor]:
-    """Add rows of blocks that break the contract, the output, and where the cell has a backward the
-    gradients of q, k and v; return what was compared.
-    """
-    model, cell, q = claim.model, claim.cell, inputs["q"]
-    sel_block, tokens = model.nsa.sel_block, q.shape[1]
-    blocks = selected_blocks(claim, q)
-    on_rows = blocks[:, rows.to(blocks.device)].cpu()
-    wrong_rows = num_malformed(on_rows, model.nsa, rows, tokens)
+) -> Own:
+    """Rows of blocks that break the contract, the output, and the gradients of q, k and v."""
+    nsa, tokens = claim.model.nsa, inputs["q"].shape[1]
+    own = own_of(claim, request, inputs, rows)
+    on_rows = _on_rows(own, rows)
+    wrong_rows = num_malformed(on_rows, nsa, rows, tokens)
     compare.add_blocks(BlocksProof(wrong_rows, None, None, {}))
 
-    def own(t: Tensors) -> Tensor:
+    def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
+        keep = oracle.selected_mask(rows[None], on_rows, tokens, nsa.sel_block)
+        return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
+
+    used = {name: inputs[name] for name in ("q", "k_sel", "v_sel")}
+    compare.attention(own.run, judged, used, rows, list(used) if claim.cell.has_backward else [])
+    return own
+
+
+def _on_rows(own: Own, rows: Tensor) -> Tensor:
+    """The blocks of ``rows`` alone, on the CPU."""
+    assert own.blocks is not None
+    blocks = own.blocks()
+    return blocks[:, rows.to(blocks.device)].cpu()
+
+
+def _selected(claim: Claim, request: str, q: Tensor) -> _Cell:
+    blocks = selected_blocks(claim, q)
+
+    def cell(t: Tensors) -> Tensor:
         return selected_attention(
             t["q"],
             t["k_sel"],
             t["v_sel"],
             blocks,
-            sel_block=sel_block,
+            sel_block=claim.model.nsa.sel_block,
             path=request,
-            fa2=cell.fa2,
+            fa2=claim.cell.fa2,
         )
 
-    def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
-        keep = oracle.selected_mask(rows[None], on_rows, tokens, sel_block)
-        return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
-
-    used = {name: inputs[name] for name in ("q", "k_sel", "v_sel")}
-    run = layer.compiled_of(own) if claim.compiled else own
-    compare.attention(run, judged, used, rows, list(used) if cell.has_backward else [])
-    return run
+    return cell, lambda: blocks
 
 
 def selected_blocks(claim: Claim, q: Tensor) -> Tensor:
@@ -173,42 +157,44 @@ def selected_blocks(claim: Claim, q: Tensor) -> Tensor:
 
 def _check_dense(
     claim: Claim, kind: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
-) -> Callable[[Tensors], Tensor]:
-    q, scale = inputs["q"], claim.model.head_dim**-0.5
-    taken = sizes.route_at(claim, kind, q.shape[1])
-    keep = oracle.causal_mask(rows[None], q.shape[1])
-
-    def cell(t: Tensors) -> Tensor:
-        return dispatch.dense(taken, t["q"], t["k_sel"], t["v_sel"], scale=scale)
+) -> Own:
+    keep = oracle.causal_mask(rows[None], inputs["q"].shape[1])
 
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
 
-    own = layer.compiled_of(cell) if claim.compiled else cell
+    own = own_of(claim, kind, inputs, rows)
     wanted = ["q", "k_sel", "v_sel"] if claim.cell.has_backward else []
-    compare.attention(own, judged, inputs, rows, wanted)
+    compare.attention(own.run, judged, inputs, rows, wanted)
     return own
 
 
-def _in_one_call(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> _Own:
+def _dense(claim: Claim, kind: str, tokens: int) -> _Cell:
+    taken, scale = sizes.route_at(claim, kind, tokens), claim.model.head_dim**-0.5
+
+    def cell(t: Tensors) -> Tensor:
+        return dispatch.dense(taken, t["q"], t["k_sel"], t["v_sel"], scale=scale)
+
+    return cell, None
+
+
+def _in_one_call(claim: Claim, request: str, inputs: Tensors) -> _Cell:
     """Each sequence in one call."""
     model, q = claim.model, inputs["q"]
     options: dict[str, Any] = {"config": model.nsa, "path": request, "fa2": claim.cell.fa2}
     promised = promise_of_sigmoid_gates()
-    blocks = chosen(q, *_kv_cmp(model, inputs), at=Place(0, q.shape[1], True), **options)[
-        :, rows
-    ].cpu()
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
         return functional.nsa_attention(
-            t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=_phi(t), **promised, **options
+            t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=phi_of(t), **promised, **options
         )
 
-    return cell, blocks
+    at = Place(0, q.shape[1], is_whole_sequence=True)
+    return cell, lambda: chosen(q, *_kv_cmp(model, inputs), at=at, **options)
 
 
-def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, chunk: int) -> _Own:
+def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, chunk: int) -> _Cell:
     """The same through a cache, ``chunk`` tokens at a time.
 
     RouteDiffers where a call for one of ``rows`` engages other counters than the timed Route's.
@@ -218,7 +204,7 @@ def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, ch
         claim.model,
         inputs,
         pieces,
-        _phi(inputs),
+        phi_of(inputs),
         path=request,
         fa2=claim.cell.fa2,
         rows=rows.tolist(),
@@ -230,24 +216,20 @@ def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, ch
             f" route is {claim.timed.counters}"
         )
         raise RouteDiffers(f"{got}: time a cell of the first, or name the path")
-    return (lambda t: ran.o), ran.blocks[:, rows].cpu()
+    return (lambda t: ran.o), (lambda: ran.blocks)
 
 
 def _kv_cmp(model: ModelConfig, inputs: Tensors) -> tuple[Tensor, Tensor]:
     return layer.compressed_kv(
-        inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, _phi(inputs)
+        inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, phi_of(inputs)
     )
 
 
 def _check_sparse(
     claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
-) -> Callable[[Tensors], Tensor]:
-    if claim.chunk is None:
-        own, blocks = _in_one_call(claim, request, inputs, rows)
-    else:
-        own, blocks = _through_cache(claim, request, inputs, rows, claim.chunk)
-    if claim.compiled:
-        own = layer.compiled_of(own)
+) -> Own:
+    own = own_of(claim, request, inputs, rows)
+    blocks = _on_rows(own, rows)
     model, nsa, q = claim.model, claim.model.nsa, inputs["q"]
     tokens, k_cmp = q.shape[1], _kv_cmp(model, inputs)[0]
     fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
@@ -261,11 +243,11 @@ def _check_sparse(
     active = [f"{kind}_{branch}" for branch in nsa.branches for kind in ("k", "v")]
     learned = [name for name in inputs if name.startswith("phi_")]
     wanted = ["q", "gates", *active, *learned] if claim.cell.has_backward else []
-    compare.attention(own, judged, inputs, rows, wanted)
+    compare.attention(own.run, judged, inputs, rows, wanted)
     return own
 
 
-def _phi(t: Tensors) -> layer.PhiParams:
+def phi_of(t: Tensors) -> layer.PhiParams:
     """The tensors of phi for K and for V, out of those named phi_k.NAME and phi_v.NAME."""
     k, v = (
         {name.removeprefix(which): x for name, x in t.items() if name.startswith(which)}
@@ -280,7 +262,7 @@ def _gated(t: Tensors, model: ModelConfig, blocks: Tensor, rows: Tensor, attend:
     """
     nsa, S = model.nsa, t["q"].shape[1]
     rows, blocks = rows.to(t["q"].device), blocks.to(t["q"].device)
-    compressed = layer.compressed_kv(t["k_cmp"], t["k_cmp"], t["v_cmp"], model, _phi(t))
+    compressed = layer.compressed_kv(t["k_cmp"], t["k_cmp"], t["v_cmp"], model, phi_of(t))
     masks = {
         "cmp": oracle.compressed_mask(
             rows[None], compressed[0].shape[1], nsa.cmp_block, nsa.cmp_stride
@@ -298,7 +280,7 @@ def _gated(t: Tensors, model: ModelConfig, blocks: Tensor, rows: Tensor, attend:
     return torch.stack(outputs).sum(0)
 
 
-def _inputs(claim: Claim, batch: int, tokens: int) -> Tensors:
+def inputs_of(claim: Claim, batch: int, tokens: int) -> Tensors:
     model, device, dtype = claim.model, claim.device, claim.dtype
     generator = torch.Generator().manual_seed(claim.seed)
 
@@ -328,7 +310,7 @@ def _inputs(claim: Claim, batch: int, tokens: int) -> Tensors:
     }
 
 
-def _sampled_rows(nsa: NSAConfig, tokens: int, seed: int) -> Tensor:
+def sampled_rows(nsa: NSAConfig, tokens: int, seed: int) -> Tensor:
     """64 rows, ascending: the first, the last, both sides of every kind of boundary, and random
     ones.
     """
