@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from perfbench.errors import Exit
-from perfbench.gate import DEVICE, HOST, CellVerdict, Evidence, Judgement, stats
+from perfbench.gate import DEVICE, HOST, PAIRS_PER_BLOCK, CellVerdict, Evidence, Judgement, stats
 from perfbench.matrix import GatePolicy
 from perfbench.records import (
     EXIT_OF,
@@ -196,15 +196,17 @@ def _reasons(members: list[Row]) -> list[tuple[str, str]]:
 
 
 def _pairs(evidence: Evidence, policy: GatePolicy) -> str:
-    """How many interleaved pairs show a drop of min_effect in this noise, were it the only cell
-    confirmed.
+    """How many interleaved pairs, in whole blocks, show a drop of min_effect in this noise, were it
+    the only cell confirmed.
     """
     sd = evidence.moderated_sd * (1 if evidence.paired else math.sqrt(2))
     if not 0 < sd < math.inf:
         return NULL
     drop, power = -math.log1p(-policy.min_effect_pct / 100), stats.confirm_power(policy)
     found = stats.pairs_for(sd, drop=drop, alpha=policy.alpha_confirm, power=power, most=MOST_PAIRS)
-    return f"over {MOST_PAIRS}" if found is None else str(found)
+    if found is None:
+        return f"over {MOST_PAIRS}"
+    return str(-(-found // PAIRS_PER_BLOCK) * PAIRS_PER_BLOCK)
 
 
 def _settles(row: Row, run: Run, judgement: Judgement, context: ReportContext) -> str:
