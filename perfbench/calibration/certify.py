@@ -27,10 +27,10 @@ SHUFFLES = 20  # of the samples of one stored process
 class Effort:
     """How much is simulated: cells of a session for each world, drops for each power row."""
 
-    null_cell_sessions: int = 3_000
-    null_alone: int = 4_000  # of a cell that is always confirmed
-    drops: int = 1_000
-    claimed_drops: int = 2_500  # of the first world at min_effect, which carries the claim
+    null_cell_sessions: int = 6_000
+    null_alone: int = 10_000  # of a cell that is always confirmed
+    drops: int = 3_000
+    claimed_drops: int = 5_000  # of the first world at min_effect, which carries the claim
     mode_trials: int = 400
 
 

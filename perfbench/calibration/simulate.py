@@ -244,7 +244,12 @@ def _confirmed(
         p_slower.append(found.comparison.p_slower)
         if stats.regressed(found.comparison, found.adjusted_p, policy):
             return "REGRESSED", found.comparison, p_slower[0]
-        if stats.proved_same(found.comparison, policy):
+        is_same = stats.proved_same(found.comparison, policy)
+        looks_slower = (
+            found.comparison.estimate < math.log1p(-policy.tolerance_pct / 100)
+            and found.comparison.p_slower < policy.alpha_screen
+        )
+        if is_same and (look.is_last or not looks_slower):
             return "SAME", found.comparison, p_slower[0]
     is_blind = found.comparison.mde > drop
     return ("BLIND" if is_blind else "WATCH"), found.comparison, p_slower[0]

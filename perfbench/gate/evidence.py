@@ -85,6 +85,12 @@ class Evidence:
         """Whether a drop of as much, or of what this metric tolerates, is refuted at this alpha."""
         return self.comparison.lower > math.log1p(-max(drop_pct, self.tolerance_pct) / 100)
 
+    def looks_slower(self, alpha: float) -> bool:
+        """Whether the estimate is a drop beyond the tolerance, and chance that in less than
+        ``alpha`` of the cases.
+        """
+        return self.is_beyond_tolerance and self.comparison.p_slower < alpha
+
     @property
     def t(self) -> float | None:
         error = self.comparison.standard_error

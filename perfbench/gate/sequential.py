@@ -6,7 +6,8 @@ drawn from the seed. Drift within a block, and a machine that alternates with a 
 processes, so hit both sides alike. One with a period of 8 favours one side in each block: a fair
 coin says which, so that all ten blocks favour the base once in 1,024 sessions.
 
-**A cell is cleared** at the first look that refutes a drop of min_effect. **It is REGRESSED** at
+**A cell is cleared** at the first look that refutes a drop of min_effect, unless it looks slower by
+more than the tolerance: a certain drop of 2 % may be found at the end. **It is REGRESSED** at
 the last look, after ten blocks, where it is slower, by its pairs and by the means of its blocks;
 before that only where the drop is for certain larger than `EARLY_DROP_PCT`, more than the states of
 a machine are apart. So a drop of 80 % costs one block, an unchanged cell one or two.

@@ -126,11 +126,14 @@ def confirm_at(sides: CellSides, look: Look) -> SpeedVerdict:
 
 
 def is_settled(outcome: SpeedVerdict, policy: GatePolicy) -> bool:
-    """Whether no more pairs are wanted: slower for certain, or every metric refutes min_effect."""
+    """Whether no more pairs are wanted: slower for certain, or every metric refutes min_effect and
+    none looks slower beyond its tolerance: such a drop, though smaller, may be certain at the end.
+    """
     if outcome.verdict is Verdict.REGRESSED:
         return True
     return bool(outcome.evidence) and all(
-        one.refutes(policy.min_effect_pct) for one in outcome.evidence
+        one.refutes(policy.min_effect_pct) and not one.looks_slower(policy.alpha_screen)
+        for one in outcome.evidence
     )
 
 

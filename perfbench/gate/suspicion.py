@@ -147,8 +147,9 @@ def _is_cleared(before: CellVerdict, judged: CellVerdict, policy: GatePolicy) ->
         one = pairs.get(metric)
         if one is None:
             return False
-        is_slower = one.is_beyond_tolerance and one.comparison.p_slower < policy.alpha_screen
         seen_pct = -(screened.change_pct or 0.0)
-        return one.refutes(policy.min_effect_pct) or (not is_slower and one.refutes(seen_pct))
+        return one.refutes(policy.min_effect_pct) or (
+            not one.looks_slower(policy.alpha_screen) and one.refutes(seen_pct)
+        )
 
     return all(is_cleared(metric, screened) for metric, screened in tested.items())

@@ -186,6 +186,16 @@ def test_each_cell_stops_by_its_own_pairs() -> None:
     assert verdict_of(confirmed(small, 40), TRAIN) is Verdict.REGRESSED
 
 
+def test_a_certain_drop_below_min_effect_is_still_found() -> None:
+    """2 % with little noise: 3 % is refuted at once, but the cell looks slower beyond its tolerance
+    of 1 %, and goes on; .5 % is within it.
+    """
+    assert wanted({TRAIN: 0.98}, 8)[TRAIN] == 16
+    found = confirmed({TRAIN: 0.98}, 40)
+    assert verdict_of(found, TRAIN) is Verdict.REGRESSED
+    assert wanted({TRAIN: 0.995}, 8) == {}
+
+
 def test_nothing_is_decided_between_two_looks() -> None:
     """39 of 40 pairs of a drop of 3 %: SUSPECT, and the reason counts the pairs."""
     found = confirmed({TRAIN: 0.97}, 39)
