@@ -25,6 +25,8 @@ from perfbench.records import Verdict
 # range of a host-bound cell's wall time between processes on one idle H100; a larger drop is no
 # noise
 HOST_NOISE_PCT = 50.0
+# so many times as fast as was stored is not believed without pairs: the stored number may be wrong
+FAR_FACTOR = 10.0
 Family = tuple[str, bool]  # metric, host bound: cells whose noise is alike
 Priors = Mapping[Family, stats.Prior | None]
 
@@ -66,6 +68,14 @@ def screen(sides: CellSides, priors: Priors) -> SpeedVerdict:
     if too_few := sides.too_few():
         return SpeedVerdict(Verdict.WATCH, f"too few to judge ({too_few}): {sides.speeds()}")
     wall = _unpaired(sides, WALL, priors)
+    if is_far_faster(wall):
+        return SpeedVerdict(
+            Verdict.WATCH,
+            f"more than {FAR_FACTOR:g} times as fast as was stored, to be confirmed:"
+            f" {sides.speeds()}: {wall}",
+            (wall,),
+            screened=True,
+        )
     if sides.host_bound:
         return _screen_host_bound(sides, wall, priors)
     slower = wall.comparison.p_slower < policy.alpha_screen
@@ -88,6 +98,11 @@ def screen(sides: CellSides, priors: Priors) -> SpeedVerdict:
     return SpeedVerdict(
         Verdict.WATCH, f"{why}, to be confirmed: {sides.speeds()}: {wall}", (wall,), screened=True
     )
+
+
+def is_far_faster(evidence: Evidence) -> bool:
+    """Whether a gain of tok/s beyond `FAR_FACTOR` is proved at this alpha."""
+    return evidence.metric == WALL and evidence.comparison.lower > math.log(FAR_FACTOR)
 
 
 def confirm(cells: Sequence[CellSides]) -> dict[str, SpeedVerdict]:

@@ -16,7 +16,7 @@ from perfbench.gate import stats
 from perfbench.gate.cell_sides import CellSides
 from perfbench.gate.evidence import Evidence
 from perfbench.gate.judgement import CellVerdict
-from perfbench.gate.speed_rule import HOST_NOISE_PCT
+from perfbench.gate.speed_rule import FAR_FACTOR, HOST_NOISE_PCT, is_far_faster
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import Run, Verdict
 
@@ -24,7 +24,6 @@ from perfbench.records import Run, Verdict
 # measured alike: sessions that are off by 3 % reach 15 % once in 2,500 cells.
 FAR_IN_EFFECTS = 5.0
 FAR_IN_SESSION_SDS = 6.0
-FAR_FACTOR = 10.0  # far for every policy, that of a busy CPU included
 
 
 def mark_suspects(
@@ -36,8 +35,8 @@ def mark_suspects(
     """``cells`` of a screen, those that it rejects as SUSPECT: slower at alpha_screen after Holm
     over all its tests, and by more than the tolerance.
 
-    ``more_work``: cells whose launches or host syncs rose, which is no noise. ``settle``: cell ->
-    the command that confirms or clears it.
+    So is what is far faster than was stored. ``more_work``: cells whose launches or host syncs
+    rose, which is no noise. ``settle``: cell -> the command that confirms or clears it.
     """
     cells = list(cells)
     tests = [
@@ -59,6 +58,8 @@ def mark_suspects(
         if cell.cell_id in smallest:
             why = f"p {smallest[cell.cell_id]:.2g} after Holm over {len(tests)} tests"
             why += f", alpha {policy.alpha_screen:g}"
+        elif any(is_far_faster(one) for one in cell.evidence):
+            why = f"{FAR_FACTOR:g} times as fast as was stored: the code, or the baseline's number"
         elif cell.cell_id in more_work:
             why = "more work a step is no noise"
         else:

@@ -17,6 +17,7 @@ from perfbench import report
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judgement import CellVerdict, Judgement
 from perfbench.gate.judging import judge
+from perfbench.gate.speed_rule import FAR_FACTOR
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import BaselineProblem
 from perfbench.records.cells import Cell
@@ -494,9 +495,9 @@ def test_a_stored_baseline_alone_never_makes_a_regression(factor: float, count: 
     if count < 3:
         assert got.verdict is Verdict.WATCH and not got.screened
     elif abs(factor - 1) > 0.02:
-        assert got.verdict is (
-            Verdict.SUSPECT if factor < 1 else Verdict.SAME
-        ) and got.screened is (factor < 1)
+        suspected = factor < 1 or factor > FAR_FACTOR
+        assert got.verdict is (Verdict.SUSPECT if suspected else Verdict.SAME)
+        assert got.screened is suspected
 
 
 @given(order=st.permutations(range(12)))

@@ -448,6 +448,23 @@ def test_a_host_bound_cell_is_judged_by_host_time_beyond_its_noise(
         assert verdict_of(cleared, TRAIN) is Verdict.BLIND
 
 
+def test_what_is_far_faster_than_was_stored_is_confirmed_before_it_is_green() -> None:
+    """A baseline that says a nineteenth: the pairs show base and candidate alike, so the number is
+    what is wrong. A gain that the base does not share is FASTER.
+    """
+    run = b.small_run(noise=0.004, replicates=8)
+    first = judge(run, b.baseline_of(b.scale_rows(run, TRAIN, 1 / 19)), POLICY)
+    cell = cell_of(first, TRAIN)
+    assert cell.verdict is Verdict.SUSPECT and cell.screened and first.exit_code is Exit.STRICT
+    assert "10 times as fast as was stored" in cell.reason
+    wrong = cell_of(conclude(first, run, run, POLICY), TRAIN)
+    assert wrong.verdict is Verdict.SUSPECT and "times less" in wrong.reason
+    gained = conclude(first, b.scale_rows(run, TRAIN, 1 / 19), run, POLICY)
+    assert verdict_of(gained, TRAIN) is Verdict.FASTER and gained.exit_code is Exit.OK
+    nine = judge(run, b.baseline_of(b.scale_rows(run, TRAIN, 1 / 9)), POLICY)
+    assert verdict_of(nine, TRAIN) is Verdict.SAME
+
+
 def test_changed_autotuning_and_kernels_explain_a_change() -> None:
     run = b.small_run()
     now = edit(run, TRAIN, tuned={"sel": "BLOCK=64"})
