@@ -4,6 +4,7 @@ without a checkout.
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -82,11 +83,67 @@ def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
     assert "MEASURED" in (home / "run" / "report.md").read_text(encoding="utf-8")
 
 
+ALONE = """
+import importlib.abc, importlib.machinery, runpy, sys
+here, module, absent = sys.argv[1:4]
+sys.path.insert(0, here)
+class Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent.split(","):
+            return importlib.machinery.ModuleSpec(name, self)
+    def exec_module(self, module):
+        raise ModuleNotFoundError(f"No module named {module.__name__!r}", name=module.__name__)
+sys.meta_path.insert(0, Absent())
+if module == "nsa":
+    import torch, nsa
+    config = nsa.NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
+    layer = nsa.NSAAttention(32, 4, 2, 8, config=config)
+    x = torch.randn(1, 48, 32, requires_grad=True)
+    layer(x).sum().backward()
+    assert torch.isfinite(x.grad).all() and x.grad.abs().sum() > 0
+else:
+    sys.argv = [module, "--help"]
+    runpy.run_module(module, run_name="__main__")
+"""
+
+
+def harness_packages() -> str:
+    """The import names of what the extra `perfbench` brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {"nvidia-ml-py": "pynvml", "ruamel.yaml": "ruamel", "pillow": "PIL"}
+    found = [re.split("[<>=]", one)[0] for one in project["optional-dependencies"]["perfbench"]]
+    return ",".join(names.get(one, one) for one in found if one != "numpy")
+
+
+def test_nsa_alone_needs_torch_and_triton(wheel: Path, tmp_path: Path) -> None:
+    """FAULTS.md, "weight": the wheel brought matplotlib, scipy, pydantic, typer and jinja2."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    python(ALONE, str(tmp_path), "nsa", harness_packages(), cwd=tmp_path)
+    metadata = next(tmp_path.glob("*.dist-info/METADATA")).read_text(encoding="utf-8")
+    needed = re.findall(r"^Requires-Dist: ([\w.-]+)(?!.*extra ==)", metadata, re.MULTILINE)
+    assert sorted(needed) == ["torch", "triton"]
+
+
+@pytest.mark.parametrize("module", ["perfbench", "nsa"])
+def test_a_command_without_its_extra_says_how_to_install_it(
+    module: str, wheel: Path, tmp_path: Path
+) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    argv = [str(tmp_path), f"{module}.__main__", harness_packages()]
+    done = subprocess.run(
+        [sys.executable, "-E", "-c", ALONE, *argv], cwd=tmp_path, capture_output=True, text=True
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and line.startswith(f"{module}: the package")
+    assert "Next: pip install" in line
+
+
 def test_what_was_not_tried_is_not_allowed() -> None:
     """Upper bounds where the next version is known to fail, or was never run."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    harness = project["optional-dependencies"]["perfbench"]
     bounds = {
-        name: [one for one in project["dependencies"] if one.startswith(name)]
+        name: [one for one in (*project["dependencies"], *harness) if one.startswith(name)]
         for name in ("torch", "triton", "pandas")
     }
     assert all(

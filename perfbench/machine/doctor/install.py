@@ -19,7 +19,7 @@ from perfbench.machine.source import source_of
 
 _SLOW_SETTINGS = {"NSA_STRICT_ASSERTS": "1", "NSA_SEL_RANGES_V2": "0"}  # each costs every step time
 _BAD_FREE_BYTES, _WARN_FREE_BYTES = 100 * 2**20, 2 * 2**30
-_INSTALL = "pip install -c constraints.txt -e ."
+_INSTALL = "pip install -c constraints.txt -e '.[perfbench]'"
 
 
 def lines(
