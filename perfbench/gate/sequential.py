@@ -33,8 +33,8 @@ LOOKS = tuple(PAIRS_PER_BLOCK * blocks for blocks in (1, 2, 4, 7, 10))  # pairs
 ABBA_BAAB = (True, False, False, True)  # whether the base of each pair comes first
 EARLY_DROP_PCT = 10.0
 LAST_SHARE = 0.8  # of the cell's alpha is for the last look
-# By so much the test of ten blocks is the stricter one: nine of ten that favour the base, by a period
-# of eight, would otherwise raise .1 % of false alarms.
+# The test of ten blocks is the stricter one by so much: nine of ten that favour the base, by a
+# period of eight, would otherwise raise .1 % of false alarms.
 BLOCK_MARGIN = 1.25
 
 
