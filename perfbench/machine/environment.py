@@ -9,7 +9,8 @@ import ast
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -84,6 +85,16 @@ def speed_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def give(variables: Mapping[str, str]) -> None:
     """Set variables of this process: a measuring process's own, before nsa reads its settings."""
     os.environ.update(variables)
+
+
+@contextmanager
+def without_variables(*names: str) -> Iterator[None]:
+    """This process without these variables, which a library would read at its import."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:

@@ -151,7 +151,8 @@ class _Builder:
         if not isinstance(top, MappingStartEvent):
             fail(self._path, _line(top), "the top must be a mapping that begins with `version: 1`")
         data = self._value(top, ())
-        assert isinstance(next(self._events), DocumentEndEvent)
+        end = next(self._events)  # read outside the assert, which PYTHONOPTIMIZE=1 leaves out
+        assert isinstance(end, DocumentEndEvent)
         extra = next(self._events)
         if not isinstance(extra, StreamEndEvent):
             fail(
