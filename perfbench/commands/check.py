@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfbench.commands import options as opt
-from perfbench.commands.console import warn
+from perfbench.commands.console import say, warn
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
@@ -52,7 +52,12 @@ def check(
     outcome = screen(measure(loaded, options, context), baseline, strict)
     if outcome.judgement.to_confirm and not no_confirm:
         left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
-        outcome = _confirmed(outcome, options, left_s, context)
+        outcome.write_for_machines()  # what is known so far, should this process be killed
+        try:
+            outcome = _confirmed(outcome, options, left_s, context)
+        except (PerfbenchError, KeyboardInterrupt):
+            leave_verdict(outcome.folder, baseline, strict)
+            raise
     trace_worst(outcome, context)
     finish(outcome, as_json)
 
@@ -88,6 +93,21 @@ def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | No
         joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)
         for finding in joint.findings():
             warn(f"{finding.reason}. Measuring all the same, and exit 2")
+
+
+def leave_verdict(folder: Path, baseline: Path | None, strict: bool) -> None:
+    """Write what the screen and the finished pairs say of a run whose confirmation broke off, so
+    that nobody finds an older verdict or none.
+    """
+    from perfbench.commands.judging import judge_stored
+
+    try:
+        outcome = judge_stored(folder, baseline, strict)
+        outcome.write_report()
+    except PerfbenchError as error:
+        warn(f"no verdict was written: {error}")
+    else:
+        say(f"so far: {outcome.judgement.headline}")
 
 
 def _confirmed(

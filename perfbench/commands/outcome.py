@@ -70,6 +70,12 @@ class Outcome:
         small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
         return render(self.run, self.judgement, to, context) + small
 
+    def write_for_machines(self) -> None:
+        """verdict.json and junit.xml next to the run."""
+        from perfbench.report import write_ci
+
+        write_ci(self.run, self.judgement, self.folder)
+
     def table(self) -> str:
         """For the terminal that stdout is, if it is one."""
         from perfbench.machine import no_color
