@@ -36,14 +36,22 @@ def check(
     """Measure, judge, confirm what is slower: for CI."""
     from perfbench.commands.judging import screen
     from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
-    options = opt.RunOptions(
-        opt.argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or []
-    )
     began = time.monotonic()
     loaded = load_matrix(matrix)
+    options = opt.RunOptions(
+        opt.argv(),
+        named_cells(loaded, only, "cell="),
+        resume,
+        opt.seconds(budget),
+        seed,
+        out,
+        source_commit,
+        named_cells(loaded, inject, "@"),
+    )
     context = measuring_context(loaded.target)
     if context is None:
         refuse_loosened_skip(loaded)

@@ -22,6 +22,7 @@ def plan(
 ) -> None:
     """Show what a run would do, and why; needs no GPU."""
     from nsa.capability import assumed
+    from perfbench.commands.names import named_cells
     from perfbench.matrix import build_plan, load_matrix, plan_json, plan_text
 
     loaded = load_matrix(matrix)
@@ -31,5 +32,6 @@ def plan(
         text = str(error) if str(error).endswith("?") else f"{error}."
         raise PerfbenchError(Exit.USAGE, f"{text} Next: name one of them with --gpu") from None
     settings = opt.nsa_settings()
-    built = build_plan(loaded, only=only or [], capability=capability, settings=settings)
+    chosen = named_cells(loaded, only, "cell=")
+    built = build_plan(loaded, only=chosen, capability=capability, settings=settings)
     print_text(json.dumps(plan_json(built), indent=2) if as_json else plan_text(built, loaded))

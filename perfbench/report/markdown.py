@@ -17,6 +17,7 @@ from perfbench.records import (
     Verdict,
     injection_words,
     revisions_to_type,
+    shared_axes,
     typed_revisions,
     without_resume,
 )
@@ -153,6 +154,7 @@ def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
         "fastest": tables.fastest(rows),
         "columns": shown,
         "tables": tables.tables(rows, shown),
+        "shared": shared_axes(row.cell.axes for row in rows),
         "nulls": [
             (column, reason, tables.ids(cells, len(rows)))
             for column, reason, cells in null_reasons(rows)
