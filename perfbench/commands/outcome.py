@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -13,7 +12,7 @@ import typer
 
 import nsa
 from perfbench.commands.baseline_source import BASELINES
-from perfbench.commands.console import print_commands, print_text, say
+from perfbench.commands.console import is_terminal, print_commands, print_text, say
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Policies, parse_matrix, policies
 from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
@@ -81,7 +80,7 @@ class Outcome:
         from perfbench.machine import no_color
         from perfbench.report import terminal_table
 
-        colour = sys.stdout.isatty() and not no_color()
+        colour = is_terminal() and not no_color()
         width = get_terminal_size((120, 24)).columns
         return terminal_table(self.run, self.judgement, width=width, colour=colour)
 

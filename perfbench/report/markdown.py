@@ -300,6 +300,8 @@ def _header(run: Run, context: ReportContext) -> list[tuple[str, str]]:
         else f"{NULL} ({escape(source.reason or 'no reason was recorded')})"
     )
     dirty = f"yes, sha256 {code(source.dirty_sha256[:16])}" if source.dirty_sha256 else "no"
+    if source.unproved and not source.dirty_sha256:
+        dirty = f"unknown ({escape(source.reason or 'no reason was recorded')})"
     only = ", ".join(manifest.only) or "every cell"
     settings = (
         ", ".join(f"{name}={value}" for name, value in sorted(env.nsa_settings.items()))
