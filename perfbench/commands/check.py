@@ -91,12 +91,13 @@ def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | No
     from perfbench.commands.baseline_source import judged_by
     from perfbench.gate import joint_rules
     from perfbench.matrix import JudgeRules, policies
-    from perfbench.records import BaselineProblem
+    from perfbench.records import MAKE_ONE, BaselineProblem
 
     slug = "cpu" if context.fit.gpu is None else context.fit.gpu.slug
     by = judged_by(matrix, slug, named)
     if isinstance(by.found, BaselineProblem):
-        warn(f"{by.found.message}. Measuring all the same; the run can be promoted")
+        what = by.found.message.partition(MAKE_ONE)[0]
+        warn(f"{what}. Measuring all the same; the run can be promoted")
     elif by.rules is not None:
         joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)
         for finding in joint.findings():

@@ -16,7 +16,14 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import compare as compare_runs
 from perfbench.gate import joint_rules, judge, judge_by_baseline
 from perfbench.matrix import JudgeRules, check_configs, policies
-from perfbench.records import METHOD_VERSION, Baseline, BaselineProblem, read_run, revisions_to_type
+from perfbench.records import (
+    METHOD_VERSION,
+    PROMOTE,
+    Baseline,
+    BaselineProblem,
+    read_run,
+    revisions_to_type,
+)
 
 if TYPE_CHECKING:
     from perfbench.records import Run
@@ -35,6 +42,10 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     run = read_checked(run_path)
     matrix, manifest = matrix_of(run), run.manifest
     by = judged_by(matrix, manifest.environment.gpu_slug, baseline_path, manifest.source.commit)
+    if isinstance(by.found, BaselineProblem):  # what is missing is said with the run that has it
+        named = f"{PROMOTE.removesuffix('RUN')}{shlex.quote(str(folder_of(run_path)))}"
+        message = by.found.message.replace(PROMOTE, named)
+        by = replace(by, found=replace(by.found, message=message))
     joint = None
     if by.rules is not None and isinstance(by.found, Baseline):
         joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)

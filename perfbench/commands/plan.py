@@ -13,7 +13,9 @@ from perfbench.errors import Exit, PerfbenchError
 
 Gpu = Annotated[
     str | None,
-    typer.Option("--gpu", help="Instead of the matrix's target: a100, h100, rtx4090, none, ..."),
+    typer.Option(
+        "--gpu", help="Instead of the matrix's target: a100, h100, h200, l40s, rtx4090, none."
+    ),
 ]
 Strict = Annotated[
     bool,

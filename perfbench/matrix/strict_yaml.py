@@ -116,6 +116,8 @@ def parse(text: str, path: str) -> Document:
         return _Builder(path, iter(YAML(typ="safe", pure=True).parse(text))).document()
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if r"'\t'" in str(error.problem):
+            fail(path, mark.line + 1 if mark else None, "not valid YAML: a TAB; use spaces")
         what = ", ".join(str(part) for part in (error.context, error.problem) if part)
         fail(path, mark.line + 1 if mark else None, f"not valid YAML: {what}; fix the syntax here")
     except YAMLError as error:  # the reader's: a character that YAML forbids

@@ -1,6 +1,7 @@
 """The nouns that every room shares, and the files they are stored in."""
 
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
+from perfbench.records.baseline_file import MAKE_ONE, PROMOTE
 from perfbench.records.baseline_file import load_baseline, baseline_path, parse_baseline
 from perfbench.records.baseline_file import read_baseline, show_baseline
 from perfbench.records.baseline_file import retire_baseline, write_baseline

@@ -58,6 +58,8 @@ def terminal_table(
             )
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
+            if finding.reason in judgement.headline:
+                continue  # said already
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
         for row, left in _to_print(rows):
             line = f"  {row.verdict} {plain(row.name)}: {plain(row.cell.reason)}"
