@@ -120,7 +120,8 @@ class Row:
 def rows_of(run: Run, judgement: Judgement) -> list[Row]:
     """Rows in reading order: workload, length, batch, switches, path, FA-2."""
     by_cell: dict[str, list[Replicate]] = {}
-    for replicate in run.replicates:
+    # By number, whatever order they were measured in; of one number the last line still counts.
+    for replicate in sorted(run.replicates, key=lambda one: one.replicate):
         by_cell.setdefault(replicate.cell_id, []).append(replicate)
     planned = {cell.cell_id: cell for cell in run.manifest.cells}
     dense = _dense_speeds(judgement.cells)
