@@ -28,6 +28,7 @@ def ab(
     """Measure two versions in turns and compare them."""
     from perfbench.commands.judging import judge_pair
     from perfbench.commands.measuring import measuring_context, new_seed
+    from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
     from perfbench.runner import PairSpec, checked_out, measure_pair, new_pair_folder
@@ -44,11 +45,11 @@ def ab(
         )
     spec = PairSpec(
         loaded,
-        only or _cells_of(resume),
+        named_cells(loaded, only, "cell=") or _cells_of(resume),
         _pairs(pairs, loaded),
         new_seed() if seed is None else seed,
         opt.argv(),
-        inject or [],
+        named_cells(loaded, inject, "@"),
         budget_s,
     )
     with (

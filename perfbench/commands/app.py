@@ -5,6 +5,7 @@ Nothing is imported before it is needed.
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 import tempfile
@@ -20,7 +21,7 @@ from perfbench.commands.ab import ab
 from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
 from perfbench.commands.compare import compare
-from perfbench.commands.console import print_text, say
+from perfbench.commands.console import drop_stdout, print_text, say
 from perfbench.commands.doctor import doctor
 from perfbench.commands.explain import explain
 from perfbench.commands.gap import gap
@@ -42,6 +43,7 @@ Exit codes (several at once: the first of 1 2 5 4 6 9 3 8 7):
   4 another path ran than planned     130 interrupted (143: terminated); --resume resumes
   5 wrong or impossible numbers
 """
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 app = typer.Typer(
     help="Measure Native Sparse Attention: tokens per second, each with the proof of what ran.",
     epilog=EXIT_CODES,
@@ -88,6 +90,12 @@ def invoke(argv: Sequence[str]) -> int:
     except PerfbenchError as error:
         say(str(error))
         return int(error.exit_code)
+    except OSError as error:
+        if error.errno not in NO_ROOM or error.filename is not None:
+            raise
+        drop_stdout()  # typer's own help; what commands print goes through `print_text`
+        say(f"stdout cannot be written: {error.strerror}")
+        return int(Exit.USAGE)
     return int(Exit.OK)
 
 

@@ -10,6 +10,8 @@ from perfbench.errors import PerfbenchError
 from perfbench.machine import JudgingCommit, judging_commit
 from perfbench.matrix import JudgeRules, Matrix, parse_matrix
 from perfbench.records import (
+    MAKE_ONE,
+    PROMOTE,
     Baseline,
     BaselineProblem,
     Verdict,
@@ -92,8 +94,7 @@ def _committed(path: Path, commit: JudgingCommit) -> Baseline | BaselineProblem:
         "; the one that lies here does not count before it is reviewed and on the default branch:"
         f" name it with --baseline {path}"
         if path.exists()
-        else f"; make one from a green run: perfbench baseline promote RUN --to {path}, and commit"
-        " it"
+        else f"{MAKE_ONE}{PROMOTE} --to {path}, and commit it"
     )
     return BaselineProblem(Verdict.NO_BASELINE, f"no baseline {path} at {commit}{here}")
 

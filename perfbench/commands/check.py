@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from perfbench.commands import options as opt
-from perfbench.commands.console import warn
+from perfbench.commands.console import say, warn
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
@@ -36,14 +36,22 @@ def check(
     """Measure, judge, confirm what is slower: for CI."""
     from perfbench.commands.judging import screen
     from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
-    options = opt.RunOptions(
-        opt.argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or []
-    )
     began = time.monotonic()
     loaded = load_matrix(matrix)
+    options = opt.RunOptions(
+        opt.argv(),
+        named_cells(loaded, only, "cell="),
+        resume,
+        opt.seconds(budget),
+        seed,
+        out,
+        source_commit,
+        named_cells(loaded, inject, "@"),
+    )
     context = measuring_context(loaded.target)
     if context is None:
         refuse_loosened_skip(loaded)
@@ -52,7 +60,12 @@ def check(
     outcome = screen(measure(loaded, options, context), baseline, strict)
     if outcome.judgement.to_confirm and not no_confirm:
         left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
-        outcome = _confirmed(outcome, options, left_s, context)
+        outcome.write_for_machines()  # what is known so far, should this process be killed
+        try:
+            outcome = _confirmed(outcome, options, left_s, context)
+        except (PerfbenchError, KeyboardInterrupt):
+            leave_verdict(outcome.folder, baseline, strict)
+            raise
     trace_worst(outcome, context)
     finish(outcome, as_json)
 
@@ -78,16 +91,32 @@ def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | No
     from perfbench.commands.baseline_source import judged_by
     from perfbench.gate import joint_rules
     from perfbench.matrix import JudgeRules, policies
-    from perfbench.records import BaselineProblem
+    from perfbench.records import MAKE_ONE, BaselineProblem
 
     slug = "cpu" if context.fit.gpu is None else context.fit.gpu.slug
     by = judged_by(matrix, slug, named)
     if isinstance(by.found, BaselineProblem):
-        warn(f"{by.found.message}. Measuring all the same; the run can be promoted")
+        what = by.found.message.partition(MAKE_ONE)[0]
+        warn(f"{what}. Measuring all the same; the run can be promoted")
     elif by.rules is not None:
         joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)
         for finding in joint.findings():
             warn(f"{finding.reason}. Measuring all the same, and exit 2")
+
+
+def leave_verdict(folder: Path, baseline: Path | None, strict: bool) -> None:
+    """Write what the screen and the finished pairs say of a run whose confirmation broke off, so
+    that nobody finds an older verdict or none.
+    """
+    from perfbench.commands.judging import judge_stored
+
+    try:
+        outcome = judge_stored(folder, baseline, strict)
+        outcome.write_report()
+    except PerfbenchError as error:
+        warn(f"no verdict was written: {error}")
+    else:
+        say(f"so far: {outcome.judgement.headline}")
 
 
 def _confirmed(

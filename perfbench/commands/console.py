@@ -20,13 +20,15 @@ from perfbench.text import inert
 
 
 def print_text(text: str) -> None:
-    """On stdout; USAGE where it cannot be written, e.g. to a full disk."""
+    """On stdout; USAGE where it cannot be written, e.g. to a full disk. A reader that has seen
+    enough (`| head`) is no error: the rest is dropped, and the command goes on.
+    """
     try:
-        typer.echo(inert(text.rstrip("\n"), colour=sys.stdout.isatty()))
+        typer.echo(inert(text.rstrip("\n"), colour=is_terminal()))
     except OSError as error:
+        drop_stdout()
         if error.errno == errno.EPIPE:
-            raise
-        _drop_stdout()
+            return
         raise PerfbenchError(
             Exit.USAGE, f"stdout cannot be written: {error.strerror or error}"
         ) from None
@@ -68,7 +70,12 @@ def print_commands(lines: Iterable[str]) -> None:
             print(line, file=sys.stderr, flush=True)
 
 
-def _drop_stdout() -> None:
+def is_terminal() -> bool:
+    """Whether stdout is one; it may be closed."""
+    return sys.stdout is not None and sys.stdout.isatty()
+
+
+def drop_stdout() -> None:
     """What is still buffered would fail again when the process ends, and replace its exit code."""
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

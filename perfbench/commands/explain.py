@@ -6,7 +6,6 @@ import json
 
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text
-from perfbench.errors import Exit, PerfbenchError
 
 
 def explain(
@@ -16,18 +15,14 @@ def explain(
     as_json: opt.Json = False,
 ) -> None:
     """Say in plain words why a cell got its verdict."""
-    from nsa.config import nearest_name
     from perfbench.commands.judging import judge_stored, pair_outcome
+    from perfbench.commands.names import named_cell
     from perfbench.gate import baseline_of_run, explain_cell
     from perfbench.report import to_json
 
     pair = pair_outcome(run, baseline)
     outcome = pair or judge_stored(run, baseline, strict=False)
-    known = [one.cell_id for one in outcome.judgement.cells]
-    if cell not in known:
-        raise PerfbenchError(
-            Exit.USAGE, f"got cell {cell!r}, which {run} does not have{nearest_name(cell, known)}"
-        )
+    cell = named_cell(cell, (one.axes for one in outcome.judgement.cells), str(run))
     found = outcome.baseline
     if outcome.base_run is not None:
         found = baseline_of_run(outcome.base_run)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +16,14 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import compare as compare_runs
 from perfbench.gate import joint_rules, judge, judge_by_baseline
 from perfbench.matrix import JudgeRules, check_configs, policies
-from perfbench.records import METHOD_VERSION, Baseline, read_run, revisions_to_type
+from perfbench.records import (
+    METHOD_VERSION,
+    PROMOTE,
+    Baseline,
+    BaselineProblem,
+    read_run,
+    revisions_to_type,
+)
 
 if TYPE_CHECKING:
     from perfbench.records import Run
@@ -33,6 +42,10 @@ def screen(run_path: Path, baseline_path: Path | None, strict: bool) -> Outcome:
     run = read_checked(run_path)
     matrix, manifest = matrix_of(run), run.manifest
     by = judged_by(matrix, manifest.environment.gpu_slug, baseline_path, manifest.source.commit)
+    if isinstance(by.found, BaselineProblem):  # what is missing is said with the run that has it
+        named = f"{PROMOTE.removesuffix('RUN')}{shlex.quote(str(folder_of(run_path)))}"
+        message = by.found.message.replace(PROMOTE, named)
+        by = replace(by, found=replace(by.found, message=message))
     joint = None
     if by.rules is not None and isinstance(by.found, Baseline):
         joint = joint_rules(JudgeRules.of(matrix), by.rules, policies(matrix), by.found.cells)
@@ -54,6 +67,34 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
     commits = base_commits(cells, outcome.baseline, policy)
     found = stored_confirmation(outcome.folder, commits, policy)
     return outcome if found is None else outcome.confirmed(found)
+
+
+def judge_as_made(run_path: Path) -> Outcome:
+    """By what the run's own command judged it: a run of `check` by its baseline and its pairs, as
+    strictly; every other one, and with a warning one whose baseline is not to be had any more, by
+    the hard gates alone.
+    """
+    from perfbench.runner import CONFIRM_FOLDER
+
+    run = read_run(run_path)
+    commands = [run.manifest.argv, *(one.argv for one in run.resumed)]
+    checks = [argv[2:] for argv in commands if argv[1:2] == ["check"]]
+    if not checks and not (folder_of(run_path) / CONFIRM_FOLDER).is_dir():
+        return judge_alone(run_path)
+    last = checks[-1] if checks else []
+    named = option_of(last, "--baseline")
+    outcome = judge_stored(run_path, None if named is None else Path(named), "--strict" in last)
+    if not isinstance(outcome.baseline, BaselineProblem):
+        return outcome
+    warn(f"judged by the hard gates alone, since: {outcome.baseline.message}")
+    return judge_alone(run_path)
+
+
+def option_of(argv: Sequence[str], name: str) -> str | None:
+    """The value of an option as it was typed: ``name VALUE`` or ``name=VALUE``, the last one."""
+    found = [two[1] for two in itertools.pairwise(argv) if two[0] == name]
+    found += [one.partition("=")[2] for one in argv if one.startswith(f"{name}=")]
+    return found[-1] if found else None
 
 
 def judge_pair(base: Run, candidate: Run, folder: Path, strict: bool) -> Outcome:

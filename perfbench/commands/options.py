@@ -9,24 +9,32 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from perfbench.commands import names
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
     from nsa.settings import Settings
 
-RUNS = Path("reports/runs")
+RUNS = names.RUNS
 MatrixArg = Annotated[
     Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")
 ]
 RunArg = Annotated[
-    Path, typer.Argument(metavar="RUN", help="A run folder, or its run.jsonl or run.jsonl.gz.")
+    Path,
+    typer.Argument(
+        metavar="RUN",
+        help="A run folder, or its run.jsonl or run.jsonl.gz; `latest` of reports/runs.",
+        callback=names.newest_run,
+        autocompletion=names.complete_run,
+    ),
 ]
 Only = Annotated[
     list[str] | None,
     typer.Option(
         "--only",
         metavar="AXIS=V",
-        help="Cells to keep: the same axis repeated is `or`, other axes are `and`.",
+        help="Cells to keep: the same axis repeated is `or`, other axes are `and`; cell=AXIS=V,...",
+        autocompletion=names.complete_only,
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of text.")]
@@ -44,7 +52,13 @@ BaselinePath = Annotated[
 ]
 Resume = Annotated[
     Path | None,
-    typer.Option("--resume", metavar="RUN", help="Resume this run; its finished replicates stay."),
+    typer.Option(
+        "--resume",
+        metavar="RUN",
+        help="Resume this run; its finished replicates stay.",
+        callback=names.newest_run,
+        autocompletion=names.complete_run,
+    ),
 ]
 Budget = Annotated[
     str | None,
@@ -71,6 +85,7 @@ Inject = Annotated[
         "--inject",
         metavar="FAULT@CELL",
         help="slowdown=10%, oom, hang or segv: a demonstration, stored and never promotable.",
+        autocompletion=names.complete_fault,
     ),
 ]
 NoConfirm = Annotated[
@@ -102,13 +117,20 @@ RevB = Annotated[
 BaseArg = Annotated[
     Path,
     typer.Argument(
-        metavar="BASE", help="A run folder, or the folder of a `perfbench ab`, which holds both."
+        metavar="BASE",
+        help="A run folder, or the folder of a `perfbench ab`, which holds both.",
+        callback=names.newest_run,
+        autocompletion=names.complete_run,
     ),
 ]
 CandArg = Annotated[
     Path | None,
     typer.Argument(
-        metavar="CAND", help="A run folder; none where BASE holds both.", show_default=False
+        metavar="CAND",
+        help="A run folder; none where BASE holds both.",
+        show_default=False,
+        callback=names.newest_run,
+        autocompletion=names.complete_run,
     ),
 ]
 PairOut = Annotated[
@@ -116,12 +138,21 @@ PairOut = Annotated[
 ]
 PairResume = Annotated[
     Path | None,
-    typer.Option("--resume", metavar="PAIR", help="Resume this folder; its finished pairs stay."),
+    typer.Option(
+        "--resume",
+        metavar="PAIR",
+        help="Resume this folder; its finished pairs stay.",
+        callback=names.newest_run,
+        autocompletion=names.complete_run,
+    ),
 ]
 PairInject = Annotated[
     list[str] | None,
     typer.Option(
-        "--inject", metavar="FAULT@CELL", help="As for `run`; the fault goes to side b alone."
+        "--inject",
+        metavar="FAULT@CELL",
+        help="As for `run`; the fault goes to side b alone.",
+        autocompletion=names.complete_fault,
     ),
 ]
 
@@ -129,11 +160,18 @@ TraceArg = Annotated[
     Path,
     typer.Argument(
         metavar="RUN",
-        help="A run folder, or the folder of a `perfbench ab`, which holds both sides.",
+        help="A run folder, or that of a `perfbench ab`; `latest` of reports/runs.",
+        callback=names.newest_run,
+        autocompletion=names.complete_run,
     ),
 ]
 CellArg = Annotated[
-    str, typer.Argument(metavar="CELL", help="A cell's id, as the report shows it.")
+    str,
+    typer.Argument(
+        metavar="CELL",
+        help="A cell's id, or AXIS=V,... of any axes that name one cell, in any order.",
+        autocompletion=names.complete_cell,
+    ),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -13,7 +12,7 @@ import typer
 
 import nsa
 from perfbench.commands.baseline_source import BASELINES
-from perfbench.commands.console import print_commands, print_text, say
+from perfbench.commands.console import is_terminal, print_commands, print_text, say
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Policies, parse_matrix, policies
 from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
@@ -70,12 +69,18 @@ class Outcome:
         small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
         return render(self.run, self.judgement, to, context) + small
 
+    def write_for_machines(self) -> None:
+        """verdict.json and junit.xml next to the run."""
+        from perfbench.report import write_ci
+
+        write_ci(self.run, self.judgement, self.folder)
+
     def table(self) -> str:
         """For the terminal that stdout is, if it is one."""
         from perfbench.machine import no_color
         from perfbench.report import terminal_table
 
-        colour = sys.stdout.isatty() and not no_color()
+        colour = is_terminal() and not no_color()
         width = get_terminal_size((120, 24)).columns
         return terminal_table(self.run, self.judgement, width=width, colour=colour)
 

@@ -10,6 +10,7 @@ import typer
 
 from perfbench.commands import options as opt
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.records import Baseline
 
 if TYPE_CHECKING:
     from perfbench.commands.outcome import Outcome
@@ -26,25 +27,26 @@ def report(
     out: Out = None,
     as_json: opt.Json = False,
 ) -> None:
-    """Write a run's report again, with --baseline compared."""
+    """Write a run's report again, judged as its own command did, or by --baseline."""
     from perfbench.commands.outcome import finish
 
     finish(_judged(run, baseline, out), as_json, out)
 
 
 def _judged(path: Path, baseline_path: Path | None, out: Path | None) -> Outcome:
-    """Without a baseline by the hard gates alone; a pair by its own base.
+    """Without a baseline as the run's own command judged it; a pair by its own base.
 
-    USAGE where that would write over the verdict of a baseline.
+    USAGE where that would write over the verdict of a baseline that is not found here.
     """
-    from perfbench.commands.judging import judge_alone, judge_stored, pair_outcome
+    from perfbench.commands.judging import judge_as_made, judge_stored, pair_outcome
 
     if (pair := pair_outcome(path, baseline_path)) is not None:
         return pair
     if baseline_path is not None:
         return judge_stored(path, baseline_path, strict=False)
-    outcome = judge_alone(path)
-    if out is None or out.resolve() == outcome.folder.resolve():
+    outcome = judge_as_made(path)
+    here = out is None or out.resolve() == outcome.folder.resolve()
+    if here and not isinstance(outcome.baseline, Baseline):
         _keep_verdict(outcome)
     return outcome
 

@@ -19,13 +19,21 @@ def run(
     """Measure a matrix and write its report."""
     from perfbench.commands.judging import judge_alone
     from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
-    options = opt.RunOptions(
-        opt.argv(), only or [], resume, opt.seconds(budget), seed, out, source_commit, inject or []
-    )
     loaded = load_matrix(matrix)
+    options = opt.RunOptions(
+        opt.argv(),
+        named_cells(loaded, only, "cell="),
+        resume,
+        opt.seconds(budget),
+        seed,
+        out,
+        source_commit,
+        named_cells(loaded, inject, "@"),
+    )
     context = measuring_context(loaded.target)
     outcome = None if context is None else judge_alone(measure(loaded, options, context))
     finish(outcome, as_json)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -71,7 +71,7 @@ def trace_cell(
 
     if baseline is not None:
         _refuse_unreadable(baseline)
-    runs = _runs(run_path, cell_id, baseline)
+    cell_id, runs = _runs(run_path, cell_id, baseline)
     sides = _sides(side, runs, run_path)
     run = runs["b"] if "b" in runs else runs["a"]
     context, manifest = _context(run), run.manifest
@@ -102,9 +102,8 @@ def _refuse_unreadable(baseline: Path) -> None:
         )
 
 
-def _runs(run_path: Path, cell_id: str, baseline: Path | None) -> dict[str, Run]:
-    """Which runs hold the cell, by side; USAGE where none does."""
-    from nsa.config import nearest_name
+def _runs(run_path: Path, typed: str, baseline: Path | None) -> tuple[str, dict[str, Run]]:
+    """The id of the cell, and which runs hold it, by side; USAGE where none does."""
     from perfbench.commands.outcome import folder_of
     from perfbench.records import read_run
     from perfbench.runner import is_pair, read_pair
@@ -113,17 +112,20 @@ def _runs(run_path: Path, cell_id: str, baseline: Path | None) -> dict[str, Run]
     if is_pair(folder):
         found = read_pair(folder)
         runs = {"a": found.base, "b": found.candidate}
+        cell_id = _named(typed, runs.values(), run_path)
     else:
         run = read_run(run_path)
+        cell_id = _named(typed, [run], run_path)
         base = _confirmed_base(run, folder, cell_id, baseline)
         runs = {"b": run, **({"a": base} if base is not None else {})}
-    known = sorted({one for run in runs.values() for one in _cells(run)})
-    if cell_id not in known:
-        raise PerfbenchError(
-            Exit.USAGE,
-            f"got cell {cell_id!r}, which {run_path} does not have{nearest_name(cell_id, known)}",
-        )
-    return {name: run for name, run in runs.items() if cell_id in _cells(run)}
+    return cell_id, {name: run for name, run in runs.items() if cell_id in _cells(run)}
+
+
+def _named(typed: str, runs: Iterable[Run], run_path: Path) -> str:
+    from perfbench.commands.names import named_cell
+
+    cells = (cell.axes for run in runs for cell in run.manifest.cells)
+    return named_cell(typed, cells, str(run_path))
 
 
 def _confirmed_base(run: Run, folder: Path, cell_id: str, baseline: Path | None) -> Run | None:

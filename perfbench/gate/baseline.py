@@ -11,7 +11,7 @@ from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.cell_sides import side_of_rows
-from perfbench.gate.comparable import sentinel_rates
+from perfbench.gate.comparable import environment_differences, sentinel_rates
 from perfbench.gate.coverage import rows_by_cell, selected_ids, usable
 from perfbench.gate.judging import judge
 from perfbench.gate.strictness import joint_rules
@@ -266,7 +266,7 @@ def _existing(path: Path, partial: bool) -> tuple[Baseline | None, list[str]]:
 def _same_environment(run: Run, old: Baseline) -> bool:
     environment: Environment = run.manifest.environment
     return (
-        old.environment == environment.fingerprint()
+        not environment_differences(environment.fingerprint(), old.environment)
         and old.method_version == run.manifest.method_version
     )
 

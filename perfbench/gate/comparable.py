@@ -14,6 +14,7 @@ from perfbench.gate.judgement import Finding
 from perfbench.matrix import GatePolicy
 from perfbench.records import (
     METHOD_VERSION,
+    NOT_IN_OLDER,
     Environment,
     Manifest,
     Replicate,
@@ -79,8 +80,12 @@ def _clocks_of_sentinels(run: Run) -> list[Finding]:
 
 
 def environment_differences(mine: Mapping[str, object], theirs: Mapping[str, object]) -> str:
-    """'key: theirs -> mine' for each key whose value differs."""
-    keys = sorted(key for key in {*mine, *theirs} if mine.get(key) != theirs.get(key))
+    """'key: theirs -> mine' for each key whose value differs; what only newer files hold is
+    compared where both hold it.
+    """
+    unknown = {key for key in NOT_IN_OLDER if key not in mine or key not in theirs}
+    every = {*mine, *theirs} - unknown
+    keys = sorted(key for key in every if mine.get(key) != theirs.get(key))
     return "; ".join(f"{key}: {theirs.get(key)} -> {mine.get(key)}" for key in keys)
 
 

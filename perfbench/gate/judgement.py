@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from perfbench.errors import SEVERITY, Exit, worst
 from perfbench.gate.evidence import SPEED_WORDS, WALL, Evidence
 from perfbench.matrix import GatePolicy
-from perfbench.records import AXES, EXIT_OF, FAIL_UNDER_STRICT, NOT_APPLICABLE, Cell, Verdict
+from perfbench.records import (
+    AXES,
+    EXIT_OF,
+    FAIL_UNDER_STRICT,
+    NOT_APPLICABLE,
+    Cell,
+    Verdict,
+    short_ids,
+    varying_axes,
+)
 from perfbench.text import number, shorten
 
 
@@ -215,20 +224,23 @@ def _of_cells(verdicts: Iterable[Verdict], exit_text: str, cells: list[CellVerdi
         found.sort(key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     names = " + ".join(_present(verdicts, [cell.verdict for cell in found]))
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    what = f"{len(found)} of {len(cells)} cells: {_first(found[0])}{more}"
+    what = f"{len(found)} of {len(cells)} cells: {_first(found[0], cells)}{more}"
     return f"{names}, {exit_text}: {what}{_others(verdicts, cells)}"
 
 
-def _first(cell: CellVerdict) -> str:
+def _first(cell: CellVerdict, cells: list[CellVerdict]) -> str:
     """What the headline says of one cell: the change, then how it was measured; the reason where
     no change of speed decided.
     """
     slower = cell.evidence[0] if cell.evidence and cell.verdict is Verdict.REGRESSED else None
     if slower is None or not slower.is_beyond_tolerance:
-        return f"{cell.cell_id}: {shorten(cell.reason)}"
+        name = short_ids(one.axes for one in cells).get(cell.cell_id, cell.cell_id)
+        return f"{name}: {shorten(cell.reason)}"
     what = SPEED_WORDS[slower.metric]
     speeds = f"{number(cell.base_tok_per_s)} -> {number(cell.cand_tok_per_s)} tok/s"
-    name = short_name(cell.axes.to_mapping())
+    kept = {"path", "seq_len", "workload", *varying_axes(one.axes for one in cells)}
+    axes = cell.axes.to_mapping()
+    name = short_name({key: value for key, value in axes.items() if key in kept or len(cells) == 1})
     return f"{name} {what}{slower.change_pct:+.1f} % ({speeds}), {slower.comparison.n_base} pairs"
 
 

@@ -9,7 +9,8 @@ import ast
 import importlib.metadata
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -58,6 +59,7 @@ SPEED_VARIABLES = frozenset(
         "PYTORCH_NVML_BASED_CUDA_CHECK",
     )
 )
+ARM_KEYS = ("CPU implementer", "CPU part")
 NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
 
 
@@ -84,6 +86,16 @@ def speed_variables(environ: Mapping[str, str] | None = None) -> dict[str, str]:
 def give(variables: Mapping[str, str]) -> None:
     """Set variables of this process: a measuring process's own, before nsa reads its settings."""
     os.environ.update(variables)
+
+
+@contextmanager
+def without_variables(*names: str) -> Iterator[None]:
+    """This process without these variables, which a library would read at its import."""
+    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(kept)
 
 
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
@@ -155,13 +167,17 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return (
-        next((name for name in names if name), None)
-        or platform.processor()
-        or platform.machine()
-        or "unknown CPU"
-    )
+    told: dict[str, dict[str, None]] = {}  # by key, the values in the order of the file
+    for line in lines:
+        key, _, value = line.partition(":")
+        if value.strip():
+            told.setdefault(key.strip(), {})[value.strip()] = None
+    if models := told.get("model name"):
+        return next(iter(models))
+    # ARM names no model; "aarch64" alone would be every one of them.
+    kind = platform.processor() or platform.machine()
+    parts = [f"{key[4:]} {' + '.join(told[key])}" for key in ARM_KEYS if key in told]
+    return ", ".join(filter(None, [kind, *parts])) or "unknown CPU"
 
 
 def cpu_count() -> int:

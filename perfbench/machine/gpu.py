@@ -23,6 +23,9 @@ NVML_LAG_S = 2.0  # NVML may list a process for a moment after it has ended
 _INDEX = re.compile(r"\s*([+-]?\d+)")  # CUDA reads the digits and ignores what follows them
 
 
+UNKNOWN = "unknown GPU"
+
+
 @dataclass(frozen=True, slots=True)
 class GpuHandle:
     """A GPU or MIG slice.
@@ -36,7 +39,7 @@ class GpuHandle:
 
     @property
     def slug(self) -> str:
-        return slug(self.name)
+        return slug(UNKNOWN if self.name.startswith(UNKNOWN) else self.name)
 
     @property
     def uuid_sha256(self) -> str:
@@ -117,8 +120,9 @@ def _enumerate(module: Any) -> tuple[list[list[GpuHandle]], str]:
 
 def _describe(module: Any, handle: Any, index: int) -> GpuHandle:
     uuid, _ = nvml.nvml_query(module, "nvmlDeviceGetUUID", handle)
-    name, _ = nvml.nvml_query(module, "nvmlDeviceGetName", handle)
-    return GpuHandle(nvml.text(uuid or ""), nvml.text(name or "unknown GPU"), index)
+    name, missing = nvml.nvml_query(module, "nvmlDeviceGetName", handle)
+    unknown = f"{UNKNOWN} ({missing})" if missing else UNKNOWN
+    return GpuHandle(nvml.text(uuid or ""), nvml.text(name or unknown), index)
 
 
 def _mig_slices(module: Any, handle: Any, index: int) -> list[GpuHandle]:
@@ -256,9 +260,11 @@ def blindness(gpu: GpuHandle, module: Any | None = None) -> str:
 
 
 def _process(module: Any, entry: Any) -> GpuProcess:
-    name, _ = nvml.nvml_query(module, "nvmlSystemGetProcessName", entry.pid)
+    name, missing = nvml.nvml_query(module, "nvmlSystemGetProcessName", entry.pid)
     memory = entry.usedGpuMemory
-    return GpuProcess(entry.pid, nvml.text(name or "?"), None if memory is None else int(memory))
+    return GpuProcess(
+        entry.pid, nvml.text(name or f"? ({missing})"), None if memory is None else int(memory)
+    )
 
 
 def refuse_busy(gpu: GpuHandle, module: Any | None = None, *, patience_s: float = 0.0) -> None:

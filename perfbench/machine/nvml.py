@@ -114,16 +114,20 @@ def _load() -> Any:
 
 
 def nvml_query(module: Any, name: str, *args: Any) -> tuple[Any, str]:
-    """(value, '') or (None, NVML's error name); a call that this binding lacks is
-    FUNCTION_NOT_FOUND.
+    """(value, '') or (None, why): NVML's error name, FUNCTION_NOT_FOUND for a call that this
+    binding lacks, or that a text is not UTF-8.
     """
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None:
         return None, error_name(13)
     try:
-        return function(*args), ""
+        value = function(*args)
+        return (value.decode("utf-8") if isinstance(value, bytes) else value), ""
     except module.NVMLError as error:
         return None, error_name(int(error.value))
+    except UnicodeDecodeError as error:  # of the binding, or of an older one's bytes
+        seen = error.object.decode("utf-8", "backslashreplace")[:80]
+        return None, f"what {name} answered is not UTF-8: {seen!r}"
 
 
 def text(value: str | bytes) -> str:

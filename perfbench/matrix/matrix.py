@@ -218,6 +218,11 @@ def _product_of(axes: tuple[tuple[str, tuple[Value, ...]], ...]) -> tuple[Cell, 
     return tuple(dict.fromkeys(map(Cell.from_mapping, ordered)))
 
 
+def cells_of(matrix: Matrix) -> list[Cell]:
+    """Every cell that a run without --only would measure."""
+    return [one.cell for one in cells(matrix)[0]]
+
+
 def cells(matrix: Matrix, only: Iterable[str] = ()) -> tuple[list[MatrixCell], list[Excluded]]:
     """The product minus `exclude`, then `include`, of which the `--only AXIS=V` terms in ``only``
     keep some (the same axis repeated is `or`, different axes are `and`); and what was excluded,

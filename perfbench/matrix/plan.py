@@ -13,7 +13,7 @@ from typing import Any
 from nsa.routing import Capability, Route, RouteError
 from nsa.settings import Settings, load
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.matrix import attention_calls
+from perfbench.matrix import attention_calls, memory
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
 from perfbench.older_nsa import steps_off
@@ -46,6 +46,8 @@ class Plan:
     warnings: list[str]
     estimate_s: float
     replicates: int
+    least_bytes: int = 0  # of memory, by the cell that needs the most; at least
+    wrong_paths: tuple[str, ...] = ()  # cells whose `expect` their Route violates, and how
 
 
 def build_plan(
@@ -79,15 +81,19 @@ def build_plan(
                 layers=attention_calls.layer_calls(cell, matrix.model),
             )
         )
+    if matrix.limits.oom != "find_boundary":  # which looks for what does not fit
+        refused |= memory.too_large((cell.axes for cell in planned), matrix.model, capability)
     if refused:
         raise PerfbenchError(Exit.USAGE, _refusal(matrix, refused))
-    warnings = [*matrices.warnings(matrix), *_expectations_at_odds(planned)]
+    wrong = _expectations_at_odds(planned)
     return Plan(
         planned,
         excluded,
-        warnings,
+        [*matrices.warnings(matrix), *wrong],
         estimate_s(matrix, len(planned), capability),
         matrix.measure.processes,
+        max((memory.least_bytes(cell.axes, matrix.model) for cell in planned), default=0),
+        tuple(wrong),
     )
 
 
@@ -185,6 +191,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "warnings": plan.warnings,
         "replicates": plan.replicates,
         "estimate_s": plan.estimate_s,
+        "least_memory_bytes": plan.least_bytes,
     }
 
 
@@ -224,6 +231,7 @@ def plan_text(plan: Plan, matrix: Matrix) -> str:
         f"Estimated: {plan.estimate_s / 60:.1f} minutes (starts, warm-ups and timed windows; slow"
         " single steps come on top)"
     )
+    lines.append(f"Memory: {memory.gib(plan.least_bytes)} at least, by the largest cell")
     return "\n".join(lines) + "\n"
 
 

@@ -4,6 +4,7 @@ nearest name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any, Literal
@@ -182,7 +183,29 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"got {got}, wanted letters, digits, '.', '_' and '-' only (it names files)"
     if kind == "value_error":
         return str(error["ctx"]["error"])
+    if kind == "list_type" and isinstance(error["input"], str | int | float):
+        return f"got {got}, wanted a list; write [{error['input']}]"
+    if kind in ("float_type", "int_type") and (mend := _in_unit(str(loc[-1]), error["input"])):
+        return f"got {got}, wanted a number; write {mend}"
     return f"got {got}: {str(error['msg'])[:1].lower()}{error['msg'][1:]}"
+
+
+def _in_unit(key: str, value: object) -> str:
+    """'1m' of a key that ends in _s is '60', of one in _ms '60000'; a quoted number without
+    quotes; empty where it is neither.
+    """
+    found = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if found is None:
+        return ""
+    number, unit = float(found[1]), found[2]
+    if not unit:
+        return f"{number:.15g}"
+    of_key = next((one for one in ("ms", "s") if key.endswith(f"_{one}")), "")
+    return f"{number * _SECONDS[unit] / _SECONDS[of_key]:.15g}" if of_key else ""
+
+
+_SECONDS = {"ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+_WITH_UNIT = re.compile(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_SECONDS)})?")
 
 
 def resolve_model(document: Document, spec: object) -> tuple[ModelConfig, str]:

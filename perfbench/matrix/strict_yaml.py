@@ -116,6 +116,8 @@ def parse(text: str, path: str) -> Document:
         return _Builder(path, iter(YAML(typ="safe", pure=True).parse(text))).document()
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if r"'\t'" in str(error.problem):
+            fail(path, mark.line + 1 if mark else None, "not valid YAML: a TAB; use spaces")
         what = ", ".join(str(part) for part in (error.context, error.problem) if part)
         fail(path, mark.line + 1 if mark else None, f"not valid YAML: {what}; fix the syntax here")
     except YAMLError as error:  # the reader's: a character that YAML forbids
@@ -151,7 +153,8 @@ class _Builder:
         if not isinstance(top, MappingStartEvent):
             fail(self._path, _line(top), "the top must be a mapping that begins with `version: 1`")
         data = self._value(top, ())
-        assert isinstance(next(self._events), DocumentEndEvent)
+        end = next(self._events)  # read outside the assert, which PYTHONOPTIMIZE=1 leaves out
+        assert isinstance(end, DocumentEndEvent)
         extra = next(self._events)
         if not isinstance(extra, StreamEndEvent):
             fail(

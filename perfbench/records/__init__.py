@@ -1,6 +1,7 @@
 """The nouns that every room shares, and the files they are stored in."""
 
 from perfbench.records.baseline_file import Baseline, BaselineCell, BaselineProblem
+from perfbench.records.baseline_file import MAKE_ONE, PROMOTE
 from perfbench.records.baseline_file import load_baseline, baseline_path, parse_baseline
 from perfbench.records.baseline_file import read_baseline, show_baseline
 from perfbench.records.baseline_file import retire_baseline, write_baseline
@@ -17,7 +18,7 @@ from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, ConfirmationPlan, Environment, Expect
-from perfbench.records.rows import LengthProof
+from perfbench.records.rows import LengthProof, NOT_IN_OLDER
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell
@@ -30,3 +31,4 @@ from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
 from perfbench.records.regular_file import read_regular_file
+from perfbench.records.cell_names import find_cell, shared_axes, short_ids, varying_axes

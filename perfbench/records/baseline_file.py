@@ -29,6 +29,8 @@ from perfbench.text import plain, shorten
 # that it was promoted with
 SCHEMA_VERSION = 3
 DIGESTS_SINCE = 3
+MAKE_ONE = "; make one from a green run: "
+PROMOTE = "perfbench baseline promote RUN"
 MAX_BYTES = 2**26
 # A rate, or seconds. The bounds are beyond any machine, and keep the ratio of two such values
 # within what a float holds.
@@ -132,10 +134,7 @@ def read_baseline(path: Path) -> Baseline | BaselineProblem:
     try:
         data = read_regular_file(path, MAX_BYTES)
     except FileNotFoundError:
-        text = (
-            f"no baseline at {path}; make one from a green run: perfbench baseline promote RUN --to"
-            f" {path}"
-        )
+        text = f"no baseline at {path}{MAKE_ONE}{PROMOTE} --to {path}"
         return BaselineProblem(Verdict.NO_BASELINE, text)
     except (OSError, ValueError) as error:  # a folder, no permission, a NUL in the name
         return BaselineProblem(

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records.regular_file import read_regular_file
+from perfbench.records.rows import NOT_IN_OLDER
 from perfbench.text import plain
 
 # Of ln speed that a baseline takes: beyond it a session says nothing, so the file is wrong.
@@ -92,6 +93,8 @@ def variance_of_cells(
     """
     for name in sorted(set(environment) - {"driver"}):
         got, wanted = known.environment.get(name), environment[name]
+        if got is None and name in NOT_IN_OLDER:
+            continue
         if got != wanted:
             raise _refused(
                 known.path,

@@ -366,6 +366,11 @@ def _only_term(text: str) -> tuple[str, Callable[[Cell], bool]]:
     try:
         match = Match(((name, (AXES[name].term(spec),)),))
     except ValueError as error:
+        if relation == "=" and "," in value:
+            each = " ".join(f"--only {name}={part.strip()}" for part in value.split(",")[:40])
+            raise ValueError(
+                f"--only {text[:100]}: got several values, wanted one; write {each}"
+            ) from None
         raise ValueError(f"--only {text[:100]}: {error}") from None
     return name, match.matches
 

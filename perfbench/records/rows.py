@@ -120,6 +120,9 @@ class PlannedCell(_Record):
     )
 
 
+NOT_IN_OLDER = ("cpu_count",)  # of a fingerprint: what older files do not hold
+
+
 class Environment(_Record):
     """Where a run was made. ``gpu_*``, ``driver`` and ``cuda`` are null on a CPU."""
 
@@ -141,9 +144,12 @@ class Environment(_Record):
     speed_variables: dict[str, str] | None = None
 
     def fingerprint(self) -> dict[str, str | None]:
-        """What must agree before two speeds may be compared."""
+        """What must agree before two speeds may be compared; on a CPU how many of them, too, which
+        older files do not hold.
+        """
         keys = ("gpu_slug", "device_name", "driver", "cuda", "torch", "triton", "flash_provider")
-        return {key: getattr(self, key) for key in keys}
+        count = {"cpu_count": str(self.cpu_count)} if self.gpu_slug == "cpu" else {}
+        return {**{key: getattr(self, key) for key in keys}, **count}
 
     def settings(self) -> dict[str, str] | None:
         """NSA_* and other variables that change speed; None where the latter were not recorded."""

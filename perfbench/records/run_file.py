@@ -216,7 +216,10 @@ def parse(data: bytes, name: str) -> Run:
     _check_consistency(manifest, records, name)
     return Run(
         manifest=manifest,
-        resumed=[record for record in records if isinstance(record, Resumed)],
+        resumed=sorted(
+            (record for record in records if isinstance(record, Resumed)),
+            key=lambda record: record.resumed_utc,
+        ),
         replicates=[record for record in records if isinstance(record, Replicate)],
         sentinels=[record for record in records if isinstance(record, SentinelLine)],
         torn=bool(rest),

@@ -30,7 +30,7 @@ def render(
     rows = rows_of(run, judgement)
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        pictures = _pictures(run, judgement, rows, out_dir)
+        pictures = _drawn(run, judgement, rows, out_dir)
         report = out_dir / REPORT
         text = markdown.text(run, judgement, rows, pictures, context)
         _write_whole(report, text)
@@ -64,6 +64,20 @@ def _unwritable(out_dir: Path, error: OSError) -> PerfbenchError:
         " folder: change rights, or give --out"
     )
     return PerfbenchError(Exit.USAGE, text)
+
+
+def _drawn(
+    run: Run, judgement: Judgement, rows: list[Row], out_dir: Path
+) -> list[markdown.Picture]:
+    """The pictures; each with the reason in its place where this process can draw none."""
+    try:
+        with plots.as_shipped():
+            return _pictures(run, judgement, rows, out_dir)
+    except plots.CannotDraw as error:
+        for name in (THROUGHPUT, CHANGES, UTILISATION):
+            (out_dir / name).unlink(missing_ok=True)
+        why = f"no picture can be drawn here: {error}"
+        return [markdown.Picture(name, False, "", why) for name in (THROUGHPUT, UTILISATION)]
 
 
 def _pictures(

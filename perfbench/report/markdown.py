@@ -17,6 +17,7 @@ from perfbench.records import (
     Verdict,
     injection_words,
     revisions_to_type,
+    shared_axes,
     typed_revisions,
     without_resume,
 )
@@ -153,6 +154,7 @@ def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
         "fastest": tables.fastest(rows),
         "columns": shown,
         "tables": tables.tables(rows, shown),
+        "shared": shared_axes(row.cell.axes for row in rows),
         "nulls": [
             (column, reason, tables.ids(cells, len(rows)))
             for column, reason, cells in null_reasons(rows)
@@ -298,6 +300,8 @@ def _header(run: Run, context: ReportContext) -> list[tuple[str, str]]:
         else f"{NULL} ({escape(source.reason or 'no reason was recorded')})"
     )
     dirty = f"yes, sha256 {code(source.dirty_sha256[:16])}" if source.dirty_sha256 else "no"
+    if source.unproved and not source.dirty_sha256:
+        dirty = f"unknown ({escape(source.reason or 'no reason was recorded')})"
     only = ", ".join(manifest.only) or "every cell"
     settings = (
         ", ".join(f"{name}={value}" for name, value in sorted(env.nsa_settings.items()))

@@ -8,10 +8,12 @@ A band is the 95 % confidence of a cell's speed, as in the tables.
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfbench.machine import without_variables
 from perfbench.records import whole_file
 from perfbench.report.rows import PATH_ORDER, Row, unmarked
 
@@ -41,6 +43,9 @@ INK, GRID = "#333333", "#e4e4e4"
 # factor between the series of a panel that has one length only, which would hide one another
 ASIDE = 1.04
 MAX_BARS = 80  # a taller picture is no longer looked at; the table has all of them
+AMBIENT = ("MPLBACKEND", "MATPLOTLIBRC")  # of whoever started this process, e.g. a notebook
+# What a missing or foreign library, font or settings file raises, e.g. one that is not UTF-8.
+NO_PICTURE = (ImportError, OSError, RuntimeError, ValueError)
 Series = tuple[str, str]  # path, fa2
 
 
@@ -138,6 +143,29 @@ def utilisation(rows: Sequence[Row], target: Path, title: str) -> int:
     return len(shown)
 
 
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    """matplotlib with its own defaults: neither a notebook's MPLBACKEND nor a matplotlibrc of the
+    user counts; CannotDraw where it cannot be imported.
+    """
+    try:
+        with without_variables(*AMBIENT):
+            import matplotlib
+        import PIL.Image  # noqa: F401  # what saves a picture
+    except NO_PICTURE as error:
+        raise CannotDraw(error) from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        yield
+
+
+class CannotDraw(Exception):
+    """No picture can be drawn here; the report stands without."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+
+
 def figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
@@ -152,7 +180,10 @@ def save(drawn: Figure, target: Path) -> None:
     import PIL.Image
 
     rendered = io.BytesIO()
-    drawn.savefig(rendered, format="png", dpi=DPI, metadata={"Software": None})
+    try:
+        drawn.savefig(rendered, format="png", dpi=DPI, metadata={"Software": None})
+    except NO_PICTURE as error:  # fonts and libraries of this machine
+        raise CannotDraw(error) from error
     with PIL.Image.open(rendered) as picture:
         save_small(picture, target)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
@@ -24,6 +24,7 @@ from perfbench.records import (
     Run,
     Telemetry,
     Verdict,
+    short_ids,
 )
 
 UNTRUE = (Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
@@ -61,6 +62,7 @@ class Row:
     cell: CellVerdict
     planned: PlannedCell | None
     statuses: dict[str, int]
+    name: str = ""  # the cell's id without the axes that all cells share
     tok_per_s: float | None = None
     tokens_per_step: int | None = None
     low: float | None = None
@@ -118,7 +120,8 @@ class Row:
 def rows_of(run: Run, judgement: Judgement) -> list[Row]:
     """Rows in reading order: workload, length, batch, switches, path, FA-2."""
     by_cell: dict[str, list[Replicate]] = {}
-    for replicate in run.replicates:
+    # By number, whatever order they were measured in; of one number the last line still counts.
+    for replicate in sorted(run.replicates, key=lambda one: one.replicate):
         by_cell.setdefault(replicate.cell_id, []).append(replicate)
     planned = {cell.cell_id: cell for cell in run.manifest.cells}
     dense = _dense_speeds(judgement.cells)
@@ -134,7 +137,9 @@ def rows_of(run: Run, judgement: Judgement) -> list[Row]:
         for row in rows:
             if row.tok_per_s is not None and row.cell.change_pct is None:
                 row.nulls["change"] = row.cell.reason
-    return sorted(rows, key=_reading_order)
+    short = short_ids(row.cell.axes for row in rows)
+    named = [replace(row, name=short.get(row.cell.cell_id, row.cell.cell_id)) for row in rows]
+    return sorted(named, key=_reading_order)
 
 
 def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:

@@ -46,7 +46,7 @@ def mde(value: float | None) -> str:
 
 
 COLUMNS = (
-    Column("cell", lambda row: cell_code(row.cell.cell_id), right=False),
+    Column("cell", lambda row: cell_code(row.name), right=False),
     Column("verdict", _verdict, right=False),
     Column("tok/s", lambda row: number(row.tok_per_s)),
     Column("± (95 %)", _half),

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from perfbench.errors import Exit
 from perfbench.gate import Judgement, severity
-from perfbench.records import FAIL_UNDER_STRICT, Run, Verdict
+from perfbench.records import FAIL_UNDER_STRICT, Run, Verdict, shared_axes
 from perfbench.report.rows import Row, null_reasons, rows_of
 from perfbench.report.tables import half, mde
 from perfbench.text import NULL, fixed, number, plain, ratio, signed_pct
@@ -58,9 +58,11 @@ def terminal_table(
             )
         console.print(Text(plain(judgement.headline), style=_style(judgement)))
         for finding in judgement.findings:
+            if finding.reason in judgement.headline:
+                continue  # said already
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
         for row, left in _to_print(rows):
-            line = f"  {row.verdict} {plain(row.cell.cell_id)}: {plain(row.cell.reason)}"
+            line = f"  {row.verdict} {plain(row.name)}: {plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
             if left:
                 console.print(
@@ -68,6 +70,8 @@ def terminal_table(
                         f"  and {left} more {row.verdict}, as the table shows", style=_style_of(row)
                     )
                 )
+        if common := shared_axes(row.cell.axes for row in rows):
+            console.print(Text(f"every cell: {plain(common)}", style="dim"))
     with console.capture() as below:
         for note in judgement.notes:
             console.print(Text(f"note: {plain(note)}", style="dim"))
@@ -117,7 +121,7 @@ def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> 
     header = ["tok/s", *(("change", "MDE") if compared else ("± 95 %",))]
     header += ["dev ms", "x dense", "% floor", "bound", *(("util", "GiB") if wide else ())]
     header = ["cell", *header, "verdict"]
-    table = [[plain(row.cell.cell_id), *_values(row, compared, wide), row.verdict] for row in rows]
+    table = [[plain(row.name), *_values(row, compared, wide), row.verdict] for row in rows]
     widths = [max(map(_columns_of, column)) for column in zip(header, *table, strict=True)]
     over = sum(widths) + len(widths) - 1 - console.width
     widths[0] = min(widths[0], max(MIN_CELL, widths[0] - over))

@@ -555,7 +555,7 @@ def test_a_full_stdout_leaves_the_files(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(console.typer, "echo", echo)
-    monkeypatch.setattr(console, "_drop_stdout", lambda: None)
+    monkeypatch.setattr(console, "drop_stdout", lambda: None)
     assert app.invoke(["calibrate", stored, "--out", str(tmp_path / "found")]) == Exit.USAGE
     assert "stdout cannot be written" in capsys.readouterr().err
     assert sorted(path.name for path in (tmp_path / "found").iterdir()) == [

@@ -237,7 +237,7 @@ def test_a_command_whose_data_cannot_be_printed_says_so(monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(console.typer, "echo", echo)
-    monkeypatch.setattr(console, "_drop_stdout", lambda: None)
+    monkeypatch.setattr(console, "drop_stdout", lambda: None)
     with pytest.raises(PerfbenchError, match="stdout cannot be written") as caught:
         console.print_text("x")
     assert caught.value.exit_code is Exit.USAGE

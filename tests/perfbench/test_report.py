@@ -134,7 +134,9 @@ def test_the_matrix_shows_every_cell_once_with_its_ratio_to_dense() -> None:
 def test_device_time_host_time_and_launches_are_shown_where_they_are_known() -> None:
     shown = "| device ms a step | host ms a step | launches a step |"
     timed = b.replace_rows(b.small_run(), TRAIN, profile=b.profile(host_time_s=0.00125))
-    line = next(line for line in alone(timed).splitlines() if line.startswith(f"| `{TRAIN}`"))
+    line = next(
+        line for line in alone(timed).splitlines() if line.startswith("| `path=v2,workload=train`")
+    )
     assert shown in alone(timed) and "| 20 | 1.25 | 420 |" in line
     assert "host ms a step |" not in alone(b.small_run()), "no row has it"
     on_cpu = alone(b.make_run(b.cpu_cells(), gpu=False))

@@ -21,7 +21,7 @@ from perfbench.records.verdict import Verdict
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import bands
 from tests.perfbench import builders as b
-from tests.perfbench.report_cases import DENSE, POLICY, TRAIN, alone, section, troubled, written
+from tests.perfbench.report_cases import POLICY, TRAIN, alone, section, troubled, written
 
 
 def noisy(spread: float, factor: float = 1.0) -> tuple[Run, Judgement]:
@@ -169,7 +169,8 @@ def test_energy_and_cycles_have_columns_where_they_are_known() -> None:
         b.small_run(), TRAIN, energy_j_per_token=0.0125, cycles_per_step=2048 * 7000.0
     )
     lines = {line.split("`")[1]: line for line in alone(run).splitlines() if line.startswith("| `")}
-    assert "| 12.5 | 7,000 |" in lines[TRAIN] and "| - | - |" in lines[DENSE]
+    assert "| 12.5 | 7,000 |" in lines["path=v2,workload=train"]
+    assert "| - | - |" in lines["path=dense,workload=train"]
     assert "| mJ a token | cycles a token |" in alone(run) and "mJ a token |" not in alone(
         b.small_run()
     )

@@ -117,8 +117,8 @@ def test_a_terminal_that_is_too_narrow_folds_the_name_and_keeps_the_row() -> Non
     lines = text.splitlines()
     first = next(place for place, line in enumerate(lines) if line.startswith("cell  "))
     assert "verdict" in lines[first] and "SAME" in lines[first + 1]
-    folded = "".join(line[:16].strip() for line in lines[first + 1 : first + 4])
-    assert folded == run.manifest.cells[0].cell_id
+    folded = "".join(line[:16].strip() for line in lines[first + 1 : first + 3])
+    assert folded == "path=v2,workload=train"
 
 
 def test_a_narrow_terminal_keeps_what_decides() -> None:

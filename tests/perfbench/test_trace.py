@@ -705,7 +705,7 @@ def test_the_command_says_what_is_not_there(bench: Bench, stored_run: Path) -> N
         with pytest.raises(PerfbenchError, match="holds side b of this cell, not a") as caught:
             tracecommand.trace_cell(stored_run, CELLS[0], side=side)  # type: ignore[arg-type]
         assert caught.value.exit_code is Exit.USAGE
-    with pytest.raises(PerfbenchError, match="got cell 'path=masked'"):
+    with pytest.raises(PerfbenchError, match="'path=masked' names 5 cells"):
         tracecommand.trace_cell(stored_run, "path=masked")
     bench.b.ends[CELLS[0]] = Status.OOM
     text, code = tracecommand.trace_cell(stored_run, CELLS[0])
