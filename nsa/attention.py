@@ -51,6 +51,7 @@ class NSAAttention(nn.Module):
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
         Request(path, fa2)  # an unknown name fails here, not in the first forward
         self.config, self.path, self.fa2 = config, path, fa2
+        self.dim = dim
         self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim = (
             num_heads,
             num_kv_heads,
@@ -93,7 +94,7 @@ class NSAAttention(nn.Module):
         ValueError for an x that does not fit the weights, a cache of another config, batch, dtype
         or device, or one given while gradients are recorded.
         """
-        checks.states(x_BTM, self.q_proj.weight)
+        checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
         if cache is not None:
             check_cache(cache, self.config)
         if layout is None:
@@ -168,7 +169,7 @@ class NSAAttention(nn.Module):
         """An empty NSACache of this layer's heads, dtype (or ``dtype``, under autocast) and
         device.
         """
-        weight = self.k_proj.weight
+        own_dtype, device = self._compute_kind()
         return NSACache.empty(
             self.config,
             batch,
@@ -177,8 +178,8 @@ class NSAAttention(nn.Module):
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
             initial_len=initial_len,
-            dtype=dtype or weight.dtype,
-            device=weight.device,
+            dtype=dtype or own_dtype,
+            device=device,
         )
 
     def reserve(
@@ -191,9 +192,9 @@ class NSAAttention(nn.Module):
         share no buffers: a layer returns its buffers to the allocator at the end of its call, so
         one layer's reservation serves all layers of that size.
         """
-        weight = self.k_proj.weight
+        own_dtype, device = self._compute_kind()
         # a shape, no memory
-        q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(
+        q = torch.empty(1, dtype=dtype or own_dtype, device=device).expand(
             batch, tokens, self.num_heads, self.head_dim
         )
         route = self._route(q, tokens, whole=True)
@@ -208,8 +209,13 @@ class NSAAttention(nn.Module):
             dtype=q.dtype,
         )
         needed = gathered_rows.workspace_bytes(batch, tokens, shape, backward=backward)
-        gathered_rows.reserve(needed, weight.device)
+        gathered_rows.reserve(needed, device)
         return needed
+
+    def _compute_kind(self) -> tuple[torch.dtype, torch.device]:
+        """dtype and device of K and V: the projection's, or the layer's where that was replaced."""
+        weight = checks.plain_weight(self.k_proj)
+        return checks.compute_kind(self) if weight is None else (weight.dtype, weight.device)
 
     def _route(
         self, q: Tensor, tokens: int, *, q_start: int | Tensor = 0, whole: bool = False

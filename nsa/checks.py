@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa import settings
 from nsa.config import NSAConfig
@@ -216,51 +216,92 @@ def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
         )
 
 
-def states(x: Tensor, weight: Tensor) -> None:
-    """x [B, T, M] of a layer whose first projection is ``weight`` [F, M]. Autocast casts any
-    floating x.
+def states(x: Tensor, dim: int, weight: Tensor | None) -> None:
+    """x [B, T, dim] of a layer whose first projection is ``weight``, as `plain_weight` gives it.
+    Autocast casts any floating x.
     """
-    dim = weight.shape[1]
     if x.ndim != 3 or x.shape[2] != dim or 0 in x.shape:
         raise ValueError(
             f"x has shape {tuple(x.shape)}; wanted [B, tokens, {dim}], none of them 0; give a batch"
             " of sequences"
         )
+    if not x.is_floating_point():
+        raise ValueError(
+            f"x is {x.dtype}; wanted a floating dtype, that of the layer's weights; cast x"
+        )
+    if weight is None:
+        return
     if x.device != weight.device:
         raise ValueError(
             f"x is on {x.device}; wanted {weight.device}, where the layer's weights are; move one"
             " of them"
         )
-    if x.dtype != weight.dtype and not (x.is_floating_point() and _is_autocast(x.device)):
+    if x.dtype != weight.dtype and not _is_autocast(x.device):
         raise ValueError(
             f"x is {x.dtype}; wanted {weight.dtype}, the weights' dtype; cast x or the layer, or"
             " run under torch.autocast"
         )
 
 
+def plain_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a torch.nn.Linear or Embedding that computes with it as it is stored, else
+    None.
+
+    A module that took its place (an adapter, a quantized one), a weight of another kind or dtype,
+    and a forward or a hook of the user's own say nothing of what fits as input.
+    """
+    if (
+        type(module) not in (nn.Linear, nn.Embedding)
+        or "forward" in module.__dict__
+        or module._forward_pre_hooks
+    ):
+        return None
+    weight = module.weight
+    # weights on meta are loaded by whoever put them there
+    if not isinstance(weight, Tensor) or weight.device.type == "meta":
+        return None
+    return weight if weight.dtype in DTYPES else None
+
+
+def compute_kind(module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """dtype and device that ``module`` computes in, of the first of its parameters and buffers that
+    is floating; torch's default dtype on the device of any other where none is.
+
+    One on meta, which its owner loads for each call, counts only where all are there.
+    """
+    stored = [*module.parameters(), *module.buffers()]
+    stored = [x for x in stored if x.device.type != "meta"] or stored
+    for x in stored:
+        if x.dtype in DTYPES:
+            return x.dtype, x.device
+    device = stored[0].device if stored else torch.device("cpu")
+    return torch.get_default_dtype(), device
+
+
 def _is_autocast(device: torch.device) -> bool:
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
-def ids(ids: Tensor, embedding: Tensor, *, padded: bool = False) -> None:
-    """int64 [B, T] for an embedding [vocab_size, M]. Ids are checked where contents may be read,
-    unless padding is still to be cut.
+def ids(ids: Tensor, vocab_size: int, weight: Tensor | None, *, padded: bool = False) -> None:
+    """int64 [B, T] for an embedding of ``vocab_size`` tokens, whose weight is ``weight`` as
+    `plain_weight` gives it. Ids are checked where contents may be read, unless padding is still to
+    be cut.
     """
     if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
         raise ValueError(
             f"ids is {ids.dtype} {tuple(ids.shape)}; wanted int64 [B, tokens], none of them 0;"
             " ids[None] is a batch of one"
         )
-    if ids.device != embedding.device:
+    if weight is not None and ids.device != weight.device:
         raise ValueError(
-            f"ids is on {ids.device}; wanted {embedding.device}, where the model's weights are;"
+            f"ids is on {ids.device}; wanted {weight.device}, where the model's weights are;"
             " move one of them"
         )
     if not padded and may_read(ids):
         lowest, highest = (int(x) for x in ids.aminmax())
-        if lowest < 0 or highest >= embedding.shape[0]:
+        if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"ids holds {lowest} .. {highest}; wanted 0 .. {embedding.shape[0] - 1}; use the"
+                f"ids holds {lowest} .. {highest}; wanted 0 .. {vocab_size - 1}; use the"
                 " model's tokenizer, or a larger vocab_size"
             )
 

@@ -50,11 +50,16 @@ class _Decoder(nn.Module):
         self.norm = nn.RMSNorm(model.dim)
         self.head = nn.Linear(model.dim, model.vocab_size, bias=False)
 
+    def _check_ids(self, ids_BT: Tensor, *, padded: bool = False) -> None:
+        weight = checks.plain_weight(self.embedding)
+        # a vocabulary that was resized is the embedding's, whatever the config says
+        vocab_size = self.config.vocab_size if weight is None else weight.shape[0]
+        checks.ids(ids_BT, vocab_size, weight, padded=padded)
+
     def _logits(
-        self, ids_BT: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}
+        self, x: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}
     ) -> Tensor:
-        """``options`` gives each layer its own."""
-        x = self.embedding(ids_BT)
+        """The logits of embedded tokens x [B, T, M]; ``options`` gives each layer its own."""
         first, stop = self.config.checkpoint_layers or (0, 0)
         for layer, block in enumerate(self.blocks):
             if first <= layer < stop and torch.is_grad_enabled():
@@ -102,7 +107,7 @@ class TinyLM(_Decoder):
         (elsewhere in strict mode alone, since looking would make the host wait), and for caches
         that are not one a layer, of its config, with one history.
         """
-        checks.ids(ids_BT, self.embedding.weight)
+        self._check_ids(ids_BT)
         if cache is not None and (not isinstance(cache, Sequence) or isinstance(cache, str)):
             raise ValueError(
                 f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a"
@@ -128,16 +133,17 @@ class TinyLM(_Decoder):
             )
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
         first = None if cache is None else cache[0]
+        x_BTM = self.embedding(ids_BT)
         options["layout"] = Layout.of(
-            ids_BT,
+            x_BTM,
             self.config.nsa,
             self.config.head_dim,
-            dtype=self.embedding.weight.dtype,
+            dtype=x_BTM.dtype,
             cache=first,
             **options,
         )
         return self._logits(
-            ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **options}
+            x_BTM, lambda layer: {"cache": None if cache is None else cache[layer], **options}
         )
 
     def new_cache(
@@ -175,7 +181,7 @@ class TinyLM(_Decoder):
         host's time; the capture costs as much as some steps, once a call. ValueError for it where
         the model is not on CUDA, and for arguments that do not fit.
         """
-        checks.ids(ids_BT, self.embedding.weight, padded=prompt_lengths is not None)
+        self._check_ids(ids_BT, padded=prompt_lengths is not None)
         if cuda_graph:
             check_device(ids_BT.device)
         B, T = ids_BT.shape
@@ -220,11 +226,10 @@ class DenseLM(_Decoder):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]."""
-        checks.ids(ids_BT, self.embedding.weight)
-        layout = Layout.of(
-            ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype
-        )
-        return self._logits(ids_BT, lambda layer: {"layout": layout})
+        self._check_ids(ids_BT)
+        x_BTM = self.embedding(ids_BT)
+        layout = Layout.of(x_BTM, self.config.nsa, self.config.head_dim, dtype=x_BTM.dtype)
+        return self._logits(x_BTM, lambda layer: {"layout": layout})
 
 
 def next_token_labels(ids_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:

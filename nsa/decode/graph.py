@@ -62,7 +62,7 @@ class DecodeGraph:
                 f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"
                 " alone is called as ever"
             )
-        device = model.embedding.weight.device
+        _, device = checks.compute_kind(model.embedding)
         check_device(device)
         if checks.is_strict():
             raise ValueError(
