@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nsa import settings
 from nsa.config import NSAConfig
+from nsa.ops.precision import autocast_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -236,7 +237,7 @@ def states(x: Tensor, dim: int, weight: Tensor | None) -> None:
             f"x is on {x.device}; wanted {weight.device}, where the layer's weights are; move one"
             " of them"
         )
-    if x.dtype != weight.dtype and not _is_autocast(x.device):
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         raise ValueError(
             f"x is {x.dtype}; wanted {weight.dtype}, the weights' dtype; cast x or the layer, or"
             " run under torch.autocast"
@@ -276,10 +277,6 @@ def compute_kind(module: nn.Module) -> tuple[torch.dtype, torch.device]:
             return x.dtype, x.device
     device = stored[0].device if stored else torch.device("cpu")
     return torch.get_default_dtype(), device
-
-
-def _is_autocast(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
 
 
 def ids(ids: Tensor, vocab_size: int, weight: Tensor | None, *, padded: bool = False) -> None:

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from nsa import ModelConfig, NSAAttention, NSAConfig, TinyLM
+from nsa import (
+    ModelConfig,
+    NSAAttention,
+    NSAConfig,
+    TinyLM,
+    compress,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    sliding_attention,
+)
+from nsa.config import BRANCHES, PHI_KINDS
 from tests.cases import randn
 
 CFG = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
@@ -93,11 +107,11 @@ def test_a_replaced_projection_runs(kind: str) -> None:
     """FAULTS "code reads `proj.weight` of a projection that was replaced": forward, cache and
     reserve.
     """
-    replace, tolerance = REPLACEMENTS[kind]
+    replaced, tolerance = REPLACEMENTS[kind]
     layer, x = layer_of(), randn(2, 90, 32, seed=1)
     want = layer(x).detach()
     for name in PROJECTIONS:
-        setattr(layer, name, replace(getattr(layer, name)))
+        setattr(layer, name, replaced(getattr(layer, name)))
     with torch.no_grad():
         torch.testing.assert_close(layer(x), want, atol=tolerance, rtol=1e-5)
         cache = layer.new_cache(2, 90)
@@ -150,3 +164,69 @@ def test_what_does_not_fit_is_refused_with_replaced_projections_too(x: Tensor, w
     layer.q_proj = adapted(layer.q_proj)  # type: ignore[assignment]
     with pytest.raises(ValueError, match=want):
         layer(x)
+
+
+META_OPTIONS = (
+    {"gate": "softmax"},
+    {"gate": "softmax", "branches": ("sel", "win"), "phi": "linear"},
+    {"gate": "softmax", "branches": ("win",), "gate_temperature": 2.0},
+    {"gate": "sigmoid", "phi": "mlp", "phi_hidden": 24},
+)
+
+
+@pytest.mark.parametrize("options", META_OPTIONS, ids=lambda x: "-".join(map(str, x.values())))
+def test_a_model_made_on_meta_is_initialised_as_one_made_plainly(options: dict[str, Any]) -> None:
+    """FAULTS "meta device": to_empty and every reset_parameters, by torchtitan's loop; buffers
+    that are not stored included.
+    """
+    nsa = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 5, "w": 24, **options}
+    want = model_of(nsa=nsa)
+    with torch.device("meta"):
+        model = model_of(nsa=nsa)
+    model.to_empty(device="cpu")
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    with torch.no_grad():
+        for _, tensor in tensors:  # what memory may hold
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+    torch.manual_seed(0)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    expected = dict([*want.named_parameters(), *want.named_buffers()])
+    assert [name for name, x in tensors if not torch.equal(x, expected[name])] == []
+    assert len(tensors) == len(expected)
+    ids = torch.arange(60)[None]
+    assert torch.equal(model(ids), want(ids))
+
+
+@pytest.mark.parametrize("path", ["auto", "v2", "masked"])
+@pytest.mark.parametrize("phi", PHI_KINDS)
+def test_a_forward_on_meta_gives_shapes(path: str, phi: str) -> None:
+    """FAULTS "meta device": plain, packed, cached and backward, where blocks compete."""
+    with torch.device("meta"):
+        layer = layer_of(replace(CFG, phi=phi), path=path)
+        x = torch.empty(1, 200, 32, requires_grad=True)
+        cu_seqlens = torch.empty(3, dtype=torch.int64)
+        bf16 = layer_of(replace(CFG, phi=phi, gate="softmax"), path=path).bfloat16()
+    layer(x).sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert layer(x, cu_seqlens=cu_seqlens).shape == x.shape
+    assert bf16(x.bfloat16()).dtype == torch.bfloat16
+    with torch.no_grad():
+        cache = layer.new_cache(1, 300)
+        assert layer(x, cache=cache).shape == x.shape
+        assert layer(x[:, :1], cache=cache).device.type == "meta"
+    assert cache.lengths == (201,)
+
+
+def test_functions_on_meta_give_shapes() -> None:
+    """Another instance: the functions, each branch's own and the log-sum-exp included."""
+    q, k = torch.empty(2, 150, 4, 8, device="meta"), torch.empty(2, 150, 2, 8, device="meta")
+    k_cmp = compress(k, config=CFG)
+    o, lse = compressed_attention(q, k_cmp, k_cmp, block=8, stride=4)
+    blocks = select_blocks(q, k_cmp, config=CFG)
+    assert (o.shape, lse.shape, blocks.shape) == (q.shape, q.shape[:3], (2, 150, 2, 5))
+    assert selected_attention(q, k, k, blocks, sel_block=16).shape == q.shape
+    assert sliding_attention(q, k, k, window=24).shape == q.shape
+    gates = torch.empty(2, 150, 4, len(BRANCHES), device="meta")
+    assert nsa_attention(q, (k, k), (k, k), (k, k), gates, config=CFG).shape == q.shape
