@@ -47,6 +47,7 @@ class NSAAttention(nn.Module):
         fa2: str = "auto",
     ) -> None:
         super().__init__()
+        checks.config(config)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
         Request(path, fa2)  # an unknown name fails here, not in the first forward

@@ -5,6 +5,7 @@ wanted, next step.
 from __future__ import annotations
 
 import math
+import operator
 
 import torch
 from torch import Tensor, nn
@@ -316,6 +317,29 @@ def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
             f"blocks is {blocks.dtype} {tuple(blocks.shape)} on {blocks.device}; wanted int32"
             f" [{', '.join(map(str, wanted))}, N] on {q.device}; nsa.select_blocks returns such"
         )
+
+
+def sampling(*, temperature: float, top_p: float) -> None:
+    """Finite, temperature >= 0 and 0 < top_p <= 1."""
+    for name, value, fits, wanted in (
+        ("temperature", temperature, lambda x: 0 <= x < math.inf, "a finite number >= 0; 0"),
+        ("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1; 1"),
+    ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not fits(value):
+            raise ValueError(f"{name}={value!r}; wanted {wanted} is the default")
+
+
+def counts(name: str, values: object) -> list[int]:
+    """``values`` as whole numbers, one a row, of whatever kind of whole number they are."""
+    if isinstance(values, list | tuple) and all(type(n) is int for n in values):
+        return list(values)
+    try:
+        return [operator.index(n) for n in values]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise ValueError(
+            f"{name}={values!r}; wanted whole numbers, one a row; a list such as [3, 5] is"
+        ) from error
 
 
 def no_gradient(*tensors: Tensor) -> None:

@@ -185,7 +185,10 @@ class TinyLM(_Decoder):
         if cuda_graph:
             check_device(ids_BT.device)
         B, T = ids_BT.shape
-        lengths = [T] * B if prompt_lengths is None else [int(n) for n in prompt_lengths]
+        lengths = (
+            [T] * B if prompt_lengths is None else checks.counts("prompt_lengths", prompt_lengths)
+        )
+        (max_new_tokens,) = checks.counts("max_new_tokens", [max_new_tokens])
         if max_new_tokens < 1 or len(lengths) != B or not all(1 <= n <= T for n in lengths):
             raise ValueError(
                 f"max_new_tokens={max_new_tokens}, prompt_lengths={lengths} for ids [{B}, {T}];"

@@ -22,11 +22,7 @@ def next_token(
     always holds one. ValueError for a temperature or top_p out of range and, where contents may be
     read (a CPU, strict mode), for a row without a most likely token.
     """
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"temperature={temperature}, top_p={top_p}; wanted temperature >= 0 and 0 < top_p <= 1;"
-            " 0 and 1 are the defaults"
-        )
+    checks.sampling(temperature=temperature, top_p=top_p)
     if checks.may_read(logits_BV) and not (most_B := logits_BV.amax(-1)).isfinite().all():
         row = int((~most_B.isfinite()).nonzero()[0])
         raise ValueError(

@@ -90,7 +90,8 @@ class Layout:
         position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
         if num_tokens is None:
             return cls(turned(position_BT), None, None, None)
-        present_BT = torch.arange(T, device=device) < to_device(num_tokens, device)[:, None]
+        count_B = to_device(checks.counts("num_tokens", num_tokens), device)
+        present_BT = torch.arange(T, device=device) < count_B[:, None]
         return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
 
     def check(self, x: Tensor, *, packed: bool, some_absent: bool) -> None:

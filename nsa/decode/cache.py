@@ -56,6 +56,29 @@ class _TokenShape:
     dtype: torch.dtype
     device: torch.device | str
 
+    def buffers(self, batch: int, rows: Sequence[int]) -> list[list[Tensor]]:
+        """Zeros for K and V [batch, n, G, D] of each n of ``rows``. Where memory ends, PyTorch's
+        own kind of error says what all of them take.
+        """
+
+        def zeros(n: int, dim: int) -> Tensor:
+            return torch.zeros(
+                batch, n, self.num_kv_heads, dim, dtype=self.dtype, device=self.device
+            )
+
+        try:
+            return [[zeros(n, self.head_dim), zeros(n, self.v_head_dim)] for n in rows]
+        except (RuntimeError, TypeError) as error:  # the latter of a size beyond int64
+            token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+            needed = batch * sum(rows) * token
+            kind = torch.OutOfMemoryError
+            raise (kind if isinstance(error, kind) else RuntimeError)(
+                f"got no memory on {self.device} for a cache of {needed:,} bytes:"
+                f" {token:,} a token, {batch} x {rows[0] - 1:,} tokens, window {rows[2]:,};"
+                " wanted room for them; lower batch, max_len or window, or begin with a smaller"
+                " initial_len"
+            ) from error
+
 
 class NSACache:
     """Preallocated keys and values of one layer.
@@ -88,18 +111,12 @@ class NSACache:
         self._lengths = [0] * batch
         self.keys_read = KeysRead()
 
-        def pair(rows: int) -> list[Tensor]:
-            return [
-                torch.zeros(
-                    batch, rows, token.num_kv_heads, dim, dtype=token.dtype, device=token.device
-                )
-                for dim in (token.head_dim, token.v_head_dim)
-            ]
-
         # One row more than there is room for takes what a shorter row of a ragged chunk must not
         # keep.
-        self.sel, self.cmp = pair(capacity + 1), pair(self.grid.num_cmp(capacity) + 1)
-        self.win, self.tail = pair(config.window), pair(config.cmp_block - 1)
+        self.sel, self.cmp, self.win, self.tail = token.buffers(
+            batch,
+            (capacity + 1, self.grid.num_cmp(capacity) + 1, config.window, config.cmp_block - 1),
+        )
         self.steps: TakesSteps | None = None
         # while it steps: the last l raw tokens in a ring, which then stand for the tail
         self.raw: list[Tensor] = []
@@ -399,7 +416,7 @@ def check_chunk(
                     f" {tuple(x.shape)} ({branch}); wanted {(B, T, *buffer.shape[2:])}; make the"
                     " cache with the layer's heads and head dims"
                 )
-    new = [T] * B if num_tokens is None else [int(n) for n in num_tokens]
+    new = [T] * B if num_tokens is None else checks.counts("num_tokens", num_tokens)
     if len(new) != B or min(new) < 0 or max(new) != T:
         raise ValueError(
             f"num_tokens={new} for a chunk [{B}, {T}]; wanted {B} numbers from 0 to {T}, the"

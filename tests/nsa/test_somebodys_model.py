@@ -230,3 +230,48 @@ def test_functions_on_meta_give_shapes() -> None:
     assert sliding_attention(q, k, k, window=24).shape == q.shape
     gates = torch.empty(2, 150, 4, len(BRANCHES), device="meta")
     assert nsa_attention(q, (k, k), (k, k), (k, k), gates, config=CFG).shape == q.shape
+
+
+NEARLY_VALID: dict[str, tuple[dict[str, Any], str]] = {
+    "temperature nan": ({"temperature": float("nan")}, "temperature=nan; wanted a finite number"),
+    "temperature inf": ({"temperature": float("inf")}, "temperature=inf; wanted a finite number"),
+    "temperature text": ({"temperature": "0.5"}, "temperature='0.5'; wanted a finite number"),
+    "top_p": ({"top_p": float("nan")}, "top_p=nan; wanted a number above 0, at most 1"),
+    "top_p true": ({"top_p": True}, "top_p=True; wanted a number"),
+    "new tokens": ({"max_new_tokens": 1.5}, "max_new_tokens=.1.5.; wanted whole numbers"),
+    "lengths": ({"prompt_lengths": [2.7]}, r"prompt_lengths=\[2.7\]; wanted whole numbers"),
+}
+
+
+@pytest.mark.parametrize("kind", NEARLY_VALID)
+def test_arguments_of_generate_that_are_nearly_valid_are_refused(kind: str) -> None:
+    """FAULTS "values that are nearly valid": temperature=nan passed, a length of 2.7 was 2."""
+    options, words = NEARLY_VALID[kind]
+    with pytest.raises(ValueError, match=words):
+        model_of().generate(
+            torch.zeros(1, 4, dtype=torch.int64), **{"max_new_tokens": 2, **options}
+        )
+
+
+def test_whole_numbers_of_any_kind_are_counts() -> None:
+    layer, x = layer_of(), randn(2, 3, 32, seed=1)
+    with torch.no_grad():
+        cache = layer.new_cache(2, 9)
+        layer(x, cache=cache, num_tokens=torch.tensor([3, 1]))  # type: ignore[arg-type]
+        assert cache.lengths == (3, 1)
+        with pytest.raises(ValueError, match=r"num_tokens=\[1.9, 3\]; wanted whole numbers"):
+            layer(x, cache=cache, num_tokens=[1.9, 3])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize(
+    ("config", "max_len"), [(CFG, 10**13), (replace(CFG, window=10**9), 10**13), (CFG, 10**30)]
+)
+def test_a_cache_beyond_memory_says_its_bytes(config: NSAConfig, max_len: int) -> None:
+    """FAULTS "window 10**9 in `new_cache`": the allocator's error said nothing of the cause."""
+    with pytest.raises(RuntimeError, match="got no memory on cpu for a cache of") as caught:
+        layer_of(config).new_cache(1, max_len)
+    token = 2 * 2 * 8 * 4
+    found = int(str(caught.value).split("cache of ")[1].split(" bytes")[0].replace(",", ""))
+    assert found >= max_len * token  # and the blocks that are compressed
+    assert found < 2 * max_len * token
+    assert f"{token} a token, 1 x {max_len:,} tokens, window {config.window:,}" in str(caught.value)
