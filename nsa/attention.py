@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa import checks
-from nsa.branches import Call, attend_view
+from nsa.branches import Call, attend_view, nothing
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.decode import KV, NSACache, View, check_cache
@@ -20,6 +20,7 @@ from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
 from nsa.ops.selected import gathered_rows
+from nsa.padding import call_padded
 from nsa.rope import rotate
 from nsa.routing import Path, Request, Route
 from nsa.shared_positions import Layout
@@ -80,16 +81,21 @@ class NSAAttention(nn.Module):
         x_BTM: Tensor,
         *,
         cache: NSACache | None = None,
-        cu_seqlens: Tensor | None = None,
-        num_tokens: Sequence[int] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        num_tokens: Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
         layout: Layout | None = None,
     ) -> Tensor:
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
-        With a ``cache`` the chunk continues each row's sequence (decode is a chunk of 1); row b
-        takes its first ``num_tokens[b]`` tokens only, and y of the others is 0. A cache that steps
+        With a ``cache`` the chunk continues each row's sequence (decode is a chunk of 1). Row b
+        takes its first ``num_tokens[b]`` tokens only (int64 [B], too, without a cache), and y of
+        the others is 0. A cache that steps
         (`nsa.decode.Steps`) takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N documents into
         B = 1; y beyond the last is 0.
+        ``attention_mask`` [B, T] (bool, or 0 and 1) says which of the tokens exist, instead of
+        num_tokens and cu_seqlens: padding may lie anywhere, counts as no position, and has y = 0.
+        With a cache the host waits for its counts.
         ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype,
         which is the weights' (or any floating one under autocast, whose dtype y then has).
         ValueError for an x that does not fit the weights, a cache of another config, batch, dtype
@@ -98,6 +104,9 @@ class NSAAttention(nn.Module):
         checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
         if cache is not None:
             check_cache(cache, self.config)
+        if attention_mask is not None:
+            checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens, layout=layout)
+            return call_padded(self, x_BTM, attention_mask, cache=cache)
         if layout is None:
             layout = self.layout(
                 x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens
@@ -124,6 +133,10 @@ class NSAAttention(nn.Module):
             self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
         )
         checks.qkv(q, *kv_sel, q_start=0)
+        if cache is None and q.shape[0] == 0:
+            learned = [*self.phi_k.parameters(), *self.phi_v.parameters()]
+            o = nothing(q, k_cmp, k_rotated, v, gates, *learned, dim=self.v_head_dim)
+            return self.o_proj(o.flatten(2))
         is_whole_sequence = cache is None and layout.packing is None
         if cache is None:
             route = self._route(q, q.shape[1], whole=is_whole_sequence)
@@ -135,7 +148,7 @@ class NSAAttention(nn.Module):
                 kv_sel,
                 kv_win,
                 compress=self._compress,
-                num_tokens=num_tokens,
+                num_tokens=None if num_tokens is None else checks.counts("num_tokens", num_tokens),
                 step=layout.step,
             )
             route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)

@@ -45,6 +45,15 @@ class Call:
         return self.config.num_selected_for(num_keys) * self.config.sel_block
 
 
+def nothing(q: Tensor, *sources: Tensor, dim: int) -> Tensor:
+    """o [0, T, HQ, dim] of an empty batch, in q's dtype. Gradients of q [0, T, HQ, D] and of
+    ``sources`` are 0, not None.
+    """
+    zero = sum(x.sum() * 0 for x in (q, *sources))
+    assert isinstance(zero, Tensor)
+    return zero.to(q.dtype).expand(0, *q.shape[1:3], dim)
+
+
 def attend_view(
     q: Tensor,
     gates: Tensor,

@@ -14,7 +14,9 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
 from nsa.dense import DenseAttention
+from nsa.documents import as_tensor
 from nsa.ops.positions import to_device
+from nsa.padding import Padding, call_padded
 from nsa.sampling import next_token
 from nsa.shared_positions import Layout
 
@@ -97,17 +99,19 @@ class TinyLM(_Decoder):
         ids_BT: Tensor,
         *,
         cache: Sequence[NSACache] | None = None,
-        cu_seqlens: Tensor | None = None,
-        num_tokens: Sequence[int] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        num_tokens: Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one
-        cache a layer (`new_cache`).
+        """ids int64 or int32 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with
+        one cache a layer (`new_cache`). What an ``attention_mask`` leaves out is no id, and its
+        logits are 0.
 
         ValueError for ids of another shape, dtype or device, on a CPU also outside the vocabulary
         (elsewhere in strict mode alone, since looking would make the host wait), and for caches
         that are not one a layer, of its config, with one history.
         """
-        self._check_ids(ids_BT)
+        self._check_ids(ids_BT, padded=attention_mask is not None)
         if cache is not None and (not isinstance(cache, Sequence) or isinstance(cache, str)):
             raise ValueError(
                 f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a"
@@ -131,6 +135,9 @@ class TinyLM(_Decoder):
                 "got caches of which only some step, or apart; wanted all of them or none; give"
                 " Steps those of all layers"
             )
+        if attention_mask is not None:
+            checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+            return call_padded(self, ids_BT, attention_mask, cache=cache)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
         first = None if cache is None else cache[0]
         x_BTM = self.embedding(ids_BT)
@@ -170,6 +177,7 @@ class TinyLM(_Decoder):
         temperature: float = 0.0,
         top_p: float = 1.0,
         prompt_lengths: Sequence[int] | None = None,
+        attention_mask: Tensor | None = None,
         generator: torch.Generator | None = None,
         cuda_graph: bool = False,
     ) -> Tensor:
@@ -177,11 +185,18 @@ class TinyLM(_Decoder):
 
         ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds
         ``top_p`` of the probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones,
-        then zeros. ``cuda_graph`` replays each decode step from a DecodeGraph, which saves the
-        host's time; the capture costs as much as some steps, once a call. ValueError for it where
-        the model is not on CUDA, and for arguments that do not fit.
+        then zeros; ``attention_mask`` [B, T] instead says which of the ids are its prompt,
+        wherever the padding lies. ``cuda_graph`` replays each decode step from a DecodeGraph, which
+        saves the host's time; the capture costs as much as some steps, once a call. ValueError for
+        it where the model is not on CUDA, and for arguments that do not fit.
         """
-        self._check_ids(ids_BT, padded=prompt_lengths is not None)
+        masked = attention_mask is not None
+        self._check_ids(ids_BT, padded=masked or prompt_lengths is not None)
+        ids_BT = ids_BT.long()
+        if attention_mask is not None:
+            checks.mask_alone(prompt_lengths=prompt_lengths)
+            padding = Padding.of(attention_mask, ids_BT)
+            ids_BT, prompt_lengths = padding.pack(ids_BT), padding.count_B.tolist()
         if cuda_graph:
             check_device(ids_BT.device)
         B, T = ids_BT.shape
@@ -195,6 +210,8 @@ class TinyLM(_Decoder):
                 f" wanted at least one new token, and {B} lengths from 1 to {T}; an empty prompt"
                 " needs a first token"
             )
+        if B == 0:
+            return ids_BT.new_zeros(0, T + max_new_tokens)
         longest = max(lengths)
         cache = self.new_cache(B, longest + max_new_tokens)
         out = ids_BT.new_zeros(B, T + max_new_tokens)
@@ -235,15 +252,19 @@ class DenseLM(_Decoder):
         return self._logits(x_BTM, lambda layer: {"layout": layout})
 
 
-def next_token_labels(ids_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The label of each token is the next one: int64 [B, T], IGNORED_LABEL where there is none.
+def next_token_labels(
+    ids_BT: Tensor, *, cu_seqlens: Tensor | Sequence[int] | None = None
+) -> Tensor:
+    """The label of each token is the next one: int64 [B, T], IGNORED_LABEL where there is none;
+    of ids int64 or int32.
 
     With ``cu_seqlens`` (B = 1) the last token of each document has none, nor have tokens beyond the
     last document.
     """
-    labels = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    labels = torch.nn.functional.pad(ids_BT[:, 1:].long(), (0, 1), value=IGNORED_LABEL)
     if cu_seqlens is None:
         return labels
+    cu_seqlens = as_tensor(cu_seqlens, ids_BT.device)
     token = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     ends = torch.isin(token + 1, cu_seqlens.long()) | (token >= cu_seqlens[-1])
     return labels.masked_fill(ends, IGNORED_LABEL)

@@ -22,10 +22,13 @@ from nsa import (
     selected_attention,
     sliding_attention,
 )
-from nsa.config import BRANCHES, PHI_KINDS
+from nsa.config import BRANCHES, PHI_KINDS, preset
+from nsa.model import DenseLM, next_token_labels
 from tests.cases import randn
 
 CFG = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
+CFG_MAPPING = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 5, "w": 24}
+HERE = ("reference", "v1", "v2", "masked")  # what needs no GPU
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -179,7 +182,7 @@ def test_a_model_made_on_meta_is_initialised_as_one_made_plainly(options: dict[s
     """FAULTS "meta device": to_empty and every reset_parameters, by torchtitan's loop; buffers
     that are not stored included.
     """
-    nsa = {"l": 8, "d": 4, "l_sel": 16, "n_sel": 5, "w": 24, **options}
+    nsa = CFG_MAPPING | options
     want = model_of(nsa=nsa)
     with torch.device("meta"):
         model = model_of(nsa=nsa)
@@ -275,3 +278,137 @@ def test_a_cache_beyond_memory_says_its_bytes(config: NSAConfig, max_len: int) -
     assert found >= max_len * token  # and the blocks that are compressed
     assert found < 2 * max_len * token
     assert f"{token} a token, 1 x {max_len:,} tokens, window {config.window:,}" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", ["auto", *HERE, "triton"])
+def test_an_empty_batch_gives_an_empty_batch(path: str) -> None:
+    """FAULTS "empty and unusual batches": batch 0, forward and backward, of a layer on every path;
+    gradients are 0, so that DDP's reducer sees every parameter.
+    """
+    for options in ({}, {"phi": "mlp", "gate": "softmax"}):
+        layer = layer_of(replace(CFG, **options), path=path)
+        x = torch.zeros(0, 50, 32, requires_grad=True)
+        y = layer(x)
+        y.sum().backward()
+        assert y.shape == (0, 50, 32) and x.grad is not None and x.grad.shape == x.shape
+        for name, parameter in layer.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.count_nonzero() == 0, name
+
+
+def test_an_empty_batch_of_functions_and_models() -> None:
+    """FAULTS "empty and unusual batches": batch 0 of every function, of both models, generate."""
+    q, k = (torch.zeros(0, 50, n, 8, requires_grad=True) for n in (4, 2))
+    start = torch.zeros(0, dtype=torch.int64)
+    k_cmp = compress(k, config=CFG)
+    blocks = select_blocks(q, k_cmp, config=CFG, q_start=start, kv_len=50)
+    o, lse = compressed_attention(q, k_cmp, k_cmp, block=8, stride=4)
+    outputs = [
+        o,
+        selected_attention(q, k, k, blocks, sel_block=16, path="v2"),
+        sliding_attention(q, k, k, window=24),
+        nsa_attention(q, (k, k), (k, k), (k, k), torch.zeros(0, 50, 4, 3), config=CFG),
+    ]
+    assert lse.shape == (0, 50, 4) and blocks.shape == (0, 50, 2, 5)
+    for output in outputs:
+        assert output.shape == q.shape
+        q.grad = None
+        output.sum().backward(retain_graph=True)
+        assert q.grad is not None
+    with pytest.raises(ValueError, match="nonsense"):
+        selected_attention(q, k, k, blocks, sel_block=16, path="nonsense")
+    ids = torch.zeros(0, 9, dtype=torch.int64)
+    for model in (model_of(), DenseLM(preset("tiny"))):
+        logits = model(ids)
+        logits.sum().backward()
+        assert logits.shape == (0, 9, 256)
+        assert all(p.grad is not None for p in model.parameters())
+    assert model_of().generate(ids, max_new_tokens=2).shape == (0, 11)
+
+
+def test_ids_may_be_int32() -> None:
+    """FAULTS "empty and unusual batches": int32 ids were refused."""
+    model, ids = model_of(), torch.arange(30)[None]
+    assert torch.equal(model(ids.int()), model(ids))
+    out = model.generate(ids.int(), max_new_tokens=3)
+    assert out.dtype == torch.int64 and torch.equal(out, model.generate(ids, max_new_tokens=3))
+    assert next_token_labels(ids.int()).dtype == torch.int64
+
+
+def test_cu_seqlens_may_be_a_list() -> None:
+    """FAULTS "empty and unusual batches": a list of bounds is what a data loader has."""
+    model, ids, bounds = model_of(), torch.arange(90)[None], [0, 31, 31, 80]
+    as_tensor = torch.tensor(bounds)
+    assert torch.equal(model(ids, cu_seqlens=bounds), model(ids, cu_seqlens=as_tensor))
+    labels = (next_token_labels(ids, cu_seqlens=x) for x in (bounds, as_tensor))
+    assert torch.equal(*labels)
+    for wrong, words in (([0, 91], "wanted 0 first"), ([0, 4.5], "wanted whole numbers")):
+        with pytest.raises(ValueError, match=words):
+            model(ids, cu_seqlens=wrong)
+
+
+MASKS = {
+    "right": [[1] * 61 + [0] * 9, [1] * 70, [1] * 1 + [0] * 69],
+    "left": [[0] * 9 + [1] * 61, [1] * 70, [0] * 69 + [1]],
+    "between": [[0, 1, 1, 0] * 17 + [1, 1], [1] * 35 + [0] + [1] * 34, [0, 1] * 35],
+}
+
+
+@pytest.mark.parametrize("kind", MASKS)
+def test_padding_is_as_if_it_were_not_there(kind: str) -> None:
+    """FAULTS "empty and unusual batches": attention_mask; each row equals its tokens alone, what
+    padding holds (an id of none, NaN) reaches nothing, and a cache continues each row.
+    """
+    mask = torch.tensor(MASKS[kind])
+    model = model_of()
+    ids = torch.arange(3 * 70).view(3, 70).masked_fill(mask == 0, -100)
+    logits = model(ids, attention_mask=mask)
+    assert not logits[mask == 0].any()
+    x = randn(3, 70, 64, seed=2).masked_fill((mask == 0)[..., None], torch.nan).requires_grad_()
+    y = model.blocks[0].attention(x, attention_mask=mask.bool())
+    y.sum().backward()
+    assert x.grad is not None and x.grad.isfinite().all() and not x.grad[mask == 0].any()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    with torch.no_grad():
+        cache = model.new_cache(3, 75)
+        cached = model(ids, cache=cache, attention_mask=mask)
+        torch.testing.assert_close(cached, logits.detach(), atol=1e-5, rtol=1e-4)
+        assert cache[0].lengths == tuple(mask.sum(1).tolist())
+    generated = model.generate(ids, max_new_tokens=3, attention_mask=mask)
+    for row in range(3):
+        alone = ids[row, mask[row] == 1][None]
+        want = model(alone)[0]
+        torch.testing.assert_close(logits[row, mask[row] == 1], want, atol=1e-5, rtol=1e-4)
+        out = model.generate(alone, max_new_tokens=3)[0]
+        assert torch.equal(generated[row, : len(out)], out) and not generated[row, len(out) :].any()
+
+
+def test_a_mask_that_is_no_padding_is_refused() -> None:
+    """FAULTS "empty and unusual batches": refused only where it cannot be packed."""
+    model, ids = model_of(), torch.arange(9)[None]
+    for mask in (torch.ones(1, 1, 9, 9), torch.zeros(1, 9), torch.ones(1, 8).bool(), [[1] * 9]):
+        with pytest.raises(ValueError, match=r"attention_mask is .*; wanted bool or 0 and 1"):
+            model(ids, attention_mask=mask)
+    ones = torch.ones(1, 9, dtype=torch.bool)
+    with pytest.raises(ValueError, match="got attention_mask and cu_seqlens"):
+        model(ids, attention_mask=ones, cu_seqlens=[0, 9])
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match="attention_mask of 1 rows holds no token"),
+    ):
+        model(ids, attention_mask=~ones, cache=model.new_cache(1, 9))
+    adaptive = model_of(nsa={**CFG_MAPPING, "adaptive_num_selected": True})
+    with pytest.raises(ValueError, match="adaptive_num_selected=True with num_tokens"):
+        adaptive(ids, attention_mask=ones)
+
+
+def test_num_tokens_without_a_cache() -> None:
+    """Another instance: rows of different lengths, with their lengths known on the host."""
+    layer, x = layer_of(), randn(2, 70, 32, seed=3)
+    y = layer(x, num_tokens=[70, 33])
+    torch.testing.assert_close(y[1, :33], layer(x[1:, :33])[0], atol=1e-5, rtol=1e-4)
+    assert not y[1, 33:].any()
+    assert torch.equal(y, layer(x, num_tokens=torch.tensor([70, 33])))
+    for wrong in ([71, 3], [3], [-1, 3], torch.tensor([71, 3]), torch.tensor([1.0, 2.0])):
+        with pytest.raises(ValueError, match="num_tokens.*wanted 2 whole numbers from 0 to 70"):
+            layer(x, num_tokens=wrong)
