@@ -67,7 +67,8 @@ class _TokenShape:
             )
 
         try:
-            return [[zeros(n, self.head_dim), zeros(n, self.v_head_dim)] for n in rows]
+            with torch.inference_mode(False):  # else only inference_mode could write to them
+                return [[zeros(n, self.head_dim), zeros(n, self.v_head_dim)] for n in rows]
         except (RuntimeError, TypeError) as error:  # the latter of a size beyond int64
             token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
             needed = batch * sum(rows) * token
@@ -85,9 +86,10 @@ class NSACache:
 
     Make it with ``empty``; NSAAttention and TinyLM fill it.
 
-    Keeps all K and V for the selected branch, a ring of the last w for the window, the compressed K
-    and V, and the raw tokens from C * d on (at most l - 1), from which the next compressed block
-    continues exactly. No gradient.
+    Keeps all K and V for the selected branch, a ring of the last min(w, max_len) for the window,
+    the compressed K and V, and the raw tokens from C * d on (at most l - 1), from which the next
+    compressed block continues exactly. No gradient. It may be made or used under inference_mode or
+    no_grad, in any order.
 
     While ``steps`` is not None (`nsa.decode.Steps`, which DecodeGraph uses) it takes one token a
     row at a time, and the lengths are on the device, too.
@@ -108,6 +110,8 @@ class NSACache:
             max_len,
             capacity,
         )
+        # rows of the window's ring: a row never holds more tokens
+        self.window = min(config.window, max_len)
         self._lengths = [0] * batch
         self.keys_read = KeysRead()
 
@@ -115,7 +119,7 @@ class NSACache:
         # keep.
         self.sel, self.cmp, self.win, self.tail = token.buffers(
             batch,
-            (capacity + 1, self.grid.num_cmp(capacity) + 1, config.window, config.cmp_block - 1),
+            (capacity + 1, self.grid.num_cmp(capacity) + 1, self.window, config.cmp_block - 1),
         )
         self.steps: TakesSteps | None = None
         # while it steps: the last l raw tokens in a ring, which then stand for the tail
@@ -249,7 +253,7 @@ class NSACache:
 
         Returns the window's view and the position of the first query in it.
         """
-        T, w = kv_sel[0].shape[1], self.config.window
+        T, w = kv_sel[0].shape[1], self.window
         before, kept = min(w - 1, start), min(w, T)
         earlier = [slots for slots, _ in _ring_parts(start - before, before, w)]
         k, v = (
@@ -293,10 +297,11 @@ class NSACache:
             ]
 
         # allocate both before storing either: when memory runs out, the cache is unchanged
-        self.sel, self.cmp = (
-            grown(self.sel, capacity + 1),
-            grown(self.cmp, self.grid.num_cmp(capacity) + 1),
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            self.sel, self.cmp = (
+                grown(self.sel, capacity + 1),
+                grown(self.cmp, self.grid.num_cmp(capacity) + 1),
+            )
         self.capacity = capacity
 
     def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
@@ -308,7 +313,7 @@ class NSACache:
 
     def _window_view(self, kv: KV, old: list[int], old_B: Tensor) -> tuple[KV, int | Tensor]:
         """The last w - 1 tokens of each row, oldest first, then the chunk."""
-        w = self.config.window
+        w = self.window
         if len(set(old)) == 1:
             before = min(w - 1, old[0])
             slot = (torch.arange(before, device=old_B.device) + old[0] - before) % w
@@ -331,7 +336,7 @@ class NSACache:
 
     def _store_ring(self, chunk: KV, old_B: Tensor, new_B: Tensor) -> None:
         """Slot s holds the latest token whose position is s modulo w."""
-        w = self.config.window
+        w = self.window
         last_B1 = (old_B + new_B - 1)[:, None]
         position_BW = last_B1 - (last_B1 - torch.arange(w, device=old_B.device)) % w
         token_BW = position_BW - old_B[:, None]

@@ -70,7 +70,7 @@ class DecodeGraph:
                 " unset it, or decode eagerly"
             )
         self._model, self._cache = model, list(cache)
-        with ExitStack() as undo, torch.no_grad():
+        with ExitStack() as undo, torch.inference_mode(False), torch.no_grad():
             self.steps = Steps(self._cache)
             undo.callback(self.steps.end)
             self.steps.check_room()

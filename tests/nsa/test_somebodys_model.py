@@ -23,6 +23,7 @@ from nsa import (
     sliding_attention,
 )
 from nsa.config import BRANCHES, PHI_KINDS, preset
+from nsa.decode import Steps
 from nsa.model import DenseLM, next_token_labels
 from tests.cases import randn
 
@@ -412,3 +413,64 @@ def test_num_tokens_without_a_cache() -> None:
     for wrong in ([71, 3], [3], [-1, 3], torch.tensor([71, 3]), torch.tensor([1.0, 2.0])):
         with pytest.raises(ValueError, match="num_tokens.*wanted 2 whole numbers from 0 to 70"):
             layer(x, num_tokens=wrong)
+
+
+@pytest.mark.parametrize("max_len", [13, 24, 60])
+@pytest.mark.parametrize("window", [24, 10**9])
+def test_the_ring_of_a_window_has_the_rows_that_are_needed(max_len: int, window: int) -> None:
+    """FAULTS "memory by configuration, not by need": min(window, max_len) rows, and the numbers of
+    one call, by chunks, ragged rows and steps up to max_len.
+    """
+    layer = layer_of(replace(CFG, window=window))
+    x = randn(2, max_len, 32, seed=4)
+    with torch.no_grad():
+        want = layer(x)
+        cache = layer.new_cache(2, max_len)
+        assert cache.win[0].shape[1] == min(window, max_len)
+        y = [layer(x[:, :5], cache=cache), layer(x[:, 5:11], cache=cache)]
+        y.append(layer(x[:, 11:12], cache=cache))
+        rest = [layer(x[:, t : t + 1], cache=cache) for t in range(12, max_len)]
+        torch.testing.assert_close(torch.cat([*y, *rest], 1), want, atol=1e-5, rtol=1e-4)
+        ragged = layer.new_cache(2, max_len, initial_len=2)
+        lengths = [9, 4]
+        layer(x[:, :9], cache=ragged, num_tokens=lengths)
+        steps = Steps([ragged]) if max_len == 24 else None
+        for _ in range(max_len - 9):
+            token = torch.stack([x[b, n] for b, n in enumerate(lengths)])[:, None]
+            y = layer(token, cache=ragged)
+            for b, n in enumerate(lengths):
+                torch.testing.assert_close(y[b, 0], want[b, n], atol=1e-5, rtol=1e-4)
+            lengths = [n + 1 for n in lengths]
+        if steps is not None:
+            steps.end()
+    assert ragged.lengths == (max_len, max_len - 5)
+
+
+def test_a_cache_of_a_window_beyond_memory_takes_what_its_tokens_take() -> None:
+    """FAULTS "window 10**9 in `new_cache`": bytes go by max_len."""
+    small, wide = (layer_of(replace(CFG, window=w)).new_cache(1, 64) for w in (64, 10**9))
+    assert small.memory_bytes() == wide.memory_bytes()
+
+
+def test_a_cache_outlives_the_inference_mode_that_it_was_made_in() -> None:
+    """FAULTS "a cache made under inference_mode": made, grown, stepped and ended there, then used
+    under no_grad, and the other way round.
+    """
+    model, ids = model_of(), torch.arange(40)[None]
+    with torch.no_grad():
+        want = model(ids)
+    modes = (torch.inference_mode, torch.no_grad)
+    for first, second in (modes, modes[::-1]):
+        with first():
+            cache = model.new_cache(1, 40, initial_len=4)
+            y = [model(ids[:, :8], cache=cache)]
+        with second():
+            y.append(model(ids[:, 8:20], cache=cache))
+            steps = Steps(cache)
+            y.append(model(ids[:, 20:21], cache=cache))
+        with first():
+            y.append(model(ids[:, 21:22], cache=cache))
+            steps.end()
+        with second():
+            y.append(model(ids[:, 22:], cache=cache))
+        torch.testing.assert_close(torch.cat(y, 1), want, atol=1e-5, rtol=1e-4)
