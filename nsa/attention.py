@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa import checks
-from nsa.branches import Call, attend_view, nothing
+from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.decode import KV, NSACache, View, check_cache
@@ -163,6 +163,9 @@ class NSAAttention(nn.Module):
         )
         keys_read = None if cache is None else cache.keys_read
         o = attend_view(q, gates, view, call, keys_read=keys_read)
+        if "cmp" not in self.config.branches and torch.is_grad_enabled():
+            # the choice of blocks has no gradient, and DDP waits for one of each parameter
+            o = reaching(o, self.phi_k.parameters(), self.phi_v.parameters())
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -474,3 +476,49 @@ def test_a_cache_outlives_the_inference_mode_that_it_was_made_in() -> None:
         with second():
             y.append(model(ids[:, 22:], cache=cache))
         torch.testing.assert_close(torch.cat(y, 1), want, atol=1e-5, rtol=1e-4)
+
+
+SUBSETS = [c for n in (1, 2, 3) for c in itertools.combinations(BRANCHES, n)]
+
+
+@pytest.mark.parametrize("branches", SUBSETS, ids="-".join)
+@pytest.mark.parametrize("phi", PHI_KINDS)
+def test_the_loss_reaches_every_parameter(branches: tuple[str, ...], phi: str) -> None:
+    """FAULTS "parameters that no loss reaches": a gradient that is None ends DDP's second step;
+    for any branches, before the first block is whole, too, and packed.
+    """
+    for gate, tokens, bounds in (("sigmoid", 3, None), ("softmax", 90, None), ("sigmoid", 90, 3)):
+        layer = layer_of(replace(CFG, branches=branches, phi=phi, gate=gate))
+        y = layer(
+            randn(1, tokens, 32, seed=5), cu_seqlens=None if bounds is None else [0, bounds, tokens]
+        )
+        y.sum().backward()
+        missing = [name for name, p in layer.named_parameters() if p.grad is None]
+        assert missing == [], (gate, tokens, bounds)
+        learned = [*layer.phi_k.parameters(), *layer.phi_v.parameters()]
+        assert "cmp" in branches or not any(p.grad.any() for p in learned)
+
+
+def test_a_parameter_that_is_not_finite_and_not_used_changes_nothing() -> None:
+    layer, x = layer_of(replace(CFG, branches=("win",), phi="linear")), randn(1, 40, 32, seed=6)
+    want = layer(x).detach()
+    with torch.no_grad():
+        layer.phi_v.weight.fill_(torch.nan)
+    assert torch.equal(layer(x), want)
+
+
+def train_two_steps(rank: int, rendezvous: str) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2
+    )
+    layer = layer_of(replace(CFG, branches=("sel", "win"), phi="linear"))
+    parallel = nn.parallel.DistributedDataParallel(layer)
+    for step in range(3):
+        parallel(randn(1, 90, 32, seed=2 * step + rank)).sum().backward()
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_training_of_branches_without_the_compressed_one(tmp_path: Path) -> None:
+    """FAULTS "parameters that no loss reaches": gloo on two processes; the second step raised."""
+    torch.multiprocessing.spawn(train_two_steps, (str(tmp_path / "rendezvous"),), nprocs=2)
