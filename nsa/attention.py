@@ -19,6 +19,7 @@ from nsa.decode import KV, NSACache, View, check_cache
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
+from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import gathered_rows
 from nsa.padding import call_padded
 from nsa.rope import rotate
@@ -183,8 +184,8 @@ class NSAAttention(nn.Module):
         initial_len: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> NSACache:
-        """An empty NSACache of this layer's heads, dtype (or ``dtype``, under autocast) and
-        device.
+        """An empty NSACache of this layer's heads, dtype (autocast's where it is on; or
+        ``dtype``) and device.
         """
         own_dtype, device = self._compute_kind()
         return NSACache.empty(
@@ -195,7 +196,7 @@ class NSAAttention(nn.Module):
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
             initial_len=initial_len,
-            dtype=dtype or own_dtype,
+            dtype=dtype or autocast_dtype(device) or own_dtype,
             device=device,
         )
 

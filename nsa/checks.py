@@ -322,8 +322,10 @@ def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
         )
 
 
-def sampling(*, temperature: float, top_p: float) -> None:
-    """Finite, temperature >= 0 and 0 < top_p <= 1."""
+def sampling(*, temperature: float, top_p: float, top_k: int | None) -> None:
+    """Finite, temperature >= 0, 0 < top_p <= 1, and top_k >= 1 or None."""
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise ValueError(f"top_k={top_k!r}; wanted a whole number of tokens >= 1; None takes all")
     for name, value, fits, wanted in (
         ("temperature", temperature, lambda x: 0 <= x < math.inf, "a finite number >= 0; 0"),
         ("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1; 1"),

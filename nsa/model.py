@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from nsa.dense import DenseAttention
 from nsa.documents import as_tensor
 from nsa.ops.positions import to_device
 from nsa.padding import Padding, call_padded
-from nsa.sampling import next_token
+from nsa.sampling import Sampling, endings, has_ended, next_token
 from nsa.shared_positions import Layout
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -174,21 +174,24 @@ class TinyLM(_Decoder):
         ids_BT: Tensor,
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
         prompt_lengths: Sequence[int] | None = None,
         attention_mask: Tensor | None = None,
-        generator: torch.Generator | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop: Sequence[Sequence[int]] = (),
         cuda_graph: bool = False,
+        **sampling: Unpack[Sampling],
     ) -> Tensor:
         """Continue each prompt by ``max_new_tokens`` tokens: int64 [B, T + max_new_tokens].
 
-        ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds
-        ``top_p`` of the probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones,
-        then zeros; ``attention_mask`` [B, T] instead says which of the ids are its prompt,
-        wherever the padding lies. ``cuda_graph`` replays each decode step from a DecodeGraph, which
-        saves the host's time; the capture costs as much as some steps, once a call. ValueError for
-        it where the model is not on CUDA, and for arguments that do not fit.
+        ``sampling`` is ``temperature``, ``top_p``, ``top_k`` and ``generator`` of
+        `nsa.sampling.next_token`: by default the most likely token. A row ends after an
+        ``eos_token_id`` (one or several) or after the ids of one of ``stop``, which it keeps; the
+        host looks whether all have ended, on a GPU every 16 steps. Row b is its first
+        ``prompt_lengths[b]`` tokens, the new ones, then zeros; ``attention_mask`` [B, T] instead
+        says which of the ids are its prompt, wherever the padding lies. ``cuda_graph`` replays each
+        decode step from a DecodeGraph, which saves the host's time; the capture costs as much as
+        some steps, once a call. ValueError for it where the model is not on CUDA, and for arguments
+        that do not fit.
         """
         masked = attention_mask is not None
         self._check_ids(ids_BT, padded=masked or prompt_lengths is not None)
@@ -197,6 +200,7 @@ class TinyLM(_Decoder):
             checks.mask_alone(prompt_lengths=prompt_lengths)
             padding = Padding.of(attention_mask, ids_BT)
             ids_BT, prompt_lengths = padding.pack(ids_BT), padding.count_B.tolist()
+        ends = endings(eos_token_id, stop)
         if cuda_graph:
             check_device(ids_BT.device)
         B, T = ids_BT.shape
@@ -228,11 +232,17 @@ class TinyLM(_Decoder):
             def decode(ids_B1: Tensor) -> Tensor:
                 return self(ids_B1, cache=cache)[:, -1]
 
+        new_BN = ids_BT.new_zeros(B, max_new_tokens)
+        ended_B = torch.zeros(B, dtype=torch.bool, device=ids_BT.device)
+        look_every = 1 if ids_BT.device.type == "cpu" else 16
         for step in range(max_new_tokens):
-            chosen_B = next_token(
-                last_BV, temperature=temperature, top_p=top_p, generator=generator
-            )
+            chosen_B = next_token(last_BV, **sampling).masked_fill(ended_B, 0)
             out.scatter_(1, (length_B + step)[:, None], chosen_B[:, None])
+            new_BN[:, step] = chosen_B
+            for ending in ends:
+                ended_B |= has_ended(new_BN[:, : step + 1], ending)
+            if ends and (step + 1) % look_every == 0 and ended_B.all():
+                break
             if step + 1 < max_new_tokens:
                 last_BV = decode(chosen_B[:, None])
         return out

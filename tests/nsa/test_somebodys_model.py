@@ -27,6 +27,7 @@ from nsa import (
 from nsa.config import BRANCHES, PHI_KINDS, preset
 from nsa.decode import Steps
 from nsa.model import DenseLM, next_token_labels
+from nsa.sampling import next_token
 from tests.cases import randn
 
 CFG = NSAConfig(cmp_block=8, cmp_stride=4, sel_block=16, num_selected=5, window=24)
@@ -522,3 +523,55 @@ def train_two_steps(rank: int, rendezvous: str) -> None:
 def test_data_parallel_training_of_branches_without_the_compressed_one(tmp_path: Path) -> None:
     """FAULTS "parameters that no loss reaches": gloo on two processes; the second step raised."""
     torch.multiprocessing.spawn(train_two_steps, (str(tmp_path / "rendezvous"),), nprocs=2)
+
+
+def test_generation_ends_where_it_is_told_to() -> None:
+    """FAULTS "generation": eos_token_id and stop; a row keeps what ended it, then zeros."""
+    model, ids = model_of(), torch.tensor([[5, 6, 7], [80, 81, 82]])
+    free = model.generate(ids, max_new_tokens=8)
+    first, second = (row[3:].tolist() for row in free)
+    for options in (
+        {"eos_token_id": first[2]},
+        {"eos_token_id": [first[2]]},
+        {"stop": [first[1:3]]},
+        {"stop": [[first[2]], [999]]},
+    ):
+        out = model.generate(ids, max_new_tokens=8, **options)
+        pair = options.get("stop", [[]])[0] == first[1:3]
+        cut = 3 if pair else first.index(first[2]) + 1
+        assert out[0, 3 : 3 + cut].tolist() == first[:cut] and not out[0, 3 + cut :].any()
+        assert out.shape == free.shape
+    assert model.generate(ids, max_new_tokens=8, eos_token_id=999).equal(free)
+    assert out[1, 3:].tolist() == second or first[2] in second
+    for wrong in ({"stop": ["text"]}, {"stop": [[]]}, {"eos_token_id": [1.5]}, {"top_k": 0}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}.*wanted"):
+            model.generate(ids, max_new_tokens=2, **wrong)
+
+
+def test_top_k_takes_of_the_most_likely_alone() -> None:
+    """FAULTS "generation": top_k, ties by the lower index; with 1 it is greedy."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0, 1.9]]).expand(2000, -1)
+    rng = torch.Generator().manual_seed(0)
+    drawn = next_token(logits, temperature=1.0, top_k=3, generator=rng)
+    assert set(drawn.tolist()) == {1, 3, 4}
+    assert set(next_token(logits, temperature=1.0, top_k=1).tolist()) == {1}
+    assert len(set(next_token(logits, temperature=9.0, top_k=99, generator=rng).tolist())) == 5
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-320])
+def test_a_small_temperature_is_greedy(temperature: float) -> None:
+    """FAULTS "generation": temperature 1e-38 gave token 0."""
+    logits = randn(64, 50, seed=7)
+    for dtype in (torch.float32, torch.bfloat16):
+        chosen = next_token(logits.to(dtype), temperature=temperature)[:, None]
+        assert torch.equal(logits.to(dtype).gather(1, chosen)[:, 0], logits.to(dtype).amax(-1))
+
+
+def test_a_cache_made_under_autocast_takes_its_dtype() -> None:
+    """FAULTS "generation": generate under autocast had an fp32 cache for bf16 chunks."""
+    model, ids = model_of(), torch.arange(20)[None]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.generate(ids, max_new_tokens=3).shape == (1, 23)
+        assert model.new_cache(1, 9)[0].sel[0].dtype == torch.bfloat16
+        assert model.new_cache(1, 9, dtype=torch.float32)[0].sel[0].dtype == torch.float32
+    assert model.new_cache(1, 9)[0].sel[0].dtype == torch.float32
