@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from nsa import checks
-from nsa.branches import Call, attend_view
+from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.decode import KV, NSACache, View, check_cache
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for
 from nsa.gate import SigmoidGate, SoftmaxGate
+from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import gathered_rows
+from nsa.padding import call_padded
 from nsa.rope import rotate
 from nsa.routing import Path, Request, Route
 from nsa.shared_positions import Layout
@@ -47,10 +49,12 @@ class NSAAttention(nn.Module):
         fa2: str = "auto",
     ) -> None:
         super().__init__()
+        checks.config(config)
         v_head_dim = head_dim if v_head_dim is None else v_head_dim
         check_heads(num_heads, num_kv_heads, head_dim, v_head_dim)
         Request(path, fa2)  # an unknown name fails here, not in the first forward
         self.config, self.path, self.fa2 = config, path, fa2
+        self.dim = dim
         self.num_heads, self.num_kv_heads, self.head_dim, self.v_head_dim = (
             num_heads,
             num_kv_heads,
@@ -78,24 +82,32 @@ class NSAAttention(nn.Module):
         x_BTM: Tensor,
         *,
         cache: NSACache | None = None,
-        cu_seqlens: Tensor | None = None,
-        num_tokens: Sequence[int] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        num_tokens: Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
         layout: Layout | None = None,
     ) -> Tensor:
         """x [B, T, M] -> y [B, T, M]. At most one of ``cache`` and ``cu_seqlens``.
 
-        With a ``cache`` the chunk continues each row's sequence (decode is a chunk of 1); row b
-        takes its first ``num_tokens[b]`` tokens only, and y of the others is 0. A cache that steps
+        With a ``cache`` the chunk continues each row's sequence (decode is a chunk of 1). Row b
+        takes its first ``num_tokens[b]`` tokens only (int64 [B], too, without a cache), and y of
+        the others is 0. A cache that steps
         (`nsa.decode.Steps`) takes chunks of 1. ``cu_seqlens`` int [N + 1] packs N documents into
         B = 1; y beyond the last is 0.
+        ``attention_mask`` [B, T] (bool, or 0 and 1) says which of the tokens exist, instead of
+        num_tokens and cu_seqlens: padding may lie anywhere, counts as no position, and has y = 0.
+        With a cache the host waits for its counts.
         ``layout`` is the Layout of the same arguments, where layers share one. y has x's dtype,
         which is the weights' (or any floating one under autocast, whose dtype y then has).
         ValueError for an x that does not fit the weights, a cache of another config, batch, dtype
         or device, or one given while gradients are recorded.
         """
-        checks.states(x_BTM, self.q_proj.weight)
+        checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
         if cache is not None:
             check_cache(cache, self.config)
+        if attention_mask is not None:
+            checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens, layout=layout)
+            return call_padded(self, x_BTM, attention_mask, cache=cache)
         if layout is None:
             layout = self.layout(
                 x_BTM, dtype=x_BTM.dtype, cache=cache, cu_seqlens=cu_seqlens, num_tokens=num_tokens
@@ -122,6 +134,10 @@ class NSAAttention(nn.Module):
             self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
         )
         checks.qkv(q, *kv_sel, q_start=0)
+        if cache is None and q.shape[0] == 0:
+            learned = [*self.phi_k.parameters(), *self.phi_v.parameters()]
+            o = nothing(q, k_cmp, k_rotated, v, gates, *learned, dim=self.v_head_dim)
+            return self.o_proj(o.flatten(2))
         is_whole_sequence = cache is None and layout.packing is None
         if cache is None:
             route = self._route(q, q.shape[1], whole=is_whole_sequence)
@@ -133,7 +149,7 @@ class NSAAttention(nn.Module):
                 kv_sel,
                 kv_win,
                 compress=self._compress,
-                num_tokens=num_tokens,
+                num_tokens=None if num_tokens is None else checks.counts("num_tokens", num_tokens),
                 step=layout.step,
             )
             route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
@@ -148,6 +164,9 @@ class NSAAttention(nn.Module):
         )
         keys_read = None if cache is None else cache.keys_read
         o = attend_view(q, gates, view, call, keys_read=keys_read)
+        if "cmp" not in self.config.branches and torch.is_grad_enabled():
+            # the choice of blocks has no gradient, and DDP waits for one of each parameter
+            o = reaching(o, self.phi_k.parameters(), self.phi_v.parameters())
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
 
@@ -165,10 +184,10 @@ class NSAAttention(nn.Module):
         initial_len: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> NSACache:
-        """An empty NSACache of this layer's heads, dtype (or ``dtype``, under autocast) and
-        device.
+        """An empty NSACache of this layer's heads, dtype (autocast's where it is on; or
+        ``dtype``) and device.
         """
-        weight = self.k_proj.weight
+        own_dtype, device = self._compute_kind()
         return NSACache.empty(
             self.config,
             batch,
@@ -177,8 +196,8 @@ class NSAAttention(nn.Module):
             head_dim=self.head_dim,
             v_head_dim=self.v_head_dim,
             initial_len=initial_len,
-            dtype=dtype or weight.dtype,
-            device=weight.device,
+            dtype=dtype or autocast_dtype(device) or own_dtype,
+            device=device,
         )
 
     def reserve(
@@ -191,9 +210,9 @@ class NSAAttention(nn.Module):
         share no buffers: a layer returns its buffers to the allocator at the end of its call, so
         one layer's reservation serves all layers of that size.
         """
-        weight = self.k_proj.weight
+        own_dtype, device = self._compute_kind()
         # a shape, no memory
-        q = weight.new_empty(1, dtype=dtype or weight.dtype).expand(
+        q = torch.empty(1, dtype=dtype or own_dtype, device=device).expand(
             batch, tokens, self.num_heads, self.head_dim
         )
         route = self._route(q, tokens, whole=True)
@@ -208,8 +227,13 @@ class NSAAttention(nn.Module):
             dtype=q.dtype,
         )
         needed = gathered_rows.workspace_bytes(batch, tokens, shape, backward=backward)
-        gathered_rows.reserve(needed, weight.device)
+        gathered_rows.reserve(needed, device)
         return needed
+
+    def _compute_kind(self) -> tuple[torch.dtype, torch.device]:
+        """dtype and device of K and V: the projection's, or the layer's where that was replaced."""
+        weight = checks.plain_weight(self.k_proj)
+        return checks.compute_kind(self) if weight is None else (weight.dtype, weight.device)
 
     def _route(
         self, q: Tensor, tokens: int, *, q_start: int | Tensor = 0, whole: bool = False

@@ -5,9 +5,11 @@ B batch, T query tokens, G kv heads, N blocks a row.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -43,6 +45,24 @@ class Call:
         if not self.is_whole_sequence:
             return 0
         return self.config.num_selected_for(num_keys) * self.config.sel_block
+
+
+def nothing(q: Tensor, *sources: Tensor, dim: int) -> Tensor:
+    """o [0, T, HQ, dim] of an empty batch, in q's dtype. Gradients of q [0, T, HQ, D] and of
+    ``sources`` are 0, not None.
+    """
+    zero = sum(x.sum() * 0 for x in (q, *sources))
+    assert isinstance(zero, Tensor)
+    return zero.to(q.dtype).expand(0, *q.shape[1:3], dim)
+
+
+def reaching(o: Tensor, *groups: Iterable[Tensor]) -> Tensor:
+    """``o`` as it is, such that gradients of the tensors of ``groups`` are 0 where they would be
+    None; their contents are not read.
+    """
+    for x in chain(*groups):
+        o = o + x.flatten()[:0].sum().to(o.dtype)
+    return o
 
 
 def attend_view(

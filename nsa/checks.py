@@ -5,14 +5,19 @@ wanted, next step.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa import settings
 from nsa.config import NSAConfig
+from nsa.ops.positions import to_device
+from nsa.ops.precision import autocast_dtype
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
 
 
 def may_read(x: Tensor) -> bool:
@@ -45,10 +50,10 @@ def qkv(q: Tensor, k: Tensor, v: Tensor, *, q_start: int | Tensor, whole: bool =
                 f"{name} has shape {tuple(x.shape)}; wanted four dimensions [B, tokens, heads, D];"
                 " unflatten the heads"
             )
-        if 0 in x.shape[:1] or (name == "q" and 0 in x.shape):
+        if name == "q" and 0 in x.shape[1:]:
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}; wanted at least one sequence and one query;"
-                " skip empty calls"
+                f"{name} has shape {tuple(x.shape)}; wanted at least one query, head and dim a"
+                " sequence; skip calls without tokens"
             )
         if x.dtype not in DTYPES or x.dtype != q.dtype:
             other_dtype = "" if x is q else f" and q is {q.dtype}"
@@ -106,7 +111,7 @@ def start(q: Tensor, q_start: int | Tensor, *, num_keys: int | None) -> None:
         raise ValueError(
             f"q_start is on {q_start.device} and q on {q.device}; wanted one device; move it"
         )
-    if may_read(q_start):
+    if q_start.numel() and may_read(q_start):
         lowest, highest = (int(x) for x in q_start.aminmax())
         if lowest < 0 or (num_keys is not None and highest + q.shape[1] > num_keys):
             end = (
@@ -216,51 +221,88 @@ def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
         )
 
 
-def states(x: Tensor, weight: Tensor) -> None:
-    """x [B, T, M] of a layer whose first projection is ``weight`` [F, M]. Autocast casts any
-    floating x.
+def states(x: Tensor, dim: int, weight: Tensor | None) -> None:
+    """x [B, T, dim] of a layer whose first projection is ``weight``, as `plain_weight` gives it.
+    Autocast casts any floating x.
     """
-    dim = weight.shape[1]
-    if x.ndim != 3 or x.shape[2] != dim or 0 in x.shape:
+    if x.ndim != 3 or x.shape[2] != dim or 0 in x.shape[1:]:
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; wanted [B, tokens, {dim}], none of them 0; give a batch"
-            " of sequences"
+            f"x has shape {tuple(x.shape)}; wanted [B, tokens, {dim}], of one token at least;"
+            " give a batch of sequences"
         )
+    if not x.is_floating_point():
+        raise ValueError(
+            f"x is {x.dtype}; wanted a floating dtype, that of the layer's weights; cast x"
+        )
+    if weight is None:
+        return
     if x.device != weight.device:
         raise ValueError(
             f"x is on {x.device}; wanted {weight.device}, where the layer's weights are; move one"
             " of them"
         )
-    if x.dtype != weight.dtype and not (x.is_floating_point() and _is_autocast(x.device)):
+    if x.dtype != weight.dtype and autocast_dtype(x.device) is None:
         raise ValueError(
             f"x is {x.dtype}; wanted {weight.dtype}, the weights' dtype; cast x or the layer, or"
             " run under torch.autocast"
         )
 
 
-def _is_autocast(device: torch.device) -> bool:
-    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+def plain_weight(module: nn.Module) -> Tensor | None:
+    """The weight of a torch.nn.Linear or Embedding that computes with it as it is stored, else
+    None.
 
-
-def ids(ids: Tensor, embedding: Tensor, *, padded: bool = False) -> None:
-    """int64 [B, T] for an embedding [vocab_size, M]. Ids are checked where contents may be read,
-    unless padding is still to be cut.
+    A module that took its place (an adapter, a quantized one), a weight of another kind or dtype,
+    and a forward or a hook of the user's own say nothing of what fits as input.
     """
-    if ids.ndim != 2 or 0 in ids.shape or ids.dtype != torch.int64:
+    if (
+        type(module) not in (nn.Linear, nn.Embedding)
+        or "forward" in module.__dict__
+        or module._forward_pre_hooks
+    ):
+        return None
+    weight = module.weight
+    # weights on meta are loaded by whoever put them there
+    if not isinstance(weight, Tensor) or weight.device.type == "meta":
+        return None
+    return weight if weight.dtype in DTYPES else None
+
+
+def compute_kind(module: nn.Module) -> tuple[torch.dtype, torch.device]:
+    """dtype and device that ``module`` computes in, of the first of its parameters and buffers that
+    is floating; torch's default dtype on the device of any other where none is.
+
+    One on meta, which its owner loads for each call, counts only where all are there.
+    """
+    stored = [*module.parameters(), *module.buffers()]
+    stored = [x for x in stored if x.device.type != "meta"] or stored
+    for x in stored:
+        if x.dtype in DTYPES:
+            return x.dtype, x.device
+    device = stored[0].device if stored else torch.device("cpu")
+    return torch.get_default_dtype(), device
+
+
+def ids(ids: Tensor, vocab_size: int, weight: Tensor | None, *, padded: bool = False) -> None:
+    """int64 or int32 [B, T] for an embedding of ``vocab_size`` tokens, whose weight is ``weight``
+    as `plain_weight` gives it. Ids are checked where contents may be read, unless padding is still
+    to be cut.
+    """
+    if ids.ndim != 2 or 0 in ids.shape[1:] or ids.dtype not in INDICES:
         raise ValueError(
-            f"ids is {ids.dtype} {tuple(ids.shape)}; wanted int64 [B, tokens], none of them 0;"
-            " ids[None] is a batch of one"
+            f"ids is {ids.dtype} {tuple(ids.shape)}; wanted int64 or int32 [B, tokens], of one"
+            " token at least; ids[None] is a batch of one, and ids.long() int64"
         )
-    if ids.device != embedding.device:
+    if weight is not None and ids.device != weight.device:
         raise ValueError(
-            f"ids is on {ids.device}; wanted {embedding.device}, where the model's weights are;"
+            f"ids is on {ids.device}; wanted {weight.device}, where the model's weights are;"
             " move one of them"
         )
-    if not padded and may_read(ids):
+    if not padded and ids.numel() and may_read(ids):
         lowest, highest = (int(x) for x in ids.aminmax())
-        if lowest < 0 or highest >= embedding.shape[0]:
+        if lowest < 0 or highest >= vocab_size:
             raise ValueError(
-                f"ids holds {lowest} .. {highest}; wanted 0 .. {embedding.shape[0] - 1}; use the"
+                f"ids holds {lowest} .. {highest}; wanted 0 .. {vocab_size - 1}; use the"
                 " model's tokenizer, or a larger vocab_size"
             )
 
@@ -277,6 +319,76 @@ def blocks(blocks: Tensor, q: Tensor, k: Tensor) -> None:
         raise ValueError(
             f"blocks is {blocks.dtype} {tuple(blocks.shape)} on {blocks.device}; wanted int32"
             f" [{', '.join(map(str, wanted))}, N] on {q.device}; nsa.select_blocks returns such"
+        )
+
+
+def sampling(*, temperature: float, top_p: float, top_k: int | None) -> None:
+    """Finite, temperature >= 0, 0 < top_p <= 1, and top_k >= 1 or None."""
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise ValueError(f"top_k={top_k!r}; wanted a whole number of tokens >= 1; None takes all")
+    for name, value, fits, wanted in (
+        ("temperature", temperature, lambda x: 0 <= x < math.inf, "a finite number >= 0; 0"),
+        ("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1; 1"),
+    ):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not fits(value):
+            raise ValueError(f"{name}={value!r}; wanted {wanted} is the default")
+
+
+def counts(name: str, values: object) -> list[int]:
+    """``values`` as whole numbers, one a row, of whatever kind of whole number they are."""
+    if isinstance(values, list | tuple) and all(type(n) is int for n in values):
+        return list(values)
+    try:
+        return [operator.index(n) for n in values]  # type: ignore[attr-defined]
+    except TypeError as error:
+        raise ValueError(
+            f"{name}={values!r}; wanted whole numbers, one a row; a list such as [3, 5] is"
+        ) from error
+
+
+def lengths(num_tokens: Sequence[int] | Tensor, x: Tensor) -> Tensor:
+    """Tokens of each row of x [B, T, ...], from 0 to T: int64 [B] on x's device. Those of a tensor
+    are read only where they may be.
+    """
+    B, T = x.shape[:2]
+    wanted = f"wanted {B} whole numbers from 0 to {T}; count each row's tokens"
+    if not isinstance(num_tokens, Tensor):
+        given = counts("num_tokens", num_tokens)
+        if len(given) != B or not all(0 <= n <= T for n in given):
+            raise ValueError(f"num_tokens={given} for {B} rows of {T} tokens; {wanted}")
+        return to_device(given, x.device)
+    if num_tokens.shape != (B,) or num_tokens.dtype not in INDICES or num_tokens.device != x.device:
+        got = f"{num_tokens.dtype} {tuple(num_tokens.shape)} on {num_tokens.device}"
+        raise ValueError(f"num_tokens is {got}; {wanted}, int64 on {x.device}")
+    if B and may_read(num_tokens):
+        lowest, highest = (int(n) for n in num_tokens.aminmax())
+        if lowest < 0 or highest > T:
+            raise ValueError(f"num_tokens holds {lowest} .. {highest}; {wanted}")
+    return num_tokens.long()
+
+
+def attention_mask(mask: Tensor, x: Tensor) -> None:
+    """bool or whole numbers [B, T], true where x [B, T, ...] holds a token."""
+    if not isinstance(mask, Tensor) or mask.shape != x.shape[:2] or mask.is_floating_point():
+        got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else repr(mask)
+        raise ValueError(
+            f"attention_mask is {got}; wanted bool or 0 and 1, {list(x.shape[:2])}: which tokens of"
+            " this call exist; NSA is causal by itself, and takes no mask of pairs and no bias"
+        )
+    if mask.device != x.device:
+        raise ValueError(
+            f"attention_mask is on {mask.device} and the tokens on {x.device}; wanted one device;"
+            " move it"
+        )
+
+
+def mask_alone(**others: object) -> None:
+    """An attention_mask says by itself which tokens exist."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(
+            f"got attention_mask and {', '.join(given)}; wanted at most one of them; leave out the"
+            " mask"
         )
 
 
@@ -297,12 +409,6 @@ def packed(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_start: int | Tensor, *, r
         raise ValueError(
             f"cu_seqlens with q {tuple(q.shape)}, k {tuple(k.shape)}, q_start={q_start!r}; wanted"
             " one packed row of as many keys as queries, beginning at 0; pack the batch into B = 1"
-        )
-    if not isinstance(cu_seqlens, Tensor):
-        got = type(cu_seqlens).__name__
-        raise ValueError(
-            f"cu_seqlens is {got}; wanted a tensor int32 or int64 [documents + 1];"
-            " torch.tensor(cu_seqlens) is one"
         )
     if (
         cu_seqlens.ndim != 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 BRANCHES = ("cmp", "sel", "win")
 # see ModelConfig.sha256
@@ -49,6 +50,54 @@ def _one_of(owner: str, name: str, value: object, choices: tuple[str, ...]) -> N
         )
 
 
+def _whole_from_0(owner: str, name: str, value: object, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise ValueError(f"{owner}.{name}={value!r} must be a whole number >= 0; {hint}")
+
+
+def _true_or_false(owner: str, name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{owner}.{name}={value!r} must be True or False; set it to one")
+
+
+# what fp32 holds without losing bits, the dtype that these numbers meet
+_SMALLEST, _LARGEST = 2.0**-126, (2.0 - 2.0**-23) * 2.0**127
+
+
+def _number_above_0(owner: str, name: str, value: object) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not _SMALLEST <= value <= _LARGEST:  # type: ignore[operator]
+        raise ValueError(
+            f"{owner}.{name}={value!r} must be > 0 and a finite number that float32 holds, from"
+            f" {_SMALLEST:.3g} to {_LARGEST:.3g}; the default is fine for most uses"
+        )
+
+
+def _branches(value: object) -> tuple[str, ...]:
+    """``value`` as a tuple of branches, each once; ValueError, with the tuple that was meant."""
+    owner = "NSAConfig"
+    if isinstance(value, str):
+        names = value.replace(",", " ").replace("+", " ").split()
+        meant = tuple(dict.fromkeys(n for n in names if n in BRANCHES))
+        raise ValueError(
+            f"{owner}.branches={value!r} must be a tuple of branches; write"
+            f" branches={meant or BRANCHES!r}"
+        )
+    if not isinstance(value, tuple | list):
+        raise ValueError(
+            f"{owner}.branches={value!r} must be a tuple of branches; write branches={BRANCHES!r},"
+            " or some of them"
+        )
+    for branch in value:
+        _one_of(owner, "branches", branch, BRANCHES)
+    if not value or len(set(value)) != len(value):
+        raise ValueError(
+            f"{owner}.branches={tuple(value)!r} must name each branch once, and at least one"
+            f" of {BRANCHES}"
+        )
+    return tuple(value)
+
+
 def nearest_name(name: str, valid: list[str]) -> str:
     """Return ``'; did you mean X?'`` or the list of all valid names."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
@@ -71,6 +120,34 @@ def _resolve_keys(
     return resolved
 
 
+_Class = TypeVar("_Class", bound=type)
+
+
+def _with_known_names(aliases: Mapping[str, str]) -> Callable[[_Class], _Class]:
+    """A dataclass whose TypeError for an unknown keyword has the nearest field; ``aliases`` are
+    what ``from_mapping`` takes besides.
+    """
+
+    def decorate(cls: _Class) -> _Class:
+        known, made = [f.name for f in fields(cls)], vars(cls)["__init__"]
+
+        @functools.wraps(made)
+        def checked(self: Any, *args: Any, **values: Any) -> None:
+            for name in values:
+                if name not in known:
+                    near = f"; did you mean {aliases[name]!r}?" if name in aliases else ""
+                    raise TypeError(
+                        f"{cls.__name__} has no field {name!r}{near or nearest_name(name, known)}"
+                    )
+            made(self, *args, **values)
+
+        cls.__init__ = checked  # type: ignore[misc]
+        return cls
+
+    return decorate
+
+
+@_with_known_names(NSA_ALIASES)
 @dataclass(frozen=True, slots=True)
 class NSAConfig:
     """Geometry and options of one NSA layer (arXiv 2502.11089; defaults are the paper's section
@@ -119,10 +196,7 @@ class NSAConfig:
             window=self.window,
             num_local=self.num_local,
         )
-        if self.num_initial < 0:
-            raise ValueError(
-                f"NSAConfig.num_initial={self.num_initial} must be >= 0; 1 is the paper's value"
-            )
+        _whole_from_0("NSAConfig", "num_initial", self.num_initial, "1 is the paper's value")
         for name in ("cmp_block", "sel_block"):
             size = getattr(self, name)
             if size % self.cmp_stride:
@@ -148,27 +222,13 @@ class NSAConfig:
                     f"NSAConfig.phi_hidden={self.phi_hidden} is mlp's, and phi={self.phi!r}; set"
                     " phi='mlp' or omit phi_hidden"
                 )
-        if self.adaptive_num_selected not in (True, False):
-            raise ValueError(
-                f"NSAConfig.adaptive_num_selected={self.adaptive_num_selected!r} must be true or"
-                " false; set it to one"
-            )
+        _true_or_false("NSAConfig", "adaptive_num_selected", self.adaptive_num_selected)
+        _true_or_false("NSAConfig", "share_kv", self.share_kv)
         _one_of("NSAConfig", "rope", self.rope, ROPE_KINDS)
         _one_of("NSAConfig", "cmp_rope", self.cmp_rope, CMP_ROPE_KINDS)
         for name in ("gate_temperature", "rope_base", "rope_scale"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise ValueError(
-                    f"NSAConfig.{name}={value!r} must be > 0; the default is fine for most uses"
-                )
-        object.__setattr__(self, "branches", tuple(self.branches))
-        if not self.branches or len(set(self.branches)) != len(self.branches):
-            raise ValueError(
-                f"NSAConfig.branches={self.branches!r} must name each branch once, and at least one"
-                f" of {BRANCHES}"
-            )
-        for branch in self.branches:
-            _one_of("NSAConfig", "branches", branch, BRANCHES)
+            _number_above_0("NSAConfig", name, getattr(self, name))
+        object.__setattr__(self, "branches", _branches(self.branches))
 
     @property
     def rotates_before_compression(self) -> bool:
@@ -194,6 +254,7 @@ class NSAConfig:
         return cls(**_resolve_keys("nsa", data, [f.name for f in fields(cls)], NSA_ALIASES))
 
 
+@_with_known_names(MODEL_ALIASES)
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Shape of a decoder-only language model whose attention is NSA (or, in its dense twin, causal
@@ -224,10 +285,17 @@ class ModelConfig:
             vocab_size=self.vocab_size,
             mlp_ratio=self.mlp_ratio,
         )
+        if not isinstance(self.nsa, NSAConfig):
+            raise ValueError(
+                f"ModelConfig.nsa={self.nsa!r} must be an NSAConfig; ModelConfig.from_mapping takes"
+                " a mapping"
+            )
         if self.checkpoint_layers is not None:
-            object.__setattr__(self, "checkpoint_layers", tuple(self.checkpoint_layers))
-            first, stop = self.checkpoint_layers
-            if not 0 <= first < stop <= self.num_layers:
+            layers: object = self.checkpoint_layers
+            whole = isinstance(layers, tuple | list) and [type(x) for x in layers] == [int, int]
+            if whole:
+                object.__setattr__(self, "checkpoint_layers", tuple(self.checkpoint_layers))
+            if not whole or not 0 <= layers[0] < layers[1] <= self.num_layers:  # type: ignore[index]
                 raise ValueError(
                     f"ModelConfig.checkpoint_layers={self.checkpoint_layers} must be (first, stop)"
                     f" with 0 <= first < stop <= num_layers={self.num_layers}; null checkpoints"

@@ -10,20 +10,20 @@ Errors are ValueErrors (RouteError among them).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from nsa import capability, checks, dispatch, selection, settings
-from nsa.branches import Call, attend_view
+from nsa.branches import Call, attend_view, nothing
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
-from nsa.documents import Documents, Packing
+from nsa.documents import Documents, Packing, as_tensor
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.rope import angles, rotate
-from nsa.routing import SCORE, Capability, Problem, Route, route, scores_of
+from nsa.routing import SCORE, Capability, Problem, Request, Route, route, scores_of
 
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
@@ -115,6 +115,9 @@ def compressed_attention(
     checks.scale(scale)
     checks.qkv(q, k_cmp, v_cmp, q_start=q_start, whole=False)
     checks.compressed_grid(block, stride)
+    if q.shape[0] == 0:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return nothing(q, k_cmp, v_cmp, dim=v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     decision = route_for(
         q,
@@ -165,6 +168,9 @@ def select_blocks(
     checks.keys(kv_len, q, q_start=q_start)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     G, D = k_cmp.shape[2:]
+    if q.shape[0] == 0:
+        N = config.num_selected_for(kv_len)
+        return torch.empty(0, q.shape[1], G, N, dtype=torch.int32, device=q.device)
     decision = route_for(
         q, G, D, kv_len, branches=("sel",), q_start=q_start, path="auto", fa2="auto", config=config
     )
@@ -210,6 +216,9 @@ def selected_attention(
     checks.qkv(q, k, v, q_start=q_start)
     checks.blocks(blocks, q, k)
     checks.sizes(sel_block=sel_block)
+    if q.shape[0] == 0:
+        Request(path, fa2)
+        return nothing(q, k, v, dim=v.shape[3])
     if checks.is_strict():
         checks.block_contents(blocks, k.shape[1], sel_block, q_start)
     k, v = _up_to_last_query((k, v), q, q_start)
@@ -249,6 +258,9 @@ def sliding_attention(
     checks.scale(scale)
     checks.qkv(q, k, v, q_start=q_start)
     checks.sizes(window=window)
+    if q.shape[0] == 0:
+        Request("auto", fa2)
+        return nothing(q, k, v, dim=v.shape[3])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     decision = route_for(
         q,
@@ -274,7 +286,7 @@ def nsa_attention(
     q_start: int | Tensor = 0,
     scale: float | None = None,
     phi_params: PhiParams = None,
-    cu_seqlens: Tensor | None = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     path: str = "auto",
     fa2: str = "auto",
     nonnegative_gates: bool = False,
@@ -313,7 +325,13 @@ def nsa_attention(
         what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)",
     )
     packing = None
+    if q.shape[0] == 0 and cu_seqlens is None:
+        Request(path, fa2)
+        learned = [x for params in phi_params or () for x in (params or {}).values()]
+        tensors = (*kv_cmp, *kv_sel, *kv_win, gates, *learned)
+        return nothing(q, *tensors, dim=kv_sel[1].shape[3])
     if cu_seqlens is not None:
+        cu_seqlens = as_tensor(cu_seqlens, q.device)
         checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=checks.may_read(q))
         packing = Packing.of(cu_seqlens, q.shape[1], config.sel_block)
         q, gates = packing.align(q), packing.align(gates)

@@ -35,15 +35,21 @@ class SoftmaxGate(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature = temperature
-        self.all_on = len(branches) == len(BRANCHES)
-        self.register_buffer(
-            "off_N", torch.tensor([b not in branches for b in BRANCHES]), persistent=False
-        )
+        self.branches, self.all_on = branches, len(branches) == len(BRANCHES)
+        self.register_buffer("off_N", torch.zeros(len(BRANCHES), dtype=torch.bool), False)
         self.up = nn.Parameter(torch.empty(num_kv_heads, head_dim, head_dim))
         self.down = nn.Parameter(torch.empty(num_kv_heads, head_dim, len(BRANCHES)))
-        bound = head_dim**-0.5
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform within head_dim ** -0.5, up first; and which branches are off, which no
+        checkpoint stores.
+        """
+        bound = self.up.shape[1] ** -0.5
         nn.init.uniform_(self.up, -bound, bound)
         nn.init.uniform_(self.down, -bound, bound)
+        for i, branch in enumerate(BRANCHES):
+            self.off_N[i] = branch not in self.branches
 
     def forward(self, x_BTM: Tensor, q_BTQD: Tensor) -> Tensor:
         G = self.up.shape[0]

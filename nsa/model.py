@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
 from nsa.dense import DenseAttention
+from nsa.documents import as_tensor
 from nsa.ops.positions import to_device
-from nsa.sampling import next_token
+from nsa.padding import Padding, call_padded
+from nsa.sampling import Sampling, endings, has_ended, next_token
 from nsa.shared_positions import Layout
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -50,11 +52,16 @@ class _Decoder(nn.Module):
         self.norm = nn.RMSNorm(model.dim)
         self.head = nn.Linear(model.dim, model.vocab_size, bias=False)
 
+    def _check_ids(self, ids_BT: Tensor, *, padded: bool = False) -> None:
+        weight = checks.plain_weight(self.embedding)
+        # a vocabulary that was resized is the embedding's, whatever the config says
+        vocab_size = self.config.vocab_size if weight is None else weight.shape[0]
+        checks.ids(ids_BT, vocab_size, weight, padded=padded)
+
     def _logits(
-        self, ids_BT: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}
+        self, x: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}
     ) -> Tensor:
-        """``options`` gives each layer its own."""
-        x = self.embedding(ids_BT)
+        """The logits of embedded tokens x [B, T, M]; ``options`` gives each layer its own."""
         first, stop = self.config.checkpoint_layers or (0, 0)
         for layer, block in enumerate(self.blocks):
             if first <= layer < stop and torch.is_grad_enabled():
@@ -92,17 +99,19 @@ class TinyLM(_Decoder):
         ids_BT: Tensor,
         *,
         cache: Sequence[NSACache] | None = None,
-        cu_seqlens: Tensor | None = None,
-        num_tokens: Sequence[int] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        num_tokens: Sequence[int] | Tensor | None = None,
+        attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """ids int64 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with one
-        cache a layer (`new_cache`).
+        """ids int64 or int32 [B, T] -> logits [B, T, vocab_size]; the rest as in NSAAttention, with
+        one cache a layer (`new_cache`). What an ``attention_mask`` leaves out is no id, and its
+        logits are 0.
 
         ValueError for ids of another shape, dtype or device, on a CPU also outside the vocabulary
         (elsewhere in strict mode alone, since looking would make the host wait), and for caches
         that are not one a layer, of its config, with one history.
         """
-        checks.ids(ids_BT, self.embedding.weight)
+        self._check_ids(ids_BT, padded=attention_mask is not None)
         if cache is not None and (not isinstance(cache, Sequence) or isinstance(cache, str)):
             raise ValueError(
                 f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a"
@@ -126,18 +135,22 @@ class TinyLM(_Decoder):
                 "got caches of which only some step, or apart; wanted all of them or none; give"
                 " Steps those of all layers"
             )
+        if attention_mask is not None:
+            checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens)
+            return call_padded(self, ids_BT, attention_mask, cache=cache)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
         first = None if cache is None else cache[0]
+        x_BTM = self.embedding(ids_BT)
         options["layout"] = Layout.of(
-            ids_BT,
+            x_BTM,
             self.config.nsa,
             self.config.head_dim,
-            dtype=self.embedding.weight.dtype,
+            dtype=x_BTM.dtype,
             cache=first,
             **options,
         )
         return self._logits(
-            ids_BT, lambda layer: {"cache": None if cache is None else cache[layer], **options}
+            x_BTM, lambda layer: {"cache": None if cache is None else cache[layer], **options}
         )
 
     def new_cache(
@@ -161,31 +174,48 @@ class TinyLM(_Decoder):
         ids_BT: Tensor,
         *,
         max_new_tokens: int,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
         prompt_lengths: Sequence[int] | None = None,
-        generator: torch.Generator | None = None,
+        attention_mask: Tensor | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        stop: Sequence[Sequence[int]] = (),
         cuda_graph: bool = False,
+        **sampling: Unpack[Sampling],
     ) -> Tensor:
         """Continue each prompt by ``max_new_tokens`` tokens: int64 [B, T + max_new_tokens].
 
-        ``temperature`` 0 takes the most likely token, else samples from the smallest set that holds
-        ``top_p`` of the probability. Row b is its first ``prompt_lengths[b]`` tokens, the new ones,
-        then zeros. ``cuda_graph`` replays each decode step from a DecodeGraph, which saves the
-        host's time; the capture costs as much as some steps, once a call. ValueError for it where
-        the model is not on CUDA, and for arguments that do not fit.
+        ``sampling`` is ``temperature``, ``top_p``, ``top_k`` and ``generator`` of
+        `nsa.sampling.next_token`: by default the most likely token. A row ends after an
+        ``eos_token_id`` (one or several) or after the ids of one of ``stop``, which it keeps; the
+        host looks whether all have ended, on a GPU every 16 steps. Row b is its first
+        ``prompt_lengths[b]`` tokens, the new ones, then zeros; ``attention_mask`` [B, T] instead
+        says which of the ids are its prompt, wherever the padding lies. ``cuda_graph`` replays each
+        decode step from a DecodeGraph, which saves the host's time; the capture costs as much as
+        some steps, once a call. ValueError for it where the model is not on CUDA, and for arguments
+        that do not fit.
         """
-        checks.ids(ids_BT, self.embedding.weight, padded=prompt_lengths is not None)
+        masked = attention_mask is not None
+        self._check_ids(ids_BT, padded=masked or prompt_lengths is not None)
+        ids_BT = ids_BT.long()
+        if attention_mask is not None:
+            checks.mask_alone(prompt_lengths=prompt_lengths)
+            padding = Padding.of(attention_mask, ids_BT)
+            ids_BT, prompt_lengths = padding.pack(ids_BT), padding.count_B.tolist()
+        ends = endings(eos_token_id, stop)
         if cuda_graph:
             check_device(ids_BT.device)
         B, T = ids_BT.shape
-        lengths = [T] * B if prompt_lengths is None else [int(n) for n in prompt_lengths]
+        lengths = (
+            [T] * B if prompt_lengths is None else checks.counts("prompt_lengths", prompt_lengths)
+        )
+        (max_new_tokens,) = checks.counts("max_new_tokens", [max_new_tokens])
         if max_new_tokens < 1 or len(lengths) != B or not all(1 <= n <= T for n in lengths):
             raise ValueError(
                 f"max_new_tokens={max_new_tokens}, prompt_lengths={lengths} for ids [{B}, {T}];"
                 f" wanted at least one new token, and {B} lengths from 1 to {T}; an empty prompt"
                 " needs a first token"
             )
+        if B == 0:
+            return ids_BT.new_zeros(0, T + max_new_tokens)
         longest = max(lengths)
         cache = self.new_cache(B, longest + max_new_tokens)
         out = ids_BT.new_zeros(B, T + max_new_tokens)
@@ -202,11 +232,17 @@ class TinyLM(_Decoder):
             def decode(ids_B1: Tensor) -> Tensor:
                 return self(ids_B1, cache=cache)[:, -1]
 
+        new_BN = ids_BT.new_zeros(B, max_new_tokens)
+        ended_B = torch.zeros(B, dtype=torch.bool, device=ids_BT.device)
+        look_every = 1 if ids_BT.device.type == "cpu" else 16
         for step in range(max_new_tokens):
-            chosen_B = next_token(
-                last_BV, temperature=temperature, top_p=top_p, generator=generator
-            )
+            chosen_B = next_token(last_BV, **sampling).masked_fill(ended_B, 0)
             out.scatter_(1, (length_B + step)[:, None], chosen_B[:, None])
+            new_BN[:, step] = chosen_B
+            for ending in ends:
+                ended_B |= has_ended(new_BN[:, : step + 1], ending)
+            if ends and (step + 1) % look_every == 0 and ended_B.all():
+                break
             if step + 1 < max_new_tokens:
                 last_BV = decode(chosen_B[:, None])
         return out
@@ -220,22 +256,25 @@ class DenseLM(_Decoder):
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]."""
-        checks.ids(ids_BT, self.embedding.weight)
-        layout = Layout.of(
-            ids_BT, self.config.nsa, self.config.head_dim, dtype=self.embedding.weight.dtype
-        )
-        return self._logits(ids_BT, lambda layer: {"layout": layout})
+        self._check_ids(ids_BT)
+        x_BTM = self.embedding(ids_BT)
+        layout = Layout.of(x_BTM, self.config.nsa, self.config.head_dim, dtype=x_BTM.dtype)
+        return self._logits(x_BTM, lambda layer: {"layout": layout})
 
 
-def next_token_labels(ids_BT: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
-    """The label of each token is the next one: int64 [B, T], IGNORED_LABEL where there is none.
+def next_token_labels(
+    ids_BT: Tensor, *, cu_seqlens: Tensor | Sequence[int] | None = None
+) -> Tensor:
+    """The label of each token is the next one: int64 [B, T], IGNORED_LABEL where there is none;
+    of ids int64 or int32.
 
     With ``cu_seqlens`` (B = 1) the last token of each document has none, nor have tokens beyond the
     last document.
     """
-    labels = torch.nn.functional.pad(ids_BT[:, 1:], (0, 1), value=IGNORED_LABEL)
+    labels = torch.nn.functional.pad(ids_BT[:, 1:].long(), (0, 1), value=IGNORED_LABEL)
     if cu_seqlens is None:
         return labels
+    cu_seqlens = as_tensor(cu_seqlens, ids_BT.device)
     token = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     ends = torch.isin(token + 1, cu_seqlens.long()) | (token >= cu_seqlens[-1])
     return labels.masked_fill(ends, IGNORED_LABEL)

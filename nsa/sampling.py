@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypedDict
+
 import torch
 from torch import Tensor
 
 from nsa import checks
+
+
+class Sampling(TypedDict, total=False):
+    """Keyword arguments of `next_token`."""
+
+    temperature: float
+    top_p: float
+    top_k: int | None
+    generator: torch.Generator | None
 
 
 def next_token(
@@ -13,20 +25,17 @@ def next_token(
     *,
     temperature: float = 0.0,
     top_p: float = 1.0,
+    top_k: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """int64 [B]: the most likely token at temperature 0, else a sample from the nucleus of
-    ``top_p`` probability.
+    ``top_p`` probability among the ``top_k`` most likely tokens (None: all).
 
     The nucleus is the smallest set of most likely tokens whose probability reaches ``top_p``; it
-    always holds one. ValueError for a temperature or top_p out of range and, where contents may be
-    read (a CPU, strict mode), for a row without a most likely token.
+    always holds one. ValueError for a temperature, top_p or top_k out of range and, where contents
+    may be read (a CPU, strict mode), for a row without a most likely token.
     """
-    if temperature < 0 or not 0 < top_p <= 1:
-        raise ValueError(
-            f"temperature={temperature}, top_p={top_p}; wanted temperature >= 0 and 0 < top_p <= 1;"
-            " 0 and 1 are the defaults"
-        )
+    checks.sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     if checks.may_read(logits_BV) and not (most_B := logits_BV.amax(-1)).isfinite().all():
         row = int((~most_B.isfinite()).nonzero()[0])
         raise ValueError(
@@ -35,7 +44,12 @@ def next_token(
         )
     if temperature == 0:
         return logits_BV.argmax(-1)
-    p = (logits_BV.float() / temperature).softmax(-1)
+    # below the largest: a small temperature gives -inf and never inf - inf
+    below_BV = logits_BV.float() - logits_BV.float().amax(-1, keepdim=True)
+    if top_k is not None and top_k < below_BV.shape[-1]:
+        rank_BV = below_BV.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        below_BV = below_BV.masked_fill(rank_BV >= top_k, -torch.inf)
+    p = (below_BV / max(temperature, torch.finfo(torch.float32).tiny)).softmax(-1)
     if top_p < 1:
         order = p.sort(dim=-1, descending=True, stable=True)
         before = order.values.cumsum(-1) - order.values
@@ -45,3 +59,29 @@ def next_token(
     # Of independent exponential times with rates p, the first belongs to i with probability p_i.
     # torch.multinomial draws a token the same way, but first syncs to check that p is valid.
     return (p / torch.empty_like(p).exponential_(generator=generator)).argmax(-1)
+
+
+def endings(
+    eos_token_id: int | Sequence[int] | None, stop: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """The sequences of new tokens after which a row ends. ValueError for an empty one and for other
+    values than ids.
+    """
+    single = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    found = [[token] for token in checks.counts("eos_token_id", single)]
+    for ids in stop:
+        if isinstance(ids, str | int) or not len(ids):
+            raise ValueError(
+                f"stop holds {ids!r}; wanted lists of one id at least; encode text with the"
+                " model's tokenizer"
+            )
+        found.append(checks.counts("stop", ids))
+    return found
+
+
+def has_ended(new_BN: Tensor, ending: Sequence[int]) -> Tensor:
+    """bool [B]: whether the new tokens [B, N] of a row end with ``ending``."""
+    if new_BN.shape[1] < len(ending):
+        return new_BN.new_zeros(new_BN.shape[0], dtype=torch.bool)
+    last = new_BN.new_tensor(ending)
+    return (new_BN[:, new_BN.shape[1] - len(ending) :] == last).all(1)

@@ -18,6 +18,7 @@ from torch import Tensor
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.ops.positions import query_positions
+from nsa.ops.precision import without_autocast
 
 SCORE_CHUNK_BYTES = 1 << 28  # logits of one chunk of queries
 REGION_BLOCKS = 4  # of hierarchical selection
@@ -100,7 +101,7 @@ def rankings(
     """
     for chunk in _query_slices(rows.q, k_cmp):
         part = rows.part(chunk)
-        with torch.autocast(part.q.device.type, enabled=False):  # autocast would score in bf16
+        with without_autocast(part.q.device):  # which would score in bf16
             scores_BGTJ = block_scores(
                 group_probabilities(part, k_cmp, config, scale), BlockGrid.of(config), J
             )

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.config import NSAConfig
 from nsa.decode import NSACache, Step
-from nsa.documents import Documents, Packing
+from nsa.documents import Documents, Packing, as_tensor
 from nsa.ops.positions import query_positions, to_device
 from nsa.rope import angles, turns
 
@@ -49,25 +49,26 @@ class Layout:
         *,
         dtype: torch.dtype,
         cache: NSACache | None = None,
-        cu_seqlens: Tensor | None = None,
-        num_tokens: Sequence[int] | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+        num_tokens: Sequence[int] | Tensor | None = None,
     ) -> Self:
         """The Layout of x [B, T, ...] (ids or states) in a model of ``dtype``; the rest as in
         NSAAttention.forward.
 
-        ValueError for a cache with cu_seqlens, num_tokens without a cache, and cu_seqlens that do
-        not fit x.
+        ValueError for cu_seqlens with a cache or num_tokens, and for any that does not fit x.
         """
         if cache is not None and cu_seqlens is not None:
             raise ValueError(
                 "got a cache and cu_seqlens; wanted at most one; fill a cache with rows of"
                 " num_tokens, or pack without one"
             )
-        if num_tokens is not None and cache is None:
+        if num_tokens is not None and cu_seqlens is not None:
             raise ValueError(
-                "got num_tokens without a cache; wanted both; pack rows of different lengths with"
-                " cu_seqlens instead"
+                "got num_tokens and cu_seqlens; wanted at most one; cu_seqlens has the lengths of"
+                " packed documents"
             )
+        if num_tokens is not None:
+            checks.fixed_selection(config, whole=False, what="num_tokens")
         T, device = x.shape[1], x.device
 
         def turned(position: Tensor) -> Tensor:
@@ -76,6 +77,7 @@ class Layout:
             )
 
         if cu_seqlens is not None:
+            cu_seqlens = as_tensor(cu_seqlens, device)
             checks.packed(cu_seqlens, x, x, 0, read=checks.may_read(x))
             packing = Packing.of(cu_seqlens, T, config.sel_block)
             return cls(
@@ -90,7 +92,11 @@ class Layout:
         position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
         if num_tokens is None:
             return cls(turned(position_BT), None, None, None)
-        present_BT = torch.arange(T, device=device) < to_device(num_tokens, device)[:, None]
+        if cache is None:
+            count_B = checks.lengths(num_tokens, x)
+        else:  # the cache compares them with what it holds
+            count_B = to_device(checks.counts("num_tokens", num_tokens), device)
+        present_BT = torch.arange(T, device=device) < count_B[:, None]
         return cls(turned(position_BT), None, ~present_BT[..., None], present_BT)
 
     def check(self, x: Tensor, *, packed: bool, some_absent: bool) -> None:

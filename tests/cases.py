@@ -322,12 +322,13 @@ def cache_bytes(
     head_dim: int,
     v_head_dim: int,
     element_size: int,
+    max_len: int | None = None,
 ) -> int:
-    """Bytes of an NSACache of ``capacity`` tokens a row, in closed form."""
+    """Bytes of an NSACache of ``capacity`` (of ``max_len``) tokens a row, in closed form."""
     rows = (
         (capacity + 1)
         + (BlockGrid.of(config).num_cmp(capacity) + 1)
-        + config.window
+        + min(config.window, max_len or capacity)
         + (config.cmp_block - 1)
     )
     return batch * rows * num_kv_heads * (head_dim + v_head_dim) * element_size

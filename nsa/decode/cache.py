@@ -56,15 +56,40 @@ class _TokenShape:
     dtype: torch.dtype
     device: torch.device | str
 
+    def buffers(self, batch: int, rows: Sequence[int]) -> list[list[Tensor]]:
+        """Zeros for K and V [batch, n, G, D] of each n of ``rows``. Where memory ends, PyTorch's
+        own kind of error says what all of them take.
+        """
+
+        def zeros(n: int, dim: int) -> Tensor:
+            return torch.zeros(
+                batch, n, self.num_kv_heads, dim, dtype=self.dtype, device=self.device
+            )
+
+        try:
+            with torch.inference_mode(False):  # else only inference_mode could write to them
+                return [[zeros(n, self.head_dim), zeros(n, self.v_head_dim)] for n in rows]
+        except (RuntimeError, TypeError) as error:  # the latter of a size beyond int64
+            token = self.num_kv_heads * (self.head_dim + self.v_head_dim) * self.dtype.itemsize
+            needed = batch * sum(rows) * token
+            kind = torch.OutOfMemoryError
+            raise (kind if isinstance(error, kind) else RuntimeError)(
+                f"got no memory on {self.device} for a cache of {needed:,} bytes:"
+                f" {token:,} a token, {batch} x {rows[0] - 1:,} tokens, window {rows[2]:,};"
+                " wanted room for them; lower batch, max_len or window, or begin with a smaller"
+                " initial_len"
+            ) from error
+
 
 class NSACache:
     """Preallocated keys and values of one layer.
 
     Make it with ``empty``; NSAAttention and TinyLM fill it.
 
-    Keeps all K and V for the selected branch, a ring of the last w for the window, the compressed K
-    and V, and the raw tokens from C * d on (at most l - 1), from which the next compressed block
-    continues exactly. No gradient.
+    Keeps all K and V for the selected branch, a ring of the last min(w, max_len) for the window,
+    the compressed K and V, and the raw tokens from C * d on (at most l - 1), from which the next
+    compressed block continues exactly. No gradient. It may be made or used under inference_mode or
+    no_grad, in any order.
 
     While ``steps`` is not None (`nsa.decode.Steps`, which DecodeGraph uses) it takes one token a
     row at a time, and the lengths are on the device, too.
@@ -85,21 +110,17 @@ class NSACache:
             max_len,
             capacity,
         )
+        # rows of the window's ring: a row never holds more tokens
+        self.window = min(config.window, max_len)
         self._lengths = [0] * batch
         self.keys_read = KeysRead()
 
-        def pair(rows: int) -> list[Tensor]:
-            return [
-                torch.zeros(
-                    batch, rows, token.num_kv_heads, dim, dtype=token.dtype, device=token.device
-                )
-                for dim in (token.head_dim, token.v_head_dim)
-            ]
-
         # One row more than there is room for takes what a shorter row of a ragged chunk must not
         # keep.
-        self.sel, self.cmp = pair(capacity + 1), pair(self.grid.num_cmp(capacity) + 1)
-        self.win, self.tail = pair(config.window), pair(config.cmp_block - 1)
+        self.sel, self.cmp, self.win, self.tail = token.buffers(
+            batch,
+            (capacity + 1, self.grid.num_cmp(capacity) + 1, self.window, config.cmp_block - 1),
+        )
         self.steps: TakesSteps | None = None
         # while it steps: the last l raw tokens in a ring, which then stand for the tail
         self.raw: list[Tensor] = []
@@ -232,7 +253,7 @@ class NSACache:
 
         Returns the window's view and the position of the first query in it.
         """
-        T, w = kv_sel[0].shape[1], self.config.window
+        T, w = kv_sel[0].shape[1], self.window
         before, kept = min(w - 1, start), min(w, T)
         earlier = [slots for slots, _ in _ring_parts(start - before, before, w)]
         k, v = (
@@ -276,10 +297,11 @@ class NSACache:
             ]
 
         # allocate both before storing either: when memory runs out, the cache is unchanged
-        self.sel, self.cmp = (
-            grown(self.sel, capacity + 1),
-            grown(self.cmp, self.grid.num_cmp(capacity) + 1),
-        )
+        with torch.inference_mode(False), torch.no_grad():
+            self.sel, self.cmp = (
+                grown(self.sel, capacity + 1),
+                grown(self.cmp, self.grid.num_cmp(capacity) + 1),
+            )
         self.capacity = capacity
 
     def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
@@ -291,7 +313,7 @@ class NSACache:
 
     def _window_view(self, kv: KV, old: list[int], old_B: Tensor) -> tuple[KV, int | Tensor]:
         """The last w - 1 tokens of each row, oldest first, then the chunk."""
-        w = self.config.window
+        w = self.window
         if len(set(old)) == 1:
             before = min(w - 1, old[0])
             slot = (torch.arange(before, device=old_B.device) + old[0] - before) % w
@@ -314,7 +336,7 @@ class NSACache:
 
     def _store_ring(self, chunk: KV, old_B: Tensor, new_B: Tensor) -> None:
         """Slot s holds the latest token whose position is s modulo w."""
-        w = self.config.window
+        w = self.window
         last_B1 = (old_B + new_B - 1)[:, None]
         position_BW = last_B1 - (last_B1 - torch.arange(w, device=old_B.device)) % w
         token_BW = position_BW - old_B[:, None]
@@ -399,7 +421,7 @@ def check_chunk(
                     f" {tuple(x.shape)} ({branch}); wanted {(B, T, *buffer.shape[2:])}; make the"
                     " cache with the layer's heads and head dims"
                 )
-    new = [T] * B if num_tokens is None else [int(n) for n in num_tokens]
+    new = [T] * B if num_tokens is None else checks.counts("num_tokens", num_tokens)
     if len(new) != B or min(new) < 0 or max(new) != T:
         raise ValueError(
             f"num_tokens={new} for a chunk [{B}, {T}]; wanted {B} numbers from 0 to {T}, the"

@@ -62,7 +62,7 @@ class DecodeGraph:
                 f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"
                 " alone is called as ever"
             )
-        device = model.embedding.weight.device
+        _, device = checks.compute_kind(model.embedding)
         check_device(device)
         if checks.is_strict():
             raise ValueError(
@@ -70,7 +70,7 @@ class DecodeGraph:
                 " unset it, or decode eagerly"
             )
         self._model, self._cache = model, list(cache)
-        with ExitStack() as undo, torch.no_grad():
+        with ExitStack() as undo, torch.inference_mode(False), torch.no_grad():
             self.steps = Steps(self._cache)
             undo.callback(self.steps.end)
             self.steps.check_room()

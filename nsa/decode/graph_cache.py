@@ -64,10 +64,12 @@ class Steps:
         self._caches = [weakref.ref(c) for c in caches]
         self._ids = frozenset(id(c) for c in caches)
         self._due = set(self._ids)  # which have not taken the current token yet
-        self.length_B = to_device(self._begin, first.sel[0].device)
-        for cache in caches:
-            cache.grow(cache.max_len)
-        rings = [[self._ring(tail, cache) for tail in cache.tail] for cache in caches]
+        # what steps write to must not belong to the inference_mode that they may be made in
+        with torch.inference_mode(False), torch.no_grad():
+            self.length_B = to_device(self._begin, first.sel[0].device)
+            for cache in caches:
+                cache.grow(cache.max_len)
+            rings = [[self._ring(tail, cache) for tail in cache.tail] for cache in caches]
         for cache, ring in zip(caches, rings, strict=True):  # all or none, where memory ends
             cache.raw, cache.steps = ring, self
 
@@ -81,7 +83,8 @@ class Steps:
         self.check_room()
         p_B = self.length_B.clone()  # the last layer's append moves length_B on while p_B is in use
         config = self._config
-        l, d, w = config.cmp_block, config.cmp_stride, config.window  # noqa: E741 (the paper's)
+        l, d = config.cmp_block, config.cmp_stride  # noqa: E741 (the paper's)
+        w = min(config.window, self._max_len)  # rows of the ring
         first_B = p_B + (1 - l)  # of the last l tokens
         block_B = (first_B // d).clamp(min=0)
         completes_none_B = (first_B < 0) | (first_B % d != 0)
@@ -189,9 +192,9 @@ class Steps:
         self._due = set(self._ids)  # a token that only some layers took is none
         for cache in (held() for held in self._caches):
             if cache is not None and cache.steps is self:
-                cache.end_steps(
-                    self.lengths_of(cache), [self._tail(ring, cache) for ring in cache.raw]
-                )
+                with torch.inference_mode(False), torch.no_grad():
+                    tail = [self._tail(ring, cache) for ring in cache.raw]
+                cache.end_steps(self.lengths_of(cache), tail)
 
     def _took(self, cache: NSACache) -> None:
         self._due.discard(id(cache))

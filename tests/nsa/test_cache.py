@@ -246,8 +246,8 @@ def test_what_a_cache_refuses() -> None:
                 ValueError, match="wanted 2 numbers from 0 to 5, the largest being 5"
             ):
                 layer(x, cache=layer.new_cache(2, 9), num_tokens=num_tokens)
-        with pytest.raises(ValueError, match="num_tokens without a cache"):
-            layer(x, num_tokens=[5, 5])
+        with pytest.raises(ValueError, match="got num_tokens and cu_seqlens; wanted at most one"):
+            layer(x[:1], num_tokens=[5], cu_seqlens=torch.tensor([0, 5]))
         with pytest.raises(ValueError, match="at most one"):
             layer(x[:1], cache=layer.new_cache(1, 9), cu_seqlens=torch.tensor([0, 5]))
     for wrong in ({"batch": 0}, {"max_len": 0}, {"initial_len": 0}, {"initial_len": 10}):

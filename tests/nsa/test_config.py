@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
+from collections.abc import Callable
 
 import pytest
 
@@ -73,6 +75,74 @@ def test_bad_geometry_is_a_clear_error(kwargs: dict[str, object], words: tuple[s
         NSAConfig(**kwargs)  # type: ignore[arg-type]
     for word in words:
         assert word in str(caught.value)
+
+
+NEARLY: list[tuple[dict[str, object], str]] = [
+    ({"num_initial": 1.5}, "num_initial=1.5 must be a whole number >= 0"),
+    ({"num_initial": True}, "num_initial=True must be a whole number >= 0"),
+    ({"share_kv": "no"}, "share_kv='no' must be True or False"),
+    ({"share_kv": 0}, "share_kv=0 must be True or False"),
+    ({"adaptive_num_selected": 1.0}, "adaptive_num_selected=1.0 must be True or False"),
+    ({"rope_scale": float("inf")}, "rope_scale=inf must be > 0 and a finite number"),
+    ({"rope_scale": 1e39}, "rope_scale=1e+39 must be > 0 and a finite number that float32 holds"),
+    ({"rope_base": "1e4"}, "rope_base='1e4' must be > 0"),
+    ({"rope_base": 10**400}, "must be > 0 and a finite number that float32 holds"),
+    ({"gate_temperature": float("nan")}, "gate_temperature=nan must be > 0"),
+    ({"gate_temperature": 1e-320}, "gate_temperature=1e-320 must be > 0"),
+    ({"gate_temperature": True}, "gate_temperature=True must be > 0"),
+    ({"branches": "cmp"}, "branches='cmp' must be a tuple of branches; write branches=('cmp',)"),
+    ({"branches": "win, sel"}, "write branches=('win', 'sel')"),
+    ({"branches": "all"}, "write branches=('cmp', 'sel', 'win')"),
+    ({"branches": None}, "branches=None must be a tuple of branches"),
+    ({"branches": (["cmp"],)}, "branches=['cmp'] is not known"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "words"), NEARLY, ids=lambda x: str(x)[:30])
+def test_values_that_are_nearly_valid_are_refused(kwargs: dict[str, object], words: str) -> None:
+    """FAULTS "values that are nearly valid": the field, what was got and what fits."""
+    with pytest.raises(ValueError) as caught:
+        NSAConfig(**kwargs)  # type: ignore[arg-type]
+    assert f"NSAConfig.{next(iter(kwargs))}=" in str(caught.value)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: NSAConfig(windw=3), "NSAConfig has no field 'windw'; did you mean 'window'?"),  # type: ignore[call-arg]
+        (lambda: NSAConfig(l_sel=64), "NSAConfig has no field 'l_sel'; did you mean 'sel_block'?"),  # type: ignore[call-arg]
+        (lambda: ModelConfig(n_layers=2), "has no field 'n_layers'; did you mean 'num_layers'?"),  # type: ignore[call-arg]
+        (lambda: ModelConfig(zzz=2), "ModelConfig has no field 'zzz'; valid names: checkpoint_"),  # type: ignore[call-arg]
+        (lambda: dataclasses.replace(NSAConfig(), shar_kv=True), "did you mean 'share_kv'?"),
+    ],
+)
+def test_an_unknown_keyword_names_the_nearest_field(make: Callable[[], object], words: str) -> None:
+    """FAULTS "`NSAConfig(windw=3)`"."""
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"nsa": {"l": 8}},
+        {"checkpoint_layers": (0, 1.5)},
+        {"checkpoint_layers": 2},
+        {"checkpoint_layers": (0, 1, 2)},
+    ],
+)
+def test_values_of_a_model_that_are_nearly_valid_are_refused(kwargs: dict[str, object]) -> None:
+    """FAULTS "values that are nearly valid", of ModelConfig."""
+    with pytest.raises(ValueError, match=f"ModelConfig.{next(iter(kwargs))}=.* must be"):
+        ModelConfig(**kwargs)  # type: ignore[arg-type]
+
+
+def test_a_config_survives_pickle_and_replace() -> None:
+    config = NSAConfig(window=3, branches=["sel", "win"])  # type: ignore[arg-type]
+    assert pickle.loads(pickle.dumps(config)) == config == dataclasses.replace(config)
+    assert config.branches == ("sel", "win")
 
 
 @pytest.mark.parametrize("heads", [(33, 2), (1, 2), (7, 3)])

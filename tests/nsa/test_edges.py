@@ -57,9 +57,9 @@ def test_empty_calls_are_refused_alike() -> None:
     q, k, v = tensors()
     for call in (
         lambda: sliding_attention(q[:, :0], k, v, window=4),
-        lambda: whole(q[:0], k[:0], v[:0]),
+        lambda: whole(q[:, :0], k, v),
     ):
-        with pytest.raises(ValueError, match="at least one sequence and one query"):
+        with pytest.raises(ValueError, match="at least one query"):
             call()
 
 

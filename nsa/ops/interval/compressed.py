@@ -12,6 +12,7 @@ from nsa.documents import Documents
 from nsa.ops import sdpa
 from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 from nsa.ops.positions import query_positions
+from nsa.ops.precision import without_autocast
 
 
 def attend(
@@ -75,7 +76,7 @@ def log_sum_exp(
     C, G = k_BCGD.shape[1:3]
     visible = visible_blocks(q_BTQD, C, block=block, stride=stride, q_start=q_start)
     q = q_BTQD.to(wide).unflatten(2, (G, num_heads // G))
-    with torch.autocast(q.device.type, enabled=False):  # which would multiply in bf16
+    with without_autocast(q.device):  # which would multiply in bf16
         logits = torch.einsum("btghd,bcgd->btghc", q, k_BCGD.to(wide)) * scale
     return (
         logits.masked_fill(~visible[:, :, None, None], -torch.inf)

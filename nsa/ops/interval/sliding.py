@@ -122,6 +122,8 @@ def _split(
         )
         return near, new, known
     before = window - 1
+    if not torch.compiler.is_compiling():  # which would compile again for another S
+        before = min(before, x_BSGD.shape[1])
     position_BL = q_start.to(device)[:, None] + torch.arange(-before, T, device=device)
     index = position_BL.clamp(min=0)[:, :, None, None].expand(-1, -1, *x_BSGD.shape[2:])
     near = x_BSGD.gather(1, index)
