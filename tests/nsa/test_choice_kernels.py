@@ -132,3 +132,26 @@ def test_a_tie_of_a_few_among_many_goes_to_the_lower_index() -> None:
         scale=1.0,
     )
     assert got[0, :, 0].tolist() == [[0, 9, 20, 33, 99, 100]] * 3
+
+
+@pytest.mark.parametrize("start", [400, 1600])
+@pytest.mark.parametrize("where", ["key", "query", "infinite"])
+def test_scores_that_are_no_number_count_as_0(start: int, where: str) -> None:
+    """FAULTS.md, numbers that are not finite in scores: more blocks than slots were taken, and the
+    rest written over the next row.
+    """
+    config = replace(SMALL, num_selected=6)
+    num_cmp = oracle.num_compressed(start + 6, 8, 4)
+    q, k_cmp = randn(1, 6, 2, 16, seed=1), randn(1, num_cmp, 1, 16, seed=2)
+    if where == "query":
+        q[0, 2:4, 1] = torch.nan
+    else:
+        k_cmp[0, 30] = torch.nan if where == "key" else torch.inf
+    got = choose_by_kernel(q, k_cmp, config, q_start=start, kv_len=start + 6)
+    want, gap = oracle.select(q, k_cmp, config=config, q_start=start)
+    for i in range(6):
+        current = (start + i) // 16
+        if where != "query" or i in (2, 3):
+            assert got[0, i, 0].tolist() == [0, 1, 2, 3, current - 1, current]
+            assert torch.equal(got[0, i].long(), want[0, i])
+    assert_blocks(got, want, gap)

@@ -276,7 +276,7 @@ def nsa_interval_forward(
             PREC,
             COPY,
         )
-    some = l > 0
+    some = l != 0  # NaN stays NaN
     o = acc / tl.where(some, l, 1.0)[:, None]
     row = (b * TO + t) * HQ + head
     dv = tl.arange(0, BDV)

@@ -190,6 +190,8 @@ def nsa_choose(
             EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0
         )
     need = N - tl.sum(forced.to(tl.int32), 0)
+    # NaN compares with nothing: more than N blocks would be taken, and stored beyond the row
+    score = tl.where((score >= 0) & (score < float("inf")), score, 0.0)
     score = tl.where(allowed & (forced == 0), score, -1.0)
     out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
     if BJ > NC:
