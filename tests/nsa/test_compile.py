@@ -316,3 +316,24 @@ def test_a_layout_made_outside_serves_a_compiled_layer_and_the_other_way_round()
     compiled, want = torch.compile(layer, fullgraph=True, backend="eager"), layer(x)
     for got in (compiled(x, layout=layout), compiled(x, layout=inside), layer(x, layout=inside)):
         assert_parity(got, want, "y")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tokens", [100, 49])
+def test_inductor_writes_the_mask_of_the_last_partial_block(tokens: int, dynamic: bool) -> None:
+    """FAULTS.md, the kind of a silent miscompile: its loop over S tokens ended at the last whole
+    block of l' > 8, and what lay in memory was the mask of the keys beyond.
+    """
+    case = Case(tokens, 2, 16, 16, 2)
+    q, k, v = qkv(case, seed=1)
+    blocks = random_blocks(case, SMALL, seed=tokens)
+    blocks[:, -20:, :, 0] = tokens // SMALL.sel_block  # the partial block is chosen
+    blocks[:, -20:, :, 1:] = -1
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+        options = {"sel_block": SMALL.sel_block, "q_start": 0, "scale": 0.25, "fa2": None}
+        return masked.attend(q, k, v, blocks, **options)[0]
+
+    with torch.no_grad():
+        got = torch.compile(attend, fullgraph=True, dynamic=dynamic)(q, k, v, blocks)
+    assert_parity(got, attend(q, k, v, blocks), "o")
