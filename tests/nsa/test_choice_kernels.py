@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -155,3 +156,26 @@ def test_scores_that_are_no_number_count_as_0(start: int, where: str) -> None:
             assert got[0, i, 0].tolist() == [0, 1, 2, 3, current - 1, current]
             assert torch.equal(got[0, i].long(), want[0, i])
     assert_blocks(got, want, gap)
+
+
+def test_a_grid_that_is_full_is_launched_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS.md, grid limits: a step of 8,192 sequences of 8 kv heads had z = 65,536."""
+    for G in (1, 8, 7):
+        chunks = list(scores._chunks(8192, 1, 2**20, 65_535 // G))
+        assert sum(batches for _, _, batches, _ in chunks) == 8192
+        assert all(batches * G <= 65_535 for _, _, batches, _ in chunks)
+    q, k_cmp = randn(5, 1, 4, 16, seed=1), randn(5, 33, 2, 16, seed=2)
+    options = {"q_start": 130, "kv_len": 131}
+    want = choose_by_kernel(q, k_cmp, SMALL, **options)
+    grids: list[tuple[int, ...]] = []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return launch[grid]
+
+    launch = scores.nsa_scores
+    monkeypatch.setattr(scores, "nsa_scores", Watched())
+    monkeypatch.setattr(scores, "GRID_LIMIT", 4)
+    assert torch.equal(choose_by_kernel(q, k_cmp, SMALL, **options), want)
+    assert [z for _, _, z in grids] == [4, 4, 2]
