@@ -150,7 +150,8 @@ def select_blocks(
     [B, T, HKV, N], ascending, -1 padded.
 
     ``kv_len`` is the number of keys that exist, by default q_start + T. Forced blocks take their
-    slots first; the rest are ranked by score, equal scores by the lower index. Carries no gradient;
+    slots first, whatever the scores are; the rest are ranked by score, equal scores by the lower
+    index, and a score that is NaN counts as 0. Carries no gradient;
     scores are fp32 or wider, unless config.score_dtype is narrower. ``q`` [B, T, HQ, DK] and
     ``k_cmp`` [B, C, HKV, DK], rotated both. ValueError for tensors that disagree in shape, dtype or
     device, and for a ``q_start`` tensor without ``kv_len``.

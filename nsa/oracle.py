@@ -154,13 +154,14 @@ def select(
     """(blocks int64 [B, T, G, n] ascending, -1 padded; relative gap [B, T, G] between the last
     chosen score and the next).
 
-    The gap is inf where no block was left out, or where every chosen one was forced. ``config`` is
-    an NSAConfig.
+    A score that is NaN counts as 0. The gap is inf where no block was left out, or where every
+    chosen one was forced. ``config`` is an NSAConfig.
     """
     position = row_positions(q, q_start, positions)
     kv_len = int(position.max()) + 1 if kv_len is None else kv_len
     J = -(-kv_len // config.sel_block)
     scores = block_scores(q, k_cmp, position, config, J, scale)
+    scores = torch.where(scores.isnan(), 0.0, scores)
     B, G, T, _ = scores.shape
     j = torch.arange(J, device=q.device)
     current = (position // config.sel_block)[:, None, :, None].expand(B, G, T, 1)

@@ -75,7 +75,8 @@ def choose(
     own first ones; block ids stay global.
 
     Forced blocks are ranked +inf within the same ranking as the others, so no block is chosen
-    twice. config.score_dtype: see `group_probabilities`; config.selection: see `within_regions`. No
+    twice. A score that is not a number (a NaN in q or k_cmp, a logit that overflows) counts as 0.
+    config.score_dtype: see `group_probabilities`; config.selection: see `within_regions`. No
     host sync.
     """
     J, N = BlockGrid.of(config).num_sel(kv_len), config.num_selected_for(kv_len)
@@ -105,7 +106,8 @@ def rankings(
             scores_BGTJ = block_scores(
                 group_probabilities(part, k_cmp, config, scale), BlockGrid.of(config), J
             )
-        yield part, _ranking(scores_BGTJ, part, config)
+        # A NaN would be sorted before the forced blocks, and take their slots.
+        yield part, _ranking(scores_BGTJ.nan_to_num(0.0), part, config)
 
 
 def block_scores(p: Tensor, grid: BlockGrid, num_sel: int) -> Tensor:

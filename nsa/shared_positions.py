@@ -27,7 +27,7 @@ from nsa.rope import angles, turns
 class Layout:
     """What the layers of one forward share.
 
-    ``turns``: RoPE of each row, complex [B or 1, R, 1, D / 2]. ``packing``: of packed documents,
+    ``turns``: RoPE of each row, as `nsa.rope.turns` makes them. ``packing``: of packed documents,
     else None.
     ``absent_BT1``: bool [B or 1, T, 1], tokens that hold nothing; ``present_BR``: bool [B or 1, R],
     rows that hold a token; each None where all do. ``step``: where the tokens go in caches that

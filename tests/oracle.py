@@ -239,7 +239,10 @@ def select(
     )
     num_sel = max(-(-length // config.sel_block) for length in lengths)
     p = group_probability(q, k_cmp, config=config, q_start=q_start, scale=scale)
-    scores = block_scores(p, config=config, num_sel=num_sel).tolist()
+    exact = block_scores(p, config=config, num_sel=num_sel)
+    scores = torch.where(
+        exact.isnan(), 0.0, exact
+    ).tolist()  # NSA.md: what is no number counts as 0
     blocks = torch.full((batch, tokens, kv_heads, config.num_selected), -1, dtype=torch.int64)
     gap = torch.full((batch, tokens, kv_heads), math.inf, dtype=torch.float64)
     for b in range(batch):

@@ -6,6 +6,7 @@ Pure, like all of nsa.routing.
 from __future__ import annotations
 
 from nsa.routing.nouns import Capability, Problem
+from nsa.routing.thresholds import GRID_LIMIT
 
 FA2_DTYPES = ("float16", "bfloat16")
 FA2_MIN_SM = (8, 0)
@@ -33,6 +34,9 @@ def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
         reasons.append(f"dtype {problem.dtype} is not one of {', '.join(TRITON_DTYPES)}")
     if problem.dtype == "bfloat16" and capability.sm is None:
         reasons.append("Triton's interpreter multiplies bfloat16 wrongly")
+    for name, size in (("a batch of", problem.batch), ("num_heads", problem.num_heads)):
+        if size > GRID_LIMIT:
+            reasons.append(f"{name} {size:,} exceeds {GRID_LIMIT:,}, a dimension of a CUDA grid")
     for name, size in (("head_dim", problem.head_dim), ("v_head_dim", problem.v_head_dim)):
         if size > TRITON_MAX_HEAD_DIM:
             reasons.append(f"{name} {size} exceeds {TRITON_MAX_HEAD_DIM}")

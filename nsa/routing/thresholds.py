@@ -37,3 +37,5 @@ class Tuned:
 # written; decode steps of 2,048 keys were fastest with it, too
 # (reports/evidence/decode-graph-h200).
 TUNED: Mapping[tuple[int, int], Tuned] = {(9, 0): Tuned(triton_min_tokens=0)}
+# programs in the second and the third dimension of a CUDA grid; the first holds 2^31 - 1
+GRID_LIMIT = 65_535

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -132,3 +133,49 @@ def test_a_tie_of_a_few_among_many_goes_to_the_lower_index() -> None:
         scale=1.0,
     )
     assert got[0, :, 0].tolist() == [[0, 9, 20, 33, 99, 100]] * 3
+
+
+@pytest.mark.parametrize("start", [400, 1600])
+@pytest.mark.parametrize("where", ["key", "query", "infinite"])
+def test_scores_that_are_no_number_count_as_0(start: int, where: str) -> None:
+    """FAULTS.md, numbers that are not finite in scores: more blocks than slots were taken, and the
+    rest written over the next row.
+    """
+    config = replace(SMALL, num_selected=6)
+    num_cmp = oracle.num_compressed(start + 6, 8, 4)
+    q, k_cmp = randn(1, 6, 2, 16, seed=1), randn(1, num_cmp, 1, 16, seed=2)
+    if where == "query":
+        q[0, 2:4, 1] = torch.nan
+    else:
+        k_cmp[0, 30] = torch.nan if where == "key" else torch.inf
+    got = choose_by_kernel(q, k_cmp, config, q_start=start, kv_len=start + 6)
+    want, gap = oracle.select(q, k_cmp, config=config, q_start=start)
+    for i in range(6):
+        current = (start + i) // 16
+        if where != "query" or i in (2, 3):
+            assert got[0, i, 0].tolist() == [0, 1, 2, 3, current - 1, current]
+            assert torch.equal(got[0, i].long(), want[0, i])
+    assert_blocks(got, want, gap)
+
+
+def test_a_grid_that_is_full_is_launched_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS.md, grid limits: a step of 8,192 sequences of 8 kv heads had z = 65,536."""
+    for G in (1, 8, 7):
+        chunks = list(scores._chunks(8192, 1, 2**20, 65_535 // G))
+        assert sum(batches for _, _, batches, _ in chunks) == 8192
+        assert all(batches * G <= 65_535 for _, _, batches, _ in chunks)
+    q, k_cmp = randn(5, 1, 4, 16, seed=1), randn(5, 33, 2, 16, seed=2)
+    options = {"q_start": 130, "kv_len": 131}
+    want = choose_by_kernel(q, k_cmp, SMALL, **options)
+    grids: list[tuple[int, ...]] = []
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            grids.append(grid)
+            return launch[grid]
+
+    launch = scores.nsa_scores
+    monkeypatch.setattr(scores, "nsa_scores", Watched())
+    monkeypatch.setattr(scores, "GRID_LIMIT", 4)
+    assert torch.equal(choose_by_kernel(q, k_cmp, SMALL, **options), want)
+    assert [z for _, _, z in grids] == [4, 4, 2]

@@ -23,7 +23,7 @@ from nsa import engagement, nsa_attention
 from nsa.attention import NSAAttention
 from nsa.config import BRANCHES, preset
 from nsa.dense import DenseAttention
-from nsa.model import TinyLM
+from nsa.model import DenseLM, TinyLM
 from nsa.ops.selected import masked, v2
 from tests.cases import INTERPRETED, SMALL, Case, assert_parity, here, qkv, randn, random_blocks
 
@@ -277,3 +277,63 @@ def test_a_scale_that_changes_between_calls() -> None:
     compiled = torch.compile(call, fullgraph=True, backend="eager")
     for scale in (0.1, 0.2, 0.3, -0.1):
         torch.testing.assert_close(compiled(scale), call(scale))
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "half"])
+@pytest.mark.parametrize("call", ["whole", "packed", "learned", "dense"])
+def test_no_complex_number_is_compiled(call: str, kind: str) -> None:
+    """FAULTS.md, RoPE as complex numbers: Inductor warned that it has no code for them."""
+    nsa = replace(TINY.nsa, rope=kind, phi="linear" if call == "learned" else "mean")
+    config = replace(TINY, num_layers=1, nsa=nsa)
+    torch.manual_seed(0)
+    model = DenseLM(config) if call == "dense" else TinyLM(config, path="masked", fa2="off")
+    options = {"cu_seqlens": torch.tensor([0, 30, 64])} if call == "packed" else {}
+    complex_nodes: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        nodes = [n for n in graph.graph.nodes if isinstance(n.meta.get("val"), Tensor)]
+        assert nodes
+        complex_nodes.extend(n.name for n in nodes if n.meta["val"].is_complex())
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, decompositions=select_decomp_table)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    ids = torch.randint(256, (1, 64), generator=torch.Generator().manual_seed(1))
+    got, want = ([f(ids, **options)] for f in (compiled, model))
+    for run in (got, want):
+        run.extend(torch.autograd.grad(run[0].square().mean(), list(model.parameters())))
+    assert complex_nodes == []
+    for a, b in zip(got, want, strict=True):
+        assert_parity(a, b, f"{call} {kind}")
+
+
+def test_a_layout_made_outside_serves_a_compiled_layer_and_the_other_way_round() -> None:
+    """Its turns are complex outside and real inside."""
+    layer, x = layer_of("masked"), randn(1, 40, TINY.dim, seed=1)
+    layout = layer.layout(x, dtype=x.dtype)
+    inside = torch.compile(layer.layout, fullgraph=True, backend="eager")(x, dtype=x.dtype)
+    assert layout.turns.is_complex() and not inside.turns.is_complex()
+    compiled, want = torch.compile(layer, fullgraph=True, backend="eager"), layer(x)
+    for got in (compiled(x, layout=layout), compiled(x, layout=inside), layer(x, layout=inside)):
+        assert_parity(got, want, "y")
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tokens", [100, 49])
+def test_inductor_writes_the_mask_of_the_last_partial_block(tokens: int, dynamic: bool) -> None:
+    """FAULTS.md, the kind of a silent miscompile: its loop over S tokens ended at the last whole
+    block of l' > 8, and what lay in memory was the mask of the keys beyond.
+    """
+    case = Case(tokens, 2, 16, 16, 2)
+    q, k, v = qkv(case, seed=1)
+    blocks = random_blocks(case, SMALL, seed=tokens)
+    blocks[:, -20:, :, 0] = tokens // SMALL.sel_block  # the partial block is chosen
+    blocks[:, -20:, :, 1:] = -1
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> Tensor:
+        options = {"sel_block": SMALL.sel_block, "q_start": 0, "scale": 0.25, "fa2": None}
+        return masked.attend(q, k, v, blocks, **options)[0]
+
+    with torch.no_grad():
+        got = torch.compile(attend, fullgraph=True, dynamic=dynamic)(q, k, v, blocks)
+    assert_parity(got, attend(q, k, v, blocks), "o")

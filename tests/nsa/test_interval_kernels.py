@@ -259,3 +259,28 @@ def test_interval_in_fp16() -> None:
         tensors,
         QKV,
     )
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_a_grid_that_is_full_gives_the_same_gradients(
+    limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FAULTS.md, grid limits: five million keys are 81,920 tiles, and a grid's third dimension
+    holds 65,535.
+    """
+    q, k, v = qkv(Case(330, 1, 16, 16, 1), seed=1)
+    do, grid = randn(*q.shape, seed=5), {"block": 1, "stride": 1, "width": 24}
+    geometry = {**grid, "q_start": 0, "first": None, "scale": 0.25}
+    o, lse = interval_kernels.forward(q, k, v, **geometry)
+    delta = products.row_products(o, do)
+    want = interval_kernels.backward(do, q, k, v, lse, delta, **geometry)
+    monkeypatch.setattr(interval_kernels, "GRID_LIMIT", limit)
+    got = interval_kernels.backward(do, q, k, v, lse, delta, **geometry)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_grids_fit_at_five_million_keys() -> None:
+    assert interval_kernels._grid_kv(8, 1, 65_535) == (8, 1, 65_535)
+    for tiles in (65_536, 5 * 2**20 // 64, 5 * 2**20 // 32):
+        x, y, z = interval_kernels._grid_kv(8, 3, tiles)
+        assert y == 3 and z <= 65_535 and x % 8 == 0 and tiles <= x // 8 * z < tiles + x // 8

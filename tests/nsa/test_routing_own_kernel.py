@@ -237,3 +237,14 @@ def test_auto_takes_triton_where_it_was_measured_and_says_why_not(
     assert [r.reason for r in other.rejected if r.alternative == "triton"] == [
         reason
     ] or reason in str(other.rejected)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 65_536}, {"num_heads": 65_536, "num_kv_heads": 32_768}]
+)
+def test_triton_says_what_no_grid_holds(sizes: dict[str, int]) -> None:
+    """FAULTS.md, grid limits: a batch of 65,536 is one more than a grid's third dimension holds."""
+    (reason,) = triton_reasons(dataclasses.replace(PROBLEM, **sizes), TRITON)
+    assert "65,536" in reason and "65,535" in reason
+    fits = {name: size - 2 for name, size in sizes.items()}
+    assert triton_reasons(dataclasses.replace(PROBLEM, **fits), TRITON) == []

@@ -4,10 +4,13 @@ gradient.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+import nsa.oracle
 from nsa import select_blocks
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
@@ -16,6 +19,8 @@ from tests import oracle
 from tests.cases import SMALL, Case, assert_blocks, qkv, randn
 
 PAPER = NSAConfig()
+REGIONS = replace(SMALL, num_selected=6, selection="hierarchical")
+NAN, HUGE = float("nan"), 3e38
 # Blocks of four strides over blocks of two, and other forced counts than the paper's.
 WIDE = NSAConfig(
     cmp_block=16, cmp_stride=4, sel_block=8, num_selected=6, num_initial=2, num_local=3
@@ -112,6 +117,41 @@ def test_forced_blocks_hold_against_saturated_scores() -> None:
     blocks = select_blocks(torch.ones(1, 256, 16, 4), k_cmp, config=SMALL)[0, :, 0]
     for t in range(256):
         assert oracle.forced_blocks(t, SMALL) <= set(blocks[t].tolist())
+
+
+@pytest.mark.parametrize("where", ["key", "query", "head", "overflow", "infinite"])
+@pytest.mark.parametrize("config", [SMALL, WIDE, REGIONS])
+def test_forced_blocks_keep_their_slots_whatever_the_scores_are(
+    where: str, config: NSAConfig
+) -> None:
+    """FAULTS.md, numbers that are not finite in scores: NaN was sorted before the forced blocks.
+
+    Scores that are no number count as 0, so that a row of them takes its lowest free blocks.
+    """
+    tokens = 400
+    num_cmp = oracle.num_compressed(tokens, config.cmp_block, config.cmp_stride)
+    dtype = torch.bfloat16 if where == "overflow" else torch.float32
+    q, k_cmp = (randn(1, n, h, 8, seed=h, dtype=dtype) for n, h in ((tokens, 2), (num_cmp, 1)))
+    if where == "key":
+        k_cmp[0, 30] = NAN
+    if where == "infinite":
+        k_cmp[0, 30] = torch.inf
+    if where in ("query", "head"):
+        q[0, 200:, slice(None) if where == "query" else 1] = NAN
+    if where == "overflow":
+        q[0, 200:] = k_cmp[0, 30] = HUGE
+    blocks = select_blocks(q, k_cmp, config=config)
+    for t in range(tokens):
+        row = [j for j in blocks[0, t, 0].tolist() if j >= 0]
+        assert oracle.forced_blocks(t, config) <= set(row), (t, row)
+        assert row == sorted(set(row)) and row[-1] <= t // config.sel_block, (t, row)
+    # far from the next score: the fp64 oracle, which overflows nowhere, is asked about the others
+    if where != "overflow" and config.selection == "exact":
+        want = oracle.select(q, k_cmp, config=config)[0]
+        hit = torch.arange(tokens) >= 200
+        assert torch.equal(blocks[:, hit].long(), want[:, hit])
+        ours = nsa.oracle.select(q, k_cmp, config=config)[0]
+        assert torch.equal(ours[:, hit], want[:, hit])
 
 
 @pytest.mark.parametrize(

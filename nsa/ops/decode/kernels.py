@@ -84,7 +84,7 @@ def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
 def _leave(O, LSE, row, live, m, l, acc, DV: tl.constexpr, BDV: tl.constexpr):
     """Store o and lse of each row: 0 and -inf where it saw nothing."""
     dv = tl.arange(0, BDV)
-    some = l > 0
+    some = l != 0  # NaN stays NaN
     o = acc / tl.where(some, l, 1.0)[:, None]
     tl.store(
         O + row[:, None] * DV + dv[None, :],
@@ -277,7 +277,7 @@ def _sum(
         l = l * a + tl.sum(w, 0)
         acc = acc * a + tl.sum(w[:, None] * o, 0)
         m = new
-    some = l > 0
+    some = l != 0  # NaN stays NaN
     safe = tl.where(some, l, 1.0)
     tl.store(O + row * DV + dv, (acc / safe).to(O.dtype.element_ty), mask=dv < DV)
     tl.store(LSE + row + tl.arange(0, 1), tl.where(some, m + tl.log2(safe), float("-inf")))

@@ -28,6 +28,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.routing.thresholds import GRID_LIMIT
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
 _SHOWN = {"BANDED": "_band", "COPY": "_copy"}
@@ -276,7 +277,7 @@ def nsa_interval_forward(
             PREC,
             COPY,
         )
-    some = l > 0
+    some = l != 0  # NaN stays NaN
     o = acc / tl.where(some, l, 1.0)[:, None]
     row = (b * TO + t) * HQ + head
     dv = tl.arange(0, BDV)
@@ -596,13 +597,15 @@ def nsa_interval_backward_kv(
     """dK, dV of a tile of keys from HP query heads and one range of queries, to part [range, heads
     / HP]. The longest tiles first.
     """
-    part = tl.program_id(0) // G  # of the heads of g
+    part = tl.program_id(0) // G % (H // HP)  # of the heads of g
     g_ = tl.program_id(0) % G
     g = g_.to(tl.int64)
     split = tl.program_id(1) % num_splits
     b_ = tl.program_id(1) // num_splits
     b = b_.to(tl.int64)
-    c0 = tl.program_id(2) * BC
+    # as many tiles lie in the first dimension as the third has no room for
+    tiles = tl.num_programs(0) // (G * (H // HP))
+    c0 = (tl.program_id(2) * tiles + tl.program_id(0) // (G * (H // HP))) * BC
     HQ: tl.constexpr = G * H
     if RAGGED:
         q0 = tl.load(Q0 + b).to(tl.int32)
@@ -749,6 +752,14 @@ TILES = {
         (_LEAST, _LEAST),
     ),
 }
+
+
+def _grid_kv(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
+    """The grid of the gradients of keys: ``tiles`` in its third dimension, and where they do not
+    fit there, in the first as well.
+    """
+    folds = cdiv(tiles, GRID_LIMIT)
+    return parts * folds, ranges, cdiv(tiles, folds)
 
 
 def _tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
@@ -910,13 +921,13 @@ def backward(
     heads, splits = parts.heads_and_ranges(
         cdiv(C, BC) * B * G, H, T, pairs=B * HQ * T * C // 2, banded=width is not None
     )
-    per_split = cdiv(cdiv(T, splits), BM) * BM
+    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
     splits = cdiv(T, per_split)
     num_parts = splits * (H // heads)
     kept = torch.float32 if num_parts > 1 else k.dtype
     dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
     (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
-    nsa_interval_backward_kv[(G * (H // heads), B * splits, cdiv(C, BC))](
+    nsa_interval_backward_kv[_grid_kv(G * (H // heads), B * splits, cdiv(C, BC))](
         queries,
         k,
         v,

@@ -28,6 +28,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.routing.thresholds import GRID_LIMIT
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
 # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by
@@ -190,6 +191,8 @@ def nsa_choose(
             EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0
         )
     need = N - tl.sum(forced.to(tl.int32), 0)
+    # NaN compares with nothing: more than N blocks would be taken, and stored beyond the row
+    score = tl.where((score >= 0) & (score < float("inf")), score, 0.0)
     score = tl.where(allowed & (forced == 0), score, -1.0)
     out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
     if BJ > NC:
@@ -271,7 +274,7 @@ def choose(
     q0, Q0 = starts(q_start)
     geometry, flags = (T, C, q0, block, stride, J), (Q0 is not None, first is not None)
     (queries,), copy = described(BM, q, work=q.numel())
-    for b0, t0, batches, n in _chunks(B, T, most):
+    for b0, t0, batches, n in _chunks(B, T, most, GRID_LIMIT // G):
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
         if seen:
             nsa_scores[(cdiv(n, BM), cdiv(seen, BC), G * batches)](
@@ -331,9 +334,11 @@ def choose(
     return blocks
 
 
-def _chunks(B: int, T: int, most: int) -> Iterator[tuple[int, int, int, int]]:
-    """(first b, first t, how many b, how many t of each), at most ``most`` rows together."""
-    batches, n = max(1, min(B, most // T)), min(T, most)
+def _chunks(B: int, T: int, most: int, most_batches: int) -> Iterator[tuple[int, int, int, int]]:
+    """(first b, first t, how many b, how many t of each), at most ``most`` rows together, of at
+    most ``most_batches``.
+    """
+    batches, n = max(1, min(B, most // T, most_batches)), min(T, most)
     for b0 in range(0, B, batches):
         for t0 in range(0, T, n):
             yield b0, t0, min(batches, B - b0), min(n, T - t0)

@@ -91,7 +91,7 @@ def nsa_selected_forward_by_row(
             acc = tl.dot(p.to(v.dtype), v, acc * a[:, None], input_precision=PREC)
             l = l * a + tl.sum(p, 1)
             m = new
-    some = l > 0
+    some = l != 0  # NaN stays NaN
     to = at_row * H + h
     o = acc / tl.where(some, l, 1.0)[:, None]
     tl.store(

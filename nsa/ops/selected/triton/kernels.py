@@ -145,7 +145,7 @@ def nsa_selected_forward(
             most = tl.where(most == float("-inf"), 0.0, most)
             p = tl.exp2(s - most[:, None])
             total = tl.sum(p, 1)
-            some = total > 0
+            some = total != 0  # NaN stays NaN
             o = tl.dot(p.to(v.dtype), v, input_precision=PREC) / tl.where(some, total, 1.0)[:, None]
             part = (flat.to(tl.int64) - e0) * H + m % H
             to, mask = PART + part[:, None] * DV + dv[None, :], live[:, None] & (dv < DV)[None, :]
@@ -213,7 +213,7 @@ def nsa_selected_sum(
             ).to(tl.float32)
             lse = tl.load(LSE_PART + at, mask=written, other=float("-inf"))
             acc += tl.exp2(lse - most)[:, None] * o
-        some = total > 0
+        some = total != 0  # NaN stays NaN
         to = at_row * H + h
         o = acc / tl.where(some, total, 1.0)[:, None]
         tl.store(
