@@ -368,6 +368,15 @@ def lengths(num_tokens: Sequence[int] | Tensor, x: Tensor) -> Tensor:
     return num_tokens.long()
 
 
+def cu_seqlens_tensor(cu_seqlens: Tensor | Sequence[int], device: torch.device) -> Tensor:
+    """``cu_seqlens``, as a tensor on ``device`` where it is a list of whole numbers. ValueError for
+    other values.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        return cu_seqlens
+    return to_device(counts("cu_seqlens", cu_seqlens), device)
+
+
 def attention_mask(mask: Tensor, x: Tensor) -> None:
     """bool or whole numbers [B, T], true where x [B, T, ...] holds a token."""
     if not isinstance(mask, Tensor) or mask.shape != x.shape[:2] or mask.is_floating_point():

@@ -8,24 +8,11 @@ document; nothing is read on the host.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from torch import Tensor
-
-from nsa import checks
-from nsa.ops.positions import to_device
-
-
-def as_tensor(cu_seqlens: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """``cu_seqlens``, as a tensor on ``device`` where it is a list of whole numbers. ValueError for
-    other values.
-    """
-    if isinstance(cu_seqlens, Tensor):
-        return cu_seqlens
-    return to_device(checks.counts("cu_seqlens", cu_seqlens), device)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from nsa.branches import Call, attend_view, nothing
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
-from nsa.documents import Documents, Packing, as_tensor
+from nsa.documents import Documents, Packing
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, route, scores_of
@@ -332,7 +332,7 @@ def nsa_attention(
         tensors = (*kv_cmp, *kv_sel, *kv_win, gates, *learned)
         return nothing(q, *tensors, dim=kv_sel[1].shape[3])
     if cu_seqlens is not None:
-        cu_seqlens = as_tensor(cu_seqlens, q.device)
+        cu_seqlens = checks.cu_seqlens_tensor(cu_seqlens, q.device)
         checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=checks.may_read(q))
         packing = Packing.of(cu_seqlens, q.shape[1], config.sel_block)
         q, gates = packing.align(q), packing.align(gates)

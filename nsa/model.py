@@ -14,7 +14,6 @@ from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
 from nsa.dense import DenseAttention
-from nsa.documents import as_tensor
 from nsa.ops.positions import to_device
 from nsa.padding import Padding, call_padded
 from nsa.sampling import Sampling, endings, has_ended, next_token
@@ -274,7 +273,7 @@ def next_token_labels(
     labels = torch.nn.functional.pad(ids_BT[:, 1:].long(), (0, 1), value=IGNORED_LABEL)
     if cu_seqlens is None:
         return labels
-    cu_seqlens = as_tensor(cu_seqlens, ids_BT.device)
+    cu_seqlens = checks.cu_seqlens_tensor(cu_seqlens, ids_BT.device)
     token = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     ends = torch.isin(token + 1, cu_seqlens.long()) | (token >= cu_seqlens[-1])
     return labels.masked_fill(ends, IGNORED_LABEL)

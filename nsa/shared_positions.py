@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa import checks
 from nsa.config import NSAConfig
 from nsa.decode import NSACache, Step
-from nsa.documents import Documents, Packing, as_tensor
+from nsa.documents import Documents, Packing
 from nsa.ops.positions import query_positions, to_device
 from nsa.rope import angles, turns
 
@@ -77,7 +77,7 @@ class Layout:
             )
 
         if cu_seqlens is not None:
-            cu_seqlens = as_tensor(cu_seqlens, device)
+            cu_seqlens = checks.cu_seqlens_tensor(cu_seqlens, device)
             checks.packed(cu_seqlens, x, x, 0, read=checks.may_read(x))
             packing = Packing.of(cu_seqlens, T, config.sel_block)
             return cls(
