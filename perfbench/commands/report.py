@@ -10,7 +10,6 @@ import typer
 
 from perfbench.commands import options as opt
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.records import Baseline
 
 if TYPE_CHECKING:
     from perfbench.commands.outcome import Outcome
@@ -39,6 +38,7 @@ def _judged(path: Path, baseline_path: Path | None, out: Path | None) -> Outcome
     USAGE where that would write over the verdict of a baseline that is not found here.
     """
     from perfbench.commands.judging import judge_as_made, judge_stored, pair_outcome
+    from perfbench.records import Baseline
 
     if (pair := pair_outcome(path, baseline_path)) is not None:
         return pair
