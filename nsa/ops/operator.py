@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,9 +76,34 @@ def is_transformed() -> bool:
     return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def device_guard(device: torch.device) -> AbstractContextManager[object]:
+    """Makes ``device`` the current one where it is another GPU: Triton launches on the current."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """``run`` with the device of its first tensor as the current one."""
+
+    @functools.wraps(run)
+    def guarded(*arguments: Any, **options: Any) -> Any:
+        first = next(x for x in map(_first_tensor, arguments) if x is not None)
+        with device_guard(first.device):
+            return run(*arguments, **options)
+
+    return guarded
+
+
+def _first_tensor(argument: object) -> Tensor | None:
+    if isinstance(argument, list | tuple):
+        return next((x for x in argument if isinstance(x, Tensor)), None)
+    return argument if isinstance(argument, Tensor) else None
+
+
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     torch.library.define(f"nsa::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"nsa::{name}", "default", run)
+    torch.library.impl(f"nsa::{name}", "default", _on_its_device(run))
     torch.library.register_fake(f"nsa::{name}", fake)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from nsa import (
 from nsa.config import BRANCHES, PHI_KINDS, preset
 from nsa.decode import Steps
 from nsa.model import DenseLM, next_token_labels
+from nsa.ops import operator
 from nsa.sampling import next_token
 from tests.cases import randn
 
@@ -575,3 +577,40 @@ def test_a_cache_made_under_autocast_takes_its_dtype() -> None:
         assert model.new_cache(1, 9)[0].sel[0].dtype == torch.bfloat16
         assert model.new_cache(1, 9, dtype=torch.float32)[0].sel[0].dtype == torch.float32
     assert model.new_cache(1, 9)[0].sel[0].dtype == torch.float32
+
+
+def test_every_operator_runs_on_the_device_of_its_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS "another device than the current one": Triton launches on the current device. Every
+    operator is defined at one place, which enters a guard with its tensors' device.
+    """
+    entered: list[torch.device] = []
+
+    def recorder(device: torch.device) -> AbstractContextManager[None]:
+        entered.append(device)
+        return nullcontext()
+
+    monkeypatch.setattr(operator, "device_guard", recorder)
+    layer_of(path="v2")(randn(1, 200, 32, seed=8)).sum().backward()
+    assert entered == [torch.device("cpu")] * 2  # selected_v2 and its backward
+    seen = []
+
+    def run(options: list[Tensor], x: Tensor) -> int:
+        seen.append(len(entered))
+        return x.ndim
+
+    meta = torch.empty(3, device="meta")
+    assert operator._on_its_device(run)([], meta) == 1
+    assert operator._on_its_device(run)([meta], torch.empty(3)) == 1
+    assert seen == [3, 4] and entered[2:] == [meta.device] * 2
+    sources = [path.read_text() for path in Path(operator.__file__).parents[1].rglob("*.py")]
+    assert sum(text.count("torch.library.impl(") for text in sources) == 1
+
+
+def test_the_guard_enters_another_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext(entered.append(device)))
+    for device in ("cpu", "meta", "cuda:0", "cuda:1"):
+        with operator.device_guard(torch.device(device)):
+            pass
+    assert entered == [torch.device("cuda:1")]
