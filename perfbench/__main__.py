@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib import import_module
 
 INSTALL = "pip install 'nsa-perfbench[perfbench]'"
 
@@ -13,7 +12,7 @@ def main() -> int:
     brings torch and triton.
     """
     try:
-        commands = import_module("perfbench.commands")
+        from perfbench.commands import main as run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in ("nsa", "perfbench"):
@@ -24,8 +23,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return 2
-    code: int = commands.main()
-    return code
+    return run()
 
 
 if __name__ == "__main__":
