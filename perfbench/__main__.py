@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 
+from perfbench.text import inert
+
 INSTALL = "pip install 'nsa-perfbench[perfbench]'"
 
 
@@ -17,11 +19,8 @@ def main() -> int:
         missing = (error.name or "").partition(".")[0]
         if missing in ("nsa", "perfbench"):
             raise
-        print(
-            f"perfbench: the package {missing} is missing: got nsa alone, wanted the harness too."
-            f" Next: {INSTALL}",
-            file=sys.stderr,
-        )
+        text = f"perfbench: the package {missing} is missing: got nsa alone, wanted the harness too"
+        print(inert(f"{text}. Next: {INSTALL}"), file=sys.stderr)
         return 2
     return run()
 
