@@ -758,7 +758,7 @@ def _grid_kv(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
     """The grid of the gradients of keys: ``tiles`` in its third dimension, and where they do not
     fit there, in the first as well.
     """
-    folds = cdiv(tiles, GRID_LIMIT)
+    folds = max(1, cdiv(tiles, GRID_LIMIT))  # no key, no tile
     return parts * folds, ranges, cdiv(tiles, folds)
 
 
