@@ -179,7 +179,7 @@ def _evidence(evidence: Evidence, policy: GatePolicy) -> Iterator[str]:
         yield f"  sd between sessions: {evidence.between_session_sd:.6f}, counted for each side"
     yield f"  standard error: {c.standard_error:.6f} (df {c.df:.4g})"
     t = evidence.t
-    adjusted = "" if evidence.adjusted_p is None else f"; after Holm {evidence.adjusted_p:.4g}"
+    adjusted = "" if evidence.adjusted_p is None else f"; adjusted {evidence.adjusted_p:.4g}"
     yield (
         f"  t: {'-' if t is None else f'{t:+.4f}'}, p that it is no slower:"
         f" {c.p_slower:.4g}{adjusted}"

@@ -91,6 +91,7 @@ def give(variables: Mapping[str, str]) -> None:
 @contextmanager
 def without_variables(*names: str) -> Iterator[None]:
     """This process without these variables, which a library would read at its import."""
+    # put back below: a notebook's MPLBACKEND would decide how a run ends
     kept = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield

@@ -15,7 +15,7 @@ class GatePolicy(BaseModel):
     ``min_effect_pct``: a change within it is proved to be none (SAME), or cannot be (BLIND).
     ``tolerance_pct``: a drop below it is never REGRESSED, however certain. ``alpha_screen`` is
     one-sided for each cell against the stored baseline,
-    ``alpha_confirm`` for the family of the confirmed cells (Holm), which are measured in
+    ``alpha_confirm`` for all confirmed cells together, which `ab` measures in
     ``confirm_pairs`` pairs.
     """
 

@@ -78,7 +78,7 @@ def test_the_between_session_variance_says_where_it_is_from(
     assert words in text and "device time 1 %, assumed" in text
 
 
-def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
+def test_a_confirmed_cell_names_its_pairs_and_its_adjusted_p() -> None:
     run = b.small_run(replicates=8)
     slow = b.scale_rows(run, TRAIN, 0.9)
     base = b.baseline_of(run)
@@ -88,7 +88,7 @@ def test_a_confirmed_cell_names_its_pairs_and_holm() -> None:
     assert (
         text.startswith(f"{TRAIN}: REGRESSED")
         and "Pairs, tok_per_s" in text
-        and "after Holm" in text
+        and "; adjusted " in text
     )
     assert "Exit: 3 by this cell alone" in text and "interleaved with the candidate" in text
 
