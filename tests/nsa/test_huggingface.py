@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path as Folder
 from typing import Any
 
 import pytest
@@ -37,10 +39,11 @@ from transformers import (
     TrainingArguments,
 )
 
-from nsa import NSAConfig, oracle
+from nsa import NSAConfig, nsa_attention, oracle
 from nsa.engagement import collect
 from nsa.huggingface import convert, from_pretrained, register
-from tests.cases import SMALL
+from nsa.routing import Path
+from tests.cases import PATHS_HERE, SMALL, here
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -87,7 +90,7 @@ def moved(model: Any) -> Any:
     torch.manual_seed(1)
     for name, parameter in model.named_parameters():
         if ".nsa." in name:
-            parameter.add_(torch.randn_like(parameter) * 0.3)
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
 
 
@@ -199,7 +202,7 @@ def test_attention_is_the_oracles(family: str, phi: str) -> None:
             compressed(x, phi, part) for x, part in ((k, layer.phi_k), (v, layer.phi_v))
         )
         blocks, gap = oracle.select(q, k_cmp, config=SMALL, scale=scale)
-        assert float(gap.min()) > 1e-9 and not bool((gap == torch.inf).all())
+        assert float(gap.min()) > 1e-7 and not bool((gap == torch.inf).all())
         of_branches = (
             oracle.compressed(q, k_cmp, v_cmp, block=8, stride=4, scale=scale)[0],
             oracle.selected(q, k, v, blocks, sel_block=16, scale=scale),
@@ -350,13 +353,42 @@ def test_packed_documents_are_those_alone() -> None:
         torch.testing.assert_close(packed, single, atol=2e-4, rtol=0)
 
 
+@pytest.mark.parametrize("path", [path for path in PATHS_HERE if path is not Path.MASKED])
+def test_every_path_takes_what_transformers_hands_on(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads before tokens in memory, rows of different lengths, a chunk after a cache: results and
+    gradients are those of path masked.
+    """
+    model = sparse(num_hidden_layers=1, head_dim=16).train()
+    tokens = here(90, 50)
+    ids, mask, _ = padded((tokens, tokens - 13), left=True)
+    answers = []
+    for name in (path, Path.MASKED):
+        asked = partial(nsa_attention, path=name)
+        monkeypatch.setattr("nsa.huggingface.layer.nsa_attention", asked)
+        model.zero_grad()
+        with collect() as ran:
+            logits = model(ids, attention_mask=mask).logits
+            logits[mask != 0].square().mean().backward()
+        assert f"sel.{name.value}" in ran.counts
+        with torch.no_grad():
+            cache = DynamicCache(config=model.config)
+            model(ids[:, :-1], attention_mask=mask[:, :-1], cache=cache)
+            last = model(ids[:, -1:], attention_mask=mask, cache=cache).logits
+        gradients = [p.grad.clone() for p in model.parameters()]
+        answers.append([logits[mask != 0].detach(), last, *gradients])
+    for got, want in zip(*answers, strict=True):
+        torch.testing.assert_close(got, want, atol=5e-4, rtol=2e-3)
+
+
 # saving
 
 
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 @every_family
 @torch.no_grad()
-def test_what_nsa_learned_is_saved_and_comes_back(family: str, phi: str, tmp_path: Path) -> None:
+def test_what_nsa_learned_is_saved_and_comes_back(family: str, phi: str, tmp_path: Folder) -> None:
     """FAULTS "models that are saved": gates and phi bit for bit, and the config with them."""
     config = replace(SMALL, phi=phi)
     model = sparse(family, config)
@@ -369,6 +401,9 @@ def test_what_nsa_learned_is_saved_and_comes_back(family: str, phi: str, tmp_pat
     assert NSAConfig.from_mapping(loaded.config.nsa) == next(attentions(model)).nsa.config
     loaded.save_pretrained(tmp_path / "again")
     same(model, from_pretrained(str(tmp_path / "again"), type(model)))
+    for folder in (tmp_path, tmp_path / "again"):
+        stored = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        assert stored["attn_implementation"] == "nsa" and stored["nsa"]["phi"] == phi
 
 
 def same(model: nn.Module, other: nn.Module) -> None:
@@ -379,7 +414,7 @@ def same(model: nn.Module, other: nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_shards_and_dtypes_come_back(tmp_path: Path) -> None:
+def test_shards_and_dtypes_come_back(tmp_path: Folder) -> None:
     """FAULTS "models that are saved": in several files, in bfloat16, and as another dtype."""
     model = sparse(config=replace(SMALL, phi="mlp")).bfloat16()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -391,7 +426,7 @@ def test_shards_and_dtypes_come_back(tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-def test_a_decoder_alone_and_another_head_are_loaded(tmp_path: Path) -> None:
+def test_a_decoder_alone_and_another_head_are_loaded(tmp_path: Folder) -> None:
     """FAULTS "models that are saved": as a class that was not stored."""
     model = sparse()
     model.save_pretrained(tmp_path)
@@ -403,7 +438,7 @@ def test_a_decoder_alone_and_another_head_are_loaded(tmp_path: Path) -> None:
     same(model.model, classifier.model)
 
 
-def test_a_checkpoint_without_its_gates_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_without_its_gates_is_refused(tmp_path: Folder) -> None:
     """FAULTS "models that are saved": new gates are never made in silence."""
     sparse().save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
@@ -414,7 +449,7 @@ def test_a_checkpoint_without_its_gates_is_refused(tmp_path: Path) -> None:
         from_pretrained(str(tmp_path))
 
 
-def test_a_checkpoint_of_another_phi_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_phi_is_refused(tmp_path: Folder) -> None:
     model = sparse(config=replace(SMALL, phi="linear"))
     model.config.nsa["phi"] = "mean"
     model.save_pretrained(tmp_path)
@@ -423,7 +458,7 @@ def test_a_checkpoint_of_another_phi_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loader", [LlamaForCausalLM, AutoModelForCausalLM])
-def test_plain_loading_is_no_silent_dense_model(loader: Any, tmp_path: Path) -> None:
+def test_plain_loading_is_no_silent_dense_model(loader: Any, tmp_path: Folder) -> None:
     """FAULTS "models that are saved": transformers' own from_pretrained knows no gates, and the
     first forward says so.
     """
@@ -433,14 +468,14 @@ def test_plain_loading_is_no_silent_dense_model(loader: Any, tmp_path: Path) -> 
         model(ids_of())
 
 
-def test_a_dense_checkpoint_is_refused(tmp_path: Path) -> None:
+def test_a_dense_checkpoint_is_refused(tmp_path: Folder) -> None:
     dense().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="has no nsa in its config"):
         from_pretrained(str(tmp_path))
 
 
 def test_a_process_that_never_registered_loads_no_dense_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FAULTS "models that are saved": config.json asks for an implementation that is unknown
     there.
@@ -484,12 +519,12 @@ def test_gradient_checkpointing_changes_no_gradient(reentrant: bool) -> None:
     plain = copy.deepcopy(model)
     model.activation_checkpointing_enable({"use_reentrant": reentrant})
     ids, mask, _ = padded((60, 41), left=True)
-    calls = []
+    calls: list[nn.Module] = []
+    for attention in attentions(model):
+        attention.nsa.register_forward_pre_hook(lambda layer, _args: calls.append(layer))
     for one in (model, plain):
-        with collect() as ran:
-            one(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
-        calls.append(sum(ran.counts.values()))
-    assert calls[0] == 2 * calls[1] > 0  # each layer twice
+        one(ids, attention_mask=mask, labels=ids, use_cache=False).loss.backward()
+    assert len(calls) == 4  # each layer twice
     for (name, got), want in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.equal(got.grad, want.grad), name
 
@@ -508,7 +543,7 @@ def test_autocast_runs_attention_in_its_dtype() -> None:
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters())
 
 
-def test_trainer_takes_ten_steps_and_saves(tmp_path: Path) -> None:
+def test_trainer_takes_ten_steps_and_saves(tmp_path: Folder) -> None:
     model = convert(dense(), SMALL)
     before = copy.deepcopy(model.state_dict())
     rows = [{"input_ids": row, "labels": row} for row in ids_of(8, 90)]
@@ -535,7 +570,7 @@ def test_trainer_takes_ten_steps_and_saves(tmp_path: Path) -> None:
         assert not torch.equal(tensor, before[name]), name
 
 
-def test_lora_trains_q_and_v_and_saves_the_gates(tmp_path: Path) -> None:
+def test_lora_trains_q_and_v_and_saves_the_gates(tmp_path: Folder) -> None:
     from peft import LoraConfig, PeftModel, get_peft_model
 
     base = convert(dense(), SMALL)
