@@ -136,8 +136,10 @@ def mask_of(
             " DynamicCache; leave cache_implementation out, or pass disable_compile=True"
         )
     end = int(q_offset) + q_length
-    if attention_mask is not None and attention_mask.ndim == 2:
-        if attention_mask.shape[1] != end:
+    # [keys] of bool is an earlier answer: generate asks before the model does
+    told = attention_mask is not None and attention_mask.ndim == 1
+    if attention_mask is not None and not (told and attention_mask.dtype == torch.bool):
+        if attention_mask.ndim != 2 or attention_mask.shape[1] != end:
             raise ValueError(
                 f"got an attention_mask {tuple(attention_mask.shape)} for {end} keys; wanted [B,"
                 f" {end}], one for each token that the cache holds or the call adds; append to it"

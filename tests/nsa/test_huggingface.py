@@ -42,6 +42,7 @@ from transformers import (
 from nsa import NSAConfig, nsa_attention, oracle
 from nsa.engagement import collect
 from nsa.huggingface import convert, from_pretrained, register
+from nsa.huggingface.interface import mask_of
 from nsa.routing import Path
 from tests.cases import PATHS_HERE, SMALL, here
 
@@ -348,8 +349,8 @@ def test_packed_documents_are_those_alone() -> None:
     positions = torch.cat([torch.arange(37), torch.arange(TOKENS - 37)])[None]
     ends = torch.tensor([0, 37, TOKENS])
     single = torch.cat([model(ids[:, :37]).logits, model(ids[:, 37:]).logits], 1)
-    for told in ({}, {"position_ids": positions}):
-        packed = model(ids, cu_seq_lens_q=ends, use_cache=False, **told).logits
+    for told in ({}, {"position_ids": positions}, {"position_ids": positions, "use_cache": True}):
+        packed = model(ids, cu_seq_lens_q=ends, **({"use_cache": False} | told)).logits
         torch.testing.assert_close(packed, single, atol=2e-4, rtol=0)
 
 
@@ -676,6 +677,8 @@ ANEW = torch.cat([torch.arange(37), torch.arange(TOKENS - 37)]).expand(2, -1)
     [
         ({"output_attentions": True}, "output_attentions=True, and NSA has no matrix"),
         ({"attention_mask": torch.ones(2, 1, TOKENS, TOKENS)}, r"\(2, 1, 100, 100\); wanted \[B"),
+        ({"attention_mask": torch.ones(2, TOKENS, TOKENS)}, "for 100 keys; wanted"),
+        ({"attention_mask": torch.zeros(TOKENS)}, "for 100 keys; wanted"),
         ({"attention_mask": torch.ones(2, TOKENS - 1)}, "for 100 keys; wanted"),
         ({"position_ids": ANEW}, "do not count up by 1"),
         ({"position_ids": ANEW, "use_cache": False}, "do not count up by 1"),
@@ -683,7 +686,18 @@ ANEW = torch.cat([torch.arange(37), torch.arange(TOKENS - 37)]).expand(2, -1)
         ({"s_aux": torch.zeros(4)}, "has attention sinks"),
         ({"sliding_window": 32}, "has a sliding window of its own .* config.sliding_window=None"),
     ],
-    ids=["attentions", "4-D", "short mask", "positions", "packed", "softcap", "sinks", "window"],
+    ids=[
+        "attentions",
+        "4-D",
+        "3-D",
+        "1-D",
+        "short mask",
+        "positions",
+        "packed",
+        "softcap",
+        "sinks",
+        "window",
+    ],
 )
 def test_arguments_that_nsa_would_ignore_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -694,6 +708,14 @@ def test_packed_documents_take_neither_padding_nor_a_cache() -> None:
     ids, mask, _ = padded((60, 41), left=True)
     with pytest.raises(ValueError, match="cu_seq_lens_q and padding"):
         sparse()(ids, attention_mask=mask, cu_seq_lens_q=torch.tensor([0, 30, 60]))
+
+
+def test_a_static_cache_inside_a_compiled_region_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(ValueError, match="StaticCache inside torch.compile.*disable_compile=True"):
+        mask_of(q_length=1, kv_length=128, q_offset=torch.tensor(40))
 
 
 def test_dropout_is_refused_in_training_alone() -> None:
