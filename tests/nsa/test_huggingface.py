@@ -236,6 +236,15 @@ def test_short_sequences_are_nearly_dense_after_conversion() -> None:
     assert 0 < float(begun) < 0.5 * float(equal)
 
 
+def test_what_is_added_has_the_models_dtype_and_mode() -> None:
+    """Of a model whose config names no dtype, converted after it was cast."""
+    model = convert(dense().bfloat16().train(), replace(SMALL, phi="mlp"))
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(module.training for module in model.modules())
+    assert model(ids_of()).logits.dtype == torch.bfloat16
+    assert not any(module.training for module in convert(dense(), SMALL).modules())
+
+
 # padding and caches
 
 
