@@ -225,3 +225,18 @@ def peers(session: nox.Session) -> None:
             FLA,
         )
         _run(session, "pytest", "-q", "tests/peers", *session.posargs, env={"PYTHONPATH": folder})
+
+
+@nox.session(venv_backend="none", requires=["dev"], default=False)
+@timed
+def huggingface(session: nox.Session) -> None:
+    """The tests of nsa.huggingface with the newest transformers, and what it pins; torch is the
+    shared environment's.
+    """
+    newest = ("transformers", "tokenizers", "huggingface_hub", "safetensors", "accelerate", "peft")
+    with tempfile.TemporaryDirectory() as folder:
+        install = ("-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target", folder)
+        _run(session, "python", *install, *newest)
+        _run(session, "python", "-m", "pip", "list", "--path", folder)
+        tests = ("-q", "tests/nsa/test_huggingface.py", *session.posargs)
+        _run(session, "pytest", *tests, env={"PYTHONPATH": folder})
