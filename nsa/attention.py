@@ -18,7 +18,7 @@ from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.decode import KV, NSACache, View, check_cache
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for
-from nsa.gate import SigmoidGate, SoftmaxGate
+from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
 from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import gathered_rows
 from nsa.padding import call_padded
@@ -67,8 +67,12 @@ class NSAAttention(nn.Module):
         self.v_proj = nn.Linear(dim, self.num_kv * num_kv_heads * v_head_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * v_head_dim, dim, bias=False)
         self.phi_k, self.phi_v = Phi(config, head_dim), Phi(config, v_head_dim)
+        if config.qk_norm:
+            self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
         if config.gate == "sigmoid":
             self.gate: nn.Module = SigmoidGate(dim, num_heads)
+        elif config.gate == "none":
+            self.gate = NoGate()
         else:
             self.gate = SoftmaxGate(
                 num_kv_heads,
@@ -125,6 +129,8 @@ class NSAAttention(nn.Module):
         q = self.q_proj(x_BTM).unflatten(-1, (self.num_heads, self.head_dim))
         k = self.k_proj(x_BTM).unflatten(-1, (-1, self.head_dim))
         v = self.v_proj(x_BTM).unflatten(-1, (-1, self.v_head_dim))
+        if self.config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
         gates = self.gate(x_BTM, q)
 
         q, k, v, gates = (layout.rows(t) for t in (q, k, v, gates))

@@ -12,12 +12,19 @@ from typing import Any, Self, TypeVar
 
 BRANCHES = ("cmp", "sel", "win")
 # see ModelConfig.sha256
-_LATER_NSA_OPTIONS = ("phi_hidden", "adaptive_num_selected", "selection", "score_dtype")
+_LATER_NSA_OPTIONS = (
+    "phi_hidden",
+    "adaptive_num_selected",
+    "selection",
+    "score_dtype",
+    "qk_norm",
+)
 PHI_KINDS = ("mean", "linear", "mlp")
 SELECTION_KINDS = ("exact", "hierarchical")
 SCORE_DTYPES = ("float32", "bfloat16", "float16")
-GATE_KINDS = ("sigmoid", "softmax")
-ROPE_KINDS = ("interleaved", "half")
+GATE_KINDS = ("sigmoid", "softmax", "none")
+ROPE_KINDS = ("interleaved", "half", "none")
+FULL_WINDOW = 2**30  # more tokens than any sequence has
 CMP_ROPE_KINDS = ("auto", "before", "after")
 
 # The paper's letters and the first implementation's YAML names.
@@ -162,7 +169,11 @@ class NSAConfig:
     first implementation's rule).
     ``selection='hierarchical'`` searches regions of four blocks; ``score_dtype`` below float32
     changes the chosen set of close rows: both are opt-in, and nsa.selection reports what they
-    change. Raises ValueError naming the field, what it got and what fits.
+    change.
+    ``qk_norm`` takes RMSNorm over the head dim of q and of k, before RoPE and before the gate, each
+    with one learned weight [head_dim] for all heads and branches (as Qwen 3 does; for the layer
+    alone). ``rope='none'`` rotates nothing. ``gate='none'`` adds the branches up.
+    Raises ValueError naming the field, what it got and what fits.
     """
 
     cmp_block: int = 32
@@ -185,6 +196,7 @@ class NSAConfig:
     adaptive_num_selected: bool = False
     selection: str = "exact"
     score_dtype: str = "float32"
+    qk_norm: bool = False
 
     def __post_init__(self) -> None:
         _positive(
@@ -224,6 +236,7 @@ class NSAConfig:
                 )
         _true_or_false("NSAConfig", "adaptive_num_selected", self.adaptive_num_selected)
         _true_or_false("NSAConfig", "share_kv", self.share_kv)
+        _true_or_false("NSAConfig", "qk_norm", self.qk_norm)
         _one_of("NSAConfig", "rope", self.rope, ROPE_KINDS)
         _one_of("NSAConfig", "cmp_rope", self.cmp_rope, CMP_ROPE_KINDS)
         for name in ("gate_temperature", "rope_base", "rope_scale"):
@@ -246,6 +259,12 @@ class NSAConfig:
             min(self.num_selected, 8 if kv_len <= 512 else 12), self.num_initial + self.num_local
         )
 
+    def full_attention(self) -> Self:
+        """This config for a layer of full causal attention: one K and V, no gate, and a window that
+        leaves no key out. RoPE and ``qk_norm`` stay.
+        """
+        return replace(self, branches=("win",), window=FULL_WINDOW, share_kv=True, gate="none")
+
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
         """Build from YAML keys, the paper's letters included; an unknown key is a ValueError with
@@ -261,7 +280,7 @@ class ModelConfig:
     attention).
 
     ``num_heads`` are query heads; ``num_heads % num_kv_heads`` must be 0. ``v_head_dim=None`` means
-    ``head_dim``.
+    ``head_dim``. ``layers`` gives each layer an NSAConfig of its own; None: all have ``nsa``.
     """
 
     dim: int = 768
@@ -275,6 +294,7 @@ class ModelConfig:
     # layers [first, stop) are recomputed in the backward; None: none
     checkpoint_layers: tuple[int, int] | None = None
     nsa: NSAConfig = field(default_factory=NSAConfig)
+    layers: tuple[NSAConfig, ...] | None = None
 
     def __post_init__(self) -> None:
         check_heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_dim)
@@ -290,6 +310,8 @@ class ModelConfig:
                 f"ModelConfig.nsa={self.nsa!r} must be an NSAConfig; ModelConfig.from_mapping takes"
                 " a mapping"
             )
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _own_configs(self.layers, self.num_layers))
         if self.checkpoint_layers is not None:
             layers: object = self.checkpoint_layers
             whole = isinstance(layers, tuple | list) and [type(x) for x in layers] == [int, int]
@@ -306,10 +328,17 @@ class ModelConfig:
     def value_dim(self) -> int:
         return self.head_dim if self.v_head_dim is None else self.v_head_dim
 
+    def config_of(self, layer: int) -> NSAConfig:
+        """The NSAConfig of layer ``layer``, from 0."""
+        return self.nsa if self.layers is None else self.layers[layer]
+
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Self:
         """Build from YAML keys (``preset:`` names a base, ``nsa:`` is a mapping); unknown keys are
         ValueErrors.
+
+        ``layers:`` is a list of what each layer has: ``nsa``, ``dense`` (full causal attention), or
+        a mapping of what differs from ``nsa:``. A list that is shorter than the model is repeated.
         """
         data = dict(data)
         base = preset(data.pop("preset")) if "preset" in data else cls()
@@ -324,7 +353,10 @@ class ModelConfig:
             resolved["nsa"] = replace(
                 base.nsa, **_resolve_keys("nsa", resolved["nsa"], nsa_keys, NSA_ALIASES)
             )
-        return cls(**{name: getattr(base, name) for name in known} | resolved)
+        values = {name: getattr(base, name) for name in known} | resolved
+        if resolved.get("layers") is not None:
+            values["layers"] = _layers(resolved["layers"], values["nsa"], values["num_layers"])
+        return cls(**values)
 
     def to_mapping(self) -> dict[str, Any]:
         """Every value by its field's name, ``nsa`` as a mapping of its own: what `from_mapping`
@@ -343,9 +375,44 @@ class ModelConfig:
         for name in _LATER_NSA_OPTIONS:
             if mapping["nsa"][name] == defaults[name]:
                 del mapping["nsa"][name]
-        if mapping["checkpoint_layers"] is None:
-            del mapping["checkpoint_layers"]
+        for name in ("checkpoint_layers", "layers"):
+            if mapping[name] is None:
+                del mapping[name]
         return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()
+
+
+def _own_configs(layers: object, num_layers: int) -> tuple[NSAConfig, ...]:
+    given = tuple(layers) if isinstance(layers, tuple | list) else ()
+    if len(given) != num_layers or not all(isinstance(one, NSAConfig) for one in given):
+        raise ValueError(
+            f"ModelConfig.layers={layers!r} must be {num_layers} NSAConfigs, one a layer, or None;"
+            " ModelConfig.from_mapping takes a list that it repeats"
+        )
+    return given
+
+
+def _layers(pattern: object, nsa: NSAConfig, num_layers: int) -> tuple[NSAConfig, ...]:
+    """What ``layers:`` of a YAML file says, repeated to ``num_layers``."""
+    if not isinstance(pattern, list | tuple) or not pattern or num_layers % len(pattern):
+        raise ValueError(
+            f"model.layers={pattern!r} must be a list whose length divides num_layers={num_layers};"
+            " write one entry a layer, or those that repeat, such as [{branches: [win]}, nsa]"
+        )
+    return tuple(_layer(entry, nsa) for entry in pattern) * (num_layers // len(pattern))
+
+
+def _layer(entry: object, nsa: NSAConfig) -> NSAConfig:
+    if isinstance(entry, NSAConfig):
+        return entry
+    if isinstance(entry, Mapping):
+        known = [f.name for f in fields(NSAConfig)]
+        return replace(nsa, **_resolve_keys("layers", entry, known, NSA_ALIASES))
+    if entry not in ("nsa", "dense"):
+        raise ValueError(
+            f"model.layers has {entry!r}; wanted nsa, dense, or a mapping of what differs from"
+            " nsa:, such as {branches: [win], window: 1024}"
+        )
+    return nsa if entry == "nsa" else nsa.full_attention()
 
 
 def check_heads(num_heads: int, num_kv_heads: int, head_dim: int, v_head_dim: int) -> None:

@@ -1,7 +1,7 @@
 """Branch gates.
 
 ``sigmoid`` is the paper's (one gate a head, from the layer input), ``softmax`` that of the first
-implementation.
+implementation, ``none`` a plain sum.
 """
 
 from __future__ import annotations
@@ -21,6 +21,13 @@ class SigmoidGate(nn.Module):
 
     def forward(self, x_BTM: Tensor, q_BTQD: Tensor) -> Tensor:
         return self.proj(x_BTM).unflatten(-1, (q_BTQD.shape[2], len(BRANCHES))).sigmoid()
+
+
+class NoGate(nn.Module):
+    """Gates of 1 [B, T, HQ, 3]: the branches are added up."""
+
+    def forward(self, x_BTM: Tensor, q_BTQD: Tensor) -> Tensor:
+        return q_BTQD.new_ones(()).expand(*q_BTQD.shape[:3], len(BRANCHES))
 
 
 class SoftmaxGate(nn.Module):

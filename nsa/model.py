@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from nsa import checks
 from nsa.attention import NSAAttention
-from nsa.config import ModelConfig
+from nsa.config import ModelConfig, NSAConfig
 from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
 from nsa.dense import DenseAttention
 from nsa.ops.positions import to_device
@@ -43,11 +43,13 @@ class Block(nn.Module):
 
 
 class _Decoder(nn.Module):
-    def __init__(self, model: ModelConfig, attention: Callable[[], nn.Module]) -> None:
+    def __init__(self, model: ModelConfig, attention: Callable[[NSAConfig], nn.Module]) -> None:
         super().__init__()
         self.config = model
         self.embedding = nn.Embedding(model.vocab_size, model.dim)
-        self.blocks = nn.ModuleList(Block(model, attention()) for _ in range(model.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(model, attention(model.config_of(layer))) for layer in range(model.num_layers)
+        )
         self.norm = nn.RMSNorm(model.dim)
         self.head = nn.Linear(model.dim, model.vocab_size, bias=False)
 
@@ -56,6 +58,20 @@ class _Decoder(nn.Module):
         # a vocabulary that was resized is the embedding's, whatever the config says
         vocab_size = self.config.vocab_size if weight is None else weight.shape[0]
         checks.ids(ids_BT, vocab_size, weight, padded=padded)
+
+    def _layouts(
+        self, x: Tensor, caches: Sequence[NSACache] | None = None, **options: Any
+    ) -> list[Layout]:
+        """Each layer's Layout of x [B, T, M]; layers of one config share one."""
+        made: dict[NSAConfig, Layout] = {}
+        for layer in range(len(self.blocks)):
+            config = self.config.config_of(layer)
+            if config not in made:
+                cache = None if caches is None else caches[layer]
+                made[config] = Layout.of(
+                    x, config, self.config.head_dim, dtype=x.dtype, cache=cache, **options
+                )
+        return [made[self.config.config_of(layer)] for layer in range(len(self.blocks))]
 
     def _logits(
         self, x: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}
@@ -71,8 +87,8 @@ class _Decoder(nn.Module):
 
 
 class TinyLM(_Decoder):
-    """Decoder-only language model with NSA (Eq. 5) in every layer: ids int64 [B, T] -> logits [B,
-    T, vocab_size] in the weights' dtype.
+    """Decoder-only language model with NSA (Eq. 5) in every layer, or as ``model.layers`` says:
+    ids int64 [B, T] -> logits [B, T, vocab_size] in the weights' dtype.
 
     ``path`` and ``fa2`` as in NSAAttention. RouteError for a request that nothing serves: of an
     unknown name at once, else in the forward.
@@ -81,13 +97,13 @@ class TinyLM(_Decoder):
     def __init__(self, model: ModelConfig, path: str = "auto", fa2: str = "auto") -> None:
         super().__init__(
             model,
-            lambda: NSAAttention(
+            lambda config: NSAAttention(
                 model.dim,
                 model.num_heads,
                 model.num_kv_heads,
                 model.head_dim,
                 model.v_head_dim,
-                model.nsa,
+                config,
                 path=path,
                 fa2=fa2,
             ),
@@ -121,8 +137,8 @@ class TinyLM(_Decoder):
                 f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each;"
                 " TinyLM.new_cache makes them"
             )
-        for layer in cache or ():
-            check_cache(layer, self.config.nsa)
+        for layer, one in enumerate(cache or ()):
+            check_cache(one, self.config.config_of(layer))
         if cache is not None and len({c.lengths for c in cache}) > 1:
             lengths = [c.lengths for c in cache]
             raise ValueError(
@@ -138,18 +154,15 @@ class TinyLM(_Decoder):
             checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens)
             return call_padded(self, ids_BT, attention_mask, cache=cache)
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "num_tokens": num_tokens}
-        first = None if cache is None else cache[0]
         x_BTM = self.embedding(ids_BT)
-        options["layout"] = Layout.of(
-            x_BTM,
-            self.config.nsa,
-            self.config.head_dim,
-            dtype=x_BTM.dtype,
-            cache=first,
-            **options,
-        )
+        layouts = self._layouts(x_BTM, cache, **options)
         return self._logits(
-            x_BTM, lambda layer: {"cache": None if cache is None else cache[layer], **options}
+            x_BTM,
+            lambda layer: {
+                "cache": None if cache is None else cache[layer],
+                "layout": layouts[layer],
+                **options,
+            },
         )
 
     def new_cache(
@@ -251,14 +264,14 @@ class DenseLM(_Decoder):
     """The same model with full causal attention; ``kind`` as in nsa.routing.DENSE_KINDS."""
 
     def __init__(self, model: ModelConfig, kind: str = "dense") -> None:
-        super().__init__(model, lambda: DenseAttention(model, kind))
+        super().__init__(model, lambda config: DenseAttention(model, kind, config=config))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
         """ids int64 [B, T] -> logits [B, T, vocab_size]."""
         self._check_ids(ids_BT)
         x_BTM = self.embedding(ids_BT)
-        layout = Layout.of(x_BTM, self.config.nsa, self.config.head_dim, dtype=x_BTM.dtype)
-        return self._logits(x_BTM, lambda layer: {"layout": layout})
+        layouts = self._layouts(x_BTM)
+        return self._logits(x_BTM, lambda layer: {"layout": layouts[layer]})
 
 
 def next_token_labels(

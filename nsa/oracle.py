@@ -222,9 +222,11 @@ def block_scores(
 
 def rope(x: Tensor, positions: Tensor, *, base: float, scale: float, kind: str) -> Tensor:
     """Rotate x [B, T, heads, D] at ``positions`` [T] or [B, T]: pairs (2i, 2i+1) for interleaved,
-    (i, i + D/2) for half.
+    (i, i + D/2) for half; none turns nothing.
     """
     x = x.double()
+    if kind == "none":
+        return x
     D = x.shape[-1]
     positions = positions if positions.ndim == 2 else positions[None]
     out = x.clone()

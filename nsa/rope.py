@@ -34,8 +34,10 @@ def rotate(x: Tensor, by: Tensor, *, kind: str) -> Tensor:
     """Rotate x [B, T, N, D] by its ``turns``, or by angles [B or 1, T, P]; keeps x.dtype.
 
     ``interleaved`` turns pairs (2i, 2i + 1), ``half`` pairs (i, i + D/2) as Hugging Face's Llama
-    does.
+    does, and ``none`` turns nothing.
     """
+    if kind == "none":
+        return x
     wide = _wide(x.dtype)
     by = turns(by, x.dtype) if by.ndim == 3 else by
     # last dimension: the two halves of a pair, which are one complex number

@@ -87,7 +87,7 @@ class Layout:
                 packing.present_R[None],
             )
         if cache is not None and cache.steps is not None and num_tokens is None:
-            step = cache.steps.next()
+            step = cache.steps.next(config)
             return cls(turned(step.position_B[:, None]), None, None, None, step)
         position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
         if num_tokens is None:

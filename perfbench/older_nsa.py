@@ -113,6 +113,11 @@ def workspace_bytes() -> int:
     return int(least)
 
 
+def has_qk_norm(config: NSAConfig) -> bool:
+    """Whether q and k are normalised head by head."""
+    return getattr(config, "qk_norm", False)
+
+
 def steps_off(route: Route) -> tuple[str, ...]:
     """The steps of path triton that ``route`` turns off."""
     return getattr(route, "off", ())

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from nsa.blocks import BlockGrid
-from nsa.decode.cache import NSACache, check_cache, check_chunk
+from nsa.config import NSAConfig
+from nsa.decode.cache import NSACache, check_chunk
 from nsa.decode.views import KV, CompressFn, Step, View
 from nsa.ops.positions import to_device
 
@@ -33,8 +34,7 @@ class Steps:
     ring. The window is attended to where it lies in its ring: a query sees all of it, in whatever
     order. A step that is run again from the same position leaves what it left before.
 
-    ValueError for caches that do not hold the same, are of another config, or that other Steps have
-    already.
+    ValueError for caches that do not hold the same, or that other Steps have already.
     """
 
     def __init__(self, caches: Sequence[NSACache]) -> None:
@@ -50,10 +50,7 @@ class Steps:
                 " close their DecodeGraph"
             )
         first = caches[0]
-        for cache in caches:
-            check_cache(cache, first.config)
-        self._config, self._max_len, self._begin, self._taken, self._may_forget = (
-            first.config,
+        self._max_len, self._begin, self._taken, self._may_forget = (
             first.max_len,
             first.lengths,
             0,
@@ -78,17 +75,16 @@ class Steps:
         taken = self._taken + (id(cache) not in self._due)
         return tuple(n + taken for n in self._begin)
 
-    def next(self) -> Step:
-        """Where the next token goes. ValueError where no room is left."""
+    def next(self, config: NSAConfig) -> Step:
+        """Where the next token goes in caches of ``config``. ValueError where no room is left."""
         self.check_room()
         p_B = self.length_B.clone()  # the last layer's append moves length_B on while p_B is in use
-        config = self._config
         l, d = config.cmp_block, config.cmp_stride  # noqa: E741 (the paper's)
         w = min(config.window, self._max_len)  # rows of the ring
         first_B = p_B + (1 - l)  # of the last l tokens
         block_B = (first_B // d).clamp(min=0)
         completes_none_B = (first_B < 0) | (first_B % d != 0)
-        spare = BlockGrid.of(self._config).num_cmp(self._max_len)  # the last row of cmp
+        spare = BlockGrid.of(config).num_cmp(self._max_len)  # the last row of cmp
         rows = (p_B, p_B % w, p_B % l, block_B.masked_fill(completes_none_B, spare))
         sel, win, raw, cmp = (x[:, None, None, None] for x in rows)
         block_BL = (first_B[:, None] + torch.arange(l, device=p_B.device)) % l
@@ -124,7 +120,7 @@ class Steps:
                 "got a second token for a cache while another layer waits for the first; wanted one"
                 " each; step all layers"
             )
-        step = self.next() if step is None else step
+        step = self.next(cache.config) if step is None else step
         for buffers, row_B111, kv in (
             (cache.sel, step.sel_B111, kv_sel),
             (cache.win, step.win_B111, kv_win),

@@ -240,6 +240,12 @@ def _check_kinds(
     names = {f.name for f in fields(defaults)}
     for key, value in spec.items():
         name = aliases.get(key, key)
+        if name == "layers" and isinstance(defaults, ModelConfig):
+            document.fail(
+                (*loc, key),
+                "got layers of several kinds, wanted one kind, whose Route is the cell's; measure"
+                " each kind by a matrix of its own, with its options under nsa:",
+            )
         if key == "preset" and isinstance(defaults, ModelConfig):
             kind: type = str
         elif name in names:

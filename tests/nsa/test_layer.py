@@ -30,36 +30,61 @@ def attention(path: str = "auto", **options: object) -> NSAAttention:
 
 
 def by_hand(module: NSAAttention, x: Tensor, config: NSAConfig) -> Tensor:
-    """The sigmoid-gated layer from its parameters, in fp64: three K/V projections, RoPE on q and k,
-    gates from x.
+    """The layer from its parameters, in fp64: three K/V projections, RMSNorm and RoPE on q and k,
+    sigmoid gates from x, or none.
     """
     parameters = {name: p.double() for name, p in module.named_parameters()}
     x = x.double()
     batch, tokens, _ = x.shape
     at = torch.arange(tokens)
 
-    def rotated(y: Tensor) -> Tensor:
+    def rotated(y: Tensor, norm: str) -> Tensor:
+        if config.qk_norm:
+            mean_square = (y * y).sum(-1, keepdim=True) / KEY_DIM
+            y = y / (mean_square + torch.finfo(torch.float32).eps) ** 0.5 * parameters[norm]
+        if config.rope == "none":
+            return y
         return oracle.rope(y, at, base=config.rope_base, scale=config.rope_scale, kind=config.rope)
 
-    q = rotated((x @ parameters["q_proj.weight"].T).view(batch, tokens, HEADS, KEY_DIM))
+    q = rotated(
+        (x @ parameters["q_proj.weight"].T).view(batch, tokens, HEADS, KEY_DIM), "q_norm.weight"
+    )
     keys = (x @ parameters["k_proj.weight"].T).view(batch, tokens, -1, GROUPS, KEY_DIM).unbind(2)
     values = (
         (x @ parameters["v_proj.weight"].T).view(batch, tokens, -1, GROUPS, VALUE_DIM).unbind(2)
     )
-    pairs = [(rotated(k), v) for k, v in zip(keys, values, strict=True)]
+    pairs = [(rotated(k, "k_norm.weight"), v) for k, v in zip(keys, values, strict=True)]
     pairs = pairs * 3 if config.share_kv else pairs
-    logits = x @ parameters["gate.proj.weight"].T + parameters["gate.proj.bias"]
-    gates = torch.sigmoid(logits.view(batch, tokens, HEADS, 3))
+    gates = torch.ones(batch, tokens, HEADS, 3, dtype=torch.float64)
+    if config.gate == "sigmoid":
+        logits = x @ parameters["gate.proj.weight"].T + parameters["gate.proj.bias"]
+        gates = torch.sigmoid(logits.view(batch, tokens, HEADS, 3))
     o = oracle.nsa(q, *pairs, gates, config=config)
     return o.flatten(2) @ parameters["o_proj.weight"].T
 
 
 @EVERY_PATH
 @pytest.mark.parametrize(
-    "options", here([{}, {"rope": "half", "rope_scale": 0.5}, {"share_kv": True}], [{}]), ids=str
+    "options",
+    here(
+        [
+            {},
+            {"rope": "half", "rope_scale": 0.5},
+            {"share_kv": True},
+            {"qk_norm": True},
+            {"rope": "none"},
+            {"gate": "none", "qk_norm": True},
+        ],
+        [{}, {"qk_norm": True, "rope": "none", "gate": "none"}],
+    ),
+    ids=str,
 )
 def test_the_module_equals_the_oracle(path: Path, options: dict[str, object]) -> None:
     module = attention(path, **options)
+    if module.config.qk_norm:  # a weight of 1 would not be seen
+        with torch.no_grad():
+            module.q_norm.weight.copy_(1 + 0.5 * randn(KEY_DIM, seed=3))
+            module.k_norm.weight.copy_(1 + 0.5 * randn(KEY_DIM, seed=4))
     x = randn(here(2, 1), TOKENS, DIM, seed=1).requires_grad_()
     true_x = x.detach().double().requires_grad_()
     o, want = module(x), by_hand(module, true_x, module.config)

@@ -270,6 +270,11 @@ MISTAKES = [
         "m.yaml:4: model.dim: got the text '64', wanted a whole number",
     ),
     ("model: tiny", "model: {dim: true}", "m.yaml:4: model.dim: got the truth value true"),
+    (
+        "model: tiny",
+        "model: {preset: tiny, layers: [nsa, dense]}",
+        "m.yaml:4: model.layers: got layers of several kinds, wanted one kind",
+    ),
     ("model: tiny", "model: {nsa: 3}", "m.yaml:4: model.nsa: got 3, wanted a mapping"),
     (
         "model: tiny",

@@ -95,6 +95,7 @@ def variants() -> dict[str, NSAConfig]:
         {"cmp_block": 16, "cmp_stride": 8},
         {"sel_block": 8, "num_selected": 3},
         {"rope": "half"},
+        {"rope": "none", "gate": "none", "qk_norm": True},
         {"cmp_rope": "after"},
     ]
     changes += [

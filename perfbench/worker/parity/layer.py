@@ -19,6 +19,7 @@ from nsa import oracle
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig
 from nsa.dense import DenseAttention
+from perfbench import older_nsa
 from perfbench.worker.parity import cache
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.judges import Attend, plain_attention, reference_attention
@@ -102,6 +103,8 @@ def _nsa_by_hand(
     q = layer.q_proj(x).unflatten(-1, (model.num_heads, model.head_dim))
     k = layer.k_proj(x).unflatten(-1, (-1, model.head_dim))
     v = layer.v_proj(x).unflatten(-1, (-1, model.value_dim))
+    if older_nsa.has_qk_norm(nsa):
+        q, k = layer.q_norm(q), layer.k_norm(k)
     gates = layer.gate(x, q)[:, rows]
     q_rotated, k_rotated = _rope(q, model, 1)[:, rows], _rope(k, model, 1)
     keep = {
@@ -135,10 +138,10 @@ def _dense_by_hand(
     layer: nn.Module, model: ModelConfig, x: Tensor, rows: Tensor, attend: Attend
 ) -> Tensor:
     assert isinstance(layer, DenseAttention)
-    q, k = (
-        _rope(p(x).unflatten(-1, (-1, model.head_dim)), model, 1)
-        for p in (layer.q_proj, layer.k_proj)
-    )
+    q, k = (p(x).unflatten(-1, (-1, model.head_dim)) for p in (layer.q_proj, layer.k_proj))
+    if older_nsa.has_qk_norm(model.nsa):
+        q, k = layer.q_norm(q), layer.k_norm(k)
+    q, k = _rope(q, model, 1), _rope(k, model, 1)
     v = layer.v_proj(x).unflatten(-1, (-1, model.value_dim))
     y: Tensor = layer.o_proj(
         attend(q[:, rows], k, v, oracle.causal_mask(rows[None], x.shape[1])).flatten(2)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from nsa.config import ModelConfig
+from perfbench import older_nsa
 
 Shape = tuple[int, ...]
 
@@ -44,6 +45,8 @@ def _of_attention(model: ModelConfig, *, dense: bool) -> dict[str, Shape]:
         "v_proj.weight": (copies * groups * model.value_dim, model.dim),
         "o_proj.weight": (model.dim, heads * model.value_dim),
     }
+    if older_nsa.has_qk_norm(nsa):
+        shapes["q_norm.weight"] = shapes["k_norm.weight"] = (model.head_dim,)
     if not dense:
         for which, dim in (("phi_k", model.head_dim), ("phi_v", model.value_dim)):
             flat, hidden = nsa.cmp_block * dim, nsa.phi_hidden or dim
@@ -57,7 +60,7 @@ def _of_attention(model: ModelConfig, *, dense: bool) -> dict[str, Shape]:
                 (heads * 3, model.dim),
                 (heads * 3,),
             )
-        else:
+        elif nsa.gate != "none":
             shapes["gate.up"] = (groups, model.head_dim, model.head_dim)
             shapes["gate.down"] = (groups, model.head_dim, 3)
     return {f"attention.{name}": shape for name, shape in shapes.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa.config import ModelConfig
+from perfbench import older_nsa
 from perfbench.worker.step_proof import twin_parts as parts
 from perfbench.worker.step_proof.attend import Attention, Heads
 
@@ -99,6 +100,8 @@ def _heads(
     q = parts.linear(x, w["q_proj.weight"]).unflatten(-1, (model.num_heads, model.head_dim))
     k = parts.linear(x, w["k_proj.weight"]).unflatten(-1, (-1, model.head_dim))
     v = parts.linear(x, w["v_proj.weight"]).unflatten(-1, (-1, model.value_dim))
+    if older_nsa.has_qk_norm(nsa):
+        q, k = parts.norm(q, w["q_norm.weight"]), parts.norm(k, w["k_norm.weight"])
     gates = None if dense else parts.gates(x, q, w, model)
     token = torch.arange(x.shape[1], device=x.device) + position
     q, turned = (parts.rope(t, token, nsa) for t in (q, k))

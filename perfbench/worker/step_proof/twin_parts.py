@@ -38,6 +38,8 @@ def rope(x: Tensor, position: Tensor, nsa: NSAConfig) -> Tensor:
 
     Angles are in fp32, as the norm wants them: at 65,536 tokens their own rounding shows in fp64.
     """
+    if nsa.rope == "none":
+        return x
     D, wide = x.shape[-1], torch.promote_types(x.dtype, torch.float32)
     pair = torch.arange(0, D, 2, device=x.device, dtype=torch.float32)
     angle = (position.float() * nsa.rope_scale)[:, None] * nsa.rope_base ** (-pair / D)
@@ -52,6 +54,8 @@ def rope(x: Tensor, position: Tensor, nsa: NSAConfig) -> Tensor:
 def gates(x: Tensor, q: Tensor, w: Weights, model: ModelConfig) -> Tensor:
     """[B, T, HQ, 3], of the layer's input x or of q before RoPE."""
     nsa, groups = model.nsa, model.num_kv_heads
+    if nsa.gate == "none":
+        return torch.ones(*q.shape[:3], len(BRANCHES), dtype=q.dtype, device=q.device)
     if nsa.gate == "sigmoid":
         logits = linear(x, w["gate.proj.weight"]) + w["gate.proj.bias"]
         p: Tensor = torch.sigmoid(logits).unflatten(-1, (model.num_heads, len(BRANCHES)))
