@@ -5,7 +5,7 @@ and a reason for each null.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
@@ -48,6 +48,7 @@ SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection", "without")
 Key = tuple[tuple[str, str | int], ...]
 Band = tuple[float, float]
 CONFIDENCE = 0.95  # of a band, two-sided
+EVERY_NUMBER = "every number"  # the reason of a whole row of dashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +180,16 @@ def _prior_of(own: list[tuple[float, float]]) -> stats.Prior | None:
     return stats.prior_of([variance for variance, _ in own], [df for _, df in own])
 
 
-def null_reasons(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
+def null_reasons(rows: Iterable[Row], shown: Collection[str]) -> list[tuple[str, str, list[str]]]:
     """Every (column, reason) of the empty fields, with the cells that it holds for; the commonest
-    first.
+    first. Of a column that is not ``shown``, none: a column of dashes is left out, and what would
+    explain it, too.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for column, reason in row.nulls.items():
+            if column not in shown and column != EVERY_NUMBER:
+                continue
             groups.setdefault((column, reason), []).append(row.cell.cell_id)
     return sorted(
         ((c, r, ids) for (c, r), ids in groups.items()),
@@ -291,7 +295,7 @@ def _row(
         nulls["step"] = no_step
     good = usable(rows)
     if cell.cand_tok_per_s is None or not good:
-        nulls["every number"] = (
+        nulls[EVERY_NUMBER] = (
             f"{'not published' if cell.verdict in UNTRUE else 'no speed'}: {cell.verdict}"
         )
         proof = max(ratios, default=None)

@@ -97,8 +97,8 @@ def test_of_what_was_cut_short_the_number_is_there_and_first() -> None:
     cell = run.manifest.cells[0].cell_id
     slow = b.scale_rows(run, cell, 0.181)
     first = judge(slow, b.baseline_of(run), GatePolicy())
-    sides = [b.with_manifest(one, replicates=40) for one in (run, slow)]
-    settled = conclude(first, *sides, GatePolicy())
+    base, candidate = (b.with_manifest(one, replicates=40) for one in (run, slow))
+    settled = conclude(first, base, candidate, GatePolicy())
     assert re.match(
         r".* -81\.9 % \([\d,]+ -> [\d,]+ tok/s\), 8 pairs: REGRESSED, exit 3: 1 of 4 cells,"
         r".*; cut short: 8 of 40 planned pairs$",
