@@ -15,7 +15,7 @@ from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records.cells import Cell
 from perfbench.records.rows import CacheLine, PlannedCell, Replicate, Run
-from perfbench.report import markdown, plots, tables, workloads
+from perfbench.report import markdown, plots, speeds, tables, workloads
 from perfbench.report.rows import Row, launch_bound, rows_of
 from tests.perfbench import builders as b
 
@@ -243,7 +243,10 @@ def test_switches_are_named_only_where_they_are_turned() -> None:
     rows = rows_in(
         run_of((Cell("train", 2048, "v2", "on"), 10.0, {}), (on, 5.0, {}), (prefill, 5.0, {}))
     )
-    assert list(plots._panels(rows)) == ["train", "train, compile=on", "chunked_prefill, chunk=512"]
+    lines, bars = speeds.panels_of(rows)
+    assert not lines and list(bars) == ["train", "chunked_prefill"]
+    shapes = [plots.shape(row, plots.varying(rows)) for row in rows]
+    assert shapes == ["1 x 2,048", "1 x 2,048, compiled", "1 x 2,048, chunk 512"]
     assert [line[0] for line in tables.fastest(rows)[1]] == [
         "train",
         "train, compile on",
@@ -267,18 +270,17 @@ def test_variants_of_one_workload_have_one_scale(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     cells = [
-        Cell("train", 2048, "v2", "on"),
-        Cell("train", 2048, "v2", "on", compile="on"),
-        Cell("decode", 2048, "v2", "on"),
+        Cell(workload, length, "v2", "on", compile=compiled)
+        for workload, compiled in (("train", "off"), ("train", "on"), ("decode", "off"))
+        for length in (2048, 4096, 8192)
     ]
+    times = [10.0] * 3 + [0.1] * 3 + [1.0] * 3
     drawn: list[Any] = []
     monkeypatch.setattr(plots, "save", lambda figure, target: drawn.append(figure))
     rows = rows_in(
-        run_of(
-            *((cell, seconds, {}) for cell, seconds in zip(cells, (10.0, 0.1, 1.0), strict=True))
-        )
+        run_of(*((cell, seconds, {}) for cell, seconds in zip(cells, times, strict=True)))
     )
-    assert plots.throughput(rows, tmp_path / "throughput.png", "")
+    assert speeds.draw(rows, tmp_path / "throughput.png", "").shown == 9
     limits = {axes.get_title(loc="left"): axes.get_ylim() for axes in drawn[0].axes}
     assert limits["train"] == limits["train, compile=on"] != limits["decode"]
     assert limits["train"][1] / limits["train"][0] > 100, "both speeds are in it"
