@@ -23,6 +23,7 @@ from perfbench.records import (
 )
 from perfbench.text import number, shorten
 
+TOO_WIDE_PCT = 50.0  # of half the interval: twice the speed, or half of it, is then no surprise
 # What a comparison of speeds says; where anything else is wrong, no number of the cell counts.
 COMPARED = (
     Verdict.REGRESSED,
@@ -93,6 +94,8 @@ class CellVerdict:
     cut_short: str = ""  # '3 of 6 planned pairs', where the others were never measured
     suspicion: str = ""  # why the screen rejects the cell, and the command that settles it
     work: tuple[str, ...] = ()  # launches and host syncs that rose, where they decided
+    half_pct: float | None = None  # of the 95 % interval of its speed, where nothing was compared
+    host_bound: bool = False
 
     @property
     def change(self) -> str:
@@ -109,6 +112,11 @@ class CellVerdict:
         return ", ".join(
             [*self.work, f"{SPEED_WORDS[one.metric]}{pct} ({was} -> {is_} tok/s)", count]
         )
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether nothing was compared, and the interval is too wide to use the number."""
+        return self.verdict is None and (self.half_pct or 0.0) > TOO_WIDE_PCT
 
     @property
     def mde_pct(self) -> float | None:
@@ -147,6 +155,11 @@ class Judgement:
     baseline: BaselineOrigin | None = None
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether some number of the run is too noisy to use."""
+        return any(cell.is_too_noisy for cell in self.cells)
 
     @property
     def to_confirm(self) -> list[str]:
@@ -223,10 +236,26 @@ def _headline(
         return _of_cells(FAIL_UNDER_STRICT, "exit 0 (a warning; --strict fails)", cells)
     if baseline is None:
         return (
-            f"MEASURED, exit 0: {len(cells)} cells ran as planned, each proved by parity, route and"
-            " physics; speed not compared"
+            f"{_too_noisy(cells)}MEASURED, exit 0: {len(cells)} cells ran as planned, each proved"
+            " by parity, route and physics; speed not compared"
         )
     return _green(cells, policy)
+
+
+def _too_noisy(cells: list[CellVerdict]) -> str:
+    """What heads a run whose numbers cannot all be used, the worst by name; else nothing."""
+    noisy = [cell for cell in cells if cell.is_too_noisy]
+    if not noisy:
+        return ""
+    far = max(noisy, key=lambda cell: (cell.half_pct or 0.0, cell.cell_id))
+    number_ = f"{number(far.cand_tok_per_s)} ± {far.half_pct:,.0f} % tok/s"
+    count = f"{len(noisy)} of {len(cells)} cells"
+    then = (
+        "their wall time follows the host: capture the step, or read its device time"
+        if all(cell.host_bound for cell in noisy)
+        else "close what else runs here, or raise measure.processes"
+    )
+    return f"too noisy to use: {_name(far, cells)} {number_} ({count}); {then}: "
 
 
 def _green(cells: list[CellVerdict], policy: GatePolicy) -> str:
@@ -298,10 +327,13 @@ def _named(cell: CellVerdict, cells: list[CellVerdict]) -> str:
     """'auto 512 forward -81.9 % (2,711 -> 491 tok/s), 11 pairs'; of a cell that is one of several
     with the axes in which they differ.
     """
+    return f"{_name(cell, cells)} {cell.change}"
+
+
+def _name(cell: CellVerdict, cells: list[CellVerdict]) -> str:
     kept = {"path", "seq_len", "workload", *varying_axes(one.axes for one in cells)}
     axes = cell.axes.to_mapping()
-    name = short_name({key: value for key, value in axes.items() if key in kept or len(cells) == 1})
-    return f"{name} {cell.change}"
+    return short_name({key: value for key, value in axes.items() if key in kept or len(cells) == 1})
 
 
 def short_name(axes: Mapping[str, str | int]) -> str:

@@ -177,7 +177,8 @@ def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
 def _light(judgement: Judgement) -> str:
     if judgement.exit_code is not Exit.OK:
         return "🔴"
-    return "🟡" if judgement.of(*FAIL_UNDER_STRICT) or judgement.findings else "🟢"
+    is_open = judgement.of(*FAIL_UNDER_STRICT) or judgement.findings or judgement.is_too_noisy
+    return "🟡" if is_open else "🟢"
 
 
 def _processes(run: Run) -> str:

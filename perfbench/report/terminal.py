@@ -130,7 +130,8 @@ def _style_of(row: Row) -> str:
 def _style(judgement: Judgement) -> str:
     if judgement.exit_code is not Exit.OK:
         return "bold red"
-    return "bold yellow" if judgement.of(*FAIL_UNDER_STRICT) else "bold green"
+    is_open = judgement.of(*FAIL_UNDER_STRICT) or judgement.is_too_noisy
+    return "bold yellow" if is_open else "bold green"
 
 
 def _columns(rows: list[Row], *, compared: bool, wide: bool) -> dict[str, Callable[[Row], str]]:
