@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
-from perfbench.gate.bands import bands
 from perfbench.gate.boundary import beyond_boundary
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import (
@@ -36,6 +35,7 @@ from perfbench.gate.coverage import (
     usable,
 )
 from perfbench.gate.hard_rules import WHOLE, ProofIndex, cell_findings
+from perfbench.gate.intervals import bands
 from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
