@@ -17,7 +17,7 @@ from perfbench.gate.judging import judge
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records.cells import Cell
 from perfbench.records.rows import Run, Status
-from perfbench.report import plots, speeds, utilisation
+from perfbench.report import changes, plots, speeds, utilisation
 from perfbench.report.rows import Row, rows_of
 from tests.perfbench import builders as b
 
@@ -195,3 +195,11 @@ def test_many_bars_beside_many_panels_fit(drawn: list[Any], tmp_path: Path) -> N
     assert 30 < found.shown < found.cells == 90
     assert drawn[0].get_size_inches()[1] * plots.DPI <= MAX_PIXELS
     assert len(drawn[0].axes) == 11
+
+
+def test_the_picture_of_changes_is_capped_too(drawn: list[Any], tmp_path: Path) -> None:
+    """Eighty compared cells were 2,268 pixels."""
+    run = run_with([Cell("train", 512, "v2", "on", batch) for batch in range(1, 81)])
+    rows = rows_of(run, judge(run, b.baseline_of(run), POLICY))
+    assert changes.draw(rows, tmp_path / "x.png", "a\nb\nc", min_effect_pct=3) == plots.MAX_BARS
+    assert drawn[0].get_size_inches()[1] * plots.DPI <= MAX_PIXELS
