@@ -14,6 +14,7 @@ from perfbench.machine import (
     capability_here,
     check_target,
     collect_environment,
+    load_now,
     no_color,
     source_of,
 )
@@ -41,6 +42,11 @@ def measuring_context(target: Target, *, silent: bool = False) -> MeasuringConte
         warn(fit.warning)
     if fit.skip:
         return None
+    load = load_now(None if fit.gpu is None else fit.gpu.uuid)
+    if load.is_busy:
+        warn(str(load))
+    elif not silent:
+        say(str(load))
     return MeasuringContext(
         fit,
         capability_here(fit),

@@ -325,6 +325,7 @@ def verdict_with(
         confirmed=confirmed,
         evidence=outcome.evidence,
         notes=notes,
+        work=outcome.work,
     )
 
 

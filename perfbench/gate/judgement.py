@@ -23,6 +23,18 @@ from perfbench.records import (
 )
 from perfbench.text import number, shorten
 
+TOO_WIDE_PCT = 50.0  # of half the interval: twice the speed, or half of it, is then no surprise
+# What a comparison of speeds says; where anything else is wrong, no number of the cell counts.
+COMPARED = (
+    Verdict.REGRESSED,
+    Verdict.SUSPECT,
+    Verdict.WATCH,
+    Verdict.BLIND,
+    Verdict.UNSTABLE,
+    Verdict.SAME,
+    Verdict.FASTER,
+)
+
 
 def severity(verdict: Verdict) -> tuple[int, int]:
     """Sort key of verdicts, worst first."""
@@ -81,6 +93,30 @@ class CellVerdict:
     notes: tuple[str, ...] = ()
     cut_short: str = ""  # '3 of 6 planned pairs', where the others were never measured
     suspicion: str = ""  # why the screen rejects the cell, and the command that settles it
+    work: tuple[str, ...] = ()  # launches and host syncs that rose, where they decided
+    half_pct: float | None = None  # of the 95 % interval of its speed, where nothing was compared
+    host_bound: bool = False
+
+    @property
+    def change(self) -> str:
+        """What changed, and from how many measurements: '-81.9 % (2,711 -> 491 tok/s), 11 pairs';
+        empty where no speed was compared.
+        """
+        one = self.evidence[0] if self.evidence and self.verdict in COMPARED else None
+        if one is None or one.change_pct is None or not self.compared:
+            return ""
+        c, speeds = one.comparison, (self.base_tok_per_s, self.cand_tok_per_s)
+        count = f"{c.n_base} pairs" if one.paired else f"{c.n_base} and {c.n_candidate} processes"
+        was, is_ = map(number, speeds)
+        pct = f"{round(one.change_pct, 1) + 0.0:+.1f} %"
+        return ", ".join(
+            [*self.work, f"{SPEED_WORDS[one.metric]}{pct} ({was} -> {is_} tok/s)", count]
+        )
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether nothing was compared, and the interval is too wide to use the number."""
+        return self.verdict is None and (self.half_pct or 0.0) > TOO_WIDE_PCT
 
     @property
     def mde_pct(self) -> float | None:
@@ -119,6 +155,11 @@ class Judgement:
     baseline: BaselineOrigin | None = None
     counts: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+    @property
+    def is_too_noisy(self) -> bool:
+        """Whether some number of the run is too noisy to use."""
+        return any(cell.is_too_noisy for cell in self.cells)
 
     @property
     def to_confirm(self) -> list[str]:
@@ -182,6 +223,9 @@ def _headline(
     policy: GatePolicy,
     baseline: BaselineOrigin | None,
 ) -> str:
+    """What changed and by how much, then how that was judged; where no change of speed decides,
+    the verdict and its reason.
+    """
     if code is Exit.STRICT and any(cell.verdict is Verdict.SUSPECT for cell in cells):
         return _of_cells([Verdict.SUSPECT], "exit 7", cells)
     if code is Exit.STRICT:
@@ -192,19 +236,45 @@ def _headline(
         return _of_cells(FAIL_UNDER_STRICT, "exit 0 (a warning; --strict fails)", cells)
     if baseline is None:
         return (
-            f"MEASURED, exit 0: {len(cells)} cells ran as planned, each proved by parity, route and"
-            " physics; speed not compared"
+            f"{_too_noisy(cells)}MEASURED, exit 0: {len(cells)} cells ran as planned, each proved"
+            " by parity, route and physics; speed not compared"
         )
+    return _green(cells, policy)
+
+
+def _too_noisy(cells: list[CellVerdict]) -> str:
+    """What heads a run whose numbers cannot all be used, the worst by name; else nothing."""
+    noisy = [cell for cell in cells if cell.is_too_noisy]
+    if not noisy:
+        return ""
+    far = max(noisy, key=lambda cell: (cell.half_pct or 0.0, cell.cell_id))
+    number_ = f"{number(far.cand_tok_per_s)} ± {far.half_pct:,.0f} % tok/s"
+    count = f"{len(noisy)} of {len(cells)} cells"
+    then = (
+        "their wall time follows the host: capture the step, or read its device time"
+        if all(cell.host_bound for cell in noisy)
+        else "close what else runs here, or raise measure.processes"
+    )
+    return f"too noisy to use: {_name(far, cells)} {number_} ({count}); {then}: "
+
+
+def _green(cells: list[CellVerdict], policy: GatePolicy) -> str:
     compared = sum(cell.compared for cell in cells)
     faster, new = (
         sum(cell.verdict is verdict for cell in cells) for verdict in (Verdict.FASTER, Verdict.NEW)
     )
     word = "FASTER" if faster else "SAME"
     extra = (f", {faster} faster" if faster else "") + (f", {new} NEW" if new else "")
-    return (
+    judged = (
         f"{word}, exit 0: {compared} of {len(cells)} cells compared, none slower by"
         f" {policy.min_effect_pct:g} % or more{extra}"
     )
+    changed = [cell for cell in cells if cell.change]
+    if not changed:
+        return judged
+    gained = [cell for cell in changed if cell.verdict is Verdict.FASTER]
+    by_change = sorted(gained or changed, key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
+    return f"{_named(by_change[-1 if gained else 0], cells)}: {judged}"
 
 
 def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:
@@ -219,29 +289,51 @@ def _red(code: Exit, cells: list[CellVerdict], findings: list[Finding]) -> str:
 def _of_cells(verdicts: Iterable[Verdict], exit_text: str, cells: list[CellVerdict]) -> str:
     verdicts = tuple(verdicts)
     found = [cell for cell in cells if cell.verdict in verdicts]
-    # The worst first: a hurried reader sees the largest drop.
-    if Verdict.REGRESSED in verdicts or Verdict.SUSPECT in verdicts:
-        found.sort(key=lambda cell: (cell.change_pct or 0.0, cell.cell_id))
     names = " + ".join(_present(verdicts, [cell.verdict for cell in found]))
+    judged = f"{names}, {exit_text}: {len(found)} of {len(cells)} cells"
+    others = _others(verdicts, cells)
+    if changed := [cell for cell in found if cell.change]:
+        # The worst first: a hurried reader sees the largest drop.
+        worst_ = min(
+            changed,
+            key=lambda cell: (
+                verdicts.index(cell.verdict) if cell.verdict else 0,
+                cell.change_pct or 0.0,
+                cell.cell_id,
+            ),
+        )
+        return f"{_named(worst_, cells)}: {judged}{_how(worst_)}{others}"
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-    what = f"{len(found)} of {len(cells)} cells: {_first(found[0], cells)}{more}"
-    return f"{names}, {exit_text}: {what}{_others(verdicts, cells)}"
+    name = short_ids(one.axes for one in cells).get(found[0].cell_id, found[0].cell_id)
+    return f"{judged}: {name}: {shorten(found[0].reason)}{more}{others}"
 
 
-def _first(cell: CellVerdict, cells: list[CellVerdict]) -> str:
-    """What the headline says of one cell: the change, then how it was measured; the reason where
-    no change of speed decided.
+def _how(cell: CellVerdict) -> str:
+    """How the change that heads the report was judged."""
+    one = cell.evidence[0]
+    if cell.verdict is Verdict.REGRESSED:
+        p = "" if one.adjusted_p is None else f", adjusted p {one.adjusted_p:.2g}"
+        return f", confirmed in turns{p}"
+    if cell.verdict is Verdict.SUSPECT:
+        return ", neither confirmed nor cleared" if one.paired else ", not confirmed"
+    if cell.verdict is Verdict.BLIND:
+        return ", too noisy to see a drop"
+    if cell.verdict is Verdict.WATCH:
+        return ", not settled by its pairs" if one.paired else ", not confirmed"
+    return ""
+
+
+def _named(cell: CellVerdict, cells: list[CellVerdict]) -> str:
+    """'auto 512 forward -81.9 % (2,711 -> 491 tok/s), 11 pairs'; of a cell that is one of several
+    with the axes in which they differ.
     """
-    slower = cell.evidence[0] if cell.evidence and cell.verdict is Verdict.REGRESSED else None
-    if slower is None or not slower.is_beyond_tolerance:
-        name = short_ids(one.axes for one in cells).get(cell.cell_id, cell.cell_id)
-        return f"{name}: {shorten(cell.reason)}"
-    what = SPEED_WORDS[slower.metric]
-    speeds = f"{number(cell.base_tok_per_s)} -> {number(cell.cand_tok_per_s)} tok/s"
+    return f"{_name(cell, cells)} {cell.change}"
+
+
+def _name(cell: CellVerdict, cells: list[CellVerdict]) -> str:
     kept = {"path", "seq_len", "workload", *varying_axes(one.axes for one in cells)}
     axes = cell.axes.to_mapping()
-    name = short_name({key: value for key, value in axes.items() if key in kept or len(cells) == 1})
-    return f"{name} {what}{slower.change_pct:+.1f} % ({speeds}), {slower.comparison.n_base} pairs"
+    return short_name({key: value for key, value in axes.items() if key in kept or len(cells) == 1})
 
 
 def short_name(axes: Mapping[str, str | int]) -> str:

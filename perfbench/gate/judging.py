@@ -35,6 +35,7 @@ from perfbench.gate.coverage import (
     usable,
 )
 from perfbench.gate.hard_rules import WHOLE, ProofIndex, cell_findings
+from perfbench.gate.intervals import bands
 from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
@@ -120,10 +121,28 @@ def judge(
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)
+    if known is None:  # else what changed says how far the noise reaches
+        cells = _with_intervals(cells, rows)
     notes = tuple(unverified(run, *([] if known is None else [known])))
     if known is not None and not mixed:
         notes += (*unwatched(run, known), *unrecorded_settings(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
+
+
+def _with_intervals(
+    cells: list[CellVerdict], rows: Mapping[str, list[Replicate]]
+) -> list[CellVerdict]:
+    found = bands(rows)
+    return [
+        replace(
+            cell,
+            half_pct=100 * (found[cell.cell_id][1] / cell.cand_tok_per_s - 1),
+            host_bound=any(row.host_bound for row in usable(rows[cell.cell_id])),
+        )
+        if cell.cell_id in found and cell.cand_tok_per_s is not None
+        else cell
+        for cell in cells
+    ]
 
 
 @dataclass(frozen=True, slots=True)

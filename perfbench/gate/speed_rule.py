@@ -39,6 +39,7 @@ class SpeedVerdict:
     reason: str
     evidence: tuple[Evidence, ...] = ()
     screened: bool = False
+    work: tuple[str, ...] = ()  # launches and host syncs that rose, where they decided
 
     @property
     def metric(self) -> str:
@@ -171,6 +172,7 @@ def _outcome_of(sides: CellSides, evidence: tuple[Evidence, ...]) -> SpeedVerdic
             Verdict.REGRESSED,
             f"confirmed on interleaved pairs: {why}; {sides.speeds()}",
             (*first, *rest),
+            work=tuple(counted),
         )
     numbers = f"{sides.speeds()}: {'; '.join(str(e) for e in evidence)}"
     if sides.host_bound and gained:
@@ -247,6 +249,7 @@ def _screen_host_bound(sides: CellSides, wall: Evidence, priors: Priors) -> Spee
             f"host bound; to be confirmed: {'; '.join(suspects)}; {numbers}",
             evidence,
             screened=True,
+            work=tuple(sides.more_work()),
         )
     judged = f"{device}" if device is not None else sides.no_device()
     judged += f"; {host}" if host is not None else ""

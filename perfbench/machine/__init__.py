@@ -6,6 +6,7 @@ from perfbench.machine.environment import TargetFit, check_target, collect_envir
 from perfbench.machine.environment import environment_variable, give, no_color, step_summary
 from perfbench.machine.environment import visible_gpu, without_variables
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory, uuid_sha256
+from perfbench.machine.load import load_now
 from perfbench.machine.default_branch import JudgingCommit, judging_commit
 from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session
 from perfbench.machine.source import package_sha256, source_of

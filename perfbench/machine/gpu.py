@@ -217,12 +217,12 @@ def busy_processes(uuid: str, module: Any | None = None) -> tuple[list[GpuProces
             found, missing = nvml.nvml_query(opened, "nvmlDeviceGetComputeRunningProcesses", handle)
             if missing:
                 return [], missing
-            return [_process(opened, entry) for entry in found if not _is_ours(entry.pid)], ""
+            return [_process(opened, entry) for entry in found if not is_ours(entry.pid)], ""
     except nvml.NvmlUnavailable as error:
         return [], str(error)
 
 
-def _is_ours(pid: int, proc: Path = Path("/proc")) -> bool:
+def is_ours(pid: int, proc: Path = Path("/proc")) -> bool:
     """This process or a descendant.
 
     The process group says less: a script's other jobs share it, our children have left it.

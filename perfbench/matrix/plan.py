@@ -6,6 +6,7 @@ Needs no GPU and no torch: the capability is probed by the caller, or assumed by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,9 +28,16 @@ from perfbench.records import (
     why_not_here,
 )
 
+# Means of committed runs, against whose durations tests/perfbench/test_plan_minutes.py holds them.
 # A child that leaves the forkserver, builds the model and checks parity; on a GPU it creates a CUDA
-# context too.
-START_S = {"cuda": 8.0, "cpu": 0.7}
+# context, and its share of the block's start is in it.
+START_S = {"cuda": 8.0, "cpu": 0.9}
+# The forkserver of a block imports torch.
+BLOCK_S = {"cuda": 0.0, "cpu": 4.2}
+# Once a cell, in its first process: the proofs of the step and at its length, and the compiler.
+# On a GPU those of a forward are within its start; those of a training step compile kernels.
+PROOF_S = {"cuda": 20.0, "cpu": 0.5}
+COMPILE_S = 20.0
 # A process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples.
 SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}
 END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
@@ -37,8 +45,8 @@ END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context bac
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``estimate_s`` is an estimate: starts, warm-ups and timed windows, not the seconds of slow
-    single steps.
+    """``estimate_s`` is an estimate for an idle machine: starts, proofs, compilers, warm-ups and
+    timed windows, not the seconds of slow single steps.
     """
 
     cells: list[PlannedCell]
@@ -90,7 +98,7 @@ def build_plan(
         planned,
         excluded,
         [*matrices.warnings(matrix), *wrong],
-        estimate_s(matrix, len(planned), capability),
+        estimate_s(matrix, [cell.axes for cell in planned], capability),
         matrix.measure.processes,
         max((memory.least_bytes(cell.axes, matrix.model) for cell in planned), default=0),
         tuple(wrong),
@@ -130,9 +138,10 @@ def route_line(route: Route) -> RouteLine:
     )
 
 
-def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
+def estimate_s(matrix: Matrix, cells: Sequence[Cell], capability: Capability) -> float:
     """Cells x replicates x (start, shared by those that prepare together, + warm-up + timed window
-    + end), and sentinels, in seconds.
+    + end), the forkserver and sentinels of each block, and once a cell its proofs and its compiler,
+    in seconds of an idle machine.
     """
     measure = matrix.measure
     window_s = (
@@ -145,7 +154,10 @@ def estimate_s(matrix: Matrix, num_cells: int, capability: Capability) -> float:
     cell_s = (
         START_S[device] / measure.prepare_together + measure.shortest_warmup_s + window_s + alone_s
     )
-    return measure.processes * (num_cells * cell_s + len(matrix.sentinels) * SENTINEL_S[device])
+    block_s = BLOCK_S[device] + len(cells) * cell_s + len(matrix.sentinels) * SENTINEL_S[device]
+    compiled = sum(cell.compile == "on" for cell in cells)
+    proved = sum(device == "cpu" or cell.workload == "train" for cell in cells)
+    return measure.processes * block_s + proved * PROOF_S[device] + compiled * COMPILE_S
 
 
 def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:
@@ -228,8 +240,8 @@ def plan_text(plan: Plan, matrix: Matrix) -> str:
     lines += ["", *_render_excluded(plan.excluded)]
     lines += [f"warning: {warning}" for warning in plan.warnings]
     lines.append(
-        f"Estimated: {plan.estimate_s / 60:.1f} minutes (starts, warm-ups and timed windows; slow"
-        " single steps come on top)"
+        f"Estimated: {plan.estimate_s / 60:.1f} minutes on an idle machine (starts, proofs,"
+        " warm-ups and timed windows; slow single steps come on top)"
     )
     lines.append(f"Memory: {memory.gib(plan.least_bytes)} at least, by the largest cell")
     return "\n".join(lines) + "\n"

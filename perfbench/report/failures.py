@@ -53,6 +53,7 @@ def red(row: Row, run: Run, judgement: Judgement, context: ReportContext) -> dic
         "verdict": row.verdict,
         "exit": int(EXIT_OF[Verdict(row.verdict)]),
         "cell": row.cell.cell_id,
+        "change": row.cell.change,
         "reason": row.cell.reason,
         "line": _overview(row.cell),
         "numbers": [_numbers(evidence) for evidence in row.cell.evidence],

@@ -7,7 +7,7 @@ from pathlib import Path
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import Judgement
 from perfbench.records import Run, whole_file
-from perfbench.report import changes, junit, markdown, plots, verdict_json
+from perfbench.report import changes, junit, markdown, plots, speeds, utilisation, verdict_json
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import Row, rows_of
 from perfbench.text import plain
@@ -86,15 +86,15 @@ def _pictures(
     machine = f"{plain(run.manifest.environment.device_name)} ({plain(run.manifest.matrix_name)})"
     if run.manifest.injections:
         machine += "\nINJECTED FAULTS: a demonstration"
-    speeds = plots.throughput(
+    speed = speeds.draw(
         rows, out_dir / THROUGHPUT, f"Tokens per second, {machine}{_host_bound(rows)}"
     )
+    what = "tok/s against seq_len for each path"
+    if speed.shown < speed.cells:
+        what += f": {speed.shown} of {speed.cells} cells, the table has the others"
     found = [
         markdown.Picture(
-            THROUGHPUT,
-            speeds,
-            "tok/s against seq_len for each path",
-            "" if speeds else "no cell has a speed",
+            THROUGHPUT, speed.shown > 0, what, "" if speed.shown else "no cell has a speed"
         )
     ]
     drawn = changes.draw(
@@ -114,7 +114,7 @@ def _pictures(
             "" if drawn else "every compared cell is BLIND" if compared else "no cell was compared"
         )
         found.append(markdown.Picture(CHANGES, drawn > 0, what, why))
-    bars = plots.utilisation(rows, out_dir / UTILISATION, f"GPU utilisation, {machine}")
+    bars = utilisation.draw(rows, out_dir / UTILISATION, f"GPU utilisation, {machine}")
     lacking = dict.fromkeys(row.nulls["utilisation"] for row in rows if "utilisation" in row.nulls)
     why = "" if bars else "; ".join(lacking) or "no cell has a speed"
     measured = sum(row.utilisation_pct is not None for row in rows)

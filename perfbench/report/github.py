@@ -140,7 +140,9 @@ def _fails(finding: Finding) -> bool:
 
 def _red(cell: CellVerdict) -> str:
     again = f"\nreproduce: {plain(cell.reproduce)}" if cell.reproduce else ""
-    return _command("error", f"perfbench: {cell.verdict} {cell.cell_id}", cell.reason, again)
+    said = f"{cell.change}: " if cell.change else ""
+    title = f"perfbench: {cell.verdict} {cell.cell_id}"
+    return _command("error", title, f"{said}{cell.reason}", again)
 
 
 def _open(judgement: Judgement, level: str) -> Iterator[str]:
@@ -154,7 +156,7 @@ def _open(judgement: Judgement, level: str) -> Iterator[str]:
             yield _command(
                 kind,
                 f"perfbench: {verdict.value}, {count}",
-                f"{first.cell_id}: {first.reason}",
+                f"{first.cell_id}: {first.change}{': ' if first.change else ''}{first.reason}",
                 more,
             )
 

@@ -64,16 +64,18 @@ def _cell(
         judgement.strict and cell.verdict in FAIL_UNDER_STRICT
     )
     if failed and cell.verdict is not None:
-        _failure(
-            case,
-            cell.verdict,
-            cell.reason,
-            f"{cell.reason}\nreproduce: {cell.reproduce}" if cell.reproduce else cell.reason,
-        )
+        reason = _changed(cell) + cell.reason
+        body = f"{reason}\nreproduce: {cell.reproduce}" if cell.reproduce else reason
+        _failure(case, cell.verdict, cell.reason, body, _changed(cell))
     else:
         ET.SubElement(case, "system-out").text = _clean(
-            f"{cell.verdict or 'MEASURED'}: {cell.reason}"
+            f"{_changed(cell)}{cell.verdict or 'MEASURED'}: {cell.reason}"
         )
+
+
+def _changed(cell: CellVerdict) -> str:
+    """What changed, before how it was judged; empty where no speed was compared."""
+    return f"{cell.change}: " if cell.change else ""
 
 
 def _case(suite: ET.Element, run: Run, group: str, name: str, seconds: float) -> ET.Element:
@@ -84,9 +86,11 @@ def _case(suite: ET.Element, run: Run, group: str, name: str, seconds: float) ->
     )
 
 
-def _failure(case: ET.Element, verdict: Verdict, message: str, body: str) -> None:
+def _failure(
+    case: ET.Element, verdict: Verdict, message: str, body: str, changed: str = ""
+) -> None:
     ET.SubElement(
-        case, "failure", type=verdict.value, message=_clean(f"{verdict.value}: {message}")
+        case, "failure", type=verdict.value, message=_clean(f"{changed}{verdict.value}: {message}")
     ).text = _clean(body)
 
 

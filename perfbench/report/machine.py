@@ -15,6 +15,7 @@ from perfbench.gate import (
 )
 from perfbench.records import Run, SentinelLine, Status, Telemetry
 from perfbench.report.context import ReportContext
+from perfbench.report.tables import without_empty
 from perfbench.text import NULL, escape, number, signed_pct
 
 MAX_BLOCKS = 8  # columns; more are shown as their range
@@ -72,8 +73,9 @@ def sentinels(
             else _range(mine, scale)
         )
         against = _against(mine, context.sentinels, name, scale, judgement)
-        lines.append(f"| {' | '.join([escape(name), unit, *each, *against])} |")
-    return head, lines
+        lines.append([escape(name), unit, *each, *against])
+    head, lines = without_empty(head, lines, left=2)
+    return head, [f"| {' | '.join(line)} |" for line in lines]
 
 
 def no_sentinels(context: ReportContext) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
@@ -101,8 +101,8 @@ def _context(
         **_changed(run, judgement, rows, context),
         **_all_cells(rows, judgement),
         "workload_tables": [
-            *workloads.tables(run, rows),
-            *(table for table in further if table is not None),
+            *map(_shown, workloads.tables(run, rows)),
+            *(_shown(table) for table in further if table is not None),
         ],
         "pictures": pictures,
         "physics": _physics(rows) + scaling.notes(growths),
@@ -120,6 +120,16 @@ def _context(
         "paths": ", ".join(PATH_ORDER),
         "null": NULL,
     }
+
+
+def _shown(table: workloads.Table) -> workloads.Table:
+    """Without columns of dashes alone, and without what explains a dash where none is left."""
+    if not table.lines:
+        return table
+    head, lines = tables.without_empty(table.head, table.lines, table.left)
+    dashed = any(value == NULL for line in lines for value in line)
+    note = table.note if dashed else table.note.removesuffix(workloads.NO_NUMBER).rstrip()
+    return replace(table, head=head, lines=lines, note=note)
 
 
 def _changed(
@@ -150,14 +160,16 @@ def _changed(
 
 def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
     shown = tables.columns(rows, judgement.baseline is not None)
+    fastest_head, fastest = tables.fastest(rows)
     return {
-        "fastest": tables.fastest(rows),
+        "fastest_head": fastest_head,
+        "fastest": fastest,
         "columns": shown,
         "tables": tables.tables(rows, shown),
         "shared": shared_axes(row.cell.axes for row in rows),
         "nulls": [
             (column, reason, tables.ids(cells, len(rows)))
-            for column, reason, cells in null_reasons(rows)
+            for column, reason, cells in null_reasons(rows, tables.null_names(shown))
         ],
     }
 
@@ -165,7 +177,8 @@ def _all_cells(rows: list[Row], judgement: Judgement) -> dict[str, Any]:
 def _light(judgement: Judgement) -> str:
     if judgement.exit_code is not Exit.OK:
         return "🔴"
-    return "🟡" if judgement.of(*FAIL_UNDER_STRICT) or judgement.findings else "🟢"
+    is_open = judgement.of(*FAIL_UNDER_STRICT) or judgement.findings or judgement.is_too_noisy
+    return "🟡" if is_open else "🟢"
 
 
 def _processes(run: Run) -> str:

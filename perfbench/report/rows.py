@@ -4,14 +4,13 @@ and a reason for each null.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
 from nsa.routing import DENSE_KINDS
-from perfbench.gate import CellVerdict, Judgement, stats, usable
+from perfbench.gate import Band, CellVerdict, Judgement, bands, usable
 from perfbench.records import (
     ATTENTION,
     AXES,
@@ -46,8 +45,7 @@ LAUNCH_BOUND_GROWTH = 1.05
 # axes that are named only where they are not at their default
 SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection", "without")
 Key = tuple[tuple[str, str | int], ...]
-Band = tuple[float, float]
-CONFIDENCE = 0.95  # of a band, two-sided
+EVERY_NUMBER = "every number"  # the reason of a whole row of dashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,50 +140,16 @@ def rows_of(run: Run, judgement: Judgement) -> list[Row]:
     return sorted(named, key=_reading_order)
 
 
-def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
-    """(low, high) of the geometric mean of tok/s, two-sided 95 %, for every cell whose noise is
-    known.
-
-    The interval is of the processes of one session; the variance between sessions comes on top.
-    Variances of ln tok/s are moderated within their family (host bound or not), as in the gate;
-    one process alone has its family's.
-    """
-    logs: dict[str, list[float]] = {}
-    family: dict[str, bool | None] = {}
-    for cell_id in sorted(by_cell):
-        if good := usable(by_cell[cell_id]):
-            logs[cell_id] = stats.logs([row.tok_per_s for row in good if row.tok_per_s is not None])
-            known = [row.host_bound for row in good if row.host_bound is not None]
-            family[cell_id] = any(known) if known else None
-    own = {
-        cell_id: (stats.variance_of(values), len(values) - 1.0) for cell_id, values in logs.items()
-    }
-    priors = {
-        kind: _prior_of([own[cell_id] for cell_id in own if family[cell_id] is kind])
-        for kind in (True, False, None)
-    }
-    found = {}
-    for cell_id, values in logs.items():
-        variance, df = stats.moderated(*own[cell_id], priors[family[cell_id]])
-        if df > 0:
-            half = stats.t_quantile((1 + CONFIDENCE) / 2, df) * math.sqrt(variance / len(values))
-            middle = math.fsum(values) / len(values)
-            if half < 20:  # beyond it the band says nothing, and exp() overflows
-                found[cell_id] = (math.exp(middle - half), math.exp(middle + half))
-    return found
-
-
-def _prior_of(own: list[tuple[float, float]]) -> stats.Prior | None:
-    return stats.prior_of([variance for variance, _ in own], [df for _, df in own])
-
-
-def null_reasons(rows: Iterable[Row]) -> list[tuple[str, str, list[str]]]:
+def null_reasons(rows: Iterable[Row], shown: Collection[str]) -> list[tuple[str, str, list[str]]]:
     """Every (column, reason) of the empty fields, with the cells that it holds for; the commonest
-    first.
+    first. Of a column that is not ``shown``, none: a column of dashes is left out, and what would
+    explain it, too.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for column, reason in row.nulls.items():
+            if column not in shown and column != EVERY_NUMBER:
+                continue
             groups.setdefault((column, reason), []).append(row.cell.cell_id)
     return sorted(
         ((c, r, ids) for (c, r), ids in groups.items()),
@@ -291,7 +255,7 @@ def _row(
         nulls["step"] = no_step
     good = usable(rows)
     if cell.cand_tok_per_s is None or not good:
-        nulls["every number"] = (
+        nulls[EVERY_NUMBER] = (
             f"{'not published' if cell.verdict in UNTRUE else 'no speed'}: {cell.verdict}"
         )
         proof = max(ratios, default=None)

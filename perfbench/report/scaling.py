@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nsa.config import ModelConfig
-from perfbench.gate import stats
+from perfbench.gate import CONFIDENCE, stats
 from perfbench.records import Cell, Run
-from perfbench.report.rows import CONFIDENCE, Row, without
+from perfbench.report.rows import Row, without
 from perfbench.report.workloads import Table, model_of
 from perfbench.roofline import step_flops, step_min_bytes
 from perfbench.text import NULL, escape

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from perfbench.records import Verdict
+from perfbench.records import Verdict, varying_axes
 from perfbench.report.rows import Row, is_twin, unmarked
 from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
 
 HOW = {"capture": "at the capture, x replays", "graph": "in the compiled graph, x runs"}
+FINDING = "sign"
 MAX_IDS = 6  # cells named for one reason; the table has all
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``compared``: shown where there is something to compare with; ``known``: only where some cell
-    has a value.
+    """Shown where some cell has a value; ``compared``: where there is something to compare with,
+    too. ``null``: what `Row.nulls` calls it.
     """
 
     name: str
     value: Callable[[Row], str]
     right: bool = True
     compared: bool = False
-    known: bool = False
+    null: str = ""
 
 
 def _verdict(row: Row) -> str:
@@ -53,9 +54,9 @@ COLUMNS = (
     Column("ms a step", lambda row: number(row.step_ms)),
     Column("change", lambda row: signed_pct(row.cell.change_pct), compared=True),
     Column("MDE", lambda row: mde(row.cell.mde_pct), compared=True),
-    Column("device ms a step", lambda row: number(row.device_ms), known=True),
-    Column("host ms a step", lambda row: number(row.host_ms), known=True),
-    Column("launches a step", lambda row: number(row.launches, 6), known=True),
+    Column("device ms a step", lambda row: number(row.device_ms)),
+    Column("host ms a step", lambda row: number(row.host_ms)),
+    Column("launches a step", lambda row: number(row.launches, 6)),
     Column("x dense", lambda row: ratio(row.x_dense)),
     Column("% of floor", lambda row: fixed(row.floor_pct, 1)),
     Column("bound", lambda row: row.bound or NULL, right=False),
@@ -63,19 +64,38 @@ COLUMNS = (
         "utilisation",
         lambda row: NULL if row.utilisation_pct is None else f"{row.utilisation_pct:.0f} %",
     ),
-    Column("memory, GiB", lambda row: fixed(row.memory_gib, 2)),
-    Column("mJ a token", lambda row: number(row.mj_per_token), known=True),
-    Column("cycles a token", lambda row: number(row.cycles_per_token), known=True),
-    Column("parity error / tolerance", lambda row: number(row.parity_ratio, 2)),
-    Column("step error / tolerance", lambda row: number(row.step_ratio, 2), known=True),
+    Column("memory, GiB", lambda row: fixed(row.memory_gib, 2), null="memory"),
+    Column("mJ a token", lambda row: number(row.mj_per_token)),
+    Column("cycles a token", lambda row: number(row.cycles_per_token)),
+    Column("parity error / tolerance", lambda row: number(row.parity_ratio, 2), null="parity"),
+    Column("step error / tolerance", lambda row: number(row.step_ratio, 2), null="step"),
     Column("counters (calls while timing)", lambda row: counters(row), right=False),
 )
 
 
 def columns(rows: list[Row], compared: bool) -> list[Column]:
-    """Those that this report has."""
+    """Those that this report has: a column of dashes alone is left out."""
     shown = [one for one in COLUMNS if compared or not one.compared]
-    return [one for one in shown if not one.known or any(one.value(row) != NULL for row in rows)]
+    return [one for one in shown if not rows or any(one.value(row) != NULL for row in rows)]
+
+
+def null_names(shown: Iterable[Column]) -> set[str]:
+    """What `Row.nulls` calls these columns."""
+    return {one.null or one.name for one in shown}
+
+
+def without_empty(
+    head: Sequence[str], lines: Sequence[Sequence[str]], left: int
+) -> tuple[list[str], list[list[str]]]:
+    """A table without its columns of dashes alone; the first ``left`` stay, and signs, of which
+    none is a finding.
+    """
+    kept = [
+        place
+        for place in range(len(head))
+        if place < left or head[place] == FINDING or any(line[place] != NULL for line in lines)
+    ]
+    return [head[place] for place in kept], [[line[place] for place in kept] for line in lines]
 
 
 def tables(rows: list[Row], shown: list[Column]) -> list[tuple[str, list[str]]]:
@@ -116,9 +136,23 @@ def listed(
     return [(verdict, ids(cells, len(rows)), reason) for (verdict, reason), cells in groups.items()]
 
 
-def fastest(rows: list[Row]) -> list[list[str]]:
-    """For each workload and length (batch, dtype, ...): the fastest path that is not dense, and the
-    fastest dense twin.
+FASTEST = (
+    "workload and length",
+    "path",
+    "tok/s",
+    "dense tok/s",
+    "x dense",
+    "device ms",
+    "dense device ms",
+    "x dense on the device",
+    "% of floor",
+    "bound",
+)
+
+
+def fastest(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """(header, lines), one for each workload and length (batch, dtype, ...): the fastest path that
+    is not dense, and the fastest dense twin. An axis that all cells share is in no line.
     """
     groups: dict[tuple[tuple[str, str | int], ...], list[Row]] = {}
     for row in rows:
@@ -135,6 +169,7 @@ def fastest(rows: list[Row]) -> list[list[str]]:
         for name, value in key
         if any(dict(other).get(name) != value for other in groups)
     }
+    fa2_varies = "fa2" in varying_axes(row.cell.axes for row in rows)
     found = []
     for key, members in groups.items():
         best = max(
@@ -152,10 +187,10 @@ def fastest(rows: list[Row]) -> list[list[str]]:
         shown = [
             (name, value)
             for name, value in key
-            if (name in several and not unmarked(members[0].cell.axes, name)) or name == "workload"
-        ]
+            if name in several and not unmarked(members[0].cell.axes, name)
+        ] or [("workload", best.cell.axes.workload)]
         where = ", ".join(_named(name, value) for name, value in shown)
-        which = f"{best.cell.axes.path}, FA-2 {best.cell.axes.fa2}"
+        which = best.cell.axes.path + (f", FA-2 {best.cell.axes.fa2}" if fa2_varies else "")
         speeds = [
             number(best.tok_per_s),
             number(dense.tok_per_s if dense else None),
@@ -176,7 +211,7 @@ def fastest(rows: list[Row]) -> list[list[str]]:
                 best.bound or NULL,
             ]
         )
-    return found
+    return without_empty(FASTEST, found, left=3)
 
 
 def _named(name: str, value: str | int) -> str:

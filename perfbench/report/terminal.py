@@ -5,7 +5,7 @@ the table.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,26 @@ _COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"
 MIN_WIDTH = 60
 WIDE = 110  # from here on utilisation and memory have room
 MIN_CELL = 16  # columns of a cell's name, however narrow the terminal
+VALUES: Mapping[str, Callable[[Row], str]] = {
+    "tok/s": lambda row: number(row.tok_per_s),
+    "change": lambda row: signed_pct(row.cell.change_pct),
+    "MDE": lambda row: mde(row.cell.mde_pct),
+    "± 95 %": lambda row: half(row.half_pct),
+    "dev ms": lambda row: number(row.device_ms),
+    "x dense": lambda row: ratio(row.x_dense),
+    "% floor": lambda row: fixed(row.floor_pct, 1),
+    "bound": lambda row: row.bound or NULL,
+    "util": lambda row: number(row.utilisation_pct, 2),
+    "GiB": lambda row: fixed(row.memory_gib, 1),
+}
+# what `Row.nulls` calls a column whose name is short here
+NULLS = {
+    "± 95 %": "± (95 %)",
+    "dev ms": "device ms a step",
+    "% floor": "% of floor",
+    "util": "utilisation",
+    "GiB": "memory",
+}
 MAX_OPEN = 5  # reasons printed of each kind of open cells; the report has all
 
 
@@ -47,6 +67,8 @@ def terminal_table(
         _environ={},
     )
     rows = rows_of(run, judgement)
+    head = _columns(rows, compared=judgement.baseline is not None, wide=width >= WIDE)
+    shown = {NULLS.get(name, name) for name in head}
     with console.capture() as above:
         if run.manifest.injections:
             console.print(
@@ -62,7 +84,8 @@ def terminal_table(
                 continue  # said already
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
         for row, left in _to_print(rows):
-            line = f"  {row.verdict} {plain(row.name)}: {plain(row.cell.reason)}"
+            said = f"{row.cell.change}: " if row.cell.change else ""
+            line = f"  {row.verdict} {plain(row.name)}: {said}{plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
             if left:
                 console.print(
@@ -75,11 +98,11 @@ def terminal_table(
     with console.capture() as below:
         for note in judgement.notes:
             console.print(Text(f"note: {plain(note)}", style="dim"))
-        for column, reason, cells in null_reasons(rows):
+        for column, reason, cells in null_reasons(rows, {*shown, "parity", "step"}):
             console.print(
                 Text(f"{column} {NULL}: {plain(reason)} ({len(cells)} cells)", style="dim")
             )
-    middle = _table(console, rows, compared=judgement.baseline is not None, wide=width >= WIDE)
+    middle = _table(console, rows, head)
     lines = [*above.get().splitlines(), *middle, *below.get().splitlines()]
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -107,10 +130,23 @@ def _style_of(row: Row) -> str:
 def _style(judgement: Judgement) -> str:
     if judgement.exit_code is not Exit.OK:
         return "bold red"
-    return "bold yellow" if judgement.of(*FAIL_UNDER_STRICT) else "bold green"
+    is_open = judgement.of(*FAIL_UNDER_STRICT) or judgement.is_too_noisy
+    return "bold yellow" if is_open else "bold green"
 
 
-def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> Iterator[str]:
+def _columns(rows: list[Row], *, compared: bool, wide: bool) -> dict[str, Callable[[Row], str]]:
+    """What stands between a cell's name and its verdict; no column of dashes alone."""
+    speed = {"tok/s": VALUES["tok/s"]}
+    names = ["change", "MDE"] if compared else ["± 95 %"]
+    names += ["dev ms", "x dense", "% floor", "bound", *(("util", "GiB") if wide else ())]
+    return speed | {
+        name: VALUES[name] for name in names if any(VALUES[name](row) != NULL for row in rows)
+    }
+
+
+def _table(
+    console: Console, rows: list[Row], shown: Mapping[str, Callable[[Row], str]]
+) -> Iterator[str]:
     """The table's lines, each column as wide as its widest value.
 
     Only ``cell`` is folded where the terminal is too narrow, to ``MIN_CELL`` at least: rich's own
@@ -118,10 +154,10 @@ def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> 
     """
     from rich.text import Text
 
-    header = ["tok/s", *(("change", "MDE") if compared else ("± 95 %",))]
-    header += ["dev ms", "x dense", "% floor", "bound", *(("util", "GiB") if wide else ())]
-    header = ["cell", *header, "verdict"]
-    table = [[plain(row.name), *_values(row, compared, wide), row.verdict] for row in rows]
+    header = ["cell", *shown, "verdict"]
+    table = [
+        [plain(row.name), *(value(row) for value in shown.values()), row.verdict] for row in rows
+    ]
     widths = [max(map(_columns_of, column)) for column in zip(header, *table, strict=True)]
     over = sum(widths) + len(widths) - 1 - console.width
     widths[0] = min(widths[0], max(MIN_CELL, widths[0] - over))
@@ -135,15 +171,6 @@ def _table(console: Console, rows: list[Row], *, compared: bool, wide: bool) -> 
         *texts, verdict = _aligned([first, *values], widths)
         yield " ".join([*texts, paint[row.verdict](verdict)])
         yield from folded
-
-
-def _values(row: Row, compared: bool, wide: bool) -> list[str]:
-    """What stands between a cell's name and its verdict."""
-    changes = [signed_pct(row.cell.change_pct), mde(row.cell.mde_pct)]
-    values = [number(row.tok_per_s), *(changes if compared else [half(row.half_pct)])]
-    values += [number(row.device_ms), ratio(row.x_dense), fixed(row.floor_pct, 1)]
-    values.append(row.bound or NULL)
-    return values + ([number(row.utilisation_pct, 2), fixed(row.memory_gib, 1)] if wide else [])
 
 
 def _aligned(texts: list[str], widths: list[int]) -> list[str]:

@@ -1,5 +1,7 @@
 """Fixtures that several test files share."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.perfbench.ab_bench import bench, template
@@ -24,3 +26,10 @@ def _wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest-xdist says 80.
     """
     monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture(autouse=True)
+def _no_look_at_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that measures looks at the load for a third of a second, and says what it finds."""
+    monkeypatch.setattr("perfbench.machine.load.WINDOW_S", 0.0)
+    monkeypatch.setattr("perfbench.machine.load.PROC", Path(__file__).parent)

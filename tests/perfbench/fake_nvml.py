@@ -78,8 +78,13 @@ class FakeNvml:
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
     def __init__(
-        self, *cards: Card, fails: dict[str, int] | None = None, lacks: tuple[str, ...] = ()
+        self,
+        *cards: Card,
+        fails: dict[str, int] | None = None,
+        lacks: tuple[str, ...] = (),
+        gpu_pct: int = 90,
     ) -> None:
+        self.gpu_pct = gpu_pct
         self.cards = list(cards)
         self.fails = fails or {}
         self.lacks = lacks
@@ -177,7 +182,7 @@ class FakeNvml:
         return 700_000
 
     def nvmlDeviceGetUtilizationRates(self, card: Card) -> SimpleNamespace:
-        return SimpleNamespace(gpu=90, memory=40)
+        return SimpleNamespace(gpu=self.gpu_pct, memory=40)
 
     def nvmlDeviceGetClockInfo(self, card: Card, kind: int) -> int:
         return {1: 1755, 2: 2619}[kind]

@@ -318,7 +318,8 @@ def test_the_command_writes_the_page_and_says_what_is_wrong(
 
 
 def test_the_matrices_fit_their_minutes() -> None:
-    for name, cells in (("ablation-h200", 12), ("chain-h200", 11)):
+    """The chain trains, so each cell's step is proved: 12 of its 33 processes took 85 s."""
+    for name, cells, most in (("ablation-h200", 12, 3), ("chain-h200", 11, 8)):
         built, _ = planned(name)
         minutes = built.estimate_s / 60
-        assert len(built.cells) == cells and built.warnings == [] and minutes <= 3
+        assert len(built.cells) == cells and built.warnings == [] and minutes <= most

@@ -122,7 +122,7 @@ def test_tables_and_headlines_leave_out_what_all_cells_share(
     executor.speed[V2] = 600.0
     assert app.invoke(["check", "small.yaml"]) == 7
     out = capsys.readouterr().out
-    assert out.startswith("SUSPECT, exit 7: 1 of 4 cells: path=v2,seq_len=256: ")
+    assert out.startswith("v2 256 forward -40.0 % (1,000 -> 600 tok/s)")
     assert "every cell: dtype=fp32,fa2=off,workload=forward" in out
     table = out[out.index("\ncell ") :]
     assert "dtype=" not in table.split("note:")[0]

@@ -153,17 +153,22 @@ def test_the_fastest_path_of_each_length_is_at_the_top() -> None:
     assert "**Is it right?** | 60 of 60 cells" in top and "NVIDIA H100 80GB HBM3" in top
 
 
-def test_null_is_a_dash_with_its_reason_and_never_zero(tmp_path: Path) -> None:
+def test_null_is_no_number_and_never_zero(tmp_path: Path) -> None:
     run = b.make_run(b.cpu_cells(), gpu=False)
     text = report.render(run, judge(run, None, POLICY), tmp_path)[0].read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| `")]
-    assert len(rows) == 18 and all(row[6:9] == ["-"] * 3 for row in rows)
-    assert "- utilisation: no NVIDIA GPU: NVML was not asked (every cell, 18 of them)" in text
-    assert "- % of floor: no floor" in text and "- bound: a CPU has no device" in text
+    assert len(rows) == 18 and all("-" not in row for row in rows), "no column of dashes alone"
     assert (
         "GPU utilisation for each cell: no picture, because no NVIDIA GPU: NVML was not asked."
         in text
     )
+    run = b.make_run(b.h100_cells())
+    run = b.change_rows(
+        run, TRAIN, lambda row: row.model_copy(update={"telemetry": b.telemetry(False)})
+    )
+    line = next(one for one in alone(run).splitlines() if one.startswith(f"| `{TRAIN}` |"))
+    assert "| GPU | - |" in line
+    assert f"- utilisation: no NVIDIA GPU: NVML was not asked (`{TRAIN}`)" in alone(run)
 
 
 def test_pictures_are_png_and_named_in_the_report(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 
 import pytest
 from hypothesis import given
@@ -511,7 +512,7 @@ def test_pairs_settle_what_was_screened(factor: float, verdict: Verdict, exit_co
         and settled.to_confirm == []
     )
     assert cell.evidence[0].paired and cell.evidence[0].comparison.n_base == 8
-    assert settled.headline.startswith(f"{verdict}, exit {int(exit_code)}")
+    assert re.match(rf".* %.*: {verdict}, exit {int(exit_code)}", settled.headline)
     assert [c for c in settled.cells if c.cell_id != TRAIN] == [
         c for c in first.cells if c.cell_id != TRAIN
     ]
@@ -590,7 +591,7 @@ def test_without_a_confirmation_a_rejected_cell_is_suspect_and_says_what_settles
     assert (
         again in reason_of(settled, TRAIN) and "after Holm over 4 tests" in settled.cells[0].reason
     )
-    assert settled.headline.startswith("SUSPECT, exit 7: 1 of 4 cells")
+    assert ": SUSPECT, exit 7: 1 of 4 cells, not confirmed" in settled.headline
     assert (reason or "no confirmation was run") in reason_of(settled, TRAIN)
     run = b.small_run(noise=0.004, replicates=8)
     strict = conclude(

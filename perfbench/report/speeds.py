@@ -1,0 +1,377 @@
+"""The picture of speeds: tok/s against the length where a series has several, else a bar for each
+path of a shape, with its ratio to dense.
+
+A band is the 95 % confidence of a cell's speed, as in the tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfbench.report import plots
+from perfbench.report.plots import INK, Series
+from perfbench.report.rows import Row, is_twin, unmarked
+from perfbench.text import ratio
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+MAX_PANELS = 12
+MAX_WIDE = 10.0  # a band of a decade says nothing of a speed but that it is not known
+LINES_IN, MANY_LINES_IN, LEAST_LINES_IN = 3.3, 2.6, 2.3  # height of a panel, of one of many
+BAR_IN, AROUND_BARS_IN = 0.2, 0.75
+ALARM, GREY = "#b00020", "#999999"
+Panels = dict[str, list[Row]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """How many cells the picture shows, of how many with a speed or a failure; 0 where no file was
+    written.
+    """
+
+    shown: int
+    cells: int
+
+
+def draw(rows: Sequence[Row], target: Path, title: str) -> Drawn:
+    """Write the picture; where no cell has a speed, nothing.
+
+    At most ``MAX_PANELS`` panels and ``plots.MAX_BARS`` bars, below `plots.MAX_HEIGHT_IN`.
+    """
+    if not any(row.tok_per_s is not None for row in rows):
+        return Drawn(0, len(rows))
+    lines, bars = _fitting(*panels_of(rows))
+    shown = sum(map(len, (*lines.values(), *bars.values())))
+    left = len(rows) - shown
+    if left:
+        title += f"\n{left} of {len(rows)} cells are not drawn: the table has them"
+    drawn, grid, wide = _axes(lines, bars)
+    fa2_varies = len({row.cell.axes.fa2 for row in rows if not row.is_dense}) > 1
+    handles: dict[Series, Any] = {}
+    failed = False
+    for axes, (name, members) in zip(grid, lines.items(), strict=True):
+        failed |= _lines(axes, name, members, handles)
+    _one_scale(dict(zip(lines, grid, strict=True)))
+    for axes, (name, members) in zip(wide, bars.items(), strict=True):
+        _bars(axes, name, members, plots.varying(rows), handles)
+    ordered = sorted(handles, key=plots.series_order)
+    labels = [plots.series_name(*series, fa2_varies) for series in ordered]
+    artists = [handles[series] for series in ordered]
+    if failed:
+        labels, artists = [*labels, "no number (see the table)"], [*artists, _cross()]
+    drawn.suptitle(title, x=0.01, ha="left", fontsize=12, color=INK, fontweight="bold")
+    drawn.legend(
+        artists,
+        labels,
+        loc="outside lower center",
+        ncols=min(5, len(labels)),
+        frameon=False,
+        fontsize=9,
+    )
+    plots.save(drawn, target)
+    return Drawn(shown, len(rows))
+
+
+def panels_of(rows: Sequence[Row]) -> tuple[Panels, Panels]:
+    """(of lines, of bars): rows by workload and by whatever else varies besides path, FA-2 and
+    length. What one line of two points would show, or less, shares a panel of bars of its workload.
+    """
+    names = [name for name in plots.varying(rows) if name not in ("path", "fa2", "seq_len")]
+    groups: Panels = {}
+    for row in rows:
+        parts = [row.cell.axes.workload]
+        parts += [
+            f"{name}={row.cell.axes.value(name)}"
+            for name in names
+            if name != "workload" and not unmarked(row.cell.axes, name)
+        ]
+        groups.setdefault(", ".join(parts), []).append(row)
+    lines: Panels = {}
+    bars: Panels = {}
+    for name, members in groups.items():
+        counts = [len(_measured(one)) for one in _series(members).values()]
+        if max(counts, default=0) > 2 or sum(count > 1 for count in counts) > 1:
+            lines[name] = members
+        else:
+            bars.setdefault(members[0].cell.axes.workload, []).extend(members)
+    return lines, bars
+
+
+def _fitting(lines: Panels, bars: Panels) -> tuple[Panels, Panels]:
+    """The first panels and bars that the picture has room for."""
+    lines = dict(list(lines.items())[:MAX_PANELS])
+    room = plots.MAX_HEIGHT_IN - 1.5 - LEAST_LINES_IN * _rows_of(lines)
+    kept: Panels = {}
+    for name, members in list(bars.items())[: MAX_PANELS - len(lines)]:
+        most = int((room - AROUND_BARS_IN) / (1.6 * BAR_IN))  # a gap a shape, of one bar at least
+        if most < 1:
+            break
+        kept[name] = members[: min(most, plots.MAX_BARS - sum(map(len, kept.values())))]
+        room -= _height_of(kept[name])
+    return lines, {name: members for name, members in kept.items() if members}
+
+
+def _rows_of(lines: Panels) -> int:
+    return -(-len(lines) // 2)
+
+
+def _height_of(bars: Sequence[Row]) -> float:
+    return AROUND_BARS_IN + 1.6 * BAR_IN * len(bars)
+
+
+def _axes(lines: Panels, bars: Panels) -> tuple[Figure, list[Axes], list[Axes]]:
+    """Two panels of lines a row, then panels of bars over the whole width."""
+    heights = [_height_of(members) for members in bars.values()]
+    rows = _rows_of(lines)
+    room = plots.MAX_HEIGHT_IN - 1.3 - sum(heights)
+    wanted = LINES_IN if rows < 3 else MANY_LINES_IN
+    each = min(wanted, room / rows) if rows else wanted
+    drawn = plots.figure(plots.WIDTH_IN, 1.2 + each * rows + sum(heights))
+    spec = drawn.add_gridspec(rows + len(bars), 2, height_ratios=[*[each] * rows, *heights])
+    alone = len(lines) == 1
+    grid = [
+        drawn.add_subplot(spec[place // 2, :] if alone else spec[place // 2, place % 2])
+        for place in range(len(lines))
+    ]
+    wide = [drawn.add_subplot(spec[rows + place, :]) for place in range(len(bars))]
+    return drawn, grid, wide
+
+
+def _series(rows: Iterable[Row]) -> dict[Series, list[Row]]:
+    """By path and FA-2, in their order, each by length."""
+    found: dict[Series, list[Row]] = {}
+    for row in sorted(rows, key=lambda row: row.cell.axes.seq_len):
+        found.setdefault((row.cell.axes.path, row.cell.axes.fa2), []).append(row)
+    return {series: found[series] for series in sorted(found, key=plots.series_order)}
+
+
+def _measured(rows: Iterable[Row]) -> list[Row]:
+    return [row for row in rows if row.tok_per_s is not None]
+
+
+def too_wide(row: Row) -> str:
+    """Why a cell's band is not drawn; empty where it is narrow enough to say something."""
+    if row.low is None or row.high is None or row.high < MAX_WIDE * row.low:
+        return ""
+    return "host bound" if row.bound == "host" else "too noisy"
+
+
+def crossovers(rows: Sequence[Row]) -> list[tuple[Series, float]]:
+    """(series, length) where a path of NSA overtakes the fastest dense twin, between two lengths
+    that both have, straight between them on logarithms.
+    """
+    dense: dict[int, float] = {}
+    for row in _measured(rows):
+        if is_twin(row.cell.axes):
+            length = row.cell.axes.seq_len
+            dense[length] = max(dense.get(length, 0.0), row.tok_per_s or 0.0)
+    found = []
+    for series, members in _series(row for row in rows if not row.is_dense).items():
+        gains = [
+            (math.log(row.cell.axes.seq_len), math.log((row.tok_per_s or 0.0) / dense[length]))
+            for row in _measured(members)
+            if (length := row.cell.axes.seq_len) in dense
+        ]
+        for (x, before), (end, after) in pairwise(gains):
+            if before < 0 <= after:
+                found.append((series, math.exp(x + (end - x) * -before / (after - before))))
+    return found
+
+
+def _lines(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -> bool:
+    lost = [row for row in rows if row.tok_per_s is None]
+    lengths = sorted({row.cell.axes.seq_len for row in rows})
+    for series, members in _series(rows).items():
+        if _measured(members):
+            handles[series] = _line(axes, series, members)
+    _scales(axes, lengths)
+    for row in lost:
+        axes.plot(
+            row.cell.axes.seq_len,
+            0.025,
+            transform=axes.get_xaxis_transform(),
+            marker="x",
+            color=plots.colour(row),
+            markersize=8,
+            mew=2,
+            clip_on=False,
+        )
+    for place, (series, length) in enumerate(crossovers(rows)[:3]):
+        _mark(axes, series, length, place)
+    decodes = all(row.cell.axes.workload == "decode" for row in rows)
+    axes.set_xlabel("tokens in the cache" if decodes else "seq_len (tokens)", color=INK)
+    axes.set_title(plots.literal(name), loc="left", fontsize=10, color=INK)
+    plots.clean(axes, "both")
+    return bool(lost)
+
+
+def _line(axes: Axes, series: Series, rows: list[Row]) -> Any:
+    """One series; a length without a number breaks the line: nothing is interpolated over it."""
+    path, fa2 = series
+    gap = float("nan")
+    xs = [row.cell.axes.seq_len for row in rows]
+    ys = [row.tok_per_s or gap for row in rows]
+    banded = [row if not too_wide(row) else None for row in rows]
+    low, high = (
+        [gap if row is None else getattr(row, end) or gap for row in banded]
+        for end in ("low", "high")
+    )
+    colour = plots.colour(rows[0])
+    dense = path.startswith("dense")
+    style: Any = plots.DENSE_LINES.get(path, "--") if dense else plots.FA2_LINES.get(fa2, "-")
+    axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.vlines(xs, low, high, color=colour, alpha=0.3, linewidth=2)
+    for row in rows:
+        if row.tok_per_s is not None and (why := too_wide(row)):
+            axes.annotate(
+                why,
+                (row.cell.axes.seq_len, row.tok_per_s),
+                xytext=(6, 5),
+                textcoords="offset points",
+                fontsize=7,
+                color=ALARM,
+            )
+    (line,) = axes.plot(
+        xs,
+        ys,
+        linestyle=style,
+        color=colour,
+        marker=(plots.DENSE_MARKERS if dense else plots.MARKERS).get(path, "X"),
+        markersize=6,
+        markerfacecolor="white" if fa2 == "off" or dense else colour,
+        linewidth=1.7,
+        clip_on=False,
+        zorder=3,
+    )
+    return line
+
+
+def _mark(axes: Axes, series: Series, length: float, place: int) -> None:
+    """A crossover with dense, at its length in two digits."""
+    colour = plots.COLOURS.get(series[0], plots.OTHER_COLOUR)
+    digits = 10 ** (math.floor(math.log10(length)) - 1)
+    axes.axvline(length, color=colour, linewidth=1, linestyle=(0, (2, 2)))
+    axes.annotate(
+        f" {series[0]} = dense at about {round(length / digits) * digits:,.0f}",
+        (length, 0.03 + 0.07 * place),
+        xycoords=axes.get_xaxis_transform(),
+        fontsize=8,
+        color=colour,
+        va="bottom",
+        ha="left" if length**2 < math.prod(axes.get_xlim()) else "right",
+    )
+
+
+def _scales(axes: Axes, lengths: list[int]) -> None:
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(lengths))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels(
+        [f"{length:,}" for length in lengths], fontsize=8, rotation=30 if len(lengths) > 5 else 0
+    )
+    axes.set_xlim(lengths[0] / 1.3, lengths[-1] * 1.3)
+    axes.set_ylabel("tok/s", color=INK)
+    axes.set_yscale("log", base=2)
+    low, high = axes.get_ylim()
+    _limit(axes, low / 1.6, high * 1.15)  # room below for the crosses of cells without a number
+
+
+def _one_scale(panels: Mapping[str, Axes]) -> None:
+    """Variants of one workload on one scale, so that their heights compare."""
+    for workload in {name.split(",")[0] for name in panels}:
+        alike = [axes for name, axes in panels.items() if name.split(",")[0] == workload]
+        limits = [axes.get_ylim() for axes in alike]
+        for axes in alike:
+            _limit(axes, min(low for low, _ in limits), max(high for _, high in limits))
+
+
+def _limit(axes: Axes, low: float, high: float) -> None:
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter, NullLocator
+
+    axes.set_ylim(low, high)
+    decades = high / low
+    axes.yaxis.set_major_locator(LogLocator(base=10, subs=(1, 2, 5) if decades < 2000 else (1,)))
+    axes.yaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
+def _bars(
+    axes: Axes, name: str, rows: list[Row], several: Sequence[str], handles: dict[Series, Any]
+) -> None:
+    """One bar for each path, by shape, with what it says: speed, ratio to dense, host bound."""
+    from matplotlib.ticker import EngFormatter
+
+    shapes: Panels = {}
+    for row in rows:
+        shapes.setdefault(plots.shape(row, several), []).append(row)
+    ends = [row.high if row.high and not too_wide(row) else row.tok_per_s for row in rows]
+    most = max((end for end in ends if end is not None), default=1.0)
+    place, ticks = 0.0, []
+    for members in shapes.values():
+        first = place
+        for series, (row,) in _series_of_one(members):
+            _bar(axes, place, row, most, handles.setdefault(series, _patch(row)))
+            place += 1
+        ticks.append((first + place - 1) / 2)
+        place += 0.6
+    axes.set_yticks(ticks, list(shapes), fontsize=9)
+    axes.set_ylim(place - 0.9, -0.7)
+    axes.set_xlim(0, 1.3 * most)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.set_xlabel("tok/s", color=INK)
+    axes.set_title(f"{plots.literal(name)}, batch x seq_len", loc="left", fontsize=10, color=INK)
+    plots.clean(axes, "x")
+
+
+def _series_of_one(rows: list[Row]) -> list[tuple[Series, list[Row]]]:
+    return [(series, [row]) for series, members in _series(rows).items() for row in members]
+
+
+def _bar(axes: Axes, place: float, row: Row, most: float, like: Any) -> None:
+    if row.tok_per_s is None:
+        axes.text(0.006 * most, place, "no number (see the table)", va="center", fontsize=8)
+        axes.texts[-1].set_color(ALARM)
+        return
+    axes.barh(
+        place,
+        row.tok_per_s,
+        height=0.8,
+        facecolor=_face(row),
+        edgecolor=plots.colour(row),
+        linewidth=1.2,
+    )
+    why, end = too_wide(row), row.tok_per_s
+    if row.low is not None and row.high is not None and not why:
+        axes.hlines(place, row.low, row.high, color=GREY if row.is_dense else INK, linewidth=1.4)
+        end = max(end, row.high)
+    dense = "" if row.is_dense or row.x_dense is None else f"   {ratio(row.x_dense)} x dense"
+    said = "   host bound" if row.bound == "host" else ""
+    said += "   too noisy" if why == "too noisy" else ""
+    axes.text(end + 0.008 * most, place, f"{row.tok_per_s:,.0f}{dense}{said}", va="center")
+    axes.texts[-1].set(fontsize=8, color=ALARM if said else INK)
+
+
+def _face(row: Row) -> str:
+    return "white" if row.cell.axes.fa2 == "off" and not row.is_dense else plots.colour(row)
+
+
+def _patch(row: Row) -> Any:
+    from matplotlib.patches import Patch
+
+    return Patch(facecolor=_face(row), edgecolor=plots.colour(row), linewidth=1.2)
+
+
+def _cross() -> Any:
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], linestyle="none", marker="x", color=INK, markersize=8, mew=2)
