@@ -42,9 +42,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the packages, next to folders that do not belong into it."""
     source = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("nsa", "perfbench"):
+    for package in ("nsa", "perfbench", "matrices"):
         shutil.copytree(ROOT / package, source / package, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("tests", "tools/studies", "examples", "reports", "nsa_other", "docs"):
         (source / name).mkdir(parents=True)
@@ -69,9 +69,16 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
         for file in (ROOT / package).rglob("*")
         if file.name.endswith(kept)
     }
-    assert packed == wanted
+    shipped = {f"perfbench/matrices/{file.name}" for file in (ROOT / "matrices").iterdir()}
+    assert packed == wanted | shipped and len(shipped) >= 20
     assert {"nsa/py.typed", "perfbench/py.typed"} <= packed
     assert any(name.endswith("report.md.j2") for name in packed)
+
+
+def test_its_matrices_are_those_of_the_checkout(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    for file in sorted((ROOT / "matrices").iterdir()):
+        assert archive.read(f"perfbench/matrices/{file.name}") == file.read_bytes(), file.name
 
 
 def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:

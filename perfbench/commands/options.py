@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 RUNS = names.RUNS
 MatrixArg = Annotated[
-    Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")
+    Path,
+    typer.Argument(
+        metavar="MATRIX",
+        help="A matrix file, e.g. matrices/cpu.yaml, or @NAME of a shipped one, e.g. @cpu.",
+    ),
 ]
 RunArg = Annotated[
     Path,
