@@ -90,6 +90,52 @@ def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
     assert "MEASURED" in (home / "run" / "report.md").read_text(encoding="utf-8")
 
 
+CELL = ("path=dense", "seq_len=128", "workload=forward")
+COMMAND = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("perfbench", run_name="__main__")
+"""
+
+
+def test_the_first_hour_of_a_stranger(wheel: Path, tmp_path: Path) -> None:
+    """FAULTS.md, "a wheel instead of a checkout": what `init` says comes next works in an empty
+    folder where no git is; the long form, installed and with every cell, is `nox -s dist`.
+    """
+    site, home = tmp_path / "site", tmp_path / "home"
+    zipfile.ZipFile(wheel).extractall(site)
+    home.mkdir()
+
+    def perfbench(*argv: str) -> subprocess.CompletedProcess[str]:
+        """As a user types it; no PYTHONPATH and no git leads to a checkout."""
+        env = {"PATH": str(tmp_path / "empty"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+        command = [sys.executable, "-c", COMMAND, str(site), *argv]
+        return subprocess.run(
+            command, cwd=home, env=env, capture_output=True, text=True, check=False
+        )
+
+    only = [word for term in CELL for word in ("--only", term)]
+    begun = perfbench("init", "cpu")
+    assert begun.returncode == 0, begun.stderr
+    steps = [line.split() for line in begun.stdout.splitlines() if line.startswith("  perfbench ")]
+    assert [step[1] for step in steps] == ["plan", "run", "baseline", "check"]
+    unproved = perfbench("baseline", "promote", "latest")
+    assert unproved.returncode == 2 and "Next: name a run's folder" in unproved.stderr
+    for step in steps:
+        done = perfbench(*step[1:], *(only if "baseline" not in step else []))
+        # The second speed of a busy machine may be SUSPECT, 7: what is claimed is a judgement.
+        codes = (0, 7) if step[1] == "check" else (0,)
+        assert done.returncode in codes, f"{step}\n{done.stdout}{done.stderr}"
+        if step[1] == "run":
+            refused = perfbench("baseline", "promote", "latest")
+            assert refused.returncode == 2 and "Next: pass --allow-dirty" in refused.stderr
+            assert "git cannot be started" in refused.stderr
+    assert "baseline and policy were read from reports/baselines/cpu/cpu.json" in done.stdout
+    assert "no baseline" not in done.stderr
+    reports = sorted(home.glob("reports/runs/*/report.md"))
+    assert len(reports) == 2 and (home / "reports/baselines/cpu/cpu.json").is_file()
+
+
 ALONE = """
 import importlib.abc, importlib.machinery, runpy, sys
 here, module, absent = sys.argv[1:4]
