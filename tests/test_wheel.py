@@ -160,6 +160,17 @@ else:
 """
 
 
+def test_pytest_finds_the_fixture(wheel: Path, tmp_path: Path) -> None:
+    """By the wheel's entry point, where the extra is missing, too."""
+    site, home = tmp_path / "site", tmp_path / "home"
+    zipfile.ZipFile(wheel).extractall(site)
+    home.mkdir()
+    command = [sys.executable, "-m", "pytest", "--fixtures", "-p", "no:cacheprovider"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
+    assert re.search(r"^perfbench -- .*perfbench/pytest_plugin/fixture.py", done.stdout, re.M)
+
+
 def harness_packages() -> str:
     """The import names of what the extra `perfbench` brings."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
