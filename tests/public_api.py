@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,7 +125,8 @@ def of_command(name: str, command: Any) -> Iterator[str]:
         if one.param_type_name == "argument":
             words = one.metavar or one.name.upper()
         taken = "" if getattr(one, "is_flag", False) else f" {one.metavar or 'VALUE'}"
-        kind = inspect.formatannotation(one.type_descriptor.annotation).replace("pathlib.", "")
+        kind = inspect.formatannotation(one.type_descriptor.annotation)
+        kind = re.sub(r"\bpathlib\.(_local\.)?", "", kind)
         wanted = ", required" if one.required else ""
         default = "" if one.default in (None, False) else f" = {value(one.default)}"
         names = words if one.param_type_name == "argument" else words + taken

@@ -99,7 +99,7 @@ runpy.run_module("perfbench", run_name="__main__")
 
 
 def test_the_first_hour_of_a_stranger(wheel: Path, tmp_path: Path) -> None:
-    """FAULTS.md, "a wheel instead of a checkout": what `init` says comes next works in an empty
+    """FAULTS.md, "installed from the wheel": what `init` says comes next works in an empty
     folder where no git is; the long form, installed and with every cell, is `nox -s dist`.
     """
     site, home = tmp_path / "site", tmp_path / "home"

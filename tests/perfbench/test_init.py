@@ -29,7 +29,7 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_writes_a_matrix_a_workflow_and_a_readme(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """FAULTS.md, "a wheel instead of a checkout": examples named files that no wheel had."""
+    """FAULTS.md, "installed from the wheel": examples named files that no wheel had."""
     assert app.invoke(["init", "cpu"]) == 0
     said = capsys.readouterr()
     assert files(tmp_path) == WRITTEN
