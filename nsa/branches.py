@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -19,6 +19,7 @@ from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import View
 from nsa.documents import Documents
 from nsa.ops import key_counts
+from nsa.ops.derivatives import has_transforms, once
 from nsa.routing import DENSE, SCORE, Route
 
 
@@ -80,6 +81,10 @@ def attend_view(
     statistics are collected, strict mode checks them, or keys are counted.
     """
     config = call.config
+    if not dispatch.has_kernels_alone(call.route) or has_transforms():
+        # the operators of kernels refuse a second derivative by themselves
+        q, gates, *kv = once(q, gates, *view.cmp, *view.sel, *view.win)
+        view = replace(view, cmp=(kv[0], kv[1]), sel=(kv[2], kv[3]), win=(kv[4], kv[5]))
     checks.fixed_selection(
         config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
     )

@@ -21,6 +21,7 @@ from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents, Packing
+from nsa.ops.derivatives import once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, route, scores_of
@@ -119,6 +120,7 @@ def compressed_attention(
         wide = torch.promote_types(q.dtype, torch.float32)
         return nothing(q, k_cmp, v_cmp, dim=v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k_cmp, v_cmp = once(q, k_cmp, v_cmp)
     decision = route_for(
         q,
         k_cmp.shape[2],
@@ -222,7 +224,7 @@ def selected_attention(
         return nothing(q, k, v, dim=v.shape[3])
     if checks.is_strict():
         checks.block_contents(blocks, k.shape[1], sel_block, q_start)
-    k, v = _up_to_last_query((k, v), q, q_start)
+    q, k, v = once(q, *_up_to_last_query((k, v), q, q_start))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     decision = route_for(
         q,
@@ -263,6 +265,7 @@ def sliding_attention(
         Request("auto", fa2)
         return nothing(q, k, v, dim=v.shape[3])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = once(q, k, v)
     decision = route_for(
         q,
         k.shape[2],

@@ -67,7 +67,7 @@ def rows(
 def _additive(mask: Tensor, q: Tensor) -> Tensor:
     # SDPA turns a boolean mask into this itself, but after expanding it: H copies, 1.6 GB a layer
     # at 1 x 8,192.
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    return mask.new_zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def causal(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, scale: float, kernel: str) -> Tensor:
