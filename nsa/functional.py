@@ -305,9 +305,11 @@ def nsa_attention(
     has q's. A branch outside config.branches is not computed. ``phi_params`` are phi's tensors for
     K and for V (see `compress`), None for mean.
     ``cu_seqlens`` int [N + 1] packs N documents into B = 1: no query sees another document's key,
-    and rows beyond cu_seqlens[-1] are exactly 0. config.adaptive_num_selected is a ValueError with
-    cu_seqlens or a q_start other than 0, where its n would not be that of the sequence; so is any
-    tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
+    nor a NaN or an infinity of it, and rows beyond cu_seqlens[-1] are exactly 0. Within a document
+    that holds one, rows are NaN from its token on (its row alone, where it is in q or the gates)
+    and pass no gradient on; rows before it are exact. config.adaptive_num_selected is a ValueError
+    with cu_seqlens or a q_start other than 0, where its n would not be that of the sequence; so is
+    any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
 
     ``nonnegative_gates`` promises that no gate is below 0, as after sigmoid and softmax: path
