@@ -92,6 +92,7 @@ def _settings_of_process() -> settings.Settings:
 @torch.compiler.assume_constant_result
 def capability_of(device: str) -> Capability:
     """What the device has, as a constant of a compiled region."""
+    capability.warn_of_untried_versions()
     return capability.probe(device)
 
 
