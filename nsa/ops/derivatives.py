@@ -37,8 +37,15 @@ def has_slices(x: Tensor) -> bool:
     return False
 
 
-def refuse_slices(path: str, *read: object) -> None:
-    """ValueError where vmap runs over what path ``path`` reads on the host."""
+def check_readable(path: str, *read: object) -> None:
+    """ValueError where path ``path`` cannot read tensors on the host: vmap runs over them, or
+    torch.export traces the call.
+    """
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            f"got torch.export of path={path!r}, which reads the chosen blocks on the host; wanted"
+            " masked or v2; set path"
+        )
     if has_transforms() and any(isinstance(x, Tensor) and has_slices(x) for x in read):
         raise ValueError(
             f"got vmap over path={path!r}, which reads the chosen blocks on the host; wanted"

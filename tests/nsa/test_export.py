@@ -91,3 +91,9 @@ def test_the_functional_form_and_a_model() -> None:
     program = exported(model, ids[:, :200])
     for tokens in LENGTHS:
         assert_parity(program(ids[:, :tokens]), model(ids[:, :tokens]), f"{tokens} tokens")
+
+
+@pytest.mark.parametrize("path", [Path.REFERENCE, Path.V1])
+def test_a_path_that_reads_on_the_host_says_so(path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"torch.export of path='{path}'.*wanted masked or v2"):
+        exported(layer(path), randn(1, 200, 32, seed=0))
