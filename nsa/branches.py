@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -17,8 +17,9 @@ from torch import Tensor
 from nsa import checks, chosen_blocks, dispatch, selection, statistics
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import View
-from nsa.documents import Documents
+from nsa.documents import Documents, reached, without_poison
 from nsa.ops import key_counts
+from nsa.ops.derivatives import has_transforms, once
 from nsa.routing import DENSE, SCORE, Route
 
 
@@ -78,12 +79,54 @@ def attend_view(
 
     Where the selected branch is full causal attention, blocks are neither scored nor chosen unless
     statistics are collected, strict mode checks them, or keys are counted.
+
+    Packed documents are isolated, NaN and infinities included: within one, rows are NaN from the
+    first token on that holds one in k or v, and a row whose own q or gate does; those rows pass no
+    gradient on. Rows before it are exact.
     """
     config = call.config
+    if not dispatch.has_kernels_alone(call.route) or has_transforms():
+        # the operators of kernels refuse a second derivative by themselves
+        q, gates, *kv = once(q, gates, *view.cmp, *view.sel, *view.win)
+        view = replace(view, cmp=(kv[0], kv[1]), sel=(kv[2], kv[3]), win=(kv[4], kv[5]))
     checks.fixed_selection(
         config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
     )
     statistics.observe_gates(gates, config.branches, present=call.present)
+    poisoned_BT = None
+    if call.documents is not None:
+        q, gates, view, poisoned_BT = _without_poison(q, gates, view, call.documents, config)
+    o = _attend_and_sum(q, gates, view, call, keys_read)
+    if poisoned_BT is None:
+        return o
+    return o.masked_fill(poisoned_BT[..., None, None], torch.nan)
+
+
+def _without_poison(
+    q: Tensor, gates: Tensor, view: View, documents: Documents, config: NSAConfig
+) -> tuple[Tensor, Tensor, View, Tensor]:
+    """What a packed call computes with, such that no document reads another's NaN or infinity, and
+    bool [1, T]: the rows that its own documents' values make NaN.
+    """
+    (q, gates), query_BT = without_poison(q, gates)
+    token_BT, block_BC = torch.zeros_like(query_BT), None
+    if config.branches != ("win",):  # else there are no compressed keys
+        (k, v), block_BC = without_poison(*view.cmp)
+        view = replace(view, cmp=(k, v))
+    if "sel" in config.branches:
+        (k, v), bad_BT = without_poison(*view.sel)
+        view, token_BT = replace(view, sel=(k, v)), token_BT | bad_BT
+    if "win" in config.branches:
+        (k, v), bad_BT = without_poison(*view.win)
+        view, token_BT = replace(view, win=(k, v)), token_BT | bad_BT
+    later_BT = reached(documents, token_BT, block_BC, config.cmp_block, config.cmp_stride)
+    return q, gates, view, query_BT | later_BT
+
+
+def _attend_and_sum(
+    q: Tensor, gates: Tensor, view: View, call: Call, keys_read: key_counts.KeysRead | None
+) -> Tensor:
+    config = call.config
     # a cache's window begins elsewhere, and keeps no gradient
     joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
     with torch.no_grad() if joins else nullcontext():
