@@ -7,8 +7,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -27,7 +29,7 @@ from nsa import (
     select_blocks,
     selected_attention,
 )
-from nsa.decode import Steps
+from nsa.decode import Steps, graph
 from nsa.model import DenseLM
 from nsa.ops.interval import sliding
 from tests.cases import randn
@@ -289,3 +291,30 @@ def test_a_mixed_model_is_copied_and_its_state_fits_no_other(copied: Callable[[A
     assert torch.equal(copied(model)(ids), logits)
     with pytest.raises(RuntimeError, match=r"Missing key.*blocks.3.attention.gate.proj.weight"):
         model_of(["nsa"] * 5).load_state_dict(model.state_dict())
+
+
+def test_a_decode_graph_is_captured_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FAULTS "another device than the current one": warm-up and capture, too."""
+    current = [0]
+    seen: list[tuple[str, int]] = []
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        current.append(where.index)
+        yield
+        current.pop()
+
+    def noted(name: str) -> Callable[..., Any]:
+        def call(*arguments: object) -> Any:
+            seen.append((name, current[-1]))
+            return MagicMock()
+
+        return call
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
+        monkeypatch.setattr(torch.cuda, name, noted(name))
+    for run in (graph.warm_up, graph.capture):
+        run(noted("step"), torch.device("cuda:1"))
+    assert {where for _, where in seen} == {1} and current == [0]
+    assert {name for name, _ in seen} >= {"Stream", "CUDAGraph", "graph", "step"}
