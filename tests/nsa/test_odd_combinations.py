@@ -92,6 +92,20 @@ def test_a_compiled_window_takes_what_its_tokens_take(window: int) -> None:
     assert sizes and max(sizes) <= 4 * 40 * 64, "heads, and T x T"
 
 
+def test_a_compiled_step_of_full_attention_takes_what_its_cache_holds() -> None:
+    """FAULTS "memory by configuration, not by need": 2^30 rows before the token, 137 GB."""
+    model, ids = model_of(["nsa", "dense"]), torch.arange(60)[None]
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        want, cache = model(ids), model.new_cache(1, 64)
+        model(ids[:, :50], cache=cache)
+        steps = Steps(cache)
+        for t in range(50, 52):
+            y = compiled(ids[:, t : t + 1], cache=cache)
+            torch.testing.assert_close(y, want[:, t : t + 1], atol=1e-5, rtol=1e-4)
+        steps.end()
+
+
 def test_a_model_whose_layers_differ_compiles() -> None:
     """A list of layers with full attention among them."""
     model, ids = model_of(LAYERS), torch.arange(64)[None]

@@ -70,7 +70,7 @@ def test_shuffled_lines_are_the_same_baseline(tmp_path: Path) -> None:
     first, shuffled = both(tmp_path, 4)
     policy = policy_of(first)
     told = [
-        judge(run, b.baseline_of(base), policy).headline
+        repr(judge(run, b.baseline_of(base), policy))
         for run in (first, shuffled)
         for base in (first, shuffled)
     ]

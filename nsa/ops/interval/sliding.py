@@ -130,7 +130,8 @@ def _split(
         )
         return near, new, known
     before = window - 1
-    if not torch.compiler.is_compiling():  # which would compile again for another S
+    # a compiled region would be compiled again for another S
+    if not torch.compiler.is_compiling() or window > LONG_WINDOW:
         before = min(before, x_BSGD.shape[1])
     position_BL = q_start.to(device)[:, None] + torch.arange(-before, T, device=device)
     index = position_BL.clamp(min=0)[:, :, None, None].expand(-1, -1, *x_BSGD.shape[2:])
