@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from nsa import capability, checks, dispatch, selection, settings
 from nsa.branches import Call, attend_view, nothing
@@ -23,6 +24,7 @@ from nsa.decode import KV, View
 from nsa.documents import Documents, Packing
 from nsa.ops.derivatives import once
 from nsa.ops.interval.compressed import log_sum_exp
+from nsa.ops.positions import is_symbolic
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, route, scores_of
 
@@ -120,7 +122,7 @@ def compressed_attention(
     if q.shape[0] == 0:
         wide = torch.promote_types(q.dtype, torch.float32)
         return nothing(q, k_cmp, v_cmp, dim=v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, scale = _with_scale(q, scale)
     q, k_cmp, v_cmp = once(q, k_cmp, v_cmp)
     decision = route_for(
         q,
@@ -170,7 +172,7 @@ def select_blocks(
             )
         kv_len = q_start + q.shape[1]
     checks.keys(kv_len, q, q_start=q_start)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, scale = _with_scale(q, scale)
     G, D = k_cmp.shape[2:]
     if q.shape[0] == 0:
         N = config.num_selected_for(kv_len)
@@ -226,7 +228,7 @@ def selected_attention(
     if checks.is_strict():
         checks.block_contents(blocks, k.shape[1], sel_block, q_start)
     q, k, v = once(q, *_up_to_last_query((k, v), q, q_start))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, scale = _with_scale(q, scale)
     decision = route_for(
         q,
         k.shape[2],
@@ -265,7 +267,7 @@ def sliding_attention(
     if q.shape[0] == 0:
         Request("auto", fa2)
         return nothing(q, k, v, dim=v.shape[3])
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, scale = _with_scale(q, scale)
     q, k, v = once(q, k, v)
     decision = route_for(
         q,
@@ -350,6 +352,7 @@ def nsa_attention(
             _up_to_last_query(kv, q, q_start) for kv in (kv_cmp, kv_sel, kv_win)
         )
     documents = None if packing is None else packing.documents
+    q, scale = _with_scale(q, scale)
     S, G, DV = kv_sel[1].shape[1:]
     decision = route_for(
         q,
@@ -372,7 +375,7 @@ def nsa_attention(
     call = Call(
         decision,
         config,
-        q.shape[-1] ** -0.5 if scale is None else scale,
+        scale,
         documents=documents,
         present=present,
         is_whole_sequence=is_whole_sequence,
@@ -380,6 +383,19 @@ def nsa_attention(
     )
     o = attend_view(q, gates, view, call)
     return o if packing is None else packing.restore(o)
+
+
+def _with_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
+    """(q, scale) of the kernels; by default the scale is DK ** -0.5.
+
+    A scale that torch.compile holds as a number that changes is multiplied into q, which is rounded
+    once more: as an argument of SDPA each value would compile anew.
+    """
+    if scale is None:
+        return q, q.shape[-1] ** -0.5
+    if is_symbolic(scale):
+        return q * scale, 1.0
+    return q, scale
 
 
 def compress_kv(
@@ -400,6 +416,9 @@ def compress_kv(
     means; with a cache, None.
     """
     params_k, params_v = (None, None) if phi_params is None else phi_params
+    if first_block is None and documents is None and is_symbolic(k.shape[1]):
+        # Blocks that nobody sees: 0, 1 and more of them would be graphs of their own.
+        k, v = (pad(x, (0, 0, 0, 0, 0, 2 * config.cmp_block)) for x in (k, v))
     if (
         route is not None
         and params_k is None

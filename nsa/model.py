@@ -140,8 +140,9 @@ class TinyLM(_Decoder):
             )
         for layer, one in enumerate(cache or ()):
             check_cache(one, self.config.config_of(layer))
-        if cache is not None and len({c.lengths for c in cache}) > 1:
-            lengths = [c.lengths for c in cache]
+        own_lengths = None if cache is None or cache[0].steps is not None else cache
+        if own_lengths is not None and len({c.lengths for c in own_lengths}) > 1:
+            lengths = [c.lengths for c in own_lengths]
             raise ValueError(
                 f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew"
                 " with TinyLM.new_cache"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
-from nsa.ops.positions import query_positions
+from nsa.ops.positions import is_symbolic, query_positions
 from nsa.ops.precision import without_autocast
 
 SCORE_CHUNK_BYTES = 1 << 28  # logits of one chunk of queries
@@ -79,7 +79,9 @@ def choose(
     config.score_dtype: see `group_probabilities`; config.selection: see `within_regions`. No
     host sync.
     """
-    J, N = BlockGrid.of(config).num_sel(kv_len), config.num_selected_for(kv_len)
+    # one block and several would be graphs of their own; beyond the query's none is chosen
+    most = kv_len + 2 * config.sel_block if is_symbolic(kv_len) else kv_len
+    J, N = BlockGrid.of(config).num_sel(most), config.num_selected_for(kv_len)
     rows = QueryRows(q, query_positions(q_start, q.shape[1], q.device), first)
     # Every candidate fits, and no score can change the set. A search by regions may reach fewer,
     # however few blocks there are: were it left out here, the same query would get other blocks in

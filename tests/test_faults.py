@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-KINDS = {"nsa": 18, "perfbench": 14}
+KINDS = {"nsa": 19, "perfbench": 14}
 ROWS: list[dict[str, Any]] = tomllib.loads(
     (ROOT / "tests" / "data" / "faults.toml").read_text(encoding="utf-8")
 )["row"]

@@ -35,6 +35,9 @@ class Steps:
     ring. The window is attended to where it lies in its ring: a query sees all of it, in whatever
     order. A step that is run again from the same position leaves what it left before.
 
+    Under torch.compile all steps are one graph: nothing in it has a length as a number, and the
+    host learns what they took when it is asked, by waiting for the device.
+
     ValueError for caches that do not hold the same, or that other Steps have already.
     """
 
@@ -62,6 +65,7 @@ class Steps:
         self._caches = [weakref.ref(c) for c in caches]
         self._ids = frozenset(id(c) for c in caches)
         self._due = set(self._ids)  # which have not taken the current token yet
+        self._lags = False  # compiled steps are not counted as they run
         # what steps write to must not belong to the inference_mode that they may be made in
         with torch.inference_mode(False), torch.no_grad():
             self.length_B = to_device(self._begin, first.sel[0].device)
@@ -78,7 +82,10 @@ class Steps:
         )
 
     def lengths_of(self, cache: NSACache) -> tuple[int, ...]:
-        """Tokens that each row of ``cache`` holds, known on the host: steps are counted."""
+        """Tokens that each row of ``cache`` holds, known on the host: steps are counted. After
+        compiled ones the device is asked.
+        """
+        self._catch_up()
         taken = self._taken + (id(cache) not in self._due)
         return tuple(n + taken for n in self._begin)
 
@@ -150,7 +157,15 @@ class Steps:
         )
 
     def check_room(self) -> None:
-        """ValueError where a row is full: the host counts, so that no step writes beyond."""
+        """ValueError where a row is full: the host counts, so that no step writes beyond. In a
+        compiled step a RuntimeError, of the device's own.
+        """
+        if torch.compiler.is_compiling():
+            torch._assert_async(
+                (self.length_B < self._max_len).all(), f"a row holds max_len={self._max_len} tokens"
+            )
+            return
+        self._catch_up()
         longest, room = max(self._begin) + self._taken, self._max_len
         if longest >= room:
             raise ValueError(
@@ -169,6 +184,7 @@ class Steps:
                 "got no whole step to forget; wanted one since the last that was forgotten; run a"
                 " step of all layers"
             )
+        self._catch_up()
         self._taken, self._may_forget = self._taken - 1, False
         self.length_B.sub_(1)
 
@@ -203,8 +219,16 @@ class Steps:
         self._due.discard(id(cache))
         if not self._due:  # the last layer
             self._due = set(self._ids)
-            self._taken, self._may_forget = self._taken + 1, True
+            self._may_forget = True
+            if torch.compiler.is_compiling():  # a number that is read would be the graph's own
+                self._lags = True
+            else:
+                self._taken += 1
             self.length_B.add_(1)
+
+    def _catch_up(self) -> None:
+        if self._lags:
+            self._taken, self._lags = int(self.length_B[0]) - self._begin[0], False
 
     def _from_B1(self, cache: NSACache) -> Tensor:
         """Position [B, 1] of the first token that the next block covers: C * d, at each row's

@@ -22,3 +22,15 @@ def query_positions(q_start: int | Tensor, q_tokens: int, device: torch.device) 
     if isinstance(q_start, Tensor):
         return q_start.to(device=device, dtype=torch.int64)[:, None] + offsets
     return (offsets + q_start)[None]
+
+
+def is_symbolic(number: float) -> bool:
+    """Whether torch.compile traces a number that changes from call to call. An exported program has
+    its own ways, and one graph.
+    """
+    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    # half a second of imports, which only a compiler has done already
+    from torch.fx.experimental.symbolic_shapes import has_static_value
+
+    return not has_static_value(number)

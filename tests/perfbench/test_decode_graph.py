@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa.config import NSAConfig
 from nsa.decode import Steps
 from nsa.routing import RouteError
 from nsa.settings import Settings
@@ -145,8 +146,8 @@ def blocks_over_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A completed compressed block, and what a step without one computes, goes to the wrong row."""
     real = Steps.next
 
-    def early(self: Steps) -> Any:
-        step = real(self)
+    def early(self: Steps, config: NSAConfig) -> Any:
+        step = real(self, config)
         step.cmp_B111.clamp_(max=3)
         return step
 
@@ -157,8 +158,8 @@ def short_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A query passes over the last slot of its ring."""
     real = Steps.next
 
-    def short(self: Steps) -> Any:
-        step = real(self)
+    def short(self: Steps, config: NSAConfig) -> Any:
+        step = real(self, config)
         step.win_start_B.sub_(1)
         return step
 

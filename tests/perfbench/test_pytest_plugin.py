@@ -59,8 +59,8 @@ def test_a_red_verdict_is_the_message(bench: Bench, tests_of_a_user: pytest.Pyte
     found.assert_outcomes(failed=1)
     found.stdout.fnmatch_lines(
         [
-            "E*AssertionError: SUSPECT, exit 7: *",
-            "E*SUSPECT seq_len=128*tok/s against *",
+            "E*AssertionError: v2 128 forward -50.0 % * SUSPECT, exit 7: *",
+            "E*SUSPECT seq_len=128: -50.0 % (1,000 -> 500 tok/s)*",
             "E*report: reports/runs/*/report.md",
         ]
     )
