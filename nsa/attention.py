@@ -126,9 +126,13 @@ class NSAAttention(nn.Module):
         # contents of absent tokens, NaN included, must not reach a weight's gradient
         if absent is not None:
             x_BTM = x_BTM.masked_fill(absent, 0)
-        q = self.q_proj(x_BTM).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x_BTM).unflatten(-1, (-1, self.head_dim))
-        v = self.v_proj(x_BTM).unflatten(-1, (-1, self.v_head_dim))
+        q, k, v = self.q_proj(x_BTM), self.k_proj(x_BTM), self.v_proj(x_BTM)
+        kv_heads = self.num_kv * self.num_kv_heads
+        checks.projected("q_proj", q, self.num_heads, self.head_dim)
+        checks.projected("k_proj", k, kv_heads, self.head_dim)
+        checks.projected("v_proj", v, kv_heads, self.v_head_dim)
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k, v = k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.v_head_dim))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         gates = self.gate(x_BTM, q)

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
 from nsa import settings
-from nsa.config import NSAConfig
+from nsa.config import NSAConfig, nearest_name
 from nsa.ops.positions import to_device
 from nsa.ops.precision import autocast_dtype
 
@@ -248,6 +249,19 @@ def states(x: Tensor, dim: int, weight: Tensor | None) -> None:
         )
 
 
+def projected(name: str, x: Tensor, heads: int, dim: int) -> None:
+    """What a projection gave, [..., heads * dim]: one that was replaced may have another width, or
+    give its bias apart.
+    """
+    if not isinstance(x, Tensor) or x.shape[-1] != heads * dim:
+        got = f"[..., {x.shape[-1]}]" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(
+            f"got {got} from {name}; wanted a Tensor [..., {heads * dim}], {heads} heads of {dim}"
+            " (of all branches, where K and V are not shared); wrap the projection that took its"
+            " place"
+        )
+
+
 def plain_weight(module: nn.Module) -> Tensor | None:
     """The weight of a torch.nn.Linear or Embedding that computes with it as it is stored, else
     None.
@@ -330,9 +344,20 @@ def sampling(*, temperature: float, top_p: float, top_k: int | None) -> None:
         ("temperature", temperature, lambda x: 0 <= x < math.inf, "a finite number >= 0; 0"),
         ("top_p", top_p, lambda x: 0 < x <= 1, "a number above 0, at most 1; 1"),
     ):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        # numpy's scalars are numbers.Real, too
+        number = isinstance(value, Real) and not isinstance(value, bool)
         if not number or not fits(value):
             raise ValueError(f"{name}={value!r}; wanted {wanted} is the default")
+
+
+def known(given: Iterable[str], names: Sequence[str], *, also: Sequence[str]) -> None:
+    """TypeError for a keyword of generate that is none of ``names``, with the nearest of them and
+    of those it takes ``also``.
+    """
+    for name in given:
+        if name not in names:
+            near = nearest_name(name, [*names, *also])
+            raise TypeError(f"got generate({name}=...), which is not known{near}")
 
 
 def counts(name: str, values: object) -> list[int]:

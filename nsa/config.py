@@ -6,7 +6,7 @@ import difflib
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
@@ -105,7 +105,7 @@ def _branches(value: object) -> tuple[str, ...]:
     return tuple(value)
 
 
-def nearest_name(name: str, valid: list[str]) -> str:
+def nearest_name(name: str, valid: Sequence[str]) -> str:
     """Return ``'; did you mean X?'`` or the list of all valid names."""
     near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     return f"; did you mean {near[0]!r}?" if near else f"; valid names: {', '.join(sorted(valid))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
@@ -16,7 +17,7 @@ from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
 from nsa.dense import DenseAttention
 from nsa.ops.positions import to_device
 from nsa.padding import Padding, call_padded
-from nsa.sampling import Sampling, endings, has_ended, next_token
+from nsa.sampling import SAMPLING, Sampling, endings, has_ended, next_token
 from nsa.shared_positions import Layout
 
 IGNORED_LABEL = -100  # torch.nn.functional.cross_entropy's ignore_index
@@ -213,6 +214,7 @@ class TinyLM(_Decoder):
             checks.mask_alone(prompt_lengths=prompt_lengths)
             padding = Padding.of(attention_mask, ids_BT)
             ids_BT, prompt_lengths = padding.pack(ids_BT), padding.count_B.tolist()
+        checks.known(sampling, SAMPLING, also=[*inspect.signature(self.generate).parameters][1:-1])
         ends = endings(eos_token_id, stop)
         if cuda_graph:
             check_device(ids_BT.device)

@@ -20,6 +20,9 @@ class Sampling(TypedDict, total=False):
     generator: torch.Generator | None
 
 
+SAMPLING = tuple(Sampling.__annotations__)
+
+
 def next_token(
     logits_BV: Tensor,
     *,
@@ -62,14 +65,16 @@ def next_token(
 
 
 def endings(
-    eos_token_id: int | Sequence[int] | None, stop: Sequence[Sequence[int]]
+    eos_token_id: int | Sequence[int] | None, stop: Sequence[Sequence[int]] | None
 ) -> list[list[int]]:
-    """The sequences of new tokens after which a row ends. ValueError for an empty one and for other
-    values than ids.
+    """The sequences of new tokens after which a row ends; tensors and arrays of ids, too.
+    ValueError for an empty one and for other values than ids.
     """
-    single = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+    single: object = [] if eos_token_id is None else eos_token_id
+    if getattr(single, "ndim", None) == 0 or isinstance(single, int):
+        single = [single]
     found = [[token] for token in checks.counts("eos_token_id", single)]
-    for ids in stop:
+    for ids in () if stop is None else stop:
         if isinstance(ids, str | int) or not len(ids):
             raise ValueError(
                 f"stop holds {ids!r}; wanted lists of one id at least; encode text with the"

@@ -57,6 +57,18 @@ class Layout:
 
         ValueError for cu_seqlens with a cache or num_tokens, and for any that does not fit x.
         """
+        if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
+            # else a training step could not use it
+            with torch.inference_mode(False), torch.no_grad():
+                return cls.of(
+                    x,
+                    config,
+                    head_dim,
+                    dtype=dtype,
+                    cache=cache,
+                    cu_seqlens=cu_seqlens,
+                    num_tokens=num_tokens,
+                )
         if cache is not None and cu_seqlens is not None:
             raise ValueError(
                 "got a cache and cu_seqlens; wanted at most one; fill a cache with rows of"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -73,6 +74,12 @@ class Steps:
             rings = [[self._ring(tail, cache) for tail in cache.tail] for cache in caches]
         for cache, ring in zip(caches, rings, strict=True):  # all or none, where memory ends
             cache.raw, cache.steps = ring, self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "got a copy (or a pickle) of caches that step; wanted ordinary ones, since the host and"
+            " the device count a step for these alone; Next: end their Steps (or DecodeGraph)"
+        )
 
     def lengths_of(self, cache: NSACache) -> tuple[int, ...]:
         """Tokens that each row of ``cache`` holds, known on the host: steps are counted. After

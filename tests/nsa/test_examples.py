@@ -1,11 +1,12 @@
-"""What the documentation shows runs, and does what it says: README's block, examples/train_text.py,
-examples/llama.py.
-"""
+"""What the documentation shows runs, and does what it says: README's block and the examples."""
 
 from __future__ import annotations
 
 import ast
 import math
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -127,3 +128,40 @@ def test_llama_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     equal, sparse, saved = capsys.readouterr().out.splitlines()
     assert float(equal.rpartition(" ")[2]) < 1e-4 and "'sel.masked': 2" in sparse
     assert saved == "from disk: 25 of 25 tensors bit for bit, gates included"
+
+
+@pytest.mark.parametrize(
+    ("example", "launcher"),
+    [
+        ("lightning_step.py", ""),
+        ("accelerate_step.py", ""),
+        (
+            "accelerate_step.py",
+            "-m accelerate.commands.launch --cpu --num_processes 1 --num_machines 1"
+            " --dynamo_backend no --mixed_precision bf16",
+        ),
+    ],
+    ids=["lightning", "accelerate", "accelerate-bf16"],
+)
+def test_a_trainer_of_somebody_elses_trains(
+    example: str, launcher: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From another folder, as a program of its own: six steps on the same rows, each below the one
+    before, from nothing known (ln 256 = 5.5, and what a new head adds) to well below; it writes no
+    file.
+    """
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    ran = subprocess.run(
+        [sys.executable, *launcher.split(), str(ROOT / "examples" / example)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    losses = [float(x) for x in re.findall(r"^step \d+: loss (\S+)$", ran.stdout, re.M)]
+    assert len(losses) == 6 and losses == sorted(losses, reverse=True)
+    assert math.log(256) - 0.5 < losses[0] < 6.5 and losses[-1] < 4
+    assert list(tmp_path.iterdir()) == []

@@ -319,7 +319,6 @@ def test_a_budget_stops_before_the_next_pair(
         (["HEAD", "HEAD", "absent.yaml"], "absent.yaml"),
         (["HEAD", "HEAD", "small.yaml", "--pairs", "0"], "--pairs"),
         (["HEAD", "HEAD", "small.yaml", "--pairs", "6"], "whole blocks of 4. Next: --pairs 8"),
-        (["HEAD", "HEAD", "strict.yaml", "--pairs", "4"], "min_replicates of 5. Next: --pairs 8"),
         (["HEAD", "HEAD", "small.yaml", "--only", "seq_len=7"], "seq_len=7"),
         (["HEAD", "HEAD", "small.yaml", "--inject", "oom@nowhere"], "'nowhere'"),
         (["HEAD", "HEAD", "small.yaml", "--out", "small.yaml"], "--out DIR"),
@@ -328,12 +327,33 @@ def test_a_budget_stops_before_the_next_pair(
 def test_usage_errors_exit_2(
     bench: Bench, capsys: pytest.CaptureFixture[str], argv: list[str], message: str
 ) -> None:
-    strict = MATRIX.replace("processes: 4", "processes: 5")
-    strict = strict.replace("min_replicates: 2", "min_replicates: 5")
-    Path("strict.yaml").write_text(strict, encoding="utf-8")
     assert bench.run("ab", *argv) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert len(worktrees(bench.repository)) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "least", "asked"),
+    [("whole", 5, ["--pairs", "4"]), ("one cell", 5, ["--pairs", "4"]), ("policy", 9, [])],
+    ids=["whole", "one cell", "policy"],
+)
+def test_what_cannot_be_judged_is_not_measured(
+    bench: Bench, capsys: pytest.CaptureFixture[str], where: str, least: int, asked: list[str]
+) -> None:
+    """FAULTS "cannot judge, measures all the same": pairs below the policy's min_replicates, also
+    where one cell alone wants more, and where the policy's own confirm_pairs are too few.
+    """
+    text = MATRIX.replace("processes: 4", f"processes: {least}")
+    if where == "one cell":
+        gate = f"gate: {{min_replicates: {least}}}"
+        text += f'overrides:\n  - {{match: {{seq_len: 256}}, {gate}, reason: "x"}}\n'
+    else:
+        text = text.replace("min_replicates: 2", f"min_replicates: {least}")
+    Path("strict.yaml").write_text(text, encoding="utf-8")
+    assert bench.run("ab", "HEAD", "HEAD", "strict.yaml", *asked) == 2
+    err = " ".join(capsys.readouterr().err.split())
+    assert f"at least the policy's min_replicates of {least}. Next: --pairs" in err
+    assert bench.a.jobs == bench.b.jobs == []
 
 
 def test_compare_judges_both_sides_of_an_ab_or_two_runs(

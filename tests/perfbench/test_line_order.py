@@ -17,7 +17,7 @@ from perfbench.commands.outcome import policy_of
 from perfbench.gate.judging import judge
 from perfbench.matrix import GatePolicy
 from perfbench.records import Run, read_run
-from perfbench.report import terminal_table
+from perfbench.report import junit, terminal_table
 from perfbench.report.rows import rows_of
 from tests.perfbench import builders as b
 from tests.perfbench.report_cases import written
@@ -31,10 +31,9 @@ def printed(run: Run) -> str:
     return written(run, judgement) + terminal_table(run, judgement)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_shuffled_lines_make_the_same_report(tmp_path: Path, seed: int) -> None:
-    """A run that was resumed four times, in a file without digests; lines of one replicate keep
-    their order, since its last one counts.
+def both(folder: Path, seed: int) -> tuple[Run, Run]:
+    """A run that was resumed four times, in a file without digests, and with its lines shuffled;
+    lines of one replicate keep their order, since its last one counts.
     """
     data = gzip.decompress((HOME / "h100" / "run.jsonl.gz").read_bytes())
     manifest, *lines = data.splitlines(keepends=True)
@@ -45,14 +44,37 @@ def test_shuffled_lines_make_the_same_report(tmp_path: Path, seed: int) -> None:
         keys = ("kind", "cell_id", "replicate", "name", "block", "resumed_utc")
         return places.setdefault(str([one.get(key) for key in keys]), rng.random())
 
-    as_written = tmp_path / "run.jsonl"
+    as_written = folder / "run.jsonl"
     as_written.write_bytes(data)
     first = read_run(as_written)
     as_written.write_bytes(b"".join([manifest, *sorted(lines, key=place)]))
-    shuffled = read_run(as_written)
+    return first, read_run(as_written)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shuffled_lines_make_the_same_report(tmp_path: Path, seed: int) -> None:
+    first, shuffled = both(tmp_path, seed)
     assert shuffled.replicates != first.replicates and len(first.resumed) == 4
     assert shuffled.resumed == first.resumed
     assert printed(shuffled) == printed(first)
+
+
+def test_shuffled_lines_make_the_same_junit(tmp_path: Path) -> None:
+    """Of our own: what a CI server reads."""
+    texts = [junit.text(run, judge(run, None, policy_of(run))) for run in both(tmp_path, 3)]
+    assert texts[0] == texts[1] and "<testcase" in texts[0]
+
+
+def test_shuffled_lines_are_the_same_baseline(tmp_path: Path) -> None:
+    """Of our own: a run against its own baseline, whichever of both has its lines shuffled."""
+    first, shuffled = both(tmp_path, 4)
+    policy = policy_of(first)
+    told = [
+        repr(judge(run, b.baseline_of(base), policy))
+        for run in (first, shuffled)
+        for base in (first, shuffled)
+    ]
+    assert len(set(told)) == 1, told
 
 
 def test_counts_are_those_of_the_first_replicate() -> None:

@@ -411,7 +411,9 @@ def test_dead_exclude_and_include_are_warnings() -> None:
 def test_too_few_replicates_for_the_gate_are_refused(
     old: str, new: str, words: str, tmp_path: Path
 ) -> None:
-    """Every cell would be WATCH, exit 0; of a run that was made its matrix is read all the same."""
+    """FAULTS "cannot judge, measures all the same": every cell would be WATCH, exit 0; of a run
+    that was made its matrix is read all the same.
+    """
     text = edited(old, new)
     path = tmp_path / "m.yaml"
     path.write_text(text, encoding="utf-8")

@@ -17,6 +17,10 @@ from nsa.documents import Documents
 from nsa.ops import flash, sdpa
 from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 
+# A compiled region pads its tokens to tiles of one window; of a longer one it asks whether the
+# tokens fill it: a layer of full attention has a window of 2^30.
+LONG_WINDOW = 4096
+
 
 def attend(
     q_BTQD: Tensor,
@@ -65,8 +69,11 @@ def _attend(
         return _flash(
             q_BTQD, k_BSGD, v_BSGD, window=window, q_start=q_start, scale=scale, provider=fa2
         )
-    if torch.compiler.is_compiling() and isinstance(q_start, int) and q_start == 0:
-        T = q_BTQD.shape[1]
+    T = q_BTQD.shape[1]
+    # asked of a long window alone: another length than the window's would be another graph
+    is_one_tile = window > LONG_WINDOW and window >= T
+    is_whole = isinstance(q_start, int) and q_start == 0
+    if torch.compiler.is_compiling() and is_whole and not is_one_tile:
         return _later_tiles(
             q_BTQD,
             k_BSGD[:, :T],
@@ -76,7 +83,6 @@ def _attend(
             documents=documents,
             empty=1,
         )
-    T = q_BTQD.shape[1]
     before_k, new_k, known = _split(k_BSGD, q_start, T, window)
     before_v, new_v, _ = _split(v_BSGD, q_start, T, window)
     head = min(T, window)
@@ -124,7 +130,8 @@ def _split(
         )
         return near, new, known
     before = window - 1
-    if not torch.compiler.is_compiling():  # which would compile again for another S
+    # a compiled region would be compiled again for another S
+    if not torch.compiler.is_compiling() or window > LONG_WINDOW:
         before = min(before, x_BSGD.shape[1])
     position_BL = q_start.to(device)[:, None] + torch.arange(-before, T, device=device)
     index = position_BL.clamp(min=0)[:, :, None, None].expand(-1, -1, *x_BSGD.shape[2:])
