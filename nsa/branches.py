@@ -5,11 +5,13 @@ B batch, T query tokens, G kv heads, N blocks a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +41,7 @@ class Call:
     present: Tensor | None = None
     is_whole_sequence: bool = False
     nonnegative_gates: bool = False
+    sinks: Tensor | None = None
 
     def num_full_rows(self, num_keys: int) -> int:
         """Queries at the head of each sequence that choose every block up to their own."""
@@ -79,6 +82,33 @@ def attend_view(
     Where the selected branch is full causal attention, blocks are neither scored nor chosen unless
     statistics are collected, strict mode checks them, or keys are counted.
     """
+    return _gated_sum(q, gates, view, call, keys_read)[0]
+
+
+def attend_view_with_lse(q: Tensor, gates: Tensor, view: View, call: Call) -> tuple[Tensor, Tensor]:
+    """(`attend_view`, lse [B, T, HQ, 3], natural log, fp32 or wider, without gradient: -inf where a
+    row sees no key, and of a branch that is off), of a Route whose implementations leave it.
+    """
+    o, attended = _gated_sum(q, gates, view, call, None)
+    known = iter(attended)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    off = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    columns = []
+    for branch in BRANCHES:
+        lse = next(known)[1] if branch in call.config.branches else off
+        assert lse is not None, f"{call.route.branch(branch)} leaves no lse"
+        columns.append(lse)
+    return o, torch.stack(columns, -1).detach() * math.log(2)
+
+
+def _gated_sum(
+    q: Tensor,
+    gates: Tensor,
+    view: View,
+    call: Call,
+    keys_read: key_counts.KeysRead | None,
+) -> tuple[Tensor, list[dispatch.Attended]]:
+    """(`attend_view`, what `_attend_branches` returned)."""
     config = call.config
     checks.fixed_selection(
         config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
@@ -90,7 +120,7 @@ def attend_view(
         attended, blocks = _attend_branches(q, view, call, keys_read)
     if joins:
         assert blocks is not None
-        return dispatch.join(
+        o = dispatch.join(
             gates,
             q,
             (view.cmp, view.sel, view.win),
@@ -102,12 +132,14 @@ def attend_view(
             documents=call.documents,
             num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
         )
-    return dispatch.combined(
+        return o, attended
+    o = dispatch.combined(
         call.route,
         gates,
         [o for o, _ in attended],
         [i for i, b in enumerate(BRANCHES) if b in config.branches],
     )
+    return o, attended
 
 
 def _attend_branches(
@@ -119,6 +151,7 @@ def _attend_branches(
     config = call.config
     attended: list[dispatch.Attended] = []
     lse = blocks = None
+    softmax: dict[str, Any] = {"softcap": config.softcap, "sinks": call.sinks}
     if "cmp" in config.branches:
         attended.append(
             dispatch.compressed(
@@ -130,6 +163,7 @@ def _attend_branches(
                 q_start=view.q_start,
                 scale=call.scale,
                 documents=call.documents,
+                **softmax,
             )
         )
         lse = attended[-1][1]
@@ -146,6 +180,7 @@ def _attend_branches(
                 q_start=view.q_start,
                 scale=call.scale,
                 num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+                **softmax,
             )
         )
     if "win" in config.branches:
@@ -158,6 +193,7 @@ def _attend_branches(
                 q_start=view.win_start,
                 scale=call.scale,
                 documents=call.documents,
+                **softmax,
             )
         )
     chosen_blocks.record(blocks)
@@ -190,6 +226,7 @@ def _choose(q: Tensor, view: View, call: Call, lse: Tensor | None) -> Tensor:
             kv_len=S,
             scale=call.scale,
             first=None if call.documents is None else call.documents.first_BT,
+            sink=None if call.sinks is None else call.sinks[:, BRANCHES.index("cmp")],
         )
     if checks.is_strict():
         checks.block_contents(blocks, S, config.sel_block, view.q_start)
