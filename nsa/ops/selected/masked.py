@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from nsa.ops import sdpa
-from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 from nsa.ops.masks import token_mask
+from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 from nsa.ops.positions import query_positions
 
 
