@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from nsa import NSAAttention, NSAConfig, TinyLM, compress, engagement, nsa_attention, select_blocks
 from nsa.config import BRANCHES, preset
@@ -443,6 +444,24 @@ def test_autocast_softmaxes_in_fp32_and_a_layer_in_bf16_has_its_dtype() -> None:
         o = layer(x)
     assert o.dtype == torch.bfloat16 and error(o, layer(x)) < 0.05
     assert layer.bfloat16()(x.bfloat16()).dtype == torch.bfloat16
+    q, pairs, gates, sinks = inputs(batch=1)
+    q, gates = q.float(), gates.float()
+    pairs = tuple((k.float(), v.float()) for k, v in pairs)
+    given: dict[str, Any] = {"config": layer.config, "sinks": sinks, "path": "reference"}
+    want = nsa_attention(q, *pairs, gates, **given)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(nsa_attention(q, *pairs, gates, **given), want)
+
+
+def test_one_graph_serves_every_length() -> None:
+    layer, counter = layer_of(replace(SMALL, **BOTH), torch.float32), CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    for tokens in (100, 101, 48, 133, 80, 17):
+        x = randn(2, tokens, DIM, seed=tokens)
+        assert_parity(compiled(x), layer(x), f"{tokens} tokens")
+    torch._dynamo.reset()
+    assert counter.frame_count == 1
 
 
 # What runs, and what says so.
