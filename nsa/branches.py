@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -19,8 +19,9 @@ from torch import Tensor
 from nsa import checks, chosen_blocks, dispatch, selection, statistics
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import View
-from nsa.documents import Documents
+from nsa.documents import Documents, reached, without_poison
 from nsa.ops import key_counts
+from nsa.ops.derivatives import has_transforms, once
 from nsa.routing import DENSE, SCORE, Route
 
 
@@ -81,15 +82,20 @@ def attend_view(
 
     Where the selected branch is full causal attention, blocks are neither scored nor chosen unless
     statistics are collected, strict mode checks them, or keys are counted.
+
+    Packed documents are isolated, NaN and infinities included: within one, rows are NaN from the
+    first token on that holds one in k or v, and a row whose own q or gate does; those rows pass no
+    gradient on. Rows before it are exact.
     """
-    return _gated_sum(q, gates, view, call, keys_read)[0]
+    return _isolated(q, gates, view, call, keys_read)[0]
 
 
 def attend_view_with_lse(q: Tensor, gates: Tensor, view: View, call: Call) -> tuple[Tensor, Tensor]:
     """(`attend_view`, lse [B, T, HQ, 3], natural log, fp32 or wider, without gradient: -inf where a
-    row sees no key, and of a branch that is off), of a Route whose implementations leave it.
+    row sees no key, and of a branch that is off; NaN in rows that are NaN for what their packed
+    document holds), of a Route whose implementations leave it.
     """
-    o, attended = _gated_sum(q, gates, view, call, None)
+    o, attended, poisoned_BT = _isolated(q, gates, view, call, None)
     known = iter(attended)
     wide = torch.promote_types(q.dtype, torch.float32)
     off = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
@@ -97,23 +103,68 @@ def attend_view_with_lse(q: Tensor, gates: Tensor, view: View, call: Call) -> tu
     for branch in BRANCHES:
         lse = next(known)[1] if branch in call.config.branches else off
         assert lse is not None, f"{call.route.branch(branch)} leaves no lse"
+        if poisoned_BT is not None and lse is not off:
+            lse = lse.masked_fill(poisoned_BT[..., None], torch.nan)
         columns.append(lse)
     return o, torch.stack(columns, -1).detach() * math.log(2)
 
 
-def _gated_sum(
+def _isolated(
     q: Tensor,
     gates: Tensor,
     view: View,
     call: Call,
     keys_read: key_counts.KeysRead | None,
-) -> tuple[Tensor, list[dispatch.Attended]]:
-    """(`attend_view`, what `_attend_branches` returned)."""
+) -> tuple[Tensor, list[dispatch.Attended], Tensor | None]:
+    """(`attend_view`; o and lse of each branch that is on; the rows of a packed call that are NaN,
+    bool [1, T], which that lse does not show).
+    """
     config = call.config
+    if not dispatch.has_kernels_alone(call.route) or has_transforms():
+        # the operators of kernels refuse a second derivative by themselves
+        sinks = () if call.sinks is None else (call.sinks,)
+        q, gates, *kv = once(q, gates, *view.cmp, *view.sel, *view.win, *sinks)
+        view = replace(view, cmp=(kv[0], kv[1]), sel=(kv[2], kv[3]), win=(kv[4], kv[5]))
+        call = replace(call, sinks=kv[6]) if sinks else call
     checks.fixed_selection(
         config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
     )
     statistics.observe_gates(gates, config.branches, present=call.present)
+    poisoned_BT = None
+    if call.documents is not None:
+        q, gates, view, poisoned_BT = _without_poison(q, gates, view, call.documents, config)
+    o, attended = _attend_and_sum(q, gates, view, call, keys_read)
+    if poisoned_BT is not None:
+        o = o.masked_fill(poisoned_BT[..., None, None], torch.nan)
+    return o, attended, poisoned_BT
+
+
+def _without_poison(
+    q: Tensor, gates: Tensor, view: View, documents: Documents, config: NSAConfig
+) -> tuple[Tensor, Tensor, View, Tensor]:
+    """What a packed call computes with, such that no document reads another's NaN or infinity, and
+    bool [1, T]: the rows that its own documents' values make NaN.
+    """
+    (q, gates), query_BT = without_poison(q, gates)
+    token_BT, block_BC = torch.zeros_like(query_BT), None
+    if config.branches != ("win",):  # else there are no compressed keys
+        (k, v), block_BC = without_poison(*view.cmp)
+        view = replace(view, cmp=(k, v))
+    if "sel" in config.branches:
+        (k, v), bad_BT = without_poison(*view.sel)
+        view, token_BT = replace(view, sel=(k, v)), token_BT | bad_BT
+    if "win" in config.branches:
+        (k, v), bad_BT = without_poison(*view.win)
+        view, token_BT = replace(view, win=(k, v)), token_BT | bad_BT
+    later_BT = reached(documents, token_BT, block_BC, config.cmp_block, config.cmp_stride)
+    return q, gates, view, query_BT | later_BT
+
+
+def _attend_and_sum(
+    q: Tensor, gates: Tensor, view: View, call: Call, keys_read: key_counts.KeysRead | None
+) -> tuple[Tensor, list[dispatch.Attended]]:
+    """(the gated sum, what `_attend_branches` returned)."""
+    config = call.config
     # a cache's window begins elsewhere, and keeps no gradient
     joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
     with torch.no_grad() if joins else nullcontext():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import warnings
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -19,6 +20,13 @@ KNOWN_GPUS: Mapping[str, tuple[str, tuple[int, int]]] = {
     "h200": ("NVIDIA H200", (9, 0)),
 }
 TORCH_VARLEN_SINCE = (2, 11)
+# torch and Triton that the tests passed with, together: on H100 and H200; on a CPU and in Triton's
+# interpreter
+TRIED: tuple[tuple[str, str], ...] = (("2.11.0", "3.6.0"), ("2.13.0", "3.7.1"))
+
+
+class UntriedVersionWarning(UserWarning):
+    """The installed torch or Triton is none of TRIED; nothing is known to be wrong with it."""
 
 
 def _version(distribution: str) -> str | None:
@@ -75,6 +83,29 @@ def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
 def of_gpu(name: str, sm: tuple[int, int], device: str = "cuda") -> Capability:
     """The capability of a GPU with the software that is installed here; touches no CUDA."""
     return Capability(device, name, sm, *fa2_provider(), torch_version(), *triton_provider(sm))
+
+
+def untried(torch: str, triton: str | None) -> str | None:
+    """One line where these versions are none of TRIED, else None. What follows a '+' tells builds
+    apart, not versions; without Triton, torch's alone counts.
+    """
+    got = torch.split("+")[0], triton and triton.split("+")[0]
+    if any(got[0] == pair[0] and got[1] in (None, pair[1]) for pair in TRIED):
+        return None
+    installed = f"torch {torch}" + ("" if triton is None else f" with triton {triton}")
+    tried = " or ".join(f"torch {a} with triton {b}" for a, b in TRIED)
+    return (
+        f"got {installed}, which nsa was not tried with; wanted {tried}; run nsa's tests, or ignore"
+        " nsa.capability.UntriedVersionWarning"
+    )
+
+
+@lru_cache(maxsize=1)
+def warn_of_untried_versions() -> None:
+    """Warn once a process, at the first use and never at import."""
+    text = untried(torch_version(), _version("triton"))
+    if text is not None:
+        warnings.warn(text, UntriedVersionWarning, stacklevel=2)
 
 
 @lru_cache(maxsize=16)

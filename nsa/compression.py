@@ -55,7 +55,10 @@ def compress(x: Tensor, *, config: NSAConfig, params: Mapping[str, Tensor] | Non
     # blocks, and an encoding much smaller than the tokens is not lost to rounding in their sum.
     encoding_F = nn.functional.linear(checked["position"].to(x.dtype).flatten(), up.to(x.dtype))
     hidden_BCGF = nn.functional.silu(_project_blocks(x, up, C, config) + encoding_F)
-    return nn.functional.linear(hidden_BCGF.to(x.dtype), down.to(x.dtype)).to(x.dtype)
+    hidden_BCGF, down = hidden_BCGF.to(x.dtype), down.to(x.dtype)
+    if torch.compiler.is_exporting():  # a number of blocks that is not known must come last
+        return nn.functional.linear(hidden_BCGF.transpose(1, 2), down).transpose(1, 2).to(x.dtype)
+    return nn.functional.linear(hidden_BCGF, down).to(x.dtype)
 
 
 def param_shapes(

@@ -12,7 +12,16 @@ from torch import Tensor
 from nsa import engagement, settings
 from nsa.config import BRANCHES, NSAConfig
 from nsa.documents import Documents
-from nsa.ops import explicit, gated_sum, interval, joint_backward, means, scores, sdpa
+from nsa.ops import (
+    derivatives,
+    explicit,
+    gated_sum,
+    interval,
+    joint_backward,
+    means,
+    scores,
+    sdpa,
+)
 from nsa.ops.interval import compressed as compressed_formula
 from nsa.ops.interval import sliding
 from nsa.ops.selected import PATHS
@@ -181,16 +190,26 @@ def combined(
     return (gated_sum.fused_gated_sum if fused else gated_sum.gated_sum)(gates, outputs, columns)
 
 
-def joins(route: Route) -> bool:
-    """Whether gradients are recorded and all three branches leave what `join` takes, since kernels
-    serve them; NSA_TRITON_JOIN=0: never.
-    """
+def has_kernels_alone(route: Route) -> bool:
+    """Whether path triton's kernels serve every branch, and all three are on."""
     served = [
         b.branch
         for b in route.branches
         if b.branch in BRANCHES and Path.TRITON in (b.kernel, b.implementation)
     ]
-    return torch.is_grad_enabled() and len(served) == len(BRANCHES) and "join" not in route.off
+    return len(served) == len(BRANCHES)
+
+
+def joins(route: Route) -> bool:
+    """Whether gradients are recorded and all three branches leave what `join` takes, since kernels
+    serve them; NSA_TRITON_JOIN=0: never. Transforms of `torch.func` differentiate each by itself.
+    """
+    return (
+        torch.is_grad_enabled()
+        and has_kernels_alone(route)
+        and "join" not in route.off
+        and (torch.compiler.is_compiling() or not derivatives.has_transforms())
+    )
 
 
 def join(

@@ -85,3 +85,36 @@ class Packing:
         """[1, P, ...] -> [1, T, ...]; tokens beyond the last document are exactly 0."""
         rows = x[0].index_select(0, self.read_T)
         return rows.masked_fill(self.outside_T.view(-1, *[1] * (rows.ndim - 1)), 0)[None]
+
+
+def without_poison(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
+    """(x with rows that hold a NaN or an infinity as 0, for each x [1, R, ...] of ``tensors``; bool
+    [1, R]: which rows of any were such). No gradient reaches those rows.
+
+    A kernel multiplies a key that a query must not see by 0, and 0 * NaN is NaN.
+    """
+    clean, found = [], None
+    for x in tensors:
+        with torch.no_grad():  # one pass over x, where isfinite would write as many flags
+            largest = torch.linalg.vector_norm(x.detach(), torch.inf, dim=tuple(range(2, x.ndim)))
+            bad = ~largest.isfinite()
+        clean.append(x.masked_fill(bad.view(*bad.shape, *[1] * (x.ndim - 2)), 0))
+        found = bad if found is None else found | bad
+    assert found is not None
+    return clean, found
+
+
+def reached(
+    documents: Documents, token_BT: Tensor, block_BC: Tensor | None, block: int, stride: int
+) -> Tensor:
+    """Bool [1, T]: queries of a document at or after one of its tokens in ``token_BT`` bool [1, T],
+    or the end of one of its compressed blocks in ``block_BC`` bool [1, C].
+    """
+    first_BT = documents.first_BT
+    if block_BC is not None and block_BC.shape[1] > 0:
+        begin_T = torch.arange(first_BT.shape[1], device=first_BT.device) - (block - 1)
+        i_T = (begin_T // stride).clamp(0, block_BC.shape[1] - 1)
+        ends_here = (begin_T == i_T * stride) & (begin_T >= first_BT)  # within its document
+        token_BT = token_BT | (block_BC.index_select(1, i_T) & ends_here)
+    count_BT = torch.nn.functional.pad(token_BT.long().cumsum(1), (1, 0))
+    return count_BT[:, 1:] > count_BT.gather(1, first_BT)

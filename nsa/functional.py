@@ -22,6 +22,7 @@ from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents, Packing
+from nsa.ops.derivatives import once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
@@ -94,6 +95,7 @@ def _settings_of_process() -> settings.Settings:
 @torch.compiler.assume_constant_result
 def capability_of(device: str) -> Capability:
     """What the device has, as a constant of a compiled region."""
+    capability.warn_of_untried_versions()
     return capability.probe(device)
 
 
@@ -122,6 +124,7 @@ def compressed_attention(
         wide = torch.promote_types(q.dtype, torch.float32)
         return nothing(q, k_cmp, v_cmp, dim=v_cmp.shape[3]), q.new_empty(q.shape[:3], dtype=wide)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k_cmp, v_cmp = once(q, k_cmp, v_cmp)
     decision = route_for(
         q,
         k_cmp.shape[2],
@@ -235,7 +238,7 @@ def selected_attention(
         return nothing(q, k, v, dim=v.shape[3])
     if checks.is_strict():
         checks.block_contents(blocks, k.shape[1], sel_block, q_start)
-    k, v = _up_to_last_query((k, v), q, q_start)
+    q, k, v = once(q, *_up_to_last_query((k, v), q, q_start))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     decision = route_for(
         q,
@@ -276,6 +279,7 @@ def sliding_attention(
         Request("auto", fa2)
         return nothing(q, k, v, dim=v.shape[3])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = once(q, k, v)
     decision = route_for(
         q,
         k.shape[2],
@@ -359,9 +363,11 @@ def nsa_attention(
     has q's. A branch outside config.branches is not computed. ``phi_params`` are phi's tensors for
     K and for V (see `compress`), None for mean.
     ``cu_seqlens`` int [N + 1] packs N documents into B = 1: no query sees another document's key,
-    and rows beyond cu_seqlens[-1] are exactly 0. config.adaptive_num_selected is a ValueError with
-    cu_seqlens or a q_start other than 0, where its n would not be that of the sequence; so is any
-    tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
+    nor a NaN or an infinity of it, and rows beyond cu_seqlens[-1] are exactly 0. Within a document
+    that holds one, rows are NaN from its token on (its row alone, where it is in q or the gates)
+    and pass no gradient on; rows before it are exact. config.adaptive_num_selected is a ValueError
+    with cu_seqlens or a q_start other than 0, where its n would not be that of the sequence; so is
+    any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
 
     ``sinks`` [HQ, 3], of any floating dtype, are the logits of config.sinks. ``return_lse`` returns

@@ -126,12 +126,14 @@ def block_scores(p: Tensor, grid: BlockGrid, num_sel: int) -> Tensor:
     """
     stride = grid.sel_block // grid.cmp_stride
     first, last = grid.overlap[0][0], grid.overlap[-1][0]
-    needed = (num_sel - 1) * stride + last + 1
-    padded = torch.nn.functional.pad(p, (-first, max(0, needed - p.shape[-1])))
+    # rows of ``stride`` each, so that every slice is a column of J rows, whatever the length
+    rows = num_sel + (last - first) // stride
+    padded = torch.nn.functional.pad(p, (-first, rows * stride - p.shape[-1] + first))
+    by_row = padded.unfold(-1, stride, stride)
     scores = p.new_zeros(*p.shape[:-1], num_sel)
     for offset, weight in grid.overlap:
-        start = offset - first
-        scores += weight * padded[..., start : start + (num_sel - 1) * stride + 1 : stride]
+        row, column = divmod(offset - first, stride)
+        scores += weight * by_row[..., row : row + num_sel, column]
     return scores
 
 
@@ -186,18 +188,22 @@ def within_regions(ranking_BGTJ: Tensor, N: int) -> Tensor:
     J = ranking_BGTJ.shape[-1]
     forced_BGTJ = ranking_BGTJ == torch.inf
     free_BGTJ = ranking_BGTJ.masked_fill(forced_BGTJ, -torch.inf)
-    free_BGTR4 = torch.nn.functional.pad(
-        free_BGTJ, (0, -J % REGION_BLOCKS), value=-torch.inf
-    ).unflatten(-1, (-1, REGION_BLOCKS))
+    room = -(-J // REGION_BLOCKS) * REGION_BLOCKS - J
+    free_BGTR4 = torch.nn.functional.pad(free_BGTJ, (0, room), value=-torch.inf).unfold(
+        -1, REGION_BLOCKS, REGION_BLOCKS
+    )
     region_BGTR = _is_among_best(free_BGTR4.amax(-1), N // BLOCKS_PER_REGION)
     reached_BGTR4 = _is_among_best(free_BGTR4, BLOCKS_PER_REGION) & region_BGTR[..., None]
-    return ranking_BGTJ.masked_fill(~(reached_BGTR4.flatten(-2)[..., :J] | forced_BGTJ), -torch.inf)
+    j = torch.arange(J, device=ranking_BGTJ.device)
+    reached_BGTJ = reached_BGTR4[..., j // REGION_BLOCKS, j % REGION_BLOCKS]
+    return ranking_BGTJ.masked_fill(~(reached_BGTJ | forced_BGTJ), -torch.inf)
 
 
 def _is_among_best(values: Tensor, count: int) -> Tensor:
     """True for the ``count`` largest of the last dimension, equal ones from the lower index."""
-    order = values.argsort(dim=-1, descending=True, stable=True)[..., :count]
-    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, order, True)
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    place = torch.arange(values.shape[-1], device=values.device).expand_as(order)
+    return torch.zeros_like(order).scatter_(-1, order, place) < count
 
 
 def _query_slices(q: Tensor, k_cmp: Tensor) -> list[slice]:

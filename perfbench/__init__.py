@@ -11,7 +11,9 @@
 - ``runner``: decides which job is next, in which process.
 - ``report``: prints a judged run, and gives runs as a DataFrame: ``perfbench.load``.
 - ``calibration``, ``tracing``, ``tuning``: certify the gate, profile a red cell, tune routes.
-- ``commands``: one module a command.
+- ``commands``: one module a command, and two of them as functions: ``perfbench.run``,
+  ``perfbench.check``.
+- ``pytest_plugin``: the fixture of the same name as this package.
 """
 
 from __future__ import annotations
@@ -19,16 +21,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from perfbench.commands import CellResult, RunResult
+    from perfbench.commands import check_here as check
+    from perfbench.commands import run_here as run
+    from perfbench.errors import Exit, PerfbenchError
     from perfbench.report import load
 
-__all__ = ["load"]
+__all__ = ["CellResult", "Exit", "PerfbenchError", "RunResult", "check", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "load":
+    """The public names, each imported at its first use: `import perfbench` loads nothing heavy."""
+    if name not in __all__:
         raise AttributeError(
             f"module 'perfbench' has no attribute {name!r}; it has {', '.join(__all__)}"
         )
-    from perfbench.report import load
+    if name == "load":
+        from perfbench import report
 
-    return load
+        return report.load
+    if name in ("Exit", "PerfbenchError"):
+        from perfbench import errors
+
+        return getattr(errors, name)
+    from perfbench import commands
+
+    return getattr(commands, {"check": "check_here", "run": "run_here"}.get(name, name))

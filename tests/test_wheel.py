@@ -42,9 +42,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the packages, next to folders that do not belong into it."""
     source = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("nsa", "perfbench"):
+    for package in ("nsa", "perfbench", "matrices"):
         shutil.copytree(ROOT / package, source / package, ignore=ignore)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("tests", "tools/studies", "examples", "reports", "nsa_other", "docs"):
         (source / name).mkdir(parents=True)
@@ -69,9 +69,16 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
         for file in (ROOT / package).rglob("*")
         if file.name.endswith(kept)
     }
-    assert packed == wanted
+    shipped = {f"perfbench/matrices/{file.name}" for file in (ROOT / "matrices").iterdir()}
+    assert packed == wanted | shipped and len(shipped) >= 20
     assert {"nsa/py.typed", "perfbench/py.typed"} <= packed
     assert any(name.endswith("report.md.j2") for name in packed)
+
+
+def test_its_matrices_are_those_of_the_checkout(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    for file in sorted((ROOT / "matrices").iterdir()):
+        assert archive.read(f"perfbench/matrices/{file.name}") == file.read_bytes(), file.name
 
 
 def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
@@ -81,6 +88,52 @@ def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:
     shutil.copytree(RUN, home / "run")
     python(USE, str(unpacked), "report", "run", cwd=home)
     assert "MEASURED" in (home / "run" / "report.md").read_text(encoding="utf-8")
+
+
+CELL = ("path=dense", "seq_len=128", "workload=forward")
+COMMAND = """
+import runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+runpy.run_module("perfbench", run_name="__main__")
+"""
+
+
+def test_the_first_hour_of_a_stranger(wheel: Path, tmp_path: Path) -> None:
+    """FAULTS.md, "installed from the wheel": what `init` says comes next works in an empty
+    folder where no git is; the long form, installed and with every cell, is `nox -s dist`.
+    """
+    site, home = tmp_path / "site", tmp_path / "home"
+    zipfile.ZipFile(wheel).extractall(site)
+    home.mkdir()
+
+    def perfbench(*argv: str) -> subprocess.CompletedProcess[str]:
+        """As a user types it; no PYTHONPATH and no git leads to a checkout."""
+        env = {"PATH": str(tmp_path / "empty"), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+        command = [sys.executable, "-c", COMMAND, str(site), *argv]
+        return subprocess.run(
+            command, cwd=home, env=env, capture_output=True, text=True, check=False
+        )
+
+    only = [word for term in CELL for word in ("--only", term)]
+    begun = perfbench("init", "cpu")
+    assert begun.returncode == 0, begun.stderr
+    steps = [line.split() for line in begun.stdout.splitlines() if line.startswith("  perfbench ")]
+    assert [step[1] for step in steps] == ["plan", "run", "baseline", "check"]
+    unproved = perfbench("baseline", "promote", "latest")
+    assert unproved.returncode == 2 and "Next: name a run's folder" in unproved.stderr
+    for step in steps:
+        done = perfbench(*step[1:], *(only if "baseline" not in step else []))
+        # The second speed of a busy machine may be SUSPECT, 7: what is claimed is a judgement.
+        codes = (0, 7) if step[1] == "check" else (0,)
+        assert done.returncode in codes, f"{step}\n{done.stdout}{done.stderr}"
+        if step[1] == "run":
+            refused = perfbench("baseline", "promote", "latest")
+            assert refused.returncode == 2 and "Next: pass --allow-dirty" in refused.stderr
+            assert "git cannot be started" in refused.stderr
+    assert "baseline and policy were read from reports/baselines/cpu/cpu.json" in done.stdout
+    assert "no baseline" not in done.stderr
+    reports = sorted(home.glob("reports/runs/*/report.md"))
+    assert len(reports) == 2 and (home / "reports/baselines/cpu/cpu.json").is_file()
 
 
 ALONE = """
@@ -105,6 +158,17 @@ else:
     sys.argv = [module, "--help"]
     runpy.run_module(module, run_name="__main__")
 """
+
+
+def test_pytest_finds_the_fixture(wheel: Path, tmp_path: Path) -> None:
+    """By the wheel's entry point, where the extra is missing, too."""
+    site, home = tmp_path / "site", tmp_path / "home"
+    zipfile.ZipFile(wheel).extractall(site)
+    home.mkdir()
+    command = [sys.executable, "-m", "pytest", "--fixtures", "-p", "no:cacheprovider"]
+    env = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(site)}
+    done = subprocess.run(command, cwd=home, env=env, capture_output=True, text=True, check=False)
+    assert re.search(r"^perfbench -- .*perfbench/pytest_plugin/fixture.py", done.stdout, re.M)
 
 
 def harness_packages() -> str:

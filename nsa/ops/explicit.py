@@ -50,7 +50,7 @@ def attend(
     rows = max(1, CHUNK_BYTES // max(1, B * Q * k_BSGD.shape[1] * 4))
     chunks = (
         [slice(0, T)]  # a loop over range would bind a compiled region to this T
-        if rows >= T
+        if torch.compiler.is_exporting() or rows >= T
         else [slice(start, min(start + rows, T)) for start in range(0, T, rows)]
     )
 
@@ -84,9 +84,9 @@ def _attend(
         lse = torch.full((B, T, Q), -torch.inf, dtype=wide, device=q_BTQD.device)
         return _zeros_in_graph(q_BTQD, k_BSGD, v_BSGD, sink_Q), lse
     with without_autocast(q_BTQD.device):  # which would multiply in bf16
-        q_BGLD = q_BTQD.to(wide).unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        q_BGHTD = q_BTQD.to(wide).unflatten(2, (G, Q // G)).permute(0, 2, 3, 1, 4)
         k_BGSD, v_BGSD = (x.to(wide).transpose(1, 2) for x in (k_BSGD, v_BSGD))
-        logits = (q_BGLD @ k_BGSD.mT).unflatten(2, (-1, T)) * scale
+        logits = q_BGHTD @ k_BGSD.mT[:, :, None] * scale
         logits = capped(logits, softcap).masked_fill(~keep[:, :, None], -torch.inf)
         top = logits.detach().amax(-1, keepdim=True)
         sink = None if sink_Q is None else sink_Q.to(wide).view(G, -1, 1, 1)
@@ -97,9 +97,7 @@ def _attend(
         total = weights.sum(-1, keepdim=True)
         if sink is not None:
             total = total + (sink - top).exp()
-        o = (weights.flatten(2, 3) @ v_BGSD).unflatten(2, (-1, T)) / total.masked_fill(
-            total == 0, 1.0
-        )
+        o = weights @ v_BGSD[:, :, None] / total.masked_fill(total == 0, 1.0)
         # not by `top`, which may be a sink that is far above every key
         lse = logits.detach().logsumexp(-1)
     o_BTQD = o.permute(0, 3, 1, 2, 4).reshape(B, T, Q, DV).to(q_BTQD.dtype)

@@ -22,7 +22,7 @@ def token_mask(blocks_BTGN: Tensor, num_keys: int, sel_block: int, position_BT: 
         inside_BGTNS = (token_S >= begin_BGTN1) & (token_S < begin_BGTN1 + sel_block)
         return inside_BGTNS.any(3) & (token_S <= position_BT[..., None])[:, None]
     # slot J takes the padding
-    chosen_BGTJ = torch.zeros(B, G, T, J + 1, dtype=torch.bool, device=blocks_BTGN.device)
+    chosen_BGTJ = index.new_zeros(B, G, T, J + 1, dtype=torch.bool)
     chosen_BGTJ.scatter_(3, torch.where(index < 0, J, index.clamp(max=J)), True)
     # Slot J is spread out as well, so that the cut always drops something: were it nothing where l'
     # divides S, torch.compile would make such lengths a graph of their own. (A gather by token

@@ -1,9 +1,8 @@
-"""Registers operators with torch.library. Their backward has no derivative of its own: a second
-derivative is an error, never a silent 0.
+"""Registers operators with torch.library, and calls them. Their backward has no derivative of its
+own: a second derivative is an error, never a silent 0.
 
 An operator is opaque to torch.compile. It is defined one layer below `torch.library.custom_op`,
-whose first call imports all of Dynamo, compiled or not. PyTorch's `once_differentiable` notices a
-second derivative by the incoming gradient alone, and not by what else the gradients depend on.
+whose first call imports all of Dynamo, compiled or not.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nsa.ops import derivatives
+from nsa.ops.derivatives import Gradients as Gradients
+
 _LIBRARY = torch.library.Library("nsa", "FRAGMENT")
-Grad = Tensor | list[Tensor] | list[None] | None
-Gradients = tuple[Grad, ...]
+_FUNCTIONS: dict[str, Any] = {}  # the operators, for transforms
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +52,21 @@ def define_operator(
     With a ``backward`` also NAME_backward, and the gradient; a second derivative is a RuntimeError.
     """
     _define(name, schema, run, fake)
+    operator = getattr(torch.ops.nsa, name)
     if backward is None:
+        _FUNCTIONS[name] = derivatives.function_of(name, operator, None, None)
         return
-    _define(f"{name}_backward", backward.schema, backward.run, backward.fake)
-    torch.library.register_autograd(
-        f"nsa::{name}", no_double_backward(backward.gradients), setup_context=backward.save
-    )
+    gradients = derivatives.no_double_backward(backward.gradients)
+    _FUNCTIONS[name] = derivatives.function_of(name, operator, backward.save, gradients)
+    define_operator(f"{name}_backward", backward.schema, backward.run, backward.fake)
+    torch.library.register_autograd(f"nsa::{name}", gradients, setup_context=backward.save)
+
+
+def call(name: str, *inputs: Any) -> Any:
+    """`torch.ops.nsa.NAME` of ``inputs``, in a form that the active transforms take."""
+    if not torch.compiler.is_compiling() and derivatives.has_transforms():
+        return _FUNCTIONS[name].apply(*inputs)
+    return getattr(torch.ops.nsa, name)(*inputs)
 
 
 def define_formula(name: str, schema: str, run: Callable[..., Any]) -> None:
@@ -73,7 +83,7 @@ def is_transformed() -> bool:
     """Whether a compiler traces the formula, which would lose sight of it inside an operator, or a
     function transform such as vmap, which would run the operator once a slice.
     """
-    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+    return torch.compiler.is_compiling() or derivatives.has_transforms()
 
 
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
@@ -118,8 +128,8 @@ def of_attention(schema: str, run: Callable[..., Any], name: str, num_inputs: in
         if do is None:
             return (None,) * num_inputs
         o, lse, *inputs = ctx.saved_tensors
-        operator = getattr(torch.ops.nsa, f"{name}_backward")
-        return (*operator(do, o, lse, *inputs, *ctx.options), *(None,) * (num_inputs - 3))
+        found = call(f"{name}_backward", do, o, lse, *inputs, *ctx.options)
+        return (*found, *(None,) * (num_inputs - 3))
 
     return Backward(schema, run, _fake_attention_backward, _save_attention, gradients)
 
@@ -145,39 +155,3 @@ def _save_attention(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Ten
 def int_and_tensor(q_start: int | Tensor) -> tuple[int, Tensor | None]:
     """``q_start`` as a schema takes it: (position, None), or (0, those of each row)."""
     return (0, q_start) if isinstance(q_start, Tensor) else (q_start, None)
-
-
-class _Refused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Tensor:
-        raise RuntimeError(
-            "got a request to differentiate twice through NSA's kernels, whose gradients have none"
-            " of their own; wanted one derivative; drop create_graph"
-        )
-
-
-def no_double_backward(backward: Callable[..., Gradients]) -> Callable[..., Gradients]:
-    """``backward`` of an operator, run without a graph. With create_graph, differentiating the
-    returned gradients raises a RuntimeError.
-    """
-
-    @functools.wraps(backward)
-    def wrapped(ctx: Any, *gradients: Tensor | None) -> Gradients:
-        create_graph = torch.is_grad_enabled()
-        with torch.no_grad():
-            input_gradients = backward(ctx, *gradients)
-        if not create_graph:
-            return input_gradients
-        return tuple(_refusing(x) for x in input_gradients)
-
-    return wrapped
-
-
-def _refusing(gradient: Any) -> Any:
-    if isinstance(gradient, list):  # of an input that is a list
-        return [_refusing(x) for x in gradient]
-    return None if gradient is None else _Refused.apply(gradient.detach().requires_grad_())

@@ -29,12 +29,20 @@ def grouped(
     of some lengths (PyTorch issue 191937), so those are copied per head there: O(S), where
     the mask is O(T S) already.
     """
-    B, T, num_heads, _ = q_BTQD.shape
-    S, G = k_BSGD.shape[1:3]
+    if torch.compiler.is_exporting() and k_BSGD.shape[2] > 1:
+        # a head at a time: of a batch of unknown size, no two dimensions may be made one
+        G, H = k_BSGD.shape[2], q_BTQD.shape[2] // k_BSGD.shape[2]
+        masks = [mask] * G if mask.shape[1] == 1 else mask.split(1, 1)
+        parts = zip(q_BTQD.split(H, 2), k_BSGD.split(1, 2), v_BSGD.split(1, 2), masks, strict=True)
+        return torch.cat([grouped(q, k, v, m, scale=scale) for q, k, v, m in parts], 2)
+    # every size by name: of a -1, torch.export would have to prove that it divides
+    B, T, num_heads, D = q_BTQD.shape
+    S, G, DV = v_BSGD.shape[1:]
     H = num_heads // G
-    q = q_BTQD.unflatten(2, (G, H)).permute(0, 2, 3, 1, 4).reshape(B * G, H, T, -1)
+    q = q_BTQD.unflatten(2, (G, H)).permute(0, 2, 3, 1, 4).reshape(B * G, H, T, D)
     k, v = (
-        x.transpose(1, 2).reshape(B * G, 1, S, -1).expand(-1, H, -1, -1) for x in (k_BSGD, v_BSGD)
+        x.transpose(1, 2).reshape(B * G, 1, S, x.shape[3]).expand(-1, H, -1, -1)
+        for x in (k_BSGD, v_BSGD)
     )
     if q.is_cuda:
         # Its kernels want masks aligned to 16 bytes; PyTorch would pad every head's expanded mask
@@ -51,7 +59,7 @@ def grouped(
     o = F.scaled_dot_product_attention(
         q, k, v, attn_mask=_additive(mask, q).expand(B * G, H, T, S), scale=scale
     )
-    return o.unflatten(0, (B, G)).permute(0, 3, 1, 2, 4).reshape(B, T, num_heads, -1)
+    return o.unflatten(0, (B, G)).permute(0, 3, 1, 2, 4).reshape(B, T, num_heads, DV)
 
 
 def rows(
@@ -67,7 +75,7 @@ def rows(
 def _additive(mask: Tensor, q: Tensor) -> Tensor:
     # SDPA turns a boolean mask into this itself, but after expanding it: H copies, 1.6 GB a layer
     # at 1 x 8,192.
-    return torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
+    return mask.new_zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
 
 
 def causal(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, scale: float, kernel: str) -> Tensor:

@@ -26,6 +26,7 @@ from perfbench.commands.doctor import doctor
 from perfbench.commands.explain import explain
 from perfbench.commands.gap import gap
 from perfbench.commands.gate import gate
+from perfbench.commands.init import init
 from perfbench.commands.plan import plan
 from perfbench.commands.report import report
 from perfbench.commands.run import run
@@ -51,6 +52,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # rich costs more than the rest of --help together
     pretty_exceptions_enable=False,
 )
+app.command()(init)
 app.command()(plan)
 app.command()(run)
 app.command()(check)

@@ -6,6 +6,7 @@ SUSPECT.
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,40 +35,53 @@ def check(
     as_json: opt.Json = False,
 ) -> None:
     """Measure, judge, confirm what is slower: for CI."""
-    from perfbench.commands.judging import screen
-    from perfbench.commands.measuring import measure, measuring_context
-    from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
     began = time.monotonic()
     loaded = load_matrix(matrix)
-    options = opt.RunOptions(
-        opt.argv(),
-        named_cells(loaded, only, "cell="),
-        resume,
-        opt.seconds(budget),
-        seed,
-        out,
-        source_commit,
-        named_cells(loaded, inject, "@"),
-    )
-    context = measuring_context(loaded.target)
+    typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
+    options = opt.RunOptions.parsed(loaded, opt.argv(), typed)
+    by = JudgedAs(baseline, strict, no_confirm, began)
+    finish(check_and_judge(loaded, options, by), as_json)
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedAs:
+    """The options of `check` that say how it judges; its budget is counted from ``began``."""
+
+    baseline: Path | None = None
+    strict: bool = False
+    no_confirm: bool = False
+    began: float = field(default_factory=time.monotonic)
+
+
+def check_and_judge(
+    matrix: Matrix, options: opt.RunOptions, by: JudgedAs, *, silent: bool = False
+) -> Outcome | None:
+    """Measure, judge by the baseline, confirm and trace; None where ``matrix`` skips this
+    machine.
+    """
+    from perfbench.commands.judging import screen
+    from perfbench.commands.measuring import measure, measuring_context
+
+    context = measuring_context(matrix.target, silent=silent)
     if context is None:
-        refuse_loosened_skip(loaded)
-        finish(None, as_json)
-    warn_of_baseline(loaded, context, baseline)
-    outcome = screen(measure(loaded, options, context), baseline, strict)
-    if outcome.judgement.to_confirm and not no_confirm:
-        left_s = None if options.budget_s is None else options.budget_s - (time.monotonic() - began)
+        refuse_loosened_skip(matrix)
+        return None
+    warn_of_baseline(matrix, context, by.baseline)
+    outcome = screen(measure(matrix, options, context), by.baseline, by.strict)
+    if outcome.judgement.to_confirm and not by.no_confirm:
+        spent_s = time.monotonic() - by.began
+        left_s = None if options.budget_s is None else options.budget_s - spent_s
         outcome.write_for_machines()  # what is known so far, should this process be killed
         try:
             outcome = _confirmed(outcome, options, left_s, context)
         except (PerfbenchError, KeyboardInterrupt):
-            leave_verdict(outcome.folder, baseline, strict)
+            leave_verdict(outcome.folder, by.baseline, by.strict)
             raise
     trace_worst(outcome, context)
-    finish(outcome, as_json)
+    return outcome
 
 
 def refuse_loosened_skip(matrix: Matrix) -> None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from functools import partial
 
 import typer
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.text import inert
+
+_collected: ContextVar[list[str] | None] = ContextVar("collected", default=None)
 
 
 def print_text(text: str) -> None:
@@ -52,13 +55,29 @@ def print_first(text: str, *writes: Callable[[], None]) -> None:
 
 
 def say(text: str) -> None:
-    """On stderr; what cannot be written there is lost, and changes no exit code."""
+    """On stderr; what cannot be written there is lost, and changes no exit code. Inside `collected`
+    it is kept instead.
+    """
+    if (kept := _collected.get()) is not None:
+        kept.append(inert(text))
+        return
     with suppress(OSError):
         print(inert(f"perfbench: {text}"), file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
     say(f"warning: {text}")
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """What `say` and `warn` would print, as a list that grows: for callers of the library."""
+    kept: list[str] = []
+    before = _collected.set(kept)
+    try:
+        yield kept
+    finally:
+        _collected.reset(before)
 
 
 def print_commands(lines: Iterable[str]) -> None:

@@ -84,6 +84,13 @@ def complete_run(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
+def complete_shipped(incomplete: str) -> list[str]:
+    """Matrices that perfbench ships."""
+    from perfbench.matrix import shipped_names
+
+    return [name for name in shipped_names() if name.startswith(incomplete)]
+
+
 def complete_cell(ctx: typer.Context, incomplete: str) -> list[str]:
     """Cells of the RUN that stands before."""
     from perfbench.records import short_ids
@@ -124,11 +131,11 @@ def _cells_of_matrix(ctx: typer.Context) -> list[Cell]:
     """Of the MATRIX, which click leaves among the arguments where an option has no value yet; a
     shell completes nothing where there is none.
     """
-    from perfbench.matrix import cells_of, load_matrix
+    from perfbench.matrix import MARK, cells_of, load_matrix
 
     typed = [str(ctx.params.get("matrix") or ""), *ctx.args]
     for path in (Path(one) for one in typed if one):
-        if path.is_file():
+        if path.is_file() or path.name.startswith(MARK):
             try:
                 return cells_of(load_matrix(path))
             except PerfbenchError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -14,10 +14,15 @@ from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
     from nsa.settings import Settings
+    from perfbench.matrix import Matrix
 
 RUNS = names.RUNS
 MatrixArg = Annotated[
-    Path, typer.Argument(metavar="MATRIX", help="A matrix file, e.g. matrices/cpu.yaml.")
+    Path,
+    typer.Argument(
+        metavar="MATRIX",
+        help="A matrix file, e.g. matrices/cpu.yaml, or @NAME of a shipped one, e.g. @cpu.",
+    ),
 ]
 RunArg = Annotated[
     Path,
@@ -176,6 +181,19 @@ CellArg = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
+class TypedOptions:
+    """The options of `run` and `check` that say what is measured, as a user gives them."""
+
+    only: list[str] | None = None
+    resume: Path | None = None
+    budget: str | None = None
+    seed: int | None = None
+    out: Path = RUNS
+    source_commit: str | None = None
+    inject: list[str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RunOptions:
     """The parsed options of a command that measures a matrix; ``argv`` goes into the manifest."""
 
@@ -187,6 +205,20 @@ class RunOptions:
     out: Path = RUNS
     source_commit: str | None = None
     inject: list[str] = field(default_factory=list)
+
+    @classmethod
+    def parsed(cls, matrix: Matrix, argv: list[str], typed: TypedOptions) -> Self:
+        """``typed`` for the cells of ``matrix``; USAGE where a value is not valid."""
+        return cls(
+            argv,
+            names.named_cells(matrix, typed.only, "cell="),
+            typed.resume,
+            seconds(typed.budget),
+            typed.seed,
+            typed.out,
+            typed.source_commit,
+            names.named_cells(matrix, typed.inject, "@"),
+        )
 
 
 def argv() -> list[str]:

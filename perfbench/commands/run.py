@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from perfbench.commands import options as opt
+
+if TYPE_CHECKING:
+    from perfbench.commands.outcome import Outcome
+    from perfbench.matrix import Matrix
 
 
 def run(
@@ -17,23 +23,20 @@ def run(
     as_json: opt.Json = False,
 ) -> None:
     """Measure a matrix and write its report."""
-    from perfbench.commands.judging import judge_alone
-    from perfbench.commands.measuring import measure, measuring_context
-    from perfbench.commands.names import named_cells
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
     loaded = load_matrix(matrix)
-    options = opt.RunOptions(
-        opt.argv(),
-        named_cells(loaded, only, "cell="),
-        resume,
-        opt.seconds(budget),
-        seed,
-        out,
-        source_commit,
-        named_cells(loaded, inject, "@"),
-    )
-    context = measuring_context(loaded.target)
-    outcome = None if context is None else judge_alone(measure(loaded, options, context))
-    finish(outcome, as_json)
+    typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
+    finish(run_and_judge(loaded, opt.RunOptions.parsed(loaded, opt.argv(), typed)), as_json)
+
+
+def run_and_judge(
+    matrix: Matrix, options: opt.RunOptions, *, silent: bool = False
+) -> Outcome | None:
+    """Measure, and judge by the hard gates; None where ``matrix`` skips this machine."""
+    from perfbench.commands.judging import judge_alone
+    from perfbench.commands.measuring import measure, measuring_context
+
+    context = measuring_context(matrix.target, silent=silent)
+    return None if context is None else judge_alone(measure(matrix, options, context))

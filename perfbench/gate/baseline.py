@@ -162,11 +162,11 @@ def _refuse(run: Run, allow_dirty: bool) -> None:
             f"commit {manifest.source.commit}, {why}" if manifest.source.commit else f"commit {why}"
         )
         next_ = (
-            "measure in a git checkout without --source-commit, or pass --allow-dirty, which is"
-            " recorded"
+            "Next: pass --allow-dirty, which is recorded, or measure in a git checkout without"
+            " --source-commit"
         )
         reasons.append(
-            f"its code is of unproved origin: got {got}, wanted a commit that git itself names;"
+            f"its code is of unproved origin: got {got}, wanted a commit that git itself names."
             f" {next_}"
         )
     judgement = judge(run, None, GatePolicy(min_replicates=1))

@@ -11,3 +11,4 @@ from perfbench.matrix.plan import Plan, build_plan, plan_text
 from perfbench.matrix.plan import route_line, plan_json
 from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.matrix.schema import Target, matrix_schema
+from perfbench.matrix.shipped import MARK, shipped_file, shipped_name, shipped_names

@@ -24,6 +24,7 @@ from perfbench.matrix import rules, strict_yaml
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
 from perfbench.matrix.rules import ExcludeRule, ExpectRule, IncludeRule, OverrideRule
 from perfbench.matrix.schema import Limits, Target, resolve_model, validate
+from perfbench.matrix.shipped import MARK, shipped_file, shipped_name
 from perfbench.matrix.strict_yaml import Document, read_text
 from perfbench.records import (
     AXES,
@@ -84,11 +85,14 @@ class Matrix:
 
 
 def load_matrix(path: str | pathlib.Path) -> Matrix:
-    """Read and check a matrix file.
+    """Read and check a matrix file, or a shipped matrix (`@cpu`), which keeps that name.
 
     PerfbenchError(USAGE) with file:line for everything that is wrong with it.
     """
-    return parse_matrix(read_text(str(path)), str(path), to_measure=True)
+    name, file = str(path), str(path)
+    if name.startswith(MARK):
+        name, file = f"{MARK}{shipped_name(name)}", str(shipped_file(name))
+    return parse_matrix(read_text(file), name, to_measure=True)
 
 
 def parse_matrix(text: str, path: str, *, to_measure: bool = False) -> Matrix:

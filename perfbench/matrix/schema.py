@@ -169,7 +169,7 @@ def _explain(error: Mapping[str, Any]) -> str:
         owner = MatrixFile if len(loc) == 1 else _SECTIONS[loc[0]]
         return f"unknown key{nearest_name(str(loc[-1]), list(owner.model_fields))}"
     if kind == "missing":
-        return f"missing; add `{loc[-1]}:` (matrices/cpu.yaml is an example)"
+        return f"missing; add `{loc[-1]}:` (`perfbench init cpu` writes an example)"
     got = show_value(error["input"])
     if kind == "literal_error":
         wanted = str(error["ctx"]["expected"]).replace("'", "").replace(" or ", ", ")

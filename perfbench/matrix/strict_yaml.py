@@ -93,7 +93,7 @@ def read_text(path: str) -> str:
         reason = getattr(error, "strerror", None) or str(error)
         raise PerfbenchError(
             Exit.USAGE,
-            f"cannot read {path!r}: {reason}; give the path of a matrix such as matrices/cpu.yaml",
+            f"cannot read {path!r}: {reason}; give the path of a matrix, or @cpu, which is shipped",
         ) from None
     try:
         return raw.decode("utf-8-sig")

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_PANELS = 12
+FAR_APART = 4  # times the next length: a crossover between two such has no length of its own
 MAX_WIDE = 10.0  # a band of a decade says nothing of a speed but that it is not known
 LINES_IN, MANY_LINES_IN, LEAST_LINES_IN = 3.3, 2.6, 2.3  # height of a panel, of one of many
 BAR_IN, AROUND_BARS_IN = 0.2, 0.75
@@ -163,10 +164,29 @@ def too_wide(row: Row) -> str:
     return "host bound" if row.bound == "host" else "too noisy"
 
 
-def crossovers(rows: Sequence[Row]) -> list[tuple[Series, float]]:
-    """(series, length) where a path of NSA overtakes the fastest dense twin, between two lengths
-    that both have, straight between them on logarithms.
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """Where ``series`` overtakes the fastest dense twin: between two neighbouring lengths that
+    both have; ``length`` lies straight between them on logarithms.
     """
+
+    series: Series
+    below: int
+    above: int
+    length: float
+
+    @property
+    def text(self) -> str:
+        """A length in two digits; where the measured ones lie too far apart to tell, those."""
+        path = self.series[0]
+        if self.above > FAR_APART * self.below:
+            return f"{path} passes dense between {self.below:,} and {self.above:,}"
+        digits = 10 ** (math.floor(math.log10(self.length)) - 1)
+        return f"{path} = dense at about {round(self.length / digits) * digits:,.0f}"
+
+
+def crossovers(rows: Sequence[Row]) -> list[Crossover]:
+    """Every path of NSA that overtakes the fastest dense twin, in the order of the series."""
     dense: dict[int, float] = {}
     for row in _measured(rows):
         if is_twin(row.cell.axes):
@@ -175,13 +195,14 @@ def crossovers(rows: Sequence[Row]) -> list[tuple[Series, float]]:
     found = []
     for series, members in _series(row for row in rows if not row.is_dense).items():
         gains = [
-            (math.log(row.cell.axes.seq_len), math.log((row.tok_per_s or 0.0) / dense[length]))
+            (length, math.log((row.tok_per_s or 0.0) / dense[length]))
             for row in _measured(members)
             if (length := row.cell.axes.seq_len) in dense
         ]
-        for (x, before), (end, after) in pairwise(gains):
+        for (below, before), (above, after) in pairwise(gains):
             if before < 0 <= after:
-                found.append((series, math.exp(x + (end - x) * -before / (after - before))))
+                length = below * (above / below) ** (-before / (after - before))
+                found.append(Crossover(series, below, above, length))
     return found
 
 
@@ -203,8 +224,8 @@ def _lines(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -
             mew=2,
             clip_on=False,
         )
-    for place, (series, length) in enumerate(crossovers(rows)[:3]):
-        _mark(axes, series, length, place)
+    for place, crossover in enumerate(crossovers(rows)[:3]):
+        _mark(axes, crossover, place)
     decodes = all(row.cell.axes.workload == "decode" for row in rows)
     axes.set_xlabel("tokens in the cache" if decodes else "seq_len (tokens)", color=INK)
     axes.set_title(plots.literal(name), loc="left", fontsize=10, color=INK)
@@ -253,13 +274,12 @@ def _line(axes: Axes, series: Series, rows: list[Row]) -> Any:
     return line
 
 
-def _mark(axes: Axes, series: Series, length: float, place: int) -> None:
-    """A crossover with dense, at its length in two digits."""
-    colour = plots.COLOURS.get(series[0], plots.OTHER_COLOUR)
-    digits = 10 ** (math.floor(math.log10(length)) - 1)
+def _mark(axes: Axes, crossover: Crossover, place: int) -> None:
+    length = crossover.length
+    colour = plots.COLOURS.get(crossover.series[0], plots.OTHER_COLOUR)
     axes.axvline(length, color=colour, linewidth=1, linestyle=(0, (2, 2)))
     axes.annotate(
-        f" {series[0]} = dense at about {round(length / digits) * digits:,.0f}",
+        f" {crossover.text}",
         (length, 0.03 + 0.07 * place),
         xycoords=axes.get_xaxis_transform(),
         fontsize=8,

@@ -419,6 +419,55 @@ def test_packed_documents_equal_each_alone(options: dict[str, Any]) -> None:
         assert_parity(got, want, "gradient")
 
 
+def test_a_poisoned_document_leaves_the_others_alone() -> None:
+    """FAULTS 'a poisoned document': rows of its own are NaN from the token on, the lse too."""
+    q, pairs, gates, sinks = inputs(batch=1)
+    given: dict[str, Any] = {"config": replace(SMALL, **BOTH), "sinks": sinks.requires_grad_()}
+    given |= {"path": "reference", "return_lse": True}
+    pairs = tuple((k, v.index_fill(1, torch.tensor([70]), torch.nan)) for k, v in pairs)
+    o, lse = nsa_attention(q, *pairs, gates, cu_seqlens=[0, 50, 100], **given)
+    own = tuple((k[:, :50], v[:, :50]) for k, v in pairs)
+    alone, own_lse = nsa_attention(q[:, :50], *own, gates[:, :50], **given)
+    assert_parity(o[:, :50], alone, "o")
+    assert_lse(lse[:, :50], own_lse)
+    assert o[:, 50:70].isfinite().all() and o[:, 70:].isnan().all()
+    assert not lse[:, :70].isnan().any() and lse[:, 70:].isnan().all()
+    assert torch.autograd.grad(o[:, :50].sum(), sinks)[0].isfinite().all()
+
+
+def test_transforms_run_and_a_second_derivative_is_refused() -> None:
+    """FAULTS 'function transforms': grad and vmap are the gradient and a loop, the sinks' too."""
+    q, pairs, gates, sinks = inputs(tokens=50)
+    config = replace(SMALL, **BOTH)
+
+    def loss(q: Tensor, sinks: Tensor) -> Tensor:
+        given: dict[str, Any] = {"config": config, "sinks": sinks, "path": "reference"}
+        return nsa_attention(q, *pairs, gates, **given).square().sum()
+
+    held = [q.clone().requires_grad_(), sinks.clone().requires_grad_()]
+    want = torch.autograd.grad(loss(*held), held)
+    for got, true in zip(torch.func.grad(loss, argnums=(0, 1))(q, sinks), want, strict=True):
+        assert_parity(got, true, "gradient", tolerance=1e-12)
+    several = torch.stack([sinks, 2 * sinks])
+    each = torch.stack([loss(q, s) for s in several])
+    assert_parity(torch.func.vmap(loss, in_dims=(None, 0))(q, several), each, "vmap")
+    (first,) = torch.autograd.grad(loss(*held), held[1:], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.autograd.grad(first.sum(), held[1:])
+
+
+def test_one_exported_program_serves_every_length() -> None:
+    """FAULTS 'torch.export with a dynamic length': an explicit softmax reads nothing on the host,
+    as path reference does without softcap and sinks.
+    """
+    layer = layer_of(replace(SMALL, **BOTH), torch.float32).eval()
+    lengths = ({1: torch.export.Dim("T", min=65, max=1024)},)
+    program = torch.export.export(layer, (randn(1, 200, DIM, seed=0),), dynamic_shapes=lengths)
+    for tokens in (65, 101, 333):
+        x = randn(1, tokens, DIM, seed=tokens)
+        assert_parity(program.module()(x), layer(x), f"{tokens} tokens")
+
+
 def test_a_model_decodes_pads_and_has_layers_of_full_attention() -> None:
     torch.manual_seed(0)
     full = TINY_BOTH.nsa.full_attention()

@@ -232,12 +232,12 @@ def test_importing_perfbench_loads_nothing_heavy() -> None:
     script = f"""
 import sys, perfbench
 assert not {heavy} & set(sys.modules), {heavy} & set(sys.modules)
-assert perfbench.__all__ == ['load']
+assert 'load' in perfbench.__all__
 frame = perfbench.load({str(OOM)!r})
 assert 'torch' not in sys.modules and len(frame) == 5
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=DATA.parents[1])
-    with pytest.raises(AttributeError, match=r"no attribute 'lod'; it has load"):
+    with pytest.raises(AttributeError, match=r"no attribute 'lod'; it has .*load"):
         perfbench.lod  # noqa: B018
 
 

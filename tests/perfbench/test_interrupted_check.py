@@ -92,6 +92,9 @@ def test_report_judges_by_the_baseline_that_check_was_given(
     Path("kept.json").unlink()  # then nothing is written over its verdict
     assert app.invoke(["report", run_folder()]) == 2
     assert verdict()["exit_code"] == 7
+    # and elsewhere the red run is not green, but not judged
+    assert app.invoke(["report", run_folder(), "--out", "again"]) == Exit.BASELINE
+    assert "NO_BASELINE, exit 9" in Path("again/report.md").read_text(encoding="utf-8")
 
 
 def test_report_of_a_plain_run_has_no_baseline(

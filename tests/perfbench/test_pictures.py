@@ -100,12 +100,24 @@ def test_a_crossover_with_dense_is_marked_with_its_length(drawn: list[Any], tmp_
         for path in ("v2", "dense")
     ]
     rows = rows_in(run_with(cells, {0: 50.0, 1: 100.0, 2: 100.0, 3: 50.0}))
-    ((series, length),) = speeds.crossovers(rows)
-    assert series == ("v2", "on") and length == pytest.approx(2048.0)
+    (found,) = speeds.crossovers(rows)
+    assert found.series == ("v2", "on") and found.length == pytest.approx(2048.0)
     speeds.draw(rows, tmp_path / "x.png", "")
     assert " v2 = dense at about 2,000" in texts(drawn[0].axes[0])
     never = rows_in(run_with(cells, {0: 50.0, 1: 100.0, 2: 50.0, 3: 100.0}))
     assert speeds.crossovers(never) == []
+
+
+def test_a_crossover_between_far_lengths_is_no_length(drawn: list[Any], tmp_path: Path) -> None:
+    """Two points 16 times apart do not tell where between them the lines meet."""
+    cells = [
+        Cell("train", length, path, "on" if path == "v2" else "n/a")
+        for length in (1024, 16384)
+        for path in ("v2", "dense")
+    ]
+    rows = rows_in(run_with(cells, {0: 50.0, 1: 100.0, 2: 100.0, 3: 50.0}))
+    speeds.draw(rows, tmp_path / "x.png", "")
+    assert " v2 passes dense between 1,024 and 16,384" in texts(drawn[0].axes[0])
 
 
 @pytest.mark.parametrize(("bound", "why"), [(True, "host bound"), (False, "too noisy")])

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.operator import Backward, Gradients, define_operator
+from nsa.ops.operator import Backward, Gradients, call, define_operator
 
 
 def gated_sum(gates_BTQN: Tensor, outputs_BTQD: Sequence[Tensor], columns: Sequence[int]) -> Tensor:
@@ -42,7 +42,7 @@ def fused_gated_sum(
     """The same in one kernel each way, summed in fp32; where a branch is off, `gated_sum`."""
     if len(columns) < gates_BTQN.shape[-1]:
         return gated_sum(gates_BTQN, outputs_BTQD, columns)
-    o: Tensor = torch.ops.nsa.gated_sum(gates_BTQN.to(outputs_BTQD[0].dtype), *outputs_BTQD)
+    o: Tensor = call("gated_sum", gates_BTQN.to(outputs_BTQD[0].dtype), *outputs_BTQD)
     return o
 
 
@@ -77,7 +77,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, do: Tensor) -> Gradients:
-    gradients: Gradients = torch.ops.nsa.gated_sum_backward(do, *ctx.saved_tensors)
+    gradients: Gradients = call("gated_sum_backward", do, *ctx.saved_tensors)
     return gradients
 
 

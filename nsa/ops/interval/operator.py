@@ -6,10 +6,9 @@ B batch, T queries, C keys, Q query heads, G kv heads, D head dim.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from nsa.ops.operator import define_operator, fake_attention, int_and_tensor, of_attention
+from nsa.ops.operator import call, define_operator, fake_attention, int_and_tensor, of_attention
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor? q_starts, Tensor? first"
 _OPTIONS = "SymInt q_start, SymInt block, SymInt stride, SymInt? width, float scale"
@@ -36,7 +35,7 @@ def attend(
     that sees none is exactly 0.
     """
     at, q_starts = int_and_tensor(q_start)
-    o, lse = torch.ops.nsa.interval(q, k, v, q_starts, first, at, block, stride, width, scale)
+    o, lse = call("interval", q, k, v, q_starts, first, at, block, stride, width, scale)
     return o, lse
 
 

@@ -7,6 +7,8 @@ B batch, T query tokens, S key tokens, Q query heads, G kv heads, D head dim, w 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -159,25 +161,44 @@ def _later_tiles(
     torch.compile.
     """
     B, T = q_BTQD.shape[:2]
-    lead, pad = empty * window, -T % window + empty * window
-    q, k, v = (
-        F.pad(x, (0, 0, 0, 0, lead, pad)).unflatten(1, (-1, window))
-        for x in (q_BTQD, k_BTGD, v_BTGD)
-    )
-    pair_k, pair_v = (torch.cat([x[:, :-1], x[:, 1:]], 2).flatten(0, 1) for x in (k, v))
+    if torch.compiler.is_exporting() and B > 1:
+        # a sequence at a time: of tiles of unknown number, no two dimensions may be made one
+        one = partial(_later_tiles, window=window, scale=scale, documents=documents, empty=empty)
+        each = zip(*(x.split(1) for x in (q_BTQD, k_BTGD, v_BTGD)), strict=True)
+        return torch.cat([one(*tensors) for tensors in each])
+    tiles = -(-T // window) + 2 * empty
+    lead = empty * window
+    pad = tiles * window - lead - T  # so that the length is a multiple in torch.export's eyes, too
+    q, k, v = (_tiled(F.pad(x, (0, 0, 0, 0, lead, pad)), window) for x in (q_BTQD, k_BTGD, v_BTGD))
+    pair_k, pair_v = (_rows_of_tiles(torch.cat([x[:, :-1], x[:, 1:]], 2)) for x in (k, v))
     # The tile before begins one key earlier than the window reaches; the band drops it.
     mask = _band(window, window, window, q_BTQD.device)
     if documents is not None or empty:
-        tile, j = (torch.arange(n, device=mask.device) for n in (q.shape[1] - 1, 2 * window))
+        tile, j = (torch.arange(n, device=mask.device) for n in (tiles - 1, 2 * window))
         key = (tile[:, None] * window + j - lead)[:, None, None]  # [tiles - 1, 1, 1, 2 w]
         if documents is None:
-            mask = (mask & (key >= 0))[None].expand(B, -1, -1, -1, -1).flatten(0, 1)
+            mask = _rows_of_tiles((mask & (key >= 0))[None].expand(B, -1, -1, -1, -1))
         else:
             # [tiles - 1, w]
             first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[0, 1:]
             mask = mask & (key >= first[:, None, :, None])
-    o = sdpa.grouped(q[:, 1:].flatten(0, 1), pair_k, pair_v, mask, scale=scale)
-    return o.unflatten(0, (B, -1)).flatten(1, 2)[:, : T - window + lead]
+    o = sdpa.grouped(_rows_of_tiles(q[:, 1:]), pair_k, pair_v, mask, scale=scale)
+    if torch.compiler.is_exporting():
+        row_T = torch.arange(T - window + lead, device=o.device)
+        return o[row_T // window, row_T % window][None]
+    return o.unflatten(0, (B, tiles - 1)).flatten(1, 2)[:, : T - window + lead]
+
+
+def _tiled(x: Tensor, window: int) -> Tensor:
+    """[B, N * window, ...] -> [B, N, window, ...], a view."""
+    if torch.compiler.is_exporting():  # knows N only of this one, whose backward is slower
+        return x.unfold(1, window, window).movedim(-1, 2)
+    return x.unflatten(1, (-1, window))
+
+
+def _rows_of_tiles(x: Tensor) -> Tensor:
+    """[B, N, ...] -> [B * N, ...]."""
+    return x[0] if x.shape[0] == 1 else x.flatten(0, 1)
 
 
 def _flash(

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nsa.ops.operator import Backward, Gradients, define_operator, int_and_tensor
+from nsa.ops.operator import Backward, Gradients, call, define_operator, int_and_tensor
 
 KV = tuple[Tensor, Tensor]
 # Few arguments, in lists: torch.library looks at each of a schema's as often as there are any.
@@ -52,8 +51,8 @@ def attend(
     at, q_starts = int_and_tensor(q_start)
     sizes = [at, block, stride, sel_block, window, num_full_rows]
     kv, saved = [*cmp, *sel, *win], [*outputs, *lse]
-    o: Tensor = torch.ops.nsa.joined(
-        gates.to(outputs[0].dtype), q, kv, blocks, saved, q_starts, first, sizes, scale
+    o: Tensor = call(
+        "joined", gates.to(outputs[0].dtype), q, kv, blocks, saved, q_starts, first, sizes, scale
     )
     return o
 
@@ -120,8 +119,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, do: Tensor) -> Gradients:
     gates, q, *kv, blocks = ctx.saved_tensors[:9]
     *saved, q_starts, first = ctx.saved_tensors[9:]
-    dgates, dq, *dkv = torch.ops.nsa.joined_backward(
-        do, gates, q, kv, blocks, saved, q_starts, first, *ctx.options
+    dgates, dq, *dkv = call(
+        "joined_backward", do, gates, q, kv, blocks, saved, q_starts, first, *ctx.options
     )
     return dgates, dq, dkv, None, [None] * len(saved), None, None, None, None
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from nsa.ops.operator import Backward, Gradients, define_operator
+from nsa.ops.operator import Backward, Gradients, call, define_operator
 
 
 def means(k: Tensor, v: Tensor, *, block: int, stride: int) -> tuple[Tensor, Tensor]:
     """k [B, S, G, D], v [B, S, G, DV] -> [B, C, G, D] and [B, C, G, DV] in their dtype, as
     `nsa.compress` has it; S >= block.
     """
-    k_cmp, v_cmp = torch.ops.nsa.means(k, v, block, stride)
+    k_cmp, v_cmp = call("means", k, v, block, stride)
     return k_cmp, v_cmp
 
 
@@ -53,7 +52,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, dk: Tensor, dv: Tensor) -> Gradients:
-    return *torch.ops.nsa.means_backward(dk, dv, *ctx.options), None, None
+    return *call("means_backward", dk, dv, *ctx.options), None, None
 
 
 define_operator(

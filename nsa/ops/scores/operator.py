@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from nsa.ops.operator import define_operator, int_and_tensor
+from nsa.ops.operator import call, define_operator, int_and_tensor
 
 _SCHEMA = (
     "(Tensor q, Tensor k_cmp, Tensor lse, Tensor? q_starts, Tensor? first, SymInt q_start, SymInt"
@@ -40,9 +40,7 @@ def choose(
     """
     at, q_starts = int_and_tensor(q_start)
     geometry = (at, kv_len, block, stride, sel_block, num_selected, num_initial, num_local, scale)
-    blocks: Tensor = torch.ops.nsa.choose(
-        q.detach(), k_cmp.detach(), lse, q_starts, first, *geometry
-    )
+    blocks: Tensor = call("choose", q.detach(), k_cmp.detach(), lse, q_starts, first, *geometry)
     return blocks
 
 

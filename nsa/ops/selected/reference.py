@@ -10,6 +10,7 @@ import logging
 import torch
 from torch import Tensor
 
+from nsa.ops.derivatives import check_readable
 from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 
 _LOG = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ def attend(
     """See ``nsa.ops.selected.AttendFn``. B * G * T Python iterations, each with host syncs."""
     del fa2, num_full_rows
     _LOG.warning("Using slow _sdpa_over_ranges: path=reference, %d rows", blocks[..., 0].numel())
+    check_readable("reference", blocks, q_start)
     at, q_starts = int_and_tensor(q_start)
     run = _attend if is_transformed() else torch.ops.nsa.selected_reference
     o: Tensor = run(q, k, v, blocks, q_starts, at, sel_block, scale)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import sdpa
+from nsa.ops.derivatives import check_readable
 from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 
 Range = tuple[int, int]
@@ -30,6 +31,7 @@ def attend(
 ) -> tuple[Tensor, None]:
     """See ``nsa.ops.selected.AttendFn``. Copies every row's keys, and syncs to read ``blocks``."""
     del fa2, num_full_rows
+    check_readable("v1", blocks, q_start)
     at, q_starts = int_and_tensor(q_start)
     run = _attend if is_transformed() else torch.ops.nsa.selected_v1
     o: Tensor = run(q, k, v, blocks, q_starts, at, sel_block, scale)

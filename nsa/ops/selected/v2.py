@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nsa.ops.operator import Backward, Gradients, define_operator
+from nsa.ops.operator import Backward, Gradients, call, define_operator
 from nsa.ops.positions import query_positions
 from nsa.ops.selected import gathered_rows
 from nsa.ops.selected.gathered_rows import WORKSPACE_BYTES
@@ -41,8 +40,8 @@ def attend(
     """See ``nsa.ops.selected.AttendFn``. WORKSPACE_BYTES bounds what is packed at a time."""
     del num_full_rows
     position_BT = query_positions(q_start, q.shape[1], q.device)
-    o: Tensor = torch.ops.nsa.selected_v2(
-        q, k, v, blocks, position_BT, sel_block, scale, fa2, WORKSPACE_BYTES
+    o: Tensor = call(
+        "selected_v2", q, k, v, blocks, position_BT, sel_block, scale, fa2, WORKSPACE_BYTES
     )
     return o, None
 
@@ -131,7 +130,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, do: Tensor) -> Gradients:
-    gradients = torch.ops.nsa.selected_v2_backward(do, *ctx.saved_tensors, *ctx.options)
+    gradients = call("selected_v2_backward", do, *ctx.saved_tensors, *ctx.options)
     return (*gradients, None, None, None, None, None, None)
 
 

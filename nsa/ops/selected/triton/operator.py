@@ -5,10 +5,9 @@ B batch, T query tokens, S key tokens, Q query heads, G kv heads, N blocks a row
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from nsa.ops.operator import define_operator, fake_attention, int_and_tensor, of_attention
+from nsa.ops.operator import call, define_operator, fake_attention, int_and_tensor, of_attention
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor blocks, Tensor? q_starts"
 _OPTIONS = "SymInt q_start, SymInt sel_block, SymInt full, float scale"
@@ -29,9 +28,7 @@ def attend(
     """See ``nsa.ops.selected.AttendFn``; ``fa2`` serves nothing here."""
     del fa2
     at, q_starts = int_and_tensor(q_start)
-    o, lse = torch.ops.nsa.selected_triton(
-        q, k, v, blocks, q_starts, at, sel_block, num_full_rows, scale
-    )
+    o, lse = call("selected_triton", q, k, v, blocks, q_starts, at, sel_block, num_full_rows, scale)
     return o, lse
 
 

@@ -1,0 +1,1 @@
+"""A fixture for pytest that measures."""
