@@ -23,7 +23,7 @@ from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import gathered_rows
 from nsa.padding import call_padded
 from nsa.rope import rotate
-from nsa.routing import Path, Request, Route
+from nsa.routing import Path, Request, Route, extras_of
 from nsa.shared_positions import Layout
 
 
@@ -33,9 +33,12 @@ class NSAAttention(nn.Module):
 
     One query projection; each branch has its own projections of K and V, unless config.share_kv.
     ``path`` and ``fa2`` are requests as in ``nsa.routing``; ``auto`` takes the fastest that the
-    device supports. Raises ValueError for heads that do not form whole groups, RouteError for a
-    request that cannot be served.
+    device supports. config.sinks adds the parameter ``sinks`` [num_heads, 3], 0 at first. Raises
+    ValueError for heads that do not form whole groups, RouteError for a request that cannot be
+    served.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -69,6 +72,10 @@ class NSAAttention(nn.Module):
         self.phi_k, self.phi_v = Phi(config, head_dim), Phi(config, v_head_dim)
         if config.qk_norm:
             self.q_norm, self.k_norm = nn.RMSNorm(head_dim), nn.RMSNorm(head_dim)
+        self.register_parameter(
+            "sinks", nn.Parameter(torch.empty(num_heads, len(BRANCHES))) if config.sinks else None
+        )
+        self.reset_parameters()
         if config.gate == "sigmoid":
             self.gate: nn.Module = SigmoidGate(dim, num_heads)
         elif config.gate == "none":
@@ -80,6 +87,11 @@ class NSAAttention(nn.Module):
                 temperature=config.gate_temperature,
                 branches=config.branches,
             )
+
+    def reset_parameters(self) -> None:
+        """Sinks of 0, where there are any; submodules have their own."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
 
     def forward(
         self,
@@ -146,6 +158,7 @@ class NSAAttention(nn.Module):
         checks.qkv(q, *kv_sel, q_start=0)
         if cache is None and q.shape[0] == 0:
             learned = [*self.phi_k.parameters(), *self.phi_v.parameters()]
+            learned += [] if self.sinks is None else [self.sinks]
             o = nothing(q, k_cmp, k_rotated, v, gates, *learned, dim=self.v_head_dim)
             return self.o_proj(o.flatten(2))
         is_whole_sequence = cache is None and layout.packing is None
@@ -171,6 +184,7 @@ class NSAAttention(nn.Module):
             present=layout.present_BR,
             is_whole_sequence=is_whole_sequence,
             nonnegative_gates=True,
+            sinks=self.sinks,
         )
         keys_read = None if cache is None else cache.keys_read
         o = attend_view(q, gates, view, call, keys_read=keys_read)
@@ -262,6 +276,7 @@ class NSAAttention(nn.Module):
             fa2=self.fa2,
             config=self.config,
             whole=whole,
+            extras=extras_of(self.config),
         )
 
     def _compress(

@@ -5,11 +5,13 @@ B batch, T query tokens, G kv heads, N blocks a row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +42,7 @@ class Call:
     present: Tensor | None = None
     is_whole_sequence: bool = False
     nonnegative_gates: bool = False
+    sinks: Tensor | None = None
 
     def num_full_rows(self, num_keys: int) -> int:
         """Queries at the head of each sequence that choose every block up to their own."""
@@ -84,11 +87,45 @@ def attend_view(
     first token on that holds one in k or v, and a row whose own q or gate does; those rows pass no
     gradient on. Rows before it are exact.
     """
+    return _isolated(q, gates, view, call, keys_read)[0]
+
+
+def attend_view_with_lse(q: Tensor, gates: Tensor, view: View, call: Call) -> tuple[Tensor, Tensor]:
+    """(`attend_view`, lse [B, T, HQ, 3], natural log, fp32 or wider, without gradient: -inf where a
+    row sees no key, and of a branch that is off; NaN in rows that are NaN for what their packed
+    document holds), of a Route whose implementations leave it.
+    """
+    o, attended, poisoned_BT = _isolated(q, gates, view, call, None)
+    known = iter(attended)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    off = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+    columns = []
+    for branch in BRANCHES:
+        lse = next(known)[1] if branch in call.config.branches else off
+        assert lse is not None, f"{call.route.branch(branch)} leaves no lse"
+        if poisoned_BT is not None and lse is not off:
+            lse = lse.masked_fill(poisoned_BT[..., None], torch.nan)
+        columns.append(lse)
+    return o, torch.stack(columns, -1).detach() * math.log(2)
+
+
+def _isolated(
+    q: Tensor,
+    gates: Tensor,
+    view: View,
+    call: Call,
+    keys_read: key_counts.KeysRead | None,
+) -> tuple[Tensor, list[dispatch.Attended], Tensor | None]:
+    """(`attend_view`; o and lse of each branch that is on; the rows of a packed call that are NaN,
+    bool [1, T], which that lse does not show).
+    """
     config = call.config
     if not dispatch.has_kernels_alone(call.route) or has_transforms():
         # the operators of kernels refuse a second derivative by themselves
-        q, gates, *kv = once(q, gates, *view.cmp, *view.sel, *view.win)
+        sinks = () if call.sinks is None else (call.sinks,)
+        q, gates, *kv = once(q, gates, *view.cmp, *view.sel, *view.win, *sinks)
         view = replace(view, cmp=(kv[0], kv[1]), sel=(kv[2], kv[3]), win=(kv[4], kv[5]))
+        call = replace(call, sinks=kv[6]) if sinks else call
     checks.fixed_selection(
         config, whole=call.is_whole_sequence, what="a cache, a packed batch or a chunk"
     )
@@ -96,10 +133,10 @@ def attend_view(
     poisoned_BT = None
     if call.documents is not None:
         q, gates, view, poisoned_BT = _without_poison(q, gates, view, call.documents, config)
-    o = _attend_and_sum(q, gates, view, call, keys_read)
-    if poisoned_BT is None:
-        return o
-    return o.masked_fill(poisoned_BT[..., None, None], torch.nan)
+    o, attended = _attend_and_sum(q, gates, view, call, keys_read)
+    if poisoned_BT is not None:
+        o = o.masked_fill(poisoned_BT[..., None, None], torch.nan)
+    return o, attended, poisoned_BT
 
 
 def _without_poison(
@@ -125,7 +162,8 @@ def _without_poison(
 
 def _attend_and_sum(
     q: Tensor, gates: Tensor, view: View, call: Call, keys_read: key_counts.KeysRead | None
-) -> Tensor:
+) -> tuple[Tensor, list[dispatch.Attended]]:
+    """(the gated sum, what `_attend_branches` returned)."""
     config = call.config
     # a cache's window begins elsewhere, and keeps no gradient
     joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
@@ -133,7 +171,7 @@ def _attend_and_sum(
         attended, blocks = _attend_branches(q, view, call, keys_read)
     if joins:
         assert blocks is not None
-        return dispatch.join(
+        o = dispatch.join(
             gates,
             q,
             (view.cmp, view.sel, view.win),
@@ -145,12 +183,14 @@ def _attend_and_sum(
             documents=call.documents,
             num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
         )
-    return dispatch.combined(
+        return o, attended
+    o = dispatch.combined(
         call.route,
         gates,
         [o for o, _ in attended],
         [i for i, b in enumerate(BRANCHES) if b in config.branches],
     )
+    return o, attended
 
 
 def _attend_branches(
@@ -162,6 +202,7 @@ def _attend_branches(
     config = call.config
     attended: list[dispatch.Attended] = []
     lse = blocks = None
+    softmax: dict[str, Any] = {"softcap": config.softcap, "sinks": call.sinks}
     if "cmp" in config.branches:
         attended.append(
             dispatch.compressed(
@@ -173,6 +214,7 @@ def _attend_branches(
                 q_start=view.q_start,
                 scale=call.scale,
                 documents=call.documents,
+                **softmax,
             )
         )
         lse = attended[-1][1]
@@ -189,6 +231,7 @@ def _attend_branches(
                 q_start=view.q_start,
                 scale=call.scale,
                 num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+                **softmax,
             )
         )
     if "win" in config.branches:
@@ -201,6 +244,7 @@ def _attend_branches(
                 q_start=view.win_start,
                 scale=call.scale,
                 documents=call.documents,
+                **softmax,
             )
         )
     chosen_blocks.record(blocks)
@@ -233,6 +277,7 @@ def _choose(q: Tensor, view: View, call: Call, lse: Tensor | None) -> Tensor:
             kv_len=S,
             scale=call.scale,
             first=None if call.documents is None else call.documents.first_BT,
+            sink=None if call.sinks is None else call.sinks[:, BRANCHES.index("cmp")],
         )
     if checks.is_strict():
         checks.block_contents(blocks, S, config.sel_block, view.q_start)

@@ -222,6 +222,28 @@ def gates(gates: Tensor, q: Tensor, branches: tuple[str, ...]) -> None:
         )
 
 
+def sinks(sinks: Tensor | None, q: Tensor, config: NSAConfig, branches: tuple[str, ...]) -> None:
+    """Floating [HQ, 3], matching q, where config.sinks is on; else None."""
+    if not config.sinks:
+        if sinks is not None:
+            raise ValueError(
+                "got sinks, and config.sinks is False; wanted no sinks; set NSAConfig(sinks=True)"
+            )
+        return
+    wanted = (q.shape[2], len(branches))
+    if not isinstance(sinks, Tensor) or tuple(sinks.shape) != wanted:
+        got = tuple(sinks.shape) if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise ValueError(
+            f"sinks is {got}, and config.sinks is True; wanted a tensor {wanted}: one logit a query"
+            f" head for each of {branches}; pass sinks=, or set sinks=False"
+        )
+    if not sinks.is_floating_point() or sinks.device != q.device:
+        raise ValueError(
+            f"sinks is {sinks.dtype} on {sinks.device}; wanted a floating dtype on {q.device},"
+            " where q is; cast or move it"
+        )
+
+
 def states(x: Tensor, dim: int, weight: Tensor | None) -> None:
     """x [B, T, dim] of a layer whose first projection is ``weight``, as `plain_weight` gives it.
     Autocast casts any floating x.

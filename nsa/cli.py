@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated, Any
 
 import typer
@@ -100,6 +100,17 @@ def explain(
     dtype: Annotated[
         str, typer.Option("--dtype", metavar="DTYPE", help=f"One of {', '.join(DTYPES)}.")
     ] = "bf16",
+    softcap: Annotated[
+        float | None,
+        typer.Option(
+            "--softcap",
+            metavar="C",
+            help="As NSAConfig.softcap.",
+            show_default=False,
+        ),
+    ] = None,
+    sinks: Annotated[bool, typer.Option("--sinks", help="As NSAConfig.sinks.")] = False,
+    return_lse: Annotated[bool, typer.Option("--return-lse", help="As of nsa_attention.")] = False,
     as_json: Json = False,
 ) -> None:
     """Print the route of one attention layer, with its reasons and what was rejected; nothing
@@ -113,8 +124,15 @@ def explain(
             )
     config, request = preset(model), settings.current().request(path, fa2)
     where = capability.this_machine() if gpu is None else capability.assumed(gpu)
+    config = replace(config, nsa=replace(config.nsa, softcap=softcap, sinks=sinks))
     decision = plan(
-        request, config, batch=batch, tokens=seq_len, dtype=_dtype(dtype), capability=where
+        request,
+        config,
+        batch=batch,
+        tokens=seq_len,
+        dtype=_dtype(dtype),
+        capability=where,
+        return_lse=return_lse,
     )
     if as_json:
         call = {"model": model, "batch": batch, "seq_len": seq_len, "dtype": _dtype(dtype)}

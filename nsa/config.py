@@ -18,6 +18,8 @@ _LATER_NSA_OPTIONS = (
     "selection",
     "score_dtype",
     "qk_norm",
+    "softcap",
+    "sinks",
 )
 PHI_KINDS = ("mean", "linear", "mlp")
 SELECTION_KINDS = ("exact", "hierarchical")
@@ -173,6 +175,10 @@ class NSAConfig:
     ``qk_norm`` takes RMSNorm over the head dim of q and of k, before RoPE and before the gate, each
     with one learned weight [head_dim] for all heads and branches (as Qwen 3 does; for the layer
     alone). ``rope='none'`` rotates nothing. ``gate='none'`` adds the branches up.
+    ``softcap=c`` makes each logit z, scaled already, c * tanh(z / c), in every branch and where
+    blocks are scored (as Gemma 2 does). ``sinks`` gives each query head a logit a branch, of value
+    0, in the denominator of its softmax, and of the blocks' scores (as gpt-oss does). Both are
+    served by path reference alone, which is slow.
     Raises ValueError naming the field, what it got and what fits.
     """
 
@@ -197,6 +203,8 @@ class NSAConfig:
     selection: str = "exact"
     score_dtype: str = "float32"
     qk_norm: bool = False
+    softcap: float | None = None
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         _positive(
@@ -237,10 +245,13 @@ class NSAConfig:
         _true_or_false("NSAConfig", "adaptive_num_selected", self.adaptive_num_selected)
         _true_or_false("NSAConfig", "share_kv", self.share_kv)
         _true_or_false("NSAConfig", "qk_norm", self.qk_norm)
+        _true_or_false("NSAConfig", "sinks", self.sinks)
         _one_of("NSAConfig", "rope", self.rope, ROPE_KINDS)
         _one_of("NSAConfig", "cmp_rope", self.cmp_rope, CMP_ROPE_KINDS)
         for name in ("gate_temperature", "rope_base", "rope_scale"):
             _number_above_0("NSAConfig", name, getattr(self, name))
+        if self.softcap is not None:
+            _number_above_0("NSAConfig", "softcap", self.softcap)
         object.__setattr__(self, "branches", _branches(self.branches))
 
     @property
@@ -261,7 +272,7 @@ class NSAConfig:
 
     def full_attention(self) -> Self:
         """This config for a layer of full causal attention: one K and V, no gate, and a window that
-        leaves no key out. RoPE and ``qk_norm`` stay.
+        leaves no key out. RoPE, ``qk_norm``, ``softcap`` and ``sinks`` stay.
         """
         return replace(self, branches=("win",), window=FULL_WINDOW, share_kv=True, gate="none")
 

@@ -5,19 +5,22 @@ The baseline that NSA is compared with.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor, nn
 
 from nsa import dispatch
 from nsa.config import ModelConfig, NSAConfig
 from nsa.functional import capability_of
 from nsa.rope import rotate
-from nsa.routing import Problem, route_dense
+from nsa.routing import Problem, extras_of, route_dense
 from nsa.shared_positions import Layout
 
 
 class DenseAttention(nn.Module):
     """Causal grouped-query attention with RoPE: x [B, T, M] -> y [B, T, M]. ``kind`` as in
-    nsa.routing.DENSE_KINDS. RoPE and qk_norm are those of ``config``, by default the model's.
+    nsa.routing.DENSE_KINDS. RoPE and qk_norm are those of ``config``, by default the model's;
+    RouteError in the forward where it has softcap or sinks.
     """
 
     def __init__(
@@ -42,6 +45,9 @@ class DenseAttention(nn.Module):
         if layout is None:
             layout = Layout.of(x_BTM, self.config, model.head_dim, dtype=x_BTM.dtype)
         q, k = (rotate(t, layout.turns, kind=self.config.rope) for t in (q, k))
-        problem = Problem.of(model, batch=B, tokens=T, dtype=str(q.dtype).removeprefix("torch."))
+        problem = replace(
+            Problem.of(model, batch=B, tokens=T, dtype=str(q.dtype).removeprefix("torch.")),
+            extras=extras_of(self.config),
+        )
         route = route_dense(self.kind, problem, capability_of(str(x_BTM.device)))
         return self.o_proj(dispatch.dense(route, q, k, v, scale=model.head_dim**-0.5).flatten(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -11,11 +12,20 @@ from torch import Tensor
 from nsa import engagement, settings
 from nsa.config import BRANCHES, NSAConfig
 from nsa.documents import Documents
-from nsa.ops import derivatives, gated_sum, interval, joint_backward, means, scores, sdpa
+from nsa.ops import (
+    derivatives,
+    explicit,
+    gated_sum,
+    interval,
+    joint_backward,
+    means,
+    scores,
+    sdpa,
+)
 from nsa.ops.interval import compressed as compressed_formula
 from nsa.ops.interval import sliding
 from nsa.ops.selected import PATHS
-from nsa.routing import DENSE, SCORE, BranchRoute, Path, Route
+from nsa.routing import DENSE, EXPLICIT, SCORE, BranchRoute, Path, Route
 
 # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
 Attended = tuple[Tensor, Tensor | None]
@@ -33,6 +43,22 @@ def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:
 
 def _on_cuda(x: Tensor) -> bool:
     return x.is_cuda
+
+
+def _explicit(
+    branch: BranchRoute,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keep: explicit.Keep,
+    *,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Attended:
+    sink = None if sinks is None else sinks[:, BRANCHES.index(branch.branch)]
+    o, lse = explicit.attend(q, k, v, keep, scale=scale, softcap=softcap, sink_Q=sink)
+    return o, lse / math.log(2)
 
 
 def _fa2(branch: BranchRoute) -> str | None:
@@ -71,11 +97,25 @@ def compressed(
     q_start: int | Tensor,
     scale: float,
     documents: Documents | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Attended:
-    """The lse is what `choose` and `join` take."""
+    """The lse is what `choose` and `join` take. ``sinks`` [HQ, 3], in the order of BRANCHES."""
     branch = route.branch("cmp")
     engagement.record(branch)
     with _marked(branch, q):
+        if branch.kernel == EXPLICIT:
+            keep = explicit.keep_compressed(
+                q,
+                k_cmp.shape[1],
+                block=block,
+                stride=stride,
+                q_start=q_start,
+                first_BT=None if documents is None else documents.first_BT,
+            )
+            return _explicit(
+                branch, q, k_cmp, v_cmp, keep, scale=scale, softcap=softcap, sinks=sinks
+            )
         if branch.kernel == Path.TRITON:
             first = _first(documents)
             return interval.attend(
@@ -222,8 +262,10 @@ def selected(
     q_start: int | Tensor,
     scale: float,
     num_full_rows: int = 0,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Attended:
-    """``num_full_rows`` as in `nsa.ops.selected.AttendFn`.
+    """``num_full_rows`` as in `nsa.ops.selected.AttendFn`, ``sinks`` as in `compressed`.
 
     ``blocks`` may be None where the Route is full causal attention, which looks at none."""
     branch = route.branch("sel")
@@ -233,6 +275,11 @@ def selected(
     attend = PATHS[Path(branch.implementation)]
     engagement.record(branch)
     with _marked(branch, q):
+        if branch.kernel == EXPLICIT:
+            keep = explicit.keep_selected(
+                q, k.shape[1], blocks, sel_block=sel_block, q_start=q_start
+            )
+            return _explicit(branch, q, k, v, keep, scale=scale, softcap=softcap, sinks=sinks)
         return attend(
             q,
             k,
@@ -256,12 +303,24 @@ def window(
     q_start: int | Tensor,
     scale: float,
     documents: Documents | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Attended:
+    """``sinks`` as in `compressed`."""
     branch = route.branch("win")
     if branch.implementation == DENSE:
         return _full_causal(branch, q, k, v, scale=scale), None
     engagement.record(branch)
     with _marked(branch, q):
+        if branch.kernel == EXPLICIT:
+            keep = explicit.keep_window(
+                q,
+                k.shape[1],
+                window=size,
+                q_start=q_start,
+                first_BT=None if documents is None else documents.first_BT,
+            )
+            return _explicit(branch, q, k, v, keep, scale=scale, softcap=softcap, sinks=sinks)
         if branch.kernel == Path.TRITON:
             grid = {"block": 1, "stride": 1, "width": size}
             return interval.attend(

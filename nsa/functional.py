@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nsa import capability, checks, dispatch, selection, settings
-from nsa.branches import Call, attend_view, nothing
+from nsa.branches import Call, attend_view, attend_view_with_lse, nothing
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
@@ -26,7 +27,7 @@ from nsa.ops.derivatives import once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.ops.positions import is_symbolic
 from nsa.rope import angles, rotate
-from nsa.routing import SCORE, Capability, Problem, Request, Route, route, scores_of
+from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
 
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
@@ -44,10 +45,11 @@ def route_for(
     config: NSAConfig | None = None,
     whole: bool = False,
     sel_block: int | None = None,
+    extras: tuple[str, ...] = (),
 ) -> Route:
     """The Route of a call with these tensors: arguments, environment and device joined.
 
-    ``whole`` as in Problem.
+    ``whole`` and ``extras`` as in Problem.
 
     Inside torch.compile no branch becomes full causal attention because of its length: a Route that
     depended on the length would recompile there.
@@ -70,6 +72,7 @@ def route_for(
         whole=whole and not compiling,
         scores=None if config is None else scores_of(config),
         sel_block=sel_block if config is None else config.sel_block,
+        extras=extras,
     )
     # the cache of `route` is opaque to the compiler, and so is reading the environment and the
     # machine
@@ -150,6 +153,7 @@ def select_blocks(
     q_start: int | Tensor = 0,
     kv_len: int | None = None,
     scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Choose N = config.num_selected_for(kv_len) blocks a query and kv head (Eq. 8 to 12): int32
     [B, T, HKV, N], ascending, -1 padded.
@@ -158,12 +162,13 @@ def select_blocks(
     slots first, whatever the scores are; the rest are ranked by score, equal scores by the lower
     index, and a score that is NaN counts as 0. Carries no gradient;
     scores are fp32 or wider, unless config.score_dtype is narrower. ``q`` [B, T, HQ, DK] and
-    ``k_cmp`` [B, C, HKV, DK], rotated both. ValueError for tensors that disagree in shape, dtype or
-    device, and for a ``q_start`` tensor without ``kv_len``.
+    ``k_cmp`` [B, C, HKV, DK], rotated both. ``sinks`` as in `nsa_attention`. ValueError for tensors
+    that disagree in shape, dtype or device, and for a ``q_start`` tensor without ``kv_len``.
     """
     checks.config(config)
     checks.scale(scale)
     checks.qkv(q, k_cmp, k_cmp, q_start=q_start, whole=False)
+    checks.sinks(sinks, q, config, BRANCHES)
     if kv_len is None:
         if isinstance(q_start, Tensor):
             raise ValueError(
@@ -192,7 +197,15 @@ def select_blocks(
             scale=scale,
             documents=None,
         )
-    return selection.choose(q, k_cmp, config=config, q_start=q_start, kv_len=kv_len, scale=scale)
+    return selection.choose(
+        q,
+        k_cmp,
+        config=config,
+        q_start=q_start,
+        kv_len=kv_len,
+        scale=scale,
+        sink=None if sinks is None else sinks[:, BRANCHES.index("cmp")],
+    )
 
 
 def selected_attention(
@@ -282,6 +295,7 @@ def sliding_attention(
     return dispatch.window(decision, q, k, v, size=window, q_start=q_start, scale=scale)[0]
 
 
+@overload
 def nsa_attention(
     q: Tensor,
     kv_cmp: KV,
@@ -297,7 +311,50 @@ def nsa_attention(
     path: str = "auto",
     fa2: str = "auto",
     nonnegative_gates: bool = False,
-) -> Tensor:
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def nsa_attention(
+    q: Tensor,
+    kv_cmp: KV,
+    kv_sel: KV,
+    kv_win: KV,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    phi_params: PhiParams = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    path: str = "auto",
+    fa2: str = "auto",
+    nonnegative_gates: bool = False,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def nsa_attention(
+    q: Tensor,
+    kv_cmp: KV,
+    kv_sel: KV,
+    kv_win: KV,
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    phi_params: PhiParams = None,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    path: str = "auto",
+    fa2: str = "auto",
+    nonnegative_gates: bool = False,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Native sparse attention (Eq. 5): the gated sum of the compressed, selected and sliding
     branches; o [B, T, HQ, DV].
 
@@ -315,6 +372,11 @@ def nsa_attention(
     any tensor whose shape, dtype or device does not fit. RouteError for a ``path`` or ``fa2`` that
     nothing serves.
 
+    ``sinks`` [HQ, 3], of any floating dtype, are the logits of config.sinks. ``return_lse`` returns
+    (o, lse [B, T, HQ, 3]) of each branch over its keys: natural log, softcap applied, sinks not
+    included; fp32 (fp64 for fp64), without gradient; -inf where a row sees no key, and of a branch
+    that is off. Paths reference and triton have it, path reference alone softcap and sinks.
+
     ``nonnegative_gates`` promises that no gate is below 0, as after sigmoid and softmax: path
     triton then computes the gradients of all branches together. A gate below 0 would make gradients
     NaN, those of the keys that its row attends to included.
@@ -326,6 +388,7 @@ def nsa_attention(
         checks.qkv(q, *kv, q_start=q_start)
     checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
     checks.gates(gates, q, BRANCHES)
+    checks.sinks(sinks, q, config, BRANCHES)
     # the keys are cut at the last query below
     is_whole_sequence = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
     checks.fixed_selection(
@@ -337,8 +400,11 @@ def nsa_attention(
     if q.shape[0] == 0 and cu_seqlens is None:
         Request(path, fa2)
         learned = [x for params in phi_params or () for x in (params or {}).values()]
+        learned += [] if sinks is None else [sinks]
         tensors = (*kv_cmp, *kv_sel, *kv_win, gates, *learned)
-        return nothing(q, *tensors, dim=kv_sel[1].shape[3])
+        o = nothing(q, *tensors, dim=kv_sel[1].shape[3])
+        wide = torch.promote_types(q.dtype, torch.float32)
+        return (o, q.new_empty(gates.shape, dtype=wide)) if return_lse else o
     if cu_seqlens is not None:
         cu_seqlens = checks.cu_seqlens_tensor(cu_seqlens, q.device)
         checks.packed(cu_seqlens, q, kv_sel[0], q_start, read=checks.may_read(q))
@@ -365,6 +431,7 @@ def nsa_attention(
         fa2=fa2,
         config=config,
         whole=is_whole_sequence,
+        extras=extras_of(config, return_lse=return_lse),
     )
     if "cmp" in config.branches or "sel" in config.branches:
         kv_cmp = compress_kv(
@@ -380,7 +447,14 @@ def nsa_attention(
         present=present,
         is_whole_sequence=is_whole_sequence,
         nonnegative_gates=nonnegative_gates,
+        sinks=sinks,
     )
+    if return_lse:
+        o, lse = attend_view_with_lse(q, gates, view, call)
+        if packing is None:
+            return o, lse
+        outside = packing.outside_T[None, :, None, None]
+        return packing.restore(o), packing.restore(lse).masked_fill(outside, -torch.inf)
     o = attend_view(q, gates, view, call)
     return o if packing is None else packing.restore(o)
 

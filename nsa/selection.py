@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
+from nsa.ops.explicit import capped
 from nsa.ops.positions import is_symbolic, query_positions
 from nsa.ops.precision import without_autocast
 
@@ -60,6 +61,7 @@ def choose(
     kv_len: int,
     scale: float,
     first: Tensor | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """Blocks int32 [B, T, G, N], ascending, unique, -1 padded at the end.
 
@@ -73,6 +75,8 @@ def choose(
     packed batch, always a multiple of sel_block; None means 0. A compressed block is visible if it
     begins at or after ``first`` and ends at or before the query; initial blocks are the document's
     own first ones; block ids stay global.
+
+    ``sink`` [HQ]: the compressed branch's, where config.sinks.
 
     Forced blocks are ranked +inf within the same ranking as the others, so no block is chosen
     twice. A score that is not a number (a NaN in q or k_cmp, a logit that overflows) counts as 0.
@@ -89,7 +93,7 @@ def choose(
     if not torch.compiler.is_compiling() and N >= J and config.selection == "exact":
         return _all_candidates(rows, k_cmp.shape[2], J, N, config.sel_block)
     chunks = []
-    for part, ranking_BGTJ in rankings(rows, k_cmp, J, config=config, scale=scale):
+    for part, ranking_BGTJ in rankings(rows, k_cmp, J, config=config, scale=scale, sink=sink):
         if config.selection == "hierarchical":
             ranking_BGTJ = within_regions(ranking_BGTJ, N)
         chunks.append(_best(ranking_BGTJ, N, part.first_block(config.sel_block)))
@@ -97,7 +101,13 @@ def choose(
 
 
 def rankings(
-    rows: QueryRows, k_cmp: Tensor, J: int, *, config: NSAConfig, scale: float
+    rows: QueryRows,
+    k_cmp: Tensor,
+    J: int,
+    *,
+    config: NSAConfig,
+    scale: float,
+    sink: Tensor | None = None,
 ) -> Iterator[tuple[QueryRows, Tensor]]:
     """Chunks of the queries with their rankings [B, G, T, J]; j counts from the first block of the
     query's document.
@@ -106,7 +116,7 @@ def rankings(
         part = rows.part(chunk)
         with without_autocast(part.q.device):  # which would score in bf16
             scores_BGTJ = block_scores(
-                group_probabilities(part, k_cmp, config, scale), BlockGrid.of(config), J
+                group_probabilities(part, k_cmp, config, scale, sink), BlockGrid.of(config), J
             )
         # A NaN would be sorted before the forced blocks, and take their slots.
         yield part, _ranking(scores_BGTJ.nan_to_num(0.0), part, config)
@@ -129,7 +139,13 @@ def block_scores(p: Tensor, grid: BlockGrid, num_sel: int) -> Tensor:
     return scores
 
 
-def group_probabilities(rows: QueryRows, k_cmp: Tensor, config: NSAConfig, scale: float) -> Tensor:
+def group_probabilities(
+    rows: QueryRows,
+    k_cmp: Tensor,
+    config: NSAConfig,
+    scale: float,
+    sink_Q: Tensor | None = None,
+) -> Tensor:
     """Eq. 8 and 10: softmax over the visible blocks, summed over the heads of a group. [B, G, T,
     C], fp32 or wider.
 
@@ -137,18 +153,23 @@ def group_probabilities(rows: QueryRows, k_cmp: Tensor, config: NSAConfig, scale
     sums of the logits, the softmax and all that follows stay fp32. The rounded values are
     multiplied in fp32 on every device: a product of two of them is exact there, so this is what a
     matmul in the narrow dtype with an fp32 result computes. float32 rounds nothing: bf16 inputs are
-    scored as they came, and fp64 ones in fp64.
+    scored as they came, and fp64 ones in fp64. config.softcap and a sink change the logits as in
+    the compressed branch; the sink's own probability is no block's.
     """
     q, wide = rows.q, torch.promote_types(rows.q.dtype, torch.float32)
     C, G = k_cmp.shape[1:3]
     q_BGHTD = _rounded(q, config.score_dtype).to(wide).unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
     k_BGDC = _rounded(k_cmp, config.score_dtype).to(wide).permute(0, 2, 3, 1)
-    logits = torch.matmul(q_BGHTD, k_BGDC[:, :, None]) * scale
+    logits = capped(torch.matmul(q_BGHTD, k_BGDC[:, :, None]) * scale, config.softcap)
     first_token_C = torch.arange(C, device=q.device) * config.cmp_stride
     hidden_BTC = first_token_C + (config.cmp_block - 1) > rows.position_BT[..., None]
     if rows.first_BT is not None:
         hidden_BTC = hidden_BTC | (first_token_C < rows.first_BT[..., None])
-    p = logits.masked_fill_(hidden_BTC[:, None, None], -torch.inf).softmax(-1)
+    logits = logits.masked_fill_(hidden_BTC[:, None, None], -torch.inf)
+    if sink_Q is not None:
+        sink = sink_Q.to(wide).view(1, G, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        logits = torch.cat([logits, sink], -1)
+    p = logits.softmax(-1)[..., :C]
     # A row that sees no block has no probabilities: its scores are 0, and its candidates are all
     # forced or few.
     return p.sum(2).masked_fill(hidden_BTC.all(-1)[:, None, :, None], 0.0)

@@ -24,11 +24,26 @@ def row_positions(
     return first[:, None] + torch.arange(tokens, device=device)[None, :]
 
 
+def soft_capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """A logit z, scaled already, becomes c * tanh(z / c)."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 def masked_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    scale: float | None = None,
+    *,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over ``visible`` bool [B, T, HKV, S]; a row that sees nothing is 0 with lse
     = -inf.
+
+    ``sink`` [HQ]: exp(sink) joins the denominator of each head, and nothing the numerator; the lse
+    is of the keys alone.
     """
     q, k, v = q.double(), k.double(), v.double()
     batch, tokens, q_heads, key_dim = q.shape
@@ -36,7 +51,7 @@ def masked_attention(
     group = q_heads // kv_heads
     factor = key_dim**-0.5 if scale is None else scale
     grouped = q.reshape(batch, tokens, kv_heads, group, key_dim)
-    logits = torch.einsum("btghd,bsgd->btghs", grouped, k) * factor
+    logits = soft_capped(torch.einsum("btghd,bsgd->btghs", grouped, k) * factor, softcap)
     seen = visible[:, :, :, None, :]
     logits = torch.where(seen, logits, -math.inf)
     if logits.shape[-1] == 0:
@@ -47,7 +62,10 @@ def masked_attention(
     weights = torch.exp(logits - shift)
     total = weights.sum(-1, keepdim=True)
     blind = total == 0
-    o = torch.einsum("btghs,bsgd->btghd", weights / torch.where(blind, 1.0, total), v)
+    denominator = total
+    if sink is not None:
+        denominator = total + torch.exp(sink.double().reshape(kv_heads, group, 1) - shift)
+    o = torch.einsum("btghs,bsgd->btghd", weights / torch.where(blind, 1.0, denominator), v)
     lse = torch.where(blind, -math.inf, shift + torch.log(torch.where(blind, 1.0, total)))
     return o.reshape(batch, tokens, q_heads, v.shape[-1]), lse.reshape(batch, tokens, q_heads)
 
@@ -146,10 +164,16 @@ def shared_chunks(cmp_index: int, sel_index: int, cmp_chunks: int, sel_chunks: i
 
 
 def group_probability(
-    q: Tensor, k_cmp: Tensor, *, config: Any, q_start: int | Tensor = 0, scale: float | None = None
+    q: Tensor,
+    k_cmp: Tensor,
+    *,
+    config: Any,
+    q_start: int | Tensor = 0,
+    scale: float | None = None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """p_cmp over the visible blocks only, summed over each group's heads in order: fp64 [B, T, HKV,
-    C].
+    C]. ``sink`` [HQ] of the compressed branch takes its own part of each head's.
     """
     q, k_cmp = q.detach().double(), k_cmp.detach().double()
     batch, tokens, q_heads, key_dim = q.shape
@@ -164,11 +188,15 @@ def group_probability(
     for head in range(group):
         heads = q.reshape(batch, tokens, kv_heads, group, key_dim)[:, :, :, head]
         logits = torch.einsum("btgd,bcgd->btgc", heads, k_cmp) * factor
+        logits = soft_capped(logits, config.softcap)
         top = torch.where(seen, logits, -math.inf).amax(-1, keepdim=True)
         weights = torch.where(
             seen, torch.exp(logits - torch.where(torch.isfinite(top), top, 0.0)), 0.0
         )
         norm = weights.sum(-1, keepdim=True)
+        if sink is not None:
+            own = sink.detach().double().reshape(kv_heads, group, 1)[:, head]
+            norm = norm + torch.exp(own - torch.where(torch.isfinite(top), top, 0.0))
         total = total + weights / torch.where(norm == 0, 1.0, norm)
     return total
 
@@ -225,6 +253,7 @@ def select(
     q_start: int | Tensor = 0,
     kv_len: int | Tensor | None = None,
     scale: float | None = None,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Blocks int64 [B, T, HKV, n] (ascending, -1 padded) and the relative gap fp64 [B, T, HKV]
     (inf: no competition).
@@ -238,7 +267,7 @@ def select(
         .tolist()
     )
     num_sel = max(-(-length // config.sel_block) for length in lengths)
-    p = group_probability(q, k_cmp, config=config, q_start=q_start, scale=scale)
+    p = group_probability(q, k_cmp, config=config, q_start=q_start, scale=scale, sink=sink)
     exact = block_scores(p, config=config, num_sel=num_sel)
     scores = torch.where(
         exact.isnan(), 0.0, exact
@@ -319,44 +348,65 @@ def nsa(
     kv_sel: tuple[Tensor, Tensor],
     kv_win: tuple[Tensor, Tensor],
     gates: Tensor,
+    **options: Any,
+) -> Tensor:
+    """One whole layer's attention (phi = mean, keys rotated already); gates [B, T, HQ, 3] in the
+    order cmp, sel, win. ``options`` as of `nsa_with_lse`.
+    """
+    return nsa_with_lse(q, kv_cmp, kv_sel, kv_win, gates, **options)[0]
+
+
+def nsa_with_lse(
+    q: Tensor,
+    kv_cmp: tuple[Tensor, Tensor],
+    kv_sel: tuple[Tensor, Tensor],
+    kv_win: tuple[Tensor, Tensor],
+    gates: Tensor,
     *,
     config: Any,
     q_start: int | Tensor = 0,
     scale: float | None = None,
     blocks: Tensor | None = None,
-) -> Tensor:
-    """One whole layer's attention (phi = mean, keys rotated already); gates [B, T, HQ, 3] in the
-    order cmp, sel, win.
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(`nsa`, lse [B, T, HQ, 3] of each branch over its keys, -inf of one that is off).
 
     ``blocks`` replaces the oracle's own selection, for comparisons where near-ties chose another
-    set.
+    set. ``sinks`` [HQ, 3]: each head's logit of value 0 in each branch.
     """
     k_cmp, v_cmp = (compress_mean(x, config.cmp_block, config.cmp_stride) for x in kv_cmp)
+    own = [None] * 3 if sinks is None else list(sinks.unbind(-1))
     if blocks is None:
         blocks, _ = select(
-            q, k_cmp, config=config, q_start=q_start, kv_len=kv_sel[0].shape[1], scale=scale
-        )
-    outputs = {
-        "cmp": compressed(
             q,
             k_cmp,
-            v_cmp,
-            block=config.cmp_block,
-            stride=config.cmp_stride,
+            config=config,
             q_start=q_start,
+            kv_len=kv_sel[0].shape[1],
             scale=scale,
-        )[0],
-        "sel": selected(
-            q, *kv_sel, blocks, sel_block=config.sel_block, q_start=q_start, scale=scale
+            sink=own[0],
+        )
+    kept = (
+        kept_compressed(
+            q, k_cmp, block=config.cmp_block, stride=config.cmp_stride, q_start=q_start
         ),
-        "win": sliding(q, *kv_win, window=config.window, q_start=q_start, scale=scale),
-    }
+        kept_selected(q, kv_sel[0], blocks, sel_block=config.sel_block, q_start=q_start),
+        kept_window(q, kv_win[0], window=config.window, q_start=q_start),
+    )
     gates = gates.double()
-    o = torch.zeros_like(outputs["win"])
-    for index, branch in enumerate(("cmp", "sel", "win")):
-        if branch in config.branches:
-            o = o + gates[..., index, None] * outputs[branch]
-    return o
+    o: Tensor | float = 0.0
+    lses = []
+    for index, (branch, kv) in enumerate(
+        zip(("cmp", "sel", "win"), ((k_cmp, v_cmp), kv_sel, kv_win), strict=True)
+    ):
+        of_branch, lse = masked_attention(
+            q, *kv, kept[index], scale, softcap=config.softcap, sink=own[index]
+        )
+        is_on = branch in config.branches
+        o = o + gates[..., index, None] * of_branch if is_on else o
+        lses.append(lse if is_on else torch.full_like(lse, -math.inf))
+    assert isinstance(o, Tensor)
+    return o, torch.stack(lses, -1)
 
 
 def _linear_of_block(tokens: Tensor, weight: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from nsa import checks, engagement
 from nsa.decode.cache import NSACache
 from nsa.decode.graph_cache import Steps
-from nsa.routing import SPECS, Path, RouteError
+from nsa.routing import EXPLICIT, SPECS, Path, RouteError
 
 # before a capture: kernels compile, libraries make handles and workspaces, autotuners choose,
 # optimizers make their state
@@ -157,11 +157,15 @@ def check_device(device: torch.device) -> None:
 
 
 def refuse_host_loops(engaged: dict[str, int]) -> None:
-    """RouteError where a counter is that of a path which loops over rows in Python."""
+    """RouteError where a counter is that of a path which loops over rows in Python. Path reference
+    does not where its softmax is explicit.
+    """
+    explicit = engaged.get(f"sel.{EXPLICIT}", 0)
     if slow := [
         name
-        for name in engaged
+        for name, count in engaged.items()
         if name.startswith("sel.") and name[4:] in tuple(Path) and SPECS[Path(name[4:])].slow
+        if count > (explicit if name[4:] == Path.REFERENCE else 0)
     ]:
         wanted = ", ".join(path for path in Path if not SPECS[path].slow)
         raise RouteError(

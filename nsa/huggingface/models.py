@@ -143,6 +143,10 @@ def _of_rotated_keys(config: NSAConfig) -> NSAConfig:
             name: (default[name], "the model rotates by its own RoPE")
             for name in ("rope", "rope_base", "rope_scale")
         },
+        **{
+            name: (default[name], "the model's own attention has none")
+            for name in ("qk_norm", "softcap", "sinks")
+        },
     }
     for name, (value, why) in wanted.items():
         if getattr(config, name) != value:

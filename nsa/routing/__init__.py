@@ -12,6 +12,7 @@ from nsa.routing.decide import route_dense as route_dense
 from nsa.routing.nouns import ADAPTIVE as ADAPTIVE
 from nsa.routing.nouns import AUTO as AUTO
 from nsa.routing.nouns import DENSE as DENSE
+from nsa.routing.nouns import EXPLICIT as EXPLICIT
 from nsa.routing.nouns import FA2_CHOICES as FA2_CHOICES
 from nsa.routing.nouns import PATH_REQUESTS as PATH_REQUESTS
 from nsa.routing.nouns import SCORE as SCORE
@@ -26,5 +27,6 @@ from nsa.routing.nouns import Rejected as Rejected
 from nsa.routing.nouns import Request as Request
 from nsa.routing.nouns import Route as Route
 from nsa.routing.nouns import RouteError as RouteError
+from nsa.routing.nouns import extras_of as extras_of
 from nsa.routing.nouns import scores_of as scores_of
 from nsa.routing.thresholds import MASK_LIMIT_ELEMENTS as MASK_LIMIT_ELEMENTS

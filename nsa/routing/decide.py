@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from nsa.config import ModelConfig, nearest_name
+from nsa.config import BRANCHES, ModelConfig, nearest_name
 from nsa.routing.nouns import (
     ADAPTIVE,
     AUTO,
     DENSE,
+    EXPLICIT,
     SCORE,
     SPECS,
     TRITON_STEPS,
@@ -27,12 +28,19 @@ from nsa.routing.nouns import (
     Route,
     RouteError,
 )
-from nsa.routing.support import fa2_reasons, fused_reasons, triton_reasons
+from nsa.routing.support import (
+    fa2_reasons,
+    fused_reasons,
+    sdpa_reasons,
+    triton_lacks,
+    triton_reasons,
+)
 from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS, TUNED
 
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
 ALL_SELECTED = "every block is selected at this length"
 ALL_IN_WINDOW = "the window covers the whole sequence"
+TAKE_REFERENCE = "use path=reference, which is slow"
 STAIRCASE = "its staircase mask is not expressible in FA-2"
 
 
@@ -45,6 +53,10 @@ def route(request: Request, problem: Problem, capability: Capability) -> Route:
     notes = list(request.notes)
     routed: list[BranchRoute] = []
     fused = _takes_triton(request, problem, capability, rejected)
+    if problem.extras:
+        _check_extras(request, problem, fused, rejected)
+        if not fused:
+            return _route_explicit(problem, capability, rejected, notes)
     if "cmp" in problem.branches:
         routed.append(_route_compressed(request, problem, capability, fused))
     if "sel" in problem.branches:
@@ -68,6 +80,14 @@ def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
     """
     if kind not in DENSE_KINDS:
         raise RouteError(f"dense path {kind!r} is not known{nearest_name(kind, list(DENSE_KINDS))}")
+    if problem.extras:
+        raise RouteError(
+            _cannot(
+                f"path={kind}{_with(problem)}",
+                sdpa_reasons(problem),
+                "take NSAAttention with NSAConfig.full_attention() and path=reference",
+            )
+        )
     kernel = {"dense": "sdpa", "dense_flash": "flash", "dense_cudnn": "cudnn"}[kind]
     if kind != "dense" and (reasons := fused_reasons(problem, capability)):
         raise RouteError(_cannot(f"path={kind}", reasons, "use path=dense"))
@@ -90,13 +110,64 @@ def plan(
     tokens: int,
     dtype: str,
     capability: Capability,
+    return_lse: bool = False,
 ) -> Route:
     """The Route that one layer of ``model`` will take: what perfbench prints before it measures."""
-    return route(request, Problem.of(model, batch=batch, tokens=tokens, dtype=dtype), capability)
+    problem = Problem.of(model, batch=batch, tokens=tokens, dtype=dtype, return_lse=return_lse)
+    return route(request, problem, capability)
 
 
 def _cannot(what: str, reasons: list[str], next_step: str) -> str:
     return f"{what} cannot be served: {'; '.join(reasons)}. Next: {next_step}"
+
+
+def _with(problem: Problem) -> str:
+    return f" with {' and '.join(problem.extras)}" if problem.extras else ""
+
+
+def _check_extras(
+    request: Request, problem: Problem, fused: bool, rejected: list[Rejected]
+) -> None:
+    """RouteError unless what was asked for gives ``problem.extras``: path reference all of them,
+    path triton the lse. The slow one is never taken for another.
+    """
+    against = sdpa_reasons(problem)
+    if request.path != Path.REFERENCE and not fused:
+        reasons = list(against)
+        if request.path == AUTO:
+            others = [r.reason for r in rejected if r.alternative == Path.TRITON]
+            others = others or triton_lacks(problem) or ["auto takes it on a GPU alone"]
+            reasons += [f"path triton: {other}" for other in others]
+        what = f"path={request.path}{_with(problem)}"
+        raise RouteError(_cannot(what, reasons, TAKE_REFERENCE))
+    for name, value, is_refused in (
+        ("fa2=on", request.fa2, not request.fa2_from_environment),
+        ("NSA_USE_FA2_WIN=1", request.fa2_win, "win" in problem.branches),
+        ("NSA_USE_FA2_CMP=1", request.fa2_cmp, "cmp" in problem.branches),
+    ):
+        if value == "on" and is_refused:
+            next_step = "use fa2=off or fa2=auto, and unset the variable"
+            raise RouteError(_cannot(f"{name}{_with(problem)}", against, next_step))
+    rejected += [Rejected(other, "; ".join(against)) for other in ("sdpa", "fa2")]
+
+
+def _route_explicit(
+    problem: Problem, capability: Capability, rejected: list[Rejected], notes: list[str]
+) -> Route:
+    """Path reference of a call that wants more of the softmax than its output."""
+    reason = f"path=reference{_with(problem)}: an explicit softmax over chunks of queries, slow"
+    routed = tuple(
+        BranchRoute(
+            branch,
+            Path.REFERENCE.value if branch == "sel" else EXPLICIT,
+            EXPLICIT,
+            f"torch {capability.torch_version}",
+            reason,
+        )
+        for branch in BRANCHES
+        if branch in problem.branches
+    )
+    return Route(routed, tuple(rejected), tuple(notes))
 
 
 def _takes_triton(
@@ -107,7 +178,8 @@ def _takes_triton(
     """
     if request.path == Path.TRITON:
         if reasons := triton_reasons(problem, capability):
-            raise RouteError(_cannot("path=triton", reasons, "use path=auto, v2 or masked"))
+            next_step = TAKE_REFERENCE if problem.extras else "use path=auto, v2 or masked"
+            raise RouteError(_cannot(f"path=triton{_with(problem)}", reasons, next_step))
         return True
     if request.path != AUTO or capability.sm is None:  # the interpreter is for tests
         return False
@@ -220,6 +292,11 @@ def _route_full_causal(
     """SDPA's own causal attention for a branch that leaves no key out; None where it may not be
     taken. ``why`` says that it leaves none.
     """
+    if problem.extras:
+        rejected.append(
+            Rejected(f"{branch}.{DENSE}", f"{why}, but {'; '.join(sdpa_reasons(problem))}")
+        )
+        return None
     if not problem.whole:
         rejected.append(
             Rejected(
@@ -365,7 +442,7 @@ def _route_window(
         dense = _route_full_causal("win", ALL_IN_WINDOW, fa2_request, problem, capability, rejected)
         if dense is not None:
             return dense
-    if fused and fa2_request != "on":
+    if fused and (fa2_request != "on" or problem.extras):
         rejected.append(
             Rejected(
                 "fa2 for win",

@@ -19,6 +19,10 @@ SCORE = "score"
 # a branch's implementation where it leaves no key out; not a Path, since no request names it
 DENSE = "dense"
 
+EXPLICIT = "explicit"  # a branch whose softmax is over logits that exist (nsa.ops.explicit)
+# What a call may want of the softmax besides its output, which few implementations give.
+SOFTCAP, SINKS, LSE = "softcap", "sinks", "return_lse"
+
 SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
 # What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can show what it buys;
 # results are the same to rounding.
@@ -115,7 +119,14 @@ def scores_of(config: NSAConfig) -> str:
         )
     if config.num_selected > SCORE_MAX_SLOTS:
         reasons.append(f"num_selected {config.num_selected} exceeds {SCORE_MAX_SLOTS}")
+    reasons += [f"it takes no {extra}" for extra in extras_of(config)]
     return "; ".join(reasons)
+
+
+def extras_of(config: NSAConfig, *, return_lse: bool = False) -> tuple[str, ...]:
+    """Problem.extras of a call with this config."""
+    wanted = {SOFTCAP: config.softcap is not None, SINKS: config.sinks, LSE: return_lse}
+    return tuple(extra for extra, is_on in wanted.items() if is_on)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +140,7 @@ class Problem:
     no key out the same as full causal attention of one call.
     ``sel_block``: tokens of a selection block, where the call has some. ``scores``: what keeps the
     fused kernel from choosing the blocks, "" for nothing; None where the call chooses none.
+    ``extras``: of SOFTCAP, SINKS and LSE, what the call wants.
     """
 
     batch: int
@@ -146,9 +158,18 @@ class Problem:
     whole: bool = False
     scores: str | None = None
     sel_block: int | None = None
+    extras: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, model: ModelConfig, *, batch: int, tokens: int, dtype: str) -> Self:
+    def of(
+        cls,
+        model: ModelConfig,
+        *,
+        batch: int,
+        tokens: int,
+        dtype: str,
+        return_lse: bool = False,
+    ) -> Self:
         """The attention call of one layer of ``model`` on ``batch`` sequences of ``tokens``
         tokens.
         """
@@ -172,6 +193,7 @@ class Problem:
             whole=True,
             scores=scores_of(nsa),
             sel_block=nsa.sel_block,
+            extras=extras_of(nsa, return_lse=return_lse),
         )
 
     @property
@@ -240,8 +262,8 @@ class Rejected:
 class BranchRoute:
     """What serves one branch.
 
-    ``kernel`` is fa2, sdpa, flash, cudnn, triton or loop; ``provider`` names whose, and its
-    version.
+    ``kernel`` is fa2, sdpa, flash, cudnn, triton, loop or explicit; ``provider`` names whose, and
+    its version.
 
     ``branch`` is cmp, sel or win, or SCORE for the choice of blocks where a kernel makes it.
     ``implementation`` is a Path of the selected branch, or DENSE where full causal attention serves

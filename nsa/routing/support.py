@@ -5,7 +5,9 @@ Pure, like all of nsa.routing.
 
 from __future__ import annotations
 
-from nsa.routing.nouns import Capability, Problem
+from collections.abc import Mapping
+
+from nsa.routing.nouns import LSE, SINKS, SOFTCAP, Capability, Problem
 from nsa.routing.thresholds import GRID_LIMIT
 
 FA2_DTYPES = ("float16", "bfloat16")
@@ -17,10 +19,30 @@ TRITON_MAX_BLOCK_BYTES = 2**16  # K and V of one block lie in shared memory toge
 TRITON_MAX_GROUP = 64  # query heads per kv head: a tile holds at least one query's
 
 
+# why a branch that SDPA or FA-2 serves cannot give what a call wants besides o
+_SDPA_HAS_NO: Mapping[str, str] = {
+    SOFTCAP: "SDPA and torch's FA-2 take no softcap",
+    SINKS: "SDPA and torch's FA-2 take no sinks",
+    LSE: "NSA's calls of SDPA and FA-2 leave no lse",
+}
+
+
+def sdpa_reasons(problem: Problem) -> list[str]:
+    """Every reason why neither SDPA nor FA-2 can serve this problem; empty where they can."""
+    return [_SDPA_HAS_NO[extra] for extra in problem.extras]
+
+
 def fa2_reasons(problem: Problem, capability: Capability) -> list[str]:
     """Every reason why FA-2 cannot serve this problem; empty where it can."""
     missing = [capability.fa2_reason] if capability.fa2_provider is None else []
-    return missing + fused_reasons(problem, capability)
+    return missing + sdpa_reasons(problem) + fused_reasons(problem, capability)
+
+
+def triton_lacks(problem: Problem) -> list[str]:
+    """What the call wants of the softmax and the Triton kernels do not give; their lse they leave
+    anyway.
+    """
+    return [f"its kernels have no {e} yet" for e in problem.extras if e in (SOFTCAP, SINKS)]
 
 
 def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
@@ -50,6 +72,7 @@ def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
                 f"a selection block of {block} x {size} {problem.dtype} exceeds"
                 f" {TRITON_MAX_BLOCK_BYTES} bytes"
             )
+    reasons += triton_lacks(problem)
     if (group := problem.num_heads // problem.num_kv_heads) > TRITON_MAX_GROUP:
         reasons.append(f"{group} query heads per kv head exceed {TRITON_MAX_GROUP}")
     return reasons

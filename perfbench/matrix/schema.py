@@ -246,6 +246,12 @@ def _check_kinds(
                 "got layers of several kinds, wanted one kind, whose Route is the cell's; measure"
                 " each kind by a matrix of its own, with its options under nsa:",
             )
+        if name in ("softcap", "sinks") and isinstance(defaults, NSAConfig):
+            document.fail(
+                (*loc, key),
+                f"got {name}, which the harness's own oracle and twin do not compute; wanted none;"
+                f" leave {name} out",
+            )
         if key == "preset" and isinstance(defaults, ModelConfig):
             kind: type = str
         elif name in names:

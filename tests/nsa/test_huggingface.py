@@ -668,6 +668,9 @@ def test_other_models_are_refused() -> None:
         ({"rope_base": 500.0}, "rope_base=500.0; wanted 10000.0"),
         ({"rope_scale": 0.5}, "rope_scale=0.5; wanted 1.0"),
         ({"adaptive_num_selected": True}, "adaptive_num_selected=True; wanted False"),
+        ({"softcap": 30.0}, "softcap=30.0; wanted None: the model's own attention has none"),
+        ({"sinks": True}, "sinks=True; wanted False"),
+        ({"qk_norm": True}, "qk_norm=True; wanted False"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -59,7 +59,7 @@ def by_hand(module: NSAAttention, x: Tensor, config: NSAConfig) -> Tensor:
     if config.gate == "sigmoid":
         logits = x @ parameters["gate.proj.weight"].T + parameters["gate.proj.bias"]
         gates = torch.sigmoid(logits.view(batch, tokens, HEADS, 3))
-    o = oracle.nsa(q, *pairs, gates, config=config)
+    o = oracle.nsa(q, *pairs, gates, config=config, sinks=parameters.get("sinks"))
     return o.flatten(2) @ parameters["o_proj.weight"].T
 
 

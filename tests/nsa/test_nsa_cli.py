@@ -156,6 +156,24 @@ def test_explain_takes_every_option(
     assert sel["kernel"] == kernel and with_option["route"] != without["route"]
 
 
+def test_explain_says_what_softcap_sinks_and_the_lse_take(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = ("explain", "--seq-len", "4096", "--gpu", "h100")
+    for options, words in (
+        (("--softcap", "30"), "path=auto with softcap cannot be served: SDPA and"),
+        (("--sinks", "--path", "v2"), "path=v2 with sinks cannot be served: SDPA and"),
+        (("--softcap", "0"), "softcap=0.0 must be > 0"),
+    ):
+        assert words in refused(capsys, *argv, *options)
+    both = said(capsys, *argv, "--path", "reference", "--softcap", "30", "--sinks")
+    assert "\nwin: explicit (explicit, torch " in both and "with softcap and sinks: an" in both
+    short = ("explain", "--seq-len", "512", "--gpu", "h100", "--return-lse")
+    assert "\nnot win.dense: the window covers the whole sequence, but NSA's" in said(
+        capsys, *short
+    )
+
+
 @pytest.mark.parametrize(("batch", "path"), [("4", "masked"), ("5", "v2")])
 def test_the_batch_counts_towards_the_mask_limit(
     capsys: pytest.CaptureFixture[str], batch: str, path: str

@@ -275,6 +275,17 @@ MISTAKES = [
         "model: {preset: tiny, layers: [nsa, dense]}",
         "m.yaml:4: model.layers: got layers of several kinds, wanted one kind",
     ),
+    (
+        "model: tiny",
+        "model: {preset: tiny, nsa: {softcap: 30.0}}",
+        "m.yaml:4: model.nsa.softcap: got softcap, which the harness's own oracle and twin do not"
+        " compute; wanted none; leave softcap out",
+    ),
+    (
+        "model: tiny",
+        "model: {preset: tiny, nsa: {sinks: true}}",
+        "m.yaml:4: model.nsa.sinks: got sinks, which the harness's own oracle",
+    ),
     ("model: tiny", "model: {nsa: 3}", "m.yaml:4: model.nsa: got 3, wanted a mapping"),
     (
         "model: tiny",

@@ -186,9 +186,10 @@ def _in_one_call(claim: Claim, request: str, inputs: Tensors) -> _Cell:
 
     def cell(t: Tensors) -> Tensor:
         kv_cmp, kv_sel, kv_win = ((t[f"k_{b}"], t[f"v_{b}"]) for b in ("cmp", "sel", "win"))
-        return functional.nsa_attention(
+        o: Tensor = functional.nsa_attention(
             t["q"], kv_cmp, kv_sel, kv_win, t["gates"], phi_params=phi_of(t), **promised, **options
         )
+        return o
 
     at = Place(0, q.shape[1], is_whole_sequence=True)
     return cell, lambda: chosen(q, *_kv_cmp(model, inputs), at=at, **options)

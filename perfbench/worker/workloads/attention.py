@@ -69,7 +69,7 @@ class SparseAttention(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates = inputs
         phi_k, phi_v = (dict(self.phi[which].named_parameters()) or None for which in ("k", "v"))
-        return nsa_attention(
+        o: Tensor = nsa_attention(
             q,
             (k_cmp, v_cmp),
             (k_sel, v_sel),
@@ -81,6 +81,7 @@ class SparseAttention(nn.Module):
             fa2=self.fa2,
             **promise_of_sigmoid_gates(),
         )
+        return o
 
 
 class FullAttention(nn.Module):
