@@ -110,7 +110,11 @@ def warn_of_untried_versions() -> None:
 
 @lru_cache(maxsize=16)
 def probe(device: str = "cpu") -> Capability:
-    """What the device offers ('cpu', 'cuda', 'cuda:1'). Touches CUDA only for a CUDA device."""
+    """What the device offers ('cpu', 'cuda', 'cuda:1', 'mps'). Touches CUDA only for a CUDA device.
+
+    An AMD GPU, which PyTorch's ROCm build calls cuda, offers what a CPU does: its compute
+    capability is no SM, and the kernels are NVIDIA's.
+    """
     provider, reason = fa2_provider()
     if not device.startswith("cuda"):
         return Capability(
@@ -119,6 +123,10 @@ def probe(device: str = "cpu") -> Capability:
     import torch
 
     properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        why = f"{properties.name} is an AMD GPU (ROCm {torch.version.hip}), and it is for NVIDIA's"
+        device = f"{device} (ROCm)"
+        return Capability(device, properties.name, None, None, why, torch_version(), None, why)
     return of_gpu(properties.name, (properties.major, properties.minor), device)
 
 

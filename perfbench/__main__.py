@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 from perfbench.text import inert
@@ -11,8 +12,12 @@ INSTALL = "pip install 'nsa-perfbench[perfbench]'"
 
 def main() -> int:
     """The command line; 2 with one line where the extra `perfbench` is not installed: `nsa` alone
-    brings torch and triton.
+    brings torch and triton; so on a system without fork.
     """
+    if os.name != "posix":
+        text = f"perfbench: got the system {sys.platform}, wanted Linux or macOS, which can fork"
+        print(inert(f"{text}. Next: run it in WSL 2; nsa itself runs here"), file=sys.stderr)
+        return 2
     try:
         from perfbench.commands import main as run
     except ModuleNotFoundError as error:
