@@ -120,7 +120,8 @@ def _isolated(
     bool [1, T], which that lse does not show).
     """
     config = call.config
-    if not dispatch.has_kernels_alone(call.route) or has_transforms():
+    transformed = not torch.compiler.is_compiling() and has_transforms()
+    if not dispatch.has_kernels_alone(call.route) or transformed:
         # the operators of kernels refuse a second derivative by themselves
         sinks = () if call.sinks is None else (call.sinks,)
         q, gates, *kv = once(q, gates, *view.cmp, *view.sel, *view.win, *sinks)

@@ -383,9 +383,10 @@ class ModelConfig:
         """
         mapping = self.to_mapping()
         defaults = asdict(NSAConfig())
-        for name in _LATER_NSA_OPTIONS:
-            if mapping["nsa"][name] == defaults[name]:
-                del mapping["nsa"][name]
+        for nsa in (mapping["nsa"], *(mapping["layers"] or ())):
+            for name in _LATER_NSA_OPTIONS:
+                if nsa[name] == defaults[name]:
+                    del nsa[name]
         for name in ("checkpoint_layers", "layers"):
             if mapping[name] is None:
                 del mapping[name]

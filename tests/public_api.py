@@ -17,6 +17,7 @@ from typing import Any
 import typer
 
 import nsa
+import nsa.huggingface
 import perfbench
 from nsa.cli import app as nsa_app
 from nsa.settings import Settings
@@ -34,7 +35,7 @@ HEAD = f"""\
 def text() -> str:
     """The whole file."""
     parts = [
-        *(line for package in (nsa, perfbench) for line in of_package(package)),
+        *(line for package in (nsa, nsa.huggingface, perfbench) for line in of_package(package)),
         *of_command("perfbench", typer.main.get_command(perfbench_app)),
         *of_command("python -m nsa", typer.main.get_command(nsa_app)),
         *(f"environment NSA_{name.upper()}" for name in sorted(Settings.__dataclass_fields__)),

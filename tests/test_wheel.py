@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-RUN = ROOT / "tests" / "data" / "runs" / "h100-demo" / "green"
+RUN = ROOT / "tests" / "data" / "runs" / "cpu"
 BUILD = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
 USE = """
 import pathlib, runpy, sys
@@ -24,7 +24,7 @@ sys.path.insert(0, here)
 import nsa, perfbench
 for package in (nsa, perfbench):
     assert pathlib.Path(here) in pathlib.Path(package.__file__).parents, package.__file__
-assert len(perfbench.load("run")) == 10
+assert len(perfbench.load("run")) == 36
 runpy.run_module("perfbench", run_name="__main__")
 """
 

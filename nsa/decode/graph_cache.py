@@ -158,7 +158,8 @@ class Steps:
 
     def check_room(self) -> None:
         """ValueError where a row is full: the host counts, so that no step writes beyond. In a
-        compiled step a RuntimeError, of the device's own.
+        compiled step the device looks: a RuntimeError on a CPU, an assert on CUDA, after which the
+        process has lost its GPU. Call this before such a step where a row may be full.
         """
         if torch.compiler.is_compiling():
             torch._assert_async(

@@ -31,8 +31,13 @@ def register() -> None:
     `convert` and `from_pretrained` do it. A model that has no gates of NSA is refused in its first
     forward. Raises ImportError without transformers.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"got no package {error.name}; wanted transformers; pip install"
+            " 'nsa-perfbench[huggingface]'"
+        ) from error
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, mask_of)
 

@@ -24,6 +24,7 @@ _ARGUMENTS = (
     "inputs_embeds",
     "use_cache",
 )
+_OF_THE_MODEL = ("attn_implementation", "device_map", "dtype", "output_loading_info", "torch_dtype")
 _OF_THE_HUB = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
@@ -75,10 +76,18 @@ def from_pretrained(source: str, model_class: Any = None, **options: Any) -> Any
     import transformers
 
     register()
-    of_hub = {name: options[name] for name in _OF_THE_HUB if name in options}
-    config = options.pop("config", None) or transformers.AutoConfig.from_pretrained(
-        source, **of_hub
-    )
+    if model_class is not None and model_class.__name__.startswith("Auto"):
+        raise ValueError(
+            f"model_class is {model_class.__name__}; wanted the class of a model, such as"
+            " LlamaForCausalLM; leave it out for the one that is stored"
+        )
+    config = options.pop("config", None)
+    if not isinstance(config, transformers.PretrainedConfig):
+        of_hub = {name: options[name] for name in _OF_THE_HUB if name in options}
+        config = transformers.AutoConfig.from_pretrained(config or source, **of_hub)
+        # as transformers does: what the config has is changed there, and the rest is the model's
+        for name in [one for one in options if one not in _OF_THE_MODEL and hasattr(config, one)]:
+            setattr(config, name, options.pop(name))
     mapping = getattr(config, NAME, None)
     if mapping is None:
         raise ValueError(
@@ -137,7 +146,11 @@ def _of_rotated_keys(config: NSAConfig) -> NSAConfig:
     """``config`` for keys that the model rotates; ValueError for what they cannot give."""
     default = {field.name: field.default for field in fields(NSAConfig)}
     wanted: dict[str, tuple[Any, str]] = {
-        "gate": ("sigmoid", "attention gets queries after RoPE alone, and softmax reads others"),
+        "gate": (
+            "sigmoid",
+            "'none' has nothing to learn, and 'softmax' reads queries before RoPE, which attention"
+            " does not get",
+        ),
         "adaptive_num_selected": (False, "a cache would choose otherwise than a whole sequence"),
         **{
             name: (default[name], "the model rotates by its own RoPE")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from nsa.ops.derivatives import has_transforms
 from nsa.ops.interval.compressed import visible_blocks
 from nsa.ops.masks import token_mask
 from nsa.ops.positions import query_positions
@@ -59,7 +60,8 @@ def attend(
 
     if len(chunks) == 1:
         return part(chunks[0])
-    if torch.is_grad_enabled():
+    # torch.func allows no hooks of saved tensors, which a checkpoint has
+    if torch.is_grad_enabled() and not has_transforms():
         parts = [
             checkpoint(part, chunk, use_reentrant=False, preserve_rng_state=False)
             for chunk in chunks

@@ -30,11 +30,12 @@ def init(name: NameArg = "cpu") -> None:
     file = shipped_file(matrix)
     gpu = load_matrix(file).target.gpu
     values = {"matrix": matrix, "gpu": "" if gpu == "none" else gpu.lower(), "version": _version()}
+    readme = Path("matrices/README.md")  # of all matrices: the first one's stays, edited or not
     written = _write(
         {
             Path("matrices", file.name): file.read_text(encoding="utf-8"),
             Path(".github/workflows", f"perfbench-{matrix}.yml"): _filled("workflow", values),
-            Path("matrices/README.md"): _filled("readme", values),
+            **({} if readme.exists() else {readme: _filled("readme", values)}),
         }
     )
     for path in written:

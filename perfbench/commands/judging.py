@@ -71,7 +71,7 @@ def judge_stored(run_path: Path, baseline_path: Path | None, strict: bool) -> Ou
 
 def judge_as_made(run_path: Path) -> Outcome:
     """By what the run's own command judged it: a run of `check` by its baseline and its pairs, as
-    strictly; every other one by the hard gates alone. A baseline that is not to be had any more is
+    strictly; every other one by the hard gates alone. A baseline that is missing is
     the verdict, since without it a red run would turn green.
     """
     from perfbench.runner import CONFIRM_FOLDER

@@ -194,16 +194,22 @@ def crossovers(rows: Sequence[Row]) -> list[Crossover]:
             dense[length] = max(dense.get(length, 0.0), row.tok_per_s or 0.0)
     found = []
     for series, members in _series(row for row in rows if not row.is_dense).items():
-        gains = [
-            (length, math.log((row.tok_per_s or 0.0) / dense[length]))
-            for row in _measured(members)
-            if (length := row.cell.axes.seq_len) in dense
-        ]
+        gains = sorted((row.cell.axes.seq_len, _gain(row, dense)) for row in members)
         for (below, before), (above, after) in pairwise(gains):
             if before < 0 <= after:
                 length = below * (above / below) ** (-before / (after - before))
                 found.append(Crossover(series, below, above, length))
     return found
+
+
+def _gain(row: Row, dense: Mapping[int, float]) -> float:
+    """Logarithm of the speed over dense's; NaN where one is not known, and over such a length
+    nothing is interpolated.
+    """
+    twin = dense.get(row.cell.axes.seq_len)
+    if row.tok_per_s is None or twin is None or too_wide(row):
+        return math.nan
+    return math.log(row.tok_per_s / twin)
 
 
 def _lines(axes: Axes, name: str, rows: list[Row], handles: dict[Series, Any]) -> bool:

@@ -436,6 +436,18 @@ def test_shards_and_dtypes_come_back(tmp_path: Folder) -> None:
 
 
 @torch.no_grad()
+def test_what_the_config_knows_is_changed_as_transformers_does(tmp_path: Folder) -> None:
+    model = sparse()
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(str(tmp_path), attention_dropout=0.25, use_cache=False)
+    assert loaded.config.attention_dropout == 0.25 and loaded.config.use_cache is False
+    same(model, loaded)
+    same(model, from_pretrained(str(tmp_path), config=str(tmp_path)))
+    with pytest.raises(ValueError, match="model_class is AutoModelForCausalLM; wanted the class"):
+        from_pretrained(str(tmp_path), AutoModelForCausalLM)
+
+
+@torch.no_grad()
 def test_a_decoder_alone_and_another_head_are_loaded(tmp_path: Folder) -> None:
     """FAULTS "models that are saved": as a class that was not stored."""
     model = sparse()

@@ -435,8 +435,12 @@ def test_a_poisoned_document_leaves_the_others_alone() -> None:
     assert torch.autograd.grad(o[:, :50].sum(), sinks)[0].isfinite().all()
 
 
-def test_transforms_run_and_a_second_derivative_is_refused() -> None:
+@pytest.mark.parametrize("chunk_bytes", [1, explicit.CHUNK_BYTES], ids=["chunks", "one chunk"])
+def test_transforms_run_and_a_second_derivative_is_refused(
+    chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FAULTS 'function transforms': grad and vmap are the gradient and a loop, the sinks' too."""
+    monkeypatch.setattr(explicit, "CHUNK_BYTES", chunk_bytes)
     q, pairs, gates, sinks = inputs(tokens=50)
     config = replace(SMALL, **BOTH)
 

@@ -73,7 +73,15 @@ def test_a_second_matrix_joins_the_first(
     assert len(files(tmp_path)) == 5
 
 
-@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_a_readme_that_was_edited_stays(tmp_path: Path) -> None:
+    assert app.invoke(["init", "cpu"]) == 0
+    mine = tmp_path / "matrices/README.md"
+    mine.write_text("mine", encoding="utf-8")
+    assert app.invoke(["init", "a100"]) == 0
+    assert mine.read_text(encoding="utf-8") == "mine" and len(files(tmp_path)) == 5
+
+
+@pytest.mark.parametrize("name", sorted(WRITTEN - {"matrices/README.md"}))
 def test_nothing_is_overwritten(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -108,6 +108,23 @@ def test_a_crossover_with_dense_is_marked_with_its_length(drawn: list[Any], tmp_
     assert speeds.crossovers(never) == []
 
 
+def test_nothing_crosses_over_a_lost_length() -> None:
+    cells = [
+        Cell("train", length, path, "on" if path == "v2" else "n/a")
+        for length in (1024, 2048, 4096)
+        for path in ("v2", "dense")
+    ]
+    run = run_with(cells, {0: 50.0, 1: 100.0, 2: 70.0, 3: 70.5, 4: 100.0, 5: 50.0})
+    assert [found.below for found in speeds.crossovers(rows_in(run))] == [2048]
+    lost = run.manifest.cells[2]
+    run = b.change_rows(
+        run,
+        lost.cell_id,
+        lambda row: b.replicate(lost, row.replicate, status="oom", tok_per_s=None),
+    )
+    assert speeds.crossovers(rows_in(run)) == []
+
+
 def test_a_crossover_between_far_lengths_is_no_length(drawn: list[Any], tmp_path: Path) -> None:
     """Two points 16 times apart do not tell where between them the lines meet."""
     cells = [
