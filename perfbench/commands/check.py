@@ -80,7 +80,13 @@ def check_and_judge(
         except (PerfbenchError, KeyboardInterrupt):
             leave_verdict(outcome.folder, by.baseline, by.strict)
             raise
-    trace_worst(outcome, context)
+    try:
+        trace_worst(outcome, context)
+    except KeyboardInterrupt:
+        if silent:  # a caller from Python must not go on; what is known stays in the folder
+            leave_verdict(outcome.folder, by.baseline, by.strict)
+            raise
+        warn("no trace was taken, and the verdict stands without: interrupted")
     return outcome
 
 
@@ -181,5 +187,3 @@ def trace_worst(outcome: Outcome, context: MeasuringContext) -> None:
         trace_on_red(outcome.judgement, pair, outcome.folder)
     except (PerfbenchError, NvmlUnavailable, OSError) as error:
         warn(f"no trace was taken, and the verdict stands without: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        warn("no trace was taken, and the verdict stands without: interrupted")

@@ -10,6 +10,7 @@ from perfbench.gate.coverage import usable
 from perfbench.records import Replicate
 
 CONFIDENCE = 0.95  # of a band, two-sided
+WIDEST = 7.0  # half a band, in logarithms: a thousandfold says what more would, and is a number
 Band = tuple[float, float]
 
 
@@ -41,8 +42,8 @@ def bands(by_cell: Mapping[str, Sequence[Replicate]]) -> dict[str, Band]:
         if df > 0:
             half = stats.t_quantile((1 + CONFIDENCE) / 2, df) * math.sqrt(variance / len(values))
             middle = math.fsum(values) / len(values)
-            if half < 20:  # beyond it the band says nothing, and exp() overflows
-                found[cell_id] = (math.exp(middle - half), math.exp(middle + half))
+            half = min(half, WIDEST)
+            found[cell_id] = (math.exp(middle - half), math.exp(middle + half))
     return found
 
 

@@ -15,8 +15,11 @@ import typer
 
 import perfbench
 from perfbench.commands import app
+from perfbench.commands.outcome import Outcome
 from perfbench.records import read_run
 from tests.perfbench.ab_bench import LONG, SHORT, Bench
+
+REAL_REPORT = Outcome.write_report
 
 ROOT = Path(__file__).parents[2]
 
@@ -162,6 +165,25 @@ def test_an_interrupt_is_the_callers(bench: Bench) -> None:
     bench.current.interrupt_at = 1
     with pytest.raises(KeyboardInterrupt, match="--resume"):
         perfbench.run("small.yaml")
+
+
+def test_an_interrupt_of_the_trace_is_the_callers_too(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller's loop went on, as if nobody had pressed Ctrl-C; the verdict stays in the folder."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    first = perfbench.run("small.yaml", out="first")
+    assert bench.run("baseline", "promote", str(first.folder), "--to", "base.json") == 0
+    monkeypatch.setattr("perfbench.commands.check.trace_worst", interrupted)
+    monkeypatch.setattr(Outcome, "write_report", REAL_REPORT)
+    bench.current.speed = 500.0
+    with pytest.raises(KeyboardInterrupt):
+        perfbench.check("small.yaml", baseline="base.json", no_confirm=True, out="second")
+    (folder,) = Path("second").iterdir()
+    assert json.loads((folder / "verdict.json").read_bytes())["exit_code"] == 7
 
 
 def test_what_is_public_is_loaded_at_its_first_use() -> None:

@@ -193,6 +193,14 @@ def test_a_band_is_the_t_interval_of_the_logarithms() -> None:
     assert bands({cell.cell_id: rows[:1]}) == {} and bands({cell.cell_id: []}) == {}
 
 
+def test_the_noisiest_numbers_have_a_band_and_are_too_noisy() -> None:
+    """They had none, and a clean headline."""
+    cell = b.planned_cell(Cell("train", 2048, "dense"))
+    rows = [b.replicate(cell, n, tok_per_s=speed) for n, speed in enumerate((1.0, 1e9))]
+    low, high = bands({cell.cell_id: rows})[cell.cell_id]
+    assert 0 < low < 31_622.8 < high < math.inf and high / low > 1e6
+
+
 def test_the_picture_of_changes_leaves_blind_cells_out(tmp_path: Path) -> None:
     run, judgement = troubled()
     names = [file.name for file in report.render(run, judgement, tmp_path)]
