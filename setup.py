@@ -15,7 +15,10 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\((?![a-z][a-z0-9+.-]*:|#)([^)\s]+)\)")
 
 
 def repository() -> str:
-    """The address of the repository, '' outside of GitHub's runner: nobody else knows it."""
+    """The address of the repository, '' outside of GitHub's runner: nobody else knows it.
+
+    A build reads its environment itself: the packages that may are not installed yet.
+    """
     name = os.environ.get("GITHUB_REPOSITORY", "")
     return f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}" if name else ""
 

@@ -86,8 +86,8 @@ def of_gpu(name: str, sm: tuple[int, int], device: str = "cuda") -> Capability:
 
 
 def untried(torch: str, triton: str | None) -> str | None:
-    """One line where these versions are none of TRIED, else None. What follows a '+' tells builds
-    apart, not versions; without Triton, torch's alone counts.
+    """One line where these versions are none of TRIED, else None. What follows a '+' names a
+    build, not a version; without Triton, torch's alone counts.
     """
     got = torch.split("+")[0], triton and triton.split("+")[0]
     if any(got[0] == pair[0] and got[1] in (None, pair[1]) for pair in TRIED):

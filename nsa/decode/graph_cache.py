@@ -163,7 +163,9 @@ class Steps:
         """
         if torch.compiler.is_compiling():
             torch._assert_async(
-                (self.length_B < self._max_len).all(), f"a row holds max_len={self._max_len} tokens"
+                (self.length_B < self._max_len).all(),
+                f"got a token for a row that holds max_len={self._max_len}; wanted room; make"
+                " the cache larger with NSACache.empty(max_len=...)",
             )
             return
         self._catch_up()

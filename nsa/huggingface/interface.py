@@ -142,8 +142,8 @@ def mask_of(
         )
     end = int(q_offset) + q_length
     # [keys] of bool is an earlier answer: generate asks before the model does
-    told = attention_mask is not None and attention_mask.ndim == 1
-    if attention_mask is not None and not (told and attention_mask.dtype == torch.bool):
+    made_here = attention_mask is not None and attention_mask.ndim == 1
+    if attention_mask is not None and not (made_here and attention_mask.dtype == torch.bool):
         if attention_mask.ndim != 2 or attention_mask.shape[1] != end:
             raise ValueError(
                 f"got an attention_mask {tuple(attention_mask.shape)} for {end} keys; wanted [B,"

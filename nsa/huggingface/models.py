@@ -209,7 +209,7 @@ def _attach(model: Any, config: NSAConfig) -> None:
         device = next(attention.parameters()).device
         attention.nsa = layer.to(device=device, dtype=model.dtype).train(attention.training)
         attention.register_forward_pre_hook(_hand_on_input, with_kwargs=True)
-    model.base_model.register_forward_pre_hook(_tell_documents, with_kwargs=True)
+    model.base_model.register_forward_pre_hook(_pass_documents, with_kwargs=True)
 
 
 def _hand_on_input(
@@ -219,7 +219,7 @@ def _hand_on_input(
     return args, kwargs | {INPUT: args[0] if args else kwargs["hidden_states"]}
 
 
-def _tell_documents(
+def _pass_documents(
     decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Packed documents are those of cu_seq_lens_q; ValueError for position_ids that begin anew

@@ -168,16 +168,16 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    told: dict[str, dict[str, None]] = {}  # by key, the values in the order of the file
+    fields_of: dict[str, dict[str, None]] = {}  # by key, the values in the order of the file
     for line in lines:
         key, _, value = line.partition(":")
         if value.strip():
-            told.setdefault(key.strip(), {})[value.strip()] = None
-    if models := told.get("model name"):
+            fields_of.setdefault(key.strip(), {})[value.strip()] = None
+    if models := fields_of.get("model name"):
         return next(iter(models))
     # ARM names no model; "aarch64" alone would be every one of them.
     kind = platform.processor() or platform.machine()
-    parts = [f"{key[4:]} {' + '.join(told[key])}" for key in ARM_KEYS if key in told]
+    parts = [f"{key[4:]} {' + '.join(fields_of[key])}" for key in ARM_KEYS if key in fields_of]
     return ", ".join(filter(None, [kind, *parts])) or "unknown CPU"
 
 

@@ -140,9 +140,9 @@ def _fails(finding: Finding) -> bool:
 
 def _red(cell: CellVerdict) -> str:
     again = f"\nreproduce: {plain(cell.reproduce)}" if cell.reproduce else ""
-    said = f"{cell.change}: " if cell.change else ""
+    change = f"{cell.change}: " if cell.change else ""
     title = f"perfbench: {cell.verdict} {cell.cell_id}"
-    return _command("error", title, f"{said}{cell.reason}", again)
+    return _command("error", title, f"{change}{cell.reason}", again)
 
 
 def _open(judgement: Judgement, level: str) -> Iterator[str]:

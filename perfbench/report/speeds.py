@@ -381,10 +381,10 @@ def _bar(axes: Axes, place: float, row: Row, most: float, like: Any) -> None:
         axes.hlines(place, row.low, row.high, color=GREY if row.is_dense else INK, linewidth=1.4)
         end = max(end, row.high)
     dense = "" if row.is_dense or row.x_dense is None else f"   {ratio(row.x_dense)} x dense"
-    said = "   host bound" if row.bound == "host" else ""
-    said += "   too noisy" if why == "too noisy" else ""
-    axes.text(end + 0.008 * most, place, f"{row.tok_per_s:,.0f}{dense}{said}", va="center")
-    axes.texts[-1].set(fontsize=8, color=ALARM if said else INK)
+    caveat = "   host bound" if row.bound == "host" else ""
+    caveat += "   too noisy" if why == "too noisy" else ""
+    axes.text(end + 0.008 * most, place, f"{row.tok_per_s:,.0f}{dense}{caveat}", va="center")
+    axes.texts[-1].set(fontsize=8, color=ALARM if caveat else INK)
 
 
 def _face(row: Row) -> str:

@@ -84,8 +84,8 @@ def terminal_table(
                 continue  # said already
             console.print(Text(f"  {finding.verdict.value}: {plain(finding.reason)}", style="red"))
         for row, left in _to_print(rows):
-            said = f"{row.cell.change}: " if row.cell.change else ""
-            line = f"  {row.verdict} {plain(row.name)}: {said}{plain(row.cell.reason)}"
+            change = f"{row.cell.change}: " if row.cell.change else ""
+            line = f"  {row.verdict} {plain(row.name)}: {change}{plain(row.cell.reason)}"
             console.print(Text(line, style=_style_of(row)))
             if left:
                 console.print(

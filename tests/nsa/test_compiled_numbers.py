@@ -78,6 +78,20 @@ def test_a_compiled_step_of_a_model_is_one_graph() -> None:
     assert len(counted.graphs) == 1
 
 
+def test_layers_that_stepped_apart_are_refused() -> None:
+    """Only a compiled step cannot compare the lengths of its caches."""
+    torch.manual_seed(0)
+    model = TinyLM(TINY, path="masked", fa2="off")
+    ids, caches = torch.randint(256, (1, 20)), model.new_cache(1, 24)
+    with torch.no_grad():
+        model(ids, cache=caches)
+        Steps(caches)
+        second: Any = model.blocks[1]
+        second.attention(randn(1, 1, TINY.dim, seed=1), cache=caches[1])
+        with pytest.raises(ValueError, match=r"caches that hold \[\(20,\), \(21,\)\] tokens"):
+            model(ids[:, :1], cache=caches)
+
+
 def test_compiled_and_ordinary_steps_count_together() -> None:
     layer, x = layer_of(), randn(1, 40, 32, seed=2)
     with torch.no_grad():
@@ -95,7 +109,7 @@ def test_compiled_and_ordinary_steps_count_together() -> None:
             assert cache.lengths == (t + 1,)
         with pytest.raises(ValueError, match="a row would hold 41 tokens"):
             layer(x[:, :1], cache=cache)
-        with pytest.raises(RuntimeError, match="a row holds max_len=40 tokens"):
+        with pytest.raises(RuntimeError, match="a row that holds max_len=40; wanted room"):
             counted.call(x[:, :1], cache=cache)
         assert cache.lengths == (40,)
 

@@ -358,8 +358,8 @@ def test_packed_documents_are_those_alone() -> None:
     positions = torch.cat([torch.arange(37), torch.arange(TOKENS - 37)])[None]
     ends = torch.tensor([0, 37, TOKENS])
     single = torch.cat([model(ids[:, :37]).logits, model(ids[:, 37:]).logits], 1)
-    for told in ({}, {"position_ids": positions}, {"position_ids": positions, "use_cache": True}):
-        packed = model(ids, cu_seq_lens_q=ends, **({"use_cache": False} | told)).logits
+    for given in ({}, {"position_ids": positions}, {"position_ids": positions, "use_cache": True}):
+        packed = model(ids, cu_seq_lens_q=ends, **({"use_cache": False} | given)).logits
         torch.testing.assert_close(packed, single, atol=2e-4, rtol=0)
 
 

@@ -18,9 +18,7 @@ from tests.cases import SMALL, assert_parity, randn
 
 TINY = preset("tiny")
 LAYERS = ("nsa", {"branches": ["win"], "window": 20}, {"rope": "none", "qk_norm": True}, "dense")
-MIXED = ModelConfig.from_mapping(
-    {"preset": "tiny", "num_layers": 4, "layers": [*LAYERS[:3], "dense"]}
-)
+MIXED = ModelConfig.from_mapping({"preset": "tiny", "num_layers": 4, "layers": LAYERS})
 WIDE = ModelConfig.from_mapping(
     {
         "preset": "tiny",

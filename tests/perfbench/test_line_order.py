@@ -69,12 +69,12 @@ def test_shuffled_lines_are_the_same_baseline(tmp_path: Path) -> None:
     """Of our own: a run against its own baseline, whichever of both has its lines shuffled."""
     first, shuffled = both(tmp_path, 4)
     policy = policy_of(first)
-    told = [
+    rendered = [
         repr(judge(run, b.baseline_of(base), policy))
         for run in (first, shuffled)
         for base in (first, shuffled)
     ]
-    assert len(set(told)) == 1, told
+    assert len(set(rendered)) == 1, rendered
 
 
 def test_counts_are_those_of_the_first_replicate() -> None:
