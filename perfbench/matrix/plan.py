@@ -37,7 +37,7 @@ BLOCK_S = {"cuda": 0.0, "cpu": 4.2}
 # Once a cell, in its first process: the proofs of the step and at its length, and the compiler.
 # On a GPU those of a forward are within its start; those of a training step compile kernels.
 PROOF_S = {"cuda": 20.0, "cpu": 0.5}
-COMPILE_S = 20.0
+COMPILE_S = 20.0  # of training steps on an H200; what a CPU takes was not measured
 # A process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples.
 SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}
 END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
