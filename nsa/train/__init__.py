@@ -1,0 +1,1 @@
+"""Training of TinyLM and its dense twin: ``python -m nsa.train``."""
