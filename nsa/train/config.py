@@ -322,6 +322,7 @@ class RunConfig:
         mapping = self.to_mapping()
         for name in ("out", "log", "watchdog", "checkpoint"):
             del mapping[name]
+        del mapping["model"]["vocab_size"]  # the tokenizer's, which has a hash of its own
         for name in ("workers", "prefetch"):
             del mapping["data"][name]
         for name in (
