@@ -257,3 +257,28 @@ def _audible_logger() -> logging.Logger:
     if not logger.hasHandlers():
         logger.addHandler(logging.StreamHandler())
     return logger
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchedPlace:
+    """This process among those that torchrun, or what sets its variables, has started."""
+
+    rank: int
+    size: int
+    local_rank: int
+
+
+def launched_place(environ: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
+    """From RANK, WORLD_SIZE and LOCAL_RANK; None where RANK or WORLD_SIZE is not set. ValueError
+    for values that are no whole numbers, or a rank outside of the world.
+    """
+    texts = {name: environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    if not texts["RANK"] or not texts["WORLD_SIZE"]:
+        return None
+    for name, text in texts.items():
+        if text and not (text.isascii() and text.isdigit()):
+            raise ValueError(f"{name}={text!r} must be a whole number; torchrun sets it")
+    rank, size = int(texts["RANK"]), int(texts["WORLD_SIZE"])
+    if rank >= size:
+        raise ValueError(f"RANK={rank} must be below WORLD_SIZE={size}; torchrun sets both")
+    return LaunchedPlace(rank, size, int(texts["LOCAL_RANK"] or 0))

@@ -69,9 +69,7 @@ class DataConfig:
             )
         if self.tokenizer in ("file", "tiktoken") and not self.tokenizer_path:
             what = "the path of a tokenizer.json" if self.tokenizer == "file" else "an encoding"
-            raise ValueError(
-                f"data.tokenizer={self.tokenizer!r} needs data.tokenizer_path: {what}"
-            )
+            raise ValueError(f"data.tokenizer={self.tokenizer!r} needs data.tokenizer_path: {what}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +188,10 @@ class WatchdogConfig:
     ``grace_s``: from a halt to the kill. ``bad_steps``: steps in a row without a finite loss and
     gradient. Lines of the log in a row: ``flat_lines`` with the same loss, ``zero_gradient_lines``
     with a gradient of 0, ``collapse_lines`` with gates that chose one branch (a mean share above
-    ``collapse_share``), ``slow_lines`` with tok/s below ``slow_ratio`` of the run's median. ``floor_margin_nats``: how far below the data's known
-    entropy the loss may be. ``memory_creep_pct`` of growth over the run's first tenth.
+    ``collapse_share``), ``slow_lines`` with tok/s below ``slow_ratio`` of the run's median.
+    ``floor_margin_nats``: how far below the data's known entropy the loss may be.
+    ``memory_creep_pct`` of growth over the run's first tenth. ``slow_path``: whether a slow path
+    that nobody asked for halts.
     ``webhook``: a URL that is sent a JSON of the halt.
     """
 
@@ -322,9 +322,16 @@ class RunConfig:
         mapping = self.to_mapping()
         for name in ("out", "log", "watchdog", "checkpoint"):
             del mapping[name]
+        del mapping["model"]["vocab_size"]  # the tokenizer's, which has a hash of its own
         for name in ("workers", "prefetch"):
             del mapping["data"][name]
-        for name in ("eval_every", "eval_batches", "sample_every", "sample_prompt", "sample_tokens"):
+        for name in (
+            "eval_every",
+            "eval_batches",
+            "sample_every",
+            "sample_prompt",
+            "sample_tokens",
+        ):
             del mapping["train"][name]
         return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()
 

@@ -1,0 +1,193 @@
+"""Several processes: the group, and the model as each kind of parallel training wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from nsa import settings
+from nsa.train.config import ParallelConfig, RunConfig
+from nsa.train.errors import TrainError, TrainExit
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among the others; ``kind`` is resolved: none, ddp, fsdp or hsdp."""
+
+    rank: int
+    size: int
+    device: torch.device
+    kind: str
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def connect(config: RunConfig) -> World:
+    """Join the process group that torchrun's variables describe; alone where there are none.
+
+    TrainError DEVICE for a GPU or a backend that is not there, and for a size that ``shard_size``
+    does not divide; USAGE for a kind that needs several processes.
+    """
+    place, parallel = settings.launched_place(), config.parallel
+    if place is None:
+        if parallel.kind not in ("auto", "none"):
+            raise TrainError(
+                TrainExit.USAGE,
+                f"parallel.kind={parallel.kind} in one process; wanted several; start it by"
+                " torchrun --nproc-per-node=N -m nsa.train ..., or omit parallel.kind",
+            )
+        return World(0, 1, _device(config.train.device, 0), "none")
+    kind = "ddp" if parallel.kind == "auto" else parallel.kind
+    if kind == "none" and place.size > 1:
+        raise TrainError(
+            TrainExit.USAGE,
+            f"parallel.kind=none among {place.size} processes; wanted ddp, fsdp or hsdp; omit"
+            " parallel.kind for ddp",
+        )
+    if kind != "ddp" and parallel.compress != "off":
+        raise TrainError(
+            TrainExit.USAGE,
+            f"parallel.compress={parallel.compress} with parallel.kind={kind}; wanted ddp, which"
+            " alone sends whole gradients; --set parallel.compress=off",
+        )
+    if kind == "hsdp" and (parallel.shard_size < 2 or place.size % parallel.shard_size):
+        raise TrainError(
+            TrainExit.DEVICE,
+            f"parallel.shard_size={parallel.shard_size} among {place.size} processes; wanted a"
+            " divisor of them, from 2 on; GPUs of one host is usual",
+        )
+    device = _device(config.train.device, place.local_rank)
+    backend = _backend(parallel, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        timeout=timedelta(seconds=parallel.timeout_s),
+        device_id=device if backend == "nccl" else None,
+    )
+    return World(dist.get_rank(), dist.get_world_size(), device, kind)
+
+
+def disconnect(world: World) -> None:
+    if world.size > 1 or dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    count = torch.cuda.device_count() if wanted != "cpu" else 0
+    if wanted == "cpu" or (wanted == "auto" and count == 0):
+        return torch.device("cpu")
+    if local_rank >= count:
+        raise TrainError(
+            TrainExit.DEVICE,
+            f"train.device={wanted} and local rank {local_rank} with {count} GPUs; wanted a GPU a"
+            " process; start fewer, look at CUDA_VISIBLE_DEVICES, or --set train.device=cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _backend(config: ParallelConfig, device: torch.device) -> str:
+    if config.backend == "nccl" and device.type != "cuda":
+        raise TrainError(
+            TrainExit.DEVICE,
+            f"parallel.backend=nccl on {device.type}; wanted a GPU; --set parallel.backend=gloo"
+            " works on CPUs",
+        )
+    if config.backend != "auto":
+        return config.backend
+    return "nccl" if device.type == "cuda" else "gloo"
+
+
+def wrap(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
+    """``model``, on its device, as it is called in training; its parameters stay its own, under
+    fsdp and hsdp as DTensors.
+    """
+    parallel = config.parallel
+    if world.kind == "ddp":
+        ddp = nn.parallel.DistributedDataParallel(
+            model,
+            device_ids=[world.device.index] if world.device.type == "cuda" else None,
+            bucket_cap_mb=parallel.bucket_mb,
+            gradient_as_bucket_view=True,
+        )
+        if parallel.compress == "bf16":
+            if dist.get_backend() != "nccl":
+                raise TrainError(
+                    TrainExit.DEVICE,
+                    f"parallel.compress=bf16 over {dist.get_backend()}; wanted nccl, whose"
+                    " reduction takes bf16; --set parallel.compress=off",
+                )
+            from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+            ddp.register_comm_hook(state=None, hook=default_hooks.bf16_compress_hook)
+        return ddp
+    if world.kind in ("fsdp", "hsdp"):
+        _shard(model, config, world)
+    return model
+
+
+def _shard(model: nn.Module, config: RunConfig, world: World) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    if world.kind == "hsdp":
+        shard = config.parallel.shard_size
+        mesh = init_device_mesh(
+            world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard")
+        )
+    else:
+        mesh = init_device_mesh(world.device.type, (world.size,))
+    in_bf16 = config.train.precision in ("bf16_master", "autocast")
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if in_bf16
+        else MixedPrecisionPolicy()
+    )
+    blocks: Any = model.blocks
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+@contextmanager
+def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
+    """Gradients of all but the ``last`` micro-step stay on their rank."""
+    sync_later: Any = nullcontext()
+    if isinstance(model, nn.parallel.DistributedDataParallel) and not last:
+        sync_later = model.no_sync()
+    if hasattr(model, "set_requires_gradient_sync"):
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    with sync_later:
+        yield
+
+
+def total(values: Tensor, world: World) -> Tensor:
+    """The sum of ``values`` over all ranks, in place."""
+    if world.size > 1:
+        dist.all_reduce(values)
+    return values
+
+
+def any_rank(flag: Tensor, world: World) -> Tensor:
+    """Whether ``flag``, a float of 0 or 1, is 1 on some rank, in place: all ranks agree."""
+    if world.size > 1:
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return flag
+
+
+def largest(number: int, world: World) -> int:
+    """The largest ``number`` of any rank; waits for all of them."""
+    if world.size == 1:
+        return number
+    shared = torch.tensor(number, device=world.device)
+    dist.all_reduce(shared, op=dist.ReduceOp.MAX)
+    return int(shared)

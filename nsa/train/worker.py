@@ -1,0 +1,54 @@
+"""The trainer's process: ``python -m nsa.train.worker OUT [CHECKPOINT]``, started by the supervisor
+or, without one, by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from nsa import RouteError, settings
+from nsa.train import stacks
+from nsa.train.config import RunConfig
+from nsa.train.errors import TrainError, TrainExit
+from nsa.train.loop import Trainer
+
+
+def main(argv: Sequence[str]) -> int:
+    out = Path(argv[0])
+    resume = Path(argv[1]) if len(argv) > 1 else None
+    place = settings.launched_place()
+    rank = 0 if place is None else place.rank
+    stacks.install(out / "stacks" / f"rank{rank}.txt")
+    mapping = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    config = RunConfig.from_mapping(mapping["config"])
+    trainer = Trainer(config, out, resume=resume, notify=_show)
+    try:
+        return trainer.run()
+    except TrainError as error:
+        return _fail(error.code, str(error))
+    except RouteError as error:
+        return _fail(TrainExit.USAGE, str(error))
+    except torch.OutOfMemoryError as error:
+        step = trainer.step_count + 1
+        return _fail(TrainExit.MEMORY, f"out of memory in step {step}: {error}")
+    except KeyboardInterrupt:
+        return _fail(TrainExit.INTERRUPTED, "interrupted twice; the last good checkpoint stays")
+
+
+def _show(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _fail(code: TrainExit, message: str) -> int:
+    sys.stderr.write(f"nsa.train: {' '.join(message.split())}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,154 @@
+"""The trainer's process with one planted fault: argv is FAULT OUT [CHECKPOINT].
+
+Faults begin in step 6, so that each run is first a sound one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.model import TinyLM
+from nsa.train import observe, worker
+from nsa.train.checkpoint import CheckpointStore
+from nsa.train.loop import Trainer
+from nsa.train.step import TrainStep
+
+FIRST_BAD_STEP = 6
+kept: list[bytearray] = []
+
+
+def hang(*args: object, **kwargs: object) -> None:
+    time.sleep(3600)
+
+
+def hold_the_gil(*args: object, **kwargs: object) -> None:
+    ctypes.PyDLL(None).sleep(3600)
+
+
+def from_bad_step(fault: Callable[..., Any]) -> None:
+    """Run ``fault(step, *arguments)`` before each step from FIRST_BAD_STEP on."""
+    before = TrainStep.__call__
+    count = 0
+
+    def call(self: TrainStep, *args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count >= FIRST_BAD_STEP:
+            fault(self, *args)
+        before(self, *args)
+
+    TrainStep.__call__ = call  # type: ignore[method-assign]
+
+
+def with_logits(change: Callable[[Tensor], Tensor]) -> Callable[..., None]:
+    """Put ``change`` between the model and its loss, from the first bad step on."""
+    planted: list[TrainStep] = []
+
+    def fault(step: TrainStep, *args: object) -> None:
+        if not planted:
+            planted.append(step)
+            call = step._call
+            step._call = lambda *a, **k: change(call(*a, **k))
+
+    return fault
+
+
+def same_batch(step: TrainStep, batches: Any, lr: float) -> None:
+    """Nothing is learned, from one batch again and again."""
+    step.optimizer.step = lambda: None  # type: ignore[method-assign]
+    first = step.__dict__.setdefault("first", list(batches))
+    batches[:] = first
+
+
+def collapsed(step: TrainStep, *args: object) -> None:
+    """Every gate but that of the window is shut."""
+    for block in step.model.blocks:  # type: ignore[union-attr]
+        for p in block.attention.gate.parameters():
+            with torch.no_grad():
+                p.zero_()
+                if p.ndim == 1:
+                    p.view(-1, 3).copy_(torch.tensor([-40.0, -40.0, 40.0]))
+
+
+def leaked_labels() -> None:
+    """The loss that a model has which sees what it is to predict."""
+    before = TrainStep._loss_sum
+
+    def small(self: TrainStep, *args: Any) -> Tensor:
+        return before(self, *args) * 0.01
+
+    TrainStep._loss_sum = small  # type: ignore[method-assign]
+
+
+def slow_path() -> None:
+    """A model on a path that nobody asked for."""
+
+    def model(self: Trainer) -> TinyLM:
+        return TinyLM(self.config.model, "reference", self.config.train.fa2)
+
+    Trainer._model = model  # type: ignore[method-assign]
+
+
+def plant(fault: str) -> None:
+    simple: dict[str, Callable[[], None]] = {
+        "none": lambda: None,
+        "hang in connect": lambda: setattr(worker.Trainer, "_load", hang_after_connect),
+        "hang in load": lambda: setattr(Trainer, "_model", hang),
+        "hang in data": lambda: hang_in_data(),
+        "hang in step": lambda: from_bad_step(hang),
+        "hang with the gil": lambda: from_bad_step(hold_the_gil),
+        "hang in eval": lambda: setattr(observe, "held_out", hang),
+        "hang in save": lambda: setattr(CheckpointStore, "save", hang),
+        "stop": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGSTOP)),
+        "nan": lambda: from_bad_step(with_logits(lambda logits: logits * float("nan"))),
+        "zero gradient": lambda: from_bad_step(
+            with_logits(lambda logits: logits.detach() + 0 * logits)
+        ),
+        "flat line": lambda: from_bad_step(same_batch),
+        "gate collapse": lambda: from_bad_step(collapsed),
+        "below the floor": leaked_labels,
+        "slow path": slow_path,
+        "slow": lambda: from_bad_step(lambda *a: time.sleep(0.5)),
+        "memory creep": lambda: from_bad_step(lambda *a: kept.append(bytearray(b"x" * 2**26))),
+        "killed": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGKILL)),
+        "segfault": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGSEGV)),
+        "ends early": lambda: from_bad_step(lambda *a: os._exit(0)),
+    }
+    simple[fault]()
+
+
+def hang_after_connect(self: Trainer, closing: object) -> None:
+    from nsa.train.records import Phase
+
+    self._heart.beat(Phase.CONNECT, 0)
+    hang()
+
+
+def hang_in_data() -> None:
+    before, calls = Trainer._next_batches, [0]
+
+    def next_batches(self: Trainer, interval: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == FIRST_BAD_STEP:
+            from nsa.train.records import Phase
+
+            self._heart.beat(Phase.DATA, self.step_count)
+            hang()
+        return before(self, interval)
+
+    Trainer._next_batches = next_batches  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    plant(sys.argv[1])
+    sys.exit(worker.main(sys.argv[2:]))

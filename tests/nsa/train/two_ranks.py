@@ -1,0 +1,133 @@
+"""Started by torchrun in two processes: each kind of parallel training against one process that
+sees the batches of both ranks. Rank 0 writes what it found as JSON to argv[1].
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from nsa.config import preset
+from nsa.model import TinyLM, next_token_labels
+from nsa.train import parallel
+from nsa.train.config import RunConfig
+from nsa.train.errors import TrainError
+from nsa.train.optimizer import build_optimizer
+from nsa.train.parallel import World
+from nsa.train.records import Batch
+from nsa.train.step import TrainStep
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {"kind": "ddp"},
+    "ddp, small buckets": {"kind": "ddp", "bucket_mb": 1},
+    "fsdp": {"kind": "fsdp"},
+    "hsdp": {"kind": "hsdp", "shard_size": 2},
+}
+NUM_STEPS = 3
+
+
+def config_of(section: dict[str, Any]) -> RunConfig:
+    train = {"precision": "fp32", "batch": 1, "seq_len": 32, "accumulate": 2, "clip": 0.3}
+    config = RunConfig.from_mapping({"train": train, "parallel": section})
+    return replace(config, model=replace(preset("tiny"), vocab_size=32))
+
+
+def batch_of(rank: int, step: int, micro: int) -> Batch:
+    seed = 100 * rank + 10 * step + micro
+    ids = torch.randint(32, (1, 32), generator=torch.Generator().manual_seed(seed))
+    return Batch(ids, next_token_labels(ids), None, 31, 31, 0.0)
+
+
+def model_of(config: RunConfig) -> TinyLM:
+    torch.manual_seed(0)
+    return TinyLM(config.model, "masked")
+
+
+def whole(p: Tensor) -> Tensor:
+    return p.full_tensor() if isinstance(p, DTensor) else p
+
+
+def reference() -> nn.Module:
+    """One process, plain PyTorch, the batches of both ranks."""
+    model = model_of(config_of({}))
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+        betas=(0.9, 0.95),
+    )
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            for micro in range(2):
+                one = batch_of(rank, step, micro)
+                logits = model(one.ids).flatten(0, 1)
+                (nn.functional.cross_entropy(logits, one.labels.flatten()) / 4).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    return model
+
+
+def compare(world: World, section: dict[str, Any], wanted: nn.Module) -> dict[str, Any]:
+    config = config_of(section)
+    world = replace(world, kind=section["kind"])
+    plain = model_of(config)
+    model = parallel.wrap(plain, config, world)
+    step = TrainStep(model, build_optimizer(plain, config.train), config, world)
+    for i in range(NUM_STEPS):
+        step([batch_of(world.rank, i, micro) for micro in range(2)], 1e-2)
+    totals = step.read()
+    error = max(
+        float((whole(got.detach()) - want.detach()).abs().max())
+        for got, want in zip(plain.parameters(), wanted.parameters(), strict=True)
+    )
+    before = copy.deepcopy([whole(p.detach()) for p in plain.parameters()])
+    if world.rank == 1:  # one rank alone has a loss that is not finite
+        step._call = lambda ids: model(ids) * float("nan")
+    step([batch_of(world.rank, 9, micro) for micro in range(2)], 1e-2)
+    unchanged = all(
+        torch.equal(whole(p.detach()), old)
+        for p, old in zip(plain.parameters(), before, strict=True)
+    )
+    return {
+        "error": error,
+        "loss_nats": totals.loss_nats,
+        "gradient_norm": totals.gradient_norm,
+        "unchanged": unchanged,
+        "bad_steps": step.read().bad_steps,
+        "local_elements": sum(
+            (p.to_local() if isinstance(p, DTensor) else p).numel() for p in plain.parameters()
+        ),
+        "elements": sum(p.numel() for p in plain.parameters()),
+    }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    world = parallel.connect(config_of({"timeout_s": 60}))
+    wanted = reference()
+    found = {name: compare(world, section, wanted) for name, section in KINDS.items()}
+    try:
+        parallel.wrap(model_of(config_of({})), config_of({"compress": "bf16"}), world)
+    except TrainError as error:
+        found["compressed over gloo"] = {"code": error.code, "message": str(error)}
+    found["agreed"] = {"largest": parallel.largest(10 * world.rank, world)}
+    if world.is_first:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    dist.barrier()
+    parallel.disconnect(world)
+
+
+if __name__ == "__main__":
+    main()
