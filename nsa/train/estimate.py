@@ -106,12 +106,7 @@ class Estimate:
         return rows
 
 
-def estimate(
-    config: RunConfig,
-    where: Capability,
-    *,
-    card_bytes: int | None = None,
-) -> Estimate:
+def estimate(config: RunConfig, where: Capability, *, card_bytes: int | None = None) -> Estimate:
     """Of one rank on ``where``; ``card_bytes`` of its memory, by default what CARD_BYTES has.
 
     A vocabulary that a tokenizer brings along is not known here: the model's own is taken, for a
@@ -290,6 +285,8 @@ def _notes(config: RunConfig, where: Capability) -> tuple[str, ...]:
         kernels = {one.kernel for one in (() if found is None else found.branches)}
         if path in (Path.REFERENCE, Path.V1) or EXPLICIT in kernels:
             notes.append(f"path {path} keeps more than this estimate has: it is a lower bound")
+        elif config.model.value_dim != config.model.head_dim and (not kernels or "sdpa" in kernels):
+            notes.append("SDPA keeps its probabilities where V's head dim differs: a lower bound")
     if config.data.packing == "documents":
         notes.append("packed documents: FLOPs are those of one sequence a row, an upper bound")
     if config.parallel.kind in ("fsdp", "hsdp"):
@@ -300,4 +297,4 @@ def _notes(config: RunConfig, where: Capability) -> tuple[str, ...]:
 
 
 def _gb(size: int) -> str:
-    return f"{size / 1e9:.3f} GB"
+    return f"{size / 1e9:.2f} GB" if size >= 10**9 else f"{size / 1e6:.1f} MB"

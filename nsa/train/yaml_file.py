@@ -93,10 +93,11 @@ def _check_texts(read: _Read) -> None:
         if not is_dataclass(kind) or not isinstance(values, dict):
             continue
         for name, hint in get_type_hints(kind).items():
-            wanted = {str: str, str | None: (str, type(None))}.get(hint)
-            if wanted and name in values and not isinstance(values[name], wanted):
+            given = values.get(name, "")
+            is_text = isinstance(given, str) or (given is None and hint == str | None)
+            if hint in (str, str | None) and not is_text:
                 raise _usage(
-                    f"{read.place((section, name))}: {section}.{name}={values[name]!r} must be a"
+                    f"{read.place((section, name))}: {section}.{name}={given!r} must be a"
                     " text; quote it"
                 )
 
@@ -211,15 +212,22 @@ def _forget_other_name(read: _Read, loc: _Loc) -> None:
 
 
 def _compose(text: str, at: Callable[[int], str], prefix: str) -> Node | None:
-    from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
+    try:
+        from ruamel.yaml import YAML
+        from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    except ModuleNotFoundError:
+        raise TrainError(
+            TrainExit.MISSING,
+            "the package ruamel.yaml is missing, which a config needs; pip install"
+            " 'nsa-perfbench[train]'",
+        ) from None
     if re.search(r"^%", text, re.MULTILINE):
         line = next(i for i, one in enumerate(text.split("\n")) if one.startswith("%"))
         raise _usage(f"{at(line)}: a YAML directive; remove it, configs are YAML 1.2")
     try:
+        depth = 0
         for event in YAML(typ="safe", pure=True).parse(text):
-            _refuse(event, at)
+            depth = _refuse(event, at, depth)
         node: Node | None = YAML(typ="safe", pure=True).compose(text)
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -230,14 +238,20 @@ def _compose(text: str, at: Callable[[int], str], prefix: str) -> Node | None:
     except (YAMLError, ValueError, OverflowError) as error:  # a character or an escape
         reason = getattr(error, "reason", None) or error
         raise _usage(f"{prefix}not valid YAML: {reason}; remove the character") from None
-    except RecursionError:
-        raise _usage(f"{prefix}nested too deep; look for a missing bracket") from None
     return node
 
 
-def _refuse(event: Event, at: Callable[[int], str]) -> None:
-    """A node has the tag that its text resolves to; an event, that of the file alone."""
-    from ruamel.yaml.events import AliasEvent
+def _refuse(event: Event, at: Callable[[int], str], depth: int) -> int:
+    """The depth behind ``event``, at which the next one stands; TrainError for what a strict file
+    does not need. (A node has the tag that its text resolves to; an event, that of the file alone.)
+    """
+    from ruamel.yaml.events import (
+        AliasEvent,
+        MappingEndEvent,
+        MappingStartEvent,
+        SequenceEndEvent,
+        SequenceStartEvent,
+    )
 
     where = at(event.start_mark.line)
     if isinstance(event, AliasEvent) or getattr(event, "anchor", None):
@@ -250,6 +264,13 @@ def _refuse(event: Event, at: Callable[[int], str]) -> None:
             f"{where}: the tag {str(tag)[:60]!r} is not used in a config; remove it, or quote the"
             " text"
         )
+    if isinstance(event, MappingEndEvent | SequenceEndEvent):
+        return depth - 1
+    if not isinstance(event, MappingStartEvent | SequenceStartEvent):
+        return depth
+    if depth == MAX_DEPTH:  # before the parser has read it all, whose time grows with its square
+        raise _usage(f"{where}: nested deeper than {MAX_DEPTH} levels; look for a missing bracket")
+    return depth + 1
 
 
 class _Reader:
@@ -260,14 +281,13 @@ class _Reader:
         self.places: dict[_Loc, str] = {(): at(0)}
 
     def value(self, node: Node, loc: _Loc) -> Any:
-        from ruamel.yaml.nodes import MappingNode, SequenceNode
+        from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
 
-        if len(loc) > MAX_DEPTH:
-            self._fail(node, "nested too deep; look for a missing bracket")
         if isinstance(node, MappingNode):
             return self._mapping(node, loc)
         if isinstance(node, SequenceNode):
             return [self.value(one, (*loc, str(i))) for i, one in enumerate(node.value)]
+        assert isinstance(node, ScalarNode)
         return self._scalar(node)
 
     def _mapping(self, node: MappingNode, loc: _Loc) -> dict[str, Any]:
