@@ -101,9 +101,10 @@ def watch(
     """Watch a run from outside: what it does, and whether it still does."""
     from nsa.train.config import RunConfig
     from nsa.train.launch import read_resolved
-    from nsa.train.watchdog import watch as look  # type: ignore[attr-defined, unused-ignore]
 
     config = RunConfig.from_mapping(read_resolved(out)["config"])
+    from nsa.train.watchdog import watch as look  # type: ignore[attr-defined, unused-ignore]
+
     code: int = look(out, once=once, halt=halt, config=config.watchdog)
     return code
 
@@ -134,12 +135,28 @@ def sample(
         raise TrainError(TrainExit.USAGE, f"--top-p {top_p} must be above 0 and at most 1")
     read_resolved(out)
     path = checkpoint_of(out, checkpoint)
-    from nsa.train.sample import sample_text  # type: ignore[import-not-found, unused-ignore]
+    from nsa.model import DenseLM
+    from nsa.train.observe import write_text
+    from nsa.train.trained import load_trained
 
-    text = sample_text(
-        out, path, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed
+    model, tokenizer = load_trained(out, path)
+    if isinstance(model, DenseLM):
+        raise TrainError(
+            TrainExit.USAGE,
+            f"the model of {out} is the dense twin, which writes no text; wanted one of"
+            " train.attention=nsa",
+        )
+    typer.echo(
+        write_text(
+            model,
+            tokenizer,
+            prompt,
+            tokens=tokens,
+            seed=seed,
+            temperature=temperature,
+            top_p=top_p,
+        )
     )
-    typer.echo(text)
     return TrainExit.OK
 
 
@@ -163,8 +180,10 @@ def export(
     from nsa.train.export import (  # type: ignore[import-not-found, unused-ignore]
         save_pretrained,
     )
+    from nsa.train.trained import load_trained
 
-    save_pretrained(out, path, folder)
+    model, tokenizer = load_trained(out, path)
+    save_pretrained(model, folder, tokenizer)
     typer.echo(f"wrote {folder}")
     return TrainExit.OK
 
@@ -251,7 +270,9 @@ def _commands() -> list[Any]:
 
 
 def invoke(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code; an error is one line on stderr."""
+    """Run one command line and return its exit code; an error is one line on stderr. Ctrl-C is
+    typer's: 130, and nothing is shown.
+    """
     from nsa.routing import RouteError
 
     try:
@@ -264,8 +285,6 @@ def invoke(argv: Sequence[str]) -> int:
         return _fail(TrainExit.USAGE, error.format_message())
     except (RouteError, ValueError) as error:
         return _fail(TrainExit.USAGE, str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(TrainExit.INTERRUPTED, "interrupted")
     return code if isinstance(code, int) else TrainExit.OK
 
 

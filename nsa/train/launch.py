@@ -74,13 +74,15 @@ def checkpoint_of(out: Path, resume: str) -> Path:
         raise TrainError(
             TrainExit.CHECKPOINT, f"cannot read {pointer}: {error}; --resume PATH names one"
         ) from None
-    path = pointer.parent / name
-    if not name or Path(name).name != name or not path.is_dir():
+    # the second name is one's of which a newer save of the same step was about to take the place
+    names = (name, f"{name}.replaced") if name and Path(name).name == name else ()
+    found = [pointer.parent / one for one in names if (pointer.parent / one).is_dir()]
+    if not found:
         raise TrainError(
             TrainExit.CHECKPOINT,
             f"{pointer} names {name!r}, which is no checkpoint there; --resume PATH names one",
         )
-    return path
+    return found[0]
 
 
 def write_resolved(out: Path, config: RunConfig) -> None:
