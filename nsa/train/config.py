@@ -348,10 +348,10 @@ def renamed(mapping: Mapping[str, Any]) -> dict[str, Any]:
         values = plain.get(section)
         if not isinstance(values, dict) or key not in values:
             continue
-        target = plain.setdefault(to, {})
+        target = plain[to] = _mapping(to, plain.get(to))
         if name in target:
             raise ValueError(f"{new} is given twice ({old} is another name for it); keep one")
-        target[name] = values.pop(key)
+        target[name] = plain[section].pop(key)
     if plain.get("runtime") == {}:
         del plain["runtime"]
     return plain

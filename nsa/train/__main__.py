@@ -1,0 +1,24 @@
+"""``python -m nsa.train``."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> int:
+    """The command line; 10 with one line where a package that it needs is not installed."""
+    try:
+        from nsa.train import cli
+    except ModuleNotFoundError as error:
+        if error.name != "typer":
+            raise
+        sys.stderr.write(
+            "nsa.train: the package typer is missing, which `python -m nsa.train` needs; pip"
+            " install 'nsa-perfbench[train]'\n"
+        )
+        return 10
+    return cli.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""From a config to the trainer's process: the run folder, its resolved config, the checkpoint that
+it resumes from. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from nsa.train.config import RunConfig
+from nsa.train.errors import TrainError, TrainExit
+
+CONFIG = "config.json"
+WAIT_FOR_FIRST_RANK_S = 300.0
+_POLL_S = 0.1
+
+
+def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
+    """Run the trainer under the watchdog until it ends: its exit code.
+
+    Rank 0 makes the folder config.out, or archives the run that is in it, and writes the resolved
+    config; the others wait for that. ``resume``: a checkpoint's folder, "auto" for the last good
+    one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's.
+    """
+    from nsa.train.archive import prepare_run_folder
+    from nsa.train.watchdog import supervise  # type: ignore[attr-defined, unused-ignore]
+
+    out = Path(config.out).resolve()
+    checkpoint = None if resume is None else checkpoint_of(out, resume)
+    continues = checkpoint is not None and out in checkpoint.parents
+    if continues:
+        _check_same(out, config)
+    with ExitStack() as held:
+        if rank == 0:
+            held.enter_context(prepare_run_folder(out, resume=continues))
+            write_resolved(out, config)
+        else:
+            wait_for_resolved(out, config)
+        argv = [sys.executable, "-m", "nsa.train.worker", str(out)]
+        argv += [] if checkpoint is None else [str(checkpoint)]
+        code: int = supervise(argv, out, config.watchdog, rank)
+    return code
+
+
+def checkpoint_of(out: Path, resume: str) -> Path:
+    """The folder that ``resume`` names: a path, or "auto" for the last good one of ``out``."""
+    if resume != "auto":
+        path = Path(resume).resolve()
+        if not path.is_dir():
+            raise TrainError(
+                TrainExit.CHECKPOINT,
+                f"--resume {resume} is no folder; wanted a checkpoint, such as"
+                f" {out}/checkpoints/step-00000500; --resume takes the last good one",
+            )
+        return path
+    pointer = out / "checkpoints" / "last-good"
+    try:
+        name = pointer.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        raise TrainError(
+            TrainExit.CHECKPOINT,
+            f"--resume found no checkpoint in {out}; wanted {pointer}; drop --resume to begin anew,"
+            " or name the run's folder with --out",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrainError(
+            TrainExit.CHECKPOINT, f"cannot read {pointer}: {error}; --resume PATH names one"
+        ) from None
+    path = pointer.parent / name
+    if not name or Path(name).name != name or not path.is_dir():
+        raise TrainError(
+            TrainExit.CHECKPOINT,
+            f"{pointer} names {name!r}, which is no checkpoint there; --resume PATH names one",
+        )
+    return path
+
+
+def write_resolved(out: Path, config: RunConfig) -> None:
+    """Write ``out``/config.json whole or not at all."""
+    text = json.dumps(
+        {
+            "sha256": config.sha256(),
+            "config": config.to_mapping(),
+            "launcher": _launcher(),
+            "written_s": time.time(),
+        },
+        indent=2,
+    )
+    beside = out / f".{CONFIG}.{os.getpid()}"
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            file.write(text + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(out / CONFIG)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise TrainError(
+            TrainExit.USAGE,
+            f"cannot write {out / CONFIG}: {error.strerror}; wanted a folder for the run; --out"
+            " names another",
+        ) from None
+
+
+def read_resolved(out: Path) -> dict[str, Any]:
+    """What `write_resolved` wrote; TrainError USAGE where ``out`` holds no run."""
+    try:
+        read = json.loads((out / CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no JSON"
+        raise TrainError(
+            TrainExit.USAGE,
+            f"cannot read {out / CONFIG}: {why}; wanted the folder of a run, which python -m"
+            " nsa.train CONFIG makes",
+        ) from None
+    if not isinstance(read, dict) or not isinstance(read.get("config"), dict):
+        raise TrainError(
+            TrainExit.USAGE, f"{out / CONFIG} holds no config; wanted the folder of a run"
+        )
+    return read
+
+
+def wait_for_resolved(
+    out: Path, config: RunConfig, *, timeout_s: float = WAIT_FOR_FIRST_RANK_S
+) -> None:
+    """Wait until rank 0 of this run has written ``out``/config.json; TrainError PEER where it does
+    not. An older run's file in the same folder is not taken for it.
+    """
+    begin_s = time.time()
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if (out / CONFIG).is_file():
+            read = read_resolved(out)
+            if _is_of_this_run(read, begin_s) and read.get("sha256") == config.sha256():
+                return
+        time.sleep(_POLL_S)
+    raise TrainError(
+        TrainExit.PEER,
+        f"rank 0 wrote no {out / CONFIG} of this config within {timeout_s:.0f} s; wanted the same"
+        " command and folder on each rank; see its log",
+    )
+
+
+def _is_of_this_run(read: Mapping[str, Any], begin_s: float) -> bool:
+    launcher, own = read.get("launcher"), _launcher()
+    if isinstance(launcher, dict) and launcher.get("host") == own["host"]:
+        return launcher == own
+    # another host: clocks of one cluster differ by less, and torchrun starts ranks together
+    return float(read.get("written_s", 0.0)) > begin_s - 60.0
+
+
+def _launcher() -> dict[str, Any]:
+    """What starts all ranks of a host: torchrun's process."""
+    return {"host": platform.node(), "pid": os.getppid()}
+
+
+def _check_same(out: Path, config: RunConfig) -> None:
+    """TrainError CHECKPOINT where the run in ``out`` is of a config that computes something
+    else.
+    """
+    read = read_resolved(out)
+    if read.get("sha256") == config.sha256():
+        return
+    old, new = _flat(read["config"]), _flat(config.to_mapping())
+    skipped = ("out", "log.", "watchdog.", "checkpoint.")
+    changed = [
+        f"{key} {old.get(key)!r} -> {new.get(key)!r}"
+        for key in sorted({*old, *new})
+        if old.get(key) != new.get(key) and not key.startswith(skipped)
+    ]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    raise TrainError(
+        TrainExit.CHECKPOINT,
+        f"the run in {out} is of another config ({', '.join(changed[:3])}{more}); wanted the same;"
+        " drop --resume to begin anew",
+    )
+
+
+def _flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in mapping.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def without_watchdog(config: RunConfig) -> RunConfig:
+    return replace(config, watchdog=replace(config.watchdog, enabled=False))

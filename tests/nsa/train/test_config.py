@@ -1,0 +1,105 @@
+"""The configuration of a run: what it takes, refuses and hashes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nsa.train.config import FOUNDING_NAMES, RunConfig
+
+
+def test_what_is_written_is_read_back() -> None:
+    config = RunConfig.from_mapping(
+        {
+            "model": {"preset": "tiny", "layers": ["nsa", "dense"], "checkpoint_layers": [0, 1]},
+            "data": {"kind": "text", "paths": ["a", "b"]},
+            "train": {"lr": 1e-3, "schedule": "wsd", "decay_steps": 10},
+            "watchdog": {"webhook": "http://localhost"},
+            "out": "x",
+        }
+    )
+    again = RunConfig.from_mapping(json.loads(json.dumps(config.to_mapping())))
+    assert again == config and again.sha256() == config.sha256()
+
+
+def test_founding_names_are_fields() -> None:
+    """Each old name sets the field that it stands for, and no other."""
+    values: dict[str, Any] = {
+        "train.schedule": "constant",
+        "train.precision": "fp32",
+        "train.device": "cpu",
+        "train.path": "v2",
+    }
+    for old, new in FOUNDING_NAMES.items():
+        (section, key), (to, name) = old.split("."), new.split(".")
+        value = values.get(new, 7)
+        config = RunConfig.from_mapping({section: {key: value}})
+        default = RunConfig.from_mapping({}).to_mapping()
+        default[to][name] = value
+        assert config.to_mapping() == default, old
+
+
+@pytest.mark.parametrize(
+    ("mapping", "message"),
+    [
+        ({"trian": {}}, "trian is no section; did you mean 'train'?"),
+        ({"train": {"sqe_len": 1}}, "train.sqe_len is not known; did you mean 'seq_len'?"),
+        ({"train": 5}, "train=5 must be a mapping"),
+        ({"train": 5, "runtime": {"precision": "fp32"}}, "train=5 must be a mapping"),
+        ({"runtime": {"speed": 1}}, "runtime is no section"),
+        ({"train": {"steps": True}}, "train.steps=True must be a whole number >= 1"),
+        ({"train": {"lr": "1e-3"}}, "train.lr='1e-3' must be a number >= 0"),
+        ({"train": {"lr": float("nan")}}, "train.lr=nan must be a number >= 0"),
+        ({"train": {"batch": 1, "batch_size": 1}}, "train.batch is given twice"),
+        ({"data": {"kind": "text"}}, "data.paths is empty"),
+        ({"data": {"kind": "synthetic", "paths": [1]}}, "must be a list of paths"),
+        ({"data": {"kind": "synthetic", "tokenizer": "file"}}, "needs data.tokenizer_path"),
+        ({"train": {"schedule": "wsd"}}, "train.schedule=wsd with train.decay_steps=0"),
+        ({"parallel": {"kind": "dpp"}}, "parallel.kind='dpp' is not known; did you mean 'ddp'?"),
+        ({"watchdog": {"step_s": -1}}, "watchdog.step_s=-1 must be a number >= 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(mapping: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        RunConfig.from_mapping(mapping)
+    assert message in str(caught.value)
+
+
+def test_empty_section_beside_a_founding_name() -> None:
+    config = RunConfig.from_mapping({"train": None, "runtime": {"precision": "fp32"}})
+    assert config.train.precision == "fp32"
+
+
+BASE = RunConfig()
+
+
+@pytest.mark.parametrize(
+    "same",
+    [
+        replace(BASE, out="elsewhere"),
+        replace(BASE, log=replace(BASE.log, every=1)),
+        replace(BASE, watchdog=replace(BASE.watchdog, enabled=False)),
+        replace(BASE, checkpoint=replace(BASE.checkpoint, every=7)),
+        replace(BASE, data=replace(BASE.data, workers=0, prefetch=9)),
+        replace(BASE, train=replace(BASE.train, eval_every=3, sample_prompt="x")),
+    ],
+)
+def test_what_computes_the_same_has_the_same_hash(same: RunConfig) -> None:
+    assert same != BASE and same.sha256() == BASE.sha256()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(BASE, model=replace(BASE.model, num_layers=11)),
+        replace(BASE, data=replace(BASE.data, seed=1)),
+        replace(BASE, train=replace(BASE.train, lr=1e-4)),
+        replace(BASE, train=replace(BASE.train, batch=9)),
+        replace(BASE, parallel=replace(BASE.parallel, compress="bf16")),
+    ],
+)
+def test_what_computes_something_else_has_another_hash(other: RunConfig) -> None:
+    assert other.sha256() != BASE.sha256()
