@@ -1,0 +1,23 @@
+"""Optional packages, imported where a run needs them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from nsa.train.errors import TrainError, TrainExit
+
+
+def need(module: str, what: str) -> Any:
+    """The module ``module``, which ``what`` needs; TrainError MISSING where it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # the package is there, and one that it needs is not
+        raise TrainError(
+            TrainExit.MISSING,
+            f"the package {package} is missing, which {what} needs; pip install"
+            " 'nsa-perfbench[train]'",
+        ) from error
