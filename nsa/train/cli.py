@@ -101,10 +101,9 @@ def watch(
     """Watch a run from outside: what it does, and whether it still does."""
     from nsa.train.config import RunConfig
     from nsa.train.launch import read_resolved
+    from nsa.train.watchdog import watch as look
 
     config = RunConfig.from_mapping(read_resolved(out)["config"])
-    from nsa.train.watchdog import watch as look  # type: ignore[attr-defined, unused-ignore]
-
     code: int = look(out, once=once, halt=halt, config=config.watchdog)
     return code
 
@@ -135,28 +134,12 @@ def sample(
         raise TrainError(TrainExit.USAGE, f"--top-p {top_p} must be above 0 and at most 1")
     read_resolved(out)
     path = checkpoint_of(out, checkpoint)
-    from nsa.model import DenseLM
-    from nsa.train.observe import write_text
-    from nsa.train.trained import load_trained
+    from nsa.train.finished import sample_text
 
-    model, tokenizer = load_trained(out, path)
-    if isinstance(model, DenseLM):
-        raise TrainError(
-            TrainExit.USAGE,
-            f"the model of {out} is the dense twin, which writes no text; wanted one of"
-            " train.attention=nsa",
-        )
-    typer.echo(
-        write_text(
-            model,
-            tokenizer,
-            prompt,
-            tokens=tokens,
-            seed=seed,
-            temperature=temperature,
-            top_p=top_p,
-        )
+    text = sample_text(
+        out, path, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed
     )
+    typer.echo(text)
     return TrainExit.OK
 
 
@@ -177,13 +160,9 @@ def export(
         raise TrainError(
             TrainExit.USAGE, f"{folder} is there already; wanted a new or empty folder"
         )
-    from nsa.train.export import (  # type: ignore[import-not-found, unused-ignore]
-        save_pretrained,
-    )
-    from nsa.train.trained import load_trained
+    from nsa.train.finished import export_run
 
-    model, tokenizer = load_trained(out, path)
-    save_pretrained(model, folder, tokenizer)
+    export_run(out, path, folder)
     typer.echo(f"wrote {folder}")
     return TrainExit.OK
 
@@ -251,7 +230,7 @@ def _route_lines(routes: Sequence[Route]) -> list[str]:
     return lines
 
 
-def _completed(argv: Sequence[str]) -> list[str]:
+def completed(argv: Sequence[str]) -> list[str]:
     """``argv`` with `train` where it was left out, and with what a bare --resume means."""
     words = list(argv) or ["--help"]
     commands = {command.name or str(command.callback.__name__) for command in _commands()}
@@ -277,7 +256,7 @@ def invoke(argv: Sequence[str]) -> int:
 
     try:
         code = typer.main.get_command(app).main(
-            args=_completed(argv), prog_name="python -m nsa.train", standalone_mode=False
+            args=completed(argv), prog_name="python -m nsa.train", standalone_mode=False
         )
     except TrainError as error:
         return _fail(error.code, str(error))

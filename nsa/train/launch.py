@@ -31,7 +31,7 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
     one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's.
     """
     from nsa.train.archive import prepare_run_folder
-    from nsa.train.watchdog import supervise  # type: ignore[attr-defined, unused-ignore]
+    from nsa.train.watchdog import supervise
 
     out = Path(config.out).resolve()
     checkpoint = None if resume is None else checkpoint_of(out, resume)
@@ -46,8 +46,7 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
             wait_for_resolved(out, config)
         argv = [sys.executable, "-m", "nsa.train.worker", str(out)]
         argv += [] if checkpoint is None else [str(checkpoint)]
-        code: int = supervise(argv, out, config.watchdog, rank)
-    return code
+        return supervise(argv, out, config.watchdog, rank)
 
 
 def checkpoint_of(out: Path, resume: str) -> Path:
@@ -67,8 +66,8 @@ def checkpoint_of(out: Path, resume: str) -> Path:
     except FileNotFoundError:
         raise TrainError(
             TrainExit.CHECKPOINT,
-            f"--resume found no checkpoint in {out}; wanted {pointer}; drop --resume to begin anew,"
-            " or name the run's folder with --out",
+            f"found no checkpoint in {out}; wanted {pointer}; train without --resume to begin anew,"
+            " or name the run's folder",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError(

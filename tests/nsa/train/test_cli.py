@@ -1,6 +1,6 @@
 """The command line: what it starts, prints and writes, and one line for each error.
 
-What starts the trainer, and the checkpoints, are fakes at their seams.
+The supervisor, which starts the trainer, and what reads a trained model are fakes at their seams.
 """
 
 from __future__ import annotations
@@ -18,11 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 from nsa import capability, settings
-from nsa.model import TinyLM
-from nsa.train import cli, launch, machine, trained
+from nsa.train import cli, launch, machine
 from nsa.train.config import RunConfig, WatchdogConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.yaml_file import read_config
@@ -55,7 +53,7 @@ def module(name: str, **values: object) -> ModuleType:
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch) -> Supervised:
     fake = Supervised(code=0)
-    watchdog = module("nsa.train.watchdog", supervise=fake)
+    watchdog = module("nsa.train.watchdog", supervise=fake, watch=lambda out, **options: 0)
     monkeypatch.setitem(sys.modules, "nsa.train.watchdog", watchdog)
     return fake
 
@@ -409,122 +407,66 @@ def test_watch_looks_at_a_run(
 # a trained model
 
 
-class Words:
-    """A tokenizer of bytes."""
-
-    vocab_size, eot_id = 300, 299
-
-    def encode(self, text: bytes) -> list[int]:
-        return list(text)
-
-    def decode(self, ids: list[int]) -> str:
-        return bytes(one % 256 for one in ids).decode("latin-1")
+def finished(monkeypatch: pytest.MonkeyPatch, **functions: object) -> None:
+    fake = module("nsa.train.finished", **functions)
+    monkeypatch.setitem(sys.modules, "nsa.train.finished", fake)
 
 
-class SavedManifest:
-    """Of a checkpoint: nothing is damaged."""
-
-    files: Mapping[str, object] = {}
-    config_sha256 = ""
-
-    @classmethod
-    def read(cls, folder: Path) -> SavedManifest:
-        found = cls()
-        found.config_sha256 = (folder / "sha256").read_text()
-        return found
-
-    def check_sizes(self, folder: Path) -> None: ...
-
-    def check_contents(self, folder: Path, names: object) -> None: ...
-
-
-@pytest.fixture
-def run_with_model(
-    supervised: Supervised, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Path, TinyLM]:
-    """A run's folder, and the model whose weights its checkpoint has."""
-    out = tmp_path / "run"
-    assert cli.invoke([TINY, "--out", str(out)]) == 0
-    config = read_config(TINY, [f"out={out}"])
-    torch.manual_seed(1)
-    model = TinyLM(config.with_vocab(Words.vocab_size).model)
-    folder = checkpoint(out)
-    state = {f"model.{name}": one for name, one in model.state_dict().items()}
-    state["optimizer.exp_avg.head.weight"] = torch.ones(3)
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    (folder / "sha256").write_text(config.sha256())
-    data = module("nsa.train.data", tokenizer_of=lambda config, out: Words())
-    manifest = module("nsa.train.manifest", Manifest=SavedManifest)
-    monkeypatch.setitem(sys.modules, "nsa.train.data", data)
-    monkeypatch.setitem(sys.modules, "nsa.train.manifest", manifest)
-    return out, model
-
-
-def test_trained_model_has_the_weights_of_the_checkpoint(
-    run_with_model: tuple[Path, TinyLM],
-) -> None:
-    out, model = run_with_model
-    found, tokenizer = trained.load_trained(out, launch.checkpoint_of(out, "auto"))
-    assert isinstance(tokenizer, Words)
-    own = found.state_dict()
-    assert own.keys() == model.state_dict().keys()
-    assert all(torch.equal(own[name].cpu(), one) for name, one in model.state_dict().items())
-
-
-def test_checkpoint_of_another_config_or_shape_is_refused(
-    run_with_model: tuple[Path, TinyLM], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out, _ = run_with_model
-    folder = launch.checkpoint_of(out, "auto")
-    monkeypatch.setattr(Words, "vocab_size", 301)
-    with pytest.raises(TrainError, match=r"for embedding.weight; wanted \[301, 64\]"):
-        trained.load_trained(out, folder)
-    (folder / "sha256").write_text("0" * 64)
-    with pytest.raises(TrainError, match="is of config 000000000000") as caught:
-        trained.load_trained(out, folder)
-    assert caught.value.code == TrainExit.CHECKPOINT
-
-
-def test_sample_continues_the_prompt(
-    run_with_model: tuple[Path, TinyLM],
+def test_sample_prints_what_the_last_good_checkpoint_writes(
+    supervised: Supervised,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    out, model = run_with_model
-    calls: list[dict[str, Any]] = []
+    calls: list[tuple[Any, ...]] = []
 
-    def write_text(given: TinyLM, tokenizer: Words, prompt: str, **options: Any) -> str:
-        calls.append(options)
-        assert torch.equal(given.head.weight.cpu(), model.head.weight)
+    def sample_text(out: Path, checkpoint: Path, prompt: str, **options: Any) -> str:
+        calls.append((out, checkpoint, options))
         return f"{prompt} and more"
 
-    observe = module("nsa.train.observe", write_text=write_text)
-    monkeypatch.setitem(sys.modules, "nsa.train.observe", observe)
+    finished(monkeypatch, sample_text=sample_text)
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    older, newest = checkpoint(out, "step-00000010"), checkpoint(out)
     capsys.readouterr()
     words = ["sample", str(out), "--prompt", "The", "--tokens", "9", "--temperature", "0.5"]
     assert cli.invoke([*words, "--seed", "3"]) == 0
-    assert capsys.readouterr().out == "The and more\n"
-    assert calls == [{"tokens": 9, "temperature": 0.5, "top_p": 0.95, "seed": 3}]
+    assert cli.invoke([*words, "--checkpoint", str(older)]) == 0
+    assert capsys.readouterr().out == "The and more\n" * 2
+    options = {"tokens": 9, "temperature": 0.5, "top_p": 0.95}
+    assert calls == [(out, newest, {**options, "seed": 3}), (out, older, {**options, "seed": 0})]
 
 
 def test_export_writes_a_new_folder(
-    run_with_model: tuple[Path, TinyLM],
+    supervised: Supervised,
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
 ) -> None:
-    out, model = run_with_model
+    calls: list[tuple[Path, ...]] = []
 
-    def save_pretrained(given: TinyLM, folder: Path, tokenizer: Words) -> None:
-        folder.mkdir()
-        torch.save(given.head.weight.detach(), folder / "head.pt")
+    def export_run(*paths: Path) -> None:
+        calls.append(paths)
+        (paths[-1] / "there").mkdir(parents=True)
 
-    export = module("nsa.train.export", save_pretrained=save_pretrained)
-    monkeypatch.setitem(sys.modules, "nsa.train.export", export)
+    finished(monkeypatch, export_run=export_run)
+    out, folder = tmp_path / "run", tmp_path / "exported"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    good = checkpoint(out)
     capsys.readouterr()
-    folder = tmp_path / "exported"
     assert cli.invoke(["export", str(out), str(folder)]) == 0
-    assert torch.equal(torch.load(folder / "head.pt").cpu(), model.head.weight)
-    capsys.readouterr()
+    assert capsys.readouterr().out == f"wrote {folder}\n"
     assert cli.invoke(["export", str(out), str(folder)]) == TrainExit.USAGE
     assert "is there already" in error_of(capsys)
+    assert calls == [(out, good, folder)]
+
+
+def test_sample_and_export_want_a_checkpoint(
+    supervised: Supervised, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    capsys.readouterr()
+    for words in (["sample", str(out), "--prompt", "x"], ["export", str(out), "there"]):
+        assert cli.invoke(words) == TrainExit.CHECKPOINT
+        assert "found no checkpoint" in error_of(capsys)
