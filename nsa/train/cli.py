@@ -101,7 +101,7 @@ def watch(
     """Watch a run from outside: what it does, and whether it still does."""
     from nsa.train.config import RunConfig
     from nsa.train.launch import read_resolved
-    from nsa.train.watchdog import watch as look  # type: ignore[attr-defined, unused-ignore]
+    from nsa.train.watchdog import watch as look
 
     config = RunConfig.from_mapping(read_resolved(out)["config"])
     code: int = look(out, once=once, halt=halt, config=config.watchdog)
@@ -134,7 +134,7 @@ def sample(
         raise TrainError(TrainExit.USAGE, f"--top-p {top_p} must be above 0 and at most 1")
     read_resolved(out)
     path = checkpoint_of(out, checkpoint)
-    from nsa.train.sample import sample_text  # type: ignore[import-not-found, unused-ignore]
+    from nsa.train.finished import sample_text
 
     text = sample_text(
         out, path, prompt, tokens=tokens, temperature=temperature, top_p=top_p, seed=seed
@@ -160,11 +160,9 @@ def export(
         raise TrainError(
             TrainExit.USAGE, f"{folder} is there already; wanted a new or empty folder"
         )
-    from nsa.train.export import (  # type: ignore[import-not-found, unused-ignore]
-        save_pretrained,
-    )
+    from nsa.train.finished import export_run
 
-    save_pretrained(out, path, folder)
+    export_run(out, path, folder)
     typer.echo(f"wrote {folder}")
     return TrainExit.OK
 

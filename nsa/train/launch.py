@@ -31,7 +31,7 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
     one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's.
     """
     from nsa.train.archive import prepare_run_folder
-    from nsa.train.watchdog import supervise  # type: ignore[attr-defined, unused-ignore]
+    from nsa.train.watchdog import supervise
 
     out = Path(config.out).resolve()
     checkpoint = None if resume is None else checkpoint_of(out, resume)
