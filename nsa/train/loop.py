@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,9 +22,9 @@ from nsa import settings
 from nsa.dense import DenseAttention
 from nsa.model import DenseLM, TinyLM
 from nsa.train import flops, observe, parallel
-from nsa.train.checkpoint import CheckpointStore, rng_state, set_rng_state
+from nsa.train.checkpoint import CheckpointStore
 from nsa.train.config import RunConfig
-from nsa.train.data import Loader, Tokenizer, load, tokenizer_of
+from nsa.train.data import load, tokenizer_of
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.heartbeat import HeartbeatWriter
 from nsa.train.largest_batch import fits_on, largest
@@ -33,8 +33,15 @@ from nsa.train.observe import Probe
 from nsa.train.optimizer import build_optimizer
 from nsa.train.published import go_no_go
 from nsa.train.records import Batch, Phase, StepRecord
+from nsa.train.rng import rng_state, set_rng_state
 from nsa.train.schedule import learning_rate
 from nsa.train.step import TrainStep
+from nsa.train.watchdog import heartbeat_path, read_halt
+
+if TYPE_CHECKING:
+    from nsa.train.data.corpora import Split
+    from nsa.train.data.loader import Loader
+    from nsa.train.data.vocabulary import Tokenizer
 
 GO_NO_GO_STEPS = 50
 _DTYPES = {"bf16_master": torch.bfloat16, "bf16": torch.bfloat16}
@@ -77,10 +84,15 @@ class Trainer:
     def run(self) -> TrainExit:
         with ExitStack() as closing:
             place = settings.launched_place()
-            rank = 0 if place is None else place.rank
+            rank, size = (0, 1) if place is None else (place.rank, place.size)
             self._heart = HeartbeatWriter(
-                self.out / "heartbeat" / f"rank{rank}.bin", rank=rank, pid=os.getpid()
+                heartbeat_path(self.out, rank),
+                rank=rank,
+                pid=os.getpid(),
+                world_size=size,
+                steps=self.config.train.steps,
             )
+            closing.callback(self._heart.close)
             closing.enter_context(self._obeying_signals())
             self._heart.beat(Phase.CONNECT, 0)
             self.world = parallel.connect(self.config)
@@ -115,6 +127,8 @@ class Trainer:
             config_sha256=config.sha256(),
             rank=world.rank,
             world_size=world.size,
+            config=config.to_mapping(),
+            timeout_s=config.parallel.timeout_s,
         )
         closing.callback(self.store.close)
         if self._resume is not None:
@@ -134,8 +148,6 @@ class Trainer:
             entropy_floor_nats=self.loader.entropy_floor_nats,
         )
         if world.is_first:
-            for line in self.route():
-                self.notify(line)
             how = self.step.no_graph
             self.notify(
                 f"each step is a CUDA graph's replay, from step {self.step_count + 4} on"
@@ -143,7 +155,7 @@ class Trainer:
                 else f"no CUDA graph: {how}"
             )
 
-    def _loader(self, split: str) -> Loader:
+    def _loader(self, split: Split) -> Loader:
         return load(
             self.config,
             rank=self.world.rank,
@@ -444,7 +456,7 @@ class Trainer:
         own = 0
         if self._stopped_by is not None:
             own = int(TrainExit.INTERRUPTED)
-        elif (self.out / "halt.json").exists():
+        elif read_halt(self.out) is not None:
             own = int(TrainExit.UNHEALTHY)
         if self.world.size > 1:
             if not self._is_due(self.config.log.every):

@@ -19,7 +19,7 @@ from nsa.train.parallel import World
 from nsa.train.records import Batch
 
 if TYPE_CHECKING:
-    from nsa.train.data import Tokenizer
+    from nsa.train.data.vocabulary import Tokenizer
 
 PROBE_TOKENS = 8192  # of the one sequence that a probe looks at
 

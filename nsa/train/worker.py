@@ -23,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     resume = Path(argv[1]) if len(argv) > 1 else None
     place = settings.launched_place()
     rank = 0 if place is None else place.rank
-    stacks.install(out / "stacks" / f"rank{rank}.txt")
+    stacks.install(stacks.stacks_path(out, rank))
     mapping = json.loads((out / "config.json").read_text(encoding="utf-8"))
     config = RunConfig.from_mapping(mapping["config"])
     trainer = Trainer(config, out, resume=resume, notify=_show)

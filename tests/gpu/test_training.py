@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from nsa.train.optimizer import build_optimizer
 
 from nsa.config import ModelConfig
 from nsa.model import TinyLM, next_token_labels
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.loop import Trainer
+from nsa.train.optimizer import build_optimizer
 from nsa.train.parallel import World
 from nsa.train.records import Batch
 from nsa.train.step import EAGER_STEPS, TrainStep

@@ -86,8 +86,10 @@ def test_a_line_every_two_steps(run: tuple[Trainer, Path, list[str]]) -> None:
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12]
     for line in lines:
         assert line["config_sha256"] == trainer.config.sha256()
-        assert line["tokens_per_s"] * line["step_ms"] / 1e3 == pytest.approx(2 * 96)
         assert line["memory_rss_bytes"] > 2**20 and line["memory_allocated_bytes"] is None
+    assert lines[0]["tokens_per_s"] is None  # the first steps build, and are no speed
+    for line in lines[2:]:
+        assert line["tokens_per_s"] * line["step_ms"] / 1e3 == pytest.approx(2 * 96)
     assert lines[-1]["loss_nats"] < lines[0]["loss_nats"]
     assert lines[0]["learning_rate"] == pytest.approx(1e-2 * 2 / 3)  # two of three warm steps
     assert lines[-1]["bits_per_byte"] == pytest.approx(lines[-1]["loss_nats"] / math.log(2))
@@ -131,7 +133,7 @@ def test_held_out_loss_is_that_of_plain_pytorch(run: tuple[Trainer, Path, list[s
         log_p = trainer.plain_model(batch.ids).double().log_softmax(-1)
         picked = log_p.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
         kept = batch.labels >= 0
-        total -= float(picked[kept].sum())
+        total -= float(picked[kept].detach().sum())
         labels += int(kept.sum())
     assert found["step"] == 12
     assert found["loss_nats"] == pytest.approx(total / labels, rel=1e-6)
@@ -250,7 +252,7 @@ def test_go_no_go_comes_after_fifty_steps(tmp_path: Path, monkeypatch: pytest.Mo
     trained(config_of(), tmp_path, notify=notes.append)
     event = next(line for line in log_of(tmp_path) if line.get("kind") == "go_no_go")
     assert event["step"] == 6 and event["line"] in notes
-    assert "tok/s" in event["line"] and "ETA" in event["line"]
+    assert "tok/s" in event["line"] and "6 steps left" in event["line"]
 
 
 def test_samples_are_written_on_request(tmp_path: Path) -> None:

@@ -1,0 +1,109 @@
+"""A trained model, out of the folder of its run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nsa.model import DenseLM, TinyLM
+from nsa.train.checkpoint import CheckpointStore
+from nsa.train.config import RunConfig
+from nsa.train.data import tokenizer_of
+from nsa.train.errors import TrainError, TrainExit
+from nsa.train.export import save_pretrained
+from nsa.train.launch import read_resolved
+from nsa.train.observe import write_text
+
+if TYPE_CHECKING:
+    from nsa.train.data.vocabulary import Tokenizer
+
+
+def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
+    """The model of a ``checkpoint`` of the run in ``out``, on the CPU in the dtype that it was
+    trained in, and its tokenizer. TrainError CHECKPOINT for one that is damaged or another run's.
+    """
+    config = RunConfig.from_mapping(read_resolved(out)["config"])
+    tokenizer = tokenizer_of(config, out)
+    config = config.with_vocab(tokenizer.vocab_size)
+    train = config.train
+    model: TinyLM | DenseLM
+    with torch.device("meta"):
+        model = (
+            DenseLM(config.model)
+            if train.attention == "dense"
+            else TinyLM(config.model, train.path, train.fa2)
+        )
+    model = model.to_empty(device="cpu").to(_saved_dtype(config))
+    _reset_unsaved(model)
+    store = CheckpointStore(
+        out,
+        keep=0,
+        asynchronous=False,
+        config_sha256=config.sha256(),
+        config=config.to_mapping(),
+        rank=0,
+        world_size=1,
+    )
+    try:
+        store.load({"model": model.state_dict()}, checkpoint)
+    finally:
+        store.close()
+    return model.eval(), tokenizer
+
+
+def _saved_dtype(config: RunConfig) -> torch.dtype:
+    """Sharded ranks keep fp32 weights and cast them as they use them."""
+    sharded = config.parallel.kind in ("fsdp", "hsdp")
+    if config.train.precision == "bf16" or (
+        config.train.precision == "bf16_master" and not sharded
+    ):
+        return torch.bfloat16
+    return torch.float32
+
+
+def _reset_unsaved(model: TinyLM | DenseLM) -> None:
+    """Make again what no checkpoint stores: a gate's mask of branches that are off."""
+    for module in model.modules():
+        reset = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+
+
+def sample_text(
+    out: Path,
+    checkpoint: Path,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+) -> str:
+    """``prompt``, continued by the model of a ``checkpoint``, on a GPU where there is one."""
+    model, tokenizer = load_run(out, checkpoint)
+    if not isinstance(model, TinyLM):
+        raise TrainError(
+            TrainExit.USAGE,
+            f"{out} trained the dense twin, which keeps no cache; wanted train.attention=nsa",
+        )
+    if torch.cuda.is_available():
+        model = model.to("cuda")
+    elif model.head.weight.dtype == torch.bfloat16:
+        model = model.float()  # a CPU takes 80 times as long in bf16
+    return write_text(
+        model,
+        tokenizer,
+        prompt,
+        tokens=tokens,
+        seed=seed,
+        temperature=temperature,
+        top_p=top_p,
+    )
+
+
+def export_run(out: Path, checkpoint: Path, folder: Path) -> None:
+    """Write the model of a ``checkpoint`` as `export.save_pretrained` does, its tokenizer too."""
+    model, tokenizer = load_run(out, checkpoint)
+    save_pretrained(model, folder, tokenizer)
