@@ -175,6 +175,8 @@ def not_finite(history: ReportHistory) -> Alarm | None:
     in_a_row = 0
     for step, bad in points[:-1]:
         found = newest.bad_steps - bad
+        if found == 0:  # nor from later lines on
+            break
         in_a_row = max(in_a_row, math.ceil(found / (max(newest.step - step - found, 0) + 1)))
     if in_a_row >= wanted:
         got = f"at least {in_a_row} steps in a row without a finite loss and gradient"
@@ -217,10 +219,11 @@ def flat_line(history: ReportHistory) -> Alarm | None:
 def gate_collapse(history: ReportHistory) -> Alarm | None:
     """The mean share of one branch is above the limit; a model of one branch has no choice."""
     lines, limit = history.last(history.config.collapse_lines), history.config.collapse_share
-    if not lines or any(len(one.shares) < 2 for one in lines):
+    shares = lines[-1].shares if lines else {}
+    if len(shares) < 2:
         return None
-    branch, share = max(lines[-1].shares.items(), key=lambda item: item[1])
-    if any(one.shares.get(branch, 0.0) <= limit for one in lines):
+    branch, share = max(shares.items(), key=lambda item: item[1])
+    if share <= limit or any(one.shares.get(branch, 0.0) <= limit for one in lines):
         return None
     return Alarm(
         AlarmKind.GATE_COLLAPSE,

@@ -289,6 +289,8 @@ class _Watch:
 def _send(url: str, halt: Halt, out: Path, say: Callable[[str], None]) -> None:
     body = json.dumps({**asdict(halt), "out": str(out)}).encode()
     try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("wanted http:// or https://")
         request = urllib.request.Request(
             url, body, {"Content-Type": "application/json"}, method="POST"
         )

@@ -196,7 +196,9 @@ def main(out: Path, order: Order) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.Signals[order.end])
     log.close()
-    enter(Phase.DONE, order.steps)
+    heart.beat(Phase.DONE, order.steps)
+    if order.hang_in == "done":
+        hang(order.how)
     return 0
 
 
