@@ -36,8 +36,21 @@ def main(argv: Sequence[str]) -> int:
     except torch.OutOfMemoryError as error:
         step = trainer.step_count + 1
         return _fail(TrainExit.MEMORY, f"out of memory in step {step}: {error}")
+    except RuntimeError as error:
+        if place is None or not _is_of_a_collective(error):
+            raise
+        return _fail(
+            TrainExit.PEER,
+            f"a collective failed in step {trainer.step_count + 1}: {error}; another rank has ended"
+            " or hangs; read its output and stacks",
+        )
     except KeyboardInterrupt:
         return _fail(TrainExit.INTERRUPTED, "interrupted twice; the last good checkpoint stays")
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Gloo raises plain RuntimeErrors that name its source files."""
+    return isinstance(error, torch.distributed.DistError) or "gloo/" in str(error)
 
 
 def _show(line: str) -> None:

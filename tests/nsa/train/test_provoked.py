@@ -40,20 +40,21 @@ def config_of(out: Path, **sections: dict[str, Any]) -> RunConfig:
         "out": str(out),
     }
     for name, values in sections.items():
-        mapping[name] = {**mapping[name], **values}
+        mapping[name] = {**mapping.get(name, {}), **values}
     return replace(RunConfig.from_mapping(mapping), model=MODEL)
 
 
 def ended(
     fault: str, out: Path, monkeypatch: pytest.MonkeyPatch, **sections: dict[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """The exit code of a run with ``fault``, and its halt."""
+    """The exit code of a run with ``fault``, and its halt; ``resume``: {"from": a checkpoint}."""
+    resume = sections.pop("resume", {})
     config = config_of(out, **sections)
     out.mkdir()
     write_resolved(out, config)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    argv = [sys.executable, str(WORKER), fault, str(out)]
+    argv = [sys.executable, str(WORKER), fault, str(out), *resume.values()]
     code = supervise(argv, out, config.watchdog, 0)
     path = out / "halt.json"
     return code, json.loads(path.read_text()) if path.exists() else {}
@@ -78,7 +79,7 @@ def test_a_hang_ends_with_stacks_and_a_checkpoint(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    limit_s = {"load": 20.0}.get(phase, STALL_S)  # a load has torch's own start in it
+    limit_s = {"load": 10.0}.get(phase, STALL_S)  # a load has torch's own start in it
     sections = {**sections, "watchdog": {"grace_s": 1.0, f"{phase}_s": limit_s}}
     out = tmp_path / "run"
     code, halt = ended(fault, out, monkeypatch, **sections)
