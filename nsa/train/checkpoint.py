@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from nsa.train.errors import TrainError, TrainExit
-from nsa.train.manifest import FileDigest, Manifest, one_line, sync_folder, write_text
+from nsa.train.manifest import CheckpointManifest, FileDigest, one_line, sync_folder, write_text
 
 T = TypeVar("T")
 FOLDER, LAST_GOOD = "checkpoints", "last-good"
@@ -183,7 +183,7 @@ class CheckpointStore:
     def _publish(self, step: int, temporary: Path, files: dict[str, FileDigest]) -> None:
         config = temporary / "config.json"
         write_text(config, json.dumps(self._config))
-        Manifest(
+        CheckpointManifest(
             step=step,
             config_sha256=self._config_sha256,
             world_size=self._ranks.world_size,
@@ -218,10 +218,10 @@ class CheckpointStore:
             )
         return chosen
 
-    def _checked(self, chosen: Path) -> Manifest:
+    def _checked(self, chosen: Path) -> CheckpointManifest:
         """The manifest, after this rank has read its part of the files."""
         try:
-            manifest = Manifest.read(chosen)
+            manifest = CheckpointManifest.read(chosen)
             manifest.check_sizes(chosen)
             manifest.check_contents(chosen, self._ranks.part(list(manifest.files)))
         except TrainError as error:
@@ -361,7 +361,7 @@ def _other_than(damaged: Path) -> str:
     for other in _checkpoints(damaged.parent):
         if other != damaged:
             try:
-                Manifest.read(other).check_sizes(other)
+                CheckpointManifest.read(other).check_sizes(other)
             except TrainError:
                 continue
             return f"; resume from {other.name} with --resume {other}"

@@ -307,12 +307,12 @@ def test_a_folder_that_cannot_be(store: Make, tmp_path: Path) -> None:
 
 
 # One process imports torch; each attempt is a fork of it that kills itself, with SIGKILL, before
-# the n-th file event of a save (open, mkdir, rename, remove, rmdir, listdir; write and fsync outside
-# of torch), or is killed by a timer.
+# the n-th file event of a save (open, mkdir, rename, remove, rmdir, listdir; outside of torch also
+# write and fsync), or is killed by a timer.
 KILLED = """
 import os, pathlib, random, shutil, signal, sys, threading, time, torch
 from nsa.train.checkpoint import CheckpointStore
-from nsa.train.manifest import Manifest
+from nsa.train.manifest import CheckpointManifest
 
 def store(out, asynchronous):
     return CheckpointStore(out, keep=2, asynchronous=asynchronous, config_sha256="a" * 64, rank=0,
@@ -361,7 +361,7 @@ def check(out, least):
     assert not [one for one in left if "tmp" in one or "replaced" in one], left
     for name in left:
         if name.startswith("step-"):
-            Manifest.read(saving._folder / name).check_sizes(saving._folder / name)
+            CheckpointManifest.read(saving._folder / name).check_sizes(saving._folder / name)
     loaded = state(0)
     (extra,) = saving.load(loaded)
     step = extra["step"]
@@ -510,7 +510,7 @@ def test_two_processes_save_and_load_and_one_loads_what_they_saved(
     assert [one["rank"] for one in extras] == [0, 1]
     wanted = torch.load(tmp_path / "wanted.pt")
     assert same({"": dict(enumerate(wanted[:4]))}, {"": alone["model"]})
-    saved = manifest.Manifest.read(tmp_path / "checkpoints" / "step-00000001")
+    saved = manifest.CheckpointManifest.read(tmp_path / "checkpoints" / "step-00000001")
     assert saved.world_size == 2 and {"__0_0.distcp", "__1_0.distcp"} <= saved.files.keys()
 
 
