@@ -51,7 +51,9 @@ def test_a_compiled_choice_is_of_rounded_queries_and_keys(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_every_value_of_a_dtype_is_kept(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_value_of_a_dtype_is_kept(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All 65,536 of them, and what lies between two goes to the one that a cast takes."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
