@@ -46,6 +46,11 @@ def heartbeat_path(out: Path, rank: int) -> Path:
     return out / "heartbeat" / f"rank{rank}.bin"
 
 
+def mark_path(out: Path, rank: int) -> Path:
+    """Holds the pid of the process that began ``rank``'s newest run."""
+    return out / "heartbeat" / f"rank{rank}.parent"
+
+
 def write_halt(out: Path, halt: Halt) -> bool:
     """Publish ``halt`` whole, unless there is one; whether it was the first."""
     whole = out / f".halt.json.{os.getpid()}"
@@ -105,10 +110,21 @@ def begin(out: Path, rank: int) -> int:
             halt_path(out).replace(out / "halt.last.json")
     for path in (exit_path(out, rank), heartbeat_path(out, rank)):
         path.unlink(missing_ok=True)
-    mark = out / "heartbeat" / f"rank{rank}.parent"
+    mark = mark_path(out, rank)
     mark.unlink(missing_ok=True)
     mark.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return mark.stat().st_mtime_ns
+
+
+def begin_alone(out: Path, rank: int) -> bool:
+    """`begin` for a trainer that no parent supervises, before its heartbeat and its process group;
+    whether it is one.
+    """
+    with suppress(FileNotFoundError):
+        if mark_path(out, rank).read_text(encoding="utf-8").strip() == str(os.getppid()):
+            return False
+    begin(out, rank)
+    return True
 
 
 def is_younger(path: Path, than_ns: int) -> bool:

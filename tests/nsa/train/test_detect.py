@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -267,7 +268,7 @@ def test_a_thinned_series_is_spread_over_all_of_it() -> None:
         series.add(float(number))
     kept = series.numbers
     assert 512 <= len(kept) <= 1024
-    steps = {later - before for before, later in zip(kept, kept[1:], strict=False)}
+    steps = {later - before for before, later in pairwise(kept)}
     assert steps == {128.0} and kept[0] < 256 and kept[-1] > 100_000 - 256
 
 

@@ -350,7 +350,7 @@ def test_ranks_that_end_well_leave_each_other_alone(tmp_path: Path) -> None:
     for process in (second, first):
         text, _ = process.communicate()
         assert process.returncode == 0, text
-    assert "step " not in text.replace("step 60/60", "step ") or read_halt(tmp_path) is None
+    assert read_halt(tmp_path) is None
 
 
 def test_only_rank_0_shows_the_live_line(tmp_path: Path) -> None:
@@ -532,7 +532,9 @@ def test_the_stand_in_dies_without_a_supervisor_too(tmp_path: Path) -> None:
     """`die_with_parent` as data workers call it: their parent is this process' child."""
     process = subprocess.Popen(stand_in(tmp_path, workers=1), cwd=ROOT)
     path = tmp_path / "workers0.json"
-    (worker,) = wait_for(lambda: path.exists() and path.read_text() and json.loads(path.read_text()))
+    (worker,) = wait_for(
+        lambda: path.exists() and path.read_text() and json.loads(path.read_text())
+    )
     wait_for(lambda: (tmp_path / "stacks/rank0-worker0.txt").exists())
     assert is_running(worker)
     process.kill()
