@@ -52,15 +52,30 @@ def mark_path(out: Path, rank: int) -> Path:
 
 
 def write_halt(out: Path, halt: Halt) -> bool:
-    """Publish ``halt`` whole, unless there is one; whether it was the first."""
+    """Publish ``halt`` whole, unless there is one; whether it was the first.
+
+    OSError where nothing can be written.
+    """
     whole = out / f".halt.json.{os.getpid()}"
     whole.write_text(json.dumps(asdict(halt), indent=1) + "\n", encoding="utf-8")
     try:
         os.link(whole, halt_path(out))
     except FileExistsError:
         return False
+    except OSError:  # a file system without hard links: the first still wins, and is whole later
+        return _create(halt_path(out), whole.read_bytes())
     finally:
         whole.unlink()
+    return True
+
+
+def _create(path: Path, content: bytes) -> bool:
+    """Whether ``path`` did not exist; then it has ``content``."""
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
     return True
 
 
