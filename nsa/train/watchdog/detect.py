@@ -50,14 +50,16 @@ class Alarm:
 
 @dataclass(slots=True)
 class Thinned:
-    """At most 2 x SPEEDS numbers of a series, evenly spread over all of it."""
+    """At most 2 x SPEEDS numbers of a series, evenly spread over all of it, and its largest."""
 
     numbers: list[float] = field(default_factory=list)
+    largest: float = 0.0
     stride: int = 1
     _passed: int = 0
 
     def add(self, number: float) -> None:
         self._passed += 1
+        self.largest = max(self.largest, number)
         if self._passed % self.stride:
             return
         self.numbers.append(number)
@@ -237,8 +239,8 @@ def speed_collapse(history: ReportHistory) -> Alarm | None:
     earlier = history.speeds.numbers
     if len(newest) < config.slow_lines or len(earlier) < config.slow_lines:
         return None
-    # the median is at most the maximum, which costs less
-    if max(newest) >= config.slow_ratio * max(earlier):
+    # the median is at most the largest, which costs less
+    if max(newest) >= config.slow_ratio * history.speeds.largest:
         return None
     usual = median(earlier)
     if max(newest) >= config.slow_ratio * usual:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import pairwise
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from nsa.train.heartbeat import Beat, LastReport
 from nsa.train.records import Phase
 from nsa.train.watchdog import detect
 from nsa.train.watchdog.detect import AlarmKind, ReportHistory, Thinned
-from tools.watchdog_month import HealthyRun, judged
+from tools.watchdog_month import HealthyRun, judged, main
 
 MIB = 2**20
 DEFAULT = WatchdogConfig()
@@ -267,7 +268,7 @@ def test_a_thinned_series_is_spread_over_all_of_it() -> None:
         series.add(float(number))
     kept = series.numbers
     assert 512 <= len(kept) <= 1024
-    steps = {later - before for before, later in zip(kept, kept[1:], strict=False)}
+    steps = {later - before for before, later in pairwise(kept)}
     assert steps == {128.0} and kept[0] < 256 and kept[-1] > 100_000 - 256
 
 
@@ -279,6 +280,13 @@ def test_a_healthy_month_has_no_false_alarm() -> None:
     count = judged(HealthyRun(seed=0, days=30), DEFAULT)
     assert not count.alarms
     assert count.lines > 200_000 and count.pauses > 1_000
+
+
+def test_the_tool_counts_false_alarms(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seeds", "2", "--days", "0.3"]) == 0
+    text = capsys.readouterr().out
+    assert "false alarms in 2 runs of 0.3 days: 0" in text
+    assert text.count("lines,") == 2 + len(detect.REPORT_RULES) and "not detected" not in text
 
 
 TOUCHY = {

@@ -8,6 +8,7 @@ import math
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,11 +115,15 @@ while True:
 
 
 def test_a_kill_loses_no_whole_line(tmp_path: Path) -> None:
+    path = log_path(tmp_path, 0)
+
+    def is_longer_than(size: int) -> bool:
+        return path.exists() and path.stat().st_size > size
+
     for _ in range(3):
         process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(tmp_path)], cwd=ROOT)
-        path = log_path(tmp_path, 0)
         size = path.stat().st_size if path.exists() else 0
-        wait_for(lambda size=size: path.exists() and path.stat().st_size > size + 50_000)
+        wait_for(partial(is_longer_than, size + 50_000))
         process.kill()
         process.wait()
     lines = read_log(path)

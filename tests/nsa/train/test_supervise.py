@@ -350,7 +350,7 @@ def test_ranks_that_end_well_leave_each_other_alone(tmp_path: Path) -> None:
     for process in (second, first):
         text, _ = process.communicate()
         assert process.returncode == 0, text
-    assert "step " not in text.replace("step 60/60", "step ") or read_halt(tmp_path) is None
+    assert read_halt(tmp_path) is None
 
 
 def test_only_rank_0_shows_the_live_line(tmp_path: Path) -> None:
@@ -433,6 +433,32 @@ def test_the_first_halt_wins(tmp_path: Path) -> None:
         thread.join()
     assert [halt_of(tmp_path).rank] == won
     assert [one.name for one in tmp_path.iterdir()] == ["halt.json"]
+
+
+def test_the_first_halt_wins_without_hard_links_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    first, second = (Halt("stall", "x", rank, 5, "data", "") for rank in range(2))
+    assert write_halt(tmp_path, first) and not write_halt(tmp_path, second)
+    assert halt_of(tmp_path) == first
+
+
+def test_a_full_disk_does_not_keep_the_watchdog_from_ending_a_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for name in ("halt.write_halt", "halt.write_exit"):
+        monkeypatch.setattr(f"nsa.train.watchdog.{name}", full)
+    monkeypatch.setattr(stacks, "dump", full)
+    config = {"step_s": 0.4, **SHORT}
+    assert run(tmp_path, config, hang_in="step") == TrainExit.STALLED
+    assert capfd.readouterr().out.count("No space left on device); the run ends without it") == 3
 
 
 # Webhook
@@ -528,11 +554,20 @@ def test_a_parent_that_is_slow_to_look_raises_no_alarm(tmp_path: Path) -> None:
     assert read_halt(tmp_path) is None and exit_path(tmp_path, 0).exists()
 
 
+def test_who_was_orphaned_before_it_asked_dies_at_once() -> None:
+    code = "from nsa.train.watchdog import die_with_parent; die_with_parent(%d)"
+    for parent, status in ((os.getpid(), 0), (os.getppid(), -signal.SIGKILL)):
+        done = subprocess.run([sys.executable, "-c", code % parent], check=False)
+        assert done.returncode == status
+
+
 def test_the_stand_in_dies_without_a_supervisor_too(tmp_path: Path) -> None:
     """`die_with_parent` as data workers call it: their parent is this process' child."""
     process = subprocess.Popen(stand_in(tmp_path, workers=1), cwd=ROOT)
     path = tmp_path / "workers0.json"
-    (worker,) = wait_for(lambda: path.exists() and path.read_text() and json.loads(path.read_text()))
+    (worker,) = wait_for(
+        lambda: path.exists() and path.read_text() and json.loads(path.read_text())
+    )
     wait_for(lambda: (tmp_path / "stacks/rank0-worker0.txt").exists())
     assert is_running(worker)
     process.kill()
