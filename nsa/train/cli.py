@@ -230,7 +230,7 @@ def _route_lines(routes: Sequence[Route]) -> list[str]:
     return lines
 
 
-def _completed(argv: Sequence[str]) -> list[str]:
+def completed(argv: Sequence[str]) -> list[str]:
     """``argv`` with `train` where it was left out, and with what a bare --resume means."""
     words = list(argv) or ["--help"]
     commands = {command.name or str(command.callback.__name__) for command in _commands()}
@@ -249,12 +249,14 @@ def _commands() -> list[Any]:
 
 
 def invoke(argv: Sequence[str]) -> int:
-    """Run one command line and return its exit code; an error is one line on stderr."""
+    """Run one command line and return its exit code; an error is one line on stderr. Ctrl-C is
+    typer's: 130, and nothing is shown.
+    """
     from nsa.routing import RouteError
 
     try:
         code = typer.main.get_command(app).main(
-            args=_completed(argv), prog_name="python -m nsa.train", standalone_mode=False
+            args=completed(argv), prog_name="python -m nsa.train", standalone_mode=False
         )
     except TrainError as error:
         return _fail(error.code, str(error))
@@ -262,8 +264,6 @@ def invoke(argv: Sequence[str]) -> int:
         return _fail(TrainExit.USAGE, error.format_message())
     except (RouteError, ValueError) as error:
         return _fail(TrainExit.USAGE, str(error))
-    except (KeyboardInterrupt, typer.Abort):
-        return _fail(TrainExit.INTERRUPTED, "interrupted")
     return code if isinstance(code, int) else TrainExit.OK
 
 

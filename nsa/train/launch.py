@@ -46,8 +46,7 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
             wait_for_resolved(out, config)
         argv = [sys.executable, "-m", "nsa.train.worker", str(out)]
         argv += [] if checkpoint is None else [str(checkpoint)]
-        code: int = supervise(argv, out, config.watchdog, rank)
-    return code
+        return supervise(argv, out, config.watchdog, rank)
 
 
 def checkpoint_of(out: Path, resume: str) -> Path:
@@ -67,20 +66,22 @@ def checkpoint_of(out: Path, resume: str) -> Path:
     except FileNotFoundError:
         raise TrainError(
             TrainExit.CHECKPOINT,
-            f"--resume found no checkpoint in {out}; wanted {pointer}; drop --resume to begin anew,"
-            " or name the run's folder with --out",
+            f"found no checkpoint in {out}; wanted {pointer}; train without --resume to begin anew,"
+            " or name the run's folder",
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise TrainError(
             TrainExit.CHECKPOINT, f"cannot read {pointer}: {error}; --resume PATH names one"
         ) from None
-    path = pointer.parent / name
-    if not name or Path(name).name != name or not path.is_dir():
+    # the second name is one's of which a newer save of the same step was about to take the place
+    names = (name, f"{name}.replaced") if name and Path(name).name == name else ()
+    found = [pointer.parent / one for one in names if (pointer.parent / one).is_dir()]
+    if not found:
         raise TrainError(
             TrainExit.CHECKPOINT,
             f"{pointer} names {name!r}, which is no checkpoint there; --resume PATH names one",
         )
-    return path
+    return found[0]
 
 
 def write_resolved(out: Path, config: RunConfig) -> None:

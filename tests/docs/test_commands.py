@@ -19,6 +19,8 @@ import pytest
 import typer
 
 from nsa.cli import app as nsa_app
+from nsa.train.cli import app as train_app
+from nsa.train.cli import completed
 from perfbench.commands.app import app as perfbench_app
 from tests.docs.blocks import (
     MARKS,
@@ -48,7 +50,17 @@ SPANS = [
     for line, span in spans_of(page)
     if re.match(r"--\w|([A-Z_]\w*=\S+ )*(\S*/)?(perfbench|python|nox) ", span)
 ]
-LINKED = ("matrices", "examples", "tests", "nsa", "perfbench", "tools", "docs", "README.md")
+LINKED = (
+    "matrices",
+    "configs",
+    "examples",
+    "tests",
+    "nsa",
+    "perfbench",
+    "tools",
+    "docs",
+    "README.md",
+)
 # typer's own copy of click is private; its public exceptions lead to it.
 UsageError = typer.BadParameter.__mro__[1]
 App = Any  # a typer group, which has `commands`, or a command
@@ -95,6 +107,7 @@ def apps() -> dict[str, App]:
     return {
         "perfbench": typer.main.get_command(perfbench_app),
         "nsa": typer.main.get_command(nsa_app),
+        "nsa.train": typer.main.get_command(train_app),
     }
 
 
@@ -213,7 +226,8 @@ def options_of(app: App) -> set[str]:
 def check_call(call: Sequence[str], *, whole: bool) -> None:
     for name, app in apps().items():
         if (arguments := arguments_to(name, call)) is not None:
-            parse(app, arguments, whole=whole)
+            words = completed(arguments) if name == "nsa.train" else arguments
+            parse(app, words, whole=whole)
             check_files(arguments)
             return
     program = Path(call[0]).name
@@ -229,7 +243,10 @@ def check_call(call: Sequence[str], *, whole: bool) -> None:
 def check_files(words: Sequence[str]) -> None:
     """Paths into the checkout exist, where they are not the reader's own run."""
     for word in words:
-        if word.startswith(("matrices/", "examples/", "reports/")) and "/RUN" not in word:
+        if (
+            word.startswith(("matrices/", "configs/", "examples/", "reports/"))
+            and "/RUN" not in word
+        ):
             assert (ROOT / word).exists(), f"no file {word}"
 
 
@@ -254,6 +271,8 @@ def nox_sessions() -> set[str]:
         ("perfbench schema nothing", "nothing"),
         ("X=1 .venv/bin/perfbench gate RUN --strict --lax", "No such option"),
         ("python -m venv x && python -m nsa explain --len 4", "No such option"),
+        ("python -m nsa.train configs/tiny-cpu.yaml --resum", "No such option"),
+        ("python -m nsa.train configs/gone.yaml", "no file configs/gone.yaml"),
         ("python -m tools.gone", "no module tools.gone"),
         ("nox -s gone", "gone"),
     ],

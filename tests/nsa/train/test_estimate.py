@@ -134,7 +134,10 @@ def test_a_checkpointed_layer_keeps_its_input() -> None:
     assert estimated_bytes(model, 2, 128, "nsa", "masked") == pytest.approx(measured, abs=64)
 
 
-def on_h200(model: ModelConfig = preset("m7c_125m"), **options: object) -> RunConfig:
+M7C = preset("m7c_125m")
+
+
+def on_h200(model: ModelConfig = M7C, **options: object) -> RunConfig:
     train = LoopConfig(**{"precision": "bf16", **options})  # type: ignore[arg-type]
     return RunConfig(model=model, train=train)
 
