@@ -128,7 +128,7 @@ class Trainer:
             config_sha256=config.sha256(),
             rank=world.rank,
             world_size=world.size,
-            config=config.to_mapping(),
+            config=config.identity(),
             timeout_s=config.parallel.timeout_s,
         )
         closing.callback(self.store.close)

@@ -142,4 +142,4 @@ def hang_in_data() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     plant(sys.argv[1])
-    sys.exit(worker.main(sys.argv[2:]))
+    worker._leave(worker.main(sys.argv[2:]))
