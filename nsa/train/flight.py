@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch._C import _distributed_c10d
 
-from nsa.train.parallel import World
+from nsa.train.parallel import TrainWorld
 from nsa.train.watchdog import read_halt
 
 POLL_S = 0.5
@@ -24,7 +24,7 @@ def trace_path(out: Path, rank: int) -> Path:
 
 
 @contextmanager
-def recorded(out: Path, world: World) -> Iterator[None]:
+def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
     """Meanwhile a halt of the run has the last collectives of this rank written as JSON, by
     PyTorch's flight recorder (the newest 2,000: TORCH_FR_BUFFER_SIZE).
     """
