@@ -24,6 +24,7 @@ from nsa.ops.precision import without_autocast
 SCORE_CHUNK_BYTES = 1 << 28  # logits of one chunk of queries
 REGION_BLOCKS = 4  # of hierarchical selection
 BLOCKS_PER_REGION = 2  # that a chosen region may give
+DROPPED_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the mantissa of an fp32 value
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +154,17 @@ def group_probabilities(
     sums of the logits, the softmax and all that follows stay fp32. The rounded values are
     multiplied in fp32 on every device: a product of two of them is exact there, so this is what a
     matmul in the narrow dtype with an fp32 result computes. float32 rounds nothing: bf16 inputs are
-    scored as they came, and fp64 ones in fp64. config.softcap and a sink change the logits as in
-    the compressed branch; the sink's own probability is no block's.
+    scored as they came, and fp64 ones in fp64. So they are where torch.compile leaves a rounding
+    to bf16 or fp16 out. config.softcap and a sink change the logits as in the compressed branch;
+    the sink's own probability is no block's.
     """
     q, wide = rows.q, torch.promote_types(rows.q.dtype, torch.float32)
     C, G = k_cmp.shape[1:3]
-    q_BGHTD = _rounded(q, config.score_dtype).to(wide).unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4)
-    k_BGDC = _rounded(k_cmp, config.score_dtype).to(wide).permute(0, 2, 3, 1)
+    q_BTQD, k_BCGD = (_rounded(x, config.score_dtype).to(wide) for x in (q, k_cmp))
+    q_BGHTD, k_BGDC = (
+        q_BTQD.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4),
+        k_BCGD.permute(0, 2, 3, 1),
+    )
     logits = capped(torch.matmul(q_BGHTD, k_BGDC[:, :, None]) * scale, config.softcap)
     first_token_C = torch.arange(C, device=q.device) * config.cmp_stride
     hidden_BTC = first_token_C + (config.cmp_block - 1) > rows.position_BT[..., None]
@@ -219,15 +224,33 @@ def _query_slices(q: Tensor, k_cmp: Tensor) -> list[slice]:
 
 def _rounded(x: Tensor, score_dtype: str) -> Tensor:
     """x in a dtype narrower than float32, its values beyond that dtype's range at the range's end;
-    float32: x itself.
+    float32: x itself. fp32 or wider.
     """
-    if score_dtype == "float32":
-        return x
-    dtype = torch.bfloat16 if score_dtype == "bfloat16" else torch.float16
-    if x.dtype == dtype:
-        return x
+    wide, dtype = _widened(x), getattr(torch, score_dtype)
+    if score_dtype == "float32" or x.dtype == dtype:
+        return wide
     limit = torch.finfo(dtype).max
-    return x.clamp(-limit, limit).to(dtype)  # inf would turn a row into NaN
+    return _widened(wide.clamp(-limit, limit).to(dtype))  # inf would turn a row into NaN
+
+
+def _widened(x: Tensor) -> Tensor:
+    """x in fp32 or wider, each value as x's dtype holds it.
+
+    Inductor fuses the kernel that makes x with this one and skips the rounding between them:
+    compressed keys of bf16 then gave 20 of 8,192 rows other blocks than those keys have. What is
+    rounded already stays as it is here. Below fp16's normal range (2^-14) its rounding is still
+    left out.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if (
+        x.dtype not in DROPPED_BITS
+        or not torch.compiler.is_compiling()
+        or torch.compiler.is_exporting()
+    ):
+        return wide
+    dropped, bits = DROPPED_BITS[x.dtype], wide.view(torch.int32)
+    half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)  # to nearest, ties to even
+    return ((bits + half) & -(1 << dropped)).view(torch.float32)
 
 
 def _ranking(scores_BGTJ: Tensor, rows: QueryRows, config: NSAConfig) -> Tensor:

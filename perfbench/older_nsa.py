@@ -159,12 +159,17 @@ def attend_view(
     return branches.attend_view(q, gates, view, call)
 
 
-def collect_blocks() -> AbstractContextManager[list[Tensor | None] | None]:
-    """Collects the blocks that each call chooses, in order; None of an nsa that shows none."""
+def collect_blocks(*, compiled: bool = False) -> AbstractContextManager[list[Tensor | None] | None]:
+    """Collects the blocks that each call chooses, in order, those of ``compiled`` calls included
+    where this nsa shows them; None of an nsa that shows none.
+    """
     collect = _first(("nsa.chosen_blocks", "collect"))
     if collect is None:
         return nullcontext()
-    found: AbstractContextManager[list[Tensor | None]] = collect()
+    known = "compiled" in inspect.signature(collect).parameters
+    found: AbstractContextManager[list[Tensor | None]] = (
+        collect(compiled=compiled) if known else collect()
+    )
     return found
 
 

@@ -104,8 +104,8 @@ def test_reports_hold_what_was_measured_and_what_pages_show() -> None:
 
 
 def test_the_index_of_evidence_links_every_run() -> None:
-    """A run or a pair has its report.md (tune.md), and the index leads to it; what `check`
-    confirmed belongs to its run.
+    """A run or a pair has its report.md (tune.md), and the index leads to it, or to the data where
+    that alone is kept; what `check` confirmed belongs to its run.
     """
     page = f"{EVIDENCE}/README.md"
     linked = {resolved(page, target) for target in links(text_of(page))}
@@ -117,7 +117,8 @@ def test_the_index_of_evidence_links_every_run() -> None:
     lost = {
         home.as_posix()
         for home in homes
-        if not linked & {f"{home.as_posix()}/{page}" for page in ("report.md", "tune.md")}
+        if not linked
+        & {f"{home.as_posix()}/{page}" for page in ("report.md", "tune.md", "run.jsonl.gz")}
     }
     assert len(homes) >= 20 and not lost
 

@@ -6,7 +6,7 @@ Importing this module imports transformers, and `register_tinylm` makes it known
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ class TinyLMForCausalLM(PreTrainedModel):
 
     config_class = TinyLMConfig
     base_model_prefix = ""
-    _tied_weights_keys: ClassVar[dict[str, str]] = {"head.weight": "embedding.weight"}
 
     def __init__(self, config: TinyLMConfig) -> None:
         super().__init__(config)
@@ -52,6 +51,7 @@ class TinyLMForCausalLM(PreTrainedModel):
         object.__setattr__(self, "_core", core)
         self.embedding, self.blocks = core.embedding, core.blocks
         self.norm, self.head = core.norm, core.head
+        self._tied_weights_keys = {"head.weight": "embedding.weight"}  # where the config ties
         self.post_init()
 
     def forward(

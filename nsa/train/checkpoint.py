@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from nsa.train.errors import TrainError, TrainExit
-from nsa.train.manifest import FileDigest, Manifest, one_line, sync_folder, write_text
+from nsa.train.manifest import CheckpointManifest, FileDigest, one_line, sync_folder, write_text
 
 T = TypeVar("T")
 FOLDER, LAST_GOOD = "checkpoints", "last-good"
@@ -123,7 +123,8 @@ class CheckpointStore:
         Another world size or sharding may load; ``state`` may be a part of what was saved. Every
         file is compared with the manifest first. TrainError CHECKPOINT for none, a damaged one
         (naming the file, and another checkpoint that is whole), one of another config, and tensors
-        that were not saved or have another shape or dtype.
+        that were not saved or have another shape or dtype. A checkpoint's .metadata is a pickle, so
+        load only what you trust.
         """
         self.wait()
         tensors = dict(_flat(state))
@@ -144,7 +145,7 @@ class CheckpointStore:
         except (OSError, RuntimeError, CheckpointException) as error:
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"{chosen} cannot be read: {one_line(error)}{self._other_than(chosen)}",
+                f"{chosen} cannot be read: {one_line(error)}{_other_than(chosen)}",
             ) from error
         return [json.loads(one) for one in texts]
 
@@ -182,7 +183,7 @@ class CheckpointStore:
     def _publish(self, step: int, temporary: Path, files: dict[str, FileDigest]) -> None:
         config = temporary / "config.json"
         write_text(config, json.dumps(self._config))
-        Manifest(
+        CheckpointManifest(
             step=step,
             config_sha256=self._config_sha256,
             world_size=self._ranks.world_size,
@@ -217,14 +218,14 @@ class CheckpointStore:
             )
         return chosen
 
-    def _checked(self, chosen: Path) -> Manifest:
+    def _checked(self, chosen: Path) -> CheckpointManifest:
         """The manifest, after this rank has read its part of the files."""
         try:
-            manifest = Manifest.read(chosen)
+            manifest = CheckpointManifest.read(chosen)
             manifest.check_sizes(chosen)
             manifest.check_contents(chosen, self._ranks.part(list(manifest.files)))
         except TrainError as error:
-            raise TrainError(error.code, f"{error}{self._other_than(chosen)}") from error
+            raise TrainError(error.code, f"{error}{_other_than(chosen)}") from error
         if manifest.config_sha256 != self._config_sha256:
             saved = json.loads((chosen / "config.json").read_text())
             raise TrainError(
@@ -234,17 +235,6 @@ class CheckpointStore:
                 " config that it was saved with, or start anew without --resume",
             )
         return manifest
-
-    def _other_than(self, damaged: Path) -> str:
-        """What to resume from instead, as the end of a message."""
-        for other in _checkpoints(self._folder):
-            if other.name != damaged.name:
-                try:
-                    Manifest.read(other).check_sizes(other)
-                except TrainError:
-                    continue
-                return f"; resume from {other.name} with --resume {other}"
-        return f"; {self._folder} has no other that is whole; start anew without --resume"
 
 
 def last_good(out: Path) -> Path | None:
@@ -366,6 +356,18 @@ def _checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda one: (one.stat().st_mtime_ns, one.name), reverse=True)
 
 
+def _other_than(damaged: Path) -> str:
+    """What to resume from instead, as the end of a message."""
+    for other in _checkpoints(damaged.parent):
+        if other != damaged:
+            try:
+                CheckpointManifest.read(other).check_sizes(other)
+            except TrainError:
+                continue
+            return f"; resume from {other.name} with --resume {other}"
+    return f"; {damaged.parent} has no other that is whole; start anew without --resume"
+
+
 def _fresh(folder: Path) -> None:
     if folder.exists():
         shutil.rmtree(folder)
@@ -398,6 +400,8 @@ def _remove(folder: Path) -> None:
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    if not saved or not own:
+        return "what differs is not stored"
     there, here = dict(_leaves(saved)), dict(_leaves(own))
     differing = [
         f"{name} {json.dumps(there.get(name))} there and {json.dumps(here.get(name))} here"

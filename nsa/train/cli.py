@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nsa.routing import Route
     from nsa.train.config import RunConfig
     from nsa.train.estimate import Estimate
-    from nsa.train.machine import Machine
+    from nsa.train.machine import TrainMachine
 
 app = typer.Typer(
     help="Train TinyLM or its dense twin by a config, and look at, sample from and export a run.",
@@ -172,7 +172,7 @@ def _at_least(option: str, value: float, least: int) -> None:
         raise TrainError(TrainExit.USAGE, f"{option} {value} must be a number >= {least}")
 
 
-def _show_estimate(run: RunConfig, machine: Machine, *, as_json: bool) -> int:
+def _show_estimate(run: RunConfig, machine: TrainMachine, *, as_json: bool) -> int:
     from nsa.train.estimate import estimate
 
     found = estimate(run, machine.capability, card_bytes=machine.memory_bytes)
@@ -191,7 +191,7 @@ def _table(found: Estimate) -> str:
     return "\n".join([*lines, *(f"note: {note}" for note in found.notes)])
 
 
-def _show_head(run: RunConfig, machine: Machine, *, as_json: bool) -> None:
+def _show_head(run: RunConfig, machine: TrainMachine, *, as_json: bool) -> None:
     """The resolved config, and the route of the attention with its reasons."""
     from nsa.train.estimate import routes_of
 

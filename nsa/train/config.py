@@ -315,25 +315,28 @@ class RunConfig:
         """Every resolved value as plain data: what `from_mapping` takes back."""
         return json.loads(json.dumps(asdict(self)))  # type: ignore[no-any-return]
 
-    def sha256(self) -> str:
-        """Hash of everything that changes what is computed: all but where it is written, how it is
-        logged and watched, and how many processes fetch.
+    def identity(self) -> dict[str, Any]:
+        """What changes what is computed, as plain data: all but where it is written, how it is
+        logged and watched, how many processes fetch, how ranks talk, and the vocabulary, which is
+        the tokenizer's and has a hash of its own. A schedule that does not fall over all steps may
+        be given more of them.
         """
         mapping = self.to_mapping()
         for name in ("out", "log", "watchdog", "checkpoint"):
             del mapping[name]
-        del mapping["model"]["vocab_size"]  # the tokenizer's, which has a hash of its own
+        del mapping["model"]["vocab_size"]
+        mapping["parallel"] = {"compress": mapping["parallel"]["compress"]}
         for name in ("workers", "prefetch"):
             del mapping["data"][name]
-        for name in (
-            "eval_every",
-            "eval_batches",
-            "sample_every",
-            "sample_prompt",
-            "sample_tokens",
-        ):
+        for name in [one for one in mapping["train"] if one.startswith(("eval_", "sample_"))]:
             del mapping["train"][name]
-        return hashlib.sha256(json.dumps(mapping, sort_keys=True).encode()).hexdigest()
+        if self.train.schedule != "cosine":
+            del mapping["train"]["steps"], mapping["train"]["decay_steps"]
+        return mapping
+
+    def sha256(self) -> str:
+        """Hash of `identity`."""
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
 
     def with_vocab(self, vocab_size: int) -> Self:
         """This with a model of the tokenizer's vocabulary."""

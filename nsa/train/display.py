@@ -99,6 +99,10 @@ class LiveLine:
         self._over.set()
         self._thread.join(CLOSE_S)
 
+    def is_drawing(self) -> bool:
+        """Whether the thread runs: after `close` only where the terminal takes nothing."""
+        return self._thread.is_alive()
+
     def _draw(self) -> None:
         try:
             live = self._rich() if self._live and self._stream.isatty() else None

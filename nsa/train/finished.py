@@ -42,7 +42,7 @@ def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
         keep=0,
         asynchronous=False,
         config_sha256=config.sha256(),
-        config=config.to_mapping(),
+        config=config.identity(),
         rank=0,
         world_size=1,
     )

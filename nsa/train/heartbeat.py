@@ -176,7 +176,9 @@ class HeartbeatWriter:
         path.parent.mkdir(parents=True, exist_ok=True)
         beginning = path.with_name(f"{path.name}.{pid}")
         with beginning.open("w+b") as file:
-            file.truncate(SIZE)
+            # not a hole: a store to one ends the process by SIGBUS where the disk is full
+            file.write(bytes(SIZE))
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), SIZE)
         header = _HEADER.pack(
             MAGIC,

@@ -21,7 +21,7 @@ import torch
 from nsa import settings
 from nsa.dense import DenseAttention
 from nsa.model import DenseLM, TinyLM
-from nsa.train import flops, observe, parallel
+from nsa.train import flight, flops, observe, parallel
 from nsa.train.checkpoint import CheckpointStore
 from nsa.train.config import RunConfig
 from nsa.train.data import load, tokenizer_of
@@ -97,6 +97,7 @@ class Trainer:
             self._heart.beat(Phase.CONNECT, 0)
             self.world = parallel.connect(self.config)
             closing.callback(parallel.disconnect, self.world)
+            closing.enter_context(flight.recorded(self.out, self.world))
             self._heart.beat(Phase.LOAD, 0)
             self._load(closing)
             return self._train()
@@ -127,7 +128,7 @@ class Trainer:
             config_sha256=config.sha256(),
             rank=world.rank,
             world_size=world.size,
-            config=config.to_mapping(),
+            config=config.identity(),
             timeout_s=config.parallel.timeout_s,
         )
         closing.callback(self.store.close)

@@ -18,23 +18,23 @@ ASK_TIMEOUT_S = 300  # importing torch from a cold network disk takes a minute
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
+class TrainMachine:
     """``memory_bytes`` of its first GPU as its driver has it; None: no GPU, or not at hand."""
 
     capability: Capability
     memory_bytes: int | None
 
 
-def machine_of(device: str, gpu: str | None) -> Machine:
+def machine_of(device: str, gpu: str | None) -> TrainMachine:
     """Of train.device ``device``, or of a GPU that is not at hand, by its name in
     `nsa.capability.KNOWN_GPUS`.
 
     ValueError for another name; TrainError DEVICE where this machine does not answer.
     """
     if gpu is not None:
-        return Machine(capability.assumed(gpu), None)
+        return TrainMachine(capability.assumed(gpu), None)
     if device == "cpu":
-        return Machine(capability.assumed("none"), None)
+        return TrainMachine(capability.assumed("none"), None)
     command = [sys.executable, "-m", "nsa.train.machine"]
     try:
         done = subprocess.run(
@@ -48,7 +48,7 @@ def machine_of(device: str, gpu: str | None) -> Machine:
     answer = json.loads(done.stdout.splitlines()[-1])
     found = answer["capability"]
     sm = None if found["sm"] is None else tuple(found["sm"])
-    return Machine(Capability(**{**found, "sm": sm}), answer["memory_bytes"])
+    return TrainMachine(Capability(**{**found, "sm": sm}), answer["memory_bytes"])
 
 
 def _silent(why: str) -> TrainError:

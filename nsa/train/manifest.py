@@ -31,7 +31,7 @@ class FileDigest:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """The content of manifest.json, which is written last. ``world_size`` ranks saved ``step``;
     ``torch`` is its version; ``files`` are all others in the folder, by name.
     """

@@ -15,7 +15,7 @@ from nsa.model import IGNORED_LABEL, TinyLM
 from nsa.routing import SPECS, Path
 from nsa.train import parallel
 from nsa.train.config import RunConfig
-from nsa.train.parallel import World
+from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
 
 if TYPE_CHECKING:
@@ -45,14 +45,14 @@ class Probe:
     slow: str
 
 
-def _casting(config: RunConfig, world: World) -> torch.autocast:
+def _casting(config: RunConfig, world: TrainWorld) -> torch.autocast:
     casts = config.train.precision == "autocast" and world.kind in ("none", "ddp")
     return torch.autocast(world.device.type, dtype=torch.bfloat16, enabled=casts)
 
 
 @torch.no_grad()
 def held_out(
-    model: nn.Module, batches: Iterable[Batch], config: RunConfig, world: World
+    model: nn.Module, batches: Iterable[Batch], config: RunConfig, world: TrainWorld
 ) -> HeldOut:
     """Loss of ``batches``, each rank its own; waits for the device once."""
     device = world.device
@@ -76,7 +76,7 @@ def held_out(
 
 
 @torch.no_grad()
-def probe(model: nn.Module, batch: Batch, config: RunConfig, world: World) -> Probe:
+def probe(model: nn.Module, batch: Batch, config: RunConfig, world: TrainWorld) -> Probe:
     """Run one sequence of ``batch`` eagerly and look what that engages; a compiled or captured step
     shows none of it.
     """

@@ -18,7 +18,7 @@ from nsa.train.errors import TrainError, TrainExit
 
 
 @dataclass(frozen=True, slots=True)
-class World:
+class TrainWorld:
     """This process among the others; ``kind`` is resolved: none, ddp, fsdp or hsdp."""
 
     rank: int
@@ -31,7 +31,7 @@ class World:
         return self.rank == 0
 
 
-def connect(config: RunConfig) -> World:
+def connect(config: RunConfig) -> TrainWorld:
     """Join the process group that torchrun's variables describe; alone where there are none.
 
     TrainError DEVICE for a GPU or a backend that is not there, and for a size that ``shard_size``
@@ -45,7 +45,7 @@ def connect(config: RunConfig) -> World:
                 f"parallel.kind={parallel.kind} in one process; wanted several; start it by"
                 " torchrun --nproc-per-node=N -m nsa.train ..., or omit parallel.kind",
             )
-        return World(0, 1, _device(config.train.device, 0), "none")
+        return TrainWorld(0, 1, _device(config.train.device, 0), "none")
     kind = "ddp" if parallel.kind == "auto" else parallel.kind
     if kind == "none" and place.size > 1:
         raise TrainError(
@@ -74,10 +74,10 @@ def connect(config: RunConfig) -> World:
         timeout=timedelta(seconds=parallel.timeout_s),
         device_id=device if backend == "nccl" else None,
     )
-    return World(dist.get_rank(), dist.get_world_size(), device, kind)
+    return TrainWorld(dist.get_rank(), dist.get_world_size(), device, kind)
 
 
-def disconnect(world: World) -> None:
+def disconnect(world: TrainWorld) -> None:
     if world.size > 1 or dist.is_initialized():
         dist.destroy_process_group()
 
@@ -107,7 +107,7 @@ def _backend(config: ParallelConfig, device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
-def wrap(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
+def wrap(model: nn.Module, config: RunConfig, world: TrainWorld) -> nn.Module:
     """``model``, on its device, as it is called in training; its parameters stay its own, under
     fsdp and hsdp as DTensors.
     """
@@ -135,7 +135,7 @@ def wrap(model: nn.Module, config: RunConfig, world: World) -> nn.Module:
     return model
 
 
-def _shard(model: nn.Module, config: RunConfig, world: World) -> None:
+def _shard(model: nn.Module, config: RunConfig, world: TrainWorld) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -170,21 +170,21 @@ def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
         yield
 
 
-def total(values: Tensor, world: World) -> Tensor:
+def total(values: Tensor, world: TrainWorld) -> Tensor:
     """The sum of ``values`` over all ranks, in place."""
     if world.size > 1:
         dist.all_reduce(values)
     return values
 
 
-def any_rank(flag: Tensor, world: World) -> Tensor:
+def any_rank(flag: Tensor, world: TrainWorld) -> Tensor:
     """Whether ``flag``, a float of 0 or 1, is 1 on some rank, in place: all ranks agree."""
     if world.size > 1:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return flag
 
 
-def largest(number: int, world: World) -> int:
+def largest(number: int, world: TrainWorld) -> int:
     """The largest ``number`` of any rank; waits for all of them."""
     if world.size == 1:
         return number

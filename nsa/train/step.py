@@ -17,7 +17,7 @@ from nsa.model import IGNORED_LABEL
 from nsa.train import parallel
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
-from nsa.train.parallel import World
+from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class StepTotals:
     bad_run: int
 
 
-def why_no_graph(config: RunConfig, world: World) -> str:
+def why_no_graph(config: RunConfig, world: TrainWorld) -> str:
     """Why a step of ``config`` is not captured as one CUDA graph; '' where it can be."""
     if world.device.type != "cuda":
         return "a CPU has no CUDA graphs"
@@ -67,7 +67,7 @@ class TrainStep:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: TrainOptimizer, config: RunConfig, world: World
+        self, model: nn.Module, optimizer: TrainOptimizer, config: RunConfig, world: TrainWorld
     ) -> None:
         self.model, self.optimizer, self._config, self._world = model, optimizer, config, world
         self.no_graph = why_no_graph(config, world)

@@ -20,12 +20,12 @@ from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.loop import Trainer
 from nsa.train.optimizer import build_optimizer
-from nsa.train.parallel import World
+from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
 from nsa.train.step import EAGER_STEPS, TrainStep
 
 MODEL = ModelConfig(dim=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=64, vocab_size=512)
-ALONE = World(0, 1, torch.device("cuda", 0), "none")
+ALONE = TrainWorld(0, 1, torch.device("cuda", 0), "none")
 NUM_STEPS = EAGER_STEPS + 4
 PRECISIONS = ("bf16_master", "autocast", "bf16", "fp32")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import capability, chosen_blocks, settings
+from nsa import capability, chosen_blocks, selection, settings
 from nsa.config import ModelConfig, preset
 from nsa.ops import selected
 from nsa.ops.interval import sliding
@@ -22,7 +22,6 @@ from perfbench.matrix import route_of
 from perfbench.records import Cell, LengthProof
 from perfbench.records.rows import Status
 from perfbench.worker.parity import at_length, key_blocks, proof
-from perfbench.worker.parity import blocks as blocks_proof
 from perfbench.worker.parity.at_length import prove_at_length
 from perfbench.worker.parity.backward import DenseBackward
 from perfbench.worker.parity.claim import Claim
@@ -154,16 +153,16 @@ def test_a_gate_whose_gradient_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_future_blocks_beyond_the_small_proof_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = blocks_proof.functional.select_blocks
+    plain = selection.choose
 
-    def select(*args: Any, **options: Any) -> Tensor:
+    def choose(*args: Any, **options: Any) -> Tensor:
         blocks = plain(*args, **options)
         if blocks.shape[1] > BEYOND:
             blocks = blocks.clone()
             blocks[:, 100:140, :, -1] = 15  # which begins at token 240
         return blocks
 
-    monkeypatch.setattr(blocks_proof.functional, "select_blocks", select)
+    monkeypatch.setattr(selection, "choose", choose)
     found = proved()
     assert found.ok is False and found.tensors["blocks"] >= 2
 

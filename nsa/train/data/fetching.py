@@ -7,6 +7,7 @@ Not `multiprocessing`, whose children import the trainer's main module, and with
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pickle
@@ -91,6 +92,8 @@ class FetchProcess(Generic[T]):
         self._job = pickle.dumps((recipe, dict(cursors)))
         self._thread = threading.Thread(target=self._read, name="data", daemon=True)
         self._thread.start()
+        # A thread that still reads while the interpreter ends would abort it.
+        atexit.register(self.close)
 
     _failure: TrainError | None
 
@@ -99,16 +102,15 @@ class FetchProcess(Generic[T]):
         if self._failure is not None:
             raise self._failure
 
-    def take(self) -> T:
-        """The next batch, in the worker's order; waits for it."""
-        while True:
-            self.raise_failure()
-            try:
-                return self._queue.get(timeout=LOOK_S)
-            except queue.Empty:
-                continue
+    def poll(self) -> T | None:
+        """The next batch, in the worker's order; None where there is none within 0.2 s."""
+        try:
+            return self._queue.get(timeout=LOOK_S)
+        except queue.Empty:
+            return None
 
     def close(self) -> None:
+        atexit.unregister(self.close)
         self._closed = True
         self.process.kill()
         self._thread.join()

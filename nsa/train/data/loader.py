@@ -19,7 +19,7 @@ STATE_FORMAT = 1
 @dataclass(frozen=True, slots=True)
 class LoaderPlan:
     """``workers`` 0: batches are made in the trainer. ``identity``: what a state must be of:
-    "corpus" and "tokenizer" as sha256, "num_shards", "packing".
+    "corpus" and "tokenizer" as sha256, "num_shards", "packing", "seed".
     """
 
     split: str
@@ -157,10 +157,13 @@ class Loader:
             return fetched, self._batch(fetched)
         if not self._processes:
             self._start(workers)
-        for process in self._processes:
-            process.raise_failure()
         shard = next_in_turn(self._cursors)
-        return self._processes[list(self._cursors).index(shard) % workers].take()
+        its_worker = self._processes[list(self._cursors).index(shard) % workers]
+        while True:
+            for process in self._processes:  # any of them: the other may wait for ever
+                process.raise_failure()
+            if (taken := its_worker.poll()) is not None:
+                return taken
 
     def _start(self, workers: int) -> None:
         shards = list(self._cursors)
@@ -208,6 +211,7 @@ REMEDIES: Mapping[str, str] = {
     "tokenizer": "keep OUT/tokenizer.json of that run, or start a new run",
     "num_shards": "set data.shards to that number",
     "packing": "set data.packing to that",
+    "seed": "set data.seed to that",
 }
 
 

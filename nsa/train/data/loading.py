@@ -84,6 +84,7 @@ def load(
         "tokenizer": tokenizer.sha256,
         "num_shards": recipe.num_shards,
         "packing": data.packing,
+        "seed": data.seed,
     }
     plan = LoaderPlan(
         split=split,

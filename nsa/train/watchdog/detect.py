@@ -50,14 +50,16 @@ class Alarm:
 
 @dataclass(slots=True)
 class Thinned:
-    """At most 2 x SPEEDS numbers of a series, evenly spread over all of it."""
+    """At most 2 x SPEEDS numbers of a series, evenly spread over all of it, and its largest."""
 
     numbers: list[float] = field(default_factory=list)
+    largest: float = 0.0
     stride: int = 1
     _passed: int = 0
 
     def add(self, number: float) -> None:
         self._passed += 1
+        self.largest = max(self.largest, number)
         if self._passed % self.stride:
             return
         self.numbers.append(number)
@@ -175,6 +177,8 @@ def not_finite(history: ReportHistory) -> Alarm | None:
     in_a_row = 0
     for step, bad in points[:-1]:
         found = newest.bad_steps - bad
+        if found == 0:  # nor from later lines on
+            break
         in_a_row = max(in_a_row, math.ceil(found / (max(newest.step - step - found, 0) + 1)))
     if in_a_row >= wanted:
         got = f"at least {in_a_row} steps in a row without a finite loss and gradient"
@@ -217,10 +221,11 @@ def flat_line(history: ReportHistory) -> Alarm | None:
 def gate_collapse(history: ReportHistory) -> Alarm | None:
     """The mean share of one branch is above the limit; a model of one branch has no choice."""
     lines, limit = history.last(history.config.collapse_lines), history.config.collapse_share
-    if not lines or any(len(one.shares) < 2 for one in lines):
+    shares = lines[-1].shares if lines else {}
+    if len(shares) < 2:
         return None
-    branch, share = max(lines[-1].shares.items(), key=lambda item: item[1])
-    if any(one.shares.get(branch, 0.0) <= limit for one in lines):
+    branch, share = max(shares.items(), key=lambda item: item[1])
+    if share <= limit or any(one.shares.get(branch, 0.0) <= limit for one in lines):
         return None
     return Alarm(
         AlarmKind.GATE_COLLAPSE,
@@ -234,8 +239,8 @@ def speed_collapse(history: ReportHistory) -> Alarm | None:
     earlier = history.speeds.numbers
     if len(newest) < config.slow_lines or len(earlier) < config.slow_lines:
         return None
-    # the median is at most the maximum, which costs less
-    if max(newest) >= config.slow_ratio * max(earlier):
+    # the median is at most the largest, which costs less
+    if max(newest) >= config.slow_ratio * history.speeds.largest:
         return None
     usual = median(earlier)
     if max(newest) >= config.slow_ratio * usual:

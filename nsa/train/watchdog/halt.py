@@ -46,16 +46,36 @@ def heartbeat_path(out: Path, rank: int) -> Path:
     return out / "heartbeat" / f"rank{rank}.bin"
 
 
+def mark_path(out: Path, rank: int) -> Path:
+    """Holds the pid of the process that began ``rank``'s newest run."""
+    return out / "heartbeat" / f"rank{rank}.parent"
+
+
 def write_halt(out: Path, halt: Halt) -> bool:
-    """Publish ``halt`` whole, unless there is one; whether it was the first."""
+    """Publish ``halt`` whole, unless there is one; whether it was the first.
+
+    OSError where nothing can be written.
+    """
     whole = out / f".halt.json.{os.getpid()}"
     whole.write_text(json.dumps(asdict(halt), indent=1) + "\n", encoding="utf-8")
     try:
         os.link(whole, halt_path(out))
     except FileExistsError:
         return False
+    except OSError:  # a file system without hard links: the first still wins, and is whole later
+        return _create(halt_path(out), whole.read_bytes())
     finally:
         whole.unlink()
+    return True
+
+
+def _create(path: Path, content: bytes) -> bool:
+    """Whether ``path`` did not exist; then it has ``content``."""
+    try:
+        with path.open("xb") as file:
+            file.write(content)
+    except FileExistsError:
+        return False
     return True
 
 
@@ -105,10 +125,21 @@ def begin(out: Path, rank: int) -> int:
             halt_path(out).replace(out / "halt.last.json")
     for path in (exit_path(out, rank), heartbeat_path(out, rank)):
         path.unlink(missing_ok=True)
-    mark = out / "heartbeat" / f"rank{rank}.parent"
+    mark = mark_path(out, rank)
     mark.unlink(missing_ok=True)
     mark.write_text(f"{os.getpid()}\n", encoding="utf-8")
     return mark.stat().st_mtime_ns
+
+
+def begin_alone(out: Path, rank: int) -> bool:
+    """`begin` for a trainer that no parent supervises, before its heartbeat and its process group;
+    whether it is one.
+    """
+    with suppress(FileNotFoundError):
+        if mark_path(out, rank).read_text(encoding="utf-8").strip() == str(os.getppid()):
+            return False
+    begin(out, rank)
+    return True
 
 
 def is_younger(path: Path, than_ns: int) -> bool:

@@ -50,7 +50,11 @@ def watch(
             if not seen:
                 show_text(f"{out} has no heartbeat/rank*.bin; wanted the folder of a run", show)
                 return TrainExit.DATA
-            found = {rank: _alarms(glance) for rank, glance in seen.items()}
+            halted = files.read_halt(out)
+            found = {rank: _alarms(glance, halted) for rank, glance in seen.items()}
+            if halted is not None:
+                where = halted.rank if halted.rank in seen else min(seen)
+                found[where] = [_of_halt(halted)]
             worst = max([worst, *(_code(one) for alarms in found.values() for one in alarms)])
             if once or time.monotonic() - shown_at >= every_s:
                 show_text(_table(seen, found), show)
@@ -93,27 +97,30 @@ def _look(out: Path, ranks: dict[int, WatchedRank], config: WatchdogConfig) -> d
     return {rank: glance for rank, glance in seen.items() if rank < world_size}
 
 
-def _alarms(glance: Glance) -> list[Alarm]:
+def _alarms(glance: Glance, halted: Halt | None) -> list[Alarm]:
+    """Of a rank that has ended nothing stalls; one that left because of a halt has not died."""
     beat = glance.beat
-    if beat is not None and beat.phase is Phase.DONE and has_ended(glance):
-        return [one for one in glance.alarms if one.kind is not AlarmKind.STALL]
+    rest = [one for one in glance.alarms if one.kind is not AlarmKind.STALL]
+    if glance.phase is Phase.DONE:
+        return rest
     if beat is None or not has_died(beat):
         return list(glance.alarms)
+    if halted is not None:
+        return rest
     detail = (
         f"process {beat.pid} ended in phase {beat.phase.name.lower()} at step {beat.step}; wanted"
         " phase done; read its output and its log, then start the run again: it resumes"
     )
-    rest = [one for one in glance.alarms if one.kind is not AlarmKind.STALL]
     return [Alarm(AlarmKind.DIED, detail), *rest]
 
 
-def has_ended(glance: Glance) -> bool:
-    """Whether the rank is done, whether or not its process still runs."""
-    return glance.phase is Phase.DONE
+def _of_halt(halt: Halt) -> Alarm:
+    known = halt.kind in set(AlarmKind)
+    return Alarm(AlarmKind(halt.kind) if known else AlarmKind.REQUEST, f"halted: {halt.detail}")
 
 
 def _is_over(glance: Glance) -> bool:
-    return has_ended(glance) or (glance.beat is not None and has_died(glance.beat))
+    return glance.phase is Phase.DONE or (glance.beat is not None and has_died(glance.beat))
 
 
 def _code(alarm: Alarm) -> int:

@@ -66,9 +66,9 @@ def supervise(
         watch = _Watch(child, out, config, rank, line, mark_ns)
         try:
             code = watch.run(received, poll_s)
+            watch.leave(code)
         finally:
             watch.close()
-    files.write_exit(out, rank, code)
     return code
 
 
@@ -104,6 +104,11 @@ class _Watch:
             self.child.wait(poll_s)
         self._look()
         return self._ended()
+
+    def leave(self, code: int) -> None:
+        """Give the other ranks' parents the exit code."""
+        with self._reported(str(files.exit_path(self.out, self.rank))):
+            files.write_exit(self.out, self.rank, code)
 
     def close(self) -> None:
         """Leave no process behind, whatever happened."""
@@ -148,8 +153,7 @@ class _Watch:
         reason = self._own_reason() or self._peers_reason()
         if reason is None:
             return None
-        if files.write_halt(self.out, reason):
-            self._post(reason)
+        if self._publish(reason):
             return reason
         # an earlier run's that rank 0 has not moved away yet does not count
         first = files.read_halt(self.out) if self._counts(files.halt_path(self.out)) else None
@@ -222,8 +226,9 @@ class _Watch:
         self._say(f"halt: {halt.kind}: {halt.detail}")
         path = stacks.stacks_path(self.out, self.rank)
         if not self.child.has_ended():
-            answered = stacks.dump(self.child.pid, path, STACKS_S)
-            self._say(f"{'stacks' if answered else 'what the kernel knows'}: {path}")
+            with self._reported(str(path)):
+                answered = stacks.dump(self.child.pid, path, STACKS_S)
+                self._say(f"{'stacks' if answered else 'what the kernel knows'}: {path}")
         is_peer = halt.kind == AlarmKind.DIED
         grace_s = min(self.config.grace_s, PEER_GRACE_S) if is_peer else self.config.grace_s
         if not self.child.wait(grace_s):
@@ -269,11 +274,26 @@ class _Watch:
         own = Halt(
             AlarmKind.DIED, f"rank {self.rank}: {what}", self.rank, self.seen.step, phase, utc_now()
         )
-        if files.write_halt(self.out, own):
-            self._post(own)
+        if self._publish(own):
             return False
         first = files.read_halt(self.out) if self._counts(files.halt_path(self.out)) else None
         return first is not None and first.rank != self.rank
+
+    def _publish(self, halt: Halt) -> bool:
+        """Whether ``halt`` is the one that holds; it does where the disk takes none."""
+        with self._reported("halt.json"):
+            if not files.write_halt(self.out, halt):
+                return False
+        self._post(halt)
+        return True
+
+    @contextmanager
+    def _reported(self, what: str) -> Iterator[None]:
+        """A full disk must not keep the watchdog from ending the trainer."""
+        try:
+            yield
+        except OSError as error:
+            self._say(f"{what} cannot be written ({error}); the run ends without it")
 
     def _say(self, text: str) -> None:
         self.line.line(f"nsa.train rank {self.rank}: {text}")
@@ -289,6 +309,8 @@ class _Watch:
 def _send(url: str, halt: Halt, out: Path, say: Callable[[str], None]) -> None:
     body = json.dumps({**asdict(halt), "out": str(out)}).encode()
     try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("wanted http:// or https://")
         request = urllib.request.Request(
             url, body, {"Content-Type": "application/json"}, method="POST"
         )

@@ -75,13 +75,13 @@ class WatchedRank:
     def _listen(self, beat: Beat | None, clock: MachineClock) -> None:
         gap_s = None
         if self._looked_ns is not None:
-            gap_s = (clock.monotonic_ns - self._looked_ns) / 1e9
+            gap_s = min((clock.monotonic_ns - self._looked_ns) / 1e9, LONGEST_GAP_S)
         self._looked_ns = clock.monotonic_ns
         process, beats = ((beat.pid, beat.born_ticks), beat.beats) if beat else ((0, 0), -1)
         if beat is not None and process != self._process:
             self._history, self._found = detect.ReportHistory(self._config), ()
         if (process, beats) == (self._process, self._beats):
-            self._silent_s += min(gap_s or 0.0, LONGEST_GAP_S)
+            self._silent_s += gap_s or 0.0
         else:
             age_s = beat.age_s(clock) if beat is not None else 0.0
             self._silent_s = age_s if gap_s is None else min(age_s, gap_s)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from perfbench import older_nsa
 from perfbench.records import LengthProof, ParityLine
 from perfbench.worker.parity import key_blocks, proof
 from perfbench.worker.parity.backward import DenseBackward, Tensors
@@ -150,18 +149,15 @@ def _differentiated(claim: Claim, call: _Call) -> tuple[DenseBackward, key_block
     very call, or where those are hidden, of the same call uncompiled.
     """
     own, hidden = call.own, False
-    with older_nsa.collect_blocks() as seen:
-        backward = DenseBackward(call.run, call.inputs)
-    blocks = None
+    backward = DenseBackward(call.run, call.inputs)
+    blocks = own.run.blocks
     if claim.selected_alone and own.blocks is not None:
         blocks = own.blocks()
-    elif seen:
-        blocks = seen[0]
-    elif own.blocks is not None and "sel" in call.branches:
-        hidden = True
-        with torch.no_grad(), older_nsa.collect_blocks() as seen:
-            own.uncompiled({**call.rest, **call.inputs})
-        blocks = seen[0] if seen else own.blocks()
+    elif not own.run.shows_blocks and own.blocks is not None and "sel" in call.branches:
+        hidden, uncompiled = True, proof.Recorded(own.uncompiled)
+        with torch.no_grad():
+            uncompiled({**call.rest, **call.inputs})
+        blocks = uncompiled.blocks if uncompiled.shows_blocks else own.blocks()
     return backward, key_blocks.Differentiated(
         claim.model, call.inputs, call.branches, blocks, hidden
     )

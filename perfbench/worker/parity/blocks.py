@@ -107,7 +107,7 @@ def judge(
     The number of slots is config.num_selected, whatever its adaptive rule says: resolve that
     before.
     """
-    reference, gap = oracle.select(q, k_cmp, config=config, kv_len=kv_len, positions=rows[None])
+    reference, _ = oracle.select(q, k_cmp, config=config, kv_len=kv_len, positions=rows[None])
     # Another number of slots is a wrong answer, not a crash.
     width = max(reference.shape[-1], blocks.shape[-1])
     reference, blocks = (
@@ -115,11 +115,15 @@ def judge(
         for x in (reference, blocks)
     )
     differs = (blocks != reference).any(-1)
-    if config.selection == "exact" and config.score_dtype == "float32":
-        return BlocksProof(int((differs & (gap > NEAR_TIE)).sum()), None, None, {})
     J = -(-kv_len // config.sel_block)
+    if config.selection == "exact" and config.score_dtype == "float32" and not differs.any():
+        return BlocksProof(0, None, None, {})
     wrong = is_malformed(blocks, config, rows, J)
     exact, chosen = _members(reference, J), _members(blocks, J)
+    if config.selection == "exact" and config.score_dtype == "float32":
+        # each that is left out against each that took a place: a tie is no excuse for a third
+        wrong |= differs & ~_is_explained(q, k_cmp, exact, chosen, config, rows, J)
+        return BlocksProof(int(wrong.sum()), None, None, {})
     shares = (exact & chosen).sum(-1).double() / exact.sum(-1)
     report = {
         "rows": float(differs.numel()),

@@ -46,26 +46,27 @@ class ParityComparison:
         if (ratio := min(error / tolerance, 1e9)) >= self.ratios.get(name, 0.0):
             self._errors[name], self.ratios[name] = (error, tolerance), ratio
 
-    def attention(
+    def evaluated(
         self,
         cell: Callable[[Tensors], Tensor],
+        inputs: Tensors,
+        rows: Tensor,
+        wanted: Collection[str],
+    ) -> Tensors:
+        """The output of ``cell`` on ``rows``, and its gradient by each ``wanted`` input."""
+        q, weight = inputs["q"], _weight(inputs, rows)
+        return _evaluate(lambda t: cell(t)[:, rows], inputs, q.dtype, weight, wanted)
+
+    def attention(
+        self,
+        got: Tensors,
         judged: Callable[[Attend], Callable[[Tensors], Tensor]],
         inputs: Tensors,
         rows: Tensor,
         wanted: Collection[str],
     ) -> None:
-        """Add the output of ``cell`` on ``rows`` and its gradient by each ``wanted`` input;
-        ``judged`` is the same by plain attention.
-        """
-        q, v = inputs["q"], inputs["v_sel"]
-        weight = torch.randn(
-            q.shape[0],
-            len(rows),
-            q.shape[2],
-            v.shape[3],
-            generator=torch.Generator().manual_seed(7),
-        )
-        got = _evaluate(lambda t: cell(t)[:, rows], inputs, q.dtype, weight, wanted)
+        """Add what `evaluated` gave; ``judged`` is the same by plain attention."""
+        q, weight = inputs["q"], _weight(inputs, rows)
         # The judge sits on the CPU: no kernel is shared with what it judges, and none has to be
         # loaded for it.
         reference = _evaluate(
@@ -111,6 +112,13 @@ class ParityComparison:
             worst=f"{worst}: error / tolerance {self.ratios[worst]:.3g}",
             **options,
         )
+
+
+def _weight(inputs: Tensors, rows: Tensor) -> Tensor:
+    """The upstream gradient of ``rows``, [B, R, HQ, DV]."""
+    q, v = inputs["q"], inputs["v_sel"]
+    shape = (q.shape[0], len(rows), q.shape[2], v.shape[3])
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
 
 
 def _evaluate(

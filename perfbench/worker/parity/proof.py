@@ -20,7 +20,7 @@ from nsa import dispatch, functional, oracle
 from nsa.compression import param_shapes
 from nsa.config import ModelConfig, NSAConfig
 from nsa.functional import selected_attention
-from perfbench.older_nsa import promise_of_sigmoid_gates
+from perfbench.older_nsa import collect_blocks, promise_of_sigmoid_gates
 from perfbench.records import ParityLine
 from perfbench.worker.parity import cache, layer, sizes
 from perfbench.worker.parity.blocks import BlocksProof, Place, chosen, judge, num_malformed
@@ -35,6 +35,24 @@ NUM_ROWS = 64
 _Cell = tuple[Callable[[Tensors], Tensor], Callable[[], Tensor] | None]
 
 
+class Recorded:
+    """A cell's function of the tensors of a proof. ``blocks`` int [B, T, G, N]: those that its last
+    call attended to, out of a compiled graph as well; None where it needs none, and where not
+    ``shows_blocks``: before a call, and of an nsa that hides them.
+    """
+
+    def __init__(self, function: Callable[[Tensors], Tensor]) -> None:
+        self._function = function
+        self.blocks: Tensor | None = None
+        self.shows_blocks = False
+
+    def __call__(self, t: Tensors) -> Tensor:
+        with collect_blocks(compiled=True) as seen:
+            o = self._function(t)
+        self.blocks, self.shows_blocks = seen[0] if seen else None, bool(seen)
+        return o
+
+
 @dataclass(frozen=True, slots=True)
 class Own:
     """``run``: the cell's own output o [B, T, HQ, DV] of the tensors of a proof; ``uncompiled``:
@@ -46,7 +64,14 @@ class Own:
 
     uncompiled: Callable[[Tensors], Tensor]
     blocks: Callable[[], Tensor] | None
-    run: Callable[[Tensors], Tensor]
+    run: Recorded
+
+    def last_blocks(self) -> Tensor | None:
+        """Those of the last call of ``run``, else what ``blocks`` makes: rounding flips near ties,
+        so another call may have chosen others.
+        """
+        made = self.run.blocks
+        return self.blocks() if made is None and self.blocks is not None else made
 
 
 def prove(claim: Claim) -> ParityLine:
@@ -97,7 +122,7 @@ def own_of(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> Own:
         cell, blocks = _in_one_call(claim, request, inputs)
     else:
         cell, blocks = _through_cache(claim, request, inputs, rows, claim.chunk)
-    return Own(cell, blocks, layer.compiled_of(cell) if claim.compiled else cell)
+    return Own(cell, blocks, Recorded(layer.compiled_of(cell) if claim.compiled else cell))
 
 
 def _check_selected(
@@ -106,6 +131,9 @@ def _check_selected(
     """Rows of blocks that break the contract, the output, and the gradients of q, k and v."""
     nsa, tokens = claim.model.nsa, inputs["q"].shape[1]
     own = own_of(claim, request, inputs, rows)
+    wanted = ("q", "k_sel", "v_sel") if claim.cell.has_backward else ()
+    used = {name: inputs[name] for name in ("q", "k_sel", "v_sel")}
+    got = compare.evaluated(own.run, used, rows, wanted)
     on_rows = _on_rows(own, rows)
     wrong_rows = num_malformed(on_rows, nsa, rows, tokens)
     compare.add_blocks(BlocksProof(wrong_rows, None, None, {}))
@@ -114,15 +142,14 @@ def _check_selected(
         keep = oracle.selected_mask(rows[None], on_rows, tokens, nsa.sel_block)
         return lambda t: attend(t["q"][:, rows], t["k_sel"], t["v_sel"], keep.to(t["q"].device))
 
-    used = {name: inputs[name] for name in ("q", "k_sel", "v_sel")}
-    compare.attention(own.run, judged, used, rows, list(used) if claim.cell.has_backward else [])
+    compare.attention(got, judged, used, rows, wanted)
     return own
 
 
 def _on_rows(own: Own, rows: Tensor) -> Tensor:
-    """The blocks of ``rows`` alone, on the CPU."""
-    assert own.blocks is not None
-    blocks = own.blocks()
+    """The blocks of ``rows`` alone, of the last call, on the CPU."""
+    blocks = own.last_blocks()
+    assert blocks is not None
     return blocks[:, rows.to(blocks.device)].cpu()
 
 
@@ -165,7 +192,8 @@ def _check_dense(
 
     own = own_of(claim, kind, inputs, rows)
     wanted = ["q", "k_sel", "v_sel"] if claim.cell.has_backward else []
-    compare.attention(own.run, judged, inputs, rows, wanted)
+    got = compare.evaluated(own.run, inputs, rows, wanted)
+    compare.attention(got, judged, inputs, rows, wanted)
     return own
 
 
@@ -230,8 +258,12 @@ def _check_sparse(
     claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
 ) -> Own:
     own = own_of(claim, request, inputs, rows)
-    blocks = _on_rows(own, rows)
     model, nsa, q = claim.model, claim.model.nsa, inputs["q"]
+    active = [f"{kind}_{branch}" for branch in nsa.branches for kind in ("k", "v")]
+    learned = [name for name in inputs if name.startswith("phi_")]
+    wanted = ["q", "gates", *active, *learned] if claim.cell.has_backward else []
+    got = compare.evaluated(own.run, inputs, rows, wanted)
+    blocks = _on_rows(own, rows)
     tokens, k_cmp = q.shape[1], _kv_cmp(model, inputs)[0]
     fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
     compare.add_blocks(
@@ -241,10 +273,7 @@ def _check_sparse(
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
         return lambda t: _gated(t, model, blocks, rows, attend)
 
-    active = [f"{kind}_{branch}" for branch in nsa.branches for kind in ("k", "v")]
-    learned = [name for name in inputs if name.startswith("phi_")]
-    wanted = ["q", "gates", *active, *learned] if claim.cell.has_backward else []
-    compare.attention(own.run, judged, inputs, rows, wanted)
+    compare.attention(got, judged, inputs, rows, wanted)
     return own
 
 

@@ -20,6 +20,7 @@ from nsa.model import TinyLM
 from nsa.train import observe, worker
 from nsa.train.checkpoint import CheckpointStore
 from nsa.train.loop import Trainer
+from nsa.train.records import Phase
 from nsa.train.step import TrainStep
 
 FIRST_BAD_STEP = 6
@@ -101,7 +102,6 @@ def slow_path() -> None:
 def plant(fault: str) -> None:
     simple: dict[str, Callable[[], None]] = {
         "none": lambda: None,
-        "hang in connect": lambda: setattr(worker.Trainer, "_load", hang_after_connect),
         "hang in load": lambda: setattr(Trainer, "_model", hang),
         "hang in data": lambda: hang_in_data(),
         "hang in step": lambda: from_bad_step(hang),
@@ -126,21 +126,12 @@ def plant(fault: str) -> None:
     simple[fault]()
 
 
-def hang_after_connect(self: Trainer, closing: object) -> None:
-    from nsa.train.records import Phase
-
-    self._heart.beat(Phase.CONNECT, 0)
-    hang()
-
-
 def hang_in_data() -> None:
     before, calls = Trainer._next_batches, [0]
 
     def next_batches(self: Trainer, interval: Any) -> Any:
         calls[0] += 1
         if calls[0] == FIRST_BAD_STEP:
-            from nsa.train.records import Phase
-
             self._heart.beat(Phase.DATA, self.step_count)
             hang()
         return before(self, interval)
@@ -151,4 +142,4 @@ def hang_in_data() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     plant(sys.argv[1])
-    sys.exit(worker.main(sys.argv[2:]))
+    worker._leave(worker.main(sys.argv[2:]))

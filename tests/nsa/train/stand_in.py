@@ -24,7 +24,7 @@ from nsa.train.errors import TrainExit
 from nsa.train.heartbeat import HeartbeatWriter
 from nsa.train.log import RunLog
 from nsa.train.records import Phase, StepRecord
-from nsa.train.watchdog import die_with_parent, heartbeat_path, read_halt
+from nsa.train.watchdog import begin_alone, die_with_parent, heartbeat_path, read_halt
 
 GIB = 2**30
 HEALTHY: dict[str, Any] = {
@@ -144,6 +144,7 @@ def start_workers(out: Path, order: Order) -> list[int]:
 
 def main(out: Path, order: Order) -> int:
     die_with_parent()
+    begin_alone(out, order.rank)
     if not order.without_stacks:
         stacks.install(stacks.stacks_path(out, order.rank))
     if order.deaf:
@@ -196,7 +197,9 @@ def main(out: Path, order: Order) -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.Signals[order.end])
     log.close()
-    enter(Phase.DONE, order.steps)
+    heart.beat(Phase.DONE, order.steps)
+    if order.hang_in == "done":
+        hang(order.how)
     return 0
 
 

@@ -1,6 +1,6 @@
 """How tests start the stand-in under the watchdog, in this process or in one of its own.
 
-    python -m tests.nsa.train.supervised OUT ORDER CONFIG RANK
+python -m tests.nsa.train.supervised OUT ORDER CONFIG RANK
 """
 
 from __future__ import annotations
@@ -20,13 +20,8 @@ from nsa.train.watchdog import supervise
 ROOT = Path(__file__).parents[3]
 LONG_S = 60.0  # for what must happen; reached only where it does not
 # What a loaded machine may take; a test shortens the one time-out that it is about.
-PATIENT: dict[str, Any] = {
-    name: LONG_S
-    for name in (
-        *("start_s", "connect_s", "load_s", "build_s", "data_s"),
-        *("step_s", "eval_s", "save_s", "sample_s"),
-    )
-} | {"grace_s": 5.0}
+PHASES = ("start", "connect", "load", "build", "data", "step", "eval", "save", "sample")
+PATIENT: dict[str, Any] = {f"{phase}_s": LONG_S for phase in PHASES} | {"grace_s": 5.0}
 
 
 def stand_in(out: Path, **order: Any) -> list[str]:
@@ -41,9 +36,7 @@ def run(out: Path, config: dict[str, Any] | None = None, **order: Any) -> int:
     return supervise(argv, out, watching, order.get("rank", 0), poll_s=0.01)
 
 
-def start(
-    out: Path, config: dict[str, Any] | None = None, **order: Any
-) -> subprocess.Popen[str]:
+def start(out: Path, config: dict[str, Any] | None = None, **order: Any) -> subprocess.Popen[str]:
     """Supervise a stand-in in a process of its own."""
     arguments = [json.dumps(order), json.dumps({**PATIENT, **(config or {})})]
     return subprocess.Popen(

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -146,16 +147,29 @@ def test_keeps_the_newest(store: Make, keep: int, left: list[int], tmp_path: Pat
 def test_after_a_resume_from_an_earlier_step_the_last_good_one_is_the_new_one(
     store: Make, tmp_path: Path
 ) -> None:
-    saving = store(keep=3)
-    for step in (10, 20, 30):
+    saving = store()
+    for step in (10, 30):
         saving.save(step, state_of(step), {"run": 1})
     loaded = state_of(0.0)
     saving.load(loaded, tmp_path / "checkpoints" / "step-00000010")
     assert same(loaded, state_of(10))
-    for step in (15, 20):
-        saving.save(step, state_of(-step), {"run": 2})
-    assert names(tmp_path) == ["last-good", "step-00000015", "step-00000020", "step-00000030"]
+    saving.save(15, state_of(-15), {"run": 2})
+    assert names(tmp_path) == ["last-good", "step-00000015", "step-00000030"]
+    saving.save(20, state_of(-20), {"run": 2})
+    assert names(tmp_path) == ["last-good", "step-00000015", "step-00000020"]
     assert saving.load(loaded) == [{"run": 2}] and same(loaded, state_of(-20))
+
+
+def test_the_last_good_one_stays_where_the_clock_was_set_back(store: Make, tmp_path: Path) -> None:
+    saving = store(keep=1)
+    saving.save(1, state_of(1), {})
+    later = time.time() + 86_400
+    os.utime(tmp_path / "checkpoints" / "step-00000001", (later, later))
+    saving.save(2, state_of(2), {})
+    assert saving.last_good() == tmp_path / "checkpoints" / "step-00000002"
+    loaded = state_of(0)
+    saving.load(loaded)
+    assert same(loaded, state_of(2))
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "extra-rank0.json", "config.json"])
@@ -292,11 +306,13 @@ def test_a_folder_that_cannot_be(store: Make, tmp_path: Path) -> None:
     fails(lambda: store(tmp_path / "file"), "cannot be written")
 
 
-# One process imports torch; each attempt is a fork of it that kills itself, with SIGKILL, at the
-# n-th file event of a save (open, mkdir, rename, remove, rmdir, listdir), or is killed by a timer.
+# One process imports torch; each attempt is a fork of it that kills itself, with SIGKILL, before
+# the n-th file event of a save (open, mkdir, rename, remove, rmdir, listdir; outside of torch also
+# write and fsync), or is killed by a timer.
 KILLED = """
-import os, pathlib, random, shutil, signal, sys, time, torch
-from nsa.train.checkpoint import CheckpointStore, last_good
+import os, pathlib, random, shutil, signal, sys, threading, time, torch
+from nsa.train.checkpoint import CheckpointStore
+from nsa.train.manifest import CheckpointManifest
 
 def store(out, asynchronous):
     return CheckpointStore(out, keep=2, asynchronous=asynchronous, config_sha256="a" * 64, rank=0,
@@ -307,14 +323,23 @@ def state(value):
 
 def train(out, asynchronous, steps, die_at=None):
     saving, events = store(out, asynchronous), 0
-    def count(event, args):
+    def count():
         nonlocal events
+        events += 1
+        if events == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+    def audited(event, args):
         if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir"):
-            if die_at is not None and str(args[0]).startswith(str(out)):
-                events += 1
-                if events == die_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-    sys.addaudithook(count)
+            if str(args[0]).startswith(str(out)):
+                count()
+    def profiled(frame, event, called):
+        if event == "c_call" and called.__name__ in ("write", "fsync"):
+            if "/torch/" not in frame.f_code.co_filename:
+                count()
+    if die_at is not None:
+        sys.addaudithook(audited)
+        sys.setprofile(profiled)
+        threading.setprofile(profiled)
     for step in steps:
         saving.save(step, state(step), {"step": step})
     saving.close()
@@ -334,6 +359,9 @@ def check(out, least):
     saving = store(out, False)
     left = sorted(one.name for one in saving._folder.iterdir())
     assert not [one for one in left if "tmp" in one or "replaced" in one], left
+    for name in left:
+        if name.startswith("step-"):
+            CheckpointManifest.read(saving._folder / name).check_sizes(saving._folder / name)
     loaded = state(0)
     (extra,) = saving.load(loaded)
     step = extra["step"]
@@ -381,7 +409,7 @@ def test_killed_at_any_moment(tmp_path: Path, mode: str, steps: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.split()[0]) >= 15, "kills by event: a save has more than that"
+    assert int(done.stdout.split()[0]) >= 25, "kills by event: a save has more than that"
     shutil.rmtree(tmp_path)
 
 
@@ -482,7 +510,7 @@ def test_two_processes_save_and_load_and_one_loads_what_they_saved(
     assert [one["rank"] for one in extras] == [0, 1]
     wanted = torch.load(tmp_path / "wanted.pt")
     assert same({"": dict(enumerate(wanted[:4]))}, {"": alone["model"]})
-    saved = manifest.Manifest.read(tmp_path / "checkpoints" / "step-00000001")
+    saved = manifest.CheckpointManifest.read(tmp_path / "checkpoints" / "step-00000001")
     assert saved.world_size == 2 and {"__0_0.distcp", "__1_0.distcp"} <= saved.files.keys()
 
 

@@ -15,12 +15,12 @@ from nsa.model import TinyLM, next_token_labels
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.optimizer import build_optimizer
-from nsa.train.parallel import World
+from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
 from nsa.train.step import TrainStep, why_no_graph
 
-ALONE = World(0, 1, torch.device("cpu"), "none")
-ON_GPU = World(0, 1, torch.device("cuda", 0), "none")
+ALONE = TrainWorld(0, 1, torch.device("cpu"), "none")
+ON_GPU = TrainWorld(0, 1, torch.device("cuda", 0), "none")
 LEARNING_RATES = (3e-3, 2e-3, 1e-3)
 
 
@@ -170,7 +170,9 @@ def test_packed_documents_train_as_if_each_were_alone() -> None:
         (ON_GPU, {}, ""),
     ],
 )
-def test_why_a_step_is_not_captured(world: World, changes: dict[str, Any], reason: str) -> None:
+def test_why_a_step_is_not_captured(
+    world: TrainWorld, changes: dict[str, Any], reason: str
+) -> None:
     why = why_no_graph(RunConfig.from_mapping(changes), world)
     assert why.startswith(reason) if reason else why == ""
 

@@ -22,7 +22,7 @@ from nsa.train import parallel
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError
 from nsa.train.optimizer import build_optimizer
-from nsa.train.parallel import World
+from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
 from nsa.train.step import TrainStep
 
@@ -79,7 +79,7 @@ def reference() -> nn.Module:
     return model
 
 
-def compare(world: World, section: dict[str, Any], wanted: nn.Module) -> dict[str, Any]:
+def compare(world: TrainWorld, section: dict[str, Any], wanted: nn.Module) -> dict[str, Any]:
     config = config_of(section)
     world = replace(world, kind=section["kind"])
     plain = model_of(config)

@@ -1,0 +1,57 @@
+"""The flight recorder's trace of a rank's collectives, kept when its run is halted.
+
+A rank that hangs in a collective cannot write it; a thread of its own does, since a collective
+waits without the GIL.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch._C import _distributed_c10d
+
+from nsa.train.parallel import TrainWorld
+from nsa.train.watchdog import read_halt
+
+POLL_S = 0.5
+
+
+def trace_path(out: Path, rank: int) -> Path:
+    return out / "stacks" / f"rank{rank}.flight.json"
+
+
+@contextmanager
+def recorded(out: Path, world: TrainWorld) -> Iterator[None]:
+    """Meanwhile a halt of the run has the last collectives of this rank written as JSON, by
+    PyTorch's flight recorder (the newest 2,000: TORCH_FR_BUFFER_SIZE).
+    """
+    over = threading.Event()
+    if world.size == 1:
+        yield
+        return
+
+    def wait_for_halt() -> None:
+        while not over.wait(POLL_S):
+            if read_halt(out) is not None:
+                trace_path(out, world.rank).write_bytes(_dump()())
+                return
+
+    thread = threading.Thread(target=wait_for_halt, name="flight recorder", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _dump() -> Callable[[], bytes]:
+    """By the name that this torch has for it."""
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        found: Callable[[], bytes] | None = getattr(_distributed_c10d, name, None)
+        if found is not None:
+            return found
+    return lambda: b'{"entries": [], "missing": "this torch has no flight recorder"}'

@@ -1,0 +1,77 @@
+"""Two ranks of which one dies or hangs: the job ends, each rank's stacks are there, and what it had
+saved resumes, also in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nsa.train.errors import TrainExit
+from tests.nsa.train.test_provoked import ROOT, ended
+
+PARENT = Path(__file__).with_name("rank_parent.py")
+
+
+def launched(fault: str, out: Path, *rest: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    command = [sys.executable, "-m", *launcher, sys.executable, str(PARENT), fault, str(out), *rest]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False
+        )
+
+
+def exit_code(out: Path, rank: int) -> int:
+    return int(json.loads((out / "heartbeat" / f"rank{rank}.exit").read_text())["code"])
+
+
+@pytest.mark.parametrize(
+    "fault, code, halted_by",
+    [
+        ("killed", 137, "died"),
+        ("hang in load", TrainExit.STALLED, "stall"),
+        ("hang in data", TrainExit.STALLED, "stall"),
+        ("hang in step", TrainExit.STALLED, "stall"),
+        ("hang in save", TrainExit.STALLED, "stall"),
+    ],
+)
+def test_one_rank_ends_the_job(fault: str, code: int, halted_by: str, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    done = launched(fault, out)
+    assert done.returncode != 0
+    halt = json.loads((out / "halt.json").read_text())
+    assert (halt["kind"], halt["rank"]) == (halted_by, 1), done.stderr[-3000:]
+    assert exit_code(out, 1) == code
+    assert exit_code(out, 0) == TrainExit.PEER
+    if fault != "killed":  # there gloo ends rank 0 with an error before it is asked for stacks
+        assert "loop.py" in (out / "stacks" / "rank0.txt").read_text()
+        assert "faulty_worker.py" in (out / "stacks" / "rank1.txt").read_text()
+        trace = json.loads((out / "stacks" / "rank0.flight.json").read_text())
+        assert any("gloo" in one["profiling_name"] for one in trace["entries"])
+
+
+def test_what_two_ranks_saved_resumes_in_two_and_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "run"
+    assert launched("hang in step", out).returncode != 0
+    saved = out / "checkpoints" / (out / "checkpoints" / "last-good").read_text().strip()
+    assert saved.name == "step-00000003"
+    copied = shutil.copytree(saved, tmp_path / "copied" / saved.name)  # the next run prunes its own
+    again = launched("none", out, str(saved))
+    assert again.returncode == 0, again.stderr[-3000:]
+    assert exit_code(out, 0) == exit_code(out, 1) == TrainExit.OK
+    code, _ = ended(
+        "none", tmp_path / "alone", monkeypatch, train={"steps": 9}, resume={"from": str(copied)}
+    )
+    assert code == TrainExit.OK
+    log = (tmp_path / "alone" / "log" / "rank0.jsonl").read_text().splitlines()
+    assert json.loads(log[1])["step"] == 4  # the line after the event "start"
