@@ -323,6 +323,7 @@ def test_the_trainer_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Rank 1's trainer is killed; rank 0 hangs in what would be a collective."""
     first = start(tmp_path, SHORT, rank=0, world_size=2, hang_in="step", at=8)
+    wait_for(lambda: step_of(tmp_path) >= 8)
     second = start(tmp_path, SHORT, rank=1, world_size=2, end="SIGKILL", at=8)
     texts = [first.communicate()[0], second.communicate()[0]]
     assert (first.returncode, second.returncode) == (TrainExit.PEER, 137), texts
@@ -348,6 +349,7 @@ def test_a_rank_whose_parent_dies_as_well_ends_the_others(tmp_path: Path) -> Non
 def test_a_rank_that_stalls_halts_all_and_all_dump_their_stacks(tmp_path: Path) -> None:
     config = {"data_s": 0.5, **SHORT}
     first = start(tmp_path, config, rank=0, world_size=2, obeys=False)
+    wait_for(lambda: step_of(tmp_path) >= 2)
     second = start(tmp_path, config, rank=1, world_size=2, hang_in="data", at=8)
     texts = [first.communicate()[0], second.communicate()[0]]
     assert (first.returncode, second.returncode) == (TrainExit.PEER, TrainExit.STALLED), texts
