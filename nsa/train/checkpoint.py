@@ -37,8 +37,8 @@ class CheckpointStore:
     A save is written to checkpoints/.tmp-step-N by torch.distributed.checkpoint, read back for its
     manifest, renamed to checkpoints/step-N, and then named in checkpoints/last-good: a process that
     is killed at any moment leaves a last good one. Of finished saves the ``keep`` newest stay (0:
-    all), the last good one always. What a dead save left is removed when a store is made, so of two
-    stores of a folder at once neither may write.
+    all), the last good one always. One store of a folder may write, once it is prepared; others may
+    read.
 
     ``config`` is the mapping of which ``config_sha256`` is the hash; it is stored, to name what
     differs. ``timeout_s``: after so long without the other ranks a save fails.
@@ -65,6 +65,11 @@ class CheckpointStore:
         self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._written: Future[None] | None = None
+
+    def prepare(self) -> None:
+        """Make the folder and remove what a dead save left in it; before the first save, and not
+        where another store of the folder writes. TrainError CHECKPOINT where it cannot be written.
+        """
         try:
             self._ranks.first(lambda: _clear(self._folder))
         except _RankError as error:

@@ -94,9 +94,11 @@ class Trainer:
             )
             closing.callback(self._heart.close)
             closing.enter_context(self._obeying_signals())
+            self._heart.beat(Phase.START, 0)
             self._heart.beat(Phase.CONNECT, 0)
             self.world = parallel.connect(self.config)
             closing.callback(parallel.disconnect, self.world)
+            parallel.wait_for_all(self.world)  # a halt.json that is there now is of this run
             closing.enter_context(flight.recorded(self.out, self.world))
             self._heart.beat(Phase.LOAD, 0)
             self._load(closing)
@@ -108,6 +110,9 @@ class Trainer:
         config, world = self.config, self.world
         self._log = RunLog(self.out, world.rank, tensorboard=config.log.tensorboard)
         closing.callback(self._log.close)
+        if world.is_first:  # which makes the BPE that the others read
+            tokenizer_of(config, self.out)
+        parallel.wait_for_all(world)
         self.tokenizer: Tokenizer = tokenizer_of(config, self.out)
         config = self.config = config.with_vocab(self.tokenizer.vocab_size)
         self.loader: Loader = self._loader("train")
@@ -132,6 +137,7 @@ class Trainer:
             timeout_s=config.parallel.timeout_s,
         )
         closing.callback(self.store.close)
+        self.store.prepare()
         if self._resume is not None:
             self._restore()
         self._log.event(

@@ -170,6 +170,11 @@ def accumulating(model: nn.Module, *, last: bool) -> Iterator[None]:
         yield
 
 
+def wait_for_all(world: TrainWorld) -> None:
+    if world.size > 1:
+        dist.barrier()
+
+
 def total(values: Tensor, world: TrainWorld) -> Tensor:
     """The sum of ``values`` over all ranks, in place."""
     if world.size > 1:

@@ -18,6 +18,7 @@ from nsa.train import stacks
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.loop import Trainer
+from nsa.train.watchdog import begin_alone
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,6 +26,7 @@ def main(argv: Sequence[str]) -> int:
     resume = Path(argv[1]) if len(argv) > 1 else None
     place = settings.launched_place()
     rank = 0 if place is None else place.rank
+    begin_alone(out, rank)
     stacks.install(stacks.stacks_path(out, rank))
     mapping = json.loads((out / "config.json").read_text(encoding="utf-8"))
     config = RunConfig.from_mapping(mapping["config"])

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -40,18 +41,33 @@ def _bind(prctl: Callable[..., int] | None, parent: int | None) -> None:
 
 
 class Child:
-    """A process in a group of its own, which dies with this one. OSError where it cannot start."""
+    """A process in a group of its own, which dies with this one. OSError where it cannot start.
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    ``show`` is given each line of its stdout, by a thread: the terminal has one writer.
+    """
+
+    def __init__(self, argv: Sequence[str], show: Callable[[str], None]) -> None:
         prctl, parent = _prctl(), os.getpid()
         self._kills_before = oom_kills()
         self._is_killed = False
         # Bound between fork and exec, there is no moment in which it would outlive its parent. The
         # library is opened before: a thread might hold the loader's lock at the fork.
         self._process = subprocess.Popen(
-            argv, process_group=0, preexec_fn=lambda: _bind(prctl, parent)
+            argv,
+            process_group=0,
+            preexec_fn=lambda: _bind(prctl, parent),
+            stdout=subprocess.PIPE,
+            text=True,
+            errors="replace",
         )
         self.pid = self._process.pid
+        self._reader = threading.Thread(target=self._read, args=(show,), daemon=True)
+        self._reader.start()
+
+    def _read(self, show: Callable[[str], None]) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            show(line.rstrip("\n"))
 
     def has_ended(self) -> bool:
         """Whether it has; it stays a zombie, so that nobody else gets its pid, until `reap`."""
@@ -99,6 +115,7 @@ class Child:
             time.sleep(_POLL_S)
         if left:
             os.killpg(self.pid, signal.SIGKILL)
+        self._reader.join(workers_s)  # what is left of its last lines
         return self._process.wait()
 
     def ending(self, status: int) -> str:

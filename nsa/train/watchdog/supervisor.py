@@ -61,8 +61,12 @@ def supervise(
     out.mkdir(parents=True, exist_ok=True)
     mark_ns = files.begin(out, rank)
     with _signals() as received:
-        child = Child(argv)
         line = LiveLine(live=rank == 0, every_s=live_every_s)
+        try:
+            child = Child(argv, line.line)
+        except OSError:
+            line.close()
+            raise
         watch = _Watch(child, out, config, rank, line, mark_ns)
         try:
             code = watch.run(received, poll_s)

@@ -35,15 +35,15 @@ def hold_the_gil(*args: object, **kwargs: object) -> None:
     ctypes.PyDLL(None).sleep(3600)
 
 
-def from_bad_step(fault: Callable[..., Any]) -> None:
-    """Run ``fault(step, *arguments)`` before each step from FIRST_BAD_STEP on."""
+def from_bad_step(fault: Callable[..., Any], first: int = FIRST_BAD_STEP) -> None:
+    """Run ``fault(step, *arguments)`` before each step from ``first`` on."""
     before = TrainStep.__call__
     count = 0
 
     def call(self: TrainStep, *args: Any) -> None:
         nonlocal count
         count += 1
-        if count >= FIRST_BAD_STEP:
+        if count >= first:
             fault(self, *args)
         before(self, *args)
 
@@ -117,7 +117,7 @@ def plant(fault: str) -> None:
         "gate collapse": lambda: from_bad_step(collapsed),
         "below the floor": leaked_labels,
         "slow path": slow_path,
-        "slow": lambda: from_bad_step(lambda *a: time.sleep(0.5)),
+        "slow": lambda: from_bad_step(lambda *a: time.sleep(0.5), first=60),
         "memory creep": lambda: from_bad_step(lambda *a: kept.append(bytearray(b"x" * 2**26))),
         "killed": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGKILL)),
         "segfault": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGSEGV)),

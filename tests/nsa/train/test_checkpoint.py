@@ -44,6 +44,7 @@ def store(tmp_path: Path) -> Iterator[Make]:
             "config": CONFIG,
         }
         made.append(CheckpointStore(out, **{**options, **changed}))
+        made[-1].prepare()
         return made[-1]
 
     yield make
@@ -315,8 +316,10 @@ from nsa.train.checkpoint import CheckpointStore
 from nsa.train.manifest import CheckpointManifest
 
 def store(out, asynchronous):
-    return CheckpointStore(out, keep=2, asynchronous=asynchronous, config_sha256="a" * 64, rank=0,
+    made = CheckpointStore(out, keep=2, asynchronous=asynchronous, config_sha256="a" * 64, rank=0,
                            world_size=1)
+    made.prepare()
+    return made
 
 def state(value):
     return {"w": torch.full((50, 50), float(value)), "m": {"w": torch.full((3,), -float(value))}}
@@ -447,6 +450,7 @@ def whole(model, optimizer):
 
 store = CheckpointStore(out, keep=2, asynchronous=True, config_sha256="a" * 64, rank=rank,
                         world_size=2)
+store.prepare()
 model, optimizer = made(0)
 trained(model, optimizer)
 wanted = whole(model, optimizer)
