@@ -58,7 +58,7 @@ setup(
     ],
     package_dir={"perfbench.matrices": "matrices"},
     package_data={
-        "nsa": ["py.typed"],
+        "nsa": ["py.typed", "**/*.json"],
         "perfbench": ["py.typed", "**/*.j2", "**/*.yaml"],
         "perfbench.matrices": ["*.yaml"],
     },
