@@ -95,15 +95,15 @@ def write_resolved(out: Path, config: RunConfig) -> None:
         },
         indent=2,
     )
-    beside = out / f".{CONFIG}.{os.getpid()}"
+    whole = out / f".{CONFIG}.{os.getpid()}"
     try:
-        with beside.open("w", encoding="utf-8") as file:
+        with whole.open("w", encoding="utf-8") as file:
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(out / CONFIG)
+        whole.replace(out / CONFIG)
     except OSError as error:
-        beside.unlink(missing_ok=True)
+        whole.unlink(missing_ok=True)
         raise TrainError(
             TrainExit.USAGE,
             f"cannot write {out / CONFIG}: {error.strerror}; wanted a folder for the run; --out"

@@ -142,7 +142,7 @@ def _text(path: str) -> str:
             " configs/tiny-cpu.yaml"
         ) from None
     try:
-        return raw.decode("utf-8-sig")
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise _usage(

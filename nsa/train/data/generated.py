@@ -23,7 +23,7 @@ def random_entropy_nats() -> float:
 
 
 def synthetic_entropy_nats() -> float:
-    """The chain's entropy rate, nats a token: 1.0825. Every symbol's four chances are the same
+    """The chain's entropy rate, nats a token: 1.1097. Every symbol's four chances are the same
     numbers, so the rate is their entropy, whatever the share of each symbol.
     """
     total = sum(CHANCES)

@@ -130,7 +130,9 @@ class DocumentRecipe:
     def stream(self, shard: int, cursor: Cursor) -> ShardStream:
         return DocumentStream(self, shard, cursor)
 
-    def walk(self, shard: int, place: StreamPlace) -> Iterator[tuple[StreamPlace, TextDocument]]:
+    def walk(
+        self, shard: int, place: DocumentPlace
+    ) -> Iterator[tuple[DocumentPlace, TextDocument]]:
         """Documents of the split in ``shard``, in the order of the epoch, from ``place`` on."""
         units = self.shards[shard]
         order = np.random.default_rng([self.seed, 1, shard, place.epoch]).permutation(len(units))
@@ -145,12 +147,12 @@ class DocumentRecipe:
                 for index in range(max(0, start - first), len(block)):
                     document = block[mixed[index]]
                     if self.rule.has(document.name):
-                        yield StreamPlace(place.epoch, number, first + index), document
+                        yield DocumentPlace(place.epoch, number, first + index), document
                 first += BLOCK
 
 
 @dataclass(frozen=True, slots=True)
-class StreamPlace:
+class DocumentPlace:
     """Document number ``document`` of the ``unit``-th unit of the shard's epoch, in its order."""
 
     epoch: int = 0
@@ -167,16 +169,16 @@ class DocumentStream:
     _recipe: DocumentRecipe
     _shard: int
     _start: Cursor
-    _place: StreamPlace = field(init=False)
+    _place: DocumentPlace = field(init=False)
     _offset: int = field(init=False)
     _epoch_ids: int = field(init=False)
     _batches: int = field(init=False)
     _ids: NDArray[np.int32] | None = field(init=False, default=None)
-    _documents: Iterator[tuple[StreamPlace, TextDocument]] | None = field(init=False)
+    _documents: Iterator[tuple[DocumentPlace, TextDocument]] | None = field(init=False)
 
     def __post_init__(self) -> None:
         names = ("epoch", "unit", "document")
-        self._place = StreamPlace(**{name: self._start.get(name, 0) for name in names})
+        self._place = DocumentPlace(**{name: self._start.get(name, 0) for name in names})
         self._offset = self._start.get("offset", 0)
         self._epoch_ids = self._start.get("epoch_ids", 0)
         self._batches = self._start.get("batches", 0)
@@ -262,7 +264,7 @@ class DocumentStream:
                 f"{what} holds {held} tokens, fewer than train.seq_len + 1 = {wanted}; make"
                 f" train.seq_len smaller{more}, or give more text"
             )
-        self._place = StreamPlace(self._place.epoch + 1)
+        self._place = DocumentPlace(self._place.epoch + 1)
         self._ids, self._offset, self._epoch_ids = None, 0, 0
         self._documents = self._recipe.walk(self._shard, self._place)
 

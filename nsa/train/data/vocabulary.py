@@ -100,7 +100,10 @@ class SubwordTokenizer:
         self._lengths[self.eot_id] = 0
 
     def encode(self, text: bytes) -> list[int]:
-        encoded = self._tokenizer.encode(text.decode("utf-8"), add_special_tokens=False)
+        # Without offsets: 640k tok/s a core where `encode` makes 440k.
+        (encoded,) = self._tokenizer.encode_batch_fast(
+            [text.decode("utf-8")], add_special_tokens=False
+        )
         return encoded.ids  # type: ignore[no-any-return]
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from nsa.train.log import utc_now
 from nsa.train.watchdog.detect import AlarmKind
@@ -56,7 +57,8 @@ def write_halt(out: Path, halt: Halt) -> bool:
 
     OSError where nothing can be written.
     """
-    whole = out / f".halt.json.{os.getpid()}"
+    # hosts that share the folder may have equal pids
+    whole = out / f".halt.json.{uuid4().hex}"
     whole.write_text(json.dumps(asdict(halt), indent=1) + "\n", encoding="utf-8")
     try:
         os.link(whole, halt_path(out))

@@ -80,7 +80,9 @@ class Order:
     obeys: bool = True
     deaf: bool = False  # to SIGTERM and SIGINT
     workers: int = 0
+    tidy: bool = False  # cleans up at SIGTERM
     without_stacks: bool = False
+    leaves_it_to_its_parent: bool = False  # asks the kernel for no signal of its parent's death
 
 
 def hang(how: str) -> None:
@@ -135,7 +137,8 @@ def start_workers(out: Path, order: Order) -> list[int]:
         parent = os.getpid()
         pid = os.fork()
         if pid == 0:
-            die_with_parent(parent)
+            if not order.leaves_it_to_its_parent:
+                die_with_parent(parent)
             stacks.install(stacks.stacks_path(out, order.rank, number))
             hang("sleep")
         pids.append(pid)
@@ -143,7 +146,8 @@ def start_workers(out: Path, order: Order) -> list[int]:
 
 
 def main(out: Path, order: Order) -> int:
-    die_with_parent()
+    if not order.leaves_it_to_its_parent:
+        die_with_parent()
     begin_alone(out, order.rank)
     if not order.without_stacks:
         stacks.install(stacks.stacks_path(out, order.rank))
@@ -160,6 +164,13 @@ def main(out: Path, order: Order) -> int:
         steps=order.steps,
     )
     log = RunLog(out, order.rank, tensorboard=False)
+
+    def tidy_up(*_: object) -> None:
+        log.event("terminated")
+        os._exit(1)
+
+    if order.tidy:
+        signal.signal(signal.SIGTERM, tidy_up)
 
     def enter(phase: Phase, step: int) -> None:
         heart.beat(phase, step)

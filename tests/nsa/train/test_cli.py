@@ -209,6 +209,7 @@ def test_resume_errors(
     folder.rmdir()
     assert cli.invoke(command) == TrainExit.CHECKPOINT
     assert "names 'step-00000050', which is no checkpoint there" in error_of(capsys)
+    (tmp_path / "elsewhere").mkdir()
     (out / "checkpoints" / "last-good").write_text("../../elsewhere")
     assert cli.invoke(command) == TrainExit.CHECKPOINT
     assert "names '../../elsewhere'" in error_of(capsys)
@@ -354,6 +355,7 @@ def test_a_machine_that_does_not_answer_is_a_device_error(monkeypatch: pytest.Mo
     with pytest.raises(TrainError) as caught:
         machine.machine_of("auto", None)
     assert caught.value.code == TrainExit.DEVICE
+    assert machine.machine_of("cpu", None).capability.device == "cpu"  # not asked
 
 
 def test_this_machine_answers_as_it_does_in_process() -> None:

@@ -159,13 +159,16 @@ def test_without_rich_a_terminal_gets_plain_lines_that_name_the_package(
 def test_a_terminal_that_takes_nothing_never_stops_the_caller(beat: Beat) -> None:
     """A pipe that nobody reads: its writer blocks for good, and only the drawing thread is it."""
     read_end, write_end = os.pipe()
-    with os.fdopen(write_end, "w") as stream:
-        line = LiveLine(live=True, every_s=0.0, stream=stream)
+    stream = os.fdopen(write_end, "w")
+    line = LiveLine(live=True, every_s=0.0, stream=stream)
+    try:
         for number in range(2000):
             line.line(f"{number} " + "x" * 100)
             line.show(replace(beat, step=number), 0.0)
         line.close()
         assert line.is_drawing()  # still in its write, while close has given up
+    finally:
         os.close(read_end)  # the write fails now, and the thread ends
         wait_for(lambda: not line.is_drawing())
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        stream.close()

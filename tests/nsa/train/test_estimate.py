@@ -217,7 +217,7 @@ def test_time_is_that_of_a_published_speed_alone() -> None:
 
 
 def test_packed_documents_are_one_row_that_is_not_whole() -> None:
-    rows = on_h200(TINY, batch=4, seq_len=64, precision="fp32")
+    rows = on_h200(TINY, batch=1, seq_len=64, precision="fp32")
     packed = replace(rows, data=DataConfig(kind="synthetic", packing="documents"))
     routes = [
         estimate.routes_of(one, CPU)[0].branch("sel").implementation for one in (rows, packed)

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,6 @@ def test_what_a_trainer_reports_halts_it(tmp_path: Path, wrong: str) -> None:
     assert (halt.kind, halt.rank) == (wrong, 0)
     assert halt.step > 25 and "wanted" in halt.detail
     assert kinds(tmp_path)[-1] == "halted"
-    assert "in main" in (tmp_path / "stacks/rank0.txt").read_text()
 
 
 def test_memory_that_is_really_leaked_halts_it(tmp_path: Path) -> None:
@@ -191,8 +191,16 @@ def test_a_trainer_that_ignores_the_halt_is_ended(tmp_path: Path) -> None:
     order: dict[str, Any] = {"wrong": "zero_gradient", "obeys": False, "deaf": True}
     assert run(tmp_path, {**LINES, **SHORT}, **order) == TrainExit.UNHEALTHY
     assert "halted" not in kinds(tmp_path)
+    assert "in main" in (tmp_path / "stacks/rank0.txt").read_text()
     pid = HeartbeatReader(heartbeat_path(tmp_path, 0)).read()
     assert pid is not None and not is_running(pid.pid)
+
+
+@pytest.mark.parametrize("how", ["sleep", "stop"])
+def test_a_trainer_may_clean_up_before_it_is_killed(tmp_path: Path, how: str) -> None:
+    config = {"step_s": 0.4, "grace_s": 1.0}
+    assert run(tmp_path, config, hang_in="step", how=how, tidy=True) == TrainExit.STALLED
+    assert kinds(tmp_path)[-2:] == ["hangs", "terminated"]
 
 
 # How a trainer may end
@@ -219,7 +227,8 @@ def test_death_by_a_signal_is_named(
 
 
 def test_data_workers_end_with_their_trainer(tmp_path: Path) -> None:
-    assert run(tmp_path, end="SIGKILL", workers=2) == 137
+    order: dict[str, Any] = {"workers": 2, "leaves_it_to_its_parent": True}
+    assert run(tmp_path, end="SIGKILL", **order) == 137
     workers = json.loads((tmp_path / "workers0.json").read_text())
     assert len(workers) == 2
     assert not any(map(is_running, workers))
@@ -295,14 +304,17 @@ def test_a_third_interrupt_ends_a_trainer_that_ignores_two(tmp_path: Path) -> No
 
 
 def test_the_trainer_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
-    process = start(tmp_path, workers=1)
+    process = start(tmp_path, leaves_it_to_its_parent=True, steps=1_000_000)
     wait_for(lambda: step_of(tmp_path) >= 2)
     beat = HeartbeatReader(heartbeat_path(tmp_path, 0)).read()
     assert beat is not None
-    pids = [beat.pid, *json.loads((tmp_path / "workers0.json").read_text())]
     process.kill()
-    process.communicate()
-    wait_for(lambda: not any(map(is_running, pids)))
+    try:
+        wait_for(lambda: not is_running(beat.pid), seconds=15.0)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(beat.pid, signal.SIGKILL)
+        process.communicate()
 
 
 # Several ranks
@@ -311,6 +323,7 @@ def test_the_trainer_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 def test_a_rank_that_dies_ends_the_others(tmp_path: Path) -> None:
     """Rank 1's trainer is killed; rank 0 hangs in what would be a collective."""
     first = start(tmp_path, SHORT, rank=0, world_size=2, hang_in="step", at=8)
+    wait_for(lambda: step_of(tmp_path) >= 8)
     second = start(tmp_path, SHORT, rank=1, world_size=2, end="SIGKILL", at=8)
     texts = [first.communicate()[0], second.communicate()[0]]
     assert (first.returncode, second.returncode) == (TrainExit.PEER, 137), texts
@@ -335,7 +348,8 @@ def test_a_rank_whose_parent_dies_as_well_ends_the_others(tmp_path: Path) -> Non
 
 def test_a_rank_that_stalls_halts_all_and_all_dump_their_stacks(tmp_path: Path) -> None:
     config = {"data_s": 0.5, **SHORT}
-    first = start(tmp_path, config, rank=0, world_size=2)
+    first = start(tmp_path, config, rank=0, world_size=2, obeys=False)
+    wait_for(lambda: step_of(tmp_path) >= 2)
     second = start(tmp_path, config, rank=1, world_size=2, hang_in="data", at=8)
     texts = [first.communicate()[0], second.communicate()[0]]
     assert (first.returncode, second.returncode) == (TrainExit.PEER, TrainExit.STALLED), texts
@@ -398,9 +412,10 @@ def test_what_a_rank_finds_before_it_connects_counts_only_if_it_is_younger(tmp_p
     assert not path.exists() and not is_younger(path, mark_ns)
 
 
-def test_a_halt_while_a_rank_still_loads_ends_it(tmp_path: Path) -> None:
-    process = start(tmp_path, SHORT, hang_in="load")
-    wait_for(lambda: phase_of(tmp_path) is Phase.LOAD)
+@pytest.mark.parametrize("phase", [Phase.CONNECT, Phase.LOAD])
+def test_a_halt_before_the_first_step_ends_a_rank(tmp_path: Path, phase: Phase) -> None:
+    process = start(tmp_path, SHORT, hang_in=phase.name.lower())
+    wait_for(lambda: phase_of(tmp_path) is phase)
     write_halt(tmp_path, Halt("stall", "rank 3: no progress", 3, 5, "data", ""))
     process.communicate()
     assert process.returncode == TrainExit.PEER

@@ -16,11 +16,12 @@ import pytest
 
 from nsa.train.config import WatchdogConfig
 from nsa.train.errors import TrainExit
-from nsa.train.heartbeat import HeartbeatReader, HeartbeatWriter
+from nsa.train.heartbeat import HeartbeatReader, HeartbeatWriter, MachineClock
 from nsa.train.log import log_path, read_log
 from nsa.train.records import Phase
 from nsa.train.watchdog import heartbeat_path, read_halt, watch
 from nsa.train.watchdog.outside import config_of
+from nsa.train.watchdog.watched import WatchedRank
 from tests.nsa.train.stand_in import record
 from tests.nsa.train.supervised import LONG_S, PATIENT, ROOT, stand_in, wait_for
 
@@ -109,16 +110,19 @@ def test_what_reports_show_is_seen_over_lines(tmp_path: Path, start: Start) -> N
 
 
 def test_with_halt_the_trainer_ends(tmp_path: Path, start: Start) -> None:
-    process = start(wrong="slow_path", at=3)
-    wait_for(lambda: step_of(tmp_path))
+    healthy = start(rank=0, world_size=2)
+    wait_for(lambda: step_of(tmp_path, 0))
+    sick = start(rank=1, world_size=2, wrong="slow_path", at=3)
+    wait_for(lambda: step_of(tmp_path, 1))
     assert looked(tmp_path, halt=True)[0] == TrainExit.UNHEALTHY
-    assert process.wait() == TrainExit.UNHEALTHY
+    assert healthy.wait() == sick.wait() == TrainExit.UNHEALTHY
     halt = read_halt(tmp_path)
-    assert halt is not None and (halt.kind, halt.rank) == ("slow_path", 0)
+    assert halt is not None and (halt.kind, halt.rank) == ("slow_path", 1)
     assert "seen from outside: engaged: sel.v1" in halt.detail
     assert read_log(log_path(tmp_path, 0))[-1]["kind"] == "halted"
     code, text = looked(tmp_path, once=True)
-    assert code == TrainExit.UNHEALTHY and "slow_path: halted: rank 0, seen from outside" in text
+    assert code == TrainExit.UNHEALTHY and "slow_path: halted: rank 1, seen from outside" in text
+    assert "died" not in text  # rank 0 left because of the halt
 
 
 def test_a_halt_of_an_earlier_run_does_not_stop_one_without_a_supervisor(
@@ -153,15 +157,32 @@ def test_ranks_that_a_smaller_world_left_behind_are_not_shown(tmp_path: Path) ->
 
 def test_another_host_is_judged_by_the_wall_clock(tmp_path: Path) -> None:
     path = heartbeat_path(tmp_path, 0)
-    heart = HeartbeatWriter(path, rank=0, pid=2**22 - 1)
+    process = subprocess.Popen(["sleep", "300"])
+    heart = HeartbeatWriter(path, rank=0, pid=process.pid)
     heart.beat(Phase.STEP, 5)
-    heart.report(record(), entropy_floor_nats=None, slow="")
+    process.kill()
+    process.wait()
+    code, text = looked(tmp_path, once=True)
+    assert code == TrainExit.STALLED and "died" in text
     data = path.read_bytes()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip().encode()
     path.write_bytes(data.replace(boot, b"f" * 36))
     code, text = looked(tmp_path, once=True)
     assert code == 0 and "healthy" in text  # its pid is not looked up here
     assert looked(tmp_path, {"step_s": 0.0}, once=True)[0] == TrainExit.STALLED
+
+
+def test_lines_of_an_earlier_process_do_not_count(tmp_path: Path) -> None:
+    path = heartbeat_path(tmp_path, 0)
+    watched = WatchedRank(path, WatchdogConfig(**PATIENT, zero_gradient_lines=3))
+    found = []
+    for pid in (os.getpid(), os.getppid()):
+        heart = HeartbeatWriter(path, rank=0, pid=pid)
+        for step in (10, 20, 30):
+            heart.report(record(step=step, gradient_norm=0.0), entropy_floor_nats=None, slow="")
+            heart.beat(Phase.STEP, step)
+            found.append([str(one.kind) for one in watched.look(MachineClock.now()).alarms])
+    assert found == [[], [], ["zero_gradient"]] * 2
 
 
 def test_the_config_is_the_runs_own(tmp_path: Path) -> None:

@@ -24,7 +24,15 @@ from nsa.train.data.vocabulary import (
     train_bpe,
 )
 from nsa.train.errors import TrainError, TrainExit
-from tests.nsa.train.data.cases import Small, take, write_texts
+from tests.nsa.train.data.cases import (
+    Small,
+    documents_of,
+    plain,
+    take,
+    text_of,
+    write_parquet,
+    write_texts,
+)
 
 SAMPLE = [
     TextDocument(str(i), f"a sparse block {i} is selected é∑".encode(), "s") for i in range(50)
@@ -125,6 +133,23 @@ def test_held_out_text_does_not_change_the_bpe(tmp_path: Path) -> None:
     assert tokenizer_of(small.config(), tmp_path / "after").sha256 == before.sha256
     (tmp_path / "corpus" / f"{min(set(texts) - set(found)):03d}.txt").write_text("qqqq" * 100)
     assert tokenizer_of(small.config(), tmp_path / "changed").sha256 != before.sha256
+
+
+def test_held_out_rows_do_not_change_the_bpe(tmp_path: Path) -> None:
+    """A unit of parquet holds rows of both splits."""
+    texts = [text_of(i, 9) for i in range(300)]
+    small = Small({"kind": "parquet", "paths": (str(tmp_path),), "held_out_pct": 20.0})
+    write_parquet(tmp_path / "a.parquet", texts, 300)
+    bpe = small.config(tokenizer="bpe")
+    before = tokenizer_of(bpe, tmp_path / "before").sha256
+    batches = small.loader(split="held_out").batches(1000)
+    held_out = {text for text in documents_of([plain(one) for one in batches]) if text}
+    assert 30 < len(held_out) < 90
+    changed = ["qqqq" * 50 if text in held_out else text for text in texts]
+    write_parquet(tmp_path / "a.parquet", changed, 300)
+    assert tokenizer_of(bpe, tmp_path / "after").sha256 == before
+    write_parquet(tmp_path / "a.parquet", ["qqqq" * 50] * 300, 300)
+    assert tokenizer_of(bpe, tmp_path / "other").sha256 != before
 
 
 def config_of(kind: str, path: object, vocab_size: int = 300) -> RunConfig:
