@@ -69,6 +69,11 @@ def _exists(module: str) -> bool:
     return path is not None and PathFinder.find_spec(module, path) is not None
 
 
+def has_training_loop() -> bool:
+    """Whether this nsa trains: `nsa.train`, whose loop workload train_loop is."""
+    return _exists("nsa.train.step")
+
+
 def sort_min_rows() -> int:
     """(b, t, kv head) of a call from which path triton's selected forward goes by sorted lists."""
     places = (

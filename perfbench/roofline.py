@@ -145,7 +145,7 @@ def step_min_bytes(
     model: ModelConfig, *, workload: str, batch: int, tokens: int, dtype: str, dense: bool
 ) -> float:
     """Least traffic of a model's step: each weight read once and the logits written; training also
-    writes weights and both Adam moments.
+    writes weights and both Adam moments, which the loop keeps in fp32 with a master of each weight.
 
     A decode step reads the keys and values that its token attends to out of a cache that holds
     ``tokens``. Attention alone reads q, each branch's k and v, and gates once, and writes o; its
@@ -175,6 +175,9 @@ def step_min_bytes(
     weights = linear_parameters(model, dense=dense) * BYTES_OF[dtype]
     if workload == "train":
         return float(6 * weights)  # weight, first and second moment: each read and written
+    if workload == "train_loop":  # the same in fp32, and a narrower weight next to its master
+        master = 6 * linear_parameters(model, dense=dense) * BYTES_OF["fp32"]
+        return float(master + (0 if dtype == "fp32" else 2 * weights))
     if workload == "decode":
         keys = keys_of_query(model, tokens)
         # tokens of both branches need be read once

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 # Steps before the capture, which train: kernels compile, autotuners choose, AdamW makes its state.
 EAGER_STEPS = 3
 HOST_LOOPS = ("v1", "reference", "adaptive")
+Witness = Callable[[Tensor, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +65,13 @@ class TrainStep:
     ``model`` maps ids to logits [B, T, V] and is what `parallel.wrap` returned, compiled or not. A
     step whose loss or gradient norm is not finite on some rank changes no weight on any. TrainError
     USAGE for train.cuda_graph=on where `why_no_graph` has a reason.
+
+    ``witness``, where a proof sets one before the first step, is called in each micro-step with its
+    ids and labels [B, T] and its logits [B, T, V], on the device and detached. Of a captured step
+    it is called at the capture alone: the tensors are the graph's, and each replay fills them.
     """
+
+    witness: Witness | None = None
 
     def __init__(
         self, model: nn.Module, optimizer: TrainOptimizer, config: RunConfig, world: TrainWorld
@@ -195,6 +202,8 @@ class TrainStep:
         casts = train.precision == "autocast" and self._world.kind in ("none", "ddp")
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=casts, cache_enabled=False):
             logits = self._call(ids, **options)
+        if self.witness is not None:
+            self.witness(ids, labels, logits.detach())
         return nn.functional.cross_entropy(
             logits.flatten(0, 1).float(),
             labels.flatten(),

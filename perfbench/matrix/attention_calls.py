@@ -9,17 +9,21 @@ from dataclasses import replace
 from nsa import routing
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
-from nsa.routing import ADAPTIVE, SPECS, Capability, Path, Problem, Route, RouteError
+from nsa.routing import ADAPTIVE, DENSE, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
-from perfbench.older_nsa import copy_min_elements, sort_min_rows
+from perfbench.older_nsa import copy_min_elements, has_training_loop, sort_min_rows
 from perfbench.records import (
     ATTENTION,
     CACHED,
     EVERYTHING,
     SELECTED,
+    TRAINING,
     Cell,
     torch_dtype_name,
 )
+
+GOT_LOOP = "workload=train_loop"
+LOOP_SYMBOLS = 256  # ids of the synthetic text, whose tokens are bytes
 
 
 def pieces(cell: Cell) -> list[tuple[int, int]]:
@@ -131,6 +135,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
         return reason
     if cell.workload in SELECTED:
         return _why_not_selected(cell, model)
+    if cell.workload == "train_loop":
+        return _why_not_loop(cell, model)
     if cell.workload not in CACHED:
         return None
     if cell.is_dense:
@@ -205,7 +211,7 @@ def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
             f" loaded without descriptors; wanted at least {least}; take longer sequences, or leave"
             " it out"
         )
-    if cell.without == "join" and cell.workload not in ("train", "attention"):
+    if cell.without == "join" and cell.workload not in (*TRAINING, "attention"):
         return (
             f"{got} workload={cell.workload}: only a backward of all branches is joined; wanted"
             " train or attention; leave it out"
@@ -230,5 +236,36 @@ def _why_not_selected(cell: Cell, model: ModelConfig) -> str | None:
             f"{got} with selection=own and nsa.selection={nsa.selection}: its search may leave"
             " slots empty, so no closed form counts the keys; wanted nsa.selection=exact, or"
             " selection random, local or hot; name one"
+        )
+    return None
+
+
+def _why_not_loop(cell: Cell, model: ModelConfig) -> str | None:
+    """Why `nsa.train` cannot run this cell as its loop."""
+    got = f"{GOT_LOOP} with"
+    if not has_training_loop():
+        return (
+            f"{GOT_LOOP}: this nsa has no nsa.train, whose loop it is; wanted a newer revision;"
+            " leave the workload out with --only"
+        )
+    if cell.dtype == "fp16":
+        return (
+            f"{got} dtype=fp16: the loop scales no loss, which fp16 needs; wanted bf16 (weights"
+            " with fp32 masters) or fp32; name one"
+        )
+    if cell.is_dense and cell.path != DENSE:
+        return (
+            f"{got} path={cell.path}: the loop's dense twin is path=dense; wanted that; exclude"
+            " this one"
+        )
+    if model.vocab_size < LOOP_SYMBOLS:
+        return (
+            f"{got} vocab_size={model.vocab_size}: its synthetic text has {LOOP_SYMBOLS} ids;"
+            f" wanted vocab_size >= {LOOP_SYMBOLS}; raise it"
+        )
+    if cell.cuda_graph == "on" and model.checkpoint_layers is not None:
+        return (
+            f"{got} cuda_graph=on and checkpoint_layers: the loop captures no checkpointed step;"
+            " wanted cuda_graph=off; leave it off"
         )
     return None

@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from nsa.config import ModelConfig
 from nsa.routing import Capability
-from perfbench.records import ATTENTION, CACHED, SELECTED, Cell
+from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
 
 GIB = 2**30
@@ -40,7 +40,7 @@ def least_bytes(cell: Cell, model: ModelConfig) -> int:
         return tokens * size * (model.num_heads * model.head_dim + keys)
     if cell.workload in CACHED:
         return tokens * size * keys * model.num_layers
-    return tokens * size * model.dim * (model.num_layers if cell.workload == "train" else 1)
+    return tokens * size * model.dim * (model.num_layers if cell.workload in TRAINING else 1)
 
 
 def bytes_here(capability: Capability) -> int | None:

@@ -17,7 +17,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
 from perfbench.matrix.attention_calls import problems
-from perfbench.records import ATTENTION, SELECTED, Cell
+from perfbench.records import ATTENTION, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
 
 NAMESPACE = "nsa::"
@@ -98,7 +98,7 @@ class _Calls:
         cell, model = self._cell, self._model
         layers = 1 if cell.workload in (*ATTENTION, *SELECTED) else model.num_layers
         first, stop = model.checkpoint_layers or (0, 0)
-        again = max(0, min(stop, layers) - first) if cell.workload == "train" else 0
+        again = max(0, min(stop, layers) - first) if cell.workload in TRAINING else 0
         exact: Counter[str] = Counter()
         for calls, times in ((self._forward, layers + again), (self._backward, layers)):
             exact.update({name: times * count for name, count in calls.items()})

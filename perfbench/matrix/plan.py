@@ -19,6 +19,7 @@ from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
 from perfbench.older_nsa import steps_off
 from perfbench.records import (
+    TRAINING,
     BranchLine,
     Cell,
     Expect,
@@ -156,7 +157,7 @@ def estimate_s(matrix: Matrix, cells: Sequence[Cell], capability: Capability) ->
     )
     block_s = BLOCK_S[device] + len(cells) * cell_s + len(matrix.sentinels) * SENTINEL_S[device]
     compiled = sum(cell.compile == "on" for cell in cells)
-    proved = sum(device == "cpu" or cell.workload == "train" for cell in cells)
+    proved = sum(device == "cpu" or cell.workload in TRAINING for cell in cells)
     return measure.processes * block_s + proved * PROOF_S[device] + compiled * COMPILE_S
 
 

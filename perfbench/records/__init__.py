@@ -8,7 +8,7 @@ from perfbench.records.baseline_file import retire_baseline, write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
-from perfbench.records.cells import SELECTIONS, STEPS, Term, Value, check_axis, proof_key
+from perfbench.records.cells import SELECTIONS, STEPS, TRAINING, Term, Value, check_axis, proof_key
 from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.digests import LINE_KEY
@@ -18,7 +18,7 @@ from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, ConfirmationPlan, Environment, Expect
-from perfbench.records.rows import LengthProof, NOT_IN_OLDER
+from perfbench.records.rows import LengthProof, LoopLine, NOT_IN_OLDER
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell

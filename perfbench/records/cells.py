@@ -24,7 +24,9 @@ CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NS
 ATTENTION = ("attention", "attention_forward")
 # The selected branch alone, on blocks of its own; the first with its backward.
 SELECTED = ("selected", "selected_forward")
-BACKWARD = ("train", "attention", "selected")
+# Whole steps of training: a step alone, and a step of nsa.train's loop with its loader.
+TRAINING = ("train", "train_loop")
+BACKWARD = (*TRAINING, "attention", "selected")
 EVERYTHING = "none"  # what a cell is without by default
 # Of path triton, each turned off by NSA_TRITON_<STEP>=0. Spelled out, since an older nsa, which
 # `ab` measures, too, names none.
@@ -97,7 +99,7 @@ class Axis:
 
 
 AXES: Mapping[str, Axis] = {
-    "workload": Axis(str, None, ("train", "forward", *CACHED, *ATTENTION, *SELECTED)),
+    "workload": Axis(str, None, (*TRAINING, "forward", *CACHED, *ATTENTION, *SELECTED)),
     "seq_len": Axis(int, None),
     "path": Axis(str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS)),
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),

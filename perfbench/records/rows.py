@@ -273,7 +273,8 @@ class StepProof(_Record):
     num_layers: int | None = None
     # the twin had the step's own blocks, once they were judged; or chose for itself
     blocks: Literal["given", "own"] | None = None
-    # 'logits', 'loss', 'gradients', 'optimizer', 'blocks' -> error / tolerance of the worst tensor
+    # 'logits', 'loss', 'gradients', 'optimizer', 'blocks'; of a loop 'data' and 'norm', too ->
+    # error / tolerance of the worst tensor
     tensors: dict[str, float] = {}
     worst: str = ""  # which tensor, what it is off by and may be
     seconds: float = 0.0
@@ -338,6 +339,19 @@ class CacheLine(_Record):
         # branch -> keys a query and kv head, counted in one untimed step, mean over queries and
         # layers
     ]
+
+
+class LoopLine(_Record):
+    """Of workload train_loop: what the loader gave in the timed window, where every batch differed
+    from all that the process had trained on.
+    """
+
+    precision: str  # of the loop's config
+    batches: int  # taken in the window
+    wait_p50_s: float  # a step waited so long for its batches
+    wait_p95_s: float
+    fetch_p50_s: float  # the loader's worker took so long to make one
+    fetch_p95_s: float
 
 
 class LoadedCode(_Record):
@@ -446,6 +460,7 @@ class Replicate(_Record):
     waiting_peers: int = Field(default=0, validation_alias="company", serialization_alias="company")
     peak_memory_bytes: int | None = None
     cache: CacheLine | None = None  # null in other workloads, and in older files
+    loop: LoopLine | None = None  # likewise
     host_bound: bool | None = None
     route: RouteLine | None = None
     engaged: dict[str, int] = {}

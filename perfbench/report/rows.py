@@ -15,8 +15,10 @@ from perfbench.records import (
     ATTENTION,
     AXES,
     SELECTED,
+    TRAINING,
     CacheLine,
     Cell,
+    LoopLine,
     PlannedCell,
     Profile,
     Replicate,
@@ -81,6 +83,7 @@ class Row:
     engaged: dict[str, int] = field(default_factory=dict)
     engaged_by: str = "call"
     cache: CacheLine | None = None
+    loop: LoopLine | None = None  # of the process whose steps waited longest for their batches
     physics_notes: list[str] = field(default_factory=list)
     stderr_tail: str = ""
     nulls: dict[str, str] = field(default_factory=dict)
@@ -220,7 +223,7 @@ def _reading_order(row: Row) -> tuple[int, str, int, int, int, int, str, int, st
     turned = sum(not unmarked(axes, name) for name in SWITCHES)
     sizes = axes.seq_len, axes.batch, turned
     return (
-        0 if workload == "train" else 1,
+        0 if workload in TRAINING else 1,
         workload,
         *sizes,
         rank,
@@ -327,6 +330,11 @@ def _row(
         engaged=engaged,
         engaged_by=how,
         cache=next((one.cache for one in good if one.cache is not None), None),
+        loop=max(
+            (one.loop for one in good if one.loop is not None),
+            key=lambda one: one.wait_p95_s,
+            default=None,
+        ),
         physics_notes=list(notes),
         stderr_tail=tail,
         nulls=nulls,

@@ -1,5 +1,5 @@
-"""Tables of what some workloads add: caches of decode and prefill, forward and backward of
-attention, or of its selected branch, alone.
+"""Tables of what some workloads add: what the loop of nsa.train waits for, caches of decode and
+prefill, forward and backward of attention, or of its selected branch, alone.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def tables(run: Run, rows: Sequence[Row]) -> list[Table]:
     found = [_cached(name, mine, model_of(run)) for name in CACHED if (mine := _of(rows, name))]
     alone = [row for name in ATTENTION for row in _of(rows, name)]
     branch = [row for name in SELECTED for row in _of(rows, name)]
+    loop = _of(rows, "train_loop")
     return [
+        *([_loop(loop, _of(rows, "train"))] if loop else []),
         *found,
         *([_attention(alone)] if alone else []),
         *([_selected(branch)] if branch else []),
@@ -68,6 +70,52 @@ def closed_form(model: ModelConfig, workload: str, tokens: int) -> Mapping[str, 
         return keys_of_query(model, tokens)
     pairs = BlockGrid.of(model.nsa).pairs(tokens)
     return {branch: pairs[branch] / tokens for branch in model.nsa.branches}
+
+
+def _loop(rows: list[Row], trained: list[Row]) -> Table:
+    """One line a cell, next to the ``trained`` cell of the same axes."""
+    steps = {without(row.cell.axes, "workload"): row for row in trained}
+    several = _varying(rows)
+    lines = []
+    for row in rows:
+        alone = steps.get(without(row.cell.axes, "workload"))
+        of_step = None
+        if alone is not None and alone.tok_per_s and row.tok_per_s:
+            of_step = 100 * row.tok_per_s / alone.tok_per_s
+        seconds = (
+            (None, None, None)
+            if row.loop is None
+            else (row.loop.wait_p50_s, row.loop.wait_p95_s, row.loop.fetch_p50_s)
+        )
+        lines.append(
+            [
+                _path(row, several),
+                f"{row.cell.axes.batch:,}",
+                f"{row.cell.axes.seq_len:,}",
+                number(row.step_ms),
+                number(row.tok_per_s),
+                fixed(of_step, 1),
+                *(number(None if one is None else 1e3 * one) for one in seconds),
+            ]
+        )
+    note = (
+        "A step takes its batches from the loader and trains on them as `python -m nsa.train` does:"
+        " AdamW over fp32 masters, clipping, a new learning rate. % of train: its tok/s over those"
+        " of workload train, which has random batches on the device and bf16 moments. wait: a step"
+        f" waited so long for its batches; fetch: making one took so long. {NO_NUMBER}"
+    )
+    head = [
+        "path",
+        "batch",
+        "seq_len",
+        "ms a step",
+        "tok/s",
+        "% of train",
+        "wait p50 ms",
+        "wait p95 ms",
+        "fetch p50 ms",
+    ]
+    return Table("train_loop", head, lines, note)
 
 
 def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -124,8 +124,21 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, 
     facts["parity"] = _prove(job, model, route, facts)
     facts["length_proof"] = _prove_at_length(job, model, route, facts)
 
-    due = layer_calls(job.axes, model)
-    work = workload.build(job)
+    with closing(workload.build(job)) as work:
+        return _timed(job, clock, sampler, turn, work, facts)
+
+
+def _timed(
+    job: Job,
+    clock: Clock,
+    sampler: Sampler,
+    turn: Turn,
+    work: workload.Workload,
+    facts: dict[str, Any],
+) -> dict[str, Any]:
+    """``facts`` of the proofs before the model was built, and all that its steps show."""
+    model = ModelConfig.from_mapping(job.model)
+    route, due = actual_route(job, model), layer_calls(job.axes, model)
     cold_start_s, engaged = _first_step(work, route)
     facts |= {"cold_start_s": cold_start_s, "engaged": engaged, "engaged_by": work.engaged_by}
     if fault := wrong_path(route, job, engaged, due=due):
@@ -150,6 +163,12 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, 
         **timed.facts(work.tokens_per_step),
     }
     facts["absent"] |= _absent(job, warmth)
+    if work.loop is None:
+        facts["absent"]["loop"] = f"workload={job.axes.workload} has no loader"
+    else:
+        facts["loop"] = work.loop.line(timed.num_steps)
+        if fault := work.loop.why_not_distinct():
+            raise Stop(Status.PARITY, fault, _without_speed(facts))
     if work.engaged_by != "call" and timed.engaged:
         raise Stop(
             Status.WRONG_PATH,
@@ -203,7 +222,13 @@ def _trace(job: Job, clock: Clock, turn: Turn, chrome: Path) -> dict[str, Any]:
 
     Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose.
     """
-    work = workload.build(job)
+    with closing(workload.build(job)) as work:
+        return _traced(job, clock, turn, chrome, work)
+
+
+def _traced(
+    job: Job, clock: Clock, turn: Turn, chrome: Path, work: workload.Workload
+) -> dict[str, Any]:
     cold_start_s, engaged = _first_step(
         work, actual_route(job, ModelConfig.from_mapping(job.model))
     )

@@ -127,6 +127,7 @@ WORDS = (
     "dense",
     "triton",
     "train",
+    "train_loop",
     "decode",
     "chunked_prefill",
     "attention",

@@ -34,13 +34,21 @@ MODEL = ModelConfig(dim=256, num_layers=2, num_heads=8, num_kv_heads=2, head_dim
 MEASURE = MeasureOptions(warmup_s=0.1, min_sample_ms=500, samples=2)
 CELLS: list[dict[str, Any]] = [
     {"path": path, "workload": workload, "fa2": fa2}
-    for workload in ("train", "forward", "attention", "selected", "decode", "chunked_prefill")
+    for workload in (
+        "train",
+        "train_loop",
+        "forward",
+        "attention",
+        "selected",
+        "decode",
+        "chunked_prefill",
+    )
     for path, fa2 in (("triton", "off"), ("v2", "off"), ("v2", "on"), ("masked", "off"))
 ]
 CELLS += [
     {"path": path, "workload": workload, "compile": compiled, "cuda_graph": captured}
     for path in ("triton", "v2", "masked")
-    for workload in ("train", "forward")
+    for workload in ("train", "train_loop", "forward")
     for compiled, captured in (("on", "off"), ("off", "on"), ("on", "on"))
 ]
 CELLS += [
@@ -48,6 +56,7 @@ CELLS += [
     {"path": "triton", "workload": "attention", "l2": "cold"},
     {"path": "triton", "workload": "attention", "without": "join"},
     {"path": "dense", "workload": "train", "fa2": "auto"},
+    {"path": "dense", "workload": "train_loop", "fa2": "auto", "cuda_graph": "on"},
     {"path": "dense_flash", "workload": "train", "fa2": "auto"},
     {"path": "auto", "workload": "train"},
     {"path": "auto", "workload": "train", "seq_len": 512},

@@ -305,10 +305,13 @@ def test_shipped_matrices_are_all_there() -> None:
         "chain-h200",
         "decode-h100",
         "decode-h200",
+        "founding-cpu",
+        "founding-h200",
         "kernels-b-h200",
         "kernels-h100",
         "kernels-h200",
         "memory-h200",
+        "memory-loop-h200",
         "nightly-decode-h200",
         "nightly-gate-h200",
         "nightly-kernels-h200",
@@ -316,6 +319,7 @@ def test_shipped_matrices_are_all_there() -> None:
         "selections-h200",
         "train-h100",
         "train-h200",
+        "train-loop-h200",
     ]
     assert sorted(p.stem for p in SHIPPED) == sorted(cards + topics)
 

@@ -5,14 +5,12 @@ optimizer is judged: its state and its update, from the step's own gradients.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# of a cell that trains; the betas and the rest are AdamW's usual ones
-LR, BETAS, EPS, WEIGHT_DECAY = 1e-4, (0.9, 0.999), 1e-8, 1e-2
 # Root mean square of error over unit, where a unit is half a step of the stored dtype and an fp32
 # rounding of each term: sums of two roundings come to half of it, at most all of it.
 LIMIT = 2.0
@@ -21,53 +19,72 @@ _F32 = torch.finfo(torch.float32).eps
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """Weights and the optimizer's state, by the parameter's name, before a step."""
+class Rule:
+    """What a step should do. ``decayed_from``: the fewest dimensions of a tensor that decays;
+    ``divisor``: of the gradients.
+    """
 
-    weights: Mapping[str, Tensor]
-    states: Mapping[str, Mapping[str, Tensor]]
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decayed_from: int = 0
+    divisor: float = 1.0
 
 
-def before(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Before:
-    """Copies."""
-    named = dict(model.named_parameters())
-    weights = {name: p.detach().clone() for name, p in named.items()}
-    states: dict[str, dict[str, Tensor]] = {}
-    if optimizer is not None:
-        for name, p in named.items():
-            if p in optimizer.state:
-                states[name] = {
-                    key: torch.as_tensor(value).detach().clone()
-                    for key, value in optimizer.state[p].items()
-                }
-    return Before(weights, states)
+# Of workload train; the betas and the rest are AdamW's usual ones.
+TRAIN = Rule(lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an optimizer holds of a parameter: the tensor that it steps, and its state ("step",
+    "exp_avg", "exp_avg_sq"), empty where it has none.
+    """
+
+    stepped: Tensor
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def copy(self) -> Held:
+        state = {key: torch.as_tensor(x).detach().clone() for key, x in self.state.items()}
+        return Held(self.stepped.detach().clone(), state)
+
+
+def held_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
+    """By the parameter's name, the live tensors."""
+    return {name: Held(p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
-def judge(model: nn.Module, optimizer: torch.optim.Optimizer, begin: Before) -> tuple[float, str]:
-    """(error over tolerance, what is worst), after a step that began at ``begin``.
+def judge(
+    gradients: Mapping[str, Tensor | None],
+    held: Mapping[str, Held],
+    begin: Mapping[str, Held],
+    rule: Rule,
+) -> tuple[float, str]:
+    """(error over tolerance, what is worst), after a step that began with the copies ``begin``.
 
-    A wrong hyperparameter, a parameter that is not the optimizer's, one without a state, or a step
-    that was not counted is 1e9.
+    A parameter without a state, or a step that was not counted, is 1e9.
     """
-    if fault := _settings_fault(model, optimizer):
-        return 1e9, fault
     worst, where = 0.0, ""
-    for name, p in model.named_parameters():
-        if p.grad is None:
+    for name, gradient in gradients.items():
+        if gradient is None:
             continue
-        ratio, what = _judge_one(p, optimizer.state.get(p, {}), begin, name)
+        ratio, what = _judge_one(gradient, held.get(name), begin.get(name), rule)
         if ratio > worst or not where:
             worst, where = ratio, f"{what} of {name}"
     return worst, where
 
 
-def _settings_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+def settings_fault(model: nn.Module, optimizer: torch.optim.Optimizer, rule: Rule) -> str:
+    """The hyperparameter that is not the rule's, or the parameter that the optimizer does not
+    hold; empty where all are right.
+    """
     wanted: dict[str, Any] = {
-        "lr": LR,
-        "betas": BETAS,
-        "eps": EPS,
-        "weight_decay": WEIGHT_DECAY,
+        "lr": rule.lr,
+        "betas": rule.betas,
+        "eps": rule.eps,
+        "weight_decay": rule.weight_decay,
         "amsgrad": False,
         "maximize": False,
     }
@@ -82,26 +99,31 @@ def _settings_fault(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     return ""
 
 
-def _judge_one(p: Tensor, state: Mapping[str, Any], begin: Before, name: str) -> tuple[float, str]:
-    old = begin.states.get(name)
-    if old is None or any(key not in state or key not in old for key in ("step", *_STATE)):
+def _judge_one(
+    gradient: Tensor, held: Held | None, old: Held | None, rule: Rule
+) -> tuple[float, str]:
+    if held is None or old is None:
         return 1e9, "no state of the optimizer: the update"
+    if any(key not in held.state or key not in old.state for key in ("step", *_STATE)):
+        return 1e9, "no state of the optimizer: the update"
+    state, before = held.state, float(old.state["step"])
     count = float(torch.as_tensor(state["step"]))
-    if count != float(old["step"]) + 1:
-        return 1e9, f"a step count of {count:g} after {float(old['step']):g}"
-    assert p.grad is not None
-    g, w = p.grad.double(), begin.weights[name].double()
+    if count != before + 1:
+        return 1e9, f"a step count of {count:g} after {before:g}"
+    g, w = gradient.double() / rule.divisor, old.stepped.double()
     found = []
     moments = []
-    for key, beta, x in zip(_STATE, BETAS, (g, g * g), strict=True):
-        kept, fresh = beta * old[key].double(), (1 - beta) * x
+    for key, beta, x in zip(_STATE, rule.betas, (g, g * g), strict=True):
+        kept, fresh = beta * old.state[key].double(), (1 - beta) * x
         moments.append(kept + fresh)
         rounding = 2 * _F32 * (kept.abs() + fresh.abs())
         found.append((_ratio(state[key], moments[-1], rounding), f"{key}"))
-    m, v = (x / (1 - beta**count) for x, beta in zip(moments, BETAS, strict=True))
-    update = LR * m / (v.sqrt() + EPS)
-    wanted = w * (1 - LR * WEIGHT_DECAY) - update
-    found.append((_ratio(p, wanted, _F32 * (w.abs() + 8 * update.abs())), "the update"))
+    m, v = (x / (1 - beta**count) for x, beta in zip(moments, rule.betas, strict=True))
+    update = rule.lr * m / (v.sqrt() + rule.eps)
+    decay = rule.weight_decay if w.ndim >= rule.decayed_from else 0.0
+    wanted = w * (1 - rule.lr * decay) - update
+    rounding = _F32 * (w.abs() + 8 * update.abs())
+    found.append((_ratio(held.stepped, wanted, rounding), "the update"))
     return max(found)
 
 

@@ -7,6 +7,7 @@ B batch, T tokens, G kv heads, N blocks.
 from __future__ import annotations
 
 import copy
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from perfbench import older_nsa
-from perfbench.records import ATTENTION, SELECTED, Job, StepProof, torch_dtype_name
-from perfbench.worker.step_proof import adamw, blocks, shapes, twin
+from perfbench.records import ATTENTION, SELECTED, TRAINING, Job, StepProof, torch_dtype_name
+from perfbench.worker.step_proof import adamw, blocks, loop_step, shapes, twin
 from perfbench.worker.step_proof.attend import Attention
 from perfbench.worker.step_proof.compare import LOSS_TOLERANCE, Ratios
 from perfbench.worker.workloads.attention import parameters_of
@@ -57,7 +58,7 @@ def prove(work: Workload, job: Job, model: ModelConfig) -> StepProof:
 
 
 def _why_not(work: Workload, job: Job) -> str:
-    if work.made is None:
+    if work.made is None and work.loop is None:
         return "this workload keeps nothing of a step"
     alone = job.axes.workload in (*ATTENTION, *SELECTED)
     with older_nsa.collect_blocks() as seen:
@@ -73,7 +74,7 @@ def _proved(work: Workload, job: Job, model: ModelConfig) -> StepProof:
     dtype: torch.dtype = getattr(torch, torch_dtype_name(job.axes.dtype))
     if not alone:
         wanted = shapes.parameter_shapes(model, dense=job.axes.is_dense)
-        if fault := shapes.fault_of(work.model, wanted, train=job.axes.workload == "train"):
+        if fault := shapes.fault_of(work.model, wanted, train=job.axes.workload in TRAINING):
             return StepProof(ok=False, worst=f"parameters: {fault}")
     for _ in range(TRIES_OF_UNSEEN_BLOCKS if work.compiled else 1):
         compare = Ratios(dtype)
@@ -119,6 +120,18 @@ def _same_call(compare: Ratios, kind: str, got: Tensor, want: Tensor, name: str 
 
 
 @dataclass(frozen=True, slots=True)
+class _Ran:
+    """What one step was given and made; ``labels`` and ``loss`` of one that trains."""
+
+    blocks: Blocks | None
+    ids: Tensor
+    labels: Tensor | None
+    logits: Tensor
+    loss: float
+    gradients: Mapping[str, Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
 class _ModelStep:
     """One step of a language model."""
 
@@ -128,12 +141,11 @@ class _ModelStep:
     dtype: torch.dtype
 
     def compare(self, compare: Ratios) -> None:
-        made, optimizer = self.work.made, self.work.optimizer
-        assert made is not None
-        begin = adamw.before(self.work.model, optimizer)
-        chosen = self._run(made)
-        logits = torch.cat(made.outputs, 1)
-        ids, labels = self._fed(made)
+        weights = {name: p.detach().clone() for name, p in self.work.model.named_parameters()}
+        run = self._run if self.work.loop is None else self._run_loop
+        if (ran := run(compare)) is None:
+            return
+        chosen, ids, labels, logits = ran.blocks, ran.ids, ran.labels, ran.logits
         if tuple(logits.shape) != (*ids.shape, self.model.vocab_size):
             wanted = (*ids.shape, self.model.vocab_size)
             compare.add("logits", 1e9, f"logits are {tuple(logits.shape)}; wanted {wanted}")
@@ -141,15 +153,13 @@ class _ModelStep:
         layers = self._by_layer(chosen, compare)
         if layers is None and chosen is not None:
             return
-        own, own_attention = self._twin(begin.weights, self.dtype, layers, ids, labels)
+        own, own_attention = self._twin(weights, self.dtype, layers, ids, labels)
         wide_dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
-        wide, wide_attention = self._twin(begin.weights, wide_dtype, layers, ids, labels)
+        wide, wide_attention = self._twin(weights, wide_dtype, layers, ids, labels)
         compare.tensor("logits", "logits", logits, wide.logits, own.logits)
         compare.rows("logits", "logits", logits, wide.logits, own.logits)
         if labels is not None:
-            self._compare_learning(compare, logits, labels, own, wide)
-        if optimizer is not None:
-            compare.add("optimizer", *adamw.judge(self.work.model, optimizer, begin))
+            self._compare_learning(compare, ran, labels, own, wide)
         for layer, mine in enumerate(layers or ()):
             if mine is not None and "sel" in self.model.nsa.branches:
                 first = 0 if self._decodes is None else self._decodes.tokens
@@ -166,30 +176,50 @@ class _ModelStep:
     def _compare_learning(
         self,
         compare: Ratios,
-        logits: Tensor,
+        ran: _Ran,
         labels: Tensor,
         own: twin.TwinStep,
         wide: twin.TwinStep,
     ) -> None:
-        made = self.work.made
-        assert made is not None and made.loss is not None
-        loss, wanted = (
-            float(made.loss),
-            float(twin.cross_entropy(logits.double(), labels)),
-        )
+        loss, wanted = ran.loss, float(twin.cross_entropy(ran.logits.double(), labels))
         tolerance = LOSS_TOLERANCE * max(1.0, abs(wanted))
         compare.add(
             "loss", abs(loss - wanted) / tolerance, f"the loss is {loss:.8g}, wanted {wanted:.8g}"
         )
-        got = {name: p.grad for name, p in self.work.model.named_parameters()}
-        compare.gradients(got, wide.gradients, own.gradients)
+        compare.gradients(ran.gradients, wide.gradients, own.gradients)
 
-    def _run(self, made: Made) -> Blocks | None:
-        """One step; the blocks of its calls, None where a compiled graph hides them."""
+    def _run(self, compare: Ratios) -> _Ran | None:
+        made, model, optimizer = self.work.made, self.work.model, self.work.optimizer
+        assert made is not None
+        held = {} if optimizer is None else adamw.held_of(model, optimizer)
+        begin = {name: one.copy() for name, one in held.items()}
         made.keep = True
+        chosen = self._step()
+        made.keep = False
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        if optimizer is not None:
+            fault = adamw.settings_fault(model, optimizer, adamw.TRAIN)
+            held = adamw.held_of(model, optimizer)
+            judged = adamw.judge(gradients, held, begin, adamw.TRAIN)
+            compare.add("optimizer", *((1e9, fault) if fault else judged))
+        ids, labels = self._fed(made)
+        loss = math.nan if made.loss is None else float(made.loss)
+        return _Ran(chosen, ids, labels, torch.cat(made.outputs, 1), loss, gradients)
+
+    def _run_loop(self, compare: Ratios) -> _Ran | None:
+        loop = self.work.loop
+        assert loop is not None
+        begin = loop_step.begin(loop)
+        chosen = self._step()
+        ran = loop_step.compare(loop, begin, compare)
+        if ran is None:
+            return None
+        return _Ran(chosen, ran.ids, ran.labels, ran.logits, ran.loss, ran.gradients)
+
+    def _step(self) -> Blocks | None:
+        """One step; the blocks of its calls, None where a compiled graph hides them."""
         with older_nsa.collect_blocks() as seen:
             self.work.step()
-        made.keep = False
         if self.work.compiled is not None:
             return None
         # a replay calls nothing: its blocks are where the capture left them
@@ -208,9 +238,11 @@ class _ModelStep:
         """
         if chosen is None or self.job.axes.is_dense:
             return None if chosen is None else []
-        layers, pieces = self.model.num_layers, 1
+        layers, pieces, along = self.model.num_layers, 1, 1
         if self.work.steps is not None:
             pieces = len(self.work.steps.pieces)
+        if self.work.loop is not None:  # its micro-steps are of other sequences
+            pieces, along = self.work.loop.config.train.accumulate, 0
         if len(chosen) != layers * pieces:
             compare.add(
                 "blocks",
@@ -218,7 +250,7 @@ class _ModelStep:
                 f"{len(chosen)} calls of the attention in a step; wanted {layers * pieces}",
             )
             return None
-        return [_joined(chosen[layer::layers]) for layer in range(layers)]
+        return [_joined(chosen[layer::layers], along) for layer in range(layers)]
 
     def _twin(
         self,
@@ -246,9 +278,9 @@ class _ModelStep:
         return self.work.steps if self.job.axes.workload == "decode" else None
 
 
-def _joined(parts: Blocks) -> Tensor | None:
+def _joined(parts: Blocks, along: int) -> Tensor | None:
     known = [part for part in parts if part is not None]
-    return torch.cat(known, 1) if len(known) == len(parts) else None
+    return torch.cat(known, along) if len(known) == len(parts) else None
 
 
 def _ordinary(cache: Any, steps: CachedSteps) -> Any:

@@ -64,26 +64,41 @@ class CudaGrapher:
         return torch.device("cuda", torch.cuda.current_device())
 
 
-class Captured:
+class AtCapture:
+    """What a step called while it was captured, since a replay calls nothing."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}  # counters of one replay
+        self.operators: dict[str, int] = {}  # calls by name, as operators.counted
+        # the blocks of each call of a replay, in the graph's memory; None of an older nsa
+        self.blocks: list[Tensor | None] | None = None
+
+    def watch(self, capture: Callable[[], None], *, names_operators: bool) -> None:
+        """Record what ``capture`` calls; ``names_operators``: by name too, which takes a second."""
+        with engagement.collect() as counted, older_nsa.collect_blocks() as self.blocks:
+            if names_operators:
+                self.operators = operators.recorded(capture)
+            else:
+                capture()
+        self.counts = counted.counts
+
+
+class Captured(AtCapture):
     """Replays ``body`` from a graph, the next batch copied into its inputs before each replay;
     captures at the first call.
 
     What a graph cannot hold, a sync with the host above all, is the RuntimeError of that call;
-    nothing runs eagerly instead. ``names_operators``: what is called is recorded by name, which
-    takes a second.
+    nothing runs eagerly instead. ``names_operators`` as in `AtCapture.watch`.
     """
 
     def __init__(
         self, body: Body, batches: Batches, grapher: Grapher, *, names_operators: bool = False
     ) -> None:
+        super().__init__()
         self._body, self._batches, self._grapher = body, batches, grapher
         self._names_operators = names_operators
         self._replay: Callable[[], None] | None = None
         self.inputs: tuple[Tensor, ...] = ()  # which a replay reads, as the last one read them
-        self.counts: dict[str, int] = {}  # counters of one replay, from the capture
-        self.operators: dict[str, int] = {}  # likewise: calls by name, as operators.counted
-        # the blocks of each call of a replay, in the graph's memory; None of an older nsa
-        self.blocks: list[Tensor | None] | None = None
 
     def __call__(self) -> None:
         if self._replay is None:
@@ -107,12 +122,7 @@ class Captured:
         def capture() -> None:
             replays.append(self._grapher.capture(work))
 
-        with engagement.collect() as counted, older_nsa.collect_blocks() as self.blocks:
-            if self._names_operators:
-                self.operators = operators.recorded(capture)
-            else:
-                capture()
-        self.counts = counted.counts
+        self.watch(capture, names_operators=self._names_operators)
         return replays[0]
 
 

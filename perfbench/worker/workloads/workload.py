@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,19 @@ from perfbench.records import (
 from perfbench.worker.operators import Calls
 from perfbench.worker.workloads import attention
 from perfbench.worker.workloads.cache_steps import CachedSteps
-from perfbench.worker.workloads.graphs import Batches, Body, Captured, Compiled, CudaGrapher, eager
+from perfbench.worker.workloads.graphs import (
+    AtCapture,
+    Batches,
+    Body,
+    Captured,
+    Compiled,
+    CudaGrapher,
+    eager,
+)
 from perfbench.worker.workloads.made import Made
+
+if TYPE_CHECKING:
+    from perfbench.worker.workloads.train_loop import LoopSteps
 
 # the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
 L2_FLUSH_FACTOR = 2
@@ -42,7 +54,8 @@ class Workload:
     ``captured`` know what a step engages where its calls are not counted as they run; None where
     they are. ``differs()`` says how a replay differs from the same step without a graph, where that
     was not proved before. ``made`` is what the last step left, by which it is proved; ``optimizer``
-    that of a training step, ``steps`` those of one that goes through a cache.
+    that of a training step, ``steps`` those of one that goes through a cache, ``loop`` those of
+    nsa.train. ``close()`` ends what a workload started.
     """
 
     step: Callable[[], None]
@@ -50,11 +63,13 @@ class Workload:
     model: nn.Module
     cache: Callable[[], CacheLine] | None = None
     compiled: Compiled | None = None
-    captured: Captured | None = None
+    captured: AtCapture | None = None
     differs: Callable[[], str] = lambda: ""
     made: Made | None = None
     optimizer: torch.optim.Optimizer | None = None
     steps: CachedSteps | None = None
+    loop: LoopSteps | None = None
+    close: Callable[[], None] = lambda: None
 
     @property
     def engaged_by(self) -> str:
@@ -92,6 +107,8 @@ def build(job: Job) -> Workload:
     config, cell = ModelConfig.from_mapping(job.model), job.axes
     dtype: torch.dtype = getattr(torch, torch_dtype_name(cell.dtype))
     backward, made = cell.has_backward, Made()
+    if cell.workload == "train_loop":
+        return _looped(job, config)
     if cell.workload in ATTENTION:
         alone = attention.module_of(config, cell.path, cell.fa2).to(device=job.device, dtype=dtype)
         return _stepped(
@@ -150,6 +167,28 @@ def build(job: Job) -> Workload:
     )
     step = _stepped(job, model, lambda run: _train_body(run, optimizer, made), batches, made)
     return replace(step, optimizer=optimizer)
+
+
+def _looped(job: Job, config: ModelConfig) -> Workload:
+    # an older nsa, which `ab` measures, too, has no nsa.train
+    from perfbench.worker.workloads.train_loop import LoopSteps
+
+    graphs: list[Compiled] = []
+
+    def compiled(model: nn.Module) -> nn.Module:
+        graphs.append(Compiled(model))
+        return cast("nn.Module", graphs[0].run)
+
+    loop = LoopSteps(job, config, compiled if job.axes.compile == "on" else None)
+    return Workload(
+        loop,
+        loop.tokens_per_step,
+        loop.model,
+        compiled=graphs[0] if graphs else None,
+        captured=loop.recorded if job.axes.cuda_graph == "on" else None,
+        loop=loop,
+        close=loop.close,
+    )
 
 
 def _stepped(
