@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nsa.model import DenseLM, TinyLM
+from nsa.train.assemble import model_of
 from nsa.train.checkpoint import CheckpointStore
 from nsa.train.config import RunConfig
 from nsa.train.data import tokenizer_of
@@ -15,6 +16,7 @@ from nsa.train.errors import TrainError, TrainExit
 from nsa.train.export import save_pretrained
 from nsa.train.launch import read_resolved
 from nsa.train.observe import write_text
+from nsa.train.parallel import TrainWorld
 
 if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer
@@ -27,16 +29,8 @@ def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
     config = RunConfig.from_mapping(read_resolved(out)["config"])
     tokenizer = tokenizer_of(config, out)
     config = config.with_vocab(tokenizer.vocab_size)
-    train = config.train
-    model: TinyLM | DenseLM
-    with torch.device("meta"):
-        model = (
-            DenseLM(config.model)
-            if train.attention == "dense"
-            else TinyLM(config.model, train.path, train.fa2)
-        )
-    model = model.to_empty(device="cpu").to(_saved_dtype(config))
-    _reset_unsaved(model)
+    kind = config.parallel.kind if config.parallel.kind in ("fsdp", "hsdp") else "none"
+    model = model_of(config, TrainWorld(0, 1, torch.device("cpu"), kind))
     store = CheckpointStore(
         out,
         keep=0,
@@ -51,24 +45,6 @@ def load_run(out: Path, checkpoint: Path) -> tuple[TinyLM | DenseLM, Tokenizer]:
     finally:
         store.close()
     return model.eval(), tokenizer
-
-
-def _saved_dtype(config: RunConfig) -> torch.dtype:
-    """Sharded ranks keep fp32 weights and cast them as they use them."""
-    sharded = config.parallel.kind in ("fsdp", "hsdp")
-    if config.train.precision == "bf16" or (
-        config.train.precision == "bf16_master" and not sharded
-    ):
-        return torch.bfloat16
-    return torch.float32
-
-
-def _reset_unsaved(model: TinyLM | DenseLM) -> None:
-    """Make again what no checkpoint stores: a gate's mask of branches that are off."""
-    for module in model.modules():
-        reset = getattr(module, "reset_parameters", None)
-        if reset is not None:
-            reset()
 
 
 def sample_text(

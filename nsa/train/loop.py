@@ -20,8 +20,9 @@ import torch
 
 from nsa import settings
 from nsa.dense import DenseAttention
-from nsa.model import DenseLM, TinyLM
+from nsa.model import TinyLM
 from nsa.train import flight, flops, observe, parallel
+from nsa.train.assemble import assemble
 from nsa.train.checkpoint import CheckpointStore
 from nsa.train.config import RunConfig
 from nsa.train.data import load, tokenizer_of
@@ -30,12 +31,10 @@ from nsa.train.heartbeat import HeartbeatWriter
 from nsa.train.largest_batch import fits_on, largest
 from nsa.train.log import RunLog
 from nsa.train.observe import Probe
-from nsa.train.optimizer import build_optimizer
 from nsa.train.published import go_no_go
 from nsa.train.records import Batch, Phase, StepRecord
 from nsa.train.rng import rng_state, set_rng_state
 from nsa.train.schedule import learning_rate
-from nsa.train.step import TrainStep
 from nsa.train.watchdog import heartbeat_path, read_halt
 
 if TYPE_CHECKING:
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer
 
 GO_NO_GO_STEPS = 50
-_DTYPES = {"bf16_master": torch.bfloat16, "bf16": torch.bfloat16}
 Notify = Callable[[str], None]
 
 
@@ -121,11 +119,9 @@ class Trainer:
         if config.train.eval_every:
             self._held_out = self._loader("held_out")
             closing.callback(self._held_out.close)
-        torch.manual_seed(config.train.seed)
-        self.plain_model = self._model()
-        self.model = parallel.wrap(self.plain_model, config, world)
-        self.optimizer = build_optimizer(self.plain_model, config.train)
-        self.step = TrainStep(self.model, self.optimizer, config, world)
+        trained = assemble(config, world)
+        self.plain_model, self.model = trained.plain_model, trained.model
+        self.optimizer, self.step = trained.optimizer, trained.step
         self.store = CheckpointStore(
             self.out,
             keep=config.checkpoint.keep,
@@ -170,20 +166,6 @@ class Trainer:
             split=split,
             tokenizer=self.tokenizer,
         )
-
-    def _model(self) -> TinyLM | DenseLM:
-        train, world = self.config.train, self.world
-        dtype = torch.float32
-        if world.kind in ("none", "ddp"):  # a sharded model casts by its own policy
-            dtype = _DTYPES.get(train.precision, torch.float32)
-        elif train.precision == "bf16":
-            dtype = torch.bfloat16
-        model: TinyLM | DenseLM
-        if train.attention == "dense":
-            model = DenseLM(self.config.model)
-        else:
-            model = TinyLM(self.config.model, train.path, train.fa2)
-        return model.to(device=world.device, dtype=dtype)
 
     def route(self) -> list[str]:
         """What serves each branch, and why nothing else: lines of text."""

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from nsa.model import TinyLM
-from nsa.train import observe, worker
+from nsa.train import assemble, observe, worker
 from nsa.train.checkpoint import CheckpointStore
+from nsa.train.config import RunConfig
 from nsa.train.loop import Trainer
 from nsa.train.records import Phase
 from nsa.train.step import TrainStep
@@ -93,16 +94,16 @@ def leaked_labels() -> None:
 def slow_path() -> None:
     """A model on a path that nobody asked for."""
 
-    def model(self: Trainer) -> TinyLM:
-        return TinyLM(self.config.model, "reference", self.config.train.fa2)
+    def model(config: RunConfig, world: object) -> TinyLM:
+        return TinyLM(config.model, "reference", config.train.fa2)
 
-    Trainer._model = model  # type: ignore[method-assign]
+    assemble.model_of = model  # type: ignore[assignment]
 
 
 def plant(fault: str) -> None:
     simple: dict[str, Callable[[], None]] = {
         "none": lambda: None,
-        "hang in load": lambda: setattr(Trainer, "_model", hang),
+        "hang in load": lambda: setattr(assemble, "model_of", hang),
         "hang in data": lambda: hang_in_data(),
         "hang in step": lambda: from_bad_step(hang),
         "hang with the gil": lambda: from_bad_step(hold_the_gil),
