@@ -236,12 +236,14 @@ class Trainer:
             batches = self._next_batches(interval)
             phase = Phase.STEP if self.step.is_built else Phase.BUILD
             self._heart.beat(phase, self.step_count)
+            was_built = self.step.is_built
             self._run_step(batches)
             self.step_count += 1
-            if not self.step.is_built:  # its time is the compiler's
-                interval = _Interval(time.monotonic(), self.step_count)
-            if config.log.probe_every and self._is_due(config.log.probe_every):
+            is_first = self.step.is_built and not was_built
+            if config.log.probe_every and (is_first or self._is_due(config.log.probe_every)):
                 self._probe = self._look(batches[0])
+            if not was_built:  # its time is the compiler's, that of the first probe, too
+                interval = _Interval(time.monotonic(), self.step_count)
             if self._is_due(config.log.every):
                 interval = self._write_line(interval)
             if self.step_count - self._first_loss == GO_NO_GO_STEPS:

@@ -159,6 +159,7 @@ class TrainStep:
             count = torch.full((), num_labels, device=device)
             self._inputs = (own_ids, own_labels, count)
             micro = [(own_ids[i], own_labels[i], None) for i in range(len(batches))]
+            torch.cuda.empty_cache()  # the graph has memory of its own, and no eager step follows
             self._replay = capture(lambda: self._body(micro, count), device)
         else:
             own_ids, own_labels, count = self._inputs

@@ -226,7 +226,7 @@ def options_of(app: App) -> set[str]:
 def check_call(call: Sequence[str], *, whole: bool) -> None:
     for name, app in apps().items():
         if (arguments := arguments_to(name, call)) is not None:
-            words = completed(arguments) if name == "nsa.train" else arguments
+            words = completed(arguments) if name == "nsa.train" and arguments else arguments
             parse(app, words, whole=whole)
             check_files(arguments)
             return
