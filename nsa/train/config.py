@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from nsa.config import ModelConfig, nearest_name
 
-CORPORA = ("text", "parquet", "fineweb_edu", "random", "synthetic")
+CORPORA = ("text", "parquet", "fineweb_edu", "random", "synthetic", "needle")
 TOKENIZERS = ("byte", "bpe", "file", "tiktoken")
 PACKINGS = ("rows", "documents")
 PRECISIONS = ("bf16_master", "autocast", "bf16", "fp32")
@@ -27,7 +27,7 @@ COMPRESSION = ("off", "bf16")
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """``kind``: what is read. ``paths``: files, folders or globs of text or parquet; none for
-    random and synthetic, and for fineweb_edu none (the hub) or local parquet of its schema.
+    random, synthetic and needle, and for fineweb_edu none (the hub) or local parquet of its schema.
     ``held_out_pct`` of the corpus is kept for evaluation, unless ``eval_paths`` names one.
 
     ``packing``: "rows" joins documents with the end-of-text id and cuts the stream into rows, and

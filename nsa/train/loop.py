@@ -394,6 +394,7 @@ class Trainer:
             step=self.step_count,
             loss_nats=found.loss_nats,
             bits_per_byte=found.bits_per_byte,
+            accuracy_pct=found.accuracy_pct,
             seconds=time.monotonic() - begin,
         )
         if self.world.is_first:

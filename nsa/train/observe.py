@@ -26,12 +26,13 @@ PROBE_TOKENS = 8192  # of the one sequence that a probe looks at
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """Of all ranks: ``loss_nats`` a token, and bits a byte of text; None where the ids stand for no
-    text.
+    """Of all ranks: ``loss_nats`` a token; bits a byte of text, None where the ids stand for no
+    text; ``accuracy_pct``: labels that were the most likely id.
     """
 
     loss_nats: float
     bits_per_byte: float | None
+    accuracy_pct: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +57,22 @@ def held_out(
 ) -> HeldOut:
     """Loss of ``batches``, each rank its own; waits for the device once."""
     device = world.device
-    sums = torch.zeros(3, dtype=torch.float64, device=device)
+    sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
         cu_seqlens = batch.cu_seqlens
         options = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens.to(device)}
         with _casting(config, world):
             logits = model(batch.ids.to(device), **options)
+        flat, labels = logits.flatten(0, 1).float(), batch.labels.to(device).flatten()
         sums[0] += nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(),
-            batch.labels.to(device).flatten(),
-            ignore_index=IGNORED_LABEL,
-            reduction="sum",
+            flat, labels, ignore_index=IGNORED_LABEL, reduction="sum"
         )
+        sums[3] += (flat.argmax(-1) == labels).sum()
         sums[1] += batch.num_labels
         sums[2] += batch.num_bytes
-    loss, labels, num_bytes = parallel.total(sums, world).tolist()
+    loss, num_labels, num_bytes, right = parallel.total(sums, world).tolist()
     bits = loss / math.log(2) / num_bytes if num_bytes else None
-    return HeldOut(loss / labels, bits)
+    return HeldOut(loss / num_labels, bits, 100 * right / num_labels)
 
 
 @torch.no_grad()

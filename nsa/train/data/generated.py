@@ -1,4 +1,4 @@
-"""Data of known entropy: uniform random bytes, and a language of one Markov chain."""
+"""Data of known entropy: uniform random bytes, a language of one Markov chain, and needles."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ NUM_SYMBOLS = 256  # ids: bytes, all of them or those of the language
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 ."
 # Each symbol is followed by one of 4, with these chances of 20.
 CHANCES = (11, 5, 3, 1)
+
+# Needles: among noise a row states values of keys, PAIR key value, and asks for each later on,
+# QUERY key value. Only the value behind a QUERY is a label; what states it lies anywhere before.
+PAIR, QUERY = 0, 1
+NOISE = b"abcdefghijklmnopqrstuvwxyz"
+KEYS = b"ABCDEFGHIJKLMNOPQRSTUVWXYZ"  # a key is two of them: 676
+VALUES = b"0123456789"
+NEEDLE = 4  # tokens of a PAIR or a QUERY
+SLOT = 16  # a row is cut into slots of so many tokens, of which each holds one needle at most
+SLOTS_A_PAIR = 4  # so one value is asked for every 64 tokens
+LEAST_NEEDLE = SLOT * SLOTS_A_PAIR  # tokens of a row with a needle in it
 
 
 def random_entropy_nats() -> float:
@@ -60,6 +71,8 @@ class Language:
     def ids(self, shard: int, index: int, rows: int, length: int) -> NDArray[np.int32]:
         """int32 [rows, length]; rows are independent of one another."""
         rng = np.random.default_rng([self.seed, self.held_out, shard, index])
+        if self.kind == "needle":
+            return np.stack([_haystack(rng, length) for _ in range(rows)])
         if self.kind == "random":
             return rng.integers(0, NUM_SYMBOLS, (rows, length), np.uint8).astype(np.int32)
         table = successors(self.seed)
@@ -71,6 +84,14 @@ class Language:
             state = table[state, draws[step]]
         return np.ascontiguousarray(made.T).astype(np.int32)
 
+    def has_label(self, ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """bool [rows, length - 1]: of ``ids`` [rows, length], whether the next one is a label."""
+        kept = np.ones((ids.shape[0], ids.shape[1] - 1), np.bool_)
+        if self.kind == "needle":
+            kept[:, :2] = False
+            kept[:, 2:] = ids[:, :-3] == QUERY
+        return kept
+
     def lengths(self, shard: int, index: int, total: int, longest: int) -> Sequence[int]:
         """Of documents that fill ``total`` tokens: 2 to ``longest``, the last what is left."""
         rng = np.random.default_rng([self.seed, self.held_out, shard, index, 1])
@@ -80,3 +101,22 @@ class Language:
             lengths.append(one)
             total -= one
         return lengths
+
+
+def _haystack(rng: np.random.Generator, length: int) -> NDArray[np.int32]:
+    """One row, int32 [length]: each key that is asked for was stated once before."""
+    row = rng.choice(np.frombuffer(NOISE, np.uint8), length).astype(np.int32)
+    num_slots = length // SLOT
+    num_pairs = min(num_slots // SLOTS_A_PAIR, len(KEYS) ** 2)
+    slots = rng.permutation(num_slots)[: 2 * num_pairs].reshape(num_pairs, 2)
+    slots.sort(axis=1)
+    starts = slots * SLOT + rng.integers(0, SLOT - NEEDLE + 1, slots.shape)
+    keys = np.frombuffer(KEYS, np.uint8)
+    chosen = rng.permutation(len(KEYS) ** 2)[:num_pairs]
+    values = rng.choice(np.frombuffer(VALUES, np.uint8), num_pairs)
+    for marker, start in ((PAIR, starts[:, 0]), (QUERY, starts[:, 1])):
+        row[start] = marker
+        row[start + 1] = keys[chosen // len(KEYS)]
+        row[start + 2] = keys[chosen % len(KEYS)]
+        row[start + 3] = values
+    return row

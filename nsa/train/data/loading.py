@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nsa.train.data.packing import BatchShape, DocumentRecipe, GeneratedRecipe
     from nsa.train.data.vocabulary import Tokenizer
 
-GENERATED = ("random", "synthetic")
+GENERATED = ("random", "synthetic", "needle")
 # A BPE of 32,768 ids is as good from 32 MiB as from more, and takes 10 s on two cores.
 BPE_SAMPLE_BYTES = 32 * 2**20
 
@@ -132,11 +132,17 @@ def _generated(
             f"data.kind={data.kind} has {generated.NUM_SYMBOLS} ids, the tokenizer"
             f" {tokenizer.vocab_size}; take tokenizer_of(config, out)"
         )
+    if data.kind == "needle" and (shape.packing != "rows" or shape.length < generated.LEAST_NEEDLE):
+        raise data_error(
+            f"data.kind=needle with data.packing={shape.packing} and train.seq_len={shape.length};"
+            f" wanted rows of {generated.LEAST_NEEDLE} tokens or more; each holds its needles"
+        )
     language = generated.Language(data.kind, data.seed, split == "held_out")
     recipe = GeneratedRecipe(language, shape, data.shards or MAX_SHARDS)
     floors = {
         "random": generated.random_entropy_nats(),
         "synthetic": generated.synthetic_entropy_nats(),
+        "needle": 0.0,  # each label is stated before
     }
     description: dict[str, object] = {
         "kind": data.kind,

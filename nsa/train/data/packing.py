@@ -98,8 +98,10 @@ class GeneratedStream:
         self._batches += 1
         if shape.packing == "rows":
             made = language.ids(*at, shape.rows, shape.length + 1)
-            ids, labels = made[:, :-1].reshape(-1), made[:, 1:].reshape(-1)
-            return PackedBatch(ids, labels, None, labels.size, labels.size)
+            ids = made[:, :-1].reshape(-1)
+            labels = np.where(language.has_label(made), made[:, 1:], IGNORED_LABEL).reshape(-1)
+            num_labels = int(np.count_nonzero(labels != IGNORED_LABEL))
+            return PackedBatch(ids, labels, None, num_labels, num_labels)
         longest = max(2, shape.length // LONGEST_PART)
         lengths = language.lengths(*at, shape.tokens, longest)
         made = language.ids(*at, len(lengths), longest)

@@ -128,15 +128,17 @@ def test_held_out_loss_is_that_of_plain_pytorch(run: tuple[Trainer, Path, list[s
     trainer, out, _ = run
     found = [line for line in log_of(out) if line.get("kind") == "eval"][-1]
     assert trainer._held_out is not None
-    total = labels = 0.0
+    total = labels = right = 0.0
     for batch in trainer._held_out.batches(2):
         log_p = trainer.plain_model(batch.ids).double().log_softmax(-1)
         picked = log_p.gather(-1, batch.labels.clamp(min=0)[..., None])[..., 0]
         kept = batch.labels >= 0
         total -= float(picked[kept].detach().sum())
         labels += int(kept.sum())
+        right += int((log_p.argmax(-1) == batch.labels)[kept].sum())
     assert found["step"] == 12
     assert found["loss_nats"] == pytest.approx(total / labels, rel=1e-6)
+    assert found["accuracy_pct"] == pytest.approx(100 * right / labels)
 
 
 def test_the_heartbeat_ends_in_done(run: tuple[Trainer, Path, list[str]]) -> None:

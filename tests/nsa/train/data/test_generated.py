@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
 
+from nsa.train.config import RunConfig
+from nsa.train.data import load
 from nsa.train.data.generated import (
     ALPHABET,
     Language,
@@ -14,6 +17,7 @@ from nsa.train.data.generated import (
     successors,
     synthetic_entropy_nats,
 )
+from nsa.train.data.vocabulary import ByteTokenizer
 from nsa.train.errors import TrainError, TrainExit
 from tests.nsa.train.data.cases import Small, plain, take
 
@@ -117,3 +121,56 @@ def test_a_tokenizer_of_text_is_refused() -> None:
     with pytest.raises(TrainError, match="kind=random makes bytes.*omit data.tokenizer") as caught:
         Small({"kind": "random", "tokenizer": "bpe"}).loader()
     assert caught.value.code == TrainExit.USAGE
+
+
+def test_each_needle_that_is_asked_for_was_stated_once_before() -> None:
+    """Read back by a lookup that knows nothing of how rows are made."""
+    language = Language("needle", 3, held_out=False)
+    made = language.ids(5, 2, 4, 2049)
+    has_label = language.has_label(made)
+    for row, kept in zip(made.tolist(), has_label.tolist(), strict=True):
+        text = bytes(row)
+        stated = re.findall(rb"\x00([A-Z]{2})([0-9])", text)
+        assert len({key for key, _ in stated}) == len(stated) == 2048 // 64
+        answered = []
+        for i, labelled in enumerate(kept):
+            if labelled:
+                asked = text[i - 1 : i + 1]
+                before = re.findall(rb"\x00" + asked + rb"([0-9])", text[: i - 2])
+                assert before == [text[i + 1 : i + 2]]
+                answered.append(asked)
+        assert sorted(answered) == sorted(key for key, _ in stated)
+
+
+def test_needles_lie_near_and_far() -> None:
+    language = Language("needle", 0, held_out=True)
+    text = bytes(language.ids(0, 0, 1, 65_537)[0].tolist())
+    distances = []
+    for found in re.finditer(rb"\x01([A-Z]{2})", text):
+        distances.append(found.start() - text.index(b"\x00" + found[1]))
+    assert len(distances) == 676 and min(distances) > 0
+    assert max(distances) > 50_000 and min(distances) < 1_000
+
+
+def test_rows_that_hold_no_needle_are_refused() -> None:
+    config = RunConfig.from_mapping({"data": {"kind": "needle"}, "train": {"seq_len": 32}})
+    tokenizer = ByteTokenizer(has_end=False)
+    with pytest.raises(TrainError, match="wanted rows of 64 tokens or more") as caught:
+        load(config, rank=0, world_size=1, split="train", tokenizer=tokenizer)
+    assert caught.value.code is TrainExit.DATA
+
+
+def test_labels_of_a_batch_are_the_values_alone() -> None:
+    mapping = {
+        "data": {"kind": "needle", "workers": 0},
+        "train": {"seq_len": 256, "batch": 2, "device": "cpu"},
+    }
+    config = RunConfig.from_mapping(mapping)
+    tokenizer = ByteTokenizer(has_end=False)
+    loader = load(config, rank=0, world_size=1, split="train", tokenizer=tokenizer)
+    batch = next(loader)
+    kept = batch.labels[batch.labels != -100].tolist()
+    assert len(kept) == batch.num_labels == batch.num_bytes == 2 * 256 // 64
+    assert set(kept) <= set(b"0123456789")
+    assert loader.entropy_floor_nats == 0.0
+    loader.close()
