@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,7 @@ class Trainer:
         self.notify: Notify = notify
         self.step_count = 0
         self._stopped_by: int | None = None
+        self._bad_before = 0  # bad steps of the run that is resumed
 
     def run(self) -> TrainExit:
         with ExitStack() as closing:
@@ -206,7 +207,8 @@ class Trainer:
                 " tokenizer.json",
             )
         self.step_count = int(own["step"])
-        self.step.restore_bad_steps(int(own["bad_steps"]))
+        self._bad_before = int(own["bad_steps"])
+        self.step.restore_bad_steps(self._bad_before)
         self.loader.load_state_dict(self.loader.merge([one["loader"] for one in extras]))
         set_rng_state(own["rng"])
         if self.world.is_first:
@@ -216,7 +218,7 @@ class Trainer:
         self._heart.beat(Phase.SAVE, self.step_count)
         extra = {
             "step": self.step_count,
-            "bad_steps": self._bad_steps,
+            "bad_steps": self.step.bad_steps(),
             "tokenizer_sha256": self.tokenizer.sha256,
             "loader": self.loader.state_dict(),
             "rng": rng_state(),
@@ -227,7 +229,7 @@ class Trainer:
 
     def _train(self) -> TrainExit:
         config, train = self.config, self.config.train
-        self._bad_steps, self._probe, self._first_loss = 0, None, self.step_count
+        self._probe, self._first_loss = None, self.step_count
         interval = _Interval(time.monotonic(), self.step_count)
         saved_at = self.step_count if self._resume is not None else -1
         while self.step_count < train.steps:
@@ -309,7 +311,6 @@ class Trainer:
         config, world = self.config, self.world
         totals = self.step.read()
         seconds, steps = time.monotonic() - interval.begin_s, self.step_count - interval.first_step
-        self._bad_steps = totals.bad_steps
         tokens_per_s = step_ms = mfu = None
         if steps:
             tokens_per_s = config.tokens_per_step * steps * world.size / seconds
@@ -346,7 +347,7 @@ class Trainer:
         self._last = record
         self._log.write(record)
         self._heart.report(
-            record,
+            replace(record, bad_steps=record.bad_steps - self._bad_before),
             entropy_floor_nats=self.loader.entropy_floor_nats,
             slow="" if self._probe is None else self._probe.slow,
         )

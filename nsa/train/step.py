@@ -131,6 +131,10 @@ class TrainStep:
             bad_run=int(own[4]),
         )
 
+    def bad_steps(self) -> int:
+        """Since the start; waits for the device."""
+        return int(self._totals[3])
+
     def restore_bad_steps(self, count: int) -> None:
         """Of a resumed run."""
         self._totals[3] = count

@@ -282,3 +282,27 @@ def test_a_step_that_is_not_finite_is_counted_in_the_line(
     lines = steps_of(log_of(tmp_path))
     assert [line["bad_steps"] for line in lines] == [0, 0, 1, 1, 1, 1]
     assert all(math.isfinite(line["loss_nats"]) for line in lines)
+
+
+def test_bad_steps_between_lines_are_saved_and_no_alarm_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log counts from the start of the run, the watchdog from the start of the process."""
+    config = config_of(checkpoint={"every": 6}, log={"every": 12, "probe_every": 0})
+    before = TrainStep._loss_sum
+    calls = iter(range(100))
+
+    def loss_sum(self: TrainStep, *args: Any) -> torch.Tensor:
+        loss = before(self, *args)
+        return loss * float("nan") if next(calls) in (3, 4) else loss
+
+    with monkeypatch.context() as planted:
+        planted.setattr(TrainStep, "_loss_sum", loss_sum)
+        trained(config, tmp_path / "whole")
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000006"
+    assert json.loads((saved / "extra-rank0.json").read_text())["bad_steps"] == 2
+    trained(config, tmp_path / "rest", resume=saved)
+    assert steps_of(log_of(tmp_path / "rest"))[-1]["bad_steps"] == 2
+    beat = HeartbeatReader(tmp_path / "rest" / "heartbeat" / "rank0.bin").read()
+    assert beat is not None and beat.report is not None
+    assert beat.report.bad_steps == 0
