@@ -229,7 +229,8 @@ class Trainer:
 
     def _train(self) -> TrainExit:
         config, train = self.config, self.config.train
-        self._probe, self._first_loss = None, self.step_count
+        self._probe: Probe | None = None
+        began_at, judging = self.step_count, self.world.is_first
         interval = _Interval(time.monotonic(), self.step_count)
         saved_at = self.step_count if self._resume is not None else -1
         while self.step_count < train.steps:
@@ -248,8 +249,8 @@ class Trainer:
                 interval = _Interval(time.monotonic(), self.step_count)
             if self._is_due(config.log.every):
                 interval = self._write_line(interval)
-            if self.step_count - self._first_loss == GO_NO_GO_STEPS:
-                self._say_go_no_go()
+                if judging and self.step_count - began_at >= GO_NO_GO_STEPS:
+                    judging = not self._say_go_no_go()
             if train.eval_every and self._is_due(train.eval_every):
                 interval = self._evaluate(interval)
             if train.sample_every and self._is_due(train.sample_every):
@@ -372,9 +373,10 @@ class Trainer:
     def _look(self, batch: Batch) -> Probe:
         return observe.probe(self.plain_model, batch, self.config, self.world)
 
-    def _say_go_no_go(self) -> None:
-        if not self.world.is_first or self._last.tokens_per_s is None:
-            return
+    def _say_go_no_go(self) -> bool:
+        """Of the last line; whether it had a speed to judge."""
+        if self._last.tokens_per_s is None:
+            return False
         total = None
         if self.world.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.world.device).total_memory
@@ -383,6 +385,7 @@ class Trainer:
         )
         self._log.event("go_no_go", step=self.step_count, line=line)
         self.notify(line)
+        return True
 
     def _evaluate(self, interval: _Interval) -> _Interval:
         self._heart.beat(Phase.EVAL, self.step_count)

@@ -255,6 +255,17 @@ def test_go_no_go_comes_after_fifty_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert "tok/s" in event["line"] and "6 steps left" in event["line"]
 
 
+def test_go_no_go_is_of_the_first_line_from_fifty_steps_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines may be farther apart; the line has the numbers of its own step."""
+    monkeypatch.setattr(loop, "GO_NO_GO_STEPS", 5)
+    trained(config_of(log={"every": 8}), tmp_path)
+    events = [line for line in log_of(tmp_path) if line.get("kind") == "go_no_go"]
+    assert [one["step"] for one in events] == [8]
+    assert events[0]["line"].startswith("go/no-go after 8 steps")
+
+
 def test_samples_are_written_on_request(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text("the cat sat on the mat and looked at the moon. " * 200)
