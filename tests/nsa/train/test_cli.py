@@ -206,6 +206,10 @@ def test_resume_errors(
     capsys.readouterr()
     assert cli.invoke([*command, "--set", "train.lr=1e-5"]) == TrainExit.CHECKPOINT
     assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
+    harmless = ["data.prefetch=2", "data.workers=0", "parallel.bucket_mb=5"]  # and resume alone
+    sets = [word for one in (*harmless, "train.lr=1e-5") for word in ("--set", one)]
+    assert cli.invoke([*command, *sets]) == TrainExit.CHECKPOINT
+    assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
     folder.rmdir()
     assert cli.invoke(command) == TrainExit.CHECKPOINT
     assert "names 'step-00000050', which is no checkpoint there" in error_of(capsys)
