@@ -107,7 +107,12 @@ class Trainer:
 
     def _load(self, closing: ExitStack) -> None:
         config, world = self.config, self.world
-        self._log = RunLog(self.out, world.rank, tensorboard=config.log.tensorboard)
+        self._log = RunLog(
+            self.out,
+            world.rank,
+            tensorboard=config.log.tensorboard,
+            config_sha256=config.sha256(),
+        )
         closing.callback(self._log.close)
         if world.is_first:  # which makes the BPE that the others read
             tokenizer_of(config, self.out)
@@ -140,7 +145,6 @@ class Trainer:
         self._log.event(
             "start",
             step=self.step_count,
-            config_sha256=config.sha256(),
             world_size=world.size,
             parallel=world.kind,
             device=self._device_name(),
@@ -216,6 +220,7 @@ class Trainer:
 
     def _save(self) -> None:
         self._heart.beat(Phase.SAVE, self.step_count)
+        begin = time.monotonic()
         extra = {
             "step": self.step_count,
             "bad_steps": self.step.bad_steps(),
@@ -224,6 +229,9 @@ class Trainer:
             "rng": rng_state(),
         }
         self.store.save(self.step_count, self._state(), extra)
+        # for which the loop waited; the store's thread may still write
+        seconds = time.monotonic() - begin
+        self._log.event("save", step=self.step_count, seconds=seconds)
 
     # the loop
 

@@ -124,6 +124,15 @@ def test_events_say_how_it_began_and_ended(run: tuple[Trainer, Path, list[str]])
     )
 
 
+def test_every_line_has_the_configs_hash_and_saves_have_one(
+    run: tuple[Trainer, Path, list[str]],
+) -> None:
+    trainer, out, _ = run
+    lines = log_of(out)
+    assert {line.get("config_sha256") for line in lines} == {trainer.config.sha256()}
+    assert [line["step"] for line in lines if line["kind"] == "save"] == [4, 8, 12]
+
+
 def test_held_out_loss_is_that_of_plain_pytorch(run: tuple[Trainer, Path, list[str]]) -> None:
     trainer, out, _ = run
     found = [line for line in log_of(out) if line.get("kind") == "eval"][-1]
