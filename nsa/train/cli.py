@@ -95,7 +95,7 @@ def watch(
     out: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
     halt: Annotated[
-        bool, typer.Option("--halt", help="Halt the run; it saves a checkpoint.")
+        bool, typer.Option("--halt", help="Halt the run for what is found.")
     ] = False,
 ) -> int:
     """Watch a run from outside: what it does, and whether it still does."""

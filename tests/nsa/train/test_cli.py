@@ -410,6 +410,14 @@ def test_watch_looks_at_a_run(
     assert options["config"].step_s == 5
 
 
+def test_help_promises_no_checkpoint_of_a_halt(capsys: pytest.CaptureFixture[str]) -> None:
+    """A halted run keeps its last good checkpoint and saves none; a sound run is not halted."""
+    cli.invoke(["watch", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Halt the run for what is found." in shown
+    assert "saves a checkpoint" not in shown
+
+
 # a trained model
 
 
