@@ -87,10 +87,6 @@ class TrainStep:
                 " --set train.cuda_graph=auto",
             )
         self._call: Callable[..., Tensor] = model
-        if config.train.compile:
-            self._call = torch.compile(
-                model, fullgraph=True, dynamic=config.data.packing == "documents"
-            )
         self._num_eager = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: tuple[Tensor, ...] = ()
