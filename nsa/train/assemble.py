@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import nn
@@ -41,9 +42,14 @@ def assemble(
     """
     torch.manual_seed(config.train.seed)
     plain = model_of(config, world)
-    model = parallel.wrap(plain, config, world)
+    called: nn.Module = plain
     if compiled is not None:
-        model = compiled(model)
+        called = compiled(plain)
+    elif config.train.compile:
+        packed = config.data.packing == "documents"
+        called = cast("nn.Module", torch.compile(plain, fullgraph=True, dynamic=packed))
+    # compiled within: the forward of DistributedDataParallel itself is in no graph
+    model = parallel.wrap(called, config, world)
     optimizer = build_optimizer(plain, config.train)
     return Trained(plain, model, optimizer, TrainStep(model, optimizer, config, world))
 

@@ -94,9 +94,7 @@ def train(
 def watch(
     out: RunDir,
     once: Annotated[bool, typer.Option("--once", help="Look once, and end.")] = False,
-    halt: Annotated[
-        bool, typer.Option("--halt", help="Halt the run; it saves a checkpoint.")
-    ] = False,
+    halt: Annotated[bool, typer.Option("--halt", help="Halt the run for what is found.")] = False,
 ) -> int:
     """Watch a run from outside: what it does, and whether it still does."""
     from nsa.train.config import RunConfig

@@ -323,6 +323,10 @@ class RunConfig:
         be given more of them.
         """
         mapping = self.to_mapping()
+        for name, section in _SECTIONS.items():  # 1 and 1.0 are one number
+            for one in fields(section):
+                if one.type == "float":
+                    mapping[name][one.name] = float(mapping[name][one.name])
         for name in ("out", "log", "watchdog", "checkpoint"):
             del mapping[name]
         del mapping["model"]["vocab_size"]

@@ -57,8 +57,9 @@ _BEAT_AT, _REPORT_AT = 256, 1024
 class LastReport:
     """What a heartbeat keeps of the newest line of a rank's log. None: not measured.
 
-    ``number``: lines since the process began. ``*_share``: mean share of a branch in the gates, of
-    1. ``slow``: the slow path that is engaged, "" for none. Other names as in StepRecord.
+    ``number`` and ``bad_steps``: since the process began. ``*_share``: mean share of a branch in
+    the gates, of 1. ``slow``: the slow path that is engaged, "" for none. Other names as in
+    StepRecord.
     """
 
     number: int

@@ -170,12 +170,11 @@ def _check_same(out: Path, config: RunConfig) -> None:
     read = read_resolved(out)
     if read.get("sha256") == config.sha256():
         return
-    old, new = _flat(read["config"]), _flat(config.to_mapping())
-    skipped = ("out", "log.", "watchdog.", "checkpoint.")
+    old, new = _flat(RunConfig.from_mapping(read["config"]).identity()), _flat(config.identity())
     changed = [
         f"{key} {old.get(key)!r} -> {new.get(key)!r}"
         for key in sorted({*old, *new})
-        if old.get(key) != new.get(key) and not key.startswith(skipped)
+        if old.get(key) != new.get(key)
     ]
     more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
     raise TrainError(

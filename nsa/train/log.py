@@ -60,9 +60,13 @@ class RunLog:
 
     In a folder that has a log it goes on behind the last whole line, after an event "resumed". A
     TrainError MISSING without the package tensorboard; USAGE where training.csv has other columns.
+    ``config_sha256`` is in every event; a record has its own.
     """
 
-    def __init__(self, out: Path, rank: int, *, tensorboard: bool) -> None:
+    def __init__(
+        self, out: Path, rank: int, *, tensorboard: bool, config_sha256: str | None = None
+    ) -> None:
+        self._always = {} if config_sha256 is None else {"config_sha256": config_sha256}
         folder = out / "log"
         folder.mkdir(parents=True, exist_ok=True)
         self._lines = _Appending(log_path(out, rank))
@@ -87,7 +91,8 @@ class RunLog:
         """One line {"kind": kind, "time_utc": now, **values}; ValueError for kind "step"."""
         if kind == STEP_KIND:
             raise ValueError(f"event kind {kind!r} marks records; name the event otherwise")
-        self._lines.write(_json_line({"kind": kind, "time_utc": utc_now(), **values}))
+        values = {"time_utc": utc_now(), **self._always, **values}
+        self._lines.write(_json_line({"kind": kind, **values}))
 
     def close(self) -> None:
         self._lines.close()

@@ -11,7 +11,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,7 @@ class Trainer:
         self.notify: Notify = notify
         self.step_count = 0
         self._stopped_by: int | None = None
+        self._bad_before = 0  # bad steps of the run that is resumed
 
     def run(self) -> TrainExit:
         with ExitStack() as closing:
@@ -106,7 +107,12 @@ class Trainer:
 
     def _load(self, closing: ExitStack) -> None:
         config, world = self.config, self.world
-        self._log = RunLog(self.out, world.rank, tensorboard=config.log.tensorboard)
+        self._log = RunLog(
+            self.out,
+            world.rank,
+            tensorboard=config.log.tensorboard,
+            config_sha256=config.sha256(),
+        )
         closing.callback(self._log.close)
         if world.is_first:  # which makes the BPE that the others read
             tokenizer_of(config, self.out)
@@ -139,7 +145,6 @@ class Trainer:
         self._log.event(
             "start",
             step=self.step_count,
-            config_sha256=config.sha256(),
             world_size=world.size,
             parallel=world.kind,
             device=self._device_name(),
@@ -206,7 +211,8 @@ class Trainer:
                 " tokenizer.json",
             )
         self.step_count = int(own["step"])
-        self.step.restore_bad_steps(int(own["bad_steps"]))
+        self._bad_before = int(own["bad_steps"])
+        self.step.restore_bad_steps(self._bad_before)
         self.loader.load_state_dict(self.loader.merge([one["loader"] for one in extras]))
         set_rng_state(own["rng"])
         if self.world.is_first:
@@ -214,20 +220,25 @@ class Trainer:
 
     def _save(self) -> None:
         self._heart.beat(Phase.SAVE, self.step_count)
+        begin = time.monotonic()
         extra = {
             "step": self.step_count,
-            "bad_steps": self._bad_steps,
+            "bad_steps": self.step.bad_steps(),
             "tokenizer_sha256": self.tokenizer.sha256,
             "loader": self.loader.state_dict(),
             "rng": rng_state(),
         }
         self.store.save(self.step_count, self._state(), extra)
+        # for which the loop waited; the store's thread may still write
+        seconds = time.monotonic() - begin
+        self._log.event("save", step=self.step_count, seconds=seconds)
 
     # the loop
 
     def _train(self) -> TrainExit:
         config, train = self.config, self.config.train
-        self._bad_steps, self._probe, self._first_loss = 0, None, self.step_count
+        self._probe: Probe | None = None
+        began_at, judging = self.step_count, self.world.is_first
         interval = _Interval(time.monotonic(), self.step_count)
         saved_at = self.step_count if self._resume is not None else -1
         while self.step_count < train.steps:
@@ -246,8 +257,8 @@ class Trainer:
                 interval = _Interval(time.monotonic(), self.step_count)
             if self._is_due(config.log.every):
                 interval = self._write_line(interval)
-            if self.step_count - self._first_loss == GO_NO_GO_STEPS:
-                self._say_go_no_go()
+                if judging and self.step_count - began_at >= GO_NO_GO_STEPS:
+                    judging = not self._say_go_no_go()
             if train.eval_every and self._is_due(train.eval_every):
                 interval = self._evaluate(interval)
             if train.sample_every and self._is_due(train.sample_every):
@@ -309,7 +320,6 @@ class Trainer:
         config, world = self.config, self.world
         totals = self.step.read()
         seconds, steps = time.monotonic() - interval.begin_s, self.step_count - interval.first_step
-        self._bad_steps = totals.bad_steps
         tokens_per_s = step_ms = mfu = None
         if steps:
             tokens_per_s = config.tokens_per_step * steps * world.size / seconds
@@ -346,7 +356,7 @@ class Trainer:
         self._last = record
         self._log.write(record)
         self._heart.report(
-            record,
+            replace(record, bad_steps=record.bad_steps - self._bad_before),
             entropy_floor_nats=self.loader.entropy_floor_nats,
             slow="" if self._probe is None else self._probe.slow,
         )
@@ -371,9 +381,10 @@ class Trainer:
     def _look(self, batch: Batch) -> Probe:
         return observe.probe(self.plain_model, batch, self.config, self.world)
 
-    def _say_go_no_go(self) -> None:
-        if not self.world.is_first or self._last.tokens_per_s is None:
-            return
+    def _say_go_no_go(self) -> bool:
+        """Of the last line; whether it had a speed to judge."""
+        if self._last.tokens_per_s is None:
+            return False
         total = None
         if self.world.device.type == "cuda":
             total = torch.cuda.get_device_properties(self.world.device).total_memory
@@ -382,6 +393,7 @@ class Trainer:
         )
         self._log.event("go_no_go", step=self.step_count, line=line)
         self.notify(line)
+        return True
 
     def _evaluate(self, interval: _Interval) -> _Interval:
         self._heart.beat(Phase.EVAL, self.step_count)

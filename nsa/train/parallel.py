@@ -35,7 +35,8 @@ def connect(config: RunConfig) -> TrainWorld:
     """Join the process group that torchrun's variables describe; alone where there are none.
 
     TrainError DEVICE for a GPU or a backend that is not there, and for a size that ``shard_size``
-    does not divide; USAGE for a kind that needs several processes.
+    does not divide; USAGE for a kind that needs several processes, and for sharded weights with
+    train.compile.
     """
     place, parallel = settings.launched_place(), config.parallel
     if place is None:
@@ -58,6 +59,12 @@ def connect(config: RunConfig) -> TrainWorld:
             TrainExit.USAGE,
             f"parallel.compress={parallel.compress} with parallel.kind={kind}; wanted ddp, which"
             " alone sends whole gradients; --set parallel.compress=off",
+        )
+    if kind in ("fsdp", "hsdp") and config.train.compile:
+        raise TrainError(
+            TrainExit.USAGE,
+            f"train.compile=true with parallel.kind={kind}; wanted ddp, since no graph holds what"
+            " gathers sharded weights; --set train.compile=false",
         )
     if kind == "hsdp" and (parallel.shard_size < 2 or place.size % parallel.shard_size):
         raise TrainError(

@@ -87,10 +87,6 @@ class TrainStep:
                 " --set train.cuda_graph=auto",
             )
         self._call: Callable[..., Tensor] = model
-        if config.train.compile:
-            self._call = torch.compile(
-                model, fullgraph=True, dynamic=config.data.packing == "documents"
-            )
         self._num_eager = 0
         self._replay: Callable[[], None] | None = None
         self._inputs: tuple[Tensor, ...] = ()
@@ -130,6 +126,10 @@ class TrainStep:
             bad_steps=int(own[3]),
             bad_run=int(own[4]),
         )
+
+    def bad_steps(self) -> int:
+        """Since the start; waits for the device."""
+        return int(self._totals[3])
 
     def restore_bad_steps(self, count: int) -> None:
         """Of a resumed run."""

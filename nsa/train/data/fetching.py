@@ -123,6 +123,17 @@ class FetchProcess(Generic[T]):
                 continue
 
     def _read(self) -> None:
+        try:
+            self._receive()
+        finally:  # whatever ended it, nobody may wait for its next batch
+            if self._failure is None and not self._closed:
+                self._failure = TrainError(
+                    TrainExit.DATA,
+                    "the trainer's thread that takes batches ended by an error; its traceback"
+                    " stands above; resume goes on",
+                )
+
+    def _receive(self) -> None:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from nsa.train.config import DataConfig, RunConfig
@@ -27,7 +28,8 @@ def tokenizer_of(config: RunConfig, out: Path) -> Tokenizer:
     data.tokenizer=byte: 256 ids of bytes and end-of-text, 256; random and synthetic data have the
     256 alone. bpe: read from ``out`` where it is there, else trained on up to 32 MiB of the train
     split; every rank trains the same, so let rank 0 make it before the others ask. file: a
-    byte-level tokenizer.json. tiktoken: an encoding whose vocabulary is at hand.
+    byte-level tokenizer.json. tiktoken: an encoding whose vocabulary is at hand. TrainError DATA
+    where ``out`` has another one, which stays.
     """
     need("numpy", "nsa.train")
     from nsa.train.data import vocabulary
@@ -51,8 +53,24 @@ def tokenizer_of(config: RunConfig, out: Path) -> Tokenizer:
         return vocabulary.tokenizer_from_file(out / vocabulary.FILE_NAME, "the run's BPE")
     else:
         made = vocabulary.train_bpe(_bpe_sample(data), data.vocab_size)
-    made.save(out)
+    _keep(made, out / vocabulary.FILE_NAME)
     return made
+
+
+def _keep(tokenizer: Tokenizer, path: Path) -> None:
+    """Save as ``path``, or compare with what the run began with; TrainError DATA for another."""
+    if not path.exists():
+        tokenizer.save(path.parent)
+        return
+    with TemporaryDirectory(prefix="nsa-train-") as folder:
+        tokenizer.save(Path(folder))
+        is_same = (Path(folder) / path.name).read_bytes() == path.read_bytes()
+    if not is_same:
+        raise TrainError(
+            TrainExit.DATA,
+            f"{path} is of another tokenizer than data.tokenizer gives now; wanted the one that the"
+            " run began with, which that file is; bring it back, or begin anew with another --out",
+        )
 
 
 def load(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from nsa.config import preset
@@ -82,6 +84,25 @@ def test_the_step_calls_what_was_compiled() -> None:
     made.step([batch], 0.0)
     with torch.no_grad():
         torch.testing.assert_close(seen[0], 2 * made.plain_model(batch.ids))
+
+
+@pytest.mark.parametrize("kind", ["none", "ddp"])
+def test_a_compiled_step_is_the_uncompiled_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one graph, also among ranks: DistributedDataParallel's own forward is in none."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    world, states = replace(ALONE, kind=kind), []
+    if kind == "ddp":
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for compiles in (False, True):
+            made = assemble(config_of(accumulate=2, compile=compiles), world)
+            for seed in range(2):
+                made.step([batch_of(seed), batch_of(seed + 2)], 1e-3)
+            states.append(made.plain_model.state_dict())
+    finally:
+        if kind == "ddp":
+            dist.destroy_process_group()
+    torch.testing.assert_close(states[0], states[1])
 
 
 def test_the_witness_has_each_micro_step() -> None:

@@ -206,6 +206,10 @@ def test_resume_errors(
     capsys.readouterr()
     assert cli.invoke([*command, "--set", "train.lr=1e-5"]) == TrainExit.CHECKPOINT
     assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
+    harmless = ["data.prefetch=2", "data.workers=0", "parallel.bucket_mb=5"]  # and resume alone
+    sets = [word for one in (*harmless, "train.lr=1e-5") for word in ("--set", one)]
+    assert cli.invoke([*command, *sets]) == TrainExit.CHECKPOINT
+    assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
     folder.rmdir()
     assert cli.invoke(command) == TrainExit.CHECKPOINT
     assert "names 'step-00000050', which is no checkpoint there" in error_of(capsys)
@@ -404,6 +408,14 @@ def test_watch_looks_at_a_run(
     ((folder, options),) = calls
     assert (folder, options["once"], options["halt"]) == (out, True, True)
     assert options["config"].step_s == 5
+
+
+def test_help_promises_no_checkpoint_of_a_halt(capsys: pytest.CaptureFixture[str]) -> None:
+    """A halted run keeps its last good checkpoint and saves none; a sound run is not halted."""
+    cli.invoke(["watch", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Halt the run for what is found." in shown
+    assert "saves a checkpoint" not in shown
 
 
 # a trained model

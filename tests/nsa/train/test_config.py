@@ -112,3 +112,12 @@ def test_what_computes_the_same_has_the_same_hash(same: RunConfig) -> None:
 )
 def test_what_computes_something_else_has_another_hash(other: RunConfig) -> None:
     assert other.sha256() != BASE.sha256()
+
+
+def test_a_whole_number_has_the_hash_of_the_same_float() -> None:
+    """--set train.clip=1 resumes a run of clip 1.0."""
+    whole, real = (
+        RunConfig.from_mapping({"train": {"clip": clip}, "data": {"held_out_pct": pct}})
+        for clip, pct in ((1, 2), (1.0, 2.0))
+    )
+    assert whole.sha256() == real.sha256()

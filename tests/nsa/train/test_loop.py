@@ -124,6 +124,15 @@ def test_events_say_how_it_began_and_ended(run: tuple[Trainer, Path, list[str]])
     )
 
 
+def test_every_line_has_the_configs_hash_and_saves_have_one(
+    run: tuple[Trainer, Path, list[str]],
+) -> None:
+    trainer, out, _ = run
+    lines = log_of(out)
+    assert {line.get("config_sha256") for line in lines} == {trainer.config.sha256()}
+    assert [line["step"] for line in lines if line["kind"] == "save"] == [4, 8, 12]
+
+
 def test_held_out_loss_is_that_of_plain_pytorch(run: tuple[Trainer, Path, list[str]]) -> None:
     trainer, out, _ = run
     found = [line for line in log_of(out) if line.get("kind") == "eval"][-1]
@@ -257,6 +266,17 @@ def test_go_no_go_comes_after_fifty_steps(tmp_path: Path, monkeypatch: pytest.Mo
     assert "tok/s" in event["line"] and "6 steps left" in event["line"]
 
 
+def test_go_no_go_is_of_the_first_line_from_fifty_steps_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines may be farther apart; the line has the numbers of its own step."""
+    monkeypatch.setattr(loop, "GO_NO_GO_STEPS", 5)
+    trained(config_of(log={"every": 8}), tmp_path)
+    events = [line for line in log_of(tmp_path) if line.get("kind") == "go_no_go"]
+    assert [one["step"] for one in events] == [8]
+    assert events[0]["line"].startswith("go/no-go after 8 steps")
+
+
 def test_samples_are_written_on_request(tmp_path: Path) -> None:
     source = tmp_path / "text.txt"
     source.write_text("the cat sat on the mat and looked at the moon. " * 200)
@@ -284,3 +304,27 @@ def test_a_step_that_is_not_finite_is_counted_in_the_line(
     lines = steps_of(log_of(tmp_path))
     assert [line["bad_steps"] for line in lines] == [0, 0, 1, 1, 1, 1]
     assert all(math.isfinite(line["loss_nats"]) for line in lines)
+
+
+def test_bad_steps_between_lines_are_saved_and_no_alarm_of_a_resumed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The log counts from the start of the run, the watchdog from the start of the process."""
+    config = config_of(checkpoint={"every": 6}, log={"every": 12, "probe_every": 0})
+    before = TrainStep._loss_sum
+    calls = iter(range(100))
+
+    def loss_sum(self: TrainStep, *args: Any) -> torch.Tensor:
+        loss = before(self, *args)
+        return loss * float("nan") if next(calls) in (3, 4) else loss
+
+    with monkeypatch.context() as planted:
+        planted.setattr(TrainStep, "_loss_sum", loss_sum)
+        trained(config, tmp_path / "whole")
+    saved = tmp_path / "whole" / "checkpoints" / "step-00000006"
+    assert json.loads((saved / "extra-rank0.json").read_text())["bad_steps"] == 2
+    trained(config, tmp_path / "rest", resume=saved)
+    assert steps_of(log_of(tmp_path / "rest"))[-1]["bad_steps"] == 2
+    beat = HeartbeatReader(tmp_path / "rest" / "heartbeat" / "rank0.bin").read()
+    assert beat is not None and beat.report is not None
+    assert beat.report.bad_steps == 0

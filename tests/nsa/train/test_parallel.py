@@ -104,6 +104,18 @@ def test_what_cannot_be_is_refused_at_once(
     assert caught.value.code is code
 
 
+@pytest.mark.parametrize("kind", ["fsdp", "hsdp"])
+def test_sharded_weights_are_not_compiled(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "launched_place", lambda: LaunchedPlace(0, 4, 0))
+    sections = {
+        "parallel": {"kind": kind, "shard_size": 2},
+        "train": {"device": "cpu", "compile": True},
+    }
+    with pytest.raises(TrainError, match=f"compile=true with parallel.kind={kind}") as caught:
+        parallel.connect(RunConfig.from_mapping(sections))
+    assert caught.value.code is TrainExit.USAGE
+
+
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel.torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(settings, "launched_place", lambda: LaunchedPlace(1, 2, 1))

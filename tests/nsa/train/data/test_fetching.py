@@ -13,9 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from nsa.train.data.fetching import FetchedBatch
 from nsa.train.data.loader import Loader, LoaderPlan
 from nsa.train.data.packing import BatchShape
 from nsa.train.errors import TrainError, TrainExit
+from nsa.train.records import Batch
 from tests.nsa.train.data.streams import Scripted
 
 ROOT = Path(__file__).parents[4]
@@ -84,6 +86,25 @@ def test_a_defect_in_a_worker_ends_the_trainer(
     assert error.code == TrainExit.DATA
     assert "ended with exit code 1; its traceback stands above" in str(error)
     assert "ZeroDivisionError: a defect" in capfd.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_batch_that_cannot_be_pinned_ends_the_trainer(
+    loaders: list[Loader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error is raised in the thread that takes batches; the trainer must not wait for ever."""
+
+    def pin(self: Loader, fetched: FetchedBatch) -> Batch:
+        raise RuntimeError("out of pinned memory")
+
+    monkeypatch.setattr(Loader, "_batch", pin)
+    loaders.append(loader_of(Scripted(3, "hang"), 1))
+    errors: list[TrainError] = []
+    taking = threading.Thread(target=lambda: errors.append(error_of(loaders[0])), daemon=True)
+    taking.start()
+    taking.join(WITHIN_S)
+    assert [one.code for one in errors] == [TrainExit.DATA]
+    assert "its traceback stands above" in str(errors[0])
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])

@@ -244,5 +244,20 @@ def test_text_that_is_not_utf8_names_its_file(tmp_path: Path) -> None:
     loader = given.loader()
     with pytest.raises(TrainError, match="latin.txt is not UTF-8.*data.tokenizer=byte"):
         take(loader, 200)
-    bytes_loader = Small({"paths": paths}, out=tmp_path / "out").loader()
+    bytes_loader = Small({"paths": paths}, out=tmp_path / "bytes").loader()
     assert next(bytes_loader).num_labels == 64
+
+
+def test_a_run_keeps_the_tokenizer_that_it_began_with(tmp_path: Path) -> None:
+    """Where the file was changed since, the run's copy is not overwritten by what it is not."""
+    given, out = tmp_path / "given.json", tmp_path / "out"
+    given.write_text(train_bpe(SAMPLE, 300)._json)
+    data = DataConfig(paths=("x",), tokenizer="file", tokenizer_path=str(given))
+    before = tokenizer_of(RunConfig(data=data), out)
+    kept = (out / "tokenizer.json").read_text()
+    assert tokenizer_of(RunConfig(data=data), out).sha256 == before.sha256
+    given.write_text(train_bpe(SAMPLE[:9], 270)._json)
+    with pytest.raises(TrainError, match="is of another tokenizer") as caught:
+        tokenizer_of(RunConfig(data=data), out)
+    assert caught.value.code == TrainExit.DATA
+    assert (out / "tokenizer.json").read_text() == kept
