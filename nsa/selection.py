@@ -250,7 +250,8 @@ def _widened(x: Tensor) -> Tensor:
         return wide
     dropped, bits = DROPPED_BITS[x.dtype], wide.view(torch.int32)
     half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)  # to nearest, ties to even
-    return ((bits + half) & -(1 << dropped)).view(torch.float32)
+    rounded = ((bits + half) & -(1 << dropped)).view(torch.float32)
+    return torch.where(wide.isnan(), wide, rounded)  # a NaN of all ones would become -0
 
 
 def _ranking(scores_BGTJ: Tensor, rows: QueryRows, config: NSAConfig) -> Tensor:

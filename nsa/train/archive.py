@@ -14,14 +14,15 @@ LOCK = "run.lock"
 
 
 class RunFolder:
-    """A run folder, ``path``, that this process holds until `release`.
+    """A run folder, ``path``, that this process holds until `release`; ``archived``: where the run
+    is that was in it, None where none was.
 
     The lock is a flock of ``path``/run.lock, so it ends with the process, however that ends. A
     child that shall hold it, too, gets `fileno` (subprocess's ``pass_fds``).
     """
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self.path = path
+    def __init__(self, path: Path, descriptor: int, archived: Path | None = None) -> None:
+        self.path, self.archived = path, archived
         self._descriptor: int | None = descriptor
 
     def fileno(self) -> int:
@@ -52,10 +53,21 @@ def prepare_run_folder(out: str | Path, *, resume: bool) -> RunFolder:
     """Make and lock the folder ``out``; a run that is in it is kept with ``resume``, and else its
     folder is renamed to ``out``.archived-YYYYmmddTHHMMSSZ (then -1, -2, ...).
 
-    TrainError USAGE for a file, for a folder with files that no run made, and for the folder of a
-    run that lives.
+    TrainError USAGE for a file, for a folder with files that no run made, for the folder of a run
+    that lives, and for one that cannot be made, locked or renamed.
     """
     path = Path(out).resolve()
+    try:
+        return _prepare(path, resume=resume)
+    except OSError as error:
+        raise TrainError(
+            TrainExit.USAGE,
+            f"out={path} cannot be made or locked: {error.strerror}; wanted a folder that can be"
+            " written to; give another --set out=FOLDER",
+        ) from None
+
+
+def _prepare(path: Path, *, resume: bool) -> RunFolder:
     _check_ours(path)
     path.mkdir(parents=True, exist_ok=True)
     held = RunFolder(path, _lock(path))
@@ -63,12 +75,12 @@ def prepare_run_folder(out: str | Path, *, resume: bool) -> RunFolder:
         return held
     # The old lock is held until the new folder is locked: two reruns cannot both archive it.
     with held:
-        _rename_to_archive(path)
+        archived = _rename_to_archive(path)
         try:
             path.mkdir()
         except FileExistsError:
             raise _in_use(path, "another run, which made it at the same time") from None
-        return RunFolder(path, _lock(path))
+        return RunFolder(path, _lock(path), archived)
 
 
 def _check_ours(path: Path) -> None:
@@ -111,10 +123,11 @@ def _in_use(path: Path, who: str) -> TrainError:
     )
 
 
-def _rename_to_archive(path: Path) -> None:
+def _rename_to_archive(path: Path) -> Path:
     stem = f"{path.name}.archived-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}"
     target, number = path.with_name(stem), 0
     while target.exists():
         number += 1
         target = path.with_name(f"{stem}-{number}")
     path.rename(target)
+    return target

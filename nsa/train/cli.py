@@ -131,7 +131,7 @@ def sample(
     if not 0 < top_p <= 1:
         raise TrainError(TrainExit.USAGE, f"--top-p {top_p} must be above 0 and at most 1")
     read_resolved(out)
-    path = checkpoint_of(out, checkpoint)
+    path = checkpoint_of(out, checkpoint, "--checkpoint")
     from nsa.train.finished import sample_text
 
     text = sample_text(
@@ -153,7 +153,7 @@ def export(
     from nsa.train.launch import checkpoint_of, read_resolved
 
     read_resolved(out)
-    path = checkpoint_of(out, checkpoint)
+    path = checkpoint_of(out, checkpoint, "--checkpoint")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainError(
             TrainExit.USAGE, f"{folder} is there already; wanted a new or empty folder"

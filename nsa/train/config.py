@@ -335,8 +335,9 @@ class RunConfig:
             del mapping["data"][name]
         for name in [one for one in mapping["train"] if one.startswith(("eval_", "sample_"))]:
             del mapping["train"][name]
+        del mapping["train"]["device"], mapping["train"]["decay_steps"]
         if self.train.schedule != "cosine":
-            del mapping["train"]["steps"], mapping["train"]["decay_steps"]
+            del mapping["train"]["steps"]
         return mapping
 
     def sha256(self) -> str:

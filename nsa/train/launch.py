@@ -17,6 +17,7 @@ from typing import Any
 
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
+from nsa.train.manifest import MANIFEST
 
 CONFIG = "config.json"
 WAIT_FOR_FIRST_RANK_S = 300.0
@@ -31,6 +32,7 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
     one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's.
     """
     from nsa.train.archive import prepare_run_folder
+    from nsa.train.display import show_text
     from nsa.train.watchdog import supervise
 
     out = Path(config.out).resolve()
@@ -40,7 +42,9 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
         _check_same(out, config)
     with ExitStack() as held:
         if rank == 0:
-            held.enter_context(prepare_run_folder(out, resume=continues))
+            folder = held.enter_context(prepare_run_folder(out, resume=continues))
+            if folder.archived is not None:
+                show_text(f"the run that was in {out} is in {folder.archived} now", sys.stdout)
             write_resolved(out, config)
         else:
             wait_for_resolved(out, config)
@@ -49,16 +53,18 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
         return supervise(argv, out, config.watchdog, rank)
 
 
-def checkpoint_of(out: Path, resume: str) -> Path:
-    """The folder that ``resume`` names: a path, or "auto" for the last good one of ``out``."""
-    if resume != "auto":
-        path = Path(resume).resolve()
+def checkpoint_of(out: Path, named: str, option: str = "--resume") -> Path:
+    """The folder that ``named``, the value of ``option``, names: a checkpoint; of another run's
+    folder its last good one; "auto" for the last good one of ``out``. TrainError CHECKPOINT.
+    """
+    if named != "auto":
+        path = Path(named).resolve()
         if not path.is_dir():
-            raise TrainError(
-                TrainExit.CHECKPOINT,
-                f"--resume {resume} is no folder; wanted a checkpoint, such as"
-                f" {out}/checkpoints/step-00000500; --resume takes the last good one",
-            )
+            raise _no_checkpoint(f"{option} {named} is no folder", out, option)
+        if (path / "checkpoints").is_dir():
+            return checkpoint_of(path, "auto", option)
+        if not (path / MANIFEST).is_file():
+            raise _no_checkpoint(f"{option} {named} holds no {MANIFEST}", out, option)
         return path
     pointer = out / "checkpoints" / "last-good"
     try:
@@ -82,6 +88,15 @@ def checkpoint_of(out: Path, resume: str) -> Path:
             f"{pointer} names {name!r}, which is no checkpoint there; --resume PATH names one",
         )
     return found[0]
+
+
+def _no_checkpoint(what: str, out: Path, option: str) -> TrainError:
+    last = "--resume" if option == "--resume" else f"no {option}"
+    return TrainError(
+        TrainExit.CHECKPOINT,
+        f"{what}; wanted a checkpoint, such as {out}/checkpoints/step-00000500; {last} takes the"
+        " last good one",
+    )
 
 
 def write_resolved(out: Path, config: RunConfig) -> None:

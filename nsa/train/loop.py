@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer
 
 GO_NO_GO_STEPS = 50
+AGREE_S = 2.0  # between questions to all ranks whether to end; far below watchdog.grace_s
 Notify = Callable[[str], None]
 
 
@@ -125,6 +126,14 @@ class Trainer:
         if config.train.eval_every:
             self._held_out = self._loader("held_out")
             closing.callback(self._held_out.close)
+        sharded = world.kind in ("fsdp", "hsdp")
+        if config.train.sample_every and (sharded or config.train.attention == "dense"):
+            raise TrainError(
+                TrainExit.USAGE,
+                f"train.sample_every={config.train.sample_every} with"
+                f" {world.kind if sharded else 'train.attention=dense'}; wanted NSA with whole"
+                " weights, which alone decodes from a cache; --set train.sample_every=0",
+            )
         trained = assemble(config, world)
         self.plain_model, self.model = trained.plain_model, trained.model
         self.optimizer, self.step = trained.optimizer, trained.step
@@ -238,6 +247,7 @@ class Trainer:
     def _train(self) -> TrainExit:
         config, train = self.config, self.config.train
         self._probe: Probe | None = None
+        self._agree_every = 1
         began_at, judging = self.step_count, self.world.is_first
         interval = _Interval(time.monotonic(), self.step_count)
         saved_at = self.step_count if self._resume is not None else -1
@@ -266,6 +276,8 @@ class Trainer:
             if config.checkpoint.every and self._is_due(config.checkpoint.every):
                 self._save()
                 saved_at = self.step_count
+        if not self._is_due(config.log.every):
+            self._write_line(interval)
         if saved_at != self.step_count:
             self._save()
         self._heart.beat(Phase.SAVE, self.step_count)
@@ -349,7 +361,7 @@ class Trainer:
             memory_allocated_bytes=memory[0],
             memory_reserved_bytes=memory[1],
             memory_rss_bytes=_rss_bytes(),
-            engaged=None if self._probe is None else self._probe.engaged,
+            engaged=self._engaged(),
             statistics=None if self._probe is None else self._probe.statistics,
             config_sha256=config.sha256(),
         )
@@ -358,9 +370,18 @@ class Trainer:
         self._heart.report(
             replace(record, bad_steps=record.bad_steps - self._bad_before),
             entropy_floor_nats=self.loader.entropy_floor_nats,
-            slow="" if self._probe is None else self._probe.slow,
+            slow=observe.slow_path(record.engaged or {}, config.train.path),
         )
+        if step_ms is not None:
+            slowest_ms = parallel.largest(max(1, round(step_ms)), world)
+            self._agree_every = max(1, int(1e3 * AGREE_S) // slowest_ms)
         return _Interval(time.monotonic(), self.step_count)
+
+    def _engaged(self) -> dict[str, int] | None:
+        """Of a step as it was built; where that was compiled, of the last probe."""
+        if self.step.engaged:
+            return self.step.engaged
+        return None if self._probe is None else dict(self._probe.engaged)
 
     def _mfu_pct(self, seconds_per_step: float) -> float | None:
         train = self.config.train
@@ -397,6 +418,8 @@ class Trainer:
 
     def _evaluate(self, interval: _Interval) -> _Interval:
         self._heart.beat(Phase.EVAL, self.step_count)
+        if self.world.device.type == "cuda":  # queued steps are no evaluation
+            torch.cuda.synchronize(self.world.device)
         begin = time.monotonic()
         assert self._held_out is not None
         batches = self._held_out.batches(self.config.train.eval_batches)
@@ -420,8 +443,6 @@ class Trainer:
 
     def _sample(self) -> None:
         if not self.world.is_first or not isinstance(self.plain_model, TinyLM):
-            return
-        if self.world.kind in ("fsdp", "hsdp"):
             return
         self._heart.beat(Phase.SAMPLE, self.step_count)
         train = self.config.train
@@ -454,8 +475,8 @@ class Trainer:
                 signal.signal(name, handler)
 
     def _agreed_end(self) -> TrainExit | None:
-        """Why all ranks end here. Several agree where they wait for the device anyway, since one
-        that left alone would leave the others in a collective.
+        """Why all ranks end here. Several agree, for one that left alone would leave the others in a
+        collective; in every step at first, then every AGREE_S, since it waits for the device.
         """
         own = 0
         if self._stopped_by is not None:
@@ -463,7 +484,7 @@ class Trainer:
         elif read_halt(self.out) is not None:
             own = int(TrainExit.UNHEALTHY)
         if self.world.size > 1:
-            if not self._is_due(self.config.log.every):
+            if self.step_count % self._agree_every:
                 return None
             own = parallel.largest(own, self.world)
         return TrainExit(own) if own else None

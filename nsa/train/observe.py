@@ -15,6 +15,7 @@ from nsa.model import IGNORED_LABEL, TinyLM
 from nsa.routing import SPECS, Path
 from nsa.train import parallel
 from nsa.train.config import RunConfig
+from nsa.train.errors import TrainError, TrainExit
 from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
 
@@ -37,13 +38,12 @@ class HeldOut:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Of one eager forward: counters of `nsa.engagement`, a Summary of `nsa.statistics` as plain
-    data, and the slow path that ran without being asked for, '' where none did.
+    """Of one eager forward: counters of `nsa.engagement`, and a Summary of `nsa.statistics` as
+    plain data.
     """
 
     engaged: Mapping[str, int]
     statistics: Mapping[str, Any]
-    slow: str
 
 
 def _casting(config: RunConfig, world: TrainWorld) -> torch.autocast:
@@ -55,7 +55,9 @@ def _casting(config: RunConfig, world: TrainWorld) -> torch.autocast:
 def held_out(
     model: nn.Module, batches: Iterable[Batch], config: RunConfig, world: TrainWorld
 ) -> HeldOut:
-    """Loss of ``batches``, each rank its own; waits for the device once."""
+    """Loss of ``batches``, each rank its own; waits for the device once. TrainError DATA where no
+    rank has a label.
+    """
     device = world.device
     sums = torch.zeros(4, dtype=torch.float64, device=device)
     for batch in batches:
@@ -71,6 +73,12 @@ def held_out(
         sums[1] += batch.num_labels
         sums[2] += batch.num_bytes
     loss, num_labels, num_bytes, right = parallel.total(sums, world).tolist()
+    if not num_labels:
+        raise TrainError(
+            TrainExit.DATA,
+            "the held-out batches hold no label; wanted text of two tokens at least; make"
+            " data.held_out_pct larger, give data.eval_paths, or set train.eval_every=0",
+        )
     bits = loss / math.log(2) / num_bytes if num_bytes else None
     return HeldOut(loss / num_labels, bits, 100 * right / num_labels)
 
@@ -87,8 +95,7 @@ def probe(model: nn.Module, batch: Batch, config: RunConfig, world: TrainWorld) 
         ids, options = batch.ids, {"cu_seqlens": batch.cu_seqlens.to(device)}
     with engagement.collect() as engaged, statistics.collect() as seen, _casting(config, world):
         model(ids.to(device), **options)
-    counts = dict(engaged.counts)
-    return Probe(counts, seen.read().to_mapping(), slow_path(counts, config.train.path))
+    return Probe(dict(engaged.counts), seen.read().to_mapping())
 
 
 def slow_path(counts: Mapping[str, int], wanted: str) -> str:

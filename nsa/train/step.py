@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from nsa import engagement
 from nsa.decode import capture
 from nsa.model import IGNORED_LABEL
 from nsa.train import parallel
@@ -88,6 +89,7 @@ class TrainStep:
             )
         self._call: Callable[..., Tensor] = model
         self._num_eager = 0
+        self.engaged: dict[str, int] = {}  # counters of a step while it was built; none if compiled
         self._replay: Callable[[], None] | None = None
         self._inputs: tuple[Tensor, ...] = ()
         device = world.device
@@ -105,6 +107,14 @@ class TrainStep:
 
     def __call__(self, batches: Sequence[Batch], lr: float) -> None:
         self.optimizer.lr.fill_(lr)
+        if self.is_built:
+            self._run(batches)
+            return
+        with engagement.collect() as counted:
+            self._run(batches)
+        self.engaged = counted.counts
+
+    def _run(self, batches: Sequence[Batch]) -> None:
         if self.no_graph:
             self._num_eager += 1
             self._eager(batches)

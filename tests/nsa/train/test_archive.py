@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -83,6 +84,25 @@ def test_what_no_run_made_is_left_alone(tmp_path: Path, resume: bool) -> None:
     assert "chapter1.tex" in refused(thesis, resume=resume)
     assert "is a file" in refused(thesis / "chapter1.tex", resume=resume)
     assert [one.name for one in tmp_path.rglob("*")] == ["thesis", "chapter1.tex"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "Not a directory" in refused(tmp_path / "file" / "run")
+    assert "No such file or directory" in refused(Path("/proc/run"))
+
+
+def test_a_run_that_cannot_be_renamed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(path: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    out = tmp_path / "run"
+    finished_run(out, "old")
+    monkeypatch.setattr(Path, "rename", read_only)
+    assert "Read-only file system" in refused(out)
+    assert (out / "config.json").read_text() == "old"
 
 
 def test_a_link_stays_and_its_target_is_archived(tmp_path: Path) -> None:

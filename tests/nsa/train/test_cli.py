@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -68,6 +69,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> str:
 def checkpoint(out: Path, name: str = "step-00000050") -> Path:
     folder = out / "checkpoints" / name
     folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
     (out / "checkpoints" / "last-good").write_text(f"{name}\n")
     return folder
 
@@ -106,7 +108,9 @@ def test_train_may_be_left_out_or_named_and_options_may_come_first(
     assert len(supervised.calls) == 3
 
 
-def test_another_run_archives_the_folder(supervised: Supervised, tmp_path: Path) -> None:
+def test_another_run_archives_the_folder_and_shows_where(
+    supervised: Supervised, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "run"
     assert cli.invoke([TINY, "--out", str(out)]) == 0
     (out / "log").mkdir()
@@ -114,6 +118,7 @@ def test_another_run_archives_the_folder(supervised: Supervised, tmp_path: Path)
     assert not (out / "log").exists()
     (archived,) = tmp_path.glob("run.archived-*")
     assert (archived / "log").is_dir() and (archived / "config.json").is_file()
+    assert f"the run that was in {out} is in {archived} now\n" in capsys.readouterr().out
 
 
 def test_no_watchdog_leaves_it_off(supervised: Supervised, tmp_path: Path) -> None:
@@ -185,6 +190,32 @@ def test_resume_by_path_of_another_run_begins_a_folder(
     assert supervised.calls[0][0][-2:] == [str(out), str(folder)]
 
 
+def test_resume_by_a_runs_folder_takes_its_last_good_one(
+    supervised: Supervised, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    folder = checkpoint(out)
+    assert cli.invoke([TINY, "--out", str(out), "--resume", str(out)]) == 0
+    assert supervised.calls[1][0][-1] == str(folder)
+    assert [one.name for one in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_mistaken_resume_leaves_the_run_where_it_is(
+    supervised: Supervised, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    checkpoint(out)
+    (tmp_path / "no-checkpoint").mkdir()
+    capsys.readouterr()
+    words = [TINY, "--out", str(out), "--resume", str(tmp_path / "no-checkpoint")]
+    assert cli.invoke(words) == TrainExit.CHECKPOINT
+    assert "no-checkpoint holds no manifest.json" in error_of(capsys)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["no-checkpoint", "run"]
+    assert len(supervised.calls) == 1
+
+
 def test_a_checkpoint_whose_replacement_was_cut_off_is_found(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     moved = folder.rename(folder.with_name(f"{folder.name}.replaced"))
@@ -210,7 +241,7 @@ def test_resume_errors(
     sets = [word for one in (*harmless, "train.lr=1e-5") for word in ("--set", one)]
     assert cli.invoke([*command, *sets]) == TrainExit.CHECKPOINT
     assert "is of another config (train.lr 0.003 -> 1e-05)" in error_of(capsys)
-    folder.rmdir()
+    shutil.rmtree(folder)
     assert cli.invoke(command) == TrainExit.CHECKPOINT
     assert "names 'step-00000050', which is no checkpoint there" in error_of(capsys)
     (tmp_path / "elsewhere").mkdir()
@@ -484,3 +515,5 @@ def test_sample_and_export_want_a_checkpoint(
     for words in (["sample", str(out), "--prompt", "x"], ["export", str(out), "there"]):
         assert cli.invoke(words) == TrainExit.CHECKPOINT
         assert "found no checkpoint" in error_of(capsys)
+        assert cli.invoke([*words, "--checkpoint", "gone"]) == TrainExit.CHECKPOINT
+        assert error_of(capsys).startswith("--checkpoint gone is no folder")

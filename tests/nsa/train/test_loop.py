@@ -106,8 +106,9 @@ def test_the_same_lines_are_in_the_csv(run: tuple[Trainer, Path, list[str]]) -> 
 def test_probes_count_what_ran_and_how_gates_stand(run: tuple[Trainer, Path, list[str]]) -> None:
     _, out, _ = run
     lines = steps_of(log_of(out))
-    assert lines[0]["engaged"] is None  # before the first probe
-    assert lines[1]["engaged"]["sel.masked"] == MODEL.num_layers
+    assert lines[0]["statistics"] is None  # before the first probe
+    for line in lines:
+        assert line["engaged"]["sel.masked"] == MODEL.num_layers
     shares = lines[1]["statistics"]["branch_share"]
     assert sum(shares.values()) == pytest.approx(1)
 
@@ -287,6 +288,18 @@ def test_samples_are_written_on_request(tmp_path: Path) -> None:
     trained(config, tmp_path / "run")
     event = next(line for line in log_of(tmp_path / "run") if line.get("kind") == "sample")
     assert event["text"].startswith("the ") and len(event["text"]) > 4
+
+
+def test_the_last_steps_have_a_line_of_their_own(tmp_path: Path) -> None:
+    trained(config_of(train={"steps": 7, "eval_every": 0}), tmp_path)
+    assert [line["step"] for line in steps_of(log_of(tmp_path))] == [2, 4, 6, 7]
+
+
+def test_samples_of_the_dense_twin_are_refused(tmp_path: Path) -> None:
+    config = config_of(train={"attention": "dense", "sample_every": 4})
+    with pytest.raises(TrainError, match="wanted NSA with whole weights") as caught:
+        Trainer(config, tmp_path).run()
+    assert caught.value.code is TrainExit.USAGE
 
 
 def test_a_step_that_is_not_finite_is_counted_in_the_line(
