@@ -475,7 +475,7 @@ class Trainer:
                 signal.signal(name, handler)
 
     def _agreed_end(self) -> TrainExit | None:
-        """Why all ranks end here. Several agree, for one that left alone would leave the others in a
+        """Why all ranks end here. Several agree, for one that left alone would leave others in a
         collective; in every step at first, then every AGREE_S, since it waits for the device.
         """
         own = 0
