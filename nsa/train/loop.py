@@ -458,6 +458,11 @@ class Trainer:
         if end is TrainExit.INTERRUPTED and saved_at != self.step_count:
             self._save()
         self.store.wait()
+        if end is TrainExit.INTERRUPTED:
+            self.notify(
+                f"interrupted at step {self.step_count}, which is saved; the same command with"
+                " --resume goes on"
+            )
         self._log.event("end", step=self.step_count, code=int(end), reason=end.name.lower())
         self._heart.beat(Phase.DONE, self.step_count)
         return end

@@ -202,12 +202,16 @@ def interrupting(trainer: Trainer, at: int, what: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
-    trainer = Trainer(config_of(), tmp_path)
+    notes: list[str] = []
+    trainer = Trainer(config_of(), tmp_path, notify=notes.append)
     interrupting(trainer, 5, lambda: signal.raise_signal(number))
     before = signal.getsignal(number)
     assert trainer.run() is TrainExit.INTERRUPTED
     assert signal.getsignal(number) is before
     assert (tmp_path / "checkpoints" / "last-good").read_text().strip() == "step-00000005"
+    assert (
+        notes[-1] == "interrupted at step 5, which is saved; the same command with --resume goes on"
+    )
 
 
 def test_a_halt_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
