@@ -271,6 +271,12 @@ def test_samples_are_written_on_request(tmp_path: Path) -> None:
     assert event["text"].startswith("the ") and len(event["text"]) > 4
 
 
+def test_an_empty_prompt_begins_with_id_0_where_documents_have_no_end(tmp_path: Path) -> None:
+    trained(config_of(train={"sample_every": 12, "eval_every": 0}), tmp_path)
+    event = next(line for line in log_of(tmp_path) if line.get("kind") == "sample")
+    assert config_of().train.sample_prompt == "" and event["text"]
+
+
 def test_a_step_that_is_not_finite_is_counted_in_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
