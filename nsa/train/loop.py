@@ -418,7 +418,7 @@ class Trainer:
             seed=train.seed,
         )
         self._log.event("sample", step=self.step_count, text=text)
-        self.notify(f"step {self.step_count} writes: {text}")
+        self.notify(f"step {self.step_count} writes: {_printable(text)}")
 
     # ends
 
@@ -466,6 +466,13 @@ class Trainer:
         self._log.event("end", step=self.step_count, code=int(end), reason=end.name.lower())
         self._heart.beat(Phase.DONE, self.step_count)
         return end
+
+
+def _printable(text: str) -> str:
+    """In one line, and without what a terminal obeys: a model of bytes writes any."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def _percentile_ms(seconds: list[float], share: float) -> float | None:

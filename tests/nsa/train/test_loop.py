@@ -277,6 +277,16 @@ def test_an_empty_prompt_begins_with_id_0_where_documents_have_no_end(tmp_path: 
     assert config_of().train.sample_prompt == "" and event["text"]
 
 
+def test_a_sample_is_shown_as_one_line_without_control_characters(tmp_path: Path) -> None:
+    notes: list[str] = []
+    config = config_of(train={"sample_every": 12, "sample_prompt": "\x1b[2J\a\n"})
+    trained(config, tmp_path, notify=notes.append)
+    (shown,) = [line for line in notes if " writes: " in line]
+    assert shown.startswith("step 12 writes: \\x1b[2J\\x07\\n") and shown.isprintable()
+    event = next(line for line in log_of(tmp_path) if line.get("kind") == "sample")
+    assert event["text"].startswith("\x1b[2J\a\n")
+
+
 def test_a_step_that_is_not_finite_is_counted_in_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
