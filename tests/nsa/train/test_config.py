@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa.train.config import FOUNDING_NAMES, RunConfig
+from nsa.train.config import FOUNDING_NAMES, RunConfig, WatchdogConfig
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -112,3 +112,9 @@ def test_what_computes_the_same_has_the_same_hash(same: RunConfig) -> None:
 )
 def test_what_computes_something_else_has_another_hash(other: RunConfig) -> None:
     assert other.sha256() != BASE.sha256()
+
+
+@pytest.mark.parametrize("webhook", ["hooks.example/x", "", 3])
+def test_a_webhook_that_could_not_be_sent_to_is_refused_before_the_run(webhook: object) -> None:
+    with pytest.raises(ValueError, match=r"watchdog\.webhook=.* http:// or https://"):
+        WatchdogConfig(webhook=webhook)  # type: ignore[arg-type]
