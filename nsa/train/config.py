@@ -226,6 +226,10 @@ class WatchdogConfig:
                 _number(f"watchdog.{one.name}", getattr(self, one.name), least=0.0)
         lines = [one.name for one in fields(self) if one.name.endswith("_lines")]
         _whole("watchdog", self, at_least=1, names=("bad_steps", *lines))
+        url = self.webhook
+        is_url = isinstance(url, str) and url.startswith(("http://", "https://"))
+        if url is not None and not is_url:
+            raise ValueError(f"watchdog.webhook={url!r} must be a URL of http:// or https://")
 
 
 @dataclass(frozen=True, slots=True)

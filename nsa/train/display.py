@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from nsa.train.heartbeat import Beat, MachineClock
+from nsa.train.records import Phase
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -21,6 +22,7 @@ DRAW_S = 0.25
 CLOSE_S = 1.0
 SILENT_S = 5.0  # from here the line names the silence
 BAR = 24
+LEAST_BAR = 4  # where the terminal has room for less, the line goes without
 
 
 def describe(beat: Beat | None, silent_s: float, clock: MachineClock) -> str:
@@ -33,6 +35,9 @@ def describe(beat: Beat | None, silent_s: float, clock: MachineClock) -> str:
         parts.append("loss n/a" if report.loss_nats is None else f"loss {report.loss_nats:.4f}")
         speed = report.tokens_per_s
         parts.append("tok/s n/a" if speed is None else f"{speed:,.0f} tok/s")
+    if beat.phase is Phase.DONE:
+        parts.append("ended early" if beat.step < beat.steps else "done")
+        return "  ".join(parts)
     if (eta_s := beat.eta_s(clock)) is not None:
         parts.append(f"ETA {duration(eta_s)}")
     phase = beat.phase.name.lower()
@@ -132,10 +137,14 @@ class LiveLine:
         while not is_over:
             is_over = self._over.wait(DRAW_S)
             while self._lines:
-                live.console.print(self._lines.popleft(), markup=False, highlight=False)
-            beat = self._seen[0]
-            filled = "" if beat is None else bar(beat.step, beat.steps)
-            live.update(f"{filled}  {self._text()}" if filled else self._text(), refresh=True)
+                live.console.print(
+                    self._lines.popleft(), markup=False, highlight=False, soft_wrap=True
+                )
+            text, beat = self._text(), self._seen[0]
+            width = min(BAR, live.console.width - len(text) - 2)
+            if beat is not None and beat.steps > 0 and width >= LEAST_BAR:
+                text = f"{bar(beat.step, beat.steps, width)}  {text}"
+            live.update(text, refresh=True)
 
     def _text(self) -> str:
         return describe(*self._seen, MachineClock.now())

@@ -454,7 +454,7 @@ class Trainer:
             seed=train.seed,
         )
         self._log.event("sample", step=self.step_count, text=text)
-        self.notify(f"step {self.step_count} writes: {text}")
+        self.notify(f"step {self.step_count} writes: {_printable(text)}")
 
     # ends
 
@@ -494,9 +494,21 @@ class Trainer:
         if end is TrainExit.INTERRUPTED and saved_at != self.step_count:
             self._save()
         self.store.wait()
+        if end is TrainExit.INTERRUPTED:
+            self.notify(
+                f"interrupted at step {self.step_count}, which is saved; the same command with"
+                " --resume goes on"
+            )
         self._log.event("end", step=self.step_count, code=int(end), reason=end.name.lower())
         self._heart.beat(Phase.DONE, self.step_count)
         return end
+
+
+def _printable(text: str) -> str:
+    """In one line, and without what a terminal obeys: a model of bytes writes any."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def _percentile_ms(seconds: list[float], share: float) -> float | None:

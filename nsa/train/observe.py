@@ -121,7 +121,7 @@ def write_text(
     model ends the text.
     """
     device = model.head.weight.device
-    ids: Sequence[int] = tokenizer.encode(prompt.encode()) or [tokenizer.eot_id]
+    ids: Sequence[int] = tokenizer.encode(prompt.encode()) or [max(tokenizer.eot_id, 0)]
     eot = tokenizer.eot_id
     out: Tensor = model.generate(
         torch.tensor([list(ids)], device=device),

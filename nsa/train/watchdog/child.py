@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -43,7 +44,8 @@ def _bind(prctl: Callable[..., int] | None, parent: int | None) -> None:
 class Child:
     """A process in a group of its own, which dies with this one. OSError where it cannot start.
 
-    ``show`` is given each line of its stdout, by a thread: the terminal has one writer.
+    ``show`` is given each line of its stdout, by a thread: the terminal has one writer. Its stderr
+    goes the same way where both are a terminal, and else is this process's.
     """
 
     def __init__(self, argv: Sequence[str], show: Callable[[str], None]) -> None:
@@ -57,6 +59,7 @@ class Child:
             process_group=0,
             preexec_fn=lambda: _bind(prctl, parent),
             stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if sys.stdout.isatty() and sys.stderr.isatty() else None,
             text=True,
             errors="replace",
         )

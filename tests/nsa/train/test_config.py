@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nsa.train.config import FOUNDING_NAMES, RunConfig
+from nsa.train.config import FOUNDING_NAMES, RunConfig, WatchdogConfig
 
 
 def test_what_is_written_is_read_back() -> None:
@@ -121,3 +121,9 @@ def test_a_whole_number_has_the_hash_of_the_same_float() -> None:
         for clip, pct in ((1, 2), (1.0, 2.0))
     )
     assert whole.sha256() == real.sha256()
+
+
+@pytest.mark.parametrize("webhook", ["hooks.example/x", "", 3])
+def test_a_webhook_that_could_not_be_sent_to_is_refused_before_the_run(webhook: object) -> None:
+    with pytest.raises(ValueError, match=r"watchdog\.webhook=.* http:// or https://"):
+        WatchdogConfig(webhook=webhook)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ import io
 import os
 import pty
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -47,6 +48,13 @@ def test_silence_is_named_with_its_phase(beat: Beat) -> None:
     silent = replace(beat, phase=Phase.DATA)
     assert describe(silent, 12.4, clock(beat, 1)).endswith("no progress for 12 s in data")
     assert describe(None, 7.0, clock(beat, 1)) == "start: no heartbeat for 7 s"
+
+
+def test_a_run_that_is_over_has_no_time_left_and_is_not_silent(beat: Beat) -> None:
+    for step, word in ((12_000, "done"), (3000, "ended early")):
+        over = replace(beat, step=step, phase=Phase.DONE)
+        text = describe(over, 20.0, clock(beat, 3600))
+        assert text == f"step {step:,}/12,000  loss 3.2500  439,120 tok/s  {word}"
 
 
 def test_what_was_not_measured_is_n_a(beat: Beat) -> None:
@@ -118,7 +126,10 @@ def read_all(descriptor: int) -> str:
         found += part
 
 
-def test_on_a_terminal_one_line_is_drawn_again_and_again(beat: Beat) -> None:
+def test_on_a_terminal_one_line_is_drawn_again_and_again(
+    beat: Beat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     shown, terminal = pty.openpty()
     got: list[str] = []
     thread = threading.Thread(target=lambda: got.append(read_all(shown)))
@@ -137,6 +148,55 @@ def test_on_a_terminal_one_line_is_drawn_again_and_again(beat: Beat) -> None:
     assert "step 6,000/12,000" in text and "no progress for 20 s in step" in text
     assert "nsa.train rank 0: [webhook] failed" in text
     assert "\x1b[?25h" in got[0]  # the cursor is back
+
+
+def test_the_line_fits_in_80_columns_and_a_long_path_stays_whole(
+    beat: Beat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    shown, terminal = pty.openpty()
+    got: list[str] = []
+    thread = threading.Thread(target=lambda: got.append(read_all(shown)))
+    thread.start()
+    path = "/a folder of runs/" + "x" * 100
+    with os.fdopen(terminal, "w") as stream:
+        line = LiveLine(live=True, stream=stream)
+        line.show(replace(beat, step=11_000), 0.0)
+        time.sleep(0.6)
+        line.line(f"stacks: {path}")
+        line.close()
+    thread.join()
+    os.close(shown)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", got[0])
+    drawn = [one for one in re.split(r"[\r\n]+", text) if "step 11,000" in one]
+    assert drawn and max(map(len, drawn)) <= 80
+    assert any(one.startswith("━") and one.rstrip().endswith("step") for one in drawn)
+    assert not [one for one in re.split(r"[\r\n]+", text) if one.strip() == "step"]
+    assert f"stacks: {path}" in text
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_an_error_of_the_trainer_does_not_run_into_the_live_line(
+    tmp_path: Path, apart: bool
+) -> None:
+    """On a terminal the trainer's stderr goes through the one writer; a file gets it as it is."""
+    code = """
+import sys
+from nsa.train.watchdog.child import Child
+shown = []
+child = Child([sys.executable, "-c", "import sys; print('boom', file=sys.stderr)"], shown.append)
+assert child.wait(60)
+child.reap(5)
+print(shown)
+"""
+    screen, terminal = pty.openpty()
+    err = tmp_path / "err"
+    with os.fdopen(terminal, "w") as both, err.open("w") as file:
+        command = [sys.executable, "-c", code]
+        subprocess.run(command, stdout=both, stderr=file if apart else both, check=True)
+        text = os.read(screen, 4096).decode()
+    os.close(screen)
+    assert (text.strip(), err.read_text()) == (("[]", "boom\n") if apart else ("['boom']", ""))
 
 
 def test_without_rich_a_terminal_gets_plain_lines_that_name_the_package(

@@ -214,12 +214,16 @@ def interrupting(trainer: Trainer, at: int, what: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_run_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
-    trainer = Trainer(config_of(), tmp_path)
+    notes: list[str] = []
+    trainer = Trainer(config_of(), tmp_path, notify=notes.append)
     interrupting(trainer, 5, lambda: signal.raise_signal(number))
     before = signal.getsignal(number)
     assert trainer.run() is TrainExit.INTERRUPTED
     assert signal.getsignal(number) is before
     assert (tmp_path / "checkpoints" / "last-good").read_text().strip() == "step-00000005"
+    assert (
+        notes[-1] == "interrupted at step 5, which is saved; the same command with --resume goes on"
+    )
 
 
 def test_a_halt_ends_the_run_and_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
@@ -300,6 +304,22 @@ def test_samples_of_the_dense_twin_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TrainError, match="wanted NSA with whole weights") as caught:
         Trainer(config, tmp_path).run()
     assert caught.value.code is TrainExit.USAGE
+
+
+def test_an_empty_prompt_begins_with_id_0_where_documents_have_no_end(tmp_path: Path) -> None:
+    trained(config_of(train={"sample_every": 12, "eval_every": 0}), tmp_path)
+    event = next(line for line in log_of(tmp_path) if line.get("kind") == "sample")
+    assert config_of().train.sample_prompt == "" and event["text"]
+
+
+def test_a_sample_is_shown_as_one_line_without_control_characters(tmp_path: Path) -> None:
+    notes: list[str] = []
+    config = config_of(train={"sample_every": 12, "sample_prompt": "\x1b[2J\a\n"})
+    trained(config, tmp_path, notify=notes.append)
+    (shown,) = [line for line in notes if " writes: " in line]
+    assert shown.startswith("step 12 writes: \\x1b[2J\\x07\\n") and shown.isprintable()
+    event = next(line for line in log_of(tmp_path) if line.get("kind") == "sample")
+    assert event["text"].startswith("\x1b[2J\a\n")
 
 
 def test_a_step_that_is_not_finite_is_counted_in_the_line(
