@@ -138,5 +138,6 @@ def test_compressed_runs_carry_no_time_and_no_name() -> None:
         if name.endswith(".gz"):
             data = (ROOT / name).read_bytes()
             assert data[:4] == b"\x1f\x8b\x08\x00" and data[4:8] == bytes(4), name
-            kind = "manifest" if name.endswith("run.jsonl.gz") else "start"  # else a log of nsa.train
+            # the others are logs of nsa.train
+            kind = "manifest" if name.endswith("run.jsonl.gz") else "start"
             assert gzip.decompress(data).startswith(f'{{"kind": "{kind}"'.encode()), name
