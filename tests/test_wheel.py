@@ -62,7 +62,7 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
         "perfbench",
     }
     packed = {name for name in names if ".dist-info/" not in name}
-    kept = (".py", ".j2", ".yaml", "py.typed")
+    kept = (".py", ".j2", ".yaml", ".json", "py.typed")
     wanted = {
         file.relative_to(ROOT).as_posix()
         for package in ("nsa", "perfbench")
