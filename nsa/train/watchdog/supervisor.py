@@ -6,6 +6,7 @@ the network.
 
 from __future__ import annotations
 
+import http.client
 import json
 import signal
 import threading
@@ -320,7 +321,7 @@ def _send(url: str, halt: Halt, out: Path, say: Callable[[str], None]) -> None:
         )
         with urllib.request.urlopen(request, timeout=WEBHOOK_S):
             pass
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         say(f"the webhook {url} failed ({error}); the run ends without it")
 
 
