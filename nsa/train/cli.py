@@ -67,6 +67,7 @@ def train(
 ) -> int:
     """Train; `train` may be left out."""
     from nsa import settings
+    from nsa.train import preflight
     from nsa.train.launch import launch, without_watchdog
     from nsa.train.machine import machine_of
     from nsa.train.yaml_file import read_config
@@ -87,6 +88,7 @@ def train(
         if estimate:
             return _show_estimate(run, machine, as_json=as_json)
         _show_head(run, machine, as_json=as_json)
+        preflight.check(run, machine.capability)
     return launch(run, rank, resume=resume)
 
 

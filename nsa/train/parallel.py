@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nsa import settings
 from nsa.train.config import ParallelConfig, RunConfig
 from nsa.train.errors import TrainError, TrainExit
+from nsa.train.preflight import resolved_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,44 +35,12 @@ class TrainWorld:
 def connect(config: RunConfig) -> TrainWorld:
     """Join the process group that torchrun's variables describe; alone where there are none.
 
-    TrainError DEVICE for a GPU or a backend that is not there, and for a size that ``shard_size``
-    does not divide; USAGE for a kind that needs several processes, and for sharded weights with
-    train.compile.
+    TrainError DEVICE for a GPU or a backend that is not there; and as `preflight.resolved_kind`.
     """
     place, parallel = settings.launched_place(), config.parallel
+    kind = resolved_kind(config, place)
     if place is None:
-        if parallel.kind not in ("auto", "none"):
-            raise TrainError(
-                TrainExit.USAGE,
-                f"parallel.kind={parallel.kind} in one process; wanted several; start it by"
-                " torchrun --nproc-per-node=N -m nsa.train ..., or omit parallel.kind",
-            )
-        return TrainWorld(0, 1, _device(config.train.device, 0), "none")
-    kind = "ddp" if parallel.kind == "auto" else parallel.kind
-    if kind == "none" and place.size > 1:
-        raise TrainError(
-            TrainExit.USAGE,
-            f"parallel.kind=none among {place.size} processes; wanted ddp, fsdp or hsdp; omit"
-            " parallel.kind for ddp",
-        )
-    if kind != "ddp" and parallel.compress != "off":
-        raise TrainError(
-            TrainExit.USAGE,
-            f"parallel.compress={parallel.compress} with parallel.kind={kind}; wanted ddp, which"
-            " alone sends whole gradients; --set parallel.compress=off",
-        )
-    if kind in ("fsdp", "hsdp") and config.train.compile:
-        raise TrainError(
-            TrainExit.USAGE,
-            f"train.compile=true with parallel.kind={kind}; wanted ddp, since no graph holds what"
-            " gathers sharded weights; --set train.compile=false",
-        )
-    if kind == "hsdp" and (parallel.shard_size < 2 or place.size % parallel.shard_size):
-        raise TrainError(
-            TrainExit.DEVICE,
-            f"parallel.shard_size={parallel.shard_size} among {place.size} processes; wanted a"
-            " divisor of them, from 2 on; GPUs of one host is usual",
-        )
+        return TrainWorld(0, 1, _device(config.train.device, 0), kind)
     device = _device(config.train.device, place.local_rank)
     backend = _backend(parallel, device)
     if device.type == "cuda":

@@ -121,6 +121,47 @@ def test_another_run_archives_the_folder_and_shows_where(
     assert f"the run that was in {out} is in {archived} now\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "sets, code, message",
+    [
+        (
+            ["data.kind=text", "data.paths=[nothing/here]"],
+            TrainExit.DATA,
+            "data.paths: nothing/here",
+        ),
+        (["data.kind=text", "data.paths=[configs]", "data.eval_paths=[no]"], TrainExit.DATA, "no "),
+        (["data.kind=parquet", "data.paths=[configs]"], TrainExit.DATA, "holds no file of"),
+        (["parallel.kind=fsdp"], TrainExit.USAGE, "parallel.kind=fsdp in one process"),
+        (["train.device=cuda"], TrainExit.DEVICE, "train.device=cuda where torch finds no GPU"),
+    ],
+)
+def test_what_cannot_be_leaves_the_run_in_the_folder_alone(
+    sets: list[str],
+    code: TrainExit,
+    message: str,
+    supervised: Supervised,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(
+        machine,
+        "machine_of",
+        lambda device, gpu: machine.TrainMachine(capability.assumed("none"), None),
+    )
+    out = tmp_path / "run"
+    assert cli.invoke([TINY, "--out", str(out)]) == 0
+    (out / "log").mkdir()
+    before = sorted(p.name for p in out.iterdir())
+    capsys.readouterr()
+    words = [word for one in sets for word in ("--set", one)]
+    assert cli.invoke([TINY, "--out", str(out), *words]) == code
+    assert message in error_of(capsys)
+    assert sorted(p.name for p in out.iterdir()) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["run"] and len(supervised.calls) == 1
+
+
 def test_no_watchdog_leaves_it_off(supervised: Supervised, tmp_path: Path) -> None:
     assert cli.invoke([TINY, "--out", str(tmp_path / "run"), "--no-watchdog"]) == 0
     assert not supervised.calls[0][2].enabled
