@@ -435,6 +435,8 @@ class Trainer:
         if self.world.is_first:
             bits = found.bits_per_byte
             shown = "" if bits is None else f", {bits:.4f} bits a byte"
+            if floor := self.loader.entropy_floor_nats:
+                shown += f"; the data's entropy is {floor:.4f} nats"
             self.notify(
                 f"step {self.step_count}: held out {found.loss_nats:.4f} nats a token{shown}"
             )

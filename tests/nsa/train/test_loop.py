@@ -151,6 +151,13 @@ def test_held_out_loss_is_that_of_plain_pytorch(run: tuple[Trainer, Path, list[s
     assert found["accuracy_pct"] == pytest.approx(100 * right / labels)
 
 
+def test_an_evaluation_is_shown_next_to_the_entropy_of_the_data(
+    run: tuple[Trainer, Path, list[str]],
+) -> None:
+    (line,) = [note for note in run[2] if note.startswith("step 12: held out ")]
+    assert line.endswith("; the data's entropy is 1.1097 nats")
+
+
 def test_the_heartbeat_ends_in_done(run: tuple[Trainer, Path, list[str]]) -> None:
     _, out, _ = run
     beat = HeartbeatReader(out / "heartbeat" / "rank0.bin").read()
