@@ -187,8 +187,9 @@ class WatchdogConfig:
 
     ``grace_s``: from a halt to the kill. ``bad_steps``: steps in a row without a finite loss and
     gradient. Lines of the log in a row: ``flat_lines`` with the same loss, ``zero_gradient_lines``
-    with a gradient of 0, ``collapse_lines`` with gates that chose one branch (a mean share above
-    ``collapse_share``), ``slow_lines`` with tok/s below ``slow_ratio`` of the run's median.
+    with a gradient of 0, ``slow_lines`` with tok/s below ``slow_ratio`` of the run's median.
+    ``collapse_lines``: probes in a row (log.probe_every) in which one branch has a mean share of
+    the gates above ``collapse_share``.
     ``floor_margin_nats``: how far below the data's known entropy the loss may be.
     ``memory_creep_pct`` of growth over the run's first tenth. ``slow_path``: whether a slow path
     that nobody asked for halts.
@@ -209,7 +210,7 @@ class WatchdogConfig:
     bad_steps: int = 3
     flat_lines: int = 20
     zero_gradient_lines: int = 3
-    collapse_lines: int = 10
+    collapse_lines: int = 3
     collapse_share: float = 0.99
     slow_lines: int = 10
     slow_ratio: float = 0.5

@@ -247,6 +247,7 @@ class Trainer:
     def _train(self) -> TrainExit:
         config, train = self.config, self.config.train
         self._probe: Probe | None = None
+        self._is_probe_new = False
         self._agree_every = 1
         began_at, judging = self.step_count, self.world.is_first
         interval = _Interval(time.monotonic(), self.step_count)
@@ -262,7 +263,7 @@ class Trainer:
             self.step_count += 1
             is_first = self.step.is_built and not was_built
             if config.log.probe_every and (is_first or self._is_due(config.log.probe_every)):
-                self._probe = self._look(batches[0])
+                self._probe, self._is_probe_new = self._look(batches[0]), True
             if not was_built:  # its time is the compiler's, that of the first probe, too
                 interval = _Interval(time.monotonic(), self.step_count)
             if self._is_due(config.log.every):
@@ -362,7 +363,7 @@ class Trainer:
             memory_reserved_bytes=memory[1],
             memory_rss_bytes=_rss_bytes(),
             engaged=self._engaged(),
-            statistics=None if self._probe is None else self._probe.statistics,
+            statistics=self._new_statistics(),
             config_sha256=config.sha256(),
         )
         self._last = record
@@ -376,6 +377,11 @@ class Trainer:
             slowest_ms = parallel.largest(max(1, round(step_ms)), world)
             self._agree_every = max(1, int(1e3 * AGREE_S) // slowest_ms)
         return _Interval(time.monotonic(), self.step_count)
+
+    def _new_statistics(self) -> dict[str, Any] | None:
+        """Of a probe since the last line."""
+        new, self._is_probe_new = self._is_probe_new, False
+        return dict(self._probe.statistics) if new and self._probe is not None else None
 
     def _engaged(self) -> dict[str, int] | None:
         """Of a step as it was built; where that was compiled, of the last probe."""

@@ -53,8 +53,8 @@ class StepRecord:
 
     ``loss_nats`` a token, mean over the steps since the last line, over all ranks; ``tokens_per_s``
     of all ranks; ``wait_p50_ms`` and ``wait_p95_ms``: the step waited so long for its batch;
-    ``fetch_*`` as Batch.fetch_s. ``engaged``: counters of a step as it was built, or
-    where that was compiled, of the last probe, an eager forward; ``statistics`` are that probe's
+    ``fetch_*`` as Batch.fetch_s. ``engaged``: counters of a step as it was built, or where that was
+    compiled, of the last probe, an eager forward; ``statistics``: of a probe since the last line
     (`nsa.engagement`, `nsa.statistics`). ``bad_steps``: steps since the start whose loss or
     gradient was not finite, and which changed nothing. ``memory_allocated_bytes``,
     ``memory_reserved_bytes``: peaks since the start.

@@ -104,13 +104,13 @@ class ReportHistory:
         longest = max(
             config.flat_lines,
             config.zero_gradient_lines,
-            config.collapse_lines,
             config.slow_lines,
             config.bad_steps,
             FLOOR_LINES,
         )
         self.config = config
         self.recent: deque[LastReport] = deque(maxlen=longest + 1)
+        self.gates: deque[LastReport] = deque(maxlen=config.collapse_lines)  # that have shares
         self.speeds = Thinned()
         self.newest_speeds: deque[float] = deque(maxlen=config.slow_lines)
         self.memory = {"rss": MemoryLevel(), "allocated": MemoryLevel()}
@@ -122,6 +122,8 @@ class ReportHistory:
         if report is None or (self.recent and self.recent[-1].number == report.number):
             return False
         self.recent.append(report)
+        if report.shares:
+            self.gates.append(report)
         self.first_step = beat.first_step
         if report.tokens_per_s is not None:
             if len(self.newest_speeds) == self.config.slow_lines:
@@ -219,17 +221,19 @@ def flat_line(history: ReportHistory) -> Alarm | None:
 
 
 def gate_collapse(history: ReportHistory) -> Alarm | None:
-    """The mean share of one branch is above the limit; a model of one branch has no choice."""
-    lines, limit = history.last(history.config.collapse_lines), history.config.collapse_share
-    shares = lines[-1].shares if lines else {}
-    if len(shares) < 2:
+    """The mean share of one branch is above the limit in the newest lines that state gates, one a
+    probe; a model of one branch has no choice.
+    """
+    lines, limit = history.gates, history.config.collapse_share
+    if len(lines) < history.config.collapse_lines or len(lines[-1].shares) < 2:
         return None
+    shares = lines[-1].shares
     branch, share = max(shares.items(), key=lambda item: item[1])
     if share <= limit or any(one.shares.get(branch, 0.0) <= limit for one in lines):
         return None
     return Alarm(
         AlarmKind.GATE_COLLAPSE,
-        f"branch {branch} has {share:.4f} of the gates in {len(lines)} lines in a row; wanted at"
+        f"branch {branch} has {share:.4f} of the gates in {len(lines)} probes in a row; wanted at"
         f" most watchdog.collapse_share={limit:g}; resume from before with a lower train.lr",
     )
 

@@ -90,7 +90,7 @@ FAULTS: dict[AlarmKind, tuple[Callable[[int], dict[str, Any]], int]] = {
     AlarmKind.FLAT_LINE: (lambda _: {"loss_nats": 5.545177}, 120),
     AlarmKind.GATE_COLLAPSE: (
         lambda _: {"cmp_share": 0.004, "sel_share": 0.995, "win_share": 0.001},
-        110,
+        103,
     ),
     AlarmKind.SPEED_COLLAPSE: (lambda _: {"tokens_per_s": 499.0}, 110),
     AlarmKind.BELOW_FLOOR: (lambda _: {"loss_nats": 1.0, "entropy_floor_nats": 1.06}, 103),
@@ -220,7 +220,25 @@ def test_a_gate_of_one_branch_has_not_collapsed() -> None:
 
 def test_gates_that_change_their_branch_have_not_collapsed() -> None:
     sides = ({"sel_share": 1.0, "win_share": 0.0}, {"sel_share": 0.0, "win_share": 1.0})
-    assert silent(lambda number: {"cmp_share": 0.0, **sides[number // 6 % 2]})
+    assert silent(lambda number: {"cmp_share": 0.0, **sides[number // 2 % 2]})
+
+
+def test_lines_without_a_probe_neither_count_as_collapsed_nor_end_a_collapse() -> None:
+    """Every fourth line states gates: two of them are a transient, however many lines lie between;
+    three are a collapse.
+    """
+
+    def of(probes: int) -> Change:
+        def change(number: int) -> dict[str, Any]:
+            if number % 4:
+                return {"cmp_share": None, "sel_share": None, "win_share": None}
+            on = 100 <= number < 100 + 4 * probes
+            return {"cmp_share": 0.0, "sel_share": 0.0, "win_share": 1.0} if on else {}
+
+        return change
+
+    assert silent(of(2))
+    assert first_alarm(of(3)) == (108, {"gate_collapse"})
 
 
 def test_a_buffer_that_appears_is_no_creep() -> None:
@@ -309,7 +327,7 @@ DELAYS = {
     AlarmKind.NOT_FINITE: 1,
     AlarmKind.ZERO_GRADIENT: 3,
     AlarmKind.FLAT_LINE: 20,
-    AlarmKind.GATE_COLLAPSE: 10,
+    AlarmKind.GATE_COLLAPSE: 3,
     AlarmKind.SPEED_COLLAPSE: 10,
     AlarmKind.BELOW_FLOOR: 3,
     AlarmKind.SLOW_PATH: 1,

@@ -109,6 +109,9 @@ def test_probes_count_what_ran_and_how_gates_stand(run: tuple[Trainer, Path, lis
     assert lines[0]["statistics"] is None  # before the first probe
     for line in lines:
         assert line["engaged"]["sel.masked"] == MODEL.num_layers
+    # probes: as the step is built, and after 4, 8 and 12 steps; a line states each once
+    probed = [line["step"] for line in lines if line["statistics"] is not None]
+    assert probed == [4, 8, 12]
     shares = lines[1]["statistics"]["branch_share"]
     assert sum(shares.values()) == pytest.approx(1)
 
