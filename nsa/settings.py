@@ -261,14 +261,11 @@ def _audible_logger() -> logging.Logger:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedPlace:
-    """This process among those that torchrun, or what sets its variables, has started; ``launch``
-    is the same text in all of them, and another one at the next start.
-    """
+    """This process among those that torchrun, or what sets its variables, has started."""
 
     rank: int
     size: int
     local_rank: int
-    launch: str = ""
 
 
 def launched_place(environ: Mapping[str, str] = os.environ) -> LaunchedPlace | None:
@@ -284,6 +281,4 @@ def launched_place(environ: Mapping[str, str] = os.environ) -> LaunchedPlace | N
     rank, size = int(texts["RANK"]), int(texts["WORLD_SIZE"])
     if rank >= size:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={size}; torchrun sets both")
-    names = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
-    launch = "/".join(environ.get(name, "") for name in names)
-    return LaunchedPlace(rank, size, int(texts["LOCAL_RANK"] or 0), launch)
+    return LaunchedPlace(rank, size, int(texts["LOCAL_RANK"] or 0))

@@ -157,7 +157,7 @@ def born_ticks(pid: int) -> int:
 
 
 def pid_namespace() -> int:
-    """What tells apart containers of one boot, whose pids mean different processes; 0: unknown."""
+    """Identifies the PID namespace: pids of two containers differ in meaning; 0: unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer
 
 GENERATED = ("random", "synthetic", "needle")
-# A BPE of 32,768 ids is as good from 32 MiB as from more, and takes 10 s on two cores.
+# Every rank waits while a BPE is trained, so its sample is bounded.
 BPE_SAMPLE_BYTES = 32 * 2**20
 
 

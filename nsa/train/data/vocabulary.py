@@ -107,7 +107,8 @@ class SubwordTokenizer:
         return encoded.ids  # type: ignore[no-any-return]
 
     def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)  # type: ignore[no-any-return]
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
 
     def num_bytes(self, ids: Sequence[int] | NDArray[np.int32]) -> int:
         return int(self._lengths[np.asarray(ids, np.int64)].sum())
