@@ -210,6 +210,6 @@ def _board(folder: Path) -> SummaryWriter:
         raise TrainError(
             TrainExit.MISSING,
             f"the package tensorboard is missing ({error}), which log.tensorboard=true needs; pip"
-            " install 'nsa-perfbench[train]'",
+            " install 'nsa-perfbench[train-all]'",
         ) from error
     return SummaryWriter(str(folder))

@@ -8,6 +8,9 @@ from typing import Any
 from nsa.train.errors import TrainError, TrainExit
 
 
+ONLY_IN_ALL = ("datasets", "tiktoken")  # of the extras in pyproject.toml
+
+
 def need(module: str, what: str) -> Any:
     """The module ``module``, which ``what`` needs; TrainError MISSING where it is not installed."""
     try:
@@ -16,8 +19,9 @@ def need(module: str, what: str) -> Any:
         package = module.partition(".")[0]
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is there, and one that it needs is not
+        extra = "train-all" if package in ONLY_IN_ALL else "train"
         raise TrainError(
             TrainExit.MISSING,
             f"the package {package} is missing, which {what} needs; pip install"
-            " 'nsa-perfbench[train]'",
+            f" 'nsa-perfbench[{extra}]'",
         ) from error
