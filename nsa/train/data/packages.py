@@ -7,7 +7,6 @@ from typing import Any
 
 from nsa.train.errors import TrainError, TrainExit
 
-
 ONLY_IN_ALL = ("datasets", "tiktoken")  # of the extras in pyproject.toml
 
 
