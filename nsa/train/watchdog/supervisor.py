@@ -227,23 +227,34 @@ class _Watch:
         return self.seen.phase > Phase.CONNECT
 
     def _end(self, halt: Halt) -> None:
-        """Have the trainer's stacks written, wait for it, then end it."""
+        """Wait for the trainer, then end it. Its stacks are written first where it hangs or a peer
+        died, else only if it does not obey: faulthandler reads the frames of threads that run on,
+        and a trainer that would have left by itself may end with SIGSEGV.
+        """
         self._say(f"halt: {halt.kind}: {halt.detail}")
+        is_peer = halt.kind == AlarmKind.DIED
+        grace_s = min(self.config.grace_s, PEER_GRACE_S) if is_peer else self.config.grace_s
+        if is_stuck := is_peer or halt.kind == AlarmKind.STALL:
+            self._write_stacks()
+        if not self.child.wait(grace_s):
+            self._say(f"the trainer does not obey the halt within {grace_s:g} s; it is ended")
+            if not is_stuck:
+                self._write_stacks()
+            self.child.end(min(TERM_S, grace_s))
+
+    def _write_stacks(self) -> None:
         path = stacks.stacks_path(self.out, self.rank)
         if not self.child.has_ended():
             with self._reported(str(path)):
                 answered = stacks.dump(self.child.pid, path, STACKS_S)
                 self._say(f"{'stacks' if answered else 'what the kernel knows'}: {path}")
-        is_peer = halt.kind == AlarmKind.DIED
-        grace_s = min(self.config.grace_s, PEER_GRACE_S) if is_peer else self.config.grace_s
-        if not self.child.wait(grace_s):
-            self._say(f"the trainer does not obey the halt within {grace_s:g} s; it is ended")
-            self.child.end(min(TERM_S, grace_s))
 
     def _halted(self, halt: Halt) -> int:
         status = self.child.reap(WORKERS_S)
         if status is None:
             self._say(f"pid {self.child.pid} outlives SIGKILL: it waits in the kernel")
+        elif status < 0:
+            self._say(self.child.ending(status))
         if halt.rank not in (self.rank, -1):
             return TrainExit.PEER
         return TrainExit.STALLED if halt.kind == AlarmKind.STALL else TrainExit.UNHEALTHY
