@@ -116,7 +116,7 @@ def test_what_is_unhealthy_ends_the_run(
 ) -> None:
     """The trainer obeys the halt and leaves by itself, with its last good checkpoint as it was."""
     out = tmp_path / "run"
-    # The trainer may need longer than 2 s to leave where the machine is busy: only a hang is killed.
+    # On a busy machine the trainer may need longer than 2 s to leave.
     sections = {**sections, "watchdog": {"grace_s": 60.0, **sections.get("watchdog", {})}}
     code, halt = ended(fault, out, monkeypatch, **sections)
     assert code == TrainExit.UNHEALTHY
