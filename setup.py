@@ -1,6 +1,6 @@
-"""What pyproject.toml cannot say: matrices/ is shipped as data of `perfbench`, from one copy; and
-the README's links lead to the repository that builds, since a package index shows it without its
-neighbours.
+"""What pyproject.toml cannot say: matrices/ and configs/ are shipped as data of `perfbench` and
+`nsa.train`, from one copy; and the README's links lead to the repository that builds, since a
+package index shows it without its neighbours.
 """
 
 import os
@@ -54,12 +54,14 @@ setup(
     project_urls=urls(repository()),
     packages=[
         *find_packages(include=["nsa", "nsa.*", "perfbench", "perfbench.*"]),
+        "nsa.train.configs",
         "perfbench.matrices",
     ],
-    package_dir={"perfbench.matrices": "matrices"},
+    package_dir={"nsa.train.configs": "configs", "perfbench.matrices": "matrices"},
     package_data={
         "nsa": ["py.typed", "**/*.json"],
         "perfbench": ["py.typed", "**/*.j2", "**/*.yaml"],
+        "nsa.train.configs": ["*.yaml"],
         "perfbench.matrices": ["*.yaml"],
     },
 )

@@ -102,9 +102,19 @@ class BlockGrid:
         """(query, key) pairs per query head and sequence of ``tokens`` tokens, for each branch and
         for ``dense``.
         """
+        seen = max(0, tokens - self.cmp_block + 1)  # queries that see a compressed block
+        steps, rest = divmod(seen, self.cmp_stride)
+        size, slots = self.sel_block, self.num_selected - 1  # next to a query's own block
+        blocks, last = divmod(tokens, size)
+        few = min(blocks, slots)  # blocks whose queries see fewer than `slots` others
+        others = few * (few - 1) // 2 + (blocks - few) * slots
+        window = min(self.window, tokens)
         return {
-            "cmp": sum(self.visible_cmp(t) for t in range(tokens)),
-            "sel": sum(self.keys_sel(t) for t in range(tokens)),
-            "win": sum(self.keys_win(t) for t in range(tokens)),
+            "cmp": self.cmp_stride * steps * (steps - 1) // 2 + rest * steps + seen,
+            "sel": size**2 * others
+            + last * min(slots, blocks) * size
+            + blocks * (size * (size + 1) // 2)
+            + last * (last + 1) // 2,
+            "win": window * (window + 1) // 2 + (tokens - window) * self.window,
             "dense": tokens * (tokens + 1) // 2,
         }

@@ -10,8 +10,8 @@ Errors are ValueErrors (RouteError among them).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from nsa.ops.positions import is_symbolic
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
 
@@ -89,12 +90,20 @@ def _select_all_tokens(config: NSAConfig | None, num_keys: int) -> int | None:
     return config.num_selected_for(num_keys) * config.sel_block
 
 
-@torch.compiler.assume_constant_result
+def _is_constant_where_compiled(function: F) -> F:
+    """What `torch.compiler.assume_constant_result` does, without importing torch._dynamo: a second
+    of every start.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+@_is_constant_where_compiled
 def _settings_of_process() -> settings.Settings:
     return settings.current()
 
 
-@torch.compiler.assume_constant_result
+@_is_constant_where_compiled
 def capability_of(device: str) -> Capability:
     """What the device has, as a constant of a compiled region."""
     capability.warn_of_untried_versions()

@@ -37,12 +37,15 @@ def python(script: str, *argv: str, cwd: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+SHIPPED = {"matrices": "perfbench/matrices", "configs": "nsa/train/configs"}
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from a copy of the packages, next to folders that do not belong into it."""
     source = tmp_path_factory.mktemp("source")
     ignore = shutil.ignore_patterns("__pycache__")
-    for package in ("nsa", "perfbench", "matrices"):
+    for package in ("nsa", "perfbench", "matrices", "configs"):
         shutil.copytree(ROOT / package, source / package, ignore=ignore)
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -69,16 +72,21 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
         for file in (ROOT / package).rglob("*")
         if file.name.endswith(kept)
     }
-    shipped = {f"perfbench/matrices/{file.name}" for file in (ROOT / "matrices").iterdir()}
-    assert packed == wanted | shipped and len(shipped) >= 20
+    shipped = {
+        f"{place}/{file.name}"
+        for name, place in SHIPPED.items()
+        for file in (ROOT / name).iterdir()
+    }
+    assert packed == wanted | shipped and len(shipped) >= 28
     assert {"nsa/py.typed", "perfbench/py.typed"} <= packed
     assert any(name.endswith("report.md.j2") for name in packed)
 
 
-def test_its_matrices_are_those_of_the_checkout(wheel: Path) -> None:
+@pytest.mark.parametrize("name", SHIPPED)
+def test_its_files_are_those_of_the_checkout(wheel: Path, name: str) -> None:
     archive = zipfile.ZipFile(wheel)
-    for file in sorted((ROOT / "matrices").iterdir()):
-        assert archive.read(f"perfbench/matrices/{file.name}") == file.read_bytes(), file.name
+    for file in sorted((ROOT / name).iterdir()):
+        assert archive.read(f"{SHIPPED[name]}/{file.name}") == file.read_bytes(), file.name
 
 
 def test_it_works_without_a_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -34,7 +34,9 @@ RunDir = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run
 
 @app.command()
 def train(
-    config: Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file.")],
+    config: Annotated[
+        str, typer.Argument(metavar="CONFIG", help="A YAML file, or @NAME of a shipped one.")
+    ],
     sets: Annotated[
         list[str] | None,
         typer.Option(
@@ -173,8 +175,10 @@ def _at_least(option: str, value: float, least: int) -> None:
 
 
 def _show_estimate(run: RunConfig, machine: TrainMachine, *, as_json: bool) -> int:
+    from nsa.train.data import vocabulary_size
     from nsa.train.estimate import estimate
 
+    run = run.with_vocab(vocabulary_size(run))
     found = estimate(run, machine.capability, card_bytes=machine.memory_bytes)
     if as_json:
         head = {"sha256": run.sha256(), "config": run.to_mapping()}

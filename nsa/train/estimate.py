@@ -109,11 +109,9 @@ class Estimate:
 def estimate(config: RunConfig, where: Capability, *, card_bytes: int | None = None) -> Estimate:
     """Of one rank on ``where``; ``card_bytes`` of its memory, by default what CARD_BYTES has.
 
-    A vocabulary that a tokenizer brings along is not known here: the model's own is taken, for a
-    BPE trained in the run data.vocab_size. RouteError for a path that cannot serve.
+    ``config`` has the tokenizer's vocabulary already (nsa.train.data.vocabulary_size). RouteError
+    for a path that cannot serve.
     """
-    if config.data.tokenizer == "bpe":
-        config = config.with_vocab(config.data.vocab_size)
     train = config.train
     if card_bytes is None and where.sm is not None:
         card_bytes = CARD_BYTES.get(where.device_name)

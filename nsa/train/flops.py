@@ -5,7 +5,7 @@ Needs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import lru_cache
 
@@ -34,15 +34,23 @@ def step_flops(model: ModelConfig, *, batch: int, tokens: int, attention: str) -
 
     A checkpointed layer's second forward is not counted: it is no work that training asks for.
     """
+    return batch * documents_flops(model, [tokens], attention=attention)
+
+
+def documents_flops(model: ModelConfig, lengths: Iterable[int], *, attention: str) -> float:
+    """As `step_flops`, of one row that holds documents of ``lengths`` tokens, none of which sees
+    another.
+    """
     dense = attention == "dense"
+    layers = [model.config_of(layer) for layer in range(model.num_layers)]
     per_token = model.dim * model.vocab_size
-    pairs = 0
-    for layer in range(model.num_layers):
-        config = model.config_of(layer)
-        per_token += _layer_weights(model, config, dense=dense)
-        pairs += _pairs(config, tokens, dense)
+    per_token += sum(_layer_weights(model, config, dense=dense) for config in layers)
     per_pair = model.num_heads * (model.head_dim + model.value_dim)
-    return float(_PASSES * 2 * batch * (per_token * tokens + per_pair * pairs))
+    work = 0
+    for length in lengths:
+        pairs = sum(_pairs(config, length, dense) for config in layers)
+        work += per_token * length + per_pair * pairs
+    return float(_PASSES * 2 * work)
 
 
 def mfu_pct(flops: float, seconds: float, peak: float | None) -> float | None:
@@ -70,7 +78,7 @@ def _layer_weights(model: ModelConfig, config: NSAConfig, *, dense: bool) -> int
     return attention + gate + 2 * model.mlp_ratio * model.dim**2
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=65_536)
 def _pairs(config: NSAConfig, tokens: int, dense: bool) -> int:
     """(query, key) pairs of a query head and sequence, over the branches that are computed."""
     if dense:

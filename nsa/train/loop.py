@@ -6,6 +6,7 @@ Nothing in it waits for the device but the line of the log, every ``log.every`` 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nsa import settings
+from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
 from nsa.model import TinyLM
 from nsa.train import flight, flops, observe, parallel
@@ -57,6 +59,7 @@ class _Interval:
     fetches_s: list[float] = field(default_factory=list)
     num_bytes: int = 0
     num_labels: int = 0
+    flops: float = 0.0
 
 
 class Trainer:
@@ -119,7 +122,12 @@ class Trainer:
             tokenizer_of(config, self.out)
         parallel.wait_for_all(world)
         self.tokenizer: Tokenizer = tokenizer_of(config, self.out)
-        config = self.config = config.with_vocab(self.tokenizer.vocab_size)
+        size = self.tokenizer.vocab_size
+        if world.is_first and config.model.vocab_size not in (size, ModelConfig().vocab_size):
+            self.notify(
+                f"model.vocab_size is {size:,}, the tokenizer's, not {config.model.vocab_size:,}"
+            )
+        config = self.config = config.with_vocab(size)
         self.loader: Loader = self._loader("train")
         closing.callback(self.loader.close)
         self._held_out: Loader | None = None
@@ -298,6 +306,7 @@ class Trainer:
         interval.fetches_s += [one.fetch_s for one in batches]
         interval.num_bytes += sum(one.num_bytes for one in batches)
         interval.num_labels += sum(one.num_labels for one in batches)
+        interval.flops += sum(self._flops_of(one) for one in batches)
         return batches
 
     def _run_step(self, batches: list[Batch]) -> None:
@@ -337,11 +346,12 @@ class Trainer:
         if steps:
             tokens_per_s = config.tokens_per_step * steps * world.size / seconds
             step_ms = 1e3 * seconds / steps
-            mfu = self._mfu_pct(seconds / steps)
+            mfu = flops.mfu_pct(interval.flops, seconds, flops.peak_of(self._device_name()))
         bits = None
-        if totals.loss_nats is not None and interval.num_bytes:
-            per_byte = interval.num_labels / interval.num_bytes
-            bits = totals.loss_nats / 0.6931471805599453 * per_byte
+        counts = torch.tensor([interval.num_labels, interval.num_bytes], device=world.device)
+        num_labels, num_bytes = parallel.total(counts, world).tolist()
+        if totals.loss_nats is not None and num_bytes:
+            bits = totals.loss_nats / math.log(2) * num_labels / num_bytes
         memory = self._memory()
         record = StepRecord(
             time_utc=datetime.now(UTC).isoformat(timespec="milliseconds"),
@@ -389,15 +399,13 @@ class Trainer:
             return self.step.engaged
         return None if self._probe is None else dict(self._probe.engaged)
 
-    def _mfu_pct(self, seconds_per_step: float) -> float | None:
-        train = self.config.train
-        work = train.accumulate * flops.step_flops(
-            self.config.model,
-            batch=train.batch,
-            tokens=train.seq_len,
-            attention=train.attention,
-        )
-        return flops.mfu_pct(work, seconds_per_step, flops.peak_of(self._device_name()))
+    def _flops_of(self, batch: Batch) -> float:
+        model, attention = self.config.model, self.config.train.attention
+        if batch.cu_seqlens is None:
+            rows, tokens = batch.ids.shape
+            return flops.step_flops(model, batch=rows, tokens=tokens, attention=attention)
+        lengths = batch.cu_seqlens.diff().tolist()
+        return flops.documents_flops(model, lengths, attention=attention)
 
     def _memory(self) -> tuple[int | None, int | None]:
         device = self.world.device

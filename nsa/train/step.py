@@ -193,10 +193,12 @@ class TrainStep:
         optimizer, train = self.optimizer, self._config.train
         optimizer.zero_grad()
         loss = torch.zeros((), device=self._world.device)
+        # Ranks' gradients are averaged, and packed documents give each its own number of labels.
+        mean_labels = parallel.total(num_labels.clone(), self._world) / self._world.size
         for i, (ids, labels, cu_seqlens) in enumerate(micro):
             with parallel.accumulating(self.model, last=i == len(micro) - 1):
                 part = self._loss_sum(ids, labels, cu_seqlens)
-                (part / num_labels).backward()
+                (part / mean_labels).backward()
             loss = loss + part.detach()
         norm = optimizer.clip(train.clip)
         bad = torch.logical_not(loss.isfinite() & norm.isfinite()).float()

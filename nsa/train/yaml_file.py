@@ -14,7 +14,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_type_hints
 
-from nsa.config import MODEL_ALIASES, NSA_ALIASES
+from nsa.config import MODEL_ALIASES, NSA_ALIASES, nearest_name
 from nsa.train.config import FOUNDING_NAMES, RunConfig
 from nsa.train.errors import TrainError, TrainExit
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from ruamel.yaml.events import Event
     from ruamel.yaml.nodes import MappingNode, Node, ScalarNode
 
+MARK = "@"
+# The build puts the checkout's configs/ into the wheel as nsa/train/configs (setup.py).
+_HOMES = (Path(__file__).with_name("configs"), Path(__file__).parents[2] / "configs")
 MAX_BYTES = 2**20
 MAX_DEPTH = 16
 _NULL = ("", "~", "null", "Null", "NULL")
@@ -63,8 +66,8 @@ class _Read:
 
 
 def read_config(path: str, sets: Sequence[str] = ()) -> RunConfig:
-    """The config of the file ``path``, with ``sets`` ("section.key=value", the value in YAML) in
-    the place of what it has.
+    """The config of the file ``path``, or of a shipped one for @NAME, with ``sets``
+    ("section.key=value", the value in YAML) in the place of what it has.
 
     TrainError USAGE, in one line with file and line: a file that cannot be read, what is no strict
     YAML, a name that is not known (with the nearest), a value that does not fit.
@@ -121,8 +124,21 @@ def _other_names() -> dict[str, str]:
     return names
 
 
+def _shipped(path: str) -> Path:
+    """The file that ``path`` names: one of the configs that come with nsa for @NAME."""
+    if not path.startswith(MARK):
+        return Path(path)
+    home = next((one for one in _HOMES if one.is_dir()), _HOMES[0])
+    known = sorted(one.stem for one in home.glob("*.yaml"))
+    if path[1:] not in known:
+        raise _usage(
+            f"{path[:100]!r} names no config that nsa ships{nearest_name(path[1:], known)}"
+        )
+    return home / f"{path[1:]}.yaml"
+
+
 def _text(path: str) -> str:
-    file = Path(path)
+    file = _shipped(path)
     try:
         if file.is_dir():
             raise _usage(f"{path} is a folder; wanted a config, a YAML file; give one of its files")
@@ -138,8 +154,8 @@ def _text(path: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or str(error)
         raise _usage(
-            f"cannot read {path!r}: {reason}; give the path of a config, such as"
-            " configs/tiny-cpu.yaml"
+            f"cannot read {path!r}: {reason}; give the path of a config, or"
+            " @NAME of a shipped one, such as @tiny-cpu"
         ) from None
     try:
         return raw.decode("utf-8")

@@ -5,9 +5,12 @@ numbers as eager.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +31,7 @@ from nsa.ops.selected import masked, v2
 from tests.cases import INTERPRETED, SMALL, Case, assert_parity, here, qkv, randn, random_blocks
 
 TINY = preset("tiny")
+ROOT = Path(__file__).parents[2]
 # up to this length every block is selected
 EVERY_BLOCK_TOKENS = SMALL.num_selected * SMALL.sel_block
 # Blocks compete or all find a slot, the window has tiles behind it or covers all: multiples of the
@@ -337,3 +341,10 @@ def test_inductor_writes_the_mask_of_the_last_partial_block(tokens: int, dynamic
     with torch.no_grad():
         got = torch.compile(attend, fullgraph=True, dynamic=dynamic)(q, k, v, blocks)
     assert_parity(got, attend(q, k, v, blocks), "o")
+
+
+def test_the_compiler_is_not_imported_before_it_compiles() -> None:
+    """torch._dynamo takes a second, of every process that imports nsa."""
+    script = "import sys, nsa.functional, nsa.model; sys.exit('torch._dynamo' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=False)
+    assert done.returncode == 0

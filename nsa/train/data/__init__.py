@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from nsa.train.data.loading import load, tokenizer_of
+from nsa.train.data.loading import load, tokenizer_of, vocabulary_size
 
-__all__ = ["load", "tokenizer_of"]
+__all__ = ["load", "tokenizer_of", "vocabulary_size"]

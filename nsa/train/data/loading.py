@@ -31,6 +31,28 @@ def tokenizer_of(config: RunConfig, out: Path) -> Tokenizer:
     byte-level tokenizer.json. tiktoken: an encoding whose vocabulary is at hand. TrainError DATA
     where ``out`` has another one, which stays.
     """
+    from nsa.train.data import vocabulary
+
+    made = _given_tokenizer(config)
+    if made is None and (out / vocabulary.FILE_NAME).exists():
+        return vocabulary.tokenizer_from_file(out / vocabulary.FILE_NAME, "the run's BPE")
+    if made is None:
+        made = vocabulary.train_bpe(_bpe_sample(config.data), config.data.vocab_size)
+    _keep(made, out / vocabulary.FILE_NAME)
+    return made
+
+
+def vocabulary_size(config: RunConfig) -> int:
+    """Ids of the tokenizer that ``config`` names; of a BPE that is trained in the run, at most.
+
+    TrainError DATA for a tokenizer that is not at hand.
+    """
+    made = _given_tokenizer(config)
+    return config.data.vocab_size if made is None else made.vocab_size
+
+
+def _given_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """None for a BPE, which the run trains."""
     need("numpy", "nsa.train")
     from nsa.train.data import vocabulary
 
@@ -41,20 +63,14 @@ def tokenizer_of(config: RunConfig, out: Path) -> Tokenizer:
             f"data.kind={data.kind} makes bytes, and data.tokenizer={data.tokenizer!r} is for text;"
             " omit data.tokenizer",
         )
-    made: Tokenizer
     if data.tokenizer == "byte":
-        made = vocabulary.ByteTokenizer(has_end=data.kind not in GENERATED)
-    elif data.tokenizer == "tiktoken":
-        made = vocabulary.TiktokenTokenizer(str(data.tokenizer_path))
-    elif data.tokenizer == "file":
+        return vocabulary.ByteTokenizer(has_end=data.kind not in GENERATED)
+    if data.tokenizer == "tiktoken":
+        return vocabulary.TiktokenTokenizer(str(data.tokenizer_path))
+    if data.tokenizer == "file":
         path = Path(str(data.tokenizer_path)).expanduser()
-        made = vocabulary.tokenizer_from_file(path, "data.tokenizer_path")
-    elif (out / vocabulary.FILE_NAME).exists():
-        return vocabulary.tokenizer_from_file(out / vocabulary.FILE_NAME, "the run's BPE")
-    else:
-        made = vocabulary.train_bpe(_bpe_sample(data), data.vocab_size)
-    _keep(made, out / vocabulary.FILE_NAME)
-    return made
+        return vocabulary.tokenizer_from_file(path, "data.tokenizer_path")
+    return None
 
 
 def _keep(tokenizer: Tokenizer, path: Path) -> None:

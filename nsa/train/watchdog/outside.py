@@ -153,7 +153,8 @@ def _table(seen: dict[int, Glance], found: dict[int, list[Alarm]]) -> str:
         report = None if beat is None else beat.report
         loss = None if report is None else report.loss_nats
         speed = None if report is None else report.tokens_per_s
-        state = ", ".join(one.kind for one in found[rank]) or "healthy"
+        state = ", ".join(one.kind for one in found[rank])
+        state = state or ("finished" if glance.phase is Phase.DONE else "healthy")
         rows.append(
             (
                 str(rank),

@@ -453,11 +453,11 @@ def test_estimate_prints_a_table_or_json_and_trains_nothing(
     config = str(ROOT / "configs/m7c_125m.yaml")
     assert cli.invoke([config, "--estimate", "--gpu", "h200"]) == 0
     table = capsys.readouterr().out
-    assert "parameters                 78,372,096" in table
+    assert "parameters                 78,373,632" in table
     assert "at 438,771 tok/s on one NVIDIA H200" in table
     assert cli.invoke([config, "--estimate", "--gpu", "h200", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["estimate"]["num_parameters"] == 78_372_096
+    assert found["estimate"]["num_parameters"] == 78_373_632
     assert found["estimate"]["speed"]["tok_per_s"] == 438_771
     assert sum(found["estimate"]["memory_bytes"].values()) == found["estimate"]["total_bytes"]
     assert not supervised.calls and not list(tmp_path.iterdir())

@@ -21,6 +21,9 @@ from nsa.model import DenseLM, TinyLM
 from nsa.train import activations, estimate
 from nsa.train.activations import Pass
 from nsa.train.config import DataConfig, LoopConfig, RunConfig
+from nsa.train.data import vocabulary_size
+from nsa.train.data.corpora import TextDocument
+from nsa.train.data.vocabulary import train_bpe
 from nsa.train.published import PublishedSpeed, published
 from nsa.train.yaml_file import read_config
 
@@ -167,15 +170,30 @@ def test_bytes_of_a_parameter_by_precision() -> None:
         assert sum(found.memory_bytes[one] for one in parts) == size * found.num_parameters
 
 
-def test_vocabulary_of_a_bpe_is_the_data_section_s() -> None:
+def test_a_larger_vocabulary_costs_its_logits() -> None:
     config = on_h200(batch=1)
-    bpe = replace(config, data=DataConfig(kind="synthetic", tokenizer="bpe", vocab_size=32_768))
-    small, large = (estimate.estimate(one, H200) for one in (config, bpe))
+    small, large = (estimate.estimate(one, H200) for one in (config, config.with_vocab(32_768)))
     assert large.parameters["head"] == 32_768 * 768
     logits = 2048 * (32_768 - 256) * 4  # fp32
     grown = large.memory_bytes["activations"] - small.memory_bytes["activations"]
     assert grown == logits
     assert large.memory_bytes["loss and backward"] > 2 * logits
+
+
+def test_vocabulary_is_the_tokenizers(tmp_path: Path) -> None:
+    """Bytes of text have an end of text, too; a file has what it has; neither is model's own."""
+    text = TextDocument("numbers", " ".join(map(str, range(3000))).encode(), "here")
+    train_bpe([text], 700).save(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    found = [
+        vocabulary_size(RunConfig(data=DataConfig(kind="text", paths=("a.txt",), **options)))
+        for options in (
+            {},
+            {"tokenizer": "file", "tokenizer_path": str(path)},
+            {"tokenizer": "bpe", "vocab_size": 4096},
+        )
+    ]
+    assert found == [257, 700, 4096]
 
 
 def test_checkpointing_trades_memory_for_a_layer() -> None:

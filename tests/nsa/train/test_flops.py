@@ -38,6 +38,20 @@ def test_step_is_what_the_matrices_count(
     ) == pytest.approx(counted, rel=1e-12)
 
 
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_packed_documents_are_steps_of_their_own(attention: str) -> None:
+    lengths = [700, 1, 64, 235]
+    alone = [
+        roofline.step_flops(
+            TINY, workload="train", batch=1, tokens=length, dense=attention == "dense"
+        )
+        for length in lengths
+    ]
+    found = flops.documents_flops(TINY, lengths, attention=attention)
+    assert found == pytest.approx(sum(alone), rel=1e-12)
+    assert found < flops.step_flops(TINY, batch=1, tokens=1000, attention=attention)
+
+
 def test_products_of_a_dense_step_counted_one_by_one() -> None:
     """Two layers of width 8, one head of 4, 3 tokens: by hand."""
     model = ModelConfig(

@@ -47,6 +47,12 @@ def test_two_ranks_are_one_process_with_both_batches(found: dict[str, Any], kind
     assert found[kind]["gradient_norm"] == pytest.approx(found["ddp"]["gradient_norm"], rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_each_label_of_packed_documents_counts_alike(found: dict[str, Any], kind: str) -> None:
+    """Rank 1 has 22 labels where rank 0 has 30: the mean of their means is another loss."""
+    assert found[f"{kind}, documents"]["error"] < 1e-5
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loss_that_is_not_finite_on_one_rank_changes_nothing_on_any(
     found: dict[str, Any], kind: str

@@ -94,7 +94,8 @@ def test_a_rank_that_died_is_named(tmp_path: Path, start: Start) -> None:
 
 def test_a_run_that_is_done_is_healthy(tmp_path: Path, start: Start) -> None:
     start(steps=4).wait()
-    assert looked(tmp_path, {"step_s": 0.0}, once=True)[0] == 0
+    code, text = looked(tmp_path, {"step_s": 0.0}, once=True)
+    assert code == 0 and "finished" in text and "healthy" not in text
     assert looked(tmp_path)[0] == 0  # returns, since there is nothing to wait for
 
 

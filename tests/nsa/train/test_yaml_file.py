@@ -205,3 +205,10 @@ def test_a_byte_order_mark_is_no_part_of_the_first_key(tmp_path: Path) -> None:
     path = tmp_path / "bom.yaml"
     path.write_bytes(b"\xef\xbb\xbfout: here\n")
     assert read_config(str(path)).out == "here"
+
+
+def test_a_shipped_config_is_named() -> None:
+    path = Path(__file__).parents[3] / "configs" / "tiny-cpu.yaml"
+    assert read_config("@tiny-cpu", ["train.steps=3"]) == read_config(str(path), ["train.steps=3"])
+    with pytest.raises(TrainError, match=r"'@tiny-cp' names no config .* did you mean 'tiny-cpu'"):
+        read_config("@tiny-cp")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from nsa.config import preset
-from nsa.model import TinyLM, next_token_labels
+from nsa.model import IGNORED_LABEL, TinyLM, next_token_labels
 from nsa.train import parallel
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError
@@ -47,6 +48,18 @@ def batch_of(rank: int, step: int, micro: int) -> Batch:
     return Batch(ids, next_token_labels(ids), None, 31, 31, 0.0)
 
 
+def documents_of(rank: int, step: int, micro: int) -> Batch:
+    """Of rank 1 with five times as many documents, and fewer labels, since each one's last token
+    has none.
+    """
+    ids = batch_of(rank, step, micro).ids
+    ends = torch.tensor([0, 20, 32] if rank == 0 else [*range(0, 30, 3), 32], dtype=torch.int32)
+    labels = next_token_labels(ids)
+    labels[0, (ends[1:] - 1).long()] = IGNORED_LABEL
+    num_labels = int((labels != IGNORED_LABEL).sum())
+    return Batch(ids, labels, ends, num_labels, num_labels, 0.0)
+
+
 def model_of(config: RunConfig) -> TinyLM:
     torch.manual_seed(0)
     return TinyLM(config.model, "masked")
@@ -56,8 +69,8 @@ def whole(p: Tensor) -> Tensor:
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
-def reference() -> nn.Module:
-    """One process, plain PyTorch, the batches of both ranks."""
+def reference(batch: Callable[[int, int, int], Batch]) -> nn.Module:
+    """One process, plain PyTorch, the batches of both ranks: the mean over all their labels."""
     model = model_of(config_of({}))
     optimizer = torch.optim.AdamW(
         [
@@ -69,24 +82,30 @@ def reference() -> nn.Module:
     )
     for step in range(NUM_STEPS):
         optimizer.zero_grad()
-        for rank in range(2):
-            for micro in range(2):
-                one = batch_of(rank, step, micro)
-                logits = model(one.ids).flatten(0, 1)
-                (nn.functional.cross_entropy(logits, one.labels.flatten()) / 4).backward()
+        batches = [batch(rank, step, micro) for rank in range(2) for micro in range(2)]
+        num_labels = sum(one.num_labels for one in batches)
+        for one in batches:
+            logits = model(one.ids, cu_seqlens=one.cu_seqlens).flatten(0, 1)
+            loss = nn.functional.cross_entropy(logits, one.labels.flatten(), reduction="sum")
+            (loss / num_labels).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.3)
         optimizer.step()
     return model
 
 
-def compare(world: TrainWorld, section: dict[str, Any], wanted: nn.Module) -> dict[str, Any]:
+def compare(
+    world: TrainWorld,
+    section: dict[str, Any],
+    wanted: nn.Module,
+    batch: Callable[[int, int, int], Batch] = batch_of,
+) -> dict[str, Any]:
     config = config_of(section)
     world = replace(world, kind=section["kind"])
     plain = model_of(config)
     model = parallel.wrap(plain, config, world)
     step = TrainStep(model, build_optimizer(plain, config.train), config, world)
     for i in range(NUM_STEPS):
-        step([batch_of(world.rank, i, micro) for micro in range(2)], 1e-2)
+        step([batch(world.rank, i, micro) for micro in range(2)], 1e-2)
     totals = step.read()
     error = max(
         float((whole(got.detach()) - want.detach()).abs().max())
@@ -94,8 +113,8 @@ def compare(world: TrainWorld, section: dict[str, Any], wanted: nn.Module) -> di
     )
     before = copy.deepcopy([whole(p.detach()) for p in plain.parameters()])
     if world.rank == 1:  # one rank alone has a loss that is not finite
-        step._call = lambda ids: model(ids) * float("nan")
-    step([batch_of(world.rank, 9, micro) for micro in range(2)], 1e-2)
+        step._call = lambda ids, **options: model(ids, **options) * float("nan")
+    step([batch(world.rank, 9, micro) for micro in range(2)], 1e-2)
     unchanged = all(
         torch.equal(whole(p.detach()), old)
         for p, old in zip(plain.parameters(), before, strict=True)
@@ -116,8 +135,11 @@ def compare(world: TrainWorld, section: dict[str, Any], wanted: nn.Module) -> di
 def main() -> None:
     torch.set_num_threads(1)
     world = parallel.connect(config_of({"timeout_s": 60}))
-    wanted = reference()
+    wanted = reference(batch_of)
     found = {name: compare(world, section, wanted) for name, section in KINDS.items()}
+    wanted = reference(documents_of)
+    for kind in ("ddp", "fsdp"):
+        found[f"{kind}, documents"] = compare(world, KINDS[kind], wanted, documents_of)
     try:
         parallel.wrap(model_of(config_of({})), config_of({"compress": "bf16"}), world)
     except TrainError as error:
