@@ -194,7 +194,10 @@ class TrainStep:
         optimizer.zero_grad()
         loss = torch.zeros((), device=self._world.device)
         # Ranks' gradients are averaged, and packed documents give each its own number of labels.
-        mean_labels = parallel.total(num_labels.clone(), self._world) / self._world.size
+        size = self._world.size
+        mean_labels = (
+            num_labels if size == 1 else parallel.total(num_labels.clone(), self._world) / size
+        )
         for i, (ids, labels, cu_seqlens) in enumerate(micro):
             with parallel.accumulating(self.model, last=i == len(micro) - 1):
                 part = self._loss_sum(ids, labels, cu_seqlens)
