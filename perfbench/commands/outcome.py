@@ -19,6 +19,7 @@ from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 
 if TYPE_CHECKING:
     from perfbench.gate import Judgement
+    from perfbench.report import ReportContext
     from perfbench.runner import Confirmation
 
 CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
@@ -53,11 +54,24 @@ class Outcome:
 
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
-        from perfbench.report import ReportContext, render, write_ci
+        from perfbench.report import render, write_ci
+
+        to = out or self.folder
+        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
+        return render(self.run, self.judgement, to, self._report_context()) + small
+
+    def report(self) -> str:
+        """The report's Markdown, without its pictures."""
+        from perfbench.report import report_text
+
+        return report_text(self.run, self.judgement, self._report_context())
+
+    def _report_context(self) -> ReportContext:
+        from perfbench.report import ReportContext
         from perfbench.runner import are_paired
         from perfbench.tracing import stored_traces, traces_markdown
 
-        context = ReportContext.of(
+        return ReportContext.of(
             self.baseline,
             self.policy,
             base_run=self.base_run,
@@ -65,9 +79,6 @@ class Outcome:
             traces=traces_markdown(stored_traces(self.folder)),
             pairs=self.pairs,
         )
-        to = out or self.folder
-        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
-        return render(self.run, self.judgement, to, context) + small
 
     def write_for_machines(self) -> None:
         """verdict.json and junit.xml next to the run."""
