@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -103,10 +104,14 @@ class Outcome:
 
 
 def finish(
-    outcome: Outcome | None, as_json: bool, out: Path | None = None, write: bool = True
+    outcome: Outcome | None,
+    as_json: bool,
+    out: Path | None = None,
+    write: bool = True,
+    keep: Callable[[Outcome], None] | None = None,
 ) -> NoReturn:
-    """Print the verdict, write the report and exit with the verdict's code; None is a machine that
-    the matrix skips.
+    """Print the verdict, write the report, ``keep`` the run and exit with the verdict's code; None
+    is a machine that the matrix skips.
 
     A full disk loses no verdict: it is printed first, and where it is red its code stays; a green
     one whose report or table cannot be written is USAGE.
@@ -130,6 +135,8 @@ def finish(
         say(f"wrote {file}")
     markdown = next((file for file in files if file.name == "report.md"), None)
     print_commands(announce(outcome.judgement, markdown))
+    if keep is not None:
+        keep(outcome)
     raise typer.Exit(code)
 
 
