@@ -17,7 +17,8 @@ def length_of(text: str, option: str) -> timedelta:
     found = re.fullmatch(r"([0-9]{1,5})([hdw])", text.strip().lower())
     if not found:
         raise PerfbenchError(
-            Exit.USAGE, f"{option}: got {text[:40]!r}, wanted a length of time. Next: write e.g. 90d"
+            Exit.USAGE,
+            f"{option}: got {text[:40]!r}, wanted a length of time. Next: write e.g. 90d",
         )
     return timedelta(**{_UNITS[found[2]]: int(found[1])})
 

@@ -32,7 +32,8 @@ class ShowByDefault(TyperGroup):
         """Not of a command that is misspelt, which its own message names."""
         from nsa.config import nearest_name
 
-        return word.startswith("-") or "=" in word or not nearest_name(word, [*self.commands])
+        is_near = "did you mean" in nearest_name(word, [*self.commands])
+        return word.startswith("-") or "=" in word or not is_near
 
 
 app = typer.Typer(
@@ -111,7 +112,7 @@ def add(
     run: Runs, every: All = False, history: opt.HistoryUrl = None, as_json: opt.Json = False
 ) -> None:
     """Add runs, judged as `report` judges them; one that is there already stays."""
-    from perfbench.commands.keeping import add_folder, runs_below
+    from perfbench.commands.keeping import add_folder, runs_named
     from perfbench.commands.names import newest_run
     from perfbench.history import open_history
 
@@ -120,9 +121,7 @@ def add(
         for named in run:
             try:
                 home = newest_run(named) or named
-                paths = list(runs_below(home)) if every else [home]
-                if not paths:
-                    raise PerfbenchError(Exit.USAGE, f"{home} holds no run. Next: name another")
+                paths = runs_named(home, every)
             except PerfbenchError as error:
                 _refuse(error, named, lines, refused, as_json)
                 continue

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from perfbench.errors import Exit, PerfbenchError
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from perfbench.history import ChangeRow, History, RunInfo, SeriesKey
 
 COMMIT_CHARS = 10
+REMARK_CHARS = 80
 GIB = 2**30
 
 
@@ -34,55 +36,84 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Rows, newest first; ``left``: how many more there are. Each row's command by run and cell."""
+    """Rows, newest first; ``left``: how many more there are. ``commands``: each row's, by run and
+    cell. ``injected``: run -> its faults.
+    """
 
     rows: Sequence[ChangeRow]
     left: int
     commands: Mapping[tuple[str, str], str]
+    injected: Mapping[str, str]
     one_cell: bool
 
     def text(self) -> str:
-        """The columns in which rows differ; what all have in common stands above, and a command
-        that measures every row again below.
+        """Of one cell a table of its runs, and the command that measures it again; of several a
+        table for each run.
         """
         if not self.rows:
             return "no row: nothing was measured"
+        metric = self.rows[0].metric
+        title = f"{metric.title}{f', {_unit(metric.unit)}' if metric.unit else ''}"
+        if self.one_cell:
+            return "\n".join([f"{self.rows[0].key.cell_id}: {title}", *self._of_one_cell()])
+        parts = [title]
+        for run_id, rows in groupby(self.rows, key=lambda row: row.point.run_id):
+            parts += ["", *self._of_one_run(run_id, list(rows))]
+        return "\n".join(parts)
+
+    def _of_one_cell(self) -> Iterator[str]:
         keys = [row.key for row in self.rows]
-        unit = self.rows[0].metric.unit
-        title = f"{self.rows[0].metric.title}{f', {_unit(unit)}' if unit else ''}"
-        alike = [{key.suite for key in keys}, {key.card for key in keys}]
+        head = ["measured", "commit", "suite", "card", *self._values(), "run"]
+        several = {"suite": {key.suite for key in keys}, "card": {key.card for key in keys}}
+        yield from self._table([name for name in head if len(several.get(name, "  ")) > 1], keys)
+        for name, values in several.items():
+            if len(values) == 1:
+                yield f"{name}: {next(iter(values))}"
+        again = {self._command(row): row.key.suite for row in self.rows}
+        for command, suite in again.items():
+            yield f"again: {command}" if len(again) == 1 else f"again, {suite}: {command}"
+
+    def _of_one_run(self, run_id: str, rows: Sequence[ChangeRow]) -> Iterator[str]:
+        key, point = rows[0].key, rows[0].point
+        commit = (point.commit or "no commit")[:COMMIT_CHARS]
+        yield f"{_when(rows[0])}  {commit}  {key.suite} on {key.card}  {run_id}"
+        head = ["cell", *self._values(), "again"]
+        yield from self._table(head, [row.key for row in rows], rows)
+
+    def _values(self) -> list[str]:
+        return ["verdict", self.rows[0].key.metric, "± 95 %", "change", "remark"]
+
+    def _table(
+        self, head: Sequence[str], keys: Sequence[SeriesKey], rows: Sequence[ChangeRow] = ()
+    ) -> list[str]:
+        """Without a column of remarks where there is none."""
         names = _short({key.cell_id for key in keys})
-        head = ["measured", "commit", *(["suite"] if len(alike[0]) > 1 else [])]
-        head += [*(["card"] if len(alike[1]) > 1 else []), *([] if self.one_cell else ["cell"])]
-        head += ["verdict", self.rows[0].key.metric, "± 95 %", "change", "remark", "run"]
-        again = {self._command(row) for row in self.rows}
-        if len(again) > 1:
-            head.append("again")
-        lines = [[self._value(name, row, names) for name in head] for row in self.rows]
+        lines = [[self._value(name, row, names) for name in head] for row in rows or self.rows]
         kept = [
             place
             for place, name in enumerate(head)
             if name != "remark" or any(line[place] != NULL for line in lines)
         ]
-        where = " on ".join(" and ".join(sorted(one)) for one in alike)
-        what = f"{keys[0].cell_id}: " if self.one_cell else ""
-        table = aligned(
+        return aligned(
             [head[place] for place in kept],
             [[line[place] for place in kept] for line in lines],
             (keys[0].metric, "± 95 %", "change"),
         )
-        below = [] if len(again) > 1 else [f"again: {next(iter(again))}"]
-        return "\n".join([f"{what}{title}, {where}", *table, *below])
 
     def _command(self, row: ChangeRow) -> str:
         return self.commands.get((row.point.run_id, row.key.cell_id)) or NULL
+
+    def _remark(self, row: ChangeRow) -> str:
+        faults = self.injected.get(row.point.run_id, "")
+        why = row.remark.removeprefix(f"{row.point.verdict}: ")
+        return "; ".join(filter(None, [f"INJECTED {faults}" if faults else "", why]))
 
     def _value(self, name: str, row: ChangeRow, names: Mapping[str, str]) -> str:
         point = row.point
         if name == row.key.metric:
             return _number(point.value, row.metric.unit)
         return {
-            "measured": f"{point.measured_utc:%Y-%m-%d %H:%M}",
+            "measured": _when(row),
             "commit": (point.commit or NULL)[:COMMIT_CHARS],
             "suite": row.key.suite,
             "card": row.key.card,
@@ -90,7 +121,7 @@ class Answer:
             "verdict": point.verdict or "MEASURED",
             "± 95 %": _half(row),
             "change": signed_pct(row.change_pct),
-            "remark": shorten(row.remark, 60) or NULL,
+            "remark": shorten(self._remark(row), REMARK_CHARS) or NULL,
             "run": point.run_id,
             "again": self._command(row),
         }[name]
@@ -100,6 +131,7 @@ class Answer:
             {
                 "measured_utc": row.point.measured_utc.isoformat(),
                 "run_id": row.point.run_id,
+                "injections": self.injected.get(row.point.run_id, ""),
                 "commit": row.point.commit,
                 "suite": row.key.suite,
                 "card": row.key.card,
@@ -174,30 +206,31 @@ def answer(history: History, wanted: Wanted) -> Answer | RunList:
         return RunList(runs[: wanted.limit], max(0, len(runs) - wanted.limit))
     from perfbench.history import change_rows, newest_first
 
-    keys = _keys(history, wanted)
-    named = {
-        one.run_id
-        for one in history.runs(
-            since=wanted.since, commit=wanted.commit, demonstrations=wanted.demonstrations
-        )
-    }
-    rows = [
-        row
-        for key in keys
-        for row in change_rows(history.series(key, demonstrations=wanted.demonstrations))
-        if row.point.run_id in named
-    ]
+    cell_id = _cell_id(history, wanted)
+    runs = history.runs(
+        since=wanted.since, commit=wanted.commit, demonstrations=wanted.demonstrations
+    )
+    named = {one.run_id for one in runs}
+    found = history.every_series(
+        suite=wanted.suite,
+        card=wanted.card,
+        cell_id=cell_id,
+        metric=wanted.metric,
+        demonstrations=wanted.demonstrations,
+    )
+    rows = [row for one in found for row in change_rows(one) if row.point.run_id in named]
     shown = newest_first(rows)[: wanted.limit]
     return Answer(
         shown,
         max(0, len(rows) - wanted.limit),
         _commands(history, shown),
-        wanted.cell is not None,
+        {one.run_id: ", ".join(one.injections) for one in runs if one.injections},
+        cell_id is not None,
     )
 
 
-def _keys(history: History, wanted: Wanted) -> list[SeriesKey]:
-    """Of the series that may have such rows."""
+def _cell_id(history: History, wanted: Wanted) -> str | None:
+    """Of the one cell that was asked for."""
     history.metric(wanted.metric)  # USAGE where no run has it
     keys = history.keys(
         suite=wanted.suite,
@@ -207,10 +240,7 @@ def _keys(history: History, wanted: Wanted) -> list[SeriesKey]:
     )
     if not keys:
         _check_known(history, wanted, ())
-    if wanted.cell is None:
-        return keys
-    cell_id = named_cell(wanted.cell, {key.cell_id for key in keys})
-    return [key for key in keys if key.cell_id == cell_id]
+    return wanted.cell and named_cell(wanted.cell, {key.cell_id for key in keys})
 
 
 def _check_known(history: History, wanted: Wanted, runs: Sequence[RunInfo]) -> None:
@@ -272,6 +302,10 @@ def _short(cell_ids: Collection[str]) -> dict[str, str]:
         cell_id: cell_id if cell is None else short.get(cell.cell_id, cell_id)
         for cell_id, cell in cells.items()
     }
+
+
+def _when(row: ChangeRow) -> str:
+    return f"{row.point.measured_utc:%Y-%m-%d %H:%M}"
 
 
 def _unit(unit: str) -> str:

@@ -81,7 +81,21 @@ def judged_at(path: Path) -> list[Outcome]:
     return [judge_alone(path / "a"), judge_pair_folder(path)]
 
 
-def runs_below(folder: Path) -> Iterator[Path]:
+def runs_named(path: Path, every: bool) -> list[Path]:
+    """``path``, or ``every`` run below it; USAGE for a folder without one, or that only holds
+    folders of runs.
+    """
+    below = list(_runs_below(path)) if path.is_dir() else [path]
+    if below and (every or below == [path]):
+        return below
+    if not below:
+        problem, next_step = f"{path} holds no run", "name a run's folder"
+    else:
+        problem, next_step = f"{path} is no run, and holds {len(below)}", "add them with --all"
+    raise PerfbenchError(Exit.USAGE, f"{problem}. Next: {next_step}")
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
     """Run and `ab` folders in ``folder``, in the order of their names. What lies in one is part of
     it, as the sides of a confirmation are; links are not followed.
     """
@@ -95,10 +109,10 @@ def runs_below(folder: Path) -> Iterator[Path]:
         inside = sorted(one for one in folder.iterdir() if one.is_dir() and not one.is_symlink())
     except OSError as error:
         raise PerfbenchError(
-            Exit.USAGE, f"{folder} cannot be read: {error.strerror or error}"
+            Exit.USAGE, f"{folder} cannot be read: {error.strerror or error}. Next: see its rights"
         ) from None
     for one in inside:
-        yield from runs_below(one)
+        yield from _runs_below(one)
 
 
 def shown_url(url: str) -> str:

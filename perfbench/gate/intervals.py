@@ -26,20 +26,18 @@ def bands(
     known. ``value`` is tok/s by default, and above 0; null in a row that does not have it.
 
     The interval is of the processes of one session; the variance between sessions comes on top.
-    Variances of its logarithm are moderated within their family (host bound or not), as in the gate;
-    one process alone has its family's.
+    Variances of its logarithm are moderated within their family (host bound or not), as in the
+    gate; one process alone has its family's.
     """
     logs: dict[str, list[float]] = {}
     family: dict[str, bool | None] = {}
     for cell_id in sorted(by_cell):
         good = usable(by_cell[cell_id])
-        if values := [found for row in good if (found := value(row)) is not None]:
+        if values := [one for row in good if (one := value(row)) is not None]:
             logs[cell_id] = stats.logs(values)
             known = [row.host_bound for row in good if row.host_bound is not None]
             family[cell_id] = any(known) if known else None
-    own = {
-        cell_id: (stats.variance_of(lns), len(lns) - 1.0) for cell_id, lns in logs.items()
-    }
+    own = {cell_id: (stats.variance_of(lns), len(lns) - 1.0) for cell_id, lns in logs.items()}
     priors = {
         kind: _prior_of([own[cell_id] for cell_id in own if family[cell_id] is kind])
         for kind in (True, False, None)

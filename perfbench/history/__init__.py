@@ -12,4 +12,5 @@ from perfbench.history.prune import PrunePolicy, StoredRun, to_prune
 
 if TYPE_CHECKING:
     # Its module needs SQLAlchemy, which is imported where a history is opened.
-    from perfbench.history.store import Added, History
+    from perfbench.history.store import History
+    from perfbench.history.writing import Added
