@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from perfbench.history.changes import ChangeRow, change_rows, newest_first
+from perfbench.history.since import ChangeRow, change_rows, newest_first
 from perfbench.history.configured import NONE, configured_history, make_history, open_history
 from perfbench.history.configured import upgrade_history
 from perfbench.history.frames import history_frame
