@@ -28,6 +28,7 @@ from perfbench.history.tables import digest
 runs, cells, series, points = tables.runs, tables.cells, tables.series, tables.points
 VERDICTS, REASONS = tables.texts.alias("verdicts"), tables.texts.alias("reasons")
 GAPS = tables.texts.alias("gaps")  # why a value is null
+OF_KEY = (cells.c.suite, cells.c.card, cells.c.cell_id, tables.metrics.c.name)
 SHOWN = runs.c.injections == []
 
 
@@ -159,8 +160,8 @@ def keys(
 
     ``wanted``: of suite, card, cell_id and metric; null allows every value.
     """
-    query = _wanted(
-        select(cells, tables.metrics.c.name, series.c.id.label("series"))
+    query = only(
+        select(*OF_KEY, series.c.id, series.c.cell)
         .join(series, series.c.cell == cells.c.id)
         .join(tables.metrics, tables.metrics.c.id == series.c.metric),
         wanted,
@@ -169,12 +170,12 @@ def keys(
     if not demonstrations:
         point = and_(point, exists().where(runs.c.id == points.c.run, SHOWN))
     return sorted(
-        (SeriesKey(row.suite, row.card, row.cell_id, row.name), row.series, row.id)
+        (SeriesKey(row.suite, row.card, row.cell_id, row.name), row.id, row.cell)
         for row in connection.execute(query.where(exists().where(point)))
     )
 
 
-def _wanted(query: Select[Any], wanted: Mapping[str, str | None]) -> Select[Any]:
+def only(query: Select[Any], wanted: Mapping[str, str | None]) -> Select[Any]:
     for name, value in wanted.items():
         if value is not None:
             column = tables.metrics.c.name if name == "metric" else cells.c[name]

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Self
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.history import reading, tables, writing
+from perfbench.history import changes, reading, tables, writing
 from perfbench.history.database import Database
 from perfbench.history.nouns import (
+    ChangePoint,
     HistoryCell,
     HistoryRun,
     Metric,
     RunInfo,
     Series,
     SeriesKey,
+    Triage,
 )
 from perfbench.history.writing import Added
 
@@ -187,3 +189,38 @@ class History:
                 reader = reading.SeriesReader(connection)
                 some = [reader.read(*one, conditions) for one in keys[start : start + TOGETHER]]
             yield from (one for one in some if one.points)
+
+    def change_points(
+        self,
+        *,
+        suite: str | None = None,
+        card: str | None = None,
+        cell_id: str | None = None,
+        metric: str | None = None,
+    ) -> list[ChangePoint]:
+        """What was reported, newest first."""
+        wanted = {"suite": suite, "card": card, "cell_id": cell_id, "metric": metric}
+        with self._database.read() as connection:
+            return changes.reported(connection, wanted)
+
+    def report_changes(self, found: Iterable[ChangePoint]) -> list[ChangePoint]:
+        """Stores those that were not reported before, and returns them: of two processes that find
+        the same, one gets it.
+
+        Reported before: a change of the same series, kind and direction, at most 3 points away; of
+        a drift, which goes on, any part.
+
+        PerfbenchError: a series or a run that is not there, a number that is not finite.
+        """
+        with self._database.write() as connection:
+            return changes.report(connection, found)
+
+    def triage(self, decision: Triage) -> None:
+        """PerfbenchError: its run is not there, or its time has no zone."""
+        with self._database.write() as connection:
+            changes.decide(connection, decision)
+
+    def decisions(self) -> list[Triage]:
+        """Newest first."""
+        with self._database.read() as connection:
+            return changes.decided(connection)

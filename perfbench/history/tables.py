@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any
 
 from sqlalchemy import (
@@ -33,6 +34,7 @@ from sqlalchemy import (
 
 from perfbench.errors import Exit, PerfbenchError
 
+CHUNK = 500  # values of one `IN`
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 MICROSECOND = timedelta(microseconds=1)
 ESCAPE = "\ufffe"  # no character of any script
@@ -44,6 +46,13 @@ def digest(*parts: object) -> str:
     """sha256 of parts that JSON knows, mappings by their items: equal parts, equal digest."""
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
+    """At most CHUNK values each."""
+    left = iter(values)
+    while some := list(islice(left, CHUNK)):
+        yield some
 
 
 def stored(text: str) -> str:
@@ -79,13 +88,22 @@ class AnyText(TypeDecorator[str]):
 
 
 class UtcMicroseconds(TypeDecorator[datetime]):
-    """An aware time as microseconds since 1970, which both databases compare exactly."""
+    """An aware time as microseconds since 1970, which both databases compare exactly.
+
+    PerfbenchError: a time without a zone.
+    """
 
     impl = BigInteger
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> int | None:
-        return None if value is None else (value - EPOCH) // MICROSECOND
+        if value is None:
+            return None
+        if value.utcoffset() is None:
+            raise PerfbenchError(
+                Exit.USAGE, f"{value} has no time zone, wanted UTC. Next: give it one"
+            )
+        return (value - EPOCH) // MICROSECOND
 
     def process_result_value(self, value: int | None, dialect: Dialect) -> datetime | None:
         return None if value is None else EPOCH + value * MICROSECOND

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import StrEnum
-from itertools import islice
 from typing import Any
 
 from sqlalchemy import Connection, Table, delete, exists, insert, select, update
@@ -13,9 +12,8 @@ from sqlalchemy import Connection, Table, delete, exists, insert, select, update
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history import tables
 from perfbench.history.nouns import METRICS, HistoryCell, HistoryRun, Metric, RunInfo
-from perfbench.history.tables import digest
+from perfbench.history.tables import chunks, digest
 
-CHUNK = 500  # values of one `IN`
 OF_INFO = (  # columns of `runs` that are fields of RunInfo
     *("run_id", "content_sha256", "origin", "suite", "card", "measured_utc", "commit_utc"),
     *("branch", "is_dirty", "command", "headline", "exit_code", "folder"),
@@ -244,10 +242,3 @@ def forget_unused(connection: Connection) -> None:
     ran = exists().where(tables.outcomes.c.cell == cells.c.id)
     has_series = exists().where(series.c.cell == cells.c.id)
     connection.execute(delete(cells).where(~ran, ~has_series))
-
-
-def chunks(values: Iterable[Any]) -> Iterator[list[Any]]:
-    """At most CHUNK values each."""
-    left = iter(values)
-    while some := list(islice(left, CHUNK)):
-        yield some
