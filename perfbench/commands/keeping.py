@@ -50,12 +50,12 @@ def add_folder(history: History, path: Path) -> Iterator[tuple[HistoryRun, Added
 def as_history_run(outcome: Outcome) -> HistoryRun:
     """With its report, and the time of its commit where the checkout here knows it."""
     from perfbench.commands.outcome import CHECKOUT
-    from perfbench.history import Place, history_run
+    from perfbench.history import RunPlace, history_run
     from perfbench.machine import commit_time
 
     commit = outcome.run.manifest.source.commit
     moment = commit_time(Path.cwd(), commit) or commit_time(CHECKOUT, commit)
-    place = Place(outcome.folder.as_posix(), moment)
+    place = RunPlace(outcome.folder.as_posix(), moment)
     return history_run(outcome.run, outcome.judgement, outcome.report(), place)
 
 

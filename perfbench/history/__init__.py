@@ -2,7 +2,7 @@
 
 from perfbench.history.configured import make_history, open_history, upgrade_history
 from perfbench.history.frames import history_frame
-from perfbench.history.from_run import Place, history_run
+from perfbench.history.from_run import RunPlace, history_run
 from perfbench.history.nouns import HistoryCell, HistoryRun, MeasuredValue, METRICS, RunInfo
 from perfbench.history.nouns import SeriesKey
 from perfbench.history.prune import PrunePolicy, StoredRun, to_prune
