@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from perfbench.history import Added, History, HistoryRun
 
 
-def keep(outcome: Outcome, url: str | None) -> None:
+def keep(outcome: Outcome, url: str | None, *, silent: bool = False) -> None:
     """Add a run that was just judged where a history is configured.
 
-    Never raises: a history that cannot be reached costs one warning, with the command that adds the
-    run later.
+    A history that cannot be reached costs one warning, with the command that adds the run later.
+    So does Ctrl-C, which a caller from Python (``silent``) gets all the same.
     """
     from perfbench.machine import configured_history
 
@@ -36,6 +36,8 @@ def keep(outcome: Outcome, url: str | None) -> None:
         where = [] if url is None else ["--history", shown_url(url)]
         later = shlex.join(["perfbench", "history", "add", str(outcome.folder), *where])
         warn(f"the run is not in the history: {' '.join(why.split())}. `{later}` adds it later")
+        if silent and isinstance(error, KeyboardInterrupt):
+            raise
     else:
         say(f"{shown_url(named)}: {added.value} {outcome.run.manifest.run_id}")
 

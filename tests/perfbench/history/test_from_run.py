@@ -250,7 +250,8 @@ def test_the_same_run_judged_otherwise_is_other_content() -> None:
     run = b.make_run(CELLS)
     first = alone(run).info.content_sha256
     assert (
-        history_run(run, judge(run, None, POLICY), "text", RunPlace("x")).info.content_sha256 == first
+        history_run(run, judge(run, None, POLICY), "text", RunPlace("x")).info.content_sha256
+        == first
     )
     assert history_run(run, judge(run, b.baseline_of(run), POLICY)).info.content_sha256 != first
     assert alone(b.scale_rows(run, TRAIN, 0.99)).info.content_sha256 != first
