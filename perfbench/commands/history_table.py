@@ -320,4 +320,4 @@ def _number(value: float | None, unit: str) -> str:
 def _half(row: ChangeRow) -> str:
     """Half the interval in per cent, its upper and larger half."""
     value, high = row.point.value, row.point.high
-    return NULL if not value or high is None else f"{100 * (high / value - 1):.1f} %"
+    return NULL if not value or high is None else f"{number(100 * (high / value - 1), 2)} %"

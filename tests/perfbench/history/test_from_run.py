@@ -12,7 +12,7 @@ import pytest
 from perfbench.commands.judging import judge_as_made
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate.judging import judge
-from perfbench.history.from_run import Place, history_run, segment_of
+from perfbench.history.from_run import RunPlace, history_run, segment_of
 from perfbench.history.nouns import METRICS, HistoryCell, HistoryRun, MeasuredValue
 from perfbench.machine.source import commit_time
 from perfbench.matrix.policy import GatePolicy
@@ -193,7 +193,7 @@ def test_what_is_beyond_the_memory_boundary_is_kept(tmp_path: Path) -> None:
 def test_the_run_itself() -> None:
     run = b.make_run(CELLS, injections=["slowdown=10%@x"], argv=["perfbench", "run", "a b.yaml"])
     made = datetime(2026, 1, 1, tzinfo=UTC)
-    info = history_run(run, judge(run, None, POLICY), "# text", Place("runs/1", made)).info
+    info = history_run(run, judge(run, None, POLICY), "# text", RunPlace("runs/1", made)).info
     assert (info.run_id, info.suite, info.card) == (
         run.manifest.run_id,
         "nsa-h100",
@@ -250,7 +250,8 @@ def test_the_same_run_judged_otherwise_is_other_content() -> None:
     run = b.make_run(CELLS)
     first = alone(run).info.content_sha256
     assert (
-        history_run(run, judge(run, None, POLICY), "text", Place("x")).info.content_sha256 == first
+        history_run(run, judge(run, None, POLICY), "text", RunPlace("x")).info.content_sha256
+        == first
     )
     assert history_run(run, judge(run, b.baseline_of(run), POLICY)).info.content_sha256 != first
     assert alone(b.scale_rows(run, TRAIN, 0.99)).info.content_sha256 != first

@@ -194,7 +194,7 @@ def test_init_makes_an_empty_history_and_keeps_a_full_one(
     assert call(capsys, "history", "init")[1].startswith("reports/history.sqlite is empty. Next: ")
     assert "no run. Next: perfbench history add" in call(capsys, "history")[1]
     stored(1)
-    assert "holds 1 runs" in call(capsys, "history", "init")[1]
+    assert "holds 1 run." in call(capsys, "history", "init")[1]
     code, out, _ = call(capsys, "history", "upgrade")
     assert code == 0 and "already" in out
 
@@ -258,6 +258,22 @@ def test_from_python_it_is_a_message(bench: Bench) -> None:
         assert "--history" not in history.run("latest").info.command
 
 
+def test_ctrl_c_while_it_is_kept_changes_no_verdict(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller from Python gets it: their loop must not go on."""
+
+    def interrupted(history: History, run: Any) -> Added:
+        raise KeyboardInterrupt
+
+    stored()
+    monkeypatch.setattr(History, "add", interrupted)
+    code, _, err = call(capsys, "run", "small.yaml", "--only", "seq_len=128")
+    assert code == 0 and "is not in the history: interrupted. `perfbench history add" in err
+    with pytest.raises(KeyboardInterrupt):
+        perfbench.run("small.yaml", only="seq_len=128")
+
+
 def test_the_url_is_no_part_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["run", "m.yaml", "--history", "postgresql://me:secret@h/d", "--seed", "1"]
     monkeypatch.setattr("sys.argv", ["perfbench", *words, "--history=x"])
@@ -288,9 +304,9 @@ def test_a_cell_is_shown_newest_first(capsys: pytest.CaptureFixture[str]) -> Non
         assert out == (
             "path=v2,seq_len=128,workload=forward: speed, tok/s\n"
             "measured          commit      verdict  tok_per_s  ± 95 %    change  run\n"
-            "2026-03-03 02:17  0002000200  PASS            99   1.0 %  -10.00 %  run-002\n"
-            "2026-03-02 02:17  0001000100  PASS           110   1.0 %  +10.00 %  run-001\n"
-            "2026-03-01 02:17  0000000000  PASS           100   1.0 %         -  run-000\n"
+            "2026-03-03 02:17  0002000200  PASS            99     1 %  -10.00 %  run-002\n"
+            "2026-03-02 02:17  0001000100  PASS           110     1 %  +10.00 %  run-001\n"
+            "2026-03-01 02:17  0000000000  PASS           100     1 %         -  run-000\n"
             "suite: nightly\n"
             "card: h200\n"
             "again: perfbench run nightly.yaml --only path=v2,seq_len=128,workload=forward\n"
@@ -306,7 +322,7 @@ def test_since_and_commit_name_runs(capsys: pytest.CaptureFixture[str]) -> None:
         "\n"
         "2026-03-03 02:17  0002000200  nightly on h200  run-002\n"
         "cell                                  verdict  tok_per_s  ± 95 %    change  again\n"
-        "path=v2,seq_len=128,workload=forward  PASS            99   1.0 %  -10.00 %"
+        "path=v2,seq_len=128,workload=forward  PASS            99     1 %  -10.00 %"
         "  perfbench run nightly.yaml --only path=v2,seq_len=128,workload=forward\n"
     )
     found = json.loads(call(capsys, "history", "--commit", "0001", "--json")[1])
