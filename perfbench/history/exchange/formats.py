@@ -79,13 +79,13 @@ def _format_of(source: SourceFile) -> ImportFormat:
 
 
 def _shape_of(whole: Any, name: str) -> ImportFormat:
-    for kind, is_one in _SHAPES if isinstance(whole, dict) else ():
-        if is_one(whole):
-            return kind
+    kinds = [kind for kind, is_one in _SHAPES if isinstance(whole, dict) and is_one(whole)]
     if isinstance(whole, list):
         problem = "got a list, which does not say whether more is better"
         refuse(name, problem, f"name FORMAT: {ImportFormat.BIGGER} or {ImportFormat.SMALLER}")
-    refuse(name, "got JSON of no format that is known here", NAME_IT)
+    if not kinds:
+        refuse(name, "got JSON of no format that is known here", NAME_IT)
+    return kinds[0]
 
 
 def _is_message(whole: Any) -> bool:
