@@ -114,8 +114,9 @@ def _described(run: HistoryRun, history: History) -> HistoryRun:
 def _line(run: HistoryRun, added: str) -> dict[str, str]:
     info = run.info
     missing = sum(one.value is None for cell in run.cells for one in cell.measured.values())
-    text = f"{len(run.cells)} benchmarks of {info.suite}, {info.card}"
+    plural = "" if len(run.cells) == 1 else "s"
+    text = f"{len(run.cells)} benchmark{plural} of {info.suite}, {info.card}"
     text += f", commit {info.commit[:12]}" if info.commit else ", no commit"
     text += f", {info.measured_utc:%Y-%m-%d %H:%M} UTC"
-    text += f"; {missing} numbers are missing" if missing else ""
+    text += f", {missing} without a number" if missing else ""
     return {"added": added, "run_id": info.run_id, "file": info.folder, "text": text}

@@ -11,6 +11,7 @@ from perfbench.history.exchange import READERS, ImportFormat, SourceFile, Stated
 from perfbench.history.nouns import Better, HistoryCell, HistoryRun
 
 DATA = Path(__file__).parents[2] / "data" / "exchange"
+NOTHING = Stated()
 WRITTEN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
@@ -22,7 +23,7 @@ def sources(*names: str) -> list[SourceFile]:
     ]
 
 
-def runs_of(*names: str, kind: ImportFormat, stated: Stated = Stated()) -> tuple[HistoryRun, ...]:
+def runs_of(*names: str, kind: ImportFormat, stated: Stated = NOTHING) -> tuple[HistoryRun, ...]:
     found = sources(*names)
     assert detect(found) == kind
     return READERS[kind](found, stated).runs
