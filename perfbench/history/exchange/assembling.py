@@ -30,7 +30,7 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class StatedValue:
     """One number of one benchmark as a file states it.
 
     ``value`` may be null, NaN or infinite: then the cell has null, with ``reason`` or that word.
@@ -67,12 +67,12 @@ class RunHead:
 
 
 def assemble(
-    head: RunHead, readings: Iterable[Reading], source: SourceFile, stated: Stated
+    head: RunHead, readings: Iterable[StatedValue], source: SourceFile, stated: Stated
 ) -> tuple[HistoryRun, list[str]]:
     """The run, and remarks about names that stand several times. USAGE: an empty name, no
     benchmark at all, no date, or another commit than the user states.
     """
-    by_cell: dict[str, dict[str, list[Reading]]] = {}
+    by_cell: dict[str, dict[str, list[StatedValue]]] = {}
     for one in readings:
         if not one.name:
             refuse(source.name, "got a benchmark with an empty name", "name it in the tool")
@@ -117,7 +117,7 @@ def axis_value(value: object) -> str | int:
     return json.dumps(value)
 
 
-def _cell(name: str, found: Mapping[str, Sequence[Reading]]) -> HistoryCell:
+def _cell(name: str, found: Mapping[str, Sequence[StatedValue]]) -> HistoryCell:
     measured = {metric: _measured(same) for metric, same in sorted(found.items())}
     every = [one for same in found.values() for one in same]
     failed = [one for one in every if _usable(one) is None and not one.is_skipped]
@@ -132,7 +132,7 @@ def _cell(name: str, found: Mapping[str, Sequence[Reading]]) -> HistoryCell:
     )
 
 
-def _measured(same: Sequence[Reading]) -> MeasuredValue:
+def _measured(same: Sequence[StatedValue]) -> MeasuredValue:
     """Of several numbers under one name the median; null where one of them is null."""
     missing = [one for one in same if _usable(one) is None]
     if missing:
@@ -144,7 +144,7 @@ def _measured(same: Sequence[Reading]) -> MeasuredValue:
     return MeasuredValue(values[0], _finite(one.low), _finite(one.high), one.count)
 
 
-def _usable(one: Reading) -> float | None:
+def _usable(one: StatedValue) -> float | None:
     return None if one.reason else _finite(one.value)
 
 
@@ -158,7 +158,7 @@ def _word(value: float | None) -> str:
     return "the file has NaN" if math.isnan(value) else "the file has an infinite number"
 
 
-def _doubled(by_cell: Mapping[str, Mapping[str, Sequence[Reading]]], name: str) -> list[str]:
+def _doubled(by_cell: Mapping[str, Mapping[str, Sequence[StatedValue]]], name: str) -> list[str]:
     counts = {
         cell: most
         for cell, found in by_cell.items()

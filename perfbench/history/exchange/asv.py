@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from perfbench.history.exchange.assembling import (
     UNKNOWN_CARD,
-    Reading,
+    StatedValue,
     RunHead,
     assemble,
     milliseconds_utc,
@@ -133,7 +133,7 @@ def _head(file: _AsvFile, name: str, stated: Stated) -> RunHead:
     )
 
 
-def _readings(file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str) -> Iterator[Reading]:
+def _readings(file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str) -> Iterator[StatedValue]:
     for bench, value in file.results.items():
         place = f"{name}: results.{short(bench)}"
         result = _result(file, bench, value, place)
@@ -149,7 +149,7 @@ def _readings(file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str) -> 
             reason = _FAILED if one is None else _SKIPPED if is_nan else ""
             if outdated:
                 reason = "of another version of the benchmark than benchmarks.json has"
-            yield Reading(
+            yield StatedValue(
                 f"{bench}({', '.join(combination)})" if combination else bench,
                 _metric(bench, entry),
                 one,

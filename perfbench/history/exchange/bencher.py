@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from perfbench.history.exchange.assembling import Reading, RunHead, assemble
+from perfbench.history.exchange.assembling import StatedValue, RunHead, assemble
 from perfbench.history.exchange.source import Exported, Imported, SourceFile, Stated, short
 from perfbench.history.exchange.strict_json import Schema, checked, parse, unknown_shape
 from perfbench.history.nouns import METRICS, Better, HistoryRun, Metric
@@ -58,7 +58,7 @@ def write(run: HistoryRun) -> Exported:
     return Exported(json.dumps(found, indent=2) + "\n", notes)
 
 
-def _readings(whole: Mapping[str, Any], name: str) -> Iterator[Reading]:
+def _readings(whole: Mapping[str, Any], name: str) -> Iterator[StatedValue]:
     for bench, measures in whole.items():
         place = f"{name}: {short(bench)}"
         if not isinstance(measures, dict):
@@ -66,7 +66,7 @@ def _readings(whole: Mapping[str, Any], name: str) -> Iterator[Reading]:
         for measure, value in measures.items():
             found = checked(_BencherMetric, value, f"{place}.{short(measure)}")
             metric = METRICS.get(measure) or _MEASURES.get(measure)
-            yield Reading(
+            yield StatedValue(
                 bench,
                 metric or Metric(measure, measure, "", Better.NEITHER),
                 found.value,

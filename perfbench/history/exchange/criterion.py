@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
 
-from perfbench.history.exchange.assembling import Reading, RunHead, assemble
+from perfbench.history.exchange.assembling import StatedValue, RunHead, assemble
 from perfbench.history.exchange.source import Imported, SourceFile, Stated, refuse
 from perfbench.history.exchange.strict_json import (
     WRONG_FORMAT,
@@ -26,14 +26,14 @@ ORIGIN = "criterion"
 ESTIMATES, BENCHMARK = "estimates.json", "benchmark.json"
 
 
-class _Interval(Schema):
+class _CriterionInterval(Schema):
     lower_bound: float | None
     upper_bound: float | None
 
 
 class _Estimate(Schema):
     point_estimate: float | None
-    confidence_interval: _Interval
+    confidence_interval: _CriterionInterval
 
 
 class _Estimates(Schema):
@@ -84,7 +84,7 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
     return Imported(tuple(runs), tuple(notes))
 
 
-def _of_folders(sources: Sequence[SourceFile]) -> Iterator[Reading]:
+def _of_folders(sources: Sequence[SourceFile]) -> Iterator[StatedValue]:
     def folder_of(source: SourceFile) -> str:
         return PurePosixPath(source.name).parent.as_posix()
 
@@ -98,7 +98,7 @@ def _of_folders(sources: Sequence[SourceFile]) -> Iterator[Reading]:
         found = checked(_Estimates, parse(estimated), estimated.name)
         typical = found.slope or found.mean
         interval = typical.confidence_interval
-        yield Reading(
+        yield StatedValue(
             name.full_id,
             metric_of("typical", "ns", Better.LOWER, "typical time of an iteration"),
             typical.point_estimate,
@@ -113,7 +113,7 @@ def _axes(name: _CriterionName) -> dict[str, str | int]:
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _of_messages(source: SourceFile) -> Iterator[Reading]:
+def _of_messages(source: SourceFile) -> Iterator[StatedValue]:
     for number, line in enumerate(text_of(source).split("\n"), 1):
         if not line.strip():
             continue
@@ -125,7 +125,7 @@ def _of_messages(source: SourceFile) -> Iterator[Reading]:
             continue
         found = checked(_Complete, message, place)
         typical = found.typical
-        yield Reading(
+        yield StatedValue(
             found.id,
             metric_of("typical", typical.unit, Better.LOWER, "typical time of an iteration"),
             typical.estimate,

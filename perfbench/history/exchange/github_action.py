@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any, Literal
 
 from perfbench.history.exchange.assembling import (
-    Reading,
+    StatedValue,
     RunHead,
     assemble,
     iso_utc,
@@ -166,9 +166,9 @@ def _better(tool: str, place: str, notes: list[str]) -> Better:
     return Better.NEITHER
 
 
-def _reading(one: _Bench, better: Better) -> Reading:
+def _reading(one: _Bench, better: Better) -> StatedValue:
     metric = metric_of(_STEMS[better], one.unit, better, f"value in {one.unit}".rstrip())
-    return Reading(one.name, metric, one.value, {"benchmark": one.name}, *_spread(one))
+    return StatedValue(one.name, metric, one.value, {"benchmark": one.name}, *_spread(one))
 
 
 def _spread(one: _Bench) -> tuple[float | None, float | None, int]:
@@ -189,14 +189,14 @@ def _copy(
     found: Sequence[tuple[str, _ActionEntry, _OurRun]], source: SourceFile, stated: Stated
 ) -> tuple[HistoryRun, list[str]]:
     """The run that was exported as these entries, one a metric."""
-    readings: list[Reading] = []
+    readings: list[StatedValue] = []
     for _, entry, each in found:
         kept = each.metric
         metric = METRICS.get(kept.name) or Metric(
             kept.name, kept.title, kept.unit, Better(kept.better)
         )
         readings += (
-            Reading(one.name, metric, one.value, each.axes.get(one.name, {}), *_spread(one))
+            StatedValue(one.name, metric, one.value, each.axes.get(one.name, {}), *_spread(one))
             for one in entry.benches
         )
     place, first, ours = found[0]

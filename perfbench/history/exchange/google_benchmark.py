@@ -11,7 +11,7 @@ from pydantic import ConfigDict
 
 from perfbench.history.exchange.assembling import (
     UNKNOWN_CARD,
-    Reading,
+    StatedValue,
     RunHead,
     assemble,
     iso_utc,
@@ -112,7 +112,7 @@ def _date(text: str, place: str) -> datetime:
     return iso_utc(text, place)
 
 
-def _readings(file: _GoogleFile, name: str, notes: list[str]) -> Iterator[Reading]:
+def _readings(file: _GoogleFile, name: str, notes: list[str]) -> Iterator[StatedValue]:
     measured = {_bench(row) for row in file.benchmarks if row.run_type == "iteration"}
     left: list[str] = []
     for number, row in enumerate(file.benchmarks):
@@ -135,23 +135,23 @@ def _readings(file: _GoogleFile, name: str, notes: list[str]) -> Iterator[Readin
         )
 
 
-def _of_row(row: _GoogleRow, place: str) -> Iterator[Reading]:
+def _of_row(row: _GoogleRow, place: str) -> Iterator[StatedValue]:
     bench, count = _bench(row), _repetitions(row)
     axes = _axes(bench)
     if row.error_occurred or row.skipped:
         reason = row.error_message or row.skip_message or "skipped without a message"
         skipped = bool(row.skipped) and not row.error_occurred
-        yield Reading(bench, TIMES["real_time"], None, axes, reason=reason, is_skipped=skipped)
+        yield StatedValue(bench, TIMES["real_time"], None, axes, reason=reason, is_skipped=skipped)
         return
     if (scale := NANOSECONDS.get(row.time_unit)) is None:
         problem = f"got the unit {row.time_unit!r}, wanted one of {', '.join(NANOSECONDS)}"
         refuse(f"{place}.time_unit", problem, WRONG_FORMAT)
     for key, time in (("real_time", row.real_time), ("cpu_time", row.cpu_time)):
         value = None if time is None else time * scale
-        yield Reading(bench, TIMES[key], value, axes, count=count)
+        yield StatedValue(bench, TIMES[key], value, axes, count=count)
     for key, value in _counters(row).items():
         metric = RATES.get(key) or _counter(key)
-        yield Reading(bench, metric, value, axes, count=count)
+        yield StatedValue(bench, metric, value, axes, count=count)
 
 
 def _counter(name: str) -> Metric:

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from perfbench.history.exchange.assembling import (
     UNKNOWN_CARD,
-    Reading,
+    StatedValue,
     RunHead,
     assemble,
     axis_value,
@@ -64,14 +64,14 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
     return Imported(tuple(runs), tuple(notes))
 
 
-def _readings(file: _PytestFile) -> Iterator[Reading]:
+def _readings(file: _PytestFile) -> Iterator[StatedValue]:
     for one in file.benchmarks:
         axes: dict[str, str | int] = {"benchmark": one.fullname.partition("[")[0]}
         axes |= {key: axis_value(value) for key, value in (one.params or {}).items()}
         if one.stats is None:
-            yield Reading(one.fullname, MEDIAN, None, axes, reason="the file has no stats of it")
+            yield StatedValue(one.fullname, MEDIAN, None, axes, reason="the file has no stats of it")
         else:
-            yield Reading(one.fullname, MEDIAN, one.stats.median, axes, count=one.stats.rounds)
+            yield StatedValue(one.fullname, MEDIAN, one.stats.median, axes, count=one.stats.rounds)
 
 
 def _head(file: _PytestFile, source: SourceFile) -> RunHead:
