@@ -280,10 +280,11 @@ def named_cell(text: str, cell_ids: Collection[str]) -> str:
             raise ValueError(f"no cell {text[:200]!r}")
         return cells[find_cell(text, cells)]
     except ValueError as error:
+        problem = str(error).removesuffix("?")
         raise PerfbenchError(
             Exit.USAGE,
-            f"{error}. Next: add axes, or --suite and --card; `perfbench history --since 30d` lists"
-            " cells",
+            f"{problem}. Next: add axes, or --suite and --card; `perfbench history --since 30d`"
+            " lists cells",
         ) from None
 
 

@@ -52,8 +52,6 @@ def make_history(url: str | PathLike[str] | None = None) -> tuple[History, str]:
     from perfbench.history.store import History
 
     found = configured_history(url) or str(DEFAULT)
-    if found == str(DEFAULT):
-        DEFAULT.parent.mkdir(parents=True, exist_ok=True)
     return History.open(found, create=True), found
 
 

@@ -133,7 +133,9 @@ def _head(file: _AsvFile, name: str, stated: Stated) -> RunHead:
     )
 
 
-def _readings(file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str) -> Iterator[StatedValue]:
+def _readings(
+    file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str
+) -> Iterator[StatedValue]:
     for bench, value in file.results.items():
         place = f"{name}: results.{short(bench)}"
         result = _result(file, bench, value, place)

@@ -69,7 +69,9 @@ def _readings(file: _PytestFile) -> Iterator[StatedValue]:
         axes: dict[str, str | int] = {"benchmark": one.fullname.partition("[")[0]}
         axes |= {key: axis_value(value) for key, value in (one.params or {}).items()}
         if one.stats is None:
-            yield StatedValue(one.fullname, MEDIAN, None, axes, reason="the file has no stats of it")
+            yield StatedValue(
+                one.fullname, MEDIAN, None, axes, reason="the file has no stats of it"
+            )
         else:
             yield StatedValue(one.fullname, MEDIAN, one.stats.median, axes, count=one.stats.rounds)
 
