@@ -26,6 +26,7 @@ from perfbench.records import Verdict
 from perfbench.text import visible
 
 UNKNOWN_CARD = "unknown"
+MAX_COUNT = 2**31 - 1  # PostgreSQL's integer
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -67,13 +68,13 @@ class RunHead:
 
 
 def assemble(
-    head: RunHead, readings: Iterable[StatedValue], source: SourceFile, stated: Stated
+    head: RunHead, values: Iterable[StatedValue], source: SourceFile, stated: Stated
 ) -> tuple[HistoryRun, list[str]]:
     """The run, and remarks about names that stand several times. USAGE: an empty name, no
     benchmark at all, no date, or another commit than the user states.
     """
     by_cell: dict[str, dict[str, list[StatedValue]]] = {}
-    for one in readings:
+    for one in values:
         if not one.name:
             refuse(source.name, "got a benchmark with an empty name", "name it in the tool")
         by_cell.setdefault(visible(one.name), {}).setdefault(one.metric.name, []).append(one)
@@ -139,9 +140,12 @@ def _measured(same: Sequence[StatedValue]) -> MeasuredValue:
         return MeasuredValue(None, reason=visible(missing[0].reason) or _word(missing[0].value))
     values = [value for one in same if (value := _usable(one)) is not None]
     if len(values) > 1:
-        return MeasuredValue(float(median(values)), count=sum(one.count for one in same))
+        if (middle := _finite(median(values))) is None:
+            return MeasuredValue(None, reason="the median is beyond a number of 64 bits")
+        return MeasuredValue(middle, count=min(MAX_COUNT, sum(one.count for one in same)))
     (one,) = same
-    return MeasuredValue(values[0], _finite(one.low), _finite(one.high), one.count)
+    low, high = _finite(one.low), _finite(one.high)
+    return MeasuredValue(values[0], low, high, min(MAX_COUNT, one.count))
 
 
 def _usable(one: StatedValue) -> float | None:

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from perfbench.history.exchange.assembling import (
     UNKNOWN_CARD,
-    StatedValue,
     RunHead,
+    StatedValue,
     assemble,
     milliseconds_utc,
 )
@@ -88,8 +88,8 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
         if _name(source) not in (BENCHMARKS, MACHINE):
             file = checked(_AsvFile, parse(source), source.name)
             head = _head(file, source.name, stated)
-            readings = _readings(file, known, source.name)
-            run, more = assemble(head, readings, source, replace(stated, suite=None))
+            values = _values(file, known, source.name)
+            run, more = assemble(head, values, source, replace(stated, suite=None))
             runs.append(run)
             notes += more
     if not runs:
@@ -133,9 +133,7 @@ def _head(file: _AsvFile, name: str, stated: Stated) -> RunHead:
     )
 
 
-def _readings(
-    file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str
-) -> Iterator[StatedValue]:
+def _values(file: _AsvFile, known: Mapping[str, _AsvBenchmark], name: str) -> Iterator[StatedValue]:
     for bench, value in file.results.items():
         place = f"{name}: results.{short(bench)}"
         result = _result(file, bench, value, place)

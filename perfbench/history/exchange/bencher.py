@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from perfbench.history.exchange.assembling import StatedValue, RunHead, assemble
+from perfbench.history.exchange.assembling import RunHead, StatedValue, assemble
 from perfbench.history.exchange.source import Exported, Imported, SourceFile, Stated, short
 from perfbench.history.exchange.strict_json import Schema, checked, parse, unknown_shape
 from perfbench.history.nouns import METRICS, Better, HistoryRun, Metric
@@ -35,8 +35,8 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
         whole = parse(source)
         if not isinstance(whole, dict):
             unknown_shape(source.name, "an object of benchmarks")
-        readings = list(_readings(whole, source.name))
-        run, more = assemble(RunHead(ORIGIN, suite=ORIGIN), readings, source, stated)
+        values = list(_values(whole, source.name))
+        run, more = assemble(RunHead(ORIGIN, suite=ORIGIN), values, source, stated)
         runs.append(run)
         notes += more
     return Imported(tuple(runs), tuple(notes))
@@ -58,7 +58,7 @@ def write(run: HistoryRun) -> Exported:
     return Exported(json.dumps(found, indent=2) + "\n", notes)
 
 
-def _readings(whole: Mapping[str, Any], name: str) -> Iterator[StatedValue]:
+def _values(whole: Mapping[str, Any], name: str) -> Iterator[StatedValue]:
     for bench, measures in whole.items():
         place = f"{name}: {short(bench)}"
         if not isinstance(measures, dict):

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import PurePosixPath
 from typing import Any
 
-from perfbench.history.exchange.assembling import StatedValue, RunHead, assemble
+from perfbench.history.exchange.assembling import RunHead, StatedValue, assemble
 from perfbench.history.exchange.source import Imported, SourceFile, Stated, refuse
 from perfbench.history.exchange.strict_json import (
     WRONG_FORMAT,
@@ -71,8 +71,8 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
     if folders:
         newest = max((one.modified_utc for one in folders if one.modified_utc), default=None)
         first = SourceFile(folders[0].name, b"", newest)
-        readings = list(_of_folders(folders))
-        run, more = assemble(RunHead(ORIGIN, suite=ORIGIN), readings, first, stated)
+        values = list(_of_folders(folders))
+        run, more = assemble(RunHead(ORIGIN, suite=ORIGIN), values, first, stated)
         runs.append(run)
         notes += more
     for source in sources:

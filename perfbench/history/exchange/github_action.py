@@ -9,8 +9,8 @@ from datetime import datetime
 from typing import Any, Literal
 
 from perfbench.history.exchange.assembling import (
-    StatedValue,
     RunHead,
+    StatedValue,
     assemble,
     iso_utc,
     milliseconds_utc,
@@ -106,8 +106,8 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
                     continue
                 head = _head(entry, suite, place)
                 better = _better(entry.tool, place, notes)
-                readings = [_reading(one, better) for one in entry.benches]
-                run, more = assemble(head, readings, _at(source, place), stated)
+                values = [_reading(one, better) for one in entry.benches]
+                run, more = assemble(head, values, _at(source, place), stated)
                 runs.append(run)
                 notes += more
         for run_id, found in ours.items():
@@ -131,8 +131,8 @@ def read_custom(tool: str, sources: Sequence[SourceFile], stated: Stated) -> Imp
         benches = [
             checked(_Bench, one, f"{source.name}: [{number}]") for number, one in enumerate(whole)
         ]
-        readings = [_reading(one, _better(tool, source.name, notes)) for one in benches]
-        run, more = assemble(RunHead(ORIGIN, suite=ORIGIN), readings, source, stated)
+        values = [_reading(one, _better(tool, source.name, notes)) for one in benches]
+        run, more = assemble(RunHead(ORIGIN, suite=ORIGIN), values, source, stated)
         runs.append(run)
         notes += more
     return Imported(tuple(runs), tuple(notes))
@@ -189,13 +189,13 @@ def _copy(
     found: Sequence[tuple[str, _ActionEntry, _OurRun]], source: SourceFile, stated: Stated
 ) -> tuple[HistoryRun, list[str]]:
     """The run that was exported as these entries, one a metric."""
-    readings: list[StatedValue] = []
+    values: list[StatedValue] = []
     for _, entry, each in found:
         kept = each.metric
         metric = METRICS.get(kept.name) or Metric(
             kept.name, kept.title, kept.unit, Better(kept.better)
         )
-        readings += (
+        values += (
             StatedValue(one.name, metric, one.value, each.axes.get(one.name, {}), *_spread(one))
             for one in entry.benches
         )
@@ -211,7 +211,7 @@ def _copy(
         ours.branch,
         ours.is_dirty,
     )
-    run, notes = assemble(head, readings, source, stated)
+    run, notes = assemble(head, values, source, stated)
     return replace(run, info=replace(run.info, run_id=ours.run_id)), notes
 
 

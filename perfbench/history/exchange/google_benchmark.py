@@ -11,8 +11,8 @@ from pydantic import ConfigDict
 
 from perfbench.history.exchange.assembling import (
     UNKNOWN_CARD,
-    StatedValue,
     RunHead,
+    StatedValue,
     assemble,
     iso_utc,
 )
@@ -81,8 +81,8 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
     notes: list[str] = []
     for source in sources:
         file = checked(_GoogleFile, parse(source), source.name)
-        readings = list(_readings(file, source.name, notes))
-        run, _ = assemble(_head(file, source), readings, source, stated)
+        values = list(_values(file, source.name, notes))
+        run, _ = assemble(_head(file, source), values, source, stated)
         runs.append(run)
     return Imported(tuple(runs), tuple(notes))
 
@@ -112,7 +112,7 @@ def _date(text: str, place: str) -> datetime:
     return iso_utc(text, place)
 
 
-def _readings(file: _GoogleFile, name: str, notes: list[str]) -> Iterator[StatedValue]:
+def _values(file: _GoogleFile, name: str, notes: list[str]) -> Iterator[StatedValue]:
     measured = {_bench(row) for row in file.benchmarks if row.run_type == "iteration"}
     left: list[str] = []
     for number, row in enumerate(file.benchmarks):

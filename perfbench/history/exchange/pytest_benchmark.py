@@ -9,8 +9,8 @@ from pydantic import Field
 
 from perfbench.history.exchange.assembling import (
     UNKNOWN_CARD,
-    StatedValue,
     RunHead,
+    StatedValue,
     assemble,
     axis_value,
     iso_utc,
@@ -58,13 +58,13 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
     notes: list[str] = []
     for source in sources:
         file = checked(_PytestFile, parse(source), source.name)
-        run, more = assemble(_head(file, source), _readings(file), source, stated)
+        run, more = assemble(_head(file, source), _values(file), source, stated)
         runs.append(run)
         notes += more
     return Imported(tuple(runs), tuple(notes))
 
 
-def _readings(file: _PytestFile) -> Iterator[StatedValue]:
+def _values(file: _PytestFile) -> Iterator[StatedValue]:
     for one in file.benchmarks:
         axes: dict[str, str | int] = {"benchmark": one.fullname.partition("[")[0]}
         axes |= {key: axis_value(value) for key, value in (one.params or {}).items()}
@@ -73,7 +73,8 @@ def _readings(file: _PytestFile) -> Iterator[StatedValue]:
                 one.fullname, MEDIAN, None, axes, reason="the file has no stats of it"
             )
         else:
-            yield StatedValue(one.fullname, MEDIAN, one.stats.median, axes, count=one.stats.rounds)
+            stats = one.stats
+            yield StatedValue(one.fullname, MEDIAN, stats.median, axes, count=stats.rounds)
 
 
 def _head(file: _PytestFile, source: SourceFile) -> RunHead:

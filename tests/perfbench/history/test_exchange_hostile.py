@@ -124,6 +124,13 @@ def test_a_repeated_name_is_the_median_without_an_interval() -> None:
     assert (found.value, found.low, found.high, found.count) == (2.0, None, None, 3)
 
 
+def test_numbers_at_the_bound_have_no_median_and_counts_fit_a_column() -> None:
+    run = read(pytest_file([bench("a", 1.7e308), bench("a", 1.6e308), bench("b", 1.0)]))
+    assert "beyond" in run.cells[0].measured["median_s"].reason
+    many = pytest_file([bench("a", 1.0, rounds=10**12)])
+    assert only(read(many)).measured["median_s"].count == 2**31 - 1
+
+
 def test_another_unit_is_another_metric() -> None:
     """So that a step of a thousand is not seen where only the unit changed."""
     both = [{"name": "a", "unit": unit, "value": 1} for unit in ("ms", "us", "µs", "MB/s", "mb/s")]
