@@ -32,7 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         " path triton in Triton's interpreter; postgres: run the history's tests on a PostgreSQL"
         " server, too, and fail them where it cannot be started"
     )
-    parser.addoption("--require", choices=["gpu", "interpreter", "postgres"], default=None, help=what)
+    choices = ["gpu", "interpreter", "postgres"]
+    parser.addoption("--require", choices=choices, default=None, help=what)
     parser.addoption(
         "--shuffle", type=int, default=None, metavar="SEED", help="run the tests in a random order"
     )

@@ -22,16 +22,18 @@ def keep(outcome: Outcome, url: str | None) -> None:
     Never raises: a history that cannot be reached costs one warning, with the command that adds the
     run later.
     """
-    from perfbench.history import NONE, configured_history, open_history
+    from perfbench.machine import configured_history
 
     if (named := configured_history(url)) is None:
         return
     try:
+        from perfbench.history import open_history  # needs packages of its own
+
         with open_history(named) as history:
             added = history.add(as_history_run(outcome))
     except (PerfbenchError, KeyboardInterrupt) as error:
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        where = [] if url is None or url == NONE else ["--history", shown_url(url)]
+        where = [] if url is None else ["--history", shown_url(url)]
         later = shlex.join(["perfbench", "history", "add", str(outcome.folder), *where])
         warn(f"the run is not in the history: {' '.join(why.split())}. `{later}` adds it later")
     else:

@@ -27,38 +27,50 @@ def binaries() -> Path:
     return max(found, key=lambda path: float(path.parent.name))
 
 
-def _run(*command: str | Path, folder: Path) -> None:
-    as_user = ("runuser", "-u", USER, "--") if os.getuid() == 0 else ()
-    # The server keeps what it inherits: a pipe would never end.
-    with open(folder.with_suffix(".out"), "a+", encoding="utf-8") as out:
-        done = subprocess.run([*as_user, *command], cwd="/", stdout=out, stderr=out, check=False)
-        if done.returncode:
-            out.seek(0)
-            raise NoServer(f"{command[0]} left with {done.returncode}: {out.read()[-2000:]}")
+class Server:
+    """``address``: without a database's name, postgresql://postgres@127.0.0.1:PORT/."""
 
-
-@contextmanager
-def running() -> Iterator[str]:
-    """The address of a server without its database: postgresql://postgres@127.0.0.1:PORT/."""
-    programs = binaries()
-    folder = Path(tempfile.mkdtemp(prefix="perfbench-postgres-"))
-    data = folder / "data"
-    try:
-        if os.getuid() == 0:
-            shutil.chown(folder, USER)
+    def __init__(self, folder: Path, settings: str) -> None:
+        self.data = folder / "data"
+        self._folder, self._programs = folder, binaries()
         options = ("-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
-        _run(programs / "initdb", "-D", data, *options, folder=folder)
+        self._run("initdb", *options)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories=''"
-        settings += " -c fsync=off -c max_connections=50"
-        start = ("-D", data, "-w", "-l", folder / "log", "-o", settings, "start")
-        _run(programs / "pg_ctl", *start, folder=folder)
+        self.address = f"postgresql://{USER}@127.0.0.1:{port}/"
+        self._settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories=''"
+        self._settings += f" {settings}"
+
+    def start(self) -> None:
+        self._run("pg_ctl", "-w", "-l", self._folder / "log", "-o", self._settings, "start")
+
+    def stop(self, mode: str = "immediate") -> None:
+        self._run("pg_ctl", "-w", "-m", mode, "stop")
+
+    def _run(self, program: str, *arguments: str | Path) -> None:
+        as_user = ("runuser", "-u", USER, "--") if os.getuid() == 0 else ()
+        command = [*as_user, self._programs / program, "-D", self.data, *arguments]
+        # The server keeps what it inherits: a pipe would never end.
+        with open(self._folder / "out", "a+", encoding="utf-8") as out:
+            done = subprocess.run(command, cwd="/", stdout=out, stderr=out, check=False)
+            if done.returncode:
+                out.seek(0)
+                raise NoServer(f"{program} left with {done.returncode}: {out.read()[-2000:]}")
+
+
+@contextmanager
+def running(settings: str = "") -> Iterator[Server]:
+    """A server that is gone afterwards, with its data. ``settings``: options of `postgres`."""
+    folder = Path(tempfile.mkdtemp(prefix="perfbench-postgres-"))
+    try:
+        if os.getuid() == 0:
+            shutil.chown(folder, USER)
+        server = Server(folder, settings)
+        server.start()
         try:
-            yield f"postgresql://{USER}@127.0.0.1:{port}/"
+            yield server
         finally:
-            _run(programs / "pg_ctl", "-D", data, "-m", "immediate", "stop", folder=folder)
+            server.stop()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.with_suffix(".out").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a policy lets go, in a pure function; and `perfbench prune`, which asks before it deletes."""
+"""What a policy lets go, as a pure function; and `perfbench prune`, which deletes on --yes."""
 
 from __future__ import annotations
 
