@@ -158,6 +158,7 @@ def _exchange(data: bytes, folder: Path) -> None:
             writing.check(run)
         except PerfbenchError as error:
             raise AssertionError(f"no history takes what was read: {error}") from None
+        assert "\\x00" not in repr(run), "PostgreSQL stores no NUL"
         exchange.data_js([run]).text.encode()
         exchange.write_bencher(run).text.encode()
 
@@ -246,7 +247,12 @@ def _pair_seeds() -> list[bytes]:
 
 def _exchange_seeds() -> list[bytes]:
     files = [path for path in sorted((DATA / "exchange").rglob("*.js*")) if path.is_file()]
-    return [path.read_bytes() for path in files]
+    seeds = [path.read_bytes() for path in files]
+    google = exchange.SourceFile("g", (DATA / "exchange" / "google.json").read_bytes())
+    runs = exchange.READERS[exchange.ImportFormat.GOOGLE_BENCHMARK](
+        [google], exchange.Stated()
+    ).runs
+    return [*seeds, exchange.data_js(runs).text.encode()]
 
 
 def _damaged_exchange(data: bytes, random: Random) -> bytes:

@@ -51,8 +51,8 @@ class StatedValue:
 
 @dataclass(frozen=True, slots=True)
 class RunHead:
-    """What a file states of a run. ``identity`` tells it from others of its tool, suite, machine,
-    commit and time; ``measured_utc`` is null where the format has no date.
+    """What a file states of a run. ``identity`` sets it apart from others of its tool, suite,
+    machine, commit and time; ``measured_utc`` is null where the format has no date.
     """
 
     origin: str
@@ -125,7 +125,7 @@ def _cell(name: str, found: Mapping[str, Sequence[StatedValue]]) -> HistoryCell:
     reasons = [one.reason for one in measured.values() if one.value is None]
     return HistoryCell(
         name,
-        {visible(key): value for key, value in sorted(every[0].axes.items())},
+        {visible(key): axis_value(one) for key, one in sorted(every[0].axes.items())},
         Verdict.FAILED if failed else None,
         reasons[0] if reasons else "",
         "",
@@ -197,7 +197,7 @@ def _info(
     draft = RunInfo(
         run_id="",
         content_sha256="",
-        origin=head.origin,
+        origin=visible(head.origin),
         suite=visible(stated.suite or head.suite),
         card=visible(stated.card or head.card),
         measured_utc=dated or _EPOCH,

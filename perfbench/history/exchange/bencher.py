@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from perfbench.history.exchange.assembling import RunHead, StatedValue, assemble
-from perfbench.history.exchange.source import Exported, Imported, SourceFile, Stated, short
+from perfbench.history.exchange.source import Exported, Imported, SourceFile, Stated, refuse, short
 from perfbench.history.exchange.strict_json import Schema, checked, parse, unknown_shape
 from perfbench.history.nouns import METRICS, Better, HistoryRun, Metric
+from perfbench.text import visible
 
 ORIGIN = "bencher"
 # Bencher's own measures; of others the format states neither unit nor direction.
@@ -64,11 +65,13 @@ def _values(whole: Mapping[str, Any], name: str) -> Iterator[StatedValue]:
         if not isinstance(measures, dict):
             unknown_shape(place, "an object of measures")
         for measure, value in measures.items():
+            if not measure:
+                refuse(place, "got a measure with an empty name", "name it in the tool")
             found = checked(_BencherMetric, value, f"{place}.{short(measure)}")
             metric = METRICS.get(measure) or _MEASURES.get(measure)
             yield StatedValue(
                 bench,
-                metric or Metric(measure, measure, "", Better.NEITHER),
+                metric or Metric(visible(measure), visible(measure), "", Better.NEITHER),
                 found.value,
                 {"benchmark": bench},
                 found.lower_value,

@@ -8,6 +8,8 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any, Literal
 
+from pydantic import Field
+
 from perfbench.history.exchange.assembling import (
     RunHead,
     StatedValue,
@@ -26,6 +28,7 @@ from perfbench.history.exchange.strict_json import (
 )
 from perfbench.history.exchange.units import metric_of
 from perfbench.history.nouns import METRICS, Better, HistoryRun, Metric
+from perfbench.text import visible
 
 ORIGIN = "github-action-benchmark"
 BIGGER, SMALLER = "customBiggerIsBetter", "customSmallerIsBetter"
@@ -54,7 +57,7 @@ class _ActionCommit(Schema):
 
 
 class _OurMetric(Schema):
-    name: str
+    name: str = Field(min_length=1)
     title: str
     unit: str
     better: Literal["higher", "lower", "neither"]
@@ -63,7 +66,7 @@ class _OurMetric(Schema):
 class _OurRun(Schema):
     """What an export adds to an entry, so that an import of it gives the same run."""
 
-    run_id: str
+    run_id: str = Field(min_length=1)
     origin: str
     suite: str
     card: str
@@ -112,7 +115,7 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
                 notes += more
         for run_id, found in ours.items():
             run, more = _copy(found, source, stated)
-            copies.add(run_id)
+            copies.add(visible(run_id))
             runs.append(run)
             notes += more
     return Imported(tuple(runs), tuple(notes), frozenset(copies))
@@ -193,7 +196,7 @@ def _copy(
     for _, entry, each in found:
         kept = each.metric
         metric = METRICS.get(kept.name) or Metric(
-            kept.name, kept.title, kept.unit, Better(kept.better)
+            visible(kept.name), visible(kept.title), visible(kept.unit), Better(kept.better)
         )
         values += (
             StatedValue(one.name, metric, one.value, each.axes.get(one.name, {}), *_spread(one))
@@ -212,7 +215,7 @@ def _copy(
         ours.is_dirty,
     )
     run, notes = assemble(head, values, source, stated)
-    return replace(run, info=replace(run.info, run_id=ours.run_id)), notes
+    return replace(run, info=replace(run.info, run_id=visible(ours.run_id))), notes
 
 
 def _moment(text: str | None, place: str) -> datetime | None:

@@ -8,6 +8,7 @@ import hashlib
 import re
 
 from perfbench.history.nouns import METRICS, Better, Metric
+from perfbench.text import visible
 
 _MICRO = str.maketrans({"µ": "u", "μ": "u"})
 _PLAIN = re.compile(r"[a-z]+([/_][a-z]+)*|%|")
@@ -18,12 +19,12 @@ def metric_of(stem: str, unit: str, better: Better, title: str = "") -> Metric:
 
     A unit that a name cannot spell ends with a digest of it, so that two units are two metrics.
     """
-    unit = unit.translate(_MICRO)
+    unit = visible(unit.translate(_MICRO))
     spelled = unit.replace("/", "_per_").replace("%", "pct")
     if not _PLAIN.fullmatch(unit) or "_per_" in unit:
         spelled = f"{slug(spelled)[:40]}_{digest(unit)[:6]}"
     name = "_".join(part for part in (stem, spelled) if part)
-    return METRICS.get(name) or Metric(name, title or stem.replace("_", " "), unit, better)
+    return METRICS.get(name) or Metric(name, visible(title) or stem.replace("_", " "), unit, better)
 
 
 def slug(text: str) -> str:

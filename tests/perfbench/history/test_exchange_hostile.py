@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.exchange import READERS, ImportFormat, SourceFile, Stated, detect
 from perfbench.history.nouns import HistoryCell, HistoryRun
+from perfbench.history.store import History
 from tests.perfbench.history.test_exchange_readers import WRITTEN, sources
 
 PYTEST = ImportFormat.PYTEST_BENCHMARK
@@ -157,7 +159,7 @@ def test_google_units_are_one_unit() -> None:
     assert "benchmarks[1].time_unit" in refusal(wrong, ImportFormat.GOOGLE_BENCHMARK)
 
 
-def test_google_rows_that_are_left_out_are_said() -> None:
+def test_google_rows_that_are_left_out_are_counted() -> None:
     rows = [
         {"name": "a", "real_time": 1.0, "cpu_time": 1.0, "time_unit": "ns"},
         {"name": "a_BigO", "run_name": "a", "run_type": "aggregate", "aggregate_name": "BigO"},
@@ -208,6 +210,28 @@ def test_a_date_that_none_is(date: float) -> None:
     assert "entries.s[0].date" in refusal(data, ImportFormat.GITHUB_ACTION)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_history_takes_every_name_wherever_it_stands(name: str, tmp_path: Path) -> None:
+    """As suite, machine, unit, measure, counter and parameter."""
+    unit = json.dumps([{"name": name, "unit": name, "value": 1, "extra": name}]).encode()
+    counter = name.replace("\ud800", "x")  # pydantic takes no lone surrogate for a key
+    google = {"name": name, "run_name": name, "real_time": 1, "cpu_time": 1, counter: 1.5}
+    entry = {**bench(name, 1.0), "params": {name: name}}
+    found = [
+        read(unit, ImportFormat.BIGGER, Stated(suite=name, card=name)),
+        read(json.dumps({name: {name: {"value": 1}}}).encode(), ImportFormat.BENCHER),
+        read(
+            json.dumps({"context": {"host_name": name}, "benchmarks": [google]}).encode(),
+            ImportFormat.GOOGLE_BENCHMARK,
+        ),
+        read(pytest_file([entry], machine_info={"node": name, "machine": name})),
+    ]
+    with History.open(tmp_path / "h.sqlite", create=True) as history:
+        for run in found:
+            assert history.add(run) == "new"
+            assert history.run(run.info.run_id) == run
+
+
 def test_a_byte_order_mark_is_no_part_of_the_file() -> None:
     data = pytest_file([bench("a", 1.0)])
     assert only(read(b"\xef\xbb\xbf" + data)).measured["median_s"].value == 1.0
@@ -233,7 +257,7 @@ def test_a_format_without_a_date_wants_one() -> None:
         READERS[ImportFormat.BENCHER](found, Stated())
 
 
-def test_a_tool_whose_direction_is_unknown_is_said() -> None:
+def test_a_tool_whose_direction_is_unknown_is_named() -> None:
     data = sources("data.js")[0].data.replace(b'"go"', b'"abacus"')
     found = READERS[ImportFormat.GITHUB_ACTION]([SourceFile("d", data, WRITTEN)], Stated())
     (metric,) = found.runs[2].metrics.values()

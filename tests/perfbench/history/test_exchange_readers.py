@@ -137,7 +137,7 @@ def test_github_action_benchmark() -> None:
     assert go.metrics["smaller_ns_per_op"].better is Better.LOWER
 
 
-def test_a_name_that_stands_several_times_is_said() -> None:
+def test_a_name_that_stands_several_times_is_named() -> None:
     notes = READERS[ImportFormat.GITHUB_ACTION](sources("data.js"), Stated()).notes
     assert len(notes) == 1
     assert "'BenchmarkFib' 3 times" in notes[0] and "Go Benchmark[0]" in notes[0]

@@ -133,7 +133,7 @@ def test_a_missing_number_is_counted_and_left_out() -> None:
         assert '"a"' not in made.text and '"a [' not in made.text
 
 
-def test_a_metric_without_a_direction_is_said() -> None:
+def test_a_metric_without_a_direction_is_named() -> None:
     measured = {"sm_clock_mhz": MeasuredValue(1.0, count=1)}
     info = RunInfo("r", "", "o", "s", "c", datetime(2026, 1, 1, tzinfo=UTC), None, {})
     run = HistoryRun(info, (HistoryCell("a", {}, None, "", "", measured),))
