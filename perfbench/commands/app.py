@@ -24,8 +24,10 @@ from perfbench.commands.compare import compare
 from perfbench.commands.console import drop_stdout, print_text, say
 from perfbench.commands.doctor import doctor
 from perfbench.commands.explain import explain
+from perfbench.commands.export import export
 from perfbench.commands.gap import gap
 from perfbench.commands.gate import gate
+from perfbench.commands.import_ import import_
 from perfbench.commands.init import init
 from perfbench.commands.plan import plan
 from perfbench.commands.prune import prune
@@ -68,6 +70,8 @@ app.command()(calibrate)
 app.command()(tune)
 app.command()(doctor)
 app.command()(schema)
+app.command(name="import")(import_)
+app.command()(export)
 app.command()(prune)
 app.add_typer(baseline.app, name="baseline")
 app.add_typer(history.app, name="history")

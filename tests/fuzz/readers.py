@@ -12,8 +12,10 @@ import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
+from random import Random
 
 from nsa.capability import assumed
 from nsa.config import preset
@@ -23,6 +25,7 @@ from perfbench.commands.judging import judge_alone
 from perfbench.commands.outcome import policy_of
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import judging
+from perfbench.history import exchange, writing
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 from perfbench.records import BaselineProblem, baseline_file, read_calibration, run_file
@@ -146,6 +149,20 @@ def _pair(data: bytes, folder: Path) -> None:
     pair.are_paired(found.base, found.candidate)
 
 
+def _exchange(data: bytes, folder: Path) -> None:
+    """A file of another tool; what is taken of it, a history stores."""
+    source = exchange.SourceFile(str(folder / "x.json"), data, datetime(2026, 1, 1, tzinfo=UTC))
+    kind = exchange.detect([source])
+    for run in exchange.READERS[kind]([source], exchange.Stated()).runs:
+        try:
+            writing.check(run)
+        except PerfbenchError as error:
+            raise AssertionError(f"no history takes what was read: {error}") from None
+        assert "\\x00" not in repr(run), "PostgreSQL stores no NUL"
+        exchange.data_js([run]).text.encode()
+        exchange.write_bencher(run).text.encode()
+
+
 def _laid(data: bytes, path: Path) -> Path:
     path.write_bytes(data)
     return path
@@ -228,6 +245,26 @@ def _pair_seeds() -> list[bytes]:
     return [PART.join(sides), PART.join([_run_seeds()[0]] * 2)]
 
 
+def _exchange_seeds() -> list[bytes]:
+    files = [path for path in sorted((DATA / "exchange").rglob("*.js*")) if path.is_file()]
+    seeds = [path.read_bytes() for path in files]
+    google = exchange.SourceFile("g", (DATA / "exchange" / "google.json").read_bytes())
+    runs = exchange.READERS[exchange.ImportFormat.GOOGLE_BENCHMARK](
+        [google], exchange.Stated()
+    ).runs
+    return [*seeds, exchange.data_js(runs).text.encode()]
+
+
+def _damaged_exchange(data: bytes, random: Random) -> bytes:
+    """Inside the JSON of data.js, too, and of one line of many."""
+    head, assigned, rest = data.partition(b"= ")
+    if head.strip() == b"window.BENCHMARK_DATA":
+        return head + assigned + mutations.of_json(rest, random)
+    if data.startswith(b'{"reason"'):
+        return mutations.of_json_lines(data, random)
+    return mutations.of_json(data, random)
+
+
 READERS: Mapping[str, Reader] = {
     "matrix": Reader(_matrix, cache(_matrix_seeds), mutations.of_yaml),
     "run": Reader(_run, cache(_run_seeds), mutations.of_json_lines),
@@ -235,5 +272,6 @@ READERS: Mapping[str, Reader] = {
     "baseline": Reader(_baseline, cache(_baseline_seeds), mutations.of_json),
     "calibration": Reader(_calibration, cache(_calibration_seeds), mutations.of_json),
     "tune": Reader(_tune, cache(_tune_seeds), mutations.of_json_lines),
+    "exchange": Reader(_exchange, cache(_exchange_seeds), _damaged_exchange),
     "pair": Reader(_pair, cache(_pair_seeds), mutations.of_json_lines),
 }
