@@ -221,6 +221,7 @@ class SeriesReader:
         self._metrics = metrics(connection)
         rows = connection.execute(select(tables.segments.c.id, tables.segments.c.mapping))
         self._segments = {row.id: row.mapping for row in rows}
+        self._with_config: dict[tuple[int, str], Mapping[str, str]] = {}
 
     def read(
         self, key: SeriesKey, number: int, cell: int, conditions: list[ColumnElement[bool]]
@@ -245,14 +246,16 @@ class SeriesReader:
     def _points(
         self, number: int, cell: int, conditions: list[ColumnElement[bool]]
     ) -> Iterator[SeriesPoint]:
-        outcomes = tables.outcomes
-        of_run = [runs.c.run_id, runs.c.measured_utc, runs.c.commit_sha, runs.c.segment]
+        outcomes, definitions = tables.outcomes, tables.definitions
+        of_run = [runs.c.run_id, runs.c.measured_utc, runs.c.commit_sha]
+        of_segment = [runs.c.segment, definitions.c.config_sha256]
         of_point = [points.c.value, points.c.low, points.c.high, points.c.count]
         query = (
-            select(*of_run, *of_point, *_words(), GAPS.c.body.label("gap"))
+            select(*of_run, *of_segment, *of_point, *_words(), GAPS.c.body.label("gap"))
             .select_from(points)
             .join(runs, runs.c.id == points.c.run)
             .join(outcomes, and_(outcomes.c.run == points.c.run, outcomes.c.cell == cell))
+            .join(definitions, definitions.c.id == outcomes.c.definition)
             .join(REASONS, REASONS.c.id == outcomes.c.reason)
             .outerjoin(VERDICTS, VERDICTS.c.id == outcomes.c.verdict)
             .outerjoin(GAPS, GAPS.c.id == points.c.reason)
@@ -260,7 +263,8 @@ class SeriesReader:
             .order_by(points.c.measured_utc, points.c.run)
         )
         for row in self._connection.execute(query):
-            name, time, commit, segment, value, low, high, count, verdict, reason, gap = row
+            name, time, commit, segment, config = row[:5]
+            value, low, high, count, verdict, reason, gap = row[5:]
             yield SeriesPoint(
                 run_id=name,
                 measured_utc=time,
@@ -271,5 +275,17 @@ class SeriesReader:
                 count=count,
                 verdict=verdict,
                 reason=gap or reason,
-                segment=self._segments[segment],
+                segment=self._segment(segment, config),
             )
+
+    def _segment(self, number: int, config_sha256: str | None) -> Mapping[str, str]:
+        """The run's, and the cell's configuration: another one under the same name may not be
+        compared.
+        """
+        if config_sha256 is None:
+            return self._segments[number]
+        known = self._with_config.get((number, config_sha256))
+        if known is None:
+            known = {**self._segments[number], "config": config_sha256[:12]}
+            self._with_config[number, config_sha256] = known
+        return known

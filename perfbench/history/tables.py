@@ -227,7 +227,7 @@ outcomes = Table(  # of a cell in a run
     _one("verdict", "texts", null=True),
     _one("reason", "texts"),
     _one("definition", "definitions"),
-    PrimaryKeyConstraint("cell", "run", postgresql_include=["verdict", "reason"]),
+    PrimaryKeyConstraint("cell", "run", postgresql_include=["verdict", "reason", "definition"]),
     Index(None, "run"),
     sqlite_with_rowid=False,
 )

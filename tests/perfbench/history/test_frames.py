@@ -20,6 +20,8 @@ POINT = (
     *("verdict", "reason"),
 )
 
+SEGMENTS = ("segment_config", "segment_driver", "segment_torch")
+
 
 @pytest.fixture
 def small(tmp_path: Path) -> History:
@@ -61,14 +63,14 @@ def test_columns_have_the_types_of_load(small: History) -> None:
     assert str(frame.segment_torch.dtype) == str(frame.flavour.dtype) == "category"
     columns = list(frame.columns)
     assert columns[:3] == ["suite", "card", "cell_id"]
-    assert columns[-len(POINT) - 2 :] == [*POINT, "segment_driver", "segment_torch"]
+    assert columns[-len(POINT) - 3 :] == [*POINT, *SEGMENTS]
 
 
 def test_an_empty_history_has_the_same_columns(tmp_path: Path, small: History) -> None:
     with History.open(tmp_path / "empty.sqlite", create=True) as empty:
         frame = perfbench.history_frame(empty)
     full = perfbench.history_frame(small)
-    own = [one for one in full.columns if one not in ("flavour", "segment_driver", "segment_torch")]
+    own = [one for one in full.columns if one not in ("flavour", *SEGMENTS)]
     assert list(frame.columns) == own and len(frame) == 0
     assert str(frame.measured_utc.dtype) == "datetime64[us, UTC]"
 

@@ -61,7 +61,7 @@ def test_a_series_is_oldest_first_whatever_came_first(history: History) -> None:
     assert series.points[1] == SeriesPoint(
         *(gap.run_id, gap.measured_utc, gap.commit),
         *(None, None, None, 0),
-        *("FAILED", DEAD.reason, SEGMENT),
+        *("FAILED", DEAD.reason, {**SEGMENT, "config": "c" * 12}),
     )
     assert series.points[0].reason == "within 1.2 %"
     assert [
@@ -187,6 +187,19 @@ def test_times_of_any_zone_are_utc_afterwards(history: History) -> None:
     assert (info.measured_utc, info.commit_utc) == (early, datetime.max.replace(tzinfo=UTC))
     assert info.measured_utc.tzinfo is UTC
     assert history.series(key()).points[0].measured_utc == early
+
+
+def test_another_configuration_of_a_cell_is_another_segment(history: History) -> None:
+    """Under one name the gate compares no two; a series must not either."""
+    one = made_run(0)
+    (cell,) = one.cells[:1]
+    for day, config in enumerate(("a" * 64, "a" * 64, "b" * 64, None)):
+        made = made_run(day, replace(cell, config_sha256=config))
+        history.add(made)
+    name = next(iter(cell.measured))
+    (found,) = history.every_series(cell_id=cell.cell_id, metric=name)
+    configs = [point.segment.get("config") for point in found.points]
+    assert configs == ["a" * 12, "a" * 12, "b" * 12, None]
 
 
 def test_equal_segments_are_stored_once(history: History) -> None:
