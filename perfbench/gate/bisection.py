@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Self
 
 from perfbench.gate import stats
 from perfbench.gate.cell_sides import CellSides
@@ -37,23 +38,46 @@ class Turn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SoughtDrop:
-    """The drop that the steps look for.
+    """The drop that the steps look for, of ln speed in ``metric`` against the good commit.
 
-    ``ln_drop``: of ln speed in ``metric``, positive. ``alpha``: of one bound at one look.
-    ``by_work``: launches or host syncs rose instead, which is no noise and needs one look.
-    ``least_ln``: a drop within it is never called one.
+    ``good_ln`` and ``bad_ln``: the two levels between which it lies. ``alpha``: of one bound at one
+    look. ``least_ln``: a smaller difference of levels is no drop. ``by_work``: launches or host
+    syncs rose instead, which is no noise and needs one look.
     """
 
     metric: str
-    ln_drop: float
+    bad_ln: float
     alpha: float
+    least_ln: float
+    good_ln: float = 0.0
     by_work: bool = False
-    least_ln: float = 0.0
+
+    @property
+    def ln_drop(self) -> float:
+        """Positive."""
+        return self.good_ln - self.bad_ln
 
     @property
     def threshold(self) -> float:
-        """ln speed, negative: half of the drop."""
-        return -self.ln_drop / 2
+        """Half of the drop down: the middle of both levels."""
+        return (self.good_ln + self.bad_ln) / 2
+
+    def after(self, found: StepFound) -> Self:
+        """What is looked for after a step: a commit whose interval excludes the level of its side
+        has one of its own, as between the parts of a drop that two commits made.
+        """
+        change = found.change
+        if change is None or found.turn in (Turn.SKIPPED, Turn.OPEN):
+            return self
+        good = found.turn is Turn.GOOD
+        if not found.is_part and change.includes(self.good_ln if good else self.bad_ln):
+            return self
+        moved = (
+            replace(self, good_ln=change.ln_change)
+            if good
+            else replace(self, bad_ln=change.ln_change)
+        )
+        return moved if moved.ln_drop >= self.least_ln else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +93,13 @@ class SpeedInterval:
     pairs: int
     metric: str = WALL
 
+    def includes(self, ln_change: float) -> bool:
+        """Whether the interval does."""
+        change = pct(ln_change)
+        if change is None or self.low_pct is None or self.high_pct is None:
+            return True
+        return self.low_pct <= change <= self.high_pct
+
     def __str__(self) -> str:
         what = SPEED_WORDS[self.metric]
         return (
@@ -79,8 +110,8 @@ class SpeedInterval:
 
 @dataclass(frozen=True, slots=True)
 class StepFound:
-    """``wanted``: the pairs of the next look, where the step is open. ``is_part``: a drop that is
-    certain, yet neither none nor the whole.
+    """``wanted``: the pairs of the next look, where the step is open. ``is_part``: certainly slower
+    than the one level, and certainly faster than the other.
     """
 
     turn: Turn
@@ -118,10 +149,10 @@ def sought(found: PairFound, policy: GatePolicy, steps: int) -> SoughtDrop:
     by_work = bool(found.work) and -found.change.ln_change < tolerance
     return SoughtDrop(
         metric=found.change.metric,
-        ln_drop=max(-found.change.ln_change, tolerance),
+        bad_ln=min(found.change.ln_change, -tolerance),
         alpha=(1 - policy.power) / max(steps, 1) / len(LOOKS),
-        by_work=by_work,
         least_ln=tolerance,
+        by_work=by_work,
     )
 
 
@@ -142,7 +173,7 @@ def decide_step(
     differences: Sequence[float], drop: SoughtDrop, *, is_last: bool
 ) -> StepFound | None:
     """One look at ``differences`` of ln speed, candidate - good, a pair each; None where the next
-    look is wanted. At the last look it may be SKIPPED, or BAD by a part of the drop.
+    look is wanted. The last one decides by the levels themselves where the threshold cannot.
     """
     change = interval(differences, drop.metric)
     far = _far(differences, drop.alpha)
@@ -154,10 +185,15 @@ def decide_step(
         return StepFound(Turn.GOOD, f"above {half} for certain: {change}", change)
     if not is_last:
         return None
-    if change.ln_change < -drop.least_ln and upper < 0:
-        why = f"slower for certain, though neither by nothing nor by the whole drop: {change}"
-        return StepFound(Turn.BAD, why, change, is_part=True)
-    return StepFound(Turn.SKIPPED, f"undecided at the last look: {change} against {half}", change)
+    is_slower, is_faster = upper < drop.good_ln, lower > drop.bad_ln
+    if not (is_slower or is_faster):
+        return StepFound(Turn.SKIPPED, f"undecided at the last look: {change}", change)
+    both = is_slower and is_faster
+    turn = Turn.BAD if change.ln_change < drop.threshold else Turn.GOOD
+    if not both:
+        turn = Turn.BAD if is_slower else Turn.GOOD
+    why = "a part of the drop" if both else "not the whole drop" if is_faster else "not none"
+    return StepFound(turn, f"{why} for certain: {change}", change, is_part=both)
 
 
 def interval(differences: Sequence[float], metric: str = WALL) -> SpeedInterval:

@@ -97,8 +97,7 @@ def find_first_bad(
 ) -> BisectResult:
     """Measure both ends, halve what lies between, and confirm the last one left against its parent.
 
-    The good end is one side of every step, so that a slow drift is seen. A midpoint that is slower
-    by a part of the drop alone becomes the bad end: from there that part is looked for.
+    The good end is one side of every step, so that a slow drift is seen.
     """
     result = BisectResult(Ending.SAME_CODE, found, "")
     if found.good.tree == found.bad.tree:
@@ -156,8 +155,7 @@ def _halve(
         say(f"{one.turn}: {one.reason}")
         if one.turn is Turn.OPEN:
             break
-        if one.is_part and one.change is not None:
-            drop = replace(drop, ln_drop=-one.change.ln_change)
+        drop = drop.after(one)
     return steps
 
 
