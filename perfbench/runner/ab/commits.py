@@ -85,6 +85,33 @@ def commits_between(
     return CommitRange(Commit(first[0], trees[first[0]], first[2], ()), commits[-1], commits)
 
 
+@dataclass(frozen=True, slots=True)
+class ListedChanges:
+    """``lines``: 'abc1234 subject' of the newest commits that touch the package, of ``count``.
+
+    ``is_ancestor``: whether the one revision is an ancestor of the other.
+    """
+
+    lines: tuple[str, ...]
+    count: int
+    is_ancestor: bool
+
+
+def changes_between(base: str, candidate: str, repository: Path, most: int) -> ListedChanges:
+    """What `git log --oneline base..candidate` lists of the measured package, ``most`` at most.
+
+    CannotBuild where git does not know one of them.
+    """
+    ends = [commit_of(text, repository) for text in (base, candidate)]
+    between, package = f"{ends[0]}..{ends[1]}", ["--", f"{PACKAGE}/"]
+    count = int(git(repository, "rev-list", "--count", between, *package))
+    printed = git(
+        repository, "log", f"--max-count={most}", "--format=%h %s", "--no-color", between, *package
+    )
+    is_ancestor = _merge_base(ends, repository) == ends[0] != ends[1]
+    return ListedChanges(tuple(printed.splitlines()), count, is_ancestor)
+
+
 def touching(found: CommitRange) -> list[Commit]:
     """The commits of a range that change the measured package, oldest first: those whose package
     is that of none of their parents.
