@@ -236,7 +236,8 @@ def _finish(
     resume = resume_command(folder)
     markdown = bisect_markdown(result, asked.cell_id, resume, _again(asked))
     content = bisect_json(result, asked.cell_id, resume)
-    content |= {"folder": str(folder), "kernels": diff and diff.model_dump(mode="json")}
+    changes = [] if diff is None else [one.model_dump(mode="json") for one in diff.changes]
+    content |= {"folder": str(folder), "kernels": changes}
     if diff is not None:
         markdown += f"\n{diff.to_markdown()}"
     text = json.dumps(content, indent=2) + "\n"

@@ -14,6 +14,7 @@ from perfbench.records import Kernels
 from perfbench.text import code, escape
 from perfbench.tracing import kernel_diff, memory_diff
 from perfbench.tracing.kernel_diff import Change
+from perfbench.tracing.places import Place
 
 FILE_NAME = "trace.json"
 
@@ -27,6 +28,7 @@ class Traced(BaseModel):
     model_config = ConfigDict(frozen=True)
     name: str  # what was measured: a revision, a folder, 'this checkout'
     kernels: Kernels | None = None
+    places: dict[str, Place] = {}  # rows of ``kernels`` that the measured package defines or calls
     # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
     chrome: str | None = None
     reason: str = ""
@@ -61,9 +63,18 @@ class TraceDiff(BaseModel):
     def changes(self) -> list[Change]:
         """Empty also where a side is missing: ``problems`` says which."""
         base, candidate = self._tables()
-        return (
-            kernel_diff.diff(base, candidate) if base is not None and candidate is not None else []
-        )
+        if base is None or candidate is None:
+            return []
+        return [self._placed(one) for one in kernel_diff.diff(base, candidate)]
+
+    def _placed(self, change: Change) -> Change:
+        """With where each side has it."""
+        was = change.was or change.name
+        places = {
+            "base_place": self.base and self.base.places.get(was),
+            "candidate_place": self.candidate and self.candidate.places.get(change.name),
+        }
+        return change.model_copy(update=places)
 
     @property
     def problems(self) -> list[str]:
