@@ -14,7 +14,7 @@ from perfbench.records import Kernels
 from perfbench.text import code, escape
 from perfbench.tracing import kernel_diff, memory_diff
 from perfbench.tracing.kernel_diff import Change
-from perfbench.tracing.places import Place
+from perfbench.tracing.places import Place, caller_that_grew
 
 FILE_NAME = "trace.json"
 
@@ -28,10 +28,14 @@ class Traced(BaseModel):
     model_config = ConfigDict(frozen=True)
     name: str  # what was measured: a revision, a folder, 'this checkout'
     kernels: Kernels | None = None
-    places: dict[str, Place] = {}  # rows of ``kernels`` that the measured package defines or calls
+    places: dict[str, Place] = {}  # rows of ``kernels`` that the measured package defines
     # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
     chrome: str | None = None
     reason: str = ""
+
+    def callers_of(self, name: str) -> dict[str, int]:
+        """'nsa/FILE.py:LINE FUNCTION' -> calls of the row from there."""
+        return {} if self.kernels is None else self.kernels.called_from.get(name, {})
 
     @property
     def unusable(self) -> str:
@@ -68,13 +72,16 @@ class TraceDiff(BaseModel):
         return [self._placed(one) for one in kernel_diff.diff(base, candidate)]
 
     def _placed(self, change: Change) -> Change:
-        """With where each side has it."""
-        was = change.was or change.name
-        places = {
-            "base_place": self.base and self.base.places.get(was),
-            "candidate_place": self.candidate and self.candidate.places.get(change.name),
-        }
-        return change.model_copy(update=places)
+        """With where each side's package defines it, or calls it most beyond the other side."""
+        assert self.base is not None and self.candidate is not None
+        names = (change.was or change.name, change.name)
+        sides = (self.base, self.candidate)
+        callers = [one.callers_of(name) for one, name in zip(sides, names, strict=True)]
+        base, candidate = (
+            one.places.get(name) or caller_that_grew(mine, theirs)
+            for one, name, mine, theirs in zip(sides, names, callers, callers[::-1], strict=True)
+        )
+        return change.model_copy(update={"base_place": base, "candidate_place": candidate})
 
     @property
     def problems(self) -> list[str]:

@@ -5,8 +5,11 @@ package of another version cannot be imported here.
 from __future__ import annotations
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -20,23 +23,43 @@ _NAMED_BY = "named_by"  # a kernel's name as it is shown: (begin, marks between,
 
 
 class Place(BaseModel):
-    """``file``: from the folder that holds the package, with '/'."""
+    """``file``: from the folder that holds the package, with '/'. ``function``: empty where the
+    line defines the row, else the one that called it.
+    """
 
     model_config = ConfigDict(frozen=True)
     module: str
     file: str
     line: int = Field(ge=1)
+    function: str = ""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}"
 
     @classmethod
-    def of(cls, text: str) -> Place | None:
-        """The place that `str` wrote; None where it is none."""
-        file, _, line = text.rpartition(":")
-        if not file.endswith(".py") or not line.isdigit() or int(line) < 1:
+    def of_caller(cls, text: str) -> Self | None:
+        """'nsa/FILE.py:LINE FUNCTION', as a trace stores it; None where it is none."""
+        found = re.fullmatch(r"([^:]+\.py):([1-9]\d{0,8}) (.*)", text)
+        if found is None:
             return None
-        return cls(module=_module_of(file), file=file, line=int(line))
+        file, line, function = found.groups()
+        return cls(module=_module_of(file), file=file, line=int(line), function=function)
+
+
+def caller_that_grew(mine: Mapping[str, int], theirs: Mapping[str, int]) -> Place | None:
+    """Of the lines that called a row on one side, that of the function whose calls exceed the other
+    side's most; among equals the one with the most calls.
+    """
+    others = Counter[tuple[str, str]]()
+    for text, calls in theirs.items():
+        if (place := Place.of_caller(text)) is not None:
+            others[place.file, place.function] += calls
+    found = [
+        (calls - others[place.file, place.function], calls, text, place)
+        for text, calls in mine.items()
+        if (place := Place.of_caller(text)) is not None
+    ]
+    return max(found, key=lambda one: one[:3])[3] if found else None
 
 
 class Places:
@@ -47,16 +70,9 @@ class Places:
     def __init__(self, found: Mapping[tuple[str, str | None], Place]) -> None:
         self._found = found
 
-    def of_rows(self, names: Iterable[str], called_from: Mapping[str, str]) -> dict[str, Place]:
-        """Those of the rows ``names`` that have one: their definition, else the line of the package
-        that called them.
-        """
-        found = {}
-        for name in names:
-            place = self._of(name) or Place.of(called_from.get(name, ""))
-            if place is not None:
-                found[name] = place
-        return found
+    def of_rows(self, names: Iterable[str]) -> dict[str, Place]:
+        """Those of the rows ``names`` that the package defines."""
+        return {name: place for name in names if (place := self._of(name)) is not None}
 
     def _of(self, name: str) -> Place | None:
         if (name, None) in self._found:

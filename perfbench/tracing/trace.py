@@ -243,11 +243,8 @@ def _trace_into(
 
 
 def _with_places(traced: Traced, one: Checkout) -> Traced:
-    kernels = traced.kernels
-    if kernels is None:
-        return traced
-    places = places_in(one.folder).of_rows(kernels.rows, kernels.called_from)
-    return traced.model_copy(update={"places": places})
+    rows = () if traced.kernels is None else traced.kernels.rows
+    return traced.model_copy(update={"places": places_in(one.folder).of_rows(rows)})
 
 
 def _trace_cell(

@@ -121,7 +121,7 @@ class PairMeasurer:
             stops = (Exit.INTERNAL, Exit.ENVIRONMENT, Exit.INTERRUPTED)
             if error.exit_code in stops and not isinstance(error, CannotBuild):
                 raise  # it says nothing about the commit
-            return StepFound(Turn.SKIPPED, f"it cannot be measured: {error}")
+            return StepFound(Turn.SKIPPED, f"it cannot be measured: {_one_line(str(error))}")
         if found is None:
             return StepFound(Turn.OPEN, "the budget is spent")
         return judge_step(self._pairs(found), policies(self.matrix), drop)
@@ -183,6 +183,13 @@ def interrupted(folder: Path) -> PerfbenchError:
 def resume_command(folder: Path) -> str:
     """A bisect's file holds the rest."""
     return shlex.join(["perfbench", "bisect", "--resume", str(folder)])
+
+
+def _one_line(message: str) -> str:
+    """Of a message with the last lines of a process, the error at their end."""
+    first, *others = message.splitlines()
+    words = [line for line in others if line[:1].strip() and not line.startswith("Next:")]
+    return words[-1] if words else first
 
 
 def _pair_s(found: Pair) -> float:
