@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text
 from perfbench.errors import Exit
-from perfbench.records import Verdict
 from perfbench.text import shorten
 
 if TYPE_CHECKING:
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
     from perfbench.gate import CellVerdict
 
 MOST_COMMITS = 10  # of a list that is to be read
-SLOWER = (Verdict.REGRESSED, Verdict.SUSPECT)
 
 
 def explain(
@@ -69,6 +67,7 @@ def change_of(cell: CellVerdict, outcome: Outcome, run_path: Path) -> CodeChange
     look further; empty for a cell that is neither red nor SUSPECT.
     """
     from perfbench.commands.outcome import CHECKOUT
+    from perfbench.records import Verdict
     from perfbench.runner import CannotBuild, changes_between
     from perfbench.tracing import TRACED_VERDICTS
 
@@ -95,7 +94,8 @@ def change_of(cell: CellVerdict, outcome: Outcome, run_path: Path) -> CodeChange
     )
     if manifest.source.dirty_sha256 is not None:
         return CodeChange((*commits, "  and changes that were never committed"), trace)
-    if verdict not in SLOWER or not found.is_ancestor or not found.count:
+    slower = verdict in (Verdict.REGRESSED, Verdict.SUSPECT) and not manifest.injections
+    if not (slower and found.is_ancestor and found.count):
         return CodeChange(commits, trace)
     words = ["--good", base[:12], "--bad", candidate[:12], "--matrix", manifest.matrix_path]
     return CodeChange(commits, (*trace, shlex.join(["perfbench", "bisect", *words, cell.cell_id])))

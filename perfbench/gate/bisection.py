@@ -27,7 +27,7 @@ from perfbench.records import Verdict
 INTERVAL_ALPHA = 0.025  # at each end: 95 %
 
 
-class Turn(StrEnum):
+class StepTurn(StrEnum):
     """What a step says of its commit."""
 
     GOOD = "good"
@@ -67,9 +67,9 @@ class SoughtDrop:
         has one of its own, as between the parts of a drop that two commits made.
         """
         change = found.change
-        if change is None or found.turn in (Turn.SKIPPED, Turn.OPEN):
+        if change is None or found.turn in (StepTurn.SKIPPED, StepTurn.OPEN):
             return self
-        good = found.turn is Turn.GOOD
+        good = found.turn is StepTurn.GOOD
         if not found.is_part and change.includes(self.good_ln if good else self.bad_ln):
             return self
         moved = (
@@ -114,7 +114,7 @@ class StepFound:
     than the one level, and certainly faster than the other.
     """
 
-    turn: Turn
+    turn: StepTurn
     reason: str
     change: SpeedInterval | None = None
     wanted: int | None = None
@@ -180,18 +180,18 @@ def decide_step(
     lower, upper = change.ln_change - far, change.ln_change + far
     half = shown(pct(drop.threshold))
     if upper < drop.threshold:
-        return StepFound(Turn.BAD, f"below {half} for certain: {change}", change)
+        return StepFound(StepTurn.BAD, f"below {half} for certain: {change}", change)
     if lower > drop.threshold:
-        return StepFound(Turn.GOOD, f"above {half} for certain: {change}", change)
+        return StepFound(StepTurn.GOOD, f"above {half} for certain: {change}", change)
     if not is_last:
         return None
     is_slower, is_faster = upper < drop.good_ln, lower > drop.bad_ln
     if not (is_slower or is_faster):
-        return StepFound(Turn.SKIPPED, f"undecided at the last look: {change}", change)
+        return StepFound(StepTurn.SKIPPED, f"undecided at the last look: {change}", change)
     both = is_slower and is_faster
-    turn = Turn.BAD if change.ln_change < drop.threshold else Turn.GOOD
+    turn = StepTurn.BAD if change.ln_change < drop.threshold else StepTurn.GOOD
     if not both:
-        turn = Turn.BAD if is_slower else Turn.GOOD
+        turn = StepTurn.BAD if is_slower else StepTurn.GOOD
     why = "a part of the drop" if both else "not the whole drop" if is_faster else "not none"
     return StepFound(turn, f"{why} for certain: {change}", change, is_part=both)
 
@@ -226,31 +226,31 @@ def judge_step(
     for look in looks:
         sides = rows.of(cell_id, look)
         if isinstance(sides, NoPairs) and not sides.more_may_help:
-            return StepFound(Turn.SKIPPED, sides.reason)
+            return StepFound(StepTurn.SKIPPED, sides.reason)
         if (count := rows.count(cell_id, look)) < look:
             why = f"{count} of {look} pairs were measured"
-            return StepFound(Turn.OPEN, why, wanted=look)
+            return StepFound(StepTurn.OPEN, why, wanted=look)
         if isinstance(sides, NoPairs):
             why = sides.reason
             continue
         found = _look(sides, drop, is_last=look == looks[-1])
         if found is not None:
             return found
-    return StepFound(Turn.SKIPPED, why)
+    return StepFound(StepTurn.SKIPPED, why)
 
 
 def _look(sides: CellSides, drop: SoughtDrop, *, is_last: bool) -> StepFound | None:
     base, candidate = sides.logs(drop.metric)
     few = sides.too_few() or ("" if len(base) > 1 else f"no {drop.metric} of both sides")
     if few:
-        return StepFound(Turn.SKIPPED, few) if is_last else None
+        return StepFound(StepTurn.SKIPPED, few) if is_last else None
     differences = stats.differences(base, candidate)
     if not drop.by_work:
         return decide_step(differences, drop, is_last=is_last)
     change, more = interval(differences, drop.metric), sides.more_work()
     if more:
-        return StepFound(Turn.BAD, "; ".join(more), change)
-    return StepFound(Turn.GOOD, f"no more work than the good commit: {sides.work()}", change)
+        return StepFound(StepTurn.BAD, "; ".join(more), change)
+    return StepFound(StepTurn.GOOD, f"no more work than the good commit: {sides.work()}", change)
 
 
 def pair_found(cell: CellVerdict, *, is_open: bool, pair_s: float) -> PairFound:

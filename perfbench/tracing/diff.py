@@ -14,7 +14,7 @@ from perfbench.records import Kernels
 from perfbench.text import code, escape
 from perfbench.tracing import kernel_diff, memory_diff
 from perfbench.tracing.kernel_diff import Change
-from perfbench.tracing.places import Place, caller_that_grew
+from perfbench.tracing.places import CodePlace, caller_that_grew
 
 FILE_NAME = "trace.json"
 
@@ -28,7 +28,7 @@ class Traced(BaseModel):
     model_config = ConfigDict(frozen=True)
     name: str  # what was measured: a revision, a folder, 'this checkout'
     kernels: Kernels | None = None
-    places: dict[str, Place] = {}  # rows of ``kernels`` that the measured package defines
+    places: dict[str, CodePlace] = {}  # rows of ``kernels`` that the measured package defines
     # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
     chrome: str | None = None
     reason: str = ""

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from perfbench.records import Kernel, Kernels
 from perfbench.text import NULL, cell_code, number
-from perfbench.tracing.places import Place
+from perfbench.tracing.places import CodePlace
 
 DISPLAY_CHARS = 70
 _PLAIN_TYPES = frozenset(
@@ -62,8 +62,8 @@ class Change(BaseModel):
     base: Kernel | None
     candidate: Kernel | None
     was: str = ""
-    base_place: Place | None = None
-    candidate_place: Place | None = None
+    base_place: CodePlace | None = None
+    candidate_place: CodePlace | None = None
 
     @property
     def delta_s(self) -> float | None:

@@ -22,7 +22,7 @@ _BACKWARD = "_backward"  # the second operator of a define_operator with a Backw
 _NAMED_BY = "named_by"  # a kernel's name as it is shown: (begin, marks between, end)
 
 
-class Place(BaseModel):
+class CodePlace(BaseModel):
     """``file``: from the folder that holds the package, with '/'. ``function``: empty where the
     line defines the row, else the one that called it.
     """
@@ -46,35 +46,35 @@ class Place(BaseModel):
         return cls(module=_module_of(file), file=file, line=int(line), function=function)
 
 
-def caller_that_grew(mine: Mapping[str, int], theirs: Mapping[str, int]) -> Place | None:
+def caller_that_grew(mine: Mapping[str, int], theirs: Mapping[str, int]) -> CodePlace | None:
     """Of the lines that called a row on one side, that of the function whose calls exceed the other
     side's most; among equals the one with the most calls.
     """
     others = Counter[tuple[str, str]]()
     for text, calls in theirs.items():
-        if (place := Place.of_caller(text)) is not None:
+        if (place := CodePlace.of_caller(text)) is not None:
             others[place.file, place.function] += calls
     found = [
         (calls - others[place.file, place.function], calls, text, place)
         for text, calls in mine.items()
-        if (place := Place.of_caller(text)) is not None
+        if (place := CodePlace.of_caller(text)) is not None
     ]
     return max(found, key=lambda one: one[:3])[3] if found else None
 
 
-class Places:
+class CodePlaces:
     """The kernels and operators that one version of the package defines: (begin, end) of a name,
     with what is between them left open where ``end`` is not null.
     """
 
-    def __init__(self, found: Mapping[tuple[str, str | None], Place]) -> None:
+    def __init__(self, found: Mapping[tuple[str, str | None], CodePlace]) -> None:
         self._found = found
 
-    def of_rows(self, names: Iterable[str]) -> dict[str, Place]:
+    def of_rows(self, names: Iterable[str]) -> dict[str, CodePlace]:
         """Those of the rows ``names`` that the package defines."""
         return {name: place for name in names if (place := self._of(name)) is not None}
 
-    def _of(self, name: str) -> Place | None:
+    def _of(self, name: str) -> CodePlace | None:
         if (name, None) in self._found:
             return self._found[name, None]
         fits = [
@@ -85,9 +85,9 @@ class Places:
         return max(fits, key=lambda one: one[0])[1] if fits else None
 
 
-def places_in(folder: Path) -> Places:
+def places_in(folder: Path) -> CodePlaces:
     """Of ``folder``/nsa. A file that cannot be read or parsed defines nothing."""
-    found: dict[tuple[str, str | None], Place] = {}
+    found: dict[tuple[str, str | None], CodePlace] = {}
     for path in sorted((folder / PACKAGE).rglob("*.py")):
         try:
             tree = ast.parse(path.read_bytes())
@@ -95,8 +95,8 @@ def places_in(folder: Path) -> Places:
             continue
         file = path.relative_to(folder).as_posix()
         for name, line in _definitions(tree):
-            found.setdefault(name, Place(module=_module_of(file), file=file, line=line))
-    return Places(found)
+            found.setdefault(name, CodePlace(module=_module_of(file), file=file, line=line))
+    return CodePlaces(found)
 
 
 def _module_of(file: str) -> str:

@@ -17,7 +17,7 @@ from perfbench.gate import (
     PairFound,
     SoughtDrop,
     StepFound,
-    Turn,
+    StepTurn,
     decide_at,
     looks_of,
     stats,
@@ -76,7 +76,7 @@ class Drawn:
     def step(self, name: str, base: Commit, candidate: Commit, drop: SoughtDrop) -> StepFound:
         self.measured.append(candidate.sha)
         if candidate.sha in self.broken:
-            return StepFound(Turn.SKIPPED, "broken")
+            return StepFound(StepTurn.SKIPPED, "broken")
         drawn = self._pairs(base, candidate)
         return next(
             one

@@ -13,7 +13,7 @@ from scipy.stats import binom
 
 from perfbench.commands import app, outcome
 from perfbench.errors import PerfbenchError
-from perfbench.gate import LOOKS, SoughtDrop, Turn
+from perfbench.gate import LOOKS, SoughtDrop, StepTurn
 from perfbench.gate.bisection import decide_step
 from perfbench.runner.ab import schedule
 from perfbench.runner.ab.bisect import Ending, find_first_bad
@@ -92,7 +92,7 @@ def test_a_wrong_turn_is_not_named() -> None:
     class Wrong(Drawn):
         def step(self, name, base, candidate, drop):  # type: ignore[no-untyped-def]
             one = super().step(name, base, candidate, drop)
-            return one if candidate.sha != "c4" else type(one)(Turn.BAD, "wrong", one.change)
+            return one if candidate.sha != "c4" else type(one)(StepTurn.BAD, "wrong", one.change)
 
     result = find_first_bad(found, Wrong(levels, 0.001, random.Random(1)), POLICY, print)
     assert result.ending is Ending.NOT_CONFIRMED and result.first_bad is None
@@ -163,7 +163,7 @@ def drop_of(pct: float) -> SoughtDrop:
 def test_a_step_is_decided_at_its_first_certain_look() -> None:
     rng = random.Random(4)
     noise = [rng.gauss(0, 0.015) for _ in range(LOOKS[-1])]
-    for change, turn in ((0.0, Turn.GOOD), (-0.06, Turn.BAD)):
+    for change, turn in ((0.0, StepTurn.GOOD), (-0.06, StepTurn.BAD)):
         looked = [
             decide_step([change + x for x in noise[:n]], drop_of(6), is_last=False) for n in LOOKS
         ]
@@ -188,7 +188,7 @@ def test_noise_beyond_the_drop_skips_the_commit() -> None:
     rng = random.Random(4)
     wild = [rng.gauss(-0.03, 0.2) for _ in range(LOOKS[-1])]
     found = decide_step(wild, drop_of(6), is_last=True)
-    assert found is not None and found.turn is Turn.SKIPPED
+    assert found is not None and found.turn is StepTurn.SKIPPED
     assert drop_of(6).after(found) == drop_of(6)
 
 

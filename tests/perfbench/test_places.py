@@ -13,7 +13,7 @@ from nsa import TinyLM
 from nsa.config import preset
 from perfbench.records.kernel_table import Kernel, Kernels
 from perfbench.tracing.diff import Traced, TraceDiff
-from perfbench.tracing.places import Place, caller_that_grew, places_in
+from perfbench.tracing.places import CodePlace, caller_that_grew, places_in
 from perfbench.worker.callers import callers, counted_callers
 from tests.perfbench.repositories import ROOT
 
@@ -106,11 +106,11 @@ def test_the_callers_of_a_real_step_are_lines_of_nsa() -> None:
     model = TinyLM(preset("tiny"), path="masked")
     ids = torch.zeros(1, 64, dtype=torch.int64)
     found = callers(lambda: model(ids))
-    (place,) = (Place.of_caller(text) for text in found["aten::scatter_"])
+    (place,) = (CodePlace.of_caller(text) for text in found["aten::scatter_"])
     assert place is not None and place.function == "token_mask"
     source = (ROOT / place.file).read_text(encoding="utf-8").splitlines()[place.line - 1]
     assert "scatter_" in source
-    assert all(Place.of_caller(text) is not None for texts in found.values() for text in texts)
+    assert all(CodePlace.of_caller(text) is not None for texts in found.values() for text in texts)
 
 
 def frame(file: str, line: int, name: str) -> Any:
@@ -156,7 +156,7 @@ def test_rows_that_changed_name_their_lines_on_both_sides() -> None:
             "Memcpy": Kernel(count=calls, seconds=calls * 3e-3),
         }
         called = {"aten::mul": {f"nsa/m.py:{line + 1} f": calls}}
-        places = {"nsa::masked": Place(module="nsa.m", file="nsa/m.py", line=line)}
+        places = {"nsa::masked": CodePlace(module="nsa.m", file="nsa/m.py", line=line)}
         kernels = Kernels(device="cpu", rows=rows, called_from=called)
         return Traced(name="v", kernels=kernels, places=places)
 

@@ -17,7 +17,7 @@ from perfbench.gate import (
     PairFound,
     SoughtDrop,
     StepFound,
-    Turn,
+    StepTurn,
     pairs_of_step,
     sought,
 )
@@ -54,7 +54,7 @@ class Ending(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BisectStep:
     """One commit that was asked about; ``left``: the commits that may be the first bad one, after
     its answer.
     """
@@ -76,7 +76,7 @@ class BisectResult:
     range: CommitRange
     reason: str
     whole: PairFound | None = None
-    steps: tuple[Step, ...] = ()
+    steps: tuple[BisectStep, ...] = ()
     left: tuple[Commit, ...] = ()
     parent: str = ""
     confirmation: PairFound | None = None
@@ -116,7 +116,7 @@ def find_first_bad(
     say(_announced(whole, drop, halving, policy))
     steps = _halve(halving, found.good, measurer, drop, say)
     result = replace(result, steps=tuple(steps), left=tuple(halving.left))
-    if steps and steps[-1].found.turn is Turn.OPEN:
+    if steps and steps[-1].found.turn is StepTurn.OPEN:
         return replace(result, ending=Ending.OPEN, reason=steps[-1].found.reason)
     if len(halving.left) > 1:
         why = "every other one was skipped: the reasons are with the steps"
@@ -143,17 +143,17 @@ def _halve(
     measurer: Measurer,
     drop: SoughtDrop,
     say: Callable[[str], None],
-) -> list[Step]:
-    steps: list[Step] = []
+) -> list[BisectStep]:
+    steps: list[BisectStep] = []
     while (commit := halving.next()) is not None:
         name = f"{len(steps) + 1:02d}-{commit.sha[:SHORT]}"
         say(f"step {len(steps) + 1}, {len(halving.left)} commits are left: {commit}")
         one = measurer.step(name, good, commit, drop)
-        if one.turn is not Turn.OPEN:
+        if one.turn is not StepTurn.OPEN:
             halving.answer(commit, one.turn)
-        steps.append(Step(name, commit, one, len(halving.left)))
+        steps.append(BisectStep(name, commit, one, len(halving.left)))
         say(f"{one.turn}: {one.reason}")
-        if one.turn is Turn.OPEN:
+        if one.turn is StepTurn.OPEN:
             break
         drop = drop.after(one)
     return steps

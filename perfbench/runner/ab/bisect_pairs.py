@@ -23,7 +23,7 @@ from perfbench.gate import (
     PairFound,
     SoughtDrop,
     StepFound,
-    Turn,
+    StepTurn,
     compare,
     judge_step,
     next_looks,
@@ -121,9 +121,9 @@ class PairMeasurer:
             stops = (Exit.INTERNAL, Exit.ENVIRONMENT, Exit.INTERRUPTED)
             if error.exit_code in stops and not isinstance(error, CannotBuild):
                 raise  # it says nothing about the commit
-            return StepFound(Turn.SKIPPED, f"it cannot be measured: {_one_line(str(error))}")
+            return StepFound(StepTurn.SKIPPED, f"it cannot be measured: {_one_line(str(error))}")
         if found is None:
-            return StepFound(Turn.OPEN, "the budget is spent")
+            return StepFound(StepTurn.OPEN, "the budget is spent")
         return judge_step(self._pairs(found), policies(self.matrix), drop)
 
     def _pairs(self, found: Pair) -> MeasuredPairs:

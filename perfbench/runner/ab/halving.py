@@ -7,7 +7,7 @@ judged at another commit is known.
 
 from __future__ import annotations
 
-from perfbench.gate import Turn
+from perfbench.gate import StepTurn
 from perfbench.runner.ab.commits import Commit, CommitRange, touching
 
 
@@ -24,7 +24,10 @@ class Halving:
                 mine |= self._ancestors[place[sha]] if sha in place else 0
             self._ancestors.append(mine)
         self._left = sum(1 << place[one.sha] for one in touching(found))
-        self._known: dict[str, Turn] = {found.good.tree: Turn.GOOD, found.bad.tree: Turn.BAD}
+        self._known: dict[str, StepTurn] = {
+            found.good.tree: StepTurn.GOOD,
+            found.bad.tree: StepTurn.BAD,
+        }
         self._apply_known()
 
     @property
@@ -48,7 +51,7 @@ class Halving:
         ]
         return self._commits[-max(found)[1]] if found else None
 
-    def answer(self, commit: Commit, turn: Turn) -> None:
+    def answer(self, commit: Commit, turn: StepTurn) -> None:
         """What was measured of ``commit`` holds for every commit with its package."""
         self._known[commit.tree] = turn
         self._apply_known()
@@ -59,11 +62,11 @@ class Halving:
         """
         for number in reversed(range(len(self._commits))):
             turn = self._known.get(self._commits[number].tree)
-            if not self._left >> number & 1 or turn in (None, Turn.SKIPPED):
+            if not self._left >> number & 1 or turn in (None, StepTurn.SKIPPED):
                 continue
             mine = self._ancestors[number]
             # among merges a good commit may contain every bad one; that answer divides nothing
-            self._left = self._left & (~mine if turn is Turn.GOOD else mine) or self._left
+            self._left = self._left & (~mine if turn is StepTurn.GOOD else mine) or self._left
 
     def _least_cleared(self, number: int) -> int:
         """How many commits the less telling answer clears."""
