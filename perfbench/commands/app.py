@@ -18,6 +18,7 @@ import typer
 
 from perfbench.commands import baseline, history
 from perfbench.commands.ab import ab
+from perfbench.commands.bisect import bisect
 from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
 from perfbench.commands.compare import compare
@@ -61,6 +62,7 @@ app.command()(run)
 app.command()(check)
 app.command()(gate)
 app.command()(ab)
+app.command()(bisect)
 app.command()(compare)
 app.command()(report)
 app.command()(explain)

@@ -99,6 +99,14 @@ def complete_cell(ctx: typer.Context, incomplete: str) -> list[str]:
     return [name for name in short_ids(found).values() if name.startswith(incomplete)]
 
 
+def complete_cell_of_matrix(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Cells of the MATRIX that was typed before."""
+    from perfbench.records import short_ids
+
+    found = short_ids(_cells_of_matrix(ctx))
+    return [name for name in found.values() if name.startswith(incomplete)]
+
+
 def complete_only(ctx: typer.Context, incomplete: str) -> list[str]:
     """Axes, and once one is typed its values in the MATRIX that stands before."""
     from perfbench.records import AXES, short_ids

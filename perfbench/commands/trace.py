@@ -86,7 +86,11 @@ def trace_cell(
             Exit.INTERRUPTED, "interrupted. Next: run it again; a trace takes one step"
         )
     diff = TraceDiff(cell_id=cell_id, base=found.get("a"), candidate=found.get("b"))
-    text = json.dumps(diff.model_dump(mode="json"), indent=2) if as_json else diff.to_markdown()
+    content = {
+        **diff.model_dump(mode="json"),
+        "changes": [one.model_dump(mode="json") for one in diff.changes],
+    }
+    text = json.dumps(content, indent=2) if as_json else diff.to_markdown()
     return text, Exit.FAILED if diff.problems else Exit.OK
 
 

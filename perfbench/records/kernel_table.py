@@ -38,6 +38,8 @@ class Kernels(BaseModel):
     rows: dict[str, Kernel]
     host_syncs: int | None = None  # null on a CPU, which waits for nobody
     tuned: dict[str, str] = {}  # autotuner -> the configuration in use
+    # on a CPU: row -> 'nsa/FILE.py:LINE FUNCTION' that called it -> calls
+    called_from: dict[str, dict[str, int]] = {}
     chrome_absent: str = ""  # why there is no timeline next to this table
     memory: Memory | None = None  # null with the reason below, or in an older trace
     memory_absent: str = ""

@@ -1,5 +1,6 @@
 """Prints a judged run: Markdown, pictures, JSON, JUnit, GitHub, terminal; no clock and no torch."""
 
+from perfbench.report.bisect import bisect_exit, bisect_json, bisect_markdown
 from perfbench.report.context import ReportContext
 from perfbench.report.files import render, report_text, write_ci
 from perfbench.report.frame import load, measured_of

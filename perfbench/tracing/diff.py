@@ -14,6 +14,7 @@ from perfbench.records import Kernels
 from perfbench.text import code, escape
 from perfbench.tracing import kernel_diff, memory_diff
 from perfbench.tracing.kernel_diff import Change
+from perfbench.tracing.places import CodePlace, caller_that_grew
 
 FILE_NAME = "trace.json"
 
@@ -27,9 +28,14 @@ class Traced(BaseModel):
     model_config = ConfigDict(frozen=True)
     name: str  # what was measured: a revision, a folder, 'this checkout'
     kernels: Kernels | None = None
+    places: dict[str, CodePlace] = {}  # rows of ``kernels`` that the measured package defines
     # the timeline, relative to trace.json; null with the reason in ``kernels.chrome_absent``
     chrome: str | None = None
     reason: str = ""
+
+    def callers_of(self, name: str) -> dict[str, int]:
+        """'nsa/FILE.py:LINE FUNCTION' -> calls of the row from there."""
+        return {} if self.kernels is None else self.kernels.called_from.get(name, {})
 
     @property
     def unusable(self) -> str:
@@ -61,9 +67,21 @@ class TraceDiff(BaseModel):
     def changes(self) -> list[Change]:
         """Empty also where a side is missing: ``problems`` says which."""
         base, candidate = self._tables()
-        return (
-            kernel_diff.diff(base, candidate) if base is not None and candidate is not None else []
+        if base is None or candidate is None:
+            return []
+        return [self._placed(one) for one in kernel_diff.diff(base, candidate)]
+
+    def _placed(self, change: Change) -> Change:
+        """With where each side's package defines it, or calls it most beyond the other side."""
+        assert self.base is not None and self.candidate is not None
+        names = (change.was or change.name, change.name)
+        sides = (self.base, self.candidate)
+        callers = [one.callers_of(name) for one, name in zip(sides, names, strict=True)]
+        base, candidate = (
+            one.places.get(name) or caller_that_grew(mine, theirs)
+            for one, name, mine, theirs in zip(sides, names, callers, callers[::-1], strict=True)
         )
+        return change.model_copy(update={"base_place": base, "candidate_place": candidate})
 
     @property
     def problems(self) -> list[str]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from perfbench.records import Kernel, Kernels
 from perfbench.text import NULL, cell_code, number
+from perfbench.tracing.places import CodePlace
 
 DISPLAY_CHARS = 70
 _PLAIN_TYPES = frozenset(
@@ -51,7 +52,8 @@ class Kind(StrEnum):
 class Change(BaseModel):
     """One kernel that differs.
 
-    ``name`` is full and the candidate's; ``was`` the base's where a variant took its place.
+    ``name`` is full and the candidate's; ``was`` the base's where a variant took its place. The
+    places are where each side's own code defines it, or calls it.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -60,6 +62,8 @@ class Change(BaseModel):
     base: Kernel | None
     candidate: Kernel | None
     was: str = ""
+    base_place: CodePlace | None = None
+    candidate_place: CodePlace | None = None
 
     @property
     def delta_s(self) -> float | None:
@@ -157,6 +161,10 @@ def render_markdown(changes: Sequence[Change], top: int = 10) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     lines += [_row(change, name) for change, name in zip(shown, names, strict=True)]
+    wheres = [_where(change) for change in shown]
+    if any(where != NULL for where in wheres):
+        cells = ["where", "---", *wheres]
+        lines = [f"{line} {cell} |" for line, cell in zip(lines, cells, strict=True)]
     if rest:
         known_s = [change.delta_s for change in rest if change.delta_s is not None]
         together = f", together {sum(known_s) * 1e3:+.3f} ms" if len(known_s) == len(rest) else ""
@@ -280,6 +288,15 @@ def _row(change: Change, name: str) -> str:
     delta = NULL if change.delta_s is None else f"{change.delta_s * 1e3:+.3f}"
     each = NULL if change.per_call_pct is None else f"{change.per_call_pct:+.1f} %"
     return f"| {cell_code(name)} | {what} | {calls} | {times} | {delta} | {each} |"
+
+
+def _where(change: Change) -> str:
+    """Of the candidate; 'base -> candidate' where they differ."""
+    base, candidate = (
+        None if one is None else cell_code(one)
+        for one in (change.base_place, change.candidate_place)
+    )
+    return base if change.candidate is None and base else _both(base or candidate, candidate)
 
 
 def _both(base: str | None, candidate: str | None) -> str:

@@ -41,6 +41,7 @@ from perfbench.runner import (
 )
 from perfbench.tracing import diff
 from perfbench.tracing.diff import Traced, TraceDiff
+from perfbench.tracing.places import places_in
 
 if TYPE_CHECKING:
     from perfbench.matrix import Matrix
@@ -237,7 +238,13 @@ def _trace_into(
             executor.prepare([])
             for cell in planned.plan.cells:
                 context.say(f"tracing {cell.cell_id} of {version.name}")
-                found[cell.cell_id] = _trace_cell(version, cell, planned.model, executor, tracing)
+                traced = _trace_cell(version, cell, planned.model, executor, tracing)
+                found[cell.cell_id] = _with_places(traced, one)
+
+
+def _with_places(traced: Traced, one: Checkout) -> Traced:
+    rows = () if traced.kernels is None else traced.kernels.rows
+    return traced.model_copy(update={"places": places_in(one.folder).of_rows(rows)})
 
 
 def _trace_cell(

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity
 from nsa.routing import BranchRoute, Route
 from perfbench.older_nsa import steps_off
 from perfbench.records import Kernels, Profile, own_times, table_path, totalled, whole_file
-from perfbench.worker import operators
+from perfbench.worker import callers, operators
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 HOST_STEPS, HOST_BUDGET_S = 5, 0.5  # whose enqueueing is timed: fewer where they take that long
@@ -276,7 +276,9 @@ def capture(
         if len(events) > MAX_EVENTS
         else ""
     )
-    table = tabulate(events, device).model_copy(update={"chrome_absent": many, **extra})
+    few = device == "cpu" and len(events) <= callers.MAX_EVENTS
+    seen = {"called_from": callers.callers(step) if few else {}}
+    table = tabulate(events, device).model_copy(update={"chrome_absent": many, **seen, **extra})
     if not many:
         with whole_file(chrome) as partial:
             recorded.export_chrome_trace(str(partial))  # torch compresses by the ending

@@ -514,9 +514,8 @@ def test_explain_and_report_take_a_pair(bench: Bench, capsys: pytest.CaptureFixt
     )
     assert bench.run("explain", str(folder), SHORT, "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["cell"]["cell_id"], data["cell"]["verdict"]) == (SHORT, "REGRESSED") and "\n".join(
-        data["explanation"]
-    ) + "\n" == text
+    assert (data["cell"]["cell_id"], data["cell"]["verdict"]) == (SHORT, "REGRESSED")
+    assert text.startswith("\n".join(data["explanation"]) + "\n")
     for command in (["report", str(folder)], ["explain", str(folder), SHORT]):
         assert bench.run(*command, "--baseline", "any.json") == 2
         assert f"omit --baseline, or name {folder / 'b'}" in capsys.readouterr().err

@@ -114,13 +114,13 @@ def _temporary_folder() -> Iterator[Path]:
 @contextmanager
 def _worktree(revision: str, repository: Path, home: Path) -> Iterator[Path]:
     """The folder that holds nsa/ in a fresh checkout of ``revision``."""
-    commit = _commit_of(revision, repository)
+    commit = commit_of(revision, repository)
     # Not empty where the package is not at the repository's top.
-    inside = _git(repository, "rev-parse", "--show-prefix").strip()
+    inside = git(repository, "rev-parse", "--show-prefix").strip()
     _remove_left_behind(repository)
     tree = home / "checkout"
     try:
-        _git(
+        git(
             repository,
             "-c",
             "core.hooksPath=/dev/null",
@@ -136,17 +136,18 @@ def _worktree(revision: str, repository: Path, home: Path) -> Iterator[Path]:
         _remove(repository, tree)
 
 
-def _commit_of(revision: str, repository: Path) -> str:
+def commit_of(revision: str, repository: Path) -> str:
+    """The hash of a commit, branch or tag; CannotBuild with the next step."""
     wanted = "wanted a commit, branch or tag, or a folder that holds nsa/"
     try:
-        _git(repository, "rev-parse", "--git-dir")
+        git(repository, "rev-parse", "--git-dir")
     except CannotBuild as error:
         raise CannotBuild(
             f"got {revision!r}, {wanted}, and {error}. Next: work in a git checkout, or name two"
             " folders"
         ) from None
     try:
-        return _git(
+        return git(
             repository,
             "rev-parse",
             "--verify",
@@ -155,7 +156,7 @@ def _commit_of(revision: str, repository: Path) -> str:
             f"{revision}^{{commit}}",
         ).strip()
     except CannotBuild:
-        shallow = _git(repository, "rev-parse", "--is-shallow-repository").strip() == "true"
+        shallow = git(repository, "rev-parse", "--is-shallow-repository").strip() == "true"
         step = (
             "this clone is shallow: `git fetch --unshallow`, in CI `fetch-depth: 0`"
             if shallow
@@ -170,7 +171,7 @@ def _remove_left_behind(repository: Path) -> None:
     """Worktrees of ours whose process is gone (kill -9): their lock is free, or their folder is not
     there any more.
     """
-    for line in _git(repository, "worktree", "list", "--porcelain").splitlines():
+    for line in git(repository, "worktree", "list", "--porcelain").splitlines():
         home = Path(line.removeprefix("worktree ")).parent
         if not line.startswith("worktree ") or not home.name.startswith(PREFIX):
             continue
@@ -209,8 +210,8 @@ def _remove(repository: Path, tree: Path) -> None:
     )
 
 
-def _git(repository: Path, *args: str) -> str:
-    """What git prints; CannotBuild with git's own first line."""
+def git(repository: Path, *args: str, given: str = "") -> str:
+    """What git prints of ``given`` on its stdin; CannotBuild with git's own first line."""
     command = ["git", "-C", str(repository), *args]
     try:
         done = subprocess.run(
@@ -220,7 +221,7 @@ def _git(repository: Path, *args: str) -> str:
             errors="surrogateescape",
             timeout=_TIMEOUT_S,
             check=False,
-            stdin=subprocess.DEVNULL,
+            input=given,
         )
     except OSError as error:
         raise CannotBuild(f"git cannot be started ({error.strerror})") from error

@@ -7,13 +7,14 @@ Replicate r of a is to be compared with replicate r of b: they were measured one
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 
 from perfbench.errors import unwritable
-from perfbench.gate import paired_rows, rows_by_cell
+from perfbench.gate import MeasuredPairs, next_looks, paired_rows, rows_by_cell
 from perfbench.matrix import Matrix, Policies
 from perfbench.records import (
     COMPRESSED_RUN_FILE,
@@ -61,6 +62,8 @@ class PairSpec:
 
     ``pairs`` of each cell, at most, where a ``plan`` looks at them before the last. ``name`` begins
     the ids of both runs, and no other pair may have it; by default the name of the pair's folder.
+    ``looks``: how many pairs each planned cell must have at its next look, by the gate's rule
+    unless a caller has one of its own.
     """
 
     matrix: Matrix
@@ -73,6 +76,7 @@ class PairSpec:
     name: str = ""
     plan: ConfirmationPlan | None = None
     policies: Policies | None = None  # that settle a planned cell; the matrix's by default
+    looks: Callable[[MeasuredPairs, Policies], dict[str, int]] = next_looks
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,10 +26,9 @@ from perfbench.gate import (
     base_first,
     has_fresh_servers,
     interrupted_between,
-    next_looks,
 )
 from perfbench.machine import TargetFit
-from perfbench.matrix import Policies, policies
+from perfbench.matrix import policies
 from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
 from perfbench.runner.ab import pair
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
@@ -153,14 +152,7 @@ def interleave(
                 opened, opened[::-1], executors, pair.NAMES, versions, strict=True
             )
         ]
-        _measure(
-            folder,
-            both[0],
-            both[1],
-            spec.policies or policies(spec.matrix),
-            context.progress,
-            budget,
-        )
+        _measure(folder, both[0], both[1], spec, context.progress, budget)
     return pair.read_pair(folder)
 
 
@@ -168,7 +160,7 @@ def _measure(
     folder: Path,
     a: _Version,
     b: _Version,
-    policies: Policies,
+    spec: PairSpec,
     progress: Progress,
     budget: Budget,
 ) -> None:
@@ -182,16 +174,17 @@ def _measure(
     waiting = [cell_id for cell_id in manifest.confirmation.cells if cell_id in planned]
     while waiting:
         group, waiting = waiting[:GROUP], waiting[GROUP:]
-        while wanted := _wanted(folder, group, policies):
+        while wanted := _wanted(folder, group, spec):
             if measure_all(PairSchedule(folder, a, b, wanted), progress, budget):
                 return
-            if _wanted(folder, group, policies) == wanted:
+            if _wanted(folder, group, spec) == wanted:
                 break  # its rows do not count, and are not measured again
 
 
-def _wanted(folder: Path, group: Sequence[str], policies: Policies) -> dict[str, int]:
+def _wanted(folder: Path, group: Sequence[str], spec: PairSpec) -> dict[str, int]:
     found = pair.read_pair(folder)
-    return next_looks(MeasuredPairs(found.base, found.candidate, group), policies)
+    measured = MeasuredPairs(found.base, found.candidate, group)
+    return spec.looks(measured, spec.policies or policies(spec.matrix))
 
 
 def _ledger(one: pair.Opened, other: pair.Opened, retries: int) -> Ledger:
