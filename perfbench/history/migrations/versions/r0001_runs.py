@@ -102,7 +102,10 @@ def _outcomes() -> None:
         sa.Column("verdict", sa.Integer),
         *_references(reason="texts", definition="definitions"),
         sa.PrimaryKeyConstraint(
-            "cell", "run", name="pk_outcomes", postgresql_include=["verdict", "reason", "definition"]
+            "cell",
+            "run",
+            name="pk_outcomes",
+            postgresql_include=["verdict", "reason", "definition"],
         ),
         *_keys("outcomes", cascade="run", cell="cells", run="runs", **texts),
         sqlite_with_rowid=False,
