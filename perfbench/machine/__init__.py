@@ -10,4 +10,4 @@ from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory
 from perfbench.machine.load import load_now
 from perfbench.machine.default_branch import JudgingCommit, judging_commit
 from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session
-from perfbench.machine.source import commit_time, package_sha256, source_of
+from perfbench.machine.source import commit_time, package_sha256, source_of, subjects_between

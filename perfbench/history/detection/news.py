@@ -16,7 +16,6 @@ from perfbench.history.detection.series import (
     find_changes,
     segment_starts,
 )
-
 from perfbench.history.nouns import ChangeKind, ChangePoint, Series, Triage, TriageKind
 
 GROWN = 1.5  # times its reported size: a drift that has come so far is news again
@@ -106,17 +105,13 @@ def judge_series(series: Series, memory: Memory) -> SeriesChanges:
     return SeriesChanges(series, tuple(judged), tuple(segment_starts(series.points)))
 
 
-def _times(
-    decisions: Sequence[Triage], kind: TriageKind, memory: Memory
-) -> Iterator[datetime]:
+def _times(decisions: Sequence[Triage], kind: TriageKind, memory: Memory) -> Iterator[datetime]:
     for decision in decisions:
         if decision.kind is kind and decision.run_id in memory.times:
             yield memory.times[decision.run_id]
 
 
-def _cuts(
-    series: Series, found: Sequence[FoundChange], accepted: Sequence[datetime]
-) -> list[str]:
+def _cuts(series: Series, found: Sequence[FoundChange], accepted: Sequence[datetime]) -> list[str]:
     """The first run at or after each acceptance that a drift goes through."""
     starts = {point.run_id: point.measured_utc for point in series.points}
     cuts = []
@@ -129,9 +124,7 @@ def _cuts(
     return cuts
 
 
-def _is_same(
-    one: FoundChange, known: ChangePoint, starts: Mapping[str, datetime]
-) -> bool:
+def _is_same(one: FoundChange, known: ChangePoint, starts: Mapping[str, datetime]) -> bool:
     """Whether ``known`` is what was found, as it looked with fewer points."""
     change = one.change
     if (change.size_pct < 0) is not (known.size_pct < 0):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,14 +75,19 @@ def clipped(values: Floats) -> Clipped:
 
 def running_median(values: Floats, reach: int) -> Floats:
     """The median of each point and of the ``reach`` points to each side, fewer at the ends."""
-    padded = np.full(len(values) + 2 * reach, np.nan)
-    padded[reach : len(values) + reach] = values
-    windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
-    if len(values) <= 2 * reach:
-        return np.asarray(np.nanmedian(windows, axis=1))
-    ends = np.nanmedian(np.concatenate([windows[:reach], windows[-reach:]]), axis=1)
-    inner = np.median(windows[reach:-reach], axis=1)
-    return np.concatenate([ends[:reach], inner, ends[reach:]])
+    n = len(values)
+    if n <= 2 * reach:
+        return np.array([_middle(values[max(0, at - reach) : at + reach + 1]) for at in range(n)])
+    windows = np.lib.stride_tricks.sliding_window_view(values, 2 * reach + 1)
+    first = [_middle(values[: at + reach + 1]) for at in range(reach)]
+    last = [_middle(values[at - reach :]) for at in range(n - reach, n)]
+    inner = np.partition(windows, reach, axis=1)[:, reach]
+    return np.concatenate([first, inner, last])
+
+
+def _middle(values: Floats) -> float:
+    """The median of a few."""
+    return median(values.tolist())
 
 
 def noise_of(values: Floats) -> Noise:

@@ -6,10 +6,10 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from types import MappingProxyType
 
 import numpy as np
-from numpy.typing import NDArray
 
 from perfbench.history.detection.noise import Floats
 from perfbench.history.detection.shifts import NEIGHBOURS, STRICTNESS, Shift, find_shifts
@@ -65,10 +65,8 @@ def find_changes(
 def segment_starts(points: Sequence[SeriesPoint]) -> list[SegmentStart]:
     """Where a new segment begins, oldest first; a point without a value belongs to one, too."""
     return [
-        SegmentStart(
-            old.run_id, new.run_id, new.measured_utc, _changed(old.segment, new.segment)
-        )
-        for old, new in zip(points, points[1:], strict=False)
+        SegmentStart(old.run_id, new.run_id, new.measured_utc, _changed(old.segment, new.segment))
+        for old, new in pairwise(points)
         if old.segment != new.segment
     ]
 
@@ -101,9 +99,7 @@ def _numbers(points: Sequence[SeriesPoint]) -> tuple[Floats, bool]:
     return values, False
 
 
-def _found(
-    series: Series, part: Sequence[SeriesPoint], shift: Shift, is_log: bool
-) -> FoundChange:
+def _found(series: Series, part: Sequence[SeriesPoint], shift: Shift, is_log: bool) -> FoundChange:
     before, point = part[shift.before], part[shift.place]
     size, low, high = (
         _pct(change, shift.old_level, is_log) for change in (shift.size, shift.low, shift.high)
