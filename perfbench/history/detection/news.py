@@ -18,7 +18,7 @@ from perfbench.history.detection.series import (
 )
 from perfbench.history.nouns import ChangeKind, ChangePoint, Series, Triage, TriageKind
 
-GROWN = 1.5  # times its reported size: a drift that has come so far is news again
+GROWN = 1.5  # times its reported size: what was a step and is a drift of so much is news
 
 
 class News(StrEnum):
@@ -134,5 +134,4 @@ def _is_same(one: FoundChange, known: ChangePoint, starts: Mapping[str, datetime
         begun = starts.get(known.before_run_id, begun)
     if not (one.first <= known.measured_utc and begun <= one.last):
         return False
-    both_steps = change.kind is known.kind is ChangeKind.STEP
-    return both_steps or abs(change.size_pct) < GROWN * abs(known.size_pct)
+    return change.kind is known.kind or abs(change.size_pct) < GROWN * abs(known.size_pct)

@@ -95,14 +95,23 @@ def noise_of(values: Floats) -> Noise:
 
     E (x[t+k] - x[t])^2 = 2 sd^2 (1 - r^k) of an autoregression, so that lags 1 and 2 give both.
     """
-    first = float(np.mean(np.diff(values) ** 2))
-    second = float(np.mean((values[2:] - values[:-2]) ** 2))
+    first = _mean_square(np.diff(values))
+    second = _mean_square(values[2:] - values[:-2])
     least = _rounding(values)
     if first <= least**2:
         return Noise(least)
     doubt = DOUBT / math.sqrt(len(values))
     correlation = min(max(second / first - 1, 0.0) + doubt, MAX_CORRELATION)
     return Noise(max(math.sqrt(first / (2 * (1 - correlation))), least), correlation)
+
+
+def _mean_square(differences: Floats) -> float:
+    """Of [n] differences, less the few that are far out: those are steps."""
+    far = FAR * MAD_TO_SD * float(np.median(np.abs(differences)))
+    is_far = np.abs(differences) > far
+    if float(np.mean(is_far)) <= MODE:
+        differences = np.clip(differences, -far, far)
+    return float(np.mean(differences**2))
 
 
 def weekly(values: Floats, days: NDArray[np.int64]) -> Floats:

@@ -64,7 +64,9 @@ def test_a_series_is_oldest_first_whatever_came_first(history: History) -> None:
         *("FAILED", DEAD.reason, SEGMENT),
     )
     assert series.points[0].reason == "within 1.2 %"
-    assert [one.run_id for one in history.series(key(), since=FIRST + timedelta(days=3)).points] == [
+    assert [
+        one.run_id for one in history.series(key(), since=FIRST + timedelta(days=3)).points
+    ] == [
         "run-003",
         "run-005",
     ]
@@ -216,7 +218,9 @@ def test_any_text_is_a_name(history: History, name: str) -> None:
         0,
         made_cell(name, {name: DEAD}, axes={name: name}, reason=name, reproduce=name, verdict=name),
         metrics=[metric],
-        **dict.fromkeys(("suite", "card", "origin", "branch", "commit", "headline", "report"), name),
+        **dict.fromkeys(
+            ("suite", "card", "origin", "branch", "commit", "headline", "report"), name
+        ),
         segment={name: name},
         injections=(),
     )
