@@ -170,7 +170,7 @@ class Findings:
         )
 
     def text(self) -> str:
-        lines = [one.text() for one in (*self.changes, *self.segments)]
+        lines = [one.text() for one in self.changes] + [one.text() for one in self.segments]
         return "\n".join(lines or ["nothing new"])
 
     def to_json(self) -> dict[str, Any]:
@@ -195,7 +195,12 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
     only = {"suite": looked.suite, "card": looked.card, "metric": looked.metric}
     judged = [
         judge_series(series, memory)
-        for series in history.every_series(**only, cell_id=_cell_id(history, looked))
+        for series in history.every_series(
+            suite=looked.suite,
+            card=looked.card,
+            metric=looked.metric,
+            cell_id=_cell_id(history, looked),
+        )
     ]
     if not judged:
         asked = ", ".join(f"{name} {value!r}" for name, value in only.items() if value)

@@ -78,7 +78,7 @@ def test_a_new_step_is_printed_once_and_fails(url: Path, command: Command) -> No
     code, out, err = command("detect")
     assert code == Exit.REGRESSED
     first, commits, after = out.splitlines()[:3]
-    assert first.startswith("-5.") or first.startswith("-4.")
+    assert first.startswith(("-5.", "-4."))
     assert f"tok_per_s of {CELL} (nightly, h200): worse, at run run-040, after run-039" in first
     assert "commits 0027002700..0028002800 (git does not know them here)" in commits
     assert after.strip() == f"next: perfbench bisect {CELL} --good 0027002700 --bad 0028002800"
