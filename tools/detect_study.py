@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from perfbench.history.detection.shifts import Shift, find_shifts
-from perfbench.history.nouns import ChangeKind
+from perfbench.history import ChangeKind
+from perfbench.history.detection import Shift, find_shifts
 from tools.detect_public import public_series
 from tools.detect_report import report_of
 from tools.detect_series import NOISES, SD, Planted, silent, with_drift, with_steps

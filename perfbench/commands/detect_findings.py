@@ -34,7 +34,7 @@ class Looked:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class PrintedChange:
     """A change and what its text needs: the metric's title is its name here."""
 
     judged: JudgedChange
@@ -147,7 +147,7 @@ class SegmentFinding:
 class Findings:
     """Changes, what is new first and then by size; segments, newest first."""
 
-    changes: Sequence[Finding]
+    changes: Sequence[PrintedChange]
     segments: Sequence[SegmentFinding]
     series: int
     points: int
@@ -187,11 +187,11 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
 
     USAGE where the history has no such series.
     """
-    from perfbench.history.detection import Memory, News, judge_series
+    from perfbench.history.detection import News, Remembered, judge_series
 
     infos = history.runs(demonstrations=True)
     times = {info.run_id: info.measured_utc for info in infos}
-    memory = Memory.of(history.change_points(), history.decisions(), times)
+    memory = Remembered.of(history.change_points(), history.decisions(), times)
     only = {"suite": looked.suite, "card": looked.card, "metric": looked.metric}
     judged = [
         judge_series(series, memory)
@@ -234,7 +234,7 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
     )
 
 
-def with_commits(changes: Sequence[JudgedChange], repository: Path) -> list[Finding]:
+def with_commits(changes: Sequence[JudgedChange], repository: Path) -> list[PrintedChange]:
     """Each with the commits between its runs, where git in ``repository`` knows them."""
     from perfbench.machine import subjects_between
 
@@ -248,7 +248,7 @@ def with_commits(changes: Sequence[JudgedChange], repository: Path) -> list[Find
                 asked = subjects_between(repository, old, new, SUBJECTS)
                 known[old, new] = asked and (asked[0], tuple(asked[1]))
             between = known[old, new]
-        found.append(Finding(one, between))
+        found.append(PrintedChange(one, between))
     return found
 
 

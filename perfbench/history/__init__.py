@@ -7,7 +7,7 @@ from perfbench.history.configured import NONE, configured_history, make_history,
 from perfbench.history.configured import upgrade_history
 from perfbench.history.frames import history_frame
 from perfbench.history.from_run import Place, history_run
-from perfbench.history.nouns import ChangePoint, HistoryRun, RunInfo, Series, SeriesKey
+from perfbench.history.nouns import ChangeKind, ChangePoint, HistoryRun, RunInfo, Series, SeriesKey
 from perfbench.history.nouns import Triage, TriageKind
 from perfbench.history.prune import PrunePolicy, StoredRun, to_prune
 

@@ -49,7 +49,7 @@ class SeriesChanges:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class Remembered:
     """What a history remembers: changes that were reported, decisions, and when runs were made.
 
     ``times``: measured_utc of the runs that decisions name, by run_id.
@@ -65,7 +65,7 @@ class Memory:
         reported: Iterable[ChangePoint],
         decisions: Iterable[Triage],
         times: Mapping[str, datetime],
-    ) -> Memory:
+    ) -> Remembered:
         """From what `History` gives."""
         by_key: dict[object, list[ChangePoint]] = {}
         for change in reported:
@@ -73,7 +73,7 @@ class Memory:
         return cls(by_key, tuple(decisions), times)
 
 
-def judge_series(series: Series, memory: Memory) -> SeriesChanges:
+def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
     """What changed in a series, and which of it is news.
 
     A run that was accepted makes what changed until then the level: a step at it or before it is
@@ -105,7 +105,7 @@ def judge_series(series: Series, memory: Memory) -> SeriesChanges:
     return SeriesChanges(series, tuple(judged), tuple(segment_starts(series.points)))
 
 
-def _times(decisions: Sequence[Triage], kind: TriageKind, memory: Memory) -> Iterator[datetime]:
+def _times(decisions: Sequence[Triage], kind: TriageKind, memory: Remembered) -> Iterator[datetime]:
     for decision in decisions:
         if decision.kind is kind and decision.run_id in memory.times:
             yield memory.times[decision.run_id]

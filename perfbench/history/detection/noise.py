@@ -41,7 +41,7 @@ class Noise:
     def inflation(self, count: float) -> float:
         """By how much correlation multiplies the variance of a mean of ``count`` points."""
         r = self.correlation
-        return (1 + r) / (1 - r) - 2 * r * (1 - r**count) / (count * (1 - r) ** 2)
+        return float((1 + r) / (1 - r) - 2 * r * (1 - r**count) / (count * (1 - r) ** 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def running_median(values: Floats, reach: int) -> Floats:
 
 def _middle(values: Floats) -> float:
     """The median of a few."""
-    return median(values.tolist())
+    return float(median(values.tolist()))
 
 
 def noise_of(values: Floats) -> Noise:

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perfbench.history.detection.news import Memory, News, SeriesChanges, judge_series
+from perfbench.history.detection.news import News, Remembered, SeriesChanges, judge_series
 from perfbench.history.detection.noise import clipped, noise_of
 from perfbench.history.detection.series import find_changes, segment_starts
 from perfbench.history.detection.shifts import Shift, find_shifts
@@ -294,9 +294,9 @@ def test_a_step_within_the_new_segment_is_found_there() -> None:
 
 def memory(
     reported: Iterable[ChangePoint] = (), decisions: Sequence[Triage] = (), n: int = 400
-) -> Memory:
+) -> Remembered:
     times = {f"r{at}": MONDAY + timedelta(days=at) for at in range(n)}
-    return Memory.of(reported, decisions, times)
+    return Remembered.of(reported, decisions, times)
 
 
 def decided(kind: TriageKind, run: str, note: str = "", **about: str) -> Triage:
