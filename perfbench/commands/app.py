@@ -23,6 +23,7 @@ from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
 from perfbench.commands.compare import compare
 from perfbench.commands.console import drop_stdout, print_text, say
+from perfbench.commands.detect import detect
 from perfbench.commands.doctor import doctor
 from perfbench.commands.explain import explain
 from perfbench.commands.export import export
@@ -36,6 +37,7 @@ from perfbench.commands.report import report
 from perfbench.commands.run import run
 from perfbench.commands.schema import schema
 from perfbench.commands.trace import trace
+from perfbench.commands.triage import triage
 from perfbench.commands.tune import tune
 from perfbench.errors import Exit, PerfbenchError
 
@@ -70,6 +72,8 @@ app.command()(gap)
 app.command()(trace)
 app.command()(calibrate)
 app.command()(tune)
+app.command()(detect)
+app.command()(triage)
 app.command()(doctor)
 app.command()(schema)
 app.command(name="import")(import_)

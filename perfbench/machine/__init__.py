@@ -11,3 +11,4 @@ from perfbench.machine.load import load_now
 from perfbench.machine.default_branch import JudgingCommit, judging_commit
 from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session
 from perfbench.machine.source import PACKAGE, commit_time, package_sha256, source_of
+from perfbench.machine.source import subjects_between

@@ -101,6 +101,20 @@ def git_output(root: Path, *args: str) -> bytes:
     return done.stdout
 
 
+def subjects_between(root: Path, old: str, new: str, most: int) -> tuple[int, list[str]] | None:
+    """How many commits lead from ``old`` to ``new``, and short hash and subject of the newest
+    ``most``; None where git at ``root`` does not know both.
+    """
+    if not all(re.fullmatch(r"[0-9a-f]{7,64}", one) for one in (old, new)):
+        return None
+    try:
+        shown = git_output(root, "log", "--format=%h %s", f"{old}..{new}", "--")
+    except NoGit:
+        return None
+    lines = shown.decode("utf-8", "replace").splitlines()
+    return len(lines), lines[:most]
+
+
 def commit_time(root: Path, commit: str | None) -> datetime | None:
     """When ``commit`` was committed; None where git at ``root`` does not know it."""
     if commit is None or not re.fullmatch(r"[0-9a-f]{7,64}", commit):

@@ -1,0 +1,316 @@
+"""What `perfbench detect` found in a history, as text and as JSON."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from perfbench.errors import Exit, PerfbenchError
+from perfbench.text import NULL, shorten
+
+if TYPE_CHECKING:
+    from perfbench.history import ChangePoint, History, Series
+    from perfbench.history.detection import JudgedChange, SegmentStart, SeriesChanges
+
+COMMIT_CHARS = 10
+SUBJECTS = 3  # of the commits between
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What was asked for; null is everything. ``every``: changes that are no news, too."""
+
+    suite: str | None = None
+    card: str | None = None
+    cell: str | None = None
+    metric: str | None = None
+    since: datetime | None = None
+    every: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PrintedChange:
+    """A change and what its text needs: the metric's title is its name here."""
+
+    judged: JudgedChange
+    commits: tuple[int, tuple[str, ...]] | None  # between the runs: how many, some subjects
+
+    @property
+    def change(self) -> ChangePoint:
+        return self.judged.change
+
+    def next_step(self) -> str:
+        """Bisect where commits lie between; where none does, what the runs were."""
+        one = self.change
+        good, bad = one.before_commit, one.commit
+        if good is None or bad is None or good == bad or one.key.metric != "tok_per_s":
+            words = ["perfbench", "history", one.key.cell_id, "--metric", one.key.metric]
+        else:
+            words = ["perfbench", "bisect", one.key.cell_id]
+            words += ["--good", good[:COMMIT_CHARS], "--bad", bad[:COMMIT_CHARS]]
+        return shlex.join(words)
+
+    def text(self) -> str:
+        one = self.change
+        size = f"{one.size_pct:+.1f} % ({one.low_pct:+.1f} to {one.high_pct:+.1f})"
+        better = {True: "worse", False: "better", None: "changed"}[one.is_worse]
+        where = f"{one.key.metric} of {one.key.cell_id} ({one.key.suite}, {one.key.card})"
+        if one.kind == "drift":
+            place = f"drifts from run {one.before_run_id} to {one.run_id}"
+        else:
+            place = f"at run {one.run_id}, after {one.before_run_id}"
+        lines = [f"{size} {where}: {better}, {place}", f"    {self._commits_text()}"]
+        if self.judged.news != "new":
+            lines[0] = f"[{self.judged.news}] {lines[0]}"
+        lines += [f"    note: {note}" for note in self.judged.notes]
+        return "\n".join([*lines, f"    next: {self.next_step()}"])
+
+    def _commits_text(self) -> str:
+        old, new = self.change.before_commit, self.change.commit
+        if old is None or new is None:
+            return "no commit is known of one of the runs"
+        if old == new:
+            return f"both of commit {old[:COMMIT_CHARS]}: no commit lies between"
+        span = f"commits {old[:COMMIT_CHARS]}..{new[:COMMIT_CHARS]}"
+        if self.commits is None:
+            return f"{span} (git does not know them here)"
+        count, subjects = self.commits
+        shown = "; ".join(shorten(one, 70) for one in subjects)
+        more = "; ..." if count > len(subjects) else ""
+        return f"{span} ({count} between: {shown}{more})"
+
+    def to_json(self) -> dict[str, Any]:
+        one = self.change
+        return {
+            "news": self.judged.news.value,
+            "kind": one.kind.value,
+            "suite": one.key.suite,
+            "card": one.key.card,
+            "cell_id": one.key.cell_id,
+            "metric": one.key.metric,
+            "size_pct": one.size_pct,
+            "low_pct": one.low_pct,
+            "high_pct": one.high_pct,
+            "is_worse": one.is_worse,
+            "p": one.p,
+            "before_run_id": one.before_run_id,
+            "run_id": one.run_id,
+            "before_commit": one.before_commit,
+            "commit": one.commit,
+            "measured_utc": one.measured_utc.isoformat(),
+            "commits_between": None if self.commits is None else self.commits[0],
+            "subjects": [] if self.commits is None else list(self.commits[1]),
+            "notes": list(self.judged.notes),
+            "next": self.next_step(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentFinding:
+    """A new segment of ``series`` series of a suite on a card."""
+
+    suite: str
+    card: str
+    start: SegmentStart
+    series: int
+
+    def text(self) -> str:
+        changed = ", ".join(
+            f"{name} {old or NULL} -> {new or NULL}"
+            for name, (old, new) in self.start.changed.items()
+        )
+        return (
+            f"new segment at run {self.start.run_id} ({self.suite}, {self.card}): {changed};"
+            f" {self.series} series, of which nothing is compared across it"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "suite": self.suite,
+            "card": self.card,
+            "before_run_id": self.start.before_run_id,
+            "run_id": self.start.run_id,
+            "measured_utc": self.start.measured_utc.isoformat(),
+            "changed": {
+                name: {"from": old, "to": new} for name, (old, new) in self.start.changed.items()
+            },
+            "series": self.series,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Changes, what is new first and then by size; segments, newest first."""
+
+    changes: Sequence[PrintedChange]
+    segments: Sequence[SegmentFinding]
+    series: int
+    points: int
+
+    @property
+    def new(self) -> list[ChangePoint]:
+        return [one.change for one in self.changes if one.judged.news == "new"]
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether something new is."""
+        return any(one.is_worse for one in self.new)
+
+    def summary(self) -> str:
+        new = self.new
+        worse, better = (sum(one.is_worse is w for one in new) for w in (True, False))
+        return (
+            f"{len(new)} new changes ({worse} worse, {better} better) in {self.series} series of"
+            f" {self.points} points"
+        )
+
+    def text(self) -> str:
+        lines = [one.text() for one in self.changes] + [one.text() for one in self.segments]
+        return "\n".join(lines or ["nothing new"])
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "changes": [one.to_json() for one in self.changes],
+            "segments": [one.to_json() for one in self.segments],
+            "series": self.series,
+            "points": self.points,
+        }
+
+
+def look(history: History, looked: Looked, *, remember: bool) -> Findings:
+    """The changes of every series that was asked for; what is new is stored as reported.
+
+    USAGE where the history has no such series.
+    """
+    from perfbench.history.detection import News, Remembered, judge_series
+
+    infos = history.runs(demonstrations=True)
+    times = {info.run_id: info.measured_utc for info in infos}
+    memory = Remembered.of(history.change_points(), history.decisions(), times)
+    only = {"suite": looked.suite, "card": looked.card, "metric": looked.metric}
+    judged = [
+        judge_series(series, memory)
+        for series in history.every_series(
+            suite=looked.suite,
+            card=looked.card,
+            metric=looked.metric,
+            cell_id=_cell_id(history, looked),
+        )
+    ]
+    if not judged:
+        asked = ", ".join(f"{name} {value!r}" for name, value in only.items() if value)
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"the history has no series{f' of {asked}' if asked else ''}. Next: perfbench history"
+            " add RUN, or ask for less",
+        )
+    changes = [
+        one
+        for series in judged
+        for one in series.changes
+        if looked.since is None or one.change.measured_utc >= looked.since
+    ]
+    if remember:
+        stored = history.report_changes(one.change for one in changes if one.news is News.NEW)
+        first = {(one.key, one.run_id) for one in stored}
+        changes = [
+            replace(one, news=News.REPORTED)  # by another process, meanwhile
+            if one.news is News.NEW and (one.change.key, one.change.run_id) not in first
+            else one
+            for one in changes
+        ]
+    shown = [one for one in changes if looked.every or one.news is News.NEW]
+    shown.sort(key=lambda one: (one.news is not News.NEW, -abs(one.change.size_pct)))
+    return Findings(
+        with_commits(shown, Path.cwd()),
+        _segments(judged, looked),
+        len(judged),
+        sum(len(one.series.points) for one in judged),
+    )
+
+
+def with_commits(changes: Sequence[JudgedChange], repository: Path) -> list[PrintedChange]:
+    """Each with the commits between its runs, where git in ``repository`` knows them."""
+    from perfbench.machine import subjects_between
+
+    known: dict[tuple[str, str], tuple[int, tuple[str, ...]] | None] = {}
+    found = []
+    for one in changes:
+        old, new = one.change.before_commit, one.change.commit
+        between = None
+        if old is not None and new is not None and old != new:
+            if (old, new) not in known:
+                asked = subjects_between(repository, old, new, SUBJECTS)
+                known[old, new] = asked and (asked[0], tuple(asked[1]))
+            between = known[old, new]
+        found.append(PrintedChange(one, between))
+    return found
+
+
+def _cell_id(history: History, looked: Looked) -> str | None:
+    from perfbench.commands.history_table import named_cell
+
+    if looked.cell is None:
+        return None
+    keys = history.keys(suite=looked.suite, card=looked.card, metric=looked.metric)
+    return named_cell(looked.cell, {key.cell_id for key in keys})
+
+
+def _segments(judged: Sequence[SeriesChanges], looked: Looked) -> list[SegmentFinding]:
+    """Of each suite on each card, newest first: the newest, or all where all was asked for."""
+    starts: dict[tuple[str, str, str], SegmentStart] = {}
+    counts: Counter[tuple[str, str, str]] = Counter()
+    for one in judged:
+        for start in one.segments:
+            place = (one.series.key.suite, one.series.key.card, start.run_id)
+            starts[place] = start
+            counts[place] += 1
+    found = [
+        SegmentFinding(suite, card, start, counts[suite, card, run_id])
+        for (suite, card, run_id), start in starts.items()
+        if looked.since is None or start.measured_utc >= looked.since
+    ]
+    found += _new_cards([one.series for one in judged], looked)
+    found.sort(key=lambda one: one.start.measured_utc, reverse=True)
+    if looked.every:
+        return found
+    newest: dict[tuple[str, str], SegmentFinding] = {}
+    for segment in found:
+        newest.setdefault((segment.suite, segment.card), segment)
+    return list(newest.values())
+
+
+def _new_cards(series: Sequence[Series], looked: Looked) -> list[SegmentFinding]:
+    """A card whose first run of a suite came after another card's: its series are its own."""
+    from perfbench.history.detection import SegmentStart
+
+    first: dict[tuple[str, str], tuple[datetime, str]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    for one in series:
+        place = (one.key.suite, one.key.card)
+        point = one.points[0]
+        first[place] = min(
+            first.get(place, (point.measured_utc, point.run_id)),
+            (
+                point.measured_utc,
+                point.run_id,
+            ),
+        )
+        counts[place] += 1
+    found = []
+    for (suite, card), (when, run_id) in first.items():
+        before = [
+            (moment, other_run, other)
+            for (of, other), (moment, other_run) in first.items()
+            if of == suite and moment < when
+        ]
+        if before and (looked.since is None or when >= looked.since):
+            _, other_run, other = max(before)
+            start = SegmentStart(other_run, run_id, when, {"card": (other, card)})
+            found.append(SegmentFinding(suite, card, start, counts[suite, card]))
+    return found

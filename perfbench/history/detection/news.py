@@ -1,0 +1,137 @@
+"""Which changes are news: not those that were reported, accepted, or called noise.
+
+Nothing is stored here: `History` remembers what was reported and what somebody decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+
+from perfbench.history.detection.series import (
+    FoundChange,
+    SegmentStart,
+    find_changes,
+    segment_starts,
+)
+from perfbench.history.nouns import ChangeKind, ChangePoint, Series, Triage, TriageKind
+
+GROWN = 1.5  # times its reported size: what was a step and is a drift of so much is news
+
+
+class News(StrEnum):
+    """What is known about a change that was found."""
+
+    NEW = "new"
+    REPORTED = "reported"
+    ACCEPTED = "accepted"
+    NOISE = "noise"
+
+
+@dataclass(frozen=True, slots=True)
+class JudgedChange:
+    """A change point, what is known about it, and what was noted about its run."""
+
+    change: ChangePoint
+    news: News
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SeriesChanges:
+    """All of one series, oldest first."""
+
+    series: Series
+    changes: tuple[JudgedChange, ...]
+    segments: tuple[SegmentStart, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What a history remembers: changes that were reported, decisions, and when runs were made.
+
+    ``times``: measured_utc of the runs that decisions name, by run_id.
+    """
+
+    reported: Mapping[object, Sequence[ChangePoint]]  # by SeriesKey
+    decisions: Sequence[Triage]
+    times: Mapping[str, datetime]
+
+    @classmethod
+    def of(
+        cls,
+        reported: Iterable[ChangePoint],
+        decisions: Iterable[Triage],
+        times: Mapping[str, datetime],
+    ) -> Remembered:
+        """From what `History` gives."""
+        by_key: dict[object, list[ChangePoint]] = {}
+        for change in reported:
+            by_key.setdefault(change.key, []).append(change)
+        return cls(by_key, tuple(decisions), times)
+
+
+def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
+    """What changed in a series, and which of it is news.
+
+    A run that was accepted makes what changed until then the level: a step at it or before it is
+    accepted, and a drift that goes on through it counts from it.
+    """
+    decisions = [one for one in memory.decisions if one.matches(series.key)]
+    accepted = sorted(_times(decisions, TriageKind.ACCEPTED, memory))
+    noise = list(_times(decisions, TriageKind.NOISE, memory))
+    found = find_changes(series)
+    if cuts := _cuts(series, found, accepted):
+        found = find_changes(series, cuts=cuts)
+    reported = memory.reported.get(series.key, ())
+    starts = {point.run_id: point.measured_utc for point in series.points}
+    judged = []
+    for one in found:
+        news = News.NEW
+        if accepted and one.change.measured_utc <= accepted[-1]:
+            news = News.ACCEPTED
+        elif any(one.first <= when <= one.last for when in noise):
+            news = News.NOISE
+        elif any(_is_same(one, known, starts) for known in reported):
+            news = News.REPORTED
+        notes = tuple(
+            decision.note
+            for decision in decisions
+            if decision.note and decision.run_id in (one.change.run_id, one.change.before_run_id)
+        )
+        judged.append(JudgedChange(one.change, news, notes))
+    return SeriesChanges(series, tuple(judged), tuple(segment_starts(series.points)))
+
+
+def _times(decisions: Sequence[Triage], kind: TriageKind, memory: Remembered) -> Iterator[datetime]:
+    for decision in decisions:
+        if decision.kind is kind and decision.run_id in memory.times:
+            yield memory.times[decision.run_id]
+
+
+def _cuts(series: Series, found: Sequence[FoundChange], accepted: Sequence[datetime]) -> list[str]:
+    """The first run at or after each acceptance that a drift goes through."""
+    starts = {point.run_id: point.measured_utc for point in series.points}
+    cuts = []
+    for when in accepted:
+        for one in found:
+            change = one.change
+            begun = starts[change.before_run_id]
+            if change.kind is ChangeKind.DRIFT and begun < when < change.measured_utc:
+                cuts += [run_id for run_id, at in starts.items() if at >= when][:1]
+    return cuts
+
+
+def _is_same(one: FoundChange, known: ChangePoint, starts: Mapping[str, datetime]) -> bool:
+    """Whether ``known`` is what was found, as it looked with fewer points."""
+    change = one.change
+    if (change.size_pct < 0) is not (known.size_pct < 0):
+        return False
+    begun = known.measured_utc
+    if known.kind is ChangeKind.DRIFT:
+        begun = starts.get(known.before_run_id, begun)
+    if not (one.first <= known.measured_utc and begun <= one.last):
+        return False
+    return change.kind is known.kind or abs(change.size_pct) < GROWN * abs(known.size_pct)

@@ -1,0 +1,166 @@
+"""What a series does while nothing changes: outliers, noise, its correlation, the day of the week.
+
+Every estimate is made of differences between neighbours, which a step touches once and a drift
+hardly: nothing must be found before its noise is known. n: points of the series.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+MAD_TO_SD = 1.4826  # of a normal distribution
+LEAST_POINTS, MOST_POINTS = 3, 10  # of a level, as the share of outliers asks
+CLUSTER = 0.005  # chance at most that a whole series has so many outliers together
+MODE = 0.1  # share of outliers that makes them a second mode
+EVEN = 0.25  # share of a second mode from which means of a few points are nearly normal
+FAR = 4.0  # noise sd from that level: what lies farther counts as so far
+MAX_CORRELATION = 0.8  # beyond it, noise and drift are the same thing
+DOUBT = 0.5  # of its standard error, about 1/sqrt(n), that is added to a correlation
+DAYS = 7
+MIN_WEEKS = 4  # of points, before a weekly pattern is looked for
+SEASON_F = 6.0  # F statistic of the days; 4.0 is its 0.1 % point for 200 points
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """``sd``: of one point. ``correlation``: of neighbours, at least 0; it decays geometrically."""
+
+    sd: float
+    correlation: float = 0.0
+
+    def mean_variance(self, count: int) -> float:
+        """Of the mean of ``count`` neighbours, of a first-order autoregression."""
+        return self.sd**2 * self.inflation(count) / count
+
+    def inflation(self, count: float) -> float:
+        """By how much correlation multiplies the variance of a mean of ``count`` points."""
+        r = self.correlation
+        return float((1 + r) / (1 - r) - 2 * r * (1 - r**count) / (count * (1 - r) ** 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """``values`` [n] without outliers; ``least``: points that a level must have to be one."""
+
+    values: Floats
+    least: int
+
+
+def clipped(values: Floats) -> Clipped:
+    """Outliers moved to FAR noise sd from the median of their neighbourhood.
+
+    The more outliers there are, the more of them meet by chance, and the more points that agree
+    are wanted. From MODE on they are no outliers but a second mode: they stay, and are noise.
+    """
+    n = len(values)
+    found = _clip(values, LEAST_POINTS - 1, _spread(values))
+    share = float(np.mean(found != values))
+    if share <= MODE:
+        chance = (math.comb(2 * m - 1, m) * share**m * n for m in range(LEAST_POINTS, MOST_POINTS))
+    else:
+        found = values
+        rare = share if share <= EVEN else 0.0
+        chance = (rare**m * n for m in range(LEAST_POINTS, MOST_POINTS))
+    least = next((m for m, one in enumerate(chance, LEAST_POINTS) if one < CLUSTER), MOST_POINTS)
+    if share <= MODE and least > LEAST_POINTS:
+        found = _clip(values, least - 1, _spread(values))
+    return Clipped(found, least)
+
+
+def running_median(values: Floats, reach: int) -> Floats:
+    """The median of each point and of the ``reach`` points to each side, fewer at the ends."""
+    n = len(values)
+    if n <= 2 * reach:
+        return np.array([_middle(values[max(0, at - reach) : at + reach + 1]) for at in range(n)])
+    windows = np.lib.stride_tricks.sliding_window_view(values, 2 * reach + 1)
+    first = [_middle(values[: at + reach + 1]) for at in range(reach)]
+    last = [_middle(values[at - reach :]) for at in range(n - reach, n)]
+    inner = np.partition(windows, reach, axis=1)[:, reach]
+    return np.concatenate([first, inner, last])
+
+
+def _middle(values: Floats) -> float:
+    """The median of a few."""
+    return float(median(values.tolist()))
+
+
+def noise_of(values: Floats) -> Noise:
+    """Of [n] points without outliers, n >= 4.
+
+    E (x[t+k] - x[t])^2 = 2 sd^2 (1 - r^k) of an autoregression, so that lags 1 and 2 give both.
+    """
+    first = _mean_square(np.diff(values))
+    second = _mean_square(values[2:] - values[:-2])
+    least = _rounding(values)
+    if first <= least**2:
+        return Noise(least)
+    doubt = DOUBT / math.sqrt(len(values))
+    correlation = min(max(second / first - 1, 0.0) + doubt, MAX_CORRELATION)
+    return Noise(max(math.sqrt(first / (2 * (1 - correlation))), least), correlation)
+
+
+def _mean_square(differences: Floats) -> float:
+    """Of [n] differences, less the few that are far out: those are steps."""
+    far = FAR * MAD_TO_SD * float(np.median(np.abs(differences)))
+    is_far = np.abs(differences) > far
+    if float(np.mean(is_far)) <= MODE:
+        differences = np.clip(differences, -far, far)
+    return float(np.mean(differences**2))
+
+
+def weekly(values: Floats, days: NDArray[np.int64]) -> Floats:
+    """What the day of the week adds to each point [n]; zeros where it adds nothing for certain.
+
+    ``days`` [n]: the day's number since any Monday. A day's part is the median of how far its
+    points lie from the median of the week around them; whether there is any is an F test.
+    """
+    nothing = np.zeros(len(values))
+    weekday = days % DAYS
+    found = np.unique(weekday)
+    if len(values) < MIN_WEEKS * DAYS or len(found) < 2 or days[-1] - days[0] < MIN_WEEKS * DAYS:
+        return nothing
+    padded = np.pad(values, DAYS // 2, mode="reflect")
+    level = np.lib.stride_tricks.sliding_window_view(padded, DAYS).mean(axis=1)
+    apart = clipped_residuals(values - level)
+    groups = [apart[weekday == day] for day in found]
+    if min(len(group) for group in groups) < 2:
+        return nothing
+    total = float(np.mean(apart))
+    between = sum(len(group) * (float(np.mean(group)) - total) ** 2 for group in groups)
+    within = sum(float(np.sum((group - np.mean(group)) ** 2)) for group in groups)
+    dfs = len(found) - 1, len(values) - len(found)
+    if between * dfs[1] <= SEASON_F * within * dfs[0]:
+        return nothing
+    effect = dict(zip(found.tolist(), (float(np.median(group)) for group in groups), strict=True))
+    part = np.array([effect[day] for day in weekday.tolist()])
+    return part - float(np.mean(part))
+
+
+def clipped_residuals(residuals: Floats) -> Floats:
+    """[n] residuals around 0, at most FAR of their spread away."""
+    middle = float(np.median(residuals))
+    spread = MAD_TO_SD * float(np.median(np.abs(residuals - middle)))
+    if spread == 0:
+        return residuals
+    return np.clip(residuals, middle - FAR * spread, middle + FAR * spread)
+
+
+def _clip(values: Floats, reach: int, spread: float) -> Floats:
+    level = running_median(values, reach)
+    return np.clip(values, level - FAR * spread, level + FAR * spread)
+
+
+def _spread(values: Floats) -> float:
+    """The noise sd, robustly; 0 where most neighbours are equal."""
+    return MAD_TO_SD * float(np.median(np.abs(np.diff(values)))) / math.sqrt(2)
+
+
+def _rounding(values: Floats) -> float:
+    """The least noise that floating point lets believe."""
+    return 1e-9 * max(float(np.max(np.abs(values))), 1e-3)

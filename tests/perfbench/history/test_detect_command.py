@@ -1,0 +1,224 @@
+"""`perfbench detect` prints what is new, once, with its commits; `perfbench triage` decides."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from perfbench.commands.app import invoke
+from perfbench.commands.triage import accept_promoted
+from perfbench.errors import Exit
+from perfbench.history.nouns import MeasuredValue
+from perfbench.history.store import History
+from tests.perfbench.history.made_runs import SEGMENT, made_cell, made_run
+
+CELL = "path=triton,seq_len=512"
+OTHER = "path=dense,seq_len=512"
+Command = Callable[..., tuple[int, str, str]]
+
+
+def levels(*parts: tuple[int, float], seed: int = 3) -> list[float]:
+    """(points, level) after one another, with noise of 0.5 %."""
+    level = np.concatenate([np.full(count, value) for count, value in parts])
+    rng = np.random.default_rng(seed)
+    return (level * np.exp(0.005 * rng.normal(size=len(level)))).tolist()
+
+
+def write(
+    url: Path,
+    values: Sequence[float],
+    *,
+    commits: Sequence[str] = (),
+    segments: Mapping[int, Mapping[str, str]] | None = None,
+    **fields: object,
+) -> None:
+    """A run a day: ``values`` of CELL; OTHER never changes."""
+    steady, segment = levels((len(values), 50.0), seed=4), SEGMENT
+    with History.open(url, create=True) as history:
+        for day, value in enumerate(values):
+            segment = dict((segments or {}).get(day, segment))
+            cells = [
+                made_cell(name, {"tok_per_s": MeasuredValue(one, None, None, 3)})
+                for name, one in ((CELL, value), (OTHER, steady[day]))
+            ]
+            about = dict(fields) | ({"commit": commits[day]} if commits else {})
+            history.add(made_run(day, *cells, segment=segment, **about))
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Path:
+    return tmp_path / "history.db"
+
+
+@pytest.fixture
+def command(
+    url: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Command:
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = invoke([*words, "--history", str(url)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return run
+
+
+def test_a_new_step_is_printed_once_and_fails(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    code, out, err = command("detect")
+    assert code == Exit.REGRESSED
+    first, commits, after = out.splitlines()[:3]
+    assert first.startswith(("-5.", "-4."))
+    assert f"tok_per_s of {CELL} (nightly, h200): worse, at run run-040, after run-039" in first
+    assert "commits 0027002700..0028002800 (git does not know them here)" in commits
+    assert after.strip() == f"next: perfbench bisect {CELL} --good 0027002700 --bad 0028002800"
+    assert "1 new changes (1 worse, 0 better) in 2 series of 120 points" in err
+    assert command("detect")[:2] == (Exit.OK, "nothing new\n")
+    code, out, _ = command("detect", "--all")
+    assert (code, out.startswith("[reported] -")) == (Exit.OK, True)
+
+
+def test_more_points_make_no_reported_step_new(url: Path, command: Command) -> None:
+    values = levels((40, 100.0), (30, 98.0))
+    write(url, values[:50])
+    assert command("detect")[0] == Exit.REGRESSED
+    for end in (55, 60, 70):
+        write(url, values[:end])
+        assert command("detect")[:2] == (Exit.OK, "nothing new\n")
+
+
+def test_what_became_faster_is_no_failure(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 108.0)))
+    code, out, _ = command("detect", "--forget")
+    assert code == Exit.OK
+    assert ": better, at run run-040" in out
+    assert command("detect")[1] == out  # --forget remembers nothing
+
+
+def test_report_only_fails_nothing(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    code, out, _ = command("detect", "--report-only")
+    assert (code, ": worse," in out) == (Exit.OK, True)
+
+
+def test_the_largest_change_is_first(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (30, 95.0), (30, 75.0)))
+    changes = json.loads(command("detect", "--json")[1])["changes"]
+    assert [one["run_id"] for one in changes] == ["run-070", "run-040"]
+    assert changes[0]["low_pct"] < changes[0]["size_pct"] < changes[0]["high_pct"]
+
+
+def test_since_limits_what_is_shown_and_not_what_is_compared(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (30, 95.0), (30, 75.0)))
+    (one,) = json.loads(command("detect", "--json", "--since", "2026-05-01")[1])["changes"]
+    assert one["run_id"] == "run-070"
+
+
+def test_a_new_segment_and_a_new_card_are_printed_and_compared_with_nothing(
+    url: Path, command: Command
+) -> None:
+    values = levels((40, 100.0), (40, 90.0))
+    write(url, values, segments={40: {**SEGMENT, "torch": "2.14.0"}})
+    code, out, _ = command("detect")
+    expected = f"new segment at run run-040 (nightly, h200): torch {SEGMENT['torch']} -> 2.14.0;"
+    assert code == Exit.OK
+    assert out.startswith(f"{expected} 2 series, of which nothing is compared across it")
+    with History.open(url) as history:
+        history.add(made_run(80, made_cell(CELL), card="h100"))
+    (card, _) = json.loads(command("detect", "--json")[1])["segments"]
+    assert (card["card"], card["changed"]) == ("h100", {"card": {"from": "h200", "to": "h100"}})
+
+
+def test_commits_between_are_named_where_git_knows_them(
+    url: Path, command: Command, tmp_path: Path
+) -> None:
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(
+            ["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    git("init", "-q")
+    shas = []
+    for subject in ("first", "tiles of 64", "a <b>bold</b> claim"):
+        git("commit", "-q", "--allow-empty", "-m", subject)
+        shas.append(git("rev-parse", "HEAD"))
+    commits = [shas[0]] * 40 + [shas[2]] * 20
+    write(url, levels((40, 100.0), (20, 95.0)), commits=commits)
+    (one,) = json.loads(command("detect", "--json", "--forget")[1])["changes"]
+    assert one["commits_between"] == 2
+    assert [line.partition(" ")[2] for line in one["subjects"]] == [
+        "a <b>bold</b> claim",
+        "tiles of 64",
+    ]
+    assert "(2 between: " in command("detect")[1]
+
+
+def test_one_commit_on_both_sides_is_no_commits_fault(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), commits=["a" * 40] * 60)
+    _, out, _ = command("detect")
+    assert "both of commit aaaaaaaaaa: no commit lies between" in out
+    assert f"next: perfbench history {CELL} --metric tok_per_s" in out
+
+
+def test_an_accepted_step_is_no_news_and_the_next_one_is(url: Path, command: Command) -> None:
+    values = levels((40, 100.0), (30, 95.0), (30, 91.0))
+    write(url, values[:70])
+    code, out, _ = command("triage", "accept", "run-045", "--cell", CELL, "--note", "fp32 sums")
+    assert (code, out) == (Exit.OK, "accepted at run run-045: 1 series\n")
+    assert command("detect")[:2] == (Exit.OK, "nothing new\n")
+    write(url, values)
+    code, out, _ = command("detect")
+    assert (code, "at run run-070" in out) == (Exit.REGRESSED, True)
+    assert "run-040" not in out
+
+
+def test_what_is_called_noise_stays_silent(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    assert command("triage", "noise", "run-040", "--metric", "tok_per_s")[0] == Exit.OK
+    assert command("detect")[:2] == (Exit.OK, "nothing new\n")
+    assert command("detect", "--all")[1].startswith("[noise] -")
+
+
+def test_a_note_is_printed_with_its_change(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    assert command("triage", "note", "run-040", "--note", "a fan broke")[0] == Exit.OK
+    assert "    note: a fan broke\n" in command("detect")[1]
+
+
+def test_a_mistake_is_one_line(url: Path, command: Command) -> None:
+    write(url, levels((5, 100.0)))
+    for words, wanted in (
+        (("triage", "note", "run-001"), "Next: add --note TEXT"),
+        (("triage", "accept", "run-9"), "has no run 'run-9'"),
+        (("triage", "noise", "run-001", "--metric", "launches"), "no series has this suite"),
+        (("detect", "--card", "b200"), "the history has no series of card 'b200'. Next:"),
+    ):
+        code, out, err = command(*words)
+        assert (code, out, err.count("\n")) == (Exit.USAGE, "", 1)
+        assert wanted in err
+
+
+def test_a_promotion_accepts_the_cells_that_it_promotes(
+    url: Path, command: Command, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    accept_promoted("run-050", "nightly", "h200", [OTHER], str(url))
+    assert command("detect", "--forget")[0] == Exit.REGRESSED
+    accept_promoted("run-050", "nightly", "h200", [CELL, OTHER], str(url))
+    assert command("detect")[:2] == (Exit.OK, "nothing new\n")
+    accept_promoted("never-added", "nightly", "h200", [CELL], str(url))
+    assert "perfbench triage accept never-added" in capsys.readouterr().err
+    accept_promoted("run-050", "nightly", "h200", [CELL], "none")
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,73 @@
+"""The text of reports/detect.md around the tables of tools/detect_study.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+PAGE = """# How well `perfbench detect` finds changes
+
+Made by
+
+```
+python -m tools.detect_study {command}
+```
+
+All series are generated, but those of the last section: levels of 10,000 with noise of 1 % sd, so
+that a step of 3 % is one of 3 noise sd. How the detection works, and what its alarms promise:
+[docs/detection.md](../docs/detection.md). Otava is Apache Otava 0.8.0 with its defaults
+(`window_len` 50, `max_pvalue` 0.001, `min_magnitude` 0); its `max_pvalue` is of one test, not of a
+series, so that other settings would trade its alarms against its recall.
+
+## Goals
+{goals}
+
+300 cells x 13 metrics x 365 points take {speed} of one core.
+
+## Alarms in silent series of 200 points
+The share of series in which anything is reported.
+
+{silent}
+
+## Alarms in a year of daily looks
+Each silent series grows from 10 to 365 points and is looked at after each; a series counts if any
+look reports anything.
+
+{year}
+
+## One step
+200 points, one step up or down, at least 20 points from the ends. Recall: found at most 3 points
+from its place. Precision: of all that is reported, the share that is a planted step. The interval
+is the 95 % one of the step's size, of the steps that were found.
+
+{steps}
+
+## Several steps, and steps near an end
+In normal noise.
+
+{shapes}
+
+## Delay
+150 points, then a step down; a look after each new point. The delay counts points from the step on
+until it is reported: 1 is the first point of the new level. `by 30 points`: the share that was
+reported at all.
+
+{delays}
+
+## Drift of 5 % over 50 points
+Found: a step or a drift is reported within its time. Otava reports steps alone.
+
+{drifts}
+
+## Public series
+From the tests of Mozilla's Perfherder (9,350 points of 7 series), MongoDB's
+signal-processing-algorithms and Apache Otava. The labels are what those tools report there, and no
+truth; of MongoDB's only how many there are is known. perfbench takes no days of these series, so
+that no weekly pattern is taken out.
+
+{public}
+"""
+
+
+def report_of(command: str, speed: str, tables: Mapping[str, str]) -> str:
+    """Markdown."""
+    return PAGE.format(command=command, speed=speed, **tables)
