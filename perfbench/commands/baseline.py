@@ -53,9 +53,11 @@ def promote(
     to: To = None,
     allow_dirty: AllowDirty = False,
     calibration: CalibrationFile = None,
+    history: opt.HistoryUrl = None,
 ) -> None:
-    """Make a green run the baseline."""
+    """Make a green run the baseline; in a configured history its cells' changes are accepted."""
     from perfbench.commands.outcome import default_baseline, matrix_of
+    from perfbench.commands.triage import accept_promoted
     from perfbench.gate import promote as promote_run
     from perfbench.matrix import JudgeRules
     from perfbench.records import read_run
@@ -69,6 +71,10 @@ def promote(
         rules=JudgeRules.of(matrix_of(found)),
     )
     print_text(str(promotion))
+    manifest = found.manifest
+    cell_ids = [cell.cell_id for cell in manifest.cells]
+    slug = manifest.environment.gpu_slug
+    accept_promoted(manifest.run_id, manifest.matrix_name, slug, cell_ids, history)
 
 
 @app.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -39,6 +39,7 @@ class PrintedChange:
 
     judged: JudgedChange
     commits: tuple[int, tuple[str, ...]] | None  # between the runs: how many, some subjects
+    reproduce: str = ""  # the command that measures the cell again
 
     @property
     def change(self) -> ChangePoint:
@@ -53,6 +54,8 @@ class PrintedChange:
         else:
             words = ["perfbench", "bisect", one.key.cell_id]
             words += ["--good", good[:COMMIT_CHARS], "--bad", bad[:COMMIT_CHARS]]
+            matrix = matrix_in(self.reproduce)
+            words += ["--matrix", matrix] if matrix else []
         return shlex.join(words)
 
     def text(self) -> str:
@@ -227,15 +230,30 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
     shown = [one for one in changes if looked.every or one.news is News.NEW]
     shown.sort(key=lambda one: (one.news is not News.NEW, -abs(one.change.size_pct)))
     return Findings(
-        with_commits(shown, Path.cwd()),
+        with_commits(shown, Path.cwd(), history.commands({one.change.run_id for one in shown})),
         _segments(judged, looked),
         len(judged),
         sum(len(one.series.points) for one in judged),
     )
 
 
-def with_commits(changes: Sequence[JudgedChange], repository: Path) -> list[PrintedChange]:
-    """Each with the commits between its runs, where git in ``repository`` knows them."""
+def matrix_in(command: str) -> str | None:
+    """The matrix of `perfbench run MATRIX ...`; None for another command."""
+    try:
+        words = shlex.split(command)
+    except ValueError:
+        return None
+    is_run = words[:2] == ["perfbench", "run"] and len(words) > 2
+    return words[2] if is_run else None
+
+
+def with_commits(
+    changes: Sequence[JudgedChange], repository: Path, commands: Mapping[tuple[str, str], str]
+) -> list[PrintedChange]:
+    """Each with the commits between its runs, where git in ``repository`` knows them.
+
+    ``commands``: (run, cell) -> the command that measures the cell again.
+    """
     from perfbench.machine import subjects_between
 
     known: dict[tuple[str, str], tuple[int, tuple[str, ...]] | None] = {}
@@ -248,7 +266,8 @@ def with_commits(changes: Sequence[JudgedChange], repository: Path) -> list[Prin
                 asked = subjects_between(repository, old, new, SUBJECTS)
                 known[old, new] = asked and (asked[0], tuple(asked[1]))
             between = known[old, new]
-        found.append(PrintedChange(one, between))
+        command = commands.get((one.change.run_id, one.change.key.cell_id), "")
+        found.append(PrintedChange(one, between, command))
     return found
 
 

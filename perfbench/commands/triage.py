@@ -104,12 +104,14 @@ def accept_promoted(
 
     Never raises: a history that does not have the run, or cannot be reached, costs one warning.
     """
-    from perfbench.history import Triage, TriageKind, configured_history, open_history
+    from perfbench.machine import configured_history
 
     if configured_history(url) is None:
         return
     now, author = datetime.now(UTC), _user()
     try:
+        from perfbench.history import Triage, TriageKind, open_history
+
         with open_history(url) as opened:
             for cell_id in cell_ids:
                 note = "promoted to baseline"

@@ -13,10 +13,12 @@ import pytest
 from perfbench.commands.app import invoke
 from perfbench.commands.triage import accept_promoted
 from perfbench.errors import Exit
+from perfbench.history import writing
 from perfbench.history.nouns import MeasuredValue
 from perfbench.history.store import History
 from tests.perfbench.history.made_runs import SEGMENT, made_cell, made_run
 
+ROOT = Path(__file__).parents[3]
 CELL = "path=triton,seq_len=512"
 OTHER = "path=dense,seq_len=512"
 Command = Callable[..., tuple[int, str, str]]
@@ -39,15 +41,15 @@ def write(
 ) -> None:
     """A run a day: ``values`` of CELL; OTHER never changes."""
     steady, segment = levels((len(values), 50.0), seed=4), SEGMENT
-    with History.open(url, create=True) as history:
-        for day, value in enumerate(values):
+    with History.open(url, create=True) as history, history._database.write() as connection:
+        for day, value in enumerate(values):  # one transaction: each waits for the disk
             segment = dict((segments or {}).get(day, segment))
             cells = [
                 made_cell(name, {"tok_per_s": MeasuredValue(one, None, None, 3)})
                 for name, one in ((CELL, value), (OTHER, steady[day]))
             ]
             about = dict(fields) | ({"commit": commits[day]} if commits else {})
-            history.add(made_run(day, *cells, segment=segment, **about))
+            writing.add(connection, made_run(day, *cells, segment=segment, **about))
 
 
 @pytest.fixture
@@ -81,7 +83,8 @@ def test_a_new_step_is_printed_once_and_fails(url: Path, command: Command) -> No
     assert first.startswith(("-5.", "-4."))
     assert f"tok_per_s of {CELL} (nightly, h200): worse, at run run-040, after run-039" in first
     assert "commits 0027002700..0028002800 (git does not know them here)" in commits
-    assert after.strip() == f"next: perfbench bisect {CELL} --good 0027002700 --bad 0028002800"
+    typed = f"perfbench bisect {CELL} --good 0027002700 --bad 0028002800 --matrix nightly.yaml"
+    assert after.strip() == f"next: {typed}"
     assert "1 new changes (1 worse, 0 better) in 2 series of 120 points" in err
     assert command("detect")[:2] == (Exit.OK, "nothing new\n")
     code, out, _ = command("detect", "--all")
@@ -222,3 +225,20 @@ def test_a_promotion_accepts_the_cells_that_it_promotes(
     assert "perfbench triage accept never-added" in capsys.readouterr().err
     accept_promoted("run-050", "nightly", "h200", [CELL], "none")
     assert capsys.readouterr().err == ""
+
+
+def test_baseline_promote_accepts_in_the_configured_history(
+    url: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ROOT / "tests/data/runs/h200-drop/a"
+    command("history", "init")
+    assert command("history", "add", str(run))[0] == Exit.OK
+    promote = ("baseline", "promote", str(run), "--to", "made.json", "--allow-dirty")
+    assert command(*promote)[0] == Exit.OK
+    with History.open(url) as history:
+        decisions = history.decisions()
+        (info,) = history.runs()
+        keys = history.keys()
+    assert {one.cell_id for one in decisions} == {key.cell_id for key in keys}
+    assert all(any(one.matches(key) for one in decisions) for key in keys)
+    assert {(one.kind, one.run_id) for one in decisions} == {("accepted", info.run_id)}
