@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,4 +42,5 @@ def write_blocks(
             f"cannot write {path}: {error.strerror}; wanted a new file; --out names another",
         ) from None
     finally:
-        whole.unlink(missing_ok=True)
+        with suppress(OSError):
+            whole.unlink()

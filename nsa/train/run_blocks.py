@@ -85,9 +85,13 @@ def keep_blocks(
     with chosen_blocks.collect() as chosen, _by_layer(model) as seen:
         loss = held_out(model, [batch], config, TrainWorld(0, 1, device, "none"))
     assert len(chosen) == len(model.blocks), "a forward calls each layer once"
-    kept = {layer: _as_stored(blocks) for layer in wanted if (blocks := chosen[layer]) is not None}
+    slots = max(model.config.config_of(layer).num_selected_for(tokens) for layer in wanted)
+    kept = {
+        layer: _as_stored(blocks)
+        for layer in wanted
+        if (blocks := chosen[layer]) is not None and _leaves_any(model, layer, blocks)
+    }
     if not kept:
-        slots = max(model.config.config_of(layer).num_selected_for(tokens) for layer in wanted)
         raise TrainError(
             TrainExit.USAGE,
             f"layers {_listed(wanted)} choose no blocks of {tokens} tokens: each attends to"
@@ -182,6 +186,13 @@ def _by_layer(model: TinyLM) -> Iterator[list[statistics.Collection]]:
         for block in model.blocks:
             observe(block.get_submodule("attention"))
         yield collections
+
+
+def _leaves_any(model: TinyLM, layer: int, blocks: Tensor) -> bool:
+    """Whether the last query sees more blocks than fit into its slots; not every path skips the
+    choice where all do.
+    """
+    return blocks.shape[1] > blocks.shape[3] * model.config.config_of(layer).sel_block
 
 
 def _as_stored(blocks: Tensor) -> np.ndarray[Any, Any]:

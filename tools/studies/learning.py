@@ -1,6 +1,6 @@
 """Does NSA learn what dense attention learns? Curves with bands, from runs of `nsa.train`.
 
-    python -m tools.studies.learning collect RUN... --out reports/learning/runs.json.gz [--blocks FILE]
+    python -m tools.studies.learning collect RUN... [--blocks FILE] --out runs.json.gz
     python -m tools.studies.learning render reports/learning/runs.json.gz --out reports/learning
 
 A run is the folder that `python -m nsa.train` wrote. Everything in the report is computed from the
@@ -90,8 +90,8 @@ def add_blocks(runs: Sequence[dict[str, Any]], file: Path) -> None:
     own = [run for run in runs if run["config"]["sha256"] == sha256]
     if not own:
         raise UnusableRun(
-            f"--blocks {file} is of the run {about['run']['name']} (config {str(sha256)[:12]}), which"
-            " is not collected here; name that run, too"
+            f"--blocks {file} is of the run {about['run']['name']} (config {str(sha256)[:12]}),"
+            " which is not collected here; name that run, too"
         )
     own[0].setdefault("blocks", []).append(about)
 
