@@ -4,6 +4,7 @@ and a whole run.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import zipfile
 from collections.abc import Callable
@@ -31,11 +32,12 @@ from perfbench.matrix import (
 )
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.trained import blocks_path
-from perfbench.records import Cell, Job, Manifest, Status, read_run
+from perfbench.records import Cell, Job, Manifest, Status, TrainedBlocks, read_run
 from perfbench.runner import checked_out, plan_of_version
 from perfbench.worker.parity import proof, sizes
 from perfbench.worker.workloads import block_patterns, trained, workload
 from perfbench.worker.workloads.attention import NUM_INPUTS
+from tests.docs.blocks import blocks_of
 from tests.perfbench import builders
 from tests.perfbench.measure_cases import run as measured
 from tests.perfbench.test_attention_workload import seen
@@ -242,6 +244,29 @@ def test_a_mistake_in_the_key_is_one_line(
 def test_the_schema_knows_the_key() -> None:
     known = matrix_schema()["properties"]["trained_blocks"]["anyOf"]
     assert known[0]["type"] == "string" and set(known[1]["properties"]) == {"file", "layer"}
+
+
+def test_the_example_of_the_page_is_valid(tmp_path: Path) -> None:
+    """Of the shipped matrix's comment, too: the same file, key by key."""
+    _, example = (b for b in blocks_of(ROOT / "docs" / "matrix.md") if b.language == "yaml")
+    large = preset("m7c_125m")
+    geometry = {"sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2}
+    written(tmp_path / "blocks.npz", chosen(large, tokens=16384), layers=(0, 5, 11), **geometry)
+    head = "version: 1\nname: m\ntarget: {gpu: none}\nmodel: m7c_125m\n"
+    path = tmp_path / "m.yaml"
+    path.write_text(head + example.text.replace("axes:", "axes:\n  path: [v2]"))
+    kinds = {cell.selection for cell in matrices.cells_of(load_matrix(path))}
+    assert kinds == {"own", "trained", "local", "hot"}
+    shipped = (ROOT / "matrices" / "selections-h200.yaml").read_text()
+    assert "\n# trained_blocks: {file: blocks.npz, layer: 5}\n" in shipped
+    uncommented = shipped.replace("# trained_blocks", "trained_blocks")
+    path.write_text(uncommented.replace("hot]", "hot, trained]").replace("65536", "16384"))
+    assert load_matrix(path).trained == named(tmp_path / "blocks.npz", 5)
+
+
+def named(file: Path, layer: int) -> TrainedBlocks:
+    content = hashlib.sha256(file.read_bytes()).hexdigest()
+    return TrainedBlocks(path=file.name, layer=layer, sha256=content, tokens=16384)
 
 
 def manifest_of(matrix: matrices.Matrix, **changes: Any) -> Manifest:
