@@ -32,7 +32,7 @@ def write_blocks(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole.open("wb") as file:
-            np.savez_compressed(file, allow_pickle=False, about=np.array(text), **arrays)
+            np.savez_compressed(file, about=np.array(text), **arrays)
             file.flush()
             os.fsync(file.fileno())
         whole.replace(path)

@@ -111,7 +111,8 @@ def parse_matrix(
     """The same for a text that was read before; ``path`` names it in messages.
 
     ``to_measure``: refuse too few processes to judge, which the matrix of a stored run may have.
-    ``trained``: what the manifest of a run keeps of the file of blocks, which is then not read.
+    Only then the file of blocks is read, unless ``trained`` is what the manifest of a run keeps of
+    it.
     """
     document = strict_yaml.parse(text, path)
     file = validate(document)
@@ -143,7 +144,7 @@ def parse_matrix(
         sentinels=rules.parse_sentinels(document, file),
     )
     kept = _check_cells(document, matrix)
-    blocks = trained_of(document, file.trained_blocks, model, kept, trained)
+    blocks = trained_of(document, file.trained_blocks, model, kept, trained, reads_file=to_measure)
     rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})
     by_cell = rules.policies_of(document, file.gate, matrix.overrides, kept)
     if to_measure:

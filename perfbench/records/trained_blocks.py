@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import struct
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -28,6 +30,22 @@ MAX_FILE_BYTES = 2**28
 MAX_ARRAY_BYTES = 2**28  # 8 kv heads of 16 slots for a million tokens
 _ABOUT = "about"
 _ARRAY = "blocks_"
+# what zipfile, numpy and json raise for files that are cut, changed, encrypted or huge
+_DAMAGE = (
+    ValueError,
+    TypeError,
+    LookupError,
+    SyntaxError,
+    OSError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    tokenize.TokenError,
+)
 
 
 class TrainedBlocks(BaseModel):
@@ -77,18 +95,13 @@ def read_trained_blocks(path: Path, layer: int | None) -> BlocksFile:
             if about["format"] != FORMAT:
                 raise ValueError(f"format {about['format']!r}, which this perfbench does not read")
             chosen = _layer_of(held, layer)
-            if isinstance(chosen, str):
-                raise LookupError(chosen)
-            blocks = arrays[f"{_ARRAY}{chosen}"]
-            nsa = dict(about["layers"][str(chosen)]["nsa"])
-    except LookupError as error:
-        if isinstance(error, KeyError):
-            raise _damaged(path, f"it lacks {error}") from None
-        raise ValueError(f"{path} {error}") from None
-    except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise _damaged(path, str(error)) from None
-    except (NotImplementedError, RuntimeError) as error:  # an encrypted or odd archive
-        raise _damaged(path, str(error)) from None
+            if isinstance(chosen, int):
+                blocks = arrays[f"{_ARRAY}{chosen}"]
+                nsa = dict(about["layers"][str(chosen)]["nsa"])
+    except _DAMAGE as error:
+        raise _damaged(path, f"{type(error).__name__}: {error}") from None
+    if isinstance(chosen, str):
+        raise ValueError(f"{path} {chosen}")
     if blocks.dtype != np.int16 or blocks.ndim != 3 or not blocks.size:
         raise _damaged(path, f"blocks of {blocks.dtype} {list(blocks.shape)}")
     return BlocksFile(chosen, blocks, nsa, hashlib.sha256(content).hexdigest())

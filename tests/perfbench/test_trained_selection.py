@@ -124,6 +124,12 @@ def test_the_content_and_the_layer_are_in_the_hash_and_the_place_is_not(
         matrix.write_text(MATRIX.replace("b.npz", "deep/other.npz"))
         now = hashes(load_matrix(matrix))
         assert now[OWN] == first[OWN] and now[TRAINED] != first[TRAINED]
+    written(tmp_path / "b.npz", layers=(1, 2))
+    by_layer = []
+    for layer in (1, 2):
+        matrix.write_text(MATRIX.replace("b.npz", f"{{file: b.npz, layer: {layer}}}"))
+        by_layer.append(hashes(load_matrix(matrix)))
+    assert by_layer[0][OWN] == by_layer[1][OWN] and by_layer[0][TRAINED] != by_layer[1][TRAINED]
 
 
 def test_a_path_is_relative_to_the_matrix(matrix: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +290,9 @@ def test_a_run_is_judged_by_its_manifest_without_the_file(matrix: Path) -> None:
     matrix.with_name("b.npz").unlink()
     assert hashes(stored_matrix(stored)) == hashes(loaded)
     check_configs(stored_matrix(stored), stored.cells, "run")
+    bare = stored.model_copy(update={"trained_blocks": None})
+    with pytest.raises(PerfbenchError, match="the run's manifest keeps no file of blocks"):
+        stored_matrix(bare)
     other = stored.model_copy(
         update={"trained_blocks": stored.trained_blocks.model_copy(update={"layer": 2})}  # type: ignore[union-attr]
     )
