@@ -42,10 +42,12 @@ def trained_of(
     """The blocks of the ``cells`` with `selection: trained`; None where there are none.
 
     ``stored``: those that the manifest of a run keeps. ``reads_file``: look at the file; a matrix
-    out of a run file never does, whatever path it names. PerfbenchError (USAGE)
-    with file:line for a key without such a cell and a cell without the key; for a file that is
-    missing, damaged, or of another geometry than ``model``; for fewer tokens than a cell has, and
-    for blocks that break the contract of perfbench.worker.workloads.block_patterns.
+    out of a run file never does, whatever path it names.
+
+    PerfbenchError (USAGE) with file:line for a key without such a cell and a cell without the key;
+    for a file that is missing, damaged, or of another geometry than ``model``; for fewer tokens
+    than a cell has; and for blocks that break the contract of
+    perfbench.worker.workloads.block_patterns.
     """
     asking = [cell for cell in cells if cell.selection == TRAINED]
     if spec is None and KEY[0] not in document.data:
@@ -68,8 +70,8 @@ def trained_of(
     if not reads_file:
         document.fail(
             KEY,
-            f"cells have selection: {TRAINED}, and the run's manifest keeps no file of blocks; wanted"
-            " its trained_blocks; measure again",
+            f"cells have selection: {TRAINED}, and the run's manifest keeps no file of blocks;"
+            " wanted its trained_blocks; measure again",
         )
     if model.nsa.adaptive_num_selected:
         document.fail(
