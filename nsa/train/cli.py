@@ -169,6 +169,57 @@ def export(
     return TrainExit.OK
 
 
+@app.command()
+def blocks(
+    run: RunDir,
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE.npz", help="What is written; not there.")
+    ],
+    tokens: Annotated[
+        int, typer.Option("--tokens", metavar="N", help="Of text, in one row.")
+    ] = 16384,
+    layers: Annotated[
+        str | None,
+        typer.Option("--layers", metavar="I,J,K", help="First, middle and last by default."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option("--text", metavar="FILE", help="In place of the run's held-out text."),
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option("--checkpoint", metavar="PATH", help="The last good one: auto.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
+) -> int:
+    """Keep the blocks that a trained model chooses, for perfbench's `selection: trained`."""
+    from nsa.train.launch import checkpoint_of, read_resolved
+
+    _at_least("--tokens", tokens, 2)
+    wanted = None if layers is None else _layers(layers)
+    read_resolved(run)
+    path = checkpoint_of(run, checkpoint, "--checkpoint")
+    if out.exists():
+        raise TrainError(TrainExit.USAGE, f"{out} is there already; wanted a new file")
+    from nsa.train.blocks_text import blocks_lines
+    from nsa.train.run_blocks import keep_blocks
+
+    about = keep_blocks(run, path, out, tokens=tokens, layers=wanted, text=text)
+    for layer in about["attend_to_everything"]:
+        typer.echo(f"layer {layer} attends to everything, so it has no blocks", err=True)
+    typer.echo(json.dumps(about, indent=2) if as_json else "\n".join(blocks_lines(about)))
+    typer.echo(f"wrote {out}", err=True)
+    return TrainExit.OK
+
+
+def _layers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isascii() and word.isdigit() and len(word) < 6 for word in words):
+        raise TrainError(
+            TrainExit.USAGE, f"--layers {text!r}: wanted numbers of layers, such as 0,5,11"
+        )
+    return [int(word) for word in words]
+
+
 def _at_least(option: str, value: float, least: int) -> None:
     if not value >= least or value == float("inf"):
         raise TrainError(TrainExit.USAGE, f"{option} {value} must be a number >= {least}")

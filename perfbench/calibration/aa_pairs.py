@@ -14,7 +14,7 @@ from pathlib import Path
 from perfbench.calibration.certify import Rate
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import CellVerdict, compare
-from perfbench.matrix import Policies, parse_matrix, policies
+from perfbench.matrix import Policies, policies, stored_matrix
 from perfbench.records import Run, Verdict
 from perfbench.runner import Pair, is_pair, parse_injection, read_pair
 
@@ -98,7 +98,7 @@ def _cells(one: Pair) -> list[RealPair]:
 
 def _policies(run: Run) -> Policies:
     """Those of the matrix that the run holds."""
-    return policies(parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path))
+    return policies(stored_matrix(run.manifest))
 
 
 def _planted(run: Run) -> Mapping[str, float]:

@@ -146,7 +146,8 @@ def _rules_at(commit: JudgingCommit, matrix: Matrix) -> JudgeRules | None:
     if data is None:
         return None
     try:
-        then = parse_matrix(data.decode("utf-8-sig"), matrix.path)
+        text = data.decode("utf-8-sig")
+        then = parse_matrix(text, matrix.path, trained=matrix.trained)
     except (PerfbenchError, UnicodeDecodeError):
         return None
     return JudgeRules.of(then) if then.name == matrix.name else None

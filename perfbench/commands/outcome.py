@@ -15,7 +15,7 @@ import nsa
 from perfbench.commands.baseline_source import BASELINES
 from perfbench.commands.console import is_terminal, print_commands, print_text, say
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.matrix import Matrix, Policies, parse_matrix, policies
+from perfbench.matrix import Matrix, Policies, policies, stored_matrix
 from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def finish(
 
 def matrix_of(run: Run) -> Matrix:
     """The matrix that the run was made with, as its manifest keeps it."""
-    return parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path)
+    return stored_matrix(run.manifest)
 
 
 def policy_of(run: Run) -> Policies:

@@ -26,14 +26,18 @@ from perfbench.matrix.rules import ExcludeRule, ExpectRule, IncludeRule, Overrid
 from perfbench.matrix.schema import Limits, Target, resolve_model, validate
 from perfbench.matrix.shipped import MARK, shipped_file, shipped_name
 from perfbench.matrix.strict_yaml import Document, read_text
+from perfbench.matrix.trained import blocks_path, trained_of
 from perfbench.records import (
     AXES,
     MAX_REPLICATES,
     METHOD_VERSION,
+    TRAINED,
     Cell,
     Expect,
+    Manifest,
     MeasureOptions,
     PlannedCell,
+    TrainedBlocks,
     Value,
     select_cells,
 )
@@ -82,6 +86,7 @@ class Matrix:
     aliases: Mapping[str, str] = field(default_factory=dict)  # a cell's former id -> its id now
     sentinels: tuple[str, ...] = ()
     by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # those of an override
+    trained: TrainedBlocks | None = None  # of the cells with selection=trained
 
 
 def load_matrix(path: str | pathlib.Path) -> Matrix:
@@ -95,10 +100,19 @@ def load_matrix(path: str | pathlib.Path) -> Matrix:
     return parse_matrix(read_text(file), name, to_measure=True)
 
 
-def parse_matrix(text: str, path: str, *, to_measure: bool = False) -> Matrix:
+def stored_matrix(manifest: Manifest) -> Matrix:
+    """The matrix that a run was made with, as its manifest keeps it; reads no file."""
+    return parse_matrix(manifest.matrix_text, manifest.matrix_path, trained=manifest.trained_blocks)
+
+
+def parse_matrix(
+    text: str, path: str, *, to_measure: bool = False, trained: TrainedBlocks | None = None
+) -> Matrix:
     """The same for a text that was read before; ``path`` names it in messages.
 
     ``to_measure``: refuse too few processes to judge, which the matrix of a stored run may have.
+    Only then the file of blocks is read, unless ``trained`` is what the manifest of a run keeps of
+    it.
     """
     document = strict_yaml.parse(text, path)
     file = validate(document)
@@ -130,11 +144,12 @@ def parse_matrix(text: str, path: str, *, to_measure: bool = False) -> Matrix:
         sentinels=rules.parse_sentinels(document, file),
     )
     kept = _check_cells(document, matrix)
+    blocks = trained_of(document, file.trained_blocks, model, kept, trained, reads_file=to_measure)
     rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})
     by_cell = rules.policies_of(document, file.gate, matrix.overrides, kept)
     if to_measure:
         _refuse_too_few(document, file.measure.processes, {"": file.gate, **by_cell})
-    return replace(matrix, by_cell=by_cell)
+    return replace(matrix, by_cell=by_cell, trained=blocks)
 
 
 def _refuse_too_few(document: Document, processes: int, gates: Mapping[str, GatePolicy]) -> None:
@@ -311,10 +326,23 @@ def config_sha256(matrix: Matrix, cell_id: str) -> str:
     timed.
 
     A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts.
-    The cell enters by its id: an axis that is added later, at its default, changes no hash.
+    The cell enters by its id: an axis that is added later, at its default, changes no hash. Blocks
+    of a trained model enter by their file's content and the layer, wherever the file lies.
     """
     what = {"model": _model_sha256(matrix.model), "cell": cell_id, "method_version": METHOD_VERSION}
+    if matrix.trained is not None and f"selection={TRAINED}" in cell_id.split(","):
+        what["trained_blocks"] = f"{matrix.trained.sha256} layer {matrix.trained.layer}"
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
+
+
+def trained_for(matrix: Matrix, cell: Cell) -> TrainedBlocks | None:
+    """What a measuring process reads for ``cell``, its path absolute; None where it has no
+    selection=trained.
+    """
+    if matrix.trained is None or cell.selection != TRAINED:
+        return None
+    path = blocks_path(matrix.path, matrix.trained.path).absolute()
+    return matrix.trained.model_copy(update={"path": str(path)})
 
 
 def check_configs(matrix: Matrix, cells: Iterable[PlannedCell], path: str) -> None:

@@ -88,6 +88,7 @@ class MatrixFile(_Section):
     overrides: list[OverrideSection] = []
     aliases: dict[str, str] = {}  # a cell's former id -> its id now
     sentinels: list[str] = []
+    trained_blocks: Any = None  # the file of selection=trained
 
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -309,6 +310,18 @@ def matrix_schema() -> dict[str, Any]:
     matched = {name: _one_or_many(_match_schema(axis)) for name, axis in AXES.items()}
     properties = schema["properties"]
     properties["model"] = {"anyOf": [{"enum": list(PRESETS)}, {"type": "object"}]}
+    properties["trained_blocks"] = {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            _closed(
+                {
+                    "file": {"type": "string", "minLength": 1},
+                    "layer": {"type": "integer", "minimum": 0},
+                },
+                required=["file"],
+            ),
+        ]
+    }
     properties["axes"] = _closed(
         {
             name: {"type": "array", "minItems": 1, "uniqueItems": True, "items": value}

@@ -8,7 +8,8 @@ from perfbench.records.baseline_file import retire_baseline, write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
-from perfbench.records.cells import SELECTIONS, STEPS, TRAINING, Term, Value, check_axis, proof_key
+from perfbench.records.cells import SELECTIONS, STEPS, TRAINED, TRAINING, Term, Value, check_axis
+from perfbench.records.cells import proof_key
 from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.digests import LINE_KEY
@@ -31,5 +32,6 @@ from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
 from perfbench.records.regular_file import read_regular_file
+from perfbench.records.trained_blocks import TrainedBlocks, read_trained_blocks
 from perfbench.records.cell_names import cell_of_id, find_cell, shared_axes, short_ids
 from perfbench.records.cell_names import varying_axes

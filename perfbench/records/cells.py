@@ -18,7 +18,8 @@ from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
 NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
 DEFAULT_CHUNK = 2048
 # Kinds of blocks in workloads of the selected branch: perfbench.worker.workloads.block_patterns.
-SELECTIONS = ("own", "random", "local", "hot")
+TRAINED = "trained"  # those of a file, which the matrix names
+SELECTIONS = ("own", "random", "local", "hot", TRAINED)
 CACHED = ("decode", "chunked_prefill")  # workloads whose steps go through an NSACache
 # Attention alone, on inputs of its own; the first with its backward.
 ATTENTION = ("attention", "attention_forward")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status, StoredCell
+from perfbench.records.trained_blocks import TrainedBlocks
 
 # What a sentinel's rate counts, by its name. Its work is in perfbench/worker/sentinels.py.
 SENTINEL_UNITS: Mapping[str, str] = MappingProxyType(
@@ -91,6 +92,8 @@ class Job(BaseModel):
     # Of the same route, workload and dtype, made earlier in this run on this card.
     proof: ParityLine | None = None
     sentinel: str | None = None  # measure this frozen work in place of a cell
+    # of selection=trained; its path is absolute
+    trained_blocks: TrainedBlocks | None = None
     # Time nothing, and write the profile of one step to this file (.json.gz).
     trace: str | None = None
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import PydanticCustomError, core_schema
 
 from perfbench.records.cells import Cell, Value
+from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
 DIGESTS_SINCE = 3
@@ -211,6 +212,8 @@ class Manifest(_Record):
     environment: Environment
     # of one side of a confirmation; null: every pair is measured
     confirmation: ConfirmationPlan | None = None
+    # of the cells with selection=trained; null: none has it, and in older files
+    trained_blocks: TrainedBlocks | None = None
 
 
 class Resumed(_Record):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
 from perfbench.errors import PerfbenchError
-from perfbench.matrix import parse_matrix
+from perfbench.matrix import stored_matrix
 from perfbench.records import ATTENTION, AXES, CACHED, SELECTED, SELECTIONS, Run
 from perfbench.report.rows import Row, is_twin, without
 from perfbench.roofline import keys_of_query
@@ -57,7 +57,7 @@ def _of(rows: Sequence[Row], workload: str) -> list[Row]:
 def model_of(run: Run) -> ModelConfig | None:
     """The model of the run's matrix; None where this perfbench cannot read that matrix."""
     try:
-        return parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path).model
+        return stored_matrix(run.manifest).model
     except PerfbenchError:
         return None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from perfbench.matrix import Matrix
+from perfbench.matrix import Matrix, trained_for
 from perfbench.records import (
     SENTINEL_UNITS,
     Cell,
@@ -120,6 +120,7 @@ class Recorder:
             injection=next((fault for fault in self.faults if fault.cell_id == cell.cell_id), None),
             waiting_peers=waiting_peers,
             proof=self._proof(cell),
+            trained_blocks=trained_for(self.matrix, cell.axes),
         )
 
     def _seed(self, cell: PlannedCell, replicate: int) -> int:

@@ -52,7 +52,10 @@ def check_cells(
             Exit.USAGE, f"{path}: {problem}. Next: undo the change, or start a new run"
         )
     if manifest.matrix_sha256 != matrix.sha256:
-        _check_rules(parse_matrix(manifest.matrix_text, f"{path} (its matrix)"), matrix, path)
+        before_text = parse_matrix(
+            manifest.matrix_text, f"{path} (its matrix)", trained=manifest.trained_blocks
+        )
+        _check_rules(before_text, matrix, path)
 
 
 def _check_rules(before: Matrix, now: Matrix, path: Path) -> None:

@@ -85,6 +85,7 @@ class RunSpec:
             cells=self.plan.cells,
             excluded=excluded,
             environment=self.environment,
+            trained_blocks=self.matrix.trained,
         )
 
 

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 
 from perfbench.errors import PerfbenchError
 from perfbench.gate import CellVerdict, Judgement
+from perfbench.matrix import trained_for
 from perfbench.records import (
     Injection,
     Job,
@@ -294,6 +295,7 @@ def _job(
         seed=random.Random(f"{tracing.seed}-{cell.cell_id}-0").randrange(2**31),
         profile=False,
         injection=_fault(version, cell, tracing),
+        trained_blocks=trained_for(tracing.matrix, cell.axes),
         trace=str(chrome.absolute()),  # the child has a folder of its own
     )
 

@@ -47,7 +47,7 @@ from perfbench.worker.step_proof.prove import prove as prove_step
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
 from perfbench.worker.turn import Alone, Turn
-from perfbench.worker.workloads import workload
+from perfbench.worker.workloads import trained, workload
 
 # After the first, which compiles and tunes; the optimizer's state is there from the second on.
 TRACE_WARM_STEPS = 2
@@ -300,7 +300,7 @@ def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) ->
     if job.proof is not None:
         return job.proof
     try:
-        line = prove(Claim(model, route, job.axes, job.device, job.seed))
+        line = prove(Claim(model, route, job.axes, job.device, job.seed, trained.blocks_of(job)))
     except RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
@@ -318,7 +318,7 @@ def _prove_at_length(
 ) -> LengthProof:
     """Replicate 0 proves, the others repeat the digest of its inputs."""
     seed = job.seed if job.proof_seed is None else job.proof_seed
-    claim = Claim(model, route, job.axes, job.device, seed)
+    claim = Claim(model, route, job.axes, job.device, seed, trained.blocks_of(job))
     line = prove_at_length(claim) if job.replicate == 0 else repeat_digest(claim)
     if line.ok is False:
         cell = job.axes

@@ -32,8 +32,11 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     from nsa import settings
     from nsa.routing import Capability
     from perfbench.matrix import build_plan, parse_matrix, plan_json
+    from perfbench.records import TrainedBlocks
 
-    matrix = parse_matrix(asked["text"], asked["path"])
+    stored = asked["trained_blocks"]
+    trained = TrainedBlocks.model_validate(stored) if stored else None
+    matrix = parse_matrix(asked["text"], asked["path"], trained=trained)
     capability = asked["capability"]
     here = Capability(**{**capability, "sm": tuple(capability["sm"]) if capability["sm"] else None})
     built = build_plan(matrix, only=asked["only"], capability=here, settings=settings.current())

@@ -18,7 +18,7 @@ from perfbench import roofline
 from perfbench.errors import PerfbenchError
 from perfbench.gate.hard_rules import WHOLE
 from perfbench.matrix import attention_calls, matrix, plan
-from perfbench.records.cells import SELECTED, SELECTIONS, Cell, proof_key
+from perfbench.records.cells import SELECTED, SELECTIONS, TRAINED, Cell, proof_key
 from perfbench.records.job import Job
 from perfbench.records.rows import Status
 from perfbench.worker.parity import proof
@@ -33,7 +33,8 @@ from tools.studies.floors import Rates
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 CPU = Capability("cpu", "cpu", None, None, "no GPU", "2.13.0")
-KINDS = pytest.mark.parametrize("kind", SELECTIONS)
+# what a trained model chose is in tests/perfbench/test_trained_selection.py
+KINDS = pytest.mark.parametrize("kind", [kind for kind in SELECTIONS if kind != TRAINED])
 
 
 def alone(

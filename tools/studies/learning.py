@@ -1,10 +1,11 @@
 """Does NSA learn what dense attention learns? Curves with bands, from runs of `nsa.train`.
 
-    python -m tools.studies.learning collect RUN... --out reports/learning/runs.json.gz
+    python -m tools.studies.learning collect RUN... [--blocks FILE] --out runs.json.gz
     python -m tools.studies.learning render reports/learning/runs.json.gz --out reports/learning
 
 A run is the folder that `python -m nsa.train` wrote. Everything in the report is computed from the
 collected file; seeds of one configuration are one curve, its band is the least to the most of them.
+A FILE is what `python -m nsa.train blocks` wrote of one of the runs; repeat --blocks for several.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import gzip
 import json
 import math
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 from matplotlib.figure import Figure
+
+from nsa.train.blocks_text import blocks_head, blocks_table
 
 COLOURS = {"nsa": "#0b5fbe", "dense": "#c2410c"}
 WITHIN_PCT = 2.0  # of dense: what the report is asked
@@ -69,6 +74,26 @@ def collect(folder: Path) -> dict[str, Any]:
             f"{folder} has no evaluation; wanted held-out losses; train with train.eval_every > 0"
         )
     return {"name": folder.name, "config": config, "events": events, "lines": _of_last(lines)}
+
+
+def add_blocks(runs: Sequence[dict[str, Any]], file: Path) -> None:
+    """Keep what a file of blocks says of itself with the run that it is of."""
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            about = json.loads(str(arrays["about"]))
+        sha256 = about["run"]["config_sha256"]
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        raise UnusableRun(
+            f"--blocks {file} is no file of blocks ({error}); wanted one that `python -m nsa.train"
+            " blocks` wrote; write it again"
+        ) from None
+    own = [run for run in runs if run["config"]["sha256"] == sha256]
+    if not own:
+        raise UnusableRun(
+            f"--blocks {file} is of the run {about['run']['name']} (config {str(sha256)[:12]}),"
+            " which is not collected here; name that run, too"
+        )
+    own[0].setdefault("blocks", []).append(about)
 
 
 def _of_last(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -167,7 +192,24 @@ def report(runs: Sequence[dict[str, Any]], found: dict[str, Curve]) -> str:
             f"| {run['name']} | {train['attention']} | {train['seed']} | {last['step']} |"
             f" {last['bad_steps']} | `{run['config']['sha256'][:12]}` |"
         )
+    for run in runs:
+        for about in run.get("blocks", ()):
+            lines += ["", *_blocks(about)]
     return "\n".join(lines) + "\n"
+
+
+def _blocks(about: dict[str, Any]) -> list[str]:
+    head, *rows = blocks_table(about)
+    return [
+        f"## Chosen blocks of {blocks_head(about)}",
+        "",
+        "A query chooses where it sees more blocks than it has slots; free blocks are those that it"
+        " chose and that are not forced. A distance is in blocks.",
+        "",
+        f"| {' | '.join(head)} |",
+        f"| --- |{' ---: |' * (len(head) - 1)}",
+        *(f"| {' | '.join(row)} |" for row in rows),
+    ]
 
 
 def _headline(found: dict[str, Curve]) -> str:
@@ -210,6 +252,7 @@ def main(argv: Sequence[str]) -> int:
     one = commands.add_parser("collect")
     one.add_argument("runs", nargs="+", type=Path)
     one.add_argument("--out", type=Path, required=True)
+    one.add_argument("--blocks", action="append", default=[], type=Path, metavar="FILE")
     two = commands.add_parser("render")
     two.add_argument("file", type=Path)
     two.add_argument("--out", type=Path, required=True)
@@ -217,7 +260,10 @@ def main(argv: Sequence[str]) -> int:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     try:
         if options.command == "collect":
-            text = json.dumps([collect(folder) for folder in options.runs])
+            collected = [collect(folder) for folder in options.runs]
+            for file in options.blocks:
+                add_blocks(collected, file)
+            text = json.dumps(collected)
             options.out.write_bytes(gzip.compress(text.encode(), mtime=0))
             return 0
         runs = json.loads(gzip.decompress(options.file.read_bytes()))

@@ -10,7 +10,7 @@ from pathlib import Path
 from nsa.config import ModelConfig
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import CellVerdict, Judgement, rows_by_cell
-from perfbench.matrix import parse_matrix
+from perfbench.matrix import stored_matrix
 from perfbench.records import Run
 from perfbench.text import NULL, cell_code, code, escape
 from tools.studies.kerneltext import table
@@ -19,7 +19,7 @@ from tools.studies.kerneltext import table
 def model_of(run: Run) -> ModelConfig | None:
     """The model of the run's matrix; None where this perfbench cannot read that matrix."""
     try:
-        return parse_matrix(run.manifest.matrix_text, run.manifest.matrix_path).model
+        return stored_matrix(run.manifest).model
     except PerfbenchError:
         return None
 

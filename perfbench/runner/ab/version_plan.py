@@ -46,6 +46,7 @@ def plan_of_version(
         "folder": str(one.folder),
         "text": matrix.text,
         "path": matrix.path,
+        "trained_blocks": matrix.trained.model_dump() if matrix.trained else None,
         "only": list(only),
         "capability": asdict(capability),
     }

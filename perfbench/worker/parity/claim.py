@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.routing import Path, Route
@@ -15,6 +16,8 @@ from perfbench.records import CACHED, SELECTED, Cell, torch_dtype_name
 class Claim:
     """``timed`` is the Route that the timed cell takes on ``device``; ``seed`` decides the inputs
     of the proof, and which rows are compared.
+
+    ``trained`` int32 [T, G, N]: the blocks of a cell with selection=trained.
     """
 
     model: ModelConfig
@@ -22,6 +25,7 @@ class Claim:
     cell: Cell
     device: str
     seed: int
+    trained: Tensor | None = field(default=None, compare=False)
 
     @property
     def dtype(self) -> torch.dtype:

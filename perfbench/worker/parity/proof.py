@@ -179,6 +179,7 @@ def selected_blocks(claim: Claim, q: Tensor) -> Tensor:
         config=claim.model.nsa,
         num_kv_heads=claim.model.num_kv_heads,
         generator=generator,
+        trained=claim.trained,
     )
 
 

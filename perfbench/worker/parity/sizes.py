@@ -27,10 +27,12 @@ def standard_tokens(nsa: NSAConfig) -> int:
 
 def standard_tokens_of(claim: Claim) -> int:
     """Tokens of the usual proof: `standard_tokens`, or where path triton decodes, so many that its
-    compressed keys are split.
+    compressed keys are split; of blocks of a trained model at most as many as there are.
     """
     nsa = claim.model.nsa
     usual, least = standard_tokens(nsa), least_keys_of_a_split()
+    if claim.trained is not None:
+        return min(usual, len(claim.trained))
     decodes = claim.chunk == 1 and any(
         branch.implementation == Path.TRITON for branch in claim.timed.branches
     )

@@ -174,12 +174,19 @@ class SelectedBranch(nn.Module):
 
 
 def selected_inputs(
-    model: ModelConfig, cell: Cell, *, dtype: torch.dtype, device: str, seed: int
+    model: ModelConfig,
+    cell: Cell,
+    *,
+    dtype: torch.dtype,
+    device: str,
+    seed: int,
+    trained: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, ...]]:
     """Random q, k, v, and blocks of the cell's kind (`block_patterns.chosen`), then the output's
     gradient where the cell has a backward; without end.
 
-    With a backward q, k and v are leaves that want a gradient. ``seed`` decides all of it.
+    With a backward q, k and v are leaves that want a gradient. ``seed`` decides all of it but the
+    blocks of selection=trained, which are those of ``trained`` in each input.
     """
     generator, backward = torch.Generator(device).manual_seed(seed), cell.has_backward
 
@@ -197,6 +204,7 @@ def selected_inputs(
             config=model.nsa,
             num_kv_heads=model.num_kv_heads,
             generator=generator,
+            trained=trained,
         )
         leaves = [x.requires_grad_(backward) for x in (q, k, v)]
         return (*leaves, blocks, *((normal(model.num_heads, model.value_dim),) if backward else ()))

@@ -20,19 +20,28 @@ from nsa.blocks import BlockGrid
 from nsa.compression import compress
 from nsa.config import NSAConfig
 from nsa.functional import select_blocks
+from perfbench.records import SELECTIONS, TRAINED
 
 NONE = torch.iinfo(torch.int32).max  # an empty slot until all are sorted: it comes last
 
 
 @torch.no_grad()
 def chosen(
-    kind: str, q: Tensor, *, config: NSAConfig, num_kv_heads: int, generator: torch.Generator
+    kind: str,
+    q: Tensor,
+    *,
+    config: NSAConfig,
+    num_kv_heads: int,
+    generator: torch.Generator,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Blocks int32 [B, T, G, N], ascending, unique, -1 padded at the end, none beyond its query,
     for q [B, T, HQ, D] at positions 0 on.
 
     ``kind`` is one of records.SELECTIONS. ``own``: what `nsa.select_blocks` chooses for q
-    and random keys compressed by their mean. The others are the forced blocks and, of the free ones
+    and random keys compressed by their mean. ``trained``: the first T rows of the tensor
+    ``trained`` [T or more, G, N], in each sequence; a prefix of a causal selection is one. The
+    others are the forced blocks and, of the free ones
     (those before the local and after the initial blocks):
 
     - ``random``: uniform and distinct, drawn anew for each query and kv head;
@@ -50,11 +59,25 @@ def chosen(
             B, T, num_kv_heads, D, dtype=q.dtype, device=q.device, generator=generator
         )
         return select_blocks(q, compress(keys, config=replace(config, phi="mean")), config=config)
+    if kind == TRAINED:
+        return _repeated(trained, q, config, num_kv_heads)
     if kind not in _FREE:
-        raise ValueError(f"selection={kind!r}: wanted own, {', '.join(_FREE)}; name one of them")
+        raise ValueError(f"selection={kind!r}: wanted {', '.join(SELECTIONS)}; name one of them")
     return _with_forced(
         _FREE[kind](_Free.of(q, config, num_kv_heads), generator), q.shape[1], config
     )
+
+
+def _repeated(trained: Tensor | None, q: Tensor, config: NSAConfig, num_kv_heads: int) -> Tensor:
+    B, T = q.shape[:2]
+    wanted = (num_kv_heads, config.num_selected_for(T))
+    if trained is None or len(trained) < T or trained.shape[1:] != wanted:
+        got = "no blocks" if trained is None else f"blocks {list(trained.shape)}"
+        raise ValueError(
+            f"selection={TRAINED}: got {got}; wanted at least [{T}, {wanted[0]}, {wanted[1]}]; name"
+            " a file of them by trained_blocks"
+        )
+    return trained[:T].to(q.device, torch.int32).expand(B, -1, -1, -1).contiguous()
 
 
 class _Free:

@@ -24,7 +24,7 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.worker.operators import Calls
-from perfbench.worker.workloads import attention
+from perfbench.worker.workloads import attention, trained
 from perfbench.worker.workloads.cache_steps import CachedSteps
 from perfbench.worker.workloads.graphs import (
     AtCapture,
@@ -125,7 +125,14 @@ def build(job: Job) -> Workload:
             job,
             attention.SelectedBranch(config, cell.path, cell.fa2),
             lambda run: attention.body_of(run, [], made, backward=backward),
-            attention.selected_inputs(config, cell, dtype=dtype, device=job.device, seed=job.seed),
+            attention.selected_inputs(
+                config,
+                cell,
+                dtype=dtype,
+                device=job.device,
+                seed=job.seed,
+                trained=trained.blocks_of(job),
+            ),
             made,
         )
     model = (
