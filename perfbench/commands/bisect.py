@@ -105,7 +105,7 @@ def bisect(
     asked = request.as_file() if resume is None else request.resumed(read_bisect(resume), resume)
     found = commits_between(asked.good, asked.bad, CHECKOUT, every_parent=asked.every_parent)
     asked = asked.model_copy(update={"good": found.good.sha, "bad": found.bad.sha})
-    loaded = parse_matrix(asked.matrix_text, asked.matrix_path)
+    loaded = parse_matrix(asked.matrix_text, asked.matrix_path, trained=asked.trained_blocks)
     context = measuring_context(loaded.target)
     if context is None:
         raise typer.Exit(Exit.OK)
@@ -155,6 +155,7 @@ class BisectRequest:
             cell_id=names.named_cell(self.cell, cells_of(loaded), str(self.matrix)),
             matrix_path=loaded.path,
             matrix_text=loaded.text,
+            trained_blocks=loaded.trained,
             seed=new_seed() if self.seed is None else self.seed,
             argv=opt.argv(),
         )

@@ -30,7 +30,7 @@ from perfbench.gate import (
     pair_found,
 )
 from perfbench.matrix import Matrix, Policies, policies
-from perfbench.records import ConfirmationPlan, Status, whole_file
+from perfbench.records import ConfirmationPlan, Status, TrainedBlocks, whole_file
 from perfbench.runner.ab.checkout import CannotBuild, checked_out
 from perfbench.runner.ab.commits import Commit
 from perfbench.runner.ab.confirm import SERVER_S
@@ -56,6 +56,7 @@ class BisectFile(BaseModel):
     cell_id: str
     matrix_path: str
     matrix_text: str
+    trained_blocks: TrainedBlocks | None = None  # of a cell with selection=trained
     seed: int
     argv: list[str]
 
