@@ -2,7 +2,7 @@
 skip them.
 
 `--require interpreter` turns Triton's interpreter on, so that path `triton` runs on a CPU: every
-test over the paths gets it.
+test over the paths gets it. `--require postgres` gives the history's tests a second database.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ settings.load_profile("project")
 def pytest_addoption(parser: pytest.Parser) -> None:
     what = (
         "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run"
-        " path triton in Triton's interpreter"
+        " path triton in Triton's interpreter; postgres: run the history's tests on a PostgreSQL"
+        " server, too, and fail them where it cannot be started"
     )
-    parser.addoption("--require", choices=["gpu", "interpreter"], default=None, help=what)
+    choices = ["gpu", "interpreter", "postgres"]
+    parser.addoption("--require", choices=choices, default=None, help=what)
     parser.addoption(
         "--shuffle", type=int, default=None, metavar="SEED", help="run the tests in a random order"
     )
@@ -82,7 +84,7 @@ def copy_engine_for_small_tensors(
     """Path triton fetches tiles by descriptors where q is large, which a test's is not: here
     always, unless the test says otherwise.
     """
-    if request.config.getoption("--require") is not None:
+    if request.config.getoption("--require") in ("gpu", "interpreter"):
         from nsa.ops.kernels import common
 
         monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", 0)

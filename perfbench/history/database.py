@@ -1,0 +1,318 @@
+"""A database that holds a history: its address, its transactions, its revision, its errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+from perfbench.errors import Exit, PerfbenchError
+
+try:
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+    from sqlalchemy import (
+        URL,
+        Column,
+        Connection,
+        Engine,
+        MetaData,
+        Table,
+        Text,
+        create_engine,
+        event,
+        exc,
+        func,
+        inspect,
+        make_url,
+        select,
+    )
+except ImportError as error:
+    raise PerfbenchError(
+        Exit.USAGE,
+        f"A history needs SQLAlchemy and alembic ({error}). Next: pip install"
+        " 'nsa-perfbench[history]'",
+    ) from error
+
+VERSIONS = Table("perfbench_history", MetaData(), Column("version_num", Text))
+WAIT_S = 60  # of a writer for another one
+CONNECT_S = 10
+LOCK = 0x706572666265  # of all writers of one PostgreSQL database: 'perfbe' in ASCII
+INIT = "perfbench history init"
+
+
+class Database:
+    """An open database. A reader sees one state of it throughout its transaction; writers come one
+    after the other.
+    """
+
+    def __init__(self, url: URL) -> None:
+        self.name = _name(url)
+        self._engine = _engine(url, self.name)
+        self._reads = self._engine
+        if url.get_backend_name() == "postgresql":
+            self._reads = self._engine.execution_options(isolation_level="REPEATABLE READ")
+
+    @classmethod
+    def open(cls, address: str | Path, *, create: bool = False) -> Self:
+        """The history there, of this revision; with ``create`` made where there is none.
+
+        PerfbenchError: no history there, another revision, or the database cannot be reached.
+        """
+        url = _url(address)
+        _check_file(url, create=create)
+        made = cls(url)
+        try:
+            made._check(create=create)
+        except BaseException:
+            made.close()
+            raise
+        return made
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        with self.plain_errors(), self._reads.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that no other writer's overlaps; everything of it is stored, or nothing."""
+        with self.plain_errors(), self._engine.connect() as connection:
+            connection = connection.execution_options(writes=True)
+            with connection.begin():
+                if connection.dialect.name == "postgresql":
+                    wait = func.set_config("lock_timeout", f"{WAIT_S}s", True)
+                    connection.execute(select(wait))
+                    connection.execute(select(func.pg_advisory_xact_lock(LOCK)))
+                yield connection
+
+    @property
+    def revision(self) -> str:
+        """Of the tables, e.g. '0002'."""
+        with self.read() as connection:
+            return _revision(connection) or ""
+
+    def _check(self, *, create: bool) -> None:
+        with self.read() as connection:
+            found, tables = _revision(connection), inspect(connection).get_table_names()
+        if found is None and (tables or not create):
+            held = f"it has the tables {', '.join(sorted(tables)[:5])}" if tables else "it is empty"
+            after = "name a database of its own" if tables else INIT
+            raise PerfbenchError(Exit.USAGE, f"{self.name} is no history: {held}. Next: {after}")
+        if found is None:
+            self._migrate()
+        elif found != newest():
+            raise self._refused(found)
+
+    def _refused(self, found: str) -> PerfbenchError:
+        if found in _known():
+            problem = f"is a history of revision {found}, and this perfbench reads {newest()}"
+            return PerfbenchError(
+                Exit.USAGE, f"{self.name} {problem}. Next: perfbench history upgrade"
+            )
+        problem = f"is a history of revision {found!r}, which this perfbench does not know"
+        after = f"install the perfbench that wrote it, or a newer one than reads {newest()}"
+        return PerfbenchError(Exit.USAGE, f"{self.name} {problem}. Next: {after}")
+
+    def _migrate(self) -> tuple[str | None, str]:
+        """(revision before, revision now): to the newest, in one transaction."""
+        with self.write() as connection:
+            before = _revision(connection)
+            if before is not None and before not in _known():
+                raise self._refused(before)
+            config = _config()
+            config.attributes |= {"connection": connection, "version_table": VERSIONS.name}
+            command.upgrade(config, "head")
+            return before, newest()
+
+    @contextmanager
+    def plain_errors(self) -> Iterator[None]:
+        """What the database's driver says, in one line that says what to do."""
+        try:
+            yield
+        except exc.StatementError as error:
+            if isinstance(error.orig, PerfbenchError):
+                raise error.orig from error
+            if not isinstance(error, exc.DBAPIError):
+                raise
+            raise _plain(self.name, error) from error
+
+
+def upgrade(address: str | Path) -> tuple[str, str]:
+    """Migrates the history there to the newest revision; (revision before, revision now).
+
+    PerfbenchError: as `Database.open`, but for an older revision.
+    """
+    url = _url(address)
+    _check_file(url, create=False)
+    database = Database(url)
+    try:
+        if not database.revision:
+            raise PerfbenchError(Exit.USAGE, f"{database.name} is no history. Next: {INIT}")
+        before, now = database._migrate()
+        return before or "", now
+    finally:
+        database.close()
+
+
+def newest() -> str:
+    """The revision of `perfbench.history.tables`."""
+    return ScriptDirectory.from_config(_config()).get_current_head() or ""
+
+
+def _known() -> set[str]:
+    return {one.revision for one in ScriptDirectory.from_config(_config()).walk_revisions()}
+
+
+def _config() -> Config:
+    config = Config()
+    folder = str(Path(__file__).with_name("migrations"))
+    config.set_main_option("script_location", folder.replace("%", "%%"))
+    return config
+
+
+def _revision(connection: Connection) -> str | None:
+    """Null where there is no history."""
+    if not inspect(connection).has_table(VERSIONS.name):
+        return None
+    return connection.execute(select(VERSIONS.c.version_num)).scalar()
+
+
+def _url(address: str | Path) -> URL:
+    if isinstance(address, Path) or not re.match(r"[A-Za-z][\w+.-]*:", address):
+        return URL.create("sqlite", database=str(Path(address).absolute()))
+    try:
+        url = make_url(address)
+    except (exc.ArgumentError, ValueError) as error:
+        wanted = "a path, sqlite:///PATH or postgresql://USER@HOST/NAME"
+        raise PerfbenchError(
+            Exit.USAGE, f"{address!r} is no address of a database. Next: give {wanted}"
+        ) from error
+    if url.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
+        return url.set(drivername="postgresql+psycopg")
+    if url.drivername in ("sqlite", "sqlite+pysqlite"):
+        if url.database in (None, "", ":memory:"):
+            raise PerfbenchError(
+                Exit.USAGE, f"{address} names no file. Next: give sqlite:///PATH, or a path"
+            )
+        return URL.create("sqlite", database=str(Path(url.database or "").absolute()))
+    raise PerfbenchError(
+        Exit.USAGE,
+        f"{_name(url)} is on {url.get_backend_name()}, wanted sqlite or postgresql. Next: give a"
+        " path or postgresql://USER@HOST/NAME",
+    )
+
+
+def _name(url: URL) -> str:
+    """As messages print it: a file's path, or an address without its password."""
+    if url.get_backend_name() == "sqlite":
+        return str(url.database)
+    return url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+
+
+def _check_file(url: URL, *, create: bool) -> None:
+    """SQLite would make a missing file, and wait for ever at a pipe."""
+    if url.get_backend_name() != "sqlite":
+        return
+    path = Path(url.database or "")
+    try:
+        if path.exists() and not path.is_file():
+            raise PerfbenchError(
+                Exit.USAGE, f"{path} is no regular file. Next: name the history's file"
+            )
+        if not create and not path.exists():
+            raise PerfbenchError(Exit.USAGE, f"there is no history at {path}. Next: {INIT}")
+        if create:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise PerfbenchError(
+            Exit.USAGE, f"{path} cannot be opened: {problem}. Next: name another file"
+        ) from error
+
+
+def _engine(url: URL, name: str) -> Engine:
+    if url.get_backend_name() == "sqlite":
+        engine = create_engine(url, connect_args={"timeout": WAIT_S})
+        event.listen(engine, "connect", _on_connect)
+        event.listen(engine, "begin", _on_begin)
+        return engine
+    try:
+        return create_engine(
+            url,
+            isolation_level="READ COMMITTED",  # a writer sees what the one before it stored
+            connect_args={"connect_timeout": CONNECT_S, "client_encoding": "utf8"},
+        )
+    except ImportError as error:
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{name} needs psycopg ({error}). Next: pip install 'nsa-perfbench[postgres]'",
+        ) from error
+
+
+def _on_connect(connection: Any, record: Any) -> None:
+    connection.isolation_level = None  # else sqlite3 begins transactions by itself
+    connection.execute("PRAGMA foreign_keys=ON")
+
+
+def _on_begin(connection: Connection) -> None:
+    # A writer that begins as a reader would fail, not wait, where another one writes.
+    writes = connection.get_execution_options().get("writes")
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+# (in what the driver says, what it means, the exit code, what to do)
+MEANINGS = (
+    ("file is not a database", "is no SQLite database", Exit.USAGE, "name the history's file"),
+    (
+        "malformed",
+        "is damaged",
+        Exit.ENVIRONMENT,
+        "put a copy of it in its place, or begin another history",
+    ),
+    (
+        "database is locked",
+        f"was being written by another process for {WAIT_S} s",
+        Exit.ENVIRONMENT,
+        "try again",
+    ),
+    (
+        "lock timeout",
+        f"was being written by another process for {WAIT_S} s",
+        Exit.ENVIRONMENT,
+        "try again",
+    ),
+    (
+        "readonly database",
+        "may not be written",
+        Exit.USAGE,
+        "give yourself the right to write the file and its folder",
+    ),
+    ("is full", "has no room left on its disk", Exit.ENVIRONMENT, "make room"),
+    (
+        "unable to open database file",
+        "cannot be opened",
+        Exit.USAGE,
+        "look at the rights of the file and its folder",
+    ),
+)
+
+
+def _plain(name: str, error: exc.DBAPIError) -> PerfbenchError:
+    said = " ".join(str(error.orig).split())
+    for words, meaning, code, after in MEANINGS:
+        if words in said:
+            return PerfbenchError(code, f"{name} {meaning} ({said}). Next: {after}")
+    if isinstance(error, exc.OperationalError):
+        return PerfbenchError(
+            Exit.ENVIRONMENT, f"{name} does not answer: {said}. Next: check the address and server"
+        )
+    return PerfbenchError(
+        Exit.ENVIRONMENT, f"{name} refused: {said}. Next: check that nobody else changes its tables"
+    )

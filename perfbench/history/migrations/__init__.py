@@ -1,0 +1,1 @@
+"""How the tables of a history became what they are: one revision a file, the oldest first."""

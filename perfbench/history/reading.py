@@ -1,0 +1,257 @@
+"""Reads runs, cells and series out of the tables."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, exists, func, select
+
+from perfbench.history import tables
+from perfbench.history.nouns import (
+    METRICS,
+    Better,
+    HistoryCell,
+    HistoryRun,
+    MeasuredValue,
+    Metric,
+    RunInfo,
+    Series,
+    SeriesKey,
+    SeriesPoint,
+)
+from perfbench.history.tables import digest
+
+runs, cells, series, points = tables.runs, tables.cells, tables.series, tables.points
+VERDICTS, REASONS = tables.texts.alias("verdicts"), tables.texts.alias("reasons")
+GAPS = tables.texts.alias("gaps")  # why a value is null
+OF_KEY = (cells.c.suite, cells.c.card, cells.c.cell_id, tables.metrics.c.name)
+SHOWN = runs.c.injections == []
+
+
+def run_infos(
+    connection: Connection, conditions: list[ColumnElement[bool]]
+) -> list[tuple[int, RunInfo]]:
+    """(number, run without its report), newest first."""
+    query = (
+        select(runs, tables.segments.c.mapping)
+        .join(tables.segments)
+        .where(*conditions)
+        .order_by(runs.c.measured_utc.desc(), runs.c.id.desc())
+    )
+    return [(row.id, _info(row)) for row in connection.execute(query)]
+
+
+def run_conditions(
+    *, since: datetime | None = None, commit: str | None = None, demonstrations: bool = False
+) -> list[ColumnElement[bool]]:
+    """``commit``: how it begins."""
+    found: list[ColumnElement[bool]] = [] if demonstrations else [SHOWN]
+    if since is not None:
+        found.append(runs.c.measured_utc >= since)
+    if commit is not None:
+        found.append(_begins(runs.c.commit_sha, commit))
+    return found
+
+
+def _begins(column: ColumnElement[Any], prefix: str) -> ColumnElement[bool]:
+    """LIKE would ignore case in SQLite."""
+    return func.substr(column, 1, len(tables.stored(prefix)), type_=tables.AnyText) == prefix
+
+
+def named(connection: Connection, run_id: str) -> list[tuple[int, RunInfo]]:
+    """The run of this name; else those whose names begin so, newest first."""
+    exact = run_infos(connection, [runs.c.digest == digest(run_id)])
+    return exact or run_infos(connection, [_begins(runs.c.run_id, run_id)])
+
+
+def _report(connection: Connection, run: int) -> str:
+    body = tables.reports.c.body
+    return connection.execute(select(body).where(tables.reports.c.run == run)).scalar() or ""
+
+
+def _info(row: Row[Any]) -> RunInfo:
+    return RunInfo(
+        run_id=row.run_id,
+        content_sha256=row.content_sha256,
+        origin=row.origin,
+        suite=row.suite,
+        card=row.card,
+        measured_utc=row.measured_utc,
+        commit=row.commit_sha,
+        segment=row.mapping,
+        commit_utc=row.commit_utc,
+        branch=row.branch,
+        is_dirty=row.is_dirty,
+        command=row.command,
+        headline=row.headline,
+        exit_code=row.exit_code,
+        injections=tuple(row.injections),
+        folder=row.folder,
+    )
+
+
+def cells_of(connection: Connection, run: int) -> list[HistoryCell]:
+    """In the order of the run."""
+    measured: dict[int, dict[str, MeasuredValue]] = defaultdict(dict)
+    query = (
+        select(series.c.cell, tables.metrics.c.name, points, GAPS.c.body.label("gap"))
+        .join(series, series.c.id == points.c.series)
+        .join(tables.metrics)
+        .outerjoin(GAPS, GAPS.c.id == points.c.reason)
+        .where(points.c.run == run)
+        .order_by(series.c.cell, tables.metrics.c.id)
+    )
+    for row in connection.execute(query):
+        measured[row.cell][row.name] = MeasuredValue(
+            row.value, row.low, row.high, row._mapping["count"], row.gap or ""
+        )
+    outcomes, definitions = tables.outcomes, tables.definitions
+    query = (
+        select(cells.c.id, cells.c.cell_id, definitions, *_words())
+        .join(outcomes, outcomes.c.cell == cells.c.id)
+        .join(definitions)
+        .join(REASONS, REASONS.c.id == outcomes.c.reason)
+        .outerjoin(VERDICTS, VERDICTS.c.id == outcomes.c.verdict)
+        .where(outcomes.c.run == run)
+        .order_by(outcomes.c.place)
+    )
+    return [
+        HistoryCell(
+            cell_id=row.cell_id,
+            axes=row.axes,
+            verdict=row.verdict,
+            reason=row.reason,
+            reproduce=row.reproduce,
+            measured=measured[row.id],
+            config_sha256=row.config_sha256,
+        )
+        for row in connection.execute(query)
+    ]
+
+
+def whole_run(connection: Connection, number: int, info: RunInfo) -> HistoryRun:
+    """With its report."""
+    found = tuple(cells_of(connection, number))
+    used = {metric for cell in found for metric in cell.measured} - set(METRICS)
+    known = metrics(connection) if used else {}
+    info = replace(info, report=_report(connection, number))
+    return HistoryRun(info, found, {name: known[name] for name in sorted(used)})
+
+
+def _words() -> tuple[ColumnElement[str], ColumnElement[str]]:
+    return VERDICTS.c.body.label("verdict"), REASONS.c.body.label("reason")
+
+
+def metrics(connection: Connection) -> dict[str, Metric]:
+    """Those of METRICS, and those that runs brought."""
+    rows = connection.execute(select(tables.metrics))
+    brought = {row.name: Metric(row.name, row.title, row.unit, Better(row.better)) for row in rows}
+    return {**brought, **METRICS}
+
+
+def keys(
+    connection: Connection, wanted: Mapping[str, str | None], *, demonstrations: bool = False
+) -> list[tuple[SeriesKey, int, int]]:
+    """(key, series, cell) of the series that have a point, sorted by key.
+
+    ``wanted``: of suite, card, cell_id and metric; null allows every value.
+    """
+    query = only(
+        select(*OF_KEY, series.c.id, series.c.cell)
+        .join(series, series.c.cell == cells.c.id)
+        .join(tables.metrics, tables.metrics.c.id == series.c.metric),
+        wanted,
+    )
+    point = points.c.series == series.c.id
+    if not demonstrations:
+        point = and_(point, exists().where(runs.c.id == points.c.run, SHOWN))
+    return sorted(
+        (SeriesKey(row.suite, row.card, row.cell_id, row.name), row.id, row.cell)
+        for row in connection.execute(query.where(exists().where(point)))
+    )
+
+
+def only(query: Select[Any], wanted: Mapping[str, str | None]) -> Select[Any]:
+    for name, value in wanted.items():
+        if value is not None:
+            column = tables.metrics.c.name if name == "metric" else cells.c[name]
+            query = query.where(column == value)
+    return query
+
+
+def series_of(connection: Connection, key: SeriesKey) -> tuple[int, int] | None:
+    """(series, cell), null where no run has it."""
+    row = connection.execute(
+        select(series.c.id, series.c.cell)
+        .join(cells)
+        .join(tables.metrics)
+        .where(cells.c.digest == digest(key.suite, key.card, key.cell_id))
+        .where(tables.metrics.c.digest == digest(key.metric))
+    ).one_or_none()
+    return None if row is None else (row.id, row.cell)
+
+
+class SeriesReader:
+    """Reads series one after the other; segments and metrics are read once."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._metrics = metrics(connection)
+        rows = connection.execute(select(tables.segments.c.id, tables.segments.c.mapping))
+        self._segments = {row.id: row.mapping for row in rows}
+
+    def read(
+        self, key: SeriesKey, number: int, cell: int, conditions: list[ColumnElement[bool]]
+    ) -> Series:
+        """The points in the runs that ``conditions`` allow, oldest first."""
+        found = tuple(self._points(number, cell, conditions))
+        return Series(key, self._metrics[key.metric], self._axes(cell), found)
+
+    def _axes(self, cell: int) -> Mapping[str, str | int]:
+        """Of the newest run that has the cell."""
+        outcomes, definitions = tables.outcomes, tables.definitions
+        newest = (
+            select(definitions.c.axes)
+            .join(outcomes, outcomes.c.definition == definitions.c.id)
+            .where(outcomes.c.cell == cell)
+            .order_by(outcomes.c.run.desc())
+            .limit(1)
+        )
+        axes: Mapping[str, str | int] = self._connection.execute(newest).scalar_one()
+        return axes
+
+    def _points(
+        self, number: int, cell: int, conditions: list[ColumnElement[bool]]
+    ) -> Iterator[SeriesPoint]:
+        outcomes = tables.outcomes
+        of_run = [runs.c.run_id, runs.c.measured_utc, runs.c.commit_sha, runs.c.segment]
+        of_point = [points.c.value, points.c.low, points.c.high, points.c.count]
+        query = (
+            select(*of_run, *of_point, *_words(), GAPS.c.body.label("gap"))
+            .select_from(points)
+            .join(runs, runs.c.id == points.c.run)
+            .join(outcomes, and_(outcomes.c.run == points.c.run, outcomes.c.cell == cell))
+            .join(REASONS, REASONS.c.id == outcomes.c.reason)
+            .outerjoin(VERDICTS, VERDICTS.c.id == outcomes.c.verdict)
+            .outerjoin(GAPS, GAPS.c.id == points.c.reason)
+            .where(points.c.series == number, *conditions)
+            .order_by(points.c.measured_utc, points.c.run)
+        )
+        for row in self._connection.execute(query):
+            name, time, commit, segment, value, low, high, count, verdict, reason, gap = row
+            yield SeriesPoint(
+                run_id=name,
+                measured_utc=time,
+                commit=commit,
+                value=value,
+                low=low,
+                high=high,
+                count=count,
+                verdict=verdict,
+                reason=gap or reason,
+                segment=self._segments[segment],
+            )
