@@ -19,6 +19,8 @@ from perfbench.history.site.verdict_marks import light_of
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 AXES = ("time", "order")
+# SI prefixes from 1,000 on: 0.2 is not 200m.
+NUMBER = "format(datum.value, abs(datum.value) < 1000 ? '.4~g' : '.4~s')"
 Spec = dict[str, Any]
 
 
@@ -30,8 +32,8 @@ def chart_spec(axis: str, palette: Palette = LIGHT) -> Spec:
     return {
         "$schema": SCHEMA,
         "width": "container",
-        "height": 240,
-        "autosize": {"type": "fit-x", "contains": "padding"},
+        "height": 300,
+        "autosize": {"type": "fit", "contains": "padding"},
         "params": [{"name": "hovered", "value": -1}, {"name": "commits", "value": []}],
         "data": {"name": "points"},
         "transform": _without_bridges(axis),
@@ -75,7 +77,7 @@ def _y(field: str = "value") -> Spec:
         "field": field,
         "type": "quantitative",
         "scale": {"zero": False},
-        "axis": {"title": None, "format": "~s", "tickCount": 5},
+        "axis": {"title": None, "labelExpr": NUMBER, "tickCount": 5},
     }
 
 
@@ -114,17 +116,17 @@ def _behind(axis: str, palette: Palette) -> list[Spec]:
             "data": {"name": "segments"},
             "mark": {
                 "type": "text",
-                "align": "left",
-                "baseline": "top",
-                "dx": 4,
-                "dy": 2,
+                "align": {"expr": "datum.late ? 'right' : 'left'"},
+                "baseline": "bottom",
+                "dx": {"expr": "datum.late ? -4 : 4"},
+                "dy": -14,
                 "fontSize": 11,
                 "color": palette.baseline,
                 "limit": 120,
             },
             "encoding": {
                 "x": _x(axis),
-                "y": {"value": 0},
+                "y": {"value": "height"},
                 "text": {"field": "text", "type": "nominal"},
             },
         },
@@ -334,7 +336,10 @@ def datasets(runs: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, list[
             }
             for c in changes
         ],
-        "segments": [{**place(row["i"]), "text": row["short"]} for row in runs["segments"]],
+        "segments": [
+            {**place(row["i"]), "text": row["short"], "late": int(row["i"] > 0.8 * last)}
+            for row in runs["segments"]
+        ],
         "levels": [
             {**place(row["i"]), **place(row["to"], "2"), "level": row["level"]}
             for row in one["levels"]

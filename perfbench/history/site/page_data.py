@@ -21,7 +21,7 @@ from perfbench.history.nouns import (
     Triage,
 )
 from perfbench.history.site import chart_data, names
-from perfbench.history.site.cells_of_suite import Axes, dense_twin, peers_of
+from perfbench.history.site.cells_of_suite import Axes, dense_twin, peers_of, short_names
 from perfbench.history.site.sparkline import Sparkline, sparkline
 from perfbench.history.site.units import half_width_pct, minute, short_commit, shown
 from perfbench.history.site.verdict_marks import Light, letter_of, light_of
@@ -164,14 +164,17 @@ class ChangeRow:
     when: str
     milliseconds: int
     run_page: str
-    before_page: str
+    before_page: str  # empty where that run has no page
     commit: str
     before_commit: str
     commands: tuple[str, ...]
     terms: str
 
 
-def change_row(change: ChangePoint, name: str, cell: HistoryCell) -> ChangeRow:
+def change_row(
+    change: ChangePoint, name: str, cell: HistoryCell, *, has_before: bool
+) -> ChangeRow:
+    """``has_before``: the last run of the old level has a page."""
     key = change.key
     judged = {True: "worse", False: "better", None: "neither"}[change.is_worse]
     return ChangeRow(
@@ -187,7 +190,7 @@ def change_row(change: ChangePoint, name: str, cell: HistoryCell) -> ChangeRow:
         minute(change.measured_utc),
         chart_data.milliseconds(change.measured_utc),
         names.run_page(change.run_id),
-        names.run_page(change.before_run_id),
+        names.run_page(change.before_run_id) if has_before else "",
         short_commit(change.commit),
         short_commit(change.before_commit),
         _next_commands(change),
@@ -257,11 +260,10 @@ class Levels:
 def cell_columns(
     every: Sequence[Series],
     main: Mapping[str, Series],
-    short: Mapping[str, str],
     known: Levels,
 ) -> dict[str, Any]:
     """The data of a cell's page. ``every``: its series. ``main``: cell id -> the series of the
-    metric that stands for each cell of the suite. ``short``: their short names.
+    metric that stands for each cell of the suite.
     """
     line = chart_data.timeline(every, known.commit_times)
     key = every[0].key
@@ -285,9 +287,8 @@ def cell_columns(
         if (ratio := _ratio_chart(mine, main[twin], line)) is not None:
             charts.insert(1, ratio)
     others = peers_of(key.cell_id, axes)[:MAX_PEERS]
-    peers = [
-        {"name": short[one], "value": _aligned(main[one], line)} for one in others if one in main
-    ]
+    route = short_names({one: axes[one] for one in (key.cell_id, *others)})
+    peers = [{"name": route[one], "value": _aligned(main[one], line)} for one in others]
     return {"runs": runs, "metrics": charts, "peers": peers}
 
 
@@ -363,14 +364,15 @@ class PeerRow:
     is_dense: bool
 
 
-def peer_rows(
-    cell_id: str, main: Mapping[str, Series], short: Mapping[str, str]
-) -> list[PeerRow]:
+def peer_rows(cell_id: str, main: Mapping[str, Series]) -> list[PeerRow]:
+    """Named by the axes in which they differ from the cell."""
     axes = {one: series.axes for one, series in main.items()}
     mine = {point.run_id: point.value for point in main[cell_id].points}
     twin = dense_twin(cell_id, axes)
+    others = peers_of(cell_id, axes)[:MAX_PEERS]
+    route = short_names({one: axes[one] for one in (cell_id, *others)})
     rows = []
-    for other in peers_of(cell_id, axes)[:MAX_PEERS]:
+    for other in others:
         series = main[other]
         ratios = [
             point.value / value
@@ -381,7 +383,7 @@ def peer_rows(
         rows.append(
             PeerRow(
                 names.cell_page(series.key.suite, series.key.card, other),
-                short[other],
+                route[other],
                 shown(newest, series.metric.unit),
                 ratios[-1] if ratios else None,
                 sparkline([point.value for point in series.points]),

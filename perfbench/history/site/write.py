@@ -238,10 +238,20 @@ class _Writer:
         row = page_data.cell_row(suite.short[cell_id], cell, main, self.changes, newest)
         suite.rows.append(row)
         keys = {series.key for series in every}
-        mine = [change for change in self.changes if change.key in keys]
-        changed = [page_data.change_row(one, suite.short[cell_id], cell) for one in mine]
-        columns = page_data.cell_columns(every, suite.main, suite.short, known)
-        decisions = [one for one in known.decisions if any(map(one.matches, keys))]
+        when_of = {row.info.run_id: row.when for row in suite.runs}
+        changed = [
+            page_data.change_row(
+                one, suite.short[cell_id], cell, has_before=one.before_run_id in when_of
+            )
+            for one in self.changes
+            if one.key in keys and one.run_id in when_of
+        ]
+        columns = page_data.cell_columns(every, suite.main, known)
+        decisions = [
+            one
+            for one in known.decisions
+            if one.run_id in when_of and any(map(one.matches, keys))
+        ]
         self._page(
             f"cells/{row.page}.html",
             "cell.j2",
@@ -255,8 +265,9 @@ class _Writer:
             decisions=decisions,
             segments=columns["runs"]["segments"],
             times=columns["runs"]["time"],
-            peers=page_data.peer_rows(cell_id, suite.main, suite.short),
+            peers=page_data.peer_rows(cell_id, suite.main),
             run_page=names.run_page,
+            when_of=when_of,
             data=columns,
         )
         turned = page_data.turned_row(suite.short[cell_id], cell, main)

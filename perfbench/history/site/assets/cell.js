@@ -106,8 +106,7 @@
     const turn = ++chart.turn;
     const before = chart.drawn;
     const others = chart.main ? peers.filter((peer) => chosen.has(peer.name)) : [];
-    const height = chart.main ? (innerWidth < 760 ? 236 : 290) : 160;
-    const drawn = await draw(chart.box, runs, chart.one, { axis, others, height });
+    const drawn = await draw(chart.box, runs, chart.one, { axis, others });
     if (turn !== chart.turn) { drawn.finalize(); return; }
     before?.finalize();
     chart.drawn = drawn;

@@ -25,7 +25,9 @@ window.perfbenchChart = (() => {
         ...place(c.i), judged: JUDGED.get(c.worse), late: Number(c.i > 0.8 * last),
         text: `${c.kind === "drift" ? "drift " : ""}${signed(c.pct)}`,
       })),
-      segments: runs.segments.map((row) => ({ ...place(row.i), text: row.short })),
+      segments: runs.segments.map((row) => ({
+        ...place(row.i), text: row.short, late: Number(row.i > 0.8 * last),
+      })),
       levels: one.levels.map((row) => ({ ...place(row.i), ...place(row.to, "2"), level: row.level })),
       accepted: one.accepted.filter((row) => row.kind === "accepted").map((row) => place(row.i)),
       baseline: one.baseline === null ? [] : [{ level: one.baseline }],
@@ -33,16 +35,16 @@ window.perfbenchChart = (() => {
     };
   }
 
-  async function draw(box, runs, one, { axis, others, height }) {
+  async function draw(box, runs, one, { axis, others }) {
     const spec = structuredClone(specs[theme()][axis]);
-    spec.height = height;
+    spec.height = box.clientHeight;
     spec.datasets = datasets(runs, one, others);
     spec.layer = spec.layer.filter((layer) => !layer.data || spec.datasets[layer.data.name].length);
     spec.params.find((param) => param.name === "commits").value = runs.commits;
     // `ast` evaluates expressions without the JavaScript compiler, which the page's policy forbids.
     const drawn = await window.vegaEmbed(box, spec, {
       ast: true, actions: false, defaultStyle: false, tooltip: false, renderer: "canvas", hover: false,
-      logLevel: window.vega.Error, // of data sets that a filter leaves empty it would warn
+      logLevel: 1, // errors alone: of data sets that a filter leaves empty it would warn
     });
     return { view: drawn.view, finalize: () => drawn.finalize(), points: spec.datasets.points };
   }

@@ -57,12 +57,13 @@
   function fill(one, other) {
     const name = metric.value;
     const { unit, better } = titles[name] || { unit: "", better: "neither" };
+    const short = unit === "bytes" ? unit : "";
     const [k, l] = [one.metrics.indexOf(name), other.metrics.indexOf(name)];
     const key = (cell) => known[cell[0]][4];
     const before = new Map(one.cells.map((cell) => [key(cell), cell]));
     const after = new Map(other.cells.map((cell) => [key(cell), cell]));
     const matches = matcher(words.value);
-    const made = table([["cell"], ["from", "number"], ["to", "number"], ["change", "number"], ["its 95 %", "number"], ["verdicts"]], "comparison");
+    const made = table([["cell"], [unit ? `from, ${unit}` : "from", "number"], [unit ? `to, ${unit}` : "to", "number"], ["change", "number"], ["its 95 %", "number"], ["verdicts"]], "comparison");
     const counts = { apart: 0, cells: 0, alone: 0 };
     for (const id of new Set([...before.keys(), ...after.keys()])) {
       const [from, to] = [before.get(id), after.get(id)];
@@ -79,8 +80,8 @@
       const arrow = worse === "worse" ? "▼ " : worse === "better" ? "▲ " : "";
       made.body.append(element("tr", {},
         element("td", { class: "name" }, element("a", { href: `cells/${file}.html`, title: id }, text)),
-        element("td", { class: "number", "data-value": x[0] ?? "-" }, interval(x, unit)),
-        element("td", { class: "number", "data-value": y[0] ?? "-" }, interval(y, unit)),
+        element("td", { class: "number", "data-value": x[0] ?? "-" }, interval(x, short)),
+        element("td", { class: "number", "data-value": y[0] ?? "-" }, interval(y, short)),
         element("td", { class: "number", "data-value": moved ? moved.pct : "-" },
           moved ? element("span", { class: `judged ${worse}` }, arrow + signed(moved.pct, 2)) : "-"),
         element("td", { class: "number quiet" }, moved && moved.low !== null ? `${signed(moved.low)} to ${signed(moved.high)}` : "-"),
