@@ -11,6 +11,7 @@
 - ``runner``: decides which job is next, in which process.
 - ``report``: prints a judged run, and gives runs as a DataFrame: ``perfbench.load``.
 - ``calibration``, ``tracing``, ``tuning``: certify the gate, profile a red cell, tune routes.
+- ``history``: a database of judged runs: ``perfbench.open_history``, ``perfbench.history_frame``.
 - ``commands``: one module a command, and two of them as functions: ``perfbench.run``,
   ``perfbench.check``.
 - ``pytest_plugin``: the fixture of the same name as this package.
@@ -25,9 +26,20 @@ if TYPE_CHECKING:
     from perfbench.commands import check_here as check
     from perfbench.commands import run_here as run
     from perfbench.errors import Exit, PerfbenchError
+    from perfbench.history import history_frame, open_history
     from perfbench.report import load
 
-__all__ = ["CellResult", "Exit", "PerfbenchError", "RunResult", "check", "load", "run"]
+__all__ = [
+    "CellResult",
+    "Exit",
+    "PerfbenchError",
+    "RunResult",
+    "check",
+    "history_frame",
+    "load",
+    "open_history",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -40,6 +52,10 @@ def __getattr__(name: str) -> Any:
         from perfbench import report
 
         return report.load
+    if name in ("history_frame", "open_history"):
+        from perfbench import history
+
+        return getattr(history, name)
     if name in ("Exit", "PerfbenchError"):
         from perfbench import errors
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
 NULL = "-"
 # An underscore inside a word is no markup for GitHub, and stays greppable in the raw file.
@@ -102,3 +103,21 @@ def shorten(text: str, limit: int = 110) -> str:
     """One line of at most ``limit`` characters."""
     line = plain(text)
     return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
+def aligned(
+    head: Sequence[str], lines: Sequence[Sequence[str]], right: Collection[str] = ()
+) -> list[str]:
+    """A table as lines of text, each column as wide as its widest value; the columns named in
+    ``right`` end at one place. Without a line, nothing but the head.
+    """
+    table = [list(head), *([plain(value) for value in line] for line in lines)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    found = []
+    for line in table:
+        padded = [
+            value.rjust(width) if name in right else value.ljust(width)
+            for value, width, name in zip(line, widths, head, strict=True)
+        ]
+        found.append("  ".join(padded).rstrip())
+    return found

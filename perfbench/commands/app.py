@@ -16,7 +16,7 @@ from typing import Annotated
 
 import typer
 
-from perfbench.commands import baseline
+from perfbench.commands import baseline, history
 from perfbench.commands.ab import ab
 from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
@@ -28,6 +28,7 @@ from perfbench.commands.gap import gap
 from perfbench.commands.gate import gate
 from perfbench.commands.init import init
 from perfbench.commands.plan import plan
+from perfbench.commands.prune import prune
 from perfbench.commands.report import report
 from perfbench.commands.run import run
 from perfbench.commands.schema import schema
@@ -67,7 +68,9 @@ app.command()(calibrate)
 app.command()(tune)
 app.command()(doctor)
 app.command()(schema)
+app.command()(prune)
 app.add_typer(baseline.app, name="baseline")
+app.add_typer(history.app, name="history")
 
 
 @app.callback(invoke_without_command=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,9 +33,11 @@ def check(
     source_commit: opt.Commit = None,
     inject: opt.Inject = None,
     no_confirm: opt.NoConfirm = False,
+    history: opt.HistoryUrl = None,
     as_json: opt.Json = False,
 ) -> None:
     """Measure, judge, confirm what is slower: for CI."""
+    from perfbench.commands.keeping import keep
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
@@ -43,7 +46,7 @@ def check(
     typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
     options = opt.RunOptions.parsed(loaded, opt.argv(), typed)
     by = JudgedAs(baseline, strict, no_confirm, began)
-    finish(check_and_judge(loaded, options, by), as_json)
+    finish(check_and_judge(loaded, options, by), as_json, keep=partial(keep, url=history))
 
 
 @dataclass(frozen=True, slots=True)

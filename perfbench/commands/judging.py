@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -84,6 +85,25 @@ def judge_as_made(run_path: Path) -> Outcome:
     last = checks[-1] if checks else []
     named = option_of(last, "--baseline")
     return judge_stored(run_path, None if named is None else Path(named), "--strict" in last)
+
+
+def check_known_verdict(outcome: Outcome, next_step: str) -> None:
+    """USAGE where nothing but the hard gates judged the run here, and the verdict.json that lies
+    with it has another exit code.
+    """
+    known = outcome.folder / "verdict.json"
+    if isinstance(outcome.baseline, Baseline) or not known.is_file():
+        return
+    try:
+        before = json.loads(known.read_bytes()).get("exit_code")
+    except (ValueError, AttributeError, RecursionError):
+        return
+    if before != outcome.judgement.exit_code:
+        text = (
+            f"{known} says exit {before}, and without a baseline this run is exit"
+            f" {int(outcome.judgement.exit_code)}"
+        )
+        raise PerfbenchError(Exit.USAGE, f"{text}. Next: {next_step}")
 
 
 def option_of(argv: Sequence[str], name: str) -> str | None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from os import PathLike
+from os import PathLike, fspath
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from perfbench.commands import names
 from perfbench.commands import options as opt
 from perfbench.commands.check import JudgedAs, check_and_judge
 from perfbench.commands.console import collected
+from perfbench.commands.keeping import keep
 from perfbench.commands.run import run_and_judge
 from perfbench.errors import Exit, PerfbenchError
 
@@ -85,6 +86,7 @@ def run(
     out: str | PathLike[str] = opt.RUNS,
     source_commit: str | None = None,
     inject: Words = None,
+    history: str | PathLike[str] | None = None,
 ) -> RunResult:
     """`perfbench run`: measure ``matrix``, judge it by the hard gates, and write its report.
 
@@ -94,7 +96,8 @@ def run(
     After Ctrl-C it is a KeyboardInterrupt that says how to resume.
     """
     options = _typed(only, resume, budget, seed, out, source_commit, inject)
-    return _result(["run", str(matrix)], options, partial(run_and_judge, silent=True))
+    measured = partial(run_and_judge, silent=True)
+    return _result(["run", str(matrix)], options, measured, history)
 
 
 def check(
@@ -110,6 +113,7 @@ def check(
     source_commit: str | None = None,
     inject: Words = None,
     no_confirm: bool = False,
+    history: str | PathLike[str] | None = None,
 ) -> RunResult:
     """`perfbench check`: measure ``matrix``, judge it by its baseline, measure what looks slower
     again next to the baseline's commit, and write the report.
@@ -121,11 +125,14 @@ def check(
     words = ["check", str(matrix)]
     words += [] if by.baseline is None else ["--baseline", str(by.baseline)]
     words += [*(["--strict"] if strict else []), *(["--no-confirm"] if no_confirm else [])]
-    return _result(words, options, partial(check_and_judge, by=by, silent=True))
+    return _result(words, options, partial(check_and_judge, by=by, silent=True), history)
 
 
 def _result(
-    words: list[str], typed: opt.TypedOptions, measured: Callable[..., Outcome | None]
+    words: list[str],
+    typed: opt.TypedOptions,
+    measured: Callable[..., Outcome | None],
+    history: str | PathLike[str] | None,
 ) -> RunResult:
     """What ``measured`` made of the matrix that ``words``, the command's first ones, name. The
     manifest holds the whole command line, so that reports say what to type.
@@ -139,6 +146,7 @@ def _result(
             outcome = measured(loaded, opt.RunOptions.parsed(loaded, argv, typed))
             if outcome is not None:
                 _write_report(outcome, messages)
+                keep(outcome, None if history is None else fspath(history))
         except PerfbenchError as error:
             for message in messages:
                 error.add_note(message)

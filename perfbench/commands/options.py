@@ -78,6 +78,16 @@ Seed = Annotated[
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the run's folder is made.")]
+HistoryUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--history",
+        metavar="URL",
+        help="A history's file or postgresql:// URL. Default: PERFBENCH_HISTORY, else"
+        " reports/history.sqlite where it exists; `none`: no history.",
+        show_default=False,
+    ),
+]
 Commit = Annotated[
     str | None,
     typer.Option(
@@ -222,8 +232,15 @@ class RunOptions:
 
 
 def argv() -> list[str]:
-    """The command line as a user would type it."""
-    return ["perfbench", *sys.argv[1:]]
+    """The command line as a user would type it, without --history: a URL may hold a password, and
+    where a run is kept is no part of it.
+    """
+    words, skip = ["perfbench"], False
+    for word in sys.argv[1:]:
+        if not skip and word != "--history" and not word.startswith("--history="):
+            words.append(word)
+        skip = not skip and word == "--history"
+    return words
 
 
 def nsa_settings() -> Settings:

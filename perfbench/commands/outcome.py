@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import get_terminal_size
@@ -19,6 +20,7 @@ from perfbench.records import Baseline, BaselineProblem, Run, baseline_path
 
 if TYPE_CHECKING:
     from perfbench.gate import Judgement
+    from perfbench.report import ReportContext
     from perfbench.runner import Confirmation
 
 CHECKOUT = Path(nsa.__file__).parents[1]  # the measured code
@@ -53,11 +55,24 @@ class Outcome:
 
     def write_report(self, out: Path | None = None) -> list[Path]:
         """The report, its pictures, and for machines verdict.json and junit.xml."""
-        from perfbench.report import ReportContext, render, write_ci
+        from perfbench.report import render, write_ci
+
+        to = out or self.folder
+        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
+        return render(self.run, self.judgement, to, self._report_context()) + small
+
+    def report(self) -> str:
+        """The report's Markdown, without its pictures."""
+        from perfbench.report import report_text
+
+        return report_text(self.run, self.judgement, self._report_context())
+
+    def _report_context(self) -> ReportContext:
+        from perfbench.report import ReportContext
         from perfbench.runner import are_paired
         from perfbench.tracing import stored_traces, traces_markdown
 
-        context = ReportContext.of(
+        return ReportContext.of(
             self.baseline,
             self.policy,
             base_run=self.base_run,
@@ -65,9 +80,6 @@ class Outcome:
             traces=traces_markdown(stored_traces(self.folder)),
             pairs=self.pairs,
         )
-        to = out or self.folder
-        small = write_ci(self.run, self.judgement, to)  # where pictures no longer fit, it does
-        return render(self.run, self.judgement, to, context) + small
 
     def write_for_machines(self) -> None:
         """verdict.json and junit.xml next to the run."""
@@ -92,10 +104,14 @@ class Outcome:
 
 
 def finish(
-    outcome: Outcome | None, as_json: bool, out: Path | None = None, write: bool = True
+    outcome: Outcome | None,
+    as_json: bool,
+    out: Path | None = None,
+    write: bool = True,
+    keep: Callable[[Outcome], None] | None = None,
 ) -> NoReturn:
-    """Print the verdict, write the report and exit with the verdict's code; None is a machine that
-    the matrix skips.
+    """Print the verdict, write the report, ``keep`` the run and exit with the verdict's code; None
+    is a machine that the matrix skips.
 
     A full disk loses no verdict: it is printed first, and where it is red its code stays; a green
     one whose report or table cannot be written is USAGE.
@@ -119,6 +135,8 @@ def finish(
         say(f"wrote {file}")
     markdown = next((file for file in files if file.name == "report.md"), None)
     print_commands(announce(outcome.judgement, markdown))
+    if keep is not None:
+        keep(outcome)
     raise typer.Exit(code)
 
 

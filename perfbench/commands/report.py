@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from perfbench.commands import options as opt
-from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
     from perfbench.commands.outcome import Outcome
@@ -37,35 +35,20 @@ def _judged(path: Path, baseline_path: Path | None, out: Path | None) -> Outcome
 
     USAGE where that would write over the verdict of a baseline that is not found here.
     """
-    from perfbench.commands.judging import judge_as_made, judge_stored, pair_outcome
-    from perfbench.records import Baseline
+    from perfbench.commands.judging import (
+        check_known_verdict,
+        judge_as_made,
+        judge_stored,
+        pair_outcome,
+    )
 
     if (pair := pair_outcome(path, baseline_path)) is not None:
         return pair
     if baseline_path is not None:
         return judge_stored(path, baseline_path, strict=False)
     outcome = judge_as_made(path)
-    here = out is None or out.resolve() == outcome.folder.resolve()
-    if here and not isinstance(outcome.baseline, Baseline):
-        _keep_verdict(outcome)
+    if out is None or out.resolve() == outcome.folder.resolve():
+        check_known_verdict(
+            outcome, "name what judged it with --baseline, or another folder with --out"
+        )
     return outcome
-
-
-def _keep_verdict(outcome: Outcome) -> None:
-    """USAGE where the folder's verdict.json has another exit code."""
-    known = outcome.folder / "verdict.json"
-    if not known.is_file():
-        return
-    try:
-        before = json.loads(known.read_bytes()).get("exit_code")
-    except (ValueError, AttributeError, RecursionError):
-        return
-    if before != outcome.judgement.exit_code:
-        text = (
-            f"{known} says exit {before}, and without a baseline this run is exit"
-            f" {int(outcome.judgement.exit_code)}"
-        )
-        raise PerfbenchError(
-            Exit.USAGE,
-            f"{text}. Next: name what judged it with --baseline, or another folder with --out",
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from perfbench.commands import options as opt
@@ -20,15 +21,18 @@ def run(
     out: opt.Out = opt.RUNS,
     source_commit: opt.Commit = None,
     inject: opt.Inject = None,
+    history: opt.HistoryUrl = None,
     as_json: opt.Json = False,
 ) -> None:
     """Measure a matrix and write its report."""
+    from perfbench.commands.keeping import keep
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
     loaded = load_matrix(matrix)
     typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
-    finish(run_and_judge(loaded, opt.RunOptions.parsed(loaded, opt.argv(), typed)), as_json)
+    outcome = run_and_judge(loaded, opt.RunOptions.parsed(loaded, opt.argv(), typed))
+    finish(outcome, as_json, keep=partial(keep, url=history))
 
 
 def run_and_judge(

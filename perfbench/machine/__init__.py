@@ -3,10 +3,11 @@
 from perfbench.machine.capability import capability_here
 from perfbench.machine.clock_events import THROTTLING, reason_names
 from perfbench.machine.environment import TargetFit, check_target, collect_environment
-from perfbench.machine.environment import environment_variable, give, no_color, step_summary
+from perfbench.machine.environment import environment_variable, give, history_url, no_color
+from perfbench.machine.environment import step_summary
 from perfbench.machine.environment import visible_gpu, without_variables
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory, uuid_sha256
 from perfbench.machine.load import load_now
 from perfbench.machine.default_branch import JudgingCommit, judging_commit
 from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session
-from perfbench.machine.source import package_sha256, source_of
+from perfbench.machine.source import commit_time, package_sha256, source_of

@@ -64,8 +64,8 @@ NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
 
 
 def environment_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """An environment variable, or None; perfbench acts on CUDA_*, NO_COLOR, CI and GITHUB_* only,
-    and reads them only here.
+    """An environment variable, or None; perfbench acts on CUDA_*, NO_COLOR, CI, GITHUB_* and
+    PERFBENCH_HISTORY only, and reads them only here.
     """
     return (os.environ if environ is None else environ).get(name)
 
@@ -108,6 +108,11 @@ def step_summary(environ: Mapping[str, str] | None = None) -> Path | None:
     """The file that GitHub shows on the page of a workflow run."""
     path = environment_variable("GITHUB_STEP_SUMMARY", environ)
     return Path(path) if path else None
+
+
+def history_url(environ: Mapping[str, str] | None = None) -> str | None:
+    """The history that PERFBENCH_HISTORY names."""
+    return environment_variable("PERFBENCH_HISTORY", environ) or None
 
 
 def visible_gpus(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
@@ -97,6 +99,17 @@ def git_output(root: Path, *args: str) -> bytes:
             f" {message[0] if message else f'exit status {done.returncode}'}"
         )
     return done.stdout
+
+
+def commit_time(root: Path, commit: str | None) -> datetime | None:
+    """When ``commit`` was committed; None where git at ``root`` does not know it."""
+    if commit is None or not re.fullmatch(r"[0-9a-f]{7,64}", commit):
+        return None
+    try:
+        shown = git_output(root, "show", "--no-patch", "--format=%cI", f"{commit}^{{commit}}")
+        return datetime.fromisoformat(shown.decode().strip()).astimezone(UTC)
+    except (NoGit, ValueError):
+        return None
 
 
 def _ignored(root: Path) -> bool:

@@ -31,4 +31,5 @@ from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
 from perfbench.records.regular_file import read_regular_file
-from perfbench.records.cell_names import find_cell, shared_axes, short_ids, varying_axes
+from perfbench.records.cell_names import cell_of_id, find_cell, shared_axes, short_ids
+from perfbench.records.cell_names import varying_axes

@@ -45,6 +45,24 @@ def find_cell(text: str, cells: Iterable[Cell]) -> Cell:
     )
 
 
+def cell_of_id(cell_id: str) -> Cell | None:
+    """The cell of such an id, with the axes of a newer perfbench among them; None where it is no
+    such id, as of another tool's benchmark.
+    """
+    axes: dict[str, str | int] = {}
+    for part in cell_id.split(","):
+        name, equals, value = part.partition("=")
+        if not equals:
+            return None
+        known = AXES.get(name)
+        is_whole = known is not None and known.kind is int and value.isdecimal()
+        axes[name] = int(value) if is_whole else unquote(value)
+    try:
+        return Cell.from_mapping(axes)
+    except ValueError:
+        return None
+
+
 def varying_axes(cells: Iterable[Cell]) -> list[str]:
     """Axes in which cells that have them differ, in the order of the axes; those of a newer
     perfbench last.

@@ -1,8 +1,8 @@
 """Prints a judged run: Markdown, pictures, JSON, JUnit, GitHub, terminal; no clock and no torch."""
 
 from perfbench.report.context import ReportContext
-from perfbench.report.files import render, write_ci
-from perfbench.report.frame import load
+from perfbench.report.files import render, report_text, write_ci
+from perfbench.report.frame import load, measured_of
 from perfbench.report.gap import gap_text, gaps
 from perfbench.report.github import announce
 from perfbench.report.terminal import terminal_table

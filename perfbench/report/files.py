@@ -39,6 +39,11 @@ def render(
     return [report, *(out_dir / picture.name for picture in pictures if picture.drawn)]
 
 
+def report_text(run: Run, judgement: Judgement, context: ReportContext | None = None) -> str:
+    """report.md as `render` writes it, without its pictures."""
+    return markdown.text(run, judgement, rows_of(run, judgement), [], context)
+
+
 def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
     """Write verdict.json and junit.xml into ``out_dir``; PerfbenchError(Exit.USAGE) where they
     cannot be written.

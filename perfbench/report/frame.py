@@ -126,6 +126,12 @@ def load(*paths: str | os.PathLike[str]) -> pd.DataFrame:
     return _typed(rows)
 
 
+def measured_of(row: Replicate, column: str) -> float | None:
+    """What `load` has in a column of numbers for this replicate; None where it is NaN or NA."""
+    value = _OF_REPLICATE[column][1](row)
+    return float(value) if isinstance(value, int | float) else None
+
+
 def _runs(path: Path) -> Sides:
     from perfbench.runner import is_pair, read_pair
 

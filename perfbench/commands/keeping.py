@@ -1,0 +1,124 @@
+"""Judged runs into the history: those that a command has just made, and those in folders."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from perfbench.commands.console import say, warn
+from perfbench.errors import Exit, PerfbenchError
+
+if TYPE_CHECKING:
+    from perfbench.commands.outcome import Outcome
+    from perfbench.history import Added, History, HistoryRun
+
+
+def keep(outcome: Outcome, url: str | None) -> None:
+    """Add a run that was just judged where a history is configured.
+
+    Never raises: a history that cannot be reached costs one warning, with the command that adds the
+    run later.
+    """
+    from perfbench.history import NONE, configured_history, open_history
+
+    if (named := configured_history(url)) is None:
+        return
+    try:
+        with open_history(named) as history:
+            added = history.add(as_history_run(outcome))
+    except (PerfbenchError, KeyboardInterrupt) as error:
+        why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
+        where = [] if url is None or url == NONE else ["--history", shown_url(url)]
+        later = shlex.join(["perfbench", "history", "add", str(outcome.folder), *where])
+        warn(f"the run is not in the history: {' '.join(why.split())}. `{later}` adds it later")
+    else:
+        say(f"{shown_url(named)}: {added.value} {outcome.run.manifest.run_id}")
+
+
+def add_folder(history: History, path: Path) -> Iterator[tuple[HistoryRun, Added]]:
+    """Add the run, or both sides of the `ab` folder, at ``path``."""
+    for outcome in judged_at(path):
+        run = as_history_run(outcome)
+        yield run, history.add(run)
+
+
+def as_history_run(outcome: Outcome) -> HistoryRun:
+    """With its report, and the time of its commit where the checkout here knows it."""
+    from perfbench.commands.outcome import CHECKOUT
+    from perfbench.history import Place, history_run
+    from perfbench.machine import commit_time
+
+    commit = outcome.run.manifest.source.commit
+    moment = commit_time(Path.cwd(), commit) or commit_time(CHECKOUT, commit)
+    place = Place(outcome.folder.as_posix(), moment)
+    return history_run(outcome.run, outcome.judgement, outcome.report(), place)
+
+
+def judged_at(path: Path) -> list[Outcome]:
+    """The run at ``path`` as `report` judges it; of an `ab` folder both sides: the base by the hard
+    gates, the candidate by its base.
+
+    USAGE where the folder's verdict.json says otherwise, because its baseline is not here.
+    """
+    from perfbench.commands.judging import (
+        check_known_verdict,
+        judge_alone,
+        judge_as_made,
+        judge_pair_folder,
+    )
+    from perfbench.runner import are_paired, is_pair, read_pair
+
+    if not is_pair(path):
+        outcome = judge_as_made(path)
+        check_known_verdict(outcome, "restore the baseline that judged it")
+        return [outcome]
+    pair = read_pair(path)
+    if not are_paired(pair.base, pair.candidate):
+        return [judge_as_made(path / "a"), judge_as_made(path / "b")]
+    return [judge_alone(path / "a"), judge_pair_folder(path)]
+
+
+def runs_named(path: Path, every: bool) -> list[Path]:
+    """``path``, or ``every`` run below it; USAGE for a folder without one, or that only holds
+    folders of runs.
+    """
+    below = list(_runs_below(path)) if path.is_dir() else [path]
+    if below and (every or below == [path]):
+        return below
+    if not below:
+        problem, next_step = f"{path} holds no run", "name a run's folder"
+    else:
+        problem, next_step = f"{path} is no run, and holds {len(below)}", "add them with --all"
+    raise PerfbenchError(Exit.USAGE, f"{problem}. Next: {next_step}")
+
+
+def _runs_below(folder: Path) -> Iterator[Path]:
+    """Run and `ab` folders in ``folder``, in the order of their names. What lies in one is part of
+    it, as the sides of a confirmation are; links are not followed.
+    """
+    from perfbench.records import has_run
+    from perfbench.runner import is_pair
+
+    if has_run(folder) or is_pair(folder):
+        yield folder
+        return
+    try:
+        inside = sorted(one for one in folder.iterdir() if one.is_dir() and not one.is_symlink())
+    except OSError as error:
+        raise PerfbenchError(
+            Exit.USAGE, f"{folder} cannot be read: {error.strerror or error}. Next: see its rights"
+        ) from None
+    for one in inside:
+        yield from _runs_below(one)
+
+
+def shown_url(url: str) -> str:
+    """Without the password."""
+    try:
+        password = urlsplit(url).password
+    except ValueError:
+        return url
+    return url.replace(f":{password}@", ":***@") if password else url
