@@ -59,7 +59,7 @@ setup(
     package_dir={"perfbench.matrices": "matrices"},
     package_data={
         "nsa": ["py.typed", "**/*.json"],
-        "perfbench": ["py.typed", "**/*.j2", "**/*.yaml"],
+        "perfbench": ["py.typed", "**/*.j2", "**/*.yaml", "**/*.css", "**/*.js"],
         "perfbench.matrices": ["*.yaml"],
     },
 )

@@ -32,6 +32,7 @@ from perfbench.commands.prune import prune
 from perfbench.commands.report import report
 from perfbench.commands.run import run
 from perfbench.commands.schema import schema
+from perfbench.commands.site import site
 from perfbench.commands.trace import trace
 from perfbench.commands.tune import tune
 from perfbench.errors import Exit, PerfbenchError
@@ -68,6 +69,7 @@ app.command()(calibrate)
 app.command()(tune)
 app.command()(doctor)
 app.command()(schema)
+app.command()(site)
 app.command()(prune)
 app.add_typer(baseline.app, name="baseline")
 app.add_typer(history.app, name="history")

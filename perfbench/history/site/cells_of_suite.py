@@ -12,9 +12,7 @@ ROUTE = ("path", "fa2")  # how a cell is computed; the other axes are what
 def short_names(cells: Mapping[str, Axes]) -> dict[str, str]:
     """Cell id -> the axes in which these cells differ; the id where that names no single cell."""
     names = dict.fromkeys(name for axes in cells.values() for name in axes)
-    varying = [
-        name for name in names if len({str(axes.get(name)) for axes in cells.values()}) > 1
-    ]
+    varying = [name for name in names if len({str(axes.get(name)) for axes in cells.values()}) > 1]
     short = {
         cell_id: ", ".join(f"{name}={axes[name]}" for name in varying if name in axes)
         for cell_id, axes in cells.items()

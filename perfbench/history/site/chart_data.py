@@ -121,7 +121,7 @@ def segment_changes(line: Timeline) -> list[Row]:
     return found
 
 
-def change_rows(changes: Sequence[ChangePoint], line: Timeline) -> list[Row]:
+def change_marks(changes: Sequence[ChangePoint], line: Timeline) -> list[Row]:
     """Change points whose runs are shown: ``i`` is the first run of the new level, ``from`` the
     last of the old one.
     """

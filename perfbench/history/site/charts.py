@@ -14,6 +14,7 @@ from perfbench.history.nouns import ChangePoint, Series, Triage
 from perfbench.history.site import chart_data
 from perfbench.history.site.chart_data import Row
 from perfbench.history.site.palette import LIGHT, Palette
+from perfbench.history.site.units import series_in_shown_unit
 from perfbench.history.site.verdict_marks import light_of
 
 SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
@@ -291,9 +292,10 @@ def _config(palette: Palette) -> Spec:
 
 
 def datasets(runs: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, list[Row]]:
-    """The named data sets, from a page's columns: ``runs`` of `chart_data.runs_columns` with
-    ``light`` and ``segments``, ``one`` of `chart_data.series_columns` with ``changes``, ``levels``, ``accepted`` and
-    ``baseline``. assets/chart.js does the same.
+    """The named data sets, from a page's columns. assets/charts.js does the same.
+
+    ``runs``: of `chart_data.runs_columns`, with ``light`` and ``segments``. ``one``: of
+    `chart_data.series_columns`, with ``changes``, ``levels``, ``accepted`` and ``baseline``.
     """
     last = max(1, len(runs["time"]) - 1)
     at = one.get("at") or range(len(runs["time"]))
@@ -324,9 +326,7 @@ def datasets(runs: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, list[
             for c in changes
             if c["kind"] == "drift"
         ],
-        "steps": [
-            {**place(c["i"]), "judged": judged(c)} for c in changes if c["kind"] == "step"
-        ],
+        "steps": [{**place(c["i"]), "judged": judged(c)} for c in changes if c["kind"] == "step"],
         "labels": [
             {
                 **place(c["i"]),
@@ -372,6 +372,7 @@ def chart_png(
         raise PerfbenchError(
             Exit.USAGE, "a chart needs vl-convert. Next: pip install 'nsa-perfbench[history]'"
         ) from None
+    series = series_in_shown_unit(series)
     line = chart_data.timeline([series])
     mine = [change for change in changes if change.key == series.key]
     triaged = [one for one in decisions if one.matches(series.key)]
@@ -382,7 +383,7 @@ def chart_png(
     }
     one = {
         **chart_data.series_columns(series, line),
-        "changes": chart_data.change_rows(mine, line),
+        "changes": chart_data.change_marks(mine, line),
         "levels": chart_data.levels(series, line, mine, triaged),
         "accepted": chart_data.accepted_rows(triaged, line),
         "baseline": chart_data.rounded(baseline),
@@ -390,7 +391,9 @@ def chart_png(
     unit = f" ({series.metric.unit})" if series.metric.unit else ""
     key = series.key
     spec, found = chart_spec(axis), datasets(runs, one)
-    spec["layer"] = [one for one in spec["layer"] if found[one.get("data", {}).get("name", "points")]]
+    spec["layer"] = [
+        one for one in spec["layer"] if found[one.get("data", {}).get("name", "points")]
+    ]
     spec["params"][1]["value"] = runs["commits"]
     made: bytes = vl_convert.vegalite_to_png(
         {

@@ -23,7 +23,7 @@ from perfbench.history.nouns import (
 from perfbench.history.site import chart_data, names
 from perfbench.history.site.cells_of_suite import Axes, dense_twin, peers_of, short_names
 from perfbench.history.site.sparkline import Sparkline, sparkline
-from perfbench.history.site.units import half_width_pct, minute, short_commit, shown
+from perfbench.history.site.units import divided, half_width_pct, minute, short_commit, shown
 from perfbench.history.site.verdict_marks import Light, letter_of, light_of
 
 RUN_METRICS = ("tok_per_s", "device_ms", "launches", "peak_memory_bytes")  # to compare runs by
@@ -45,7 +45,7 @@ def mark_of(verdict: str | None) -> Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class RunRow:
+class RunLine:
     """A run in a list. ``counts``: cells by light, worst first."""
 
     info: RunInfo
@@ -56,28 +56,28 @@ class RunRow:
     num_cells: int
 
 
-def run_row(run: HistoryRun) -> RunRow:
+def run_line(run: HistoryRun) -> RunLine:
     counted = Counter(light_of(cell.verdict) for cell in run.cells)
     counts = tuple((light.value, counted[light]) for light in LIGHTS)
     info = run.info
     page, when = names.run_page(info.run_id), minute(info.measured_utc)
-    return RunRow(info, page, when, short_commit(info.commit), counts, len(run.cells))
+    return RunLine(info, page, when, short_commit(info.commit), counts, len(run.cells))
 
 
 def run_columns(
-    run: HistoryRun, index_of: Mapping[tuple[str, str, str], int], metrics: Sequence[str]
+    run: HistoryRun, index_of: Mapping[tuple[str, str, str], int], metrics: Mapping[str, float]
 ) -> dict[str, Any]:
     """The cells of a run for its own page and for comparing: index, verdict, reason, and [value,
-    low, high] of each of ``metrics``.
+    low, high] of each of ``metrics``, name -> what its values are divided by.
     """
     info = run.info
     cells = []
     for cell in run.cells:
         values = []
-        for name in metrics:
+        for name, scale in metrics.items():
             one = cell.measured.get(name)
             found = (one.value, one.low, one.high) if one is not None else (None, None, None)
-            values.append([chart_data.rounded(value) for value in found])
+            values.append([chart_data.rounded(divided(value, scale)) for value in found])
         place = index_of[info.suite, info.card, cell.cell_id]
         cells.append([place, cell.verdict, cell.reason, *values])
     return {"metrics": list(metrics), "cells": cells}
@@ -149,7 +149,7 @@ def terms(suite: str, card: str, axes: Axes, mark: Mark) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangeRow:
+class ChangeLine:
     """A change point in a list, with what to type next."""
 
     page: str
@@ -171,13 +171,13 @@ class ChangeRow:
     terms: str
 
 
-def change_row(
+def change_line(
     change: ChangePoint, name: str, cell: HistoryCell, *, has_before: bool
-) -> ChangeRow:
+) -> ChangeLine:
     """``has_before``: the last run of the old level has a page."""
     key = change.key
     judged = {True: "worse", False: "better", None: "neither"}[change.is_worse]
-    return ChangeRow(
+    return ChangeLine(
         names.cell_page(key.suite, key.card, key.cell_id),
         name,
         key.suite,
@@ -199,7 +199,7 @@ def change_row(
     )
 
 
-def turned_row(name: str, cell: HistoryCell, series: Series) -> ChangeRow | None:
+def turned_line(name: str, cell: HistoryCell, series: Series) -> ChangeLine | None:
     """Where the light of the verdict turned last, and from what; null where it never did."""
     found = [
         (old, new)
@@ -211,7 +211,7 @@ def turned_row(name: str, cell: HistoryCell, series: Series) -> ChangeRow | None
     old, new = found[-1]
     key, lights = series.key, (light_of(old.verdict), light_of(new.verdict))
     judged = "worse" if LIGHTS.index(lights[1]) < LIGHTS.index(lights[0]) else "better"
-    return ChangeRow(
+    return ChangeLine(
         names.cell_page(key.suite, key.card, key.cell_id),
         name,
         key.suite,
@@ -283,9 +283,9 @@ def cell_columns(
     charts = [_chart(series, line, known) for series in _in_order(every)]
     mine = next((s for s in every if s.key.metric == main[key.cell_id].key.metric), None)
     twin = dense_twin(key.cell_id, axes)
-    if mine is not None and twin is not None:
-        if (ratio := _ratio_chart(mine, main[twin], line)) is not None:
-            charts.insert(1, ratio)
+    ratio = None if mine is None or twin is None else _ratio_chart(mine, main[twin], line)
+    if ratio is not None:
+        charts.insert(1, ratio)
     others = peers_of(key.cell_id, axes)[:MAX_PEERS]
     route = short_names({one: axes[one] for one in (key.cell_id, *others)})
     peers = [{"name": route[one], "value": _aligned(main[one], line)} for one in others]
@@ -307,7 +307,7 @@ def _chart(series: Series, line: chart_data.Timeline, known: Levels) -> dict[str
         "unit": series.metric.unit,
         "better": series.metric.better.value,
         **chart_data.series_columns(series, line),
-        "changes": chart_data.change_rows(changes, line),
+        "changes": chart_data.change_marks(changes, line),
         "levels": chart_data.levels(series, line, changes, decisions),
         "accepted": chart_data.accepted_rows(decisions, line),
         "baseline": chart_data.rounded(known.baselines.get((key.cell_id, key.metric))),

@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from datetime import UTC, datetime
 
+from perfbench.history.nouns import Metric, Series
 from perfbench.text import NULL, number
+
+GIB = 2**30
 
 
 def shown(value: float | None, unit: str) -> str:
-    """Four significant digits; bytes as decimal GB, MB or kB."""
-    if value is None:
-        return NULL
-    if unit == "bytes":
-        for size, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-            if abs(value) >= size:
-                return f"{number(value / size, 4)} {name}"
-    return f"{number(value, 4)} {unit}".rstrip()
+    """Four significant digits."""
+    return NULL if value is None else f"{number(value, 4)} {unit}".rstrip()
+
+
+def in_shown_unit(metric: Metric) -> tuple[Metric, float]:
+    """The metric as pages show it, and what its values are divided by: GiB for bytes."""
+    if metric.unit == "bytes":
+        return replace(metric, unit="GiB"), GIB
+    return metric, 1.0
+
+
+def series_in_shown_unit(series: Series) -> Series:
+    metric, scale = in_shown_unit(series.metric)
+    if scale == 1:
+        return series
+    points = tuple(
+        replace(
+            one,
+            value=divided(one.value, scale),
+            low=divided(one.low, scale),
+            high=divided(one.high, scale),
+        )
+        for one in series.points
+    )
+    return replace(series, metric=metric, points=points)
+
+
+def divided(value: float | None, scale: float) -> float | None:
+    return None if value is None else value / scale
 
 
 def half_width_pct(value: float | None, low: float | None, high: float | None) -> float | None:

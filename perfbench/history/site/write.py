@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
@@ -32,7 +32,14 @@ from perfbench.history.site.cells_of_suite import short_names
 from perfbench.history.site.charts import AXES, chart_spec
 from perfbench.history.site.palette import PALETTES
 from perfbench.history.site.report_html import report_html
-from perfbench.history.site.units import half_width_pct, iso, minute, shown
+from perfbench.history.site.units import (
+    half_width_pct,
+    in_shown_unit,
+    iso,
+    minute,
+    series_in_shown_unit,
+    shown,
+)
 from perfbench.history.site.verdict_marks import LETTERS, light_of
 from perfbench.records import Verdict
 
@@ -41,8 +48,16 @@ if TYPE_CHECKING:
 
     from perfbench.history.store import History
 
-ASSETS = ("site.css", "theme.js", "site.js", "overview.js", "charts.js", "cell.js", "run.js")
-ASSETS += ("compare.js",)
+ASSETS = (
+    "site.css",
+    "theme.js",
+    "site.js",
+    "overview.js",
+    "charts.js",
+    "cell.js",
+    "run.js",
+    "compare.js",
+)
 OWN = "assets/site.js"  # a folder that has it is a site, and may be written again
 Suite = tuple[str, str]  # its name, and the card
 
@@ -96,7 +111,7 @@ class _SuitePages:
 
     suite: str
     card: str
-    runs: list[page_data.RunRow]
+    runs: list[page_data.RunLine]
     cells: dict[str, HistoryCell]
     main: dict[str, Series]
     short: dict[str, str]
@@ -124,7 +139,7 @@ class _Writer:
             levels, self.problems = read_levels(self.options.baselines, suites)
         self._assets()
         index: list[list[str]] = []
-        changed: list[page_data.ChangeRow] = []
+        changed: list[page_data.ChangeLine] = []
         pages = []
         for suite, mine in sorted(suites.items()):
             one = self._runs_of(suite, mine, index)
@@ -180,8 +195,9 @@ class _Writer:
                     index.append([page, cell.cell_id, name, card, cell.cell_id])
                 if not cell.measured:
                     absent.setdefault(cell.cell_id, []).append(_absent_point(info, cell))
-            rows.append(page_data.run_row(run))
-            columns = page_data.run_columns(run, places, metrics)
+            rows.append(page_data.run_line(run))
+            scales = {metric: in_shown_unit(self._metric(metric))[1] for metric in metrics}
+            columns = page_data.run_columns(run, places, scales)
             self._script(f"data/{rows[-1].page}.js", f"perfbenchRuns[{rows[-1].page!r}]", columns)
             older = names.run_page(infos[number + 1].run_id) if number + 1 < len(infos) else ""
             newer = names.run_page(infos[number - 1].run_id) if number else ""
@@ -196,9 +212,7 @@ class _Writer:
             index[places[name, card, cell_id]][1] = text
         return _SuitePages(name, card, rows, cells, main, short, metrics)
 
-    def _main_series(
-        self, suite: Suite, keys: Sequence[SeriesKey]
-    ) -> Iterator[tuple[str, Series]]:
+    def _main_series(self, suite: Suite, keys: Sequence[SeriesKey]) -> Iterator[tuple[str, Series]]:
         """Each cell's series of the metric that stands for it."""
         every = groupby(sorted(keys), key=lambda key: key.cell_id)
         wanted = {cell: page_data.main_metric(key.metric for key in mine) for cell, mine in every}
@@ -207,16 +221,16 @@ class _Writer:
                 suite=suite[0], card=suite[1], metric=metric, since=self.options.since
             ):
                 if wanted[series.key.cell_id] == metric and series.points:
-                    yield series.key.cell_id, series
+                    yield series.key.cell_id, series_in_shown_unit(series)
 
-    def _cells_of(self, suite: _SuitePages, known: page_data.Levels) -> list[page_data.ChangeRow]:
+    def _cells_of(self, suite: _SuitePages, known: page_data.Levels) -> list[page_data.ChangeLine]:
         """Write a page for each cell of a suite, and return what changed in it."""
         streamed = self.history.every_series(
             suite=suite.suite, card=suite.card, since=self.options.since
         )
         seen, changed = set[str](), []
         for cell_id, series in groupby(streamed, key=lambda one: one.key.cell_id):
-            every = [one for one in series if one.points]
+            every = [series_in_shown_unit(one) for one in series if one.points]
             if every and cell_id in suite.main:
                 seen.add(cell_id)
                 changed += self._cell_page(suite, cell_id, every, known)
@@ -232,7 +246,7 @@ class _Writer:
         cell_id: str,
         every: Sequence[Series],
         known: page_data.Levels,
-    ) -> list[page_data.ChangeRow]:
+    ) -> list[page_data.ChangeLine]:
         cell, main = suite.cells[cell_id], suite.main[cell_id]
         newest = suite.runs[0].info.run_id
         row = page_data.cell_row(suite.short[cell_id], cell, main, self.changes, newest)
@@ -240,7 +254,7 @@ class _Writer:
         keys = {series.key for series in every}
         when_of = {row.info.run_id: row.when for row in suite.runs}
         changed = [
-            page_data.change_row(
+            page_data.change_line(
                 one, suite.short[cell_id], cell, has_before=one.before_run_id in when_of
             )
             for one in self.changes
@@ -248,9 +262,7 @@ class _Writer:
         ]
         columns = page_data.cell_columns(every, suite.main, known)
         decisions = [
-            one
-            for one in known.decisions
-            if one.run_id in when_of and any(map(one.matches, keys))
+            one for one in known.decisions if one.run_id in when_of and any(map(one.matches, keys))
         ]
         self._page(
             f"cells/{row.page}.html",
@@ -270,13 +282,13 @@ class _Writer:
             when_of=when_of,
             data=columns,
         )
-        turned = page_data.turned_row(suite.short[cell_id], cell, main)
+        turned = page_data.turned_line(suite.short[cell_id], cell, main)
         return changed if turned is None else [*changed, turned]
 
     def _run_page(
         self,
         run: HistoryRun,
-        row: page_data.RunRow,
+        row: page_data.RunLine,
         columns: Mapping[str, Any],
         neighbours: tuple[str, str],
     ) -> None:
@@ -284,10 +296,7 @@ class _Writer:
 
         # html=False and the link rules make it inert: report_html.py
         report = markupsafe.Markup(report_html(run.info.report))
-        described = [
-            _described(self.metrics.get(name) or Metric(name, name, "", Better.NEITHER))
-            for name in columns["metrics"]
-        ]
+        described = [_described(self._metric(name)) for name in columns["metrics"]]
         self._page(
             f"runs/{row.page}.html",
             "run.j2",
@@ -298,6 +307,9 @@ class _Writer:
             newer=neighbours[1],
             data={"page": row.page, "metrics": described},
         )
+
+    def _metric(self, name: str) -> Metric:
+        return self.metrics.get(name) or Metric(name, name, "", Better.NEITHER)
 
     def _assets(self) -> None:
         folder = resources.files("perfbench.history.site").joinpath("assets")
@@ -342,6 +354,7 @@ class _Writer:
 
 
 def _described(metric: Metric) -> dict[str, str]:
+    metric, _ = in_shown_unit(metric)
     return {"title": metric.title, "unit": metric.unit, "better": metric.better.value}
 
 
@@ -403,5 +416,5 @@ def _vega() -> str:
         raise PerfbenchError(
             Exit.USAGE, "the page needs vl-convert. Next: pip install 'nsa-perfbench[history]'"
         ) from None
-    bundle: str = vl_convert.javascript_bundle()
+    bundle: str = vl_convert.javascript_bundle("window.vegaEmbed = vegaEmbed;")
     return bundle

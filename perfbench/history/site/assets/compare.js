@@ -51,13 +51,12 @@
     return { pct: pct(middle), low: pct(middle - width), high: pct(middle + width) };
   }
 
-  const interval = ([value, low, high], unit) =>
-    (value === null ? "-" : low === null || low === high ? shown(value, unit) : `${shown(value, unit)} (${shown(low)} to ${shown(high)})`);
+  const interval = ([value, low, high]) =>
+    (value === null ? "-" : low === null || low === high ? shown(value) : `${shown(value)} (${shown(low)} to ${shown(high)})`);
 
   function fill(one, other) {
     const name = metric.value;
     const { unit, better } = titles[name] || { unit: "", better: "neither" };
-    const short = unit === "bytes" ? unit : "";
     const [k, l] = [one.metrics.indexOf(name), other.metrics.indexOf(name)];
     const key = (cell) => known[cell[0]][4];
     const before = new Map(one.cells.map((cell) => [key(cell), cell]));
@@ -80,8 +79,8 @@
       const arrow = worse === "worse" ? "▼ " : worse === "better" ? "▲ " : "";
       made.body.append(element("tr", {},
         element("td", { class: "name" }, element("a", { href: `cells/${file}.html`, title: id }, text)),
-        element("td", { class: "number", "data-value": x[0] ?? "-" }, interval(x, short)),
-        element("td", { class: "number", "data-value": y[0] ?? "-" }, interval(y, short)),
+        element("td", { class: "number", "data-value": x[0] ?? "-" }, interval(x)),
+        element("td", { class: "number", "data-value": y[0] ?? "-" }, interval(y)),
         element("td", { class: "number", "data-value": moved ? moved.pct : "-" },
           moved ? element("span", { class: `judged ${worse}` }, arrow + signed(moved.pct, 2)) : "-"),
         element("td", { class: "number quiet" }, moved && moved.low !== null ? `${signed(moved.low)} to ${signed(moved.high)}` : "-"),

@@ -14,11 +14,10 @@
     made.body.append(element("tr", {},
       element("td", {}, mark(verdict)),
       element("td", { class: "name" }, element("a", { href: `../cells/${file}.html`, title: id }, name)),
-      ...values.map(([value, low, high], k) => {
+      ...values.map(([value, low, high]) => {
         const half = value && low !== null && high !== null ? 50 * (high - low) / Math.abs(value) : 0;
-        const unit = metrics[k].unit === "bytes" ? "bytes" : "";
         const band = half ? element("span", { class: "quiet" }, ` ± ${half.toFixed(1)} %`) : null;
-        return element("td", { class: "number", "data-value": value ?? "-" }, shown(value, unit), band);
+        return element("td", { class: "number", "data-value": value ?? "-" }, shown(value), band);
       }),
       element("td", {}, element("span", { class: "reason" }, reason))));
   }

@@ -42,17 +42,10 @@ window.perfbench = (() => {
   // Four significant digits, as the pages that Python wrote.
   function shown(value, unit = "") {
     if (value === null || value === undefined) return "-";
-    let number = value;
-    let name = unit;
-    if (unit === "bytes") {
-      [number, name] = Math.abs(value) >= 1e9 ? [value / 1e9, "GB"]
-        : Math.abs(value) >= 1e6 ? [value / 1e6, "MB"]
-        : Math.abs(value) >= 1e3 ? [value / 1e3, "kB"] : [value, unit];
-    }
-    const text = Math.abs(number) >= 1000
-      ? Math.round(number).toLocaleString("en-US")
-      : String(Number(number.toPrecision(4)));
-    return name ? `${text} ${name}` : text;
+    const text = Math.abs(value) >= 1000
+      ? Math.round(value).toLocaleString("en-US")
+      : String(Number(value.toPrecision(4)));
+    return unit ? `${text} ${unit}` : text;
   }
 
   const minute = (ms) => new Date(ms).toISOString().slice(0, 16).replace("T", " ");
@@ -65,8 +58,7 @@ window.perfbench = (() => {
     const text = (cell.dataset.value ?? cell.textContent).trim();
     const found = /^[+-]?[\d.,]+(e[+-]?\d+)?/i.exec(text.replace("−", "-"));
     if (!found || /^\d{4}-/.test(text)) return text === "-" ? null : text.toLowerCase();
-    const scale = { GB: 1e9, MB: 1e6, kB: 1e3 }[text.split(" ").at(-1)] || 1;
-    return Number(found[0].replaceAll(",", "")) * scale;
+    return Number(found[0].replaceAll(",", ""));
   }
 
   function compareKeys(a, b) {
