@@ -45,7 +45,7 @@ def mark_of(verdict: str | None) -> Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class RunLine:
+class RunSummary:
     """A run in a list. ``counts``: cells by light, worst first."""
 
     info: RunInfo
@@ -56,12 +56,12 @@ class RunLine:
     num_cells: int
 
 
-def run_line(run: HistoryRun) -> RunLine:
+def run_summary(run: HistoryRun) -> RunSummary:
     counted = Counter(light_of(cell.verdict) for cell in run.cells)
     counts = tuple((light.value, counted[light]) for light in LIGHTS)
     info = run.info
     page, when = names.run_page(info.run_id), minute(info.measured_utc)
-    return RunLine(info, page, when, short_commit(info.commit), counts, len(run.cells))
+    return RunSummary(info, page, when, short_commit(info.commit), counts, len(run.cells))
 
 
 def run_columns(

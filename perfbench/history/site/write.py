@@ -111,7 +111,7 @@ class _SuitePages:
 
     suite: str
     card: str
-    runs: list[page_data.RunLine]
+    runs: list[page_data.RunSummary]
     cells: dict[str, HistoryCell]
     main: dict[str, Series]
     short: dict[str, str]
@@ -195,7 +195,7 @@ class _Writer:
                     index.append([page, cell.cell_id, name, card, cell.cell_id])
                 if not cell.measured:
                     absent.setdefault(cell.cell_id, []).append(_absent_point(info, cell))
-            rows.append(page_data.run_line(run))
+            rows.append(page_data.run_summary(run))
             scales = {metric: in_shown_unit(self._metric(metric))[1] for metric in metrics}
             columns = page_data.run_columns(run, places, scales)
             self._script(f"data/{rows[-1].page}.js", f"perfbenchRuns[{rows[-1].page!r}]", columns)
@@ -288,7 +288,7 @@ class _Writer:
     def _run_page(
         self,
         run: HistoryRun,
-        row: page_data.RunLine,
+        row: page_data.RunSummary,
         columns: Mapping[str, Any],
         neighbours: tuple[str, str],
     ) -> None:
