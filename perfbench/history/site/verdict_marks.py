@@ -47,16 +47,20 @@ LETTERS: Mapping[Verdict, str] = MappingProxyType(
 )
 
 
+def _light(verdict: Verdict) -> Light:
+    if verdict in FAIL_UNDER_STRICT:
+        return Light.BLIND
+    return Light.GREEN if EXIT_OF[verdict] == Exit.OK else Light.RED
+
+
+LIGHTS: Mapping[str | None, Light] = MappingProxyType(
+    {None: Light.NONE, **{verdict.value: _light(verdict) for verdict in Verdict}}
+)
+
+
 def light_of(verdict: str | None) -> Light:
     """The light of a verdict; red for one that this perfbench does not know."""
-    if verdict is None:
-        return Light.NONE
-    if verdict not in set(Verdict):
-        return Light.RED
-    known = Verdict(verdict)
-    if known in FAIL_UNDER_STRICT:
-        return Light.BLIND
-    return Light.GREEN if EXIT_OF[known] == Exit.OK else Light.RED
+    return LIGHTS.get(verdict, Light.RED)
 
 
 def letter_of(verdict: str | None) -> str:

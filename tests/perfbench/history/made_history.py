@@ -59,6 +59,7 @@ class MadeHistory:
     every: list[HistoryRun] = field(default_factory=list)
     found: list[ChangePoint] = field(default_factory=list)
     triaged: list[Triage] = field(default_factory=list)
+    series: dict[SeriesKey, Series] = field(default_factory=dict)
 
     def runs(self, *, since: datetime | None = None) -> list[RunInfo]:
         chosen = [one.info for one in self.every if since is None or one.info.measured_utc >= since]
@@ -66,19 +67,11 @@ class MadeHistory:
         return [replace(one, report="") for one in newest]
 
     def run(self, run_id: str) -> HistoryRun:
-        (one,) = (one for one in self.every if one.info.run_id == run_id)
-        return one
+        return next(one for one in self.every if one.info.run_id == run_id)
 
     def keys(self, *, suite: str | None = None, card: str | None = None) -> list[SeriesKey]:
-        return sorted(
-            {
-                SeriesKey(run.info.suite, run.info.card, cell.cell_id, name)
-                for run in self.every
-                for cell in run.cells
-                for name in cell.measured
-                if suite in (None, run.info.suite) and card in (None, run.info.card)
-            }
-        )
+        found = self._every_series()
+        return [key for key in found if suite in (None, key.suite) and card in (None, key.card)]
 
     def every_series(
         self,
@@ -88,21 +81,29 @@ class MadeHistory:
         metric: str | None = None,
         since: datetime | None = None,
     ) -> Iterator[Series]:
-        found: dict[SeriesKey, list[SeriesPoint]] = {}
+        for key, one in self._every_series().items():
+            if (suite, card) != (key.suite, key.card) or metric not in (None, key.metric):
+                continue
+            yield (
+                one
+                if since is None
+                else replace(one, points=tuple(p for p in one.points if p.measured_utc >= since))
+            )
+
+    def _every_series(self) -> dict[SeriesKey, Series]:
+        if self.series:
+            return self.series
+        points: dict[SeriesKey, list[SeriesPoint]] = {}
         axes = {}
         for run in sorted(self.every, key=lambda one: one.info.measured_utc):
-            info = run.info
-            if (suite, card) != (info.suite, info.card) or (since and info.measured_utc < since):
-                continue
             for cell in run.cells:
                 for name, one in cell.measured.items():
-                    if metric not in (None, name):
-                        continue
-                    key = SeriesKey(info.suite, info.card, cell.cell_id, name)
+                    key = SeriesKey(run.info.suite, run.info.card, cell.cell_id, name)
                     axes[key] = cell.axes
-                    found.setdefault(key, []).append(_point(info, cell, one))
-        for key in sorted(found):
-            yield Series(key, METRICS[key.metric], axes[key], tuple(found[key]))
+                    points.setdefault(key, []).append(_point(run.info, cell, one))
+        for key in sorted(points):
+            self.series[key] = Series(key, METRICS[key.metric], axes[key], tuple(points[key]))
+        return self.series
 
     def change_points(self) -> list[ChangePoint]:
         return sorted(self.found, key=lambda one: one.measured_utc, reverse=True)
@@ -121,7 +122,7 @@ def _point(info: RunInfo, cell: HistoryCell, one: MeasuredValue) -> SeriesPoint:
         one.high,
         one.count,
         cell.verdict,
-        one.reason or (cell.reason if one.value is None else ""),
+        one.reason or cell.reason,
         info.segment,
     )
 
