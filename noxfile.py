@@ -22,6 +22,7 @@ nox.options.sessions = [
     "types",
     "contracts",
     "tests",
+    "postgres",
     "interpret",
     "browser",
     "docs",
@@ -123,6 +124,21 @@ def tests(session: nox.Session) -> None:
     # Tensors of this size gain nothing from a second thread, and next to another process it waits:
     # 13 minutes instead of 4.
     _run(session, "pytest", *TWO_AT_A_TIME, *session.posargs, env={"OMP_NUM_THREADS": "1"})
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+@timed
+def postgres(session: nox.Session) -> None:
+    """The history's tests on Debian's PostgreSQL, which root installs where it is missing."""
+    if not any(Path("/usr/lib/postgresql").glob("*/bin/postgres")):
+        if os.getuid() != 0 or shutil.which("apt-get") is None:
+            session.error("no PostgreSQL server. Next, as root: apt-get install postgresql")
+        session.run("apt-get", "update", external=True)
+        install = ("apt-get", "install", "--yes", "--no-install-recommends", "postgresql")
+        session.run(*install, external=True, env={"DEBIAN_FRONTEND": "noninteractive"})
+    # `tests` has run them on SQLite.
+    arguments = ("--require", "postgres", "-k", "postgres", "tests/perfbench/history")
+    _run(session, "pytest", *TWO_AT_A_TIME, *arguments, *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

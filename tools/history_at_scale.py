@@ -23,27 +23,44 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import sqlalchemy
-from sqlalchemy import Connection, Engine, create_engine, event, func, insert, literal, select
+from sqlalchemy import (
+    BigInteger,
+    Connection,
+    Engine,
+    MetaData,
+    create_engine,
+    event,
+    func,
+    insert,
+    literal,
+    select,
+    table,
+)
 
 from perfbench.history import (
     METRICS,
-    History,
     HistoryCell,
     HistoryRun,
     MeasuredValue,
     RunInfo,
     SeriesKey,
-    tables,
+    make_history,
+    open_history,
 )
 from tests.perfbench.history.postgres import Server, running
+
+if TYPE_CHECKING:
+    from perfbench.history import History
 
 CELLS = 300
 TIMES = 20  # a read is repeated
 GOAL_MS = 200
 FIRST = datetime(2019, 1, 1, 2, tzinfo=UTC)
 Forget = Callable[[], None]  # empties the caches
+Read = Callable[["History"], object]
 
 
 @dataclass(frozen=True)
@@ -98,36 +115,43 @@ def first_run() -> HistoryRun:
 
 def build(engine: Engine, address: str, runs: int) -> None:
     """The first run by `History.add`; the others as its copies with other numbers, in order."""
-    with History.open(address, create=True) as history:
+    history, _ = make_history(address)
+    with history:
         history.add(first_run())
+    tables = MetaData()
+    tables.reflect(engine)
     with engine.begin() as connection:
         if engine.dialect.name == "postgresql":  # the keys are right, and their check takes hours
             role = func.set_config("session_replication_role", "replica", True)
             connection.execute(select(role))
-        (first,) = connection.execute(select(tables.runs)).mappings().all()
+        (first,) = connection.execute(select(tables.tables["runs"])).mappings().all()
         for number in range(1, runs):
-            add_copy(connection, dict(first), number)
+            add_copy(connection, tables, dict(first), number)
             if number % 500 == 0:
                 print(f"{number} of {runs} runs", file=sys.stderr)
 
 
-def add_copy(connection: Connection, first: dict[str, object], number: int) -> None:
-    runs, outcomes, points, series = tables.runs, tables.outcomes, tables.points, tables.series
-    at, run_id = FIRST + timedelta(days=number), f"run-{number}"
+def add_copy(
+    connection: Connection, tables: MetaData, first: dict[str, object], number: int
+) -> None:
+    names = ("runs", "outcomes", "points", "series", "reports")
+    runs, outcomes, points, series, reports = (tables.tables[name] for name in names)
+    at = int((FIRST + timedelta(days=number)).timestamp()) * 1_000_000
+    run_id = f"run-{number}"
     row = {name: value for name, value in first.items() if name != "id"}
-    row |= {"run_id": run_id, "digest": tables.digest(run_id), "measured_utc": at}
+    row |= {"run_id": run_id, "digest": f"{number:064x}", "measured_utc": at}
     row |= {"commit_sha": f"{number:040x}", "content_sha256": f"{number:064x}"}
     made = connection.execute(insert(runs).values(row)).inserted_primary_key
     (run,) = made or (0,)
     body = literal("# A report\n" * 500)
-    connection.execute(insert(tables.reports).values(run=run, body=body))
+    connection.execute(insert(reports).values(run=run, body=body))
     columns = [one for one in outcomes.c if one.name != "run"]
     copied = select(*columns, literal(run).label("run")).where(outcomes.c.run == first["id"])
     names = [*(one.name for one in columns), "run"]
     connection.execute(insert(outcomes).from_select(names, copied))
     # Numbers without a pattern that a page could be compressed by.
     value = 100.0 + (series.c.id * 7919 + number * 104_729) % 10_007 / 1000.0
-    time = literal(at, type_=points.c.measured_utc.type)
+    time = literal(at, BigInteger)
     copied = select(series.c.id, time, literal(run), value, value - 1.25, value + 1.25, literal(5))
     names = ["series", "measured_utc", "run", "value", "low", "high", "count"]
     connection.execute(insert(points).from_select(names, copied))
@@ -167,7 +191,7 @@ def on_postgres(server: Server) -> Iterator[tuple[str, Engine, Forget]]:
     yield address, create_engine(address.replace("sql:", "sql+psycopg:")), forget
 
 
-def timed(history: History, read: Callable[[History], object]) -> float:
+def timed(history: History, read: Read) -> float:
     begin = time.perf_counter()
     read(history)
     return (time.perf_counter() - begin) * 1000
@@ -176,11 +200,11 @@ def timed(history: History, read: Callable[[History], object]) -> float:
 def read_all(address: str, forget: Forget, keys: list[SeriesKey]) -> list[Timed]:
     """Each read cold, with a history that is just open, then warm."""
 
-    def of_cell(key: SeriesKey) -> Callable[[History], object]:
+    def of_cell(key: SeriesKey) -> Read:
         names = {"suite": key.suite, "card": key.card, "cell_id": key.cell_id}
         return lambda history: list(history.every_series(**names))
 
-    reads: dict[str, list[Callable[[History], object]]] = {
+    reads: dict[str, list[Read]] = {
         "one series": [lambda history, key=key: history.series(key) for key in keys],
         f"the {len(METRICS)} series of a cell": [of_cell(key) for key in keys],
         "the newest run with its cells": [lambda history: history.run("latest")] * TIMES,
@@ -190,9 +214,9 @@ def read_all(address: str, forget: Forget, keys: list[SeriesKey]) -> list[Timed]
         cold = []
         for read in every:
             forget()
-            with History.open(address) as history:
+            with open_history(address) as history:
                 cold.append(timed(history, read))
-        with History.open(address) as history:
+        with open_history(address) as history:
             for read in every:
                 read(history)
             found.append(Timed(name, cold, [timed(history, read) for read in every]))
@@ -206,7 +230,7 @@ def measure(address: str, engine: Engine, forget: Forget, wanted: int) -> Measur
     build(engine, address, runs)
     build_s = time.perf_counter() - begin
     add_s = []
-    with History.open(address) as history:
+    with open_history(address) as history:
         for number in range(5):
             run = first_run()
             at = FIRST + timedelta(days=runs + number)
@@ -222,7 +246,7 @@ def measure(address: str, engine: Engine, forget: Forget, wanted: int) -> Measur
         else:
             version = f"SQLite {connection.dialect.dbapi.sqlite_version}"
             size = Path(engine.url.database or "").stat().st_size
-        (points,) = connection.execute(select(func.count()).select_from(tables.points)).one()
+        points = connection.execute(select(func.count()).select_from(table("points"))).scalar_one()
     engine.dispose()
     return Measured(version, points, size, build_s, add_s, read_all(address, forget, keys))
 

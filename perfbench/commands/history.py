@@ -93,7 +93,7 @@ def init(history: opt.HistoryUrl = None) -> None:
     found, address = make_history(history)
     with found:
         count = len(found.runs(demonstrations=True))
-    held = f"holds {count} runs" if count else "is empty"
+    held = f"holds {count} run{'s' * (count > 1)}" if count else "is empty"
     print_text(f"{shown_url(address)} {held}. Next: perfbench history add RUN...")
 
 
@@ -134,8 +134,9 @@ def add(
                         about |= {"card": one.info.card, "headline": one.info.headline}
                         lines.append(about)
                         if not as_json:
-                            count = f"{len(one.cells)} cells of {one.info.suite}, {one.info.card}"
-                            print_text(f"{how.value:<8}  {one.info.run_id}  {count}")
+                            what = "cell" if len(one.cells) == 1 else "cells"
+                            what = f"{len(one.cells)} {what} of {one.info.suite}, {one.info.card}"
+                            print_text(f"{how.value:<8}  {one.info.run_id}  {what}")
                 except PerfbenchError as error:
                     _refuse(error, path, lines, refused, as_json)
     if as_json:

@@ -280,10 +280,11 @@ def named_cell(text: str, cell_ids: Collection[str]) -> str:
             raise ValueError(f"no cell {text[:200]!r}")
         return cells[find_cell(text, cells)]
     except ValueError as error:
+        problem = str(error).removesuffix("?")
         raise PerfbenchError(
             Exit.USAGE,
-            f"{error}. Next: add axes, or --suite and --card; `perfbench history --since 30d` lists"
-            " cells",
+            f"{problem}. Next: add axes, or --suite and --card; `perfbench history --since 30d`"
+            " lists cells",
         ) from None
 
 
@@ -319,4 +320,4 @@ def _number(value: float | None, unit: str) -> str:
 def _half(row: ChangeRow) -> str:
     """Half the interval in per cent, its upper and larger half."""
     value, high = row.point.value, row.point.high
-    return NULL if not value or high is None else f"{100 * (high / value - 1):.1f} %"
+    return NULL if not value or high is None else f"{number(100 * (high / value - 1), 2)} %"

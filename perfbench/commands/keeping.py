@@ -16,24 +16,28 @@ if TYPE_CHECKING:
     from perfbench.history import Added, History, HistoryRun
 
 
-def keep(outcome: Outcome, url: str | None) -> None:
+def keep(outcome: Outcome, url: str | None, *, silent: bool = False) -> None:
     """Add a run that was just judged where a history is configured.
 
-    Never raises: a history that cannot be reached costs one warning, with the command that adds the
-    run later.
+    A history that cannot be reached costs one warning, with the command that adds the run later.
+    So does Ctrl-C, which a caller from Python (``silent``) gets all the same.
     """
-    from perfbench.history import NONE, configured_history, open_history
+    from perfbench.machine import configured_history
 
     if (named := configured_history(url)) is None:
         return
     try:
+        from perfbench.history import open_history  # needs packages of its own
+
         with open_history(named) as history:
             added = history.add(as_history_run(outcome))
     except (PerfbenchError, KeyboardInterrupt) as error:
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        where = [] if url is None or url == NONE else ["--history", shown_url(url)]
+        where = [] if url is None else ["--history", shown_url(url)]
         later = shlex.join(["perfbench", "history", "add", str(outcome.folder), *where])
         warn(f"the run is not in the history: {' '.join(why.split())}. `{later}` adds it later")
+        if silent and isinstance(error, KeyboardInterrupt):
+            raise
     else:
         say(f"{shown_url(named)}: {added.value} {outcome.run.manifest.run_id}")
 
@@ -48,12 +52,12 @@ def add_folder(history: History, path: Path) -> Iterator[tuple[HistoryRun, Added
 def as_history_run(outcome: Outcome) -> HistoryRun:
     """With its report, and the time of its commit where the checkout here knows it."""
     from perfbench.commands.outcome import CHECKOUT
-    from perfbench.history import Place, history_run
+    from perfbench.history import RunPlace, history_run
     from perfbench.machine import commit_time
 
     commit = outcome.run.manifest.source.commit
     moment = commit_time(Path.cwd(), commit) or commit_time(CHECKOUT, commit)
-    place = Place(outcome.folder.as_posix(), moment)
+    place = RunPlace(outcome.folder.as_posix(), moment)
     return history_run(outcome.run, outcome.judgement, outcome.report(), place)
 
 

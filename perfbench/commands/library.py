@@ -146,7 +146,7 @@ def _result(
             outcome = measured(loaded, opt.RunOptions.parsed(loaded, argv, typed))
             if outcome is not None:
                 _write_report(outcome, messages)
-                keep(outcome, None if history is None else fspath(history))
+                keep(outcome, None if history is None else fspath(history), silent=True)
         except PerfbenchError as error:
             for message in messages:
                 error.add_note(message)

@@ -83,6 +83,7 @@ def report(connection: Connection, found: Iterable[ChangePoint]) -> list[ChangeP
 
 
 def _check(change: ChangePoint) -> None:
+    tables.aware(change.measured_utc)
     numbers = (change.size_pct, change.low_pct, change.high_pct, change.p)
     if not all(one is None or math.isfinite(one) for one in numbers):
         place = f"the change of {change.key.metric!r} of cell {change.key.cell_id!r}"

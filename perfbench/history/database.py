@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ class Database:
             after = "name a database of its own" if tables else INIT
             raise PerfbenchError(Exit.USAGE, f"{self.name} is no history: {held}. Next: {after}")
         if found is None:
-            self._migrate()
+            self.migrate()
         elif found != newest():
             raise self._refused(found)
 
@@ -120,16 +121,19 @@ class Database:
         after = f"install the perfbench that wrote it, or a newer one than reads {newest()}"
         return PerfbenchError(Exit.USAGE, f"{self.name} {problem}. Next: {after}")
 
-    def _migrate(self) -> tuple[str | None, str]:
-        """(revision before, revision now): to the newest, in one transaction."""
+    def migrate(self, to: str = "head") -> str:
+        """The revision before; all steps are one transaction.
+
+        PerfbenchError: this perfbench does not know the revision that is there.
+        """
         with self.write() as connection:
             before = _revision(connection)
             if before is not None and before not in _known():
                 raise self._refused(before)
             config = _config()
             config.attributes |= {"connection": connection, "version_table": VERSIONS.name}
-            command.upgrade(config, "head")
-            return before, newest()
+            command.upgrade(config, to)
+            return before or ""
 
     @contextmanager
     def plain_errors(self) -> Iterator[None]:
@@ -155,8 +159,7 @@ def upgrade(address: str | Path) -> tuple[str, str]:
     try:
         if not database.revision:
             raise PerfbenchError(Exit.USAGE, f"{database.name} is no history. Next: {INIT}")
-        before, now = database._migrate()
-        return before or "", now
+        return database.migrate(), newest()
     finally:
         database.close()
 
@@ -222,6 +225,9 @@ def _check_file(url: URL, *, create: bool) -> None:
         return
     path = Path(url.database or "")
     try:
+        os.fsencode(path)
+        if "\0" in str(path):
+            raise ValueError("its name holds a NUL character")
         if path.exists() and not path.is_file():
             raise PerfbenchError(
                 Exit.USAGE, f"{path} is no regular file. Next: name the history's file"

@@ -54,7 +54,7 @@ _ON_CPU: Mapping[str, str] = MappingProxyType(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RunPlace:
     """What a run file does not say about itself: where it lies, and when its commit was made."""
 
     folder: str = ""
@@ -62,7 +62,7 @@ class Place:
 
 
 def history_run(
-    run: Run, judgement: Judgement, report: str = "", place: Place | None = None
+    run: Run, judgement: Judgement, report: str = "", place: RunPlace | None = None
 ) -> HistoryRun:
     """``run`` as it is added. ``report``: its Markdown.
 
@@ -76,7 +76,7 @@ def history_run(
             f"got run {manifest.run_id}, one side of a confirmation, whose verdict is in the run"
             " that it confirmed. Next: name that run's folder",
         )
-    place = place or Place()
+    place = place or RunPlace()
     cells = tuple(_cells(run, judgement))
     info = RunInfo(
         run_id=manifest.run_id,

@@ -212,16 +212,16 @@ class SeriesReader:
         return Series(key, self._metrics[key.metric], self._axes(cell), found)
 
     def _axes(self, cell: int) -> Mapping[str, str | int]:
-        """Of the newest run that has the cell."""
+        """Of the last run that was added with the cell; {} where it has none left."""
         outcomes, definitions = tables.outcomes, tables.definitions
-        newest = (
+        last = (
             select(definitions.c.axes)
             .join(outcomes, outcomes.c.definition == definitions.c.id)
             .where(outcomes.c.cell == cell)
             .order_by(outcomes.c.run.desc())
             .limit(1)
         )
-        axes: Mapping[str, str | int] = self._connection.execute(newest).scalar_one()
+        axes: Mapping[str, str | int] = self._connection.execute(last).scalar() or {}
         return axes
 
     def _points(

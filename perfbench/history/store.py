@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Self
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.history.database import Database  # the first: it names a package that is missing
+
+# isort: split
 from perfbench.history import changes, reading, tables, writing
-from perfbench.history.database import Database
 from perfbench.history.nouns import (
     ChangePoint,
     HistoryCell,

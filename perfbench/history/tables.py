@@ -87,6 +87,13 @@ class AnyText(TypeDecorator[str]):
         return ESCAPED.sub(lambda found: chr(int(found[1], 16)), value)
 
 
+def aware(time: datetime) -> datetime:
+    """The time. PerfbenchError: it has no zone."""
+    if time.utcoffset() is None:
+        raise PerfbenchError(Exit.USAGE, f"{time} has no time zone, wanted UTC. Next: give it one")
+    return time
+
+
 class UtcMicroseconds(TypeDecorator[datetime]):
     """An aware time as microseconds since 1970, which both databases compare exactly.
 
@@ -97,13 +104,7 @@ class UtcMicroseconds(TypeDecorator[datetime]):
     cache_ok = True
 
     def process_bind_param(self, value: datetime | None, dialect: Dialect) -> int | None:
-        if value is None:
-            return None
-        if value.utcoffset() is None:
-            raise PerfbenchError(
-                Exit.USAGE, f"{value} has no time zone, wanted UTC. Next: give it one"
-            )
-        return (value - EPOCH) // MICROSECOND
+        return None if value is None else (aware(value) - EPOCH) // MICROSECOND
 
     def process_result_value(self, value: int | None, dialect: Dialect) -> datetime | None:
         return None if value is None else EPOCH + value * MICROSECOND

@@ -59,6 +59,8 @@ SPEED_VARIABLES = frozenset(
         "PYTORCH_NVML_BASED_CUDA_CHECK",
     )
 )
+HISTORY_FILE = Path("reports/history.sqlite")
+NO_HISTORY = "none"  # instead of a URL: no history, whatever else is configured
 ARM_KEYS = ("CPU implementer", "CPU part")
 NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
 
@@ -110,9 +112,16 @@ def step_summary(environ: Mapping[str, str] | None = None) -> Path | None:
     return Path(path) if path else None
 
 
-def history_url(environ: Mapping[str, str] | None = None) -> str | None:
-    """The history that PERFBENCH_HISTORY names."""
-    return environment_variable("PERFBENCH_HISTORY", environ) or None
+def configured_history(
+    url: str | os.PathLike[str] | None = None, environ: Mapping[str, str] | None = None
+) -> str | None:
+    """The address of a history: ``url``, else PERFBENCH_HISTORY, else reports/history.sqlite where
+    that file exists; None where there is none, or where `none` is written.
+    """
+    here = str(HISTORY_FILE) if HISTORY_FILE.is_file() else None
+    variable = environment_variable("PERFBENCH_HISTORY", environ) or None
+    found = (variable or here) if url is None else os.fspath(url)
+    return None if found == NO_HISTORY else found
 
 
 def visible_gpus(

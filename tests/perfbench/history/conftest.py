@@ -26,7 +26,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
     try:
-        with postgres.running() as made:
+        with postgres.running("-c fsync=off") as made:
             yield made.address
     except postgres.NoServer as error:
         pytest.fail(f"--require postgres was given, and no server runs: {error}")

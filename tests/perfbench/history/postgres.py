@@ -30,7 +30,7 @@ def binaries() -> Path:
 class Server:
     """``address``: without a database's name, postgresql://postgres@127.0.0.1:PORT/."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, settings: str) -> None:
         self.data = folder / "data"
         self._folder, self._programs = folder, binaries()
         options = ("-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
@@ -40,6 +40,7 @@ class Server:
             port = free.getsockname()[1]
         self.address = f"postgresql://{USER}@127.0.0.1:{port}/"
         self._settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories=''"
+        self._settings += f" {settings}"
 
     def start(self) -> None:
         self._run("pg_ctl", "-w", "-l", self._folder / "log", "-o", self._settings, "start")
@@ -59,13 +60,13 @@ class Server:
 
 
 @contextmanager
-def running() -> Iterator[Server]:
-    """A server that is gone afterwards, with its data."""
+def running(settings: str = "") -> Iterator[Server]:
+    """A server that is gone afterwards, with its data. ``settings``: options of `postgres`."""
     folder = Path(tempfile.mkdtemp(prefix="perfbench-postgres-"))
     try:
         if os.getuid() == 0:
             shutil.chown(folder, USER)
-        server = Server(folder)
+        server = Server(folder, settings)
         server.start()
         try:
             yield server
