@@ -22,20 +22,28 @@ FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 AXES = ("time", "order")
 # SI prefixes from 1,000 on: 0.2 is not 200m.
 NUMBER = "format(datum.value, abs(datum.value) < 1000 ? '.4~g' : '.4~s')"
+MAX_FEW = 30  # points that are drawn with their intervals
+HOURS_BELOW_DAYS = 4
 Spec = dict[str, Any]
 
 
 def chart_spec(axis: str, palette: Palette = LIGHT) -> Spec:
     """The chart over ``axis``: 'time', or 'order', by the age of each run's commit.
 
-    Parameters that a page sets: ``hovered``, the index of a run, and ``commits``, by place.
+    Parameters that a page sets: ``hovered``, the index of a run; ``commits``, by place; ``few``,
+    whether each point has its interval drawn; ``hours``, whether labels of time have hours.
     """
     return {
         "$schema": SCHEMA,
         "width": "container",
         "height": 300,
         "autosize": {"type": "fit", "contains": "padding"},
-        "params": [{"name": "hovered", "value": -1}, {"name": "commits", "value": []}],
+        "params": [
+            {"name": "hovered", "value": -1},
+            {"name": "commits", "value": []},
+            {"name": "few", "value": False},
+            {"name": "hours", "value": False},
+        ],
         "data": {"name": "points"},
         "transform": _without_bridges(axis),
         "encoding": {"x": _x(axis)},
@@ -55,7 +63,13 @@ def _x(axis: str) -> Spec:
             "field": "time",
             "type": "temporal",
             "scale": {"type": "utc"},
-            "axis": {"title": None, "labelOverlap": True, "labelFlush": True, "tickCount": 6},
+            "axis": {
+                "title": None,
+                "labelExpr": "hours ? utcFormat(datum.value, '%b %d %H:%M') : datum.label",
+                "labelOverlap": True,
+                "labelFlush": True,
+                "tickCount": 6,
+            },
         }
     look = {
         "title": None,
@@ -154,6 +168,11 @@ def _series(palette: Palette) -> list[Spec]:
             "encoding": {"y": _y("low"), "y2": {"field": "high"}, "detail": one_line},
         },
         {
+            "transform": [{"filter": "few && isValid(datum.low) && isValid(datum.high)"}],
+            "mark": {"type": "rule", "size": 1.5, "color": palette.line},
+            "encoding": {"y": _y("low"), "y2": {"field": "high"}},
+        },
+        {
             "data": {"name": "others"},
             "transform": [valid],
             "mark": {"type": "line", "size": 1.5},
@@ -175,7 +194,12 @@ def _series(palette: Palette) -> list[Spec]:
         },
         {
             "transform": [valid, {"filter": "datum.light == 'green' || datum.light == 'none'"}],
-            "mark": {"type": "point", "filled": True, "size": 10, "color": palette.line},
+            "mark": {
+                "type": "point",
+                "filled": True,
+                "size": {"expr": "few ? 44 : 10"},
+                "color": palette.line,
+            },
             "encoding": {"y": _y()},
         },
         {
@@ -350,6 +374,17 @@ def datasets(runs: Mapping[str, Any], one: Mapping[str, Any]) -> dict[str, list[
     }
 
 
+def parameters(runs: Mapping[str, Any]) -> dict[str, Any]:
+    """What `chart_spec` has a page set, from its columns."""
+    times = runs["time"]
+    span = max(times) - min(times)
+    return {
+        "commits": runs["commits"],
+        "few": len(times) <= MAX_FEW,
+        "hours": span < HOURS_BELOW_DAYS * 86_400_000,
+    }
+
+
 def _signed(pct: float) -> str:
     return f"{'+' if pct >= 0 else '−'}{abs(pct):.1f} %"
 
@@ -394,7 +429,8 @@ def chart_png(
     spec["layer"] = [
         one for one in spec["layer"] if found[one.get("data", {}).get("name", "points")]
     ]
-    spec["params"][1]["value"] = runs["commits"]
+    for param in spec["params"]:
+        param["value"] = parameters(runs).get(param["name"], param["value"])
     made: bytes = vl_convert.vegalite_to_png(
         {
             **spec,

@@ -27,6 +27,7 @@ from perfbench.history.site.units import divided, half_width_pct, minute, short_
 from perfbench.history.site.verdict_marks import Light, letter_of, light_of
 
 RUN_METRICS = ("tok_per_s", "device_ms", "launches", "peak_memory_bytes")  # to compare runs by
+MEASURED = "MEASURED"  # in the place of a verdict where nothing was compared
 MAX_PEERS = 8  # whose values a cell's page holds
 LIGHTS = (Light.RED, Light.BLIND, Light.GREEN, Light.NONE)  # worst first
 
@@ -35,13 +36,13 @@ LIGHTS = (Light.RED, Light.BLIND, Light.GREEN, Light.NONE)  # worst first
 class Mark:
     """A verdict as a shape with a letter."""
 
-    verdict: str  # '-' where there is none
+    verdict: str
     light: str
     letter: str
 
 
 def mark_of(verdict: str | None) -> Mark:
-    return Mark(verdict or "-", light_of(verdict).value, letter_of(verdict))
+    return Mark(verdict or MEASURED, light_of(verdict).value, letter_of(verdict))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class RunSummary:
     page: str
     when: str
     commit: str
+    milliseconds: int
     counts: tuple[tuple[str, int], ...]
     num_cells: int
 
@@ -61,7 +63,8 @@ def run_summary(run: HistoryRun) -> RunSummary:
     counts = tuple((light.value, counted[light]) for light in LIGHTS)
     info = run.info
     page, when = names.run_page(info.run_id), minute(info.measured_utc)
-    return RunSummary(info, page, when, short_commit(info.commit), counts, len(run.cells))
+    time = chart_data.milliseconds(info.measured_utc)
+    return RunSummary(info, page, when, short_commit(info.commit), time, counts, len(run.cells))
 
 
 def run_columns(
@@ -219,7 +222,7 @@ def turned_line(name: str, cell: HistoryCell, series: Series) -> ChangeLine | No
         "verdict",
         "verdict",
         judged,
-        f"{old.verdict or '-'} → {new.verdict or '-'}",
+        f"{old.verdict or MEASURED} → {new.verdict or MEASURED}",
         new.reason,
         minute(new.measured_utc),
         chart_data.milliseconds(new.measured_utc),
@@ -268,14 +271,14 @@ def cell_columns(
     line = chart_data.timeline(every, known.commit_times)
     key = every[0].key
     axes = {cell_id: series.axes for cell_id, series in main.items()}
-    verdicts = sorted({point.verdict or "-" for point in line.points})
+    verdicts = sorted({point.verdict or MEASURED for point in line.points})
     reasons = sorted({point.reason for point in line.points})
     runs = {
         **chart_data.runs_columns(line),
         "page": [names.run_page(point.run_id) for point in line.points],
         "commit": [point.commit for point in line.points],
         "verdicts": verdicts,
-        "verdict": [verdicts.index(point.verdict or "-") for point in line.points],
+        "verdict": [verdicts.index(point.verdict or MEASURED) for point in line.points],
         "reasons": reasons,
         "reason": [reasons.index(point.reason) for point in line.points],
         "segments": chart_data.segment_changes(line),

@@ -29,7 +29,7 @@ from perfbench.history.nouns import (
 from perfbench.history.site import names, page_data
 from perfbench.history.site.baselines import LevelOf, read_levels
 from perfbench.history.site.cells_of_suite import short_names
-from perfbench.history.site.charts import AXES, chart_spec
+from perfbench.history.site.charts import AXES, HOURS_BELOW_DAYS, MAX_FEW, chart_spec
 from perfbench.history.site.palette import PALETTES
 from perfbench.history.site.report_html import report_html
 from perfbench.history.site.units import (
@@ -157,6 +157,8 @@ class _Writer:
             key=lambda run: (run.info.measured_utc, run.info.run_id),
             reverse=True,
         )
+        # What needs a look first: red, then the newest.
+        pages.sort(key=lambda one: (not dict(one.runs[0].counts)["red"], -one.runs[0].milliseconds))
         changed.sort(key=lambda row: (-row.milliseconds, row.kind == "verdict", row.name))
         self._page("index.html", "overview.j2", suites=pages, changes=changed, runs=every)
         self._page("runs.html", "runs.j2", runs=every)
@@ -321,6 +323,8 @@ class _Writer:
         }
         shared = {
             "specs": specs,
+            "maxFew": MAX_FEW,
+            "hoursBelowDays": HOURS_BELOW_DAYS,
             "lights": {verdict.value: light_of(verdict).value for verdict in Verdict},
             "letters": {verdict.value: letter for verdict, letter in LETTERS.items()},
         }

@@ -3,7 +3,7 @@
 // the pointer.
 window.perfbenchChart = (() => {
   const { theme, lightOf, signed } = window.perfbench;
-  const { specs } = window.perfbenchShared;
+  const { specs, maxFew, hoursBelowDays } = window.perfbenchShared;
   const JUDGED = new Map([[true, "worse"], [false, "better"], [null, "neither"]]);
 
   // As perfbench.history.site.charts.datasets.
@@ -35,12 +35,19 @@ window.perfbenchChart = (() => {
     };
   }
 
+  // As perfbench.history.site.charts.parameters.
+  function parameters(runs) {
+    const span = Math.max(...runs.time) - Math.min(...runs.time);
+    return { commits: runs.commits, few: runs.time.length <= maxFew, hours: span < hoursBelowDays * 864e5 };
+  }
+
   async function draw(box, runs, one, { axis, others }) {
     const spec = structuredClone(specs[theme()][axis]);
     spec.height = box.clientHeight;
     spec.datasets = datasets(runs, one, others);
     spec.layer = spec.layer.filter((layer) => !layer.data || spec.datasets[layer.data.name].length);
-    spec.params.find((param) => param.name === "commits").value = runs.commits;
+    const known = parameters(runs);
+    for (const param of spec.params) param.value = known[param.name] ?? param.value;
     // `ast` evaluates expressions without the JavaScript compiler, which the page's policy forbids.
     const drawn = await window.vegaEmbed(box, spec, {
       ast: true, actions: false, defaultStyle: false, tooltip: false, renderer: "canvas", hover: false,

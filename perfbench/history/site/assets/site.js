@@ -22,7 +22,7 @@ window.perfbench = (() => {
     return made;
   }
 
-  const lightOf = (verdict) => (verdict === null || verdict === "-" ? "none" : lights[verdict] || "red");
+  const lightOf = (verdict) => (verdict === null || verdict === "MEASURED" ? "none" : lights[verdict] || "red");
 
   function mark(verdict) {
     const light = lightOf(verdict);
@@ -36,7 +36,7 @@ window.perfbench = (() => {
     text.setAttribute("y", 14.5);
     text.textContent = light === "none" ? "–" : letters[verdict] || "*";
     svg.append(use, text);
-    return element("span", { class: `mark ${light}` }, svg, element("span", {}, verdict || "-"));
+    return element("span", { class: `mark ${light}` }, svg, element("span", {}, verdict || "MEASURED"));
   }
 
   // Four significant digits, as the pages that Python wrote.
