@@ -62,7 +62,7 @@ def test_the_overview_filters_and_the_address_keeps_it(opened: Watched, year: Pa
 
 def test_what_changed_leads_to_the_cell_and_the_comparison(opened: Watched, year: Path) -> None:
     page = opened.page
-    go(page, year, "index.html#since=0&q=kind%3Dstep")
+    go(page, year, "index.html#since=0&q=kind%3Dstep%20metric%3Dtok_per_s")
     (row,) = page.locator("#changes tbody tr:not([hidden])").all()
     commits = row.locator("td").nth(4).inner_text()
     row.locator("td").nth(4).get_by_role("link").click()
