@@ -64,7 +64,7 @@ Read = Callable[["History"], object]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedRead:
     """Milliseconds of a read, one a repetition."""
 
     read: str
@@ -73,7 +73,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredHistory:
     """What was found of one database."""
 
     database: str
@@ -81,7 +81,7 @@ class Measured:
     size: int  # bytes
     build_s: float
     add_s: list[float]  # of a run by History.add, on top
-    reads: list[Timed]
+    reads: list[TimedRead]
 
 
 def first_run() -> HistoryRun:
@@ -197,7 +197,7 @@ def timed(history: History, read: Read) -> float:
     return (time.perf_counter() - begin) * 1000
 
 
-def read_all(address: str, forget: Forget, keys: list[SeriesKey]) -> list[Timed]:
+def read_all(address: str, forget: Forget, keys: list[SeriesKey]) -> list[TimedRead]:
     """Each read cold, with a history that is just open, then warm."""
 
     def of_cell(key: SeriesKey) -> Read:
@@ -219,12 +219,12 @@ def read_all(address: str, forget: Forget, keys: list[SeriesKey]) -> list[Timed]
         with open_history(address) as history:
             for read in every:
                 read(history)
-            found.append(Timed(name, cold, [timed(history, read) for read in every]))
+            found.append(TimedRead(name, cold, [timed(history, read) for read in every]))
         print(name, statistics.median(cold), file=sys.stderr)
     return found
 
 
-def measure(address: str, engine: Engine, forget: Forget, wanted: int) -> Measured:
+def measure(address: str, engine: Engine, forget: Forget, wanted: int) -> MeasuredHistory:
     runs = math.ceil(wanted / CELLS / len(METRICS))
     begin = time.perf_counter()
     build(engine, address, runs)
@@ -248,10 +248,10 @@ def measure(address: str, engine: Engine, forget: Forget, wanted: int) -> Measur
             size = Path(engine.url.database or "").stat().st_size
         points = connection.execute(select(func.count()).select_from(table("points"))).scalar_one()
     engine.dispose()
-    return Measured(version, points, size, build_s, add_s, read_all(address, forget, keys))
+    return MeasuredHistory(version, points, size, build_s, add_s, read_all(address, forget, keys))
 
 
-def markdown(found: list[Measured], runs: int) -> str:
+def markdown(found: list[MeasuredHistory], runs: int) -> str:
     """The page."""
     cpu = next(
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -223,7 +223,7 @@ def answer(history: History, wanted: Wanted) -> Answer | RunList:
     return Answer(
         shown,
         max(0, len(rows) - wanted.limit),
-        _commands(history, shown),
+        history.commands({row.point.run_id for row in shown}),
         {one.run_id: ", ".join(one.injections) for one in runs if one.injections},
         cell_id is not None,
     )
@@ -286,14 +286,6 @@ def named_cell(text: str, cell_ids: Collection[str]) -> str:
             f"{problem}. Next: add axes, or --suite and --card; `perfbench history --since 30d`"
             " lists cells",
         ) from None
-
-
-def _commands(history: History, rows: Iterable[ChangeRow]) -> dict[tuple[str, str], str]:
-    found = {}
-    for run_id in dict.fromkeys(row.point.run_id for row in rows):
-        for cell in history.run(run_id).cells:
-            found[run_id, cell.cell_id] = cell.reproduce
-    return found
 
 
 def _short(cell_ids: Collection[str]) -> dict[str, str]:

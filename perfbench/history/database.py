@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -66,11 +66,10 @@ class Database:
         url = _url(address)
         _check_file(url, create=create)
         made = cls(url)
-        try:
+        with ExitStack() as refused:
+            refused.callback(made.close)
             made._check(create=create)
-        except BaseException:
-            made.close()
-            raise
+            refused.pop_all()
         return made
 
     def close(self) -> None:

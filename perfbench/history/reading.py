@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -131,6 +131,24 @@ def cells_of(connection: Connection, run: int) -> list[HistoryCell]:
         )
         for row in connection.execute(query)
     ]
+
+
+def commands(connection: Connection, run_ids: Iterable[str]) -> dict[tuple[str, str], str]:
+    """(run, cell) -> the command that measures the cell again."""
+    outcomes, definitions = tables.outcomes, tables.definitions
+    found = {}
+    for some in tables.chunks(digest(run_id) for run_id in run_ids):
+        query = (
+            select(runs.c.run_id, cells.c.cell_id, definitions.c.reproduce)
+            .select_from(outcomes)
+            .join(runs, runs.c.id == outcomes.c.run)
+            .join(cells, cells.c.id == outcomes.c.cell)
+            .join(definitions, definitions.c.id == outcomes.c.definition)
+            .where(runs.c.digest.in_(some))
+        )
+        for row in connection.execute(query):
+            found[row.run_id, row.cell_id] = row.reproduce
+    return found
 
 
 def whole_run(connection: Connection, number: int, info: RunInfo) -> HistoryRun:

@@ -131,6 +131,11 @@ class History:
                 for cell in reading.cells_of(connection, number)
             ]
 
+    def commands(self, run_ids: Iterable[str]) -> dict[tuple[str, str], str]:
+        """(run, cell) -> the command that measures the cell again, of every cell of these runs."""
+        with self._database.read() as connection:
+            return reading.commands(connection, run_ids)
+
     def metric(self, name: str) -> Metric:
         """PerfbenchError: no run has it."""
         with self._database.read() as connection:

@@ -39,10 +39,10 @@ def test_writers_at_once(address: str) -> None:
     writers = [FORK.Process(target=add_all, args=(address, days, results)) for days in orders]
     for writer in writers:
         writer.start()
-    found = [results.get(timeout=120) for days in orders for _ in days]
     for writer in writers:
         writer.join()
     assert [writer.exitcode for writer in writers] == [0] * len(writers)
+    found = [results.get() for days in orders for _ in days]
     new = Counter(day for day, what in found if what == Added.NEW)
     assert new == dict.fromkeys([*range(8), 100, 200], 1)
     assert Counter(what for _, what in found) == {Added.NEW: 10, Added.SAME: 10}
@@ -153,7 +153,8 @@ def test_of_two_that_find_a_change_one_reports_it(history: History, address: str
     children = [FORK.Process(target=report, args=(address, change, results)) for _ in range(4)]
     for child in children:
         child.start()
-    assert sorted(results.get(timeout=60) for _ in children) == [0, 0, 0, 1]
     for child in children:
         child.join()
+    assert [child.exitcode for child in children] == [0] * len(children)
+    assert sorted(results.get() for _ in children) == [0, 0, 0, 1]
     assert history.change_points() == [change]
