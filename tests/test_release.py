@@ -111,7 +111,7 @@ def test_a_tag_publishes_what_was_built_and_tried() -> None:
 
 
 def test_the_page_of_the_runs_is_built_for_every_change_and_published_from_main() -> None:
-    """The job that may publish runs nothing of a change, and nothing of an event reaches a shell."""
+    """The job that may publish runs nothing of a change; no event reaches a shell."""
     pages = ci("pages")
     assert pages["permissions"] == {"contents": "read"} and "pull_request" in pages["on"]
     build, publish = pages["jobs"]["build"], pages["jobs"]["publish"]

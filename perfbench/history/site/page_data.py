@@ -296,8 +296,12 @@ def cell_columns(
 
 
 def _in_order(every: Sequence[Series]) -> list[Series]:
-    order = {name: place for place, name in enumerate(METRICS)}
-    return sorted(every, key=lambda one: (order.get(one.key.metric, len(order)), one.key.metric))
+    return sorted(every, key=lambda one: metric_order(one.key.metric))
+
+
+def metric_order(name: str) -> tuple[int, str]:
+    """That of METRICS; another tool's come after them, by name."""
+    return ([*METRICS].index(name) if name in METRICS else len(METRICS), name)
 
 
 def _chart(series: Series, line: chart_data.Timeline, known: Levels) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from importlib import resources
@@ -123,7 +123,7 @@ class _Writer:
     def __init__(self, history: History, out: Path, options: SiteOptions) -> None:
         self.history, self.out, self.options = history, out, options
         self.written: dict[Path, int] = {}
-        self.changes: Sequence[ChangePoint] = history.change_points()
+        self.changes: Sequence[ChangePoint] = sorted(history.change_points(), key=_newest_first)
         self.decisions: Sequence[Triage] = history.decisions()
         self.problems: list[str] = []
         self.metrics: dict[str, Metric] = dict(METRICS)
@@ -159,7 +159,7 @@ class _Writer:
         )
         # What needs a look first: red, then the newest.
         pages.sort(key=lambda one: (not dict(one.runs[0].counts)["red"], -one.runs[0].milliseconds))
-        changed.sort(key=lambda row: (-row.milliseconds, row.kind == "verdict", row.name))
+        changed.sort(key=lambda row: (-row.milliseconds, row.kind == "verdict"))  # stable
         self._page("index.html", "overview.j2", suites=pages, changes=changed, runs=every)
         self._page("runs.html", "runs.j2", runs=every)
         shown_metrics = {name: _described(one) for name, one in self.metrics.items()}
@@ -236,7 +236,7 @@ class _Writer:
             if every and cell_id in suite.main:
                 seen.add(cell_id)
                 changed += self._cell_page(suite, cell_id, every, known)
-        for cell_id in suite.main.keys() - seen:
+        for cell_id in sorted(suite.main.keys() - seen):
             changed += self._cell_page(suite, cell_id, [suite.main[cell_id]], known)
         lights = [light.value for light in page_data.LIGHTS]
         suite.rows.sort(key=lambda row: (row.is_stale, lights.index(row.mark.light), row.name))
@@ -360,6 +360,11 @@ class _Writer:
 def _described(metric: Metric) -> dict[str, str]:
     metric, _ = in_shown_unit(metric)
     return {"title": metric.title, "unit": metric.unit, "better": metric.better.value}
+
+
+def _newest_first(change: ChangePoint) -> tuple[float, SeriesKey, tuple[int, str]]:
+    key = replace(change.key, metric="")
+    return -change.measured_utc.timestamp(), key, page_data.metric_order(change.key.metric)
 
 
 def _absent_point(info: RunInfo, cell: HistoryCell) -> SeriesPoint:

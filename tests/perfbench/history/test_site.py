@@ -13,9 +13,11 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from perfbench.commands.app import invoke
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.nouns import METRICS, Series, SeriesKey, SeriesPoint
 from perfbench.history.site import chart_data, chart_png, names, page_data, write_site
+from perfbench.history.site.baselines import levels_of
 from perfbench.history.site.cells_of_suite import dense_twin, peers_of, short_names
 from perfbench.history.site.charts import AXES, chart_spec, datasets
 from perfbench.history.site.palette import PALETTES, Palette
@@ -23,7 +25,8 @@ from perfbench.history.site.report_html import report_html
 from perfbench.history.site.sparkline import sparkline
 from perfbench.history.site.verdict_marks import LETTERS, Light, light_of
 from perfbench.history.site.write import SiteOptions
-from perfbench.records import Verdict
+from perfbench.history.store import History
+from perfbench.records import BaselineCell, Verdict
 from tests.perfbench.history.made_history import (
     DRIFT_PCT,
     STEP_PCT,
@@ -284,6 +287,53 @@ def test_markup_in_a_run_is_text_on_every_page(tmp_path: Path) -> None:
 def test_report_is_inert(markdown: str, wanted: str, unwanted: str) -> None:
     found = report_html(markdown)
     assert wanted in found and unwanted not in found
+
+
+def test_the_commands_read_a_database(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same bytes as from the nouns themselves."""
+    monkeypatch.chdir(tmp_path)
+    made = made_history(cells=9, runs=6)
+    with History.open(tmp_path / "h.sqlite", create=True) as opened:
+        for run in made.every:
+            opened.add(run)
+        assert len(opened.report_changes(made.found)) == len(made.found)
+        for decision in made.triaged:
+            opened.triage(decision)
+    code = invoke(["site", "--history", "h.sqlite", "--out", "db", "--title", "T"])
+    assert code == 0 and "9 cells, 12 runs" in capsys.readouterr().out
+    write_site(made, tmp_path / "nouns", SiteOptions("T"))
+    for path in (tmp_path / "nouns").rglob("*"):
+        if path.is_file():
+            same = tmp_path / "db" / path.relative_to(tmp_path / "nouns")
+            assert same.read_bytes() == path.read_bytes(), path
+    assert (
+        invoke(
+            ["history", "chart", "path=dense,workload=forward", "c.png", "--history", "h.sqlite"]
+        )
+        == 0
+    )
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
+    assert invoke(["site", "--history", "h.sqlite", "--repository", "javascript:alert(1)"]) == 2
+
+
+def test_a_baseline_is_a_level_of_its_cell(history: MadeHistory, tmp_path: Path) -> None:
+    cell = BaselineCell.model_construct(
+        tok_per_s=[39_000.0, 41_000.0],
+        device_time_s=[0.1],
+        host_time_s=[],
+        kernel_count=180,
+        host_syncs=None,
+    )
+    found = levels_of({STEPPED: cell})
+    assert found[STEPPED, "tok_per_s"] == pytest.approx((39_000 * 41_000) ** 0.5)
+    assert found[STEPPED, "device_ms"] == pytest.approx(100)
+    assert found[STEPPED, "launches"] == 180 and len(found) == 3
+    (tmp_path / "h200").mkdir()
+    (tmp_path / "h200" / "nightly-gate.json").write_text("{")
+    made = write_site(history, tmp_path / "site", SiteOptions(baselines=tmp_path))
+    assert len(made.problems) == 1 and "is not JSON" in made.problems[0]
 
 
 def test_a_history_of_no_runs_says_what_to_do(tmp_path: Path) -> None:
