@@ -407,6 +407,21 @@ def chart_png(
         raise PerfbenchError(
             Exit.USAGE, "a chart needs vl-convert. Next: pip install 'nsa-perfbench[history]'"
         ) from None
+    spec = whole_spec(series, changes, decisions, axis=axis, baseline=baseline, width=width)
+    made: bytes = vl_convert.vegalite_to_png(spec, scale=2)
+    return made
+
+
+def whole_spec(
+    series: Series,
+    changes: Sequence[ChangePoint] = (),
+    decisions: Sequence[Triage] = (),
+    *,
+    axis: str = "time",
+    baseline: float | None = None,
+    width: int = 900,
+) -> Spec:
+    """The specification of the chart with its data."""
     series = series_in_shown_unit(series)
     line = chart_data.timeline([series])
     mine = [change for change in changes if change.key == series.key]
@@ -431,17 +446,13 @@ def chart_png(
     ]
     for param in spec["params"]:
         param["value"] = parameters(runs).get(param["name"], param["value"])
-    made: bytes = vl_convert.vegalite_to_png(
-        {
-            **spec,
-            "width": width,
-            "title": {
-                "text": f"{series.metric.title}{unit}",
-                "subtitle": f"{key.cell_id}, {key.suite} on {key.card}",
-                "subtitleColor": LIGHT.ink,
-            },
-            "datasets": found,
+    return {
+        **spec,
+        "width": width,
+        "title": {
+            "text": f"{series.metric.title}{unit}",
+            "subtitle": f"{key.cell_id}, {key.suite} on {key.card}",
+            "subtitleColor": LIGHT.ink,
         },
-        scale=2,
-    )
-    return made
+        "datasets": found,
+    }

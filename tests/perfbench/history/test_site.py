@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
+import vl_convert
 
 from perfbench.commands.app import invoke
 from perfbench.errors import Exit, PerfbenchError
@@ -19,7 +20,7 @@ from perfbench.history.nouns import METRICS, Series, SeriesKey, SeriesPoint
 from perfbench.history.site import chart_data, chart_png, names, page_data, write_site
 from perfbench.history.site.baselines import levels_of
 from perfbench.history.site.cells_of_suite import dense_twin, peers_of, short_names
-from perfbench.history.site.charts import AXES, chart_spec, datasets
+from perfbench.history.site.charts import AXES, chart_spec, datasets, whole_spec
 from perfbench.history.site.palette import PALETTES, Palette
 from perfbench.history.site.report_html import report_html
 from perfbench.history.site.sparkline import sparkline
@@ -531,6 +532,23 @@ def test_every_layer_draws_a_set_that_there_is(history: MadeHistory) -> None:
     for axis in AXES:
         used = {layer.get("data", {}).get("name", "points") for layer in chart_spec(axis)["layer"]}
         assert used == set(found)
+
+
+@pytest.mark.parametrize(
+    ("values", "segments", "lines"),
+    [
+        ((1, 2, 3, 4, 5), "11111", 1),
+        ((1, 2, None, 4, 5), "11111", 2),
+        ((1, 2, 3, 4, 5), "11222", 2),
+    ],
+)
+@pytest.mark.parametrize("axis", AXES)
+def test_no_line_over_a_gap_or_into_another_segment(
+    values: tuple[float | None, ...], segments: str, lines: int, axis: str
+) -> None:
+    spec = whole_spec(series_of(*values, segments=segments), axis=axis)
+    drawn = vl_convert.vegalite_to_svg(spec)
+    assert drawn.count('aria-roledescription="line mark"') == lines
 
 
 @pytest.mark.parametrize("axis", AXES)
