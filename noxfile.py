@@ -24,6 +24,7 @@ nox.options.sessions = [
     "tests",
     "postgres",
     "interpret",
+    "browser",
     "docs",
     "smoke",
 ]
@@ -35,6 +36,7 @@ MATRIX = "matrices/cpu.yaml"
 # builds and what the oracle found; at the end it takes over from the other.
 TWO_AT_A_TIME = ("-q", "-n", "2", "--dist", "worksteal")
 FLA = "fla-core==0.6.0"  # tests/peers states where this version differs
+CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")  # as tests/browser looks for them
 FIRST_HOUR = (  # what `perfbench init` says comes next, with every cell
     ("init", "cpu"),
     ("plan", MATRIX),
@@ -154,6 +156,20 @@ def interpret(session: nox.Session) -> None:
         *session.posargs,
         env={"OMP_NUM_THREADS": "1"},
     )
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+@timed
+def browser(session: nox.Session) -> None:
+    """The page of a history in Chromium, of a year of 300 cells; Debian's package is installed
+    where there is none.
+    """
+    if not any(map(shutil.which, CHROMIUMS)):
+        root = [] if os.geteuid() == 0 else ["sudo"]
+        apt = (*root, "apt-get", "-o", "DPkg::Lock::Timeout=120")
+        session.run(*apt, "update", "-qq", external=True)
+        session.run(*apt, "install", "-qq", "-y", "chromium", external=True)
+    _run(session, "pytest", "-q", "--require", "browser", "tests/browser", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -60,7 +60,7 @@ setup(
     package_dir={"nsa.train.configs": "configs", "perfbench.matrices": "matrices"},
     package_data={
         "nsa": ["py.typed", "**/*.json"],
-        "perfbench": ["py.typed", "**/*.j2", "**/*.yaml"],
+        "perfbench": ["py.typed", "**/*.j2", "**/*.yaml", "**/*.css", "**/*.js"],
         "nsa.train.configs": ["*.yaml"],
         "perfbench.matrices": ["*.yaml"],
     },

@@ -18,6 +18,7 @@ from hypothesis import settings
 from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+BROWSER_TESTS = Path(__file__).parent / "browser"
 KERNELS = ("choice", "decode", "interval", "joint_backward", "means", "operator", "selected")
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
@@ -30,9 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     what = (
         "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run"
         " path triton in Triton's interpreter; postgres: run the history's tests on a PostgreSQL"
-        " server, too, and fail them where it cannot be started"
+        " server, too, and fail them where it cannot be started; browser: collect tests/browser,"
+        " and fail them where there is no Chromium"
     )
-    choices = ["gpu", "interpreter", "postgres"]
+    choices = ["gpu", "interpreter", "postgres", "browser"]
     parser.addoption("--require", choices=choices, default=None, help=what)
     parser.addoption(
         "--shuffle", type=int, default=None, metavar="SEED", help="run the tests in a random order"
@@ -62,6 +64,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = config.getoption("--require")
     if collection_path.is_relative_to(GPU_TESTS):
         return None if asked == "gpu" else True
+    if collection_path.is_relative_to(BROWSER_TESTS):
+        return None if asked == "browser" else True
     return True if collection_path in KERNEL_TESTS and asked != "interpreter" else None
 
 

@@ -110,6 +110,20 @@ def test_a_tag_publishes_what_was_built_and_tried() -> None:
     assert attest["with"]["sbom-path"] == "sbom/sbom.cdx.json"
 
 
+def test_the_page_of_the_runs_is_built_for_every_change_and_published_from_main() -> None:
+    """The job that may publish runs nothing of a change; no event reaches a shell."""
+    pages = ci("pages")
+    assert pages["permissions"] == {"contents": "read"} and "pull_request" in pages["on"]
+    build, publish = pages["jobs"]["build"], pages["jobs"]["publish"]
+    assert "permissions" not in build and publish["needs"] == "build"
+    assert "refs/heads/main" in publish["if"] and "vars.PAGES" in publish["if"]
+    assert not any("run" in step for step in publish["steps"])
+    runs = "\n".join(step.get("run", "") for step in build["steps"])
+    assert "perfbench history add --all reports/evidence" in runs and "perfbench site" in runs
+    assert "${{" not in runs and "secrets." not in str(pages)
+    assert all(job["timeout-minutes"] <= 15 for job in (build, publish))
+
+
 def test_the_session_makes_what_the_workflow_takes() -> None:
     tree = ast.parse((ROOT / "noxfile.py").read_text(encoding="utf-8"))
     (session,) = (

@@ -65,7 +65,7 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
         "perfbench",
     }
     packed = {name for name in names if ".dist-info/" not in name}
-    kept = (".py", ".j2", ".yaml", ".json", "py.typed")
+    kept = (".py", ".j2", ".yaml", ".json", ".css", ".js", "py.typed")
     wanted = {
         file.relative_to(ROOT).as_posix()
         for package in ("nsa", "perfbench")
@@ -80,6 +80,10 @@ def test_it_holds_the_packages_and_their_data_alone(wheel: Path) -> None:
     assert packed == wanted | shipped and len(shipped) >= 28
     assert {"nsa/py.typed", "perfbench/py.typed"} <= packed
     assert any(name.endswith("report.md.j2") for name in packed)
+    assert {
+        "perfbench/history/site/assets/site.css",
+        "perfbench/history/site/pages/cell.j2",
+    } <= packed
 
 
 @pytest.mark.parametrize("name", SHIPPED)

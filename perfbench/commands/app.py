@@ -36,6 +36,7 @@ from perfbench.commands.prune import prune
 from perfbench.commands.report import report
 from perfbench.commands.run import run
 from perfbench.commands.schema import schema
+from perfbench.commands.site import site
 from perfbench.commands.trace import trace
 from perfbench.commands.triage import triage
 from perfbench.commands.tune import tune
@@ -78,6 +79,7 @@ app.command()(doctor)
 app.command()(schema)
 app.command(name="import")(import_)
 app.command()(export)
+app.command()(site)
 app.command()(prune)
 app.add_typer(baseline.app, name="baseline")
 app.add_typer(history.app, name="history")

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from perfbench.commands import options as opt
+from perfbench.commands.chart import chart
 from perfbench.commands.console import print_text, say
 from perfbench.errors import Exit, PerfbenchError, worst
 
@@ -189,3 +190,6 @@ def show(
     print_text(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     if found.left:
         say(f"{limit} of {limit + found.left} rows; --limit {limit + found.left} shows all")
+
+
+app.command()(chart)

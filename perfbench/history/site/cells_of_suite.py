@@ -1,0 +1,52 @@
+"""The cells of a suite on a card, next to one another: short names, dense twins and peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+Axes = Mapping[str, str | int]
+DENSE = ("dense", "dense_flash", "dense_cudnn")
+ROUTE = ("path", "fa2")  # how a cell is computed; the other axes are what
+
+
+def short_names(cells: Mapping[str, Axes]) -> dict[str, str]:
+    """Cell id -> the axes in which these cells differ; the id where that names no single cell."""
+    names = dict.fromkeys(name for axes in cells.values() for name in axes)
+    varying = [name for name in names if len({str(axes.get(name)) for axes in cells.values()}) > 1]
+    short = {
+        cell_id: ", ".join(f"{name}={axes[name]}" for name in varying if name in axes)
+        for cell_id, axes in cells.items()
+    }
+    if "" in short.values() or len({*short.values()}) < len(short):
+        return {cell_id: cell_id for cell_id in cells}
+    return short
+
+
+def peers_of(cell_id: str, cells: Mapping[str, Axes]) -> list[str]:
+    """The cells that compute the same another way, dense first; none where axes name no path."""
+    mine = cells[cell_id]
+    if "path" not in mine:
+        return []
+    wanted = _without_route(mine)
+    found = [
+        other
+        for other, axes in cells.items()
+        if other != cell_id and "path" in axes and _without_route(axes) == wanted
+    ]
+    return sorted(found, key=lambda one: (_dense_rank(cells[one]), one))
+
+
+def dense_twin(cell_id: str, cells: Mapping[str, Axes]) -> str | None:
+    """The dense cell with the same other axes; null for a dense cell and where there is none."""
+    if cells[cell_id].get("path") in DENSE:
+        return None
+    return next((one for one in peers_of(cell_id, cells) if cells[one]["path"] in DENSE), None)
+
+
+def _without_route(axes: Axes) -> dict[str, str | int]:
+    return {name: value for name, value in axes.items() if name not in ROUTE}
+
+
+def _dense_rank(axes: Axes) -> int:
+    path = str(axes["path"])
+    return DENSE.index(path) if path in DENSE else len(DENSE)

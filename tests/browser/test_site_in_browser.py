@@ -1,0 +1,263 @@
+"""The page of a history in Chromium: a year of 300 cells, read from files without a server."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Page, expect
+
+from perfbench.history.site import SiteOptions, names, write_site
+from tests.browser.conftest import Watched
+from tests.perfbench.history.made_history import MadeHistory, axes_of, cell_id_of, made_history
+from tests.perfbench.history.test_site import hostile_history
+
+STEPPED, DRIFTED, FAILING = (
+    f"cells/{names.cell_page('nightly-gate', 'h200', cell_id_of(axes_of(place)))}.html"
+    for place in range(3)
+)
+SPEED = '.chart[data-metric="tok_per_s"]'
+SCREENS = [(1440, "light"), (1440, "dark"), (390, "light"), (390, "dark")]
+WIDE = "document.documentElement.scrollWidth - window.innerWidth"
+
+
+def go(page: Page, site: Path, path: str) -> None:
+    page.goto(f"{site.as_uri()}/{path}")
+
+
+def visible_cells(page: Page) -> int:
+    return page.locator(".cells tbody tr:not([hidden])").count()
+
+
+def wait_for_chart(page: Page, axis: str = "time") -> None:
+    expect(page.locator(SPEED)).to_have_attribute("data-drawn", axis)
+
+
+def run_of(site: Path) -> str:
+    return f"runs/{max((site / 'runs').glob('*gate*.html')).name}"
+
+
+def test_the_overview_filters_and_the_address_keeps_it(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, "index.html")
+    assert visible_cells(page) == 300
+    page.keyboard.press("/")
+    page.keyboard.type("path=dense* -decode")
+    expect(page.locator("#shown")).to_have_text("40 of 300 cells")
+    assert visible_cells(page) == 40
+    page.get_by_role("button", name="red", exact=True).click()
+    expect(page.locator("#shown")).to_have_text("0 of 300 cells")
+    page.fill("#words", "verdict=regressed")
+    expect(page.locator("#shown")).to_have_text("1 of 300 cells")
+    page.locator("#since").get_by_text("all", exact=True).click()
+    address = page.url
+    assert "q=verdict%3Dregressed" in address and "since=0" in address
+    page.goto("about:blank")
+    page.goto(address)
+    expect(page.locator("#shown")).to_have_text("1 of 300 cells")
+    assert page.input_value("#words") == "verdict=regressed"
+    expect(page.locator("#changes tbody tr:not([hidden])").first).to_contain_text("−6.4 %")
+
+
+def test_what_changed_leads_to_the_cell_and_the_comparison(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, "index.html#since=0&q=kind%3Dstep%20metric%3Dtok_per_s")
+    (row,) = page.locator("#changes tbody tr:not([hidden])").all()
+    commits = row.locator("td").nth(4).inner_text()
+    row.locator("td").nth(4).get_by_role("link").click()
+    expect(page.locator("#table tbody tr")).to_have_count(200)
+    pair = [page.locator(f"#{side} option:checked").inner_text() for side in "ab"]
+    for side, commit in zip(pair, commits.split(" → "), strict=True):
+        assert commit in side
+    page.locator("#table tbody tr").first.get_by_role("link").click()
+    wait_for_chart(page)
+
+
+def test_hover_shows_the_run_and_a_click_opens_it(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, STEPPED)
+    wait_for_chart(page)
+    box = page.locator(SPEED).bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 25, box["y"] + 80)
+    tip = page.locator("#tip")
+    expect(tip).to_be_visible()
+    expect(tip).to_contain_text("REGRESSED")
+    expect(tip).to_contain_text(re.compile(r"95 %: [\d,]+ to [\d,]+ tok/s, 3 processes"))
+    commit = tip.locator("code").inner_text()
+    page.mouse.click(box["x"] + box["width"] - 25, box["y"] + 80)
+    page.wait_for_url("**/runs/*.html")
+    expect(page.locator("dl")).to_contain_text(commit)
+
+
+def test_keys_walk_over_the_runs(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, STEPPED)
+    wait_for_chart(page)
+    chart, tip = page.locator(SPEED), page.locator("#tip")
+    chart.focus()
+    chart.press("End")
+    expect(tip).to_contain_text("2027-01-02")
+    chart.press("ArrowLeft")
+    expect(tip).to_contain_text("2027-01-01")
+    chart.press("Home")
+    expect(tip).to_contain_text("2026-01-03")
+    chart.press("Escape")
+    expect(tip).to_be_hidden()
+
+
+def test_a_failure_shows_its_reason(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, FAILING)
+    wait_for_chart(page)
+    chart = page.locator(SPEED)
+    chart.press("Home")
+    for _ in range(4):
+        chart.press("ArrowRight")
+    expect(page.locator("#tip")).to_contain_text("no value")
+    expect(page.locator("#tip")).to_contain_text("SIGSEGV in the second step")
+
+
+def test_the_axis_and_the_peers_are_in_the_address(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, STEPPED)
+    wait_for_chart(page)
+    alone = page.locator(SPEED).screenshot()
+    page.get_by_text("path=dense").first.click()
+    page.get_by_text("commits", exact=True).first.click()
+    wait_for_chart(page, "order")
+    assert "x=order" in page.url and "peers=path%3Ddense" in page.url
+    page.reload()
+    wait_for_chart(page, "order")
+    assert page.locator("#peers input").first.is_checked()
+    assert page.locator(SPEED).screenshot() != alone
+
+
+def test_all_runs_of_a_cell_are_a_table_that_sorts(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, DRIFTED)
+    page.get_by_text("All runs of this cell").click()
+    rows = page.locator("#all tbody tr")
+    expect(rows).to_have_count(365)
+    head = page.locator("#all th").nth(2)
+    head.get_by_role("button").click()
+    expect(head).to_have_attribute("aria-sort", "ascending")
+    values = rows.locator("td:nth-child(3)").all_inner_texts()
+    speeds = [float(value.split()[0].replace(",", "")) for value in values]
+    assert speeds == sorted(speeds)
+
+
+def test_compare_takes_commits_and_sorts(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, "compare.html")
+    expect(page.locator("#table tbody tr")).to_have_count(200)
+    oldest = page.locator("#a option").last.get_attribute("data-commit")
+    go(page, year, f"compare.html#a={oldest[:10]}&q=path%3Dtriton")
+    page.reload()
+    expect(page.locator("#summary")).to_contain_text(re.compile(r"\d+ of 40 cells changed"))
+    assert page.locator("#a option:checked").get_attribute("data-commit") == oldest
+    page.locator("#table th").nth(3).get_by_role("button").click()
+    first = page.locator("#table tbody tr").first
+    expect(first).to_contain_text("workload=forward, seq_len=512, path=triton, batch=1")
+    expect(first.locator(".judged")).to_have_class(re.compile("worse"))
+    page.select_option("#metric", "launches")
+    expect(page.locator("#table tbody tr")).to_have_count(40)
+    assert "metric=launches" in page.url
+
+
+def test_the_theme_is_remembered(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, STEPPED)
+    wait_for_chart(page)
+    background = "getComputedStyle(document.documentElement).backgroundColor"
+    light = page.evaluate(background)
+    page.locator("#theme").click()
+    dark = page.evaluate(background)
+    assert dark != light
+    go(page, year, "index.html")
+    assert page.evaluate(background) == dark
+    page.locator("#theme").click()
+    assert page.evaluate(background) == light
+
+
+@pytest.mark.parametrize("opened", SCREENS, indirect=True, ids=lambda one: f"{one[0]}-{one[1]}")
+def test_no_page_is_wider_than_the_screen(opened: Watched, year: Path) -> None:
+    page = opened.page
+    for path in ("index.html", STEPPED, FAILING, run_of(year), "compare.html", "runs.html"):
+        go(page, year, path)
+        if path.startswith("cells"):
+            wait_for_chart(page)
+        assert page.evaluate(WIDE) <= 0, path
+
+
+@pytest.mark.parametrize("opened", [(390, "light")], indirect=True)
+def test_a_tap_shows_the_run_and_a_second_one_opens_it(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, STEPPED)
+    wait_for_chart(page)
+    box = page.locator(SPEED).bounding_box()
+    page.touchscreen.tap(box["x"] + 120, box["y"] + 60)
+    expect(page.locator("#tip")).to_be_visible()
+    assert "/cells/" in page.url
+    page.touchscreen.tap(box["x"] + 120, box["y"] + 60)
+    page.wait_for_url("**/runs/*.html")
+
+
+def test_everything_can_be_reached_by_keyboard(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, "index.html#q=is%3Dred&since=0")
+    seen = set()
+    for _ in range(40):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("document.activeElement.id || document.activeElement.textContent"))
+    assert {"To the content", "Runs", "Compare", "theme", "words", "red"} <= seen
+    assert any(one.startswith("workload=forward, seq_len=512, path=triton") for one in seen)
+
+
+def test_markup_in_a_run_does_not_run(opened: Watched, tmp_path: Path) -> None:
+    """A dialog, a message on the console or an `img` would be a complaint of `opened`."""
+    write_site(hostile_history(), tmp_path, SiteOptions(title="<script>alert(1)</script>"))
+    page = opened.page
+    for path in sorted(tmp_path.rglob("*.html")):
+        page.goto(path.as_uri())
+        if path.parent.name == "cells":
+            wait_for_chart(page)
+            page.locator(SPEED).press("End")
+            page.get_by_text("All runs of this cell").click()
+            expect(page.locator("#tip")).to_contain_text("<script>alert(1)</script>")
+        if path.parent.name == "runs":
+            expect(page.locator("#table tbody tr")).to_have_count(3)
+        assert page.locator("img, iframe, script:not([src]):not([type])").count() == 0
+        assert (
+            page.evaluate("[...document.links].filter((a) => a.protocol === 'javascript:').length")
+            == 0
+        )
+    go(
+        page,
+        tmp_path,
+        "compare.html#q=%3Cimg%20src%3Dx%20onerror%3Dalert(1)%3E&a=javascript:alert(1)",
+    )
+    page.reload()
+    expect(page.locator("#summary")).to_contain_text("names a run that is not here")
+
+
+def test_a_history_of_no_runs_is_a_page(opened: Watched, tmp_path: Path) -> None:
+    write_site(MadeHistory(), tmp_path, SiteOptions())
+    for path in ("index.html", "runs.html", "compare.html"):
+        go(opened.page, tmp_path, path)
+    expect(opened.page.get_by_text("What to do")).to_be_visible()
+
+
+def test_a_year_opens_like_a_month(opened: Watched, year: Path, tmp_path: Path) -> None:
+    """365 runs next to 30: the script's time until the chart stands, in one browser."""
+    write_site(made_history(cells=9, runs=30), tmp_path, SiteOptions())
+    page = opened.page
+    cost = {}
+    for name, site in (("month", tmp_path), ("year", year)):
+        taken = []
+        for _ in range(3):
+            go(page, site, STEPPED)
+            wait_for_chart(page)
+            taken.append(page.evaluate("performance.now()"))
+        cost[name] = min(taken)
+    assert cost["year"] < 3 * cost["month"]
