@@ -282,10 +282,11 @@ class SeriesReader:
         """The run's, and the cell's configuration: another one under the same name may not be
         compared.
         """
+        segment: Mapping[str, str] = self._segments[number]
         if config_sha256 is None:
-            return self._segments[number]
+            return segment
         known = self._with_config.get((number, config_sha256))
         if known is None:
-            known = {**self._segments[number], "config": config_sha256[:12]}
+            known = {**segment, "config": config_sha256[:12]}
             self._with_config[number, config_sha256] = known
         return known
