@@ -28,8 +28,7 @@ from perfbench.gate import (
     usable,
 )
 from perfbench.history.nouns import METRICS, HistoryCell, HistoryRun, MeasuredValue, RunInfo
-from perfbench.records import AXES, Cell, Manifest, Replicate, Run, Status, Verdict
-from perfbench.report import measured_of
+from perfbench.records import AXES, MEASURED, Cell, Manifest, Replicate, Run, Status, Verdict
 from perfbench.text import shorten
 
 ORIGIN = "perfbench"
@@ -177,10 +176,8 @@ def _measured(
 
 def _value(name: str, row: Replicate) -> float | None:
     """Of one replicate; null where it has none, and where a mean of logarithms cannot take it."""
-    if name == "host_syncs":  # 0 is a count; a CPU's profile waits for nothing
-        on_device = row.profile is not None and row.profile.device_time_s > 0
-        return float(row.profile.host_syncs) if row.profile and on_device else None
-    value = measured_of(row, name)
+    value = MEASURED[name](row)
+    value = None if value is None else float(value)
     return value if value is None or value > 0 or name in MEDIANS else None
 
 

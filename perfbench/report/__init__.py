@@ -3,7 +3,7 @@
 from perfbench.report.bisect import bisect_exit, bisect_json, bisect_markdown
 from perfbench.report.context import ReportContext
 from perfbench.report.files import render, report_text, write_ci
-from perfbench.report.frame import load, measured_of
+from perfbench.report.frame import load
 from perfbench.report.gap import gap_text, gaps
 from perfbench.report.github import announce
 from perfbench.report.terminal import terminal_table

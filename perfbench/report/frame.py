@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.records import AXES, Manifest, Replicate, Run, Status, read_run
+from perfbench.records import AXES, MEASURED, Manifest, Replicate, Run, Status, read_run
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,11 +40,11 @@ _OF_REPLICATE: Mapping[str, tuple[str, Callable[[Replicate], object]]] = Mapping
         "started_utc": ("datetime64[us, UTC]", lambda row: _moment(row.started_utc)),
         "status": ("status", lambda row: row.status.value),
         "reason": ("string", lambda row: row.reason),
-        "tok_per_s": ("float64", lambda row: row.tok_per_s),
-        "step_ms": ("float64", lambda row: _step_ms(row)),
-        "device_ms": ("float64", lambda row: _device_ms(row)),
-        "host_ms": ("float64", lambda row: _host_ms(row)),
-        "launches": ("Int64", lambda row: (row.profile and row.profile.kernel_count) or None),
+        "tok_per_s": ("float64", MEASURED["tok_per_s"]),
+        "step_ms": ("float64", MEASURED["step_ms"]),
+        "device_ms": ("float64", MEASURED["device_ms"]),
+        "host_ms": ("float64", MEASURED["host_ms"]),
+        "launches": ("Int64", MEASURED["launches"]),
         "tokens_per_step": ("Int64", lambda row: row.tokens_per_step or None),
         "steps_per_sample": ("Int64", lambda row: row.steps_per_sample or None),
         "num_samples": ("Int64", lambda row: len(row.samples_s)),
@@ -56,16 +56,16 @@ _OF_REPLICATE: Mapping[str, tuple[str, Callable[[Replicate], object]]] = Mapping
         "parity_ok": ("boolean", lambda row: row.parity and row.parity.ok),
         "parity_max_error": ("float64", lambda row: row.parity and row.parity.max_error),
         "parity_tolerance": ("float64", lambda row: row.parity and row.parity.tolerance),
-        "peak_memory_bytes": ("Int64", lambda row: row.peak_memory_bytes),
-        "utilisation_pct": ("float64", lambda row: row.telemetry and row.telemetry.utilisation_pct),
-        "sm_clock_mhz": ("float64", lambda row: row.telemetry and row.telemetry.sm_clock_mhz),
+        "peak_memory_bytes": ("Int64", MEASURED["peak_memory_bytes"]),
+        "utilisation_pct": ("float64", MEASURED["utilisation_pct"]),
+        "sm_clock_mhz": ("float64", MEASURED["sm_clock_mhz"]),
         "power_w": ("float64", lambda row: row.telemetry and row.telemetry.power_w),
         "temperature_c": ("float64", lambda row: row.telemetry and row.telemetry.temperature_c),
-        "energy_j_per_token": ("float64", lambda row: row.energy_j_per_token),
+        "energy_j_per_token": ("float64", MEASURED["energy_j_per_token"]),
         "cycles_per_step": ("float64", lambda row: row.cycles_per_step),
-        "floor_fraction": ("float64", lambda row: row.physics and row.physics.floor_fraction),
-        "cold_start_s": ("float64", lambda row: row.cold_start_s),
-        "wall_s": ("float64", lambda row: row.wall_s),
+        "floor_fraction": ("float64", MEASURED["floor_fraction"]),
+        "cold_start_s": ("float64", MEASURED["cold_start_s"]),
+        "wall_s": ("float64", MEASURED["wall_s"]),
     }
 )
 
@@ -126,12 +126,6 @@ def load(*paths: str | os.PathLike[str]) -> pd.DataFrame:
     return _typed(rows)
 
 
-def measured_of(row: Replicate, column: str) -> float | None:
-    """What `load` has in a column of numbers for this replicate; None where it is NaN or NA."""
-    value = _OF_REPLICATE[column][1](row)
-    return float(value) if isinstance(value, int | float) else None
-
-
 def _runs(path: Path) -> Sides:
     from perfbench.runner import is_pair, read_pair
 
@@ -186,26 +180,6 @@ def _moment(text: str) -> datetime:
     if found.tzinfo is None:
         raise ValueError(f"started_utc is {text[:40]!r}, wanted a time with its zone")
     return found
-
-
-def _step_ms(row: Replicate) -> float | None:
-    if row.tok_per_s is None or not row.tokens_per_step:
-        return None
-    return 1e3 * row.tokens_per_step / row.tok_per_s
-
-
-def _device_ms(row: Replicate) -> float | None:
-    """Null on a CPU, whose profile has no time on a device."""
-    if row.profile is None or row.profile.device_time_s <= 0:
-        return None
-    return 1e3 * row.profile.device_time_s
-
-
-def _host_ms(row: Replicate) -> float | None:
-    """Null on a CPU, and in older files."""
-    if row.profile is None or row.profile.host_time_s is None:
-        return None
-    return 1e3 * row.profile.host_time_s
 
 
 def _route(row: Replicate) -> str | None:
