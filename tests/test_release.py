@@ -32,7 +32,7 @@ GITHUB = {
 def metadata(folder: Path, env: dict[str, str]) -> Message:
     """METADATA as a build with these variables writes it."""
     source, out = folder / "source", folder / "out"
-    for name in ("nsa", "perfbench", "matrices"):  # as little as a build looks at
+    for name in ("nsa", "perfbench", "matrices", "configs"):  # as little as a build looks at
         (source / name).mkdir(parents=True)
         (source / name / "__init__.py").touch()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):

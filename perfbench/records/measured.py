@@ -26,10 +26,19 @@ def _host_ms(row: Replicate) -> float | None:
     return 1e3 * row.profile.host_time_s
 
 
+def _launches(row: Replicate) -> int | None:
+    return None if row.profile is None else row.profile.kernel_count or None
+
+
 def _host_syncs(row: Replicate) -> int | None:
     if row.profile is None or row.profile.device_time_s <= 0:
         return None
     return row.profile.host_syncs
+
+
+def _of_telemetry(row: Replicate, name: str) -> float | None:
+    found: float | None = None if row.telemetry is None else getattr(row.telemetry, name)
+    return found
 
 
 # A CPU's profile has no time on a device, no kernel and nothing to wait for: null.
@@ -39,14 +48,14 @@ MEASURED: Mapping[str, Callable[[Replicate], float | None]] = MappingProxyType(
         "step_ms": _step_ms,
         "device_ms": _device_ms,
         "host_ms": _host_ms,
-        "launches": lambda row: (row.profile and row.profile.kernel_count) or None,
+        "launches": _launches,
         "host_syncs": _host_syncs,
         "peak_memory_bytes": lambda row: row.peak_memory_bytes,
         "cold_start_s": lambda row: row.cold_start_s,
         "wall_s": lambda row: row.wall_s,
         "energy_j_per_token": lambda row: row.energy_j_per_token,
-        "floor_fraction": lambda row: row.physics and row.physics.floor_fraction,
-        "utilisation_pct": lambda row: row.telemetry and row.telemetry.utilisation_pct,
-        "sm_clock_mhz": lambda row: row.telemetry and row.telemetry.sm_clock_mhz,
+        "floor_fraction": lambda row: None if row.physics is None else row.physics.floor_fraction,
+        "utilisation_pct": lambda row: _of_telemetry(row, "utilisation_pct"),
+        "sm_clock_mhz": lambda row: _of_telemetry(row, "sm_clock_mhz"),
     }
 )
