@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from perfbench.commands.app import invoke
 from perfbench.history.site import SiteOptions, write_site
 from tests.perfbench.history.made_history import made_history
 
+ROOT = Path(__file__).parents[2]
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
 ARGUMENTS = (
     "--no-sandbox",  # which root may not have
@@ -46,6 +48,20 @@ def year(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made.run = by_name.__getitem__
     out = tmp_path_factory.mktemp("year") / "site"
     write_site(made, out, SiteOptions(title="A year"))
+    return out
+
+
+@pytest.fixture(scope="session")
+def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every run of reports/evidence."""
+    home = tmp_path_factory.mktemp("committed")
+    url, out = str(home / "history.sqlite"), home / "site"
+    for words in (
+        ["history", "init"],
+        ["history", "add", "--all", str(ROOT / "reports/evidence")],
+        ["site", "--out", str(out), "--baselines", str(ROOT / "reports/baselines")],
+    ):
+        assert invoke([*words, "--history", url]) == 0, words
     return out
 
 

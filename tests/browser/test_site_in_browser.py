@@ -241,6 +241,24 @@ def test_markup_in_a_run_does_not_run(opened: Watched, tmp_path: Path) -> None:
     expect(page.locator("#summary")).to_contain_text("names a run that is not here")
 
 
+@pytest.mark.parametrize("opened", SCREENS, indirect=True)
+def test_the_committed_runs_are_a_page(opened: Watched, committed: Path) -> None:
+    """The cell whose speed the README heads with, against its baseline and next to its dense
+    twin.
+    """
+    page = opened.page
+    go(page, committed, "index.html")
+    assert page.evaluate(WIDE) <= 0
+    page.fill("#words", "suite=nightly-kernels-h200 seq_len=131072 path=triton workload=attention")
+    expect(page.locator("#shown")).to_contain_text("1 of ")
+    page.locator(".cells tbody tr:not([hidden]) a").first.click()
+    wait_for_chart(page)
+    assert page.evaluate(WIDE) <= 0
+    expect(page.locator("main")).to_contain_text("against the baseline of")
+    expect(page.locator("main")).to_contain_text("perfbench run matrices/nightly-kernels-h200.yaml")
+    expect(page.locator("main")).to_contain_text("dense_cudnn")
+
+
 def test_a_history_of_no_runs_is_a_page(opened: Watched, tmp_path: Path) -> None:
     write_site(MadeHistory(), tmp_path, SiteOptions())
     for path in ("index.html", "runs.html", "compare.html"):

@@ -250,6 +250,19 @@ def test_the_nightly_covers_the_sets_that_matter_and_the_gpu_tests() -> None:
     assert tests["if"].startswith("always()")  # a red set hides no broken kernel
 
 
+def test_the_nightly_reads_the_history_that_its_sets_write() -> None:
+    jobs = workflow("nightly.yml")["jobs"]
+    url = jobs["speed"]["env"]["PERFBENCH_HISTORY"]
+    assert url == jobs["changes"]["env"]["PERFBENCH_HISTORY"] == "${{ secrets.PERFBENCH_HISTORY }}"
+    commands = [step.get("run", "") for step in jobs["changes"]["steps"]]
+    assert commands[-3:-1] == [
+        ".venv/bin/perfbench detect",  # its exit code is the job's
+        ".venv/bin/perfbench site --since 365d",
+    ]
+    assert jobs["changes"]["if"].startswith("always()")  # a red set hides no drift
+    assert "-report-only" not in " ".join(commands)
+
+
 @pytest.mark.parametrize(("card", "name"), nightly_sets())
 def test_every_set_of_the_nightly_is_a_matrix_of_its_card(card: str, name: str) -> None:
     matrix = load_matrix(str(ROOT / f"matrices/nightly-{name}-{card}.yaml"))
