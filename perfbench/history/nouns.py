@@ -145,6 +145,7 @@ class SeriesPoint:
     verdict: str | None
     reason: str
     segment: Mapping[str, str]
+    is_dirty: bool | None = None  # of the run: measured with uncommitted changes
 
 
 @dataclass(frozen=True, slots=True)

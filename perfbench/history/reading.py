@@ -247,7 +247,7 @@ class SeriesReader:
         self, number: int, cell: int, conditions: list[ColumnElement[bool]]
     ) -> Iterator[SeriesPoint]:
         outcomes, definitions = tables.outcomes, tables.definitions
-        of_run = [runs.c.run_id, runs.c.measured_utc, runs.c.commit_sha]
+        of_run = [runs.c.run_id, runs.c.measured_utc, runs.c.commit_sha, runs.c.is_dirty]
         of_segment = [runs.c.segment, definitions.c.config_sha256]
         of_point = [points.c.value, points.c.low, points.c.high, points.c.count]
         query = (
@@ -263,8 +263,8 @@ class SeriesReader:
             .order_by(points.c.measured_utc, points.c.run)
         )
         for row in self._connection.execute(query):
-            name, time, commit, segment, config = row[:5]
-            value, low, high, count, verdict, reason, gap = row[5:]
+            name, time, commit, is_dirty, segment, config = row[:6]
+            value, low, high, count, verdict, reason, gap = row[6:]
             yield SeriesPoint(
                 run_id=name,
                 measured_utc=time,
@@ -276,6 +276,7 @@ class SeriesReader:
                 verdict=verdict,
                 reason=gap or reason,
                 segment=self._segment(segment, config),
+                is_dirty=is_dirty,
             )
 
     def _segment(self, number: int, config_sha256: str | None) -> Mapping[str, str]:

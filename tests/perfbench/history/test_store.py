@@ -61,7 +61,7 @@ def test_a_series_is_oldest_first_whatever_came_first(history: History) -> None:
     assert series.points[1] == SeriesPoint(
         *(gap.run_id, gap.measured_utc, gap.commit),
         *(None, None, None, 0),
-        *("FAILED", DEAD.reason, {**SEGMENT, "config": "c" * 12}),
+        *("FAILED", DEAD.reason, {**SEGMENT, "config": "c" * 12}, False),
     )
     assert series.points[0].reason == "within 1.2 %"
     assert [
