@@ -6,9 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, exists, func, select
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    Table,
+    and_,
+    exists,
+    func,
+    select,
+)
 
 from perfbench.history import tables
 from perfbench.history.nouns import (
@@ -213,24 +224,51 @@ def series_of(connection: Connection, key: SeriesKey) -> tuple[int, int] | None:
     return None if row is None else (row.id, row.cell)
 
 
-class SeriesReader:
-    """Reads series one after the other; segments and metrics are read once."""
+class _CellRun(NamedTuple):
+    """What the points of a cell share in one run; its numbers are of `texts`."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+    run_id: str
+    measured_utc: datetime
+    commit: str | None
+    is_dirty: bool | None
+    segment: Mapping[str, str]
+    verdict: int | None
+    reason: int
+
+
+class SeriesReader:
+    """Reads series one after the other, of the runs that ``conditions`` allow; ``since``: as they
+    have it.
+
+    What the series of a cell share is read once: 13 of them cost little more than one.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        conditions: list[ColumnElement[bool]],
+        since: datetime | None = None,
+    ) -> None:
+        self._connection, self._conditions, self._since = connection, conditions, since
         self._metrics = metrics(connection)
         rows = connection.execute(select(tables.segments.c.id, tables.segments.c.mapping))
         self._segments = {row.id: row.mapping for row in rows}
         self._with_config: dict[tuple[int, str], Mapping[str, str]] = {}
+        self._texts: dict[int | None, str | None] = {None: None}
+        self._configs: dict[int, str | None] = {}
+        self._cell: int | None = None
+        self._axes: Mapping[str, str | int] = {}
+        self._runs: dict[int, _CellRun] = {}
 
-    def read(
-        self, key: SeriesKey, number: int, cell: int, conditions: list[ColumnElement[bool]]
-    ) -> Series:
-        """The points in the runs that ``conditions`` allow, oldest first."""
-        found = tuple(self._points(number, cell, conditions))
-        return Series(key, self._metrics[key.metric], self._axes(cell), found)
+    def read(self, key: SeriesKey, number: int, cell: int) -> Series:
+        """The points, oldest first."""
+        if cell != self._cell:
+            self._axes, self._runs = self._axes_of(cell), self._runs_of(cell)
+            self._cell = cell
+        found = tuple(self._points(number))
+        return Series(key, self._metrics[key.metric], self._axes, found)
 
-    def _axes(self, cell: int) -> Mapping[str, str | int]:
+    def _axes_of(self, cell: int) -> Mapping[str, str | int]:
         """Of the last run that was added with the cell; {} where it has none left."""
         outcomes, definitions = tables.outcomes, tables.definitions
         last = (
@@ -243,40 +281,64 @@ class SeriesReader:
         axes: Mapping[str, str | int] = self._connection.execute(last).scalar() or {}
         return axes
 
-    def _points(
-        self, number: int, cell: int, conditions: list[ColumnElement[bool]]
-    ) -> Iterator[SeriesPoint]:
-        outcomes, definitions = tables.outcomes, tables.definitions
+    def _runs_of(self, cell: int) -> dict[int, _CellRun]:
+        outcomes = tables.outcomes
         of_run = [runs.c.run_id, runs.c.measured_utc, runs.c.commit_sha, runs.c.is_dirty]
-        of_segment = [runs.c.segment, definitions.c.config_sha256]
-        of_point = [points.c.value, points.c.low, points.c.high, points.c.count]
+        of_cell = [outcomes.c.definition, outcomes.c.verdict, outcomes.c.reason]
         query = (
-            select(*of_run, *of_segment, *of_point, *_words(), GAPS.c.body.label("gap"))
-            .select_from(points)
-            .join(runs, runs.c.id == points.c.run)
-            .join(outcomes, and_(outcomes.c.run == points.c.run, outcomes.c.cell == cell))
-            .join(definitions, definitions.c.id == outcomes.c.definition)
-            .join(REASONS, REASONS.c.id == outcomes.c.reason)
-            .outerjoin(VERDICTS, VERDICTS.c.id == outcomes.c.verdict)
-            .outerjoin(GAPS, GAPS.c.id == points.c.reason)
-            .where(points.c.series == number, *conditions)
+            select(outcomes.c.run, *of_run, runs.c.segment, *of_cell)
+            .join(runs, runs.c.id == outcomes.c.run)
+            .where(outcomes.c.cell == cell, *self._conditions)
+        )
+        rows = self._connection.execute(query).all()
+        table = tables.definitions
+        self._look_up(self._configs, table, table.c.config_sha256, {row.definition for row in rows})
+        words = {row.verdict for row in rows} | {row.reason for row in rows}
+        self._look_up(self._texts, tables.texts, tables.texts.c.body, words)
+        return {
+            run: _CellRun(
+                *about, self._segment(segment, self._configs[definition]), verdict, reason
+            )
+            for run, *about, segment, definition, verdict, reason in rows
+        }
+
+    def _look_up(
+        self, known: dict[Any, str | None], table: Table, column: Column[Any], wanted: set[Any]
+    ) -> None:
+        """Adds to ``known`` the rows of ``wanted`` that it lacks."""
+        for some in tables.chunks(sorted(wanted - known.keys())):
+            query = select(table.c.id, column).where(table.c.id.in_(some))
+            known.update((number, value) for number, value in self._connection.execute(query))
+
+    def _points(self, number: int) -> Iterator[SeriesPoint]:
+        query = (
+            select(
+                *(points.c.run, points.c.value, points.c.low, points.c.high, points.c.count),
+                points.c.reason,
+            )
+            .where(points.c.series == number)
             .order_by(points.c.measured_utc, points.c.run)
         )
-        for row in self._connection.execute(query):
-            name, time, commit, is_dirty, segment, config = row[:6]
-            value, low, high, count, verdict, reason, gap = row[6:]
+        if self._since is not None:
+            query = query.where(points.c.measured_utc >= self._since)
+        rows = self._connection.execute(query).all()
+        self._look_up(self._texts, tables.texts, tables.texts.c.body, {row[5] for row in rows})
+        known, texts = self._runs, self._texts
+        for run, value, low, high, count, gap in rows:
+            if (of := known.get(run)) is None:
+                continue
             yield SeriesPoint(
-                run_id=name,
-                measured_utc=time,
-                commit=commit,
+                run_id=of.run_id,
+                measured_utc=of.measured_utc,
+                commit=of.commit,
                 value=value,
                 low=low,
                 high=high,
                 count=count,
-                verdict=verdict,
-                reason=gap or reason,
-                segment=self._segment(segment, config),
-                is_dirty=is_dirty,
+                verdict=texts[of.verdict],
+                reason=texts[gap] or texts[of.reason] or "",
+                segment=of.segment,
+                is_dirty=of.is_dirty,
             )
 
     def _segment(self, number: int, config_sha256: str | None) -> Mapping[str, str]:

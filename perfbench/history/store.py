@@ -172,7 +172,7 @@ class History:
                 problem += f" (suite {key.suite!r}, card {key.card!r})"
                 after = "give a suite, card, cell and metric that it has"
                 raise PerfbenchError(Exit.USAGE, f"{problem}. Next: {after}")
-            return reading.SeriesReader(connection).read(key, *found, conditions)
+            return reading.SeriesReader(connection, conditions, since).read(key, *found)
 
     def every_series(
         self,
@@ -193,8 +193,8 @@ class History:
             # Read before they are given away: a reader that stops to think keeps SQLite's writers
             # waiting.
             with self._database.read() as connection:
-                reader = reading.SeriesReader(connection)
-                some = [reader.read(*one, conditions) for one in keys[start : start + TOGETHER]]
+                reader = reading.SeriesReader(connection, conditions, since)
+                some = [reader.read(*one) for one in keys[start : start + TOGETHER]]
             yield from (one for one in some if one.points)
 
     def change_points(
