@@ -296,10 +296,16 @@ class SeriesReader:
         words = {row.verdict for row in rows} | {row.reason for row in rows}
         self._look_up(self._texts, tables.texts, tables.texts.c.body, words)
         return {
-            run: _CellRun(
-                *about, self._segment(segment, self._configs[definition]), verdict, reason
+            row.run: _CellRun(
+                run_id=row.run_id,
+                measured_utc=row.measured_utc,
+                commit=row.commit_sha,
+                is_dirty=row.is_dirty,
+                segment=self._segment(row.segment, self._configs[row.definition]),
+                verdict=row.verdict,
+                reason=row.reason,
             )
-            for run, *about, segment, definition, verdict, reason in rows
+            for row in rows
         }
 
     def _look_up(
