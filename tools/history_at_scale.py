@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 CELLS = 300
 TIMES = 20  # a read is repeated
 GOAL_MS = 200
+BUSY = ": other processes waited for the CPUs, too, and the worst times are theirs as well"
 FIRST = datetime(2019, 1, 1, 2, tzinfo=UTC)
 Forget = Callable[[], None]  # empties the caches
 Read = Callable[["History"], object]
@@ -82,6 +83,7 @@ class MeasuredHistory:
     build_s: float
     add_s: list[float]  # of a run by History.add, on top
     reads: list[TimedRead]
+    loads: list[float]  # of the system over a minute, before the reads and after
 
 
 def first_run() -> HistoryRun:
@@ -248,7 +250,10 @@ def measure(address: str, engine: Engine, forget: Forget, wanted: int) -> Measur
             size = Path(engine.url.database or "").stat().st_size
         points = connection.execute(select(func.count()).select_from(table("points"))).scalar_one()
     engine.dispose()
-    return MeasuredHistory(version, points, size, build_s, add_s, read_all(address, forget, keys))
+    before = os.getloadavg()[0]
+    reads = read_all(address, forget, keys)
+    loads = [before, os.getloadavg()[0]]
+    return MeasuredHistory(version, points, size, build_s, add_s, reads, loads)
 
 
 def markdown(found: list[MeasuredHistory], runs: int) -> str:
@@ -261,6 +266,7 @@ def markdown(found: list[MeasuredHistory], runs: int) -> str:
         ),
         platform.machine(),
     )
+    loads = [load for one in found for load in one.loads]
     lines = [
         "# How a history scales",
         "",
@@ -272,7 +278,8 @@ def markdown(found: list[MeasuredHistory], runs: int) -> str:
         "",
         f"Cold: nothing of the database is in a cache of the system or the server. Each read was"
         f" repeated {TIMES} times, each time of another series; the time contains the objects that"
-        " Python gets, and not the opening.",
+        f" Python gets, and not the opening. The system's load was {min(loads):.1f} to"
+        f" {max(loads):.1f}{BUSY if max(loads) > 2 * (os.cpu_count() or 1) else ''}.",
         "",
         "| database | read | cold, median ms | cold, worst ms | warm, median ms | warm, worst ms |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
