@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 NULL = "-"
 # An underscore inside a word is no markup for GitHub, and stays greppable in the raw file.
@@ -13,6 +14,41 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2
 _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 # GitHub's runner reads commands at the beginning of a line, after spaces, and '##[' anywhere in it.
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)", re.MULTILINE)
+
+_SCHEME = re.compile(r"[^/?@:]*://")
+_HOSTS = re.compile(r"[\w.,-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]*\](:\d{1,5})?")
+_PASSWORD = re.compile(r"([?&][^=&?]*pass[^=&?]*=).*", re.DOTALL | re.IGNORECASE)
+# Of a database's address: options whose values are no secrets. A misspelt password is no option.
+_OPEN_OPTIONS = frozenset(
+    ("application_name", "connect_timeout", "dbname", "host", "hostaddr", "options", "passfile")
+) | frozenset(("port", "service", "sslcert", "sslkey", "sslmode", "sslrootcert", "user"))
+
+
+def shown_address(address: str) -> str:
+    """The address of a database, or a path, without its secrets, whatever is wrong with it: the
+    password, and the values of options from the first that is not known to be open.
+    """
+    scheme = found[0] if (found := _SCHEME.match(address)) else ""
+    account, at, place = address[len(scheme) :].rpartition("@")
+    if re.search("[?&].*=", account, re.DOTALL):  # what follows may belong to an option
+        return f"{scheme}***"
+    user, colon, _ = account.partition(":")
+    account = f"{user}:***" if colon else account
+    if not scheme:
+        return account + at + _PASSWORD.sub(r"\1***", place)
+    place, question, query = place.partition("?")
+    if not at and not _HOSTS.fullmatch(place.partition("/")[0]):
+        return f"{scheme}***"
+    return f"{scheme}{account}{at}{place}{question}{_open(query)}"
+
+
+def _open(query: str) -> str:
+    items = query.split("&")
+    kept = list(takewhile(lambda item: item.partition("=")[0] in _OPEN_OPTIONS, items))
+    if len(kept) < len(items) and items != [""]:
+        key, equals, _ = items[len(kept)].partition("=")
+        kept.append(f"{key}=***" if equals else "***")
+    return "&".join(kept)
 
 
 def visible(text: str) -> str:

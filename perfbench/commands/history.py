@@ -17,6 +17,7 @@ from perfbench.commands import options as opt
 from perfbench.commands.chart import chart
 from perfbench.commands.console import print_text, say
 from perfbench.errors import Exit, PerfbenchError, worst
+from perfbench.text import shown_address
 
 LIMIT = 30
 
@@ -87,25 +88,23 @@ Demonstrations = Annotated[
 @app.command()
 def init(history: opt.HistoryUrl = None) -> None:
     """Make an empty history; one that is there stays as it is."""
-    from perfbench.commands.keeping import shown_url
     from perfbench.history import make_history
 
     found, address = make_history(history)
     with found:
         count = len(found.runs(demonstrations=True))
     held = f"holds {count} run{'s' * (count > 1)}" if count else "is empty"
-    print_text(f"{shown_url(address)} {held}. Next: perfbench history add RUN...")
+    print_text(f"{shown_address(address)} {held}. Next: perfbench history add RUN...")
 
 
 @app.command()
 def upgrade(history: opt.HistoryUrl = None) -> None:
     """Bring a history that an older perfbench made to this one's tables."""
-    from perfbench.commands.keeping import shown_url
     from perfbench.history import upgrade_history
 
     address, before, now = upgrade_history(history)
     done = f"was {before} and is {now}" if before != now else f"is {now} already"
-    print_text(f"{shown_url(address)} {done}")
+    print_text(f"{shown_address(address)} {done}")
 
 
 @app.command()

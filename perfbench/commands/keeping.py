@@ -6,10 +6,10 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from perfbench.commands.console import say, warn
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.text import shown_address
 
 if TYPE_CHECKING:
     from perfbench.commands.outcome import Outcome
@@ -33,13 +33,13 @@ def keep(outcome: Outcome, url: str | None, *, silent: bool = False) -> None:
             added = history.add(as_history_run(outcome))
     except (PerfbenchError, KeyboardInterrupt) as error:
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        where = [] if url is None else ["--history", shown_url(url)]
+        where = [] if url is None else ["--history", shown_address(url)]
         later = shlex.join(["perfbench", "history", "add", str(outcome.folder), *where])
         warn(f"the run is not in the history: {' '.join(why.split())}. `{later}` adds it later")
         if silent and isinstance(error, KeyboardInterrupt):
             raise
     else:
-        say(f"{shown_url(named)}: {added.value} {outcome.run.manifest.run_id}")
+        say(f"{shown_address(named)}: {added.value} {outcome.run.manifest.run_id}")
 
 
 def add_folder(history: History, path: Path) -> Iterator[tuple[HistoryRun, Added]]:
@@ -117,12 +117,3 @@ def _runs_below(folder: Path) -> Iterator[Path]:
         ) from None
     for one in inside:
         yield from _runs_below(one)
-
-
-def shown_url(url: str) -> str:
-    """Without the password."""
-    try:
-        password = urlsplit(url).password
-    except ValueError:
-        return url
-    return url.replace(f":{password}@", ":***@") if password else url

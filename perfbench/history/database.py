@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import unquote
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.text import shown_address
 
 try:
     from alembic import command
@@ -43,6 +45,7 @@ WAIT_S = 60  # of a writer for another one
 CONNECT_S = 10
 LOCK = 0x706572666265  # of all writers of one PostgreSQL database: 'perfbe' in ASCII
 INIT = "perfbench history init"
+QUOTED = re.compile(r"\"[^\"]*\"|'[^']*'")
 
 
 class Database:
@@ -187,58 +190,76 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _url(address: str | Path) -> URL:
-    if isinstance(address, Path) or not re.match(r"[A-Za-z][\w+.-]*:", address):
+    """USAGE: an address that no database has; the message holds none of its secrets."""
+    if isinstance(address, str):
+        address = address.strip()
+    if isinstance(address, Path) or not (
+        "://" in address or re.match(r"[A-Za-z][\w+.-]*:", address)
+    ):
         return URL.create("sqlite", database=str(Path(address).absolute()))
+    shown = shown_address(address)
     try:
         url = make_url(address)
-    except (exc.ArgumentError, ValueError) as error:
+        at = next((one for one in (url.host, url.database) if one and "@" in one), None)
+        if at is not None and url.get_backend_name() != "sqlite":
+            raise PerfbenchError(
+                Exit.USAGE, f"{shown} holds two @. Next: write the @ in a password as %40"
+            )
+        if "\0" in unquote(address.encode().decode()):
+            raise ValueError("libpq ends there")
+        if url.get_backend_name() in ("postgresql", "postgres"):
+            postgresql = url.set(drivername="postgresql+psycopg")
+            postgresql.get_dialect()().create_connect_args(postgresql)
+    except (exc.ArgumentError, ValueError):
         wanted = "a path, sqlite:///PATH or postgresql://USER@HOST/NAME"
+        # `from` would show what the parser was given.
         raise PerfbenchError(
-            Exit.USAGE, f"{address!r} is no address of a database. Next: give {wanted}"
-        ) from error
+            Exit.USAGE, f"{shown} is no address of a database. Next: give {wanted}"
+        ) from None
     if url.drivername in ("postgresql", "postgres", "postgresql+psycopg"):
         return url.set(drivername="postgresql+psycopg")
     if url.drivername in ("sqlite", "sqlite+pysqlite"):
         if url.database in (None, "", ":memory:"):
             raise PerfbenchError(
-                Exit.USAGE, f"{address} names no file. Next: give sqlite:///PATH, or a path"
+                Exit.USAGE, f"{shown} names no file. Next: give sqlite:///PATH, or a path"
             )
         return URL.create("sqlite", database=str(Path(url.database or "").absolute()))
     raise PerfbenchError(
         Exit.USAGE,
-        f"{_name(url)} is on {url.get_backend_name()}, wanted sqlite or postgresql. Next: give a"
+        f"{shown} is on {url.drivername}, wanted sqlite or postgresql. Next: give a"
         " path or postgresql://USER@HOST/NAME",
     )
 
 
 def _name(url: URL) -> str:
-    """As messages print it: a file's path, or an address without its password."""
+    """As messages print it: a file's path, or an address without its secrets."""
     if url.get_backend_name() == "sqlite":
-        return str(url.database)
-    return url.set(drivername=url.get_backend_name()).render_as_string(hide_password=True)
+        return shown_address(str(url.database))
+    whole = url.set(drivername=url.get_backend_name())
+    return shown_address(whole.render_as_string(hide_password=True))
 
 
 def _check_file(url: URL, *, create: bool) -> None:
     """SQLite would make a missing file, and wait for ever at a pipe."""
     if url.get_backend_name() != "sqlite":
         return
-    path = Path(url.database or "")
+    path, name = Path(url.database or ""), _name(url)
     try:
         os.fsencode(path)
         if "\0" in str(path):
             raise ValueError("its name holds a NUL character")
         if path.exists() and not path.is_file():
             raise PerfbenchError(
-                Exit.USAGE, f"{path} is no regular file. Next: name the history's file"
+                Exit.USAGE, f"{name} is no regular file. Next: name the history's file"
             )
         if not create and not path.exists():
-            raise PerfbenchError(Exit.USAGE, f"there is no history at {path}. Next: {INIT}")
+            raise PerfbenchError(Exit.USAGE, f"there is no history at {name}. Next: {INIT}")
         if create:
             path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise PerfbenchError(
-            Exit.USAGE, f"{path} cannot be opened: {problem}. Next: name another file"
+            Exit.USAGE, f"{name} cannot be opened: {problem}. Next: name another file"
         ) from error
 
 
@@ -274,6 +295,12 @@ def _on_begin(connection: Connection) -> None:
 
 # (in what the driver says, what it means, the exit code, what to do)
 MEANINGS = (
+    (
+        "invalid connection option",
+        "has an option that PostgreSQL does not know",
+        Exit.USAGE,
+        "correct the address, and write &, =, ? and % in a password as %26, %3D, %3F and %25",
+    ),
     ("file is not a database", "is no SQLite database", Exit.USAGE, "name the history's file"),
     (
         "malformed",
@@ -311,6 +338,8 @@ MEANINGS = (
 
 def _plain(name: str, error: exc.DBAPIError) -> PerfbenchError:
     said = " ".join(str(error.orig).split())
+    if "=***" in name:  # it may quote what belongs to a password with & or ?
+        said = QUOTED.sub(lambda found: found[0] if found[0][1:-1] in name else '"***"', said)
     for words, meaning, code, after in MEANINGS:
         if words in said:
             return PerfbenchError(code, f"{name} {meaning} ({said}). Next: {after}")
