@@ -109,6 +109,13 @@ def _exported(format_: str, runs: Sequence[HistoryRun]) -> Exported:
 
     if format_ == PAGE:
         return data_js(runs)
+    if injected := next((one.info for one in runs if one.info.injections), None):
+        faults = ", ".join(injected.injections)
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"run {injected.run_id} has injected faults ({faults}), for which {format_} has no"
+            f" place. Next: perfbench export {PAGE}, which marks them",
+        )
     if len(runs) != 1:
         raise PerfbenchError(
             Exit.USAGE,

@@ -37,18 +37,19 @@ class Wanted:
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Rows, newest first; ``left``: how many more there are. ``commands``: each row's, by run and
-    cell. ``injected``: run -> its faults.
+    cell. ``injected``: run -> its faults; ``origins``: run -> the tool that it was imported from.
     """
 
     rows: Sequence[ChangeRow]
     left: int
     commands: Mapping[tuple[str, str], str]
     injected: Mapping[str, str]
+    origins: Mapping[str, str]
     one_cell: bool
 
     def text(self) -> str:
-        """Of one cell a table of its runs, and the command that measures it again; of several a
-        table for each run.
+        """Of one cell a table of its runs, and the command that measures it again, of each row
+        where they differ; of several a table for each run.
         """
         if not self.rows:
             return "no row: nothing was measured"
@@ -63,15 +64,16 @@ class Answer:
 
     def _of_one_cell(self) -> Iterator[str]:
         keys = [row.key for row in self.rows]
+        again = {self._command(row) for row in self.rows}
         head = ["measured", "commit", "suite", "card", *self._values(), "run"]
+        head += ["again"] if len(again) > 1 else []
         several = {"suite": {key.suite for key in keys}, "card": {key.card for key in keys}}
         yield from self._table([name for name in head if len(several.get(name, "  ")) > 1], keys)
         for name, values in several.items():
             if len(values) == 1:
                 yield f"{name}: {next(iter(values))}"
-        again = {self._command(row): row.key.suite for row in self.rows}
-        for command, suite in again.items():
-            yield f"again: {command}" if len(again) == 1 else f"again, {suite}: {command}"
+        if len(again) == 1:
+            yield f"again: {next(iter(again))}"
 
     def _of_one_run(self, run_id: str, rows: Sequence[ChangeRow]) -> Iterator[str]:
         key, point = rows[0].key, rows[0].point
@@ -106,7 +108,9 @@ class Answer:
     def _remark(self, row: ChangeRow) -> str:
         faults = self.injected.get(row.point.run_id, "")
         why = row.remark.removeprefix(f"{row.point.verdict}: ")
-        return "; ".join(filter(None, [f"INJECTED {faults}" if faults else "", why]))
+        origin = self.origins.get(row.point.run_id, "")
+        known = [f"INJECTED {faults}" if faults else "", f"from {origin}" if origin else "", why]
+        return "; ".join(filter(None, known))
 
     def _value(self, name: str, row: ChangeRow, names: Mapping[str, str]) -> str:
         point = row.point
@@ -118,7 +122,7 @@ class Answer:
             "suite": row.key.suite,
             "card": row.key.card,
             "cell": names[row.key.cell_id],
-            "verdict": point.verdict or "MEASURED",
+            "verdict": point.verdict or (NULL if point.run_id in self.origins else "MEASURED"),
             "± 95 %": _half(row),
             "change": signed_pct(row.change_pct),
             "remark": shorten(self._remark(row), REMARK_CHARS) or NULL,
@@ -132,6 +136,7 @@ class Answer:
                 "measured_utc": row.point.measured_utc.isoformat(),
                 "run_id": row.point.run_id,
                 "injections": self.injected.get(row.point.run_id, ""),
+                "origin": self.origins.get(row.point.run_id, "perfbench"),
                 "commit": row.point.commit,
                 "suite": row.key.suite,
                 "card": row.key.card,
@@ -225,6 +230,7 @@ def answer(history: History, wanted: Wanted) -> Answer | RunList:
         max(0, len(rows) - wanted.limit),
         history.commands({row.point.run_id for row in shown}),
         {one.run_id: ", ".join(one.injections) for one in runs if one.injections},
+        {one.run_id: one.origin for one in runs if one.origin != "perfbench"},
         cell_id is not None,
     )
 

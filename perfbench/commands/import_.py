@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,12 +15,14 @@ import typer
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.text import plain
 
 if TYPE_CHECKING:
     from perfbench.history import History, HistoryRun
     from perfbench.history.exchange import Imported, Stated
 
 AUTO = "auto"
+MEASURED_HERE = "perfbench"
 Format = Annotated[
     str,
     typer.Argument(
@@ -72,10 +75,10 @@ def import_(
     found = _read(format_, file, Stated(suite, card, commit, when))
     lines: list[dict[str, str]] = []
     with open_history(history) as opened:
-        known = {info.run_id for info in opened.runs(demonstrations=True)}
+        if suite is None:
+            _check_apart(found.runs, opened)
         for run in found.runs:
-            copied = run.info.run_id in found.copies and run.info.run_id in known
-            added = "same" if copied else opened.add(_described(run, opened)).value
+            added = opened.add(_described(run, opened)).value
             lines.append(_line(run, added))
             if not as_json:
                 print_text("{added:<8}  {run_id}  {text}".format(**lines[-1]))
@@ -99,6 +102,22 @@ def _read(named: str, paths: list[Path], stated: Stated) -> Imported:
         )
     sources = sources_of(paths)
     return READERS[detect(sources) if named == AUTO else ImportFormat(named)](sources, stated)
+
+
+def _check_apart(runs: Iterable[HistoryRun], history: History) -> None:
+    """USAGE: a file calls its suite and machine as a suite and card that were measured here. Its
+    numbers come without their proof, and would join those series.
+    """
+    every = history.runs(demonstrations=True)
+    measured = {(one.suite, one.card) for one in every if one.origin == MEASURED_HERE}
+    for run in runs:
+        if (run.info.suite, run.info.card) in measured:
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{plain(run.info.folder)}: names suite {run.info.suite!r} on {run.info.card!r},"
+                " of which the history has runs that perfbench measured. Next: name"
+                " another with --suite NAME, or the same to join them",
+            )
 
 
 def _described(run: HistoryRun, history: History) -> HistoryRun:

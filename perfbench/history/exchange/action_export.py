@@ -26,6 +26,7 @@ def data_js(runs: Sequence[HistoryRun]) -> Exported:
         for metric in _metrics(run):
             if benches := list(_benches(run, metric, left)):
                 key = f"{run.info.suite} | {run.info.card} | {metric.name}"
+                key += " | INJECTED" if run.info.injections else ""
                 entries.setdefault(key, []).append(_entry(run, metric, benches))
     last = _milliseconds(ordered[-1]) if ordered else 0
     page = {"lastUpdate": last, "repoUrl": "", "entries": entries}
@@ -119,6 +120,7 @@ def _entry(run: HistoryRun, metric: Metric, benches: list[dict[str, Any]]) -> di
             "branch": info.branch,
             "is_dirty": info.is_dirty,
             "segment": dict(info.segment),
+            "injections": list(info.injections),
             "axes": {one.cell_id: dict(one.axes) for one in run.cells if one.cell_id in named},
             "metric": {
                 "name": metric.name,

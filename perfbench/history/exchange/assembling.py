@@ -64,6 +64,7 @@ class RunHead:
     commit_utc: datetime | None = None
     branch: str | None = None
     is_dirty: bool | None = None
+    injections: tuple[str, ...] = ()
     identity: tuple[str, ...] = ()
 
 
@@ -206,6 +207,7 @@ def _info(
         commit_utc=head.commit_utc,
         branch=visible(head.branch) if head.branch else None,
         is_dirty=head.is_dirty,
+        injections=tuple(visible(one) for one in head.injections),
     )
     # The file's own time is no content: a copy of the file is the same run.
     whole = dataclasses.asdict(HistoryRun(draft, *content))

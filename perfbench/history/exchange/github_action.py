@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -17,7 +16,7 @@ from perfbench.history.exchange.assembling import (
     iso_utc,
     milliseconds_utc,
 )
-from perfbench.history.exchange.source import Imported, SourceFile, Stated, short
+from perfbench.history.exchange.source import Imported, SourceFile, Stated, refuse, short
 from perfbench.history.exchange.strict_json import (
     Schema,
     checked,
@@ -33,6 +32,7 @@ from perfbench.text import visible
 ORIGIN = "github-action-benchmark"
 BIGGER, SMALLER = "customBiggerIsBetter", "customSmallerIsBetter"
 SCRIPT = "window.BENCHMARK_DATA"
+EXPORTED = f"{ORIGIN}: "  # begins the suite of what perfbench exported
 # github-action-benchmark decides the direction by the tool.
 _HIGHER = frozenset({"pytest", "benchmarkjs", BIGGER})
 _LOWER = frozenset({"cargo", "go", "googlecpp", "catch2", "julia", "jmh", SMALLER}) | {
@@ -64,7 +64,9 @@ class _OurMetric(Schema):
 
 
 class _OurRun(Schema):
-    """What an export adds to an entry, so that an import of it gives the same run."""
+    """What an export adds to an entry: what the format has no place for. Anybody may write it, so
+    that none of it is a proof.
+    """
 
     run_id: str = Field(min_length=1)
     origin: str
@@ -73,6 +75,7 @@ class _OurRun(Schema):
     branch: str | None
     is_dirty: bool | None
     segment: dict[str, str]
+    injections: list[str] = []  # noqa: RUF012  pydantic copies it
     axes: dict[str, dict[str, str | int]]
     metric: _OurMetric
     measured_utc: str
@@ -93,11 +96,11 @@ class _ActionPage(Schema):
 
 def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
     """data.js, or its JSON: a run an entry, its suite the entry's name. Entries that
-    `perfbench export` made of one run are that run again.
+    `perfbench export` made of one run are one run, of this origin and of a suite of its own: its
+    numbers come without their proof, and join no series that was measured here.
     """
     runs: list[HistoryRun] = []
     notes: list[str] = []
-    copies: set[str] = set()
     for source in sources:
         page = checked(_ActionPage, _script(source), source.name)
         ours: dict[str, list[tuple[str, _ActionEntry, _OurRun]]] = {}
@@ -113,12 +116,11 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
                 run, more = assemble(head, values, _at(source, place), stated)
                 runs.append(run)
                 notes += more
-        for run_id, found in ours.items():
+        for found in ours.values():
             run, more = _copy(found, source, stated)
-            copies.add(visible(run_id))
             runs.append(run)
             notes += more
-    return Imported(tuple(runs), tuple(notes), frozenset(copies))
+    return Imported(tuple(runs), tuple(notes))
 
 
 def read_custom(tool: str, sources: Sequence[SourceFile], stated: Stated) -> Imported:
@@ -191,10 +193,15 @@ def _spread(one: _Bench) -> tuple[float | None, float | None, int]:
 def _copy(
     found: Sequence[tuple[str, _ActionEntry, _OurRun]], source: SourceFile, stated: Stated
 ) -> tuple[HistoryRun, list[str]]:
-    """The run that was exported as these entries, one a metric."""
+    """The run that was exported as these entries, one a metric. USAGE: a metric of perfbench in
+    another unit.
+    """
     values: list[StatedValue] = []
-    for _, entry, each in found:
+    for at, entry, each in found:
         kept = each.metric
+        if kept.name in METRICS and kept.unit != METRICS[kept.name].unit:
+            problem = f"got {kept.name} in {kept.unit!r}, wanted {METRICS[kept.name].unit!r}"
+            refuse(f"{at}.perfbench.metric", problem, "export it again")
         metric = METRICS.get(kept.name) or Metric(
             visible(kept.name), visible(kept.title), visible(kept.unit), Better(kept.better)
         )
@@ -203,19 +210,21 @@ def _copy(
             for one in entry.benches
         )
     place, first, ours = found[0]
+    own = ours.suite.startswith(EXPORTED)
     head = RunHead(
-        ours.origin,
-        ours.suite,
+        ORIGIN,
+        ours.suite if own else f"{EXPORTED}{ours.suite}",
         ours.card,
         iso_utc(ours.measured_utc, f"{place}.perfbench.measured_utc"),
         first.commit.id or None,
-        ours.segment,
+        {"exported_from": ours.origin, **ours.segment},
         _moment(ours.commit_utc, f"{place}.perfbench.commit_utc"),
         ours.branch,
         ours.is_dirty,
+        tuple(ours.injections),
+        identity=(ours.run_id,),
     )
-    run, notes = assemble(head, values, source, stated)
-    return replace(run, info=replace(run.info, run_id=visible(ours.run_id))), notes
+    return assemble(head, values, source, stated)
 
 
 def _moment(text: str | None, place: str) -> datetime | None:

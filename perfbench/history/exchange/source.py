@@ -36,14 +36,10 @@ class Stated:
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """The runs of some files in their order, and one line for whatever was not taken as it is.
-
-    ``copies``: the ids of runs that `perfbench export` wrote, which replace no run of their id.
-    """
+    """The runs of some files in their order, and one line for whatever was not taken as it is."""
 
     runs: tuple[HistoryRun, ...]
     notes: tuple[str, ...] = ()
-    copies: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

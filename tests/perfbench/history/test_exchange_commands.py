@@ -129,7 +129,7 @@ def test_a_measure_of_bencher_keeps_the_direction_that_the_history_knows(
     assert [point.value for point in series.points] == [1.0, 1.0]
 
 
-def test_an_export_imported_into_its_own_history_changes_nothing(
+def test_an_export_imported_into_its_own_history_is_a_run_of_its_own(
     tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     done(capsys, "import", "auto", str(DATA / "google.json"), "--history", url)
@@ -139,9 +139,98 @@ def test_an_export_imported_into_its_own_history_changes_nothing(
     _, err = done(capsys, "export", "github-action-benchmark", "--history", url, "--out", page)
     assert "numbers are missing" in err and "counter_foo" in err
     out, _ = done(capsys, "import", "auto", page, "--history", url)
-    assert out.startswith("same ")
+    again, _ = done(capsys, "import", "auto", page, "--history", url)
+    assert out.startswith("new ") and again.startswith("same ")
     with History.open(url) as history:
-        assert history.run("latest") == before
+        assert history.run(before.info.run_id) == before
+        suites = {info.suite: info.origin for info in history.runs()}
+        assert suites == {
+            before.info.suite: "google-benchmark",
+            f"github-action-benchmark: {before.info.suite}": "github-action-benchmark",
+        }
+
+
+GREEN = DATA.parent / "runs" / "h100-demo" / "green"
+
+
+def exported(tmp_path: Path, capsys: pytest.CaptureFixture[str], **fields: object) -> Path:
+    """A measured run's data.js, whose every entry says ``fields`` of its run."""
+    out, _ = done(capsys, "export", "github-action-benchmark", "--run", str(GREEN))
+    page = json.loads(out.removeprefix("window.BENCHMARK_DATA = "))
+    for entries in page["entries"].values():
+        for entry in entries:
+            entry["perfbench"] |= fields
+    path = tmp_path / "data.js"
+    path.write_text(f"window.BENCHMARK_DATA = {json.dumps(page)}")
+    return path
+
+
+def test_an_import_never_joins_or_replaces_what_was_measured(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(capsys, "history", "add", str(GREEN), "--history", url)
+    with History.open(url) as history:
+        measured, series = history.run("latest"), list(history.every_series())
+    path = exported(tmp_path, capsys, origin="perfbench", is_dirty=True)
+    done(capsys, "import", "auto", str(path), "--history", url)
+    with History.open(url) as history:
+        assert history.run(measured.info.run_id) == measured
+        assert list(history.every_series(suite=measured.info.suite)) == series
+        (own,) = history.runs(origin="github-action-benchmark")
+        assert history.runs(origin="perfbench") == history.runs(suite=measured.info.suite)
+    assert own.segment["exported_from"] == "perfbench"
+    cell = measured.cells[0].cell_id
+    words = ["history", "show", cell, "--history", url, "--suite", own.suite]
+    out, _ = done(capsys, *words)
+    assert "from github-action-benchmark" in out and "MEASURED" not in out
+    (row,) = json.loads(done(capsys, *words, "--json")[0])
+    assert row["origin"] == "github-action-benchmark" and "reproduce" in row
+
+
+def test_an_exported_demonstration_stays_one(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = exported(tmp_path, capsys, injections=["slow"])
+    done(capsys, "import", "auto", str(path), "--history", url)
+    with History.open(url) as history:
+        assert history.runs() == [] and history.keys() == []
+        (info,) = history.runs(demonstrations=True)
+        assert info.injections == ("slow",)
+    words = ["--history", url, "--run", info.run_id]
+    for format_ in ("bencher", "customBiggerIsBetter"):
+        out, err = done(capsys, "export", format_, *words, code=2)
+        assert not out and "has injected faults (slow)" in err and "Next: " in err
+    out, _ = done(capsys, "export", "github-action-benchmark", *words)
+    page = json.loads(out.removeprefix("window.BENCHMARK_DATA = "))
+    assert all(key.endswith(" | INJECTED") for key in page["entries"])
+
+
+def test_a_metric_of_perfbench_in_another_unit_is_refused(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = {"name": "tok_per_s", "title": "", "unit": "MB/s", "better": "higher"}
+    path = exported(tmp_path, capsys, metric=other)
+    _, err = done(capsys, "import", "auto", str(path), "--history", url, code=2)
+    assert "got tok_per_s in 'MB/s', wanted 'tok/s'" in err
+
+
+def test_a_file_that_names_a_measured_suite_and_card_is_refused(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever wants them joined says so."""
+    done(capsys, "history", "add", str(GREEN), "--history", url)
+    with History.open(url) as history:
+        (measured,) = history.runs()
+    whole = json.loads(daily(tmp_path, 1, 1.0).read_text())
+    whole["commit_info"]["project"], whole["machine_info"]["node"] = measured.suite, measured.card
+    path = tmp_path / "named.json"
+    path.write_text(json.dumps(whole))
+    _, err = done(capsys, "import", "auto", str(path), "--history", url, code=2)
+    assert "of which the history has runs that perfbench measured" in err and "Next: " in err
+    with History.open(url) as history:
+        assert history.runs() == [measured]
+    words = ["--history", url, "--suite", measured.suite]
+    assert done(capsys, "import", "auto", str(path), *words)[0].startswith("new ")
 
 
 def test_since_limits_an_export(
