@@ -36,11 +36,11 @@ def moment_of(text: str, option: str, now: datetime) -> datetime:
         return now - length_of(word, option)
     try:
         found = datetime.fromisoformat(text.strip())
-    except ValueError:
+        found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
+    except (ValueError, OverflowError):  # the year 0 in UTC
         raise PerfbenchError(
             Exit.USAGE, f"{option}: got {text[:40]!r}, {WANTED}. Next: write e.g. {option} 7d"
         ) from None
-    found = found.astimezone(UTC) if found.tzinfo else found.replace(tzinfo=UTC)
     if found > now:
         raise PerfbenchError(
             Exit.USAGE, f"{option}: got {text[:40]!r}, which lies in the future, {WANTED}"

@@ -113,10 +113,8 @@ def accept_promoted(
         from perfbench.history import Triage, TriageKind, open_history
 
         with open_history(url) as opened:
-            for cell_id in cell_ids:
-                note = "promoted to baseline"
-                about = (TriageKind.ACCEPTED, run_id, note, author, now, suite, card, cell_id)
-                opened.triage(Triage(*about))
+            about = (TriageKind.ACCEPTED, run_id, "promoted to baseline", author, now, suite, card)
+            opened.triage(*(Triage(*about, cell_id) for cell_id in cell_ids))
     except PerfbenchError as error:
         why = " ".join(str(error).split())
         warn(

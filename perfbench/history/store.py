@@ -222,10 +222,11 @@ class History:
         with self._database.write() as connection:
             return changes.report(connection, found)
 
-    def triage(self, decision: Triage) -> None:
-        """PerfbenchError: its run is not there, or its time has no zone."""
+    def triage(self, *decisions: Triage) -> None:
+        """All of them or none. PerfbenchError: a run is not there, or a time has no zone."""
         with self._database.write() as connection:
-            changes.decide(connection, decision)
+            for decision in decisions:
+                changes.decide(connection, decision)
 
     def decisions(self) -> list[Triage]:
         """Newest first."""

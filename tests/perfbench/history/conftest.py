@@ -1,5 +1,5 @@
 """Every test that asks for an ``address`` runs on SQLite, and with `--require postgres` on a
-PostgreSQL server, too.
+PostgreSQL server, too; one that asks for a ``postgres_address`` exists there alone.
 """
 
 from __future__ import annotations
@@ -15,12 +15,18 @@ from perfbench.history.store import History
 from tests.perfbench.history import postgres
 
 NUMBERS = count()
+NAMES = "fixturenames"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "address" in metafunc.fixturenames:
         asked = metafunc.config.getoption("--require") == "postgres"
         metafunc.parametrize("address", ["sqlite", "postgres"][: 1 + asked], indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--require") != "postgres":
+        items[:] = [one for one in items if "postgres_address" not in getattr(one, NAMES, ())]
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +43,12 @@ def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """An empty database of its own."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/history.db"
-    server, name = request.getfixturevalue("server"), f"history_{next(NUMBERS)}"
+    return str(request.getfixturevalue("postgres_address"))
+
+
+@pytest.fixture
+def postgres_address(server: str) -> str:
+    name = f"history_{next(NUMBERS)}"
     driver = server.replace("postgresql:", "postgresql+psycopg:")
     engine = create_engine(f"{driver}postgres", isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 DEBIAN = Path("/usr/lib/postgresql")
+START_S = 60
 USER = "postgres"  # the server refuses to run as root; Debian's package makes this user
 
 
@@ -39,18 +42,47 @@ class Server:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         self.address = f"postgresql://{USER}@127.0.0.1:{port}/"
-        self._settings = f"-p {port} -c listen_addresses=127.0.0.1 -c unix_socket_directories=''"
-        self._settings += f" {settings}"
+        self._settings = ["-p", str(port), "-c", "listen_addresses=127.0.0.1"]
+        self._settings += ["-c", "unix_socket_directories=", *settings.split()]
 
     def start(self) -> None:
-        self._run("pg_ctl", "-w", "-l", self._folder / "log", "-o", self._settings, "start")
+        """It ends with this process, however this one ends."""
+        command = self._as_user("--pdeathsig", "QUIT")
+        command += [str(self._programs / "postgres"), "-D", str(self.data), *self._settings]
+        log = self._folder / "log"
+        with open(log, "a", encoding="utf-8") as out:
+            self._process = subprocess.Popen(
+                command, cwd="/", stdin=subprocess.DEVNULL, stdout=out, stderr=out
+            )
+        end = time.monotonic() + START_S
+        while not self._answers():
+            if self._process.poll() is not None or time.monotonic() > end:
+                self._process.kill()
+                raise NoServer(f"postgres does not start: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def stop(self, mode: str = "immediate") -> None:
-        self._run("pg_ctl", "-w", "-m", mode, "stop")
+        self._process.send_signal({"immediate": signal.SIGQUIT, "fast": signal.SIGINT}[mode])
+        self._process.wait(START_S)
+
+    def _answers(self) -> bool:
+        """`postmaster.pid` says so in its last line."""
+        try:
+            return (self.data / "postmaster.pid").read_text().split()[-1] == "ready"
+        except (OSError, IndexError):
+            return False
+
+    def _as_user(self, *options: str) -> list[str]:
+        user = ("--reuid", USER, "--regid", USER, "--init-groups") if os.getuid() == 0 else ()
+        return ["setpriv", *user, *options]
 
     def _run(self, program: str, *arguments: str | Path) -> None:
-        as_user = ("runuser", "-u", USER, "--") if os.getuid() == 0 else ()
-        command = [*as_user, self._programs / program, "-D", self.data, *arguments]
+        command = [*self._as_user("--no-new-privs"), self._programs / program, "-D", self.data]
+        command += arguments
         # The server keeps what it inherits: a pipe would never end.
         with open(self._folder / "out", "a+", encoding="utf-8") as out:
             done = subprocess.run(command, cwd="/", stdout=out, stderr=out, check=False)

@@ -141,4 +141,6 @@ def test_decisions_that_no_history_holds(filled: History) -> None:
     naive = replace(decision, run_id="run-001", created_utc=FIRST.replace(tzinfo=None))
     with pytest.raises(PerfbenchError, match="has no time zone"):
         filled.triage(naive)
+    with pytest.raises(PerfbenchError, match="has no time zone"):  # the first is not kept either
+        filled.triage(replace(decision, run_id="run-001"), naive)
     assert filled.decisions() == []

@@ -34,6 +34,27 @@ def cell_of(run: HistoryRun, cell_id: str) -> HistoryCell:
     return found
 
 
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (ImportFormat.PYTEST_BENCHMARK, ["pytest-benchmark.json"]),
+        (ImportFormat.ASV, ["asv/**/*.json"]),
+        (ImportFormat.GOOGLE_BENCHMARK, ["google.json"]),
+        (ImportFormat.CRITERION, ["criterion/**/new/*.json"]),
+        (ImportFormat.BENCHER, ["bencher.json"]),
+        (ImportFormat.BIGGER, ["custom.json"]),
+        (ImportFormat.SMALLER, ["custom.json"]),
+    ],
+)
+def test_whatever_a_file_says_its_runs_are_of_its_tool(
+    kind: ImportFormat, names: list[str]
+) -> None:
+    """A suite and a card that the user names change nothing about it. data.js has its own test."""
+    found = READERS[kind](sources(*names), Stated(suite="perfbench", card="perfbench")).runs
+    tool = "github-action-benchmark" if kind.startswith("custom") else kind.value
+    assert found and {run.info.origin for run in found} == {tool}
+
+
 def test_pytest_benchmark() -> None:
     (run,) = runs_of("pytest-benchmark.json", kind=ImportFormat.PYTEST_BENCHMARK)
     info = run.info

@@ -451,7 +451,9 @@ def test_dates(text: str, wanted: datetime) -> None:
     assert moment_of(text, "--since", NOW) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "d", "-3d", "3 d", "1e3d", "3y", "999999d", "moonday"])
+@pytest.mark.parametrize(
+    "text", ["", "d", "-3d", "3 d", "1e3d", "3y", "999999d", "moonday", "0001-01-01T00:00+14:00"]
+)
 def test_what_is_no_date(text: str) -> None:
     with pytest.raises(PerfbenchError, match="--since: got"):
         moment_of(text, "--since", NOW)

@@ -6,6 +6,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -215,12 +216,43 @@ def test_a_reader_that_stops_to_think_keeps_nobody_waiting(history: History, add
         assert list(reader) == []
 
 
-def test_a_reader_sees_one_state(address: str, history: History) -> None:
-    """Of a run that is replaced between two of its queries, the run as it was."""
-    if address.startswith("sqlite"):
-        return  # there a writer waits for its readers
-    history.add(made_run(0))
-    with history._database.read() as connection, History.open(address) as other:
-        ((number, info),) = reading.named(connection, "run-000")
-        other.add(made_run(0, made_cell("c1"), content_sha256="d" * 64, report="later"))
-        assert reading.whole_run(connection, number, info) == made_run(0)
+def test_a_reader_sees_one_state(postgres_address: str) -> None:
+    """Of a run that is replaced between two of its queries, the run as it was; in SQLite a writer
+    waits for its readers.
+    """
+    with (
+        History.open(postgres_address, create=True) as history,
+        History.open(postgres_address) as other,
+    ):
+        history.add(made_run(0))
+        with history._database.read() as connection:
+            ((number, info),) = reading.named(connection, "run-000")
+            other.add(made_run(0, made_cell("c1"), content_sha256="d" * 64, report="later"))
+            assert reading.whole_run(connection, number, info) == made_run(0)
+
+
+def test_a_server_ends_with_a_killed_process(postgres_address: str) -> None:
+    """``postgres_address``: where a server can run."""
+    program = (
+        "import time; from tests.perfbench.history.postgres import running\n"
+        "with running() as server: print(server.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        server = int(parent.stdout.readline())
+        assert is_running(server)
+        parent.kill()
+    end = time.monotonic() + 30
+    while is_running(server) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not is_running(server)
+
+
+def is_running(pid: int) -> bool:
+    """A process that nobody waits for is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
