@@ -111,7 +111,8 @@ class SpeedInterval:
 @dataclass(frozen=True, slots=True)
 class StepFound:
     """``wanted``: the pairs of the next look, where the step is open. ``is_part``: certainly slower
-    than the one level, and certainly faster than the other.
+    than the one level, and certainly faster than the other. ``not_candidate``: it is skipped for a
+    fault of the machine or of the good commit.
     """
 
     turn: StepTurn
@@ -119,6 +120,7 @@ class StepFound:
     change: SpeedInterval | None = None
     wanted: int | None = None
     is_part: bool = False
+    not_candidate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +228,8 @@ def judge_step(
     for look in looks:
         sides = rows.of(cell_id, look)
         if isinstance(sides, NoPairs) and not sides.more_may_help:
-            return StepFound(StepTurn.SKIPPED, sides.reason)
+            skipped = StepFound(StepTurn.SKIPPED, sides.reason)
+            return replace(skipped, not_candidate=sides.not_candidate)
         if (count := rows.count(cell_id, look)) < look:
             why = f"{count} of {look} pairs were measured"
             return StepFound(StepTurn.OPEN, why, wanted=look)

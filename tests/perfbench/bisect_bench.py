@@ -119,7 +119,8 @@ def marked_plan(
     try:
         _marked(one)
     except ValueError:
-        raise checkout.CannotBuild(f"{one.name} lacks what this harness needs of nsa") from None
+        message = f"{one.name} lacks what this harness needs of nsa"
+        raise checkout.CannotBuild(message, one.name) from None
     return plan_here(one, matrix, only, capability)
 
 
