@@ -1,4 +1,4 @@
-"""What is no fault of a commit ends a bisect, which is then resumed: no commit is skipped for it."""
+"""What is no fault of a commit ends a bisect, which is then resumed: it skips no commit."""
 
 from __future__ import annotations
 

@@ -115,7 +115,10 @@ class PairMeasurer:
         A fault of anything else ends the bisect, which can be resumed.
         """
         rules, folder = policies(self.matrix), self.folder / PAIRS_FOLDER / name
-        if is_pair(folder) and judge_step(self._pairs(read_pair(folder)), rules, drop).not_candidate:
+        if (
+            is_pair(folder)
+            and judge_step(self._pairs(read_pair(folder)), rules, drop).not_candidate
+        ):
             shutil.rmtree(folder)  # it ended this bisect once: measured anew
 
         def looks(measured: MeasuredPairs, policy: Policies) -> dict[str, int]:

@@ -167,6 +167,11 @@ def commit_of(revision: str, repository: Path) -> str:
             if shallow
             else "`git fetch`, or see `git log`"
         )
+        if revision.endswith("-dirty"):  # as `git describe --dirty` names it
+            step = (
+                f"commit the changes first, or name {revision.removesuffix('-dirty')!r}, which is"
+                " without them"
+            )
         raise CannotBuild(
             f"got {revision!r}, which {repository} does not have, {wanted}. Next: {step}"
         ) from None

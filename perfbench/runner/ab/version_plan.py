@@ -68,7 +68,8 @@ def plan_of_version(
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise CannotBuild(
-            f"{one.name} lacks what this harness needs of nsa: {words}. Next: take a newer revision",
+            f"{one.name} lacks what this harness needs of nsa: {words}. Next: take a newer"
+            " revision",
             one.name,
         ) from None
     answer = json.loads(done.stdout)
