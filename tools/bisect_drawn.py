@@ -30,6 +30,7 @@ from perfbench.runner import BisectResult, Commit, CommitRange, find_first_bad
 POLICY = GatePolicy()
 COMMITS = 64
 BRANCHES = 16
+PAIR_S = 10.0  # of a drawn pair, for the minutes that are announced
 
 Drops = Callable[[random.Random], dict[int, float]]
 
@@ -95,7 +96,7 @@ class DrawnPairs:
 
 
 def judged(drawn: Sequence[float]) -> PairFound:
-    """The gate's rule of one cell without rows, which `compare` is a hundred times slower with; a
+    """The gate's rule of one cell without rows, with which `compare` takes a hundred times as long; a
     test holds the two together.
     """
     for look in looks_of(LOOKS, 1, POLICY):
@@ -107,7 +108,8 @@ def judged(drawn: Sequence[float]) -> PairFound:
         if slower or (stats.proved_same(change, POLICY) and not looks_slower):
             break
     verdict = Verdict.REGRESSED if slower else Verdict.SAME
-    return PairFound(verdict, "drawn", interval(seen), math.sqrt(stats.variance_of(seen)))
+    sd = math.sqrt(stats.variance_of(seen))
+    return PairFound(verdict, "drawn", interval(seen), sd, pair_s=PAIR_S)
 
 
 def drawn_bisect(

@@ -148,9 +148,7 @@ def transcript() -> str:
     found = line([f"t{number}" for number in range(8)])
     levels = levels_of(found, {5: 0.05})
     measurer = DrawnPairs(levels, 0.01, random.Random(18), frozenset({"c3"}))
-    result = find_first_bad(
-        found, measurer, POLICY, lambda text: lines.append(f"perfbench: {text}")
-    )
+    result = find_first_bad(found, measurer, POLICY, lines.append)
     template = "perfbench bisect --good {good} --bad {bad} --matrix MATRIX CELL"
     text = bisect_markdown(result, "CELL", "perfbench bisect --resume FOLDER", template)
     return "\n".join(["```text", *(f"perfbench: {one}" for one in lines), "", text.rstrip(), "```"])
