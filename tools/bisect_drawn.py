@@ -96,8 +96,8 @@ class DrawnPairs:
 
 
 def judged(drawn: Sequence[float]) -> PairFound:
-    """The gate's rule of one cell without rows, with which `compare` takes a hundred times as long; a
-    test holds the two together.
+    """The gate's rule of one cell without rows, with which `compare` takes a hundred times as long.
+    A test holds the two together.
     """
     for look in looks_of(LOOKS, 1, POLICY):
         seen = drawn[: look.pairs]
