@@ -23,6 +23,7 @@ from perfbench.runner import BisectResult, CommitRange, Ending, find_first_bad
 from tools.bisect_drawn import (
     BRANCHES,
     COMMITS,
+    PAIR_S,
     POLICY,
     DrawnPairs,
     Drops,
@@ -151,7 +152,13 @@ def transcript() -> str:
     result = find_first_bad(found, measurer, POLICY, lines.append)
     template = "perfbench bisect --good {good} --bad {bad} --matrix MATRIX CELL"
     text = bisect_markdown(result, "CELL", "perfbench bisect --resume FOLDER", template)
-    return "\n".join(["```text", *(f"perfbench: {one}" for one in lines), "", text.rstrip(), "```"])
+    head = (
+        f"Of a history of seven commits with drawn speeds and pairs of {PAIR_S:.0f} s: the third"
+        " cannot be imported, and the fifth loses 5 %."
+    )
+    return "\n".join(
+        [head, "", "```text", *(f"perfbench: {one}" for one in lines), "", text.rstrip(), "```"]
+    )
 
 
 def page_with(page: str, **parts: str) -> str:
