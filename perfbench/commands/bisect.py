@@ -14,12 +14,12 @@ import typer
 
 from perfbench.commands import names
 from perfbench.commands import options as opt
-from perfbench.commands.console import print_first, say
+from perfbench.commands.console import print_first, print_text, say
 from perfbench.errors import Exit, PerfbenchError, unwritable
 
 if TYPE_CHECKING:
     from perfbench.matrix import Matrix
-    from perfbench.runner import BisectFile, BisectResult, MeasuringContext
+    from perfbench.runner import BisectFile, BisectResult, CommitRange, MeasuringContext
     from perfbench.tracing import TraceDiff
 
 Cell = Annotated[
@@ -102,23 +102,30 @@ def bisect(
 
     budget_s = opt.seconds(budget)
     request = BisectRequest(cell, good, bad, matrix, seed, every_parent)
-    asked = request.as_file() if resume is None else request.resumed(read_bisect(resume), resume)
-    found = commits_between(asked.good, asked.bad, CHECKOUT, every_parent=asked.every_parent)
-    asked = asked.model_copy(update={"good": found.good.sha, "bad": found.bad.sha})
-    loaded = parse_matrix(asked.matrix_text, asked.matrix_path, trained=asked.trained_blocks)
+    settings = request.as_file() if resume is None else request.resumed(read_bisect(resume), resume)
+    found = commits_between(
+        settings.good, settings.bad, CHECKOUT, every_parent=settings.every_parent
+    )
+    if found.good.tree == found.bad.tree:
+        _end_without_pairs(found, settings, as_json)
+    settings = settings.model_copy(update={"good": found.good.sha, "bad": found.bad.sha})
+    loaded = parse_matrix(
+        settings.matrix_text, settings.matrix_path, trained=settings.trained_blocks
+    )
     context = measuring_context(loaded.target)
     if context is None:
         raise typer.Exit(Exit.OK)
-    say(pairs_ahead(found, _pair_s(loaded, asked.cell_id, context)))
-    folder = resume or _new_folder(out, asked, context)
+    _say_uncommitted(found.bad.sha, CHECKOUT)
+    say(pairs_ahead(found, _pair_s(loaded, settings.cell_id, context)))
+    folder = resume or _new_folder(out, settings, context)
     deadline = None if budget_s is None else time.monotonic() + budget_s
-    measurer = PairMeasurer(asked, loaded, folder, context, deadline)
+    measurer = PairMeasurer(settings, loaded, folder, context, deadline)
     try:
-        result = find_first_bad(found, measurer, policies(loaded).of(asked.cell_id), context.say)
+        result = find_first_bad(found, measurer, policies(loaded).of(settings.cell_id), context.say)
     except KeyboardInterrupt:
         raise interrupted(folder) from None
-    diff = _kernels(result, asked, loaded, context, folder)
-    _finish(result, asked, folder, diff, as_json)
+    diff = _kernels(result, settings, loaded, context, folder)
+    _finish(result, settings, folder, diff, as_json)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +186,42 @@ class BisectRequest:
         return stored
 
 
-def _new_folder(out: Path, asked: BisectFile, context: MeasuringContext) -> Path:
+def _end_without_pairs(found: CommitRange, settings: BisectFile, as_json: bool) -> None:
+    """Both ends have the same package: one line, and no folder is made."""
+    from perfbench.machine import PACKAGE
+    from perfbench.report import bisect_exit, bisect_json
+    from perfbench.runner import SHORT, BisectResult, Ending
+
+    names = " and ".join(
+        f"{typed} ({one.sha[:SHORT]})"
+        for typed, one in ((settings.good, found.good), (settings.bad, found.bad))
+    )
+    reason = f"`{PACKAGE}/` is the same at {names}"
+    result = BisectResult(Ending.SAME_CODE, found, reason)
+    content = bisect_json(result, settings.cell_id, "") | {"folder": None, "kernels": []}
+    print_text(json.dumps(content, indent=2) if as_json else f"Nothing to bisect: {reason}")
+    raise typer.Exit(bisect_exit(result))
+
+
+def _say_uncommitted(bad: str, checkout: Path) -> None:
+    """A line where the bad end is this checkout's commit, and its tree has more than that."""
+    from perfbench.machine import source_of
+    from perfbench.runner import SHORT
+
+    source = source_of(checkout)
+    if source.commit == bad and source.dirty_sha256 is not None:
+        say(
+            f"--bad is {bad[:SHORT]} as it was committed: the uncommitted changes of {checkout} are"
+            " not measured"
+        )
+
+
+def _new_folder(out: Path, settings: BisectFile, context: MeasuringContext) -> Path:
     from perfbench.runner import new_pair_folder, write_bisect
 
-    made = new_pair_folder(out, context.environment, asked.bad)
+    made = new_pair_folder(out, context.environment, settings.bad)
     folder = made.with_name(f"{made.name}-bisect")
-    write_bisect(folder, asked)
+    write_bisect(folder, settings)
     return folder
 
 
@@ -192,14 +229,14 @@ def _pair_s(matrix: Matrix, cell_id: str, context: MeasuringContext) -> float:
     """Seconds of a pair as the plan of this checkout estimates them."""
     from perfbench.matrix import build_plan
 
-    only, settings = [f"cell={cell_id}"], opt.nsa_settings()
-    plan = build_plan(matrix, only=only, capability=context.capability, settings=settings)
+    only, nsa_settings = [f"cell={cell_id}"], opt.nsa_settings()
+    plan = build_plan(matrix, only=only, capability=context.capability, settings=nsa_settings)
     return 2 * plan.estimate_s / plan.replicates
 
 
 def _kernels(
     result: BisectResult,
-    asked: BisectFile,
+    settings: BisectFile,
     matrix: Matrix,
     context: MeasuringContext,
     folder: Path,
@@ -211,21 +248,21 @@ def _kernels(
     if result.first_bad is None:
         return None
     home = folder / TRACE_FOLDER
-    tracing = Tracing(matrix, context, asked.seed, home, home)
+    tracing = Tracing(matrix, context, settings.seed, home, home)
     found = {
         side: trace_side(
             Version(side, sha[:SHORT], partial(checked_out, sha, context.repository)),
-            [asked.cell_id],
+            [settings.cell_id],
             tracing,
-        )[asked.cell_id]
+        )[settings.cell_id]
         for side, sha in (("a", result.parent), ("b", result.first_bad.sha))
     }
-    return TraceDiff(cell_id=asked.cell_id, base=found["a"], candidate=found["b"])
+    return TraceDiff(cell_id=settings.cell_id, base=found["a"], candidate=found["b"])
 
 
 def _finish(
     result: BisectResult,
-    asked: BisectFile,
+    settings: BisectFile,
     folder: Path,
     diff: TraceDiff | None,
     as_json: bool,
@@ -235,8 +272,8 @@ def _finish(
     from perfbench.runner import resume_command
 
     resume = resume_command(folder)
-    markdown = bisect_markdown(result, asked.cell_id, resume, _again(asked))
-    content = bisect_json(result, asked.cell_id, resume)
+    markdown = bisect_markdown(result, settings.cell_id, resume, _template(settings))
+    content = bisect_json(result, settings.cell_id, resume)
     changes = [] if diff is None else [one.model_dump(mode="json") for one in diff.changes]
     content |= {"folder": str(folder), "kernels": changes}
     if diff is not None:
@@ -250,10 +287,10 @@ def _finish(
     raise typer.Exit(bisect_exit(result))
 
 
-def _again(asked: BisectFile) -> str:
-    """A command with {good} and {bad} to be filled in."""
-    every = ["--all-commits"] if asked.every_parent else []
-    words = ["--matrix", asked.matrix_path, *every, asked.cell_id]
+def _template(settings: BisectFile) -> str:
+    """The command of a new bisect, with {good} and {bad} to be filled in."""
+    every = ["--all-commits"] if settings.every_parent else []
+    words = ["--matrix", settings.matrix_path, *every, settings.cell_id]
     quoted = shlex.join(words).replace("{", "{{").replace("}", "}}")
     return f"perfbench bisect --good {{good}} --bad {{bad}} {quoted}"
 

@@ -4,7 +4,8 @@ from perfbench.gate.intervals import CONFIDENCE, Band, bands
 from perfbench.gate.baseline import baseline_of_run, promote
 from perfbench.gate.bimodality import modes
 from perfbench.gate.bisection import PairFound, SoughtDrop, SpeedInterval, StepFound, StepTurn
-from perfbench.gate.bisection import judge_step, pair_found, pairs_of_step, sought
+from perfbench.gate.bisection import StepShares, judge_step, pair_found, pairs_of_step, sought
+from perfbench.gate.bisection import decide_step, interval, step_shares
 from perfbench.gate.boundary import boundaries
 from perfbench.gate.comparable import comparability_key, environment_differences, sentinel_rates
 from perfbench.gate.comparison import compare

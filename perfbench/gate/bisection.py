@@ -3,8 +3,9 @@ that is looked for.
 
 Pure. A step looks at its pairs after 4, 8, 16, 28 and 40, as a confirmation does, and is decided at
 the first look whose one-sided bound lies on one side of the threshold. All steps of a bisect
-together answer wrongly in at most 1 - power of the cases: they divide that, and the looks of a step
-divide its share equally.
+together answer wrongly in at most 1 - power of the cases, given the drop between both ends:
+the planned steps and all later ones divide that (`StepShares`), and the looks of a step divide its
+share equally.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class StepTurn(StrEnum):
 class SoughtDrop:
     """The drop that the steps look for, of ln speed in ``metric`` against the good commit.
 
-    ``good_ln`` and ``bad_ln``: the two levels between which it lies. ``alpha``: of one bound at one
+    ``good_ln`` and ``bad_ln``: the two levels between which it lies, and ``good_se`` and ``bad_se``
+    the standard errors of those that a step moved. ``alpha``: of one bound at one
     look. ``least_ln``: a smaller difference of levels is no drop. ``by_work``: launches or host
     syncs rose instead, which is no noise and needs one look.
     """
@@ -50,6 +52,8 @@ class SoughtDrop:
     alpha: float
     least_ln: float
     good_ln: float = 0.0
+    good_se: float = 0.0
+    bad_se: float = 0.0
     by_work: bool = False
 
     @property
@@ -62,6 +66,10 @@ class SoughtDrop:
         """Half of the drop down: the middle of both levels."""
         return (self.good_ln + self.bad_ln) / 2
 
+    def with_share(self, share: float) -> Self:
+        """For another step, whose looks divide ``share``."""
+        return replace(self, alpha=share / len(LOOKS))
+
     def after(self, found: StepFound) -> Self:
         """What is looked for after a step: a commit whose interval excludes the level of its side
         has one of its own, as between the parts of a drop that two commits made.
@@ -73,9 +81,9 @@ class SoughtDrop:
         if not found.is_part and change.includes(self.good_ln if good else self.bad_ln):
             return self
         moved = (
-            replace(self, good_ln=change.ln_change)
+            replace(self, good_ln=change.ln_change, good_se=change.se_ln)
             if good
-            else replace(self, bad_ln=change.ln_change)
+            else replace(self, bad_ln=change.ln_change, bad_se=change.se_ln)
         )
         return moved if moved.ln_drop >= self.least_ln else self
 
@@ -83,7 +91,7 @@ class SoughtDrop:
 @dataclass(frozen=True, slots=True)
 class SpeedInterval:
     """A change of speed by so many pairs; per cent, with its 95 % interval, null where nothing
-    bounds it.
+    bounds it. ``se_ln``: the standard error of ``ln_change``.
     """
 
     ln_change: float
@@ -92,6 +100,7 @@ class SpeedInterval:
     high_pct: float | None
     pairs: int
     metric: str = WALL
+    se_ln: float = 0.0
 
     def includes(self, ln_change: float) -> bool:
         """Whether the interval does."""
@@ -111,7 +120,8 @@ class SpeedInterval:
 @dataclass(frozen=True, slots=True)
 class StepFound:
     """``wanted``: the pairs of the next look, where the step is open. ``is_part``: certainly slower
-    than the one level, and certainly faster than the other.
+    than the one level, and certainly faster than the other. ``not_candidate``: it is skipped for a
+    fault of the machine or of the good commit.
     """
 
     turn: StepTurn
@@ -119,6 +129,7 @@ class StepFound:
     change: SpeedInterval | None = None
     wanted: int | None = None
     is_part: bool = False
+    not_candidate: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,15 +153,35 @@ class PairFound:
         return self.verdict is Verdict.REGRESSED
 
 
-def sought(found: PairFound, policy: GatePolicy, steps: int) -> SoughtDrop:
-    """What ``steps`` steps look for, after ``found`` was confirmed slower."""
+@dataclass(frozen=True, slots=True)
+class StepShares:
+    """Shares of ``total`` for any number of steps: equal ones for the ``planned`` and one more,
+    which all steps past the plan divide: half of what is left to each.
+    """
+
+    total: float
+    planned: int
+
+    def of(self, step: int) -> float:
+        """Of step 0, 1, ...; never more than ``total`` together."""
+        share = self.total / (self.planned + 1)
+        return share if step < self.planned else share / 2 ** (step - self.planned + 1)
+
+
+def step_shares(policy: GatePolicy, planned: int) -> StepShares:
+    """Of the probability that any step of a bisect turns wrongly."""
+    return StepShares(1 - policy.power, planned)
+
+
+def sought(found: PairFound, policy: GatePolicy, share: float) -> SoughtDrop:
+    """What a step looks for, after ``found`` was confirmed slower; ``share``: of a wrong turn."""
     assert found.change is not None
     tolerance = -math.log1p(-policy.tolerance_pct / 100)
     by_work = bool(found.work) and -found.change.ln_change < tolerance
     return SoughtDrop(
         metric=found.change.metric,
         bad_ln=min(found.change.ln_change, -tolerance),
-        alpha=(1 - policy.power) / max(steps, 1) / len(LOOKS),
+        alpha=share / len(LOOKS),
         least_ln=tolerance,
         by_work=by_work,
     )
@@ -185,7 +216,13 @@ def decide_step(
         return StepFound(StepTurn.GOOD, f"above {half} for certain: {change}", change)
     if not is_last:
         return None
-    is_slower, is_faster = upper < drop.good_ln, lower > drop.bad_ln
+    # a level that a step moved was measured in as few pairs: its error counts, too
+    quantile = stats.t_quantile(1 - drop.alpha, max(len(differences) - 1, 1))
+    from_good, from_bad = (
+        quantile * math.hypot(change.se_ln, se) for se in (drop.good_se, drop.bad_se)
+    )
+    is_slower = change.ln_change + from_good < drop.good_ln
+    is_faster = change.ln_change - from_bad > drop.bad_ln
     if not (is_slower or is_faster):
         return StepFound(StepTurn.SKIPPED, f"undecided at the last look: {change}", change)
     both = is_slower and is_faster
@@ -199,10 +236,9 @@ def decide_step(
 def interval(differences: Sequence[float], metric: str = WALL) -> SpeedInterval:
     """The mean of ``differences`` with its 95 % interval (Student's t)."""
     mean = math.fsum(differences) / len(differences)
-    far = _far(differences, INTERVAL_ALPHA)
-    return SpeedInterval(
-        mean, pct(mean), pct(mean - far), pct(mean + far), len(differences), metric
-    )
+    far, count = _far(differences, INTERVAL_ALPHA), len(differences)
+    se = math.sqrt(_variance(differences) / count) if count > 1 else math.inf
+    return SpeedInterval(mean, pct(mean), pct(mean - far), pct(mean + far), count, metric, se)
 
 
 def _far(differences: Sequence[float], alpha: float) -> float:
@@ -210,8 +246,11 @@ def _far(differences: Sequence[float], alpha: float) -> float:
     count = len(differences)
     if count < 2:
         return math.inf
-    variance = max(stats.variance_of(differences), stats.VARIANCE_FLOOR)
-    return stats.t_quantile(1 - alpha, count - 1) * math.sqrt(variance / count)
+    return stats.t_quantile(1 - alpha, count - 1) * math.sqrt(_variance(differences) / count)
+
+
+def _variance(differences: Sequence[float]) -> float:
+    return max(stats.variance_of(differences), stats.VARIANCE_FLOOR)
 
 
 def judge_step(
@@ -226,7 +265,8 @@ def judge_step(
     for look in looks:
         sides = rows.of(cell_id, look)
         if isinstance(sides, NoPairs) and not sides.more_may_help:
-            return StepFound(StepTurn.SKIPPED, sides.reason)
+            skipped = StepFound(StepTurn.SKIPPED, sides.reason)
+            return replace(skipped, not_candidate=sides.not_candidate)
         if (count := rows.count(cell_id, look)) < look:
             why = f"{count} of {look} pairs were measured"
             return StepFound(StepTurn.OPEN, why, wanted=look)

@@ -34,11 +34,15 @@ class MeasuredPairs:
 
 @dataclass(frozen=True, slots=True)
 class NoPairs:
-    """Why a cell has nothing to compare; ``verdict`` where the candidate's own rows are red."""
+    """Why a cell has nothing to compare; ``verdict`` where the candidate's own rows are red.
+
+    ``not_candidate``: the machine or the base is at fault.
+    """
 
     reason: str
     verdict: Verdict | None = None
     more_may_help: bool = False
+    not_candidate: bool = False
 
 
 class PairRows:
@@ -62,7 +66,8 @@ class PairRows:
         """Both sides of a cell, from its first ``pairs`` pairs (all by default)."""
         if self._changed:
             return NoPairs(
-                f"base and candidate were not measured alike (base -> candidate): {self._changed}"
+                f"base and candidate were not measured alike (base -> candidate): {self._changed}",
+                not_candidate=True,
             )
         base, candidate = (planned.get(cell_id) for planned in self._planned)
         base_rows, rows = (
@@ -79,6 +84,7 @@ class PairRows:
             return NoPairs(
                 f"the base gave no speed to compare with ({hard.verdict.value}: {hard.reason})",
                 more_may_help=hard.verdict is Verdict.MISSING,
+                not_candidate=True,
             )
         if base.config_sha256 != candidate.config_sha256:
             return NoPairs(

@@ -101,14 +101,21 @@ def git_output(root: Path, *args: str) -> bytes:
     return done.stdout
 
 
-def subjects_between(root: Path, old: str, new: str, most: int) -> tuple[int, list[str]] | None:
+def subjects_between(
+    root: Path, old: str, new: str, most: int, *, under: str | None = None
+) -> tuple[int, list[str]] | None:
     """How many commits lead from ``old`` to ``new``, and short hash and subject of the newest
     ``most``; None where git at ``root`` does not know both.
+
+    ``under``: only those that touch this folder.
     """
     if not all(re.fullmatch(r"[0-9a-f]{7,64}", one) for one in (old, new)):
         return None
     try:
-        shown = git_output(root, "log", "--format=%h %s", f"{old}..{new}", "--")
+        only = () if under is None else (under,)
+        shown = git_output(
+            root, "log", "--format=%h %s", "--no-color", f"{old}..{new}", "--", *only
+        )
     except NoGit:
         return None
     lines = shown.decode("utf-8", "replace").splitlines()

@@ -29,11 +29,11 @@ def bisect_exit(result: BisectResult) -> Exit:
     return Exit.FAILED
 
 
-def bisect_markdown(result: BisectResult, cell_id: str, resume: str, again: str) -> str:
+def bisect_markdown(result: BisectResult, cell_id: str, resume: str, template: str) -> str:
     """The outcome first, then the two ends, the steps, and the next command.
 
-    ``resume`` goes on with this bisect; ``again`` begins one of the same cell, with {good} and
-    {bad} to be filled in.
+    ``resume`` is the command that resumes it; ``template`` the one of a new bisect of the same
+    cell, with {good} and {bad} to be filled in.
     """
     ends = result.range
     lines = [f"# {_headline(result)}", ""]
@@ -49,7 +49,7 @@ def bisect_markdown(result: BisectResult, cell_id: str, resume: str, again: str)
         f"- {_counted(len(ends.commits), 'commit')} between them, of which"
         f" {len(touching(ends))} change `nsa/`",
     ]
-    lines += [f"- {text}" for text in _remarks(result, resume, again)]
+    lines += [f"- {text}" for text in _remarks(result, resume, template)]
     if result.steps:
         lines += ["", *_steps(result)]
     if result.ending in (Ending.RANGE, Ending.OPEN) and result.left:
@@ -108,13 +108,13 @@ def _headline(result: BisectResult) -> str:
     return "Not finished"
 
 
-def _remarks(result: BisectResult, resume: str, again: str) -> list[str]:
+def _remarks(result: BisectResult, resume: str, template: str) -> list[str]:
     if result.ending is Ending.OPEN:
         return [f"resume: {code(resume)}"]
     if result.ending is Ending.NOT_CONFIRMED:
         return [
             "a step went wrong by noise, or the drop is spread over several commits; another seed"
-            f" measures anew: {code(_fill(again, result.range.good.sha, result.range.bad.sha))}"
+            f" measures anew: {code(_fill(template, result.range.good.sha, result.range.bad.sha))}"
         ]
     one, whole = result.confirmation, result.whole
     if result.ending is not Ending.FOUND or one is None or whole is None:
@@ -126,7 +126,7 @@ def _remarks(result: BisectResult, resume: str, again: str) -> list[str]:
         return [f"later commits recover {rest:.1f} % of the speed"]
     (commit,) = result.left
     halves = ((result.range.good.sha, result.parent), (commit.sha, result.range.bad.sha))
-    commands = " and ".join(code(_fill(again, good, bad)) for good, bad in halves if good != bad)
+    commands = " and ".join(code(_fill(template, good, bad)) for good, bad in halves if good != bad)
     return [f"another {-rest:.1f} % was lost in other commits: {commands}"]
 
 
@@ -160,8 +160,8 @@ def _left(commits: Sequence[Commit]) -> list[str]:
     return [*shown, f"- and {more} more"] if more > 0 else shown
 
 
-def _fill(again: str, good: str, bad: str) -> str:
-    return again.format(good=good[:SHORT], bad=bad[:SHORT])
+def _fill(template: str, good: str, bad: str) -> str:
+    return template.format(good=good[:SHORT], bad=bad[:SHORT])
 
 
 def _named(commit: Commit) -> str:

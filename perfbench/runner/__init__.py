@@ -4,7 +4,7 @@ from perfbench.runner.ab.bisect import BisectResult, Ending, find_first_bad, pai
 from perfbench.runner.ab.bisect_pairs import BisectFile, PairMeasurer, interrupted
 from perfbench.runner.ab.bisect_pairs import read_bisect, resume_command, write_bisect
 from perfbench.runner.ab.checkout import CannotBuild, Checkout, checked_out, is_commit, own_checkout
-from perfbench.runner.ab.commits import SHORT, Commit, changes_between
+from perfbench.runner.ab.commits import SHORT, Commit, CommitRange, changes_between
 from perfbench.runner.ab.commits import commits_between, touching
 from perfbench.runner.ab.confirm import CONFIRM_FOLDER, Confirmation, base_commits
 from perfbench.runner.ab.confirm import confirm_cells, stored_confirmation

@@ -21,15 +21,9 @@ from perfbench.runner.ab.commits import Commit, CommitRange, commits_between, to
 from perfbench.runner.ab.halving import Halving
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT
-from tests.perfbench.bisect_bench import (
-    POLICY,
-    Drawn,
-    drawn_bisect,
-    line,
-    marked_plan,
-    marked_sides,
-)
+from tests.perfbench.bisect_bench import marked_plan, marked_sides
 from tests.perfbench.repositories import git, worktrees
+from tools.bisect_drawn import POLICY, DrawnPairs, drawn_bisect, line
 
 # ---- the whole procedure, drawn
 
@@ -89,7 +83,7 @@ def test_a_wrong_turn_is_not_named() -> None:
     found = line([f"t{number}" for number in range(9)])
     levels = {f"c{number}": -0.05 if number >= 6 else 0.0 for number in range(9)}
 
-    class Wrong(Drawn):
+    class Wrong(DrawnPairs):
         def step(self, name, base, candidate, drop):  # type: ignore[no-untyped-def]
             one = super().step(name, base, candidate, drop)
             return one if candidate.sha != "c4" else type(one)(StepTurn.BAD, "wrong", one.change)
@@ -105,7 +99,7 @@ def test_commits_that_leave_the_package_alone_are_never_measured() -> None:
     """Of 64 commits 4 change it: two steps, and the one that is named changed it."""
     trees = ["t0"] + [f"t{1 + number // 16}" for number in range(64)]
     drop = {f"c{number}": -0.05 if number > 32 else 0.0 for number in range(65)}
-    measurer = Drawn(drop, 0.001, random.Random(0))
+    measurer = DrawnPairs(drop, 0.001, random.Random(0))
     result = find_first_bad(line(trees), measurer, POLICY, lambda text: None)
     assert (result.ending, result.left[0].sha) == (Ending.FOUND, "c33")
     assert len(measurer.measured) == 2 == Halving(line(trees)).num_steps
@@ -125,7 +119,7 @@ def test_skipped_commits_are_passed_by_and_leave_a_range() -> None:
     found = line([f"t{number}" for number in range(9)])
 
     def bisect(*broken: str) -> tuple[Ending, list[str]]:
-        measurer = Drawn(levels, 0.001, random.Random(0), frozenset(broken))
+        measurer = DrawnPairs(levels, 0.001, random.Random(0), frozenset(broken))
         result = find_first_bad(found, measurer, POLICY, lambda text: None)
         return result.ending, [one.sha for one in result.left]
 
@@ -145,11 +139,11 @@ def test_a_merged_branch_is_searched_where_every_parent_is() -> None:
     ]
     found = CommitRange(Commit("good", "tg", "", ()), made[-1], tuple(made))
     levels = {"good": 0.0, "p1": 0.0, "s1": 0.0, "s2": -0.05, "m": -0.05}
-    result = find_first_bad(found, Drawn(levels, 0.001, random.Random(0)), POLICY, print)
+    result = find_first_bad(found, DrawnPairs(levels, 0.001, random.Random(0)), POLICY, print)
     assert result.first_bad == made[2] and result.parent == "s1"
     # good on both sides: the merge itself
     levels |= {"s2": 0.0}
-    result = find_first_bad(found, Drawn(levels, 0.001, random.Random(0)), POLICY, print)
+    result = find_first_bad(found, DrawnPairs(levels, 0.001, random.Random(0)), POLICY, print)
     assert result.first_bad == made[3]
 
 
@@ -317,7 +311,57 @@ def test_what_is_not_slower_is_not_bisected(
     assert bisect("--good", here[0], "--bad", here[3], "seq_len=256") == 0
     assert "not confirmed slower" in capsys.readouterr().out
     assert bisect("--good", here[7], "--bad", here[8], LONG) == 0  # README.md alone
-    assert "is the same at both" in capsys.readouterr().out
+    assert "is the same at " in capsys.readouterr().out
+
+
+def test_names_of_the_same_package_are_one_line(
+    here: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Branches of two commits that leave nsa/ alone; of one commit; and of two histories."""
+    root = outcome.CHECKOUT
+    git(root, "branch", "-f", "before", here[7])
+    git(root, "branch", "-f", "after", here[8])
+    git(root, "branch", "-f", "alike", here[8])
+    tree = git(root, "rev-parse", f"{here[8]}^{{tree}}")
+    apart = git(root, "commit-tree", tree, "-p", here[0], "-m", "squashed")
+    git(root, "branch", "-f", "apart", apart)
+    assert bisect("--good", "before", "--bad", "after", LONG) == 0
+    printed = capsys.readouterr()
+    same = f"`nsa/` is the same at before ({here[7][:12]}) and after ({here[8][:12]})"
+    assert (printed.out, printed.err) == (f"Nothing to bisect: {same}\n", "")
+    assert bisect("--good", "before", "--bad", "after", LONG, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ending"], found["reason"], found["folder"]) == ("same_code", same, None)
+    assert bisect("--good", "after", "--bad", "alike", LONG) == 2
+    err = capsys.readouterr().err
+    assert "got one commit twice (after and alike are" in err and err.count("\n") == 1
+    assert bisect("--good", "apart", "--bad", "after", LONG) == 2
+    err = capsys.readouterr().err
+    assert "nsa/ is the same at both" in err and err.count("\n") == 1
+    assert not Path("reports").exists()
+
+
+def test_a_dirty_bad_end_is_one_line(
+    here: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HEAD is measured as committed, which is remarked; `git describe --dirty` names no commit."""
+    assert bisect("--good", here[0], "--bad", f"{here[8][:12]}-dirty", SHORT) == 2
+    err = capsys.readouterr().err
+    assert f"commit the changes first, or name '{here[8][:12]}'" in err and err.count("\n") == 1
+    remark = f"--bad is {here[8][:12]} as it was committed: the uncommitted changes of"
+    marker = outcome.CHECKOUT / "nsa" / "marker.py"
+    kept = marker.read_text(encoding="utf-8")
+    marker.write_text("SPEED = 1\n", encoding="utf-8")
+    words = ("--good", here[0], "--budget", "0.0001s", SHORT)
+    try:
+        bisect("--bad", "HEAD", *words)
+        assert capsys.readouterr().err.count(remark) == 1
+        bisect("--bad", "HEAD~1", *words)
+        assert "uncommitted" not in capsys.readouterr().err
+    finally:
+        marker.write_text(kept, encoding="utf-8")
+    bisect("--bad", "HEAD", *words)
+    assert "uncommitted" not in capsys.readouterr().err
 
 
 def test_a_bad_end_without_a_speed_ends_with_its_reason(
@@ -327,7 +371,7 @@ def test_a_bad_end_without_a_speed_ends_with_its_reason(
     assert "lacks what this harness needs" in capsys.readouterr().err
 
 
-def test_an_interrupted_bisect_goes_on_where_it_was(
+def test_an_interrupted_bisect_is_resumed_where_it_was(
     here: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.perfbench.ab_bench import FakeSide

@@ -17,9 +17,11 @@ from perfbench.gate import (
     PairFound,
     SoughtDrop,
     StepFound,
+    StepShares,
     StepTurn,
     pairs_of_step,
     sought,
+    step_shares,
 )
 from perfbench.matrix import GatePolicy
 from perfbench.records import Verdict
@@ -55,7 +57,7 @@ class Ending(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BisectStep:
-    """One commit that was asked about; ``left``: the commits that may be the first bad one, after
+    """One commit that was measured; ``left``: the commits that may be the first bad one, after
     its answer.
     """
 
@@ -112,9 +114,10 @@ def find_first_bad(
         return replace(result, ending=Ending.NO_SPEED)
     if not whole.is_slower:
         return replace(result, ending=Ending.NOT_SLOWER)
-    drop = sought(whole, policy, halving.num_steps)
+    shares = step_shares(policy, halving.num_steps)
+    drop = sought(whole, policy, shares.of(0))
     say(_announced(whole, drop, halving, policy))
-    steps = _halve(halving, found.good, measurer, drop, say)
+    steps = _halve(halving, measurer, drop, shares, say)
     result = replace(result, steps=tuple(steps), left=tuple(halving.left))
     if steps and steps[-1].found.turn is StepTurn.OPEN:
         return replace(result, ending=Ending.OPEN, reason=steps[-1].found.reason)
@@ -139,23 +142,24 @@ def pairs_ahead(found: CommitRange, pair_s: float) -> str:
 
 def _halve(
     halving: Halving,
-    good: Commit,
     measurer: Measurer,
     drop: SoughtDrop,
+    shares: StepShares,
     say: Callable[[str], None],
 ) -> list[BisectStep]:
     steps: list[BisectStep] = []
     while (commit := halving.next()) is not None:
         name = f"{len(steps) + 1:02d}-{commit.sha[:SHORT]}"
         say(f"step {len(steps) + 1}, {len(halving.left)} commits are left: {commit}")
-        one = measurer.step(name, good, commit, drop)
+        one = measurer.step(name, halving.good, commit, drop)
         if one.turn is not StepTurn.OPEN:
             halving.answer(commit, one.turn)
         steps.append(BisectStep(name, commit, one, len(halving.left)))
         say(f"{one.turn}: {one.reason}")
         if one.turn is StepTurn.OPEN:
             break
-        drop = drop.after(one)
+        tested = sum(one.found.change is not None for one in steps)
+        drop = drop.after(one).with_share(shares.of(tested))
     return steps
 
 

@@ -110,7 +110,16 @@ class PairMeasurer:
         return pair_found(cell, is_open=is_open, pair_s=_pair_s(found))
 
     def step(self, name: str, base: Commit, candidate: Commit, drop: SoughtDrop) -> StepFound:
-        """SKIPPED with the reason where the candidate cannot be measured."""
+        """SKIPPED with the reason where the candidate cannot be built or its cell fails.
+
+        A fault of anything else ends the bisect, which can be resumed.
+        """
+        rules, folder = policies(self.matrix), self.folder / PAIRS_FOLDER / name
+        if (
+            is_pair(folder)
+            and judge_step(self._pairs(read_pair(folder)), rules, drop).not_candidate
+        ):
+            shutil.rmtree(folder)  # it ended this bisect once: measured anew
 
         def looks(measured: MeasuredPairs, policy: Policies) -> dict[str, int]:
             wanted = judge_step(measured, policy, drop).wanted
@@ -118,14 +127,17 @@ class PairMeasurer:
 
         try:
             found = self._measured(name, base, candidate, looks)
-        except PerfbenchError as error:
-            stops = (Exit.INTERNAL, Exit.ENVIRONMENT, Exit.INTERRUPTED)
-            if error.exit_code in stops and not isinstance(error, CannotBuild):
-                raise  # it says nothing about the commit
+        except CannotBuild as error:
+            if error.version != candidate.sha:
+                raise resumable(error, self.folder) from None  # of git, the disk, the good commit
             return StepFound(StepTurn.SKIPPED, f"it cannot be measured: {_one_line(str(error))}")
         if found is None:
             return StepFound(StepTurn.OPEN, "the budget is spent")
-        return judge_step(self._pairs(found), policies(self.matrix), drop)
+        step = judge_step(self._pairs(found), rules, drop)
+        if step.not_candidate:
+            why = f"{step.reason}, in a pair with {candidate}. Next: `perfbench doctor`"
+            raise resumable(PerfbenchError(Exit.ENVIRONMENT, why), self.folder)
+        return step
 
     def _pairs(self, found: Pair) -> MeasuredPairs:
         return MeasuredPairs(found.base, found.candidate, [self.bisect.cell_id])
@@ -167,10 +179,12 @@ class PairMeasurer:
         ):
             try:
                 return measure_pair(spec, (one, other), self.context, folder, resume=resume)
+            except CannotBuild:
+                raise
             except PerfbenchError as error:
-                if error.exit_code is not Exit.INTERRUPTED:
-                    raise
-                raise interrupted(self.folder) from None
+                if error.exit_code is Exit.INTERRUPTED:
+                    raise interrupted(self.folder) from None
+                raise resumable(error, self.folder) from None
 
 
 def interrupted(folder: Path) -> PerfbenchError:
@@ -179,6 +193,11 @@ def interrupted(folder: Path) -> PerfbenchError:
         Exit.INTERRUPTED,
         f"interrupted with the finished pairs in {folder}. Next: {resume_command(folder)}",
     )
+
+
+def resumable(error: PerfbenchError, folder: Path) -> PerfbenchError:
+    """``error`` with the command that resumes, which is the step after its own."""
+    return PerfbenchError(error.exit_code, f"{error}, then {resume_command(folder)}")
 
 
 def resume_command(folder: Path) -> str:

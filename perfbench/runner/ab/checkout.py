@@ -30,10 +30,14 @@ _TIMEOUT_S = 300.0  # a checkout from a cold disk
 class CannotBuild(PerfbenchError):
     """This version of the code cannot be measured here: no git, no such commit, or an `nsa` that
     the harness cannot drive.
+
+    ``version``: what the user called it, where the fault is that version's own; empty where git or
+    the disk refused.
     """
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str, version: str = "") -> None:
         super().__init__(Exit.USAGE, message)
+        self.version = version
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +69,14 @@ def checked_out(text: str, repository: Path) -> Iterator[Checkout]:
         else:
             code = stack.enter_context(_worktree(text, repository, home))
             found = source_of(code)
-        yield Checkout(text, _link(code, home), found)
+        yield Checkout(text, _link(code, home, text), found)
 
 
 @contextmanager
 def own_checkout(root: Path, found: Source) -> Iterator[Checkout]:
     """The running checkout itself, uncommitted changes included."""
     with _temporary_folder() as home:
-        yield Checkout("this checkout", _link(root, home), found)
+        yield Checkout("this checkout", _link(root, home, "this checkout"), found)
 
 
 def is_commit(text: str | None) -> bool:
@@ -86,11 +90,12 @@ def _holds_nsa(folder: str) -> bool:
     return bool(folder) and (Path(folder) / "nsa" / "__init__.py").is_file()
 
 
-def _link(code: Path, home: Path) -> Path:
+def _link(code: Path, home: Path, name: str) -> Path:
     if not _holds_nsa(str(code)):
         raise CannotBuild(
             f"got {code} without nsa/__init__.py, wanted a version of the code that has the"
-            " package. Next: take another one"
+            " package. Next: take another one",
+            name,
         )
     folder = home / "path"
     folder.mkdir()
@@ -162,6 +167,11 @@ def commit_of(revision: str, repository: Path) -> str:
             if shallow
             else "`git fetch`, or see `git log`"
         )
+        if revision.endswith("-dirty"):  # as `git describe --dirty` names it
+            step = (
+                f"commit the changes first, or name {revision.removesuffix('-dirty')!r}, which is"
+                " without them"
+            )
         raise CannotBuild(
             f"got {revision!r}, which {repository} does not have, {wanted}. Next: {step}"
         ) from None

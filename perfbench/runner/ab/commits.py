@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine import PACKAGE
+from perfbench.machine import PACKAGE, subjects_between
 from perfbench.runner.ab.checkout import CannotBuild, commit_of, git
 
 SHORT = 12
@@ -69,6 +69,9 @@ def commits_between(
             step = f"--good {shared[:SHORT]}, where they part"
         if shared == ends[1]:
             step = "exchange them, --bad is the older one"
+        trees = _trees(repository, ends)
+        if trees[ends[0]] == trees[ends[1]]:
+            step += f"; {PACKAGE}/ is the same at both"
         raise PerfbenchError(
             Exit.USAGE,
             f"got --good {good}, which is no ancestor of --bad {bad}, wanted one. Next: {step}",
@@ -103,13 +106,12 @@ def changes_between(base: str, candidate: str, repository: Path, most: int) -> L
     CannotBuild where git does not know one of them.
     """
     ends = [commit_of(text, repository) for text in (base, candidate)]
-    between, package = f"{ends[0]}..{ends[1]}", ["--", f"{PACKAGE}/"]
-    count = int(git(repository, "rev-list", "--count", between, *package))
-    printed = git(
-        repository, "log", f"--max-count={most}", "--format=%h %s", "--no-color", between, *package
-    )
+    listed = subjects_between(repository, ends[0], ends[1], most, under=f"{PACKAGE}/")
+    if listed is None:
+        raise CannotBuild(f"git cannot list the commits from {ends[0]} to {ends[1]}")
+    count, lines = listed
     is_ancestor = _merge_base(ends, repository) == ends[0] != ends[1]
-    return ListedChanges(tuple(printed.splitlines()), count, is_ancestor)
+    return ListedChanges(tuple(lines), count, is_ancestor)
 
 
 def touching(found: CommitRange) -> list[Commit]:

@@ -1,11 +1,13 @@
 """Which commit of a history is to be measured next, and what is left: pure.
 
 A good commit clears itself and its ancestors, a bad one all that are no ancestors of it. Commits
-that leave the measured package as a parent has it are never asked about, and one whose package was
+that leave the measured package as a parent has it are never measured, and one whose package was
 judged at another commit is known.
 """
 
 from __future__ import annotations
+
+from copy import copy
 
 from perfbench.gate import StepTurn
 from perfbench.runner.ab.commits import Commit, CommitRange, touching
@@ -16,6 +18,7 @@ class Halving:
 
     def __init__(self, found: CommitRange) -> None:
         place = {one.sha: number for number, one in enumerate(found.commits)}
+        self.good = found.good
         self._commits = found.commits
         self._ancestors: list[int] = []  # bit n: commit n or an ancestor of it
         for number, one in enumerate(found.commits):
@@ -37,8 +40,14 @@ class Halving:
 
     @property
     def num_steps(self) -> int:
-        """The most steps until one is left, where none is skipped."""
-        return (max(self._left.bit_count(), 1) - 1).bit_length()
+        """The steps until one is left, where none is skipped and each answer is the one that leaves
+        more: the most of a history without merges, about the most of another.
+        """
+        ahead, steps = self, 0
+        while (commit := ahead.next()) is not None:
+            answers = [ahead._answered(commit, turn) for turn in (StepTurn.GOOD, StepTurn.BAD)]
+            ahead, steps = max(answers, key=lambda one: one._left.bit_count()), steps + 1
+        return steps
 
     def next(self) -> Commit | None:
         """The one that divides what is left best; None where no answer could divide it."""
@@ -55,6 +64,13 @@ class Halving:
         """What was measured of ``commit`` holds for every commit with its package."""
         self._known[commit.tree] = turn
         self._apply_known()
+
+    def _answered(self, commit: Commit, turn: StepTurn) -> Halving:
+        """What is left after an answer, which this one does not get."""
+        one = copy(self)
+        one._known = dict(self._known)
+        one.answer(commit, turn)
+        return one
 
     def _apply_known(self) -> None:
         """A history with both a good commit after a bad one and the reverse has several first bad

@@ -57,11 +57,14 @@ class VersionExecutor(ForkServerExecutor):
         self._version = one
 
     def prepare(self, jobs: Sequence[Job]) -> None:
+        if self._server is None:
+            self.new_block()  # a busy GPU is no fault of this version
         try:
             super().prepare(jobs)
         except PerfbenchError as error:
             raise CannotBuild(
-                f"{self._version.name} cannot be measured by this harness: {error}"
+                f"{self._version.name} cannot be measured by this harness: {error}",
+                self._version.name,
             ) from None
 
     def execute(self, job: Job) -> Replicate:

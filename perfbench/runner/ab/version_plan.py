@@ -39,8 +39,8 @@ class VersionPlan:
 def plan_of_version(
     one: Checkout, matrix: Matrix, only: Sequence[str], capability: Capability
 ) -> VersionPlan:
-    """Ask the version's own code; CannotBuild where it lacks what this harness needs, USAGE where
-    the matrix does not fit it.
+    """Ask the version's own code; CannotBuild where it lacks what this harness needs, or the matrix
+    does not fit it.
     """
     request = {
         "folder": str(one.folder),
@@ -62,16 +62,22 @@ def plan_of_version(
     except subprocess.TimeoutExpired:
         raise CannotBuild(
             f"{one.name} cannot be planned: no answer within {TIMEOUT_S:.0f} s. Next: look at what"
-            " its nsa imports"
+            " its nsa imports",
+            one.name,
         ) from None
     if done.returncode:
         words = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
         raise CannotBuild(
-            f"{one.name} lacks what this harness needs of nsa: {words}. Next: take a newer revision"
+            f"{one.name} lacks what this harness needs of nsa: {words}. Next: take a newer"
+            " revision",
+            one.name,
         ) from None
     answer = json.loads(done.stdout)
     if "error" in answer:
-        raise PerfbenchError(Exit(answer["exit_code"]), f"{one.name}: {answer['error']}")
+        error, message = Exit(answer["exit_code"]), f"{one.name}: {answer['error']}"
+        if error is Exit.USAGE:
+            raise CannotBuild(message, one.name)
+        raise PerfbenchError(error, message)
     return VersionPlan(one, _plan(answer["plan"]), answer["model"])
 
 
