@@ -83,7 +83,7 @@ def run_columns(
             values.append([chart_data.rounded(divided(value, scale)) for value in found])
         place = index_of[info.suite, info.card, cell.cell_id]
         cells.append([place, cell.verdict, cell.reason, *values])
-    return {"metrics": list(metrics), "cells": cells}
+    return {"metrics": list(metrics), "segment": dict(info.segment), "cells": cells}
 
 
 def run_metrics(found: Iterable[str]) -> tuple[str, ...]:
@@ -179,6 +179,7 @@ def cell_columns(
     runs = {
         **chart_data.runs_columns(line),
         "page": [names.run_page(point.run_id) for point in line.points],
+        "id": [point.run_id for point in line.points],
         "commit": [point.commit for point in line.points],
         "verdicts": verdicts,
         "verdict": [verdicts.index(point.verdict or MEASURED) for point in line.points],
@@ -266,12 +267,17 @@ def _aligned(series: Series, line: chart_data.Timeline) -> list[float | None]:
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """A way to compute the same, next to the cell: its newest value, and how much faster it is."""
+    """A way to compute the same, next to the cell: its newest value, and how much faster it is.
+
+    ``ratio``: the peer's value over this cell's in the newest run of this cell; ``remark``: why
+    there is none.
+    """
 
     page: str
     name: str
     value: str
-    ratio: float | None  # the peer's newest value over this cell's, of one run
+    ratio: float | None
+    remark: str
     line: Sparkline
     is_dense: bool
 
@@ -279,25 +285,31 @@ class PeerRow:
 def peer_rows(cell_id: str, main: Mapping[str, Series]) -> list[PeerRow]:
     """Named by the axes in which they differ from the cell."""
     axes = {one: series.axes for one, series in main.items()}
-    mine = {point.run_id: point.value for point in main[cell_id].points}
+    mine = main[cell_id].points[-1]
     twin = dense_twin(cell_id, axes)
     others = peers_of(cell_id, axes)[:MAX_PEERS]
     route = short_names({one: axes[one] for one in (cell_id, *others)})
     rows = []
     for other in others:
         series = main[other]
-        ratios = [
-            point.value / value
-            for point in series.points
-            if point.value is not None and (value := mine.get(point.run_id))
-        ]
-        newest = series.points[-1].value
+        newest = series.points[-1]
+        theirs = next((one for one in series.points if one.run_id == mine.run_id), None)
+        ratio, remark = None, ""
+        if not mine.value:
+            remark = f"this cell: {mine.verdict or MEASURED}, no value"
+        elif theirs is None:
+            remark = f"measured {minute(newest.measured_utc)}, not in this cell's newest run"
+        elif theirs.value is None:
+            remark = f"{theirs.verdict or MEASURED}: {theirs.reason or 'no value'}"
+        else:
+            ratio = theirs.value / mine.value
         rows.append(
             PeerRow(
                 names.cell_page(series.key.suite, series.key.card, other),
                 route[other],
-                shown(newest, series.metric.unit),
-                ratios[-1] if ratios else None,
+                shown(newest.value, series.metric.unit),
+                ratio,
+                remark,
                 sparkline([point.value for point in series.points]),
                 other == twin,
             )
