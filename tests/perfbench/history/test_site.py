@@ -47,6 +47,7 @@ from tests.perfbench.history.made_history import (
     made_history,
 )
 
+ROOT = Path(__file__).parents[3]
 RUNS = 24
 STEPPED, DRIFTED, FAILING = (cell_id_of(axes_of(place)) for place in range(3))
 
@@ -692,3 +693,13 @@ def test_a_year_of_300_cells_stays_small_on_each_page(tmp_path: Path) -> None:
     assert large < 1.1 * small
     per_cell = ((many / "index.html").stat().st_size - (few / "index.html").stat().st_size) / 60
     assert per_cell < 2500  # 300 cells: an overview of under 800 kB
+
+
+@pytest.mark.parametrize("path", [".github/workflows/pages.yml", "docs/site.md"])
+def test_every_published_page_is_written_after_detect(path: str) -> None:
+    """It shows the change points that `detect` stored, and no others."""
+    lines = [line.strip() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+    written = [index for index, line in enumerate(lines) if line.startswith("perfbench site ")]
+    assert written
+    for index in written:
+        assert lines[index - 1].startswith("perfbench detect --report-only"), lines[index]

@@ -161,5 +161,5 @@ window.perfbench = (() => {
   });
   document.querySelectorAll("table.sortable").forEach(sortable);
   ages();
-  return { theme, onTheme, element, lightOf, mark, shown, minute, signed, sortable, table, matcher, state, keep };
+  return { theme, onTheme, element, lightOf, mark, halfPct, shortCommit, shown, minute, signed, sortable, table, matcher, state, keep };
 })();
