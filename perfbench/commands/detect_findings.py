@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -46,17 +45,9 @@ class PrintedChange:
         return self.judged.change
 
     def next_step(self) -> str:
-        """Bisect where commits lie between; where none does, what the runs were."""
-        one = self.change
-        good, bad = one.before_commit, one.commit
-        if good is None or bad is None or good == bad or one.key.metric != "tok_per_s":
-            words = ["perfbench", "history", one.key.cell_id, "--metric", one.key.metric]
-        else:
-            words = ["perfbench", "bisect", one.key.cell_id]
-            words += ["--good", good[:COMMIT_CHARS], "--bad", bad[:COMMIT_CHARS]]
-            matrix = matrix_in(self.reproduce)
-            words += ["--matrix", matrix] if matrix else []
-        return shlex.join(words)
+        from perfbench.history import next_step
+
+        return next_step(self.change, self.reproduce)
 
     def text(self) -> str:
         one = self.change
@@ -235,16 +226,6 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
         len(judged),
         sum(len(one.series.points) for one in judged),
     )
-
-
-def matrix_in(command: str) -> str | None:
-    """The matrix of `perfbench run MATRIX ...`; None for another command."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return None
-    is_run = words[:2] == ["perfbench", "run"] and len(words) > 2
-    return words[2] if is_run else None
 
 
 def with_commits(

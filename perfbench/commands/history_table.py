@@ -316,6 +316,7 @@ def _number(value: float | None, unit: str) -> str:
 
 
 def _half(row: ChangeRow) -> str:
-    """Half the interval in per cent, its upper and larger half."""
-    value, high = row.point.value, row.point.high
-    return NULL if not value or high is None else f"{number(100 * (high / value - 1), 2)} %"
+    from perfbench.history import half_width_pct
+
+    pct = half_width_pct(row.point.value, row.point.low, row.point.high)
+    return NULL if pct is None else f"{number(pct, 2)} %"

@@ -59,6 +59,7 @@ def committed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for words in (
         ["history", "init"],
         ["history", "add", "--all", str(ROOT / "reports/evidence")],
+        ["detect", "--report-only"],
         ["site", "--out", str(out), "--baselines", str(ROOT / "reports/baselines")],
     ):
         assert invoke([*words, "--history", url]) == 0, words

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from perfbench.history.nouns import MeasuredValue
 from perfbench.history.site import SiteOptions, names, write_site
+from perfbench.history.site.palette import LIGHT
 from tests.browser.conftest import Watched
-from tests.perfbench.history.made_history import MadeHistory, axes_of, cell_id_of, made_history
+from tests.perfbench.history.made_history import (
+    MadeHistory,
+    axes_of,
+    cell_id_of,
+    commit_of,
+    made_history,
+)
 from tests.perfbench.history.test_site import hostile_history
 
 STEPPED, DRIFTED, FAILING = (
@@ -84,10 +93,11 @@ def test_hover_shows_the_run_and_a_click_opens_it(opened: Watched, year: Path) -
     expect(tip).to_be_visible()
     expect(tip).to_contain_text("REGRESSED")
     expect(tip).to_contain_text(re.compile(r"95 %: [\d,]+ to [\d,]+ tok/s, 3 processes"))
-    commit = tip.locator("code").inner_text()
+    commit, run_id = tip.locator("code").all_inner_texts()
     page.mouse.click(box["x"] + box["width"] - 25, box["y"] + 80)
     page.wait_for_url("**/runs/*.html")
     expect(page.locator("dl")).to_contain_text(commit)
+    expect(page.locator("dl")).to_contain_text(run_id)
 
 
 def test_keys_walk_over_the_runs(opened: Watched, year: Path) -> None:
@@ -118,19 +128,55 @@ def test_a_failure_shows_its_reason(opened: Watched, year: Path) -> None:
     expect(page.locator("#tip")).to_contain_text("SIGSEGV in the second step")
 
 
+def peer_marks(page: Page) -> int:
+    """Pixels of the chart in the colour of the first peer."""
+    return page.evaluate(
+        """([place, colour]) => {
+          const wanted = [1, 3, 5].map((i) => parseInt(colour.slice(i, i + 2), 16));
+          const canvas = document.querySelector(`${place} canvas`);
+          const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+          let count = 0;
+          for (let i = 0; i < data.length; i += 4) {
+            count += wanted.every((one, k) => Math.abs(data[i + k] - one) <= 2);
+          }
+          return count;
+        }""",
+        [SPEED, LIGHT.others[0]],
+    )
+
+
 def test_the_axis_and_the_peers_are_in_the_address(opened: Watched, year: Path) -> None:
     page = opened.page
     go(page, year, STEPPED)
     wait_for_chart(page)
-    alone = page.locator(SPEED).screenshot()
-    page.get_by_text("path=dense").first.click()
     page.get_by_text("commits", exact=True).first.click()
     wait_for_chart(page, "order")
+    alone = peer_marks(page)
+    page.get_by_text("path=dense").first.click()
     assert "x=order" in page.url and "peers=path%3Ddense" in page.url
     page.reload()
     wait_for_chart(page, "order")
     assert page.locator("#peers input").first.is_checked()
-    assert page.locator(SPEED).screenshot() != alone
+    assert peer_marks(page) > alone + 200
+
+
+def test_the_head_of_a_chart_is_the_newest_run(opened: Watched, tmp_path: Path) -> None:
+    """A speed before a WRONG_PATH run is no current one."""
+    made = made_history(cells=3, runs=6)
+    last = made.every[-1]
+    wrong = {"verdict": "WRONG_PATH", "reason": "ran masked"}
+    empty = dict.fromkeys(last.cells[0].measured, MeasuredValue(None, reason="ran masked"))
+    cells = (replace(last.cells[0], measured=empty, **wrong), *last.cells[1:])
+    made.every[-1] = replace(last, cells=cells)
+    write_site(made, tmp_path, SiteOptions())
+    page = opened.page
+    head = page.locator("figure.main figcaption span")
+    go(page, tmp_path, STEPPED)
+    expect(head).to_have_text(
+        re.compile(r"^- \(WRONG_PATH: ran masked\); [\d,]+ tok/s on 2026-01-07 02:17$")
+    )
+    go(page, tmp_path, DRIFTED)
+    expect(head).to_have_text(re.compile(r"^[\d,]+ tok/s$"))
 
 
 def test_all_runs_of_a_cell_are_a_table_that_sorts(opened: Watched, year: Path) -> None:
@@ -148,21 +194,40 @@ def test_all_runs_of_a_cell_are_a_table_that_sorts(opened: Watched, year: Path) 
 
 
 def test_compare_takes_commits_and_sorts(opened: Watched, year: Path) -> None:
+    """A commit stands for all its runs: the cells of both suites."""
     page = opened.page
     go(page, year, "compare.html")
     expect(page.locator("#table tbody tr")).to_have_count(200)
-    oldest = page.locator("#a option").last.get_attribute("data-commit")
-    go(page, year, f"compare.html#a={oldest[:10]}&q=path%3Dtriton")
+    old, new = commit_of(60), commit_of(181)  # all of one driver; before and after the step
+    go(page, year, f"compare.html#a={old[:10]}&b={new[:10]}&q=path%3Dtriton")
     page.reload()
-    expect(page.locator("#summary")).to_contain_text(re.compile(r"\d+ of 40 cells changed"))
-    assert page.locator("#a option:checked").get_attribute("data-commit") == oldest
+    summary = page.locator("#summary")
+    expect(summary).to_contain_text(
+        re.compile(r"\d+ of 60 cells changed by more than the interval\.$")
+    )
+    assert page.locator("#a option:checked").get_attribute("data-commit") == old
     page.locator("#table th").nth(3).get_by_role("button").click()
     first = page.locator("#table tbody tr").first
     expect(first).to_contain_text("workload=forward, seq_len=512, path=triton, batch=1")
     expect(first.locator(".judged")).to_have_class(re.compile("worse"))
+    expect(page.locator("#table tbody")).to_contain_text("workload=train")
     page.select_option("#metric", "launches")
-    expect(page.locator("#table tbody tr")).to_have_count(40)
+    expect(page.locator("#table tbody tr")).to_have_count(60)
     assert "metric=launches" in page.url
+
+
+def test_compare_does_not_count_across_a_driver(opened: Watched, year: Path) -> None:
+    page = opened.page
+    go(page, year, "compare.html")
+    oldest = page.locator("#a option[data-suite=nightly-gate]").last.get_attribute("value")
+    go(page, year, f"compare.html#a={oldest}&b={run_of(year)[5:-5]}&q=path%3Dtriton")
+    page.reload()
+    expect(page.locator("#summary")).to_have_text(
+        "0 of 40 cells changed by more than the interval;"
+        " 40 not comparable (driver 570.86 → 580.159)."
+    )
+    expect(page.locator("#table .judged")).to_have_count(0)
+    expect(page.locator("#table tbody tr").first).to_contain_text("not comparable")
 
 
 def test_the_theme_is_remembered(opened: Watched, year: Path) -> None:
@@ -225,6 +290,10 @@ def test_markup_in_a_run_does_not_run(opened: Watched, tmp_path: Path) -> None:
             page.locator(SPEED).press("End")
             page.get_by_text("All runs of this cell").click()
             expect(page.locator("#tip")).to_contain_text("<script>alert(1)</script>")
+        if path.name == "index.html":
+            page.locator("#since").get_by_text("all", exact=True).click()
+            expect(page.locator("#changes")).to_contain_text("accepted: note <script>alert(1)")
+            expect(page.locator("#changes")).to_contain_text("new <scrip")
         if path.parent.name == "runs":
             expect(page.locator("#table tbody tr")).to_have_count(3)
         assert page.locator("img, iframe, script:not([src]):not([type])").count() == 0
@@ -266,16 +335,37 @@ def test_a_history_of_no_runs_is_a_page(opened: Watched, tmp_path: Path) -> None
     expect(opened.page.get_by_text("What to do")).to_be_visible()
 
 
+KEYSTROKE = """() => {
+  const words = document.getElementById("words");
+  const begin = performance.now();
+  words.value = "path=dense*";
+  words.dispatchEvent(new Event("input"));
+  document.body.getBoundingClientRect(); // laid out
+  return performance.now() - begin;
+}"""
+
+
 def test_a_year_opens_like_a_month(opened: Watched, year: Path, tmp_path: Path) -> None:
-    """365 runs next to 30: the script's time until the chart stands, in one browser."""
-    write_site(made_history(cells=9, runs=30), tmp_path, SiteOptions())
+    """300 cells over 365 runs next to the same cells over 30: the script's time until a chart
+    stands, until the overview does, and of one keystroke of its filter, in one browser.
+    """
+    made = made_history(cells=300, runs=30)
+    by_name = {run.info.run_id: run for run in made.every}
+    made.run = by_name.__getitem__
+    write_site(made, tmp_path, SiteOptions())
     page = opened.page
-    cost = {}
+    cost: dict[tuple[str, str], float] = {}
     for name, site in (("month", tmp_path), ("year", year)):
-        taken = []
+        taken: dict[str, list[float]] = {"cell": [], "overview": [], "keystroke": []}
         for _ in range(3):
             go(page, site, STEPPED)
             wait_for_chart(page)
-            taken.append(page.evaluate("performance.now()"))
-        cost[name] = min(taken)
-    assert cost["year"] < 3 * cost["month"]
+            taken["cell"].append(page.evaluate("performance.now()"))
+            go(page, site, "index.html")
+            expect(page.locator("#shown")).to_have_text("300 of 300 cells")
+            taken["overview"].append(page.evaluate("performance.now()"))
+            taken["keystroke"].append(page.evaluate(KEYSTROKE))
+            expect(page.locator("#shown")).to_have_text("60 of 300 cells")
+        cost |= {(name, what): min(found) for what, found in taken.items()}
+    for what in ("cell", "overview", "keystroke"):
+        assert cost["year", what] < 3 * cost["month", what], cost

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import pairwise
 from statistics import median
+from types import MappingProxyType
 from typing import Any
 
 from perfbench.history.nouns import (
@@ -17,6 +18,8 @@ from perfbench.history.nouns import (
     Triage,
     TriageKind,
 )
+from perfbench.history.site.decided import decided_text, remark
+from perfbench.history.site.units import short_commit
 
 DIGITS = 6  # significant, of a value in a page's data
 Row = dict[str, Any]
@@ -53,7 +56,7 @@ def timeline(
 
     by_commit = sorted(range(len(points)), key=age)
     orders = {index: place for place, index in enumerate(by_commit)}
-    commits = tuple((points[index].commit or "?")[:8] for index in by_commit)
+    commits = tuple(short_commit(points[index].commit) for index in by_commit)
     places = {point.run_id: index for index, point in enumerate(points)}
     return Timeline(points, places, tuple(orders[i] for i in range(len(points))), commits)
 
@@ -121,9 +124,13 @@ def segment_changes(line: Timeline) -> list[Row]:
     return found
 
 
-def change_marks(changes: Sequence[ChangePoint], line: Timeline) -> list[Row]:
+def change_marks(
+    changes: Sequence[ChangePoint],
+    line: Timeline,
+    decided: Mapping[ChangePoint, Triage] = MappingProxyType({}),
+) -> list[Row]:
     """Change points whose runs are shown: ``i`` is the first run of the new level, ``from`` the
-    last of the old one.
+    last of the old one. ``worse`` is null of one that was decided; ``decided`` is the decision.
     """
     return [
         {
@@ -133,7 +140,8 @@ def change_marks(changes: Sequence[ChangePoint], line: Timeline) -> list[Row]:
             "pct": rounded(one.size_pct),
             "low": rounded(one.low_pct),
             "high": rounded(one.high_pct),
-            "worse": one.is_worse,
+            "worse": None if one in decided else one.is_worse,
+            "decided": decided_text(decided[one]) if one in decided else "",
         }
         for one in changes
         if one.run_id in line.places and one.before_run_id in line.places
@@ -146,7 +154,7 @@ def accepted_rows(decisions: Sequence[Triage], line: Timeline) -> list[Row]:
         {
             "i": line.places[one.run_id],
             "kind": one.kind.value,
-            "text": f"{one.note} ({one.author})" if one.author else one.note,
+            "text": remark(one),
         }
         for one in decisions
         if one.run_id in line.places

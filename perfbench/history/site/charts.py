@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.history.nouns import ChangePoint, Series, Triage
+from perfbench.history.nouns import ChangePoint, Series, Triage, TriageKind
 from perfbench.history.site import chart_data
 from perfbench.history.site.chart_data import Row
+from perfbench.history.site.decided import decisions_on
 from perfbench.history.site.palette import LIGHT, Palette
 from perfbench.history.site.units import series_in_shown_unit
 from perfbench.history.site.verdict_marks import light_of
@@ -426,6 +427,8 @@ def whole_spec(
     line = chart_data.timeline([series])
     mine = [change for change in changes if change.key == series.key]
     triaged = [one for one in decisions if one.matches(series.key)]
+    decided = decisions_on(mine, series, triaged)
+    real = [one for one in mine if one not in decided or decided[one].kind != TriageKind.NOISE]
     runs = {
         **chart_data.runs_columns(line),
         "light": [light_of(point.verdict).value for point in line.points],
@@ -433,8 +436,8 @@ def whole_spec(
     }
     one = {
         **chart_data.series_columns(series, line),
-        "changes": chart_data.change_marks(mine, line),
-        "levels": chart_data.levels(series, line, mine, triaged),
+        "changes": chart_data.change_marks(mine, line, decided),
+        "levels": chart_data.levels(series, line, real, triaged),
         "accepted": chart_data.accepted_rows(triaged, line),
         "baseline": chart_data.rounded(baseline),
     }

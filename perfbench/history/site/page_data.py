@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from typing import Any
 
+from perfbench.history.interval import half_width_pct
 from perfbench.history.nouns import (
     METRICS,
-    ChangeKind,
     ChangePoint,
     HistoryCell,
     HistoryRun,
     RunInfo,
     Series,
     Triage,
+    TriageKind,
 )
 from perfbench.history.site import chart_data, names
 from perfbench.history.site.cells_of_suite import Axes, dense_twin, peers_of, short_names
+from perfbench.history.site.decided import decision_on, decisions_on
 from perfbench.history.site.sparkline import Sparkline, sparkline
-from perfbench.history.site.units import divided, half_width_pct, minute, short_commit, shown
+from perfbench.history.site.units import divided, minute, short_commit, shown
 from perfbench.history.site.verdict_marks import Light, letter_of, light_of
 
 RUN_METRICS = ("tok_per_s", "device_ms", "launches", "peak_memory_bytes")  # to compare runs by
@@ -83,7 +83,7 @@ def run_columns(
             values.append([chart_data.rounded(divided(value, scale)) for value in found])
         place = index_of[info.suite, info.card, cell.cell_id]
         cells.append([place, cell.verdict, cell.reason, *values])
-    return {"metrics": list(metrics), "cells": cells}
+    return {"metrics": list(metrics), "segment": dict(info.segment), "cells": cells}
 
 
 def run_metrics(found: Iterable[str]) -> tuple[str, ...]:
@@ -119,14 +119,14 @@ class CellRow:
     when: str
 
 
-def cell_row(
-    name: str, cell: HistoryCell, series: Series, changes: Sequence[ChangePoint], newest: str
-) -> CellRow:
+def cell_row(name: str, cell: HistoryCell, series: Series, known: Levels, newest: str) -> CellRow:
     """``series``: of the metric that stands for the cell; ``newest``: the suite's newest run."""
     key, points = series.key, series.points
     last = points[-1]
     index_of = {point.run_id: index for index, point in enumerate(points)}
-    places = [index_of[c.run_id] for c in changes if c.key == key and c.run_id in index_of]
+    changes = [one for one in known.changes if one.key == key and one.run_id in index_of]
+    undecided = [c for c in changes if decision_on(c, series, known.decisions) is None]
+    places = [index_of[one.run_id] for one in undecided]
     mark = mark_of(cell.verdict)
     page = names.cell_page(key.suite, key.card, key.cell_id)
     return CellRow(
@@ -149,103 +149,6 @@ def terms(suite: str, card: str, axes: Axes, mark: Mark) -> str:
     known = {**axes, "suite": suite, "card": card, "verdict": mark.verdict, "is": mark.light}
     lines = (" ".join(f"{name}={value}".lower().split()) for name, value in known.items())
     return "\n".join(["", *lines, ""])
-
-
-@dataclass(frozen=True, slots=True)
-class ChangeLine:
-    """A change point in a list, with what to type next."""
-
-    page: str
-    name: str
-    suite: str
-    card: str
-    metric: str
-    kind: str
-    judged: str  # worse, better, neither
-    size: str
-    interval: str
-    when: str
-    milliseconds: int
-    run_page: str
-    before_page: str  # empty where that run has no page
-    commit: str
-    before_commit: str
-    commands: tuple[str, ...]
-    terms: str
-
-
-def change_line(
-    change: ChangePoint, name: str, cell: HistoryCell, *, has_before: bool
-) -> ChangeLine:
-    """``has_before``: the last run of the old level has a page."""
-    key = change.key
-    judged = {True: "worse", False: "better", None: "neither"}[change.is_worse]
-    return ChangeLine(
-        names.cell_page(key.suite, key.card, key.cell_id),
-        name,
-        key.suite,
-        key.card,
-        key.metric,
-        change.kind.value,
-        judged,
-        f"{change.size_pct:+.1f} %".replace("-", "−"),
-        f"{change.low_pct:+.1f} to {change.high_pct:+.1f} %".replace("-", "−"),
-        minute(change.measured_utc),
-        chart_data.milliseconds(change.measured_utc),
-        names.run_page(change.run_id),
-        names.run_page(change.before_run_id) if has_before else "",
-        short_commit(change.commit),
-        short_commit(change.before_commit),
-        _next_commands(change),
-        f"{terms(key.suite, key.card, cell.axes, mark_of(cell.verdict))}kind={change.kind.value}\n"
-        f"metric={key.metric}\n{judged}\n",
-    )
-
-
-def turned_line(name: str, cell: HistoryCell, series: Series) -> ChangeLine | None:
-    """Where the light of the verdict turned last, and from what; null where it never did."""
-    found = [
-        (old, new)
-        for old, new in pairwise(series.points)
-        if light_of(old.verdict) != light_of(new.verdict)
-    ]
-    if not found:
-        return None
-    old, new = found[-1]
-    key, lights = series.key, (light_of(old.verdict), light_of(new.verdict))
-    judged = "worse" if LIGHTS.index(lights[1]) < LIGHTS.index(lights[0]) else "better"
-    return ChangeLine(
-        names.cell_page(key.suite, key.card, key.cell_id),
-        name,
-        key.suite,
-        key.card,
-        "verdict",
-        "verdict",
-        judged,
-        f"{old.verdict or MEASURED} → {new.verdict or MEASURED}",
-        new.reason,
-        minute(new.measured_utc),
-        chart_data.milliseconds(new.measured_utc),
-        names.run_page(new.run_id),
-        names.run_page(old.run_id),
-        short_commit(new.commit),
-        short_commit(old.commit),
-        (cell.reproduce,) if cell.reproduce else (),
-        f"{terms(key.suite, key.card, cell.axes, mark_of(cell.verdict))}kind=verdict\n"
-        f"metric=verdict\n{judged}\n",
-    )
-
-
-def _next_commands(change: ChangePoint) -> tuple[str, ...]:
-    """The commits between, and the search for the first bad one; none where one is not known."""
-    old, new = change.before_commit, change.commit
-    if not old or not new or old == new:
-        return ()
-    between = shlex.join(["git", "log", "--oneline", f"{old[:12]}..{new[:12]}"])
-    if not change.is_worse or change.kind != ChangeKind.STEP:
-        return (between,)
-    words = ["perfbench", "bisect", "--good", old[:12], "--bad", new[:12], change.key.cell_id]
-    return between, shlex.join(words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,6 +179,7 @@ def cell_columns(
     runs = {
         **chart_data.runs_columns(line),
         "page": [names.run_page(point.run_id) for point in line.points],
+        "id": [point.run_id for point in line.points],
         "commit": [point.commit for point in line.points],
         "verdicts": verdicts,
         "verdict": [verdicts.index(point.verdict or MEASURED) for point in line.points],
@@ -308,14 +212,16 @@ def _chart(series: Series, line: chart_data.Timeline, known: Levels) -> dict[str
     key = series.key
     changes = [change for change in known.changes if change.key == key]
     decisions = [one for one in known.decisions if one.matches(key)]
+    decided = decisions_on(changes, series, decisions)
+    real = [one for one in changes if one not in decided or decided[one].kind != TriageKind.NOISE]
     return {
         "name": key.metric,
         "title": series.metric.title,
         "unit": series.metric.unit,
         "better": series.metric.better.value,
         **chart_data.series_columns(series, line),
-        "changes": chart_data.change_marks(changes, line),
-        "levels": chart_data.levels(series, line, changes, decisions),
+        "changes": chart_data.change_marks(changes, line, decided),
+        "levels": chart_data.levels(series, line, real, decisions),
         "accepted": chart_data.accepted_rows(decisions, line),
         "baseline": chart_data.rounded(known.baselines.get((key.cell_id, key.metric))),
     }
@@ -361,12 +267,17 @@ def _aligned(series: Series, line: chart_data.Timeline) -> list[float | None]:
 
 @dataclass(frozen=True, slots=True)
 class PeerRow:
-    """A way to compute the same, next to the cell: its newest value, and how much faster it is."""
+    """A way to compute the same, next to the cell: its newest value, and how much faster it is.
+
+    ``ratio``: the peer's value over this cell's in the newest run of this cell; ``remark``: why
+    there is none.
+    """
 
     page: str
     name: str
     value: str
-    ratio: float | None  # the peer's newest value over this cell's, of one run
+    ratio: float | None
+    remark: str
     line: Sparkline
     is_dense: bool
 
@@ -374,25 +285,31 @@ class PeerRow:
 def peer_rows(cell_id: str, main: Mapping[str, Series]) -> list[PeerRow]:
     """Named by the axes in which they differ from the cell."""
     axes = {one: series.axes for one, series in main.items()}
-    mine = {point.run_id: point.value for point in main[cell_id].points}
+    mine = main[cell_id].points[-1]
     twin = dense_twin(cell_id, axes)
     others = peers_of(cell_id, axes)[:MAX_PEERS]
     route = short_names({one: axes[one] for one in (cell_id, *others)})
     rows = []
     for other in others:
         series = main[other]
-        ratios = [
-            point.value / value
-            for point in series.points
-            if point.value is not None and (value := mine.get(point.run_id))
-        ]
-        newest = series.points[-1].value
+        newest = series.points[-1]
+        theirs = next((one for one in series.points if one.run_id == mine.run_id), None)
+        ratio, remark = None, ""
+        if not mine.value:
+            remark = f"this cell: {mine.verdict or MEASURED}, no value"
+        elif theirs is None:
+            remark = f"measured {minute(newest.measured_utc)}, not in this cell's newest run"
+        elif theirs.value is None:
+            remark = f"{theirs.verdict or MEASURED}: {theirs.reason or 'no value'}"
+        else:
+            ratio = theirs.value / mine.value
         rows.append(
             PeerRow(
                 names.cell_page(series.key.suite, series.key.card, other),
                 route[other],
-                shown(newest, series.metric.unit),
-                ratios[-1] if ratios else None,
+                shown(newest.value, series.metric.unit),
+                ratio,
+                remark,
                 sparkline([point.value for point in series.points]),
                 other == twin,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from perfbench.history.next_command import COMMIT_CHARS
 from perfbench.history.nouns import Metric, Series
 from perfbench.text import NULL, number
 
@@ -43,13 +44,6 @@ def divided(value: float | None, scale: float) -> float | None:
     return None if value is None else value / scale
 
 
-def half_width_pct(value: float | None, low: float | None, high: float | None) -> float | None:
-    """Half of the interval in percent of the value; null without one."""
-    if not value or low is None or high is None:
-        return None
-    return 50 * (high - low) / abs(value)
-
-
 def minute(when: datetime) -> str:
     """'2026-11-29 02:17', in UTC."""
     return f"{_utc(when):%Y-%m-%d %H:%M}"
@@ -64,4 +58,4 @@ def _utc(when: datetime) -> datetime:
 
 
 def short_commit(commit: str | None) -> str:
-    return commit[:8] if commit else "?"
+    return commit[:COMMIT_CHARS] if commit else "?"

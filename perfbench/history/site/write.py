@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfbench.errors import Exit, PerfbenchError, unwritable
+from perfbench.history.interval import half_width_pct
+from perfbench.history.next_command import COMMIT_CHARS
 from perfbench.history.nouns import (
     METRICS,
     Better,
@@ -29,15 +31,17 @@ from perfbench.history.nouns import (
 from perfbench.history.site import names, page_data
 from perfbench.history.site.baselines import LevelOf, read_levels
 from perfbench.history.site.cells_of_suite import short_names
+from perfbench.history.site.change_lines import ChangeLine, change_line, turned_line
 from perfbench.history.site.charts import AXES, HOURS_BELOW_DAYS, MAX_FEW, chart_spec
+from perfbench.history.site.decided import decision_on
 from perfbench.history.site.palette import PALETTES
 from perfbench.history.site.report_html import report_html
 from perfbench.history.site.units import (
-    half_width_pct,
     in_shown_unit,
     iso,
     minute,
     series_in_shown_unit,
+    short_commit,
     shown,
 )
 from perfbench.history.site.verdict_marks import LETTERS, light_of
@@ -139,7 +143,7 @@ class _Writer:
             levels, self.problems = read_levels(self.options.baselines, suites)
         self._assets()
         index: list[list[str]] = []
-        changed: list[page_data.ChangeLine] = []
+        changed: list[ChangeLine] = []
         pages = []
         for suite, mine in sorted(suites.items()):
             one = self._runs_of(suite, mine, index)
@@ -225,7 +229,7 @@ class _Writer:
                 if wanted[series.key.cell_id] == metric and series.points:
                     yield series.key.cell_id, series_in_shown_unit(series)
 
-    def _cells_of(self, suite: _SuitePages, known: page_data.Levels) -> list[page_data.ChangeLine]:
+    def _cells_of(self, suite: _SuitePages, known: page_data.Levels) -> list[ChangeLine]:
         """Write a page for each cell of a suite, and return what changed in it."""
         streamed = self.history.every_series(
             suite=suite.suite, card=suite.card, since=self.options.since
@@ -248,16 +252,20 @@ class _Writer:
         cell_id: str,
         every: Sequence[Series],
         known: page_data.Levels,
-    ) -> list[page_data.ChangeLine]:
+    ) -> list[ChangeLine]:
         cell, main = suite.cells[cell_id], suite.main[cell_id]
         newest = suite.runs[0].info.run_id
-        row = page_data.cell_row(suite.short[cell_id], cell, main, self.changes, newest)
+        row = page_data.cell_row(suite.short[cell_id], cell, main, known, newest)
         suite.rows.append(row)
-        keys = {series.key for series in every}
+        keys = {series.key: series for series in every}
         when_of = {row.info.run_id: row.when for row in suite.runs}
         changed = [
-            page_data.change_line(
-                one, suite.short[cell_id], cell, has_before=one.before_run_id in when_of
+            change_line(
+                one,
+                suite.short[cell_id],
+                cell,
+                decision_on(one, keys[one.key], known.decisions),
+                has_before=one.before_run_id in when_of,
             )
             for one in self.changes
             if one.key in keys and one.run_id in when_of
@@ -284,7 +292,7 @@ class _Writer:
             when_of=when_of,
             data=columns,
         )
-        turned = page_data.turned_line(suite.short[cell_id], cell, main)
+        turned = turned_line(suite.short[cell_id], cell, main)
         return changed if turned is None else [*changed, turned]
 
     def _run_page(
@@ -325,6 +333,7 @@ class _Writer:
             "specs": specs,
             "maxFew": MAX_FEW,
             "hoursBelowDays": HOURS_BELOW_DAYS,
+            "commitChars": COMMIT_CHARS,
             "lights": {verdict.value: light_of(verdict).value for verdict in Verdict},
             "letters": {verdict.value: letter for verdict, letter in LETTERS.items()},
         }
@@ -410,6 +419,7 @@ def _templates() -> jinja2.Environment:
         "json": lambda content: markupsafe.Markup(_json(content)),
         "minute": minute,
         "iso": iso,
+        "short": short_commit,
         "light": lambda verdict: light_of(verdict).value,
     }
     made.globals |= {"shown": shown, "half_width_pct": half_width_pct, "mark_of": page_data.mark_of}

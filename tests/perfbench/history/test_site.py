@@ -16,10 +16,20 @@ import vl_convert
 
 from perfbench.commands.app import invoke
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.history.nouns import METRICS, Series, SeriesKey, SeriesPoint
+from perfbench.history import half_width_pct
+from perfbench.history.nouns import (
+    METRICS,
+    ChangePoint,
+    HistoryCell,
+    Series,
+    SeriesKey,
+    SeriesPoint,
+    TriageKind,
+)
 from perfbench.history.site import chart_data, chart_png, names, page_data, write_site
 from perfbench.history.site.baselines import levels_of
 from perfbench.history.site.cells_of_suite import dense_twin, peers_of, short_names
+from perfbench.history.site.change_lines import change_line
 from perfbench.history.site.charts import AXES, chart_spec, datasets, whole_spec
 from perfbench.history.site.palette import PALETTES, Palette
 from perfbench.history.site.report_html import report_html
@@ -37,6 +47,7 @@ from tests.perfbench.history.made_history import (
     made_history,
 )
 
+ROOT = Path(__file__).parents[3]
 RUNS = 24
 STEPPED, DRIFTED, FAILING = (cell_id_of(axes_of(place)) for place in range(3))
 
@@ -154,7 +165,10 @@ def test_planted_changes_show_with_their_commits(site: Path, history: MadeHistor
         size = f"{pct:+.1f} %".replace("-", "−")
         for text in (overview, page_of(site, cell_id).read_text(encoding="utf-8")):
             assert size in text
-            assert f"<code>{change.before_commit[:8]}</code> → <code>{change.commit[:8]}" in text
+            assert (
+                f"<code>{change.before_commit[:10]}</code> → <code>{change.commit[:10]}</code>"
+                in text
+            )
         chart = data_of(page_of(site, cell_id))["metrics"][0]
         (mark,) = chart["changes"]
         assert (mark["kind"], mark["pct"]) == (change.kind.value, pct)
@@ -249,7 +263,27 @@ def hostile_history() -> MadeHistory:
             report="\n\n".join([*HOSTILE, "[x](javascript:alert(1))", "![x](x onerror=alert(1))"]),
         )
         every.append(replace(run, info=info, cells=cells))
-    return MadeHistory(every)
+    cell = every[0].cells[1]
+    key = SeriesKey(bad, bad, cell.cell_id, "tok_per_s")
+    old, new = every[0].info, every[2].info
+    decision = replace(
+        made.triaged[0],
+        run_id=new.run_id,
+        note=f"note {bad}",
+        author=f"author {bad}",
+        **dict.fromkeys(("suite", "card"), bad),
+        cell_id=key.cell_id,
+    )
+    change = replace(
+        made.found[0],
+        key=key,
+        before_run_id=old.run_id,
+        run_id=new.run_id,
+        before_commit=f"old {bad}",
+        commit=f"new {bad}",
+    )
+    other = replace(change, key=replace(key, cell_id=every[0].cells[2].cell_id))
+    return MadeHistory(every, [change, other], [decision])
 
 
 def test_markup_in_a_run_is_text_on_every_page(tmp_path: Path) -> None:
@@ -261,6 +295,8 @@ def test_markup_in_a_run_is_text_on_every_page(tmp_path: Path) -> None:
         assert found.handlers == [] and "img" not in found.tags, page
         assert all(one.get("src") or one.get("type") for one in found.scripts), page
         assert not any(link.startswith("javascript") for link in found.links), page
+        text = page.read_text()
+        assert page.name != "index.html" or ("accepted: note &lt;script" in text), page
         assert "49" not in re.findall(r"\{\{ 7 \* 7 \}\}|\b49\b", page.read_text())
     for script in (tmp_path / "site" / "data").glob("*.js"):
         text = script.read_text(encoding="utf-8")
@@ -512,6 +548,93 @@ def test_dense_twin_differs_in_path_and_fa2_alone() -> None:
     assert short_names({"x[1]": {}, "x[2]": {}}) == {"x[1]": "x[1]", "x[2]": "x[2]"}
 
 
+def only_page(change: ChangePoint, reproduce: str) -> list[str]:
+    cell = HistoryCell(change.key.cell_id, {"path": "v2"}, "SAME", "", reproduce, {})
+    return [*change_line(change, "name", cell, has_before=True).commands]
+
+
+def test_a_bisect_is_typed_with_its_matrix_and_only_where_it_can_judge() -> None:
+    step = made_history(cells=3, runs=6).found[0]
+    ran = f"perfbench run 'my matrices/gate.yaml' --only {step.key.cell_id}"
+    old = str(step.before_commit)
+    step = replace(step, before_commit=old, commit="f" * 40)
+    (between, typed) = only_page(step, ran)
+    assert between == f"git log --oneline {old[:10]}..{'f' * 10}"
+    assert typed == (
+        f"perfbench bisect {step.key.cell_id} --good {old[:10]} --bad {'f' * 10}"
+        " --matrix 'my matrices/gate.yaml'"
+    )
+    for other, command in (
+        (step, ""),
+        (step, "pytest --benchmark-only"),
+        (replace(step, key=replace(step.key, metric="device_ms")), ran),
+        (replace(step, is_worse=False), ran),
+        (replace(step, is_worse=None), ran),
+        (replace(step, before_commit=None), ran),
+        (replace(step, commit=old, before_commit=old), ran),
+    ):
+        typed = only_page(other, command)[-1]
+        assert typed == f"perfbench history {other.key.cell_id} --metric {other.key.metric}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "is_decided"),
+    [
+        (TriageKind.NOISE, 16, True),
+        (TriageKind.NOISE, 5, False),
+        (TriageKind.ACCEPTED, 16, True),
+        (TriageKind.ACCEPTED, 20, True),
+        (TriageKind.ACCEPTED, 15, False),  # the old level
+        (TriageKind.NOTE, 16, False),
+    ],
+)
+def test_a_decided_change_is_no_news(
+    kind: TriageKind, place: int, is_decided: bool, tmp_path: Path
+) -> None:
+    made = made_history(cells=3, runs=RUNS)
+    assert made.found[0].run_id == made.every[16].info.run_id
+    run_id = made.every[place].info.run_id
+    decision = replace(made.triaged[0], kind=kind, run_id=run_id, note="the fan", author="ada")
+    made.triaged, made.found = [decision], made.found[:1]
+    write_site(made, tmp_path / "site", SiteOptions())
+    overview = (tmp_path / "site" / "index.html").read_text(encoding="utf-8")
+    page = page_of(tmp_path / "site", STEPPED)
+    text = page.read_text(encoding="utf-8")
+    for shown in (overview, text):
+        assert (f"{kind.value}: the fan (ada)" in shown) is is_decided
+        assert ("perfbench bisect" in shown) is not is_decided
+        row = next(one for one in re.findall(r"<tr.*?</tr>", shown, re.DOTALL) if "−6.4" in one)
+        assert ("judged worse" in row) is not is_decided
+    chart = data_of(page)["metrics"][0]
+    (mark,) = chart["changes"]
+    assert (mark["worse"] is True) is not is_decided
+    begins = [level["i"] for level in chart["levels"]]
+    assert (16 in begins) is not (kind == TriageKind.NOISE and is_decided)
+
+
+def test_a_peer_is_compared_in_the_newest_run_alone() -> None:
+    mine, theirs = series_of(10, 20), series_of(20, 60)
+    other = replace(theirs, key=replace(theirs.key, cell_id="path=dense"), axes={"path": "dense"})
+    main = {"path=v2": mine, "path=dense": other}
+    assert [one.ratio for one in page_data.peer_rows("path=v2", main)] == [3.0]
+    main["path=v2"] = replace(mine, points=series_of(10, None).points)
+    (row,) = page_data.peer_rows("path=v2", main)
+    assert row.ratio is None and row.remark == "this cell: FAILED, no value"
+    main["path=v2"], main["path=dense"] = mine, replace(other, points=series_of(20, None).points)
+    (row,) = page_data.peer_rows("path=v2", main)
+    assert row.ratio is None and row.remark == "FAILED: no value"
+    main["path=dense"] = replace(other, points=other.points[:1])
+    (row,) = page_data.peer_rows("path=v2", main)
+    assert row.ratio is None and "2026-01-01" in row.remark
+
+
+def test_half_an_interval_is_its_larger_half() -> None:
+    """As in the terminal: of 80 to 125 around 100, 25 %."""
+    assert half_width_pct(100.0, 80.0, 125.0) == pytest.approx(25)
+    assert half_width_pct(100.0, 70.0, 125.0) == pytest.approx(30)
+    assert half_width_pct(100.0, None, 125.0) is None and half_width_pct(0.0, 0.0, 1.0) is None
+
+
 def test_every_layer_draws_a_set_that_there_is(history: MadeHistory) -> None:
     series = next(iter(history.every_series(suite="nightly-gate", card="h200", metric="tok_per_s")))
     line = chart_data.timeline([series])
@@ -570,3 +693,13 @@ def test_a_year_of_300_cells_stays_small_on_each_page(tmp_path: Path) -> None:
     assert large < 1.1 * small
     per_cell = ((many / "index.html").stat().st_size - (few / "index.html").stat().st_size) / 60
     assert per_cell < 2500  # 300 cells: an overview of under 800 kB
+
+
+@pytest.mark.parametrize("path", [".github/workflows/pages.yml", "docs/site.md"])
+def test_every_published_page_is_written_after_detect(path: str) -> None:
+    """It shows the change points that `detect` stored, and no others."""
+    lines = [line.strip() for line in (ROOT / path).read_text(encoding="utf-8").splitlines()]
+    written = [index for index, line in enumerate(lines) if line.startswith("perfbench site ")]
+    assert written
+    for index in written:
+        assert lines[index - 1].startswith("perfbench detect --report-only"), lines[index]

@@ -1,7 +1,7 @@
 "use strict";
 // A cell's page: its charts, drawn when they come into view; hover, keys and taps; all runs.
 (() => {
-  const { element, mark, shown, minute, signed, sortable, table, state, keep, onTheme } = window.perfbench;
+  const { element, mark, shown, shortCommit, minute, signed, sortable, table, state, keep, onTheme } = window.perfbench;
   const { draw, nearest, xOf } = window.perfbenchChart;
   const data = JSON.parse(document.getElementById("data").textContent);
   const { runs, metrics, peers } = data;
@@ -31,12 +31,27 @@
     if (reason) lines.push(element("div", { class: "quiet" }, reason.length > 200 ? `${reason.slice(0, 200)}…` : reason));
     for (const change of one.changes.filter((c) => c.i === i)) {
       lines.push(element("div", {}, `${change.kind} ${signed(change.pct)} (${signed(change.low)} to ${signed(change.high)})`));
+      if (change.decided) lines.push(element("div", {}, change.decided));
     }
     for (const row of one.accepted.filter((c) => c.i === i)) lines.push(element("div", {}, `${row.kind}: ${row.text}`));
     for (const row of runs.segments.filter((c) => c.i === i)) lines.push(element("div", {}, row.text));
-    const commit = element("code", {}, (runs.commit[i] || "?").slice(0, 12));
+    const commit = element("code", {}, shortCommit(runs.commit[i]));
     lines.push(element("div", { class: "quiet" }, `${minute(runs.time[i])}, commit `, commit));
+    lines.push(element("div", { class: "quiet" }, "run ", element("code", { class: "wrap" }, runs.id[i])));
     return lines;
+  }
+
+  // The value of the newest run; where it has none, why, and the value before it with its date.
+  function newestOf(one) {
+    const at = (k) => (one.at ? one.at[k] : k);
+    const last = one.value.findLastIndex((value) => value !== null);
+    const value = `${shown(one.value[last], one.unit)}`;
+    const newest = runs.time.length - 1;
+    if (at(last) === newest) return value;
+    const verdict = runs.verdicts[runs.verdict[newest]];
+    const absent = one.why[newest] !== undefined || verdict !== "MEASURED";
+    const why = absent ? `${verdict}: ${one.why[newest] || runs.reasons[runs.reason[newest]] || "no value"}` : "no value";
+    return `- (${why.slice(0, 80)}); ${value} on ${minute(runs.time[at(last)])}`;
   }
 
   function select(chart, point, y) {
@@ -125,11 +140,10 @@
   }, { rootMargin: "200px" });
 
   drawable.forEach((one, place) => {
-    const known = one.value.filter((value) => value !== null);
     const title = one.unit ? `${one.title} (${one.unit})` : one.title;
     const label = `${title} over ${one.value.length} runs: left and right move from run to run, Enter opens it`;
     const box = element("div", { class: "chart", tabindex: 0, role: "group", "aria-label": label, "data-metric": one.name });
-    const newest = element("span", {}, shown(known.at(-1), one.unit));
+    const newest = element("span", {}, newestOf(one));
     boxes.append(element("figure", { class: place ? null : "main" }, element("figcaption", {}, title, newest), box));
     const chart = { one, box, main: place === 0, drawn: null, hovered: -1, turn: 0, seen: false };
     charts.push(chart);
@@ -175,7 +189,7 @@
       const band = k >= 0 && one.low.length && one.low[k] !== null ? `${shown(one.low[k])} to ${shown(one.high[k])}` : "-";
       made.body.append(element("tr", {},
         element("td", {}, element("a", { href: `../runs/${runs.page[i]}.html` }, minute(runs.time[i]))),
-        element("td", {}, element("code", {}, (runs.commit[i] || "?").slice(0, 8))),
+        element("td", {}, element("code", {}, shortCommit(runs.commit[i]))),
         element("td", { class: "number" }, k >= 0 ? shown(one.value[k], one.unit) : "-"),
         element("td", { class: "number" }, band),
         element("td", {}, mark(runs.verdicts[runs.verdict[i]])),

@@ -1,7 +1,8 @@
 "use strict";
-// Two runs, cell by cell; which two is in the address, as pages' names or commits.
+// Two runs, or all runs of two commits, cell by cell; which two is in the address, as pages' names
+// or commits.
 (() => {
-  const { element, mark, shown, signed, sortable, table, matcher, state, keep } = window.perfbench;
+  const { element, mark, shown, shortCommit, signed, sortable, table, matcher, state, keep } = window.perfbench;
   const titles = JSON.parse(document.getElementById("data").textContent);
   const known = window.perfbenchCells;
   const [a, b, metric, words] = ["a", "b", "metric", "words"].map((id) => document.getElementById(id));
@@ -22,19 +23,61 @@
     return loading.get(page);
   }
 
-  // A page's name, or the beginning of a commit: then its newest run.
+  // A commit of several runs is a choice, too: its value is 'commit:' and the whole commit.
+  const ALL = "commit:";
+  function offerCommits(select) {
+    const of = new Map();
+    for (const { dataset, value } of select.options) {
+      if (dataset.commit) of.set(dataset.commit, [...(of.get(dataset.commit) || []), value]);
+    }
+    const several = [...of].filter(([, pages]) => pages.length > 1);
+    if (!several.length) return;
+    const group = element("optgroup", { label: "all runs of a commit" });
+    group.append(...several.map(([commit, pages]) => element("option",
+      { value: ALL + commit, "data-commit": commit, "data-pages": pages.join(" ") },
+      `${shortCommit(commit)} · all ${pages.length} runs`)));
+    select.append(group);
+  }
+  const runsOnly = (select) => [...select.options].filter((one) => !one.value.startsWith(ALL));
+
+  // A page's name, or the beginning of a commit: then all its runs.
   function pick(select, wanted) {
     const options = [...select.options];
+    const starts = (one) => one.dataset.commit.startsWith(wanted.replace(ALL, ""));
     const found = options.find((one) => one.value === wanted)
-      || (wanted && wanted.length >= 6 && options.find((one) => one.dataset.commit.startsWith(wanted)));
+      || (wanted.replace(ALL, "").length >= 6 && (options.find((one) => one.dataset.pages && starts(one)) || options.find(starts)));
     if (found) select.value = found.value;
     return Boolean(found);
+  }
+
+  // The cells of a choice, each with its values by metric, of the newest run that has it.
+  async function side(select) {
+    const { value, dataset } = select.selectedOptions[0];
+    const pages = dataset.pages ? dataset.pages.split(" ") : [value];
+    const metrics = new Set();
+    const cells = new Map();
+    for (const run of await Promise.all(pages.map(load))) {
+      run.metrics.forEach((name) => metrics.add(name));
+      for (const [place, verdict, , ...values] of run.cells) {
+        if (cells.has(place)) continue;
+        const of = new Map(run.metrics.map((name, k) => [name, values[k]]));
+        cells.set(place, { place, verdict, of, segment: { ...run.segment, card: known[place][3] } });
+      }
+    }
+    return { metrics: [...metrics], cells: [...cells.values()], united: pages.length > 1 };
+  }
+
+  // 'driver 570 → 580': of what the gate calls INCOMPARABLE; empty where the two may be compared.
+  function differences(from, to) {
+    const names = [...new Set([...Object.keys(from), ...Object.keys(to)])].sort();
+    return names.filter((name) => (from[name] || "") !== (to[name] || ""))
+      .map((name) => `${name} ${from[name] || "none"} → ${to[name] || "none"}`).join(", ");
   }
 
   function defaults() {
     const first = b.options[0];
     b.value = first.value;
-    const older = [...a.options].find((one, i) => i > 0 && one.dataset.suite === first.dataset.suite
+    const older = runsOnly(a).find((one, i) => i > 0 && one.dataset.suite === first.dataset.suite
       && one.dataset.card === first.dataset.card);
     a.value = (older || a.options[1]).value;
   }
@@ -57,20 +100,24 @@
   function fill(one, other) {
     const name = metric.value;
     const { unit, better } = titles[name] || { unit: "", better: "neither" };
-    const [k, l] = [one.metrics.indexOf(name), other.metrics.indexOf(name)];
-    const key = (cell) => known[cell[0]][4];
+    const whole = one.united || other.united; // then a cell is its suite's and card's
+    const key = (cell) => (whole ? known[cell.place].slice(2).join("\n") : known[cell.place][4]);
     const before = new Map(one.cells.map((cell) => [key(cell), cell]));
     const after = new Map(other.cells.map((cell) => [key(cell), cell]));
     const matches = matcher(words.value);
     const made = table([["cell"], [unit ? `from, ${unit}` : "from", "number"], [unit ? `to, ${unit}` : "to", "number"], ["change", "number"], ["its 95 %", "number"], ["verdicts"]], "comparison");
     const counts = { apart: 0, cells: 0, alone: 0 };
-    for (const id of new Set([...before.keys(), ...after.keys()])) {
-      const [from, to] = [before.get(id), after.get(id)];
-      const [file, text, suite, card] = known[(to || from)[0]];
+    const differing = new Map();
+    for (const both of new Set([...before.keys(), ...after.keys()])) {
+      const [from, to] = [before.get(both), after.get(both)];
+      const [file, text, suite, card, id] = known[(to || from).place];
       const terms = `\n${id.toLowerCase().split(",").join("\n")}\nsuite=${suite.toLowerCase()}\ncard=${card.toLowerCase()}\n`;
       if (!matches(terms, `${text} ${suite} ${card}`)) continue;
-      const [x, y] = [from && k >= 0 ? from[3 + k] : [null, null, null], to && l >= 0 ? to[3 + l] : [null, null, null]];
-      const moved = change(x, y);
+      const nothing = [null, null, null];
+      const [x, y] = [from?.of.get(name) || nothing, to?.of.get(name) || nothing];
+      const apartBy = from && to ? differences(from.segment, to.segment) : "";
+      if (apartBy) differing.set(apartBy, (differing.get(apartBy) || 0) + 1);
+      const moved = apartBy ? null : change(x, y);
       const apart = moved && moved.low !== null && (moved.low > 0 || moved.high < 0);
       const worse = better === "neither" || !apart ? "" : (moved.pct < 0) === (better === "higher") ? "worse" : "better";
       counts.cells += 1;
@@ -82,19 +129,21 @@
         element("td", { class: "number", "data-value": x[0] ?? "-" }, interval(x)),
         element("td", { class: "number", "data-value": y[0] ?? "-" }, interval(y)),
         element("td", { class: "number", "data-value": moved ? moved.pct : "-" },
-          moved ? element("span", { class: `judged ${worse}` }, arrow + signed(moved.pct, 2)) : "-"),
+          moved ? element("span", { class: `judged ${worse}` }, arrow + signed(moved.pct, 2)) : "-",
+          apartBy ? element("span", { class: "quiet", title: apartBy }, " not comparable") : null),
         element("td", { class: "number quiet" }, moved && moved.low !== null ? `${signed(moved.low)} to ${signed(moved.high)}` : "-"),
-        element("td", {}, from ? mark(from[1]) : "absent", " → ", to ? mark(to[1]) : "absent")));
+        element("td", {}, from ? mark(from.verdict) : "absent", " → ", to ? mark(to.verdict) : "absent")));
     }
     sortable(made.table);
     place.replaceChildren(made.box);
     const alone = counts.alone ? `, ${counts.alone} in only one of the runs` : "";
-    summary.textContent = `${counts.apart} of ${counts.cells} cells changed by more than the interval${alone}.`;
+    const reasons = [...differing].map(([text, count]) => `${count} not comparable (${text})`);
+    summary.textContent = [`${counts.apart} of ${counts.cells} cells changed by more than the interval${alone}`, ...reasons].join("; ") + ".";
   }
 
   async function show() {
     try {
-      const [one, other] = await Promise.all([load(a.value), load(b.value)]);
+      const [one, other] = await Promise.all([side(a), side(b)]);
       const before = metric.value || state().get("metric");
       const names = [...new Set([...other.metrics, ...one.metrics])];
       metric.replaceChildren(...names.map((name) => element("option", { value: name }, (titles[name] || { title: name }).title)));
@@ -128,5 +177,6 @@
     show();
   });
   addEventListener("hashchange", read);
+  [a, b].forEach(offerCommits);
   read();
 })();

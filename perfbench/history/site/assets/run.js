@@ -1,7 +1,7 @@
 "use strict";
 // A run's page: the table of its cells, worst first.
 (() => {
-  const { element, lightOf, mark, shown, sortable, table } = window.perfbench;
+  const { element, halfPct, lightOf, mark, shown, sortable, table } = window.perfbench;
   const { page, metrics } = JSON.parse(document.getElementById("data").textContent);
   const known = window.perfbenchCells;
   const { cells } = window.perfbenchRuns[page];
@@ -15,7 +15,7 @@
       element("td", {}, mark(verdict)),
       element("td", { class: "name" }, element("a", { href: `../cells/${file}.html`, title: id }, name)),
       ...values.map(([value, low, high]) => {
-        const half = value && low !== null && high !== null ? 50 * (high - low) / Math.abs(value) : 0;
+        const half = halfPct(value, low, high);
         const band = half ? element("span", { class: "quiet" }, ` ± ${half.toFixed(1)} %`) : null;
         return element("td", { class: "number", "data-value": value ?? "-" }, shown(value), band);
       }),

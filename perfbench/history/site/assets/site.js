@@ -48,6 +48,13 @@ window.perfbench = (() => {
     return unit ? `${text} ${unit}` : text;
   }
 
+  const { commitChars } = window.perfbenchShared;
+  const shortCommit = (commit) => (commit ? commit.slice(0, commitChars) : "?");
+
+  // As perfbench.history.interval.half_width_pct.
+  const halfPct = (value, low, high) => (!value || low === null || high === null
+    ? null : 100 * Math.max(high - value, value - low) / Math.abs(value));
+
   const minute = (ms) => new Date(ms).toISOString().slice(0, 16).replace("T", " ");
 
   const signed = (pct, digits = 1) => `${pct >= 0 ? "+" : "−"}${Math.abs(pct).toFixed(digits)} %`;
@@ -154,5 +161,5 @@ window.perfbench = (() => {
   });
   document.querySelectorAll("table.sortable").forEach(sortable);
   ages();
-  return { theme, onTheme, element, lightOf, mark, shown, minute, signed, sortable, table, matcher, state, keep };
+  return { theme, onTheme, element, lightOf, mark, halfPct, shortCommit, shown, minute, signed, sortable, table, matcher, state, keep };
 })();
