@@ -72,6 +72,8 @@ def find_shifts(
         places = _places(level, noise, least_z, least)
     if not places:  # each step of a ramp may fail its test, where the ramp does not
         drift = _drift(level, [], noise)
+        if drift is not None:
+            drift = _drift(level, [], noise_of(level - _line(drift, len(level))))
         return [] if drift is None or abs(drift.z) < least_z else [drift]
     steps = [_step(level, places, at, noise) for at in range(len(places))]
     return _with_drifts(level, steps, noise, least_z)
@@ -213,6 +215,13 @@ def _with_drifts(level: Floats, steps: list[Shift], noise: Noise, least_z: float
             found.append(replace(drift, before=before, place=place))
         at = last + 1
     return found
+
+
+def _line(drift: Shift, n: int) -> Floats:
+    """[n] what a drift adds to the level."""
+    return drift.size * np.clip(
+        (np.arange(n) - drift.before) / (drift.place - drift.before), 0, 1
+    )
 
 
 def _drift(level: Floats, places: list[int], noise: Noise) -> Shift | None:
