@@ -219,9 +219,7 @@ def _with_drifts(level: Floats, steps: list[Shift], noise: Noise, least_z: float
 
 def _line(drift: Shift, n: int) -> Floats:
     """[n] what a drift adds to the level."""
-    return drift.size * np.clip(
-        (np.arange(n) - drift.before) / (drift.place - drift.before), 0, 1
-    )
+    return drift.size * np.clip((np.arange(n) - drift.before) / (drift.place - drift.before), 0, 1)
 
 
 def _drift(level: Floats, places: list[int], noise: Noise) -> Shift | None:
