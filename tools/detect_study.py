@@ -28,8 +28,7 @@ from perfbench.history import ChangeKind
 from perfbench.history.detection import Shift, find_shifts
 from tools.detect_public import public_series
 from tools.detect_report import report_of
-from tools.detect_series import DRIFT_POINTS, NOISES, SD
-from tools.detect_series import Planted, silent, with_drift, with_steps
+from tools.detect_series import DRIFT_POINTS, NOISES, SD, Planted, silent, with_drift, with_steps
 
 N = 200  # points of a series
 YEAR = 365
