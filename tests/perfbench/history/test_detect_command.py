@@ -177,7 +177,6 @@ def test_one_commit_on_both_sides_is_no_commits_fault(url: Path, command: Comman
 
 
 def test_uncommitted_changes_are_named_and_not_bisected(url: Path, command: Command) -> None:
-    """By commits alone one would bisect; of one commit, they are what may differ."""
     write(url, levels((40, 100.0), (20, 95.0)), is_dirty=True)
     _, out, _ = command("detect", "--forget")
     runs = "run-039 and run-040"
@@ -186,6 +185,9 @@ def test_uncommitted_changes_are_named_and_not_bisected(url: Path, command: Comm
     assert "bisect" not in out
     (one,) = json.loads(command("detect", "--json", "--forget")[1])["changes"]
     assert one["dirty_runs"] == ["run-039", "run-040"]
+
+
+def test_of_one_commit_uncommitted_changes_may_differ(url: Path, command: Command) -> None:
     write(url, levels((40, 100.0), (20, 95.0)), is_dirty=True, commits=["a" * 40] * 60)
     _, out, _ = command("detect")
     assert "both of commit aaaaaaaaaa: no commit lies between\n    uncommitted changes" in out

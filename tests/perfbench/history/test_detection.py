@@ -353,8 +353,8 @@ def test_a_drift_that_goes_on_is_news_again_when_it_has_grown_by_half() -> None:
 
 def test_a_drift_stays_what_was_reported_until_it_has_grown() -> None:
     values = with_drift(rng("stays"), "normal", 200, 60, -0.10, 70, 0.0025).values.tolist()
-    (known,) = new_ones(judge_series(series(values[:110]), memory()))
-    assert news(judge_series(series(values[:115]), memory([known]))) == [News.REPORTED]
+    (known,) = new_ones(judge_series(series(values[:95]), memory()))
+    assert news(judge_series(series(values[:100]), memory([known]))) == [News.REPORTED]
     (grown,) = new_ones(judge_series(series(values[:150]), memory([known])))
     assert (known.kind, grown.kind) == (ChangeKind.DRIFT, ChangeKind.DRIFT)
     assert grown.size_pct == pytest.approx(-9.5, abs=0.3)
