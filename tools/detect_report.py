@@ -12,9 +12,11 @@ Made by
 python -m tools.detect_study {command}
 ```
 
-All series are generated, but those of the last section: levels of 10,000 with noise of 1 % sd, so
-that a step of 3 % is one of 3 noise sd. How the detection works, and what its alarms promise:
-[docs/detection.md](../docs/detection.md). Otava is Apache Otava 0.8.0 with its defaults
+`--series` N is how many series are behind each number: N/4 of a delay, N/2 of a step, a year or a
+drift that goes on, and N of the rest. With 60, a share moves in steps of 2 to 7 %. All series are
+generated, but those of the last section: levels of 10,000 with noise of 1 % sd where nothing else
+is written, so that a step of 3 % is one of 3 noise sd. How the detection works, and what its alarms
+promise: [docs/detection.md](../docs/detection.md). Otava is Apache Otava 0.8.0 with its defaults
 (`window_len` 50, `max_pvalue` 0.001, `min_magnitude` 0); its `max_pvalue` is of one test, not of a
 series, so that other settings would trade its alarms against its recall.
 
@@ -57,6 +59,13 @@ reported at all.
 Found: a step or a drift is reported within its time. Otava reports steps alone.
 
 {drifts}
+
+## Drifts while they go on
+A straight line over 50 points, up or down, in normal noise, looked at after every fifth point from
+its start until 50 points after its end. Seen: a step or a drift of its direction is reported within
+its time. The median counts points from the drift's start.
+
+{going}
 
 ## Public series
 From the tests of Mozilla's Perfherder (9,350 points of 7 series), MongoDB's

@@ -1,4 +1,6 @@
-"""Series whose changes are known: noise of real kinds, steps, drifts. The noise sd is 1 %."""
+"""Series whose changes are known: noise of real kinds, steps, drifts. The noise sd is 1 %, unless a
+drift asks for another.
+"""
 
 from __future__ import annotations
 
@@ -92,12 +94,12 @@ class Planted:
     sizes: tuple[float, ...] = ()  # of ln(value)
 
 
-def silent(rng: Generator, noise: str, n: int) -> Planted:
+def silent(rng: Generator, noise: str, n: int, sd: float = SD) -> Planted:
     """Of one level; of ``gaps``, every fifth day has no point, at random."""
     days = np.arange(n, dtype=np.int64)
     if noise == "gaps":
         days = np.sort(rng.choice(n + n // 4, size=n, replace=False)).astype(np.int64)
-    return Planted(LEVEL * np.exp(SD * NOISES[noise](rng, n)), days)
+    return Planted(LEVEL * np.exp(sd * NOISES[noise](rng, n)), days)
 
 
 def with_steps(
@@ -113,9 +115,15 @@ def with_steps(
 
 
 def with_drift(
-    rng: Generator, noise: str, n: int, start: int, size: float = DRIFT, points: int = DRIFT_POINTS
+    rng: Generator,
+    noise: str,
+    n: int,
+    start: int,
+    size: float = DRIFT,
+    points: int = DRIFT_POINTS,
+    sd: float = SD,
 ) -> Planted:
-    """A straight line from ``start`` on, in ln(value), then flat."""
-    found = silent(rng, noise, n)
+    """A straight line from ``start`` on, in ln(value), then flat where n lies behind its end."""
+    found = silent(rng, noise, n, sd)
     shift = size * np.clip((np.arange(n) - start) / points, 0, 1)
     return Planted(found.values * np.exp(shift), found.days, (start, start + points), (size,))

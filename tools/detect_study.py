@@ -28,7 +28,7 @@ from perfbench.history import ChangeKind
 from perfbench.history.detection import Shift, find_shifts
 from tools.detect_public import public_series
 from tools.detect_report import report_of
-from tools.detect_series import NOISES, SD, Planted, silent, with_drift, with_steps
+from tools.detect_series import DRIFT_POINTS, NOISES, SD, Planted, silent, with_drift, with_steps
 
 N = 200  # points of a series
 YEAR = 365
@@ -37,6 +37,10 @@ FIRST_LOOK = 10  # points
 NEAR = 3  # points, within which a place is found
 SIZES = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 LATE = 30  # points after a step at which one that is not found counts as missed
+GOING = tuple((size, sd) for size in (0.05, 0.1, 0.2) for sd in (0.0025, 0.005, 0.01))
+BASES = (20, 40, 100)  # points before a drift that is looked at while it goes on
+AFTER = 50  # points after its end, until which it is looked at
+EVERY = 5  # points between two of those looks
 BEFORE = 150  # points before a step whose delay is measured
 OTAVA = """
 import json, sys
@@ -292,6 +296,39 @@ def drifts_table(study: Study) -> str:
     return table(head, lines)
 
 
+def seen_drift(planted: Planted) -> bool:
+    """Whether something of its direction is reported within the drift's time."""
+    start, end = planted.places
+    return any(
+        one.before <= end and one.place >= start and one.size * planted.sizes[0] > 0
+        for one in found_here(planted)
+    )
+
+
+def going_table(study: Study) -> str:
+    """Drifts of several sizes and noises: seen first, as they end, and at every later look."""
+    lines: list[list[object]] = []
+    count = max(study.series // 2, 1)
+    for size, sd in GOING:
+        for base in BASES:
+            rng = study.rng("going", size, sd, base)
+            n = base + DRIFT_POINTS + AFTER
+            first, at_end, stayed = list[float](), 0, 0
+            for _ in range(count):
+                sign = float(rng.choice([-1, 1]))
+                made = with_drift(rng, "normal", n, base, sign * size, sd=sd)
+                seen = [seen_drift(one) for one in list(looks(made, base + EVERY))[::EVERY]]
+                late = seen[DRIFT_POINTS // EVERY - 1 :]  # from its last point on
+                first.append(EVERY * (seen.index(True) + 1) if any(seen) else math.inf)
+                at_end += late[0]
+                stayed += all(late)
+            middle = float(np.sort(first)[(count - 1) // 2])
+            line: list[object] = [f"{100 * size:.0f} %", f"{100 * sd:g} %", base]
+            lines.append([*line, f"{middle:.0f}", share(at_end, count), share(stayed, count)])
+    head = ["drift", "noise sd", "points before it", "first seen after, median"]
+    return table([*head, "seen as it ends", "and at each look from then on"], lines)
+
+
 def looks(planted: Planted, first: int) -> Iterator[Planted]:
     """The series as it is at each daily look, from its ``first`` points on."""
     for end in range(first, len(planted.values) + 1):
@@ -416,6 +453,7 @@ PARTS: Mapping[str, Callable[[Study], str]] = {
     "shapes": shapes_table,
     "delays": delays_table,
     "drifts": drifts_table,
+    "going": going_table,
     "public": public_table,
 }
 

@@ -47,11 +47,13 @@ class PrintedChange:
     def next_step(self) -> str:
         from perfbench.history import next_step
 
-        return next_step(self.change, self.reproduce)
+        return next_step(self.change, self.reproduce, is_dirty=bool(self.judged.dirty))
 
     def text(self) -> str:
         one = self.change
         size = f"{one.size_pct:+.1f} % ({one.low_pct:+.1f} to {one.high_pct:+.1f})"
+        if self.is_from_zero:
+            size = self._levels_text()
         better = {True: "worse", False: "better", None: "changed"}[one.is_worse]
         where = f"{one.key.metric} of {one.key.cell_id} ({one.key.suite}, {one.key.card})"
         if one.kind == "drift":
@@ -59,10 +61,21 @@ class PrintedChange:
         else:
             place = f"at run {one.run_id}, after {one.before_run_id}"
         lines = [f"{size} {where}: {better}, {place}", f"    {self._commits_text()}"]
+        if self.judged.dirty:
+            runs = " and ".join(self.judged.dirty)
+            lines.append(f"    uncommitted changes may be the cause: the tree of {runs} was dirty")
         if self.judged.news != "new":
             lines[0] = f"[{self.judged.news}] {lines[0]}"
         lines += [f"    note: {note}" for note in self.judged.notes]
         return "\n".join([*lines, f"    next: {self.next_step()}"])
+
+    @property
+    def is_from_zero(self) -> bool:
+        """No percentage of 0 exists: the levels are printed instead."""
+        return self.judged.levels[0] == 0
+
+    def _levels_text(self) -> str:
+        return " -> ".join(f"{level:.6g}" for level in self.judged.levels)
 
     def _commits_text(self) -> str:
         old, new = self.change.before_commit, self.change.commit
@@ -80,6 +93,11 @@ class PrintedChange:
 
     def to_json(self) -> dict[str, Any]:
         one = self.change
+        sizes: dict[str, Any] = {
+            name: None if self.is_from_zero else getattr(one, name)
+            for name in ("size_pct", "low_pct", "high_pct")
+        }
+        no_size = f"no percentage of 0 exists: {self._levels_text()}" if self.is_from_zero else ""
         return {
             "news": self.judged.news.value,
             "kind": one.kind.value,
@@ -87,9 +105,10 @@ class PrintedChange:
             "card": one.key.card,
             "cell_id": one.key.cell_id,
             "metric": one.key.metric,
-            "size_pct": one.size_pct,
-            "low_pct": one.low_pct,
-            "high_pct": one.high_pct,
+            **sizes,
+            "reason": no_size,
+            "old_level": self.judged.levels[0],
+            "new_level": self.judged.levels[1],
             "is_worse": one.is_worse,
             "p": one.p,
             "before_run_id": one.before_run_id,
@@ -99,6 +118,7 @@ class PrintedChange:
             "measured_utc": one.measured_utc.isoformat(),
             "commits_between": None if self.commits is None else self.commits[0],
             "subjects": [] if self.commits is None else list(self.commits[1]),
+            "dirty_runs": list(self.judged.dirty),
             "notes": list(self.judged.notes),
             "next": self.next_step(),
         }

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, insert, select, update
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history import reading, tables
@@ -26,6 +26,13 @@ OF_DECISION = ("note", "author", "created_utc", "suite", "card", "cell_id", "met
 
 def reported(connection: Connection, wanted: Mapping[str, str | None]) -> list[ChangePoint]:
     """Newest first. ``wanted``: of suite, card, cell_id and metric; null allows every value."""
+    return [change for _, change in _stored(connection, wanted)]
+
+
+def _stored(
+    connection: Connection, wanted: Mapping[str, str | None]
+) -> list[tuple[int, ChangePoint]]:
+    """Each with its number."""
     query = reading.only(
         select(CHANGES, RUNS.c.run_id, *reading.OF_KEY)
         .join(RUNS, RUNS.c.id == CHANGES.c.run)
@@ -35,19 +42,23 @@ def reported(connection: Connection, wanted: Mapping[str, str | None]) -> list[C
         wanted,
     ).order_by(CHANGES.c.measured_utc.desc(), CHANGES.c.id.desc())
     return [
-        ChangePoint(
-            key=SeriesKey(row.suite, row.card, row.cell_id, row.name),
-            kind=ChangeKind(row.kind),
-            run_id=row.run_id,
-            commit=row.commit_sha,
-            **{name: row._mapping[name] for name in OF_CHANGE},
+        (
+            row.id,
+            ChangePoint(
+                key=SeriesKey(row.suite, row.card, row.cell_id, row.name),
+                kind=ChangeKind(row.kind),
+                run_id=row.run_id,
+                commit=row.commit_sha,
+                **{name: row._mapping[name] for name in OF_CHANGE},
+            ),
         )
         for row in connection.execute(query)
     ]
 
 
 def report(connection: Connection, found: Iterable[ChangePoint]) -> list[ChangePoint]:
-    """Stores those that were not reported before, and returns them.
+    """Stores those that were not reported before or have outgrown what was, and returns them. What
+    has grown takes the place of what was reported.
 
     Reported before: a change of the same series, kind and direction, at most 3 points away; of a
     drift, which goes on, any part.
@@ -64,20 +75,31 @@ def report(connection: Connection, found: Iterable[ChangePoint]) -> list[ChangeP
         if there is None:
             raise _absent(f"series of {key.metric!r} of cell {key.cell_id!r}")
         wanted = {n: getattr(key, n) for n in ("suite", "card", "cell_id", "metric")}
-        known = reported(connection, wanted)
+        known = dict(_stored(connection, wanted))
         times = _times(connection, there[0])
         runs = _runs(connection, {one.run_id for one in some})
-        started = _runs(connection, {one.before_run_id for one in [*some, *known]})
+        started = _runs(connection, {one.before_run_id for one in [*some, *known.values()]})
         for change in some:
             place = _place(change, times, started)
-            if any(_is_same(change, place, one, _place(one, times, started)) for one in known):
+            same = [
+                number
+                for number, one in known.items()
+                if _is_same(change, place, one, _place(one, times, started))
+            ]
+            if not all(change.has_outgrown(known[number]) for number in same):
                 continue
             if change.run_id not in runs:
                 raise _absent(f"run {change.run_id!r}")
             row = {name: getattr(change, name) for name in OF_CHANGE}
             row |= {"kind": change.kind.value, "commit_sha": change.commit, "series": there[0]}
-            connection.execute(insert(CHANGES).values(run=runs[change.run_id][0], **row))
-            known.append(change)
+            row["run"] = runs[change.run_id][0]
+            if same:
+                number = same[0]
+                connection.execute(update(CHANGES).where(CHANGES.c.id == number).values(row))
+            else:
+                made = insert(CHANGES).values(row).returning(CHANGES.c.id)
+                number = connection.execute(made).scalar_one()
+            known[number] = change
             new.append(change)
     return new
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -163,6 +164,9 @@ class Series:
         return type(self)(self.key, self.metric, self.axes, points)
 
 
+GROWN = 1.5  # times its reported size: a change of so much is news again
+
+
 class ChangeKind(StrEnum):
     STEP = "step"
     DRIFT = "drift"
@@ -189,6 +193,18 @@ class ChangePoint:
     high_pct: float
     is_worse: bool | None  # null where neither direction is better
     p: float | None = None
+
+    def has_outgrown(self, known: ChangePoint) -> bool:
+        """Whether it is so much larger than it was when it was reported that it is news again: by
+        GROWN, in logarithms since no fall is larger than 100 %, and beyond the reported interval.
+        """
+        if known.low_pct <= self.size_pct <= known.high_pct:
+            return False
+        mine, theirs = (
+            abs(math.log1p(pct / 100)) if pct > -100 else math.inf
+            for pct in (self.size_pct, known.size_pct)
+        )
+        return mine >= GROWN * theirs
 
 
 class TriageKind(StrEnum):

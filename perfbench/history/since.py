@@ -9,8 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 
-from perfbench.gate import environment_differences, severity
+from perfbench.gate import severity
 from perfbench.history.nouns import Metric, Series, SeriesKey, SeriesPoint
+from perfbench.history.segments import Segment, segment_differences, segment_so_far
 from perfbench.records import Verdict
 
 
@@ -39,10 +40,13 @@ class ChangeRow:
 def change_rows(series: Series) -> list[ChangeRow]:
     """A row for each point, newest first."""
     found, before = list[ChangeRow](), None
+    segment: Segment = {}
     for point in series.points:
-        change, began = _against(before, point)
+        change, began = _against(before, segment, point)
         found.append(ChangeRow(series.key, series.metric, point, change, began))
-        before = before if point.value is None else point
+        if point.value is not None:
+            known = {} if began else segment
+            before, segment = point, segment_so_far(known, point.segment)
     return found[::-1]
 
 
@@ -51,11 +55,14 @@ def newest_first(rows: Iterable[ChangeRow]) -> list[ChangeRow]:
     return sorted(rows, key=_order)
 
 
-def _against(before: SeriesPoint | None, point: SeriesPoint) -> tuple[float | None, str]:
+def _against(
+    before: SeriesPoint | None, segment: Segment, point: SeriesPoint
+) -> tuple[float | None, str]:
+    """``segment``: of ``before``."""
     if before is None or before.value is None:
         return None, ""
-    if began := environment_differences(point.segment, before.segment):
-        return None, began
+    if changed := segment_differences(segment, point.segment):
+        return None, "; ".join(f"{key}: {old} -> {new}" for key, (old, new) in changed.items())
     if point.value is None or before.value == 0:
         return None, ""
     return round(100 * (point.value / before.value - 1), 9) + 0.0, ""

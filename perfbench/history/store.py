@@ -215,7 +215,7 @@ class History:
         the same, one gets it.
 
         Reported before: a change of the same series, kind and direction, at most 3 points away; of
-        a drift, which goes on, any part.
+        a drift, which goes on, any part. One that has outgrown it counts as new and replaces it.
 
         PerfbenchError: a series or a run that is not there, a number that is not finite.
         """

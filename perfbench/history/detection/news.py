@@ -18,8 +18,6 @@ from perfbench.history.detection.series import (
 )
 from perfbench.history.nouns import ChangeKind, ChangePoint, Series, Triage, TriageKind
 
-GROWN = 1.5  # times its reported size: what was a step and is a drift of so much is news
-
 
 class News(StrEnum):
     """What is known about a change that was found."""
@@ -32,11 +30,17 @@ class News(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class JudgedChange:
-    """A change point, what is known about it, and what was noted about its run."""
+    """A change point, what is known about it, and what was noted about its run.
+
+    ``levels``: old and new, in the metric's unit. ``dirty``: which of the two runs between which
+    it lies were of a tree with uncommitted changes.
+    """
 
     change: ChangePoint
     news: News
+    levels: tuple[float, float]
     notes: tuple[str, ...] = ()
+    dirty: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
         found = find_changes(series, cuts=cuts)
     reported = memory.reported.get(series.key, ())
     starts = {point.run_id: point.measured_utc for point in series.points}
+    dirty = {point.run_id for point in series.points if point.is_dirty}
     judged = []
     for one in found:
         news = News.NEW
@@ -101,7 +106,10 @@ def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
             for decision in decisions
             if decision.note and decision.run_id in (one.change.run_id, one.change.before_run_id)
         )
-        judged.append(JudgedChange(one.change, news, notes))
+        sides = (one.change.before_run_id, one.change.run_id)
+        levels = (one.old_level, one.new_level)
+        of_dirty = tuple(side for side in sides if side in dirty)
+        judged.append(JudgedChange(one.change, news, levels, notes, of_dirty))
     return SeriesChanges(series, tuple(judged), tuple(segment_starts(series.points)))
 
 
@@ -125,7 +133,7 @@ def _cuts(series: Series, found: Sequence[FoundChange], accepted: Sequence[datet
 
 
 def _is_same(one: FoundChange, known: ChangePoint, starts: Mapping[str, datetime]) -> bool:
-    """Whether ``known`` is what was found, as it looked with fewer points."""
+    """Whether ``known`` is what was found, as it looked with fewer points, and not much smaller."""
     change = one.change
     if (change.size_pct < 0) is not (known.size_pct < 0):
         return False
@@ -134,4 +142,4 @@ def _is_same(one: FoundChange, known: ChangePoint, starts: Mapping[str, datetime
         begun = starts.get(known.before_run_id, begun)
     if not (one.first <= known.measured_utc and begun <= one.last):
         return False
-    return change.kind is known.kind or abs(change.size_pct) < GROWN * abs(known.size_pct)
+    return not change.has_outgrown(known)

@@ -22,6 +22,8 @@ EVEN = 0.25  # share of a second mode from which means of a few points are nearl
 FAR = 4.0  # noise sd from that level: what lies farther counts as so far
 MAX_CORRELATION = 0.8  # beyond it, noise and drift are the same thing
 DOUBT = 0.5  # of its standard error, about 1/sqrt(n), that is added to a correlation
+SLOPE_LAG = 5  # points between two that show a slope
+SLOPE_REACH = 15  # points to each side whose slopes give one
 DAYS = 7
 MIN_WEEKS = 4  # of points, before a weekly pattern is looked for
 SEASON_F = 6.0  # F statistic of the days; 4.0 is its 0.1 % point for 200 points
@@ -93,16 +95,31 @@ def _middle(values: Floats) -> float:
 def noise_of(values: Floats) -> Noise:
     """Of [n] points without outliers, n >= 4.
 
-    E (x[t+k] - x[t])^2 = 2 sd^2 (1 - r^k) of an autoregression, so that lags 1 and 2 give both.
+    E (x[t+k] - x[t])^2 = 2 sd^2 (1 - r^k) of an autoregression, so that lags 1 and 2 give both. A
+    slope would add its square to the one and four times that to the other, which looks like
+    correlation: it is taken out first.
     """
-    first = _mean_square(np.diff(values))
-    second = _mean_square(values[2:] - values[:-2])
+    slope = _slope(values)
+    first = _mean_square(np.diff(values) - slope)
+    second = _mean_square(values[2:] - values[:-2] - slope[1:] - slope[:-1])
     least = _rounding(values)
     if first <= least**2:
         return Noise(least)
     doubt = DOUBT / math.sqrt(len(values))
     correlation = min(max(second / first - 1, 0.0) + doubt, MAX_CORRELATION)
     return Noise(max(math.sqrt(first / (2 * (1 - correlation))), least), correlation)
+
+
+def _slope(values: Floats) -> Floats:
+    """[n - 1] how much each point differs from the last because the level moves; a step is none.
+
+    The running median of differences SLOPE_LAG apart, of which a step touches so many.
+    """
+    if len(values) < 2 * SLOPE_LAG:
+        return np.zeros(len(values) - 1)
+    slope = running_median((values[SLOPE_LAG:] - values[:-SLOPE_LAG]) / SLOPE_LAG, SLOPE_REACH)
+    lost = SLOPE_LAG - 1
+    return np.pad(slope, (lost // 2, lost - lost // 2), mode="edge")
 
 
 def _mean_square(differences: Floats) -> float:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import pairwise
-from types import MappingProxyType
 
 import numpy as np
 
 from perfbench.history.detection.noise import Floats
 from perfbench.history.detection.shifts import NEIGHBOURS, STRICTNESS, Shift, find_shifts
 from perfbench.history.nouns import Better, ChangeKind, ChangePoint, Metric, Series, SeriesPoint
+from perfbench.history.segments import (
+    Differences,
+    Segment,
+    segment_differences,
+    segment_so_far,
+)
 
 DAY_S = 86_400
+ROUNDING = 1e-9  # of a change: a level of so little is 0
 MONDAY = datetime(1970, 1, 5, tzinfo=UTC)
 
 
@@ -28,18 +33,22 @@ class SegmentStart:
     before_run_id: str
     run_id: str
     measured_utc: datetime
-    changed: Mapping[str, tuple[str | None, str | None]]
+    changed: Differences
 
 
 @dataclass(frozen=True, slots=True)
 class FoundChange:
     """A change point and where it may lie: ``first`` and ``last`` are the earliest and the latest
     time that it may turn out to have, as more points come.
+
+    ``old_level`` and ``new_level``: in the metric's unit; of a drift, where it begins and ends.
     """
 
     change: ChangePoint
     first: datetime
     last: datetime
+    old_level: float
+    new_level: float
 
 
 def find_changes(
@@ -64,26 +73,26 @@ def find_changes(
 
 def segment_starts(points: Sequence[SeriesPoint]) -> list[SegmentStart]:
     """Where a new segment begins, oldest first; a point without a value belongs to one, too."""
-    return [
-        SegmentStart(old.run_id, new.run_id, new.measured_utc, _changed(old.segment, new.segment))
-        for old, new in pairwise(points)
-        if old.segment != new.segment
-    ]
-
-
-def _changed(
-    old: Mapping[str, str], new: Mapping[str, str]
-) -> Mapping[str, tuple[str | None, str | None]]:
-    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    return MappingProxyType({name: (old.get(name), new.get(name)) for name in names})
+    found = []
+    before: SeriesPoint | None = None
+    segment: Segment = {}
+    for point in points:
+        changed = {} if before is None else segment_differences(segment, point.segment)
+        if before is not None and changed:
+            found.append(SegmentStart(before.run_id, point.run_id, point.measured_utc, changed))
+        segment = segment_so_far({} if changed else segment, point.segment)
+        before = point
+    return found
 
 
 def _parts(points: Sequence[SeriesPoint], cuts: frozenset[str]) -> Iterator[list[SeriesPoint]]:
     part: list[SeriesPoint] = []
+    segment: Segment = {}
     for point in points:
-        if part and (point.segment != part[-1].segment or point.run_id in cuts):
+        if part and (segment_differences(segment, point.segment) or point.run_id in cuts):
             yield part
             part = []
+        segment = segment_so_far(segment if part else {}, point.segment)
         part.append(point)
     if part:
         yield part
@@ -101,9 +110,14 @@ def _numbers(points: Sequence[SeriesPoint]) -> tuple[Floats, bool]:
 
 def _found(series: Series, part: Sequence[SeriesPoint], shift: Shift, is_log: bool) -> FoundChange:
     before, point = part[shift.before], part[shift.place]
+    old_level, new_level = shift.old_level, shift.old_level + shift.size
+    if abs(old_level) <= ROUNDING * abs(shift.size):
+        old_level = 0.0
     size, low, high = (
-        _pct(change, shift.old_level, is_log) for change in (shift.size, shift.low, shift.high)
+        _pct(change, old_level, is_log) for change in (shift.size, shift.low, shift.high)
     )
+    if is_log:
+        old_level, new_level = math.exp(shift.old_level), math.exp(new_level)
     change = ChangePoint(
         series.key,
         shift.kind,
@@ -126,11 +140,15 @@ def _found(series: Series, part: Sequence[SeriesPoint], shift: Shift, is_log: bo
         change,
         part[max(first, 0)].measured_utc,
         part[min(last, len(part) - 1)].measured_utc,
+        old_level,
+        new_level,
     )
 
 
 def _pct(change: float, old_level: float, is_log: bool) -> float:
-    """Of the old level; of a level of 0, in units of the metric times 100."""
+    """Of the old level. Of a level of 0 no percentage exists: a finite number that orders changes
+    and has their sign, 100 times the difference, which is never printed.
+    """
     if is_log:
         return 100 * math.expm1(change)
     return 100 * change / (abs(old_level) or 1.0)

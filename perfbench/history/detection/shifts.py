@@ -70,8 +70,11 @@ def find_shifts(
     if places:  # once more, with the noise of what remains
         noise = noise_of(level - _fit(level, places))
         places = _places(level, noise, least_z, least)
-    if not places:
-        return []
+    if not places:  # each step of a ramp may fail its test, where the ramp does not
+        drift = _drift(level, [], noise)
+        if drift is not None:
+            drift = _drift(level, [], noise_of(level - _line(drift, len(level))))
+        return [] if drift is None or abs(drift.z) < least_z else [drift]
     steps = [_step(level, places, at, noise) for at in range(len(places))]
     return _with_drifts(level, steps, noise, least_z)
 
@@ -214,6 +217,11 @@ def _with_drifts(level: Floats, steps: list[Shift], noise: Noise, least_z: float
     return found
 
 
+def _line(drift: Shift, n: int) -> Floats:
+    """[n] what a drift adds to the level."""
+    return drift.size * np.clip((np.arange(n) - drift.before) / (drift.place - drift.before), 0, 1)
+
+
 def _drift(level: Floats, places: list[int], noise: Noise) -> Shift | None:
     """The ramp between two flat parts that fits [n] points better than steps at ``places`` do.
 
@@ -238,7 +246,7 @@ def _drift(level: Floats, places: list[int], noise: Noise) -> Shift | None:
     left = float(np.sum(centred**2))
     unit = noise.sd**2 * noise.inflation(NEAR)
     of_steps = float(np.sum((level - _fit(level, places)) ** 2))
-    more = 1.5 if len(places) == 1 else -2.0 * (len(places) - 1)
+    more = 1.5 if len(places) < 2 else -2.0 * (len(places) - 1)
     if (of_steps - (left - float(gains[best]))) / unit < more * math.log(n):
         return None
     size, error = float(slopes[best]), math.sqrt(unit / float(squares[best]))

@@ -84,6 +84,21 @@ def test_a_drift_that_goes_on_is_no_news(filled: History) -> None:
     assert filled.report_changes([drift(19, 39)]) == [drift(19, 39)]
 
 
+def test_a_drift_that_has_grown_by_half_is_news_and_replaces_what_was_reported(
+    filled: History,
+) -> None:
+    """Beyond the interval, too: -5 (-6 to -4). Half is of the logarithm: no fall is over 100 %."""
+    assert filled.report_changes([drift(5, 15)]) == [drift(5, 15)]
+    assert filled.report_changes([drift(5, 20, -7.2)]) == []
+    grown = drift(5, 25, -7.8)
+    assert filled.report_changes([grown]) == [grown]
+    assert filled.change_points() == [grown]
+    assert filled.report_changes([grown, drift(5, 30, -11.0)]) == []
+    far = [drift(5, 30, -70.0), drift(5, 39, -85.0)]
+    assert filled.report_changes(far) == far
+    assert filled.change_points() == [far[1]]
+
+
 def test_a_replaced_run_keeps_its_changes_and_a_deleted_one_takes_them(filled: History) -> None:
     note = Triage(TriageKind.NOTE, "run-010", "driver", "me", FIRST)
     filled.report_changes([step(10), step(20)])

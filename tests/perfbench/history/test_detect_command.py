@@ -37,6 +37,7 @@ def write(
     *,
     commits: Sequence[str] = (),
     segments: Mapping[int, Mapping[str, str]] | None = None,
+    metric: str = "tok_per_s",
     **fields: object,
 ) -> None:
     """A run a day: ``values`` of CELL; OTHER never changes."""
@@ -45,7 +46,7 @@ def write(
         for day, value in enumerate(values):  # one transaction: each waits for the disk
             segment = dict((segments or {}).get(day, segment))
             cells = [
-                made_cell(name, {"tok_per_s": MeasuredValue(one, None, None, 3)})
+                made_cell(name, {metric: MeasuredValue(one, None, None, 3)})
                 for name, one in ((CELL, value), (OTHER, steady[day]))
             ]
             about = dict(fields) | ({"commit": commits[day]} if commits else {})
@@ -173,6 +174,48 @@ def test_one_commit_on_both_sides_is_no_commits_fault(url: Path, command: Comman
     _, out, _ = command("detect")
     assert "both of commit aaaaaaaaaa: no commit lies between" in out
     assert f"next: perfbench history {CELL} --metric tok_per_s" in out
+
+
+def test_uncommitted_changes_are_named_and_not_bisected(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), is_dirty=True)
+    _, out, _ = command("detect", "--forget")
+    runs = "run-039 and run-040"
+    assert f"    uncommitted changes may be the cause: the tree of {runs} was dirty\n" in out
+    assert f"next: perfbench history {CELL} --metric tok_per_s" in out
+    assert "bisect" not in out
+    (one,) = json.loads(command("detect", "--json", "--forget")[1])["changes"]
+    assert one["dirty_runs"] == ["run-039", "run-040"]
+
+
+def test_of_one_commit_uncommitted_changes_may_differ(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), is_dirty=True, commits=["a" * 40] * 60)
+    _, out, _ = command("detect")
+    assert "both of commit aaaaaaaaaa: no commit lies between\n    uncommitted changes" in out
+
+
+def test_from_zero_no_percentage_is_printed(url: Path, command: Command) -> None:
+    write(url, [0.0] * 30 + [3.0] * 10, metric="host_syncs")
+    _, out, _ = command("detect", "--forget")
+    assert out.startswith(f"0 -> 3 host_syncs of {CELL} (nightly, h200): worse, at run run-030")
+    assert "%" not in out
+    (one, *_) = json.loads(command("detect", "--json")[1])["changes"]
+    assert (one["size_pct"], one["low_pct"], one["high_pct"]) == (None, None, None)
+    assert one["reason"] == "no percentage of 0 exists: 0 -> 3"
+    assert (one["old_level"], one["new_level"]) == (0.0, 3.0)
+
+
+def test_a_drift_is_stored_as_far_as_it_was_news(url: Path, command: Command) -> None:
+    line = np.clip((np.arange(120) - 40) / 80, 0, 1)
+    values = (levels((120, 100.0)) * np.exp(-0.5 * line)).tolist()
+    codes = []
+    for end in (60, 62, 75, 77, 120):
+        write(url, values[:end])
+        codes.append(command("detect")[0])
+    assert codes == [Exit.REGRESSED, Exit.OK, Exit.REGRESSED, Exit.OK, Exit.REGRESSED]
+    with History.open(url) as history:
+        (stored,) = history.change_points()
+    assert stored.size_pct == pytest.approx(100 * np.expm1(-0.5), abs=2)
+    assert stored.run_id == "run-119"
 
 
 def test_an_accepted_step_is_no_news_and_the_next_one_is(url: Path, command: Command) -> None:
