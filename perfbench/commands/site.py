@@ -58,7 +58,7 @@ def site(
     begin = None if since is None else moment_of(since, "--since", datetime.now(UTC))
     options = SiteOptions(title, begin, baselines, _repository(repository))
     with open_history(history) as opened:
-        made = write_site(opened, out, options)
+        made = write_site(opened, out, options, progress=say)
     for problem in made.problems:
         warn(problem)
     if not made.num_runs:

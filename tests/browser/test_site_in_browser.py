@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Page, expect
 
+from perfbench.commands.app import invoke
 from perfbench.history.nouns import MeasuredValue
 from perfbench.history.site import SiteOptions, names, write_site
 from perfbench.history.site.palette import LIGHT
@@ -206,6 +208,9 @@ def test_compare_takes_commits_and_sorts(opened: Watched, year: Path) -> None:
         re.compile(r"\d+ of 60 cells changed by more than the interval\.$")
     )
     assert page.locator("#a option:checked").get_attribute("data-commit") == old
+    expect(page.locator("#a option:checked")).to_have_text(f"{old[:10]} · all 4 runs")
+    expect(page.locator("#a optgroup")).to_have_attribute("label", "all runs of a commit")
+    expect(page.locator("#commits")).to_be_visible()
     page.locator("#table th").nth(3).get_by_role("button").click()
     first = page.locator("#table tbody tr").first
     expect(first).to_contain_text("workload=forward, seq_len=512, path=triton, batch=1")
@@ -228,6 +233,46 @@ def test_compare_does_not_count_across_a_driver(opened: Watched, year: Path) -> 
     )
     expect(page.locator("#table .judged")).to_have_count(0)
     expect(page.locator("#table tbody tr").first).to_contain_text("not comparable")
+
+
+def imported(folder: Path, *medians: dict[str, float]) -> Path:
+    """The site of pytest-benchmark's runs, one a day, each of benchmark -> seconds."""
+    url, out = str(folder / "h.sqlite"), folder / "site"
+    assert invoke(["history", "init", "--history", url]) == 0
+    for day, run in enumerate(medians, 1):
+        entries = [
+            {"fullname": name, "params": None, "stats": {"median": seconds, "rounds": 5}}
+            for name, seconds in run.items()
+        ]
+        whole = {"machine_info": {"node": "n"}, "commit_info": {"id": f"{day:040x}"}}
+        whole |= {"datetime": f"2026-11-0{day}T10:00:00+00:00", "benchmarks": entries}
+        file = folder / f"{day}.json"
+        file.write_text(json.dumps(whole))
+        assert invoke(["import", "pytest-benchmark", str(file), "--history", url]) == 0
+    assert invoke(["site", "--out", str(out), "--history", url]) == 0
+    return out
+
+
+def test_compare_counts_what_differs_where_there_is_no_interval(
+    opened: Watched, tmp_path: Path
+) -> None:
+    site = imported(tmp_path, {"a": 1.0, "b": 1.0, "c": 1.0}, {"a": 1.071, "b": 0.8641, "c": 1.0})
+    page = opened.page
+    go(page, site, "compare.html")
+    expect(page.locator("#summary")).to_have_text("no interval: 2 of 3 cells differ.")
+    expect(page.locator("#table tbody")).to_contain_text("+7.10 %")
+    expect(page.locator("#commits")).to_be_hidden()
+
+
+def test_a_name_in_brackets_is_shown_as_it_is(opened: Watched, tmp_path: Path) -> None:
+    names_of = ("[bold]mark[/bold]", "[red]", "plain")
+    site = imported(tmp_path, dict.fromkeys(names_of, 1.0))
+    page = opened.page
+    heads = set()
+    for path in sorted((site / "cells").glob("*.html")):
+        page.goto(path.as_uri())
+        heads.add(page.locator("h1").inner_text())
+    assert heads == {f"benchmark={name}" for name in names_of}
 
 
 def test_the_theme_is_remembered(opened: Watched, year: Path) -> None:
@@ -253,6 +298,22 @@ def test_no_page_is_wider_than_the_screen(opened: Watched, year: Path) -> None:
         if path.startswith("cells"):
             wait_for_chart(page)
         assert page.evaluate(WIDE) <= 0, path
+
+
+@pytest.mark.parametrize("opened", SCREENS[2:], indirect=True, ids=lambda one: f"{one[0]}-{one[1]}")
+def test_no_committed_run_is_wider_than_the_screen(opened: Watched, committed: Path) -> None:
+    """Their headlines name cells, in more than 60 characters without a space."""
+    page = opened.page
+    pages = sorted(f"runs/{path.name}" for path in (committed / "runs").glob("*.html"))
+    wide, longest = {}, 0
+    for path in ("index.html", "runs.html", "compare.html", *pages):
+        go(page, committed, path)
+        if (more := page.evaluate(WIDE)) > 0:
+            wide[path] = more
+        for headline in page.locator(".facts .big").all_inner_texts():
+            longest = max(longest, *map(len, headline.split()))
+    assert wide == {}
+    assert longest > 60
 
 
 @pytest.mark.parametrize("opened", [(390, "light")], indirect=True)

@@ -32,6 +32,7 @@ class _PytestStats(Schema):
 
 class _PytestEntry(Schema):
     fullname: str
+    param: str | None = None  # what its brackets hold
     params: dict[str, Any] | None = None
     stats: _PytestStats | None
 
@@ -66,7 +67,9 @@ def read(sources: Sequence[SourceFile], stated: Stated) -> Imported:
 
 def _values(file: _PytestFile) -> Iterator[StatedValue]:
     for one in file.benchmarks:
-        axes: dict[str, str | int] = {"benchmark": one.fullname.partition("[")[0]}
+        axes: dict[str, str | int] = {
+            "benchmark": one.fullname.removesuffix(f"[{one.param or ''}]")
+        }
         axes |= {key: axis_value(value) for key, value in (one.params or {}).items()}
         if one.stats is None:
             yield StatedValue(

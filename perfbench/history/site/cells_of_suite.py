@@ -10,7 +10,9 @@ ROUTE = ("path", "fa2")  # how a cell is computed; the other axes are what
 
 
 def short_names(cells: Mapping[str, Axes]) -> dict[str, str]:
-    """Cell id -> the axes in which these cells differ; the id where that names no single cell."""
+    """Cell id -> the axes in which these cells differ; the id where that names no single cell, or
+    where one of those axes is empty.
+    """
     names = dict.fromkeys(name for axes in cells.values() for name in axes)
     varying = [name for name in names if len({str(axes.get(name)) for axes in cells.values()}) > 1]
     short = {
@@ -19,7 +21,26 @@ def short_names(cells: Mapping[str, Axes]) -> dict[str, str]:
     }
     if "" in short.values() or len({*short.values()}) < len(short):
         return {cell_id: cell_id for cell_id in cells}
+    for cell_id, axes in cells.items():
+        if any(axes.get(name) == "" for name in varying):
+            short[cell_id] = cell_id
     return short
+
+
+def families(cells: Mapping[str, Axes]) -> dict[str, list[str]]:
+    """Cell id -> the cells that compute the same, itself among them: those that `peers_of` and
+    `dense_twin` look at. One pass over a suite, of which each is one pass a cell.
+    """
+    found: dict[frozenset[tuple[str, str | int]], list[str]] = {}
+    of_cell = {}
+    for cell_id, axes in cells.items():
+        if "path" in axes:
+            mine = found.setdefault(frozenset(_without_route(axes).items()), [])
+            mine.append(cell_id)
+        else:
+            mine = [cell_id]
+        of_cell[cell_id] = mine
+    return of_cell
 
 
 def peers_of(cell_id: str, cells: Mapping[str, Axes]) -> list[str]:

@@ -169,7 +169,7 @@ def cell_columns(
     known: Levels,
 ) -> dict[str, Any]:
     """The data of a cell's page. ``every``: its series. ``main``: cell id -> the series of the
-    metric that stands for each cell of the suite.
+    metric that stands for it, of the cell and of those that compute the same.
     """
     line = chart_data.timeline(every, known.commit_times)
     key = every[0].key

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
@@ -30,7 +30,7 @@ from perfbench.history.nouns import (
 )
 from perfbench.history.site import names, page_data
 from perfbench.history.site.baselines import LevelOf, read_levels
-from perfbench.history.site.cells_of_suite import short_names
+from perfbench.history.site.cells_of_suite import families, short_names
 from perfbench.history.site.change_lines import ChangeLine, change_line, turned_line
 from perfbench.history.site.charts import AXES, HOURS_BELOW_DAYS, MAX_FEW, chart_spec
 from perfbench.history.site.decided import decision_on
@@ -63,6 +63,7 @@ ASSETS = (
     "compare.js",
 )
 OWN = "assets/site.js"  # a folder that has it is a site, and may be written again
+PROGRESS_EACH = 2000  # pages of cells or of runs from one line of progress to the next
 Suite = tuple[str, str]  # its name, and the card
 
 
@@ -90,9 +91,15 @@ class WrittenSite:
     problems: tuple[str, ...]
 
 
-def write_site(history: History, out: Path, options: SiteOptions) -> WrittenSite:
+def write_site(
+    history: History,
+    out: Path,
+    options: SiteOptions,
+    progress: Callable[[str], None] = lambda line: None,
+) -> WrittenSite:
     """Write the whole site into ``out``, and remove pages of an earlier site that are no more.
 
+    ``progress`` gets a line each `PROGRESS_EACH` pages; none for fewer.
     PerfbenchError(USAGE) where ``out`` holds something else, or cannot be written.
     """
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / OWN).is_file())):
@@ -102,7 +109,7 @@ def write_site(history: History, out: Path, options: SiteOptions) -> WrittenSite
             " such a site. Next: name another one with --out",
         )
     try:
-        return _Writer(history, out, options).write()
+        return _Writer(history, out, options, progress).write()
     except OSError as error:
         raise unwritable(out, error, "change its rights, or name another folder with --out") from (
             error
@@ -120,12 +127,15 @@ class _SuitePages:
     main: dict[str, Series]
     short: dict[str, str]
     metrics: tuple[str, ...]
+    has_more: bool  # series than those of ``main``
     rows: list[page_data.CellRow] = field(default_factory=list)
 
 
 class _Writer:
-    def __init__(self, history: History, out: Path, options: SiteOptions) -> None:
-        self.history, self.out, self.options = history, out, options
+    def __init__(
+        self, history: History, out: Path, options: SiteOptions, progress: Callable[[str], None]
+    ) -> None:
+        self.history, self.out, self.options, self.progress = history, out, options, progress
         self.written: dict[Path, int] = {}
         self.changes: Sequence[ChangePoint] = sorted(history.change_points(), key=_newest_first)
         self.decisions: Sequence[Triage] = history.decisions()
@@ -208,6 +218,9 @@ class _Writer:
             older = names.run_page(infos[number + 1].run_id) if number + 1 < len(infos) else ""
             newer = names.run_page(infos[number - 1].run_id) if number else ""
             self._run_page(run, rows[-1], columns, (older, newer))
+            self._count(number + 1, len(infos), "runs", suite)
+        if len(cells) >= PROGRESS_EACH:
+            self.progress(f"reads the series of {len(cells):,} cells of {name} on {card}")
         main = dict(self._main_series(suite, keys))
         for cell_id, points in absent.items():
             key = SeriesKey(name, card, cell_id, page_data.RUN_METRICS[0])
@@ -216,7 +229,8 @@ class _Writer:
         short = short_names({cell_id: cell.axes for cell_id, cell in cells.items()})
         for cell_id, text in short.items():
             index[places[name, card, cell_id]][1] = text
-        return _SuitePages(name, card, rows, cells, main, short, metrics)
+        has_more = len({key.metric for key in keys}) > 1
+        return _SuitePages(name, card, rows, cells, main, short, metrics, has_more)
 
     def _main_series(self, suite: Suite, keys: Sequence[SeriesKey]) -> Iterator[tuple[str, Series]]:
         """Each cell's series of the metric that stands for it."""
@@ -231,17 +245,31 @@ class _Writer:
 
     def _cells_of(self, suite: _SuitePages, known: page_data.Levels) -> list[ChangeLine]:
         """Write a page for each cell of a suite, and return what changed in it."""
-        streamed = self.history.every_series(
-            suite=suite.suite, card=suite.card, since=self.options.since
-        )
+        streamed: Iterator[Series] = iter(())
+        if suite.has_more:
+            streamed = self.history.every_series(
+                suite=suite.suite, card=suite.card, since=self.options.since
+            )
         seen, changed = set[str](), []
+        family = families({cell_id: one.axes for cell_id, one in suite.main.items()})
+        of_cell: dict[str, list[ChangePoint]] = {}
+        for change in known.changes:
+            if (change.key.suite, change.key.card) == (suite.suite, suite.card):
+                of_cell.setdefault(change.key.cell_id, []).append(change)
+
+        def write(cell_id: str, every: Sequence[Series]) -> None:
+            peers = {one: suite.main[one] for one in family[cell_id]}
+            mine = replace(known, changes=of_cell.get(cell_id, ()))
+            changed.extend(self._cell_page(suite, every, peers, mine))
+            self._count(len(suite.rows), len(suite.main), "cells", (suite.suite, suite.card))
+
         for cell_id, series in groupby(streamed, key=lambda one: one.key.cell_id):
             every = [series_in_shown_unit(one) for one in series if one.points]
             if every and cell_id in suite.main:
                 seen.add(cell_id)
-                changed += self._cell_page(suite, cell_id, every, known)
+                write(cell_id, every)
         for cell_id in sorted(suite.main.keys() - seen):
-            changed += self._cell_page(suite, cell_id, [suite.main[cell_id]], known)
+            write(cell_id, [suite.main[cell_id]])
         lights = [light.value for light in page_data.LIGHTS]
         suite.rows.sort(key=lambda row: (row.is_stale, lights.index(row.mark.light), row.name))
         return changed
@@ -249,10 +277,14 @@ class _Writer:
     def _cell_page(
         self,
         suite: _SuitePages,
-        cell_id: str,
         every: Sequence[Series],
+        family: Mapping[str, Series],
         known: page_data.Levels,
     ) -> list[ChangeLine]:
+        """``family``: the main series of the cells that compute the same. ``known``: with the
+        changes of this cell.
+        """
+        cell_id = every[0].key.cell_id
         cell, main = suite.cells[cell_id], suite.main[cell_id]
         newest = suite.runs[0].info.run_id
         row = page_data.cell_row(suite.short[cell_id], cell, main, known, newest)
@@ -267,10 +299,10 @@ class _Writer:
                 decision_on(one, keys[one.key], known.decisions),
                 has_before=one.before_run_id in when_of,
             )
-            for one in self.changes
+            for one in known.changes
             if one.key in keys and one.run_id in when_of
         ]
-        columns = page_data.cell_columns(every, suite.main, known)
+        columns = page_data.cell_columns(every, family, known)
         decisions = [
             one for one in known.decisions if one.run_id in when_of and any(map(one.matches, keys))
         ]
@@ -287,7 +319,7 @@ class _Writer:
             decisions=decisions,
             segments=columns["runs"]["segments"],
             times=columns["runs"]["time"],
-            peers=page_data.peer_rows(cell_id, suite.main),
+            peers=page_data.peer_rows(cell_id, family),
             run_page=names.run_page,
             when_of=when_of,
             data=columns,
@@ -317,6 +349,10 @@ class _Writer:
             newer=neighbours[1],
             data={"page": row.page, "metrics": described},
         )
+
+    def _count(self, done: int, total: int, what: str, suite: Suite) -> None:
+        if done % PROGRESS_EACH == 0:
+            self.progress(f"{done:,} of {total:,} {what} of {suite[0]} on {suite[1]}")
 
     def _metric(self, name: str) -> Metric:
         return self.metrics.get(name) or Metric(name, name, "", Better.NEITHER)

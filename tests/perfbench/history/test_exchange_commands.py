@@ -288,3 +288,26 @@ def test_one_damaged_file_of_many_stores_nothing(
     assert f"{paths[1]}:1:" in err
     with History.open(url) as history:
         assert history.runs() == []
+
+
+def test_a_name_in_brackets_is_shown_as_it_is(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only the brackets that hold the parameters are no part of a benchmark's name."""
+    stats = {"median": 1.0, "rounds": 5}
+    entries = [
+        {"fullname": "[bold]mark[/bold]", "params": None, "param": None, "stats": stats},
+        {"fullname": "a.py::f[[red]-2]", "params": {"n": 2}, "param": "[red]-2", "stats": stats},
+    ]
+    whole = {"datetime": START.isoformat(), "benchmarks": entries}
+    file = tmp_path / "b.json"
+    file.write_text(json.dumps(whole))
+    done(capsys, "import", "pytest-benchmark", str(file), "--history", url)
+    with History.open(url) as history:
+        (run,) = (history.run(info.run_id) for info in history.runs())
+    axes = [dict(cell.axes) for cell in run.cells]
+    assert {"benchmark": "[bold]mark[/bold]"} in axes
+    assert {"benchmark": "a.py::f", "n": 2} in axes
+    for cell in run.cells:
+        words = ("history", "show", cell.cell_id, "--metric", "median_s", "--history", url)
+        assert done(capsys, *words)[0].startswith(f"{cell.cell_id}: ")

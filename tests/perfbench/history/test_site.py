@@ -28,7 +28,7 @@ from perfbench.history.nouns import (
 )
 from perfbench.history.site import chart_data, chart_png, names, page_data, write_site
 from perfbench.history.site.baselines import levels_of
-from perfbench.history.site.cells_of_suite import dense_twin, peers_of, short_names
+from perfbench.history.site.cells_of_suite import dense_twin, families, peers_of, short_names
 from perfbench.history.site.change_lines import change_line
 from perfbench.history.site.charts import AXES, chart_spec, datasets, whole_spec
 from perfbench.history.site.palette import PALETTES, Palette
@@ -546,6 +546,66 @@ def test_dense_twin_differs_in_path_and_fa2_alone() -> None:
         "d": "path=v2, fa2=on",
     }
     assert short_names({"x[1]": {}, "x[2]": {}}) == {"x[1]": "x[1]", "x[2]": "x[2]"}
+    empty = {"[b]": {"benchmark": ""}, "c": {"benchmark": "c"}}
+    assert short_names(empty) == {"[b]": "[b]", "c": "benchmark=c"}
+
+
+def test_a_family_is_a_cell_and_its_peers() -> None:
+    cells = {cell_id_of(axes_of(place)): axes_of(place) for place in range(40)}
+    cells |= {"x": {"benchmark": "a"}, "y": {"benchmark": "a"}}
+    found = families(cells)
+    for cell_id in cells:
+        assert {*found[cell_id]} == {cell_id, *peers_of(cell_id, cells)}
+
+
+def test_a_site_of_many_cells_shows_its_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("perfbench.history.site.write.PROGRESS_EACH", 4)
+    lines: list[str] = []
+    write_site(made_history(cells=9, runs=5), tmp_path / "site", SiteOptions(), lines.append)
+    assert lines == [
+        "4 of 5 runs of nightly-gate on h200",
+        "reads the series of 6 cells of nightly-gate on h200",
+        "4 of 6 cells of nightly-gate on h200",
+        "4 of 5 runs of nightly-train on h100-80gb-hbm3",
+    ]
+    url = str(tmp_path / "h.sqlite")
+    with History.open(url, create=True) as opened:
+        for run in made_history(cells=9, runs=5).every:
+            opened.add(run)
+    assert invoke(["site", "--history", url, "--out", str(tmp_path / "again")]) == 0
+    shown = capsys.readouterr()
+    assert [line.removeprefix("perfbench: ") for line in shown.err.splitlines()] == lines
+    assert "4 of 5" not in shown.out
+
+
+def test_the_work_of_a_cell_does_not_grow_with_the_suite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page looks at its family, and a history of one metric is read once."""
+    given: list[int] = []
+    rows = page_data.peer_rows
+    monkeypatch.setattr(
+        page_data, "peer_rows", lambda cell, main: given.append(len(main)) or rows(cell, main)
+    )
+    made = made_history(cells=90, runs=2)
+    made.every = [
+        replace(
+            run,
+            cells=tuple(
+                replace(cell, measured={"tok_per_s": cell.measured["tok_per_s"]})
+                for cell in run.cells
+            ),
+        )
+        for run in made.every
+    ]
+    read: list[object] = []
+    every_series = made.every_series
+    made.every_series = lambda **wanted: read.append(wanted) or every_series(**wanted)
+    write_site(made, tmp_path / "site", SiteOptions())
+    assert len(given) == 90 and max(given) == 5
+    assert len(read) == 2  # suites
 
 
 def only_page(change: ChangePoint, reproduce: str) -> list[str]:

@@ -37,6 +37,7 @@
       { value: ALL + commit, "data-commit": commit, "data-pages": pages.join(" ") },
       `${shortCommit(commit)} · all ${pages.length} runs`)));
     select.append(group);
+    document.getElementById("commits").hidden = false;
   }
   const runsOnly = (select) => [...select.options].filter((one) => !one.value.startsWith(ALL));
 
@@ -106,7 +107,7 @@
     const after = new Map(other.cells.map((cell) => [key(cell), cell]));
     const matches = matcher(words.value);
     const made = table([["cell"], [unit ? `from, ${unit}` : "from", "number"], [unit ? `to, ${unit}` : "to", "number"], ["change", "number"], ["its 95 %", "number"], ["verdicts"]], "comparison");
-    const counts = { apart: 0, cells: 0, alone: 0 };
+    const counts = { apart: 0, cells: 0, alone: 0, bounded: 0, bare: 0, differing: 0 };
     const differing = new Map();
     for (const both of new Set([...before.keys(), ...after.keys()])) {
       const [from, to] = [before.get(both), after.get(both)];
@@ -123,6 +124,8 @@
       counts.cells += 1;
       counts.apart += Boolean(apart);
       counts.alone += !(from && to);
+      if (moved) counts[moved.low === null ? "bare" : "bounded"] += 1;
+      counts.differing += Boolean(moved && moved.low === null && x[0] !== y[0]);
       const arrow = worse === "worse" ? "▼ " : worse === "better" ? "▲ " : "";
       made.body.append(element("tr", {},
         element("td", { class: "name" }, element("a", { href: `cells/${file}.html`, title: id }, text)),
@@ -138,7 +141,10 @@
     place.replaceChildren(made.box);
     const alone = counts.alone ? `, ${counts.alone} in only one of the runs` : "";
     const reasons = [...differing].map(([text, count]) => `${count} not comparable (${text})`);
-    summary.textContent = [`${counts.apart} of ${counts.cells} cells changed by more than the interval${alone}`, ...reasons].join("; ") + ".";
+    const judged = `${counts.apart} of ${counts.cells - counts.bare} cells changed by more than the interval`;
+    const bare = `no interval: ${counts.differing} of ${counts.bare} cells differ`;
+    const counted = !counts.bare ? judged : !counts.bounded ? bare : `${judged}; ${bare}`;
+    summary.textContent = [counted + alone, ...reasons].join("; ") + ".";
   }
 
   async function show() {
