@@ -43,18 +43,26 @@ def change_line(
     change: ChangePoint,
     name: str,
     cell: HistoryCell,
+    series: Series,
     decision: Triage | None = None,
     *,
     has_before: bool,
 ) -> ChangeLine:
-    """``decision``: that the change is accepted, or noise. ``has_before``: the last run of the old
-    level has a page.
+    """``series``: of the change. ``decision``: that the change is accepted, or noise.
+    ``has_before``: the last run of the old level has a page.
     """
     key = change.key
     judged = {True: "worse", False: "better", None: "neither"}[change.is_worse]
     decided = f"decided={decision.kind.value}\n" if decision else ""
     if decision is not None:
         judged = "neither"
+    sides = {one.run_id: one for one in series.points}
+    old, new = sides.get(change.before_run_id), sides.get(change.run_id)
+    size = f"{change.size_pct:+.1f} %".replace("-", "−")
+    interval = f"{change.low_pct:+.1f} to {change.high_pct:+.1f} %".replace("-", "−")
+    if old is not None and new is not None and old.value == 0 and new.value is not None:
+        size, interval = f"0 → {new.value:.6g}", "no percentage of 0 exists"
+    is_dirty = any(one is not None and one.is_dirty is True for one in (old, new))
     return ChangeLine(
         names.cell_page(key.suite, key.card, key.cell_id),
         name,
@@ -63,15 +71,15 @@ def change_line(
         key.metric,
         change.kind.value,
         judged,
-        f"{change.size_pct:+.1f} %".replace("-", "−"),
-        f"{change.low_pct:+.1f} to {change.high_pct:+.1f} %".replace("-", "−"),
+        size,
+        interval,
         minute(change.measured_utc),
         chart_data.milliseconds(change.measured_utc),
         names.run_page(change.run_id),
         names.run_page(change.before_run_id) if has_before else "",
         short_commit(change.commit),
         short_commit(change.before_commit),
-        _next_commands(change, cell.reproduce) if decision is None else (),
+        _next_commands(change, cell.reproduce, is_dirty) if decision is None else (),
         f"{terms(key.suite, key.card, cell.axes, mark_of(cell.verdict))}kind={change.kind.value}\n"
         f"metric={key.metric}\n{judged}\n{decided}",
         decided_text(decision) if decision else "",
@@ -112,10 +120,10 @@ def turned_line(name: str, cell: HistoryCell, series: Series) -> ChangeLine | No
     )
 
 
-def _next_commands(change: ChangePoint, reproduce: str) -> tuple[str, ...]:
+def _next_commands(change: ChangePoint, reproduce: str, is_dirty: bool) -> tuple[str, ...]:
     """The commits between, where some are known, and what `detect` prints as the next step."""
     old, new = change.before_commit, change.commit
-    typed = next_step(change, reproduce)
+    typed = next_step(change, reproduce, is_dirty=is_dirty)
     if not old or not new or old == new:
         return (typed,)
     span = f"{short_commit(old)}..{short_commit(new)}"

@@ -18,6 +18,7 @@ from perfbench.history.nouns import (
     Triage,
     TriageKind,
 )
+from perfbench.history.segments import segment_differences
 from perfbench.history.site.decided import decided_text, remark
 from perfbench.history.site.units import short_commit
 
@@ -78,7 +79,7 @@ def rounded(value: float | None) -> float | None:
 def runs_columns(line: Timeline) -> dict[str, Any]:
     """Of each run: when it was measured, its place by commit, whether a segment begins."""
     segments = [point.segment for point in line.points]
-    begins = [int(old != new) for old, new in pairwise(segments)]
+    begins = [int(bool(segment_differences(old, new))) for old, new in pairwise(segments)]
     return {
         "time": [milliseconds(point.measured_utc) for point in line.points],
         "order": list(line.orders),
@@ -112,15 +113,12 @@ def segment_changes(line: Timeline) -> list[Row]:
     """Where what was measured with changed, and what: driver, torch, card, method."""
     found = []
     for index, (old, new) in enumerate(pairwise(point.segment for point in line.points), 1):
-        names = sorted({*old, *new})
-        changed = [
-            f"{name} {old.get(name) or 'none'} → {new.get(name) or 'none'}"
-            for name in names
-            if old.get(name) != new.get(name)
-        ]
-        if changed:
-            short = ", ".join(name for name in names if old.get(name) != new.get(name))
-            found.append({"i": index, "text": ", ".join(changed), "short": short})
+        if differences := segment_differences(old, new):
+            changed = [
+                f"{name} {before or 'none'} → {after or 'none'}"
+                for name, (before, after) in differences.items()
+            ]
+            found.append({"i": index, "text": ", ".join(changed), "short": ", ".join(differences)})
     return found
 
 
@@ -184,7 +182,7 @@ def levels(
         else:
             starts.add(end)
     for index, (old, new) in enumerate(pairwise(points), 1):
-        if old.segment != new.segment or new.run_id in accepted:
+        if segment_differences(old.segment, new.segment) or new.run_id in accepted:
             starts.add(index)
     ordered = [*sorted(start for start in starts if start < len(points)), len(points)]
     found = []

@@ -296,6 +296,7 @@ class _Writer:
                 one,
                 suite.short[cell_id],
                 cell,
+                keys[one.key],
                 decision_on(one, keys[one.key], known.decisions),
                 has_before=one.before_run_id in when_of,
             )

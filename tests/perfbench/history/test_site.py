@@ -29,7 +29,7 @@ from perfbench.history.nouns import (
 from perfbench.history.site import chart_data, chart_png, names, page_data, write_site
 from perfbench.history.site.baselines import levels_of
 from perfbench.history.site.cells_of_suite import dense_twin, families, peers_of, short_names
-from perfbench.history.site.change_lines import change_line
+from perfbench.history.site.change_lines import ChangeLine, change_line
 from perfbench.history.site.charts import AXES, chart_spec, datasets, whole_spec
 from perfbench.history.site.palette import PALETTES, Palette
 from perfbench.history.site.report_html import report_html
@@ -608,9 +608,36 @@ def test_the_work_of_a_cell_does_not_grow_with_the_suite(
     assert len(read) == 2  # suites
 
 
-def only_page(change: ChangePoint, reproduce: str) -> list[str]:
+def line_of(change: ChangePoint, reproduce: str, *sides: SeriesPoint) -> ChangeLine:
     cell = HistoryCell(change.key.cell_id, {"path": "v2"}, "SAME", "", reproduce, {})
-    return [*change_line(change, "name", cell, has_before=True).commands]
+    series = Series(change.key, METRICS[change.key.metric], cell.axes, sides)
+    return change_line(change, "name", cell, series, has_before=True)
+
+
+def only_page(change: ChangePoint, reproduce: str) -> list[str]:
+    return [*line_of(change, reproduce).commands]
+
+
+def sides_of(change: ChangePoint, old: float, new: float, **fields: bool) -> list[SeriesPoint]:
+    return [
+        SeriesPoint(
+            run_id, change.measured_utc, "c" * 40, value, None, None, 1, None, "", {}, **fields
+        )
+        for run_id, value in ((change.before_run_id, old), (change.run_id, new))
+    ]
+
+
+def test_a_change_of_a_dirty_tree_is_not_bisected_and_one_from_0_has_no_percentage() -> None:
+    step = made_history(cells=3, runs=6).found[0]
+    step = replace(step, before_commit="a" * 40, commit="f" * 40)
+    ran = f"perfbench run gate.yaml --only {step.key.cell_id}"
+    clean, dirty = (
+        line_of(step, ran, *sides_of(step, 100.0, 94.0, is_dirty=one)) for one in (False, True)
+    )
+    assert "bisect" in clean.commands[-1] and "bisect" not in dirty.commands[-1]
+    assert clean.size.endswith(" %") and clean.size == dirty.size
+    from_zero = line_of(step, ran, *sides_of(step, 0.0, 3.0))
+    assert (from_zero.size, from_zero.interval) == ("0 → 3", "no percentage of 0 exists")
 
 
 def test_a_bisect_is_typed_with_its_matrix_and_only_where_it_can_judge() -> None:
