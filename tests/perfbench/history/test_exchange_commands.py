@@ -257,6 +257,18 @@ def test_a_run_is_exported_without_a_history(capsys: pytest.CaptureFixture[str])
     assert found and all("tok_per_s" in measures for measures in found.values())
 
 
+def test_an_export_never_takes_the_place_of_a_device(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(capsys, "import", "auto", str(daily(tmp_path, 1, 1.0)), "--history", url)
+    out = tmp_path / "out.js"
+    os.mkfifo(out)
+    _, err = done(
+        capsys, "export", "github-action-benchmark", "--out", str(out), "--history", url, code=2
+    )
+    assert out.is_fifo() and "out.js cannot be written: it is there and is no regular file" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
