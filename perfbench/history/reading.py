@@ -182,6 +182,19 @@ def metrics(connection: Connection) -> dict[str, Metric]:
     return {**brought, **METRICS}
 
 
+def metric_names(connection: Connection, conditions: list[ColumnElement[bool]]) -> list[str]:
+    """Of which one of these runs has a point, sorted."""
+    query = (
+        select(tables.metrics.c.name)
+        .join(series, series.c.metric == tables.metrics.c.id)
+        .join(points, points.c.series == series.c.id)
+        .join(runs, runs.c.id == points.c.run)
+        .where(*conditions)
+        .distinct()
+    )
+    return sorted(connection.execute(query).scalars())
+
+
 def keys(
     connection: Connection, wanted: Mapping[str, str | None], *, demonstrations: bool = False
 ) -> list[tuple[SeriesKey, int, int]]:
