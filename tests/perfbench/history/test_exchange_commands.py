@@ -105,6 +105,21 @@ def test_of_criterions_folder_the_newest_alone(
     assert line["added"] == "new" and line["text"].startswith("2 benchmarks of criterion")
 
 
+@pytest.mark.parametrize("name", ["one.json", "data.js", "one.jsonl", "sums/one.json"])
+def test_a_folder_of_several_formats_is_refused(
+    tmp_path: Path, url: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever of them lies among criterion's."""
+    folder = tmp_path / "results"
+    shutil.copytree(DATA / "criterion", folder)
+    shutil.copy(daily(tmp_path, 1, 1.0), folder / name)
+    for kind in ("auto", "criterion"):
+        out, err = done(capsys, "import", kind, str(folder), "--history", url, code=2)
+        assert not out and f"and 1 of something else: {name}. Next: " in err
+    with History.open(url) as history:
+        assert not history.runs()
+
+
 def test_options_fill_in_what_a_file_leaves_out(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -277,6 +292,7 @@ def test_an_export_never_takes_the_place_of_a_device(
         (("import", "auto", "missing.json"), "missing.json cannot be read: No such file"),
         (("import", "auto", str(DATA / "custom.json")), "does not say whether more is better"),
         (("import", "asv", str(DATA / "google.json")), "google.json: commit_hash: field required"),
+        (("import", "auto", str(DATA)), " of something else: asv/bench"),
         (("export", "vibes"), "got the format 'vibes'"),
         (("export", "bencher", "--since", "3d"), "got --since and one run"),
         (("export", "bencher"), "the history holds no such run"),
