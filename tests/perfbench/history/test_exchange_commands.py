@@ -16,6 +16,7 @@ from tests.perfbench.history.test_exchange_readers import DATA
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HOST = "runner"
+PYTEST = str(DATA / "pytest-benchmark.json")
 
 
 @pytest.fixture
@@ -105,6 +106,37 @@ def test_of_criterions_folder_the_newest_alone(
     assert line["added"] == "new" and line["text"].startswith("2 benchmarks of criterion")
 
 
+def edited(path: Path, **fields: object) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
+
+
+def test_a_file_of_the_future_is_refused(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would stay the newest run for ever; a clock may be some hours ahead."""
+    late = edited(daily(tmp_path, 1, 1.0), datetime="2999-01-01T00:00:00")
+    out, err = done(capsys, "import", "auto", str(late), "--history", url, code=2)
+    assert not out and f"{late}: got the date 2999-01-01, which lies in the future" in err
+    soon = (datetime.now(UTC) + timedelta(hours=20)).isoformat()
+    done(capsys, "import", "auto", str(edited(late, datetime=soon)), "--history", url)
+    old = edited(late, datetime="0001-01-01T00:00:00")
+    out, _ = done(capsys, "import", "auto", str(old), "--history", url)
+    assert out.split()[1].startswith("00010101T000000Z-")
+
+
+@pytest.mark.parametrize("commit", ["zzz; rm -rf /", "abc", "a" * 65, "v1.0"])
+def test_what_is_no_commit_is_left_out(
+    tmp_path: Path, url: str, commit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = edited(daily(tmp_path, 1, 1.0), commit_info={"id": commit, "project": "p"})
+    out, err = done(capsys, "import", "auto", str(path), "--history", url)
+    assert "no commit" in out
+    assert f"commit {commit!r} is left out, wanted 4 to 64 hexadecimal digits" in err
+    with History.open(url) as history:
+        assert history.run("latest").info.commit is None
+
+
 @pytest.mark.parametrize("name", ["one.json", "data.js", "one.jsonl", "sums/one.json"])
 def test_a_folder_of_several_formats_is_refused(
     tmp_path: Path, url: str, name: str, capsys: pytest.CaptureFixture[str]
@@ -123,11 +155,11 @@ def test_a_folder_of_several_formats_is_refused(
 def test_options_fill_in_what_a_file_leaves_out(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--suite", "s", "--card", "c", "--commit", "abc", "--date", "2026-01-02"]
+    words = ["--suite", "s", "--card", "c", "--commit", "abcd", "--date", "2026-01-02"]
     done(capsys, "import", "bencher", str(DATA / "bencher.json"), "--history", url, *words)
     with History.open(url) as history:
         (info,) = history.runs()
-    assert (info.suite, info.card, info.commit) == ("s", "c", "abc")
+    assert (info.suite, info.card, info.commit) == ("s", "c", "abcd")
     assert info.measured_utc == datetime(2026, 1, 2, tzinfo=UTC)
 
 
@@ -293,6 +325,9 @@ def test_an_export_never_takes_the_place_of_a_device(
         (("import", "auto", str(DATA / "custom.json")), "does not say whether more is better"),
         (("import", "asv", str(DATA / "google.json")), "google.json: commit_hash: field required"),
         (("import", "auto", str(DATA)), " of something else: asv/bench"),
+        (("import", "auto", PYTEST, "--commit", "zz"), "--commit: got 'zz', wanted 4 to 64 hex"),
+        (("import", "auto", PYTEST, "--suite", ""), "--suite: got '', wanted a name"),
+        (("import", "auto", PYTEST, "--card", " "), "--card: got ' ', wanted a name"),
         (("export", "vibes"), "got the format 'vibes'"),
         (("export", "bencher", "--since", "3d"), "got --since and one run"),
         (("export", "bencher"), "the history holds no such run"),
