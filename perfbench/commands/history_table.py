@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 COMMIT_CHARS = 10
 REMARK_CHARS = 80
+DIGITS = 4  # of a value: changes of 0.1 % are read from it
 GIB = 2**30
 
 
@@ -316,7 +317,7 @@ def _unit(unit: str) -> str:
 
 
 def _number(value: float | None, unit: str) -> str:
-    return number(value / GIB if value is not None and unit == "bytes" else value)
+    return number(value / GIB if value is not None and unit == "bytes" else value, DIGITS)
 
 
 def _half(row: ChangeRow) -> str:

@@ -455,6 +455,13 @@ def test_an_exact_id_always_names_its_cell(capsys: pytest.CaptureFixture[str]) -
     assert code == 2 and "no cell 'other'. Next: " in err
 
 
+def test_a_value_has_the_digits_of_its_change(capsys: pytest.CaptureFixture[str]) -> None:
+    speeds(0.0010043, 0.0010004, 0.0010039)
+    out = call(capsys, "history", "path=v2")[1].splitlines()
+    assert [line.split()[4] for line in out[2:5]] == ["0.001004", "0.001", "0.001004"]
+    assert "+0.35 %" in out[2] and "-0.39 %" in out[3]
+
+
 def test_a_chart_takes_the_only_metric(capsys: pytest.CaptureFixture[str]) -> None:
     for day in (1, 2, 3):
         imported(day, "median_s")
