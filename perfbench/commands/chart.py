@@ -43,6 +43,10 @@ def chart(
     from perfbench.history.site import chart_png
     from perfbench.records import whole_file
 
+    if png.suffix.lower() != ".png":
+        raise PerfbenchError(
+            Exit.USAGE, f"got {str(png)!r}, wanted a name that ends with .png. Next: name another"
+        )
     with open_history(history) as opened:
         if metric is not None:
             opened.metric(metric)  # USAGE where no run has it

@@ -56,7 +56,7 @@ All = Annotated[
 CellName = Annotated[
     str | None,
     typer.Argument(
-        metavar="[CELL]",
+        metavar="CELL",
         help="A cell's id, or AXIS=V,... of any axes that name one cell; none: the newest runs.",
         show_default=False,
     ),

@@ -15,7 +15,7 @@ import typer
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.text import plain
+from perfbench.text import counted, plain
 
 if TYPE_CHECKING:
     from perfbench.history import History, HistoryRun
@@ -91,7 +91,7 @@ def import_(
     for note in dict.fromkeys(found.notes):
         warn(note)
     counts = {word: sum(line["added"] == word for line in lines) for word in ("new", "replaced")}
-    say(f"{len(lines)} runs: {counts['new']} new, {counts['replaced']} replaced")
+    say(f"{counted(len(lines), 'run')}: {counts['new']} new, {counts['replaced']} replaced")
 
 
 def _check_stated(suite: str | None, card: str | None, commit: str | None) -> None:

@@ -30,7 +30,7 @@ from perfbench.history.nouns import (
     RunInfo,
 )
 from perfbench.records import Verdict
-from perfbench.text import visible
+from perfbench.text import counted, visible
 
 UNKNOWN_CARD = "unknown"
 MAX_COUNT = 2**31 - 1  # PostgreSQL's integer
@@ -185,7 +185,8 @@ def _doubled(by_cell: Mapping[str, Mapping[str, Sequence[StatedValue]]], name: s
         return []
     cell, most = next(iter(counts.items()))
     return [
-        f"{name}: {len(counts)} names stand several times in one run, and the median is taken:"
+        f"{name}: {counted(len(counts), 'name')} stand{'s' * (len(counts) == 1)} several times in"
+        " one run, and the median is taken:"
         f" {short(cell)!r} {most} times"
     ]
 

@@ -125,6 +125,58 @@ def test_a_file_of_the_future_is_refused(
     assert out.split()[1].startswith("00010101T000000Z-")
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("benchmarks", {}, "benchmarks: got {}, wanted a list"),
+        ("benchmarks", [7], "benchmarks[0]: got 7, wanted an object"),
+        ("datetime", 7, "datetime: got 7, wanted text"),
+        ("machine_info", "x", "machine_info: got 'x', wanted an object"),
+        ("commit_info", {"dirty": "no"}, "commit_info.dirty: got 'no', wanted true or false"),
+        (
+            "benchmarks",
+            [{"fullname": "a", "stats": {"median": "1", "rounds": 1}}],
+            "benchmarks[0].stats.median: got '1', wanted a number",
+        ),
+        (
+            "benchmarks",
+            [{"fullname": "a", "stats": {"median": 1.0, "rounds": -1}}],
+            "benchmarks[0].stats.rounds: got -1, wanted at least 0",
+        ),
+        (
+            "benchmarks",
+            [{"fullname": "a", "stats": {"median": 1.0, "rounds": 1.5}}],
+            "benchmarks[0].stats.rounds: got 1.5, wanted a whole number",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_in_the_words_of_json(
+    tmp_path: Path,
+    url: str,
+    field: str,
+    value: object,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = edited(daily(tmp_path, 1, 1.0), **{field: value})
+    _, err = done(capsys, "import", "pytest-benchmark", str(path), "--history", url, code=2)
+    assert f"{path}: {message}. Next: " in err
+
+
+def test_one_of_something_is_no_plural(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = daily(tmp_path, 1, 1.0)
+    one = json.loads(path.read_text())["benchmarks"][0]
+    edited(path, benchmarks=[one, one])
+    _, err = done(capsys, "import", "auto", str(path), "--history", url)
+    assert "1 name stands several times" in err and "1 run: 1 new, 0 replaced" in err
+    _, err = done(capsys, "export", "github-action-benchmark", "--history", url)
+    assert "1 run exported\n" in err
+    _, err = done(capsys, "prune", "--keep-last", "1", "--history", url)
+    assert "0 of 1 run would go" in err
+
+
 @pytest.mark.parametrize("commit", ["zzz; rm -rf /", "abc", "a" * 65, "v1.0"])
 def test_what_is_no_commit_is_left_out(
     tmp_path: Path, url: str, commit: str, capsys: pytest.CaptureFixture[str]
@@ -323,7 +375,7 @@ def test_an_export_never_takes_the_place_of_a_device(
         (("import", "auto", "/dev/zero"), "it is a device"),
         (("import", "auto", "missing.json"), "missing.json cannot be read: No such file"),
         (("import", "auto", str(DATA / "custom.json")), "does not say whether more is better"),
-        (("import", "asv", str(DATA / "google.json")), "google.json: commit_hash: field required"),
+        (("import", "asv", str(DATA / "google.json")), "google.json: commit_hash: it is missing"),
         (("import", "auto", str(DATA)), " of something else: asv/bench"),
         (("import", "auto", PYTEST, "--commit", "zz"), "--commit: got 'zz', wanted 4 to 64 hex"),
         (("import", "auto", PYTEST, "--suite", ""), "--suite: got '', wanted a name"),

@@ -357,6 +357,10 @@ def test_runs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (("--since", "soon"), "--since: got 'soon', wanted a date"),
         (("--since", "2999-01-01"), "lies in the future"),
         (("--history", "gone.sqlite"), "there is no history at"),
+        (("--history", "none"), "got --history none, wanted a history. Next: "),
+        (("init", "--history", "none"), "got --history none, wanted a history. Next: "),
+        (("init", "--history", "gone/h.sqlite"), "/gone is not there. Next: make it first"),
+        (("chart", "path=v2", "a.txt"), "got 'a.txt', wanted a name that ends with .png"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -366,6 +370,22 @@ def test_a_mistake_is_one_line(
     code, out, err = call(capsys, "history", *argv)
     assert (code, out) == (2, "") and err.count("\n") == 1 and message in err
     assert "Next: " in err or "wanted" in err
+    assert not Path("gone").exists() and not Path("a.txt").exists()
+
+
+def test_a_variable_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the default's file is there."""
+    speeds(100.0)
+    monkeypatch.setenv("PERFBENCH_HISTORY", "none")
+    code, _, err = call(capsys, "history")
+    assert code == 2 and "PERFBENCH_HISTORY is none, wanted a history. Next: " in err
+
+
+def test_the_usage_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    out = call(capsys, "history", "show", "--help")[1]
+    assert "[CELL]" in out and "[[CELL]]" not in out
 
 
 def test_a_misspelt_command_or_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
