@@ -120,6 +120,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def counted(count: int, noun: str) -> str:
+    """'1 run', '2 runs'."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def ratio(value: float | None) -> str:
     """Two places, or two significant digits where two places would hide a small ratio."""
     if value is None:

@@ -14,7 +14,12 @@ CellName = Annotated[
     str, typer.Argument(metavar="CELL", help="A cell's id, or AXIS=V,... that names one cell.")
 ]
 Png = Annotated[Path, typer.Argument(metavar="FILE.png", help="Where the picture is written.")]
-Metric = Annotated[str, typer.Option("--metric", metavar="NAME", help="E.g. device_ms, launches.")]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric", metavar="NAME", help="By default tok_per_s, or the only one that there is."
+    ),
+]
 Card = Annotated[str | None, typer.Option("--card", metavar="SLUG", help="E.g. h200.")]
 Suite = Annotated[str | None, typer.Option("--suite", metavar="NAME", help="A matrix's name.")]
 ByCommit = Annotated[
@@ -25,7 +30,7 @@ ByCommit = Annotated[
 def chart(
     cell: CellName,
     png: Png,
-    metric: Metric = "tok_per_s",
+    metric: Metric = None,
     card: Card = None,
     suite: Suite = None,
     by_commit: ByCommit = False,
@@ -33,15 +38,20 @@ def chart(
 ) -> None:
     """Draw one series with its change points, levels and segments, for a Markdown page."""
     from perfbench.commands.console import print_text
-    from perfbench.commands.history_table import named_cell
+    from perfbench.commands.history_choice import Scope, cell_and_metric
     from perfbench.history import open_history
     from perfbench.history.site import chart_png
     from perfbench.records import whole_file
 
+    if png.suffix.lower() != ".png":
+        raise PerfbenchError(
+            Exit.USAGE, f"got {str(png)!r}, wanted a name that ends with .png. Next: name another"
+        )
     with open_history(history) as opened:
-        keys = opened.keys(suite=suite, card=card, metric=metric)
-        cell_id = named_cell(cell, {key.cell_id for key in keys})
-        found = [key for key in keys if key.cell_id == cell_id]
+        if metric is not None:
+            opened.metric(metric)  # USAGE where no run has it
+        cell_id, chosen = cell_and_metric(opened, cell, metric, Scope(suite, card))
+        found = opened.keys(suite=suite, card=card, cell_id=cell_id, metric=chosen)
         if len(found) > 1:
             several = "; ".join(f"--suite {key.suite} --card {key.card}" for key in found[:4])
             raise PerfbenchError(

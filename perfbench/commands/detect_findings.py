@@ -273,7 +273,7 @@ def with_commits(
 
 
 def _cell_id(history: History, looked: Looked) -> str | None:
-    from perfbench.commands.history_table import named_cell
+    from perfbench.commands.history_choice import named_cell
 
     if looked.cell is None:
         return None

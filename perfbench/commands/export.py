@@ -12,6 +12,7 @@ import typer
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError, unwritable
+from perfbench.text import counted
 
 if TYPE_CHECKING:
     from perfbench.history import HistoryRun
@@ -137,4 +138,4 @@ def _write(made: Exported, out: Path | None, count: int) -> None:
             raise unwritable(out, error, "name another file with --out") from None
     for note in made.notes:
         warn(note)
-    say(f"{count} runs exported" if out is None else f"{count} runs exported to {out}")
+    say(f"{counted(count, 'run')} exported{'' if out is None else f' to {out}'}")

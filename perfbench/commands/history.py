@@ -56,7 +56,7 @@ All = Annotated[
 CellName = Annotated[
     str | None,
     typer.Argument(
-        metavar="[CELL]",
+        metavar="CELL",
         help="A cell's id, or AXIS=V,... of any axes that name one cell; none: the newest runs.",
         show_default=False,
     ),
@@ -71,7 +71,12 @@ OfCommit = Annotated[
     str | None, typer.Option("--commit", metavar="SHA", help="Runs of this commit; 4 digits do.")
 ]
 OfMetric = Annotated[
-    str, typer.Option("--metric", metavar="NAME", help="E.g. device_ms, launches, cold_start_s.")
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="NAME",
+        help="E.g. device_ms; by default tok_per_s, or the only one that there is.",
+    ),
 ]
 OfCard = Annotated[
     str | None, typer.Option("--card", metavar="SLUG", help="E.g. h200; all by default.")
@@ -169,7 +174,7 @@ def show(
     cell: CellName = None,
     since: Since = None,
     commit: OfCommit = None,
-    metric: OfMetric = "tok_per_s",
+    metric: OfMetric = None,
     card: OfCard = None,
     suite: OfSuite = None,
     limit: Limit = LIMIT,

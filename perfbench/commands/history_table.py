@@ -8,8 +8,9 @@ from datetime import datetime
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
+from perfbench.commands.history_choice import USUAL, Scope, cell_and_metric, the_metric
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.records import cell_of_id, find_cell, short_ids
+from perfbench.records import cell_of_id, short_ids
 from perfbench.text import NULL, aligned, number, shorten, signed_pct
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 COMMIT_CHARS = 10
 REMARK_CHARS = 80
+DIGITS = 4  # of a value: changes of 0.1 % are read from it
 GIB = 2**30
 
 
@@ -27,7 +29,7 @@ class Wanted:
     cell: str | None
     since: datetime | None
     commit: str | None
-    metric: str
+    metric: str | None
     card: str | None
     suite: str | None
     limit: int
@@ -209,21 +211,19 @@ def answer(history: History, wanted: Wanted) -> Answer | RunList:
         )
         _check_known(history, wanted, runs)
         return RunList(runs[: wanted.limit], max(0, len(runs) - wanted.limit))
-    from perfbench.history import change_rows, newest_first
+    from perfbench.history import newest_first
 
-    cell_id = _cell_id(history, wanted)
-    runs = history.runs(
-        since=wanted.since, commit=wanted.commit, demonstrations=wanted.demonstrations
-    )
-    named = {one.run_id for one in runs}
-    found = history.every_series(
-        suite=wanted.suite,
-        card=wanted.card,
-        cell_id=cell_id,
-        metric=wanted.metric,
-        demonstrations=wanted.demonstrations,
-    )
-    rows = [row for one in found for row in change_rows(one) if row.point.run_id in named]
+    scope = Scope(wanted.suite, wanted.card, wanted.demonstrations)
+    _check_known(history, wanted, ())
+    cell_id, metric = None, wanted.metric
+    if metric is not None:
+        history.metric(metric)  # USAGE where no run has it
+    if wanted.cell is not None:
+        cell_id, metric = cell_and_metric(history, wanted.cell, metric, scope)
+    runs = _runs(history, wanted)
+    rows = _rows(history, wanted, (cell_id, metric or USUAL), runs)
+    if not rows and metric is None and (other := _other_metric(history, wanted)):
+        rows = _rows(history, wanted, (cell_id, other), runs)
     shown = newest_first(rows)[: wanted.limit]
     return Answer(
         shown,
@@ -235,18 +235,51 @@ def answer(history: History, wanted: Wanted) -> Answer | RunList:
     )
 
 
-def _cell_id(history: History, wanted: Wanted) -> str | None:
-    """Of the one cell that was asked for."""
-    history.metric(wanted.metric)  # USAGE where no run has it
-    keys = history.keys(
+def _runs(history: History, wanted: Wanted) -> list[RunInfo]:
+    """USAGE: no run is of the commit that was asked for."""
+    commit, shown = wanted.commit, wanted.demonstrations
+    runs = history.runs(since=wanted.since, commit=commit, demonstrations=shown)
+    if commit is not None and not runs:
+        every = history.runs(commit=commit, demonstrations=True)
+        if not every:
+            known = "`perfbench history` lists the newest runs with theirs"
+            raise PerfbenchError(
+                Exit.USAGE, f"--commit: no run of a commit {commit[:60]!r}. Next: {known}"
+            )
+    return runs
+
+
+def _rows(
+    history: History,
+    wanted: Wanted,
+    named: tuple[str | None, str],
+    runs: Sequence[RunInfo],
+) -> list[ChangeRow]:
+    """Of these runs alone; the cell null for all, and its metric."""
+    from perfbench.history import change_rows
+
+    cell_id, metric = named
+    run_ids = {one.run_id for one in runs}
+    found = history.every_series(
         suite=wanted.suite,
         card=wanted.card,
-        metric=wanted.metric,
+        cell_id=cell_id,
+        metric=metric,
         demonstrations=wanted.demonstrations,
     )
-    if not keys:
-        _check_known(history, wanted, ())
-    return wanted.cell and named_cell(wanted.cell, {key.cell_id for key in keys})
+    return [row for one in found for row in change_rows(one) if row.point.run_id in run_ids]
+
+
+def _other_metric(history: History, wanted: Wanted) -> str | None:
+    """The only one that was measured, null where nothing was; USAGE where there are several."""
+    there = history.metric_names(
+        suite=wanted.suite,
+        card=wanted.card,
+        since=wanted.since,
+        commit=wanted.commit,
+        demonstrations=wanted.demonstrations,
+    )
+    return the_metric(there, None, "what was measured") if there else None
 
 
 def _check_known(history: History, wanted: Wanted, runs: Sequence[RunInfo]) -> None:
@@ -264,34 +297,6 @@ def _check_known(history: History, wanted: Wanted, runs: Sequence[RunInfo]) -> N
                 Exit.USAGE,
                 f"{option}: got {value[:60]!r}, wanted one that the history has. Next: {there}",
             )
-
-
-def named_cell(text: str, cell_ids: Collection[str]) -> str:
-    """The id that ``text`` names: of perfbench by its axes, of another tool by a part of its name.
-
-    USAGE where there is none, or where there are several.
-    """
-    if text in cell_ids:
-        return text
-    cells = {cell: cell_id for cell_id in sorted(cell_ids) if (cell := cell_of_id(cell_id))}
-    others = sorted(set(cell_ids) - set(cells.values()))
-    found = [cell_id for cell_id in others if text.lower() in cell_id.lower()]
-    if len(found) == 1:
-        return found[0]
-    try:
-        if found:
-            some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-            raise ValueError(f"{text[:200]!r} names {len(found)} cells: {some}")
-        if not cells:
-            raise ValueError(f"no cell {text[:200]!r}")
-        return cells[find_cell(text, cells)]
-    except ValueError as error:
-        problem = str(error).removesuffix("?")
-        raise PerfbenchError(
-            Exit.USAGE,
-            f"{problem}. Next: add axes, or --suite and --card; `perfbench history --since 30d`"
-            " lists cells",
-        ) from None
 
 
 def _short(cell_ids: Collection[str]) -> dict[str, str]:
@@ -312,7 +317,7 @@ def _unit(unit: str) -> str:
 
 
 def _number(value: float | None, unit: str) -> str:
-    return number(value / GIB if value is not None and unit == "bytes" else value)
+    return number(value / GIB if value is not None and unit == "bytes" else value, DIGITS)
 
 
 def _half(row: ChangeRow) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,13 +15,14 @@ import typer
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.text import plain
+from perfbench.text import counted, plain
 
 if TYPE_CHECKING:
     from perfbench.history import History, HistoryRun
     from perfbench.history.exchange import Imported, Stated
 
 AUTO = "auto"
+AHEAD = timedelta(days=1)  # of a machine whose clock is wrong
 MEASURED_HERE = "perfbench"
 Format = Annotated[
     str,
@@ -71,8 +72,11 @@ def import_(
     from perfbench.history import open_history
     from perfbench.history.exchange import Stated
 
-    when = None if date is None else moment_of(date, "--date", datetime.now(UTC))
+    now = datetime.now(UTC)
+    when = None if date is None else moment_of(date, "--date", now)
+    _check_stated(suite, card, commit)
     found = _read(format_, file, Stated(suite, card, commit, when))
+    _check_past(found.runs, now)
     lines: list[dict[str, str]] = []
     with open_history(history) as opened:
         if suite is None:
@@ -84,10 +88,36 @@ def import_(
                 print_text("{added:<8}  {run_id}  {text}".format(**lines[-1]))
     if as_json:
         print_text(json.dumps(lines, indent=2))
-    for note in found.notes:
+    for note in dict.fromkeys(found.notes):
         warn(note)
     counts = {word: sum(line["added"] == word for line in lines) for word in ("new", "replaced")}
-    say(f"{len(lines)} runs: {counts['new']} new, {counts['replaced']} replaced")
+    say(f"{counted(len(lines), 'run')}: {counts['new']} new, {counts['replaced']} replaced")
+
+
+def _check_stated(suite: str | None, card: str | None, commit: str | None) -> None:
+    from perfbench.history.exchange import COMMIT, is_commit
+
+    for option, value in (("--suite", suite), ("--card", card)):
+        if value is not None and not value.strip():
+            raise PerfbenchError(
+                Exit.USAGE, f"{option}: got {value!r}, wanted a name. Next: leave {option} out"
+            )
+    if commit is not None and not is_commit(commit):
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"--commit: got {commit[:60]!r}, wanted {COMMIT}. Next: git rev-parse HEAD prints them",
+        )
+
+
+def _check_past(runs: Iterable[HistoryRun], now: datetime) -> None:
+    """USAGE: a file is of the future, beyond what clocks differ; it would stay the newest run."""
+    for run in runs:
+        if run.info.measured_utc > now + AHEAD:
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{plain(run.info.folder)}: got the date {run.info.measured_utc:%Y-%m-%d}, which"
+                " lies in the future. Next: correct the date in the file",
+            )
 
 
 def _read(named: str, paths: list[Path], stated: Stated) -> Imported:

@@ -26,10 +26,11 @@ def sources_of(paths: Iterable[Path]) -> list[SourceFile]:
     """
     found: dict[Path, None] = {}
     for path in paths:
-        here = list(_below(path)) if path.is_dir() else [path, *_companions(path)]
+        here = _below(path) if path.is_dir() else [path, *_companions(path)]
         if not here:
             raise PerfbenchError(
-                Exit.USAGE, f"{path} holds no file that ends with .json. Next: name the files"
+                Exit.USAGE,
+                f"{path} holds no file that ends with .json or .jsonl. Next: name the files",
             )
         found |= dict.fromkeys(here)
     if len(found) > MAX_FILES:
@@ -41,15 +42,26 @@ def sources_of(paths: Iterable[Path]) -> list[SourceFile]:
     return [_read(path) for path in found]
 
 
-def _below(folder: Path) -> Iterator[Path]:
+def _below(folder: Path) -> list[Path]:
     """Of a folder of criterion the newest estimates alone: `base` and `change` hold those of
-    before.
+    before. USAGE where files of something else lie there, too.
     """
-    every = sorted(path for path in folder.rglob("*.json") if path.is_file())
+    every = [path for ending in ("*.json", "*.jsonl") for path in folder.rglob(ending)]
+    every = sorted(path for path in (*every, folder / "data.js") if path.is_file())
     newest = [path for path in every if path.parent.name == "new" and path.name in _CRITERION]
-    yield from newest or every
-    if not every and (script := folder / "data.js").is_file():
-        yield script
+    if not newest:
+        return every
+    benchmarks = {path.parent.parent for path in newest}
+    others = [path for path in every if path.parent.parent not in benchmarks]
+    if others:
+        names = [path.relative_to(folder).as_posix() for path in others[:4]]
+        shown = ", ".join(names) + (", ..." if len(others) > len(names) else "")
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"{folder} holds files of criterion and {len(others)} of something else: {shown}."
+            " Next: import one format at a time, and name its files or its folder",
+        )
+    return newest
 
 
 def _companions(path: Path) -> Iterator[Path]:

@@ -13,6 +13,7 @@ import typer
 from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, say
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.text import counted
 
 if TYPE_CHECKING:
     from perfbench.history import History, RunInfo, SeriesKey, StoredRun
@@ -79,10 +80,10 @@ def prune(
     elif gone:
         print_text("\n".join(f"{one.run_id}  {one.suite}, {one.card}" for one in gone))
     if yes:
-        say(f"{len(leaving)} of {len(infos)} runs deleted")
+        say(f"{len(leaving)} of {counted(len(infos), 'run')} deleted")
     else:
         then = "; --yes deletes them" if leaving else ""
-        say(f"{len(leaving)} of {len(infos)} runs would go{then}")
+        say(f"{len(leaving)} of {counted(len(infos), 'run')} would go{then}")
 
 
 def _stored(history: History, infos: Mapping[str, RunInfo]) -> list[StoredRun]:

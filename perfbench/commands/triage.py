@@ -60,7 +60,7 @@ def triage(
 
     It holds for every series, or for those that the options name.
     """
-    from perfbench.commands.history_table import named_cell
+    from perfbench.commands.history_choice import named_cell
     from perfbench.history import Triage, TriageKind, open_history
 
     if decision is Verb.NOTE and not note:

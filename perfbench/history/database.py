@@ -120,7 +120,7 @@ class Database:
                 Exit.USAGE, f"{self.name} {problem}. Next: perfbench history upgrade"
             )
         problem = f"is a history of revision {found!r}, which this perfbench does not know"
-        after = f"install the perfbench that wrote it, or a newer one than reads {newest()}"
+        after = f"install the perfbench that wrote it; this one reads up to {newest()}"
         return PerfbenchError(Exit.USAGE, f"{self.name} {problem}. Next: {after}")
 
     def migrate(self, to: str = "head") -> str:
@@ -164,6 +164,18 @@ def upgrade(address: str | Path) -> tuple[str, str]:
         return database.migrate(), newest()
     finally:
         database.close()
+
+
+def missing_folder(address: str | Path) -> Path | None:
+    """Where SQLite's file of this address would lie, and no folder is."""
+    url = _url(address)
+    if url.get_backend_name() != "sqlite":
+        return None
+    folder = Path(url.database or "").parent
+    try:
+        return None if folder.exists() else folder
+    except (OSError, ValueError):
+        return None  # `open` says what is wrong with it
 
 
 def newest() -> str:

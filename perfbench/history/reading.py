@@ -182,6 +182,19 @@ def metrics(connection: Connection) -> dict[str, Metric]:
     return {**brought, **METRICS}
 
 
+def metric_names(connection: Connection, conditions: list[ColumnElement[bool]]) -> list[str]:
+    """Of which one of these runs has a point, sorted."""
+    query = (
+        select(tables.metrics.c.name)
+        .join(series, series.c.metric == tables.metrics.c.id)
+        .join(points, points.c.series == series.c.id)
+        .join(runs, runs.c.id == points.c.run)
+        .where(*conditions)
+        .distinct()
+    )
+    return sorted(connection.execute(query).scalars())
+
+
 def keys(
     connection: Connection, wanted: Mapping[str, str | None], *, demonstrations: bool = False
 ) -> list[tuple[SeriesKey, int, int]]:
@@ -225,13 +238,14 @@ def series_of(connection: Connection, key: SeriesKey) -> tuple[int, int] | None:
 
 
 class _CellRun(NamedTuple):
-    """What the points of a cell share in one run; its numbers are of `texts`."""
+    """What the points of a cell share in one run; numbers of `segments`, `definitions`, `texts`."""
 
     run_id: str
     measured_utc: datetime
     commit: str | None
     is_dirty: bool | None
-    segment: Mapping[str, str]
+    segment: int
+    definition: int
     verdict: int | None
     reason: int
 
@@ -253,7 +267,8 @@ class SeriesReader:
         self._metrics = metrics(connection)
         rows = connection.execute(select(tables.segments.c.id, tables.segments.c.mapping))
         self._segments = {row.id: row.mapping for row in rows}
-        self._with_config: dict[tuple[int, str], Mapping[str, str]] = {}
+        self._with_config: dict[tuple[int, int], Mapping[str, str]] = {}
+        self._of_config: dict[tuple[int, str], Mapping[str, str]] = {}
         self._texts: dict[int | None, str | None] = {None: None}
         self._configs: dict[int, str | None] = {}
         self._cell: int | None = None
@@ -290,23 +305,15 @@ class SeriesReader:
             .join(runs, runs.c.id == outcomes.c.run)
             .where(outcomes.c.cell == cell, *self._conditions)
         )
-        rows = self._connection.execute(query).all()
-        table = tables.definitions
-        self._look_up(self._configs, table, table.c.config_sha256, {row.definition for row in rows})
-        words = {row.verdict for row in rows} | {row.reason for row in rows}
+        rows = self._connection.execute(query)
+        found = {number: _CellRun(*values) for number, *values in rows}
+        table, every = tables.definitions, found.values()
+        self._look_up(
+            self._configs, table, table.c.config_sha256, {one.definition for one in every}
+        )
+        words = {one.verdict for one in every} | {one.reason for one in every}
         self._look_up(self._texts, tables.texts, tables.texts.c.body, words)
-        return {
-            row.run: _CellRun(
-                run_id=row.run_id,
-                measured_utc=row.measured_utc,
-                commit=row.commit_sha,
-                is_dirty=row.is_dirty,
-                segment=self._segment(row.segment, self._configs[row.definition]),
-                verdict=row.verdict,
-                reason=row.reason,
-            )
-            for row in rows
-        }
+        return found
 
     def _look_up(
         self, known: dict[Any, str | None], table: Table, column: Column[Any], wanted: set[Any]
@@ -329,33 +336,35 @@ class SeriesReader:
             query = query.where(points.c.measured_utc >= self._since)
         rows = self._connection.execute(query).all()
         self._look_up(self._texts, tables.texts, tables.texts.c.body, {row[5] for row in rows})
-        known, texts = self._runs, self._texts
+        known, texts, segments = self._runs, self._texts, self._with_config
         for run, value, low, high, count, gap in rows:
             if (of := known.get(run)) is None:
                 continue
+            run_id, measured_utc, commit, is_dirty, segment, definition, verdict, reason = of
+            if (mapping := segments.get((segment, definition))) is None:
+                mapping = self._segment(segment, definition)
             yield SeriesPoint(
-                run_id=of.run_id,
-                measured_utc=of.measured_utc,
-                commit=of.commit,
-                value=value,
-                low=low,
-                high=high,
-                count=count,
-                verdict=texts[of.verdict],
-                reason=texts[gap] or texts[of.reason] or "",
-                segment=of.segment,
-                is_dirty=of.is_dirty,
+                run_id,
+                measured_utc,
+                commit,
+                value,
+                low,
+                high,
+                count,
+                texts[verdict],
+                texts[gap] or texts[reason] or "",
+                mapping,
+                is_dirty,
             )
 
-    def _segment(self, number: int, config_sha256: str | None) -> Mapping[str, str]:
+    def _segment(self, number: int, definition: int) -> Mapping[str, str]:
         """The run's, and the cell's configuration: another one under the same name may not be
         compared.
         """
-        segment: Mapping[str, str] = self._segments[number]
-        if config_sha256 is None:
-            return segment
-        known = self._with_config.get((number, config_sha256))
-        if known is None:
-            known = {**segment, "config": config_sha256[:12]}
-            self._with_config[number, config_sha256] = known
-        return known
+        config_sha256 = self._configs[definition]
+        found: Mapping[str, str] = self._segments[number]
+        if config_sha256 is not None:
+            key = (number, config_sha256)
+            found = self._of_config.setdefault(key, {**found, "config": config_sha256[:12]})
+        self._with_config[number, definition] = found
+        return found

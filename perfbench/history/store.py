@@ -145,6 +145,24 @@ class History:
             raise PerfbenchError(Exit.USAGE, f"no metric {name!r}. Next: give one of {known}")
         return found[name]
 
+    def metric_names(
+        self,
+        *,
+        suite: str | None = None,
+        card: str | None = None,
+        since: datetime | None = None,
+        commit: str | None = None,
+        demonstrations: bool = False,
+    ) -> list[str]:
+        """Of the runs that `runs` would give, those of which they have a point, sorted."""
+        conditions = reading.run_conditions(
+            since=since, commit=commit, demonstrations=demonstrations
+        )
+        wanted = {"suite": suite, "card": card}
+        conditions += [tables.runs.c[n] == v for n, v in wanted.items() if v is not None]
+        with self._database.read() as connection:
+            return reading.metric_names(connection, conditions)
+
     def keys(
         self,
         *,

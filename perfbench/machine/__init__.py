@@ -3,7 +3,12 @@
 from perfbench.machine.capability import capability_here
 from perfbench.machine.clock_events import THROTTLING, reason_names
 from perfbench.machine.environment import TargetFit, check_target, collect_environment
-from perfbench.machine.environment import HISTORY_FILE, configured_history, environment_variable
+from perfbench.machine.environment import (
+    HISTORY_FILE,
+    NO_HISTORY,
+    configured_history,
+    environment_variable,
+)
 from perfbench.machine.environment import give, no_color, step_summary
 from perfbench.machine.environment import visible_gpu, without_variables
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory, uuid_sha256

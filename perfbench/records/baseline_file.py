@@ -18,6 +18,7 @@ from urllib.parse import quote
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.records.atomic_write import check_replaceable
 from perfbench.records.digests import CONTENT_KEY, content_sha256
 from perfbench.records.regular_file import read_regular_file
 from perfbench.records.rows import Source, StoredCell
@@ -274,6 +275,7 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     )
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
+        check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with draft.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)

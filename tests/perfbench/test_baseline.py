@@ -115,6 +115,13 @@ def test_an_unwritable_folder_exits_2(tmp_path: Path) -> None:
     assert caught.value.exit_code in (Exit.USAGE, Exit.BASELINE)
 
 
+def test_a_baseline_never_takes_the_place_of_a_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(PerfbenchError, match="no regular file|cannot be read|it is a pipe"):
+        promoted(b.small_run(), tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_unknown_fields_survive(target: Path) -> None:
     promoted(b.small_run(), target)
     edit_baseline(target, lambda content: content.update(later={"x": 1}))

@@ -12,7 +12,14 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from statistics import median
 
-from perfbench.history.exchange.source import SourceFile, Stated, refuse, short
+from perfbench.history.exchange.source import (
+    COMMIT,
+    SourceFile,
+    Stated,
+    is_commit,
+    refuse,
+    short,
+)
 from perfbench.history.exchange.units import digest, slug
 from perfbench.history.nouns import (
     METRICS,
@@ -23,7 +30,7 @@ from perfbench.history.nouns import (
     RunInfo,
 )
 from perfbench.records import Verdict
-from perfbench.text import visible
+from perfbench.text import counted, visible
 
 UNKNOWN_CARD = "unknown"
 MAX_COUNT = 2**31 - 1  # PostgreSQL's integer
@@ -71,9 +78,14 @@ class RunHead:
 def assemble(
     head: RunHead, values: Iterable[StatedValue], source: SourceFile, stated: Stated
 ) -> tuple[HistoryRun, list[str]]:
-    """The run, and remarks about names that stand several times. USAGE: an empty name, no
-    benchmark at all, no date, or another commit than the user states.
+    """The run, and remarks about names that stand several times and about a commit that is none.
+    USAGE: an empty name, no benchmark at all, no date, or another commit than the user states.
     """
+    notes = []
+    if head.commit and not is_commit(head.commit):
+        problem = f"commit {short(head.commit)!r} is left out, wanted {COMMIT}"
+        notes.append(f"{source.name}: {problem}")
+        head = dataclasses.replace(head, commit=None, identity=(*head.identity, head.commit))
     by_cell: dict[str, dict[str, list[StatedValue]]] = {}
     for one in values:
         if not one.name:
@@ -90,7 +102,7 @@ def assemble(
         if one.metric.name not in METRICS
     }
     info = _info(head, (cells, metrics), source, stated)
-    return HistoryRun(info, cells, metrics), _doubled(by_cell, source.name)
+    return HistoryRun(info, cells, metrics), notes + _doubled(by_cell, source.name)
 
 
 def milliseconds_utc(value: float, place: str) -> datetime:
@@ -173,7 +185,8 @@ def _doubled(by_cell: Mapping[str, Mapping[str, Sequence[StatedValue]]], name: s
         return []
     cell, most = next(iter(counts.items()))
     return [
-        f"{name}: {len(counts)} names stand several times in one run, and the median is taken:"
+        f"{name}: {counted(len(counts), 'name')} stand{'s' * (len(counts) == 1)} several times in"
+        " one run, and the median is taken:"
         f" {short(cell)!r} {most} times"
     ]
 
@@ -214,7 +227,7 @@ def _info(
     content_sha256 = digest(json.dumps(whole, default=str, sort_keys=True))
     parts = (head.origin, draft.suite, draft.card, commit or "", *head.identity)
     identity = digest(*parts, dated.isoformat() if dated else content_sha256)
-    stamp = f"{dated:%Y%m%dT%H%M%SZ}" if dated else head.origin
+    stamp = f"{dated.year:04}{dated:%m%dT%H%M%SZ}" if dated else head.origin
     names = (slug(draft.card)[:24] or "card", slug(commit or "")[:7] or "nocommit", identity[:10])
     return dataclasses.replace(
         draft,

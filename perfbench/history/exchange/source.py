@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NoReturn
@@ -10,6 +11,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.nouns import HistoryRun
 from perfbench.text import plain
 
+COMMIT = "4 to 64 hexadecimal digits"
 MAX_SHOWN = 200  # characters of a name or value in a message
 
 
@@ -62,3 +64,8 @@ def short(value: object) -> str:
     """One line of at most MAX_SHOWN characters."""
     text = plain(value)
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def is_commit(text: str) -> bool:
+    """Whether git could name a commit so: COMMIT."""
+    return re.fullmatch(r"[0-9A-Fa-f]{4,64}", text) is not None

@@ -15,6 +15,17 @@ from perfbench.history.exchange.source import SourceFile, refuse, short
 WRITE_AGAIN = "have the tool write the file again"
 WRONG_FORMAT = "check that FORMAT is the tool that wrote it"
 Model = TypeVar("Model", bound="Schema")
+_WANTED = {  # by pydantic's name of what is wrong
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "model_type": "an object",
+    "string_too_short": "text that is not empty",
+    "string_type": "text",
+}
 
 
 class Schema(BaseModel):
@@ -65,9 +76,16 @@ def checked(model: type[Model], value: object, place: str) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        got = "" if first["type"] == "missing" else f"got {short(repr(first['input']))}: "
-        refuse(_place(place, first["loc"]), f"{got}{first['msg'].lower()}", WRONG_FORMAT)
+        first = error.errors(include_url=False)[0]
+        where = _place(place, first["loc"])
+        if first["type"] == "missing":
+            refuse(where, "it is missing", WRONG_FORMAT)
+        wanted = _WANTED.get(first["type"], "another value")
+        if first["type"] == "greater_than_equal":
+            wanted = f"at least {first['ctx']['ge']}"
+        elif first["type"] == "literal_error":
+            wanted = str(first["ctx"]["expected"])
+        refuse(where, f"got {short(repr(first['input']))}, wanted {wanted}", WRONG_FORMAT)
 
 
 def _place(name: str, path: tuple[str | int, ...]) -> str:

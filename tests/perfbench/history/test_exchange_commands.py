@@ -16,6 +16,7 @@ from tests.perfbench.history.test_exchange_readers import DATA
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HOST = "runner"
+PYTEST = str(DATA / "pytest-benchmark.json")
 
 
 @pytest.fixture
@@ -105,14 +106,112 @@ def test_of_criterions_folder_the_newest_alone(
     assert line["added"] == "new" and line["text"].startswith("2 benchmarks of criterion")
 
 
+def edited(path: Path, **fields: object) -> Path:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    return path
+
+
+def test_a_file_of_the_future_is_refused(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It would stay the newest run for ever; a clock may be some hours ahead."""
+    late = edited(daily(tmp_path, 1, 1.0), datetime="2999-01-01T00:00:00")
+    out, err = done(capsys, "import", "auto", str(late), "--history", url, code=2)
+    assert not out and f"{late}: got the date 2999-01-01, which lies in the future" in err
+    soon = (datetime.now(UTC) + timedelta(hours=20)).isoformat()
+    done(capsys, "import", "auto", str(edited(late, datetime=soon)), "--history", url)
+    old = edited(late, datetime="0001-01-01T00:00:00")
+    out, _ = done(capsys, "import", "auto", str(old), "--history", url)
+    assert out.split()[1].startswith("00010101T000000Z-")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("benchmarks", {}, "benchmarks: got {}, wanted a list"),
+        ("benchmarks", [7], "benchmarks[0]: got 7, wanted an object"),
+        ("datetime", 7, "datetime: got 7, wanted text"),
+        ("machine_info", "x", "machine_info: got 'x', wanted an object"),
+        ("commit_info", {"dirty": "no"}, "commit_info.dirty: got 'no', wanted true or false"),
+        (
+            "benchmarks",
+            [{"fullname": "a", "stats": {"median": "1", "rounds": 1}}],
+            "benchmarks[0].stats.median: got '1', wanted a number",
+        ),
+        (
+            "benchmarks",
+            [{"fullname": "a", "stats": {"median": 1.0, "rounds": -1}}],
+            "benchmarks[0].stats.rounds: got -1, wanted at least 0",
+        ),
+        (
+            "benchmarks",
+            [{"fullname": "a", "stats": {"median": 1.0, "rounds": 1.5}}],
+            "benchmarks[0].stats.rounds: got 1.5, wanted a whole number",
+        ),
+    ],
+)
+def test_a_wrong_value_is_named_in_the_words_of_json(
+    tmp_path: Path,
+    url: str,
+    field: str,
+    value: object,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = edited(daily(tmp_path, 1, 1.0), **{field: value})
+    _, err = done(capsys, "import", "pytest-benchmark", str(path), "--history", url, code=2)
+    assert f"{path}: {message}. Next: " in err
+
+
+def test_one_of_something_is_no_plural(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = daily(tmp_path, 1, 1.0)
+    one = json.loads(path.read_text())["benchmarks"][0]
+    edited(path, benchmarks=[one, one])
+    _, err = done(capsys, "import", "auto", str(path), "--history", url)
+    assert "1 name stands several times" in err and "1 run: 1 new, 0 replaced" in err
+    _, err = done(capsys, "export", "github-action-benchmark", "--history", url)
+    assert "1 run exported\n" in err
+    _, err = done(capsys, "prune", "--keep-last", "1", "--history", url)
+    assert "0 of 1 run would go" in err
+
+
+@pytest.mark.parametrize("commit", ["zzz; rm -rf /", "abc", "a" * 65, "v1.0"])
+def test_what_is_no_commit_is_left_out(
+    tmp_path: Path, url: str, commit: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = edited(daily(tmp_path, 1, 1.0), commit_info={"id": commit, "project": "p"})
+    out, err = done(capsys, "import", "auto", str(path), "--history", url)
+    assert "no commit" in out
+    assert f"commit {commit!r} is left out, wanted 4 to 64 hexadecimal digits" in err
+    with History.open(url) as history:
+        assert history.run("latest").info.commit is None
+
+
+@pytest.mark.parametrize("name", ["one.json", "data.js", "one.jsonl", "sums/one.json"])
+def test_a_folder_of_several_formats_is_refused(
+    tmp_path: Path, url: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever of them lies among criterion's."""
+    folder = tmp_path / "results"
+    shutil.copytree(DATA / "criterion", folder)
+    shutil.copy(daily(tmp_path, 1, 1.0), folder / name)
+    for kind in ("auto", "criterion"):
+        out, err = done(capsys, "import", kind, str(folder), "--history", url, code=2)
+        assert not out and f"and 1 of something else: {name}. Next: " in err
+    with History.open(url) as history:
+        assert not history.runs()
+
+
 def test_options_fill_in_what_a_file_leaves_out(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--suite", "s", "--card", "c", "--commit", "abc", "--date", "2026-01-02"]
+    words = ["--suite", "s", "--card", "c", "--commit", "abcd", "--date", "2026-01-02"]
     done(capsys, "import", "bencher", str(DATA / "bencher.json"), "--history", url, *words)
     with History.open(url) as history:
         (info,) = history.runs()
-    assert (info.suite, info.card, info.commit) == ("s", "c", "abc")
+    assert (info.suite, info.card, info.commit) == ("s", "c", "abcd")
     assert info.measured_utc == datetime(2026, 1, 2, tzinfo=UTC)
 
 
@@ -257,6 +356,18 @@ def test_a_run_is_exported_without_a_history(capsys: pytest.CaptureFixture[str])
     assert found and all("tok_per_s" in measures for measures in found.values())
 
 
+def test_an_export_never_takes_the_place_of_a_device(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done(capsys, "import", "auto", str(daily(tmp_path, 1, 1.0)), "--history", url)
+    out = tmp_path / "out.js"
+    os.mkfifo(out)
+    _, err = done(
+        capsys, "export", "github-action-benchmark", "--out", str(out), "--history", url, code=2
+    )
+    assert out.is_fifo() and "out.js cannot be written: it is there and is no regular file" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -264,7 +375,11 @@ def test_a_run_is_exported_without_a_history(capsys: pytest.CaptureFixture[str])
         (("import", "auto", "/dev/zero"), "it is a device"),
         (("import", "auto", "missing.json"), "missing.json cannot be read: No such file"),
         (("import", "auto", str(DATA / "custom.json")), "does not say whether more is better"),
-        (("import", "asv", str(DATA / "google.json")), "google.json: commit_hash: field required"),
+        (("import", "asv", str(DATA / "google.json")), "google.json: commit_hash: it is missing"),
+        (("import", "auto", str(DATA)), " of something else: asv/bench"),
+        (("import", "auto", PYTEST, "--commit", "zz"), "--commit: got 'zz', wanted 4 to 64 hex"),
+        (("import", "auto", PYTEST, "--suite", ""), "--suite: got '', wanted a name"),
+        (("import", "auto", PYTEST, "--card", " "), "--card: got ' ', wanted a name"),
         (("export", "vibes"), "got the format 'vibes'"),
         (("export", "bencher", "--since", "3d"), "got --since and one run"),
         (("export", "bencher"), "the history holds no such run"),

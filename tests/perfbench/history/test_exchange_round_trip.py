@@ -36,6 +36,7 @@ EXAMPLES = 60
 OTHER = Metric("counter_x", "counter x", "", Better.LOWER)
 NAMES = ("tok_per_s", "step_ms", "peak_memory_bytes", "counter_x")
 texts = some.text(min_size=1, max_size=30).map(visible).filter(bool)
+commits = some.text("0123456789abcdef", min_size=4, max_size=64)
 numbers = some.floats(allow_nan=False, allow_infinity=False)
 times = some.datetimes(min_value=datetime(2000, 1, 1), max_value=datetime(2100, 1, 1)).map(
     lambda one: one.replace(tzinfo=UTC)
@@ -65,7 +66,7 @@ def runs(draw: Any) -> HistoryRun:
         suite=draw(texts),
         card=draw(texts),
         measured_utc=draw(times),
-        commit=draw(some.none() | texts),
+        commit=draw(some.none() | commits),
         segment=draw(some.dictionaries(texts, texts, max_size=3)),
         commit_utc=draw(some.none() | times),
         branch=draw(some.none() | texts),

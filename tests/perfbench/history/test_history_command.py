@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import perfbench
-from perfbench.commands import app, history_table, options
+from perfbench.commands import app, history_choice, options
 from perfbench.commands.dates import length_of, moment_of
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.history.nouns import Series, SeriesPoint
+from perfbench.history.nouns import Better, Metric, Series, SeriesPoint
 from perfbench.history.since import change_rows
 from perfbench.history.store import History
 from perfbench.history.writing import Added
@@ -326,8 +326,8 @@ def test_since_and_commit_name_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(call(capsys, "history", "--commit", "0001", "--json")[1])
     assert [(one["run_id"], one["change_pct"]) for one in found] == [("run-001", 10.0)]
     assert found[0]["reproduce"].startswith("perfbench run nightly.yaml")
-    code, out, _ = call(capsys, "history", "--commit", "beef")
-    assert (code, out) == (0, "no row: nothing was measured\n")
+    code, out, err = call(capsys, "history", "--commit", "beef")
+    assert (code, out) == (2, "") and "no run of a commit 'beef'. Next: " in err
     code, out, err = call(capsys, "history", "path=v2", "--limit", "1")
     assert "run-002" in out and "run-001" not in out
     assert err == "perfbench: 1 of 3 rows; --limit 3 shows all\n"
@@ -357,6 +357,10 @@ def test_runs_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (("--since", "soon"), "--since: got 'soon', wanted a date"),
         (("--since", "2999-01-01"), "lies in the future"),
         (("--history", "gone.sqlite"), "there is no history at"),
+        (("--history", "none"), "got --history none, wanted a history. Next: "),
+        (("init", "--history", "none"), "got --history none, wanted a history. Next: "),
+        (("init", "--history", "gone/h.sqlite"), "/gone is not there. Next: make it first"),
+        (("chart", "path=v2", "a.txt"), "got 'a.txt', wanted a name that ends with .png"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -366,6 +370,22 @@ def test_a_mistake_is_one_line(
     code, out, err = call(capsys, "history", *argv)
     assert (code, out) == (2, "") and err.count("\n") == 1 and message in err
     assert "Next: " in err or "wanted" in err
+    assert not Path("gone").exists() and not Path("a.txt").exists()
+
+
+def test_a_variable_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the default's file is there."""
+    speeds(100.0)
+    monkeypatch.setenv("PERFBENCH_HISTORY", "none")
+    code, _, err = call(capsys, "history")
+    assert code == 2 and "PERFBENCH_HISTORY is none, wanted a history. Next: " in err
+
+
+def test_the_usage_has_one_pair_of_brackets(capsys: pytest.CaptureFixture[str]) -> None:
+    out = call(capsys, "history", "show", "--help")[1]
+    assert "[CELL]" in out and "[[CELL]]" not in out
 
 
 def test_a_misspelt_command_or_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -384,11 +404,90 @@ def test_cells_of_other_tools_are_found_by_a_part_of_their_name() -> None:
         "tests/test_a.py::test_y",
         "path=v2,seq_len=1,workload=forward",
     }
-    assert history_table.named_cell("TEST_X", names) == "tests/test_a.py::test_x[1]"
-    assert history_table.named_cell("path=v2", names) == "path=v2,seq_len=1,workload=forward"
+    assert history_choice.named_cell("TEST_X", names) == "tests/test_a.py::test_x[1]"
+    assert history_choice.named_cell("path=v2", names) == "path=v2,seq_len=1,workload=forward"
     for text in ("test_a", "nothing"):
         with pytest.raises(PerfbenchError, match="names 2 cells|nothing"):
-            history_table.named_cell(text, names)
+            history_choice.named_cell(text, names)
+
+
+def imported(day: int, *metrics: str, cell_id: str = "bench/a.py::up30") -> None:
+    """A run of another tool in the default history."""
+    one = MEASURED["tok_per_s"]
+    measured = {name: type(one)(1.0 + day, None, None, 5) for name in metrics}
+    brought = [Metric(name, name, "s", Better.LOWER) for name in metrics if name != "tok_per_s"]
+    cell = made_cell(cell_id, measured, verdict=None, reason="", config_sha256=None)
+    run = made_run(day, cell, metrics=brought, origin="pytest-benchmark", suite="planted")
+    with History.open(DEFAULT, create=True) as history:
+        history.add(run)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("bench/a.py::up30",),
+        ("up30",),
+        ("show", "up30"),
+        ("--since", "2026-03-01", "--suite", "planted"),
+        ("--commit", "0001", "--suite", "planted"),
+    ],
+)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_the_only_metric_there_is_taken(
+    argv: tuple[str, ...], is_mixed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for day in (1, 2):
+        imported(day, "median_s")
+    if is_mixed:
+        speeds(100.0)
+    code, out, err = call(capsys, "history", *argv, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found[-1]["run_id"] == "run-001" and len(found) in (1, 2)
+    assert {(one["cell_id"], one["metric"]) for one in found} == {("bench/a.py::up30", "median_s")}
+
+
+@pytest.mark.parametrize("argv", [("bench/a.py::up30",), ("up30",), ("--since", "2026-03-01")])
+def test_of_several_metrics_one_is_to_be_named(
+    argv: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported(1, "cpu_s", "median_s")
+    code, out, err = call(capsys, "history", *argv)
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert "has no tok_per_s; metrics: cpu_s, median_s. Next: --metric cpu_s" in err
+    code, _, err = call(capsys, "history", "up30", "--metric", "device_ms")
+    assert code == 2 and "bench/a.py::up30 has no device_ms; metrics: cpu_s, median_s" in err
+    assert call(capsys, "history", *argv, "--metric", "median_s")[0] == 0
+
+
+def test_an_exact_id_always_names_its_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    """Also where it is part of others, holds `=`, or looks like an option."""
+    speeds(100.0)
+    names = ("up", "up30", "fib[n=3]", "--help")
+    for day, name in enumerate(names, 1):
+        imported(day, "median_s", cell_id=name)
+    for name in names:
+        code, out, _ = call(capsys, "history", "show", "--json", "--", name)
+        assert code == 0 and [one["cell_id"] for one in json.loads(out)] == [name]
+    code, out, _ = call(capsys, "history", "--", "--help")
+    assert code == 0 and out.startswith("--help: median_s")
+    code, _, err = call(capsys, "history", "show", "other")
+    assert code == 2 and "no cell 'other'. Next: " in err
+
+
+def test_a_value_has_the_digits_of_its_change(capsys: pytest.CaptureFixture[str]) -> None:
+    speeds(0.0010043, 0.0010004, 0.0010039)
+    out = call(capsys, "history", "path=v2")[1].splitlines()
+    assert [line.split()[4] for line in out[2:5]] == ["0.001004", "0.001", "0.001004"]
+    assert "+0.35 %" in out[2] and "-0.39 %" in out[3]
+
+
+def test_a_chart_takes_the_only_metric(capsys: pytest.CaptureFixture[str]) -> None:
+    for day in (1, 2, 3):
+        imported(day, "median_s")
+    speeds(100.0)
+    code, _, err = call(capsys, "history", "chart", "bench/a.py::up30", "a.png")
+    assert (code, err) == (0, "") and Path("a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def point(day: int, value: float | None, **segment: str) -> SeriesPoint:
