@@ -212,10 +212,15 @@ def _url(address: str | Path) -> URL:
     shown = shown_address(address)
     try:
         url = make_url(address)
-        at = next((one for one in (url.host, url.database) if one and "@" in one), None)
-        if at is not None and url.get_backend_name() != "sqlite":
+        if address.count("@") > 1 and url.get_backend_name() != "sqlite":
             raise PerfbenchError(
                 Exit.USAGE, f"{shown} holds two @. Next: write the @ in a password as %40"
+            )
+        host, _, behind = address.partition("://")[2].partition("/")
+        if "@" in behind and "@" not in host and url.get_backend_name() != "sqlite":
+            # a / in a user or a password, which is read as the end of the host
+            raise PerfbenchError(
+                Exit.USAGE, f"{shown} has its @ behind a /. Next: write that / as %2F"
             )
         if "\0" in unquote(address.encode().decode()):
             raise ValueError("libpq ends there")

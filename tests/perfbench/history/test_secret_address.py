@@ -6,7 +6,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
 from perfbench.errors import Exit, PerfbenchError
@@ -55,6 +55,9 @@ def addresses(draw: some.DrawFn) -> str:
 
 @settings(max_examples=300, deadline=None)
 @given(written=addresses())
+@example("postgresql://u/v:hush?hush@127.0.0.1:1/db")
+@example("postgresql://u/v:hush/hush@127.0.0.1:1/db")
+@example("postgresql://u@127.0.0.1:1/db?password=hush@hush")
 def test_no_message_holds_the_password(written: str) -> None:
     assert HUSH not in shown_address(written)
     try:
