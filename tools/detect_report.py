@@ -17,8 +17,8 @@ of a step, a year or a drift that goes on, and N of the rest: a share moves in s
 400/N %. All series are generated, but those of the last section: levels of 10,000 with noise of
 1 % sd where nothing else is written, so that a step of 3 % is one of 3 noise sd. How the detection
 works, and what its alarms promise: [docs/detection.md](../docs/detection.md). Otava is Apache Otava
-0.8.0 with its defaults (`window_len` 50, `max_pvalue` 0.001, `min_magnitude` 0); its `max_pvalue` is
-of one test, not of a series, so that other settings would trade its alarms against its recall.
+0.8.0 with its defaults (`window_len` 50, `max_pvalue` 0.001, `min_magnitude` 0); its `max_pvalue`
+is of one test, not of a series, so that other settings would trade its alarms against its recall.
 
 ## Goals
 {goals}

@@ -13,7 +13,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.text import NULL, shorten
 
 if TYPE_CHECKING:
-    from perfbench.history import ChangePoint, History, Series
+    from perfbench.history import ChangePoint, History, Series, SeriesKey
     from perfbench.history.detection import JudgedChange, SegmentStart, SeriesChanges
 
 COMMIT_CHARS = 10
@@ -159,12 +159,16 @@ class SegmentFinding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Changes, what is new first and then by size; segments, newest first."""
+    """Changes, what is new first and then by size; segments, newest first.
+
+    ``skipped``: series that could not be judged, and why.
+    """
 
     changes: Sequence[PrintedChange]
     segments: Sequence[SegmentFinding]
     series: int
     points: int
+    skipped: Sequence[tuple[SeriesKey, str]] = ()
 
     @property
     def new(self) -> list[ChangePoint]:
@@ -179,18 +183,32 @@ class Findings:
         new = self.new
         worse, better = (sum(one.is_worse is w for one in new) for w in (True, False))
         return (
-            f"{len(new)} new changes ({worse} worse, {better} better) in {self.series} series of"
-            f" {self.points} points"
+            f"{len(new)} new change{'' if len(new) == 1 else 's'} ({worse} worse, {better} better)"
+            f" in {self.series} series of {self.points} points"
         )
 
     def text(self) -> str:
         lines = [one.text() for one in self.changes] + [one.text() for one in self.segments]
+        lines += [
+            f"skipped: {key.metric} of {key.cell_id} ({key.suite}, {key.card}): {why}"
+            for key, why in self.skipped
+        ]
         return "\n".join(lines or ["nothing new"])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "changes": [one.to_json() for one in self.changes],
             "segments": [one.to_json() for one in self.segments],
+            "skipped": [
+                {
+                    "suite": key.suite,
+                    "card": key.card,
+                    "cell_id": key.cell_id,
+                    "metric": key.metric,
+                    "reason": why,
+                }
+                for key, why in self.skipped
+            ],
             "series": self.series,
             "points": self.points,
         }
@@ -245,6 +263,7 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
         _segments(judged, looked),
         len(judged),
         sum(len(one.series.points) for one in judged),
+        [(one.series.key, one.skipped) for one in judged if one.skipped],
     )
 
 

@@ -15,6 +15,7 @@ from perfbench.history.detection.series import (
     SegmentStart,
     find_changes,
     segment_starts,
+    why_not_judged,
 )
 from perfbench.history.nouns import ChangeKind, ChangePoint, Series, Triage, TriageKind
 
@@ -45,11 +46,12 @@ class JudgedChange:
 
 @dataclass(frozen=True, slots=True)
 class SeriesChanges:
-    """All of one series, oldest first."""
+    """All of one series, oldest first. ``skipped``: why nothing was looked for; '' where it was."""
 
     series: Series
     changes: tuple[JudgedChange, ...]
     segments: tuple[SegmentStart, ...]
+    skipped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
     A run that was accepted makes what changed until then the level: a step at it or before it is
     accepted, and a drift that goes on through it counts from it.
     """
+    if why := why_not_judged(series):
+        return SeriesChanges(series, (), tuple(segment_starts(series.points)), why)
     decisions = [one for one in memory.decisions if one.matches(series.key)]
     accepted = sorted(_times(decisions, TriageKind.ACCEPTED, memory))
     noise = list(_times(decisions, TriageKind.NOISE, memory))

@@ -38,10 +38,11 @@ def write(
     commits: Sequence[str] = (),
     segments: Mapping[int, Mapping[str, str]] | None = None,
     metric: str = "tok_per_s",
+    other: Sequence[float] | None = None,
     **fields: object,
 ) -> None:
-    """A run a day: ``values`` of CELL; OTHER never changes."""
-    steady, segment = levels((len(values), 50.0), seed=4), SEGMENT
+    """A run a day: ``values`` of CELL; OTHER never changes, where it has no values of its own."""
+    steady, segment = other or levels((len(values), 50.0), seed=4), SEGMENT
     with History.open(url, create=True) as history, history._database.write() as connection:
         for day, value in enumerate(values):  # one transaction: each waits for the disk
             segment = dict((segments or {}).get(day, segment))
@@ -86,7 +87,7 @@ def test_a_new_step_is_printed_once_and_fails(url: Path, command: Command) -> No
     assert "commits 0027002700..0028002800 (git does not know them here)" in commits
     typed = f"perfbench bisect {CELL} --good 0027002700 --bad 0028002800 --matrix nightly.yaml"
     assert after.strip() == f"next: {typed}"
-    assert "1 new changes (1 worse, 0 better) in 2 series of 120 points" in err
+    assert "1 new change (1 worse, 0 better) in 2 series of 120 points" in err
     assert command("detect")[:2] == (Exit.OK, "nothing new\n")
     code, out, _ = command("detect", "--all")
     assert (code, out.startswith("[reported] -")) == (Exit.OK, True)
@@ -202,6 +203,21 @@ def test_from_zero_no_percentage_is_printed(url: Path, command: Command) -> None
     assert (one["size_pct"], one["low_pct"], one["high_pct"]) == (None, None, None)
     assert one["reason"] == "no percentage of 0 exists: 0 -> 3"
     assert (one["old_level"], one["new_level"]) == (0.0, 3.0)
+
+
+def test_a_series_of_odd_numbers_is_skipped_and_the_rest_is_judged(
+    url: Path, command: Command
+) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), other=[1e308, 0.0, -1.0, 5e-324] * 15)
+    code, out, _ = command("detect", "--json", "--forget")
+    assert code == Exit.REGRESSED
+    printed = json.loads(out)
+    assert [one["cell_id"] for one in printed["changes"]] == [CELL]
+    assert [one["cell_id"] for one in printed["skipped"]] == [OTHER]
+    assert command("detect")[1].endswith(
+        f"\nskipped: tok_per_s of {OTHER} (nightly, h200): a value of 1e+308 is too large to be"
+        " compared\n"
+    )
 
 
 def test_a_drift_is_stored_as_far_as_it_was_news(url: Path, command: Command) -> None:

@@ -254,6 +254,22 @@ def test_noise_is_estimated_through_steps_and_correlation() -> None:
     assert np.mean(correlations) == pytest.approx(0.4, abs=0.1)
 
 
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    st.lists(FINITE | st.sampled_from([1e308, 0.0, -1.0, 5e-324, 1e100, 1e-100]), max_size=40),
+    st.integers(1, 8),
+)
+@settings(max_examples=150)
+@pytest.mark.filterwarnings("error")
+def test_no_finite_number_breaks_anything(values: list[float], each: int) -> None:
+    found = judge_series(series([value for value in values for _ in range(each)]), memory())
+    assert all(np.isfinite(one.change.size_pct) for one in found.changes)
+    largest = max(map(abs, values), default=0.0)
+    assert bool(found.skipped) is (largest > 1e100 or 0 < min(values, default=0.0) < 1e-100)
+
+
 SEEDS = st.integers(0, 2**32 - 1)
 
 
