@@ -25,7 +25,7 @@ MAX_CORRELATION = 0.8  # beyond it, noise and drift are the same thing
 DOUBT = 0.5  # of its standard error, about 1/sqrt(n), that is added to a correlation
 FEW = 20  # points of which a correlation of a half is believed at most
 STEPS = 0.05  # of the differences may cross one
-SHRUNK = 1.5  # standard errors at which half of a correlation is believed
+SHRUNK = 7.0  # over n: the correlation of which half is believed
 SLOPE_LAG = 5  # points between two that show a slope
 SLOPE_REACH = 15  # points to each side whose slopes give one
 DAYS = 7
@@ -117,11 +117,11 @@ def noise_of(values: Floats) -> Noise:
 
 
 def _believed(correlation: float, n: int) -> float:
-    """A correlation as n points show it: shrunk towards 0 where it is not much larger than its
-    standard error, then with some of that added, and at most what so few points can show.
+    """A correlation as n points show it: shrunk towards 0 where it is small for so few points, then
+    with some of its standard error added, and at most what so few points can show.
     """
     correlation = max(correlation, 0.0)
-    shrunk = correlation**3 / (correlation**2 + SHRUNK**2 / n)
+    shrunk = correlation**3 / (correlation**2 + (SHRUNK / n) ** 2)
     return min(shrunk + DOUBT / math.sqrt(n), n / (n + FEW), MAX_CORRELATION)
 
 
