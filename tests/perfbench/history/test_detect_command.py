@@ -253,6 +253,19 @@ def test_what_is_called_noise_stays_silent(url: Path, command: Command) -> None:
     assert command("detect", "--all")[1].startswith("[noise] -")
 
 
+def test_the_last_decision_wins_and_can_be_taken_back(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    for verb, shown in (("accept", "[accepted]"), ("noise", "[noise]"), ("accept", "[accepted]")):
+        assert command("triage", verb, "run-040", "--cell", CELL)[0] == Exit.OK
+        assert command("detect", "--all")[1].startswith(shown)
+    assert command("triage", "undo", "run-040", "--cell", OTHER)[0] == Exit.USAGE
+    code, out, _ = command("triage", "undo", "run-040", "--cell", CELL)
+    assert (code, out) == (Exit.OK, "taken back at run run-040: accepted, noise, accepted\n")
+    assert command("detect")[0] == Exit.REGRESSED
+    code, _, err = command("triage", "undo", "run-040")
+    assert (code, "nothing was decided at run run-040" in err) == (Exit.USAGE, True)
+
+
 def test_a_note_is_printed_with_its_change(url: Path, command: Command) -> None:
     write(url, levels((40, 100.0), (20, 95.0)))
     assert command("triage", "note", "run-040", "--note", "a fan broke")[0] == Exit.OK

@@ -494,6 +494,24 @@ def test_noise_silences_the_step_that_it_names_and_no_other() -> None:
     assert news(found) == [News.NOISE, News.NEW]
 
 
+@pytest.mark.parametrize(
+    ("kinds", "wins"),
+    [
+        ((TriageKind.ACCEPTED, TriageKind.NOISE), News.NOISE),
+        ((TriageKind.NOISE, TriageKind.ACCEPTED), News.ACCEPTED),
+    ],
+)
+def test_the_last_decision_wins(kinds: Sequence[TriageKind], wins: News) -> None:
+    """In whichever order the history gives them."""
+    made = series([100.0] * 40 + [90.0] * 10)
+    both = [
+        replace(decided(kind, "r40"), created_utc=MONDAY + timedelta(days=60 + at))
+        for at, kind in enumerate(kinds)
+    ]
+    for decisions in (both, both[::-1]):
+        assert news(judge_series(made, memory(decisions=decisions))) == [wins]
+
+
 def test_a_note_is_shown_and_changes_nothing() -> None:
     made = series([100.0] * 40 + [90.0] * 10)
     (one,) = judge_series(made, memory(decisions=[decided(TriageKind.NOTE, "r40", "fans")])).changes
