@@ -22,11 +22,14 @@ SUBJECTS = 3  # of the commits between
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was asked for; null is everything. ``every``: changes that are no news, too."""
+    """What was asked for; null is everything, and so are no ``cells``.
+
+    ``every``: changes that are no news, too.
+    """
 
     suite: str | None = None
     card: str | None = None
-    cell: str | None = None
+    cells: tuple[str, ...] = ()
     metric: str | None = None
     since: datetime | None = None
     every: bool = False
@@ -227,11 +230,9 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
     only = {"suite": looked.suite, "card": looked.card, "metric": looked.metric}
     judged = [
         judge_series(series, memory)
+        for cell_id in _cell_ids(history, looked)
         for series in history.every_series(
-            suite=looked.suite,
-            card=looked.card,
-            metric=looked.metric,
-            cell_id=_cell_id(history, looked),
+            suite=looked.suite, card=looked.card, metric=looked.metric, cell_id=cell_id
         )
     ]
     if not judged:
@@ -291,13 +292,15 @@ def with_commits(
     return found
 
 
-def _cell_id(history: History, looked: Looked) -> str | None:
+def _cell_ids(history: History, looked: Looked) -> list[str | None]:
+    """Each once; null is every cell."""
     from perfbench.commands.history_table import named_cell
 
-    if looked.cell is None:
-        return None
+    if not looked.cells:
+        return [None]
     keys = history.keys(suite=looked.suite, card=looked.card, metric=looked.metric)
-    return named_cell(looked.cell, {key.cell_id for key in keys})
+    known = {key.cell_id for key in keys}
+    return list(dict.fromkeys(named_cell(cell, known) for cell in looked.cells))
 
 
 def _segments(judged: Sequence[SeriesChanges], looked: Looked) -> list[SegmentFinding]:

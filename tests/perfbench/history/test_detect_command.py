@@ -123,6 +123,17 @@ def test_the_largest_change_is_first(url: Path, command: Command) -> None:
     assert changes[0]["low_pct"] < changes[0]["size_pct"] < changes[0]["high_pct"]
 
 
+def test_several_cells_are_all_looked_at(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), other=levels((30, 50.0), (30, 40.0), seed=5))
+    for asked in ([CELL, OTHER], [OTHER, CELL, OTHER]):
+        words = [word for cell in asked for word in ("--cell", cell)]
+        printed = json.loads(command("detect", "--json", "--forget", *words)[1])
+        assert {one["cell_id"] for one in printed["changes"]} == {CELL, OTHER}
+        assert printed["series"] == 2
+    (one,) = json.loads(command("detect", "--json", "--forget", "--cell", CELL)[1])["changes"]
+    assert one["cell_id"] == CELL
+
+
 def test_since_limits_what_is_shown_and_not_what_is_compared(url: Path, command: Command) -> None:
     write(url, levels((40, 100.0), (30, 95.0), (30, 75.0)))
     (one,) = json.loads(command("detect", "--json", "--since", "2026-05-01")[1])["changes"]
