@@ -12,13 +12,13 @@ Made by
 python -m tools.detect_study {command}
 ```
 
-`--series` N is how many series are behind each number: N/4 of a delay, N/2 of a step, a year or a
-drift that goes on, and N of the rest. With 60, a share moves in steps of 2 to 7 %. All series are
-generated, but those of the last section: levels of 10,000 with noise of 1 % sd where nothing else
-is written, so that a step of 3 % is one of 3 noise sd. How the detection works, and what its alarms
-promise: [docs/detection.md](../docs/detection.md). Otava is Apache Otava 0.8.0 with its defaults
-(`window_len` 50, `max_pvalue` 0.001, `min_magnitude` 0); its `max_pvalue` is of one test, not of a
-series, so that other settings would trade its alarms against its recall.
+`--series` N is how many series are behind each number: N/4 of a delay (N/2 in a short series), N/2
+of a step, a year or a drift that goes on, and N of the rest: a share moves in steps of 100/N to
+400/N %. All series are generated, but those of the last section: levels of 10,000 with noise of
+1 % sd where nothing else is written, so that a step of 3 % is one of 3 noise sd. How the detection
+works, and what its alarms promise: [docs/detection.md](../docs/detection.md). Otava is Apache Otava
+0.8.0 with its defaults (`window_len` 50, `max_pvalue` 0.001, `min_magnitude` 0); its `max_pvalue`
+is of one test, not of a series, so that other settings would trade its alarms against its recall.
 
 ## Goals
 {goals}
@@ -54,6 +54,17 @@ until it is reported: 1 is the first point of the new level. `by 30 points`: the
 reported at all.
 
 {delays}
+
+## Short series
+One step up in the middle; recall as above. The last column is of series without a step.
+
+{short}
+
+A series that has just begun, looked at after each new point, with a step of 10 sd down after so
+many points. The last column is of silent series that grow from 6 to 60 points: the share in which
+any look reports anything.
+
+{young}
 
 ## Drift of 5 % over 50 points
 Found: a step or a drift is reported within its time. Otava reports steps alone.

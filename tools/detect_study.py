@@ -42,6 +42,10 @@ BASES = (20, 40, 100)  # points before a drift that is looked at while it goes o
 AFTER = 50  # points after its end, until which it is looked at
 EVERY = 5  # points between two of those looks
 BEFORE = 150  # points before a step whose delay is measured
+SHORT = (12, 20, 30, 40, 60)  # points of a short series, whose step is in its middle
+SHORT_NOISES = ("normal", "heavy-tailed", "correlated 0.4", "outliers", "a rare mode")
+YOUNG, OF_AGE = 6, 60  # points of its daily looks
+YOUNG_BEFORE = (10, 20, 30)  # points before a step whose delay is measured
 OTAVA = """
 import json, sys
 from otava.analysis import compute_change_points
@@ -139,7 +143,7 @@ def both(study: Study, planted: Sequence[Planted]) -> tuple[Score, Score | None]
             score.covered += any(shift.low <= size <= shift.high for shift in near[:1])
     if study.otava is None:
         return score, None
-    theirs = found_by_otava(study.otava, [one.values for one in planted])
+    theirs = found_by_otava(study.otava, [one.values.tolist() for one in planted])
     return score, scored(planted, theirs)
 
 
@@ -279,7 +283,7 @@ def drift_score(study: Study, noise: str) -> DriftScore:
         score.drifts += bool(drifts)
         score.covered += any(shift.low <= one.sizes[0] <= shift.high for shift in drifts)
     if study.otava is not None:
-        places = found_by_otava(study.otava, [one.values for one in made])
+        places = found_by_otava(study.otava, [one.values.tolist() for one in made])
         pairs = zip(made, places, strict=True)
         found = sum(any(m.places[0] <= p <= m.places[1] for p in some) for m, some in pairs)
         score.otava = share(found, len(made))
@@ -364,7 +368,7 @@ def otava_delay(study: Study, made: Sequence[Planted]) -> list[str]:
     if study.otava is None:
         return ["-"] * 4
     seen = [list(looks(one, BEFORE + 1)) for one in made]
-    flat = found_by_otava(study.otava, [look.values for some in seen for look in some])
+    flat = found_by_otava(study.otava, [look.values.tolist() for some in seen for look in some])
     found = iter(flat)
     delays: list[int | None] = []
     for some in seen:
@@ -374,6 +378,40 @@ def otava_delay(study: Study, made: Sequence[Planted]) -> list[str]:
                 first = after
         delays.append(first)
     return summary(delays)
+
+
+def short_table(study: Study) -> str:
+    """Steps in the middle of short series, and alarms where there is none."""
+    lines: list[list[object]] = []
+    for noise in SHORT_NOISES:
+        for n in SHORT:
+            rng = study.rng("short", noise, n)
+            recalls = []
+            for size in (0.05, 0.1, 0.4):
+                some = [with_steps(rng, noise, n, (n // 2,), (size,)) for _ in range(study.series)]
+                score = scored(some, [[one.place for one in found_here(made)] for made in some])
+                recalls.append(score.recall)
+            alarms = sum(bool(found_here(silent(rng, noise, n))) for _ in range(study.series))
+            lines.append([noise, n, *recalls, share(alarms, study.series)])
+    return table(["noise", "points", "5 sd", "10 sd", "40 sd", "alarm where silent"], lines)
+
+
+def young_table(study: Study) -> str:
+    """Daily looks at a series that has just begun: delays of steps of 10 sd, and alarms."""
+    lines: list[list[object]] = []
+    count = max(study.series // 2, 1)
+    for noise in SHORT_NOISES:
+        rng = study.rng("young", noise)
+        alarms = sum(
+            any(found_here(seen) for seen in looks(silent(rng, noise, OF_AGE), YOUNG))
+            for _ in range(count)
+        )
+        for base in YOUNG_BEFORE:
+            made = (with_steps(rng, noise, base + LATE, (base,), (-0.1,)) for _ in range(count))
+            words = summary([delay(one) for one in made])
+            lines.append([noise, base, *words, share(alarms, count)])
+    head = ["noise", "points before", "median", "90 %", "by 3 points", "by 30 points"]
+    return table([*head, "silent: alarm in looks from 6 to 60"], lines)
 
 
 def summary(delays: Sequence[int | None]) -> list[str]:
@@ -452,6 +490,8 @@ PARTS: Mapping[str, Callable[[Study], str]] = {
     "steps": steps_table,
     "shapes": shapes_table,
     "delays": delays_table,
+    "short": short_table,
+    "young": young_table,
     "drifts": drifts_table,
     "going": going_table,
     "public": public_table,

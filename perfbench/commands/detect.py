@@ -45,7 +45,14 @@ Forget = Annotated[
 def detect(
     suite: Suite = None,
     card: Card = None,
-    cell: CellName = None,
+    cells: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cell",
+            metavar="CELL",
+            help="A cell's id, or AXIS=V,... of any axes that name one; several times for several.",
+        ),
+    ] = None,
     metric: MetricName = None,
     since: Since = None,
     every: Every = False,
@@ -64,7 +71,7 @@ def detect(
 
     begin = None if since is None else moment_of(since, "--since", datetime.now(UTC))
     with open_history(history) as opened:
-        looked = Looked(suite, card, cell, metric, begin, every)
+        looked = Looked(suite, card, tuple(cells or ()), metric, begin, every)
         found = look(opened, looked, remember=not forget)
     print_text(json.dumps(found.to_json(), indent=2) if as_json else found.text())
     say(found.summary())

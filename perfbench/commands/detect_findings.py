@@ -13,7 +13,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.text import NULL, shorten
 
 if TYPE_CHECKING:
-    from perfbench.history import ChangePoint, History, Series
+    from perfbench.history import ChangePoint, History, Series, SeriesKey
     from perfbench.history.detection import JudgedChange, SegmentStart, SeriesChanges
 
 COMMIT_CHARS = 10
@@ -22,11 +22,14 @@ SUBJECTS = 3  # of the commits between
 
 @dataclass(frozen=True, slots=True)
 class Looked:
-    """What was asked for; null is everything. ``every``: changes that are no news, too."""
+    """What was asked for; null is everything, and so are no ``cells``.
+
+    ``every``: changes that are no news, too.
+    """
 
     suite: str | None = None
     card: str | None = None
-    cell: str | None = None
+    cells: tuple[str, ...] = ()
     metric: str | None = None
     since: datetime | None = None
     every: bool = False
@@ -159,12 +162,16 @@ class SegmentFinding:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Changes, what is new first and then by size; segments, newest first."""
+    """Changes, what is new first and then by size; segments, newest first.
+
+    ``skipped``: series that could not be judged, and why.
+    """
 
     changes: Sequence[PrintedChange]
     segments: Sequence[SegmentFinding]
     series: int
     points: int
+    skipped: Sequence[tuple[SeriesKey, str]] = ()
 
     @property
     def new(self) -> list[ChangePoint]:
@@ -179,18 +186,32 @@ class Findings:
         new = self.new
         worse, better = (sum(one.is_worse is w for one in new) for w in (True, False))
         return (
-            f"{len(new)} new changes ({worse} worse, {better} better) in {self.series} series of"
-            f" {self.points} points"
+            f"{len(new)} new change{'' if len(new) == 1 else 's'} ({worse} worse, {better} better)"
+            f" in {self.series} series of {self.points} points"
         )
 
     def text(self) -> str:
         lines = [one.text() for one in self.changes] + [one.text() for one in self.segments]
+        lines += [
+            f"skipped: {key.metric} of {key.cell_id} ({key.suite}, {key.card}): {why}"
+            for key, why in self.skipped
+        ]
         return "\n".join(lines or ["nothing new"])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "changes": [one.to_json() for one in self.changes],
             "segments": [one.to_json() for one in self.segments],
+            "skipped": [
+                {
+                    "suite": key.suite,
+                    "card": key.card,
+                    "cell_id": key.cell_id,
+                    "metric": key.metric,
+                    "reason": why,
+                }
+                for key, why in self.skipped
+            ],
             "series": self.series,
             "points": self.points,
         }
@@ -209,11 +230,9 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
     only = {"suite": looked.suite, "card": looked.card, "metric": looked.metric}
     judged = [
         judge_series(series, memory)
+        for cell_id in _cell_ids(history, looked)
         for series in history.every_series(
-            suite=looked.suite,
-            card=looked.card,
-            metric=looked.metric,
-            cell_id=_cell_id(history, looked),
+            suite=looked.suite, card=looked.card, metric=looked.metric, cell_id=cell_id
         )
     ]
     if not judged:
@@ -245,6 +264,7 @@ def look(history: History, looked: Looked, *, remember: bool) -> Findings:
         _segments(judged, looked),
         len(judged),
         sum(len(one.series.points) for one in judged),
+        [(one.series.key, one.skipped) for one in judged if one.skipped],
     )
 
 
@@ -272,13 +292,15 @@ def with_commits(
     return found
 
 
-def _cell_id(history: History, looked: Looked) -> str | None:
+def _cell_ids(history: History, looked: Looked) -> list[str | None]:
+    """Each once; null is every cell."""
     from perfbench.commands.history_choice import named_cell
 
-    if looked.cell is None:
-        return None
+    if not looked.cells:
+        return [None]
     keys = history.keys(suite=looked.suite, card=looked.card, metric=looked.metric)
-    return named_cell(looked.cell, {key.cell_id for key in keys})
+    known = {key.cell_id for key in keys}
+    return list(dict.fromkeys(named_cell(cell, known) for cell in looked.cells))
 
 
 def _segments(judged: Sequence[SeriesChanges], looked: Looked) -> list[SegmentFinding]:

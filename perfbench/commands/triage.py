@@ -6,7 +6,7 @@ import getpass
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from perfbench.commands import options as opt
 from perfbench.commands.console import print_text, warn
 from perfbench.errors import Exit, PerfbenchError
 
+if TYPE_CHECKING:
+    from perfbench.history import History
+
 
 class Verb(StrEnum):
     """The command's words for a TriageKind."""
@@ -22,14 +25,15 @@ class Verb(StrEnum):
     ACCEPT = "accept"
     NOISE = "noise"
     NOTE = "note"
+    UNDO = "undo"
 
 
 Decision = Annotated[
     Verb,
     typer.Argument(
-        metavar="accept|noise|note",
+        metavar="accept|noise|note|undo",
         help="accept: the level since RUN is the level. noise: nothing changed there. note: a"
-        " remark, shown with the change.",
+        " remark, shown with the change. undo: takes back all that was decided at RUN.",
     ),
 ]
 RunName = Annotated[
@@ -58,7 +62,8 @@ def triage(
 ) -> None:
     """Accept a change, call it noise, or note something about it.
 
-    It holds for every series, or for those that the options name.
+    It holds for every series, or for those that the options name; of two decisions about a change
+    the last one wins. What is taken back are decisions for all of these series or for part of them.
     """
     from perfbench.commands.history_choice import named_cell
     from perfbench.history import Triage, TriageKind, open_history
@@ -74,6 +79,9 @@ def triage(
         run_id = opened.run(run).info.run_id
         keys = opened.keys(suite=suite, card=card, metric=metric)
         cell_id = cell and named_cell(cell, {key.cell_id for key in keys})
+        if decision is Verb.UNDO:
+            print_text(_undone(opened, run_id, (suite, card, cell_id, metric)))
+            return
         made = Triage(
             kinds[decision],
             run_id,
@@ -94,6 +102,30 @@ def triage(
             )
         opened.triage(made)
     print_text(f"{made.kind.value} at run {run_id}: {matched} series")
+
+
+def _undone(opened: History, run_id: str, wanted: tuple[str | None, ...]) -> str:
+    """Takes back what was decided at a run about these series; what it was."""
+    made = [
+        one
+        for one in opened.decisions()
+        if one.run_id == run_id
+        and all(
+            asked is None or asked == held
+            for asked, held in zip(
+                wanted, (one.suite, one.card, one.cell_id, one.metric), strict=True
+            )
+        )
+    ]
+    if not made:
+        raise PerfbenchError(
+            Exit.USAGE,
+            f"nothing was decided at run {run_id} about these series alone. Next: name the series"
+            " as the decision did, or none",
+        )
+    opened.undo(*made)
+    kinds = ", ".join(one.kind.value for one in made)
+    return f"taken back at run {run_id}: {kinds}"
 
 
 def accept_promoted(

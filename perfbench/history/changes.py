@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime
 
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history import reading, tables
@@ -166,6 +166,17 @@ def decide(connection: Connection, decision: Triage) -> None:
     row = {name: getattr(decision, name) for name in OF_DECISION}
     run, _ = runs[decision.run_id]
     connection.execute(insert(tables.decisions).values(kind=decision.kind.value, run=run, **row))
+
+
+def undo(connection: Connection, decision: Triage) -> int:
+    """Forgets the decision, however often it was made; how many rows there were."""
+    runs = _runs(connection, [decision.run_id])
+    if not runs:
+        return 0
+    table = tables.decisions
+    same = [table.c.run == runs[decision.run_id][0], table.c.kind == decision.kind.value]
+    same += [table.c[name].is_not_distinct_from(getattr(decision, name)) for name in OF_DECISION]
+    return int(connection.execute(delete(table).where(*same)).rowcount)
 
 
 def decided(connection: Connection) -> list[Triage]:

@@ -246,6 +246,11 @@ class History:
             for decision in decisions:
                 changes.decide(connection, decision)
 
+    def undo(self, *decisions: Triage) -> int:
+        """Takes decisions back, as `decisions` gave them; how many there were."""
+        with self._database.write() as connection:
+            return sum(changes.undo(connection, decision) for decision in decisions)
+
     def decisions(self) -> list[Triage]:
         """Newest first."""
         with self._database.read() as connection:

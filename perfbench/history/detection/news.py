@@ -15,6 +15,7 @@ from perfbench.history.detection.series import (
     SegmentStart,
     find_changes,
     segment_starts,
+    why_not_judged,
 )
 from perfbench.history.nouns import ChangeKind, ChangePoint, Series, Triage, TriageKind
 
@@ -45,11 +46,12 @@ class JudgedChange:
 
 @dataclass(frozen=True, slots=True)
 class SeriesChanges:
-    """All of one series, oldest first."""
+    """All of one series, oldest first. ``skipped``: why nothing was looked for; '' where it was."""
 
     series: Series
     changes: tuple[JudgedChange, ...]
     segments: tuple[SegmentStart, ...]
+    skipped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +83,13 @@ def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
     """What changed in a series, and which of it is news.
 
     A run that was accepted makes what changed until then the level: a step at it or before it is
-    accepted, and a drift that goes on through it counts from it.
+    accepted, and a drift that goes on through it counts from it. Of two decisions about one change
+    the last one wins.
     """
+    if why := why_not_judged(series):
+        return SeriesChanges(series, (), tuple(segment_starts(series.points)), why)
     decisions = [one for one in memory.decisions if one.matches(series.key)]
     accepted = sorted(_times(decisions, TriageKind.ACCEPTED, memory))
-    noise = list(_times(decisions, TriageKind.NOISE, memory))
     found = find_changes(series)
     if cuts := _cuts(series, found, accepted):
         found = find_changes(series, cuts=cuts)
@@ -94,13 +98,11 @@ def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
     dirty = {point.run_id for point in series.points if point.is_dirty}
     judged = []
     for one in found:
-        news = News.NEW
-        if accepted and one.change.measured_utc <= accepted[-1]:
-            news = News.ACCEPTED
-        elif any(one.first <= when <= one.last for when in noise):
-            news = News.NOISE
-        elif any(_is_same(one, known, starts) for known in reported):
-            news = News.REPORTED
+        news = _decided(one, decisions, memory)
+        if news is None:
+            news = News.NEW
+            if any(_is_same(one, known, starts) for known in reported):
+                news = News.REPORTED
         notes = tuple(
             decision.note
             for decision in decisions
@@ -111,6 +113,19 @@ def judge_series(series: Series, memory: Remembered) -> SeriesChanges:
         of_dirty = tuple(side for side in sides if side in dirty)
         judged.append(JudgedChange(one.change, news, levels, notes, of_dirty))
     return SeriesChanges(series, tuple(judged), tuple(segment_starts(series.points)))
+
+
+def _decided(one: FoundChange, decisions: Sequence[Triage], memory: Remembered) -> News | None:
+    """What the last decision about a change says; null where there is none."""
+    for decision in sorted(decisions, key=lambda made: made.created_utc, reverse=True):
+        when = memory.times.get(decision.run_id)
+        if when is None:
+            continue
+        if decision.kind is TriageKind.ACCEPTED and one.change.measured_utc <= when:
+            return News.ACCEPTED
+        if decision.kind is TriageKind.NOISE and one.first <= when <= one.last:
+            return News.NOISE
+    return None
 
 
 def _times(decisions: Sequence[Triage], kind: TriageKind, memory: Remembered) -> Iterator[datetime]:

@@ -20,8 +20,12 @@ CLUSTER = 0.005  # chance at most that a whole series has so many outliers toget
 MODE = 0.1  # share of outliers that makes them a second mode
 EVEN = 0.25  # share of a second mode from which means of a few points are nearly normal
 FAR = 4.0  # noise sd from that level: what lies farther counts as so far
+JUMP = 2.5  # sd of a difference, beyond which one may cross a step
 MAX_CORRELATION = 0.8  # beyond it, noise and drift are the same thing
 DOUBT = 0.5  # of its standard error, about 1/sqrt(n), that is added to a correlation
+FEW = 20  # points of which a correlation of a half is believed at most
+STEPS = 0.05  # of the differences may cross one
+SHRUNK = 7.0  # over n: the correlation of which half is believed
 SLOPE_LAG = 5  # points between two that show a slope
 SLOPE_REACH = 15  # points to each side whose slopes give one
 DAYS = 7
@@ -97,25 +101,55 @@ def noise_of(values: Floats) -> Noise:
 
     E (x[t+k] - x[t])^2 = 2 sd^2 (1 - r^k) of an autoregression, so that lags 1 and 2 give both. A
     slope would add its square to the one and four times that to the other, which looks like
-    correlation: it is taken out first.
+    correlation: it is taken out first. So would a step: differences across one are left out.
     """
     slope = _slope(values)
-    first = _mean_square(np.diff(values) - slope)
-    second = _mean_square(values[2:] - values[:-2] - slope[1:] - slope[:-1])
+    once = np.diff(values) - slope
+    twice = values[2:] - values[:-2] - slope[1:] - slope[:-1]
+    jumps = _jumps(values, once, slope)
+    first = _mean_square(once[~jumps])
+    second = _mean_square(twice[~(jumps[1:] | jumps[:-1])])
     least = _rounding(values)
     if first <= least**2:
         return Noise(least)
-    doubt = DOUBT / math.sqrt(len(values))
-    correlation = min(max(second / first - 1, 0.0) + doubt, MAX_CORRELATION)
+    correlation = _believed(second / first - 1, len(values))
     return Noise(max(math.sqrt(first / (2 * (1 - correlation))), least), correlation)
+
+
+def _believed(correlation: float, n: int) -> float:
+    """A correlation as n points show it: shrunk towards 0 where it is small for so few points, then
+    with some of its standard error added, and at most what so few points can show.
+    """
+    correlation = max(correlation, 0.0)
+    shrunk = correlation**3 / (correlation**2 + (SHRUNK / n) ** 2)
+    return min(shrunk + DOUBT / math.sqrt(n), n / (n + FEW), MAX_CORRELATION)
+
+
+def _jumps(values: Floats, differences: Floats, slope: Floats) -> NDArray[np.bool_]:
+    """[n - 1] which differences cross a step: far out, between medians of LEAST_POINTS to each side
+    that lie as far apart. Of many there is none: they are a second mode.
+    """
+    n, m = len(values), LEAST_POINTS
+    found = np.zeros(n - 1, dtype=bool)
+    if n < 2 * m:
+        return found
+    far = JUMP * MAD_TO_SD * float(np.median(np.abs(differences)))
+    middles = np.median(np.lib.stride_tricks.sliding_window_view(values, m), axis=1)
+    apart = middles[m:] - middles[:-m] - m * slope[m - 1 : n - m]
+    inner = differences[m - 1 : n - m]
+    found[m - 1 : n - m] = (np.abs(inner) > far) & (np.abs(apart) > far) & (inner * apart > 0)
+    if int(np.sum(found)) > max(1.0, STEPS * n):
+        found[:] = False
+    return found
 
 
 def _slope(values: Floats) -> Floats:
     """[n - 1] how much each point differs from the last because the level moves; a step is none.
 
-    The running median of differences SLOPE_LAG apart, of which a step touches so many.
+    The running median of differences SLOPE_LAG apart, of which a step touches so many: none is
+    known of fewer than four times as many points.
     """
-    if len(values) < 2 * SLOPE_LAG:
+    if len(values) < 4 * SLOPE_LAG:
         return np.zeros(len(values) - 1)
     slope = running_median((values[SLOPE_LAG:] - values[:-SLOPE_LAG]) / SLOPE_LAG, SLOPE_REACH)
     lost = SLOPE_LAG - 1
@@ -123,7 +157,9 @@ def _slope(values: Floats) -> Floats:
 
 
 def _mean_square(differences: Floats) -> float:
-    """Of [n] differences, less the few that are far out: those are steps."""
+    """Of [n] differences, less the few that are far out."""
+    if not len(differences):
+        return 0.0
     far = FAR * MAD_TO_SD * float(np.median(np.abs(differences)))
     is_far = np.abs(differences) > far
     if float(np.mean(is_far)) <= MODE:

@@ -21,6 +21,7 @@ from perfbench.history.segments import (
 
 DAY_S = 86_400
 ROUNDING = 1e-9  # of a change: a level of so little is 0
+LARGEST = 1e100  # beyond it, and of positive values below its inverse, nothing is compared
 MONDAY = datetime(1970, 1, 5, tzinfo=UTC)
 
 
@@ -69,6 +70,20 @@ def find_changes(
         for shift in find_shifts(values, days.astype(np.int64), strictness=strictness):
             found.append(_found(series, part, shift, is_log))
     return found
+
+
+def why_not_judged(series: Series) -> str:
+    """Why its values cannot be compared, whose squares would overflow; '' where they can."""
+    values = [one.value for one in series.points if one.value is not None]
+    if not values:
+        return ""
+    low, high = min(values), max(values)
+    if max(high, -low) > LARGEST:
+        far = high if high > -low else low
+        return f"a value of {far:.3g} is too large to be compared"
+    if 0 < low < 1 / LARGEST:
+        return f"a value of {low:.3g} is too small to be compared"
+    return ""
 
 
 def segment_starts(points: Sequence[SeriesPoint]) -> list[SegmentStart]:

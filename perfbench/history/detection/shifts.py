@@ -26,7 +26,10 @@ from perfbench.history.nouns import ChangeKind
 MIN_POINTS = 6  # that a segment must have before anything is found in it
 NEAR = 30  # points around a change whose own noise counts where it is larger
 STRICTNESS = 7.5  # z of a change is at least sqrt(2 ln n + this): calibrated, reports/detect.md
+PROPOSED = 0.5  # of that z is enough to estimate the noise again, where there are few points
+SURE = 200  # points from which on all of it is wanted
 WEAK = 0.6  # of that, squared, is the penalty of a candidate
+LEAST_DF = 10.0  # of the noise of 18 points or more; the correlation itself is known so little
 MIN_DRIFT = 10  # points that a drift takes at least; what is quicker is a step
 CONFIDENCE = 0.95
 NEIGHBOURS = 3  # points within which two places are one
@@ -66,7 +69,7 @@ def find_shifts(
     without = clipped(values if days is None else values - weekly(values, days))
     level, least = without.values, without.least
     noise = noise_of(level)
-    places = _places(level, noise, least_z, least)
+    places = _places(level, noise, _proposed(len(level)) * least_z, least)
     if places:  # once more, with the noise of what remains
         noise = noise_of(level - _fit(level, places))
         places = _places(level, noise, least_z, least)
@@ -77,6 +80,13 @@ def find_shifts(
         return [] if drift is None or abs(drift.z) < least_z else [drift]
     steps = [_step(level, places, at, noise) for at in range(len(places))]
     return _with_drifts(level, steps, noise, least_z)
+
+
+def _proposed(n: int) -> float:
+    """The share of the bound on z from which a place is one around which the noise is estimated
+    again: small for few points, whose first estimate of a correlation is poor.
+    """
+    return PROPOSED + (1 - PROPOSED) * min(n / SURE, 1.0)
 
 
 def _places(level: Floats, noise: Noise, least_z: float, least: int) -> list[int]:
@@ -160,7 +170,7 @@ def _df(n: int, levels: int, noise: Noise) -> float:
     """Of a variance from the differences of n points: two thirds of so many, fewer where they are
     correlated.
     """
-    return max(2 * n / (3 * noise.inflation(n)) - levels, 1.0)
+    return max(2 * n / (3 * noise.inflation(n)) - levels, min(n / 2, LEAST_DF))
 
 
 def _z(level: Floats, places: Sequence[int], at: int, noise: Noise) -> float:

@@ -38,10 +38,11 @@ def write(
     commits: Sequence[str] = (),
     segments: Mapping[int, Mapping[str, str]] | None = None,
     metric: str = "tok_per_s",
+    other: Sequence[float] | None = None,
     **fields: object,
 ) -> None:
-    """A run a day: ``values`` of CELL; OTHER never changes."""
-    steady, segment = levels((len(values), 50.0), seed=4), SEGMENT
+    """A run a day: ``values`` of CELL; OTHER never changes, where it has no values of its own."""
+    steady, segment = other or levels((len(values), 50.0), seed=4), SEGMENT
     with History.open(url, create=True) as history, history._database.write() as connection:
         for day, value in enumerate(values):  # one transaction: each waits for the disk
             segment = dict((segments or {}).get(day, segment))
@@ -86,7 +87,7 @@ def test_a_new_step_is_printed_once_and_fails(url: Path, command: Command) -> No
     assert "commits 0027002700..0028002800 (git does not know them here)" in commits
     typed = f"perfbench bisect {CELL} --good 0027002700 --bad 0028002800 --matrix nightly.yaml"
     assert after.strip() == f"next: {typed}"
-    assert "1 new changes (1 worse, 0 better) in 2 series of 120 points" in err
+    assert "1 new change (1 worse, 0 better) in 2 series of 120 points" in err
     assert command("detect")[:2] == (Exit.OK, "nothing new\n")
     code, out, _ = command("detect", "--all")
     assert (code, out.startswith("[reported] -")) == (Exit.OK, True)
@@ -120,6 +121,17 @@ def test_the_largest_change_is_first(url: Path, command: Command) -> None:
     changes = json.loads(command("detect", "--json")[1])["changes"]
     assert [one["run_id"] for one in changes] == ["run-070", "run-040"]
     assert changes[0]["low_pct"] < changes[0]["size_pct"] < changes[0]["high_pct"]
+
+
+def test_several_cells_are_all_looked_at(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), other=levels((30, 50.0), (30, 40.0), seed=5))
+    for asked in ([CELL, OTHER], [OTHER, CELL, OTHER]):
+        words = [word for cell in asked for word in ("--cell", cell)]
+        printed = json.loads(command("detect", "--json", "--forget", *words)[1])
+        assert {one["cell_id"] for one in printed["changes"]} == {CELL, OTHER}
+        assert printed["series"] == 2
+    (one,) = json.loads(command("detect", "--json", "--forget", "--cell", CELL)[1])["changes"]
+    assert one["cell_id"] == CELL
 
 
 def test_since_limits_what_is_shown_and_not_what_is_compared(url: Path, command: Command) -> None:
@@ -204,6 +216,21 @@ def test_from_zero_no_percentage_is_printed(url: Path, command: Command) -> None
     assert (one["old_level"], one["new_level"]) == (0.0, 3.0)
 
 
+def test_a_series_of_odd_numbers_is_skipped_and_the_rest_is_judged(
+    url: Path, command: Command
+) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)), other=[1e308, 0.0, -1.0, 5e-324] * 15)
+    code, out, _ = command("detect", "--json", "--forget")
+    assert code == Exit.REGRESSED
+    printed = json.loads(out)
+    assert [one["cell_id"] for one in printed["changes"]] == [CELL]
+    assert [one["cell_id"] for one in printed["skipped"]] == [OTHER]
+    assert command("detect")[1].endswith(
+        f"\nskipped: tok_per_s of {OTHER} (nightly, h200): a value of 1e+308 is too large to be"
+        " compared\n"
+    )
+
+
 def test_a_drift_is_stored_as_far_as_it_was_news(url: Path, command: Command) -> None:
     line = np.clip((np.arange(120) - 40) / 80, 0, 1)
     values = (levels((120, 100.0)) * np.exp(-0.5 * line)).tolist()
@@ -235,6 +262,19 @@ def test_what_is_called_noise_stays_silent(url: Path, command: Command) -> None:
     assert command("triage", "noise", "run-040", "--metric", "tok_per_s")[0] == Exit.OK
     assert command("detect")[:2] == (Exit.OK, "nothing new\n")
     assert command("detect", "--all")[1].startswith("[noise] -")
+
+
+def test_the_last_decision_wins_and_can_be_taken_back(url: Path, command: Command) -> None:
+    write(url, levels((40, 100.0), (20, 95.0)))
+    for verb, shown in (("accept", "[accepted]"), ("noise", "[noise]"), ("accept", "[accepted]")):
+        assert command("triage", verb, "run-040", "--cell", CELL)[0] == Exit.OK
+        assert command("detect", "--all")[1].startswith(shown)
+    assert command("triage", "undo", "run-040", "--cell", OTHER)[0] == Exit.USAGE
+    code, out, _ = command("triage", "undo", "run-040", "--cell", CELL)
+    assert (code, out) == (Exit.OK, "taken back at run run-040: accepted, noise, accepted\n")
+    assert command("detect")[0] == Exit.REGRESSED
+    code, _, err = command("triage", "undo", "run-040")
+    assert (code, "nothing was decided at run run-040" in err) == (Exit.USAGE, True)
 
 
 def test_a_note_is_printed_with_its_change(url: Path, command: Command) -> None:

@@ -113,6 +113,55 @@ def test_a_drift_of_five_percent_over_fifty_points_is_found_as_one(noise: str) -
     assert as_drift >= 30
 
 
+@pytest.mark.parametrize(
+    ("n", "size", "least"), [(12, 10, 48), (12, 40, 49), (20, 5, 45), (20, 40, 49), (60, 5, 48)]
+)
+def test_a_large_step_of_a_short_series_is_found(n: int, size: int, least: int) -> None:
+    """Of 50, in its middle: the noise is not taken from the step, nor its correlation."""
+    found = 0
+    for seed in range(50):
+        values = rng("short", n, size, seed).normal(size=n) + size * (np.arange(n) >= n // 2)
+        found += any(abs(one.place - n // 2) <= 3 for one in find_shifts(values))
+    assert found >= least
+
+
+@pytest.mark.parametrize("noise", ["normal", "heavy-tailed", "a rare mode", "outliers"])
+@pytest.mark.parametrize("n", [12, 20, 30, 60])
+def test_a_short_silent_series_stays_silent(noise: str, n: int) -> None:
+    made = (silent(rng("short silent", noise, n, seed), noise, n) for seed in range(60))
+    assert sum(bool(shifts(one)) for one in made) <= 3
+
+
+def test_a_young_series_that_is_looked_at_daily_stays_silent() -> None:
+    alarmed = 0
+    for seed in range(40):
+        values = rng("young", seed).normal(size=60)
+        alarmed += any(find_shifts(values[:end]) for end in range(6, 61))
+    assert alarmed <= 2
+
+
+@pytest.mark.parametrize(("before", "least"), [(10, 25), (20, 28), (30, 28)])
+def test_a_young_series_reports_a_step_within_three_points(before: int, least: int) -> None:
+    """Of 30 steps of 10 sd."""
+    found = 0
+    for seed in range(30):
+        values = rng("young step", before, seed).normal(size=before + 3)
+        values[before:] += 10
+        found += any(
+            abs(one.place - before) <= 3
+            for after in (1, 2, 3)
+            for one in find_shifts(values[: before + after])
+        )
+    assert found >= least
+
+
+def test_a_fall_that_is_made_good_and_comes_back_is_three_steps() -> None:
+    sizes = (-0.05, 0.05, -0.05)
+    made = with_steps(rng("comes back"), "normal", 60, (30, 40, 50), sizes)
+    values = 10_000 * np.sqrt(made.values / 10_000)  # of 2.5 % and a noise of 0.5 %
+    assert [one.place for one in find_shifts(np.log(values))] == pytest.approx([30, 40, 50], abs=1)
+
+
 def test_intervals_hold_the_size_of_a_step() -> None:
     """95 % of them, a few less where the place is a point off; 120 of 150 would be 80 %."""
     held = 0
@@ -203,6 +252,22 @@ def test_noise_is_estimated_through_steps_and_correlation() -> None:
         correlations.append(found.correlation)
     assert np.mean(sds) == pytest.approx(SD, rel=0.15)
     assert np.mean(correlations) == pytest.approx(0.4, abs=0.1)
+
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(
+    st.lists(FINITE | st.sampled_from([1e308, 0.0, -1.0, 5e-324, 1e100, 1e-100]), max_size=40),
+    st.integers(1, 8),
+)
+@settings(max_examples=150)
+@pytest.mark.filterwarnings("error")
+def test_no_finite_number_breaks_anything(values: list[float], each: int) -> None:
+    found = judge_series(series([value for value in values for _ in range(each)]), memory())
+    assert all(np.isfinite(one.change.size_pct) for one in found.changes)
+    largest = max(map(abs, values), default=0.0)
+    assert bool(found.skipped) is (largest > 1e100 or 0 < min(values, default=0.0) < 1e-100)
 
 
 SEEDS = st.integers(0, 2**32 - 1)
@@ -427,6 +492,24 @@ def test_noise_silences_the_step_that_it_names_and_no_other() -> None:
     made = with_steps(rng("noise"), "normal", 200, (80, 150), (-0.05, 0.05)).values.tolist()
     found = judge_series(series(made), memory(decisions=[decided(TriageKind.NOISE, "r80")]))
     assert news(found) == [News.NOISE, News.NEW]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "wins"),
+    [
+        ((TriageKind.ACCEPTED, TriageKind.NOISE), News.NOISE),
+        ((TriageKind.NOISE, TriageKind.ACCEPTED), News.ACCEPTED),
+    ],
+)
+def test_the_last_decision_wins(kinds: Sequence[TriageKind], wins: News) -> None:
+    """In whichever order the history gives them."""
+    made = series([100.0] * 40 + [90.0] * 10)
+    both = [
+        replace(decided(kind, "r40"), created_utc=MONDAY + timedelta(days=60 + at))
+        for at, kind in enumerate(kinds)
+    ]
+    for decisions in (both, both[::-1]):
+        assert news(judge_series(made, memory(decisions=decisions))) == [wins]
 
 
 def test_a_note_is_shown_and_changes_nothing() -> None:
