@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from nsa.model import DenseLM, TinyLM
 from nsa.train import parallel
@@ -36,12 +36,16 @@ def assemble(
     world: TrainWorld,
     *,
     compiled: Callable[[nn.Module], nn.Module] | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Trained:
-    """As ``config`` wants them, weights drawn by train.seed. ``compiled``: what compiles the model
-    where the caller does that and not train.compile, so as to read the graph.
+    """As ``config`` wants them, weights drawn by train.seed, or ``weights`` by their names.
+    ``compiled``: what compiles the model where the caller does that and not train.compile, so as to
+    read the graph.
     """
     torch.manual_seed(config.train.seed)
     plain = model_of(config, world)
+    if weights is not None:
+        plain.load_state_dict(weights)
     called: nn.Module = plain
     if compiled is not None:
         called = compiled(plain)

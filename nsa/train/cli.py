@@ -102,7 +102,7 @@ def watch(
 ) -> int:
     """Watch a run from outside: what it does, and whether it still does."""
     from nsa.train.config import RunConfig
-    from nsa.train.launch import read_resolved
+    from nsa.train.run_folder import read_resolved
     from nsa.train.watchdog import watch as look
 
     config = RunConfig.from_mapping(read_resolved(out)["config"])
@@ -127,7 +127,7 @@ def sample(
     ] = "auto",
 ) -> int:
     """Continue a text by a trained model."""
-    from nsa.train.launch import checkpoint_of, read_resolved
+    from nsa.train.run_folder import checkpoint_of, read_resolved
 
     _at_least("--tokens", tokens, 1)
     _at_least("--temperature", temperature, 0)
@@ -154,7 +154,7 @@ def export(
     ] = "auto",
 ) -> int:
     """Write a trained model as safetensors with a Hugging Face config and its tokenizer."""
-    from nsa.train.launch import checkpoint_of, read_resolved
+    from nsa.train.run_folder import checkpoint_of, read_resolved
 
     read_resolved(out)
     path = checkpoint_of(out, checkpoint, "--checkpoint")
@@ -192,7 +192,7 @@ def blocks(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False,
 ) -> int:
     """Keep the blocks that a trained model chooses, for perfbench's `selection: trained`."""
-    from nsa.train.launch import checkpoint_of, read_resolved
+    from nsa.train.run_folder import checkpoint_of, read_resolved
 
     _at_least("--tokens", tokens, 2)
     wanted = None if layers is None else _layers(layers)

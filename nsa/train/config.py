@@ -82,7 +82,8 @@ class LoopConfig:
     graph; auto where it holds. ``schedule``: linear warm-up, then cosine to ``min_lr_ratio``, or
     constant with a linear decay over the last ``decay_steps`` (wsd). ``clip``: largest gradient
     norm, 0: none. ``path``, ``fa2``: as of TinyLM. ``eval_every``, ``sample_every``: steps, 0:
-    never. ``device``: auto, cpu or cuda.
+    never. ``device``: auto, cpu or cuda. ``init_from``: a run's folder, one of its checkpoints or
+    an export, whose weights the run begins with, optimizer and data anew: for longer sequences.
     """
 
     steps: int = 1000
@@ -111,6 +112,7 @@ class LoopConfig:
     sample_prompt: str = ""
     sample_tokens: int = 64
     device: str = "auto"
+    init_from: str | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -132,6 +134,10 @@ class LoopConfig:
         _one_of("train.schedule", self.schedule, SCHEDULES)
         _one_of("train.device", self.device, ("auto", "cpu", "cuda"))
         _flag("train.compile", self.compile)
+        if self.init_from is not None and (
+            not isinstance(self.init_from, str) or not self.init_from
+        ):
+            raise ValueError(f"train.init_from={self.init_from!r} must be the path of a folder")
         _number("train.lr", self.lr, least=0.0)
         _number("train.min_lr_ratio", self.min_lr_ratio, least=0.0, most=1.0)
         for name in ("weight_decay", "beta1", "beta2", "eps", "clip"):
@@ -343,6 +349,8 @@ class RunConfig:
         del mapping["train"]["device"], mapping["train"]["decay_steps"]
         if self.train.schedule != "cosine":
             del mapping["train"]["steps"]
+        if self.train.init_from is None:  # so that older checkpoints keep their hash
+            del mapping["train"]["init_from"]
         return mapping
 
     def sha256(self) -> str:

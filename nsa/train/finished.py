@@ -14,9 +14,9 @@ from nsa.train.config import RunConfig
 from nsa.train.data import tokenizer_of
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.export import save_pretrained
-from nsa.train.launch import read_resolved
 from nsa.train.observe import write_text
 from nsa.train.parallel import TrainWorld
+from nsa.train.run_folder import read_resolved
 
 if TYPE_CHECKING:
     from nsa.train.data.vocabulary import Tokenizer

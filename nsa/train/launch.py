@@ -1,14 +1,8 @@
-"""From a config to the trainer's process: the run folder, its resolved config, the checkpoint that
-it resumes from. Imports no torch.
-"""
+"""From a config to the trainer's process. Imports no torch."""
 
 from __future__ import annotations
 
-import json
-import os
-import platform
 import sys
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,11 +11,13 @@ from typing import Any
 
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
-from nsa.train.manifest import MANIFEST
-
-CONFIG = "config.json"
-WAIT_FOR_FIRST_RANK_S = 300.0
-_POLL_S = 0.1
+from nsa.train.run_folder import (
+    checkpoint_of,
+    read_resolved,
+    source_of,
+    wait_for_resolved,
+    write_resolved,
+)
 
 
 def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
@@ -29,7 +25,8 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
 
     Rank 0 makes the folder config.out, or archives the run that is in it, and writes the resolved
     config; the others wait for that. ``resume``: a checkpoint's folder, "auto" for the last good
-    one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's.
+    one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's, USAGE
+    for train.init_from in config.out itself.
     """
     from nsa.train.archive import prepare_run_folder
     from nsa.train.display import show_text
@@ -38,6 +35,14 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
     out = Path(config.out).resolve()
     checkpoint = None if resume is None else checkpoint_of(out, resume)
     continues = checkpoint is not None and out in checkpoint.parents
+    if config.train.init_from is not None and checkpoint is None:
+        source = source_of(config.train.init_from)
+        if out == source or out in source.parents:
+            raise TrainError(
+                TrainExit.USAGE,
+                f"train.init_from={config.train.init_from} is in {out}, which this run would"
+                " archive; wanted another folder for the run; give --out",
+            )
     if continues:
         _check_same(out, config)
     with ExitStack() as held:
@@ -51,131 +56,6 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
         argv = [sys.executable, "-m", "nsa.train.worker", str(out)]
         argv += [] if checkpoint is None else [str(checkpoint)]
         return supervise(argv, out, config.watchdog, rank)
-
-
-def checkpoint_of(out: Path, named: str, option: str = "--resume") -> Path:
-    """The folder that ``named``, the value of ``option``, names: a checkpoint; of another run's
-    folder its last good one; "auto" for the last good one of ``out``. TrainError CHECKPOINT.
-    """
-    if named != "auto":
-        path = Path(named).resolve()
-        if not path.is_dir():
-            raise _no_checkpoint(f"{option} {named} is no folder", out, option)
-        if (path / "checkpoints").is_dir():
-            return checkpoint_of(path, "auto", option)
-        if not (path / MANIFEST).is_file():
-            raise _no_checkpoint(f"{option} {named} holds no {MANIFEST}", out, option)
-        return path
-    pointer = out / "checkpoints" / "last-good"
-    try:
-        name = pointer.read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        raise TrainError(
-            TrainExit.CHECKPOINT,
-            f"found no checkpoint in {out}; wanted {pointer}; train without --resume to begin anew,"
-            " or name the run's folder",
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise TrainError(
-            TrainExit.CHECKPOINT, f"cannot read {pointer}: {error}; --resume PATH names one"
-        ) from None
-    # the second name is one's of which a newer save of the same step was about to take the place
-    names = (name, f"{name}.replaced") if name and Path(name).name == name else ()
-    found = [pointer.parent / one for one in names if (pointer.parent / one).is_dir()]
-    if not found:
-        raise TrainError(
-            TrainExit.CHECKPOINT,
-            f"{pointer} names {name!r}, which is no checkpoint there; --resume PATH names one",
-        )
-    return found[0]
-
-
-def _no_checkpoint(what: str, out: Path, option: str) -> TrainError:
-    last = "--resume" if option == "--resume" else f"no {option}"
-    return TrainError(
-        TrainExit.CHECKPOINT,
-        f"{what}; wanted a checkpoint, such as {out}/checkpoints/step-00000500; {last} takes the"
-        " last good one",
-    )
-
-
-def write_resolved(out: Path, config: RunConfig) -> None:
-    """Write ``out``/config.json whole or not at all."""
-    text = json.dumps(
-        {
-            "sha256": config.sha256(),
-            "config": config.to_mapping(),
-            "launcher": _launcher(),
-            "written_s": time.time(),
-        },
-        indent=2,
-    )
-    whole = out / f".{CONFIG}.{os.getpid()}"
-    try:
-        with whole.open("w", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        whole.replace(out / CONFIG)
-    except OSError as error:
-        whole.unlink(missing_ok=True)
-        raise TrainError(
-            TrainExit.USAGE,
-            f"cannot write {out / CONFIG}: {error.strerror}; wanted a folder for the run; --out"
-            " names another",
-        ) from None
-
-
-def read_resolved(out: Path) -> dict[str, Any]:
-    """What `write_resolved` wrote; TrainError USAGE where ``out`` holds no run."""
-    try:
-        read = json.loads((out / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no JSON"
-        raise TrainError(
-            TrainExit.USAGE,
-            f"cannot read {out / CONFIG}: {why}; wanted the folder of a run, which python -m"
-            " nsa.train CONFIG makes",
-        ) from None
-    if not isinstance(read, dict) or not isinstance(read.get("config"), dict):
-        raise TrainError(
-            TrainExit.USAGE, f"{out / CONFIG} holds no config; wanted the folder of a run"
-        )
-    return read
-
-
-def wait_for_resolved(
-    out: Path, config: RunConfig, *, timeout_s: float = WAIT_FOR_FIRST_RANK_S
-) -> None:
-    """Wait until rank 0 of this run has written ``out``/config.json; TrainError PEER where it does
-    not. An older run's file in the same folder is not taken for it.
-    """
-    begin_s = time.time()
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if (out / CONFIG).is_file():
-            read = read_resolved(out)
-            if _is_of_this_run(read, begin_s) and read.get("sha256") == config.sha256():
-                return
-        time.sleep(_POLL_S)
-    raise TrainError(
-        TrainExit.PEER,
-        f"rank 0 wrote no {out / CONFIG} of this config within {timeout_s:.0f} s; wanted the same"
-        " command and folder on each rank; see its log",
-    )
-
-
-def _is_of_this_run(read: Mapping[str, Any], begin_s: float) -> bool:
-    launcher, own = read.get("launcher"), _launcher()
-    if isinstance(launcher, dict) and launcher.get("host") == own["host"]:
-        return launcher == own
-    # another host: clocks of one cluster differ by less, and torchrun starts ranks together
-    return float(read.get("written_s", 0.0)) > begin_s - 60.0
-
-
-def _launcher() -> dict[str, Any]:
-    """What starts all ranks of a host: torchrun's process."""
-    return {"host": platform.node(), "pid": os.getppid()}
 
 
 def _check_same(out: Path, config: RunConfig) -> None:

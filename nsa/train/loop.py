@@ -10,7 +10,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from nsa import settings
 from nsa.config import ModelConfig
@@ -30,12 +31,14 @@ from nsa.train.config import RunConfig
 from nsa.train.data import load, tokenizer_of
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.heartbeat import HeartbeatWriter
+from nsa.train.initial_weights import initial_weights
 from nsa.train.largest_batch import fits_on, largest
 from nsa.train.log import RunLog
 from nsa.train.observe import Probe
 from nsa.train.published import go_no_go
 from nsa.train.records import Batch, Phase, StepRecord
 from nsa.train.rng import rng_state, set_rng_state
+from nsa.train.run_folder import source_of
 from nsa.train.schedule import learning_rate
 from nsa.train.watchdog import heartbeat_path, read_halt
 
@@ -142,7 +145,7 @@ class Trainer:
                 f" {world.kind if sharded else 'train.attention=dense'}; wanted NSA with whole"
                 " weights, which alone decodes from a cache; --set train.sample_every=0",
             )
-        trained = assemble(config, world)
+        trained = assemble(config, world, weights=self._initial_weights())
         self.plain_model, self.model = trained.plain_model, trained.model
         self.optimizer, self.step = trained.optimizer, trained.step
         self.store = CheckpointStore(
@@ -179,6 +182,17 @@ class Trainer:
                 if not how
                 else f"no CUDA graph: {how}"
             )
+
+    def _initial_weights(self) -> Mapping[str, Tensor] | None:
+        named = self.config.train.init_from
+        if named is None or self._resume is not None:  # a checkpoint of this run has its own
+            return None
+        source = source_of(named)
+        weights = initial_weights(source, self.config, self.tokenizer)
+        self._log.event("init_from", source=str(source))
+        if self.world.is_first:
+            self.notify(f"the weights are those of {source}; the optimizer begins anew")
+        return weights
 
     def _loader(self, split: Split) -> Loader:
         return load(

@@ -26,11 +26,11 @@ from nsa.train.data import load
 from nsa.train.data.vocabulary import Tokenizer
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.finished import load_run
-from nsa.train.launch import read_resolved
 from nsa.train.manifest import MANIFEST, CheckpointManifest, FileDigest
 from nsa.train.observe import held_out
 from nsa.train.parallel import TrainWorld
 from nsa.train.records import Batch
+from nsa.train.run_folder import read_resolved
 
 GEOMETRY = (
     "sel_block",

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from nsa import settings
-from nsa.train.launch import wait_for_resolved, write_resolved
+from nsa.train.run_folder import wait_for_resolved, write_resolved
 from nsa.train.watchdog import supervise
 from tests.nsa.train.test_provoked import WORKER, config_of
 

@@ -26,7 +26,7 @@ from nsa.train.blocks_file import write_blocks
 from nsa.train.data.generated import Language
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.finished import load_run
-from nsa.train.launch import checkpoint_of, write_resolved
+from nsa.train.run_folder import checkpoint_of, write_resolved
 from tests.nsa.train.test_loop import MODEL, config_of, trained
 
 TOKENS = 300

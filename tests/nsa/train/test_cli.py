@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from nsa import capability, settings
-from nsa.train import cli, launch, machine
+from nsa.train import cli, machine, run_folder
 from nsa.train.config import RunConfig, WatchdogConfig
 from nsa.train.errors import TrainError, TrainExit
 from nsa.train.yaml_file import read_config
@@ -260,7 +260,7 @@ def test_a_mistaken_resume_leaves_the_run_where_it_is(
 def test_a_checkpoint_whose_replacement_was_cut_off_is_found(tmp_path: Path) -> None:
     folder = checkpoint(tmp_path)
     moved = folder.rename(folder.with_name(f"{folder.name}.replaced"))
-    assert launch.checkpoint_of(tmp_path, "auto") == moved
+    assert run_folder.checkpoint_of(tmp_path, "auto") == moved
 
 
 def test_resume_errors(
@@ -314,7 +314,7 @@ def test_another_rank_waits_for_the_first_and_shows_nothing(
     def write() -> None:
         time.sleep(0.3)
         written.append(time.monotonic())
-        launch.write_resolved(out, config)
+        run_folder.write_resolved(out, config)
 
     as_rank(monkeypatch, 1)
     thread = threading.Thread(target=write)
@@ -330,8 +330,8 @@ def test_another_rank_waits_for_the_first_and_shows_nothing(
 def test_a_rank_takes_no_older_run_for_its_own(tmp_path: Path) -> None:
     """One of another launcher on this host, of another time on another host, of another config."""
     config = read_config(TINY, [f"out={tmp_path}"])
-    launch.write_resolved(tmp_path, config)
-    launch.wait_for_resolved(tmp_path, config, timeout_s=1)
+    run_folder.write_resolved(tmp_path, config)
+    run_folder.wait_for_resolved(tmp_path, config, timeout_s=1)
     path = tmp_path / "config.json"
     plain = json.loads(path.read_text())
     host = plain["launcher"]["host"]
@@ -343,10 +343,10 @@ def test_a_rank_takes_no_older_run_for_its_own(tmp_path: Path) -> None:
     for other in others:
         path.write_text(json.dumps({**plain, **other}))
         with pytest.raises(TrainError) as caught:
-            launch.wait_for_resolved(tmp_path, config, timeout_s=0.15)
+            run_folder.wait_for_resolved(tmp_path, config, timeout_s=0.15)
         assert caught.value.code == TrainExit.PEER
     path.write_text(json.dumps({**plain, "launcher": {"host": "x", "pid": 1}}))
-    launch.wait_for_resolved(tmp_path, config, timeout_s=1)
+    run_folder.wait_for_resolved(tmp_path, config, timeout_s=1)
 
 
 # errors

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from nsa.train import cli
-from nsa.train.launch import write_resolved
+from nsa.train.run_folder import write_resolved
 from tests.nsa.train.test_loop import config_of, log_of, trained
 from tools.studies import learning
 

@@ -13,7 +13,7 @@ import pytest
 from nsa.config import preset
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainExit
-from nsa.train.launch import write_resolved
+from nsa.train.run_folder import write_resolved
 from nsa.train.watchdog import supervise
 
 WORKER = Path(__file__).with_name("faulty_worker.py")
