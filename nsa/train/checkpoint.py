@@ -24,6 +24,13 @@ from nsa.train.manifest import CheckpointManifest, FileDigest, one_line, sync_fo
 
 T = TypeVar("T")
 FOLDER, LAST_GOOD = "checkpoints", "last-good"
+# Pinned memory would be pinned anew at each save.
+_IN_PAGEABLE_MEMORY = StagingOptions(
+    use_pinned_memory=False,
+    use_shared_memory=False,
+    use_async_staging=False,
+    use_non_blocking_copy=False,
+)
 # A name that begins so is of a save or a deletion that has not ended.
 _UNFINISHED = ".tmp-"
 # Of a checkpoint while another of the same step takes its place.
@@ -61,8 +68,6 @@ class CheckpointStore:
         self._config_sha256 = config_sha256
         self._config = dict(config or {})
         self._ranks = _Ranks(rank, world_size, timeout_s)
-        on_gpu = torch.cuda.is_available()
-        self._stager = DefaultStager(StagingOptions(on_gpu, False, False, on_gpu))
         self._writer = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._written: Future[None] | None = None
 
@@ -98,7 +103,8 @@ class CheckpointStore:
         if self._writer is None:
             self._write(step, tensors, text)
         else:
-            staged: Any = self._stager.stage(tensors)
+            # one a save: that of torch 2.11 closes itself after its first use
+            staged: Any = DefaultStager(_IN_PAGEABLE_MEMORY).stage(tensors)
             self._written = self._writer.submit(self._write, step, staged, text)
 
     def wait(self) -> None:
@@ -114,7 +120,6 @@ class CheckpointStore:
         finally:
             if self._writer is not None:
                 self._writer.shutdown()
-            self._stager.close()
             self._ranks.close()
 
     def last_good(self) -> Path | None:

@@ -1,11 +1,12 @@
 """Does NSA learn what dense attention learns? Curves with bands, from runs of `nsa.train`.
 
-    python -m tools.studies.learning collect RUN... [--blocks FILE] --out runs.json.gz
-    python -m tools.studies.learning render reports/learning/runs.json.gz --out reports/learning
+    python -m tools.studies.learning collect RUN... [--blocks FILE] [--about TEXT] --out GZ
+    python -m tools.studies.learning render GZ --out FOLDER
 
 A run is the folder that `python -m nsa.train` wrote. Everything in the report is computed from the
 collected file; seeds of one configuration are one curve, its band is the least to the most of them.
 A FILE is what `python -m nsa.train blocks` wrote of one of the runs; repeat --blocks for several.
+A TEXT is a line of the report, such as the origin and the licence of what was read.
 """
 
 from __future__ import annotations
@@ -166,10 +167,12 @@ def picture(found: dict[str, Curve]) -> Figure:
     return figure
 
 
-def report(runs: Sequence[dict[str, Any]], found: dict[str, Curve]) -> str:
+def report(
+    runs: Sequence[dict[str, Any]], found: dict[str, Curve], about: Sequence[str] = ()
+) -> str:
     """Markdown: the answer first, then each run."""
     lines = [f"# {_headline(found)}", "", "![Held-out bits a byte over tokens](learning.png)", ""]
-    lines += _settings(runs[0])
+    lines += [*_settings(runs[0]), *(f"- {line}" for line in about)]
     lines += ["", "| attention | seeds | held-out bits a byte at the end | best | tok/s |"]
     lines += ["| --- | ---: | ---: | ---: | ---: |"]
     for curve in found.values():
@@ -183,14 +186,20 @@ def report(runs: Sequence[dict[str, Any]], found: dict[str, Curve]) -> str:
             f"| {curve.attention} | {', '.join(map(str, curve.seeds))} | {_band(end)} |"
             f" {_band(curve.best)} | {median(speeds):,.0f} |"
         )
-    lines += ["", "| run | attention | seed | steps | bad steps | config |"]
-    lines += ["| --- | --- | ---: | ---: | ---: | --- |"]
+    lines += [
+        "",
+        "| run | attention | seed | held-out bits a byte | steps | starts | bad | config |",
+    ]
+    lines += ["| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"]
     for run in runs:
         train = run["config"]["config"]["train"]
         last = run["lines"][-1]
+        kinds = [event["kind"] for event in run["events"]]
+        bits = [event["bits_per_byte"] for event in run["events"] if event["kind"] == "eval"][-1]
         lines.append(
-            f"| {run['name']} | {train['attention']} | {train['seed']} | {last['step']} |"
-            f" {last['bad_steps']} | `{run['config']['sha256'][:12]}` |"
+            f"| {run['name']} | {train['attention']} | {train['seed']} | {bits:.4f} |"
+            f" {last['step']} | {kinds.count('start')} | {last['bad_steps']} |"
+            f" `{run['config']['sha256'][:12]}` |"
         )
     for run in runs:
         for about in run.get("blocks", ()):
@@ -253,6 +262,7 @@ def main(argv: Sequence[str]) -> int:
     one.add_argument("runs", nargs="+", type=Path)
     one.add_argument("--out", type=Path, required=True)
     one.add_argument("--blocks", action="append", default=[], type=Path, metavar="FILE")
+    one.add_argument("--about", action="append", default=[], metavar="TEXT")
     two = commands.add_parser("render")
     two.add_argument("file", type=Path)
     two.add_argument("--out", type=Path, required=True)
@@ -263,17 +273,18 @@ def main(argv: Sequence[str]) -> int:
             collected = [collect(folder) for folder in options.runs]
             for file in options.blocks:
                 add_blocks(collected, file)
-            text = json.dumps(collected)
+            text = json.dumps({"about": options.about, "runs": collected})
             options.out.write_bytes(gzip.compress(text.encode(), mtime=0))
             return 0
-        runs = json.loads(gzip.decompress(options.file.read_bytes()))
+        read = json.loads(gzip.decompress(options.file.read_bytes()))
+        runs = read["runs"]
         found = curves(runs)
     except UnusableRun as error:
         sys.stderr.write(f"learning: {error}\n")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     picture(found).savefig(options.out / "learning.png", dpi=120)
-    (options.out / "report.md").write_text(report(runs, found), encoding="utf-8")
+    (options.out / "report.md").write_text(report(runs, found, read["about"]), encoding="utf-8")
     return 0
 
 

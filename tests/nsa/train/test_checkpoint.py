@@ -115,7 +115,7 @@ def test_the_tensors_are_staged_before_the_disk_is_written(
 
     monkeypatch.setattr(checkpoint.dcp, "save", late)
     saving, tensors = store(asynchronous=True), state_of(1.0)
-    for step in (1, 2):  # the second reuses the first one's buffers
+    for step in (1, 2):
         for one in leaves(tensors):
             one.detach().fill_(float(step))
         may_write.clear()
@@ -128,6 +128,28 @@ def test_the_tensors_are_staged_before_the_disk_is_written(
         loaded = state_of(0.0)
         saving.load(loaded)
         assert {one.mean().item() for one in leaves(loaded) if one.numel()} == {float(step)}
+
+
+def test_a_stager_that_serves_once_does(
+    store: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of torch 2.11 closes itself after its first use; a second save failed on an H200."""
+    stage = checkpoint.DefaultStager.stage
+
+    def once(self: Any, tensors: dict[str, Tensor]) -> Any:
+        staged = stage(self, tensors)
+        self.close()
+        return staged
+
+    monkeypatch.setattr(checkpoint.DefaultStager, "stage", once)
+    saving = store(asynchronous=True)
+    for step in (1, 2, 3):
+        saving.save(step, state_of(step), {})
+    saving.wait()
+    assert names(tmp_path) == ["last-good", "step-00000002", "step-00000003"]
+    loaded = state_of(0.0)
+    saving.load(loaded)
+    assert same(loaded, state_of(3.0))
 
 
 def test_part_of_what_was_saved_loads(store: Make) -> None:
