@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from nsa import settings
 from nsa.config import ModelConfig
 from nsa.dense import DenseAttention
 from nsa.model import TinyLM
+from nsa.routing import Problem, Route, route_dense
 from nsa.train import flight, flops, observe, parallel
 from nsa.train.assemble import assemble
 from nsa.train.checkpoint import CheckpointStore
@@ -162,6 +163,8 @@ class Trainer:
         self.store.prepare()
         if self._resume is not None:
             self._restore()
+        route = self.route()
+        loose = [f"{b.branch}.{b.kernel}" for b in route.branches if not b.repeatable]
         self._log.event(
             "start",
             step=self.step_count,
@@ -169,7 +172,8 @@ class Trainer:
             parallel=world.kind,
             device=self._device_name(),
             torch=torch.__version__,
-            route=self.route(),
+            route=route.explain(),
+            not_repeatable=loose,
             cuda_graph="on" if not self.step.no_graph else f"off: {self.step.no_graph}",
             tokenizer_sha256=self.tokenizer.sha256,
             data=self.loader.describe(),
@@ -182,6 +186,11 @@ class Trainer:
                 if not how
                 else f"no CUDA graph: {how}"
             )
+            if loose:
+                self.notify(
+                    f"{', '.join(loose)}: the backward gives other last bits each time, so a run"
+                    " that resumes is not the same to the bit"
+                )
 
     def _initial_weights(self) -> Mapping[str, Tensor] | None:
         named = self.config.train.init_from
@@ -203,21 +212,19 @@ class Trainer:
             tokenizer=self.tokenizer,
         )
 
-    def route(self) -> list[str]:
-        """What serves each branch, and why nothing else: lines of text."""
-        first: Any = self.plain_model.blocks[0]
-        if isinstance(first.attention, DenseAttention):
-            return [f"attention: dense, kind {first.attention.kind}"]
+    def route(self) -> Route:
+        """What serves each branch of the first layer, and why nothing else."""
         from nsa import capability
-        from nsa.routing import Problem
 
-        train = self.config.train
+        train, first = self.config.train, cast("Any", self.plain_model.blocks[0]).attention
         dtype = "float32" if train.precision == "fp32" else "bfloat16"
         problem = Problem.of(
             self.config.model, batch=train.batch, tokens=train.seq_len, dtype=dtype
         )
         where = capability.probe(str(self.world.device))
-        return settings.decide(problem, where, path=train.path, fa2=train.fa2).explain()
+        if isinstance(first, DenseAttention):
+            return route_dense(first.kind, problem, where)
+        return settings.decide(problem, where, path=train.path, fa2=train.fa2)
 
     def _device_name(self) -> str:
         device = self.world.device

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from nsa import capability
 from nsa.config import preset
 from nsa.model import TinyLM
 from nsa.train import loop
@@ -121,11 +122,42 @@ def test_events_say_how_it_began_and_ended(run: tuple[Trainer, Path, list[str]])
     events = {line["kind"]: line for line in log_of(out) if line.get("kind")}
     assert events["start"]["cuda_graph"] == "off: a CPU has no CUDA graphs"
     assert any("sel" in line and "masked" in line for line in events["start"]["route"])
+    assert events["start"]["not_repeatable"] == [] and not any("last bits" in n for n in notes)
     assert events["start"]["entropy_floor_nats"] == trainer.loader.entropy_floor_nats
     assert events["done"]["step"] == 12
     assert any(
         "no CUDA graph: a CPU has none" in n or "a CPU has no CUDA graphs" in n for n in notes
     )
+
+
+@pytest.mark.parametrize(
+    ("train", "wanted"),
+    [
+        ({"path": "triton", "precision": "bf16_master"}, []),
+        ({"path": "masked"}, ["cmp.sdpa", "sel.sdpa", "win.sdpa"]),
+        ({"attention": "dense"}, ["dense.sdpa"]),
+    ],
+    ids=["triton", "masked", "dense"],
+)
+def test_what_gives_other_bits_each_time_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    train: dict[str, Any],
+    wanted: list[str],
+) -> None:
+    trainer = Trainer(config_of(train={"steps": 1, "eval_every": 0, **train}), tmp_path)
+    notes: list[str] = []
+    trainer.notify = notes.append
+    # a GPU's routes; what runs is the CPU's
+    monkeypatch.setattr(capability, "probe", lambda device: capability.assumed("h200"))
+    monkeypatch.setattr(Trainer, "_train", lambda self: TrainExit.OK)
+    assert trainer.run() is TrainExit.OK
+    (start,) = [line for line in log_of(tmp_path) if line["kind"] == "start"]
+    assert start["not_repeatable"] == wanted
+    assert [n for n in notes if "last bits" in n] == [
+        f"{', '.join(wanted)}: the backward gives other last bits each time, so a run that resumes"
+        " is not the same to the bit"
+    ] * bool(wanted)
 
 
 def test_every_line_has_the_configs_hash_and_saves_have_one(
