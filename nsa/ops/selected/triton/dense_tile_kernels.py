@@ -103,7 +103,7 @@ def _step(
     return new, l * a + tl.sum(p, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "tiles"])
 def nsa_selected_forward_tiles(
     Q,
     K,
@@ -273,7 +273,7 @@ def _step_q(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["room", "tiles"])
 def nsa_selected_backward_tiles_q(
     Q,
     K,
@@ -446,7 +446,7 @@ def _step_kv(
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["J", "tiles", "num_parts"])
 def nsa_selected_backward_tiles_kv(
     Q,
     K,

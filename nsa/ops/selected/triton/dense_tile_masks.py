@@ -31,7 +31,7 @@ def _pair(number, mask):
     return (number.to(tl.int64) << 32) | (mask.to(tl.int64) & 0xFFFFFFFF)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles", "room"])
 def nsa_selected_masks_of_tiles(
     BLOCKS,
     MASK,
@@ -94,7 +94,7 @@ def nsa_selected_masks_of_tiles(
     tl.store(COUNT + at * 2 + 1, inner)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def nsa_selected_masks_of_blocks(
     MASK,
     PAIRS,
@@ -157,6 +157,7 @@ class TileMasks:
         pairs = blocks.new_empty(B * G * tiles * room + 1, dtype=torch.int64)
         count = blocks.new_empty(B, G, tiles, 2, dtype=torch.int32)
         mask = blocks.new_empty(B, G, tiles, J, dtype=torch.int32) if keep else None
+        QP, BJ = padded(QT, 1), min(64, padded(J))
         nsa_selected_masks_of_tiles[(B * G * tiles,)](
             blocks,
             mask,
@@ -173,10 +174,11 @@ class TileMasks:
             N,
             L,
             QT,
-            padded(QT, 1),
-            min(64, padded(J)),
+            QP,
+            BJ,
             min(16, padded(N, 1)),
             Q0 is not None,
+            num_warps=max(1, min(4, QP * BJ // 512)),
         )
         return cls(pairs, count, mask, tiles, room)
 

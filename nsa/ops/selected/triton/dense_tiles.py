@@ -27,8 +27,8 @@ MOST_QUERIES = 32  # of a tile: the bits of a mask
 
 @dataclass(frozen=True, slots=True)
 class DenseTiles:
-    """A tile of up to M rows, and the programs that take one (``backward_kv`` the programs of a
-    block, through which tiles stream).
+    """Tiles of up to M rows, and what a launch over tiles takes; that of the gradients of keys,
+    through whose programs tiles stream, takes ``kv_warps`` and ``kv_stages``.
     """
 
     M: int
@@ -36,11 +36,18 @@ class DenseTiles:
     num_stages: int = 2
     kv_warps: int = 4
     kv_stages: int = 2
+    max_registers: int | None = None  # of a thread; fewer let more programs share a multiprocessor
 
     def of_heads(self, H: int) -> tuple[int, int]:
         """(rows M, queries QT)."""
         QT = max(1, min(MOST_QUERIES, self.M // H))
         return padded(QT * H), QT
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launch over tiles takes."""
+        limit = {} if self.max_registers is None else {"maxnreg": self.max_registers}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
 # By width class. Not measured yet; built for SM 9.0 the first two spill no register.
@@ -150,8 +157,7 @@ def forward(
         padded(DV),
         Q0 is not None,
         precision(q),
-        num_warps=t.num_warps,
-        num_stages=t.num_stages,
+        **t.options,
     )
     return o, lse
 
@@ -220,8 +226,7 @@ def backward(
         *strides,
         *shapes,
         adds,
-        num_warps=t.num_warps,
-        num_stages=t.num_stages,
+        **t.options,
     )
     splits = num_parts(J * B * G, masks.tiles)
     kept = torch.float32 if splits > 1 else k.dtype
