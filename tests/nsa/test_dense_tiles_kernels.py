@@ -70,6 +70,7 @@ def chosen(
 CASES = [
     # case, queries, where they begin, block, slots, rows of a tile
     (Case(33, 6, 60, 100, 1), 33, 0, 8, 5, 64),
+    (Case(40, 6, 16, 24, 1), 40, 0, 16, 3, 64),  # query 30 does not see all of block 1
     (Case(60, 3, 16, 32, 2), 10, 50, 12, 5, 16),
     (Case(80, 2, 16, 16, 3), 6, RAGGED, 16, 3, 16),
     (Case(17, 64, 16, 16, 1), 3, 14, 4, 4, 64),
@@ -82,7 +83,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("case", "queries", "start", "sel_block", "slots", "most_rows"),
     CASES,
-    ids=["whole", "late", "ragged", "64 heads", "one head", "wide keys", "256 wide"],
+    ids=["whole", "unmasked", "late", "ragged", "64 heads", "one head", "wide keys", "256 wide"],
 )
 def test_against_the_oracle(
     case: Case,
@@ -227,7 +228,7 @@ def test_large_logits_are_finite() -> None:
 def test_masks_say_who_chose_what() -> None:
     """Of each tile and of each block, against sets made by hand."""
     case, L, QT = Case(50, 1, 16, 16, 2), 4, 7
-    start = torch.tensor([3, 11])
+    start = torch.tensor([3, 25])  # the last queries lie beyond the keys
     blocks = chosen(case, L, 5, seed=2, queries=30)
     masks = TileMasks.of(blocks, 50, L, QT, start, keep=True)
     pairs, count = masks.by_block(L, QT, start)
