@@ -290,5 +290,9 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dense_tiles.serves(q, v, blocks, 64, 0.125)
     assert not dense_tiles.serves(q.float(), v, blocks, 64, 0.125), "class 1, and no number there"
     assert not dense_tiles.serves(q, v, blocks, 64, -0.125)
+    long = [torch.empty(1, 1 << 17, *x.shape[2:], dtype=x.dtype, device="meta") for x in (q, v)]
+    slots = torch.empty(1, 1 << 17, 2, 4, dtype=torch.int32, device="meta")
+    assert dense_tiles.serves(*long, slots, 64, 0.125)
+    assert not dense_tiles.serves(*long, slots, 64, 0.125, backward=True), "masks of 640 MB"
     monkeypatch.setattr(dense_tiles, "MIN_ROWS", 2049)
     assert not dense_tiles.serves(q, v, blocks, 64, 0.125)

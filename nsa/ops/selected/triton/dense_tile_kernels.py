@@ -228,11 +228,11 @@ def nsa_selected_forward_tiles(
 
 @triton.jit
 def _of_rows(LSE, DELTA, row, live):
-    """(lse, delta), with lse = +inf where a row sees nothing, so that all of its weights are 0."""
+    """(lse, delta); a row that sees nothing has an lse of -inf, but chose no block, so that it is
+    not asked for.
+    """
     lse = tl.load(LSE + row, mask=live, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse), tl.load(
-        DELTA + row, mask=live, other=0.0
-    )
+    return lse, tl.load(DELTA + row, mask=live, other=0.0)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.interval import parts
-from nsa.ops.kernels.common import LOG2E, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.common import LOG2E, cdiv, padded, precision, rows, starts, width_class
 from nsa.ops.selected.triton.dense_tile_kernels import (
     nsa_selected_backward_tiles_kv,
     nsa_selected_backward_tiles_q,
@@ -65,6 +65,9 @@ BACKWARD_PAIRS = (0.0, 0.0, 0.0, 0.0)
 MIN_ROWS = 1024  # (b, t, kv head): fewer make too few tiles
 KV_PROGRAMS = 256  # wanted for the gradients of keys: two a multiprocessor of an H200's 132
 MOST_PARTS = 16
+# the masks of the backward take 12 bytes a (tile, block): at most so many times the bytes of q,
+# where the parts of lists take PARTS_OF_Q times
+MASKS_OF_Q = 1
 
 
 def _class(q: Tensor, DV: int) -> int:
@@ -103,6 +106,10 @@ def serves(
     if most <= 0 or scale <= 0 or B * T * G < MIN_ROWS or S == 0 or N == 0:
         return False
     tiles = (BACKWARD if backward else FORWARD)[width]
+    if backward:
+        pairs = cdiv(T, tiles.of_heads(HQ // G)[1]) * cdiv(S, sel_block)
+        if 12 * B * G * pairs > MASKS_OF_Q * q.numel() * q.element_size():
+            return False
     return pairs_an_entry(T, S, N, HQ // G, sel_block, tiles) <= most
 
 
