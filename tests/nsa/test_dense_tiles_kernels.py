@@ -15,7 +15,7 @@ from nsa.ops.kernels import products
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
 from nsa.ops.selected.triton.dense_tile_masks import TileMasks
-from nsa.ops.selected.triton.dense_tiles import DenseTiles
+from nsa.ops.selected.triton.dense_tiles import NEVER, DenseTiles, TileLimits
 from nsa.oracle import attention
 from tests import oracle
 from tests.cases import (
@@ -36,6 +36,8 @@ from tests.nsa.kernel_cases import (
     poisoned_memory,  # noqa: F401
 )
 
+ALWAYS = TileLimits(1e9, 1 << 40)
+
 
 @pytest.fixture(autouse=True)
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -49,7 +51,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return launch(*x, **options)
 
         monkeypatch.setattr(dense_tiles, name, noted)
-        monkeypatch.setattr(dense_tiles, f"{name.upper()}_PAIRS", (1e9,) * 4)
+        monkeypatch.setattr(dense_tiles, f"{name.upper()}_LIMITS", (ALWAYS,) * 4)
     monkeypatch.setattr(dense_tiles, "MIN_ROWS", 0)
     return notes
 
@@ -279,16 +281,21 @@ def test_work_is_what_masks_count(tokens: int, group: int) -> None:
 
 
 def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By work a width class; never where it is off, the scale is not above 0, or rows are few."""
+    """By work and rows, a width class; never of few rows, or of a scale that is not above 0."""
     q, v = torch.empty(1, 1024, 12, 64, dtype=torch.bfloat16), torch.empty(1, 1024, 2, 64)
     blocks = torch.empty(1, 1024, 2, 4, dtype=torch.int32)
     work = dense_tiles.pairs_an_entry(1024, 1024, 4, 6, 64, dense_tiles.FORWARD[0])
-    for most, taken in ((work + 0.01, True), (work - 0.01, False), (0.0, False)):
-        monkeypatch.setattr(dense_tiles, "FORWARD_PAIRS", (most, 0.0, 0.0, 0.0))
+    for limits, taken in (
+        (TileLimits(work + 0.01, 2048), True),
+        (TileLimits(work - 0.01, 2048), False),
+        (TileLimits(work + 0.01, 2047), False),
+        (NEVER, False),
+    ):
+        monkeypatch.setattr(dense_tiles, "FORWARD_LIMITS", (limits, NEVER, NEVER, NEVER))
         assert dense_tiles.serves(q, v, blocks, 64, 0.125) is taken
-    monkeypatch.setattr(dense_tiles, "FORWARD_PAIRS", (1e9, 0.0, 0.0, 0.0))
+    monkeypatch.setattr(dense_tiles, "FORWARD_LIMITS", (ALWAYS, NEVER, NEVER, NEVER))
     assert dense_tiles.serves(q, v, blocks, 64, 0.125)
-    assert not dense_tiles.serves(q.float(), v, blocks, 64, 0.125), "class 1, and no number there"
+    assert not dense_tiles.serves(q.float(), v, blocks, 64, 0.125), "class 1, which is off"
     assert not dense_tiles.serves(q, v, blocks, 64, -0.125)
     long = [torch.empty(1, 1 << 17, *x.shape[2:], dtype=x.dtype, device="meta") for x in (q, v)]
     slots = torch.empty(1, 1 << 17, 2, 4, dtype=torch.int32, device="meta")

@@ -73,8 +73,9 @@ def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "tiles":
         monkeypatch.setattr(selected, "Lists", None)  # so that whatever sorts fails
         monkeypatch.setattr(dense_tiles, "MIN_ROWS", 0)
-        monkeypatch.setattr(dense_tiles, "FORWARD_PAIRS", (1e9,) * 4)
-        monkeypatch.setattr(dense_tiles, "BACKWARD_PAIRS", (1e9,) * 4)
+        always = dense_tiles.TileLimits(1e9, 1 << 40)
+        monkeypatch.setattr(dense_tiles, "FORWARD_LIMITS", (always,) * 4)
+        monkeypatch.setattr(dense_tiles, "BACKWARD_LIMITS", (always,) * 4)
     return str(request.param)
 
 

@@ -58,10 +58,22 @@ BACKWARD = (
     DenseTiles(32, 4, 1, 4, 1),
     DenseTiles(32, 4, 1, 4, 1),
 )
-# By width class: the most (row, block) pairs that tiles may compute for one that was chosen, where
-# they are the faster way, forward and backward; 0: never.
-FORWARD_PAIRS = (0.0, 0.0, 0.0, 0.0)
-BACKWARD_PAIRS = (0.0, 0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class TileLimits:
+    """Up to where tiles are the faster way: ``pairs`` (row, block) that they compute for one that
+    was chosen, and ``rows`` (b, t, kv head), as many fill a GPU with lists, which do less work.
+    """
+
+    pairs: float
+    rows: int
+
+
+NEVER = TileLimits(0.0, 0)
+# by width class; off until a GPU has said
+FORWARD_LIMITS = (NEVER, NEVER, NEVER, NEVER)
+BACKWARD_LIMITS = (NEVER, NEVER, NEVER, NEVER)
 MIN_ROWS = 1024  # (b, t, kv head): fewer make too few tiles
 KV_PROGRAMS = 256  # wanted for the gradients of keys: two a multiprocessor of an H200's 132
 MOST_PARTS = 16
@@ -101,16 +113,16 @@ def serves(
     Not where the scale is 0 or below: the forward takes the largest product for the largest logit.
     """
     width = _class(q, v.shape[3])
-    most = (BACKWARD_PAIRS if backward else FORWARD_PAIRS)[width]
+    limits = (BACKWARD_LIMITS if backward else FORWARD_LIMITS)[width]
     (B, T, HQ), (S, G), N = q.shape[:3], v.shape[1:3], blocks.shape[3]
-    if most <= 0 or scale <= 0 or B * T * G < MIN_ROWS or S == 0 or N == 0:
+    if not MIN_ROWS <= B * T * G <= limits.rows or scale <= 0 or S == 0 or N == 0:
         return False
     tiles = (BACKWARD if backward else FORWARD)[width]
     if backward:
         pairs = cdiv(T, tiles.of_heads(HQ // G)[1]) * cdiv(S, sel_block)
         if 12 * B * G * pairs > MASKS_OF_Q * q.numel() * q.element_size():
             return False
-    return pairs_an_entry(T, S, N, HQ // G, sel_block, tiles) <= most
+    return pairs_an_entry(T, S, N, HQ // G, sel_block, tiles) <= limits.pairs
 
 
 def forward(
