@@ -178,7 +178,7 @@ class TileMasks:
             BJ,
             min(16, padded(N, 1)),
             Q0 is not None,
-            num_warps=max(1, min(4, QP * BJ // 512)),
+            num_warps=max(1, min(4, QP * BJ // 256)),
         )
         return cls(pairs, count, mask, tiles, room)
 
