@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa import NSAAttention, nsa_attention
 from nsa.ops import joint_backward
 from nsa.ops.interval import kernels as interval_kernels
+from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import SMALL, assert_parity, assert_same_function, randn
@@ -62,13 +63,19 @@ def gradients(of: Callable[..., Tensor], given: list[Tensor]) -> list[Tensor]:
     return [o.detach(), *torch.autograd.grad(o, leaves, randn(*o.shape, seed=11))]
 
 
-@pytest.fixture(params=["lists", "rows"])
+@pytest.fixture(params=["lists", "rows", "tiles"])
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which kernels serve the selected branch; of lists, several chunks."""
     if request.param == "lists":
         monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
         monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
         monkeypatch.setattr(selected, "PART_BYTES", 40 * 3 * SMALL.num_selected * 20 * 4)
+    if request.param == "tiles":
+        monkeypatch.setattr(selected, "Lists", None)  # so that whatever sorts fails
+        monkeypatch.setattr(dense_tiles, "MIN_ROWS", 0)
+        always = dense_tiles.TileLimits(1e9, 1 << 40)
+        monkeypatch.setattr(dense_tiles, "FORWARD_LIMITS", (always,) * 4)
+        monkeypatch.setattr(dense_tiles, "BACKWARD_LIMITS", (always,) * 4)
     return str(request.param)
 
 

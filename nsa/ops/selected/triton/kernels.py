@@ -30,6 +30,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton.block_lists import Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
 from nsa.routing.thresholds import SORT_MIN_ROWS
@@ -602,6 +603,10 @@ def forward(
     ``full``: a promise that queries at positions below it chose every block up to their own, and
     that q_start is 0.
     """
+    if by_row is None and tiles is None and dense_tiles.serves(q, v, blocks, sel_block, scale):
+        return dense_tiles.forward(
+            q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
+        )
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
@@ -711,6 +716,20 @@ def backward(
     ``do``, ``lse`` and ``delta`` as in `nsa.ops.interval.kernels.backward`; ``full`` as in
     `forward`.
     """
+    if tiles is None and dense_tiles.serves(q, v, blocks, sel_block, scale, backward=True):
+        return dense_tiles.backward(
+            do,
+            q,
+            k,
+            v,
+            blocks,
+            lse,
+            delta,
+            sel_block=sel_block,
+            q_start=q_start,
+            scale=scale,
+            dq=dq,
+        )
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
