@@ -30,7 +30,10 @@ TRITON_STEPS: Mapping[str, str] = {
     "copy": (
         "tiles by tensor descriptors, which Hopper's copy engine fetches, in calls of many tokens"
     ),
-    "lists": "the selected forward block by block, over sorted lists of the queries that chose it",
+    "lists": (
+        "the selected forward block by block: as dense tiles where most blocks are chosen anyway,"
+        " else over sorted lists of the queries that chose each"
+    ),
     "join": "one operator for the gated sum and the gradients of all branches",
     "split": "a decode step whose keys are split over the GPU",
 }

@@ -50,8 +50,14 @@ class DenseTiles:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **limit}
 
 
-# By width class. Not measured yet; built for SM 9.0 the first two spill no register.
-FORWARD = (DenseTiles(64, 4, 3), DenseTiles(64, 4, 2), DenseTiles(64, 4, 1), DenseTiles(32, 4, 1))
+# By width class. The first two are the fastest of four each on an H200, the backward's second and
+# the others are not measured; built for SM 9.0 the first two spill no register.
+FORWARD = (
+    DenseTiles(64, 4, 2, max_registers=128),
+    DenseTiles(64, 4, 3),
+    DenseTiles(64, 4, 1),
+    DenseTiles(32, 4, 1),
+)
 BACKWARD = (
     DenseTiles(64, 4, 3, 4, 2),
     DenseTiles(64, 4, 2, 8, 2),
@@ -71,11 +77,14 @@ class TileLimits:
 
 
 NEVER = TileLimits(0.0, 0)
-# by width class; off until a GPU has said
-FORWARD_LIMITS = (NEVER, NEVER, NEVER, NEVER)
-BACKWARD_LIMITS = (NEVER, NEVER, NEVER, NEVER)
+# By width class, on an H200, bf16, ms of lists and of tiles from CUDA graphs, at 2,048, 4,096, 8,192
+# and 16,384 tokens (reports/kernels-log.md). 12 heads over 2 of 64, forward: .086 and .040, .146 and
+# .087, .275 and .254, .529 and .676; backward: .175 and .092, .283 and .254, .483 and .765.
+# 64 heads over 4 of 128, forward at 2,048 and 8,192: .324 and .173, 1.67 and 1.28; no backward wins.
+FORWARD_LIMITS = (TileLimits(3.96, 32768), TileLimits(2.55, 32768), NEVER, NEVER)
+BACKWARD_LIMITS = (TileLimits(2.45, 32768), NEVER, NEVER, NEVER)
 MIN_ROWS = 1024  # (b, t, kv head): fewer make too few tiles
-KV_PROGRAMS = 256  # wanted for the gradients of keys: two a multiprocessor of an H200's 132
+KV_PROGRAMS = 512  # wanted for the gradients of keys: .092 ms at 2,048 tokens; 256 .115, 1,024 .106
 MOST_PARTS = 16
 # the masks of the backward take 12 bytes a (tile, block): at most so many times the bytes of q,
 # where the parts of lists take PARTS_OF_Q times

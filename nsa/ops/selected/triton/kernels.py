@@ -603,7 +603,8 @@ def forward(
     ``full``: a promise that queries at positions below it chose every block up to their own, and
     that q_start is 0.
     """
-    if by_row is None and tiles is None and dense_tiles.serves(q, v, blocks, sel_block, scale):
+    as_tiles = by_row is None and tiles is None and not is_off("lists")
+    if as_tiles and dense_tiles.serves(q, v, blocks, sel_block, scale):
         return dense_tiles.forward(
             q, k, v, blocks, sel_block=sel_block, q_start=q_start, scale=scale
         )
