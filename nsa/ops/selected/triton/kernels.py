@@ -30,6 +30,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.kernels.launch import launch
 from nsa.ops.selected.triton.block_lists import Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
 from nsa.routing.thresholds import SORT_MIN_ROWS
@@ -636,7 +637,9 @@ def forward(
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
-        nsa_selected_forward[(cdiv(e1 - e0, TILE),)](
+        launch(
+            nsa_selected_forward,
+            (cdiv(e1 - e0, TILE),),
             q,
             k,
             v,
@@ -668,7 +671,9 @@ def forward(
             *tail,
             **t.options,
         )
-        nsa_selected_sum[(n * G,)](
+        launch(
+            nsa_selected_sum,
+            (n * G,),
             part,
             lse_part,
             blocks,
@@ -742,7 +747,9 @@ def backward(
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         base = number * (lists.num_lists + 1)
-        nsa_selected_backward[(cdiv(e1 - e0, TILE),)](
+        launch(
+            nsa_selected_backward,
+            (cdiv(e1 - e0, TILE),),
             q,
             k,
             v,
@@ -781,7 +788,9 @@ def backward(
             precision(q),
             **t.options,
         )
-        nsa_selected_sum_kv[(lists.num_lists, 2)](
+        launch(
+            nsa_selected_sum_kv,
+            (lists.num_lists, 2),
             dk_part,
             dv_part,
             bound,
@@ -806,7 +815,9 @@ def backward(
             number > 0,
         )
         dense = (None, None)  # only once
-        nsa_selected_sum_q[(n * G,)](
+        launch(
+            nsa_selected_sum_q,
+            (n * G,),
             dq_part,
             blocks,
             dq,
