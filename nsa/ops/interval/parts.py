@@ -6,6 +6,7 @@ B batch, C keys, G kv heads, D head dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -77,6 +78,7 @@ def summed(dk: Tensor, dv: Tensor, *, dtype: torch.dtype, banded: bool) -> tuple
     return to_k, to_v
 
 
+@lru_cache(maxsize=1024)
 def heads_and_ranges(
     num_tiles: int, H: int, T: int, *, pairs: int, banded: bool
 ) -> tuple[int, int]:
