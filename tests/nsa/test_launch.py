@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -186,6 +187,30 @@ def test_the_variant_is_the_one_that_triton_would_take(
     assert variants > 100 and by_launch < lists - 300, (variants, by_launch)
 
 
+@pytest.mark.parametrize(
+    "alike",
+    [
+        [(SPACE, None, 1, 64), (SPACE, None, True, 64), (SPACE, None, 1.0, 64)],
+        [(SPACE, None, 0, 64), (SPACE, None, False, 64), (SPACE, None, 0.0, 64)],
+        [(SPACE, None, None, 64), (SPACE, None, 0, 64)],
+        [(SPACE, None, 3, 1), (SPACE, None, 3, True), (SPACE, None, 3, 1.0)],
+        [(SPACE, None, 3, 64), (None, SPACE, 3, 64)],
+        [(SPACE, SPACE.int(), 3, 64), (SPACE.int(), SPACE, 3, 64)],
+        [(SPACE, SPACE[1:], 3, 64), (SPACE[1:], SPACE, 3, 64), (SPACE[1:], SPACE[1:], 3, 64)],
+    ],
+)
+def test_arguments_that_are_nearly_equal_are_distinguished(alike: list[Any], gpu: Gpu) -> None:
+    def two(X, Y, n, BLOCK: tl.constexpr):
+        tl.store(X + tl.arange(0, BLOCK), n)
+
+    one = kernel(two)
+    for given in [*alike, *alike, *reversed(alike)]:
+        launch(one, (1,), *given)
+        got = gpu.last()
+        one[(1,)](*given)
+        assert got == gpu.last(), given
+
+
 @pytest.mark.parametrize("number", [*INTS, 5, -32, 2**64 - 16, 2**64 - 15, -(2**63), 2**63 + 8])
 def test_a_representative_is_specialised_alike(number: int) -> None:
     from triton.backends.compiler import BaseBackend
@@ -304,6 +329,11 @@ def another_device(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, one: Any) -> None:
     gpu.device = 0  # and the tensors are the CPU's
 
 
+def one_tensor_elsewhere(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, one: Any) -> None:
+    devices = cycle((-1, 1, -1))  # of the three
+    monkeypatch.setattr(door, "_get_device", lambda _: next(devices))
+
+
 @pytest.mark.parametrize(
     "why",
     [
@@ -315,6 +345,7 @@ def another_device(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, one: Any) -> None:
         run_replaced,
         turned_off,
         another_device,
+        one_tensor_elsewhere,
     ],
 )
 def test_what_is_not_known_to_be_right_goes_tritons_way(
