@@ -195,6 +195,7 @@ def test_the_variant_is_the_one_that_triton_would_take(
         [(SPACE, None, None, 64), (SPACE, None, 0, 64)],
         [(SPACE, None, 3, 1), (SPACE, None, 3, True), (SPACE, None, 3, 1.0)],
         [(SPACE, None, 3, 64), (None, SPACE, 3, 64)],
+        [(SPACE, None, (16, 3), 64), (SPACE, None, (1, 3), 64), (SPACE, None, (17, 3), 64)],
         [(SPACE, SPACE.int(), 3, 64), (SPACE.int(), SPACE, 3, 64)],
         [(SPACE, SPACE[1:], 3, 64), (SPACE[1:], SPACE, 3, 64), (SPACE[1:], SPACE[1:], 3, 64)],
     ],
