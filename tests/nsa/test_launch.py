@@ -283,6 +283,17 @@ def test_keywords_and_defaults_are_bound(gpu: Gpu, slow: list[Any]) -> None:
             launch(one, (1,), SPACE, *rest, **options)
 
 
+def test_a_dtype_as_a_constexpr_goes_tritons_way(gpu: Gpu, slow: list[Any]) -> None:
+    def convert(X, n, KIND: tl.constexpr = tl.float32):
+        tl.store(X, n.to(KIND))
+
+    one = kernel(convert)
+    for n, kind in enumerate(((), (tl.float16,), (), (tl.float16,)), 1):
+        launch(one, (1,), SPACE, 3, *kind)
+        assert len(slow) == n
+    assert len({id(made) for made, _ in gpu.records}) == 2
+
+
 def test_descriptors_are_described_to_the_launcher(gpu: Gpu, slow: list[Any]) -> None:
     one, half = kernel(fetch), SPACE.view(torch.float16)
     for rows, block in ((64, 16), (32, 16), (64, 32), (16, 32)):

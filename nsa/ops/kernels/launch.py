@@ -179,7 +179,7 @@ class LaunchedKernel:
     def values(
         self, arguments: Sequence[Any], options: Mapping[str, Any]
     ) -> tuple[Any, ...] | None:
-        """A value for each parameter; None where Triton refuses them."""
+        """A value for each parameter; None where Triton refuses them, or they are unusual."""
         params = self.kernel.params
         if len(arguments) == len(params) and self._names.isdisjoint(options):
             return tuple(arguments)
@@ -190,7 +190,9 @@ class LaunchedKernel:
             or not all(param.name in options or param.has_default for param in rest)
         ):
             return None
-        return (*arguments, *(options.get(param.name, param.default) for param in rest))
+        others = [options.get(param.name, param.default) for param in rest]
+        # a default may be anything, such as a dtype
+        return (*arguments, *others) if all(type(x) in _PLAIN for x in others) else None
 
 
 def representative(number: Any) -> Any:
