@@ -25,6 +25,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.kernels.launch import launch
 from nsa.settings import is_off
 
 MAX_ROWS = 64  # of a tile: T * H
@@ -381,7 +382,9 @@ def interval(
         tiles or TILES[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
     )
     q0, Q0 = starts(q_start)
-    nsa_interval_forward_split[(splits, G, B)](
+    launch(
+        nsa_interval_forward_split,
+        (splits, G, B),
         q,
         k,
         v,
@@ -413,8 +416,17 @@ def interval(
         num_stages=num_stages,
     )
     if splits > 1:
-        nsa_interval_sum[(B * T * HQ,)](
-            *part, *into, splits, DV, padded(DV), AT_ONCE, banded, num_warps=SUM_WARPS
+        launch(
+            nsa_interval_sum,
+            (B * T * HQ,),
+            *part,
+            *into,
+            splits,
+            DV,
+            padded(DV),
+            AT_ONCE,
+            banded,
+            num_warps=SUM_WARPS,
         )
 
 
@@ -449,7 +461,9 @@ def selected(
     part = _parts(*into, splits)
     num_warps, num_stages = tiles or (max(SELECTED_WARPS, padded(H) // 16), 2 if ahead else 1)
     q0, Q0 = starts(q_start)
-    nsa_selected_forward_split[(B * T * G, splits)](
+    launch(
+        nsa_selected_forward_split,
+        (B * T * G, splits),
         q,
         k,
         v,
@@ -481,6 +495,14 @@ def selected(
         num_stages=num_stages,
     )
     if splits > 1:
-        nsa_selected_sum_splits[(B * T * HQ,)](
-            *part, *into, splits, DV, padded(DV), AT_ONCE, num_warps=SUM_WARPS
+        launch(
+            nsa_selected_sum_splits,
+            (B * T * HQ,),
+            *part,
+            *into,
+            splits,
+            DV,
+            padded(DV),
+            AT_ONCE,
+            num_warps=SUM_WARPS,
         )

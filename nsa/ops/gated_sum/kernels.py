@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded
+from nsa.ops.kernels.launch import launch
 
 
 @triton.jit
@@ -76,7 +77,9 @@ def forward(gates: Tensor, outputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     DV = o.shape[-1]
     num_rows, BDV = o.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
-    nsa_gated_sum[(cdiv(num_rows, R),)](gates, *outputs, o, num_rows, DV, R, BDV, num_warps=4)
+    launch(
+        nsa_gated_sum, (cdiv(num_rows, R),), gates, *outputs, o, num_rows, DV, R, BDV, num_warps=4
+    )
     return o
 
 
@@ -88,7 +91,20 @@ def backward(
     num_rows, BDV = do.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
     dgates, (da, db, dc) = torch.empty_like(gates), (torch.empty_like(x) for x in outputs)
-    nsa_gated_sum_backward[(cdiv(num_rows, R),)](
-        gates, *outputs, do, dgates, da, db, dc, num_rows, DV, R, BDV, num_warps=4
+    launch(
+        nsa_gated_sum_backward,
+        (cdiv(num_rows, R),),
+        gates,
+        *outputs,
+        do,
+        dgates,
+        da,
+        db,
+        dc,
+        num_rows,
+        DV,
+        R,
+        BDV,
+        num_warps=4,
     )
     return dgates, da, db, dc

@@ -28,6 +28,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.kernels.launch import launch
 from nsa.routing.thresholds import GRID_LIMIT
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
@@ -814,7 +815,9 @@ def forward(
     BM, BC = config.pop("BM"), config.pop("BC")
     q0, Q0 = starts(q_start)
     keys, copy = described(BC, k, v, work=work or q.numel())
-    nsa_interval_forward[(cdiv(T, BM), HQ, B)](
+    launch(
+        nsa_interval_forward,
+        (cdiv(T, BM), HQ, B),
         q,
         *keys,
         o,
@@ -896,7 +899,9 @@ def backward(
     config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     keys, copy = described(BC, k, v, work=work or q.numel())
-    nsa_interval_backward_q[(cdiv(T, BM), HQ, B)](
+    launch(
+        nsa_interval_backward_q,
+        (cdiv(T, BM), HQ, B),
         q,
         *keys,
         do,
@@ -927,7 +932,9 @@ def backward(
     kept = torch.float32 if num_parts > 1 else k.dtype
     dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
     (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
-    nsa_interval_backward_kv[_grid_kv(G * (H // heads), B * splits, cdiv(C, BC))](
+    launch(
+        nsa_interval_backward_kv,
+        _grid_kv(G * (H // heads), B * splits, cdiv(C, BC)),
         queries,
         k,
         v,

@@ -6,6 +6,7 @@ B batch, C keys, G kv heads, D head dim.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import isqrt
 
 import torch
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, named_by
+from nsa.ops.kernels.launch import launch
 
 TILE, AT_ONCE = 512, 4  # elements a program, and parts whose loads wait for nothing
 
@@ -60,12 +62,23 @@ def summed(dk: Tensor, dv: Tensor, *, dtype: torch.dtype, banded: bool) -> tuple
     """
     to_k, to_v = dk.new_empty(dk.shape[1:], dtype=dtype), dv.new_empty(dv.shape[1:], dtype=dtype)
     sizes = to_k.numel(), to_v.numel()
-    nsa_interval_sum_kv[(cdiv(max(sizes), TILE), 2)](
-        dk, dv, to_k, to_v, dk.shape[0], *sizes, TILE, AT_ONCE, banded
+    launch(
+        nsa_interval_sum_kv,
+        (cdiv(max(sizes), TILE), 2),
+        dk,
+        dv,
+        to_k,
+        to_v,
+        dk.shape[0],
+        *sizes,
+        TILE,
+        AT_ONCE,
+        banded,
     )
     return to_k, to_v
 
 
+@lru_cache(maxsize=1024)
 def heads_and_ranges(
     num_tiles: int, H: int, T: int, *, pairs: int, banded: bool
 ) -> tuple[int, int]:

@@ -1,5 +1,5 @@
-"""What the Triton kernels of several operations share: helpers of their launchers (``common``) and
-products of rows (``products``).
+"""What the Triton kernels of several operations share: helpers of what launches them (``common``),
+the one door to a launch (``launch``) and products of rows (``products``).
 
 Only these modules, ``kernels`` of each operation, ``interval.parts`` and those of
 ``selected.triton`` import triton. Logarithms in them are to base 2: exp2 is what the hardware has.

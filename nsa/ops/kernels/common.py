@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
+@lru_cache(maxsize=1024)  # some 50 calls for each forward and backward
 def padded(size: int, least: int = 16) -> int:
     """The least power of two that holds ``size``, at least 16, the minimum of a dot."""
     return max(least, 1 << (max(1, size) - 1).bit_length())

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded
+from nsa.ops.kernels.launch import launch
 
 
 @triton.jit
@@ -78,7 +79,17 @@ def row_products(o: Tensor, do: Tensor) -> Tensor:
     """delta [B, T, Q] fp32 of contiguous o and do [B, T, Q, DV]."""
     DV = o.shape[-1]
     delta = o.new_empty(o.shape[:-1], dtype=torch.float32)
-    nsa_row_products[(cdiv(delta.numel(), 64),)](o, do, delta, delta.numel(), DV, 64, padded(DV))
+    launch(
+        nsa_row_products,
+        (cdiv(delta.numel(), 64),),
+        o,
+        do,
+        delta,
+        delta.numel(),
+        DV,
+        64,
+        padded(DV),
+    )
     return delta
 
 
@@ -97,7 +108,20 @@ def gate_products(
     delta, lse_gated = do.new_empty(2, 3, *do.shape[:-1], dtype=torch.float32)
     dgates, num_rows, BDV = torch.empty_like(gates), do.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
-    nsa_gate_products[(cdiv(num_rows, R),)](
-        *outputs, *lse, do, gates, delta, lse_gated, dgates, num_rows, DV, R, BDV, num_warps=4
+    launch(
+        nsa_gate_products,
+        (cdiv(num_rows, R),),
+        *outputs,
+        *lse,
+        do,
+        gates,
+        delta,
+        lse_gated,
+        dgates,
+        num_rows,
+        DV,
+        R,
+        BDV,
+        num_warps=4,
     )
     return delta, lse_gated, dgates

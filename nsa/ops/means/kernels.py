@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded, rows
+from nsa.ops.kernels.launch import launch
 
 BLOCKS, TOKENS = 8, 32  # a program
 AT_ONCE = tl.constexpr(8)  # loads that wait for nothing
@@ -145,7 +146,9 @@ def forward(k: Tensor, v: Tensor, *, block: int, stride: int) -> tuple[Tensor, T
     (B, S, G, D), DV = k.shape, v.shape[3]
     C = (S - block) // stride + 1
     k_cmp, v_cmp = k.new_empty(B, C, G, D), v.new_empty(B, C, G, DV)
-    nsa_means[(cdiv(C, BLOCKS) * B * G, 2)](
+    launch(
+        nsa_means,
+        (cdiv(C, BLOCKS) * B * G, 2),
         k,
         v,
         k_cmp,
@@ -173,7 +176,9 @@ def backward(
     dk_cmp, dv_cmp = dk_cmp.contiguous(), dv_cmp.contiguous()
     (B, C, G, D), DV = dk_cmp.shape, dv_cmp.shape[3]
     dk, dv = dk_cmp.new_empty(B, tokens, G, D), dv_cmp.new_empty(B, tokens, G, DV)
-    nsa_means_backward[(cdiv(tokens, TOKENS) * B * G, 2)](
+    launch(
+        nsa_means_backward,
+        (cdiv(tokens, TOKENS) * B * G, 2),
         dk_cmp,
         dv_cmp,
         dk,

@@ -28,6 +28,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.kernels.launch import launch
 from nsa.routing.thresholds import GRID_LIMIT
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
@@ -283,7 +284,9 @@ def choose(
     for b0, t0, batches, n in _chunks(B, T, most, GRID_LIMIT // G):
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
         if seen:
-            nsa_scores[(cdiv(n, BM), cdiv(seen, BC), G * batches)](
+            launch(
+                nsa_scores,
+                (cdiv(n, BM), cdiv(seen, BC), G * batches),
                 queries,
                 k,
                 lse,
@@ -312,7 +315,9 @@ def choose(
                 **config,
             )
         reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
-        nsa_choose[(batches * n * G,)](
+        launch(
+            nsa_choose,
+            (batches * n * G,),
             score,
             edge,
             spare[0],

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv
+from nsa.ops.kernels.launch import launch
 
 
 @triton.jit
@@ -69,8 +70,20 @@ class Lists:
         # a radix sort passes over half as many digits of 16 bits
         dtype = torch.int16 if num_chunks * (num_lists + 1) < 2**15 else torch.int32
         key_E = torch.empty(blocks.numel(), dtype=dtype, device=blocks.device)
-        nsa_selected_keys[(cdiv(key_E.numel(), 1024),)](
-            blocks, key_E, key_E.numel(), T, rows_per_chunk, J, num_lists, full, G, N, 1024
+        launch(
+            nsa_selected_keys,
+            (cdiv(key_E.numel(), 1024),),
+            blocks,
+            key_E,
+            key_E.numel(),
+            T,
+            rows_per_chunk,
+            J,
+            num_lists,
+            full,
+            G,
+            N,
+            1024,
         )
         return cls(*torch.sort(key_E, stable=True), rows_per_chunk, num_lists)
 

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import LOG2E, load_rows, padded, precision, starts
+from nsa.ops.kernels.launch import launch
 
 WARPS, STAGES = 1, 2
 
@@ -121,7 +122,9 @@ def forward(
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
     q0, Q0 = starts(q_start)
-    nsa_selected_forward_by_row[(B * T * G,)](
+    launch(
+        nsa_selected_forward_by_row,
+        (B * T * G,),
         q,
         k,
         v,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.kernels.common import cdiv, padded, starts
+from nsa.ops.kernels.launch import launch
 
 
 @triton.jit
@@ -158,7 +159,9 @@ class TileMasks:
         count = blocks.new_empty(B, G, tiles, 2, dtype=torch.int32)
         mask = blocks.new_empty(B, G, tiles, J, dtype=torch.int32) if keep else None
         QP, BJ = padded(QT, 1), min(64, padded(J))
-        nsa_selected_masks_of_tiles[(B * G * tiles,)](
+        launch(
+            nsa_selected_masks_of_tiles,
+            (B * G * tiles,),
             blocks,
             mask,
             pairs,
@@ -191,7 +194,9 @@ class TileMasks:
         q0, Q0 = starts(q_start)
         pairs = self.pairs.new_empty(B * G * J * tiles + 1)
         count = self.count.new_empty(B, G, J, 2)
-        nsa_selected_masks_of_blocks[(B * G * J,)](
+        launch(
+            nsa_selected_masks_of_blocks,
+            (B * G * J,),
             self.mask,
             pairs,
             count,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa.ops.interval import parts
 from nsa.ops.kernels.common import LOG2E, cdiv, padded, precision, rows, starts, width_class
+from nsa.ops.kernels.launch import launch
 from nsa.ops.selected.triton.dense_tile_kernels import (
     nsa_selected_backward_tiles_kv,
     nsa_selected_backward_tiles_q,
@@ -77,10 +78,10 @@ class TileLimits:
 
 
 NEVER = TileLimits(0.0, 0)
-# By width class, on an H200, bf16, ms of lists and of tiles from CUDA graphs, at 2,048, 4,096, 8,192
-# and 16,384 tokens (reports/kernels-log.md). 12 heads over 2 of 64, forward: .086 and .040, .146 and
-# .087, .275 and .254, .529 and .676; backward: .175 and .092, .283 and .254, .483 and .765.
-# 64 heads over 4 of 128, forward at 2,048 and 8,192: .324 and .173, 1.67 and 1.28; no backward wins.
+# By width class, ms of lists and of tiles on an H200 (reports/kernels-log.md).
+# 12 heads over 2 of 64, at 2,048, 4,096, 8,192 and 16,384 tokens: forward .086 and .040, .146 and
+# .087, .275 and .254, .529 and .676; backward .175 and .092, .283 and .254, .483 and .765. 64 heads
+# over 4 of 128, forward at 2,048 and 8,192: .324 and .173, 1.67 and 1.28; no backward wins.
 FORWARD_LIMITS = (TileLimits(3.96, 32768), TileLimits(2.55, 32768), NEVER, NEVER)
 BACKWARD_LIMITS = (TileLimits(2.45, 32768), NEVER, NEVER, NEVER)
 MIN_ROWS = 1024  # (b, t, kv head): fewer make too few tiles
@@ -155,7 +156,9 @@ def forward(
     M, QT = t.of_heads(HQ // G)
     masks = TileMasks.of(blocks, S, sel_block, QT, q_start, keep=False)
     q0, Q0 = starts(q_start)
-    nsa_selected_forward_tiles[(masks.tiles * B * G,)](
+    launch(
+        nsa_selected_forward_tiles,
+        (masks.tiles * B * G,),
         q,
         k,
         v,
@@ -235,7 +238,9 @@ def backward(
         Q0 is not None,
         precision(q),
     )
-    nsa_selected_backward_tiles_q[(masks.tiles * B * G,)](
+    launch(
+        nsa_selected_backward_tiles_q,
+        (masks.tiles * B * G,),
         q,
         k,
         v,
@@ -259,7 +264,9 @@ def backward(
     splits = num_parts(J * B * G, masks.tiles)
     kept = torch.float32 if splits > 1 else k.dtype
     dk, dv = (q.new_empty(splits, B, S, G, n, dtype=kept) for n in (D, DV))
-    nsa_selected_backward_tiles_kv[(splits * B * G * J,)](
+    launch(
+        nsa_selected_backward_tiles_kv,
+        (splits * B * G * J,),
         q,
         k,
         v,

@@ -30,6 +30,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.kernels.launch import launch
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton.block_lists import Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
@@ -642,7 +643,9 @@ def forward(
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
-        nsa_selected_forward[(cdiv(e1 - e0, TILE),)](
+        launch(
+            nsa_selected_forward,
+            (cdiv(e1 - e0, TILE),),
             q,
             k,
             v,
@@ -674,7 +677,9 @@ def forward(
             *tail,
             **t.options,
         )
-        nsa_selected_sum[(n * G,)](
+        launch(
+            nsa_selected_sum,
+            (n * G,),
             part,
             lse_part,
             blocks,
@@ -762,7 +767,9 @@ def backward(
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         base = number * (lists.num_lists + 1)
-        nsa_selected_backward[(cdiv(e1 - e0, TILE),)](
+        launch(
+            nsa_selected_backward,
+            (cdiv(e1 - e0, TILE),),
             q,
             k,
             v,
@@ -801,7 +808,9 @@ def backward(
             precision(q),
             **t.options,
         )
-        nsa_selected_sum_kv[(lists.num_lists, 2)](
+        launch(
+            nsa_selected_sum_kv,
+            (lists.num_lists, 2),
             dk_part,
             dv_part,
             bound,
@@ -826,7 +835,9 @@ def backward(
             number > 0,
         )
         dense = (None, None)  # only once
-        nsa_selected_sum_q[(n * G,)](
+        launch(
+            nsa_selected_sum_q,
+            (n * G,),
             dq_part,
             blocks,
             dq,
