@@ -1,0 +1,366 @@
+"""The selected forward's parts on Hopper, with a role for each warp group: one fetches the rows of
+queries, the others multiply them with the block that chose them, in turns.
+
+Letters as in `nsa.ops.selected.triton.kernels`, whose `nsa_selected_forward` computes the same
+parts on any card. Written in Gluon, which names the layouts, the barriers and the warps of each
+role.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+
+@gluon.jit
+def _tile(KEY, at, stop, QS: gl.constexpr, QP: gl.constexpr):
+    """(list of entry ``at``, one past the last of the QS next entries that are of it)."""
+    lay: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    j = gl.arange(0, QP, layout=lay)
+    there = (j < QS) & (at + j < stop)
+    first = gl.load(KEY + at, mask=at < stop, other=-1).to(gl.int32)
+    keys = gl.load(KEY + at + j, mask=there, other=-1).to(gl.int32)
+    return first, at + gl.sum((there & (keys == first)).to(gl.int32), 0)
+
+
+@gluon.jit
+def _entry(ORDER, e, stop):
+    """Entries (row, kv head, slot) at places ``e`` of the sorted list; 0 from ``stop`` on."""
+    return gl.load(ORDER + e, mask=e < stop, other=0).to(gl.int32)
+
+
+@gluon.jit
+def _position(flat, T, q0, Q0, G: gl.constexpr, N: gl.constexpr, RAGGED: gl.constexpr):
+    row = flat // (G * N)
+    b = row // T
+    pos = row - b * T + q0
+    if RAGGED:
+        pos = row - b * T + gl.load(Q0 + b).to(gl.int32)
+    return pos
+
+
+@gluon.jit
+def _fetch(
+    Q,
+    K,
+    V,
+    KEY,
+    ORDER,
+    q_bufs,
+    k_bufs,
+    v_bufs,
+    q_full,
+    q_empty,
+    kv_full,
+    kv_empty,
+    begin,
+    stop,
+    last_list,
+    base,
+    T,
+    S,
+    J,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    N: gl.constexpr,
+    QS: gl.constexpr,
+    QP: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
+    """Fill the buffers: a tile of query rows a turn, a block of K and V a list."""
+    STAGES: gl.constexpr = q_bufs.type.shape[0]
+    M: gl.constexpr = q_bufs.type.shape[1]
+    L: gl.constexpr = k_bufs.type.shape[1]
+    D: gl.constexpr = q_bufs.type.shape[2]
+    KV_BUFFERS: gl.constexpr = k_bufs.type.shape[0]
+    lay: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    m = gl.arange(0, M, layout=gl.SliceLayout(1, lay))
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, lay))
+    i = gl.arange(0, L, layout=gl.SliceLayout(1, lay))
+    of_tile = m // H
+    head_at = (m % H).to(gl.int64) * sq_h  # may exceed 2^31
+    at = begin
+    turn = 0
+    block_turn = -1
+    current = -1
+    first, end = _tile(KEY, at, stop, QS, QP)
+    flat = _entry(ORDER, at + of_tile, stop)
+    while (at < stop) & (first < last_list):
+        bg = (first - base) // J
+        g = (bg % G).to(gl.int64)
+        if first != current:
+            current = first
+            block_turn += 1
+            buf = block_turn % KV_BUFFERS
+            mbarrier.wait(kv_empty.index(buf), ((block_turn // KV_BUFFERS) & 1) ^ 1)
+            # Beyond S: any row of K and V will do, its weights are 0.
+            c = gl.minimum((first - base - bg * J) * L + i, S - 1).to(gl.int64)
+            b0 = (bg // G).to(gl.int64)
+            k_at = K + (b0 * sk_b + g * sk_g + c * sk_s)[:, None] + d[None, :]
+            v_at = V + (b0 * sv_b + g * sv_g + c * sv_s)[:, None] + d[None, :]
+            async_copy.async_copy_global_to_shared(k_bufs.index(buf), k_at)
+            async_copy.async_copy_global_to_shared(v_bufs.index(buf), v_at)
+            async_copy.mbarrier_arrive(kv_full.index(buf), increment_count=False)
+        row = flat // (G * N)
+        if ONE_STRIDE:
+            q_at = row.to(gl.int64) * sq_t
+        else:
+            b = row // T
+            q_at = b.to(gl.int64) * sq_b + (row - b * T).to(gl.int64) * sq_t
+        q_at += g * H * sq_h + head_at
+        live = (m < QS * H) & (at + of_tile < end)
+        stage = turn % STAGES
+        mbarrier.wait(q_empty.index(stage), ((turn // STAGES) & 1) ^ 1)
+        async_copy.async_copy_global_to_shared(
+            q_bufs.index(stage), Q + q_at[:, None] + d[None, :], mask=live[:, None]
+        )
+        async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
+        turn += 1
+        at = end
+        first, end = _tile(KEY, at, stop, QS, QP)
+        flat = _entry(ORDER, at + of_tile, stop)
+
+
+@gluon.jit
+def _multiply(
+    KEY,
+    ORDER,
+    PART,
+    LSE_PART,
+    Q0,
+    q_bufs,
+    k_bufs,
+    v_bufs,
+    q_full,
+    q_empty,
+    kv_full,
+    kv_empty,
+    begin,
+    stop,
+    last_list,
+    base,
+    e0,
+    T,
+    S,
+    q0,
+    J,
+    scale_log2,
+    WHICH: gl.constexpr,
+    GROUPS: gl.constexpr,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    N: gl.constexpr,
+    QS: gl.constexpr,
+    QP: gl.constexpr,
+    RAGGED: gl.constexpr,
+):
+    """Every GROUPS-th tile from tile WHICH on: softmax over its block, parts and lse out."""
+    STAGES: gl.constexpr = q_bufs.type.shape[0]
+    M: gl.constexpr = q_bufs.type.shape[1]
+    L: gl.constexpr = k_bufs.type.shape[1]
+    D: gl.constexpr = q_bufs.type.shape[2]
+    KV_BUFFERS: gl.constexpr = k_bufs.type.shape[0]
+    dtype: gl.constexpr = q_bufs.dtype
+    s_lay: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, L, 16])
+    o_lay: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    p_lay: gl.constexpr = gl.DotOperandLayout(0, o_lay, 2)
+    # parts leave in whole rows, 16 bytes a thread
+    out_lay: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    s_m = gl.arange(0, M, layout=gl.SliceLayout(1, s_lay))
+    s_i = gl.arange(0, L, layout=gl.SliceLayout(0, s_lay))
+    o_m = gl.arange(0, M, layout=gl.SliceLayout(1, out_lay))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, out_lay))
+    at = begin
+    turn = 0
+    block_turn = -1
+    current = -1
+    first, end = _tile(KEY, at, stop, QS, QP)
+    while (at < stop) & (first < last_list):
+        if first != current:
+            if block_turn >= 0:  # this role's products with the block before are done
+                mbarrier.arrive(kv_empty.index(block_turn % KV_BUFFERS), count=1)
+            current = first
+            block_turn += 1
+            # A barrier tells a phase by its parity alone, so every group waits for every block.
+            mbarrier.wait(kv_full.index(block_turn % KV_BUFFERS), (block_turn // KV_BUFFERS) & 1)
+        begin_t = at
+        end_t = end
+        list_t = first - base
+        at = end
+        first, end = _tile(KEY, at, stop, QS, QP)
+        if turn % GROUPS == WHICH:
+            s_e = begin_t + s_m // H
+            o_e = begin_t + o_m // H
+            s_flat = _entry(ORDER, s_e, stop)
+            o_flat = _entry(ORDER, o_e, stop)
+            least = gl.load(ORDER + begin_t).to(gl.int32)
+            stage = turn % STAGES
+            buf = block_turn % KV_BUFFERS
+            mbarrier.wait(q_full.index(stage), (turn // STAGES) & 1)
+            fence_async_shared()
+            s = warpgroup_mma(
+                q_bufs.index(stage),
+                k_bufs.index(buf).permute((1, 0)),
+                gl.zeros([M, L], gl.float32, s_lay),
+                use_acc=False,
+                is_async=True,
+            )
+            c0 = (list_t % J) * L
+            # a list is in order of rows: if its first row sees the whole block, all do
+            least_sees = gl.minimum(_position(least, T, q0, Q0, G, N, RAGGED) + 1, S) - c0
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(q_empty.index(stage), count=1)
+            s = s * scale_log2
+            if least_sees < L:
+                sees = gl.minimum(_position(s_flat, T, q0, Q0, G, N, RAGGED) + 1, S) - c0
+                s = gl.where(s_i[None, :] < sees[:, None], s, float("-inf"))
+            most = gl.max(s, 1)
+            most = gl.where(most == float("-inf"), 0.0, most)
+            p = gl.exp2(s - most[:, None])
+            total = gl.sum(p, 1)
+            some = total != 0  # NaN stays NaN
+            total = gl.where(some, total, 1.0)
+            o = warpgroup_mma(
+                gl.convert_layout(p.to(dtype), p_lay),
+                v_bufs.index(buf),
+                gl.zeros([M, D], gl.float32, o_lay),
+                use_acc=False,
+                is_async=True,
+            )
+            s_part = (s_flat.to(gl.int64) - e0) * H + s_m % H
+            s_live = (s_m < QS * H) & (s_e < end_t)
+            gl.store(
+                LSE_PART + s_part,
+                gl.where(some, most + gl.log2(total), float("-inf")),
+                mask=s_live,
+            )
+            o = warpgroup_mma_wait(0, deps=[o])
+            o = o / gl.convert_layout(total, gl.SliceLayout(1, o_lay))[:, None]
+            o_part = (o_flat.to(gl.int64) - e0) * H + o_m % H
+            o_live = (o_m < QS * H) & (o_e < end_t)
+            gl.store(
+                PART + o_part[:, None] * D + o_d[None, :],
+                gl.convert_layout(o.to(dtype), out_lay),
+                mask=o_live[:, None],
+                eviction_policy="evict_first",
+            )
+        turn += 1
+
+
+@gluon.jit
+def nsa_selected_forward_roles(
+    Q,
+    K,
+    V,
+    KEY,
+    ORDER,
+    PART,
+    LSE_PART,
+    Q0,
+    e0,
+    e1,
+    base,
+    T,
+    S,
+    q0,
+    J,
+    num_lists,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale_log2,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    N: gl.constexpr,
+    L: gl.constexpr,
+    D: gl.constexpr,
+    QS: gl.constexpr,
+    QP: gl.constexpr,
+    TILE: gl.constexpr,
+    M: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_BUFFERS: gl.constexpr,
+    GROUPS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
+    """TILE neighbouring entries a program; what it stores is `nsa_selected_forward`'s."""
+    # a stage always has the same group: see the barriers' parity in _multiply
+    gl.static_assert(STAGES % GROUPS == 0)
+    dtype: gl.constexpr = Q.dtype.element_ty
+    q_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
+    kv_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, D], dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, M, D], q_lay)
+    k_bufs = gl.allocate_shared_memory(dtype, [KV_BUFFERS, L, D], kv_lay)
+    v_bufs = gl.allocate_shared_memory(dtype, [KV_BUFFERS, L, D], kv_lay)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=128)  # each thread that fetches
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(KV_BUFFERS):
+        mbarrier.init(kv_full.index(i), count=128)
+        mbarrier.init(kv_empty.index(i), count=GROUPS)
+    begin = e0 + gl.program_id(0) * TILE
+    stop = gl.minimum(begin + TILE, e1)
+    last_list = base + num_lists
+    if GROUPS == 1:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    KEY, ORDER, PART, LSE_PART, Q0, q_bufs, k_bufs, v_bufs, q_full, q_empty,
+                    kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
+                    0, 1, G, H, N, QS, QP, RAGGED)),
+                (_fetch, (
+                    Q, K, V, KEY, ORDER, q_bufs, k_bufs, v_bufs, q_full, q_empty, kv_full, kv_empty,
+                    begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s, sk_g,
+                    sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE)),
+            ],
+            [4],
+            [FETCH_REGISTERS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    KEY, ORDER, PART, LSE_PART, Q0, q_bufs, k_bufs, v_bufs, q_full, q_empty,
+                    kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
+                    0, 2, G, H, N, QS, QP, RAGGED)),
+                (_multiply, (
+                    KEY, ORDER, PART, LSE_PART, Q0, q_bufs, k_bufs, v_bufs, q_full, q_empty,
+                    kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
+                    1, 2, G, H, N, QS, QP, RAGGED)),
+                (_fetch, (
+                    Q, K, V, KEY, ORDER, q_bufs, k_bufs, v_bufs, q_full, q_empty, kv_full, kv_empty,
+                    begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s, sk_g,
+                    sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE)),
+            ],
+            [4, 4],
+            [MULTIPLY_REGISTERS, FETCH_REGISTERS],
+        )  # fmt: skip
