@@ -552,13 +552,13 @@ class RoleTiles:
     """Sizes of `nsa.ops.selected.triton.warp_roles`, for H of at most M heads."""
 
     M: int
-    groups: int  # of four warps each that multiply
+    groups: int  # of four warps each that multiply: tiles in turns, and in the backward each tile
     stages: int  # tiles of M rows fetched ahead
     blocks: int  # of K and V held: of 2, the next list's arrives while this one's is in use
     segments: int  # tiles of M rows that a program takes
     registers: int  # of a thread at the start: 128 lets two programs share a multiprocessor
     fetch: int = 72  # registers of a thread that fetches; 40 spill
-    multiply: int = 208  # and of one of the second group that multiplies; the first has the rest
+    multiply: int = 208  # and of one of the forward's second group; the first has the rest
 
     @property
     def options(self) -> dict[str, int]:
@@ -579,8 +579,9 @@ def _entries(M: int, segments: int, H: int, E: int) -> tuple[int, int, int]:
 # By width class; the first two measured in bf16.
 FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
-# By width class, on Hopper; None is FORWARD's. None has been measured in whole yet.
+# By width class, on Hopper; None: those above. None has been measured in whole yet.
 FORWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
+BACKWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
 # times as many rows as choose every block, up to which those are better off without lists
 FULL_WORTH = 8
 
@@ -604,16 +605,13 @@ def roles_take(q: Tensor, k: Tensor, v: Tensor, *, sel_block: int, M: int) -> bo
     )
 
 
-def _tiles_of(q: Tensor, k: Tensor, v: Tensor, sel_block: int) -> Tiles | RoleTiles:
-    DV = v.shape[-1]
-    t = FORWARD_ROLES[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
-    if (
-        t is not None
-        and roles_take(q, k, v, sel_block=sel_block, M=t.M)
-        and torch.cuda.get_device_capability(q.device)[0] == 9
-    ):
-        return t
-    return _of_class(FORWARD, q, DV)
+def _role_tiles(
+    table: tuple[RoleTiles | None, ...], q: Tensor, k: Tensor, v: Tensor, sel_block: int
+) -> RoleTiles | None:
+    t = table[min(3, width_class(q, v.shape[-1]) + (q.dtype == torch.float32))]
+    if t is None or not roles_take(q, k, v, sel_block=sel_block, M=t.M):
+        return None
+    return t if torch.cuda.get_device_capability(q.device)[0] == 9 else None
 
 
 def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
@@ -626,29 +624,21 @@ def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
     )
 
 
-def _with_roles(
-    t: RoleTiles,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sel_block: int,
-    sizes: tuple[int, int, int, bool],
-) -> tuple[Any, tuple[Any, ...]]:
-    """(the kernel, its constants from the width of a row on)."""
-    from nsa.ops.selected.triton.warp_roles import nsa_selected_forward_roles  # Triton's Gluon
-
+def _role_sizes(
+    t: RoleTiles, q: Tensor, k: Tensor, v: Tensor, sel_block: int, tile: tuple[int, int, int]
+) -> tuple[tuple[int, ...], bool]:
+    """(the constants of both kernels with roles from the width of a row on, whether row (b, t) of q
+    is t rows after row (b, 0) and b T after row 0).
+    """
     if not roles_take(q, k, v, sel_block=sel_block, M=t.M):
         raise ValueError(
             f"tiles={t} with q {tuple(q.shape)} {q.dtype}, strides {q.stride()}, sel_block="
             f"{sel_block}: roles want rows of 64 or 128 elements of 2 bytes at multiples of 16 "
             "bytes and blocks of 64 keys; give Tiles, or none"
         )
-    M, QS, TILE, ragged = sizes
-    one_stride = q.shape[0] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
-    return nsa_selected_forward_roles, (
-        *(q.shape[3], QS, padded(QS, 8), TILE, M, t.stages, t.blocks, t.groups),
-        *(t.fetch, t.multiply, ragged, one_stride),
-    )
+    M, QS, TILE = tile
+    sizes = (q.shape[3], QS, padded(QS, 8), TILE, M, t.stages, t.blocks)
+    return sizes, q.shape[0] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
 
 
 # every key up to the query
@@ -706,12 +696,16 @@ def forward(
             work=q.numel(),
             **FULL,
         )
-    t = tiles or _tiles_of(q, k, v, L)
+    t = tiles or _role_tiles(FORWARD_ROLES, q, k, v, L) or _of_class(FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     kernel: Any = nsa_selected_forward
     sizes: tuple[Any, ...] = (padded(L), D, DV, QS, TILE, padded(TILE), M, *tail)
     if isinstance(t, RoleTiles):
-        kernel, sizes = _with_roles(t, q, k, v, L, (M, QS, TILE, Q0 is not None))
+        from nsa.ops.selected.triton import warp_roles  # Triton's Gluon, for it alone
+
+        common, one_stride = _role_sizes(t, q, k, v, L, (M, QS, TILE))
+        kernel = warp_roles.nsa_selected_forward_roles
+        sizes = (*common, t.groups, t.fetch, t.multiply, Q0 is not None, one_stride)
     step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
     lists = Lists.of(blocks, J, step, full=full)
     part = q.new_empty(step * G * N * H, DV)
@@ -780,7 +774,7 @@ def backward(
     scale: float,
     full: int = 0,
     dq: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | RoleTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each in its dtype, that of q added to ``dq`` where it is given.
 
@@ -793,8 +787,19 @@ def backward(
     adds = dq is not None
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    t = tiles or _of_class(BACKWARD, q, DV)
+    t = tiles or _role_tiles(BACKWARD_ROLES, q, k, v, L) or _of_class(BACKWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
+    kernel: Any = nsa_selected_backward
+    options = t.options
+    sizes: tuple[Any, ...] = (padded(L), D, DV, QS, TILE, padded(TILE), M)
+    sizes = (*sizes, padded(D), padded(DV), Q0 is not None, precision(q))
+    if isinstance(t, RoleTiles):
+        from nsa.ops.selected.triton import warp_roles  # Triton's Gluon, for it alone
+
+        common, one_stride = _role_sizes(t, q, k, v, L, (M, QS, TILE))
+        kernel = warp_roles.nsa_selected_backward_roles
+        sizes = (*common, 4 * t.groups, t.fetch, Q0 is not None, one_stride)
+        options = {**options, "num_warps": 4 * t.groups}
     step = _rows_per_chunk(q, G * N * H * D * q.element_size())
     full = rows_in_full(full, T)
     lists = Lists.of(blocks, J, step, full=full)
@@ -818,7 +823,7 @@ def backward(
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         base = number * (lists.num_lists + 1)
-        nsa_selected_backward[(cdiv(e1 - e0, TILE),)](
+        kernel[(cdiv(e1 - e0, TILE),)](
             q,
             k,
             v,
@@ -844,18 +849,8 @@ def backward(
             H,
             N,
             L,
-            padded(L),
-            D,
-            DV,
-            QS,
-            TILE,
-            padded(TILE),
-            M,
-            padded(D),
-            padded(DV),
-            Q0 is not None,
-            precision(q),
-            **t.options,
+            *sizes,
+            **options,
         )
         nsa_selected_sum_kv[(lists.num_lists, 2)](
             dk_part,

@@ -20,9 +20,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 
 @gluon.jit
-def _tile(KEY, at, stop, QS: gl.constexpr, QP: gl.constexpr):
+def _tile(KEY, at, stop, QS: gl.constexpr, QP: gl.constexpr, WARPS: gl.constexpr):
     """(list of entry ``at``, one past the last of the QS next entries that are of it)."""
-    lay: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    lay: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     j = gl.arange(0, QP, layout=lay)
     there = (j < QS) & (at + j < stop)
     first = gl.load(KEY + at, mask=at < stop, other=-1).to(gl.int32)
@@ -49,11 +49,13 @@ def _position(flat, T, q0, Q0, G: gl.constexpr, N: gl.constexpr, RAGGED: gl.cons
 @gluon.jit
 def _fetch(
     Q,
+    DO,
     K,
     V,
     KEY,
     ORDER,
     q_bufs,
+    do_bufs,
     k_bufs,
     v_bufs,
     q_full,
@@ -82,8 +84,11 @@ def _fetch(
     QS: gl.constexpr,
     QP: gl.constexpr,
     ONE_STRIDE: gl.constexpr,
+    BACKWARD: gl.constexpr,
 ):
-    """Fill the buffers: a tile of query rows a turn, a block of K and V a list."""
+    """Fill the buffers: a tile of query rows a turn (and of dO's, if BACKWARD), a block of K and V
+    a list. Rows that a tile lacks are 0.
+    """
     STAGES: gl.constexpr = q_bufs.type.shape[0]
     M: gl.constexpr = q_bufs.type.shape[1]
     L: gl.constexpr = k_bufs.type.shape[1]
@@ -99,7 +104,7 @@ def _fetch(
     turn = 0
     block_turn = -1
     current = -1
-    first, end = _tile(KEY, at, stop, QS, QP)
+    first, end = _tile(KEY, at, stop, QS, QP, 4)
     flat = _entry(ORDER, at + of_tile, stop)
     while (at < stop) & (first < last_list):
         bg = (first - base) // J
@@ -130,10 +135,15 @@ def _fetch(
         async_copy.async_copy_global_to_shared(
             q_bufs.index(stage), Q + q_at[:, None] + d[None, :], mask=live[:, None]
         )
+        if BACKWARD:
+            head = row.to(gl.int64) * (G * H) + g * H + m % H
+            async_copy.async_copy_global_to_shared(
+                do_bufs.index(stage), DO + (head * D)[:, None] + d[None, :], mask=live[:, None]
+            )
         async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
         turn += 1
         at = end
-        first, end = _tile(KEY, at, stop, QS, QP)
+        first, end = _tile(KEY, at, stop, QS, QP, 4)
         flat = _entry(ORDER, at + of_tile, stop)
 
 
@@ -190,7 +200,7 @@ def _multiply(
     turn = 0
     block_turn = -1
     current = -1
-    first, end = _tile(KEY, at, stop, QS, QP)
+    first, end = _tile(KEY, at, stop, QS, QP, 4)
     while (at < stop) & (first < last_list):
         if first != current:
             if block_turn >= 0:  # this role's products with the block before are done
@@ -203,7 +213,7 @@ def _multiply(
         end_t = end
         list_t = first - base
         at = end
-        first, end = _tile(KEY, at, stop, QS, QP)
+        first, end = _tile(KEY, at, stop, QS, QP, 4)
         if turn % GROUPS == WHICH:
             s_e = begin_t + s_m // H
             o_e = begin_t + o_m // H
@@ -338,9 +348,9 @@ def nsa_selected_forward_roles(
                     kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
                     0, 1, G, H, N, QS, QP, RAGGED)),
                 (_fetch, (
-                    Q, K, V, KEY, ORDER, q_bufs, k_bufs, v_bufs, q_full, q_empty, kv_full, kv_empty,
-                    begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s, sk_g,
-                    sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE)),
+                    Q, Q, K, V, KEY, ORDER, q_bufs, q_bufs, k_bufs, v_bufs, q_full, q_empty,
+                    kv_full, kv_empty, begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h,
+                    sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, False)),
             ],
             [4],
             [FETCH_REGISTERS],
@@ -357,10 +367,263 @@ def nsa_selected_forward_roles(
                     kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
                     1, 2, G, H, N, QS, QP, RAGGED)),
                 (_fetch, (
-                    Q, K, V, KEY, ORDER, q_bufs, k_bufs, v_bufs, q_full, q_empty, kv_full, kv_empty,
-                    begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s, sk_g,
-                    sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE)),
+                    Q, Q, K, V, KEY, ORDER, q_bufs, q_bufs, k_bufs, v_bufs, q_full, q_empty,
+                    kv_full, kv_empty, begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h,
+                    sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, False)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, FETCH_REGISTERS],
         )  # fmt: skip
+
+
+@gluon.jit
+def _row_values(
+    ORDER, LSE, DELTA, at, end, stop, g, m, G: gl.constexpr, H: gl.constexpr, N: gl.constexpr
+):
+    """(entries, lse, delta) of the rows of a tile; a row that is none has weights of 0."""
+    e = at + m // H
+    flat = _entry(ORDER, e, stop)
+    head = (flat // (G * N)).to(gl.int64) * (G * H) + g * H + m % H
+    live = e < end
+    return (
+        flat,
+        gl.load(LSE + head, mask=live, other=float("inf")),
+        gl.load(DELTA + head, mask=live, other=0.0),
+    )
+
+
+@gluon.jit
+def _differentiate(
+    LSE,
+    DELTA,
+    KEY,
+    ORDER,
+    DQ_PART,
+    DK_PART,
+    DV_PART,
+    Q0,
+    q_bufs,
+    do_bufs,
+    k_bufs,
+    v_bufs,
+    p_buf,
+    ds_buf,
+    q_full,
+    q_empty,
+    kv_full,
+    kv_empty,
+    begin,
+    stop,
+    last_list,
+    base,
+    e0,
+    T,
+    S,
+    q0,
+    J,
+    scale,
+    scale_log2,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    N: gl.constexpr,
+    QS: gl.constexpr,
+    QP: gl.constexpr,
+    RAGGED: gl.constexpr,
+    WARPS: gl.constexpr,
+):
+    """Each tile's part of dQ, each run's parts of dK and dV."""
+    STAGES: gl.constexpr = q_bufs.type.shape[0]
+    M: gl.constexpr = q_bufs.type.shape[1]
+    L: gl.constexpr = k_bufs.type.shape[1]
+    D: gl.constexpr = q_bufs.type.shape[2]
+    KV_BUFFERS: gl.constexpr = k_bufs.type.shape[0]
+    dtype: gl.constexpr = q_bufs.dtype
+    # warps beyond the 64 rows that four multiply take other columns
+    ACROSS: gl.constexpr = WARPS * 16 // M if M < WARPS * 16 else 1
+    KV_ACROSS: gl.constexpr = WARPS // 4
+    s_lay: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS // ACROSS, ACROSS], [16, L // ACROSS, 16]
+    )
+    dq_lay: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [WARPS // ACROSS, ACROSS], [16, D // ACROSS, 16]
+    )
+    dkv_lay: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [4, KV_ACROSS], [16, D // KV_ACROSS, 16]
+    )
+    # 16 bytes a thread, whole rows
+    dq_out: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    dkv_out: gl.constexpr = gl.BlockedLayout([1, 4], [128 // D, D // 4], [WARPS, 1], [1, 0])
+    s_m = gl.arange(0, M, layout=gl.SliceLayout(1, s_lay))
+    s_i = gl.arange(0, L, layout=gl.SliceLayout(0, s_lay))
+    o_m = gl.arange(0, M, layout=gl.SliceLayout(1, dq_out))
+    o_d = gl.arange(0, D, layout=gl.SliceLayout(0, dq_out))
+    kv_i = gl.arange(0, L, layout=gl.SliceLayout(1, dkv_out))
+    kv_d = gl.arange(0, D, layout=gl.SliceLayout(0, dkv_out))
+    at = begin
+    turn = 0
+    block_turn = 0
+    first, end = _tile(KEY, at, stop, QS, QP, WARPS)
+    while (at < stop) & (first < last_list):
+        current = first
+        list_ = first - base
+        g = (list_ // J % G).to(gl.int64)
+        c0 = (list_ % J) * L
+        buf = block_turn % KV_BUFFERS
+        flat, lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
+        mbarrier.wait(kv_full.index(buf), (block_turn // KV_BUFFERS) & 1)
+        dk = gl.zeros([L, D], gl.float32, dkv_lay)
+        dv = gl.zeros([L, D], gl.float32, dkv_lay)
+        while first == current:
+            stage = turn % STAGES
+            q = q_bufs.index(stage)
+            do = do_bufs.index(stage)
+            k = k_bufs.index(buf)
+            begin_t = at
+            end_t = end
+            o_e = begin_t + o_m // H
+            o_flat = _entry(ORDER, o_e, stop)
+            least = gl.load(ORDER + begin_t).to(gl.int32)
+            mbarrier.wait(q_full.index(stage), (turn // STAGES) & 1)
+            fence_async_shared()
+            s = warpgroup_mma(
+                q,
+                k.permute((1, 0)),
+                gl.zeros([M, L], gl.float32, s_lay),
+                use_acc=False,
+                is_async=True,
+            )
+            dp = warpgroup_mma(
+                do,
+                v_bufs.index(buf).permute((1, 0)),
+                gl.zeros([M, L], gl.float32, s_lay),
+                use_acc=False,
+                is_async=True,
+            )
+            s_flat = flat
+            row_lse = gl.where(lse == float("-inf"), float("inf"), lse)
+            row_delta = delta
+            at = end
+            first, end = _tile(KEY, at, stop, QS, QP, WARPS)
+            # those of the next tile, which is of this run or not read
+            flat, lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
+            least_sees = gl.minimum(_position(least, T, q0, Q0, G, N, RAGGED) + 1, S) - c0
+            s = warpgroup_mma_wait(1, deps=[s])
+            p = gl.exp2(s * scale_log2 - row_lse[:, None])
+            if least_sees < L:
+                sees = gl.minimum(_position(s_flat, T, q0, Q0, G, N, RAGGED) + 1, S) - c0
+                p = gl.where(s_i[None, :] < sees[:, None], p, 0.0)
+            p_buf.store(p.to(dtype))
+            dp = warpgroup_mma_wait(0, deps=[dp])
+            ds_buf.store((p * (dp - row_delta[:, None]) * scale).to(dtype))
+            fence_async_shared()
+            dq = warpgroup_mma(
+                ds_buf, k, gl.zeros([M, D], gl.float32, dq_lay), use_acc=False, is_async=True
+            )
+            dv = warpgroup_mma(p_buf.permute((1, 0)), do, dv, is_async=True)
+            dk = warpgroup_mma(ds_buf.permute((1, 0)), q, dk, is_async=True)
+            dq, dv, dk = warpgroup_mma_wait(0, deps=[dq, dv, dk])
+            mbarrier.arrive(q_empty.index(stage), count=1)
+            o_part = (o_flat.to(gl.int64) - e0) * H + o_m % H
+            o_live = (o_m < QS * H) & (o_e < end_t)
+            gl.store(
+                DQ_PART + o_part[:, None] * D + o_d[None, :],
+                gl.convert_layout(dq.to(dtype), dq_out),
+                mask=o_live[:, None],
+                eviction_policy="evict_first",
+            )
+            turn += 1
+        mbarrier.arrive(kv_empty.index(buf), count=1)
+        block_turn += 1
+        slot = (gl.program_id(0) + list_).to(gl.int64) * L + kv_i
+        to = slot[:, None] * D + kv_d[None, :]
+        gl.store(DK_PART + to, gl.convert_layout(dk, dkv_out))
+        gl.store(DV_PART + to, gl.convert_layout(dv, dkv_out))
+
+
+@gluon.jit
+def nsa_selected_backward_roles(
+    Q,
+    K,
+    V,
+    DO,
+    LSE,
+    DELTA,
+    KEY,
+    ORDER,
+    DQ_PART,
+    DK_PART,
+    DV_PART,
+    Q0,
+    e0,
+    e1,
+    base,
+    T,
+    S,
+    q0,
+    J,
+    num_lists,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale,
+    scale_log2,
+    G: gl.constexpr,
+    H: gl.constexpr,
+    N: gl.constexpr,
+    L: gl.constexpr,
+    D: gl.constexpr,
+    QS: gl.constexpr,
+    QP: gl.constexpr,
+    TILE: gl.constexpr,
+    M: gl.constexpr,
+    STAGES: gl.constexpr,
+    KV_BUFFERS: gl.constexpr,
+    WARPS: gl.constexpr,
+    FETCH_REGISTERS: gl.constexpr,
+    RAGGED: gl.constexpr,
+    ONE_STRIDE: gl.constexpr,
+):
+    """TILE neighbouring entries a program; what it stores is `nsa_selected_backward`'s."""
+    dtype: gl.constexpr = Q.dtype.element_ty
+    q_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
+    kv_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([L, D], dtype)
+    p_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, L], dtype)
+    q_bufs = gl.allocate_shared_memory(dtype, [STAGES, M, D], q_lay)
+    do_bufs = gl.allocate_shared_memory(dtype, [STAGES, M, D], q_lay)
+    k_bufs = gl.allocate_shared_memory(dtype, [KV_BUFFERS, L, D], kv_lay)
+    v_bufs = gl.allocate_shared_memory(dtype, [KV_BUFFERS, L, D], kv_lay)
+    p_buf = gl.allocate_shared_memory(dtype, [M, L], p_lay)
+    ds_buf = gl.allocate_shared_memory(dtype, [M, L], p_lay)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    kv_full = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
+    kv_empty = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=128)  # each thread that fetches
+        mbarrier.init(q_empty.index(i), count=1)
+    for i in gl.static_range(KV_BUFFERS):
+        mbarrier.init(kv_full.index(i), count=128)
+        mbarrier.init(kv_empty.index(i), count=1)
+    begin = e0 + gl.program_id(0) * TILE
+    stop = gl.minimum(begin + TILE, e1)
+    last_list = base + num_lists
+    gl.warp_specialize(
+        [
+            (_differentiate, (
+                LSE, DELTA, KEY, ORDER, DQ_PART, DK_PART, DV_PART, Q0, q_bufs, do_bufs, k_bufs,
+                v_bufs, p_buf, ds_buf, q_full, q_empty, kv_full, kv_empty, begin, stop, last_list,
+                base, e0, T, S, q0, J, scale, scale_log2, G, H, N, QS, QP, RAGGED, WARPS)),
+            (_fetch, (
+                Q, DO, K, V, KEY, ORDER, q_bufs, do_bufs, k_bufs, v_bufs, q_full, q_empty,
+                kv_full, kv_empty, begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h,
+                sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, True)),
+        ],
+        [4],
+        [FETCH_REGISTERS],
+    )  # fmt: skip
