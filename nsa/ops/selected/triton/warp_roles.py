@@ -54,18 +54,8 @@ def _fetch(
     V,
     KEY,
     ORDER,
-    q_bufs,
-    do_bufs,
-    k_bufs,
-    v_bufs,
-    q_full,
-    q_empty,
-    kv_full,
-    kv_empty,
-    begin,
-    stop,
-    last_list,
-    base,
+    held,
+    span,
     T,
     S,
     J,
@@ -89,6 +79,8 @@ def _fetch(
     """Fill the buffers: a tile of query rows a turn (and of dO's, if BACKWARD), a block of K and V
     a list. Rows that a tile lacks are 0.
     """
+    q_bufs, do_bufs, k_bufs, v_bufs, q_full, q_empty, kv_empty = held
+    begin, stop, last_list, base = span
     STAGES: gl.constexpr = q_bufs.type.shape[0]
     M: gl.constexpr = q_bufs.type.shape[1]
     L: gl.constexpr = k_bufs.type.shape[1]
@@ -121,7 +113,6 @@ def _fetch(
             v_at = V + (b0 * sv_b + g * sv_g + c * sv_s)[:, None] + d[None, :]
             async_copy.async_copy_global_to_shared(k_bufs.index(buf), k_at)
             async_copy.async_copy_global_to_shared(v_bufs.index(buf), v_at)
-            async_copy.mbarrier_arrive(kv_full.index(buf), increment_count=False)
         row = flat // (G * N)
         if ONE_STRIDE:
             q_at = row.to(gl.int64) * sq_t
@@ -140,6 +131,7 @@ def _fetch(
             async_copy.async_copy_global_to_shared(
                 do_bufs.index(stage), DO + (head * D)[:, None] + d[None, :], mask=live[:, None]
             )
+        # after all copies of this thread, the block's too
         async_copy.mbarrier_arrive(q_full.index(stage), increment_count=False)
         turn += 1
         at = end
@@ -154,17 +146,8 @@ def _multiply(
     PART,
     LSE_PART,
     Q0,
-    q_bufs,
-    k_bufs,
-    v_bufs,
-    q_full,
-    q_empty,
-    kv_full,
-    kv_empty,
-    begin,
-    stop,
-    last_list,
-    base,
+    held,
+    span,
     e0,
     T,
     S,
@@ -181,6 +164,8 @@ def _multiply(
     RAGGED: gl.constexpr,
 ):
     """Every GROUPS-th tile from tile WHICH on: softmax over its block, parts and lse out."""
+    q_bufs, _do_bufs, k_bufs, v_bufs, q_full, q_empty, kv_empty = held
+    begin, stop, last_list, base = span
     STAGES: gl.constexpr = q_bufs.type.shape[0]
     M: gl.constexpr = q_bufs.type.shape[1]
     L: gl.constexpr = k_bufs.type.shape[1]
@@ -207,8 +192,6 @@ def _multiply(
                 mbarrier.arrive(kv_empty.index(block_turn % KV_BUFFERS), count=1)
             current = first
             block_turn += 1
-            # A barrier tells a phase by its parity alone, so every group waits for every block.
-            mbarrier.wait(kv_full.index(block_turn % KV_BUFFERS), (block_turn // KV_BUFFERS) & 1)
         begin_t = at
         end_t = end
         list_t = first - base
@@ -319,7 +302,7 @@ def nsa_selected_forward_roles(
     ONE_STRIDE: gl.constexpr,
 ):
     """TILE neighbouring entries a program; what it stores is `nsa_selected_forward`'s."""
-    # a stage always has the same group: see the barriers' parity in _multiply
+    # a stage always has the same group: a barrier tells a phase by its parity alone
     gl.static_assert(STAGES % GROUPS == 0)
     dtype: gl.constexpr = Q.dtype.element_ty
     q_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, D], dtype)
@@ -329,28 +312,22 @@ def nsa_selected_forward_roles(
     v_bufs = gl.allocate_shared_memory(dtype, [KV_BUFFERS, L, D], kv_lay)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=128)  # each thread that fetches
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(KV_BUFFERS):
-        mbarrier.init(kv_full.index(i), count=128)
         mbarrier.init(kv_empty.index(i), count=GROUPS)
     begin = e0 + gl.program_id(0) * TILE
-    stop = gl.minimum(begin + TILE, e1)
-    last_list = base + num_lists
+    span = (begin, gl.minimum(begin + TILE, e1), base + num_lists, base)
+    held = (q_bufs, q_bufs, k_bufs, v_bufs, q_full, q_empty, kv_empty)
     if GROUPS == 1:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    KEY, ORDER, PART, LSE_PART, Q0, q_bufs, k_bufs, v_bufs, q_full, q_empty,
-                    kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
-                    0, 1, G, H, N, QS, QP, RAGGED)),
-                (_fetch, (
-                    Q, Q, K, V, KEY, ORDER, q_bufs, q_bufs, k_bufs, v_bufs, q_full, q_empty,
-                    kv_full, kv_empty, begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h,
-                    sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, False)),
+                (_multiply, (KEY, ORDER, PART, LSE_PART, Q0, held, span, e0, T, S, q0, J,
+                    scale_log2, 0, 1, G, H, N, QS, QP, RAGGED)),
+                (_fetch, (Q, Q, K, V, KEY, ORDER, held, span, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s,
+                    sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, False)),
             ],
             [4],
             [FETCH_REGISTERS],
@@ -358,18 +335,12 @@ def nsa_selected_forward_roles(
     else:
         gl.warp_specialize(
             [
-                (_multiply, (
-                    KEY, ORDER, PART, LSE_PART, Q0, q_bufs, k_bufs, v_bufs, q_full, q_empty,
-                    kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
-                    0, 2, G, H, N, QS, QP, RAGGED)),
-                (_multiply, (
-                    KEY, ORDER, PART, LSE_PART, Q0, q_bufs, k_bufs, v_bufs, q_full, q_empty,
-                    kv_full, kv_empty, begin, stop, last_list, base, e0, T, S, q0, J, scale_log2,
-                    1, 2, G, H, N, QS, QP, RAGGED)),
-                (_fetch, (
-                    Q, Q, K, V, KEY, ORDER, q_bufs, q_bufs, k_bufs, v_bufs, q_full, q_empty,
-                    kv_full, kv_empty, begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h,
-                    sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, False)),
+                (_multiply, (KEY, ORDER, PART, LSE_PART, Q0, held, span, e0, T, S, q0, J,
+                    scale_log2, 0, 2, G, H, N, QS, QP, RAGGED)),
+                (_multiply, (KEY, ORDER, PART, LSE_PART, Q0, held, span, e0, T, S, q0, J,
+                    scale_log2, 1, 2, G, H, N, QS, QP, RAGGED)),
+                (_fetch, (Q, Q, K, V, KEY, ORDER, held, span, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s,
+                    sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, False)),
             ],
             [4, 4],
             [MULTIPLY_REGISTERS, FETCH_REGISTERS],
@@ -402,20 +373,10 @@ def _differentiate(
     DK_PART,
     DV_PART,
     Q0,
-    q_bufs,
-    do_bufs,
-    k_bufs,
-    v_bufs,
+    held,
     p_buf,
     ds_buf,
-    q_full,
-    q_empty,
-    kv_full,
-    kv_empty,
-    begin,
-    stop,
-    last_list,
-    base,
+    span,
     e0,
     T,
     S,
@@ -432,6 +393,8 @@ def _differentiate(
     WARPS: gl.constexpr,
 ):
     """Each tile's part of dQ, each run's parts of dK and dV."""
+    q_bufs, do_bufs, k_bufs, v_bufs, q_full, q_empty, kv_empty = held
+    begin, stop, last_list, base = span
     STAGES: gl.constexpr = q_bufs.type.shape[0]
     M: gl.constexpr = q_bufs.type.shape[1]
     L: gl.constexpr = k_bufs.type.shape[1]
@@ -470,7 +433,6 @@ def _differentiate(
         c0 = (list_ % J) * L
         buf = block_turn % KV_BUFFERS
         flat, lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
-        mbarrier.wait(kv_full.index(buf), (block_turn // KV_BUFFERS) & 1)
         dk = gl.zeros([L, D], gl.float32, dkv_lay)
         dv = gl.zeros([L, D], gl.float32, dkv_lay)
         while first == current:
@@ -602,27 +564,21 @@ def nsa_selected_backward_roles(
     ds_buf = gl.allocate_shared_memory(dtype, [M, L], p_lay)
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    kv_full = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
     kv_empty = gl.allocate_shared_memory(gl.int64, [KV_BUFFERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=128)  # each thread that fetches
         mbarrier.init(q_empty.index(i), count=1)
     for i in gl.static_range(KV_BUFFERS):
-        mbarrier.init(kv_full.index(i), count=128)
         mbarrier.init(kv_empty.index(i), count=1)
     begin = e0 + gl.program_id(0) * TILE
-    stop = gl.minimum(begin + TILE, e1)
-    last_list = base + num_lists
+    span = (begin, gl.minimum(begin + TILE, e1), base + num_lists, base)
+    held = (q_bufs, do_bufs, k_bufs, v_bufs, q_full, q_empty, kv_empty)
     gl.warp_specialize(
         [
-            (_differentiate, (
-                LSE, DELTA, KEY, ORDER, DQ_PART, DK_PART, DV_PART, Q0, q_bufs, do_bufs, k_bufs,
-                v_bufs, p_buf, ds_buf, q_full, q_empty, kv_full, kv_empty, begin, stop, last_list,
-                base, e0, T, S, q0, J, scale, scale_log2, G, H, N, QS, QP, RAGGED, WARPS)),
-            (_fetch, (
-                Q, DO, K, V, KEY, ORDER, q_bufs, do_bufs, k_bufs, v_bufs, q_full, q_empty,
-                kv_full, kv_empty, begin, stop, last_list, base, T, S, J, sq_b, sq_t, sq_h,
-                sk_b, sk_s, sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, True)),
+            (_differentiate, (LSE, DELTA, KEY, ORDER, DQ_PART, DK_PART, DV_PART, Q0, held, p_buf,
+                ds_buf, span, e0, T, S, q0, J, scale, scale_log2, G, H, N, QS, QP, RAGGED, WARPS)),
+            (_fetch, (Q, DO, K, V, KEY, ORDER, held, span, T, S, J, sq_b, sq_t, sq_h, sk_b, sk_s,
+                sk_g, sv_b, sv_s, sv_g, G, H, N, QS, QP, ONE_STRIDE, True)),
         ],
         [4],
         [FETCH_REGISTERS],
