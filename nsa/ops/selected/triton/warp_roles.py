@@ -1,9 +1,8 @@
-"""The selected forward's parts on Hopper, with a role for each warp group: one fetches the rows of
-queries, the others multiply them with the block that chose them, in turns.
+"""The parts of `nsa.ops.selected.triton.kernels` on Hopper, with a role for each warp group: one
+fetches rows of queries, the others multiply them with the block that chose them.
 
-Letters as in `nsa.ops.selected.triton.kernels`, whose `nsa_selected_forward` computes the same
-parts on any card. Written in Gluon, which names the layouts, the barriers and the warps of each
-role.
+Letters as there, where `nsa_selected_forward` and `nsa_selected_backward` compute the same parts on
+any card. Written in Gluon, which names the layouts, the barriers and the warps of each role.
 """
 
 from __future__ import annotations
@@ -351,13 +350,12 @@ def nsa_selected_forward_roles(
 def _row_values(
     ORDER, LSE, DELTA, at, end, stop, g, m, G: gl.constexpr, H: gl.constexpr, N: gl.constexpr
 ):
-    """(entries, lse, delta) of the rows of a tile; a row that is none has weights of 0."""
+    """(lse, delta) of the rows of a tile; a row that is none has weights of 0."""
     e = at + m // H
     flat = _entry(ORDER, e, stop)
     head = (flat // (G * N)).to(gl.int64) * (G * H) + g * H + m % H
     live = e < end
     return (
-        flat,
         gl.load(LSE + head, mask=live, other=float("inf")),
         gl.load(DELTA + head, mask=live, other=0.0),
     )
@@ -432,7 +430,7 @@ def _differentiate(
         g = (list_ // J % G).to(gl.int64)
         c0 = (list_ % J) * L
         buf = block_turn % KV_BUFFERS
-        flat, lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
+        lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
         dk = gl.zeros([L, D], gl.float32, dkv_lay)
         dv = gl.zeros([L, D], gl.float32, dkv_lay)
         while first == current:
@@ -442,8 +440,6 @@ def _differentiate(
             k = k_bufs.index(buf)
             begin_t = at
             end_t = end
-            o_e = begin_t + o_m // H
-            o_flat = _entry(ORDER, o_e, stop)
             least = gl.load(ORDER + begin_t).to(gl.int32)
             mbarrier.wait(q_full.index(stage), (turn // STAGES) & 1)
             fence_async_shared()
@@ -461,17 +457,17 @@ def _differentiate(
                 use_acc=False,
                 is_async=True,
             )
-            s_flat = flat
             row_lse = gl.where(lse == float("-inf"), float("inf"), lse)
             row_delta = delta
             at = end
             first, end = _tile(KEY, at, stop, QS, QP, WARPS)
             # those of the next tile, which is of this run or not read
-            flat, lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
+            lse, delta = _row_values(ORDER, LSE, DELTA, at, end, stop, g, s_m, G, H, N)
             least_sees = gl.minimum(_position(least, T, q0, Q0, G, N, RAGGED) + 1, S) - c0
             s = warpgroup_mma_wait(1, deps=[s])
             p = gl.exp2(s * scale_log2 - row_lse[:, None])
             if least_sees < L:
+                s_flat = _entry(ORDER, begin_t + s_m // H, stop)
                 sees = gl.minimum(_position(s_flat, T, q0, Q0, G, N, RAGGED) + 1, S) - c0
                 p = gl.where(s_i[None, :] < sees[:, None], p, 0.0)
             p_buf.store(p.to(dtype))
@@ -483,6 +479,8 @@ def _differentiate(
             )
             dv = warpgroup_mma(p_buf.permute((1, 0)), do, dv, is_async=True)
             dk = warpgroup_mma(ds_buf.permute((1, 0)), q, dk, is_async=True)
+            o_e = begin_t + o_m // H
+            o_flat = _entry(ORDER, o_e, stop)
             dq, dv, dk = warpgroup_mma_wait(0, deps=[dq, dv, dk])
             mbarrier.arrive(q_empty.index(stage), count=1)
             o_part = (o_flat.to(gl.int64) - e0) * H + o_m % H
