@@ -153,6 +153,42 @@ def test_selected_branch_by_either_kernel(
     )
 
 
+ROLES = {  # of the forward and the backward, by width
+    64: (selected.RoleTiles(128, 1, 3, 2, 16, 128), selected.RoleTiles(128, 2, 3, 2, 64, 168, 96)),
+    128: (selected.RoleTiles(64, 2, 4, 2, 16, 168), selected.RoleTiles(64, 2, 3, 1, 64, 168)),
+}
+
+
+@pytest.mark.parametrize("rows_of_a_chunk", [None, 300])
+@pytest.mark.parametrize("case", [LONG, Case(LONG.tokens, 16, 128, 128, 2)], ids=str)
+def test_selected_branch_with_warp_roles(
+    case: Case, rows_of_a_chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper the table's entry serves, and no other kernel; elsewhere none has warp roles."""
+    tensors = inputs(case, torch.bfloat16)
+    blocks = random_blocks(case, PAPER, seed=5).to(DEVICE)
+    forward, backward = ROLES[case.key_dim]
+    monkeypatch.setattr(selected, "SORT_MIN_ROWS", 0)
+    monkeypatch.setattr(selected, "FORWARD_ROLES", (forward,) * 4)
+    monkeypatch.setattr(selected, "BACKWARD_ROLES", (backward,) * 4)
+    if torch.cuda.get_device_capability()[0] == 9:
+        monkeypatch.setattr(selected, "nsa_selected_forward", None)
+        monkeypatch.setattr(selected, "nsa_selected_backward", None)
+    if rows_of_a_chunk is not None:
+        row_bytes = case.kv_heads * case.group * PAPER.num_selected * case.key_dim * 2
+        monkeypatch.setattr(selected, "PART_BYTES", rows_of_a_chunk * row_bytes)
+        monkeypatch.setattr(selected, "PARTS_OF_Q", 0)
+    options = {"sel_block": 64, "q_start": 0}
+
+    def attend(*x: Tensor) -> Tensor:
+        return operator.attend(*x, blocks, **options, scale=case.key_dim**-0.5, fa2=None)[0]
+
+    kept = oracle.kept_selected(*tensors[:2], blocks, **options)
+    assert_rule(attend, lambda *x: oracle.selected(*x, blocks, **options), tensors, kept)
+    once = attend(*tensors)
+    assert all(torch.equal(attend(*tensors), once) for _ in range(2))
+
+
 @DTYPES
 @pytest.mark.parametrize("case", [LONG, Case(32, 6, 64, 64, 1), Case(300, 1, 60, 100, 2)], ids=str)
 def test_means_of_keys_and_values(case: Case, dtype: torch.dtype) -> None:

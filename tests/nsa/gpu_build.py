@@ -34,6 +34,15 @@ SHAPES = {
     "odd": (2, 3, 60, 100, torch.float16),
 }
 TOKENS = 1024
+# What fits the registers without spills, of an SM 9.0.
+FORWARD_ROLES = {
+    "A": (selected.RoleTiles(128, 1, 3, 2, 16, 128), selected.RoleTiles(128, 2, 4, 2, 16, 168)),
+    "B": (selected.RoleTiles(64, 1, 3, 1, 16, 128), selected.RoleTiles(64, 2, 4, 2, 16, 168)),
+}
+BACKWARD_ROLES = {
+    "A": (selected.RoleTiles(128, 2, 3, 2, 64, 168, fetch=96),),
+    "B": (selected.RoleTiles(64, 2, 3, 1, 64, 168),),
+}
 GEOMETRIES: tuple[dict[str, Any], ...] = (
     {"block": 32, "stride": 16, "width": None},
     {"block": 1, "stride": 1, "width": 512},
@@ -70,9 +79,16 @@ def instead_of_launching(found: list[tuple[str, int]]) -> None:
 
 
 def everything(
-    shape: str, *, batch: int = 1, ragged: bool = False, documents: bool = False
+    shape: str,
+    *,
+    batch: int = 1,
+    ragged: bool = False,
+    documents: bool = False,
+    roles: bool = False,
 ) -> None:
-    """Forward and backward of every operation, with tensors of zeros."""
+    """Forward and backward of every operation, with tensors of zeros; ``roles``: those with warp
+    roles as well.
+    """
     G, H, DK, DV, dtype = SHAPES[shape]
 
     def kv(heads: int, length: int) -> tuple[Tensor, Tensor]:
@@ -108,6 +124,12 @@ def everything(
     selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
     o, lse = dense_tiles.forward(q, *tokens, blocks, sel_block=64, **where)
     dense_tiles.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
+    if roles:
+        options = {"sel_block": 64, **where}
+        for tiles in FORWARD_ROLES[shape]:
+            selected.forward(q, *tokens, blocks, by_row=False, tiles=tiles, **options)
+        for tiles in BACKWARD_ROLES[shape]:
+            selected.backward(do, q, *tokens, blocks, lse, lse, tiles=tiles, **options)
     means.backward(*means.forward(*tokens, block=32, stride=16), tokens=TOKENS, block=32, stride=16)
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))
@@ -161,7 +183,8 @@ def main(arch: int, shape: str) -> None:
     driver.set_active(Absent(arch))
     found: list[tuple[str, int]] = []
     instead_of_launching(found)
-    everything(shape)  # few queries, loaded without descriptors
+    # few queries, loaded without descriptors
+    everything(shape, roles=arch == 90 and shape in FORWARD_ROLES)
     common.COPY_MIN_ELEMENTS = 0
     if arch >= 90 or shape == "A":
         # Before Hopper descriptors become ordinary loads, in less shared memory than those above:

@@ -18,6 +18,8 @@ import nsa.ops
 OPS = Path(nsa.ops.__file__).parent
 # CUDA C++ Programming Guide: most that a block may have (163 and 227 KB)
 SHARED_BYTES = {80: 166_912, 90: 232_448}
+# warp roles, of rows that a 128-byte swizzle holds
+HOPPER_ONLY = {"nsa_selected_forward_roles", "nsa_selected_backward_roles"}
 
 
 def launched() -> set[str]:
@@ -73,6 +75,7 @@ def test_everything_launched_is_built_and_fits(
     done = built(arch, shape)
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
-    assert {name for name, _ in built} == launched()
+    served = arch == 90 and shape in ("A", "B")
+    assert {name for name, _ in built} == launched() - (set() if served else HOPPER_ONLY)
     too_large = {name: shared for name, shared in built if int(shared) > SHARED_BYTES[arch]}
     assert not too_large, f"more shared memory than an SM {arch / 10} gives a block"

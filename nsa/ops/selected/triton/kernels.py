@@ -546,22 +546,74 @@ class Tiles:
         """(rows M, entries a tile of M rows, entries a program): fewer where E entries would make
         too few programs.
         """
-        M = max(self.M, padded(H))
-        segments = self.segments
-        while segments > 1 and M // H * segments * MIN_PROGRAMS > E:
-            segments //= 2
-        return M, M // H, M // H * segments
+        return _entries(max(self.M, padded(H)), self.segments, H, E)
+
+
+@dataclass(frozen=True, slots=True)
+class RoleTiles:
+    """Sizes of `nsa.ops.selected.triton.warp_roles`, for H of at most M heads."""
+
+    M: int
+    groups: int  # of four warps each that multiply: tiles in turns, and in the backward each tile
+    stages: int  # tiles of M rows fetched ahead
+    blocks: int  # of K and V held: of 2, the next list's arrives while this one's is in use
+    segments: int  # tiles of M rows that a program takes
+    registers: int  # of a thread at the start: 128 lets two programs share a multiprocessor
+    fetch: int = 72  # registers of a thread that fetches; 40 spill
+    multiply: int = 208  # and of one of the forward's second group; the first has the rest
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launch takes."""
+        return {"num_warps": 4, "maxnreg": self.registers}
+
+    def entries(self, H: int, E: int) -> tuple[int, int, int]:
+        """As `Tiles.entries`."""
+        return _entries(self.M, self.segments, H, E)
+
+
+def _entries(M: int, segments: int, H: int, E: int) -> tuple[int, int, int]:
+    while segments > 1 and M // H * segments * MIN_PROGRAMS > E:
+        segments //= 2
+    return M, M // H, M // H * segments
 
 
 # By width class; the first two measured in bf16.
 FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
+# By width class, on Hopper; None: those above. None has been measured in whole yet.
+FORWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
+BACKWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
 # times as many rows as choose every block, up to which those are better off without lists
 FULL_WORTH = 8
 
 
 def _of_class(tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
     return tiles[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
+
+
+def roles_take(q: Tensor, k: Tensor, v: Tensor, *, sel_block: int, M: int) -> bool:
+    """Whether `nsa.ops.selected.triton.warp_roles` computes these: rows of 64 or 128 elements of 2
+    bytes at multiples of 16 bytes, blocks of 64 keys, groups of at most M heads.
+    """
+    return (
+        q.element_size() == 2
+        and q.shape[-1] == v.shape[-1]
+        and q.shape[-1] in (64, 128)
+        and sel_block == 64
+        and q.shape[2] // k.shape[2] <= M
+        and not any(x.data_ptr() % 16 for x in (q, k, v))
+        and not any(stride % 8 for x in (q, k, v) for stride in x.stride()[:-1])
+    )
+
+
+def _role_tiles(
+    table: tuple[RoleTiles | None, ...], q: Tensor, k: Tensor, v: Tensor, sel_block: int
+) -> RoleTiles | None:
+    t = table[min(3, width_class(q, v.shape[-1]) + (q.dtype == torch.float32))]
+    if t is None or not roles_take(q, k, v, sel_block=sel_block, M=t.M):
+        return None
+    return t if torch.cuda.get_device_capability(q.device)[0] == 9 else None
 
 
 def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
@@ -572,6 +624,23 @@ def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
             max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes,
         ),
     )
+
+
+def _role_sizes(
+    t: RoleTiles, q: Tensor, k: Tensor, v: Tensor, sel_block: int, tile: tuple[int, int, int]
+) -> tuple[tuple[int, ...], bool]:
+    """(the constants of both kernels with roles from the width of a row on, whether row (b, t) of q
+    is t rows after row (b, 0) and b T after row 0).
+    """
+    if not roles_take(q, k, v, sel_block=sel_block, M=t.M):
+        raise ValueError(
+            f"tiles={t} with q {tuple(q.shape)} {q.dtype}, strides {q.stride()}, sel_block="
+            f"{sel_block}: roles want rows of 64 or 128 elements of 2 bytes at multiples of 16 "
+            "bytes and blocks of 64 keys; give Tiles, or none"
+        )
+    M, QS, TILE = tile
+    sizes = (q.shape[3], QS, padded(QS, 8), TILE, M, t.stages, t.blocks)
+    return sizes, q.shape[0] == 1 or q.stride(0) == q.shape[1] * q.stride(1)
 
 
 # every key up to the query
@@ -595,7 +664,7 @@ def forward(
     q_start: int | Tensor,
     scale: float,
     full: int = 0,
-    tiles: Tiles | None = None,
+    tiles: Tiles | RoleTiles | None = None,
     by_row: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B, T, Q, D], k [B, S, G, D], v [B, S, G, DV], blocks [B, T, G, N] -> (o [B, T, Q, DV], lse
@@ -634,8 +703,16 @@ def forward(
             work=q.numel(),
             **FULL,
         )
-    t = tiles or _of_class(FORWARD, q, DV)
+    t = tiles or _role_tiles(FORWARD_ROLES, q, k, v, L) or _of_class(FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
+    kernel: Any = nsa_selected_forward
+    sizes: tuple[Any, ...] = (padded(L), D, DV, QS, TILE, padded(TILE), M, *tail)
+    if isinstance(t, RoleTiles):
+        from nsa.ops.selected.triton import warp_roles  # Triton's Gluon, for it alone
+
+        common, one_stride = _role_sizes(t, q, k, v, L, (M, QS, TILE))
+        kernel = warp_roles.nsa_selected_forward_roles
+        sizes = (*common, t.groups, t.fetch, t.multiply, Q0 is not None, one_stride)
     step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
     lists = Lists.of(blocks, J, step, full=full)
     part = q.new_empty(step * G * N * H, DV)
@@ -644,7 +721,7 @@ def forward(
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         launch(
-            nsa_selected_forward,
+            kernel,
             (cdiv(e1 - e0, TILE),),
             q,
             k,
@@ -667,14 +744,7 @@ def forward(
             H,
             N,
             L,
-            padded(L),
-            D,
-            DV,
-            QS,
-            TILE,
-            padded(TILE),
-            M,
-            *tail,
+            *sizes,
             **t.options,
         )
         launch(
@@ -715,7 +785,7 @@ def backward(
     scale: float,
     full: int = 0,
     dq: Tensor | None = None,
-    tiles: Tiles | None = None,
+    tiles: Tiles | RoleTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each in its dtype, that of q added to ``dq`` where it is given.
 
@@ -742,8 +812,19 @@ def backward(
     adds = dq is not None
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    t = tiles or _of_class(BACKWARD, q, DV)
+    t = tiles or _role_tiles(BACKWARD_ROLES, q, k, v, L) or _of_class(BACKWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
+    kernel: Any = nsa_selected_backward
+    options = t.options
+    sizes: tuple[Any, ...] = (padded(L), D, DV, QS, TILE, padded(TILE), M)
+    sizes = (*sizes, padded(D), padded(DV), Q0 is not None, precision(q))
+    if isinstance(t, RoleTiles):
+        from nsa.ops.selected.triton import warp_roles  # Triton's Gluon, for it alone
+
+        common, one_stride = _role_sizes(t, q, k, v, L, (M, QS, TILE))
+        kernel = warp_roles.nsa_selected_backward_roles
+        sizes = (*common, 4 * t.groups, t.fetch, Q0 is not None, one_stride)
+        options = {**options, "num_warps": 4 * t.groups}
     step = _rows_per_chunk(q, G * N * H * D * q.element_size())
     full = rows_in_full(full, T)
     lists = Lists.of(blocks, J, step, full=full)
@@ -768,7 +849,7 @@ def backward(
         e0, e1 = r0 * G * N, (r0 + n) * G * N
         base = number * (lists.num_lists + 1)
         launch(
-            nsa_selected_backward,
+            kernel,
             (cdiv(e1 - e0, TILE),),
             q,
             k,
@@ -795,18 +876,8 @@ def backward(
             H,
             N,
             L,
-            padded(L),
-            D,
-            DV,
-            QS,
-            TILE,
-            padded(TILE),
-            M,
-            padded(D),
-            padded(DV),
-            Q0 is not None,
-            precision(q),
-            **t.options,
+            *sizes,
+            **options,
         )
         launch(
             nsa_selected_sum_kv,
