@@ -24,6 +24,7 @@ from nsa.ops.kernels import common, products
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton.block_lists import Lists
 
 # G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name,
 # and one that fits no tile.
@@ -105,6 +106,7 @@ def everything(
     for by_row in (True, False):
         o, lse = selected.forward(q, *tokens, blocks, sel_block=64, by_row=by_row, **where)
     selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
+    Lists.of(blocks, TOKENS // 64, batch * TOKENS, full=0, counted=False)
     means.backward(*means.forward(*tokens, block=32, stride=16), tokens=TOKENS, block=32, stride=16)
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))

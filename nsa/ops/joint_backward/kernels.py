@@ -31,7 +31,7 @@ class Geometry:
     scale: float
     q_start: int | Tensor
     first: Tensor | None
-    num_full_rows: int  # `full` of `nsa.ops.selected.triton.kernels.forward`
+    num_full_rows: int  # as `full` of `nsa.ops.selected.triton.kernels.forward`
 
 
 def backward(
@@ -45,11 +45,12 @@ def backward(
     outputs: tuple[Tensor, Tensor, Tensor],
     lse: tuple[Tensor, Tensor, Tensor],
     geometry: Geometry,
+    lists: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. dQ is
     summed branch after branch.
 
-    No gate may be below 0.
+    No gate may be below 0. ``lists`` as of `nsa.ops.selected.triton.kernels.backward`.
     """
     do, gates, at = do.contiguous(), gates.contiguous(), geometry
     delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
@@ -82,5 +83,6 @@ def backward(
         q_start=at.q_start,
         scale=at.scale,
         full=at.num_full_rows,
+        lists=lists,
     )
     return dgates, dq, *d_cmp, *d_sel, *d_win
