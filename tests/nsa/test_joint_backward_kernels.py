@@ -132,6 +132,29 @@ def test_against_the_oracle(
     assert bool(taken) == together and whole == ([80] if by == "lists" else [])
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["in one launch", "tiles unlike"])
+def test_two_branches_give_one_dq(alike: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one launch where the best tiles of both are the same."""
+    alone: list[int] = []
+    backward_q, tiles_of = interval_kernels.backward_q, interval_kernels._tiles_of
+    if not alike:
+
+        def unlike(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
+            found = tiles_of(kernel, q, DV, width)
+            return found if width is None else {**found, "BC": 16}
+
+        monkeypatch.setattr(interval_kernels, "_tiles_of", unlike)
+    given = inputs(1, 40, 40)
+    apart = gradients(call, given)
+    monkeypatch.setattr(
+        interval_kernels, "backward_q", lambda *x, **o: (alone.append(1), backward_q(*x, **o))[1]
+    )
+    together = gradients(lambda *x: call(*x, nonnegative_gates=True), given)
+    assert len(alone) == (0 if alike else 2)
+    for name, a, b in zip(("o", *NAMES), together, apart, strict=True):
+        assert_parity(a, b.double(), name)
+
+
 def test_a_negative_gate_breaks_the_promise_loudly() -> None:
     given = inputs(1, 30, 30)
     given[-1][0, 20, 2, 1] = -0.25

@@ -10,6 +10,8 @@ that a tile of queries has masked key tiles at its two ends only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -337,6 +339,122 @@ def _step_q(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
+@triton.jit
+def _keys_q(
+    q,
+    do,
+    K,
+    V,
+    b,
+    g,
+    acc,
+    lo,
+    hi,
+    lse,
+    delta,
+    C,
+    sk_s,
+    sv_s,
+    scale_log2,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BEGINS: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """``acc`` with what keys lo .. hi - 1 add to dQ / scale. BEGINS: lo may be more than 0."""
+    last = tl.max(hi, 0)
+    inner = 0
+    if BEGINS:
+        inner = tl.cdiv(tl.max(lo, 0), BC) * BC
+        for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
+            acc = _step_q(
+                q,
+                do,
+                K,
+                V,
+                b,
+                g,
+                c0,
+                acc,
+                lo,
+                hi,
+                lse,
+                delta,
+                C,
+                sk_s,
+                sv_s,
+                scale_log2,
+                D,
+                DV,
+                BC,
+                BD,
+                BDV,
+                True,
+                PREC,
+                COPY,
+            )
+    outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
+    for c0 in range(inner, outer, BC):
+        acc = _step_q(
+            q,
+            do,
+            K,
+            V,
+            b,
+            g,
+            c0,
+            acc,
+            lo,
+            hi,
+            lse,
+            delta,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            False,
+            PREC,
+            COPY,
+        )
+    for c0 in range(outer, last, BC):
+        acc = _step_q(
+            q,
+            do,
+            K,
+            V,
+            b,
+            g,
+            c0,
+            acc,
+            lo,
+            hi,
+            lse,
+            delta,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            True,
+            PREC,
+            COPY,
+        )
+    return acc
+
+
 @triton.jit(repr=named_by("nsa_interval_backward_q", _SHOWN))
 def nsa_interval_backward_q(
     Q,
@@ -399,98 +517,170 @@ def nsa_interval_backward_q(
     do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
     lse, delta = _of_rows(LSE, DELTA, row, live)
     acc = tl.zeros([BM, BD], tl.float32)
-    last = tl.max(hi, 0)
-    inner = 0
-    if DOCS or BANDED:
-        inner = tl.cdiv(tl.max(lo, 0), BC) * BC
-        for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
-            acc = _step_q(
-                q,
-                do,
-                K,
-                V,
-                b_,
-                g,
-                c0,
-                acc,
-                lo,
-                hi,
-                lse,
-                delta,
-                C,
-                sk_s,
-                sv_s,
-                scale_log2,
-                D,
-                DV,
-                BC,
-                BD,
-                BDV,
-                True,
-                PREC,
-                COPY,
-            )
-    outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
-    for c0 in range(inner, outer, BC):
-        acc = _step_q(
-            q,
-            do,
-            K,
-            V,
-            b_,
-            g,
-            c0,
-            acc,
-            lo,
-            hi,
-            lse,
-            delta,
-            C,
-            sk_s,
-            sv_s,
-            scale_log2,
-            D,
-            DV,
-            BC,
-            BD,
-            BDV,
-            False,
-            PREC,
-            COPY,
-        )
-    for c0 in range(outer, last, BC):
-        acc = _step_q(
-            q,
-            do,
-            K,
-            V,
-            b_,
-            g,
-            c0,
-            acc,
-            lo,
-            hi,
-            lse,
-            delta,
-            C,
-            sk_s,
-            sv_s,
-            scale_log2,
-            D,
-            DV,
-            BC,
-            BD,
-            BDV,
-            True,
-            PREC,
-            COPY,
-        )
+    acc = _keys_q(
+        q,
+        do,
+        K,
+        V,
+        b_,
+        g,
+        acc,
+        lo,
+        hi,
+        lse,
+        delta,
+        C,
+        sk_s,
+        sv_s,
+        scale_log2,
+        D,
+        DV,
+        BC,
+        BD,
+        BDV,
+        DOCS or BANDED,
+        PREC,
+        COPY,
+    )
     acc *= scale
     to = DQ + row[:, None] * D + d[None, :]
     mask = live[:, None] & (d < D)[None, :]
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
+
+
+@triton.jit(repr=named_by("nsa_interval_backward_q_both", {"COPY": "_copy"}))
+def nsa_interval_backward_q_both(
+    Q,
+    K,
+    V,
+    K_BAND,
+    V_BAND,
+    DO,
+    LSE,
+    LSE_BAND,
+    DELTA,
+    DELTA_BAND,
+    DQ,
+    Q0,
+    FIRST,
+    T,
+    C,
+    C_BAND,
+    q0,
+    block,
+    stride,
+    width,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    skb_b,
+    skb_s,
+    skb_g,
+    svb_b,
+    svb_s,
+    svb_g,
+    scale,
+    scale_log2,
+    H: tl.constexpr,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """dQ of a tile of queries from both of its intervals: blocks of keys (block, stride), and the
+    last ``width`` keys of another K and V.
+    """
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
+    b_ = tl.program_id(2)
+    b = b_.to(tl.int64)
+    g = tl.program_id(1) // H
+    t = t0 + tl.arange(0, BM)
+    live = t < T
+    if not COPY:
+        K += b * sk_b + g.to(tl.int64) * sk_g
+        V += b * sv_b + g.to(tl.int64) * sv_g
+        K_BAND += b * skb_b + g.to(tl.int64) * skb_g
+        V_BAND += b * svb_b + g.to(tl.int64) * svb_g
+    d = tl.arange(0, BD)
+    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
+    row = (b * T + t) * HQ + head
+    do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
+    acc = tl.zeros([BM, BD], tl.float32)
+    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, False)
+    lse, delta = _of_rows(LSE, DELTA, row, live)
+    acc = _keys_q(
+        q,
+        do,
+        K,
+        V,
+        b_,
+        g,
+        acc,
+        lo,
+        hi,
+        lse,
+        delta,
+        C,
+        sk_s,
+        sv_s,
+        scale_log2,
+        D,
+        DV,
+        BC,
+        BD,
+        BDV,
+        DOCS,
+        PREC,
+        COPY,
+    )
+    lo, hi = _bounds(t, b, T, C_BAND, q0, 1, 1, width, Q0, FIRST, RAGGED, DOCS, True)
+    lse, delta = _of_rows(LSE_BAND, DELTA_BAND, row, live)
+    acc = _keys_q(
+        q,
+        do,
+        K_BAND,
+        V_BAND,
+        b_,
+        g,
+        acc,
+        lo,
+        hi,
+        lse,
+        delta,
+        C_BAND,
+        skb_s,
+        svb_s,
+        scale_log2,
+        D,
+        DV,
+        BC,
+        BD,
+        BDV,
+        True,
+        PREC,
+        COPY,
+    )
+    tl.store(
+        DQ + row[:, None] * D + d[None, :],
+        (acc * scale).to(DQ.dtype.element_ty),
+        mask=live[:, None] & (d < D)[None, :],
+    )
 
 
 @triton.jit
@@ -858,6 +1048,27 @@ def backward(
     lse: Tensor,
     delta: Tensor,
     *,
+    dq: Tensor | None = None,
+    adds: bool = False,
+    tiles_q: dict[str, int] | None = None,
+    tiles_kv: dict[str, int] | None = None,
+    sums: parts.Sums | None = None,
+    **geometry: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: `backward_q` and `backward_kv`, whose arguments these are."""
+    dq = backward_q(do, q, k, v, lse, delta, dq=dq, adds=adds, tiles=tiles_q, **geometry)
+    dk, dv = backward_kv(do, q, k, v, lse, delta, tiles=tiles_kv, sums=sums, **geometry)
+    return dq, dk, dv
+
+
+def backward_q(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
     block: int,
     stride: int,
     width: int | None,
@@ -867,33 +1078,21 @@ def backward(
     dq: Tensor | None = None,
     adds: bool = False,
     work: int | None = None,
-    tiles_q: dict[str, int] | None = None,
-    tiles_kv: dict[str, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order.
+    tiles: dict[str, int] | None = None,
+) -> Tensor:
+    """q's gradient, in its dtype: it goes into ``dq``, where that is given, or is added to it
+    (``adds``).
 
     ``delta`` [B, T, Q] fp32 is o . do. Where do is the gradient of gate * o, take log2 gate off the
-    lse: a weight then has the gate as a factor. q's gradient goes into ``dq``, where that is given,
-    or is added to it (``adds``). do, lse, delta and dq are contiguous and may have more rows than
-    q: those are neither read nor written. ``work`` as in `forward`.
+    lse: a weight then has the gate as a factor. do, lse, delta and dq are contiguous and may have
+    more rows than q: those are neither read nor written. ``work`` as in `forward`.
     """
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
-    H = HQ // G
     assert dq is not None or lse.shape[1] == T, "rows of dq lie as those of lse"
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    geometry = (Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
-    shapes = (
-        padded(D),
-        padded(DV),
-        Q0 is not None,
-        first is not None,
-        width is not None,
-        precision(q),
-    )
-    config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
+    config = dict(tiles or _tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     keys, copy = described(BC, k, v, work=work or q.numel())
     nsa_interval_backward_q[(cdiv(T, BM), HQ, B)](
@@ -903,20 +1102,137 @@ def backward(
         lse,
         delta,
         dq,
-        *geometry,
-        *strides,
-        H,
+        Q0,
+        first,
+        T,
+        lse.shape[1],
+        C,
+        q0,
+        block,
+        stride,
+        width or 0,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale,
+        scale * LOG2E,
+        HQ // G,
         HQ,
         D,
         DV,
         BM,
         BC,
-        *shapes,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        width is not None,
+        precision(q),
         adds,
         copy,
         **config,
     )
-    config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
+    return dq
+
+
+def backward_q_of_two(
+    do: Tensor,
+    q: Tensor,
+    cmp: tuple[Tensor, Tensor],
+    win: tuple[Tensor, Tensor],
+    lse: tuple[Tensor, Tensor],
+    delta: tuple[Tensor, Tensor],
+    *,
+    block: int,
+    stride: int,
+    window: int,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    tiles: dict[str, int] | None = None,
+) -> Tensor:
+    """q's gradient from the compressed branch and the window together, rounded once: `backward_q`
+    of both, in one launch where one size of tiles is the best of both.
+
+    ``lse`` and ``delta`` of (compressed, window), as in `backward_q`.
+    """
+    q, *kv = (rows(x) for x in (q, *cmp, *win))
+    (B, T, HQ, D), (_, G, DV) = q.shape, kv[1].shape[1:]
+    config = dict(tiles or _tiles_of("backward_q", q, DV, None))
+    if tiles is None and config != _tiles_of("backward_q", q, DV, window):
+        where: dict[str, Any] = {"q_start": q_start, "first": first, "scale": scale}
+        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None}
+        band: dict[str, Any] = {"block": 1, "stride": 1, "width": window}
+        dq = backward_q(do, q, kv[0], kv[1], lse[0], delta[0], **grid, **where)
+        return backward_q(do, q, kv[2], kv[3], lse[1], delta[1], dq=dq, adds=True, **band, **where)
+    dq = q.new_empty(B, T, HQ, D)
+    q0, Q0 = starts(q_start)
+    BM, BC = config.pop("BM"), config.pop("BC")
+    keys, copy = described(BC, *kv, work=q.numel())
+    nsa_interval_backward_q_both[(cdiv(T, BM), HQ, B)](
+        q,
+        *keys,
+        do,
+        *lse,
+        *delta,
+        dq,
+        Q0,
+        first,
+        T,
+        kv[1].shape[1],
+        kv[3].shape[1],
+        q0,
+        block,
+        stride,
+        window,
+        *q.stride()[:3],
+        *(n for x in kv for n in x.stride()[:3]),
+        scale,
+        scale * LOG2E,
+        HQ // G,
+        HQ,
+        D,
+        DV,
+        BM,
+        BC,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        precision(q),
+        copy,
+        **config,
+    )
+    return dq
+
+
+def backward_kv(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    block: int,
+    stride: int,
+    width: int | None,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    work: int | None = None,
+    tiles: dict[str, int] | None = None,
+    sums: parts.Sums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v, each in its dtype; sums of fp32 parts in a fixed order.
+
+    With ``sums`` they hold nothing until its `launch`. The rest as in `backward_q`.
+    """
+    q, k, v = rows(q), rows(k), rows(v)
+    (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
+    H = HQ // G
+    q0, Q0 = starts(q_start)
+    config = dict(tiles or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     heads, splits = parts.heads_and_ranges(
         cdiv(C, BC) * B * G, H, T, pairs=B * HQ * T * C // 2, banded=width is not None
@@ -936,10 +1252,22 @@ def backward(
         delta,
         dk,
         dv,
-        *geometry,
+        Q0,
+        first,
+        T,
+        lse.shape[1],
+        C,
+        q0,
+        block,
+        stride,
+        width or 0,
         per_split,
         splits,
-        *strides,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale,
+        scale * LOG2E,
         G,
         H,
         heads,
@@ -947,10 +1275,19 @@ def backward(
         DV,
         BM,
         BC,
-        *shapes,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        width is not None,
+        precision(q),
         copy,
         **config,
     )
     if num_parts == 1:
-        return dq, dk[0], dv[0]
-    return dq, *parts.summed(dk, dv, dtype=k.dtype, banded=width is not None)
+        return dk[0], dv[0]
+    wanted = parts.Sums() if sums is None else sums
+    found = wanted.of(dk, dv, dtype=k.dtype)
+    if sums is None:
+        wanted.launch()
+    return found

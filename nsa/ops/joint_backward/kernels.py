@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import parts
 from nsa.ops.kernels import products
 from nsa.ops.selected.triton import kernels as selected
 
@@ -47,29 +48,34 @@ def backward(
     geometry: Geometry,
     lists: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. dQ is
-    summed branch after branch.
+    """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. The
+    selected branch's dQ is added to that of the others.
 
     No gate may be below 0. ``lists`` as of `nsa.ops.selected.triton.kernels.backward`.
     """
     do, gates, at = do.contiguous(), gates.contiguous(), geometry
     delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
     where: dict[str, Any] = {"q_start": at.q_start, "first": at.first, "scale": at.scale}
-    dq, *d_cmp = interval.backward(
-        do, q, *cmp, lse_gated[0], delta[0], block=at.block, stride=at.stride, width=None, **where
-    )
-    _, *d_win = interval.backward(
+    grid: dict[str, Any] = {"block": at.block, "stride": at.stride}
+    band: dict[str, Any] = {"block": 1, "stride": 1, "width": at.window}
+    dq = interval.backward_q_of_two(
         do,
         q,
-        *win,
-        lse_gated[2],
-        delta[2],
-        dq=dq,
-        adds=True,
-        block=1,
-        stride=1,
-        width=at.window,
+        cmp,
+        win,
+        (lse_gated[0], lse_gated[2]),
+        (delta[0], delta[2]),
+        window=at.window,
+        **grid,
         **where,
+    )
+    sums = parts.Sums()
+    (k_cmp, v_cmp), (k_win, v_win) = cmp, win
+    d_cmp = interval.backward_kv(
+        do, q, k_cmp, v_cmp, lse_gated[0], delta[0], width=None, sums=sums, **grid, **where
+    )
+    d_win = interval.backward_kv(
+        do, q, k_win, v_win, lse_gated[2], delta[2], sums=sums, **band, **where
     )
     _, *d_sel = selected.backward(
         do,
@@ -84,5 +90,6 @@ def backward(
         scale=at.scale,
         full=at.num_full_rows,
         lists=lists,
+        sums=sums,
     )
     return dgates, dq, *d_cmp, *d_sel, *d_win

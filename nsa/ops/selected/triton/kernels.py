@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa.ops.decode import kernels as decode
 from nsa.ops.interval import kernels as interval
+from nsa.ops.interval.parts import Sums
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -721,12 +722,14 @@ def backward(
     full: int = 0,
     dq: Tensor | None = None,
     lists: Tensor | None = None,
+    sums: Sums | None = None,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each in its dtype, that of q added to ``dq`` where it is given.
 
     ``do``, ``lse`` and ``delta`` as in `nsa.ops.interval.kernels.backward`; ``full`` as in
     `forward`, and so ``lists``, which it left, unless it was without; None: they are made here.
+    ``sums``: of other branches, which are launched here.
     """
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
@@ -754,8 +757,10 @@ def backward(
     if full:
         few = (q[:, :full], k[:, :full], v[:, :full])
         dense = interval.backward(
-            do, *few, lse, delta, scale=scale, dq=dq, adds=adds, work=q.numel(), **FULL
+            do, *few, lse, delta, scale=scale, dq=dq, adds=adds, sums=sums, work=q.numel(), **FULL
         )[1:]
+    if sums is not None:
+        sums.launch()
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
