@@ -19,6 +19,7 @@ from torch import Tensor
 
 from nsa.ops.decode import kernels as decode
 from nsa.ops.interval import parts
+from nsa.ops.kernels import common
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -737,8 +738,11 @@ def _step_kv(
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dv
 
 
-@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
-def nsa_interval_backward_kv(
+@triton.jit
+def _queries_kv(
+    heads_at,
+    range_at,
+    tile_at,
     Q,
     K,
     V,
@@ -758,6 +762,7 @@ def nsa_interval_backward_kv(
     width,
     per_split,
     num_splits,
+    batches,
     sq_b,
     sq_t,
     sq_h,
@@ -785,17 +790,15 @@ def nsa_interval_backward_kv(
     COPY: tl.constexpr,
 ):
     """dK, dV of a tile of keys from HP query heads and one range of queries, to part [range, heads
-    / HP]. The longest tiles first.
+    / HP].
     """
-    part = tl.program_id(0) // G % (H // HP)  # of the heads of g
-    g_ = tl.program_id(0) % G
+    part = heads_at // G  # of the heads of g
+    g_ = heads_at % G
     g = g_.to(tl.int64)
-    split = tl.program_id(1) % num_splits
-    b_ = tl.program_id(1) // num_splits
+    split = range_at % num_splits
+    b_ = range_at // num_splits
     b = b_.to(tl.int64)
-    # as many tiles lie in the first dimension as the third has no room for
-    tiles = tl.num_programs(0) // (G * (H // HP))
-    c0 = (tl.program_id(2) * tiles + tl.program_id(0) // (G * (H // HP))) * BC
+    c0 = tile_at * BC
     HQ: tl.constexpr = G * H
     if RAGGED:
         q0 = tl.load(Q0 + b).to(tl.int32)
@@ -901,7 +904,7 @@ def nsa_interval_backward_kv(
                 PREC,
                 COPY,
             )
-    slot = ((split * (H // HP) + part) * (tl.num_programs(1) // num_splits) + b) * C + c
+    slot = ((split * (H // HP) + part) * batches + b) * C + c
     at = slot * G + g
     tl.store(
         DK + at[:, None] * D + d[None, :],
@@ -913,6 +916,281 @@ def nsa_interval_backward_kv(
         dv.to(DV_.dtype.element_ty),
         mask=(c < C)[:, None] & (dv_ < DV)[None, :],
     )
+
+
+@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
+def nsa_interval_backward_kv(
+    Q,
+    K,
+    V,
+    DO,
+    LSE,
+    DELTA,
+    DK,
+    DV_,
+    Q0,
+    FIRST,
+    T,
+    TO,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    per_split,
+    num_splits,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """`_queries_kv`, the longest tiles first."""
+    per_tile: tl.constexpr = G * (H // HP)
+    # as many tiles lie in the first dimension as the third has no room for
+    folds = tl.num_programs(0) // per_tile
+    _queries_kv(
+        tl.program_id(0) % per_tile,
+        tl.program_id(1),
+        tl.program_id(2) * folds + tl.program_id(0) // per_tile,
+        Q,
+        K,
+        V,
+        DO,
+        LSE,
+        DELTA,
+        DK,
+        DV_,
+        Q0,
+        FIRST,
+        T,
+        TO,
+        C,
+        q0,
+        block,
+        stride,
+        width,
+        per_split,
+        num_splits,
+        tl.num_programs(1) // num_splits,
+        sq_b,
+        sq_t,
+        sq_h,
+        sk_b,
+        sk_s,
+        sk_g,
+        sv_b,
+        sv_s,
+        sv_g,
+        scale,
+        scale_log2,
+        G,
+        H,
+        HP,
+        D,
+        DV,
+        BM,
+        BC,
+        BD,
+        BDV,
+        RAGGED,
+        DOCS,
+        BANDED,
+        PREC,
+        COPY,
+    )
+
+
+@triton.jit
+def nsa_interval_backward_kv_both(
+    Q,
+    K,
+    V,
+    K_BAND,
+    V_BAND,
+    DO,
+    LSE,
+    LSE_BAND,
+    DELTA,
+    DELTA_BAND,
+    DK,
+    DV_,
+    DK_BAND,
+    DV_BAND,
+    Q0,
+    FIRST,
+    T,
+    C,
+    C_BAND,
+    q0,
+    block,
+    stride,
+    width,
+    per_split,
+    num_splits,
+    batches,
+    num_programs,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    skb_b,
+    skb_s,
+    skb_g,
+    svb_b,
+    svb_s,
+    svb_g,
+    scale,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    HP_BAND: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """`_queries_kv` of blocks of keys (block, stride) by the first ``num_programs``, whose first
+    tiles are the longest; then of another K and V, of which a query sees the last ``width``.
+    """
+    program = tl.program_id(0)
+    if program < num_programs:
+        per_tile: tl.constexpr = G * (H // HP)
+        ranges = num_splits * batches
+        _queries_kv(
+            program % per_tile,
+            program // per_tile % ranges,
+            program // per_tile // ranges,
+            Q,
+            K,
+            V,
+            DO,
+            LSE,
+            DELTA,
+            DK,
+            DV_,
+            Q0,
+            FIRST,
+            T,
+            T,
+            C,
+            q0,
+            block,
+            stride,
+            width,
+            per_split,
+            num_splits,
+            batches,
+            sq_b,
+            sq_t,
+            sq_h,
+            sk_b,
+            sk_s,
+            sk_g,
+            sv_b,
+            sv_s,
+            sv_g,
+            scale,
+            scale_log2,
+            G,
+            H,
+            HP,
+            D,
+            DV,
+            BM,
+            BC,
+            BD,
+            BDV,
+            RAGGED,
+            DOCS,
+            False,
+            PREC,
+            False,
+        )
+    else:
+        per_tile_band: tl.constexpr = G * (H // HP_BAND)
+        program -= num_programs
+        _queries_kv(
+            program % per_tile_band,
+            program // per_tile_band % batches,
+            program // per_tile_band // batches,
+            Q,
+            K_BAND,
+            V_BAND,
+            DO,
+            LSE_BAND,
+            DELTA_BAND,
+            DK_BAND,
+            DV_BAND,
+            Q0,
+            FIRST,
+            T,
+            T,
+            C_BAND,
+            q0,
+            1,
+            1,
+            width,
+            T,
+            1,
+            batches,
+            sq_b,
+            sq_t,
+            sq_h,
+            skb_b,
+            skb_s,
+            skb_g,
+            svb_b,
+            svb_s,
+            svb_g,
+            scale,
+            scale_log2,
+            G,
+            H,
+            HP_BAND,
+            D,
+            DV,
+            BM,
+            BC,
+            BD,
+            BDV,
+            RAGGED,
+            DOCS,
+            True,
+            PREC,
+            False,
+        )
 
 
 def _tiles(BM: int, BC: int, num_warps: int, num_stages: int) -> dict[str, int]:
@@ -1234,14 +1512,8 @@ def backward_kv(
     q0, Q0 = starts(q_start)
     config = dict(tiles or _tiles_of("backward_kv", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    heads, splits = parts.heads_and_ranges(
-        cdiv(C, BC) * B * G, H, T, pairs=B * HQ * T * C // 2, banded=width is not None
-    )
-    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
-    splits = cdiv(T, per_split)
-    num_parts = splits * (H // heads)
-    kept = torch.float32 if num_parts > 1 else k.dtype
-    dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
+    heads, per_split, splits = _plan_kv(q, k, BM, BC, banded=width is not None)
+    dk, dv = _room_kv(k, v, splits * (H // heads))
     (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
     nsa_interval_backward_kv[_grid_kv(G * (H // heads), B * splits, cdiv(C, BC))](
         queries,
@@ -1284,10 +1556,110 @@ def backward_kv(
         copy,
         **config,
     )
-    if num_parts == 1:
-        return dk[0], dv[0]
     wanted = parts.Sums() if sums is None else sums
     found = wanted.of(dk, dv, dtype=k.dtype)
     if sums is None:
         wanted.launch()
     return found
+
+
+def _plan_kv(q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool) -> tuple[int, int, int]:
+    """(query heads a program, queries a range, ranges) of the gradients of keys."""
+    (B, T, HQ, _), (C, G) = q.shape, k.shape[1:3]
+    heads, splits = parts.heads_and_ranges(
+        cdiv(C, BC) * B * G, HQ // G, T, pairs=B * HQ * T * C // 2, banded=banded
+    )
+    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
+    return heads, per_split, cdiv(T, per_split)
+
+
+def _room_kv(k: Tensor, v: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of dK and dV, [parts, ...]: fp32 where there are several."""
+    kept = torch.float32 if num_parts > 1 else k.dtype
+    return k.new_empty(num_parts, *k.shape, dtype=kept), v.new_empty(
+        num_parts, *v.shape, dtype=kept
+    )
+
+
+def backward_kv_of_two(
+    do: Tensor,
+    q: Tensor,
+    cmp: tuple[Tensor, Tensor],
+    win: tuple[Tensor, Tensor],
+    lse: tuple[Tensor, Tensor],
+    delta: tuple[Tensor, Tensor],
+    *,
+    block: int,
+    stride: int,
+    window: int,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    sums: parts.Sums,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Gradients of ``cmp`` and of ``win``: `backward_kv` of both. They hold nothing until
+    ``sums.launch()``.
+
+    In one launch where q is small, so that neither fills a GPU, and the best tiles are of one size.
+    """
+    q, *kv = (rows(x) for x in (q, *cmp, *win))
+    (B, T, HQ, D), (C, G, DV) = q.shape, kv[1].shape[1:]
+    config = _tiles_of("backward_kv", q, DV, None)
+    where: dict[str, Any] = {"q_start": q_start, "first": first, "scale": scale}
+    is_large = q.numel() >= common.COPY_MIN_ELEMENTS
+    if is_large or config != _tiles_of("backward_kv", q, DV, window):
+        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "sums": sums}
+        band: dict[str, Any] = {"block": 1, "stride": 1, "width": window, "sums": sums}
+        return (
+            backward_kv(do, q, kv[0], kv[1], lse[0], delta[0], **grid, **where),
+            backward_kv(do, q, kv[2], kv[3], lse[1], delta[1], **band, **where),
+        )
+    H, C_BAND = HQ // G, kv[3].shape[1]
+    q0, Q0 = starts(q_start)
+    BM, BC = config.pop("BM"), config.pop("BC")
+    heads, per_split, splits = _plan_kv(q, kv[0], BM, BC, banded=False)
+    heads_band, _, _ = _plan_kv(q, kv[2], BM, BC, banded=True)  # one range
+    d_cmp = _room_kv(kv[0], kv[1], splits * (H // heads))
+    d_win = _room_kv(kv[2], kv[3], H // heads_band)
+    num_programs = cdiv(C, BC) * B * splits * G * (H // heads)
+    nsa_interval_backward_kv_both[(num_programs + cdiv(C_BAND, BC) * B * G * (H // heads_band),)](
+        q,
+        *kv,
+        do,
+        *lse,
+        *delta,
+        *d_cmp,
+        *d_win,
+        Q0,
+        first,
+        T,
+        C,
+        C_BAND,
+        q0,
+        block,
+        stride,
+        window,
+        per_split,
+        splits,
+        B,
+        num_programs,
+        *q.stride()[:3],
+        *(n for x in kv for n in x.stride()[:3]),
+        scale,
+        scale * LOG2E,
+        G,
+        H,
+        heads,
+        heads_band,
+        D,
+        DV,
+        BM,
+        BC,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        precision(q),
+        **config,
+    )
+    return sums.of(*d_cmp, dtype=q.dtype), sums.of(*d_win, dtype=q.dtype)

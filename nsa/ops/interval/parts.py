@@ -85,8 +85,10 @@ class Sums:
 
     def of(self, dk: Tensor, dv: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk fp32 [parts, B, C, G, D] and dv likewise, contiguous -> room for their sums [B, C, G,
-        D] in ``dtype``, which `launch` fills.
+        D] in ``dtype``, which `launch` fills; of one part, itself.
         """
+        if dk.shape[0] == 1:
+            return dk[0], dv[0]
         to_k = dk.new_empty(dk.shape[1:], dtype=dtype)
         to_v = dv.new_empty(dv.shape[1:], dtype=dtype)
         self._pairs.append((dk, dv, to_k, to_v))

@@ -55,28 +55,17 @@ def backward(
     """
     do, gates, at = do.contiguous(), gates.contiguous(), geometry
     delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
-    where: dict[str, Any] = {"q_start": at.q_start, "first": at.first, "scale": at.scale}
-    grid: dict[str, Any] = {"block": at.block, "stride": at.stride}
-    band: dict[str, Any] = {"block": 1, "stride": 1, "width": at.window}
-    dq = interval.backward_q_of_two(
-        do,
-        q,
-        cmp,
-        win,
-        (lse_gated[0], lse_gated[2]),
-        (delta[0], delta[2]),
-        window=at.window,
-        **grid,
-        **where,
-    )
-    sums = parts.Sums()
-    (k_cmp, v_cmp), (k_win, v_win) = cmp, win
-    d_cmp = interval.backward_kv(
-        do, q, k_cmp, v_cmp, lse_gated[0], delta[0], width=None, sums=sums, **grid, **where
-    )
-    d_win = interval.backward_kv(
-        do, q, k_win, v_win, lse_gated[2], delta[2], sums=sums, **band, **where
-    )
+    where: dict[str, Any] = {
+        "block": at.block,
+        "stride": at.stride,
+        "window": at.window,
+        "q_start": at.q_start,
+        "first": at.first,
+        "scale": at.scale,
+    }
+    of_two = (do, q, cmp, win, (lse_gated[0], lse_gated[2]), (delta[0], delta[2]))
+    dq, sums = interval.backward_q_of_two(*of_two, **where), parts.Sums()
+    d_cmp, d_win = interval.backward_kv_of_two(*of_two, sums=sums, **where)
     _, *d_sel = selected.backward(
         do,
         q,

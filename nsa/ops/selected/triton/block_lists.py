@@ -104,7 +104,7 @@ def nsa_selected_count(
 
 
 @triton.jit
-def nsa_selected_sum_tiles(COUNT, START, tiles, W, TILES: tl.constexpr, COLUMNS: tl.constexpr):
+def nsa_selected_offsets(COUNT, START, tiles, W, TILES: tl.constexpr, COLUMNS: tl.constexpr):
     """Of a part: COUNT becomes how many entries of a column the tiles before have, and their total
     goes to START [parts, W].
     """
@@ -122,7 +122,7 @@ def nsa_selected_sum_tiles(COUNT, START, tiles, W, TILES: tl.constexpr, COLUMNS:
 
 
 @triton.jit
-def nsa_selected_sum_lists(
+def nsa_selected_bounds(
     START, BOUND, B, T, rows_per_chunk, parts, W, num_lists, per_row, LISTS: tl.constexpr
 ):
     """Of a chunk: START becomes the position of a part's first entry of a column, and BOUND has the
@@ -371,11 +371,11 @@ class Lists:
         nsa_selected_count[(num_tiles,)](
             blocks, count, rank, *where, full, G, N, AT_ONCE, 512, num_warps=1, num_stages=1
         )
-        nsa_selected_sum_tiles[(parts, cdiv(W, 16))](
+        nsa_selected_offsets[(parts, cdiv(W, 16))](
             count, start, grid.tiles, W, 256, 16, num_warps=8
         )
         chunks = cdiv(grid.B * grid.T, grid.rows_per_chunk)
-        nsa_selected_sum_lists[(chunks,)](
+        nsa_selected_bounds[(chunks,)](
             start,
             self.bound,
             grid.B,
