@@ -1085,9 +1085,11 @@ def nsa_interval_backward_kv_both(
     tiles are the longest; then of another K and V, of which a query sees the last ``width``.
     """
     program = tl.program_id(0)
+    of_band = program - num_programs
+    per_tile: tl.constexpr = G * (H // HP)
+    per_tile_band: tl.constexpr = G * (H // HP_BAND)
+    ranges = num_splits * batches
     if program < num_programs:
-        per_tile: tl.constexpr = G * (H // HP)
-        ranges = num_splits * batches
         _queries_kv(
             program % per_tile,
             program // per_tile % ranges,
@@ -1139,12 +1141,10 @@ def nsa_interval_backward_kv_both(
             False,
         )
     else:
-        per_tile_band: tl.constexpr = G * (H // HP_BAND)
-        program -= num_programs
         _queries_kv(
-            program % per_tile_band,
-            program // per_tile_band % batches,
-            program // per_tile_band // batches,
+            of_band % per_tile_band,
+            of_band // per_tile_band % batches,
+            of_band // per_tile_band // batches,
             Q,
             K_BAND,
             V_BAND,
