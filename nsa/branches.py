@@ -188,7 +188,7 @@ def _attend_and_sum(
     o = dispatch.combined(
         call.route,
         gates,
-        [o for o, _ in attended],
+        [o for o, *_ in attended],
         [i for i, b in enumerate(BRANCHES) if b in config.branches],
     )
     return o, attended

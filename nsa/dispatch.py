@@ -28,7 +28,9 @@ from nsa.ops.selected import PATHS
 from nsa.routing import DENSE, EXPLICIT, SCORE, BranchRoute, Path, Route
 
 # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
-Attended = tuple[Tensor, Tensor | None]
+Output = tuple[Tensor, Tensor | None]
+# the selected branch by kernels also leaves the lists of queries that its gradient takes
+Attended = Output | tuple[Tensor, Tensor | None, Tensor]
 
 
 def _marked(branch: BranchRoute, x: Tensor) -> AbstractContextManager[None]:
@@ -55,7 +57,7 @@ def _explicit(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
-) -> Attended:
+) -> Output:
     sink = None if sinks is None else sinks[:, BRANCHES.index(branch.branch)]
     o, lse = explicit.attend(q, k, v, keep, scale=scale, softcap=softcap, sink_Q=sink)
     return o, lse / math.log(2)
@@ -99,7 +101,7 @@ def compressed(
     documents: Documents | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Attended:
+) -> Output:
     """The lse is what `choose` and `join` take. ``sinks`` [HQ, 3], in the order of BRANCHES."""
     branch = route.branch("cmp")
     engagement.record(branch)
@@ -228,7 +230,8 @@ def join(
     """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the
     order of BRANCHES.
     """
-    outputs, lse = tuple(o for o, _ in attended), tuple(x for _, x in attended if x is not None)
+    outputs, lse = tuple(o for o, *_ in attended), tuple(x[1] for x in attended if x[1] is not None)
+    _, _, *lists = attended[BRANCHES.index("sel")]
     return joint_backward.attend(
         gates,
         q,
@@ -236,6 +239,7 @@ def join(
         blocks,
         outputs,
         lse,
+        *lists,
         block=config.cmp_block,
         stride=config.cmp_stride,
         sel_block=config.sel_block,
@@ -305,7 +309,7 @@ def window(
     documents: Documents | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-) -> Attended:
+) -> Output:
     """``sinks`` as in `compressed`."""
     branch = route.branch("win")
     if branch.implementation == DENSE:

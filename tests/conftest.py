@@ -25,6 +25,7 @@ KERNELS = (
     "dense_tiles",
     "interval",
     "joint_backward",
+    "lists",
     "means",
     "operator",
     "selected",

@@ -25,6 +25,7 @@ from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
+from nsa.ops.selected.triton.block_lists import Lists
 
 # G kv heads, H query heads of each, key and value dim, dtype: the two shapes that the targets name,
 # and one that fits no tile.
@@ -130,6 +131,7 @@ def everything(
             selected.forward(q, *tokens, blocks, by_row=False, tiles=tiles, **options)
         for tiles in BACKWARD_ROLES[shape]:
             selected.backward(do, q, *tokens, blocks, lse, lse, tiles=tiles, **options)
+    Lists.of(blocks, TOKENS // 64, batch * TOKENS, full=0, counted=False)
     means.backward(*means.forward(*tokens, block=32, stride=16), tokens=TOKENS, block=32, stride=16)
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))

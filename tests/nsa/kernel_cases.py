@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops.selected import triton as operator
+from nsa.ops.selected.triton import kernels as selected
 from tests.cases import Case, qkv, randn
 
 QKV = ("q", "k", "v")
@@ -89,17 +90,19 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
     o, lse = randn(1, 6, 4, 24, seed=3), randn(1, 6, 4, seed=4)
     blocks = torch.zeros(1, 6, 2, 2, dtype=torch.int32)
     blocks[..., 1] = -1
-    gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0, 0.25)
+    gates, window, chosen = randn(1, 6, 4, 3, seed=5), (0, 1, 1, 3, 0.25), (0, 4, 0, 0.25, True)
+    # lists that a forward of so few queries leaves unwritten
+    lists = torch.zeros(selected.grid_of(q, v, blocks, 4).room, dtype=torch.int32)
     kv, left = (
         [x + i for i in range(3) for x in (k, v)],
-        [*(o + i for i in range(3)), *(lse + i for i in range(3))],
+        [*(o + i for i in range(3)), *(lse + i for i in range(3)), lists],
     )
     joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0], 0.25)
     return {
         "interval": (q, k, v, None, None, *window),
         "interval_backward": (o, o, lse, q, k, v, None, None, *window),
         "selected_triton": (q, k, v, blocks, None, *chosen),
-        "selected_triton_backward": (o, o, lse, q, k, v, blocks, None, *chosen),
+        "selected_triton_backward": (o, o, lse, lists, q, k, v, blocks, None, *chosen),
         "choose": (q, k, lse, None, None, 0, 6, 1, 1, 4, 2, 1, 1, 0.25),
         "gated_sum": (gates, o, o + 1, o + 2),
         "gated_sum_backward": (o, gates, o, o + 1, o + 2),

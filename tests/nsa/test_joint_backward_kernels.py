@@ -15,11 +15,15 @@ from torch import Tensor
 from nsa import NSAAttention, nsa_attention
 from nsa.ops import joint_backward
 from nsa.ops.interval import kernels as interval_kernels
+from nsa.ops.kernels import common
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
 from tests import oracle
 from tests.cases import SMALL, assert_parity, assert_same_function, randn
-from tests.nsa.kernel_cases import poisoned_memory  # noqa: F401
+from tests.nsa.kernel_cases import (
+    ORDINARY_LOADS,
+    poisoned_memory,  # noqa: F401
+)
 
 NAMES = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")
 CALLS: list[tuple[int, int, dict[str, Any]]] = [  # rows of the batch, queries
@@ -137,6 +141,40 @@ def test_against_the_oracle(
         NAMES,
     )
     assert bool(taken) == together and whole == ([80] if by == "lists" else [])
+
+
+@pytest.mark.parametrize(
+    ("alike", "small", "apart"),
+    [(True, True, 0), (True, False, 2), (False, True, 4)],
+    ids=["in one launch each", "large", "tiles unlike"],
+)
+def test_two_branches_in_one_launch(
+    alike: bool, small: bool, apart: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the best tiles of both are the same; dK and dV only of few queries."""
+    alone: list[int] = []
+    tiles_of = interval_kernels._tiles_of
+    monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS if small else 0)
+    if not alike:
+
+        def unlike(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
+            found = tiles_of(kernel, q, DV, width)
+            return found if width is None else {**found, "BC": 16}
+
+        monkeypatch.setattr(interval_kernels, "_tiles_of", unlike)
+    given = inputs(1, 40, 40)
+    by_itself = gradients(call, given)
+    for name in ("backward_q", "backward_kv"):
+        plain = getattr(interval_kernels, name)
+        monkeypatch.setattr(
+            interval_kernels,
+            name,
+            lambda *x, plain=plain, **o: (alone.append(1), plain(*x, **o))[1],
+        )
+    together = gradients(lambda *x: call(*x, nonnegative_gates=True), given)
+    assert len(alone) == apart
+    for name, a, b in zip(("o", *NAMES), together, by_itself, strict=True):
+        assert_parity(a, b.double(), name)
 
 
 def test_a_negative_gate_breaks_the_promise_loudly() -> None:

@@ -10,6 +10,8 @@ that a tile of queries has masked key tiles at its two ends only.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from nsa.ops.decode import kernels as decode
 from nsa.ops.interval import parts
+from nsa.ops.kernels import common
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -338,6 +341,122 @@ def _step_q(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 
+@triton.jit
+def _keys_q(
+    q,
+    do,
+    K,
+    V,
+    b,
+    g,
+    acc,
+    lo,
+    hi,
+    lse,
+    delta,
+    C,
+    sk_s,
+    sv_s,
+    scale_log2,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    BEGINS: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """``acc`` with what keys lo .. hi - 1 add to dQ / scale. BEGINS: lo may be more than 0."""
+    last = tl.max(hi, 0)
+    inner = 0
+    if BEGINS:
+        inner = tl.cdiv(tl.max(lo, 0), BC) * BC
+        for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
+            acc = _step_q(
+                q,
+                do,
+                K,
+                V,
+                b,
+                g,
+                c0,
+                acc,
+                lo,
+                hi,
+                lse,
+                delta,
+                C,
+                sk_s,
+                sv_s,
+                scale_log2,
+                D,
+                DV,
+                BC,
+                BD,
+                BDV,
+                True,
+                PREC,
+                COPY,
+            )
+    outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
+    for c0 in range(inner, outer, BC):
+        acc = _step_q(
+            q,
+            do,
+            K,
+            V,
+            b,
+            g,
+            c0,
+            acc,
+            lo,
+            hi,
+            lse,
+            delta,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            False,
+            PREC,
+            COPY,
+        )
+    for c0 in range(outer, last, BC):
+        acc = _step_q(
+            q,
+            do,
+            K,
+            V,
+            b,
+            g,
+            c0,
+            acc,
+            lo,
+            hi,
+            lse,
+            delta,
+            C,
+            sk_s,
+            sv_s,
+            scale_log2,
+            D,
+            DV,
+            BC,
+            BD,
+            BDV,
+            True,
+            PREC,
+            COPY,
+        )
+    return acc
+
+
 @triton.jit(repr=named_by("nsa_interval_backward_q", _SHOWN))
 def nsa_interval_backward_q(
     Q,
@@ -400,98 +519,170 @@ def nsa_interval_backward_q(
     do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
     lse, delta = _of_rows(LSE, DELTA, row, live)
     acc = tl.zeros([BM, BD], tl.float32)
-    last = tl.max(hi, 0)
-    inner = 0
-    if DOCS or BANDED:
-        inner = tl.cdiv(tl.max(lo, 0), BC) * BC
-        for c0 in range(tl.min(lo, 0) // BC * BC, tl.minimum(inner, last), BC):
-            acc = _step_q(
-                q,
-                do,
-                K,
-                V,
-                b_,
-                g,
-                c0,
-                acc,
-                lo,
-                hi,
-                lse,
-                delta,
-                C,
-                sk_s,
-                sv_s,
-                scale_log2,
-                D,
-                DV,
-                BC,
-                BD,
-                BDV,
-                True,
-                PREC,
-                COPY,
-            )
-    outer = tl.maximum(inner, tl.min(hi, 0) // BC * BC)
-    for c0 in range(inner, outer, BC):
-        acc = _step_q(
-            q,
-            do,
-            K,
-            V,
-            b_,
-            g,
-            c0,
-            acc,
-            lo,
-            hi,
-            lse,
-            delta,
-            C,
-            sk_s,
-            sv_s,
-            scale_log2,
-            D,
-            DV,
-            BC,
-            BD,
-            BDV,
-            False,
-            PREC,
-            COPY,
-        )
-    for c0 in range(outer, last, BC):
-        acc = _step_q(
-            q,
-            do,
-            K,
-            V,
-            b_,
-            g,
-            c0,
-            acc,
-            lo,
-            hi,
-            lse,
-            delta,
-            C,
-            sk_s,
-            sv_s,
-            scale_log2,
-            D,
-            DV,
-            BC,
-            BD,
-            BDV,
-            True,
-            PREC,
-            COPY,
-        )
+    acc = _keys_q(
+        q,
+        do,
+        K,
+        V,
+        b_,
+        g,
+        acc,
+        lo,
+        hi,
+        lse,
+        delta,
+        C,
+        sk_s,
+        sv_s,
+        scale_log2,
+        D,
+        DV,
+        BC,
+        BD,
+        BDV,
+        DOCS or BANDED,
+        PREC,
+        COPY,
+    )
     acc *= scale
     to = DQ + row[:, None] * D + d[None, :]
     mask = live[:, None] & (d < D)[None, :]
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     tl.store(to, acc.to(DQ.dtype.element_ty), mask=mask)
+
+
+@triton.jit(repr=named_by("nsa_interval_backward_q_both", {"COPY": "_copy"}))
+def nsa_interval_backward_q_both(
+    Q,
+    K,
+    V,
+    K_BAND,
+    V_BAND,
+    DO,
+    LSE,
+    LSE_BAND,
+    DELTA,
+    DELTA_BAND,
+    DQ,
+    Q0,
+    FIRST,
+    T,
+    C,
+    C_BAND,
+    q0,
+    block,
+    stride,
+    width,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    skb_b,
+    skb_s,
+    skb_g,
+    svb_b,
+    svb_s,
+    svb_g,
+    scale,
+    scale_log2,
+    H: tl.constexpr,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """dQ of a tile of queries from both of its intervals: blocks of keys (block, stride), and the
+    last ``width`` keys of another K and V.
+    """
+    t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
+    head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
+    b_ = tl.program_id(2)
+    b = b_.to(tl.int64)
+    g = tl.program_id(1) // H
+    t = t0 + tl.arange(0, BM)
+    live = t < T
+    if not COPY:
+        K += b * sk_b + g.to(tl.int64) * sk_g
+        V += b * sv_b + g.to(tl.int64) * sv_g
+        K_BAND += b * skb_b + g.to(tl.int64) * skb_g
+        V_BAND += b * svb_b + g.to(tl.int64) * svb_g
+    d = tl.arange(0, BD)
+    q = _tile(Q + b * sq_b + head * sq_h, t, sq_t, live, d, D, BD, False)
+    row = (b * T + t) * HQ + head
+    do = _tile(DO, row, DV, live, tl.arange(0, BDV), DV, BDV, False)
+    acc = tl.zeros([BM, BD], tl.float32)
+    lo, hi = _bounds(t, b, T, C, q0, block, stride, width, Q0, FIRST, RAGGED, DOCS, False)
+    lse, delta = _of_rows(LSE, DELTA, row, live)
+    acc = _keys_q(
+        q,
+        do,
+        K,
+        V,
+        b_,
+        g,
+        acc,
+        lo,
+        hi,
+        lse,
+        delta,
+        C,
+        sk_s,
+        sv_s,
+        scale_log2,
+        D,
+        DV,
+        BC,
+        BD,
+        BDV,
+        DOCS,
+        PREC,
+        COPY,
+    )
+    lo, hi = _bounds(t, b, T, C_BAND, q0, 1, 1, width, Q0, FIRST, RAGGED, DOCS, True)
+    lse, delta = _of_rows(LSE_BAND, DELTA_BAND, row, live)
+    acc = _keys_q(
+        q,
+        do,
+        K_BAND,
+        V_BAND,
+        b_,
+        g,
+        acc,
+        lo,
+        hi,
+        lse,
+        delta,
+        C_BAND,
+        skb_s,
+        svb_s,
+        scale_log2,
+        D,
+        DV,
+        BC,
+        BD,
+        BDV,
+        True,
+        PREC,
+        COPY,
+    )
+    tl.store(
+        DQ + row[:, None] * D + d[None, :],
+        (acc * scale).to(DQ.dtype.element_ty),
+        mask=live[:, None] & (d < D)[None, :],
+    )
 
 
 @triton.jit
@@ -548,8 +739,11 @@ def _step_kv(
     return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dv
 
 
-@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
-def nsa_interval_backward_kv(
+@triton.jit
+def _queries_kv(
+    heads_at,
+    range_at,
+    tile_at,
     Q,
     K,
     V,
@@ -569,6 +763,7 @@ def nsa_interval_backward_kv(
     width,
     per_split,
     num_splits,
+    batches,
     sq_b,
     sq_t,
     sq_h,
@@ -596,17 +791,15 @@ def nsa_interval_backward_kv(
     COPY: tl.constexpr,
 ):
     """dK, dV of a tile of keys from HP query heads and one range of queries, to part [range, heads
-    / HP]. The longest tiles first.
+    / HP].
     """
-    part = tl.program_id(0) // G % (H // HP)  # of the heads of g
-    g_ = tl.program_id(0) % G
+    part = heads_at // G  # of the heads of g
+    g_ = heads_at % G
     g = g_.to(tl.int64)
-    split = tl.program_id(1) % num_splits
-    b_ = tl.program_id(1) // num_splits
+    split = range_at % num_splits
+    b_ = range_at // num_splits
     b = b_.to(tl.int64)
-    # as many tiles lie in the first dimension as the third has no room for
-    tiles = tl.num_programs(0) // (G * (H // HP))
-    c0 = (tl.program_id(2) * tiles + tl.program_id(0) // (G * (H // HP))) * BC
+    c0 = tile_at * BC
     HQ: tl.constexpr = G * H
     if RAGGED:
         q0 = tl.load(Q0 + b).to(tl.int32)
@@ -712,7 +905,7 @@ def nsa_interval_backward_kv(
                 PREC,
                 COPY,
             )
-    slot = ((split * (H // HP) + part) * (tl.num_programs(1) // num_splits) + b) * C + c
+    slot = ((split * (H // HP) + part) * batches + b) * C + c
     at = slot * G + g
     tl.store(
         DK + at[:, None] * D + d[None, :],
@@ -724,6 +917,281 @@ def nsa_interval_backward_kv(
         dv.to(DV_.dtype.element_ty),
         mask=(c < C)[:, None] & (dv_ < DV)[None, :],
     )
+
+
+@triton.jit(repr=named_by("nsa_interval_backward_kv", _SHOWN))
+def nsa_interval_backward_kv(
+    Q,
+    K,
+    V,
+    DO,
+    LSE,
+    DELTA,
+    DK,
+    DV_,
+    Q0,
+    FIRST,
+    T,
+    TO,
+    C,
+    q0,
+    block,
+    stride,
+    width,
+    per_split,
+    num_splits,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    scale,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    BANDED: tl.constexpr,
+    PREC: tl.constexpr,
+    COPY: tl.constexpr,
+):
+    """`_queries_kv`, the longest tiles first."""
+    per_tile: tl.constexpr = G * (H // HP)
+    # as many tiles lie in the first dimension as the third has no room for
+    folds = tl.num_programs(0) // per_tile
+    _queries_kv(
+        tl.program_id(0) % per_tile,
+        tl.program_id(1),
+        tl.program_id(2) * folds + tl.program_id(0) // per_tile,
+        Q,
+        K,
+        V,
+        DO,
+        LSE,
+        DELTA,
+        DK,
+        DV_,
+        Q0,
+        FIRST,
+        T,
+        TO,
+        C,
+        q0,
+        block,
+        stride,
+        width,
+        per_split,
+        num_splits,
+        tl.num_programs(1) // num_splits,
+        sq_b,
+        sq_t,
+        sq_h,
+        sk_b,
+        sk_s,
+        sk_g,
+        sv_b,
+        sv_s,
+        sv_g,
+        scale,
+        scale_log2,
+        G,
+        H,
+        HP,
+        D,
+        DV,
+        BM,
+        BC,
+        BD,
+        BDV,
+        RAGGED,
+        DOCS,
+        BANDED,
+        PREC,
+        COPY,
+    )
+
+
+@triton.jit
+def nsa_interval_backward_kv_both(
+    Q,
+    K,
+    V,
+    K_BAND,
+    V_BAND,
+    DO,
+    LSE,
+    LSE_BAND,
+    DELTA,
+    DELTA_BAND,
+    DK,
+    DV_,
+    DK_BAND,
+    DV_BAND,
+    Q0,
+    FIRST,
+    T,
+    C,
+    C_BAND,
+    q0,
+    block,
+    stride,
+    width,
+    per_split,
+    num_splits,
+    batches,
+    num_programs,
+    sq_b,
+    sq_t,
+    sq_h,
+    sk_b,
+    sk_s,
+    sk_g,
+    sv_b,
+    sv_s,
+    sv_g,
+    skb_b,
+    skb_s,
+    skb_g,
+    svb_b,
+    svb_s,
+    svb_g,
+    scale,
+    scale_log2,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    HP_BAND: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BM: tl.constexpr,
+    BC: tl.constexpr,
+    BD: tl.constexpr,
+    BDV: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """`_queries_kv` of blocks of keys (block, stride) by the first ``num_programs``, whose first
+    tiles are the longest; then of another K and V, of which a query sees the last ``width``.
+    """
+    program = tl.program_id(0)
+    of_band = program - num_programs
+    per_tile: tl.constexpr = G * (H // HP)
+    per_tile_band: tl.constexpr = G * (H // HP_BAND)
+    ranges = num_splits * batches
+    if program < num_programs:
+        _queries_kv(
+            program % per_tile,
+            program // per_tile % ranges,
+            program // per_tile // ranges,
+            Q,
+            K,
+            V,
+            DO,
+            LSE,
+            DELTA,
+            DK,
+            DV_,
+            Q0,
+            FIRST,
+            T,
+            T,
+            C,
+            q0,
+            block,
+            stride,
+            width,
+            per_split,
+            num_splits,
+            batches,
+            sq_b,
+            sq_t,
+            sq_h,
+            sk_b,
+            sk_s,
+            sk_g,
+            sv_b,
+            sv_s,
+            sv_g,
+            scale,
+            scale_log2,
+            G,
+            H,
+            HP,
+            D,
+            DV,
+            BM,
+            BC,
+            BD,
+            BDV,
+            RAGGED,
+            DOCS,
+            False,
+            PREC,
+            False,
+        )
+    else:
+        _queries_kv(
+            of_band % per_tile_band,
+            of_band // per_tile_band % batches,
+            of_band // per_tile_band // batches,
+            Q,
+            K_BAND,
+            V_BAND,
+            DO,
+            LSE_BAND,
+            DELTA_BAND,
+            DK_BAND,
+            DV_BAND,
+            Q0,
+            FIRST,
+            T,
+            T,
+            C_BAND,
+            q0,
+            1,
+            1,
+            width,
+            T,
+            1,
+            batches,
+            sq_b,
+            sq_t,
+            sq_h,
+            skb_b,
+            skb_s,
+            skb_g,
+            svb_b,
+            svb_s,
+            svb_g,
+            scale,
+            scale_log2,
+            G,
+            H,
+            HP_BAND,
+            D,
+            DV,
+            BM,
+            BC,
+            BD,
+            BDV,
+            RAGGED,
+            DOCS,
+            True,
+            PREC,
+            False,
+        )
 
 
 def _tiles(BM: int, BC: int, num_warps: int, num_stages: int) -> dict[str, int]:
@@ -861,6 +1329,27 @@ def backward(
     lse: Tensor,
     delta: Tensor,
     *,
+    dq: Tensor | None = None,
+    adds: bool = False,
+    tiles_q: dict[str, int] | None = None,
+    tiles_kv: dict[str, int] | None = None,
+    sums: parts.Sums | None = None,
+    **geometry: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: `backward_q` and `backward_kv`, whose arguments these are."""
+    dq = backward_q(do, q, k, v, lse, delta, dq=dq, adds=adds, tiles=tiles_q, **geometry)
+    dk, dv = backward_kv(do, q, k, v, lse, delta, tiles=tiles_kv, sums=sums, **geometry)
+    return dq, dk, dv
+
+
+def backward_q(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
     block: int,
     stride: int,
     width: int | None,
@@ -870,33 +1359,21 @@ def backward(
     dq: Tensor | None = None,
     adds: bool = False,
     work: int | None = None,
-    tiles_q: dict[str, int] | None = None,
-    tiles_kv: dict[str, int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each in its dtype; sums of fp32 parts in a fixed order.
+    tiles: dict[str, int] | None = None,
+) -> Tensor:
+    """q's gradient, in its dtype: it goes into ``dq``, where that is given, or is added to it
+    (``adds``).
 
     ``delta`` [B, T, Q] fp32 is o . do. Where do is the gradient of gate * o, take log2 gate off the
-    lse: a weight then has the gate as a factor. q's gradient goes into ``dq``, where that is given,
-    or is added to it (``adds``). do, lse, delta and dq are contiguous and may have more rows than
-    q: those are neither read nor written. ``work`` as in `forward`.
+    lse: a weight then has the gate as a factor. do, lse, delta and dq are contiguous and may have
+    more rows than q: those are neither read nor written. ``work`` as in `forward`.
     """
     q, k, v = rows(q), rows(k), rows(v)
     (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
-    H = HQ // G
     assert dq is not None or lse.shape[1] == T, "rows of dq lie as those of lse"
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    geometry = (Q0, first, T, lse.shape[1], C, q0, block, stride, width or 0)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
-    shapes = (
-        padded(D),
-        padded(DV),
-        Q0 is not None,
-        first is not None,
-        width is not None,
-        precision(q),
-    )
-    config = dict(tiles_q or _tiles_of("backward_q", q, DV, width))
+    config = dict(tiles or _tiles_of("backward_q", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
     keys, copy = described(BC, k, v, work=work or q.numel())
     launch(
@@ -908,29 +1385,142 @@ def backward(
         lse,
         delta,
         dq,
-        *geometry,
-        *strides,
-        H,
+        Q0,
+        first,
+        T,
+        lse.shape[1],
+        C,
+        q0,
+        block,
+        stride,
+        width or 0,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale,
+        scale * LOG2E,
+        HQ // G,
         HQ,
         D,
         DV,
         BM,
         BC,
-        *shapes,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        width is not None,
+        precision(q),
         adds,
         copy,
         **config,
     )
-    config = dict(tiles_kv or _tiles_of("backward_kv", q, DV, width))
+    return dq
+
+
+def backward_q_of_two(
+    do: Tensor,
+    q: Tensor,
+    cmp: tuple[Tensor, Tensor],
+    win: tuple[Tensor, Tensor],
+    lse: tuple[Tensor, Tensor],
+    delta: tuple[Tensor, Tensor],
+    *,
+    block: int,
+    stride: int,
+    window: int,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    tiles: dict[str, int] | None = None,
+) -> Tensor:
+    """q's gradient from the compressed branch and the window together, rounded once: `backward_q`
+    of both, in one launch where one size of tiles is the best of both.
+
+    ``lse`` and ``delta`` of (compressed, window), as in `backward_q`.
+    """
+    q, *kv = (rows(x) for x in (q, *cmp, *win))
+    (B, T, HQ, D), (_, G, DV) = q.shape, kv[1].shape[1:]
+    config = dict(tiles or _tiles_of("backward_q", q, DV, None))
+    if tiles is None and config != _tiles_of("backward_q", q, DV, window):
+        where: dict[str, Any] = {"q_start": q_start, "first": first, "scale": scale}
+        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None}
+        band: dict[str, Any] = {"block": 1, "stride": 1, "width": window}
+        dq = backward_q(do, q, kv[0], kv[1], lse[0], delta[0], **grid, **where)
+        return backward_q(do, q, kv[2], kv[3], lse[1], delta[1], dq=dq, adds=True, **band, **where)
+    dq = q.new_empty(B, T, HQ, D)
+    q0, Q0 = starts(q_start)
     BM, BC = config.pop("BM"), config.pop("BC")
-    heads, splits = parts.heads_and_ranges(
-        cdiv(C, BC) * B * G, H, T, pairs=B * HQ * T * C // 2, banded=width is not None
+    keys, copy = described(BC, *kv, work=q.numel())
+    launch(
+        nsa_interval_backward_q_both,
+        (cdiv(T, BM), HQ, B),
+        q,
+        *keys,
+        do,
+        *lse,
+        *delta,
+        dq,
+        Q0,
+        first,
+        T,
+        kv[1].shape[1],
+        kv[3].shape[1],
+        q0,
+        block,
+        stride,
+        window,
+        *q.stride()[:3],
+        *(n for x in kv for n in x.stride()[:3]),
+        scale,
+        scale * LOG2E,
+        HQ // G,
+        HQ,
+        D,
+        DV,
+        BM,
+        BC,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        precision(q),
+        copy,
+        **config,
     )
-    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
-    splits = cdiv(T, per_split)
-    num_parts = splits * (H // heads)
-    kept = torch.float32 if num_parts > 1 else k.dtype
-    dk, dv = (x.new_empty(num_parts, B, C, G, n, dtype=kept) for x, n in ((k, D), (v, DV)))
+    return dq
+
+
+def backward_kv(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    *,
+    block: int,
+    stride: int,
+    width: int | None,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    work: int | None = None,
+    tiles: dict[str, int] | None = None,
+    sums: parts.Sums | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of k and v, each in its dtype; sums of fp32 parts in a fixed order.
+
+    With ``sums`` they hold nothing until its `launch`. The rest as in `backward_q`.
+    """
+    q, k, v = rows(q), rows(k), rows(v)
+    (B, T, HQ, D), (C, G, DV) = q.shape, v.shape[1:]
+    H = HQ // G
+    q0, Q0 = starts(q_start)
+    config = dict(tiles or _tiles_of("backward_kv", q, DV, width))
+    BM, BC = config.pop("BM"), config.pop("BC")
+    heads, per_split, splits = _plan_kv(q, k, BM, BC, banded=width is not None)
+    dk, dv = _room_kv(k, v, splits * (H // heads))
     (queries, gradients), copy = described(BM, q, do[:, :T], work=work or q.numel())
     launch(
         nsa_interval_backward_kv,
@@ -943,10 +1533,22 @@ def backward(
         delta,
         dk,
         dv,
-        *geometry,
+        Q0,
+        first,
+        T,
+        lse.shape[1],
+        C,
+        q0,
+        block,
+        stride,
+        width or 0,
         per_split,
         splits,
-        *strides,
+        *q.stride()[:3],
+        *k.stride()[:3],
+        *v.stride()[:3],
+        scale,
+        scale * LOG2E,
         G,
         H,
         heads,
@@ -954,10 +1556,121 @@ def backward(
         DV,
         BM,
         BC,
-        *shapes,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        width is not None,
+        precision(q),
         copy,
         **config,
     )
-    if num_parts == 1:
-        return dq, dk[0], dv[0]
-    return dq, *parts.summed(dk, dv, dtype=k.dtype, banded=width is not None)
+    wanted = parts.Sums() if sums is None else sums
+    found = wanted.of(dk, dv, dtype=k.dtype)
+    if sums is None:
+        wanted.launch()
+    return found
+
+
+def _plan_kv(q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool) -> tuple[int, int, int]:
+    """(query heads a program, queries a range, ranges) of the gradients of keys."""
+    (B, T, HQ, _), (C, G) = q.shape, k.shape[1:3]
+    heads, splits = parts.heads_and_ranges(
+        cdiv(C, BC) * B * G, HQ // G, T, pairs=B * HQ * T * C // 2, banded=banded
+    )
+    per_split = cdiv(cdiv(T, min(splits, max(1, GRID_LIMIT // B))), BM) * BM
+    return heads, per_split, cdiv(T, per_split)
+
+
+def _room_kv(k: Tensor, v: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Room for parts of dK and dV, [parts, ...]: fp32 where there are several."""
+    kept = torch.float32 if num_parts > 1 else k.dtype
+    return k.new_empty(num_parts, *k.shape, dtype=kept), v.new_empty(
+        num_parts, *v.shape, dtype=kept
+    )
+
+
+def backward_kv_of_two(
+    do: Tensor,
+    q: Tensor,
+    cmp: tuple[Tensor, Tensor],
+    win: tuple[Tensor, Tensor],
+    lse: tuple[Tensor, Tensor],
+    delta: tuple[Tensor, Tensor],
+    *,
+    block: int,
+    stride: int,
+    window: int,
+    q_start: int | Tensor,
+    first: Tensor | None,
+    scale: float,
+    sums: parts.Sums,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Gradients of ``cmp`` and of ``win``: `backward_kv` of both. They hold nothing until
+    ``sums.launch()``.
+
+    In one launch where q is small, so that neither fills a GPU, and the best tiles are of one size.
+    """
+    q, *kv = (rows(x) for x in (q, *cmp, *win))
+    (B, T, HQ, D), (C, G, DV) = q.shape, kv[1].shape[1:]
+    config = _tiles_of("backward_kv", q, DV, None)
+    where: dict[str, Any] = {"q_start": q_start, "first": first, "scale": scale}
+    is_large = q.numel() >= common.COPY_MIN_ELEMENTS
+    if is_large or config != _tiles_of("backward_kv", q, DV, window):
+        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "sums": sums}
+        band: dict[str, Any] = {"block": 1, "stride": 1, "width": window, "sums": sums}
+        return (
+            backward_kv(do, q, kv[0], kv[1], lse[0], delta[0], **grid, **where),
+            backward_kv(do, q, kv[2], kv[3], lse[1], delta[1], **band, **where),
+        )
+    H, C_BAND = HQ // G, kv[3].shape[1]
+    q0, Q0 = starts(q_start)
+    BM, BC = config.pop("BM"), config.pop("BC")
+    heads, per_split, splits = _plan_kv(q, kv[0], BM, BC, banded=False)
+    heads_band, _, _ = _plan_kv(q, kv[2], BM, BC, banded=True)  # one range
+    d_cmp = _room_kv(kv[0], kv[1], splits * (H // heads))
+    d_win = _room_kv(kv[2], kv[3], H // heads_band)
+    num_programs = cdiv(C, BC) * B * splits * G * (H // heads)
+    launch(
+        nsa_interval_backward_kv_both,
+        (num_programs + cdiv(C_BAND, BC) * B * G * (H // heads_band),),
+        q,
+        *kv,
+        do,
+        *lse,
+        *delta,
+        *d_cmp,
+        *d_win,
+        Q0,
+        first,
+        T,
+        C,
+        C_BAND,
+        q0,
+        block,
+        stride,
+        window,
+        per_split,
+        splits,
+        B,
+        num_programs,
+        *q.stride()[:3],
+        *(n for x in kv for n in x.stride()[:3]),
+        scale,
+        scale * LOG2E,
+        G,
+        H,
+        heads,
+        heads_band,
+        D,
+        DV,
+        BM,
+        BC,
+        padded(D),
+        padded(DV),
+        Q0 is not None,
+        first is not None,
+        precision(q),
+        **config,
+    )
+    return sums.of(*d_cmp, dtype=q.dtype), sums.of(*d_win, dtype=q.dtype)

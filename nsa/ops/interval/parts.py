@@ -1,5 +1,5 @@
-"""The parts that gradients of keys and of values are computed in: how many, and their sum, one
-launch for both, in a fixed order.
+"""The parts that gradients of keys and of values are computed in: how many, and their sums, one
+launch for all, in a fixed order.
 
 B batch, C keys, G kv heads, D head dim.
 """
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import cdiv, named_by
+from nsa.ops.kernels.common import cdiv
 from nsa.ops.kernels.launch import launch
 
 TILE, AT_ONCE = 512, 4  # elements a program, and parts whose loads wait for nothing
@@ -34,48 +34,85 @@ def _sum(PART, OUT, num_parts, size, TILE: tl.constexpr, AT_ONCE: tl.constexpr):
     tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=inside)
 
 
-@triton.jit(
-    repr=named_by("nsa_interval_sum_kv", {"BANDED": "_band"}), do_not_specialize=["num_parts"]
-)
+@triton.jit(do_not_specialize=["parts_0", "parts_1", "parts_2"])
 def nsa_interval_sum_kv(
-    DK_PART,
-    DV_PART,
-    DK,
-    DV,
-    num_parts,
-    size_k,
-    size_v,
+    DK_PART_0,
+    DV_PART_0,
+    DK_0,
+    DV_0,
+    DK_PART_1,
+    DV_PART_1,
+    DK_1,
+    DV_1,
+    DK_PART_2,
+    DV_PART_2,
+    DK_2,
+    DV_2,
+    parts_0,
+    parts_1,
+    parts_2,
+    size_k_0,
+    size_v_0,
+    size_k_1,
+    size_v_1,
+    size_k_2,
+    size_v_2,
     TILE: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    BANDED: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """BANDED is for the name that a profiler shows."""
-    if tl.program_id(1) == 0:
-        _sum(DK_PART, DK, num_parts, size_k, TILE, AT_ONCE)
-    else:
-        _sum(DV_PART, DV, num_parts, size_v, TILE, AT_ONCE)
+    """Of 1 to 3 PAIRS of dK and dV, each with its number of parts and its sizes."""
+    of = tl.program_id(1)
+    if of == 0:
+        _sum(DK_PART_0, DK_0, parts_0, size_k_0, TILE, AT_ONCE)
+    elif of == 1:
+        _sum(DV_PART_0, DV_0, parts_0, size_v_0, TILE, AT_ONCE)
+    if PAIRS > 1:
+        if of == 2:
+            _sum(DK_PART_1, DK_1, parts_1, size_k_1, TILE, AT_ONCE)
+        elif of == 3:
+            _sum(DV_PART_1, DV_1, parts_1, size_v_1, TILE, AT_ONCE)
+    if PAIRS > 2:
+        if of == 4:
+            _sum(DK_PART_2, DK_2, parts_2, size_k_2, TILE, AT_ONCE)
+        elif of == 5:
+            _sum(DV_PART_2, DV_2, parts_2, size_v_2, TILE, AT_ONCE)
 
 
-def summed(dk: Tensor, dv: Tensor, *, dtype: torch.dtype, banded: bool) -> tuple[Tensor, Tensor]:
-    """dk fp32 [parts, B, C, G, D] and dv likewise, contiguous -> their sums [B, C, G, D] in
-    ``dtype``. ``banded``: the window's.
-    """
-    to_k, to_v = dk.new_empty(dk.shape[1:], dtype=dtype), dv.new_empty(dv.shape[1:], dtype=dtype)
-    sizes = to_k.numel(), to_v.numel()
-    launch(
-        nsa_interval_sum_kv,
-        (cdiv(max(sizes), TILE), 2),
-        dk,
-        dv,
-        to_k,
-        to_v,
-        dk.shape[0],
-        *sizes,
-        TILE,
-        AT_ONCE,
-        banded,
-    )
-    return to_k, to_v
+class Sums:
+    """Parts of dK and dV of up to three branches, summed by one launch."""
+
+    def __init__(self) -> None:
+        self._pairs: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+
+    def of(self, dk: Tensor, dv: Tensor, *, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """dk fp32 [parts, B, C, G, D] and dv likewise, contiguous -> room for their sums [B, C, G,
+        D] in ``dtype``, which `launch` fills; of one part, itself.
+        """
+        if dk.shape[0] == 1:
+            return dk[0], dv[0]
+        to_k = dk.new_empty(dk.shape[1:], dtype=dtype)
+        to_v = dv.new_empty(dv.shape[1:], dtype=dtype)
+        self._pairs.append((dk, dv, to_k, to_v))
+        return to_k, to_v
+
+    def launch(self) -> None:
+        """Fill all that `of` has returned since the last one."""
+        pairs, self._pairs = self._pairs, []
+        if not pairs:
+            return
+        given = [*pairs, *[pairs[0]] * (3 - len(pairs))]
+        sizes = [x.numel() for _, _, *to in given for x in to]
+        launch(
+            nsa_interval_sum_kv,
+            (cdiv(max(sizes), TILE), 2 * len(pairs)),
+            *(x for pair in given for x in pair),
+            *(dk.shape[0] for dk, *_ in given),
+            *sizes,
+            TILE,
+            AT_ONCE,
+            len(pairs),
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from nsa.ops.interval import kernels as interval
+from nsa.ops.interval import parts
 from nsa.ops.kernels import products
 from nsa.ops.selected.triton import kernels as selected
 
@@ -31,7 +32,7 @@ class Geometry:
     scale: float
     q_start: int | Tensor
     first: Tensor | None
-    num_full_rows: int  # `full` of `nsa.ops.selected.triton.kernels.forward`
+    num_full_rows: int  # as `full` of `nsa.ops.selected.triton.kernels.forward`
 
 
 def backward(
@@ -45,31 +46,26 @@ def backward(
     outputs: tuple[Tensor, Tensor, Tensor],
     lse: tuple[Tensor, Tensor, Tensor],
     geometry: Geometry,
+    lists: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. dQ is
-    summed branch after branch.
+    """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. The
+    selected branch's dQ is added to that of the others.
 
-    No gate may be below 0.
+    No gate may be below 0. ``lists`` as of `nsa.ops.selected.triton.kernels.backward`.
     """
     do, gates, at = do.contiguous(), gates.contiguous(), geometry
     delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
-    where: dict[str, Any] = {"q_start": at.q_start, "first": at.first, "scale": at.scale}
-    dq, *d_cmp = interval.backward(
-        do, q, *cmp, lse_gated[0], delta[0], block=at.block, stride=at.stride, width=None, **where
-    )
-    _, *d_win = interval.backward(
-        do,
-        q,
-        *win,
-        lse_gated[2],
-        delta[2],
-        dq=dq,
-        adds=True,
-        block=1,
-        stride=1,
-        width=at.window,
-        **where,
-    )
+    where: dict[str, Any] = {
+        "block": at.block,
+        "stride": at.stride,
+        "window": at.window,
+        "q_start": at.q_start,
+        "first": at.first,
+        "scale": at.scale,
+    }
+    of_two = (do, q, cmp, win, (lse_gated[0], lse_gated[2]), (delta[0], delta[2]))
+    dq, sums = interval.backward_q_of_two(*of_two, **where), parts.Sums()
+    d_cmp, d_win = interval.backward_kv_of_two(*of_two, sums=sums, **where)
     _, *d_sel = selected.backward(
         do,
         q,
@@ -82,5 +78,7 @@ def backward(
         q_start=at.q_start,
         scale=at.scale,
         full=at.num_full_rows,
+        lists=lists,
+        sums=sums,
     )
     return dgates, dq, *d_cmp, *d_sel, *d_win

@@ -32,6 +32,7 @@ def attend(
     blocks: Tensor,
     outputs: tuple[Tensor, ...],
     lse: tuple[Tensor, ...],
+    lists: Tensor,
     *,
     block: int,
     stride: int,
@@ -46,11 +47,12 @@ def attend(
     with every gradient.
 
     ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the
-    same q, k and v, as constants; ``num_full_rows`` as in `nsa.ops.selected.AttendFn`.
+    same q, k and v, as constants, and ``lists`` what the selected one did besides, or an empty
+    tensor; ``num_full_rows`` as in `nsa.ops.selected.AttendFn`.
     """
     at, q_starts = int_and_tensor(q_start)
     sizes = [at, block, stride, sel_block, window, num_full_rows]
-    kv, saved = [*cmp, *sel, *win], [*outputs, *lse]
+    kv, saved = [*cmp, *sel, *win], [*outputs, *lse, lists]
     o: Tensor = call(
         "joined", gates.to(outputs[0].dtype), q, kv, blocks, saved, q_starts, first, sizes, scale
     )
@@ -79,9 +81,10 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, ...]:
     from nsa.ops.joint_backward import kernels
+    from nsa.ops.selected.triton import kernels as selected
 
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
-    o_cmp, o_sel, o_win, *lse = (x.contiguous() for x in saved)
+    o_cmp, o_sel, o_win, *lse, lists = (x.contiguous() for x in saved)
     q_start, block, stride, sel_block, window, num_full_rows = sizes
     geometry = kernels.Geometry(
         block,
@@ -95,7 +98,15 @@ def _backward(
     )
     branches = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
     return kernels.backward(
-        do, gates, q, *branches, blocks, (o_cmp, o_sel, o_win), (lse[0], lse[1], lse[2]), geometry
+        do,
+        gates,
+        q,
+        *branches,
+        blocks,
+        (o_cmp, o_sel, o_win),
+        (lse[0], lse[1], lse[2]),
+        geometry,
+        selected.lists_left(lists, q, v_sel, blocks, sel_block, scale),
     )
 
 

@@ -17,7 +17,8 @@ class AttendFn(Protocol):
 
     q [B, T, HQ, DK], k [B, S, G, DK], v [B, S, G, DV] -> (o [B, T, HQ, DV] in q's dtype, lse); a
     row without a key is exactly 0. lse is to base 2, fp32 [B, T, HQ], without gradient, where the
-    path leaves one, else None.
+    path leaves one, else None; path triton returns what its gradient can share of the blocks' lists
+    besides.
     ``fa2`` names the FA-2 provider that may serve the call, None for none. ``num_full_rows``: a
     promise that the first so many queries of each sequence chose every block up to their own, and
     that q_start is 0; a path may make nothing of it. Keys in the future of a query get weight 0 and
@@ -36,7 +37,7 @@ class AttendFn(Protocol):
         scale: float,
         fa2: str | None,
         num_full_rows: int = 0,
-    ) -> tuple[Tensor, Tensor | None]: ...
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, Tensor]: ...
 
 
 PATHS: Mapping[Path, AttendFn] = {

@@ -211,6 +211,7 @@ def backward(
     q_start: int | Tensor,
     scale: float,
     dq: Tensor | None = None,
+    sums: parts.Sums | None = None,
     tiles: DenseTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `nsa.ops.selected.triton.kernels.backward`, under the conditions of `forward`."""
@@ -289,6 +290,7 @@ def backward(
         num_warps=t.kv_warps,
         num_stages=t.kv_stages,
     )
-    if splits == 1:
-        return dq, dk[0], dv[0]
-    return dq, *parts.summed(dk, dv, dtype=k.dtype, banded=False)
+    sums = sums or parts.Sums()
+    dk, dv = sums.of(dk, dv, dtype=k.dtype)
+    sums.launch()
+    return dq, dk, dv

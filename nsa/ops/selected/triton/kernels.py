@@ -20,6 +20,7 @@ from torch import Tensor
 
 from nsa.ops.decode import kernels as decode
 from nsa.ops.interval import kernels as interval
+from nsa.ops.interval.parts import Sums
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -32,7 +33,7 @@ from nsa.ops.kernels.common import (
 )
 from nsa.ops.kernels.launch import launch
 from nsa.ops.selected.triton import dense_tiles
-from nsa.ops.selected.triton.block_lists import Lists
+from nsa.ops.selected.triton.block_lists import Grid, Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
 from nsa.routing.thresholds import SORT_MIN_ROWS
 from nsa.settings import is_off
@@ -351,6 +352,7 @@ def nsa_selected_backward(
 @triton.jit
 def _sum_list(
     PART,
+    SO_FAR,
     X,
     DENSE,
     lo,
@@ -369,8 +371,8 @@ def _sum_list(
     BD: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Sum parts lo .. hi - 1 into the rows of block j of X, and those of DENSE [B, full, G, D],
-    unless it is None.
+    """Sum parts lo .. hi - 1 to the rows of block j of X, with those of DENSE [B, full, G, D],
+    unless it is None, and ADD those of SO_FAR, which lies as X.
     """
     i = tl.arange(0, LP)
     d = tl.arange(0, BD)
@@ -382,8 +384,7 @@ def _sum_list(
         part += L * D
     c = j * L + i
     at = (
-        X
-        + (bg // G).to(tl.int64) * sx_b
+        (bg // G).to(tl.int64) * sx_b
         + (bg % G) * sx_g
         + c.to(tl.int64)[:, None] * sx_s
         + d[None, :]
@@ -397,8 +398,8 @@ def _sum_list(
         )
         acc += tl.load(dense, mask=inside & (c < full)[:, None], other=0.0).to(tl.float32)
     if ADD:
-        acc += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(at, acc.to(X.dtype.element_ty), mask=inside)
+        acc += tl.load(SO_FAR + at, mask=inside, other=0.0)
+    tl.store(X + at, acc.to(X.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -406,6 +407,8 @@ def nsa_selected_sum_kv(
     DK_PART,
     DV_PART,
     BOUND,
+    DK_SO_FAR,
+    DV_SO_FAR,
     DK,
     DV_,
     DENSE_K,
@@ -431,7 +434,7 @@ def nsa_selected_sum_kv(
     BDV: tl.constexpr,
     ADD: tl.constexpr,
 ):
-    """Sum a block's parts in their order; ADD to what earlier chunks left.
+    """Sum a block's parts in their order; ADD what earlier chunks left.
 
     DENSE: what the first ``full`` rows gave, or None.
     """
@@ -444,6 +447,7 @@ def nsa_selected_sum_kv(
     if tl.program_id(1) == 0:
         _sum_list(
             DK_PART,
+            DK_SO_FAR,
             DK,
             DENSE_K,
             lo,
@@ -465,6 +469,7 @@ def nsa_selected_sum_kv(
     else:
         _sum_list(
             DV_PART,
+            DV_SO_FAR,
             DV_,
             DENSE_V,
             lo,
@@ -616,14 +621,33 @@ def _role_tiles(
     return t if torch.cuda.get_device_capability(q.device)[0] == 9 else None
 
 
-def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
-    return max(
-        1,
-        min(
-            q.shape[0] * q.shape[1],
-            max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes,
-        ),
-    )
+def sorts(rows: int) -> bool:
+    """Whether a forward of so many (b, t, kv head) goes by lists."""
+    return rows >= SORT_MIN_ROWS and not is_off("lists")
+
+
+def leaves_lists(q: Tensor, v: Tensor, blocks: Tensor, sel_block: int, scale: float) -> bool:
+    """Whether the forward of these goes by lists, and so not by dense tiles."""
+    goes = sorts(q.shape[0] * q.shape[1] * v.shape[2])
+    return goes and not dense_tiles.serves(q, v, blocks, sel_block, scale)
+
+
+def lists_left(
+    lists: Tensor | None, q: Tensor, v: Tensor, blocks: Tensor, sel_block: int, scale: float
+) -> Tensor | None:
+    """``lists`` as the operator's forward returned them, None where it went without."""
+    if lists is None or not lists.numel():
+        return None
+    return lists if leaves_lists(q, v, blocks, sel_block, scale) else None
+
+
+def grid_of(q: Tensor, v: Tensor, blocks: Tensor, sel_block: int) -> Grid:
+    """Sizes of the lists of a call, forward and backward; symbolic sizes make no guard."""
+    (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
+    row_bytes = N * HQ * max(D, DV) * q.element_size()
+    most = torch.sym_max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes
+    step = torch.sym_max(1, torch.sym_min(B * T, most))
+    return Grid(B, T, G, N, cdiv(S, sel_block), step)
 
 
 def _role_sizes(
@@ -664,6 +688,7 @@ def forward(
     q_start: int | Tensor,
     scale: float,
     full: int = 0,
+    lists: Tensor | None = None,
     tiles: Tiles | RoleTiles | None = None,
     by_row: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -671,7 +696,8 @@ def forward(
     to base 2 [B, T, Q] fp32).
 
     ``full``: a promise that queries at positions below it chose every block up to their own, and
-    that q_start is 0.
+    that q_start is 0. ``lists`` int32 [grid_of(...).room]: where the lists are left for `backward`,
+    where there are any (`sorts`).
     """
     as_tiles = by_row is None and tiles is None and not is_off("lists")
     if as_tiles and dense_tiles.serves(q, v, blocks, sel_block, scale):
@@ -685,7 +711,7 @@ def forward(
     q0, Q0 = starts(q_start)
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale * LOG2E)
     tail = (padded(D), padded(DV), Q0 is not None, precision(q))
-    if (B * T * G < SORT_MIN_ROWS or is_off("lists")) if by_row is None else by_row:
+    if not sorts(B * T * G) if by_row is None else by_row:
         if by_row is None and decode.few_rows(B * T * G):
             decode.selected(
                 q, k, v, blocks, into=(o, lse), sel_block=L, q_start=q_start, scale=scale
@@ -713,8 +739,8 @@ def forward(
         common, one_stride = _role_sizes(t, q, k, v, L, (M, QS, TILE))
         kernel = warp_roles.nsa_selected_forward_roles
         sizes = (*common, t.groups, t.fetch, t.multiply, Q0 is not None, one_stride)
-    step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
-    lists = Lists.of(blocks, J, step, full=full)
+    step = grid_of(q, v, blocks, L).rows_per_chunk
+    made = Lists.of(blocks, J, step, full=full, into=lists)
     part = q.new_empty(step * G * N * H, DV)
     lse_part = q.new_empty(step * G * N * H, dtype=torch.float32)
     for number, r0 in enumerate(range(0, B * T, step)):
@@ -726,19 +752,19 @@ def forward(
             q,
             k,
             v,
-            lists.key_E,
-            lists.order_E,
+            made.key_E,
+            made.order_E,
             part,
             lse_part,
             Q0,
             e0,
             e1,
-            number * (lists.num_lists + 1),
+            number * (made.num_lists + 1),
             T,
             S,
             q0,
             J,
-            lists.num_lists,
+            made.num_lists,
             *strides,
             G,
             H,
@@ -785,12 +811,15 @@ def backward(
     scale: float,
     full: int = 0,
     dq: Tensor | None = None,
+    lists: Tensor | None = None,
+    sums: Sums | None = None,
     tiles: Tiles | RoleTiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each in its dtype, that of q added to ``dq`` where it is given.
 
     ``do``, ``lse`` and ``delta`` as in `nsa.ops.interval.kernels.backward`; ``full`` as in
-    `forward`.
+    `forward`, and so ``lists``, which it left, unless it was without; None: they are made here.
+    ``sums``: of other branches, which are launched here.
     """
     if tiles is None and dense_tiles.serves(q, v, blocks, sel_block, scale, backward=True):
         return dense_tiles.backward(
@@ -805,6 +834,7 @@ def backward(
             q_start=q_start,
             scale=scale,
             dq=dq,
+            sums=sums,
         )
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
@@ -825,16 +855,17 @@ def backward(
         kernel = warp_roles.nsa_selected_backward_roles
         sizes = (*common, 4 * t.groups, t.fetch, Q0 is not None, one_stride)
         options = {**options, "num_warps": 4 * t.groups}
-    step = _rows_per_chunk(q, G * N * H * D * q.element_size())
-    full = rows_in_full(full, T)
-    lists = Lists.of(blocks, J, step, full=full)
-    bound = lists.bounds(B * T)
-    several = step < B * T  # sums of several chunks are kept in fp32
-    dk, dv = (
-        x.new_empty(B, S, G, x.shape[3], dtype=torch.float32 if several else x.dtype)
-        for x in (k, v)
-    )
-    slots = cdiv(step * G * N, TILE) + lists.num_lists
+    grid, full = grid_of(q, v, blocks, L), rows_in_full(full, T)
+    step = grid.rows_per_chunk
+    made = Lists.of(blocks, J, step, full=full) if lists is None else Lists.in_(lists, grid)
+    dk, dv = k.new_empty(B, S, G, D), v.new_empty(B, S, G, DV)
+    so_far = (dk, dv)
+    if step < B * T:  # sums of several chunks are kept in fp32
+        so_far = (
+            torch.empty_like(dk, dtype=torch.float32),
+            torch.empty_like(dv, dtype=torch.float32),
+        )
+    slots = cdiv(step * G * N, TILE) + made.num_lists
     dq_part = q.new_empty(step * G * N * H, D)
     dk_part, dv_part = (q.new_empty(slots, L, n, dtype=torch.float32) for n in (D, DV))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
@@ -842,12 +873,14 @@ def backward(
     if full:
         few = (q[:, :full], k[:, :full], v[:, :full])
         dense = interval.backward(
-            do, *few, lse, delta, scale=scale, dq=dq, adds=adds, work=q.numel(), **FULL
+            do, *few, lse, delta, scale=scale, dq=dq, adds=adds, sums=sums, work=q.numel(), **FULL
         )[1:]
+    if sums is not None:
+        sums.launch()
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
-        base = number * (lists.num_lists + 1)
+        base = number * (made.num_lists + 1)
         launch(
             kernel,
             (cdiv(e1 - e0, TILE),),
@@ -857,8 +890,8 @@ def backward(
             do,
             lse,
             delta,
-            lists.key_E,
-            lists.order_E,
+            made.key_E,
+            made.order_E,
             dq_part,
             dk_part,
             dv_part,
@@ -870,7 +903,7 @@ def backward(
             S,
             q0,
             J,
-            lists.num_lists,
+            made.num_lists,
             *strides,
             G,
             H,
@@ -881,12 +914,12 @@ def backward(
         )
         launch(
             nsa_selected_sum_kv,
-            (lists.num_lists, 2),
+            (made.num_lists, 2),
             dk_part,
             dv_part,
-            bound,
-            dk,
-            dv,
+            made.bound,
+            *so_far,
+            *((dk, dv) if r0 + n == B * T else so_far),
             *dense,
             e0,
             base,
@@ -925,4 +958,4 @@ def backward(
             adds,
             num_warps=4 if H * D > 512 else 1,
         )
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk, dv
