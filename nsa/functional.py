@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import pad
 
 from nsa import capability, checks, dispatch, selection, settings
@@ -23,13 +24,16 @@ from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents, Packing
-from nsa.ops.derivatives import once
+from nsa.ops.derivatives import has_transforms, once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.ops.positions import is_symbolic
+from nsa.remembered import Remembered
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+_ROUTES: Remembered[Route] = Remembered()  # of `route_for`
+_CHECKED: Remembered[bool] = Remembered()  # calls of `nsa_attention` that no check refused
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
 
@@ -56,6 +60,15 @@ def route_for(
     depended on the length would recompile there.
     """
     compiling = torch.compiler.is_compiling()
+    key: tuple[object, ...] | None = None
+    here: tuple[object, ...] = ()
+    if not compiling and type(q) in (Tensor, Parameter) and type(path) is type(fa2) is str:
+        ragged = isinstance(q_start, Tensor)
+        key = (q.shape, q.dtype, num_kv_heads, v_head_dim, num_keys, branches, ragged, path, fa2)
+        key += (whole, sel_block, extras)
+        here = (config, settings.current(), capability_of(str(q.device)))
+        if (known := _ROUTES.get(key, *here)) is not None:
+            return known
     length_rules = None if compiling else config
     problem = Problem(
         batch=q.shape[0],
@@ -81,7 +94,10 @@ def route_for(
         return route.__wrapped__(
             _settings_of_process().request(path, fa2), problem, capability_of(str(q.device))
         )
-    return settings.decide(problem, capability_of(str(q.device)), path=path, fa2=fa2)
+    decision = settings.decide(problem, capability_of(str(q.device)), path=path, fa2=fa2)
+    if key is not None:
+        _ROUTES.put(decision, key, *here)
+    return decision
 
 
 def _select_all_tokens(config: NSAConfig | None, num_keys: int) -> int | None:
@@ -390,20 +406,15 @@ def nsa_attention(
     triton then computes the gradients of all branches together. A gate below 0 would make gradients
     NaN, those of the keys that its row attends to included.
     """
-    checks.config(config)
-    checks.scale(scale)
-    for name, kv in (("kv_cmp", kv_cmp), ("kv_sel", kv_sel), ("kv_win", kv_win)):
-        checks.pair(name, kv)
-        checks.qkv(q, *kv, q_start=q_start)
-    checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
-    checks.gates(gates, q, BRANCHES)
-    checks.sinks(sinks, q, config, BRANCHES)
-    # the keys are cut at the last query below
-    is_whole_sequence = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
-    checks.fixed_selection(
-        config,
-        whole=is_whole_sequence,
-        what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)",
+    is_whole_sequence = _check_call(
+        q,
+        (kv_cmp, kv_sel, kv_win),
+        gates,
+        config=config,
+        q_start=q_start,
+        scale=scale,
+        is_packed=cu_seqlens is not None,
+        sinks=sinks,
     )
     packing = None
     if q.shape[0] == 0 and cu_seqlens is None:
@@ -442,7 +453,10 @@ def nsa_attention(
         whole=is_whole_sequence,
         extras=extras_of(config, return_lse=return_lse),
     )
-    if "cmp" in config.branches or "sel" in config.branches:
+    takes_means = phi_params is None and takes_means_itself(
+        decision, config, *kv_cmp, documents=documents
+    )
+    if not takes_means and config.branches != ("win",):  # compressed keys serve the selection, too
         kv_cmp = compress_kv(
             *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=decision
         )
@@ -457,6 +471,7 @@ def nsa_attention(
         is_whole_sequence=is_whole_sequence,
         nonnegative_gates=nonnegative_gates,
         sinks=sinks,
+        takes_means=takes_means,
     )
     if return_lse:
         o, lse = attend_view_with_lse(q, gates, view, call)
@@ -466,6 +481,54 @@ def nsa_attention(
         return packing.restore(o), packing.restore(lse).masked_fill(outside, -torch.inf)
     o = attend_view(q, gates, view, call)
     return o if packing is None else packing.restore(o)
+
+
+def _check_call(
+    q: Tensor,
+    pairs: tuple[KV, KV, KV],
+    gates: Tensor,
+    *,
+    config: NSAConfig,
+    q_start: int | Tensor,
+    scale: float | None,
+    is_packed: bool,
+    sinks: Tensor | None,
+) -> bool:
+    """Whether a call of `nsa_attention` is of whole sequences; ValueError for one that does not
+    fit. What follows from shapes, dtypes, devices and numbers alone is checked once.
+    """
+    key: tuple[object, ...] | None = None
+    # a tensor's contents may be checked; and what is no plain tensor may have no shape to compare
+    if (
+        type(q_start) is int
+        and sinks is None
+        and (scale is None or type(scale) is float)
+        and not torch.compiler.is_compiling()
+        and all(type(kv) is tuple and len(kv) == 2 for kv in pairs)
+    ):
+        tensors = (q, *pairs[0], *pairs[1], *pairs[2], gates)
+        if all(type(x) in (Tensor, Parameter) for x in tensors):
+            key = (q_start, scale, is_packed, *((x.shape, x.dtype, x.device) for x in tensors))
+            if _CHECKED.get(key, config):
+                return q_start == 0 and not is_packed
+    checks.config(config)
+    checks.scale(scale)
+    for name, kv in zip(("kv_cmp", "kv_sel", "kv_win"), pairs, strict=True):
+        checks.pair(name, kv)
+        checks.qkv(q, *kv, q_start=q_start)
+    checks.same_kv(dict(zip(BRANCHES, pairs, strict=True)))
+    checks.gates(gates, q, BRANCHES)
+    checks.sinks(sinks, q, config, BRANCHES)
+    # the keys are cut at the last query
+    is_whole_sequence = not is_packed and not isinstance(q_start, Tensor) and q_start == 0
+    checks.fixed_selection(
+        config,
+        whole=is_whole_sequence,
+        what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)",
+    )
+    if key is not None:
+        _CHECKED.put(True, key, config)
+    return is_whole_sequence
 
 
 def _with_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
@@ -478,7 +541,23 @@ def _with_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
         return q, q.shape[-1] ** -0.5
     if is_symbolic(scale):
         return q * scale, 1.0
-    return q, scale
+    # as an operator's schema makes of it
+    return q, scale if torch.compiler.is_compiling() else float(scale)
+
+
+def takes_means_itself(
+    route: Route, config: NSAConfig, k: Tensor, v: Tensor, *, documents: Documents | None
+) -> bool:
+    """Whether a call of this Route may be given tokens as K and V of the compressed branch, and
+    takes their means, as `compress_kv` would: `nsa.branches.Call.takes_means`.
+    """
+    return (
+        documents is None  # whose NaN are taken out of the means
+        and config.rotates_before_compression
+        and dispatch.has_kernels_alone(route)
+        and dispatch.fuses_means(route, config, k.shape[1])
+        and not has_transforms()
+    )
 
 
 def compress_kv(

@@ -19,7 +19,16 @@ from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 BROWSER_TESTS = Path(__file__).parent / "browser"
-KERNELS = ("choice", "decode", "interval", "joint_backward", "means", "operator", "selected")
+KERNELS = (
+    "choice",
+    "decode",
+    "interval",
+    "joint_backward",
+    "means",
+    "one_node",
+    "operator",
+    "selected",
+)
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}
 
 # shared CPUs stall for seconds; same inputs, same verdict
