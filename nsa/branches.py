@@ -176,7 +176,7 @@ def _attend_and_sum(
     if joins and plain:
         return _in_one_node(q, gates, view, call, keys_read)
     records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-    with dispatch.plainly() if plain and not records else nullcontext():
+    with dispatch.Plainly() if plain and not records else nullcontext():
         view = _compressed(view, call)
         with torch.no_grad() if joins else nullcontext():
             attended, blocks = _attend_branches(q, view, call, keys_read)

@@ -24,8 +24,8 @@ from nsa.ops import (
 )
 from nsa.ops.interval import compressed as compressed_formula
 from nsa.ops.interval import sliding
+from nsa.ops.operator import Plainly as Plainly
 from nsa.ops.operator import is_plain as is_plain
-from nsa.ops.operator import plainly as plainly
 from nsa.ops.selected import PATHS
 from nsa.routing import DENSE, EXPLICIT, SCORE, BranchRoute, Path, Route
 

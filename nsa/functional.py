@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import pad
 
-from nsa import capability, checks, dispatch, selection, settings
+from nsa import capability, checked, checks, dispatch, selection, settings
 from nsa.branches import Call, attend_view, attend_view_with_lse, nothing
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
@@ -27,13 +27,12 @@ from nsa.documents import Documents, Packing
 from nsa.ops.derivatives import has_transforms, once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.ops.positions import is_symbolic
-from nsa.remembered import Remembered
+from nsa.remembered import ByShape
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-_ROUTES: Remembered[Route] = Remembered()  # of `route_for`
-_CHECKED: Remembered[bool] = Remembered()  # calls of `nsa_attention` that no check refused
+_ROUTES: ByShape[Route] = ByShape()  # of `route_for`
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
 
@@ -406,7 +405,7 @@ def nsa_attention(
     triton then computes the gradients of all branches together. A gate below 0 would make gradients
     NaN, those of the keys that its row attends to included.
     """
-    is_whole_sequence = _check_call(
+    is_whole_sequence = checked.is_whole_sequence(
         q,
         (kv_cmp, kv_sel, kv_win),
         gates,
@@ -481,54 +480,6 @@ def nsa_attention(
         return packing.restore(o), packing.restore(lse).masked_fill(outside, -torch.inf)
     o = attend_view(q, gates, view, call)
     return o if packing is None else packing.restore(o)
-
-
-def _check_call(
-    q: Tensor,
-    pairs: tuple[KV, KV, KV],
-    gates: Tensor,
-    *,
-    config: NSAConfig,
-    q_start: int | Tensor,
-    scale: float | None,
-    is_packed: bool,
-    sinks: Tensor | None,
-) -> bool:
-    """Whether a call of `nsa_attention` is of whole sequences; ValueError for one that does not
-    fit. What follows from shapes, dtypes, devices and numbers alone is checked once.
-    """
-    key: tuple[object, ...] | None = None
-    # a tensor's contents may be checked; and what is no plain tensor may have no shape to compare
-    if (
-        type(q_start) is int
-        and sinks is None
-        and (scale is None or type(scale) is float)
-        and not torch.compiler.is_compiling()
-        and all(type(kv) is tuple and len(kv) == 2 for kv in pairs)
-    ):
-        tensors = (q, *pairs[0], *pairs[1], *pairs[2], gates)
-        if all(type(x) in (Tensor, Parameter) for x in tensors):
-            key = (q_start, scale, is_packed, *((x.shape, x.dtype, x.device) for x in tensors))
-            if _CHECKED.get(key, config):
-                return q_start == 0 and not is_packed
-    checks.config(config)
-    checks.scale(scale)
-    for name, kv in zip(("kv_cmp", "kv_sel", "kv_win"), pairs, strict=True):
-        checks.pair(name, kv)
-        checks.qkv(q, *kv, q_start=q_start)
-    checks.same_kv(dict(zip(BRANCHES, pairs, strict=True)))
-    checks.gates(gates, q, BRANCHES)
-    checks.sinks(sinks, q, config, BRANCHES)
-    # the keys are cut at the last query
-    is_whole_sequence = not is_packed and not isinstance(q_start, Tensor) and q_start == 0
-    checks.fixed_selection(
-        config,
-        whole=is_whole_sequence,
-        what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)",
-    )
-    if key is not None:
-        _CHECKED.put(True, key, config)
-    return is_whole_sequence
 
 
 def _with_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:

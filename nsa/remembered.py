@@ -11,7 +11,7 @@ V = TypeVar("V")
 MOST = 1024  # calls of other shapes, sizes or settings; then all are forgotten
 
 
-class Remembered(Generic[V]):
+class ByShape(Generic[V]):
     """Values by a key and by ``objects``, which never change and whose own hash takes long: those
     count by identity, and live as long as what is remembered of them.
     """

@@ -131,16 +131,18 @@ class _Here(threading.local):
 _HERE = _Here()
 
 
-@contextmanager
-def plainly() -> Iterator[None]:
+class Plainly:
     """In this thread, `call` asks no more whether a call `is_plain`, nor records any gradient: for
     whoever asked for all tensors of several calls, and has the gradient of them.
     """
-    before, _HERE.is_plain = _HERE.is_plain, True
-    try:
-        yield
-    finally:
-        _HERE.is_plain = before
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, _HERE.is_plain = _HERE.is_plain, True
+
+    def __exit__(self, *_: object) -> None:
+        _HERE.is_plain = self._before
 
 
 def _only_sets_a_device() -> bool:

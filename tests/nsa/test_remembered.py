@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import functional, nsa_attention, settings
+from nsa import checked, checks, functional, nsa_attention, settings
 from nsa.config import NSAConfig
-from nsa.remembered import MOST, Remembered
+from nsa.remembered import MOST, ByShape
 from tests.cases import SMALL, randn
 
 
@@ -48,7 +48,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_call_is_refused_after_a_good_one_as_before(name: str) -> None:
-    functional._CHECKED.clear()
+    checked._CHECKED.clear()
     functional._ROUTES.clear()
     texts = []
     for _ in range(2):
@@ -61,19 +61,17 @@ def test_a_wrong_call_is_refused_after_a_good_one_as_before(name: str) -> None:
 
 
 def test_a_good_call_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    functional._CHECKED.clear()
-    checked: list[str] = []
-    gates = functional.checks.gates
-    monkeypatch.setattr(
-        functional.checks, "gates", lambda *x: (checked.append("gates"), gates(*x))[1]
-    )
+    checked._CHECKED.clear()
+    seen: list[str] = []
+    gates = checks.gates
+    monkeypatch.setattr(checks, "gates", lambda *x: (seen.append("gates"), gates(*x))[1])
     for _ in range(3):
         call()
-    assert len(checked) == 1
+    assert len(seen) == 1
     for changed in ({"config": replace(SMALL)}, {"scale": 0.5}, {"q": randn(1, 20, 4, 16, seed=1)}):
         heads = changed["q"].shape[2] if "q" in changed else 2
         call(**changed, gates=torch.full((1, 20, heads, 3), 0.5))
-    assert len(checked) == 4
+    assert len(seen) == 4
 
 
 def test_what_holds_contents_is_checked_every_time() -> None:
@@ -102,7 +100,7 @@ def test_a_route_is_that_of_the_settings(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_objects_count_by_identity_and_live_on() -> None:
-    kept: Remembered[int] = Remembered()
+    kept: ByShape[int] = ByShape()
     for number in range(50):  # were one let go, another might take its place
         assert kept.get("key", [number]) is None
         kept.put(number, "key", [number])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nsa.ops import derivatives
 from nsa.ops.joint_backward.operator import KV, Joined
-from nsa.ops.operator import Gradients, call, is_plain, plainly
+from nsa.ops.operator import Gradients, Plainly, call, is_plain
 
 _CMP_AT = 6  # of k of the compressed branch, among the tensors that a node takes
 
@@ -49,7 +49,7 @@ def attend(
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Callable[[], Ran], *tensors: Tensor) -> Tensor:
-        with plainly():
+        with Plainly():
             ran = run()
             o: Tensor = call("joined", *ran.joined)
         gates, q, kv, blocks, saved, q_starts, first, *ctx.options = ran.joined
@@ -64,7 +64,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> Any:
         kept = ctx.saved_tensors  # once: a checkpoint gives each of them no second time
         # a compiler of backwards sees operators
-        with plainly() if is_plain(do, *kept) else nullcontext():
+        with Plainly() if is_plain(do, *kept) else nullcontext():
             if not torch.is_grad_enabled():
                 return _gradients(ctx, do, kept)
             with torch.no_grad():
