@@ -17,7 +17,7 @@ from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
 from nsa.decode import KV, NSACache, View, check_cache
 from nsa.documents import Documents
-from nsa.functional import compress_kv, route_for
+from nsa.functional import compress_kv, route_for, takes_means_itself
 from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
 from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import gathered_rows
@@ -162,9 +162,13 @@ class NSAAttention(nn.Module):
             o = nothing(q, k_cmp, k_rotated, v, gates, *learned, dim=self.v_head_dim)
             return self.o_proj(o.flatten(2))
         is_whole_sequence = cache is None and layout.packing is None
+        takes_means = False
         if cache is None:
             route = self._route(q, q.shape[1], whole=is_whole_sequence)
-            view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route)
+            takes_means = takes_means_itself(
+                route, self.config, *kv_cmp, documents=layout.documents
+            )
+            view = self._view_of_tokens(kv_cmp, kv_sel, kv_win, layout, route, takes_means)
         else:
             checks.no_gradient(q, k, v, gates)
             view = cache.append(
@@ -185,6 +189,7 @@ class NSAAttention(nn.Module):
             is_whole_sequence=is_whole_sequence,
             nonnegative_gates=True,
             sinks=self.sinks,
+            takes_means=takes_means,
         )
         keys_read = None if cache is None else cache.keys_read
         o = attend_view(q, gates, view, call, keys_read=keys_read)
@@ -299,12 +304,14 @@ class NSAAttention(nn.Module):
         )
 
     def _view_of_tokens(
-        self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout, route: Route
+        self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: Layout, route: Route, takes_means: bool
     ) -> View:
         """Whole sequences from position 0, or packed documents: without a cache, the tokens of the
         call are all there is.
         """
-        if self.config.branches != ("win",):  # compressed keys serve the selection, too
+        if not takes_means and self.config.branches != (
+            "win",
+        ):  # compressed keys serve the selection, too
             kv_cmp = self._compress(*kv_cmp, documents=layout.documents, route=route)
         return View(cmp=kv_cmp, sel=kv_sel, win=kv_win, q_start=0, win_start=0)
 

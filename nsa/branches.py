@@ -20,8 +20,9 @@ from nsa import checks, chosen_blocks, dispatch, selection, statistics
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import View
 from nsa.documents import Documents, reached, without_poison
-from nsa.ops import key_counts
+from nsa.ops import joint_backward, key_counts
 from nsa.ops.derivatives import has_transforms, once
+from nsa.ops.joint_backward import one_node
 from nsa.routing import DENSE, SCORE, Route
 
 
@@ -32,7 +33,8 @@ class Call:
     ``scale`` of the logits. ``documents``: of a packed batch. ``present`` bool [B or 1, T]: queries
     that hold a token, for the statistics alone; None: all of them. ``is_whole_sequence``: the call
     is of whole sequences that begin at 0, without a cache and not packed. ``nonnegative_gates`` as
-    in `nsa.nsa_attention`.
+    in `nsa.nsa_attention`. ``takes_means``: the view's ``cmp`` holds tokens, of which the call
+    attends to the means.
     """
 
     route: Route
@@ -43,6 +45,7 @@ class Call:
     is_whole_sequence: bool = False
     nonnegative_gates: bool = False
     sinks: Tensor | None = None
+    takes_means: bool = False
 
     def num_full_rows(self, num_keys: int) -> int:
         """Queries at the head of each sequence that choose every block up to their own."""
@@ -168,30 +171,71 @@ def _attend_and_sum(
     config = call.config
     # a cache's window begins elsewhere, and keeps no gradient
     joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
-    with torch.no_grad() if joins else nullcontext():
-        attended, blocks = _attend_branches(q, view, call, keys_read)
-    if joins:
-        assert blocks is not None
-        o = dispatch.join(
-            gates,
-            q,
-            (view.cmp, view.sel, view.win),
-            blocks,
-            attended,
-            config=config,
-            q_start=view.q_start,
-            scale=call.scale,
-            documents=call.documents,
-            num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
-        )
-        return o, attended
-    o = dispatch.combined(
-        call.route,
-        gates,
-        [o for o, *_ in attended],
-        [i for i, b in enumerate(BRANCHES) if b in config.branches],
+    tensors = (gates, q, *view.cmp, *view.sel, *view.win)
+    plain = dispatch.is_plain(*tensors, view.q_start)
+    if joins and plain:
+        return _in_one_node(q, gates, view, call, keys_read)
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    with dispatch.Plainly() if plain and not records else nullcontext():
+        view = _compressed(view, call)
+        with torch.no_grad() if joins else nullcontext():
+            attended, blocks = _attend_branches(q, view, call, keys_read)
+        if joins:
+            return dispatch.join(_joined(q, gates, view, call, attended, blocks)), attended
+        columns = [i for i, b in enumerate(BRANCHES) if b in config.branches]
+        outputs = [o for o, *_ in attended]
+        return dispatch.combined(call.route, gates, outputs, columns), attended
+
+
+def _in_one_node(
+    q: Tensor, gates: Tensor, view: View, call: Call, keys_read: key_counts.KeysRead | None
+) -> tuple[Tensor, list[dispatch.Attended]]:
+    """`_attend_and_sum` with one node of autograd's graph for all of it, the means included."""
+    attended: list[dispatch.Attended] = []
+    gates = gates.to(q.dtype)
+
+    def run() -> one_node.Ran:
+        seen = _compressed(view, call)
+        found, blocks = _attend_branches(q, seen, call, keys_read)
+        attended.extend(found)
+        grid = call.config.cmp_block, call.config.cmp_stride
+        means = (view.cmp[0].shape[1], *grid) if call.takes_means else None
+        return one_node.Ran(_joined(q, gates, seen, call, found, blocks), means)
+
+    return dispatch.in_one_node(run, gates, q, (view.cmp, view.sel, view.win)), attended
+
+
+def _compressed(view: View, call: Call) -> View:
+    """``view`` with compressed keys and values."""
+    if not call.takes_means:
+        return view
+    k, v = view.cmp
+    return View(
+        dispatch.means_of(k, v, call.config), view.sel, view.win, view.q_start, view.win_start
     )
-    return o, attended
+
+
+def _joined(
+    q: Tensor,
+    gates: Tensor,
+    view: View,
+    call: Call,
+    attended: list[dispatch.Attended],
+    blocks: Tensor | None,
+) -> joint_backward.Joined:
+    assert blocks is not None
+    return dispatch.joined(
+        gates,
+        q,
+        (view.cmp, view.sel, view.win),
+        blocks,
+        attended,
+        config=call.config,
+        q_start=view.q_start,
+        scale=call.scale,
+        documents=call.documents,
+        num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+    )
 
 
 def _attend_branches(

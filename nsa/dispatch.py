@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,6 +24,8 @@ from nsa.ops import (
 )
 from nsa.ops.interval import compressed as compressed_formula
 from nsa.ops.interval import sliding
+from nsa.ops.operator import Plainly as Plainly
+from nsa.ops.operator import is_plain as is_plain
 from nsa.ops.selected import PATHS
 from nsa.routing import DENSE, EXPLICIT, SCORE, BranchRoute, Path, Route
 
@@ -214,7 +216,7 @@ def joins(route: Route) -> bool:
     )
 
 
-def join(
+def joined(
     gates: Tensor,
     q: Tensor,
     kv: tuple[joint_backward.KV, joint_backward.KV, joint_backward.KV],
@@ -226,13 +228,13 @@ def join(
     scale: float,
     documents: Documents | None,
     num_full_rows: int,
-) -> Tensor:
-    """`combined` with every gradient, of branches that ran without: ``kv`` and ``attended`` in the
+) -> joint_backward.Joined:
+    """What `join` takes of branches that ran without gradients: ``kv`` and ``attended`` in the
     order of BRANCHES.
     """
     outputs, lse = tuple(o for o, *_ in attended), tuple(x[1] for x in attended if x[1] is not None)
     _, _, *lists = attended[BRANCHES.index("sel")]
-    return joint_backward.attend(
+    return joint_backward.arguments(
         gates,
         q,
         *kv,
@@ -249,6 +251,22 @@ def join(
         first=_first(documents),
         num_full_rows=num_full_rows,
     )
+
+
+def join(joined: joint_backward.Joined) -> Tensor:
+    """`combined` with every gradient."""
+    return joint_backward.attend(joined)
+
+
+def in_one_node(
+    run: Callable[[], joint_backward.one_node.Ran],
+    gates: Tensor,
+    q: Tensor,
+    kv: tuple[joint_backward.KV, joint_backward.KV, joint_backward.KV],
+) -> Tensor:
+    """`join` of what ``run`` calls, with its gradients; ``kv`` as that takes it."""
+    cmp, sel, win = kv
+    return joint_backward.one_node.attend(run, gates, q, cmp=cmp, sel=sel, win=win)
 
 
 def _first(documents: Documents | None) -> Tensor | None:

@@ -15,21 +15,24 @@ from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import pad
 
-from nsa import capability, checks, dispatch, selection, settings
+from nsa import capability, checked, checks, dispatch, selection, settings
 from nsa.branches import Call, attend_view, attend_view_with_lse, nothing
 from nsa.compression import compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents, Packing
-from nsa.ops.derivatives import once
+from nsa.ops.derivatives import has_transforms, once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.ops.positions import is_symbolic
+from nsa.remembered import ByShape
 from nsa.rope import angles, rotate
 from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
 
 F = TypeVar("F", bound=Callable[..., Any])
+_ROUTES: ByShape[Route] = ByShape()  # of `route_for`
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
 
 
@@ -56,6 +59,15 @@ def route_for(
     depended on the length would recompile there.
     """
     compiling = torch.compiler.is_compiling()
+    key: tuple[object, ...] | None = None
+    here: tuple[object, ...] = ()
+    if not compiling and type(q) in (Tensor, Parameter) and type(path) is type(fa2) is str:
+        ragged = isinstance(q_start, Tensor)
+        key = (q.shape, q.dtype, num_kv_heads, v_head_dim, num_keys, branches, ragged, path, fa2)
+        key += (whole, sel_block, extras)
+        here = (config, settings.current(), capability_of(str(q.device)))
+        if (known := _ROUTES.get(key, *here)) is not None:
+            return known
     length_rules = None if compiling else config
     problem = Problem(
         batch=q.shape[0],
@@ -81,7 +93,10 @@ def route_for(
         return route.__wrapped__(
             _settings_of_process().request(path, fa2), problem, capability_of(str(q.device))
         )
-    return settings.decide(problem, capability_of(str(q.device)), path=path, fa2=fa2)
+    decision = settings.decide(problem, capability_of(str(q.device)), path=path, fa2=fa2)
+    if key is not None:
+        _ROUTES.put(decision, key, *here)
+    return decision
 
 
 def _select_all_tokens(config: NSAConfig | None, num_keys: int) -> int | None:
@@ -390,20 +405,15 @@ def nsa_attention(
     triton then computes the gradients of all branches together. A gate below 0 would make gradients
     NaN, those of the keys that its row attends to included.
     """
-    checks.config(config)
-    checks.scale(scale)
-    for name, kv in (("kv_cmp", kv_cmp), ("kv_sel", kv_sel), ("kv_win", kv_win)):
-        checks.pair(name, kv)
-        checks.qkv(q, *kv, q_start=q_start)
-    checks.same_kv({"cmp": kv_cmp, "sel": kv_sel, "win": kv_win})
-    checks.gates(gates, q, BRANCHES)
-    checks.sinks(sinks, q, config, BRANCHES)
-    # the keys are cut at the last query below
-    is_whole_sequence = cu_seqlens is None and not isinstance(q_start, Tensor) and q_start == 0
-    checks.fixed_selection(
-        config,
-        whole=is_whole_sequence,
-        what="a packed batch or a chunk of a sequence (cu_seqlens, q_start)",
+    is_whole_sequence = checked.is_whole_sequence(
+        q,
+        (kv_cmp, kv_sel, kv_win),
+        gates,
+        config=config,
+        q_start=q_start,
+        scale=scale,
+        is_packed=cu_seqlens is not None,
+        sinks=sinks,
     )
     packing = None
     if q.shape[0] == 0 and cu_seqlens is None:
@@ -442,7 +452,10 @@ def nsa_attention(
         whole=is_whole_sequence,
         extras=extras_of(config, return_lse=return_lse),
     )
-    if "cmp" in config.branches or "sel" in config.branches:
+    takes_means = phi_params is None and takes_means_itself(
+        decision, config, *kv_cmp, documents=documents
+    )
+    if not takes_means and config.branches != ("win",):  # compressed keys serve the selection, too
         kv_cmp = compress_kv(
             *kv_cmp, config=config, phi_params=phi_params, documents=documents, route=decision
         )
@@ -457,6 +470,7 @@ def nsa_attention(
         is_whole_sequence=is_whole_sequence,
         nonnegative_gates=nonnegative_gates,
         sinks=sinks,
+        takes_means=takes_means,
     )
     if return_lse:
         o, lse = attend_view_with_lse(q, gates, view, call)
@@ -478,7 +492,23 @@ def _with_scale(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
         return q, q.shape[-1] ** -0.5
     if is_symbolic(scale):
         return q * scale, 1.0
-    return q, scale
+    # as an operator's schema makes of it
+    return q, scale if torch.compiler.is_compiling() else float(scale)
+
+
+def takes_means_itself(
+    route: Route, config: NSAConfig, k: Tensor, v: Tensor, *, documents: Documents | None
+) -> bool:
+    """Whether a call of this Route may be given tokens as K and V of the compressed branch, and
+    takes their means, as `compress_kv` would: `nsa.branches.Call.takes_means`.
+    """
+    return (
+        documents is None  # whose NaN are taken out of the means
+        and config.rotates_before_compression
+        and dispatch.has_kernels_alone(route)
+        and dispatch.fuses_means(route, config, k.shape[1])
+        and not has_transforms()
+    )
 
 
 def compress_kv(

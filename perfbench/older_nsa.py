@@ -111,6 +111,15 @@ def names_its_operators() -> bool:
     return hasattr(torch.ops.nsa, "selected_reference")
 
 
+def shown_to_observers() -> AbstractContextManager[None]:
+    """While it is open, an operator that runs without PyTorch's dispatcher is seen by every
+    observer, not by a profiler alone; of an older nsa, all go through it.
+    """
+    found = _first(("nsa.ops.operator", "shown_to_observers"))
+    opened: AbstractContextManager[None] = nullcontext() if found is None else found()
+    return opened
+
+
 def workspace_bytes() -> int:
     """What path v2 packs at a time."""
     least = _first(("nsa.ops.selected.v2", "WORKSPACE_BYTES"))

@@ -27,6 +27,7 @@ KERNELS = (
     "joint_backward",
     "lists",
     "means",
+    "one_node",
     "operator",
     "selected",
 )

@@ -78,10 +78,23 @@ def no_double_backward(backward: Callable[..., Gradients]) -> Callable[..., Grad
             input_gradients = backward(ctx, *gradients)
         if not create_graph:
             return input_gradients
-        sources = [x for x in (*gradients, *ctx.saved_tensors) if _is_recorded(x)]
-        return tuple(_refusing(x, sources) for x in input_gradients)
+        return refusing(input_gradients, *gradients, *ctx.saved_tensors)
 
     return wrapped
+
+
+def refusing(gradients: Gradients, *sources: Tensor | None) -> Gradients:
+    """``gradients`` with a graph to those of ``sources`` that have one themselves, along which
+    every derivative is refused.
+    """
+    recorded = [x for x in sources if x is not None and x.requires_grad]
+    return tuple(_refusing(x, recorded) for x in gradients)
+
+
+def refused_at(*sources: Tensor) -> Tensor:
+    """An empty tensor with a graph to ``sources``, along which every derivative is refused."""
+    made: Tensor = _Refused.apply(sources[0].new_empty(0), *sources)  # type: ignore[no-untyped-call]
+    return made
 
 
 def function_of(
@@ -128,12 +141,33 @@ def function_of(
     return made
 
 
+def eager_function_of(
+    name: str,
+    run: Callable[..., Any],
+    save: Callable[..., None],
+    gradients: Callable[..., Gradients],
+) -> Any:
+    """``run`` as a torch.autograd.Function for `apply`; arguments as of `function_of`."""
+
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        output = run(*inputs)
+        save(ctx, inputs, output)
+        return output
+
+    body = {"forward": staticmethod(forward), "backward": staticmethod(gradients)}
+    made: Any = type(name, (torch.autograd.Function,), body)
+    return made
+
+
+def apply(function: Any, *inputs: Any) -> Any:
+    """``function.apply(*inputs)`` of a torch.autograd.Function, where no transform is active, nor
+    any input a tensor of one: without looking for them, which takes half of the time.
+    """
+    return super(torch.autograd.Function, function).apply(*inputs)
+
+
 def _slice(inputs: Sequence[Any], dims: Sequence[int | None], i: int) -> list[Any]:
     return [x if d is None else x.select(d, i) for x, d in zip(inputs, dims, strict=True)]
-
-
-def _is_recorded(x: Tensor | None) -> bool:
-    return x is not None and x.requires_grad
 
 
 def _refusing(gradient: Any, sources: Sequence[Tensor]) -> Any:

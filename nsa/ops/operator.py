@@ -3,24 +3,36 @@ own: a second derivative is an error, never a silent 0.
 
 An operator is opaque to torch.compile. It is defined one layer below `torch.library.custom_op`,
 whose first call imports all of Dynamo, compiled or not.
+
+Where nothing but autograd looks at a call (`is_plain`), an operator runs without PyTorch's
+dispatcher, whose autograd of a library's operator takes the host 150 us a call more than a
+torch.autograd.Function. A profiler sees its name all the same.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 
 from nsa.ops import derivatives
 from nsa.ops.derivatives import Gradients as Gradients
 
 _LIBRARY = torch.library.Library("nsa", "FRAGMENT")
 _FUNCTIONS: dict[str, Any] = {}  # the operators, for transforms
+_RUNS: dict[str, Callable[..., Any]] = {}  # what each operator runs
+_DIFFERENTIABLE: dict[str, Any] = {}  # that, with its gradient
+_NO_GUARD = nullcontext()
+# How many `through_dispatcher` and `shown_to_observers` are open, in any thread: a backward runs in
+# threads of autograd's own.
+_OPEN = {"dispatcher": 0, "observers": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +70,133 @@ def define_operator(
         return
     gradients = derivatives.no_double_backward(backward.gradients)
     _FUNCTIONS[name] = derivatives.function_of(name, operator, backward.save, gradients)
+    _DIFFERENTIABLE[name] = derivatives.eager_function_of(
+        name, functools.partial(run_by_itself, name), backward.save, gradients
+    )
     define_operator(f"{name}_backward", backward.schema, backward.run, backward.fake)
     torch.library.register_autograd(f"nsa::{name}", gradients, setup_context=backward.save)
 
 
 def call(name: str, *inputs: Any) -> Any:
-    """`torch.ops.nsa.NAME` of ``inputs``, in a form that the active transforms take."""
-    if not torch.compiler.is_compiling() and derivatives.has_transforms():
+    """`torch.ops.nsa.NAME` of ``inputs``, in a form that the active transforms take; what it runs,
+    without the dispatcher, where `is_plain`.
+    """
+    if torch.compiler.is_compiling():
+        return getattr(torch.ops.nsa, name)(*inputs)
+    if _HERE.is_plain:
+        return run_by_itself(name, *inputs)
+    if derivatives.has_transforms():
         return _FUNCTIONS[name].apply(*inputs)
-    return getattr(torch.ops.nsa, name)(*inputs)
+    if not is_plain(*inputs):
+        return getattr(torch.ops.nsa, name)(*inputs)
+    if name not in _DIFFERENTIABLE or not _is_recorded(inputs):
+        return run_by_itself(name, *inputs)
+    if any(isinstance(x, list) for x in inputs):  # a Function records no lists
+        return getattr(torch.ops.nsa, name)(*inputs)
+    return derivatives.apply(_DIFFERENTIABLE[name], *inputs)
+
+
+def is_plain(*inputs: object) -> bool:
+    """Whether only autograd looks at a call of ``inputs``, so that no operator need be seen: eager,
+    on tensors of PyTorch's own class with memory, and no transform, tracer or mode is active.
+
+    A mode (of `torch.utils._python_dispatch` or `torch.overrides`: fake tensors, counters of flops,
+    selective checkpointing) sees what goes through the dispatcher, so it gets operators. The mode
+    of `torch.set_default_device` looks at none.
+    """
+    if torch.compiler.is_compiling() or derivatives.has_transforms() or _OPEN["dispatcher"]:
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch._C._get_tracing_state() is not None:
+        return False
+    if torch._C._len_torch_function_stack() and not _only_sets_a_device():
+        return False
+    is_wrapper = torch._C._functorch.is_functorch_wrapped_tensor  # it may outlive its transform
+    for x in inputs:
+        kind = type(x)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            if not (x.is_cuda or x.is_cpu) or is_wrapper(x):  # type: ignore[attr-defined,arg-type]
+                return False
+        elif kind is list:
+            if not is_plain(*x):  # type: ignore[misc]
+                return False
+        elif isinstance(x, Tensor):
+            return False
+    return True
+
+
+class _Here(threading.local):
+    is_plain = False
+
+
+_HERE = _Here()
+
+
+class Plainly:
+    """In this thread, `call` asks no more whether a call `is_plain`, nor records any gradient: for
+    whoever asked for all tensors of several calls, and has the gradient of them.
+    """
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before, _HERE.is_plain = _HERE.is_plain, True
+
+    def __exit__(self, *_: object) -> None:
+        _HERE.is_plain = self._before
+
+
+def _only_sets_a_device() -> bool:
+    stack = torch.overrides._get_current_function_mode_stack()
+    return all(type(mode) is DeviceContext for mode in stack)
+
+
+def _is_recorded(inputs: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and any(
+        _is_recorded(tuple(x)) if isinstance(x, list) else isinstance(x, Tensor) and x.requires_grad
+        for x in inputs
+    )
+
+
+def run_by_itself(name: str, *inputs: Any) -> Any:
+    """What `torch.ops.nsa.NAME` runs, without the dispatcher and without a gradient; under its name
+    where a profiler runs or `shown_to_observers` is open.
+    """
+    run = _RUNS[name]
+    if _OPEN["observers"]:
+        with torch.profiler.record_function(f"nsa::{name}"):
+            return run(*inputs)
+    if torch._C._autograd._profiler_enabled():
+        with torch._C._profiler._RecordFunctionFast(f"nsa::{name}"):
+            return run(*inputs)
+    return run(*inputs)
+
+
+@contextmanager
+def through_dispatcher() -> Iterator[None]:
+    """Every operator of the process goes through PyTorch's dispatcher, as under a mode: for
+    comparisons.
+    """
+    with _opened("dispatcher"):
+        yield
+
+
+@contextmanager
+def shown_to_observers() -> Iterator[None]:
+    """Operators that run without the dispatcher bear their names for every observer, such as
+    `torch.profiler.ExecutionTraceObserver`, whose presence PyTorch does not tell; a profiler needs
+    this not. Some 20 us an operator.
+    """
+    with _opened("observers"):
+        yield
+
+
+@contextmanager
+def _opened(what: str) -> Iterator[None]:
+    _OPEN[what] += 1
+    try:
+        yield
+    finally:
+        _OPEN[what] -= 1
 
 
 def define_formula(name: str, schema: str, run: Callable[..., Any]) -> None:
@@ -89,7 +219,7 @@ def is_transformed() -> bool:
 def device_guard(device: torch.device) -> AbstractContextManager[object]:
     """Makes ``device`` the current one where it is another GPU: Triton launches on the current."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _NO_GUARD
     return torch.cuda.device(device)
 
 
@@ -98,7 +228,9 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(run)
     def guarded(*arguments: Any, **options: Any) -> Any:
-        first = next(x for x in map(_first_tensor, arguments) if x is not None)
+        first = arguments[0]
+        if not isinstance(first, Tensor):
+            first = next(x for x in map(_first_tensor, arguments) if x is not None)
         with device_guard(first.device):
             return run(*arguments, **options)
 
@@ -113,7 +245,8 @@ def _first_tensor(argument: object) -> Tensor | None:
 
 def _define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     torch.library.define(f"nsa::{name}", schema, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(f"nsa::{name}", "default", _on_its_device(run))
+    _RUNS[name] = _on_its_device(run)
+    torch.library.impl(f"nsa::{name}", "default", _RUNS[name])
     torch.library.register_fake(f"nsa::{name}", fake)
 
 

@@ -100,7 +100,7 @@ def recorded(work: Callable[[], None]) -> dict[str, int]:
     """As `counted`, of one call of ``work``, without Kineto: that would trace the device during a
     capture, or, begun without a device, trace none later.
     """
-    with TemporaryDirectory(prefix="perfbench-") as folder:
+    with TemporaryDirectory(prefix="perfbench-") as folder, older_nsa.shown_to_observers():
         file = Path(folder) / "operators.json"
         observer = ExecutionTraceObserver().register_callback(str(file))
         observer.start()

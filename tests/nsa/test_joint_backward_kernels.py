@@ -51,13 +51,13 @@ def call(*given: Tensor, **options: Any) -> Tensor:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Notes each use of the operator that joins the branches."""
     notes: list[str] = []
-    attend = joint_backward.attend
+    arguments = joint_backward.arguments
 
-    def noted(*x: Any, **options: Any) -> Tensor:
+    def noted(*x: Any, **options: Any) -> joint_backward.Joined:
         notes.append("joined")
-        return attend(*x, **options)
+        return arguments(*x, **options)
 
-    monkeypatch.setattr(joint_backward, "attend", noted)
+    monkeypatch.setattr(joint_backward, "arguments", noted)
     return notes
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from nsa.ops.operator import Backward, Gradients, call, define_operator, int_and_tensor
 
 KV = tuple[Tensor, Tensor]
+Joined = tuple[Any, ...]  # the arguments of the operator
 # Few arguments, in lists: torch.library looks at each of a schema's as often as there are any.
 _INPUTS = (
     "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] saved, Tensor? q_starts, Tensor?"
@@ -23,7 +24,7 @@ _INPUTS = (
 _NUM_GRADIENTS = 8  # of gates, of q, of each of kv
 
 
-def attend(
+def arguments(
     gates: Tensor,
     q: Tensor,
     cmp: KV,
@@ -42,9 +43,8 @@ def attend(
     scale: float,
     first: Tensor | None,
     num_full_rows: int,
-) -> Tensor:
-    """gates [B, T, Q, 3] in the order cmp, sel, win -> o [B, T, Q, DV], the sum of gate * output,
-    with every gradient.
+) -> Joined:
+    """What `attend` takes: gates [B, T, Q, 3] in the order cmp, sel, win, and the rest of a call.
 
     ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the
     same q, k and v, as constants, and ``lists`` what the selected one did besides, or an empty
@@ -53,9 +53,13 @@ def attend(
     at, q_starts = int_and_tensor(q_start)
     sizes = [at, block, stride, sel_block, window, num_full_rows]
     kv, saved = [*cmp, *sel, *win], [*outputs, *lse, lists]
-    o: Tensor = call(
-        "joined", gates.to(outputs[0].dtype), q, kv, blocks, saved, q_starts, first, sizes, scale
-    )
+    gates = gates.to(outputs[0].dtype)
+    return gates, q, kv, blocks, saved, q_starts, first, sizes, scale
+
+
+def attend(joined: Joined) -> Tensor:
+    """`arguments` -> o [B, T, Q, DV], the sum of gate * output, with every gradient."""
+    o: Tensor = call("joined", *joined)
     return o
 
 
@@ -128,8 +132,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradients(ctx: Any, do: Tensor) -> Gradients:
-    gates, q, *kv, blocks = ctx.saved_tensors[:9]
-    *saved, q_starts, first = ctx.saved_tensors[9:]
+    kept = ctx.saved_tensors  # once: a checkpoint gives each of them no second time
+    gates, q, *kv, blocks = kept[:9]
+    *saved, q_starts, first = kept[9:]
     dgates, dq, *dkv = call(
         "joined_backward", do, gates, q, kv, blocks, saved, q_starts, first, *ctx.options
     )

@@ -18,7 +18,6 @@ _SCHEMA = (
 )
 
 
-@torch.no_grad()
 def choose(
     q: Tensor,
     k_cmp: Tensor,
