@@ -27,7 +27,17 @@ from nsa.ops.derivatives import once
 from nsa.ops.interval.compressed import log_sum_exp
 from nsa.ops.positions import is_symbolic
 from nsa.rope import angles, rotate
-from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
+from nsa.routing import (
+    SCORE,
+    Capability,
+    Problem,
+    Request,
+    Route,
+    extras_of,
+    kept_tokens_of,
+    route,
+    scores_of,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 PhiParams = tuple[Mapping[str, Tensor] | None, Mapping[str, Tensor] | None] | None  # of K and of V
@@ -74,6 +84,8 @@ def route_for(
         scores=None if config is None else scores_of(config),
         sel_block=sel_block if config is None else config.sel_block,
         extras=extras,
+        kept_tokens=None if config is None else kept_tokens_of(config),
+        cmp_stride=None if config is None else config.cmp_stride,
     )
     # the cache of `route` is opaque to the compiler, and so is reading the environment and the
     # machine

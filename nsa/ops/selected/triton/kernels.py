@@ -10,7 +10,7 @@ chunk at a time, which bounds the parts' memory; the chunk is the sort key's hig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from nsa.ops.kernels.common import (
     starts,
     width_class,
 )
+from nsa.ops.kernels.tiles import rows_that_fit, smaller
 from nsa.ops.selected.triton.block_lists import Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
 from nsa.routing.thresholds import SORT_MIN_ROWS
@@ -558,8 +559,16 @@ BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32,
 FULL_WORTH = 8
 
 
-def _of_class(tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
-    return tiles[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
+def _of_class(kernel: str, tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
+    of_class = min(3, width_class(q, DV) + (q.dtype == torch.float32))
+    changes = smaller(kernel, of_class, q.device)
+    return replace(tiles[of_class], **changes) if changes else tiles[of_class]
+
+
+def _backward_tiles(q: Tensor, DV: int, L: int, H: int) -> Tiles:
+    t = _of_class("selected_backward", BACKWARD, q, DV)
+    M = rows_that_fit(t.M, padded(H), padded(L), (padded(q.shape[3]), padded(DV)), q)
+    return t if M == t.M else replace(t, M=M)
 
 
 def _rows_per_chunk(q: Tensor, row_bytes: int) -> int:
@@ -627,7 +636,7 @@ def forward(
             work=q.numel(),
             **FULL,
         )
-    t = tiles or _of_class(FORWARD, q, DV)
+    t = tiles or _of_class("selected_forward", FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     step = _rows_per_chunk(q, G * N * H * DV * q.element_size())
     lists = Lists.of(blocks, J, step, full=full)
@@ -717,7 +726,7 @@ def backward(
     adds = dq is not None
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    t = tiles or _of_class(BACKWARD, q, DV)
+    t = tiles or _backward_tiles(q, DV, L, H)
     M, QS, TILE = t.entries(H, blocks.numel())
     step = _rows_per_chunk(q, G * N * H * D * q.element_size())
     full = rows_in_full(full, T)
