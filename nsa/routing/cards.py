@@ -13,14 +13,17 @@ from dataclasses import dataclass
 class CardClass:
     """``shared_bytes``: most shared memory that one program may take. ``by_descriptors``: whether a
     copy engine (TMA) fetches tiles for multiplies that read them from where it puts them.
+    ``has_tensor_memory``: products gather in a memory of their own, not in registers.
     """
 
     shared_bytes: int
     by_descriptors: bool
+    has_tensor_memory: bool = False
 
 
 _KB = 1024
 HOPPER = CardClass(227 * _KB, True)
+BLACKWELL = CardClass(227 * _KB, True, True)
 # CUDA C++ Programming Guide, technical specifications by compute capability: the most shared memory
 # of a thread block. The kernels were measured with 9.0 alone; they are compiled for the others
 # (tests/nsa/test_tiles.py). Before 9.0 there is no copy engine, and Triton makes ordinary loads of
@@ -32,8 +35,8 @@ CARDS: Mapping[tuple[int, int], CardClass] = {
     (8, 7): CardClass(163 * _KB, False),  # Orin
     (8, 9): CardClass(99 * _KB, False),  # L4, L40S, RTX 4090
     (9, 0): HOPPER,
-    (10, 0): HOPPER,  # B200
-    (10, 3): HOPPER,  # B300
+    (10, 0): BLACKWELL,  # B200
+    (10, 3): BLACKWELL,  # B300
     (12, 0): CardClass(99 * _KB, False),  # RTX 5090
     (12, 1): CardClass(99 * _KB, False),  # GB10
 }

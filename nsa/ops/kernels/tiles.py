@@ -3,7 +3,7 @@
 A kernel's own table, measured on an H200, holds where a card gives 227 KB of shared memory. On the
 others multiplies read their operands from registers, and a program may have 163 KB (A100) or 99 KB:
 what is here was compiled for them and never timed. It fits, spills at most 128 bytes a thread, and
-lets two programs share a multiprocessor where one of at least half the size does.
+where the choice is free, two programs share a multiprocessor.
 """
 
 from __future__ import annotations
@@ -59,14 +59,25 @@ SMALLER: Mapping[int, Mapping[str, tuple[Tile, ...]]] = {
         "by_row": (_KEEP, {"num_warps": 2}, {"num_warps": 4}, _KEEP),
     },
 }
+# Where products gather in tensor memory: a tile of 128 rows spills 352 bytes a thread with the
+# measured 4 warps and 2 stages, and none with these; rows of one query are not multiplied there.
+TENSOR_MEMORY: Mapping[str, tuple[Tile, ...]] = {
+    "selected_backward": (_rows(128, 8), _KEEP, _KEEP, _KEEP),
+    "by_row": (_KEEP, {"num_warps": 2}, {"num_warps": 4}, _KEEP),
+}
 
 
 @lru_cache(maxsize=32)
 def card_at(device: torch.device) -> CardClass:
     """What the card of a tensor's device gives; a CPU stands for the one that was measured."""
+    return card_class(sm_of(device))
+
+
+def sm_of(device: torch.device) -> tuple[int, int] | None:
+    """Its compute capability; None where it is no GPU of NVIDIA's."""
     if device.type != "cuda" or torch.version.hip:
-        return card_class(None)
-    return card_class(torch.cuda.get_device_capability(device))
+        return None
+    return torch.cuda.get_device_capability(device)
 
 
 def smaller(kernel: str, of_class: int, device: torch.device) -> Tile:
@@ -74,11 +85,11 @@ def smaller(kernel: str, of_class: int, device: torch.device) -> Tile:
     nothing, on a card that gives as much as the one that was measured.
     """
     card = card_at(device)
-    for shared_bytes in sorted(SMALLER):
+    table: Mapping[str, tuple[Tile, ...]] = TENSOR_MEMORY if card.has_tensor_memory else {}
+    for shared_bytes in sorted(SMALLER, reverse=True):
         if card.shared_bytes <= shared_bytes:
-            tiles = SMALLER[shared_bytes].get(kernel)
-            return _KEEP if tiles is None else tiles[of_class]
-    return _KEEP
+            table = SMALLER[shared_bytes]
+    return table[kernel][of_class] if kernel in table else _KEEP
 
 
 def rows_that_fit(rows: int, least: int, block: int, dims: tuple[int, int], x: torch.Tensor) -> int:
