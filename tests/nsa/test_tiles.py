@@ -26,12 +26,16 @@ SM = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0)}
 def on(monkeypatch: pytest.MonkeyPatch) -> object:
     """A function that lets this machine's device be a card's; put back at the end."""
 
-    def set_to(sm: tuple[int, int] | None) -> None:
+    def forget() -> None:
         tiles.card_at.cache_clear()
+        tiles.smaller.cache_clear()
+
+    def set_to(sm: tuple[int, int] | None) -> None:
+        forget()
         monkeypatch.setattr(tiles, "sm_of", lambda device: sm)
 
     yield set_to
-    tiles.card_at.cache_clear()
+    forget()
 
 
 @pytest.mark.parametrize(("arch", "shape"), [(89, "d128"), (89, "mla"), (80, "d256"), (100, "d64")])

@@ -80,6 +80,7 @@ def sm_of(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device)
 
 
+@lru_cache(maxsize=256)  # before each launch
 def smaller(kernel: str, of_class: int, device: torch.device) -> Tile:
     """What replaces fields of the measured tile of ``kernel`` and width class ``of_class`` there:
     nothing, on a card that gives as much as the one that was measured.
