@@ -22,8 +22,7 @@ from perfbench.errors import Exit, PerfbenchError, unwritable
 if TYPE_CHECKING:
     from nsa.routing import UserTable
     from perfbench.commands.outcome import Outcome
-    from perfbench.tuning import Machine
-    from perfbench.tuning.decide import TunedRun
+    from perfbench.tuning import Machine, TunedRun
 
 DEFAULT_MODEL = "m7c_125m"
 DEFAULT_BUDGET = "5m"
