@@ -206,6 +206,19 @@ def test_a_shape_that_was_not_measured_takes_the_most_reluctant_entry() -> None:
     assert "not this shape" not in route(Request(table=mine), alike, A100).branch("sel").reason
 
 
+def test_its_own_dtype_outranks_the_other() -> None:
+    half = dataclasses.replace(ENTRY, dtype="float16", triton_min_tokens=4_096)
+    problem = Problem.of(preset("m7c_125m"), batch=1, tokens=3_000, dtype="bfloat16")
+    in_half = dataclasses.replace(problem, dtype="float16")
+    for entries in ((ENTRY, half), (half, ENTRY)):
+        request = Request(table=dataclasses.replace(table(), entries=entries))
+        assert taken(route(request, problem, A100)) == "triton"
+        assert taken(route(request, in_half, A100)) != "triton"
+    # where one alone was measured, it stands for both
+    assert taken(route(Request(table=table(half)), problem, A100)) != "triton"
+    assert taken(route(Request(table=table(ENTRY)), in_half, A100)) == "triton"
+
+
 # The file.
 
 
