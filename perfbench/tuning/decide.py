@@ -299,7 +299,9 @@ def thresholds(tuned: TunedRun) -> tuple[int, int | None] | None:
 
 
 def settings(tuned: TunedRun) -> dict[str, int]:
-    """Environment variables that have the same effect at once; there is none for path triton."""
+    """Environment variables that have the same effect at once; for path triton there is none but
+    NSA_THRESHOLDS, which names a table.
+    """
     decision = next(one for one in tuned.decisions if one.name == "fa2_min_len_win")
     return {"NSA_FA2_MIN_LEN_WIN": _threshold(decision, tuned.lengths)} if decision.judged else {}
 

@@ -73,6 +73,7 @@ def test_what_is_decided_is_written_and_auto_takes_it(
     out, err = capsys.readouterr()
     assert out == (Path(stored()) / "tune.md").read_text(encoding="utf-8")
     assert f"wrote {written()}" in err
+    assert "- your own table, which `auto` reads on this card: `perfbench tune --from" in out
     # the package's own table takes path triton at every length on an H100
     triton = "cmp.triton score.triton sel.triton win.triton"
     wanted = "path=auto, 256 tokens: cmp.triton sel.dense win.dense -> cmp.sdpa sel.dense win.dense"
