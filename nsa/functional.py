@@ -29,7 +29,17 @@ from nsa.ops.interval.compressed import log_sum_exp
 from nsa.ops.positions import is_symbolic
 from nsa.remembered import ByShape
 from nsa.rope import angles, rotate
-from nsa.routing import SCORE, Capability, Problem, Request, Route, extras_of, route, scores_of
+from nsa.routing import (
+    SCORE,
+    Capability,
+    Problem,
+    Request,
+    Route,
+    extras_of,
+    kept_tokens_of,
+    route,
+    scores_of,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ROUTES: ByShape[Route] = ByShape()  # of `route_for`
@@ -86,6 +96,8 @@ def route_for(
         scores=None if config is None else scores_of(config),
         sel_block=sel_block if config is None else config.sel_block,
         extras=extras,
+        kept_tokens=None if config is None else kept_tokens_of(config),
+        cmp_stride=None if config is None else config.cmp_stride,
     )
     # the cache of `route` is opaque to the compiler, and so is reading the environment and the
     # machine

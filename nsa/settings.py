@@ -7,8 +7,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from pathlib import Path as File
 from typing import Any, Generic, TypeVar
 
+from nsa import thresholds_file
 from nsa.config import nearest_name
 from nsa.retired import RETIRED
 from nsa.routing import (
@@ -22,15 +24,18 @@ from nsa.routing import (
     Request,
     Route,
     RouteError,
+    UserTable,
     route,
 )
 
-T = TypeVar("T", bool, int)
+T = TypeVar("T", bool, int, str)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting(Generic[T]):
-    """A value and where it came from: default or environment. None means that it was not set."""
+    """A value and where it came from: default or environment. None means that it was not set, and
+    that there is no default.
+    """
 
     value: T | None = None
     source: str = "default"
@@ -38,7 +43,9 @@ class Setting(Generic[T]):
     @property
     def text(self) -> str | None:
         """The value as the environment would spell it, a flag as 1 or 0."""
-        return None if self.value is None else str(int(self.value))
+        if self.value is None or isinstance(self.value, str):
+            return self.value
+        return str(int(self.value))
 
 
 MEANINGS: Mapping[str, str] = {
@@ -56,6 +63,10 @@ MEANINGS: Mapping[str, str] = {
         "tokens: the same for the compressed branch, which FA-2 serves at no length"
     ),
     "NSA_SEL_RANGES_V2": "0: a request for path=v2 becomes an explicit request for v1",
+    "NSA_THRESHOLDS": (
+        "a file: the table of `perfbench tune --apply` from which path=auto decides, instead of"
+        " nsa/thresholds.json in $XDG_CONFIG_HOME or ~/.config; off: none"
+    ),
     "NSA_STRICT_ASSERTS": (
         "1: check the contents of `blocks` before every selected attention (synchronises)"
     ),
@@ -69,6 +80,8 @@ MEANINGS: Mapping[str, str] = {
         for step, what in TRITON_STEPS.items()
     },
 }
+ENVIRONMENT = "environment"
+TABLE_OFF = "off"
 _TOKENS = ("NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP")
 _TRUE, _FALSE = ("1", "true", "on", "yes"), ("0", "false", "off", "no")
 
@@ -84,6 +97,7 @@ class Settings:
     fa2_min_len_win: Setting[int] = Setting()
     fa2_min_len_cmp: Setting[int] = Setting()
     sel_ranges_v2: Setting[bool] = Setting()
+    thresholds: Setting[str] = Setting()
     strict_asserts: Setting[bool] = Setting()
     nvtx: Setting[bool] = Setting()
     debug_log: Setting[bool] = Setting()
@@ -101,8 +115,15 @@ class Settings:
         return {
             name: setting.text
             for name, setting in self.by_name().items()
-            if setting.text is not None
+            if setting.text is not None and setting.source == ENVIRONMENT
         }
+
+    def user_table(self) -> UserTable | None:
+        """The user's own table, read at the first use; None for none, and for one that cannot be
+        used, which is warned of once.
+        """
+        file = self.thresholds.value
+        return None if file is None or file == TABLE_OFF else _read_table(file)
 
     def is_off(self, step: str) -> bool:
         """Whether ``step``, one of TRITON_STEPS, is turned off; AttributeError for any other."""
@@ -141,6 +162,7 @@ class Settings:
             fa2_cmp="on" if self.use_fa2_cmp.value else AUTO,
             fa2_min_len_win=self.fa2_min_len_win.value or 0,
             off=tuple(step for step in TRITON_STEPS if self.is_off(step)),
+            table=self.user_table(),
         )
 
     def _without_effect(self) -> list[str]:
@@ -158,6 +180,30 @@ class Settings:
             f"{what} (environment) changes nothing for the compressed branch: {STAIRCASE}"
             for what in ineffective
         ]
+
+
+def table_file(environ: Mapping[str, str] = os.environ) -> File:
+    """Where the user's own table is, or would be written; ValueError where it can be nowhere."""
+    named = load(environ).thresholds
+    if named.value == TABLE_OFF:
+        raise ValueError(
+            "NSA_THRESHOLDS=off (environment) allows no table; unset it, or name a file"
+        )
+    found = thresholds_file.default_file(environ) if named.value is None else File(named.value)
+    if found is None:
+        raise ValueError(
+            "got neither XDG_CONFIG_HOME nor HOME (environment), wanted a folder for the table;"
+            " name a file in NSA_THRESHOLDS"
+        )
+    return found
+
+
+def _read_table(file: str) -> UserTable | None:
+    return thresholds_file.read(file)
+
+
+# a compiler that traces a call's routing must not trace into a file
+_read_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _field(name: str) -> str:
@@ -194,11 +240,25 @@ def load(environ: Mapping[str, str]) -> Settings:
                 f"environment variable {name} is not known{nearest_name(name, list(MEANINGS))}"
             )
         if (word := text.strip().lower()) != "":
-            values[_field(name)] = Setting(_parse(name, word, text), "environment")
+            values[_field(name)] = Setting(_parse(name, word, text), ENVIRONMENT)
+    if "thresholds" not in values:
+        file = thresholds_file.default_file(environ)
+        if file is not None and file.is_file():
+            values["thresholds"] = Setting(str(file))
     return Settings(**values)
 
 
-def _parse(name: str, word: str, text: str) -> bool | int:
+def _parse(name: str, word: str, text: str) -> bool | int | str:
+    if name == "NSA_THRESHOLDS":
+        if word in _FALSE:
+            return TABLE_OFF
+        file = File(text.strip()).expanduser()
+        if not file.is_absolute():
+            raise ValueError(
+                f"{name}={text!r} must be off, or an absolute path, since processes have other"
+                f" folders; it means: {MEANINGS[name]}"
+            )
+        return str(file)
     if name in _TOKENS:
         if not (word.isascii() and word.isdigit()):
             raise ValueError(
@@ -235,7 +295,10 @@ def decide(problem: Problem, capability: Capability, *, path: str = AUTO, fa2: s
     NSA_DEBUG_LOG=1 logs it, the first time.
     """
     settings = current()
-    decision = route(settings.request(path, fa2), problem, capability)
+    request = settings.request(path, fa2)
+    decision = route(request, problem, capability)
+    if request.table is not None and capability.sm is not None:
+        thresholds_file.warn_of_other_cards(request.table, capability.device_name, capability.sm)
     if settings.debug_log.value:
         log_route(decision)
     return decision

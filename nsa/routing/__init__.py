@@ -1,7 +1,8 @@
 """Which implementation serves which branch, decided before anything runs.
 
 Pure: no torch, no environment, no try. ``nouns`` is what is asked and answered, ``support`` what
-each provider's kernels can serve, ``thresholds`` what was measured, ``decide`` the decision.
+each provider's kernels can serve, ``thresholds`` and ``user_table`` what was measured, ``speed``
+what `auto` makes of it, ``cards`` what a GPU gives a program, ``decide`` the decision.
 """
 
 from nsa.routing.decide import DENSE_KINDS as DENSE_KINDS
@@ -28,5 +29,8 @@ from nsa.routing.nouns import Request as Request
 from nsa.routing.nouns import Route as Route
 from nsa.routing.nouns import RouteError as RouteError
 from nsa.routing.nouns import extras_of as extras_of
+from nsa.routing.nouns import kept_tokens_of as kept_tokens_of
 from nsa.routing.nouns import scores_of as scores_of
 from nsa.routing.thresholds import MASK_LIMIT_ELEMENTS as MASK_LIMIT_ELEMENTS
+from nsa.routing.user_table import CardEntry as CardEntry
+from nsa.routing.user_table import UserTable as UserTable

@@ -28,6 +28,7 @@ from nsa.routing.nouns import (
     Route,
     RouteError,
 )
+from nsa.routing.speed import speed_of, table_says_of_window
 from nsa.routing.support import (
     fa2_reasons,
     fused_reasons,
@@ -35,7 +36,7 @@ from nsa.routing.support import (
     triton_lacks,
     triton_reasons,
 )
-from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS, TUNED
+from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS
 
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
 ALL_SELECTED = "every block is selected at this length"
@@ -52,7 +53,7 @@ def route(request: Request, problem: Problem, capability: Capability) -> Route:
     rejected: list[Rejected] = []
     notes = list(request.notes)
     routed: list[BranchRoute] = []
-    fused = _takes_triton(request, problem, capability, rejected)
+    fused = _takes_triton(request, problem, capability, rejected, notes)
     if problem.extras:
         _check_extras(request, problem, fused, rejected)
         if not fused:
@@ -171,10 +172,14 @@ def _route_explicit(
 
 
 def _takes_triton(
-    request: Request, problem: Problem, capability: Capability, rejected: list[Rejected]
+    request: Request,
+    problem: Problem,
+    capability: Capability,
+    rejected: list[Rejected],
+    notes: list[str],
 ) -> bool:
     """Whether the Triton kernels serve this call: asked for by name, or the fastest that `auto`
-    knows on this GPU (nsa.routing.thresholds).
+    knows on this GPU (nsa.routing.speed).
     """
     if request.path == Path.TRITON:
         if reasons := triton_reasons(problem, capability):
@@ -184,18 +189,15 @@ def _takes_triton(
     if request.path != AUTO or capability.sm is None:  # the interpreter is for tests
         return False
     reasons = triton_reasons(problem, capability)
-    tuned = TUNED.get(capability.sm)
-    if tuned is None:
-        reasons.append(
-            "nobody has measured whether it is the fastest on SM"
-            f" {capability.sm[0]}.{capability.sm[1]}"
-        )
+    speed = speed_of(request, problem, capability)
     if problem.dtype == "float32":
         reasons.append("in float32 its exact products are for tests")
     if request.fa2 == "on" and "win" not in problem.branches and not request.fa2_from_environment:
         reasons.append("fa2=on was asked for, and there is no window branch for it to serve")
-    if tuned is not None and tuned.triton_min_tokens and problem.k_tokens < tuned.triton_min_tokens:
-        reasons.append(f"fewer than {tuned.triton_min_tokens} keys, where it is not the fastest")
+    if speed.against:
+        reasons.append(speed.against)
+    if speed.note:
+        notes.append(speed.note)
     if reasons:
         rejected.append(Rejected(Path.TRITON.value, "; ".join(reasons)))
     return not reasons
@@ -397,7 +399,7 @@ def _selected_path(
     if request.path != AUTO:
         return Path(request.path), f"path={request.path} was asked for by name"
     if fused:
-        return Path.TRITON, "auto: what nsa.routing.thresholds names for this GPU"
+        return Path.TRITON, speed_of(request, problem, capability).why
     return _auto_path(request, problem, capability, rejected)
 
 
@@ -461,6 +463,8 @@ def _route_window(
             against.append(f"fewer tokens than {minimum}")
         if fa2_request == "on":
             notes.append(f"fa2=on outranks {minimum}, and these are fewer tokens")
+    if fa2_request == AUTO and not request.fa2_min_len_win:
+        against += table_says_of_window(request, problem, capability)
     covers = f"; {ALL_IN_WINDOW}" if request.path == AUTO and problem.window_covers_all else ""
     if _fa2_serves(fa2_request, problem, capability, against, "win", rejected):
         assert capability.fa2_provider is not None

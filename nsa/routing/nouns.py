@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Self
 
 from nsa.config import BRANCHES, ModelConfig, NSAConfig, nearest_name
+from nsa.routing.user_table import UserTable
 
 AUTO = "auto"
 ADAPTIVE = "adaptive"
@@ -132,6 +133,11 @@ def extras_of(config: NSAConfig, *, return_lse: bool = False) -> tuple[str, ...]
     return tuple(extra for extra, is_on in wanted.items() if is_on)
 
 
+def kept_tokens_of(config: NSAConfig) -> int:
+    """Problem.kept_tokens of a call with this config."""
+    return config.num_selected * config.sel_block + config.window
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """The shape of one attention call; ``ragged`` means that rows of the batch begin at different
@@ -143,7 +149,9 @@ class Problem:
     no key out the same as full causal attention of one call.
     ``sel_block``: tokens of a selection block, where the call has some. ``scores``: what keeps the
     fused kernel from choosing the blocks, "" for nothing; None where the call chooses none.
-    ``extras``: of SOFTCAP, SINKS and LSE, what the call wants.
+    ``extras``: of SOFTCAP, SINKS and LSE, what the call wants. ``kept_tokens``: keys that the
+    selected and the window branch leave a query, num_selected * sel_block + window, and
+    ``cmp_stride``, tokens a compressed block further: None where a call of one branch names none.
     """
 
     batch: int
@@ -162,6 +170,8 @@ class Problem:
     scores: str | None = None
     sel_block: int | None = None
     extras: tuple[str, ...] = ()
+    kept_tokens: int | None = None
+    cmp_stride: int | None = None
 
     @classmethod
     def of(
@@ -197,6 +207,8 @@ class Problem:
             scores=scores_of(nsa),
             sel_block=nsa.sel_block,
             extras=extras_of(nsa, return_lse=return_lse),
+            kept_tokens=kept_tokens_of(nsa),
+            cmp_stride=nsa.cmp_stride,
         )
 
     @property
@@ -223,7 +235,8 @@ class Request:
     An argument's fa2=on must find a branch to serve; ``fa2_from_environment`` means one for every
     branch that FA-2 can express, which may be none. ``fa2_win`` and ``fa2_cmp`` are for one branch;
     with fewer keys than ``fa2_min_len_win`` fa2=auto does not take FA-2 for the window. ``off``:
-    steps of path triton that are turned off, in the order of TRITON_STEPS.
+    steps of path triton that are turned off, in the order of TRITON_STEPS. ``table``: the user's
+    own, None for none.
     """
 
     path: str = AUTO
@@ -235,6 +248,7 @@ class Request:
     fa2_cmp: str = AUTO
     fa2_min_len_win: int = 0
     off: tuple[str, ...] = ()
+    table: UserTable | None = None
 
     def __post_init__(self) -> None:
         if self.path not in PATH_REQUESTS:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from nsa.routing.cards import HOPPER, card_class, selected_backward_bytes
 from nsa.routing.nouns import LSE, SINKS, SOFTCAP, Capability, Problem
 from nsa.routing.thresholds import GRID_LIMIT
 
@@ -72,10 +73,34 @@ def triton_reasons(problem: Problem, capability: Capability) -> list[str]:
                 f"a selection block of {block} x {size} {problem.dtype} exceeds"
                 f" {TRITON_MAX_BLOCK_BYTES} bytes"
             )
+    reasons += _too_little_shared_memory(problem, capability)
     reasons += triton_lacks(problem)
     if (group := problem.num_heads // problem.num_kv_heads) > TRITON_MAX_GROUP:
         reasons.append(f"{group} query heads per kv head exceed {TRITON_MAX_GROUP}")
     return reasons
+
+
+def _too_little_shared_memory(problem: Problem, capability: Capability) -> list[str]:
+    """On a card that gives less than the one with which the limits above were found."""
+    shared = card_class(capability.sm).shared_bytes
+    if capability.sm is None or shared >= HOPPER.shared_bytes:
+        return []
+    sizes = (
+        problem.num_heads // problem.num_kv_heads,
+        problem.sel_block or 1,
+        problem.head_dim,
+        problem.v_head_dim,
+    )
+    rows, block, *dims = (max(16, 1 << (n - 1).bit_length()) for n in sizes)
+    element_bytes = 4 if problem.dtype == "float32" else 2
+    needed = selected_backward_bytes(rows, block, dims[0], dims[1], element_bytes)
+    if problem.sel_block is None or needed <= shared:
+        return []
+    return [
+        f"a selection block of {block} x {max(dims)} {problem.dtype} and {rows} query heads take"
+        f" {needed:,} bytes of shared memory in its backward, and SM"
+        f" {capability.sm[0]}.{capability.sm[1]} has {shared:,}"
+    ]
 
 
 def fused_reasons(problem: Problem, capability: Capability) -> list[str]:

@@ -30,12 +30,18 @@ class Tuned:
 
 
 # What `auto` knows of speed, by compute capability; `perfbench tune` measures it anew. On a GPU
-# that is not here, `auto` takes no kernel of ours. (9, 0) rests on `perfbench tune` on an H200
-# (reports/evidence/tune-h200/tune.md): forward and backward of attention, path triton had the
-# least median at every length from 512 tokens on, proved from 2,048. Below that no path is proved
-# to be faster than another there, so the length that would turn `auto` to the second best is not
-# written; decode steps of 2,048 keys were fastest with it, too
+# that is neither here nor in the user's own table it estimates (nsa.routing.speed). (9, 0) rests on
+# `perfbench tune` on an H200 (reports/evidence/tune-h200/tune.md): forward and backward of
+# attention, path triton had the least median at every length from 512 tokens on, proved from 2,048.
+# Below that no path is proved to be faster than another there, so the length that would turn `auto`
+# to the second best is not written; decode steps of 2,048 keys were fastest with it, too
 # (reports/evidence/decode-graph-h200).
 TUNED: Mapping[tuple[int, int], Tuned] = {(9, 0): Tuned(triton_min_tokens=0)}
+# Where nobody measured a card, `auto` takes path triton from where dense attention has this many
+# times as many keys a query: at m7c_125m's sizes 11,300 tokens. Forward and backward crossed with
+# the best dense kernel of an H100 and an H200 at 11,000 (captured) to 20,000 (from Python). Paths
+# of ours that are the alternative are slower than dense ones, so on those two cards 3 is cautious:
+# path triton was the fastest of ours from 512.
+ESTIMATE_MARGIN = 3
 # programs in the second and the third dimension of a CUDA grid; the first holds 2^31 - 1
 GRID_LIMIT = 65_535

@@ -244,11 +244,13 @@ def argv() -> list[str]:
 
 
 def nsa_settings() -> Settings:
-    """What the environment sets for `nsa`; USAGE where a value is not valid."""
+    """What the environment sets for `nsa`, without the table of thresholds of the user's home;
+    USAGE where a value is not valid.
+    """
     import nsa.settings
 
     try:
-        return nsa.settings.current()
+        return nsa.settings.load(nsa.settings.current().given())
     except ValueError as error:
         raise PerfbenchError(Exit.USAGE, str(error)) from None
 

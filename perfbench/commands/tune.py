@@ -1,7 +1,8 @@
 """`perfbench tune`: a matrix of its own measured, or such a run read, and from which lengths which
 path is the fastest.
 
-It changes no code: a person commits the line for nsa/routing/thresholds.py, with the run.
+It changes no code: a person commits the line for nsa/routing/thresholds.py, with the run. With
+--apply it writes the user's own table, which `auto` reads in every process but perfbench's.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+import nsa
 from perfbench.commands import options as opt
-from perfbench.commands.console import print_first, say, warn
+from perfbench.commands.console import print_first, print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError, unwritable
 
 if TYPE_CHECKING:
-    from perfbench.tuning import Machine
+    from nsa.routing import UserTable
+    from perfbench.commands.outcome import Outcome
+    from perfbench.tuning import Machine, TunedRun
 
 DEFAULT_MODEL = "m7c_125m"
 DEFAULT_BUDGET = "5m"
@@ -75,6 +79,17 @@ Out = Annotated[
         show_default=False,
     ),
 ]
+Apply = Annotated[
+    bool,
+    typer.Option(
+        "--apply",
+        help="Write what is decided into your own table, which path=auto reads on this card.",
+    ),
+]
+Show = Annotated[bool, typer.Option("--show", help="Print your own table, and where it lies.")]
+Reset = Annotated[
+    bool, typer.Option("--reset", help="Take what is of this machine's card out of your own table.")
+]
 
 
 def tune(
@@ -88,8 +103,16 @@ def tune(
     out: Out = None,
     source_commit: opt.Commit = None,
     as_json: opt.Json = False,
+    apply: Apply = False,
+    show: Show = False,
+    reset: Reset = False,
 ) -> None:
     """Measure from which lengths which path is the fastest: the table that path=auto reads."""
+    if show or reset:
+        _own_table_alone(apply or stored is not None or (show and reset), show)
+        return
+    if apply:
+        _own_table()  # before minutes of measuring
     if stored is not None:
         measuring = {
             "model": model,
@@ -101,14 +124,14 @@ def tune(
             "source-commit": source_commit,
         }
         _refuse_measuring_options(measuring)
-        _decide(stored, out, as_json)
+        _decide(stored, out, as_json, apply)
     budget_s = opt.seconds(budget or DEFAULT_BUDGET)
     options = opt.RunOptions(opt.argv(), [], resume, budget_s, seed, out or opt.RUNS, source_commit)
     run = _measure(model or DEFAULT_MODEL, lengths, processes or DEFAULT_PROCESSES, options)
-    _decide(run, None, as_json)
+    _decide(run, None, as_json, apply)
 
 
-def _decide(run_path: Path, out: Path | None, as_json: bool) -> NoReturn:
+def _decide(run_path: Path, out: Path | None, as_json: bool, apply: bool) -> NoReturn:
     """Decide from a stored run, write tune.json and tune.md to ``out``, by default next to the run
     file, print one of them and exit.
     """
@@ -128,7 +151,73 @@ def _decide(run_path: Path, out: Path | None, as_json: bool) -> NoReturn:
         texts["tune.json" if as_json else "tune.md"],
         *(partial(_write, path, text) for path, text in files.items()),
     )
+    if apply:
+        _apply(outcome, tuned)
     raise typer.Exit(tuned.exit_code)
+
+
+def _own_table() -> tuple[Path, UserTable | None]:
+    """Where the user's own table is, and what it holds; None where there is none.
+
+    USAGE where there is no place for it, or where the file there is no table: it may be anything.
+    """
+    from nsa.settings import table_file
+    from nsa.thresholds_file import parse
+
+    try:
+        path = table_file()
+        return path, parse(path.read_bytes(), str(path)) if path.exists() else None
+    except OSError as error:
+        problem = f"{path} cannot be read: {error.strerror or error}"
+    except ValueError as error:
+        problem = str(error)
+    raise PerfbenchError(Exit.USAGE, f"{problem}. Next: mend it, or move the file away")
+
+
+def _apply(outcome: Outcome, tuned: TunedRun) -> None:
+    """Write the user's own table from a proved run of this very card, and say what changes; USAGE
+    with every reason for any other run.
+    """
+    from nsa.thresholds_file import kernels_sha256, parse, table_text
+    from perfbench.commands.outcome import matrix_of
+    from perfbench.machine import package_sha256
+    from perfbench.tuning import changes, entry_of, refusals, with_entry
+
+    here = _machine().capability
+    if reasons := refusals(tuned, here, package_sha256(Path(nsa.__file__).parent)):
+        text = f"this run decides no table: {'; '.join(reasons)}"
+        raise PerfbenchError(Exit.USAGE, f"{text}. Next: `perfbench tune --apply` on an idle card")
+    path, before = _own_table()
+    model = matrix_of(outcome.run).model
+    entry = entry_of(tuned, model, kernels_sha256())
+    text = table_text(with_entry(() if before is None else before.entries, entry))
+    after = parse(text.encode(), str(path))
+    _write(path, text, "name a file that you may write in NSA_THRESHOLDS")
+    for line in changes(before, after, model, tuned.lengths, entry, here):
+        say(f"path=auto, {line}")
+
+
+def _own_table_alone(is_mixed: bool, show: bool) -> None:
+    """--show or --reset, which measure nothing."""
+    from nsa.thresholds_file import table_text
+    from perfbench.tuning import shown
+
+    if is_mixed:
+        raise PerfbenchError(
+            Exit.USAGE, "--show and --reset stand alone. Next: give one of them, without others"
+        )
+    path, table = _own_table()
+    if table is None:
+        say(f"there is no table at {path}; `perfbench tune --apply` writes it")
+    elif show:
+        print_text("\n".join([f"{path}, sha256 {table.sha256}", *shown(table)]))
+    else:
+        here = _machine().capability
+        gone = () if here.sm is None else table.of_card(here.device_name, here.sm)
+        if not gone:
+            say(f"{path} holds nothing of {here.device_name}")
+            return
+        _write(path, table_text(tuple(one for one in table.entries if one not in gone)))
 
 
 def _refuse_measuring_options(values: Mapping[str, object]) -> None:
@@ -182,7 +271,9 @@ def _machine() -> Machine:
     return Machine(None if gpu is None else gpu.name, capability_here(fit))
 
 
-def _write(path: Path, text: str) -> None:
+def _write(
+    path: Path, text: str, step: str = "choose a folder that you may write to with --out DIR"
+) -> None:
     from perfbench.records import whole_file
 
     try:
@@ -190,6 +281,5 @@ def _write(path: Path, text: str) -> None:
         with whole_file(path) as partial:
             partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        step = "choose a folder that you may write to with --out DIR"
         raise unwritable(path, error, step) from None
     say(f"wrote {path}")

@@ -13,12 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import nvml
 from perfbench.machine.gpu import GpuHandle, blindness, matches, visible
 from perfbench.records import Environment
+
+if TYPE_CHECKING:
+    from nsa.routing import UserTable
 
 # What changes speed, and what of it names places or output alone.
 SPEED_PREFIXES = (
@@ -62,6 +65,7 @@ SPEED_VARIABLES = frozenset(
 HISTORY_FILE = Path("reports/history.sqlite")
 NO_HISTORY = "none"  # instead of a URL: no history, whatever else is configured
 ARM_KEYS = ("CPU implementer", "CPU part")
+THRESHOLDS, TABLE_OFF = "NSA_THRESHOLDS", "off"  # spelled out: an older nsa knows none
 NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
 
 
@@ -201,13 +205,58 @@ def cpu_count() -> int:
 
 
 def nsa_settings() -> dict[str, str]:
-    """NSA_* settings that the environment gives; an unknown one is a USAGE error."""
+    """NSA_* settings that the environment gives, as a run records and compares them: a table of
+    thresholds by its content, and none for `off`, which is how perfbench measures anyway.
+
+    USAGE for an unknown one, and for a table that cannot be used.
+    """
     from nsa import settings
 
     try:
-        return settings.current().given()
+        given = settings.current().given()
+        file = thresholds_file(given)
+        given.pop(THRESHOLDS, None)
+        if file is not None:
+            given[THRESHOLDS] = f"sha256:{parse_table(file).sha256}"
     except ValueError as error:
         raise PerfbenchError(Exit.USAGE, str(error)) from None
+    return given
+
+
+def thresholds_file(given: Mapping[str, str]) -> str | None:
+    """The table of thresholds that ``given`` NSA_* settings name."""
+    file = given.get(THRESHOLDS)
+    return None if file == TABLE_OFF else file
+
+
+def parse_table(file: str) -> UserTable:
+    """ValueError for one that cannot be read or used."""
+    from nsa.thresholds_file import parse
+
+    try:
+        return parse(Path(file).read_bytes(), file)
+    except OSError as error:
+        raise ValueError(
+            f"{THRESHOLDS}={file} cannot be read: {error.strerror or error}; wanted a table that"
+            " `perfbench tune --apply` wrote, or off"
+        ) from None
+
+
+def without_users_table() -> dict[str, str]:
+    """What a process that measures or plans is given, so that no file in a home changes what it
+    runs: nothing where a table was named, or where this nsa knows none.
+    """
+    from nsa.settings import MEANINGS
+
+    if THRESHOLDS not in MEANINGS or THRESHOLDS in os.environ:
+        return {}
+    return {THRESHOLDS: TABLE_OFF}
+
+
+def _named_table() -> str | None:
+    from nsa import settings
+
+    return thresholds_file(settings.current().given())
 
 
 def collect_environment(
@@ -227,6 +276,7 @@ def collect_environment(
         "cpu_name": cpu_name(),
         "cpu_count": cpu_count(),
         "nsa_settings": nsa_settings(),
+        "thresholds_file": _named_table(),
         "speed_variables": speed_variables(environ),
     }
     if not device.startswith("cuda"):

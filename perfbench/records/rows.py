@@ -143,6 +143,8 @@ class Environment(_Record):
     nsa_settings: dict[str, str] = {}
     # other variables that change speed, e.g. OMP_NUM_THREADS; null in older files
     speed_variables: dict[str, str] | None = None
+    # the user's table of thresholds that NSA_THRESHOLDS named; its digest is among nsa_settings
+    thresholds_file: str | None = None
 
     def fingerprint(self) -> dict[str, str | None]:
         """What must agree before two speeds may be compared; on a CPU how many of them, too, which

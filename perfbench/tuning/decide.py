@@ -284,8 +284,24 @@ def lines(tuned: TunedRun) -> list[str]:
     return [f"{tuned.sm}: Tuned(triton_min_tokens={_threshold(decision, tuned.lengths)}),"]
 
 
+def thresholds(tuned: TunedRun) -> tuple[int, int | None] | None:
+    """(keys from which path triton is taken, and FA-2 for the window: None where that was not
+    judged), as the user's table holds them; None where path triton was not judged.
+    """
+    found = {one.name: one for one in tuned.decisions if one.judged}
+    if "triton_min_tokens" not in found:
+        return None
+    window = found.get("fa2_min_len_win")
+    return (
+        _threshold(found["triton_min_tokens"], tuned.lengths),
+        None if window is None else _threshold(window, tuned.lengths),
+    )
+
+
 def settings(tuned: TunedRun) -> dict[str, int]:
-    """Environment variables that have the same effect at once; there is none for path triton."""
+    """Environment variables that have the same effect at once; for path triton there is none but
+    NSA_THRESHOLDS, which names a table.
+    """
     decision = next(one for one in tuned.decisions if one.name == "fa2_min_len_win")
     return {"NSA_FA2_MIN_LEN_WIN": _threshold(decision, tuned.lengths)} if decision.judged else {}
 

@@ -150,9 +150,11 @@ def _bullet(decision: Decision) -> str:
 def _to_write(tuned: TunedRun) -> list[str]:
     table, variables = lines(tuned), settings(tuned)
     notes = [
-        f"- nsa/routing/thresholds.py, `TUNED`: {code(line)}; no variable of the environment has"
-        " this effect"
-        for line in table
+        "- your own table, which `auto` reads on this card: `perfbench tune --from RUN --apply`"
+        for _ in table
+    ]
+    notes += [
+        f"- the package's, nsa/routing/thresholds.py, `TUNED`: {code(line)}" for line in table
     ]
     notes += [
         f"- at once, for FA-2 in the window: {code(f'{name}={value}')}"

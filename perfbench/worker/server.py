@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from perfbench.machine import give, uuid_sha256, visible_gpu
+from perfbench.machine import give, uuid_sha256, visible_gpu, without_users_table
 from perfbench.records import Job, Replicate, Status, build_validators, failed, utc_now, whole_file
 from perfbench.worker import nsa_version
 from perfbench.worker.clock import Clock, clock_for
@@ -240,7 +240,7 @@ def _child(measure: Measure, message: dict[str, Any], server: int, turn: _Turn) 
         job = Job.model_validate(message["job"])
         from perfbench.records import settings_of  # imports nsa, whose side is known by now
 
-        give(settings_of(job.axes))
+        give({**without_users_table(), **settings_of(job.axes)})
         _write(Path(message["result"]), _measured(measure, job, turn))
         status = 0
     finally:

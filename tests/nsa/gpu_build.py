@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from nsa.ops.gated_sum import kernels as combine
 from nsa.ops.interval import kernels as interval
 from nsa.ops.joint_backward import kernels as joint_backward
-from nsa.ops.kernels import common, products
+from nsa.ops.kernels import common, products, tiles
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import dense_tiles
@@ -183,14 +183,13 @@ def decoding(
 
 def main(arch: int, shape: str) -> None:
     driver.set_active(Absent(arch))
+    tiles.sm_of = lambda device: divmod(arch, 10)
     found: list[tuple[str, int]] = []
     instead_of_launching(found)
     # few queries, loaded without descriptors
     everything(shape, roles=arch == 90 and shape in FORWARD_ROLES)
     common.COPY_MIN_ELEMENTS = 0
-    if arch >= 90 or shape == "A":
-        # Before Hopper descriptors become ordinary loads, in less shared memory than those above:
-        # one shape shows that they do.
+    if arch >= 90:  # before Hopper nothing is loaded by descriptors
         everything(shape)
     decoding(shape)
     if shape == "B":

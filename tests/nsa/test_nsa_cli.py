@@ -97,7 +97,7 @@ def test_explain_prints_the_route_its_reasons_and_what_was_rejected(
         "cmp: sdpa (sdpa, ",
         "sel: v2 (fa2, torch.varlen 2.13.0): auto: ",
         "win: fa2 (fa2, ",
-        "not triton: nobody has measured",
+        "not triton: not measured on this card, and estimated not to pay",
     ):
         assert f"\n{line}" in text
     environment |= {"NSA_USE_FA2": "0", "NSA_USE_FA2_CMP": "0"}

@@ -419,7 +419,7 @@ def test_hooks_pack_what_is_saved() -> None:
             got = both_ways(call, leaves)
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
         counts.append(len(packed))
-    assert counts[0] == counts[1] == 8 + 1 + 6, "gates, q, k and v; blocks; o and lse"
+    assert counts[0] == counts[1] == 8 + 1 + 7, "gates, q, k and v; blocks; o, lse and lists"
 
 
 def test_hooks_on_tensors_and_nodes() -> None:

@@ -32,6 +32,7 @@ from nsa.ops.kernels.common import (
     width_class,
 )
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.tiles import smaller
 from nsa.routing.thresholds import GRID_LIMIT
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
@@ -1232,12 +1233,13 @@ def _grid_kv(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
 
 
 def _tiles_of(kernel: str, q: Tensor, DV: int, width: int | None) -> dict[str, int]:
-    of_class = TILES[kernel][width_class(q, DV)]
+    of_class = width_class(q, DV)
     # fp32 tiles of class 1 are not those that bf16 was measured with: exact products take more
     # registers
     if q.dtype == torch.float32:
-        of_class = TILES[kernel][max(2, width_class(q, DV))]
-    return dict(of_class[width is not None])
+        of_class = max(2, of_class)
+    measured = TILES[kernel][of_class][width is not None]
+    return {**measured, **smaller(f"interval_{kernel}", of_class, q.device)}
 
 
 def forward(

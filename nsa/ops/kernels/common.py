@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from nsa.ops.kernels.tiles import card_at
 from nsa.routing.thresholds import COPY_MIN_ELEMENTS
 from nsa.settings import is_off
 
@@ -76,10 +77,10 @@ def described(
 
     Beyond L and D a tile reads 0. False where ``work``, the elements of q, is less than
     COPY_MIN_ELEMENTS, where the engine cannot take one of the tensors (empty, expanded, or at
-    addresses that are no multiples of 16 bytes), and where a setting turns it off. Before Hopper,
-    Triton makes ordinary loads of it.
+    addresses that are no multiples of 16 bytes), where a setting turns it off, and on cards where
+    it does not pay (nsa.routing.cards).
     """
-    if work < COPY_MIN_ELEMENTS or is_off("copy"):
+    if work < COPY_MIN_ELEMENTS or is_off("copy") or not card_at(tensors[0].device).by_descriptors:
         return list(tensors), False
     made: list[Tensor | TensorDescriptor] = []
     for x in tensors:

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nsa.ops.kernels.common import LOG2E, load_rows, padded, precision, starts
+from nsa.ops.kernels.common import LOG2E, load_rows, padded, precision, starts, width_class
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.tiles import smaller
 
 WARPS, STAGES = 1, 2
 
@@ -121,6 +122,9 @@ def forward(
     """
     (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
     H, J, L = HQ // G, -(-S // sel_block), sel_block
+    tile = {"num_warps": WARPS, "num_stages": STAGES}
+    tile.update(smaller("by_row", min(3, width_class(q, DV)), q.device))
+    tile["num_warps"] = max(tile["num_warps"], padded(H) // 16)
     q0, Q0 = starts(q_start)
     launch(
         nsa_selected_forward_by_row,
@@ -151,6 +155,5 @@ def forward(
         padded(DV),
         Q0 is not None,
         precision(q),
-        num_warps=max(WARPS, padded(H) // 16),
-        num_stages=STAGES,
+        **tile,
     )

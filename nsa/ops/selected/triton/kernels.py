@@ -10,7 +10,7 @@ chunk at a time, which bounds the parts' memory; the chunk is the sort key's hig
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from nsa.ops.kernels.common import (
     width_class,
 )
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.tiles import rows_that_fit, smaller
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton.block_lists import Grid, Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
@@ -593,8 +594,16 @@ BACKWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
 FULL_WORTH = 8
 
 
-def _of_class(tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
-    return tiles[min(3, width_class(q, DV) + (q.dtype == torch.float32))]
+def _of_class(kernel: str, tiles: tuple[Tiles, ...], q: Tensor, DV: int) -> Tiles:
+    of_class = min(3, width_class(q, DV) + (q.dtype == torch.float32))
+    changes = smaller(kernel, of_class, q.device)
+    return replace(tiles[of_class], **changes) if changes else tiles[of_class]
+
+
+def _backward_tiles(q: Tensor, DV: int, L: int, H: int) -> Tiles:
+    t = _of_class("selected_backward", BACKWARD, q, DV)
+    M = rows_that_fit(t.M, padded(H), padded(L), (padded(q.shape[3]), padded(DV)), q)
+    return t if M == t.M else replace(t, M=M)
 
 
 def roles_take(q: Tensor, k: Tensor, v: Tensor, *, sel_block: int, M: int) -> bool:
@@ -729,7 +738,8 @@ def forward(
             work=q.numel(),
             **FULL,
         )
-    t = tiles or _role_tiles(FORWARD_ROLES, q, k, v, L) or _of_class(FORWARD, q, DV)
+    t = tiles or _role_tiles(FORWARD_ROLES, q, k, v, L)
+    t = t or _of_class("selected_forward", FORWARD, q, DV)
     M, QS, TILE = t.entries(H, blocks.numel())
     kernel: Any = nsa_selected_forward
     sizes: tuple[Any, ...] = (padded(L), D, DV, QS, TILE, padded(TILE), M, *tail)
@@ -842,7 +852,7 @@ def backward(
     adds = dq is not None
     dq = q.new_empty(B, T, HQ, D) if dq is None else dq
     q0, Q0 = starts(q_start)
-    t = tiles or _role_tiles(BACKWARD_ROLES, q, k, v, L) or _of_class(BACKWARD, q, DV)
+    t = tiles or _role_tiles(BACKWARD_ROLES, q, k, v, L) or _backward_tiles(q, DV, L, H)
     M, QS, TILE = t.entries(H, blocks.numel())
     kernel: Any = nsa_selected_backward
     options = t.options

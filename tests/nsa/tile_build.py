@@ -1,0 +1,96 @@
+"""Compiles the kernels whose tiles depend on the card, for one that is not here; launches nothing.
+
+Run as `python -m tests.nsa.tile_build ARCH SHAPE`, in a process of its own. Prints a line for each
+build: kernel, bytes of shared memory, bytes that a thread spills, rows of its tile.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton import knobs
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from nsa.ops.interval import kernels as interval
+from nsa.ops.kernels import tiles
+from nsa.ops.scores import kernels as scores
+from nsa.ops.selected.triton import kernels as selected
+from tests.nsa.gpu_build import GEOMETRIES, Absent
+
+# G kv heads, H query heads of each, key and value dim
+SHAPES = {
+    "d64": (2, 6, 64, 64),
+    "d128": (4, 16, 128, 128),
+    "mla": (1, 16, 192, 128),
+    "d256": (2, 8, 256, 256),
+}
+TOKENS = 1024
+# the decode kernels take the same tiles everywhere, and are built by gpu_build
+TILED = (
+    "nsa_interval_forward",
+    "nsa_interval_backward_q",
+    "nsa_interval_backward_kv",
+    "nsa_scores",
+    "nsa_selected_forward",
+    "nsa_selected_backward",
+    "nsa_selected_forward_by_row",
+)
+
+
+def spilled(cubin: bytes) -> int:
+    """Bytes of local memory a thread, which is what does not fit its registers."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(said.split("STACK:")[1].split()[0])
+
+
+def instead_of_launching() -> None:
+    """Every launch of one of TILED builds it and prints a line; others do nothing."""
+    run = JITFunction.run
+
+    def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        name = self.fn.__name__
+        if name not in TILED:
+            return
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        given = dict(zip((one.name for one in self.params), args, strict=False))
+        rows = given.get("M", given.get("BM"))
+        print(name, kernel.metadata.shared, spilled(kernel.asm["cubin"]), rows, flush=True)
+
+    JITFunction.run = build
+
+
+def main(arch: int, shape: str) -> None:
+    driver.set_active(Absent(arch))
+    tiles.sm_of = lambda device: divmod(arch, 10)
+    instead_of_launching()
+    G, H, DK, DV = SHAPES[shape]
+
+    def zeros(heads: int, dim: int) -> Tensor:
+        return torch.zeros(1, TOKENS, heads, dim, dtype=torch.bfloat16)
+
+    q, do, kv = zeros(G * H, DK), zeros(G * H, DV), (zeros(G, DK), zeros(G, DV))
+    lse = torch.zeros(1, TOKENS, G * H)
+    where: dict[str, Any] = {"q_start": 0, "scale": 0.1}
+    for geometry in GEOMETRIES:
+        interval.forward(q, *kv, first=None, **geometry, **where)
+        interval.backward(do, q, *kv, lse, lse, first=None, **geometry, **where)
+    chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "kv_len": TOKENS}
+    blocks = scores.choose(q, kv[0], lse, num_initial=1, num_local=2, first=None, **chosen, **where)
+    for by_row in (True, False):
+        selected.forward(q, *kv, blocks, sel_block=64, by_row=by_row, **where)
+    selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, **where)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
