@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Self
 
 from perfbench.errors import SEVERITY, Exit, worst
 from perfbench.gate.evidence import SPEED_WORDS, WALL, Evidence
@@ -17,7 +19,9 @@ from perfbench.records import (
     FAIL_UNDER_STRICT,
     NOT_APPLICABLE,
     Cell,
+    Replicate,
     Verdict,
+    measured_of,
     short_ids,
     varying_axes,
 )
@@ -51,6 +55,23 @@ class Finding:
     verdict: Verdict
     rule: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step costs beside its wall time: medians over the replicates that were profiled, null
+    where none shows it.
+    """
+
+    device_ms: float | None = None
+    host_ms: float | None = None
+    launches: float | None = None
+
+    @classmethod
+    def of(cls, good: Iterable[Replicate]) -> Self:
+        rows = list(good)
+        found = {name: measured_of(rows, name) for name in ("device_ms", "host_ms", "launches")}
+        return cls(**{name: median(values) for name, values in found.items() if values})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +117,7 @@ class CellVerdict:
     work: tuple[str, ...] = ()  # launches and host syncs that rose, where they decided
     half_pct: float | None = None  # of the 95 % interval of its speed, where nothing was compared
     host_bound: bool = False
+    step: StepCost = StepCost()
 
     @property
     def change(self) -> str:

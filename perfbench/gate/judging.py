@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
+from perfbench.errors import Exit
 from perfbench.gate.boundary import beyond_boundary
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import (
@@ -36,9 +37,18 @@ from perfbench.gate.coverage import (
 )
 from perfbench.gate.hard_rules import WHOLE, ProofIndex, cell_findings
 from perfbench.gate.intervals import bands
-from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
+from perfbench.gate.judgement import (
+    BaselineOrigin,
+    CellVerdict,
+    Finding,
+    Judgement,
+    StepCost,
+    severity,
+    summarise,
+)
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
+from perfbench.gate.step_bounds import bound_findings
 from perfbench.gate.suspicion import mark_suspects, settle_command
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import BaselineProblem, Cell, PlannedCell, Replicate, Run, Verdict
@@ -243,7 +253,10 @@ def _prejudge(
         replicates=len(good),
         spread_pct=range_over_mean_pct(here.tok_per_s),
         reproduce=again,
+        step=StepCost.of(good),
     )
+    if bounds := bound_findings(cell, good, on_gpu=context.proofs.on_gpu):
+        return _First(_beyond_bounds(measured, bounds))
     if reason or base is None:
         return _First(measured)
     stored = base.night_log_sd  # of ln tok/s between sessions
@@ -258,6 +271,17 @@ def _prejudge(
             between_session_sd,
         ),
     )
+
+
+def _beyond_bounds(measured: CellVerdict, found: list[Finding]) -> CellVerdict:
+    """A cell whose speed is true and whose step costs too much: its number is published, and not
+    compared.
+    """
+    reasons = [one.reason for one in found]
+    verdicts = [one.verdict for one in found]
+    if measured.verdict is not None and measured.exit_code is not Exit.OK:
+        verdicts, reasons = [*verdicts, measured.verdict], [*reasons, measured.reason]
+    return replace(measured, verdict=min(verdicts, key=severity), reason="; ".join(reasons))
 
 
 def _uncompared(

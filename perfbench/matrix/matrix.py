@@ -29,6 +29,7 @@ from perfbench.matrix.strict_yaml import Document, read_text
 from perfbench.matrix.trained import blocks_path, trained_of
 from perfbench.records import (
     AXES,
+    BOUNDS,
     MAX_REPLICATES,
     METHOD_VERSION,
     TRAINED,
@@ -299,17 +300,28 @@ def warnings(matrix: Matrix) -> list[str]:
 
 
 def expect_for(matrix: Matrix, cell: Cell) -> Expect:
-    """The union of all rules that match ``cell``."""
+    """The union of all rules that match ``cell``; of several bounds on one number the lowest."""
     matching = [rule for rule in matrix.expect if rule.match.matches(cell)]
     return _expect_of(
         tuple(dict.fromkeys(counter for rule in matching for counter in rule.engaged)),
         tuple(dict.fromkeys(counter for rule in matching for counter in rule.forbidden)),
+        tuple(
+            (name, min(found))
+            for name in BOUNDS
+            if (found := [rule.bounds[name] for rule in matching if name in rule.bounds])
+        ),
     )
 
 
 @lru_cache(maxsize=256)  # cells of one rule share the object
-def _expect_of(engaged: tuple[str, ...], forbidden: tuple[str, ...]) -> Expect:
-    return Expect(engaged=list(engaged), forbidden=list(forbidden))
+def _expect_of(
+    engaged: tuple[str, ...],
+    forbidden: tuple[str, ...],
+    bounds: tuple[tuple[str, float], ...],
+) -> Expect:
+    return Expect.model_validate(
+        {"engaged": list(engaged), "forbidden": list(forbidden), **dict(bounds)}
+    )
 
 
 def policies(matrix: Matrix) -> Policies:

@@ -19,12 +19,14 @@ from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
 from perfbench.older_nsa import steps_off
 from perfbench.records import (
+    BOUNDS,
     TRAINING,
     BranchLine,
     Cell,
     Expect,
     PlannedCell,
     RouteLine,
+    bounds_of,
     settings_of,
     why_not_here,
 )
@@ -95,10 +97,11 @@ def build_plan(
     if refused:
         raise PerfbenchError(Exit.USAGE, _refusal(matrix, refused))
     wrong = _expectations_at_odds(planned)
+    unmeasured = [] if capability.sm is not None else _bounds_of_a_gpu(planned)
     return Plan(
         planned,
         excluded,
-        [*matrices.warnings(matrix), *wrong],
+        [*matrices.warnings(matrix), *wrong, *unmeasured],
         estimate_s(matrix, [cell.axes for cell in planned], capability),
         matrix.measure.processes,
         max((memory.least_bytes(cell.axes, matrix.model) for cell in planned), default=0),
@@ -194,6 +197,15 @@ def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:
                 f" ({', '.join(cell.route.counters)})"
             )
     return found
+
+
+def _bounds_of_a_gpu(planned: list[PlannedCell]) -> list[str]:
+    """Cells of a CPU whose bounds nothing here can be held against."""
+    return [
+        f"{cell.cell_id} will be FAILED: a CPU has no number for {', '.join(names)}"
+        for cell in planned
+        if (names := [name for name in bounds_of(cell.expect) if BOUNDS[name].needs_gpu])
+    ]
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

@@ -42,6 +42,10 @@ class Target(_Section):
     count: int = Field(default=1, ge=1)
     on_mismatch: Literal["refuse", "warn", "skip"] = "refuse"
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu.lower() in ("none", "cpu")
+
 
 class Limits(_Section):
     """``oom``, what a cell that runs out of memory means: a failed cell, after which longer or
@@ -54,11 +58,19 @@ class Limits(_Section):
 
 
 class ExpectSection(_Section):
-    """Routing that cells must show; ``match: {}`` means every cell."""
+    """Routing that cells must show, and the most that a step of them may cost; ``match: {}`` means
+    every cell.
+
+    ``max_launches``: kernels of a step. ``max_host_ms``: to enqueue a step on an idle device.
+    ``max_device_ms``: its kernels, summed.
+    """
 
     match: dict[str, Any]
     engaged: list[str] = []
     forbidden: list[str] = []
+    max_launches: int | None = Field(default=None, ge=1)
+    max_host_ms: float | None = Field(default=None, gt=0)
+    max_device_ms: float | None = Field(default=None, gt=0)
 
 
 class OverrideSection(_Section):

@@ -14,6 +14,7 @@ from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.digests import LINE_KEY
 from perfbench.records.measured import MEASURED
+from perfbench.records.bounds import BOUNDS, bounds_of, measured_of
 from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_path, totalled
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory

@@ -102,10 +102,14 @@ class RouteLine(_Record):
 
 
 class Expect(_Record):
-    """Routing that the matrix demands of a cell."""
+    """What the matrix demands of a cell: its routing, and the most that a step of it may cost."""
 
     engaged: list[str] = []
     forbidden: list[str] = []
+    # Null: no bound, as in older files.
+    max_launches: int | None = Field(default=None, gt=0)  # kernels of a step, on any replicate
+    max_host_ms: float | None = Field(default=None, gt=0)  # median over the replicates
+    max_device_ms: float | None = Field(default=None, gt=0)  # likewise
 
 
 class PlannedCell(_Record):
@@ -321,8 +325,8 @@ class Profile(_Record):
     # kernel names show what the Route names; null where nothing can witness it
     witness_ok: bool | None
     witness: str
-    # what the host takes to enqueue one step, without waiting for the device and without the
-    # profiler; null on a CPU, and in older files
+    # what the host takes to enqueue one step on an idle device, without waiting for it and without
+    # the profiler; a CPU computes in the call, so that there it is the step's. Null in older files
     host_time_s: float | None = None
     # calls of nsa's operators, of SDPA, and 'OPERATOR > CHILD'; of a captured step while it was
     # captured. Empty in older files.

@@ -9,7 +9,15 @@ from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Plan, parse_matrix, policies
-from perfbench.records import Environment, Expect, Manifest, PlannedCell, Source, select_cells
+from perfbench.records import (
+    Environment,
+    Expect,
+    Manifest,
+    PlannedCell,
+    Source,
+    bounds_of,
+    select_cells,
+)
 
 
 def selected(cells: Sequence[PlannedCell], only: Sequence[str]) -> list[PlannedCell]:
@@ -89,6 +97,7 @@ def _expected(expect: Expect) -> str:
         for name, found in (("engaged", expect.engaged), ("forbidden", expect.forbidden))
         if found
     ]
+    parts += [f"{name} {most:g}" for name, most in bounds_of(expect).items()]
     return "; ".join(parts) or "nothing"
 
 

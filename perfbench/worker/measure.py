@@ -369,12 +369,13 @@ def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
             f" {2 * MIN_POINTS - 1} show no slope"
         )
     if not job.profile:
-        absent["profile"] = absent["host_bound"] = (
-            "replicate 0 is profiled (measure.profile: first)"
+        absent |= dict.fromkeys(
+            ("profile", "host_bound", "host_time_s"),
+            "replicate 0 is profiled (measure.profile: first)",
         )
     if job.device == "cpu":
         absent |= dict.fromkeys(
-            ("host_bound", "host_time_s", "peak_memory_bytes", "device_uuid_sha256"),
+            ("host_bound", "peak_memory_bytes", "device_uuid_sha256"),
             "no GPU: measured on the CPU",
         )
     return absent

@@ -20,7 +20,7 @@ from perfbench.records import Kernels, Profile, own_times, table_path, totalled,
 from perfbench.worker import callers, operators
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
-HOST_STEPS, HOST_BUDGET_S = 5, 0.5  # whose enqueueing is timed: fewer where they take that long
+HOST_STEPS, HOST_BUDGET_S = 15, 0.5  # whose enqueueing is timed: fewer where they take that long
 NUM_LONGEST = 12
 NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
@@ -72,7 +72,8 @@ def profile(
     names. ``calls``: the operators that are due, None where they bear no names.
     """
     on_gpu = device == "cuda"
-    host_time_s = _host_time_s(step, before) if on_gpu else None
+    # A CPU computes in the call: it returns when the step is over.
+    host_time_s = _host_time_s(step, before) if on_gpu else step_s
     recorded, wall_s = record(step, device, before)
     kernels, called, by_name = _split(recorded)
     device_time_s = sum(seconds for seconds, _ in kernels.values())
@@ -97,7 +98,10 @@ def profile(
 
 
 def _host_time_s(step: Callable[[], None], before: Callable[[], None] | None) -> float:
-    """Median seconds until ``step`` returns, on an idle device each time."""
+    """Median seconds until ``step`` returns, on an idle device each time.
+
+    Steps that follow one another would wait for a full queue, and their time would be the device's.
+    """
     times_s: list[float] = []
     begin_of_all = time.perf_counter()
     while not times_s or (

@@ -307,6 +307,7 @@ def test_shipped_matrices_are_all_there() -> None:
         "decode-h200",
         "founding-cpu",
         "founding-h200",
+        "host-h200",
         "kernels-b-h200",
         "kernels-h100",
         "kernels-h200",
