@@ -6,7 +6,7 @@ SUSPECT.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -147,7 +147,7 @@ def _confirmed(
 ) -> Outcome:
     from perfbench.commands.outcome import matrix_of
     from perfbench.gate import plan_confirmation
-    from perfbench.runner import PairSpec, base_commits, confirm_cells
+    from perfbench.runner import PairSpec, base_commits, confirm_cells, shared_steps
 
     run, policy = outcome.run, outcome.policy
     plan = plan_confirmation(outcome.judgement)
@@ -163,8 +163,13 @@ def _confirmed(
         policies=policy,
     )
     assert outcome.baseline is not None  # the screen judged by it
-    commits = base_commits(outcome.judgement.to_confirm, outcome.baseline, policy)
+    asked = outcome.judgement.to_confirm
+    shared = shared_steps(run, asked, outcome.baseline, context.repository)
+    commits = base_commits(
+        [cell_id for cell_id in asked if cell_id not in shared], outcome.baseline, policy
+    )
     found = confirm_cells(run, outcome.folder, commits, spec, context)
+    found = replace(found, reasons={**found.reasons, **shared})
     if found.reasons:
         warn(f"not all is confirmed: {found}")
     return outcome.confirmed(found)

@@ -46,6 +46,7 @@ from perfbench.gate.judgement import (
     severity,
     summarise,
 )
+from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
 from perfbench.gate.step_bounds import bound_findings
@@ -131,11 +132,17 @@ def judge(
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)
+    cells = [
+        replace(cell, own=own_line(rows.get(cell.cell_id, []))) if cell.axes.is_own_step else cell
+        for cell in cells
+    ]
     if known is None:  # else what changed says how far the noise reaches
         cells = _with_intervals(cells, rows)
     notes = tuple(unverified(run, *([] if known is None else [known])))
     if known is not None and not mixed:
         notes += (*unwatched(run, known), *unrecorded_settings(run, known))
+    if known is not None:
+        notes += tuple(changed_files(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 
 
@@ -208,7 +215,11 @@ def _prejudge(
     """Hard gates, throttling, and whether there is anything to compare with."""
     again = reproduce(context.run, cell.cell_id)
     axes, base_speed = cell.axes, None if base is None else base.speed
-    whole = context.whole_speeds.get(replace(axes, workload=WHOLE.get(axes.workload, "")))
+    whole = (
+        context.whole_speeds.get(replace(axes, workload=WHOLE[axes.workload]))
+        if axes.workload in WHOLE
+        else None
+    )
     good = usable(rows)
     if hard := cell_findings(cell, rows, whole, context.proofs):
         # No speed next to it: a number is published only with its proof.

@@ -16,12 +16,14 @@ from perfbench.matrix.strict_yaml import Document, Loc
 from perfbench.records import (
     AXES,
     BOUNDS,
+    NOT_APPLICABLE,
     Axis,
     Cell,
     Match,
     Term,
     Value,
     check_axis,
+    is_own_step,
     show_value,
 )
 
@@ -77,6 +79,9 @@ def parse_axes(document: Document, file: MatrixFile) -> dict[str, tuple[Value, .
     }
     for name, axis in AXES.items():
         if name not in values_of:
+            if name == "path" and all(is_own_step(str(one)) for one in values_of["workload"]):
+                values_of[name] = (NOT_APPLICABLE,)
+                continue
             if axis.default is None:
                 document.fail(
                     ("axes",),

@@ -34,6 +34,7 @@ from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
 from perfbench.records.regular_file import read_regular_file
+from perfbench.records.own_step import OwnStepFile, OwnStepLine, is_own_step
 from perfbench.records.trained_blocks import TrainedBlocks, read_trained_blocks
 from perfbench.records.cell_names import cell_of_id, find_cell, shared_axes, short_ids
 from perfbench.records.cell_names import varying_axes

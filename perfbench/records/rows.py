@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import PydanticCustomError, core_schema
 
 from perfbench.records.cells import Cell, Value
+from perfbench.records.own_step import OwnStepFile, OwnStepLine
 from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
@@ -218,6 +219,8 @@ class Manifest(_Record):
     confirmation: ConfirmationPlan | None = None
     # of the cells with selection=trained; null: none has it, and in older files
     trained_blocks: TrainedBlocks | None = None
+    # of the workloads that are a user's own step; none in older files
+    own_steps: list[OwnStepFile] = []
 
 
 class Resumed(_Record):
@@ -475,6 +478,7 @@ class Replicate(_Record):
     # from a compiled graph, times its runs.
     engaged_by: Literal["call", "capture", "graph"] = "call"
     parity: ParityLine | None = None
+    own_step: OwnStepLine | None = None  # null in the harness's own workloads
     step_proof: StepProof | None = None  # null in older files: not recorded
     length_proof: LengthProof | None = None  # likewise; made by replicate 0
     telemetry: Telemetry | None = None

@@ -127,6 +127,9 @@ def _numbers(cell: CellVerdict) -> dict[str, str]:
         "launches": cell.step.launches,
     }
     found |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
+    if cell.own is not None:
+        found["proved"] = "; ".join(cell.own.proved) or "nothing"
+        found["not_proved"] = "; ".join(cell.own.not_proved) or "nothing"
     return found | ({"judged_by": cell.metric} if cell.evidence else {})
 
 

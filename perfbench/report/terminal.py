@@ -98,6 +98,11 @@ def terminal_table(
                         f"  and {left} more {row.verdict}, as the table shows", style=_style_of(row)
                     )
                 )
+        for row in rows:
+            if row.cell.own is not None:
+                proved, open_ = ("; ".join(words) or "nothing" for words in _words_of(row))
+                text = f"  {plain(row.name)}: not proved: {plain(open_)}. Proved: {plain(proved)}"
+                console.print(Text(text, style="yellow" if row.cell.own.not_proved else "dim"))
         if common := shared_axes(row.cell.axes for row in rows):
             console.print(Text(f"every cell: {plain(common)}", style="dim"))
     with console.capture() as below:
@@ -110,6 +115,11 @@ def terminal_table(
     middle = _table(console, rows, head)
     lines = [*above.get().splitlines(), *middle, *below.get().splitlines()]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _words_of(row: Row) -> tuple[list[str], list[str]]:
+    own = row.cell.own
+    return ([], []) if own is None else (own.proved, own.not_proved)
 
 
 def _to_print(rows: list[Row]) -> Iterator[tuple[Row, int]]:

@@ -59,6 +59,14 @@ def check_cells(
         raise PerfbenchError(
             Exit.USAGE, f"{path}: {problem}. Next: undo the change, or start a new run"
         )
+    before_own = {one.workload: one.sha256 for one in manifest.own_steps}
+    for one in plan.own_steps:
+        if before_own.get(one.workload, one.sha256) != one.sha256:
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{path}: {one.file} of workload {one.workload} has changed since the run began."
+                " Next: undo the change, or start a new run",
+            )
     if manifest.matrix_sha256 != matrix.sha256:
         before_text = parse_matrix(
             manifest.matrix_text, f"{path} (its matrix)", trained=manifest.trained_blocks
