@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from nsa.settings import Settings
-from perfbench.commands import app
+from perfbench.commands import app, outcome
+from perfbench.commands.own_code import refuse_stored_step
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline_of_run
 from perfbench.gate.judging import judge
@@ -31,6 +32,8 @@ from perfbench.report import junit, verdict_json
 from perfbench.report.terminal import terminal_table
 from perfbench.runner.ab.checkout import Checkout
 from perfbench.runner.ab.own_sides import shared_steps
+from perfbench.runner.resume import check_cells
+from perfbench.worker import own_measure, profile
 from perfbench.worker.own_step import DeclaredStep, ratios_of
 from perfbench.worker.plugin_object import resolve
 from tests.perfbench import builders as b
@@ -291,6 +294,27 @@ def test_a_step_that_raises_late_and_a_file_with_a_slip_are_named_by_line(home: 
     assert f"SyntaxError: invalid syntax at {home / 'my_step.py'}:1" in row.reason
 
 
+@pytest.mark.parametrize(
+    ("launches", "on_gpu", "ok", "said"),
+    [
+        (2, True, True, "*flash_fwd* (2 launches)"),
+        (1, True, False, "declares 2 launches of *flash_fwd*, the profiler saw 1"),
+        (0, False, None, "nothing that the profiler could see here"),
+    ],
+)
+def test_declared_kernels_are_witnessed_where_there_is_a_device(
+    launches: int, on_gpu: bool, ok: bool | None, said: str
+) -> None:
+    declared = DeclaredStep(lambda: None, 1, kernels={"flash_fwd": 2})
+    kernels = {"flash_fwd_kernel<64>": (1e-3, launches), "add": (1e-6, 9)}
+    seen = profile.Observed(kernels if on_gpu else {}, {}, {}, 0.1, 0.1, 0.1, on_gpu)
+    word = own_measure._Word()
+    found, sentence = own_measure._witness(declared, seen, word)
+    assert found is ok and said in sentence
+    assert word.not_proved == ([] if on_gpu else ["kernels (a CPU launches none)"])
+    assert len(word.proved) == (ok is True)
+
+
 def test_out_of_memory_is_no_fault_of_the_users(home: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         measured(module(home, "def setup(self):\n    raise torch.OutOfMemoryError('CUDA')"))
@@ -379,6 +403,25 @@ def test_each_side_of_a_pair_has_the_step_of_its_own_checkout(tmp_path: Path) ->
     assert Checkout("old", tmp_path, source).own_folder(repository) == repository
 
 
+def test_a_run_whose_step_has_changed_is_not_resumed(home: Path) -> None:
+    before = run_of(home, measured(module(home)))
+    module(home, "more = 1")
+    matrix = load_matrix(home / "mine.yaml")
+    plan = build_plan(matrix, only=[], capability=b.CPU, settings=Settings())
+    with pytest.raises(PerfbenchError, match=r"my_step.py of workload my_step:make has changed"):
+        check_cells(before.manifest, plan, matrix, [], home / "run.jsonl")
+
+
+def test_a_stored_matrix_runs_no_code_of_another_folder(tmp_path: Path) -> None:
+    stored = parse_matrix(MATRIX, str(tmp_path / "mine.yaml"))
+    refuse_stored_step(stored, [ROOT, tmp_path])
+    with pytest.raises(PerfbenchError, match="a stored file chooses no code to run"):
+        refuse_stored_step(stored, [ROOT, tmp_path / "other"])
+    ours = "workload: [forward], path: [v2], fa2: [off]"
+    harmless = MATRIX.replace('workload: ["my_step:make"]', ours) + "model: tiny\n"
+    refuse_stored_step(parse_matrix(harmless, str(tmp_path / "m.yaml")), [ROOT])
+
+
 # --- by the command
 
 
@@ -389,9 +432,10 @@ def test_the_example_is_measured_and_judged_again(
         shutil.copy(ROOT / "examples" / name, tmp_path)
     monkeypatch.chdir(tmp_path)
     few = ["--only", "workload=own_step:mlp", "--out", "runs"]
+    monkeypatch.setattr(outcome, "CHECKOUT", ROOT)
     text = Path("own-step.yaml").read_text().replace("processes: 2", "processes: 1")
     Path("own-step.yaml").write_text(text.replace("min_replicates: 2", "min_replicates: 1"))
-    assert app.invoke(["run", "own-step.yaml", *few]) == Exit.OK
+    assert app.invoke(["run", str(tmp_path / "own-step.yaml"), *few]) == Exit.OK
     (folder,) = Path("runs").iterdir()
     stored = read_run(folder)
     (row,) = stored.replicates
@@ -399,6 +443,14 @@ def test_the_example_is_measured_and_judged_again(
     assert set(row.own_step.comparisons) == {"loss", "weights"}
     assert {one.file for one in stored.manifest.own_steps} == {"own_step.py"}
     capsys.readouterr()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    assert app.invoke(["trace", str(tmp_path / folder), row.cell_id]) == Exit.USAGE
+    assert "a stored file chooses no code to run" in " ".join(capsys.readouterr().err.split())
+    monkeypatch.chdir(tmp_path)
+    assert app.invoke(["trace", str(folder), row.cell_id]) == Exit.OK
+    assert "aten::addmm" in capsys.readouterr().out
     Path("own_step.py").unlink()  # the judge needs no module
     app.invoke(["gate", str(folder), "--json"])
     found = json.loads(capsys.readouterr().out)
