@@ -94,6 +94,12 @@ def explain_cell(
         f"Why: {cell.reason}",
         "",
     ]
+    if cell.own is not None:
+        lines += [
+            f"Not proved: {'; '.join(cell.own.not_proved) or 'nothing'}.",
+            f"Proved: {'; '.join(cell.own.proved) or 'nothing'}.",
+            "",
+        ]
     if planted := run.manifest.injections:
         lines += [f"INJECTED FAULTS, a demonstration: {', '.join(planted)}"]
     lines += [

@@ -20,7 +20,7 @@ from nsa.settings import Settings
 from perfbench.commands import app, outcome
 from perfbench.commands.own_code import refuse_stored_step
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.gate import baseline_of_run
+from perfbench.gate import baseline_of_run, explain_cell
 from perfbench.gate.judging import judge
 from perfbench.gate.own_steps import changed_files
 from perfbench.history.from_run import history_run
@@ -366,6 +366,8 @@ def test_every_output_names_what_is_not_proved(home: Path) -> None:
     page = alone(whole)
     assert "## User's own steps" in page and said in page and "agree with the fp64" not in page
     assert "fastest path of NSA" not in page
+    cell_id = whole.manifest.cells[0].cell_id
+    assert f"Not proved: {said}" in explain_cell(whole, judgement, cell_id, POLICY, None)
     (kept,) = history_run(whole, judgement).cells
     assert f"not proved: {said}" in kept.reason and kept.measured["tok_per_s"].value
 
