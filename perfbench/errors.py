@@ -12,7 +12,7 @@ class Exit(IntEnum):
     INTERNAL = 1
     USAGE = 2  # usage, matrix or policy error
     REGRESSED = 3
-    WRONG_PATH = 4
+    WRONG_PATH = 4  # WRONG_PATH, OVER_BOUND: not what the plan or `expect` says
     NOT_TRUE = 5  # PARITY, IMPOSSIBLE
     FAILED = 6  # FAILED, MISSING
     STRICT = 7  # a warning under --strict

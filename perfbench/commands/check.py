@@ -6,7 +6,7 @@ SUSPECT.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,6 +67,9 @@ def check_and_judge(
     """
     from perfbench.commands.judging import screen
     from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.outcome import matrix_of
+    from perfbench.commands.own_code import refuse_stored_step
+    from perfbench.matrix import step_folder
 
     context = measuring_context(matrix.target, silent=silent)
     if context is None:
@@ -74,6 +77,8 @@ def check_and_judge(
         return None
     warn_of_baseline(matrix, context, by.baseline)
     outcome = screen(measure(matrix, options, context), by.baseline, by.strict)
+    if options.resume is not None:  # what follows takes the run's own matrix
+        refuse_stored_step(matrix_of(outcome.run), [step_folder(matrix.path)])
     if outcome.judgement.to_confirm and not by.no_confirm:
         spent_s = time.monotonic() - by.began
         left_s = None if options.budget_s is None else options.budget_s - spent_s
@@ -147,7 +152,7 @@ def _confirmed(
 ) -> Outcome:
     from perfbench.commands.outcome import matrix_of
     from perfbench.gate import plan_confirmation
-    from perfbench.runner import PairSpec, base_commits, confirm_cells
+    from perfbench.runner import PairSpec, base_commits, confirm_cells, shared_steps
 
     run, policy = outcome.run, outcome.policy
     plan = plan_confirmation(outcome.judgement)
@@ -163,8 +168,13 @@ def _confirmed(
         policies=policy,
     )
     assert outcome.baseline is not None  # the screen judged by it
-    commits = base_commits(outcome.judgement.to_confirm, outcome.baseline, policy)
+    asked = outcome.judgement.to_confirm
+    shared = shared_steps(run, asked, outcome.baseline, context.repository)
+    commits = base_commits(
+        [cell_id for cell_id in asked if cell_id not in shared], outcome.baseline, policy
+    )
     found = confirm_cells(run, outcome.folder, commits, spec, context)
+    found = replace(found, reasons={**found.reasons, **shared})
     if found.reasons:
         warn(f"not all is confirmed: {found}")
     return outcome.confirmed(found)

@@ -66,7 +66,8 @@ def trace_cell(
     that of the run's GPU and matrix; BASELINE where the named one cannot be read. Files go to
     ``out``, by default the run's ``traces``.
     """
-    from perfbench.commands.outcome import folder_of, matrix_of
+    from perfbench.commands.outcome import CHECKOUT, folder_of, matrix_of
+    from perfbench.commands.own_code import refuse_stored_step
     from perfbench.tracing import TRACE_FOLDER, TraceDiff, Tracing, trace_side
 
     if baseline is not None:
@@ -74,6 +75,7 @@ def trace_cell(
     cell_id, runs = _runs(run_path, cell_id, baseline)
     sides = _sides(side, runs, run_path)
     run = runs["b"] if "b" in runs else runs["a"]
+    refuse_stored_step(matrix_of(run), [CHECKOUT, Path.cwd()])
     context, manifest = _context(run), run.manifest
     folder = out or folder_of(run_path) / TRACE_FOLDER
     tracing = Tracing(matrix_of(run), context, manifest.seed, folder, folder, manifest.injections)

@@ -15,6 +15,7 @@ from perfbench.gate.evidence import DEVICE, HOST, Evidence
 from perfbench.gate.explain import explain_cell
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge
+from perfbench.gate.own_steps import files_of
 from perfbench.gate.pair_rows import MeasuredPairs
 from perfbench.gate.screen import judge_by_baseline
 from perfbench.gate.sequential import EARLY_DROP_PCT, LOOKS, PAIRS_PER_BLOCK, base_first

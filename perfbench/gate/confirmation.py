@@ -326,6 +326,8 @@ def verdict_with(
         evidence=outcome.evidence,
         notes=notes,
         work=outcome.work,
+        step=cell.step,
+        own=cell.own,
     )
 
 

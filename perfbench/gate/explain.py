@@ -47,6 +47,10 @@ _NEXT: dict[Verdict, str] = {
     Verdict.WRONG_PATH: (
         "The speed is of other code than planned: `perfbench plan` shows the route and its reasons."
     ),
+    Verdict.OVER_BOUND: (
+        "The speed is true, and a step costs more than `expect` allows: `perfbench trace` shows its"
+        " kernels."
+    ),
     Verdict.PARITY: "The result is wrong; no speed is believed until it agrees with the oracle.",
     Verdict.IMPOSSIBLE: "The clock or the arithmetic is wrong; no speed is believed.",
     Verdict.FAILED: "See the reason and the row's stderr_tail in run.jsonl.",
@@ -90,6 +94,12 @@ def explain_cell(
         f"Why: {cell.reason}",
         "",
     ]
+    if cell.own is not None:
+        lines += [
+            f"Not proved: {'; '.join(cell.own.not_proved) or 'nothing'}.",
+            f"Proved: {'; '.join(cell.own.proved) or 'nothing'}.",
+            "",
+        ]
     if planted := run.manifest.injections:
         lines += [f"INJECTED FAULTS, a demonstration: {', '.join(planted)}"]
     lines += [

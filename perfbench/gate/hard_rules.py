@@ -5,13 +5,14 @@ planned path, possible.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Self
 
 from perfbench.gate import repeats
 from perfbench.gate.clocks import clock_faults
 from perfbench.gate.judgement import Finding, severity
+from perfbench.gate.own_steps import files_of, own_findings, own_path_problems
 from perfbench.matrix import expected_of
 from perfbench.records import (
     EVERYTHING,
@@ -51,6 +52,7 @@ class ProofIndex:
     environment: Environment
     nsa_sha256: str | None = None  # of the measured code; None: not recorded
     resumed_utc: tuple[str, ...] = ()
+    own_files: Mapping[str, str] = field(default_factory=dict)  # of the user's own steps
 
     @classmethod
     def of(cls, run: Run) -> Self:
@@ -75,6 +77,7 @@ class ProofIndex:
             environment,
             run.manifest.source.nsa_sha256,
             tuple(resumed.resumed_utc for resumed in run.resumed),
+            files_of(run),
         )
 
 
@@ -100,7 +103,7 @@ def cell_findings(
         )
         return [Finding(Verdict.MISSING, "no row", text)]
     found = [finding for row in rows for finding in _row_findings(cell, row, proofs)]
-    merged = _merge(found, len(rows)) + _second_witness(rows, proofs)
+    merged = _merge(found, len(rows)) + _second_witness(cell, rows, proofs)
     merged += repeats.findings(rows, proofs.resumed_utc)
     speeds = [
         row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None
@@ -184,9 +187,11 @@ def _served_by(branches: Sequence[BranchLine]) -> list[str]:
     return sorted(f"{b.branch}={b.implementation}/{b.kernel}" for b in branches)
 
 
-def _second_witness(rows: Sequence[Replicate], proofs: ProofIndex) -> list[Finding]:
+def _second_witness(
+    cell: PlannedCell, rows: Sequence[Replicate], proofs: ProofIndex
+) -> list[Finding]:
     """The profiler's word, due once a cell; a cell that did not finish is red by itself and may
-    have died before it.
+    have died before it. Of an own step that declares nothing to see it has none.
     """
     if any(row.status is not Status.OK for row in rows):
         return []
@@ -200,7 +205,8 @@ def _second_witness(rows: Sequence[Replicate], proofs: ProofIndex) -> list[Findi
             )
         ]
     # False is reported with its row
-    if not proofs.on_gpu or any(one.witness_ok is not None for one in profiles):
+    declares_none = cell.axes.is_own_step
+    if not proofs.on_gpu or declares_none or any(one.witness_ok is not None for one in profiles):
         return []
     text = (
         "no second witness: the profiler could not determine which kernels ran"
@@ -210,17 +216,18 @@ def _second_witness(rows: Sequence[Replicate], proofs: ProofIndex) -> list[Findi
 
 
 def _row_findings(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
+    own = cell.axes.is_own_step
     yield from _ended(cell, row)
-    yield from _parity(row)
+    yield from own_findings(cell, row, proofs.own_files) if own else _parity(row)
     if row.profile is not None and row.profile.witness_ok is False:
         yield Finding(
             Verdict.WRONG_PATH, "witness", f"the profiler saw other kernels: {row.profile.witness}"
         )
     if row.status is Status.OK:
-        if problems := path_problems(cell, row):
+        if problems := own_path_problems(cell, row) if own else path_problems(cell, row):
             yield Finding(Verdict.WRONG_PATH, "path", "; ".join(problems))
         yield from _borrowed_proof(cell, row, proofs)
-        yield from _incomplete(row, proofs)
+        yield from _incomplete(row, proofs, needs_physics=not own)
         yield from _card(row, proofs)
         yield from _loaded(row, proofs)
         yield from _arithmetic(row)
@@ -229,13 +236,15 @@ def _row_findings(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> Iter
 
 
 def _ended(cell: PlannedCell, row: Replicate) -> Iterator[Finding]:
-    if row.status in (Status.OK, Status.PARITY):
+    if row.status is Status.OK or (row.status is Status.PARITY and not cell.axes.is_own_step):
         return
     # A reason begins with what happened; of a traceback the last line names the error.
     reason = (row.reason or (row.stderr_tail.strip().splitlines() or [""])[-1]).strip()[
         :REASON_CHARS
     ]
-    if row.status is Status.WRONG_PATH:
+    if row.status is Status.PARITY:
+        yield Finding(Verdict.PARITY, "parity", reason or "differs from the step's own reference")
+    elif row.status is Status.WRONG_PATH:
         yield Finding(Verdict.WRONG_PATH, "path", reason or "; ".join(path_problems(cell, row)))
     else:
         yield Finding(
@@ -314,8 +323,8 @@ def _borrowed_proof(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> It
         )
 
 
-def _incomplete(row: Replicate, proofs: ProofIndex) -> Iterator[Finding]:
-    absent = ["physics (could it be true?)"] if row.physics is None else []
+def _incomplete(row: Replicate, proofs: ProofIndex, *, needs_physics: bool) -> Iterator[Finding]:
+    absent = ["physics (could it be true?)"] if row.physics is None and needs_physics else []
     if proofs.on_gpu and row.telemetry is None:
         absent.append("telemetry (was the card throttled?)")
     if absent:

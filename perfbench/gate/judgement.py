@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Self
 
 from perfbench.errors import SEVERITY, Exit, worst
 from perfbench.gate.evidence import SPEED_WORDS, WALL, Evidence
@@ -17,7 +19,10 @@ from perfbench.records import (
     FAIL_UNDER_STRICT,
     NOT_APPLICABLE,
     Cell,
+    OwnStepLine,
+    Replicate,
     Verdict,
+    measured_of,
     short_ids,
     varying_axes,
 )
@@ -51,6 +56,23 @@ class Finding:
     verdict: Verdict
     rule: str
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """What a step costs beside its wall time: medians over the replicates that were profiled, null
+    where none shows it.
+    """
+
+    device_ms: float | None = None
+    host_ms: float | None = None
+    launches: float | None = None
+
+    @classmethod
+    def of(cls, good: Iterable[Replicate]) -> Self:
+        rows = list(good)
+        found = {name: measured_of(rows, name) for name in ("device_ms", "host_ms", "launches")}
+        return cls(**{name: median(values) for name, values in found.items() if values})
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +118,8 @@ class CellVerdict:
     work: tuple[str, ...] = ()  # launches and host syncs that rose, where they decided
     half_pct: float | None = None  # of the 95 % interval of its speed, where nothing was compared
     host_bound: bool = False
+    step: StepCost = StepCost()
+    own: OwnStepLine | None = None  # what is proved of a user's own step, and what is not
 
     @property
     def change(self) -> str:
@@ -194,7 +218,7 @@ def summarise(
         for verdict in (None, *Verdict)
         if tally[verdict]
     }
-    headline = _headline(code, cells, findings, policy, baseline)
+    headline = _headline(code, cells, findings, policy, baseline) + _not_proved(cells)
     return Judgement(code, headline, cells, findings, policy, strict, baseline, counts, notes)
 
 
@@ -235,11 +259,27 @@ def _headline(
     if any(cell.verdict in FAIL_UNDER_STRICT for cell in cells):
         return _of_cells(FAIL_UNDER_STRICT, "exit 0 (a warning; --strict fails)", cells)
     if baseline is None:
-        return (
-            f"{_too_noisy(cells)}MEASURED, exit 0: {len(cells)} cells ran as planned, each proved"
-            " by parity, route and physics; speed not compared"
-        )
+        own = sum(cell.axes.is_own_step for cell in cells)
+        said = [
+            *(
+                [
+                    f"{len(cells) - own} cells ran as planned, each proved by parity, route and"
+                    " physics"
+                ]
+                if len(cells) > own
+                else []
+            ),
+            *([f"{own} cells of the user's own steps, by what these declare"] if own else []),
+        ]
+        return f"{_too_noisy(cells)}MEASURED, exit 0: {'; '.join(said)}; speed not compared"
     return _green(cells, policy)
+
+
+def _not_proved(cells: list[CellVerdict]) -> str:
+    """What no headline may leave out: of the user's own steps, all that none of them declares."""
+    lines = [cell.own for cell in cells if cell.own is not None and cell.own.not_proved]
+    words = dict.fromkeys(word for line in lines for word in line.not_proved)
+    return f"; not proved of {len(lines)} own steps: {', '.join(words)}" if lines else ""
 
 
 def _too_noisy(cells: list[CellVerdict]) -> str:
@@ -333,7 +373,8 @@ def _named(cell: CellVerdict, cells: list[CellVerdict]) -> str:
 def _name(cell: CellVerdict, cells: list[CellVerdict]) -> str:
     kept = {"path", "seq_len", "workload", *varying_axes(one.axes for one in cells)}
     axes = cell.axes.to_mapping()
-    return short_name({key: value for key, value in axes.items() if key in kept or len(cells) == 1})
+    shown = {key: value for key, value in axes.items() if value != NOT_APPLICABLE}
+    return short_name({key: one for key, one in shown.items() if key in kept or len(cells) == 1})
 
 
 def short_name(axes: Mapping[str, str | int]) -> str:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
+from perfbench.errors import Exit
 from perfbench.gate.boundary import beyond_boundary
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import (
@@ -36,9 +37,19 @@ from perfbench.gate.coverage import (
 )
 from perfbench.gate.hard_rules import WHOLE, ProofIndex, cell_findings
 from perfbench.gate.intervals import bands
-from perfbench.gate.judgement import BaselineOrigin, CellVerdict, Finding, Judgement, summarise
+from perfbench.gate.judgement import (
+    BaselineOrigin,
+    CellVerdict,
+    Finding,
+    Judgement,
+    StepCost,
+    severity,
+    summarise,
+)
+from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
+from perfbench.gate.step_bounds import bound_findings
 from perfbench.gate.suspicion import mark_suspects, settle_command
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import BaselineProblem, Cell, PlannedCell, Replicate, Run, Verdict
@@ -121,11 +132,17 @@ def judge(
     gone = sorted(set(base_cells) & selected - {cell.cell_id for cell in run.manifest.cells})
     cells += [missing(run, policies.of(cell_id), cell_id, base_cells[cell_id]) for cell_id in gone]
     findings += nothing_compared(run, known, cells, findings)
+    cells = [
+        replace(cell, own=own_line(rows.get(cell.cell_id, []))) if cell.axes.is_own_step else cell
+        for cell in cells
+    ]
     if known is None:  # else what changed says how far the noise reaches
         cells = _with_intervals(cells, rows)
     notes = tuple(unverified(run, *([] if known is None else [known])))
     if known is not None and not mixed:
         notes += (*unwatched(run, known), *unrecorded_settings(run, known))
+    if known is not None:
+        notes += tuple(changed_files(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 
 
@@ -198,7 +215,11 @@ def _prejudge(
     """Hard gates, throttling, and whether there is anything to compare with."""
     again = reproduce(context.run, cell.cell_id)
     axes, base_speed = cell.axes, None if base is None else base.speed
-    whole = context.whole_speeds.get(replace(axes, workload=WHOLE.get(axes.workload, "")))
+    whole = (
+        context.whole_speeds.get(replace(axes, workload=WHOLE[axes.workload]))
+        if axes.workload in WHOLE
+        else None
+    )
     good = usable(rows)
     if hard := cell_findings(cell, rows, whole, context.proofs):
         # No speed next to it: a number is published only with its proof.
@@ -243,7 +264,10 @@ def _prejudge(
         replicates=len(good),
         spread_pct=range_over_mean_pct(here.tok_per_s),
         reproduce=again,
+        step=StepCost.of(good),
     )
+    if bounds := bound_findings(cell, good, on_gpu=context.proofs.on_gpu):
+        return _First(_beyond_bounds(measured, bounds))
     if reason or base is None:
         return _First(measured)
     stored = base.night_log_sd  # of ln tok/s between sessions
@@ -258,6 +282,17 @@ def _prejudge(
             between_session_sd,
         ),
     )
+
+
+def _beyond_bounds(measured: CellVerdict, found: list[Finding]) -> CellVerdict:
+    """A cell whose speed is true and whose step costs too much: its number is published, and not
+    compared.
+    """
+    reasons = [one.reason for one in found]
+    verdicts = [one.verdict for one in found]
+    if measured.verdict is not None and measured.exit_code is not Exit.OK:
+        verdicts, reasons = [*verdicts, measured.verdict], [*reasons, measured.reason]
+    return replace(measured, verdict=min(verdicts, key=severity), reason="; ".join(reasons))
 
 
 def _uncompared(

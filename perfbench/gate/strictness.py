@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from perfbench.gate.judgement import Finding
 from perfbench.matrix import GatePolicy, JudgeRules, Policies
-from perfbench.records import Expect, Run, Verdict
+from perfbench.records import BOUNDS, Expect, Run, Verdict
 
 LOWER: Final = "lower"
 HIGHER: Final = "higher"
@@ -184,8 +184,8 @@ def _equal_or_stricter(own: Mapping[str, Any], baseline: Mapping[str, Any]) -> l
 
 
 def _expectations(own: JudgeRules, baseline: JudgeRules) -> list[Loosening]:
-    """Counters that the baseline expected and the matrix no longer does; a cell that is gone is
-    MISSING instead.
+    """Counters that the baseline expected and the matrix no longer does, and bounds that are higher
+    or gone; a cell that is gone is MISSING instead.
     """
     found = []
     for cell, wanted in sorted(baseline.expect.items()):
@@ -197,7 +197,17 @@ def _expectations(own: JudgeRules, baseline: JudgeRules) -> list[Loosening]:
         ):
             if set(then) - set(got):
                 found.append(Loosening(f"expect.{what}", cell, list(got), list(then)))
+        for name in BOUNDS:
+            most, least = getattr(here, name), getattr(wanted, name)
+            if _lower_bound(most, least) != most:
+                found.append(Loosening(f"expect.{name}", cell, most, least))
     return found
+
+
+def _lower_bound(one: float | None, other: float | None) -> float | None:
+    """The stricter of two bounds; None is no bound."""
+    stated = [bound for bound in (one, other) if bound is not None]
+    return min(stated, default=None)
 
 
 def _both_expect(own: JudgeRules, baseline: JudgeRules) -> dict[str, Expect]:
@@ -205,9 +215,13 @@ def _both_expect(own: JudgeRules, baseline: JudgeRules) -> dict[str, Expect]:
     found = {}
     for cell, here in own.expect.items():
         wanted = baseline.expect.get(cell, Expect())
-        joint = Expect(
-            engaged=list(dict.fromkeys([*here.engaged, *wanted.engaged])),
-            forbidden=list(dict.fromkeys([*here.forbidden, *wanted.forbidden])),
+        bounds = {name: _lower_bound(getattr(here, name), getattr(wanted, name)) for name in BOUNDS}
+        joint = Expect.model_validate(
+            {
+                "engaged": list(dict.fromkeys([*here.engaged, *wanted.engaged])),
+                "forbidden": list(dict.fromkeys([*here.forbidden, *wanted.forbidden])),
+                **bounds,
+            }
         )
         if joint != here:
             found[cell] = joint

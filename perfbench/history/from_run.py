@@ -128,12 +128,22 @@ def _cells(run: Run, judgement: Judgement) -> Iterable[HistoryCell]:
             cell.cell_id,
             _axes(cell.axes),
             verdict,
-            cell.reason,
+            _reason(cell),
             cell.reproduce,
             measured,
             configs.get(cell.cell_id),
         )
     yield from _beyond(run, rows, {cell.cell_id for cell in judgement.cells})
+
+
+def _reason(cell: CellVerdict) -> str:
+    """With what is proved of a user's own step, and what is not."""
+    if cell.own is None:
+        return cell.reason
+    open_, proved = (
+        "; ".join(words) or "nothing" for words in (cell.own.not_proved, cell.own.proved)
+    )
+    return f"{cell.reason}; not proved: {open_}; proved: {proved}"
 
 
 def _beyond(

@@ -348,6 +348,8 @@ class TargetLike(Protocol):
     def count(self) -> int: ...
     @property
     def on_mismatch(self) -> str: ...
+    @property
+    def is_cpu(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,7 +372,7 @@ def check_target(
     ENVIRONMENT where it differs and `on_mismatch` is refuse, and under `warn` too where there is no
     GPU at all: nothing could be measured.
     """
-    if target.gpu.lower() in ("none", "cpu"):
+    if target.is_cpu:
         return TargetFit("cpu", None)
     gpus, reason = visible_gpus(module=module, environ=environ)
     wanted = f"{target.count} x {target.gpu}" if target.count > 1 else target.gpu

@@ -110,6 +110,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     can.
     """
     nsa, got = model.nsa, f"workload={cell.workload}"
+    if cell.is_own_step:
+        return None
     if graph := next(
         (f"{name}=on" for name in ("compile", "cuda_graph") if getattr(cell, name) == "on"), None
     ):

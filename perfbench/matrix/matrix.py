@@ -23,12 +23,13 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import rules, strict_yaml
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
 from perfbench.matrix.rules import ExcludeRule, ExpectRule, IncludeRule, OverrideRule
-from perfbench.matrix.schema import Limits, Target, resolve_model, validate
+from perfbench.matrix.schema import NO_MODEL, Limits, Target, resolve_model, validate
 from perfbench.matrix.shipped import MARK, shipped_file, shipped_name
 from perfbench.matrix.strict_yaml import Document, read_text
 from perfbench.matrix.trained import blocks_path, trained_of
 from perfbench.records import (
     AXES,
+    BOUNDS,
     MAX_REPLICATES,
     METHOD_VERSION,
     TRAINED,
@@ -299,17 +300,28 @@ def warnings(matrix: Matrix) -> list[str]:
 
 
 def expect_for(matrix: Matrix, cell: Cell) -> Expect:
-    """The union of all rules that match ``cell``."""
+    """The union of all rules that match ``cell``; of several bounds on one number the lowest."""
     matching = [rule for rule in matrix.expect if rule.match.matches(cell)]
     return _expect_of(
         tuple(dict.fromkeys(counter for rule in matching for counter in rule.engaged)),
         tuple(dict.fromkeys(counter for rule in matching for counter in rule.forbidden)),
+        tuple(
+            (name, min(found))
+            for name in BOUNDS
+            if (found := [rule.bounds[name] for rule in matching if name in rule.bounds])
+        ),
     )
 
 
 @lru_cache(maxsize=256)  # cells of one rule share the object
-def _expect_of(engaged: tuple[str, ...], forbidden: tuple[str, ...]) -> Expect:
-    return Expect(engaged=list(engaged), forbidden=list(forbidden))
+def _expect_of(
+    engaged: tuple[str, ...],
+    forbidden: tuple[str, ...],
+    bounds: tuple[tuple[str, float], ...],
+) -> Expect:
+    return Expect.model_validate(
+        {"engaged": list(engaged), "forbidden": list(forbidden), **dict(bounds)}
+    )
 
 
 def policies(matrix: Matrix) -> Policies:
@@ -327,9 +339,11 @@ def config_sha256(matrix: Matrix, cell_id: str) -> str:
 
     A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts.
     The cell enters by its id: an axis that is added later, at its default, changes no hash. Blocks
-    of a trained model enter by their file's content and the layer, wherever the file lies.
+    of a trained model enter by their file's content and the layer, wherever the file lies. A user's
+    own step enters by its name: its file is code, and code is what a baseline compares.
     """
-    what = {"model": _model_sha256(matrix.model), "cell": cell_id, "method_version": METHOD_VERSION}
+    model = NO_MODEL if matrix.model_name == NO_MODEL else _model_sha256(matrix.model)
+    what = {"model": model, "cell": cell_id, "method_version": METHOD_VERSION}
     if matrix.trained is not None and f"selection={TRAINED}" in cell_id.split(","):
         what["trained_blocks"] = f"{matrix.trained.sha256} layer {matrix.trained.layer}"
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()

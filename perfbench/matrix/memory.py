@@ -32,8 +32,11 @@ CARD_BYTES: Mapping[str, int] = MappingProxyType(
 
 def least_bytes(cell: Cell, model: ModelConfig) -> int:
     """Of one step of ``cell``: queries, keys and values of attention alone; keys and values of
-    all layers in a cache; else what each layer reads, kept for the backward in training.
+    all layers in a cache; else what each layer reads, kept for the backward in training. Nothing is
+    known of a user's own step.
     """
+    if cell.is_own_step:
+        return 0
     tokens, size = cell.batch * cell.seq_len, BYTES_OF[cell.dtype]
     keys = 2 * model.num_kv_heads * model.head_dim
     if cell.workload in ATTENTION or cell.workload in SELECTED:

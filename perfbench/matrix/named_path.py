@@ -27,9 +27,11 @@ def expected_of(cell: Cell, stated: Expect, planned: Iterable[str]) -> Expect:
     else:
         return stated
     forbidden = [name for name in every if name not in allowed]
-    return Expect(
-        engaged=list(dict.fromkeys([*stated.engaged, *engaged])),
-        forbidden=list(dict.fromkeys([*stated.forbidden, *forbidden])),
+    return stated.model_copy(
+        update={
+            "engaged": list(dict.fromkeys([*stated.engaged, *engaged])),
+            "forbidden": list(dict.fromkeys([*stated.forbidden, *forbidden])),
+        }
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from nsa.routing import Capability, Route, RouteError
@@ -17,14 +18,18 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import attention_calls, memory
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
+from perfbench.matrix.own_step import own_steps_of, step_folder
 from perfbench.older_nsa import steps_off
 from perfbench.records import (
+    BOUNDS,
     TRAINING,
     BranchLine,
     Cell,
     Expect,
+    OwnStepFile,
     PlannedCell,
     RouteLine,
+    bounds_of,
     settings_of,
     why_not_here,
 )
@@ -41,6 +46,14 @@ PROOF_S = {"cuda": 20.0, "cpu": 0.5}
 COMPILE_S = 20.0  # of training steps on an H200; what a CPU takes was not measured
 # A process, its CUDA context, 0.3 s of warm-up and 0.3 s of samples.
 SENTINEL_S = {"cuda": 2.5, "cpu": 1.5}
+# Of a user's own step: the harness plans nothing inside it.
+OWN_ROUTE = RouteLine(
+    branches=[],
+    counters=[],
+    notes=[
+        "a user's own step: its code chooses what runs, and what it does not declare is not proved"
+    ],
+)
 END_S = 1.0  # GEMM, profile of the first replicate, giving the CUDA context back
 
 
@@ -57,23 +70,46 @@ class Plan:
     replicates: int
     least_bytes: int = 0  # of memory, by the cell that needs the most; at least
     wrong_paths: tuple[str, ...] = ()  # cells whose `expect` their Route violates, and how
+    own_steps: tuple[OwnStepFile, ...] = ()  # the files of the user's own steps
 
 
 def build_plan(
-    matrix: Matrix, *, only: list[str], capability: Capability, settings: Settings
+    matrix: Matrix,
+    *,
+    only: list[str],
+    capability: Capability,
+    settings: Settings,
+    own_folder: Path | None = None,
 ) -> Plan:
     """Route every selected cell; PerfbenchError(USAGE) names each cell that no route can serve, and
     every reason.
+
+    ``own_folder``: where the user's own steps are looked for first, by default the folder of the
+    matrix. Their modules are found, and not imported.
     """
     selected, excluded = matrices.cells(matrix, only)
     planned: list[PlannedCell] = []
     refused: dict[str, list[str]] = {}
+    own_steps = own_steps_of(
+        matrix.path, (one.cell for one in selected), own_folder or step_folder(matrix.path)
+    )
     for one in selected:
         cell = one.cell
         if reason := why_not_here(
             cell, on_gpu=capability.sm is not None
         ) or attention_calls.why_not(cell, matrix.model):
             refused.setdefault(reason, []).append(cell.cell_id)
+            continue
+        if cell.is_own_step:
+            planned.append(
+                PlannedCell(
+                    cell_id=cell.cell_id,
+                    axes=cell,
+                    config_sha256=one.config_sha256,
+                    route=OWN_ROUTE,
+                    expect=one.expect,
+                )
+            )
             continue
         try:
             route = route_cell(matrix, cell, capability, settings)
@@ -95,14 +131,16 @@ def build_plan(
     if refused:
         raise PerfbenchError(Exit.USAGE, _refusal(matrix, refused))
     wrong = _expectations_at_odds(planned)
+    unmeasured = [] if capability.sm is not None else _bounds_of_a_gpu(planned)
     return Plan(
         planned,
         excluded,
-        [*matrices.warnings(matrix), *wrong],
+        [*matrices.warnings(matrix), *wrong, *unmeasured],
         estimate_s(matrix, [cell.axes for cell in planned], capability),
         matrix.measure.processes,
         max((memory.least_bytes(cell.axes, matrix.model) for cell in planned), default=0),
         tuple(wrong),
+        own_steps,
     )
 
 
@@ -181,7 +219,7 @@ def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:
         odds = [
             f"expects {c}, which its route lacks"
             for c in expect.engaged
-            if c not in cell.route.counters
+            if c not in cell.route.counters and not cell.axes.is_own_step
         ]
         odds += [
             f"forbids {c}, which its route takes"
@@ -196,6 +234,15 @@ def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:
     return found
 
 
+def _bounds_of_a_gpu(planned: list[PlannedCell]) -> list[str]:
+    """Cells of a CPU whose bounds nothing here can be held against."""
+    return [
+        f"{cell.cell_id} will be FAILED: a CPU has no number for {', '.join(names)}"
+        for cell in planned
+        if (names := [name for name in bounds_of(cell.expect) if BOUNDS[name].needs_gpu])
+    ]
+
+
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as data that `json.dumps` takes."""
     return {
@@ -205,6 +252,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "replicates": plan.replicates,
         "estimate_s": plan.estimate_s,
         "least_memory_bytes": plan.least_bytes,
+        "own_steps": [one.model_dump() for one in plan.own_steps],
     }
 
 
@@ -244,6 +292,10 @@ def plan_text(plan: Plan, matrix: Matrix) -> str:
         f"Estimated: {plan.estimate_s / 60:.1f} minutes on an idle machine (starts, proofs,"
         " warm-ups and timed windows; slow single steps come on top)"
     )
+    lines += [
+        f"Own step {one.workload}: {one.file}, sha256 {one.sha256[:12]}; `run` runs its code"
+        for one in plan.own_steps
+    ]
     lines.append(f"Memory: {memory.gib(plan.least_bytes)} at least, by the largest cell")
     return "\n".join(lines) + "\n"
 

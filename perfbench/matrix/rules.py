@@ -5,7 +5,7 @@ the gate, renamed cells.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nsa.config import nearest_name
@@ -13,7 +13,19 @@ from nsa.routing import Path
 from perfbench.matrix.policy import GatePolicy
 from perfbench.matrix.schema import SENTINELS, MatrixFile, policy_with
 from perfbench.matrix.strict_yaml import Document, Loc
-from perfbench.records import AXES, Axis, Cell, Match, Term, Value, check_axis, show_value
+from perfbench.records import (
+    AXES,
+    BOUNDS,
+    NOT_APPLICABLE,
+    Axis,
+    Cell,
+    Match,
+    Term,
+    Value,
+    check_axis,
+    is_own_step,
+    show_value,
+)
 
 # Every counter that a Route can name; a misspelt one in `forbidden` would never be seen to engage.
 COUNTERS = (
@@ -46,6 +58,7 @@ class ExpectRule:
     engaged: tuple[str, ...]
     forbidden: tuple[str, ...]
     line: int
+    bounds: Mapping[str, float] = field(default_factory=dict)  # those of BOUNDS that it states
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +79,9 @@ def parse_axes(document: Document, file: MatrixFile) -> dict[str, tuple[Value, .
     }
     for name, axis in AXES.items():
         if name not in values_of:
+            if name == "path" and all(is_own_step(str(one)) for one in values_of["workload"]):
+                values_of[name] = (NOT_APPLICABLE,)
+                continue
             if axis.default is None:
                 document.fail(
                     ("axes",),
@@ -112,11 +128,22 @@ def parse_expect(document: Document, file: MatrixFile, index: int) -> ExpectRule
                     (*loc, key, at),
                     f"no counter {counter[:60]!r}{nearest_name(counter, list(COUNTERS))}",
                 )
-    if not section.engaged and not section.forbidden:
+    bounds = {name: most for name in BOUNDS if (most := getattr(section, name)) is not None}
+    if not section.engaged and not section.forbidden and not bounds:
         document.fail(
-            loc, "expects nothing; give `engaged:` or `forbidden:` counters, e.g. engaged: [sel.v2]"
+            loc,
+            "expects nothing; give `engaged:` or `forbidden:` counters, e.g. engaged: [sel.v2], or"
+            f" one of {', '.join(BOUNDS)}",
         )
-    return ExpectRule(match, tuple(section.engaged), tuple(section.forbidden), document.line(loc))
+    if file.target.is_cpu and (on_device := [name for name in bounds if BOUNDS[name].needs_gpu]):
+        document.fail(
+            (*loc, on_device[0]),
+            f"got {bounds[on_device[0]]:g} with target.gpu: {file.target.gpu}, and a CPU has no"
+            " device whose kernels count; bound max_host_ms instead, or remove it",
+        )
+    return ExpectRule(
+        match, tuple(section.engaged), tuple(section.forbidden), document.line(loc), bounds
+    )
 
 
 def parse_override(document: Document, file: MatrixFile, index: int) -> OverrideRule:

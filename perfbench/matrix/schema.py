@@ -26,6 +26,7 @@ from perfbench.matrix.strict_yaml import Document, Loc
 from perfbench.records import AXES, SENTINEL_UNITS, Axis, MeasureOptions, show_value
 
 MATRIX_VERSION = 1
+NO_MODEL = "of the step's own"
 MAX_MISTAKES = 20  # shown at once: a screenful
 
 
@@ -42,6 +43,10 @@ class Target(_Section):
     count: int = Field(default=1, ge=1)
     on_mismatch: Literal["refuse", "warn", "skip"] = "refuse"
 
+    @property
+    def is_cpu(self) -> bool:
+        return self.gpu.lower() in ("none", "cpu")
+
 
 class Limits(_Section):
     """``oom``, what a cell that runs out of memory means: a failed cell, after which longer or
@@ -54,11 +59,19 @@ class Limits(_Section):
 
 
 class ExpectSection(_Section):
-    """Routing that cells must show; ``match: {}`` means every cell."""
+    """Routing that cells must show, and the most that a step of them may cost; ``match: {}`` means
+    every cell.
+
+    ``max_launches``: kernels of a step. ``max_host_ms``: to enqueue a step on an idle device.
+    ``max_device_ms``: its kernels, summed.
+    """
 
     match: dict[str, Any]
     engaged: list[str] = []
     forbidden: list[str] = []
+    max_launches: int | None = Field(default=None, ge=1)
+    max_host_ms: float | None = Field(default=None, gt=0)
+    max_device_ms: float | None = Field(default=None, gt=0)
 
 
 class OverrideSection(_Section):
@@ -77,7 +90,7 @@ class MatrixFile(_Section):
     version: Literal[1]
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")  # names files of baselines
     target: Target
-    model: Any
+    model: Any = None  # none where every workload is a user's own step
     axes: dict[str, list[Any]]
     exclude: list[dict[str, Any]] = []
     include: list[dict[str, Any]] = []
@@ -210,8 +223,16 @@ _WITH_UNIT = re.compile(rf"([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?)\s*({'|'.join(_SECON
 
 
 def resolve_model(document: Document, spec: object) -> tuple[ModelConfig, str]:
-    """The model's configuration and its name: a preset's, or 'inline-<hash>' for a mapping."""
+    """The model's configuration and its name: a preset's, or 'inline-<hash>' for a mapping.
+
+    A matrix of the user's own steps alone needs none: NO_MODEL, whose configuration nothing reads.
+    """
     loc: Loc = ("model",)
+    if spec is None and "model" not in document.data:
+        # a slip in its form is named where the axes are read
+        if all(isinstance(one, str) and ":" in one for one in _workloads(document)):
+            return ModelConfig(), NO_MODEL
+        document.fail((), "missing; add `model:` (`perfbench init cpu` writes an example)")
     try:
         if isinstance(spec, str):
             return preset(spec), spec
@@ -226,6 +247,14 @@ def resolve_model(document: Document, spec: object) -> tuple[ModelConfig, str]:
     except ValueError as error:
         document.fail(_blamed(spec, str(error)), str(error))
     return model, f"inline-{model.sha256()[:8]}"
+
+
+def _workloads(document: Document) -> list[object]:
+    """Those that the axes and the inclusions name, as written."""
+    axes, include = document.data.get("axes"), document.data.get("include") or []
+    named = [one.get("workload") for one in (axes, *include) if isinstance(one, dict)]
+    found = [value for one in named for value in (one if isinstance(one, list) else [one])]
+    return [one for one in found if one is not None] or [None]
 
 
 def _check_kinds(
@@ -327,7 +356,8 @@ def matrix_schema() -> dict[str, Any]:
             name: {"type": "array", "minItems": 1, "uniqueItems": True, "items": value}
             for name, value in values.items()
         },
-        required=[name for name, axis in AXES.items() if axis.default is None],
+        # a matrix of own steps alone states no path
+        required=[name for name, axis in AXES.items() if axis.default is None and name != "path"],
     )
     properties["exclude"]["items"] = _closed(
         {**matched, "reason": {"type": "string", "minLength": 1}}, required=["reason"]
@@ -365,10 +395,16 @@ def _closed(properties: dict[str, Any], required: list[str] | None = None) -> di
 
 
 def _value_schema(axis: Axis) -> dict[str, Any]:
+    if axis.pattern:
+        return {
+            "anyOf": [{"enum": list(axis.choices)}, {"type": "string", "pattern": axis.pattern}]
+        }
     return {"enum": list(axis.choices)} if axis.choices else {"type": "integer", "minimum": 1}
 
 
 def _match_schema(axis: Axis) -> dict[str, Any]:
+    if axis.pattern:
+        return _value_schema(axis)
     if axis.choices:
         return {"enum": [*axis.choices, *axis.recorded]}
     return {

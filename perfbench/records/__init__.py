@@ -14,6 +14,7 @@ from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.digests import LINE_KEY
 from perfbench.records.measured import MEASURED
+from perfbench.records.bounds import BOUNDS, bounds_of, measured_of
 from perfbench.records.job import Injection, Job, MeasureOptions, SENTINEL_UNITS, failed, utc_now
 from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_path, totalled
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
@@ -33,6 +34,7 @@ from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
 from perfbench.records.regular_file import read_regular_file
+from perfbench.records.own_step import OwnStepFile, OwnStepLine, is_own_step
 from perfbench.records.trained_blocks import TrainedBlocks, read_trained_blocks
 from perfbench.records.cell_names import cell_of_id, find_cell, shared_axes, short_ids
 from perfbench.records.cell_names import varying_axes

@@ -63,6 +63,7 @@ class BaselineCell(BaseModel):
     host_syncs: int | None = Field(default=None, ge=0)
     kernels: list[str] = []
     tuned: dict[str, str] = {}
+    own_step_sha256: str | None = None  # of the file of a user's own step
 
     @property
     def speed(self) -> float:

@@ -14,8 +14,10 @@ from urllib.parse import quote
 
 from nsa.config import nearest_name
 from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
+from perfbench.records.own_step import OWN_STEP_FORM, OWN_STEP_PATTERN, is_own_step
 
-NOT_APPLICABLE = "n/a"  # fa2 of a dense path, which names its kernel itself
+# fa2 of a dense path, which names its kernel itself; path of a user's own step that states none
+NOT_APPLICABLE = "n/a"
 DEFAULT_CHUNK = 2048
 # Kinds of blocks in workloads of the selected branch: perfbench.worker.workloads.block_patterns.
 TRAINED = "trained"  # those of a file, which the matrix names
@@ -51,17 +53,21 @@ _TORCH_DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32
 @dataclass(frozen=True, slots=True)
 class Axis:
     """One axis: ``default`` None means that every cell states it; ``recorded`` are values that only
-    results carry.
+    results carry; ``pattern`` is what else a text may be, and ``form`` says it in words.
     """
 
     kind: type[str] | type[int]
     default: Value | None
     choices: tuple[str, ...] = ()
     recorded: tuple[str, ...] = ()
+    # besides the choices: any text of this form
+    pattern: str = ""
+    form: str = ""
 
     @property
     def wanted(self) -> str:
-        return f"one of {', '.join(self.choices)}" if self.choices else "a whole number >= 1"
+        choices = f"one of {', '.join(self.choices)}" if self.choices else "a whole number >= 1"
+        return f"{choices}, or {self.form}" if self.form else choices
 
     def check(self, value: object) -> Value:
         """Return ``value``, or raise ValueError that says what it got and what fits."""
@@ -81,7 +87,9 @@ class Axis:
                 else ""
             )
             raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{hint}")
-        if value not in self.choices + self.recorded:
+        if value not in self.choices + self.recorded and not (
+            self.pattern and re.match(self.pattern, value)
+        ):
             near = nearest_name(value, list(self.choices))
             raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{near}")
         return value
@@ -100,9 +108,17 @@ class Axis:
 
 
 AXES: Mapping[str, Axis] = {
-    "workload": Axis(str, None, (*TRAINING, "forward", *CACHED, *ATTENTION, *SELECTED)),
+    "workload": Axis(
+        str,
+        None,
+        (*TRAINING, "forward", *CACHED, *ATTENTION, *SELECTED),
+        pattern=OWN_STEP_PATTERN,
+        form=OWN_STEP_FORM,
+    ),
     "seq_len": Axis(int, None),
-    "path": Axis(str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS)),
+    "path": Axis(
+        str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS), recorded=(NOT_APPLICABLE,)
+    ),
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
     "batch": Axis(int, 1),
     "dtype": Axis(str, "bf16", tuple(_TORCH_DTYPES)),
@@ -161,7 +177,8 @@ class Cell:
 
     That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but
     chunked_prefill and of ``selection`` in every one but those of the selected branch alone, and of
-    ``without`` on every path but triton (and auto, where it is refused).
+    ``without`` on every path but triton (and auto, where it is refused) and in a user's own step,
+    to which the path is a parameter, 'n/a' where none is stated.
 
     A file holds the axes as a mapping: `from_mapping` and `to_mapping` are the only ways between
     the two. ``unknown`` are axes of a newer perfbench; ``named`` are the axes that the file named,
@@ -189,9 +206,14 @@ class Cell:
             object.__setattr__(self, "chunk", DEFAULT_CHUNK)
         if self.workload not in SELECTED:
             object.__setattr__(self, "selection", SELECTIONS[0])
-        if self.path not in (Path.TRITON, AUTO):
+        if self.path not in (Path.TRITON, AUTO) or self.is_own_step:
             object.__setattr__(self, "without", EVERYTHING)
-        if self.path in DENSE_KINDS:
+        if self.path == NOT_APPLICABLE and not self.is_own_step:
+            raise ValueError(
+                f"path={NOT_APPLICABLE} belongs to a user's own step, not to"
+                f" workload={self.workload}; name a path"
+            )
+        if self.path in (*DENSE_KINDS, NOT_APPLICABLE):
             object.__setattr__(self, "fa2", NOT_APPLICABLE)
         elif self.fa2 == NOT_APPLICABLE:
             raise ValueError(
@@ -229,9 +251,16 @@ class Cell:
         return found
 
     @property
+    def is_own_step(self) -> bool:
+        """Whether the workload is a user's ``module:function``, to which the other axes are
+        parameters.
+        """
+        return is_own_step(self.workload)
+
+    @property
     def is_dense(self) -> bool:
         """Whether full attention is measured in place of NSA."""
-        return self.path in DENSE_KINDS
+        return self.path in DENSE_KINDS and not self.is_own_step
 
     @property
     def has_backward(self) -> bool:
@@ -293,7 +322,7 @@ def _cell_of(axes: tuple[tuple[str, Value], ...]) -> Cell:
 
 @lru_cache(maxsize=8192)  # a large matrix asks for the same few values a hundred thousand times
 def _encoded(value: Value) -> str:
-    return quote(str(value), safe="")
+    return quote(str(value), safe=":")
 
 
 @dataclass(frozen=True, slots=True)

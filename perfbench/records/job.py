@@ -94,6 +94,8 @@ class Job(BaseModel):
     sentinel: str | None = None  # measure this frozen work in place of a cell
     # of selection=trained; its path is absolute
     trained_blocks: TrainedBlocks | None = None
+    # of a user's own step: the folder in which its module is looked for first, absolute
+    own_step_folder: str | None = None
     # Time nothing, and write the profile of one step to this file (.json.gz).
     trace: str | None = None
 

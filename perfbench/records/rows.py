@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, Validat
 from pydantic_core import PydanticCustomError, core_schema
 
 from perfbench.records.cells import Cell, Value
+from perfbench.records.own_step import OwnStepFile, OwnStepLine
 from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
@@ -102,10 +103,14 @@ class RouteLine(_Record):
 
 
 class Expect(_Record):
-    """Routing that the matrix demands of a cell."""
+    """What the matrix demands of a cell: its routing, and the most that a step of it may cost."""
 
     engaged: list[str] = []
     forbidden: list[str] = []
+    # Null: no bound, as in older files.
+    max_launches: int | None = Field(default=None, gt=0)  # kernels of a step, on any replicate
+    max_host_ms: float | None = Field(default=None, gt=0)  # median over the replicates
+    max_device_ms: float | None = Field(default=None, gt=0)  # likewise
 
 
 class PlannedCell(_Record):
@@ -216,6 +221,8 @@ class Manifest(_Record):
     confirmation: ConfirmationPlan | None = None
     # of the cells with selection=trained; null: none has it, and in older files
     trained_blocks: TrainedBlocks | None = None
+    # of the workloads that are a user's own step; none in older files
+    own_steps: list[OwnStepFile] = []
 
 
 class Resumed(_Record):
@@ -323,8 +330,8 @@ class Profile(_Record):
     # kernel names show what the Route names; null where nothing can witness it
     witness_ok: bool | None
     witness: str
-    # what the host takes to enqueue one step, without waiting for the device and without the
-    # profiler; null on a CPU, and in older files
+    # what the host takes to enqueue one step on an idle device, without waiting for it and without
+    # the profiler; a CPU computes in the call, so that there it is the step's. Null in older files
     host_time_s: float | None = None
     # calls of nsa's operators, of SDPA, and 'OPERATOR > CHILD'; of a captured step while it was
     # captured. Empty in older files.
@@ -473,6 +480,7 @@ class Replicate(_Record):
     # from a compiled graph, times its runs.
     engaged_by: Literal["call", "capture", "graph"] = "call"
     parity: ParityLine | None = None
+    own_step: OwnStepLine | None = None  # null in the harness's own workloads
     step_proof: StepProof | None = None  # null in older files: not recorded
     length_proof: LengthProof | None = None  # likewise; made by replicate 0
     telemetry: Telemetry | None = None

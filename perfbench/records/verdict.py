@@ -18,6 +18,7 @@ class Verdict(StrEnum):
     UNSTABLE = "UNSTABLE"
     REGRESSED = "REGRESSED"
     WRONG_PATH = "WRONG_PATH"
+    OVER_BOUND = "OVER_BOUND"
     PARITY = "PARITY"
     IMPOSSIBLE = "IMPOSSIBLE"
     FAILED = "FAILED"
@@ -39,6 +40,7 @@ EXIT_OF: Mapping[Verdict, Exit] = {
     Verdict.UNSTABLE: Exit.OK,
     Verdict.REGRESSED: Exit.REGRESSED,
     Verdict.WRONG_PATH: Exit.WRONG_PATH,
+    Verdict.OVER_BOUND: Exit.WRONG_PATH,
     Verdict.PARITY: Exit.NOT_TRUE,
     Verdict.IMPOSSIBLE: Exit.NOT_TRUE,
     Verdict.FAILED: Exit.FAILED,

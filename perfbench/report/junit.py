@@ -122,8 +122,14 @@ def _numbers(cell: CellVerdict) -> dict[str, str]:
         "base_tok_per_s": cell.base_tok_per_s,
         "change_pct": cell.change_pct,
         "mde_pct": cell.mde_pct,
+        "device_ms": cell.step.device_ms,
+        "host_ms": cell.step.host_ms,
+        "launches": cell.step.launches,
     }
     found |= {name: f"{value:.6g}" for name, value in values.items() if value is not None}
+    if cell.own is not None:
+        found["proved"] = "; ".join(cell.own.proved) or "nothing"
+        found["not_proved"] = "; ".join(cell.own.not_proved) or "nothing"
     return found | ({"judged_by": cell.metric} if cell.evidence else {})
 
 

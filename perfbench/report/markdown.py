@@ -27,6 +27,7 @@ from perfbench.report import (
     expectations,
     failures,
     machine,
+    own_steps,
     scaling,
     tables,
     workloads,
@@ -86,7 +87,12 @@ def _context(
 ) -> dict[str, Any]:
     sentinel_head, sentinel_lines = machine.sentinels(run, judgement, context)
     growths = scaling.growths(run, rows)
-    further = [boundary.table(run, rows), scaling.table(growths), expectations.table(run, rows)]
+    further = [
+        own_steps.table(run, rows),
+        boundary.table(run, rows),
+        scaling.table(growths),
+        expectations.table(run, rows),
+    ]
     return {
         "manifest": run.manifest,
         "resumed": run.resumed,
@@ -241,12 +247,18 @@ def _command_of(run: Run, context: ReportContext) -> str:
 def _right(judgement: Judgement, rows: list[Row]) -> str:
     ratios = [row.parity_ratio for row in rows if row.parity_ratio is not None]
     untrue = judgement.of(Verdict.PARITY, Verdict.IMPOSSIBLE, Verdict.WRONG_PATH)
-    proved = sum(row.tok_per_s is not None for row in rows)
+    ours = [row for row in rows if not row.cell.axes.is_own_step]
+    proved = sum(row.tok_per_s is not None for row in ours)
     worst = f"; worst parity error {max(ratios):.2g} of its tolerance" if ratios else ""
     text_ = (
-        f"{proved} of {len(rows)} cells ran the planned path, agree with the fp64 oracle and stay"
+        f"{proved} of {len(ours)} cells ran the planned path, agree with the fp64 oracle and stay"
         " within the hardware's known limits"
     )
+    own = len(rows) - len(ours)
+    if own:
+        mine = f"{own} {'is a' if own == 1 else 'are'} user's own step{'' if own == 1 else 's'}"
+        mine += f": the table {own_steps.TITLE} says what is proved of each and what is not"
+        text_ = f"{text_}; {mine}" if ours else mine
     return (
         text_
         + worst

@@ -252,7 +252,10 @@ def _row(
         ((dict(one.engaged), one.engaged_by) for one in rows if one.engaged), ({}, "call")
     )
     tail = next((one.stderr_tail for one in rows if one.stderr_tail), "")
-    nulls = {} if ratios else {"parity": "no parity check was recorded"}
+    no_parity = "no parity check was recorded"
+    if cell.axes.is_own_step:
+        no_parity = "a user's own step is compared with its own reference, as far as it declares"
+    nulls = {} if ratios else {"parity": no_parity}
     step_ratio, no_step = _step_ratio(rows)
     if no_step:
         nulls["step"] = no_step

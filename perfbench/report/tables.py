@@ -156,7 +156,7 @@ def fastest(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     """
     groups: dict[tuple[tuple[str, str | int], ...], list[Row]] = {}
     for row in rows:
-        if row.tok_per_s is not None:
+        if row.tok_per_s is not None and not row.cell.axes.is_own_step:
             key = tuple(
                 (name, value)
                 for name, value in row.cell.axes.to_mapping().items()

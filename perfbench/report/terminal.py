@@ -25,6 +25,7 @@ _COLOUR = {"SAME": "green", "MEASURED": "green", "FASTER": "cyan", "NEW": "cyan"
 }
 MIN_WIDTH = 60
 WIDE = 110  # from here on utilisation and memory have room
+WIDEST = 140  # and from here on host time and launches
 MIN_CELL = 16  # columns of a cell's name, however narrow the terminal
 VALUES: Mapping[str, Callable[[Row], str]] = {
     "tok/s": lambda row: number(row.tok_per_s),
@@ -32,6 +33,8 @@ VALUES: Mapping[str, Callable[[Row], str]] = {
     "MDE": lambda row: mde(row.cell.mde_pct),
     "± 95 %": lambda row: half(row.half_pct),
     "dev ms": lambda row: number(row.device_ms),
+    "host ms": lambda row: number(row.host_ms),
+    "launches": lambda row: number(row.launches, 6),
     "x dense": lambda row: ratio(row.x_dense),
     "% floor": lambda row: fixed(row.floor_pct, 1),
     "bound": lambda row: row.bound or NULL,
@@ -42,6 +45,8 @@ VALUES: Mapping[str, Callable[[Row], str]] = {
 NULLS = {
     "± 95 %": "± (95 %)",
     "dev ms": "device ms a step",
+    "host ms": "host ms a step",
+    "launches": "launches a step",
     "% floor": "% of floor",
     "util": "utilisation",
     "GiB": "memory",
@@ -67,7 +72,7 @@ def terminal_table(
         _environ={},
     )
     rows = rows_of(run, judgement)
-    head = _columns(rows, compared=judgement.baseline is not None, wide=width >= WIDE)
+    head = _columns(rows, compared=judgement.baseline is not None, width=width)
     shown = {NULLS.get(name, name) for name in head}
     with console.capture() as above:
         if run.manifest.injections:
@@ -93,6 +98,11 @@ def terminal_table(
                         f"  and {left} more {row.verdict}, as the table shows", style=_style_of(row)
                     )
                 )
+        for row in rows:
+            if row.cell.own is not None:
+                proved, open_ = ("; ".join(words) or "nothing" for words in _words_of(row))
+                text = f"  {plain(row.name)}: not proved: {plain(open_)}. Proved: {plain(proved)}"
+                console.print(Text(text, style="yellow" if row.cell.own.not_proved else "dim"))
         if common := shared_axes(row.cell.axes for row in rows):
             console.print(Text(f"every cell: {plain(common)}", style="dim"))
     with console.capture() as below:
@@ -105,6 +115,11 @@ def terminal_table(
     middle = _table(console, rows, head)
     lines = [*above.get().splitlines(), *middle, *below.get().splitlines()]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _words_of(row: Row) -> tuple[list[str], list[str]]:
+    own = row.cell.own
+    return ([], []) if own is None else (own.proved, own.not_proved)
 
 
 def _to_print(rows: list[Row]) -> Iterator[tuple[Row, int]]:
@@ -134,11 +149,12 @@ def _style(judgement: Judgement) -> str:
     return "bold yellow" if is_open else "bold green"
 
 
-def _columns(rows: list[Row], *, compared: bool, wide: bool) -> dict[str, Callable[[Row], str]]:
+def _columns(rows: list[Row], *, compared: bool, width: int) -> dict[str, Callable[[Row], str]]:
     """What stands between a cell's name and its verdict; no column of dashes alone."""
     speed = {"tok/s": VALUES["tok/s"]}
     names = ["change", "MDE"] if compared else ["± 95 %"]
-    names += ["dev ms", "x dense", "% floor", "bound", *(("util", "GiB") if wide else ())]
+    names += ["dev ms", *(("host ms", "launches") if width >= WIDEST else ())]
+    names += ["x dense", "% floor", "bound", *(("util", "GiB") if width >= WIDE else ())]
     return speed | {
         name: VALUES[name] for name in names if any(VALUES[name](row) != NULL for row in rows)
     }

@@ -72,6 +72,11 @@ class CellLine(_Part):
     change_pct: float | None
     replicates: int
     spread_pct: float | None
+    device_ms: float | None  # of a step, as the next two: null where no profiled step shows it
+    host_ms: float | None
+    launches: float | None
+    proved: list[str] | None  # of a user's own step, as the next; null in other workloads
+    not_proved: list[str] | None
     metric: str
     mde_pct: float | None
     screened: bool
@@ -168,6 +173,11 @@ def _cell(cell: CellVerdict) -> CellLine:
         change_pct=cell.change_pct,
         replicates=cell.replicates,
         spread_pct=cell.spread_pct,
+        device_ms=cell.step.device_ms,
+        host_ms=cell.step.host_ms,
+        launches=cell.step.launches,
+        proved=None if cell.own is None else cell.own.proved,
+        not_proved=None if cell.own is None else cell.own.not_proved,
         metric=cell.metric,
         mde_pct=cell.mde_pct,
         screened=cell.screened,

@@ -8,6 +8,7 @@ from perfbench.runner.ab.commits import SHORT, Commit, CommitRange, changes_betw
 from perfbench.runner.ab.commits import commits_between, touching
 from perfbench.runner.ab.confirm import CONFIRM_FOLDER, Confirmation, base_commits
 from perfbench.runner.ab.confirm import confirm_cells, stored_confirmation
+from perfbench.runner.ab.own_sides import shared_steps
 from perfbench.runner.ab.pair import Pair, PairSpec, are_paired, is_pair, new_pair_folder, read_pair
 from perfbench.runner.ab.schedule import measure_pair, prepared_versions
 from perfbench.runner.ab.version_plan import plan_of_version

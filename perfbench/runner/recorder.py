@@ -9,9 +9,10 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from perfbench.matrix import Matrix, trained_for
+from perfbench.matrix import Matrix, own_folder_for, trained_for
 from perfbench.records import (
     SENTINEL_UNITS,
     Cell,
@@ -60,6 +61,7 @@ class Recorder:
     model: dict[str, Any]
     pause: Callable[[float], None] = time.sleep
     proofs: dict[ProofKey, ParityLine] = field(default_factory=dict)
+    own_folder: Path | None = None  # of the user's own steps; None: the matrix's
 
     def is_due(self, cell: PlannedCell, block: int) -> bool:
         return self.ledger.next_attempt(cell.cell_id, block) is not None
@@ -121,6 +123,7 @@ class Recorder:
             waiting_peers=waiting_peers,
             proof=self._proof(cell),
             trained_blocks=trained_for(self.matrix, cell.axes),
+            own_step_folder=own_folder_for(cell.axes, self.matrix, self.own_folder),
         )
 
     def _seed(self, cell: PlannedCell, replicate: int) -> int:

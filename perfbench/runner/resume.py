@@ -9,7 +9,15 @@ from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Plan, parse_matrix, policies
-from perfbench.records import Environment, Expect, Manifest, PlannedCell, Source, select_cells
+from perfbench.records import (
+    Environment,
+    Expect,
+    Manifest,
+    PlannedCell,
+    Source,
+    bounds_of,
+    select_cells,
+)
 
 
 def selected(cells: Sequence[PlannedCell], only: Sequence[str]) -> list[PlannedCell]:
@@ -51,6 +59,14 @@ def check_cells(
         raise PerfbenchError(
             Exit.USAGE, f"{path}: {problem}. Next: undo the change, or start a new run"
         )
+    before_own = {one.workload: one.sha256 for one in manifest.own_steps}
+    for one in plan.own_steps:
+        if before_own.get(one.workload, one.sha256) != one.sha256:
+            raise PerfbenchError(
+                Exit.USAGE,
+                f"{path}: {one.file} of workload {one.workload} has changed since the run began."
+                " Next: undo the change, or start a new run",
+            )
     if manifest.matrix_sha256 != matrix.sha256:
         before_text = parse_matrix(
             manifest.matrix_text, f"{path} (its matrix)", trained=manifest.trained_blocks
@@ -89,6 +105,7 @@ def _expected(expect: Expect) -> str:
         for name, found in (("engaged", expect.engaged), ("forbidden", expect.forbidden))
         if found
     ]
+    parts += [f"{name} {most:g}" for name, most in bounds_of(expect).items()]
     return "; ".join(parts) or "nothing"
 
 

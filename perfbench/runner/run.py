@@ -86,6 +86,7 @@ class RunSpec:
             excluded=excluded,
             environment=self.environment,
             trained_blocks=self.matrix.trained,
+            own_steps=list(self.plan.own_steps),
         )
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from perfbench.errors import PerfbenchError
 from perfbench.gate import CellVerdict, Judgement
-from perfbench.matrix import trained_for
+from perfbench.matrix import own_folder_for, step_folder, trained_for
 from perfbench.records import (
     Injection,
     Job,
@@ -239,7 +239,10 @@ def _trace_into(
             executor.prepare([])
             for cell in planned.plan.cells:
                 context.say(f"tracing {cell.cell_id} of {version.name}")
-                traced = _trace_cell(version, cell, planned.model, executor, tracing)
+                own = own_folder_for(
+                    cell.axes, tracing.matrix, one.own_folder(step_folder(tracing.matrix.path))
+                )
+                traced = _trace_cell(version, cell, planned.model, executor, tracing, own)
                 found[cell.cell_id] = _with_places(traced, one)
 
 
@@ -254,12 +257,14 @@ def _trace_cell(
     model: dict[str, object],
     executor: Executor,
     tracing: Tracing,
+    own_folder: str | None,
 ) -> Traced:
     name = f"{slug(cell.cell_id)}-{version.side}"
     chrome = tracing.folder / f"{name}.json.gz"
     for old in tracing.folder.glob(f"{name}.*"):  # an older trace would pass for this one
         old.unlink()
-    row = executor.execute(_job(version, cell, model, tracing, chrome.resolve()))
+    job = _job(version, cell, model, tracing, chrome.resolve())
+    row = executor.execute(job.model_copy(update={"own_step_folder": own_folder}))
     for left in tracing.folder.glob(f"{name}.*partial.*"):  # of a child that was killed
         left.unlink()
     if row.status is not Status.OK:

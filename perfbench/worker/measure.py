@@ -6,9 +6,8 @@ Runs inside the child.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -32,34 +31,24 @@ from perfbench.records import (
     Replicate,
     Status,
     StepProof,
-    torch_dtype_name,
 )
 from perfbench.roofline import judge_step, step_flops, step_min_bytes
 from perfbench.worker import autotuner, memory, operators, profile, sentinels
 from perfbench.worker.clock import CheckedClock, Clock
+from perfbench.worker.device import allocation_retries, set_threads, synchronize
+from perfbench.worker.gemm import gemm_flops_per_s, slowed
 from perfbench.worker.loaded import loaded_code
+from perfbench.worker.own_measure import measure_own
 from perfbench.worker.parity.at_length import prove_at_length, repeat_digest
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
-from perfbench.worker.processes import CPU_THREADS
 from perfbench.worker.step_proof.prove import prove as prove_step
+from perfbench.worker.stop import Stop, without_speed
 from perfbench.worker.telemetry import Sampler
-from perfbench.worker.timing import MIN_POINTS, Warmth, time_samples, warm_up
+from perfbench.worker.timing import TRACE_WARM_STEPS, absent_of, time_samples, warm_up
 from perfbench.worker.turn import Alone, Turn
 from perfbench.worker.workloads import trained, workload
-
-# After the first, which compiles and tunes; the optimizer's state is there from the second on.
-TRACE_WARM_STEPS = 2
-
-
-@dataclass(slots=True)
-class Stop(Exception):
-    """The replicate ends without a speed."""
-
-    status: Status
-    reason: str
-    facts: dict[str, Any] = field(default_factory=dict)
 
 
 def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn | None = None) -> Replicate:
@@ -76,7 +65,8 @@ def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn | None = None) 
     begin, waiting = time.monotonic(), _Waiting(turn)
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
-        status, reason, facts = Status.OK, "", _measure(job, clock, sampler, waiting)
+        measured = measure_own if job.axes.is_own_step else _measure
+        status, reason, facts = Status.OK, "", measured(job, clock, sampler, waiting)
     except Stop as stop:
         status, reason, facts = stop.status, stop.reason, stop.facts
     return Replicate(
@@ -111,11 +101,7 @@ class _Waiting:
 
 
 def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, Any]:
-    torch.set_num_threads(
-        CPU_THREADS
-        if job.device == "cpu"
-        else max(1, torch.get_num_threads() // (job.waiting_peers + 1))
-    )
+    set_threads(job)
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
@@ -153,33 +139,34 @@ def _timed(
         torch.cuda.empty_cache()
     turn()
 
-    retries, flush = _allocation_retries(job), workload.l2_flush(job)
+    retries, flush = allocation_retries(job), workload.l2_flush(job)
     warmth = warm_up(work.step, clock, job.measure, flush)
-    step = _slowed(work.step, warmth.step_s, job, clock)
+    step = slowed(work.step, warmth.step_s, job, clock)
     timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush, turn.timing())
     facts |= {
         "steady": warmth.steady,
         "tuned": autotuner.choices(),
         **timed.facts(work.tokens_per_step),
     }
-    facts["absent"] |= _absent(job, warmth)
+    facts["absent"] |= absent_of(job, warmth)
+    facts["absent"]["own_step"] = f"workload={job.axes.workload} is the harness's own"
     if work.loop is None:
         facts["absent"]["loop"] = f"workload={job.axes.workload} has no loader"
     else:
         facts["loop"] = work.loop.line(timed.num_steps)
         if fault := work.loop.why_not_distinct():
-            raise Stop(Status.PARITY, fault, _without_speed(facts))
+            raise Stop(Status.PARITY, fault, without_speed(facts))
     if work.engaged_by != "call" and timed.engaged:
         raise Stop(
             Status.WRONG_PATH,
             f"{sorted(timed.engaged)} ran eagerly next to the {work.engaged_by}",
-            _without_speed(facts),
+            without_speed(facts),
         )
     facts["engaged"] = engaged = work.engaged(timed.engaged, timed.num_steps, route)
     if fault := wrong_path(route, job, engaged, due=due * timed.num_steps):
-        raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), _without_speed(facts))
+        raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), without_speed(facts))
 
-    if job.waiting_peers and (again := _allocation_retries(job) - retries):
+    if job.waiting_peers and (again := allocation_retries(job) - retries):
         raise torch.OutOfMemoryError(
             f"memory was so scarce next to {job.waiting_peers} waiting processes that {again}"
             " allocations were retried"
@@ -199,7 +186,7 @@ def _timed(
         )
         facts["host_bound"] = profile.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
-            raise Stop(Status.WRONG_PATH, facts["profile"].witness, _without_speed(facts))
+            raise Stop(Status.WRONG_PATH, facts["profile"].witness, without_speed(facts))
     gemm_clock = CheckedClock(clock)
     facts["physics"] = _physics(job, model, timed.step_s, gemm_clock)
     facts["other_clocks"] = OtherClocks(
@@ -235,7 +222,7 @@ def _traced(
     turn()
     flush = workload.l2_flush(job)
     step_s = clock.time_steps(work.step, TRACE_WARM_STEPS) / TRACE_WARM_STEPS
-    step = _slowed(work.step, step_s, job, clock)
+    step = slowed(work.step, step_s, job, clock)
     held, why_not = memory.profile_memory(step, job.device, flush)
     extra = {"tuned": autotuner.choices(), "memory": held, "memory_absent": why_not}
     profile.capture(step, job.device, flush, extra, chrome)
@@ -356,59 +343,13 @@ def _first_step(work: workload.Workload, route: Route) -> tuple[float, dict[str,
     begin = time.perf_counter()
     with engagement.collect() as engaged:
         work.step()
-    _synchronize()
+    synchronize()
     return time.perf_counter() - begin, work.engaged(engaged.counts, 1, route)
-
-
-def _absent(job: Job, warmth: Warmth) -> dict[str, str]:
-    """Why a value of a row that has a speed is null, besides those that the timed window knows."""
-    absent = {}
-    if warmth.steady is None:
-        absent["steady"] = (
-            f"{warmth.num_samples} samples fitted into the warm-up, and fewer than"
-            f" {2 * MIN_POINTS - 1} show no slope"
-        )
-    if not job.profile:
-        absent["profile"] = absent["host_bound"] = (
-            "replicate 0 is profiled (measure.profile: first)"
-        )
-    if job.device == "cpu":
-        absent |= dict.fromkeys(
-            ("host_bound", "host_time_s", "peak_memory_bytes", "device_uuid_sha256"),
-            "no GPU: measured on the CPU",
-        )
-    return absent
-
-
-def _slowed(step: Callable[[], None], step_s: float, job: Job, clock: Clock) -> Callable[[], None]:
-    """The step itself; with an injected slowdown, followed by real extra work of that share of its
-    time.
-    """
-    if job.injection is None or job.injection.kind != "slowdown":
-        return step
-    assert job.injection.percent is not None
-    # Large enough on a GPU that its time is the device's and not the launch's: 512 lost three
-    # quarters of the slowdown.
-    unit = _gemm(4096 if job.device == "cuda" else 128, job)
-    clock.time_steps(unit, 10)
-    unit_s = clock.time_steps(unit, 50) / 50
-    count = max(1, round(job.injection.percent / 100 * step_s / unit_s))
-
-    def slowed() -> None:
-        step()
-        for _ in range(count):
-            unit()
-
-    return slowed
 
 
 def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physics:
     cell, on_gpu = job.axes, job.device == "cuda"
     tokens = held_tokens(model, cell.seq_len) if cell.workload == "decode" else cell.seq_len
-    size = 8192 if on_gpu else 1024
-    gemm, repeats = _gemm(size, job), 20 if on_gpu else 5
-    clock.time_steps(gemm, 5)
-    gemm_s = min(clock.time_steps(gemm, repeats) for _ in range(3)) / repeats
     return judge_step(
         flops=step_flops(
             model,
@@ -426,38 +367,8 @@ def _physics(job: Job, model: ModelConfig, step_s: float, clock: Clock) -> Physi
             dense=cell.is_dense,
         ),
         step_s=step_s,
-        gemm_flops_per_s=2 * size**3 / gemm_s,
+        gemm_flops_per_s=gemm_flops_per_s(job, clock),
         dtype=cell.dtype,
         device_name=torch.cuda.get_device_name() if on_gpu else "cpu",
         is_gpu=on_gpu,
     )
-
-
-def _gemm(size: int, job: Job) -> Callable[[], None]:
-    dtype = getattr(torch, torch_dtype_name(job.axes.dtype))
-    a, b = (
-        torch.randn(size, size, device=job.device, dtype=torch.float32).to(dtype) for _ in range(2)
-    )
-    out = torch.empty_like(a)
-
-    def multiply() -> None:
-        torch.mm(a, b, out=out)
-
-    return multiply
-
-
-def _without_speed(facts: dict[str, Any]) -> dict[str, Any]:
-    speeds = ("tok_per_s", "samples_s", "cycles_per_step", "energy_j_per_token")
-    return {key: value for key, value in facts.items() if key not in speeds}
-
-
-def _allocation_retries(job: Job) -> int:
-    """How often the allocator had to give everything back to the driver and ask once more: a slow
-    step, not a step's speed.
-    """
-    return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if job.device == "cuda" else 0
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from perfbench.records import Kernels, Profile, own_times, table_path, totalled,
 from perfbench.worker import callers, operators
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
-HOST_STEPS, HOST_BUDGET_S = 5, 0.5  # whose enqueueing is timed: fewer where they take that long
+HOST_STEPS, HOST_BUDGET_S = 15, 0.5  # whose enqueueing is timed: fewer where they take that long
 NUM_LONGEST = 12
 NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
@@ -71,33 +72,72 @@ def profile(
     ``replayed``: the step is a compiled or a CUDA graph, which calls no operators by their public
     names. ``calls``: the operators that are due, None where they bear no names.
     """
+    seen = observe(step, device, step_s, before)
+    launches, called = seen.launches, seen.called
+    shown = _fused_as_operator(route, launches, called, seen.on_gpu, layers) if replayed else called
+    ok, sentence = testify(route, launches, shown, seen.on_gpu, layers)
+    if calls is not None and (fault := calls.fault(seen.by_name)):
+        ok, sentence = False, fault
+    by_name = seen.by_name if calls is None else calls.seen(seen.by_name)
+    return seen.profile(ok, sentence).model_copy(update={"operators": dict(by_name)})
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What the profiler saw of one step. ``kernels``: name -> device seconds, count. ``called``:
+    host-side events; ``by_name``: of those the operators of nsa, as `operators.counted`.
+    """
+
+    kernels: Mapping[str, tuple[float, int]]
+    called: Mapping[str, int]
+    by_name: Mapping[str, int]
+    wall_s: float
+    host_time_s: float
+    step_s: float
+    on_gpu: bool
+
+    @property
+    def launches(self) -> dict[str, int]:
+        """Kernel -> how often."""
+        return {name: count for name, (_, count) in self.kernels.items()}
+
+    def profile(self, ok: bool | None, sentence: str) -> Profile:
+        """With what the second witness says; no operators."""
+        device_time_s = sum(seconds for seconds, _ in self.kernels.values())
+        longest = sorted(self.kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
+        return Profile(
+            kernels={name: seconds for name, (seconds, _) in longest},
+            kernel_count=sum(self.launches.values()),
+            device_time_s=device_time_s,
+            wall_s=self.wall_s,
+            busy_fraction=device_time_s / self.step_s if self.on_gpu else None,
+            host_syncs=sum(self.called.get(name, 0) for name in SYNC_CALLS),
+            host_time_s=self.host_time_s,
+            witness_ok=ok,
+            witness=sentence,
+        )
+
+
+def observe(
+    step: Callable[[], None],
+    device: str,
+    step_s: float,
+    before: Callable[[], None] | None = None,
+) -> Observed:
+    """Profile one step, and time how long the host takes for it; arguments as of `profile`."""
     on_gpu = device == "cuda"
-    host_time_s = _host_time_s(step, before) if on_gpu else None
+    # A CPU computes in the call: it returns when the step is over.
+    host_time_s = _host_time_s(step, before) if on_gpu else step_s
     recorded, wall_s = record(step, device, before)
     kernels, called, by_name = _split(recorded)
-    device_time_s = sum(seconds for seconds, _ in kernels.values())
-    launches = {name: count for name, (_, count) in kernels.items()}
-    shown = _fused_as_operator(route, launches, called, on_gpu, layers) if replayed else called
-    ok, sentence = testify(route, launches, shown, on_gpu, layers)
-    if calls is not None and (fault := calls.fault(by_name)):
-        ok, sentence = False, fault
-    longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
-    return Profile(
-        kernels={name: seconds for name, (seconds, _) in longest},
-        kernel_count=sum(count for _, count in kernels.values()),
-        device_time_s=device_time_s,
-        wall_s=wall_s,
-        busy_fraction=device_time_s / step_s if on_gpu else None,
-        host_syncs=sum(called.get(name, 0) for name in SYNC_CALLS),
-        host_time_s=host_time_s,
-        operators=dict(by_name if calls is None else calls.seen(by_name)),
-        witness_ok=ok,
-        witness=sentence,
-    )
+    return Observed(kernels, called, by_name, wall_s, host_time_s, step_s, on_gpu)
 
 
 def _host_time_s(step: Callable[[], None], before: Callable[[], None] | None) -> float:
-    """Median seconds until ``step`` returns, on an idle device each time."""
+    """Median seconds until ``step`` returns, on an idle device each time.
+
+    Steps that follow one another would wait for a full queue, and their time would be the device's.
+    """
     times_s: list[float] = []
     begin_of_all = time.perf_counter()
     while not times_s or (

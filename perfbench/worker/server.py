@@ -278,7 +278,7 @@ def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
         uuid, reason = _gpu_uuid(job)
         replicate = measure(job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn)
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         words = (str(error).strip().splitlines() or [type(error).__name__])[0][:500]
         return failed(
@@ -306,7 +306,7 @@ def _gpu_uuid(job: Job) -> tuple[str | None, str]:
     return f"GPU-{uuid}", ""
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """By name, because the allocators of CUDA, of the CPU and of cuBLAS each raise their own
     kind.
     """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nsa import engagement
-from perfbench.records import MeasureOptions, Telemetry
+from perfbench.records import Job, MeasureOptions, Telemetry
 from perfbench.worker.clock import CheckedClock, Clock
 from perfbench.worker.telemetry import Sampler
 
@@ -26,6 +26,9 @@ MAX_SAMPLES = 1000
 # NVML's energy counter moves every 20 to 100 ms by card, so that a window of 2 s is known to 5 %.
 MIN_ENERGY_WINDOW_S = 2.0
 NUM_FLUSHES = 10  # timed alone
+# Of a trace, after the first, which compiles and tunes; the optimizer's state is there from the
+# second on.
+TRACE_WARM_STEPS = 2
 Step = Callable[[], None]
 
 
@@ -199,3 +202,24 @@ def _seconds_of(between: Step | None, clock: Clock) -> float:
     alone = CheckedClock(clock)
     alone.time_steps(between, NUM_FLUSHES)
     return alone.raw_s / NUM_FLUSHES
+
+
+def absent_of(job: Job, warmth: Warmth) -> dict[str, str]:
+    """Why a value of a row that has a speed is null, besides those that the timed window knows."""
+    absent = {}
+    if warmth.steady is None:
+        absent["steady"] = (
+            f"{warmth.num_samples} samples fitted into the warm-up, and fewer than"
+            f" {2 * MIN_POINTS - 1} show no slope"
+        )
+    if not job.profile:
+        absent |= dict.fromkeys(
+            ("profile", "host_bound", "host_time_s"),
+            "replicate 0 is profiled (measure.profile: first)",
+        )
+    if job.device == "cpu":
+        absent |= dict.fromkeys(
+            ("host_bound", "peak_memory_bytes", "device_uuid_sha256"),
+            "no GPU: measured on the CPU",
+        )
+    return absent

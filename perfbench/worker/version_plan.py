@@ -41,7 +41,13 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     matrix = parse_matrix(asked["text"], asked["path"], trained=trained)
     capability = asked["capability"]
     here = Capability(**{**capability, "sm": tuple(capability["sm"]) if capability["sm"] else None})
-    built = build_plan(matrix, only=asked["only"], capability=here, settings=settings.current())
+    built = build_plan(
+        matrix,
+        only=asked["only"],
+        capability=here,
+        settings=settings.current(),
+        own_folder=Path(asked["own_folder"]),
+    )
     return {"plan": plan_json(built), "model": matrix.model.to_mapping()}
 
 

@@ -14,10 +14,10 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small GEMM in place of the one that takes a second on a CPU; use it with ``one_thread``,
     which restores the threads.
     """
-    from perfbench.worker import measure
+    from perfbench.worker import gemm
 
-    real = measure._gemm
-    monkeypatch.setattr(measure, "_gemm", lambda size, job: real(min(size, 32), job))
+    real = gemm.gemm
+    monkeypatch.setattr(gemm, "gemm", lambda size, job: real(min(size, 32), job))
 
 
 @pytest.fixture(autouse=True)

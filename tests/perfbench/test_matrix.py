@@ -307,6 +307,7 @@ def test_shipped_matrices_are_all_there() -> None:
         "decode-h200",
         "founding-cpu",
         "founding-h200",
+        "host-h200",
         "kernels-b-h200",
         "kernels-h100",
         "kernels-h200",
@@ -331,13 +332,13 @@ def test_json_schema_lists_every_axis_and_section() -> None:
     schema = matrix_schema()
     json.dumps(schema)
     assert set(schema["properties"]["axes"]["properties"]) == set(AXES)
-    assert schema["properties"]["axes"]["required"] == ["workload", "seq_len", "path"]
+    assert schema["properties"]["axes"]["required"] == ["workload", "seq_len"]
     assert schema["properties"]["axes"]["properties"]["fa2"]["items"] == {
         "enum": ["on", "off", "auto"]
     }
     assert schema["additionalProperties"] is False
     assert {"reason", *AXES} == set(schema["properties"]["exclude"]["items"]["properties"])
-    assert {"version", "name", "target", "model", "axes"} == set(schema["required"])
+    assert {"version", "name", "target", "axes"} == set(schema["required"])
 
 
 # --- overrides, aliases, sentinels

@@ -255,7 +255,9 @@ def test_the_profiled_step_runs_once_and_a_loop_needs_no_sdpa() -> None:
     def step() -> None:
         calls.append(model(torch.zeros(1, 20, dtype=torch.int64)))
 
-    assert profile.profile(step, ONLY_LOOP, "cpu", 0.01, 1).witness_ok is True and len(calls) == 1
+    seen_step = profile.profile(step, ONLY_LOOP, "cpu", 0.01, 1)
+    assert seen_step.witness_ok is True and len(calls) == 1
+    assert seen_step.host_time_s == 0.01, "a CPU computes in the call"
 
 
 class Recorded:

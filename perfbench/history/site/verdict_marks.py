@@ -34,6 +34,7 @@ LETTERS: Mapping[Verdict, str] = MappingProxyType(
         Verdict.UNSTABLE: "U",
         Verdict.REGRESSED: "R",
         Verdict.WRONG_PATH: "P",
+        Verdict.OVER_BOUND: "O",
         Verdict.PARITY: "≠",
         Verdict.IMPOSSIBLE: "!",
         Verdict.FAILED: "X",

@@ -43,12 +43,23 @@ class CannotBuild(PerfbenchError):
 @dataclass(frozen=True, slots=True)
 class Checkout:
     """One version of the code, ready to be imported from ``folder``; ``name`` is what the user
-    called it.
+    called it. ``root`` is what holds its nsa/, and ``repository`` the running checkout.
     """
 
     name: str
     folder: Path
     source: Source
+    root: Path | None = None
+    repository: Path | None = None
+
+    def own_folder(self, folder: Path) -> Path:
+        """Where this version has ``folder`` of the running checkout; itself where it lies
+        outside.
+        """
+        if self.root is None or self.repository is None:
+            return folder
+        here, home = folder.resolve(), self.repository.resolve()
+        return self.root / here.relative_to(home) if here.is_relative_to(home) else folder
 
 
 @contextmanager
@@ -69,14 +80,14 @@ def checked_out(text: str, repository: Path) -> Iterator[Checkout]:
         else:
             code = stack.enter_context(_worktree(text, repository, home))
             found = source_of(code)
-        yield Checkout(text, _link(code, home, text), found)
+        yield Checkout(text, _link(code, home, text), found, code, repository)
 
 
 @contextmanager
 def own_checkout(root: Path, found: Source) -> Iterator[Checkout]:
     """The running checkout itself, uncommitted changes included."""
     with _temporary_folder() as home:
-        yield Checkout("this checkout", _link(root, home, "this checkout"), found)
+        yield Checkout("this checkout", _link(root, home, "this checkout"), found, root, root)
 
 
 def is_commit(text: str | None) -> bool:

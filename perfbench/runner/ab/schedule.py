@@ -28,7 +28,7 @@ from perfbench.gate import (
     interrupted_between,
 )
 from perfbench.machine import TargetFit
-from perfbench.matrix import policies
+from perfbench.matrix import policies, step_folder
 from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
 from perfbench.runner.ab import pair
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
@@ -148,6 +148,7 @@ def interleave(
                     budget=budget,
                     model=version.model,
                     pause=pause,
+                    own_folder=version.checkout.own_folder(step_folder(spec.matrix.path)),
                 ),
                 {row.cell_id for row in one.rows},
             )

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.matrix import Excluded, Matrix, Plan
-from perfbench.records import PlannedCell
+from perfbench.matrix import Excluded, Matrix, Plan, step_folder
+from perfbench.records import OwnStepFile, PlannedCell
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def plan_of_version(
         "text": matrix.text,
         "path": matrix.path,
         "trained_blocks": matrix.trained.model_dump() if matrix.trained else None,
+        "own_folder": str(one.own_folder(step_folder(matrix.path))),
         "only": list(only),
         "capability": asdict(capability),
     }
@@ -84,4 +85,11 @@ def plan_of_version(
 def _plan(stored: dict[str, Any]) -> Plan:
     cells = [PlannedCell.model_validate(cell) for cell in stored["cells"]]
     excluded = [Excluded(**one) for one in stored["excluded"]]
-    return Plan(cells, excluded, stored["warnings"], stored["estimate_s"], stored["replicates"])
+    return Plan(
+        cells,
+        excluded,
+        stored["warnings"],
+        stored["estimate_s"],
+        stored["replicates"],
+        own_steps=tuple(OwnStepFile.model_validate(step) for step in stored["own_steps"]),
+    )
