@@ -9,6 +9,7 @@ from perfbench.matrix.named_calls import COUNTED_INSIDE, INSIDE, NAMESPACE, SDPA
 from perfbench.matrix.named_calls import OperatorCalls, operator_calls
 from perfbench.matrix.plan import Plan, build_plan, plan_text
 from perfbench.matrix.plan import route_line, plan_json
+from perfbench.matrix.peers import located, model_with, route_of_peer
 from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.matrix.schema import Target, matrix_schema
 from perfbench.matrix.shipped import MARK, shipped_file, shipped_name, shipped_names

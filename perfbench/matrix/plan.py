@@ -17,6 +17,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import attention_calls, memory
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
+from perfbench.matrix.peers import why_skipped
 from perfbench.older_nsa import steps_off
 from perfbench.records import (
     TRAINING,
@@ -57,23 +58,30 @@ class Plan:
     replicates: int
     least_bytes: int = 0  # of memory, by the cell that needs the most; at least
     wrong_paths: tuple[str, ...] = ()  # cells whose `expect` their Route violates, and how
+    skipped: tuple[str, ...] = ()  # why peers serve no cell here; the cells are among ``excluded``
 
 
 def build_plan(
     matrix: Matrix, *, only: list[str], capability: Capability, settings: Settings
 ) -> Plan:
     """Route every selected cell; PerfbenchError(USAGE) names each cell that no route can serve, and
-    every reason.
+    every reason. Cells whose peer is absent, or does not fit, are excluded with that reason; USAGE
+    where they are all.
     """
     selected, excluded = matrices.cells(matrix, only)
     planned: list[PlannedCell] = []
     refused: dict[str, list[str]] = {}
+    skipped: list[Excluded] = []
     for one in selected:
         cell = one.cell
         if reason := why_not_here(
             cell, on_gpu=capability.sm is not None
         ) or attention_calls.why_not(cell, matrix.model):
             refused.setdefault(reason, []).append(cell.cell_id)
+            continue
+        peer = matrix.peers.get(cell.path)
+        if peer and (reason := why_skipped(peer, cell, matrix.model, capability)):
+            skipped.append(Excluded(cell.cell_id, reason))
             continue
         try:
             route = route_cell(matrix, cell, capability, settings)
@@ -94,15 +102,18 @@ def build_plan(
         refused |= memory.too_large((cell.axes for cell in planned), matrix.model, capability)
     if refused:
         raise PerfbenchError(Exit.USAGE, _refusal(matrix, refused))
+    if not planned:
+        raise PerfbenchError(Exit.USAGE, _nothing_left(matrix, skipped))
     wrong = _expectations_at_odds(planned)
     return Plan(
         planned,
-        excluded,
+        [*excluded, *skipped],
         [*matrices.warnings(matrix), *wrong],
         estimate_s(matrix, [cell.axes for cell in planned], capability),
         matrix.measure.processes,
         max((memory.least_bytes(cell.axes, matrix.model) for cell in planned), default=0),
         tuple(wrong),
+        tuple(dict.fromkeys(one.reason for one in skipped)),
     )
 
 
@@ -113,7 +124,8 @@ def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Set
     """
     own = settings_of(cell)
     settings = load({**settings.given(), **own}) if own else settings
-    return attention_calls.route_of(cell, matrix.model, settings, capability)
+    peer = matrix.peers.get(cell.path)
+    return attention_calls.route_of(cell, matrix.model, settings, capability, peer)
 
 
 @lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few
@@ -171,6 +183,18 @@ def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:
         " out with --only"
     )
     return "\n".join(lines)
+
+
+def _nothing_left(matrix: Matrix, skipped: list[Excluded]) -> str:
+    """A run that has nothing to measure is no run."""
+    reasons = dict.fromkeys(one.reason for one in skipped)
+    return "\n".join(
+        (
+            f"{matrix.path}: nothing is left to measure, {_count(len(skipped), 'cell')} skipped:",
+            *(f"  {reason}" for reason in reasons),
+            "Next: install what is missing, or select other cells",
+        )
+    )
 
 
 def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:

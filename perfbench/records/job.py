@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perfbench.records.peers import Peer
 from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status, StoredCell
 from perfbench.records.trained_blocks import TrainedBlocks
 
@@ -94,6 +95,7 @@ class Job(BaseModel):
     sentinel: str | None = None  # measure this frozen work in place of a cell
     # of selection=trained; its path is absolute
     trained_blocks: TrainedBlocks | None = None
+    peer: Peer | None = None  # what serves a cell whose path is a peer
     # Time nothing, and write the profile of one step to this file (.json.gz).
     trace: str | None = None
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from perfbench.matrix import Matrix, trained_for
+from perfbench.matrix import Matrix, model_with, trained_for
 from perfbench.records import (
     SENTINEL_UNITS,
     Cell,
@@ -108,7 +108,7 @@ class Recorder:
             replicate=replicate,
             axes=cell.axes,
             config_sha256=cell.config_sha256,
-            model=self.model,
+            model=model_with(self.matrix.peers.get(cell.axes.path), self.model),
             measure=self.matrix.measure,
             timeout_s=self.matrix.limits.timeout_s,
             plan=cell.route,
@@ -121,6 +121,7 @@ class Recorder:
             waiting_peers=waiting_peers,
             proof=self._proof(cell),
             trained_blocks=trained_for(self.matrix, cell.axes),
+            peer=self.matrix.peers.get(cell.axes.path),
         )
 
     def _seed(self, cell: PlannedCell, replicate: int) -> int:

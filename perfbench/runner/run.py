@@ -86,6 +86,7 @@ class RunSpec:
             excluded=excluded,
             environment=self.environment,
             trained_blocks=self.matrix.trained,
+            peers=list(self.matrix.peers.values()),
         )
 
 

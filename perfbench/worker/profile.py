@@ -18,6 +18,7 @@ from nsa.routing import BranchRoute, Route
 from perfbench.older_nsa import steps_off
 from perfbench.records import Kernels, Profile, own_times, table_path, totalled, whole_file
 from perfbench.worker import callers, operators
+from perfbench.worker.peers.witness import witness_of
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 HOST_STEPS, HOST_BUDGET_S = 5, 0.5  # whose enqueueing is timed: fewer where they take that long
@@ -69,7 +70,8 @@ def profile(
 
     ``before`` runs first and is not in the profile: it leaves the L2 as the timed steps found it.
     ``replayed``: the step is a compiled or a CUDA graph, which calls no operators by their public
-    names. ``calls``: the operators that are due, None where they bear no names.
+    names. ``calls``: the operators that are due, None where they bear no names; a peer's kernels
+    bear the name that it declares.
     """
     on_gpu = device == "cuda"
     host_time_s = _host_time_s(step, before) if on_gpu else None
@@ -78,7 +80,11 @@ def profile(
     device_time_s = sum(seconds for seconds, _ in kernels.values())
     launches = {name: count for name, (_, count) in kernels.items()}
     shown = _fused_as_operator(route, launches, called, on_gpu, layers) if replayed else called
-    ok, sentence = testify(route, launches, shown, on_gpu, layers)
+    ok, sentence = (
+        testify(route, launches, shown, on_gpu, layers)
+        if calls is None or calls.peer is None
+        else witness_of(calls.peer, launches, on_gpu=on_gpu)
+    )
     if calls is not None and (fault := calls.fault(by_name)):
         ok, sentence = False, fault
     longest = sorted(kernels.items(), key=lambda item: -item[1][0])[:NUM_LONGEST]
