@@ -317,6 +317,7 @@ def test_shipped_matrices_are_all_there() -> None:
         "nightly-gate-h200",
         "nightly-kernels-h200",
         "nightly-train-h200",
+        "peers-h200",
         "selections-h200",
         "train-h100",
         "train-h200",
