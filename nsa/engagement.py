@@ -1,6 +1,6 @@
 """Counts of the implementations that ran.
 
-Only ``nsa.dispatch`` increments them, in the line before it calls an implementation.
+Of nsa's own only ``nsa.dispatch`` increments them, in the line before it calls an implementation.
 
 Nothing is counted inside torch.compile, and a CUDA graph counts its captures, not its runs: there
 the profiler is the witness.

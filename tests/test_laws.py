@@ -229,12 +229,14 @@ def test_files_stay_small(path: Path) -> None:
 @pytest.mark.parametrize("path", PRODUCT, ids=name_of)
 def test_one_door(path: Path) -> None:
     """Only dispatch reaches the registry of selected paths, and only dispatch records
-    engagement.
+    engagement; that of a peer its one caller.
     """
     if name_of(path) == "nsa/dispatch.py" or "selected" in path.parts:
         return
     tree = tree_of(path)
     assert selected_paths(tree) == []
+    if name_of(path) == "perfbench/worker/peers/call.py":
+        return
     records = [
         n.lineno
         for n in ast.walk(tree)

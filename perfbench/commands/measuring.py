@@ -60,7 +60,7 @@ def measuring_context(target: Target, *, silent: bool = False) -> MeasuringConte
 def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> Path:
     """Measure what ``options`` select and return the run's folder."""
     plan = _complete_plan(matrix, options.only, context.capability)
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *plan.skipped):
         warn(warning)
     spec = RunSpec(
         plan,
@@ -93,6 +93,8 @@ def _complete_plan(matrix: Matrix, only: list[str], capability: Capability) -> P
     be routed here.
     """
     settings = nsa_settings()
+    if only and matrix.peers:  # says why, where every selected cell is skipped
+        build_plan(matrix, only=only, capability=capability, settings=settings)
     try:
         return build_plan(matrix, only=[], capability=capability, settings=settings)
     except PerfbenchError:

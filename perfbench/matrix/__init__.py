@@ -11,6 +11,7 @@ from perfbench.matrix.plan import Plan, build_plan, plan_text
 from perfbench.matrix.plan import route_line, plan_json
 from perfbench.matrix.own_step import own_folder_for, step_folder
 from perfbench.matrix.plugin_file import find
+from perfbench.matrix.peers import located, model_with, route_of_peer
 from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.matrix.schema import Target, matrix_schema
 from perfbench.matrix.shipped import MARK, shipped_file, shipped_name, shipped_names

@@ -11,6 +11,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
 from nsa.routing import ADAPTIVE, DENSE, SPECS, Capability, Path, Problem, Route, RouteError
 from nsa.settings import Settings
+from perfbench.matrix.peers import route_of_peer, why_not_peer
 from perfbench.older_nsa import copy_min_elements, has_training_loop, sort_min_rows
 from perfbench.records import (
     ATTENTION,
@@ -19,6 +20,7 @@ from perfbench.records import (
     SELECTED,
     TRAINING,
     Cell,
+    Peer,
     torch_dtype_name,
 )
 
@@ -86,10 +88,18 @@ def problems(cell: Cell, model: ModelConfig) -> list[Problem]:
     return [sequence]
 
 
-def route_of(cell: Cell, model: ModelConfig, settings: Settings, capability: Capability) -> Route:
+def route_of(
+    cell: Cell,
+    model: ModelConfig,
+    settings: Settings,
+    capability: Capability,
+    peer: Peer | None = None,
+) -> Route:
     """The Route of a cell's calls; RouteError where its request cannot be served, or not by one
-    Route for all chunks.
+    Route for all chunks. ``peer`` serves a cell whose path is one.
     """
+    if cell.is_peer:
+        return route_of_peer(peer, cell.path)
     calls = problems(cell, model)
     if cell.is_dense:
         return routing.route_dense(cell.path, calls[0], capability)
@@ -109,6 +119,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     """Why no machine can time ``cell``, whatever its route: got, wanted, next step; None where one
     can.
     """
+    if cell.is_peer and (reason := why_not_peer(cell)):
+        return reason
     nsa, got = model.nsa, f"workload={cell.workload}"
     if cell.is_own_step:
         return None

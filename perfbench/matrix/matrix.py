@@ -21,6 +21,7 @@ from functools import lru_cache
 from nsa.config import ModelConfig
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import rules, strict_yaml
+from perfbench.matrix.peers import parse_peers, used_peers
 from perfbench.matrix.policy import Alias, GatePolicy, Policies
 from perfbench.matrix.rules import ExcludeRule, ExpectRule, IncludeRule, OverrideRule
 from perfbench.matrix.schema import NO_MODEL, Limits, Target, resolve_model, validate
@@ -30,6 +31,7 @@ from perfbench.matrix.trained import blocks_path, trained_of
 from perfbench.records import (
     AXES,
     BOUNDS,
+    BUILT_IN,
     MAX_REPLICATES,
     METHOD_VERSION,
     TRAINED,
@@ -37,6 +39,7 @@ from perfbench.records import (
     Expect,
     Manifest,
     MeasureOptions,
+    Peer,
     PlannedCell,
     TrainedBlocks,
     Value,
@@ -88,6 +91,7 @@ class Matrix:
     sentinels: tuple[str, ...] = ()
     by_cell: Mapping[str, GatePolicy] = field(default_factory=dict)  # those of an override
     trained: TrainedBlocks | None = None  # of the cells with selection=trained
+    peers: Mapping[str, Peer] = field(default_factory=dict)  # of the cells whose path is one
 
 
 def load_matrix(path: str | pathlib.Path) -> Matrix:
@@ -145,12 +149,16 @@ def parse_matrix(
         sentinels=rules.parse_sentinels(document, file),
     )
     kept = _check_cells(document, matrix)
+    declared = parse_peers(
+        document, file.peers, on_gpu=file.target.gpu.lower() not in ("none", "cpu")
+    )
+    peers = used_peers(document, declared, kept)
     blocks = trained_of(document, file.trained_blocks, model, kept, trained, reads_file=to_measure)
     rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})
     by_cell = rules.policies_of(document, file.gate, matrix.overrides, kept)
     if to_measure:
         _refuse_too_few(document, file.measure.processes, {"": file.gate, **by_cell})
-    return replace(matrix, by_cell=by_cell, trained=blocks)
+    return replace(matrix, by_cell=by_cell, trained=blocks, peers=peers)
 
 
 def _refuse_too_few(document: Document, processes: int, gates: Mapping[str, GatePolicy]) -> None:
@@ -339,13 +347,17 @@ def config_sha256(matrix: Matrix, cell_id: str) -> str:
 
     A dense path runs without NSA, but its twin's shape is the model's, so the whole model counts.
     The cell enters by its id: an axis that is added later, at its default, changes no hash. Blocks
-    of a trained model enter by their file's content and the layer, wherever the file lies. A user's
-    own step enters by its name: its file is code, and code is what a baseline compares.
+    of a trained model enter by their file's content and the layer, wherever the file lies. A peer
+    enters by what the matrix declares of it. A user's own step enters by its name: its file is
+    code, and code is what a baseline compares.
     """
     model = NO_MODEL if matrix.model_name == NO_MODEL else _model_sha256(matrix.model)
     what = {"model": model, "cell": cell_id, "method_version": METHOD_VERSION}
     if matrix.trained is not None and f"selection={TRAINED}" in cell_id.split(","):
         what["trained_blocks"] = f"{matrix.trained.sha256} layer {matrix.trained.layer}"
+    path = next((t.partition("=")[2] for t in cell_id.split(",") if t.startswith("path=")), "")
+    if path in matrix.peers and path not in BUILT_IN:
+        what["peer"] = matrix.peers[path].declared
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 

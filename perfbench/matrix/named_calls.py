@@ -56,8 +56,10 @@ def operator_calls(
     route: Route, cell: Cell, model: ModelConfig, *, workspace_bytes: int
 ) -> OperatorCalls:
     """Of one step of ``cell``, all layers; ``workspace_bytes`` bounds what path v2 packs at a
-    time.
+    time. A peer calls no operator of nsa; it may call SDPA.
     """
+    if cell.is_peer:
+        return OperatorCalls(at_least=frozenset({SDPA}))
     calls = _Calls(route, cell, model, workspace_bytes)
     for problem in problems(cell, model):
         calls.add(problem)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nsa.routing import ADAPTIVE, DENSE, DENSE_KINDS, Path
+from perfbench.matrix.peers import BRANCH
 from perfbench.records import Cell, Expect
 
 
@@ -16,7 +17,10 @@ def expected_of(cell: Cell, stated: Expect, planned: Iterable[str]) -> Expect:
     """
     every = [*(f"sel.{path}" for path in Path), f"sel.{DENSE}", *_dense_counters()]
     selects = any(name.startswith("sel.") for name in planned)
-    if cell.path in DENSE_KINDS:
+    if cell.is_peer:
+        engaged = [f"{BRANCH}.{cell.path}"]
+        allowed = set(engaged)
+    elif cell.path in DENSE_KINDS:
         engaged = [_dense_counter(cell.path)]
         allowed = set(engaged)
     elif cell.path in tuple(Path):

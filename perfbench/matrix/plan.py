@@ -19,6 +19,7 @@ from perfbench.matrix import attention_calls, memory
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix.matrix import Excluded, Matrix
 from perfbench.matrix.own_step import own_steps_of, step_folder
+from perfbench.matrix.peers import why_skipped
 from perfbench.older_nsa import steps_off
 from perfbench.records import (
     BOUNDS,
@@ -71,6 +72,7 @@ class Plan:
     least_bytes: int = 0  # of memory, by the cell that needs the most; at least
     wrong_paths: tuple[str, ...] = ()  # cells whose `expect` their Route violates, and how
     own_steps: tuple[OwnStepFile, ...] = ()  # the files of the user's own steps
+    skipped: tuple[str, ...] = ()  # why peers serve no cell here; the cells are among ``excluded``
 
 
 def build_plan(
@@ -82,7 +84,8 @@ def build_plan(
     own_folder: Path | None = None,
 ) -> Plan:
     """Route every selected cell; PerfbenchError(USAGE) names each cell that no route can serve, and
-    every reason.
+    every reason. Cells whose peer is absent, or does not fit, are excluded with that reason; USAGE
+    where they are all.
 
     ``own_folder``: where the user's own steps are looked for first, by default the folder of the
     matrix. Their modules are found, and not imported.
@@ -93,6 +96,7 @@ def build_plan(
     own_steps = own_steps_of(
         matrix.path, (one.cell for one in selected), own_folder or step_folder(matrix.path)
     )
+    skipped: list[Excluded] = []
     for one in selected:
         cell = one.cell
         if reason := why_not_here(
@@ -110,6 +114,10 @@ def build_plan(
                     expect=one.expect,
                 )
             )
+            continue
+        peer = matrix.peers.get(cell.path)
+        if peer and (reason := why_skipped(peer, cell, matrix.model, capability)):
+            skipped.append(Excluded(cell.cell_id, reason))
             continue
         try:
             route = route_cell(matrix, cell, capability, settings)
@@ -130,17 +138,20 @@ def build_plan(
         refused |= memory.too_large((cell.axes for cell in planned), matrix.model, capability)
     if refused:
         raise PerfbenchError(Exit.USAGE, _refusal(matrix, refused))
+    if not planned:
+        raise PerfbenchError(Exit.USAGE, _nothing_left(matrix, skipped))
     wrong = _expectations_at_odds(planned)
     unmeasured = [] if capability.sm is not None else _bounds_of_a_gpu(planned)
     return Plan(
         planned,
-        excluded,
+        [*excluded, *skipped],
         [*matrices.warnings(matrix), *wrong, *unmeasured],
         estimate_s(matrix, [cell.axes for cell in planned], capability),
         matrix.measure.processes,
         max((memory.least_bytes(cell.axes, matrix.model) for cell in planned), default=0),
         tuple(wrong),
         own_steps,
+        tuple(dict.fromkeys(one.reason for one in skipped)),
     )
 
 
@@ -151,7 +162,8 @@ def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Set
     """
     own = settings_of(cell)
     settings = load({**settings.given(), **own}) if own else settings
-    return attention_calls.route_of(cell, matrix.model, settings, capability)
+    peer = matrix.peers.get(cell.path)
+    return attention_calls.route_of(cell, matrix.model, settings, capability, peer)
 
 
 @lru_cache(maxsize=64)  # Routes do not name lengths, so a matrix has few
@@ -209,6 +221,18 @@ def _refusal(matrix: Matrix, refused: dict[str, list[str]]) -> str:
         " out with --only"
     )
     return "\n".join(lines)
+
+
+def _nothing_left(matrix: Matrix, skipped: list[Excluded]) -> str:
+    """A run that has nothing to measure is no run."""
+    reasons = dict.fromkeys(one.reason for one in skipped)
+    return "\n".join(
+        (
+            f"{matrix.path}: nothing is left to measure, {_count(len(skipped), 'cell')} skipped:",
+            *(f"  {reason}" for reason in reasons),
+            "Next: install what is missing, or select other cells",
+        )
+    )
 
 
 def _expectations_at_odds(planned: list[PlannedCell]) -> list[str]:

@@ -10,12 +10,14 @@ from typing import Any
 
 from nsa.config import nearest_name
 from nsa.routing import Path
+from perfbench.matrix.peers import BRANCH, declared_names
 from perfbench.matrix.policy import GatePolicy
 from perfbench.matrix.schema import SENTINELS, MatrixFile, policy_with
 from perfbench.matrix.strict_yaml import Document, Loc
 from perfbench.records import (
     AXES,
     BOUNDS,
+    BUILT_IN,
     NOT_APPLICABLE,
     Axis,
     Cell,
@@ -25,6 +27,7 @@ from perfbench.records import (
     check_axis,
     is_own_step,
     show_value,
+    with_choices,
 )
 
 # Every counter that a Route can name; a misspelt one in `forbidden` would never be seen to engage.
@@ -121,12 +124,13 @@ def parse_expect(document: Document, file: MatrixFile, index: int) -> ExpectRule
     loc: Loc = ("expect", index)
     section = file.expect[index]
     match = _parse_match(document, (*loc, "match"), section.match)
+    peers = (f"{BRANCH}.{name}" for name in (*BUILT_IN, *declared_names(document)))
+    known = [*COUNTERS, *peers]
     for key, counters in (("engaged", section.engaged), ("forbidden", section.forbidden)):
         for at, counter in enumerate(counters):
-            if counter not in COUNTERS:
+            if counter not in known:
                 document.fail(
-                    (*loc, key, at),
-                    f"no counter {counter[:60]!r}{nearest_name(counter, list(COUNTERS))}",
+                    (*loc, key, at), f"no counter {counter[:60]!r}{nearest_name(counter, known)}"
                 )
     bounds = {name: most for name in BOUNDS if (most := getattr(section, name)) is not None}
     if not section.engaged and not section.forbidden and not bounds:
@@ -250,9 +254,10 @@ def _reason(document: Document, loc: Loc, reason: object, why: str) -> str:
 
 def _axis(document: Document, loc: Loc, name: str) -> Axis:
     try:
-        return check_axis(name)
+        axis = check_axis(name)
     except ValueError as error:
         document.fail(loc, str(error))
+    return with_choices(axis, declared_names(document)) if name == "path" else axis
 
 
 def _values(document: Document, loc: Loc, name: str, given: list[Any]) -> tuple[Value, ...]:

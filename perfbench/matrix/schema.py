@@ -23,10 +23,11 @@ from nsa.config import (
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix.policy import GatePolicy
 from perfbench.matrix.strict_yaml import Document, Loc
-from perfbench.records import AXES, SENTINEL_UNITS, Axis, MeasureOptions, show_value
+from perfbench.records import AXES, SENTINEL_UNITS, Axis, Kind, MeasureOptions, show_value
 
 MATRIX_VERSION = 1
 NO_MODEL = "of the step's own"
+_PEER_NAME = "^[a-z][a-z0-9_]{0,39}$"
 MAX_MISTAKES = 20  # shown at once: a screenful
 
 
@@ -84,6 +85,29 @@ class OverrideSection(_Section):
     reason: str
 
 
+class PeerSection(_Section):
+    """A peer as a matrix declares it; perfbench.records.peers says what each key means."""
+
+    kind: Kind
+    function: str = ""
+    entry_point: str = ""
+    checkout: str = ""  # a folder, relative to that of the matrix
+    options: dict[str, Any] = {}
+    packages: list[str] = []
+    kernels: str = ""
+    backward: bool = True
+    gpu_backward: bool = False
+    repeatable: bool = False
+    sm: str = ""
+    dtypes: list[str] = []
+    head_dims: list[int] = []
+    groups: list[int] = []
+    equal_dims: bool = False
+    kv: Literal["one", "three"] = "three"
+    wants: dict[str, Any] = {}
+    nsa: dict[str, Any] = {}
+
+
 class MatrixFile(_Section):
     """A matrix as written: the product of ``axes``, minus ``exclude``, plus ``include``."""
 
@@ -102,6 +126,7 @@ class MatrixFile(_Section):
     aliases: dict[str, str] = {}  # a cell's former id -> its id now
     sentinels: list[str] = []
     trained_blocks: Any = None  # the file of selection=trained
+    peers: dict[str, PeerSection] = {}  # name on the axis path -> what serves it
 
 
 _SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -111,6 +136,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "limits": Limits,
     "gate": GatePolicy,
     "overrides": OverrideSection,
+    "peers": PeerSection,
 }
 SENTINELS = tuple(SENTINEL_UNITS)
 # keys of `gate:` that no single cell has
@@ -336,7 +362,10 @@ def matrix_schema() -> dict[str, Any]:
     """JSON Schema of a matrix file, for editors: what `perfbench schema matrix` prints."""
     schema = MatrixFile.model_json_schema()
     values = {name: _value_schema(axis) for name, axis in AXES.items()}
+    # a peer that the matrix itself declares
+    values["path"] = {"anyOf": [values["path"], {"type": "string", "pattern": _PEER_NAME}]}
     matched = {name: _one_or_many(_match_schema(axis)) for name, axis in AXES.items()}
+    matched["path"] = _one_or_many(values["path"])
     properties = schema["properties"]
     properties["model"] = {"anyOf": [{"enum": list(PRESETS)}, {"type": "object"}]}
     properties["trained_blocks"] = {

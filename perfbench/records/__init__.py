@@ -9,7 +9,7 @@ from perfbench.records.calibration_file import read_calibration, variance_of_cel
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
 from perfbench.records.cells import SELECTIONS, STEPS, TRAINED, TRAINING, Term, Value, check_axis
-from perfbench.records.cells import proof_key
+from perfbench.records.cells import proof_key, with_choices
 from perfbench.records.cells import select_cells, settings_of, show_value
 from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.digests import LINE_KEY
@@ -21,7 +21,7 @@ from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
 from perfbench.records.rows import BranchLine, CacheLine, ConfirmationPlan, Environment, Expect
-from perfbench.records.rows import LengthProof, LoopLine, NOT_IN_OLDER
+from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLDER
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell
@@ -33,6 +33,7 @@ from perfbench.records.run_file import is_compressed_run
 from perfbench.records.run_file import read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
+from perfbench.records.peers import BUILT_IN, ENTRY_POINTS, Kind, PREFIXES, Peer, kind_of
 from perfbench.records.regular_file import read_regular_file
 from perfbench.records.own_step import OwnStepFile, OwnStepLine, is_own_step
 from perfbench.records.trained_blocks import TrainedBlocks, read_trained_blocks

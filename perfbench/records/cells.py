@@ -8,15 +8,17 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from urllib.parse import quote
 
 from nsa.config import nearest_name
 from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
 from perfbench.records.own_step import OWN_STEP_FORM, OWN_STEP_PATTERN, is_own_step
+from perfbench.records.peers import BUILT_IN, is_peer, kind_of
 
-# fa2 of a dense path, which names its kernel itself; path of a user's own step that states none
+# fa2 of a dense path and of a peer, which name their kernel themselves; path of a user's own step
+# that states none
 NOT_APPLICABLE = "n/a"
 DEFAULT_CHUNK = 2048
 # Kinds of blocks in workloads of the selected branch: perfbench.worker.workloads.block_patterns.
@@ -117,7 +119,10 @@ AXES: Mapping[str, Axis] = {
     ),
     "seq_len": Axis(int, None),
     "path": Axis(
-        str, None, (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS), recorded=(NOT_APPLICABLE,)
+        str,
+        None,
+        (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS, *BUILT_IN),
+        recorded=(NOT_APPLICABLE,),
     ),
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
     "batch": Axis(int, 1),
@@ -175,10 +180,10 @@ class Cell:
 
     An axis that means nothing to the cell has one value, so that its values are one cell.
 
-    That is fa2='n/a' on a dense path, and the default of ``chunk`` in every workload but
-    chunked_prefill and of ``selection`` in every one but those of the selected branch alone, and of
-    ``without`` on every path but triton (and auto, where it is refused) and in a user's own step,
-    to which the path is a parameter, 'n/a' where none is stated.
+    That is fa2='n/a' on a dense path and on a peer, and the default of ``chunk`` in every workload
+    but chunked_prefill and of ``selection`` in every one but those of the selected branch alone,
+    and of ``without`` on every path but triton (and auto, where it is refused) and in a user's own
+    step, to which the path is a parameter, 'n/a' where none is stated.
 
     A file holds the axes as a mapping: `from_mapping` and `to_mapping` are the only ways between
     the two. ``unknown`` are axes of a newer perfbench; ``named`` are the axes that the file named,
@@ -213,12 +218,12 @@ class Cell:
                 f"path={NOT_APPLICABLE} belongs to a user's own step, not to"
                 f" workload={self.workload}; name a path"
             )
-        if self.path in (*DENSE_KINDS, NOT_APPLICABLE):
+        if self.path in (*DENSE_KINDS, NOT_APPLICABLE) or is_peer(self.path):
             object.__setattr__(self, "fa2", NOT_APPLICABLE)
         elif self.fa2 == NOT_APPLICABLE:
             raise ValueError(
-                f"fa2={NOT_APPLICABLE} belongs to dense paths, not to path={self.path}; use on, off"
-                " or auto"
+                f"fa2={NOT_APPLICABLE} belongs to dense paths and peers, not to path={self.path};"
+                " use on, off or auto"
             )
 
     @classmethod
@@ -260,7 +265,12 @@ class Cell:
     @property
     def is_dense(self) -> bool:
         """Whether full attention is measured in place of NSA."""
-        return self.path in DENSE_KINDS and not self.is_own_step
+        return kind_of(self.path) == "dense" and not self.is_own_step
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether others than nsa serve it: a path of perfbench.matrix.peers."""
+        return is_peer(self.path) and not self.is_own_step
 
     @property
     def has_backward(self) -> bool:
@@ -345,6 +355,11 @@ class Match:
         return "{" + ", ".join(shown) + "}"
 
 
+def with_choices(axis: Axis, further: Iterable[str]) -> Axis:
+    """``axis`` with ``further`` choices at the end, each once."""
+    return replace(axis, choices=tuple(dict.fromkeys((*axis.choices, *further))))
+
+
 def check_axis(name: str) -> Axis:
     """The axis called ``name``; ValueError names the nearest one."""
     if name not in AXES:
@@ -362,7 +377,7 @@ def select_cells(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:
     everything = list(cells)
     kept, by_axis = everything, dict[str, list[Callable[[Cell], bool]]]()
     for text in only:
-        name, tests = _only_term(text)
+        name, tests = _only_term(text, everything)
         if not any(tests(cell) for cell in everything):
             raise ValueError(
                 f"--only {text[:100]} matches none of the {len(everything)} cells;"
@@ -379,7 +394,7 @@ def select_cells(cells: Iterable[Cell], only: Iterable[str]) -> list[Cell]:
     return kept
 
 
-def _only_term(text: str) -> tuple[str, Callable[[Cell], bool]]:
+def _only_term(text: str, cells: list[Cell]) -> tuple[str, Callable[[Cell], bool]]:
     found = re.fullmatch(r"([A-Za-z0-9_-]+)\s*(>=|<=|>|<|=)\s*(.*)", text, re.DOTALL)
     if not found:
         raise ValueError(
@@ -393,10 +408,13 @@ def _only_term(text: str) -> tuple[str, Callable[[Cell], bool]]:
             f"--only {text[:100]}: no axis {name[:60]!r}{nearest_name(name, [*AXES, 'cell'])}"
         )
     spec: Value = value if relation == "=" else relation + value
-    if AXES[name].kind is int and _WHOLE.fullmatch(str(spec)):
+    axis = AXES[name]
+    if name == "path":  # peers that the matrix declares
+        axis = with_choices(axis, sorted({cell.path for cell in cells}))
+    if axis.kind is int and _WHOLE.fullmatch(str(spec)):
         spec = int(spec)
     try:
-        match = Match(((name, (AXES[name].term(spec),)),))
+        match = Match(((name, (axis.term(spec),)),))
     except ValueError as error:
         if relation == "=" and "," in value:
             each = " ".join(f"--only {name}={part.strip()}" for part in value.split(",")[:40])

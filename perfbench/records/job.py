@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from perfbench.records.peers import Peer
 from perfbench.records.rows import Expect, ParityLine, Replicate, RouteLine, Status, StoredCell
 from perfbench.records.trained_blocks import TrainedBlocks
 
@@ -96,6 +97,7 @@ class Job(BaseModel):
     trained_blocks: TrainedBlocks | None = None
     # of a user's own step: the folder in which its module is looked for first, absolute
     own_step_folder: str | None = None
+    peer: Peer | None = None  # what serves a cell whose path is a peer
     # Time nothing, and write the profile of one step to this file (.json.gz).
     trace: str | None = None
 

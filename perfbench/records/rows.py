@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from perfbench.records.cells import Cell, Value
 from perfbench.records.own_step import OwnStepFile, OwnStepLine
+from perfbench.records.peers import Peer
 from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
@@ -223,6 +224,8 @@ class Manifest(_Record):
     trained_blocks: TrainedBlocks | None = None
     # of the workloads that are a user's own step; none in older files
     own_steps: list[OwnStepFile] = []
+    # of the cells whose path is a peer; empty in older files
+    peers: list[Peer] = []
 
 
 class Resumed(_Record):
@@ -376,6 +379,17 @@ class LoadedCode(_Record):
     nsa_sha256: str
 
 
+class LoadedPeer(_Record):
+    """The peer that a measuring process had imported, asked of its module."""
+
+    name: str
+    version: str | None  # of its package; null where its module belongs to none
+    file: str
+    file_sha256: str | None  # null of a module without a file
+    commit: str | None = None  # of its checkout, where git knows one
+    dirty_sha256: str | None = None  # of the checkout's uncommitted changes
+
+
 class OtherClocks(_Record):
     """The timed window, and the GEMM of `Physics`, by clocks other than the one of the samples."""
 
@@ -488,6 +502,7 @@ class Replicate(_Record):
     physics: Physics | None = None
     device_uuid_sha256: str | None = None
     loaded: LoadedCode | None = None  # null in older files
+    peer: LoadedPeer | None = None  # null where nsa serves the cell
     stderr_tail: str = ""
 
     @property

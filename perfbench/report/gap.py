@@ -141,7 +141,7 @@ def _gap(row: Row, expected: float | None) -> Gap:
 def _chains(rows: Sequence[Row]) -> dict[str, tuple[Link, ...]]:
     shapes: dict[object, list[Row]] = {}
     for row in rows:
-        if not row.is_dense:
+        if not row.is_dense and not row.cell.axes.is_peer:
             shapes.setdefault(without(row.cell.axes, *LINKS), []).append(row)
     found = {}
     for same in shapes.values():

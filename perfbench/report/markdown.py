@@ -6,12 +6,15 @@ import shlex
 from collections import Counter
 from dataclasses import dataclass, replace
 from importlib import resources
+from pathlib import PurePath
 from typing import Any
 
 from perfbench.errors import Exit
 from perfbench.gate import EARLY_DROP_PCT, LOOKS, Judgement
 from perfbench.records import (
+    BUILT_IN,
     FAIL_UNDER_STRICT,
+    LoadedPeer,
     Run,
     Source,
     Verdict,
@@ -123,9 +126,15 @@ def _context(
         "policy": judgement.policy,
         "looks": f"{', '.join(map(str, LOOKS[:-1]))} and {LOOKS[-1]}",
         "early_drop_pct": EARLY_DROP_PCT,
-        "paths": ", ".join(PATH_ORDER),
+        "paths": ", ".join(_paths(rows)),
         "null": NULL,
     }
+
+
+def _paths(rows: list[Row]) -> list[str]:
+    """The paths of nsa, and the built-in peers that this run has."""
+    ran = {row.cell.axes.path for row in rows}
+    return [path for path in PATH_ORDER if path in ran or path not in BUILT_IN]
 
 
 def _shown(table: workloads.Table) -> workloads.Table:
@@ -315,6 +324,14 @@ def _physics(rows: list[Row]) -> list[str]:
     ]
 
 
+def _peer(peer: LoadedPeer) -> str:
+    """Whose it is, and which: its package, or the file with the commit of its checkout."""
+    which = peer.version or PurePath(peer.file).name
+    commit = f" at {peer.commit[:12]}" if peer.commit else ""
+    changed = " with changes" if peer.dirty_sha256 else ""
+    return f"{peer.name} {which}{commit}{changed}"
+
+
 def _header(run: Run, context: ReportContext) -> list[tuple[str, str]]:
     """What it takes to do it again, as (name, Markdown)."""
     manifest, env = run.manifest, run.manifest.environment
@@ -350,6 +367,8 @@ def _header(run: Run, context: ReportContext) -> list[tuple[str, str]]:
         ("injections", ", ".join(manifest.injections) or "none"),
         ("schema, method", f"{manifest.schema_version}, {manifest.method_version}"),
     ]
+    if loaded := {one.peer.name: one.peer for one in run.replicates if one.peer is not None}:
+        facts.append(("peers", "; ".join(_peer(one) for _, one in sorted(loaded.items()))))
     known = [
         ("branch, commit", f"{escape(source.branch or NULL)}, {commit}"),
         ("uncommitted changes", dirty),

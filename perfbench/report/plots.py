@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from perfbench.machine import without_variables
-from perfbench.records import whole_file
+from perfbench.records import NOT_APPLICABLE, whole_file
 from perfbench.report.rows import PATH_ORDER, Row, unmarked
 
 if TYPE_CHECKING:
@@ -33,8 +33,22 @@ COLOURS = {
 }
 OTHER_COLOUR = "#56B4E9"
 MARKERS = {"reference": "v", "v1": "s", "v2": "o", "masked": "^", "triton": "D", "auto": "P"}
-DENSE_MARKERS = {"dense": ".", "dense_flash": "<", "dense_cudnn": ">"}
-DENSE_LINES = {"dense": "--", "dense_flash": "-.", "dense_cudnn": (0, (3, 1, 1, 1, 1, 1))}
+DENSE_MARKERS = {
+    "dense": ".",
+    "dense_flash": "<",
+    "dense_cudnn": ">",
+    "dense_fa3": "1",
+    "dense_fa4": "*",
+    "flex": "p",
+}
+DENSE_LINES = {
+    "dense": "--",
+    "dense_flash": "-.",
+    "dense_cudnn": (0, (3, 1, 1, 1, 1, 1)),
+    "dense_fa3": ":",
+    "dense_fa4": "-",
+    "flex": (0, (5, 1)),
+}
 FA2_LINES = {"on": "-", "off": ":", "auto": "-"}
 INK, GRID = "#333333", "#e4e4e4"
 # GitHub shows a page's pictures about 900 pixels wide: text of 9 points is then 11 pixels high.
@@ -135,9 +149,14 @@ def series_order(series: Series) -> tuple[int, str, str]:
     return rank, path, {"on": "0", "off": "1"}.get(fa2, fa2)
 
 
+def fa2_varies(rows: Sequence[Row]) -> bool:
+    """Whether cells that may take FA-2 differ in it."""
+    return len({row.cell.axes.fa2 for row in rows} - {NOT_APPLICABLE}) > 1
+
+
 def series_name(path: str, fa2: str, fa2_varies: bool) -> str:
     """FA-2 is named where it differs between the cells of a report."""
-    named = fa2_varies and not path.startswith("dense")
+    named = fa2_varies and fa2 != NOT_APPLICABLE
     return literal(f"{path}, FA-2 {fa2}" if named else path)
 
 

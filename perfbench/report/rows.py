@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median
 
-from nsa.routing import DENSE_KINDS
 from perfbench.gate import Band, CellVerdict, Judgement, bands, usable
 from perfbench.records import (
     ATTENTION,
@@ -25,6 +24,7 @@ from perfbench.records import (
     Run,
     Telemetry,
     Verdict,
+    kind_of,
     short_ids,
 )
 
@@ -37,9 +37,14 @@ PATH_ORDER = (
     "triton",
     "auto",
     "adaptive",
+    "fla",
     "dense",
     "dense_flash",
     "dense_cudnn",
+    "dense_fa3",
+    "dense_fa4",
+    "flex",
+    "flex_window",
 )
 GIB = 2**30
 # twice the tokens in less than 5 % more time: not the tokens are paid for
@@ -187,9 +192,14 @@ def launch_bound(rows: Iterable[Row]) -> list[str]:
 
 def is_twin(axes: Cell) -> bool:
     """Whether a cell is what others are held against: path dense, and of attention alone every
-    dense kernel.
+    dense kernel, those of peers included.
     """
-    return axes.path in (DENSE_KINDS if axes.workload in ATTENTION else ("dense",))
+    return axes.is_dense if axes.workload in ATTENTION else axes.path == "dense"
+
+
+def is_window(axes: Cell) -> bool:
+    """Whether a cell computes the window alone, which no whole attention is held against."""
+    return kind_of(axes.path) == "window"
 
 
 def without(axes: Cell, *names: str) -> Key:
@@ -276,7 +286,7 @@ def _row(
             stderr_tail=tail,
             nulls=nulls,
         )
-    twin = dense.get(without(cell.axes, "path", "fa2"))
+    twin = None if is_window(cell.axes) else dense.get(without(cell.axes, "path", "fa2"))
     utilisation = _median(
         good, lambda one: one.telemetry.utilisation_pct if one.telemetry else None
     )
@@ -302,6 +312,8 @@ def _row(
     )
     notes = dict.fromkeys(note for one in good if one.physics for note in one.physics.notes)
     nulls |= _nulls(good, twin, floor, bound, utilisation, memory, on_cpu, profiles)
+    if is_window(cell.axes):
+        nulls["x dense"] = "the window alone has no dense twin: full attention computes more"
     if cell.axes.workload in SELECTED:
         nulls["x dense"] = (
             "the selected branch alone has no dense twin: full attention selects nothing"

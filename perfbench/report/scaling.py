@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nsa.config import ModelConfig
 from perfbench.gate import CONFIDENCE, stats
 from perfbench.records import Cell, Run
-from perfbench.report.rows import Row, without
+from perfbench.report.rows import Row, is_window, without
 from perfbench.report.workloads import Table, model_of
 from perfbench.roofline import step_flops, step_min_bytes
 from perfbench.text import NULL, escape
@@ -68,7 +68,7 @@ def growths(run: Run, rows: Sequence[Row]) -> list[Growth]:
     for same in series.values():
         same.sort(key=lambda row: row.cell.axes.seq_len)
         if len({row.cell.axes.seq_len for row in same}) >= MIN_LENGTHS:
-            found.append(_growth(same, model))
+            found.append(_growth(same, None if is_window(same[0].cell.axes) else model))
     return found
 
 

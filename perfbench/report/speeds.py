@@ -13,9 +13,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from perfbench.records import kind_of
 from perfbench.report import plots
 from perfbench.report.plots import INK, Series
-from perfbench.report.rows import Row, is_twin, unmarked
+from perfbench.report.rows import Row, is_twin, is_window, unmarked
 from perfbench.text import ratio
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ def draw(rows: Sequence[Row], target: Path, title: str) -> Drawn:
     if left:
         title += f"\n{left} of {len(rows)} cells are not drawn: the table has them"
     drawn, grid, wide = _axes(lines, bars)
-    fa2_varies = len({row.cell.axes.fa2 for row in rows if not row.is_dense}) > 1
+    fa2_varies = plots.fa2_varies(rows)
     handles: dict[Series, Any] = {}
     failed = False
     for axes, (name, members) in zip(grid, lines.items(), strict=True):
@@ -193,7 +194,8 @@ def crossovers(rows: Sequence[Row]) -> list[Crossover]:
             length = row.cell.axes.seq_len
             dense[length] = max(dense.get(length, 0.0), row.tok_per_s or 0.0)
     found = []
-    for series, members in _series(row for row in rows if not row.is_dense).items():
+    sparse = (row for row in rows if not row.is_dense and not is_window(row.cell.axes))
+    for series, members in _series(sparse).items():
         gains = sorted((row.cell.axes.seq_len, _gain(row, dense)) for row in members)
         for (below, before), (above, after) in pairwise(gains):
             if before < 0 <= after:
@@ -251,7 +253,7 @@ def _line(axes: Axes, series: Series, rows: list[Row]) -> Any:
         for end in ("low", "high")
     )
     colour = plots.colour(rows[0])
-    dense = path.startswith("dense")
+    dense = kind_of(path) == "dense"
     style: Any = plots.DENSE_LINES.get(path, "--") if dense else plots.FA2_LINES.get(fa2, "-")
     axes.fill_between(xs, low, high, color=colour, alpha=0.18, linewidth=0)
     axes.vlines(xs, low, high, color=colour, alpha=0.3, linewidth=2)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from perfbench.records import Verdict, varying_axes
-from perfbench.report.rows import Row, is_twin, unmarked
+from perfbench.records import NOT_APPLICABLE, Verdict, varying_axes
+from perfbench.report.rows import Row, is_twin, is_window, unmarked
 from perfbench.text import NULL, cell_code, code, escape, fixed, number, ratio, signed_pct
 
 HOW = {"capture": "at the capture, x replays", "graph": "in the compiled graph, x runs"}
@@ -173,7 +173,7 @@ def fastest(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     found = []
     for key, members in groups.items():
         best = max(
-            (row for row in members if not row.is_dense),
+            (row for row in members if not row.is_dense and not is_window(row.cell.axes)),
             key=lambda row: row.tok_per_s or 0.0,
             default=None,
         )
@@ -190,7 +190,8 @@ def fastest(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             if name in several and not unmarked(members[0].cell.axes, name)
         ] or [("workload", best.cell.axes.workload)]
         where = ", ".join(_named(name, value) for name, value in shown)
-        which = best.cell.axes.path + (f", FA-2 {best.cell.axes.fa2}" if fa2_varies else "")
+        named = fa2_varies and best.cell.axes.fa2 != NOT_APPLICABLE
+        which = best.cell.axes.path + (f", FA-2 {best.cell.axes.fa2}" if named else "")
         speeds = [
             number(best.tok_per_s),
             number(dense.tok_per_s if dense else None),

@@ -36,7 +36,7 @@ def draw(rows: Sequence[Row], target: Path, title: str) -> int:
     if not shown:
         return 0
     several = plots.varying(rows)
-    fa2_varies = "fa2" in several and len({r.cell.axes.fa2 for r in rows if not r.is_dense}) > 1
+    fa2_varies = "fa2" in several and plots.fa2_varies(rows)
     groups: dict[str, list[Row]] = {}
     for row in shown:
         workload = f"{row.cell.axes.workload}  " if "workload" in several else ""

@@ -87,6 +87,7 @@ class RunSpec:
             environment=self.environment,
             trained_blocks=self.matrix.trained,
             own_steps=list(self.plan.own_steps),
+            peers=list(self.matrix.peers.values()),
         )
 
 

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from perfbench.errors import PerfbenchError
 from perfbench.gate import CellVerdict, Judgement
-from perfbench.matrix import own_folder_for, step_folder, trained_for
+from perfbench.matrix import model_with, own_folder_for, step_folder, trained_for
 from perfbench.records import (
     Injection,
     Job,
@@ -291,7 +291,7 @@ def _job(
         replicate=0,
         axes=cell.axes,
         config_sha256=cell.config_sha256,
-        model=model,
+        model=model_with(tracing.matrix.peers.get(cell.axes.path), model),
         measure=tracing.matrix.measure,
         timeout_s=tracing.matrix.limits.timeout_s,
         plan=cell.route,
@@ -301,6 +301,7 @@ def _job(
         profile=False,
         injection=_fault(version, cell, tracing),
         trained_blocks=trained_for(tracing.matrix, cell.axes),
+        peer=tracing.matrix.peers.get(cell.axes.path),
         trace=str(chrome.absolute()),  # the child has a folder of its own
     )
 

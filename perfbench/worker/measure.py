@@ -43,6 +43,7 @@ from perfbench.worker.parity.at_length import prove_at_length, repeat_digest
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
+from perfbench.worker.peers.call import loaded_peer
 from perfbench.worker.step_proof.prove import prove as prove_step
 from perfbench.worker.stop import Stop, without_speed
 from perfbench.worker.telemetry import Sampler
@@ -105,6 +106,8 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, 
     model = ModelConfig.from_mapping(job.model)
     route = actual_route(job, model)
     facts: dict[str, Any] = {"route": route_line(route)}
+    if job.peer is not None:
+        facts["peer"] = loaded_peer(job.peer)
     if job.trace is not None:
         return facts | _trace(job, clock, turn, Path(job.trace))
     facts["parity"] = _prove(job, model, route, facts)
@@ -150,6 +153,8 @@ def _timed(
     }
     facts["absent"] |= absent_of(job, warmth)
     facts["absent"]["own_step"] = f"workload={job.axes.workload} is the harness's own"
+    if job.peer is None:
+        facts["absent"]["peer"] = "nsa serves this path itself"
     if work.loop is None:
         facts["absent"]["loop"] = f"workload={job.axes.workload} has no loader"
     else:
@@ -235,7 +240,8 @@ def _traced(
 
 def actual_route(job: Job, model: ModelConfig) -> Route:
     """What this process will run: the plan is checked against it, not copied from it."""
-    return route_of(job.axes, model, settings.current(), capability.probe(_indexed(job.device)))
+    here = capability.probe(_indexed(job.device))
+    return route_of(job.axes, model, settings.current(), here, job.peer)
 
 
 def wrong_path(route: Route, job: Job, engaged: dict[str, int], *, due: int) -> str | None:
@@ -283,11 +289,15 @@ def _indexed(device: str) -> str:
     return "cuda:0" if device == "cuda" else device
 
 
+def _claim(job: Job, model: ModelConfig, route: Route, seed: int) -> Claim:
+    return Claim(model, route, job.axes, job.device, seed, trained.blocks_of(job), job.peer)
+
+
 def _prove(job: Job, model: ModelConfig, route: Route, facts: dict[str, Any]) -> ParityLine:
     if job.proof is not None:
         return job.proof
     try:
-        line = prove(Claim(model, route, job.axes, job.device, job.seed, trained.blocks_of(job)))
+        line = prove(_claim(job, model, route, job.seed))
     except RouteDiffers as error:
         raise Stop(Status.PARITY, str(error), facts) from error
     if not line.ok:
@@ -305,7 +315,7 @@ def _prove_at_length(
 ) -> LengthProof:
     """Replicate 0 proves, the others repeat the digest of its inputs."""
     seed = job.seed if job.proof_seed is None else job.proof_seed
-    claim = Claim(model, route, job.axes, job.device, seed, trained.blocks_of(job))
+    claim = _claim(job, model, route, seed)
     line = prove_at_length(claim) if job.replicate == 0 else repeat_digest(claim)
     if line.ok is False:
         cell = job.axes

@@ -27,7 +27,7 @@ from perfbench.matrix import (
     OperatorCalls,
     operator_calls,
 )
-from perfbench.records import Job
+from perfbench.records import Job, Peer
 
 _CHILDREN = frozenset({SDPA, *(name for names in COUNTED_INSIDE.values() for name in names)})
 _MOST_NAMED = 4  # differences in one sentence
@@ -35,7 +35,7 @@ _MOST_NAMED = 4  # differences in one sentence
 
 def due(job: Job, model: ModelConfig, route: Route) -> OperatorCalls | None:
     """What one step of ``job`` calls; None for an older nsa, whose formulas bear no names."""
-    if not older_nsa.names_its_operators():
+    if not older_nsa.names_its_operators() and not job.axes.is_peer:
         return None
     return operator_calls(route, job.axes, model, workspace_bytes=older_nsa.workspace_bytes())
 
@@ -43,12 +43,14 @@ def due(job: Job, model: ModelConfig, route: Route) -> OperatorCalls | None:
 @dataclass(frozen=True, slots=True)
 class Calls:
     """``due``, and what is known besides the profiled step: ``captured``, the calls while its graph
-    was captured, of which a replay shows none; ``graph``, the nodes of what was compiled.
+    was captured, of which a replay shows none; ``graph``, the nodes of what was compiled; ``peer``,
+    what serves the step in nsa's place.
     """
 
     due: OperatorCalls
     captured: Mapping[str, int] | None = None
     graph: Mapping[str, int] | None = None
+    peer: Peer | None = None
 
     def seen(self, profiled: Mapping[str, int]) -> Mapping[str, int]:
         return profiled if self.captured is None else self.captured

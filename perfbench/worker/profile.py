@@ -19,6 +19,7 @@ from nsa.routing import BranchRoute, Route
 from perfbench.older_nsa import steps_off
 from perfbench.records import Kernels, Profile, own_times, table_path, totalled, whole_file
 from perfbench.worker import callers, operators
+from perfbench.worker.peers.witness import witness_of
 
 HOST_BOUND_BELOW = 0.85  # device time over step time: below it the GPU waits for the host
 HOST_STEPS, HOST_BUDGET_S = 15, 0.5  # whose enqueueing is timed: fewer where they take that long
@@ -70,12 +71,17 @@ def profile(
 
     ``before`` runs first and is not in the profile: it leaves the L2 as the timed steps found it.
     ``replayed``: the step is a compiled or a CUDA graph, which calls no operators by their public
-    names. ``calls``: the operators that are due, None where they bear no names.
+    names. ``calls``: the operators that are due, None where they bear no names; a peer's kernels
+    bear the name that it declares.
     """
     seen = observe(step, device, step_s, before)
     launches, called = seen.launches, seen.called
     shown = _fused_as_operator(route, launches, called, seen.on_gpu, layers) if replayed else called
-    ok, sentence = testify(route, launches, shown, seen.on_gpu, layers)
+    ok, sentence = (
+        testify(route, launches, shown, seen.on_gpu, layers)
+        if calls is None or calls.peer is None
+        else witness_of(calls.peer, launches, on_gpu=seen.on_gpu)
+    )
     if calls is not None and (fault := calls.fault(seen.by_name)):
         ok, sentence = False, fault
     by_name = seen.by_name if calls is None else calls.seen(seen.by_name)

@@ -13,7 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from nsa.config import ModelConfig, NSAConfig
-from nsa.routing import DENSE_KINDS, Capability, Problem, Request, Route, route, route_dense
+from nsa.routing import (
+    DENSE_KINDS,
+    BranchRoute,
+    Capability,
+    Problem,
+    Request,
+    Route,
+    route,
+    route_dense,
+)
 from perfbench.gate.comparable import sentinel_rates
 from perfbench.gate.coverage import rows_by_cell, usable
 from perfbench.records.baseline_file import Baseline, BaselineCell
@@ -100,11 +109,12 @@ def planned_cell(cell: Cell, *, gpu: bool = True, expect: Expect | None = None) 
         MODEL, batch=cell.batch, tokens=cell.seq_len, dtype=torch_dtype_name(cell.dtype)
     )
     dense = cell.path in DENSE_KINDS
-    decided = (
-        route_dense(cell.path, problem, capability)
-        if dense
-        else route(Request(cell.path, cell.fa2), problem, capability)
-    )
+    if cell.is_peer:
+        decided = Route((BranchRoute("peer", cell.path, cell.path, "their 1.0", "by name"),))
+    elif dense:
+        decided = route_dense(cell.path, problem, capability)
+    else:
+        decided = route(Request(cell.path, cell.fa2), problem, capability)
     config = hashlib.sha256(f"{cell.cell_id}".encode()).hexdigest()
     return PlannedCell(
         cell_id=cell.cell_id,

@@ -11,7 +11,7 @@ from nsa.config import preset
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import matrix as matrices
 from perfbench.matrix import matrix_schema
-from perfbench.records import AXES, Cell, torch_dtype_name
+from perfbench.records import AXES, BUILT_IN, Cell, torch_dtype_name
 from tests import effort
 from tests.perfbench.matrix_text import VALID, edited, parse
 
@@ -86,6 +86,7 @@ def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
         "auto",
         "adaptive",
         *routing.DENSE_KINDS,
+        *BUILT_IN,
     }
     assert [torch_dtype_name(d) for d in AXES["dtype"].choices] == [
         "bfloat16",
@@ -317,6 +318,7 @@ def test_shipped_matrices_are_all_there() -> None:
         "nightly-gate-h200",
         "nightly-kernels-h200",
         "nightly-train-h200",
+        "peers-h200",
         "selections-h200",
         "train-h100",
         "train-h200",

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from nsa.config import ModelConfig
-from nsa.routing import DENSE_KINDS
 from perfbench.errors import Exit
 from perfbench.gate import CellVerdict, Judgement, rows_by_cell, sentinel_rates, usable
-from perfbench.records import ATTENTION, SELECTED, Profile, Replicate, Run
+from perfbench.records import ATTENTION, SELECTED, Profile, Replicate, Run, kind_of
 from perfbench.roofline import BYTES_OF, step_min_bytes
 from perfbench.text import NULL
 from tools.studies import floors
@@ -65,7 +64,7 @@ class Line:
 
     @property
     def is_dense(self) -> bool:
-        return self.path in DENSE_KINDS
+        return kind_of(self.path) == "dense"
 
     @property
     def forward_ms(self) -> float | None:
@@ -230,7 +229,7 @@ def _extra_bytes(
     if not peaks:
         return None
     batch, tokens, dtype = int(axes["batch"]), int(axes["seq_len"]), str(axes["dtype"])
-    dense, width = str(axes["path"]) in DENSE_KINDS, BYTES_OF[dtype]
+    dense, width = kind_of(str(axes["path"])) == "dense", BYTES_OF[dtype]
     # a forward moves the inputs of the branches that are on, and o, which is as large as dO
     forward = (SELECTED if axes["workload"] in SELECTED else ATTENTION)[1]
     one = step_min_bytes(
@@ -252,7 +251,7 @@ def _floors(
     batch, tokens, dtype = int(axes["batch"]), int(axes["seq_len"]), str(axes["dtype"])
     if workload in SELECTED:
         return floors.selected(model, batch=batch, tokens=tokens, dtype=dtype, rates=rates)
-    dense = str(axes["path"]) in DENSE_KINDS
+    dense = kind_of(str(axes["path"])) == "dense"
     forward, backward = (
         way(model, batch=batch, tokens=tokens, dtype=dtype, dense=dense, rates=rates)
         for way in (floors.forward, floors.backward)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from nsa.routing import PATH_REQUESTS
 from perfbench.text import NULL, cell_code, fixed, number
 from tools.studies.kernellines import Line, device_ms, kernel_ms
 from tools.studies.kerneltext import path_of, share, table
@@ -50,7 +51,7 @@ def where(lines: Sequence[Line]) -> list[str]:
                 for name, ms in list(kernels.items())[:NUM_LONGEST]
             )
             longest.append([*start, fixed(total_ms, 3), shown])
-            if not line.is_dense:
+            if line.path in PATH_REQUESTS:
                 by_part = parts_ms(kernels, total_ms, parts)
                 rows.append(
                     [*start, fixed(total_ms, 3), *(share(ms, total_ms) for ms in by_part.values())]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from perfbench.records import ATTENTION, kind_of
+
 Axes = Mapping[str, str | int]
-DENSE = ("dense", "dense_flash", "dense_cudnn")
+DENSE = ("dense", "dense_flash", "dense_cudnn")  # first; then what peers call dense, by name
 ROUTE = ("path", "fa2")  # how a cell is computed; the other axes are what
 
 
@@ -29,7 +31,7 @@ def short_names(cells: Mapping[str, Axes]) -> dict[str, str]:
 
 def families(cells: Mapping[str, Axes]) -> dict[str, list[str]]:
     """Cell id -> the cells that compute the same, itself among them: those that `peers_of` and
-    `dense_twin` look at. One pass over a suite, of which each is one pass a cell.
+    `dense_twins` look at. One pass over a suite, of which each is one pass a cell.
     """
     found: dict[frozenset[tuple[str, str | int]], list[str]] = {}
     of_cell = {}
@@ -57,11 +59,22 @@ def peers_of(cell_id: str, cells: Mapping[str, Axes]) -> list[str]:
     return sorted(found, key=lambda one: (_dense_rank(cells[one]), one))
 
 
-def dense_twin(cell_id: str, cells: Mapping[str, Axes]) -> str | None:
-    """The dense cell with the same other axes; null for a dense cell and where there is none."""
-    if cells[cell_id].get("path") in DENSE:
-        return None
-    return next((one for one in peers_of(cell_id, cells) if cells[one]["path"] in DENSE), None)
+def dense_twins(cell_id: str, cells: Mapping[str, Axes]) -> list[str]:
+    """The dense cells with the same other axes, of which the best is what the cell is held against;
+    of a step of a model path dense alone, where there is one. None for a dense cell, and for one
+    that computes the window alone.
+    """
+    mine = cells[cell_id]
+    if kind_of(str(mine.get("path", ""))) != "nsa":
+        return []
+    found = [one for one in peers_of(cell_id, cells) if is_dense(cells[one])]
+    plain = [one for one in found if cells[one]["path"] == DENSE[0]]
+    return plain if plain and mine.get("workload") not in ATTENTION else found
+
+
+def is_dense(axes: Axes) -> bool:
+    """Whether a cell is full causal attention, nsa's or a peer's."""
+    return kind_of(str(axes.get("path", ""))) == "dense"
 
 
 def _without_route(axes: Axes) -> dict[str, str | int]:
@@ -70,4 +83,6 @@ def _without_route(axes: Axes) -> dict[str, str | int]:
 
 def _dense_rank(axes: Axes) -> int:
     path = str(axes["path"])
-    return DENSE.index(path) if path in DENSE else len(DENSE)
+    if path in DENSE:
+        return DENSE.index(path)
+    return len(DENSE) + (kind_of(path) != "dense")

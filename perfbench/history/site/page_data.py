@@ -11,6 +11,7 @@ from typing import Any
 from perfbench.history.interval import half_width_pct
 from perfbench.history.nouns import (
     METRICS,
+    Better,
     ChangePoint,
     HistoryCell,
     HistoryRun,
@@ -20,7 +21,7 @@ from perfbench.history.nouns import (
     TriageKind,
 )
 from perfbench.history.site import chart_data, names
-from perfbench.history.site.cells_of_suite import Axes, dense_twin, peers_of, short_names
+from perfbench.history.site.cells_of_suite import Axes, dense_twins, peers_of, short_names
 from perfbench.history.site.decided import decision_on, decisions_on
 from perfbench.history.site.sparkline import Sparkline, sparkline
 from perfbench.history.site.units import divided, minute, short_commit, shown
@@ -189,8 +190,8 @@ def cell_columns(
     }
     charts = [_chart(series, line, known) for series in _in_order(every)]
     mine = next((s for s in every if s.key.metric == main[key.cell_id].key.metric), None)
-    twin = dense_twin(key.cell_id, axes)
-    ratio = None if mine is None or twin is None else _ratio_chart(mine, main[twin], line)
+    twins = [main[one] for one in dense_twins(key.cell_id, axes)]
+    ratio = None if mine is None or not twins else _ratio_chart(mine, twins, line)
     if ratio is not None:
         charts.insert(1, ratio)
     others = peers_of(key.cell_id, axes)[:MAX_PEERS]
@@ -227,9 +228,22 @@ def _chart(series: Series, line: chart_data.Timeline, known: Levels) -> dict[str
     }
 
 
-def _ratio_chart(mine: Series, twin: Series, line: chart_data.Timeline) -> dict[str, Any] | None:
-    """This cell against its dense twin, where one run measured both."""
-    theirs = {point.run_id: point.value for point in twin.points}
+def _best_of(twins: Sequence[Series]) -> dict[str, float]:
+    """The best value of the twins in each run that measured one, by the run's id."""
+    found: dict[str, float] = {}
+    for twin in twins:
+        better = min if twin.metric.better is Better.LOWER else max
+        for point in twin.points:
+            if point.value:
+                found[point.run_id] = better(point.value, found.get(point.run_id, point.value))
+    return found
+
+
+def _ratio_chart(
+    mine: Series, twins: Sequence[Series], line: chart_data.Timeline
+) -> dict[str, Any] | None:
+    """This cell against the best of its dense twins, where one run measured both."""
+    theirs = _best_of(twins)
     values: list[float | None] = [None] * len(line.points)
     for point in mine.points:
         other = theirs.get(point.run_id)
@@ -286,7 +300,8 @@ def peer_rows(cell_id: str, main: Mapping[str, Series]) -> list[PeerRow]:
     """Named by the axes in which they differ from the cell."""
     axes = {one: series.axes for one, series in main.items()}
     mine = main[cell_id].points[-1]
-    twin = dense_twin(cell_id, axes)
+    twins = dense_twins(cell_id, axes)
+    best = _best_of([main[one] for one in twins]).get(mine.run_id)
     others = peers_of(cell_id, axes)[:MAX_PEERS]
     route = short_names({one: axes[one] for one in (cell_id, *others)})
     rows = []
@@ -311,7 +326,7 @@ def peer_rows(cell_id: str, main: Mapping[str, Series]) -> list[PeerRow]:
                 ratio,
                 remark,
                 sparkline([point.value for point in series.points]),
-                other == twin,
+                other in twins and (len(twins) == 1 or (theirs and theirs.value) == best),
             )
         )
     return rows

@@ -21,7 +21,8 @@ from perfbench.worker.parity.backward import DenseBackward, Tensors
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison
 from perfbench.worker.parity.identities import Identities
-from perfbench.worker.parity.proof import Own
+from perfbench.worker.parity.own import Own, Recorded
+from perfbench.worker.parity.peers import branches_of, proof_names
 
 MIN_ROWS = 8
 MAX_LOGITS = 2**25  # of the sampled rows, in fp64: beyond, the judge takes longer than the cell
@@ -36,6 +37,11 @@ class _Call:
     inputs: Tensors
     rest: Tensors
     branches: tuple[str, ...]
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether all branches have the K and V of one."""
+        return any(f"k_{branch}" not in self.inputs for branch in self.branches)
 
     def run(self, t: Tensors) -> Tensor:
         return self.own.run({**self.rest, **t})
@@ -54,14 +60,19 @@ def prove_at_length(claim: Claim) -> LengthProof:
     inputs = proof.inputs_of(claim, cell.batch, cell.seq_len)
     call = _call(claim, inputs, proof.check(claim, cell.path, inputs, rows, compare))
     sums = Identities(
-        call.run, call.inputs, call.branches, claim.model.nsa if "gates" in call.inputs else None
+        call.run,
+        call.inputs,
+        call.branches,
+        claim.model.nsa if "gates" in call.inputs else None,
+        shared=call.shares_kv,
     )
     sums.check_outputs()
     backward: DenseBackward | None = None
     if cell.has_backward:
         backward, differentiated = _differentiated(claim, call)
         sums.check_gradients(rows, backward)
-        sums.ratios |= key_blocks.check(differentiated, backward, claim.seed)
+        if not call.shares_kv:  # whose gradients are sums that no branch has by itself
+            sums.ratios |= key_blocks.check(differentiated, backward, claim.seed)
     line = _with_slack(claim, compare.line(cell.seq_len, len(rows), own_length=True))
     ratios = {name: error / tolerance for name, (error, tolerance) in sums.ratios.items()}
     tensors = line.tensors | {name: round(min(ratio, 1e9), 4) for name, ratio in ratios.items()}
@@ -136,7 +147,9 @@ def _rows(claim: Claim) -> Tensor:
 def _call(claim: Claim, inputs: Tensors, own: Own) -> _Call:
     branches: tuple[str, ...] = ("sel",)
     names: tuple[str, ...] = ("q", "k_sel", "v_sel")
-    if not claim.selected_alone and not claim.cell.is_dense:
+    if claim.peer is not None:
+        branches, names = branches_of(claim.peer), proof_names(claim.peer)
+    elif not claim.selected_alone and not claim.cell.is_dense:
         branches = claim.model.nsa.branches
         names = tuple(n for n in inputs if n[2:] not in {"cmp", "sel", "win"} - {*branches})
     read = {name: inputs[name] for name in names}
@@ -150,24 +163,26 @@ def _differentiated(claim: Claim, call: _Call) -> tuple[DenseBackward, key_block
     """
     own, hidden = call.own, False
     backward = DenseBackward(call.run, call.inputs)
-    blocks = own.run.blocks
-    if claim.selected_alone and own.blocks is not None:
+    blocks, branches = own.run.blocks, call.branches
+    if claim.peer is not None and claim.peer.kind == "nsa" and blocks is None:
+        # its choice is not known: the branch has the proof of its sampled rows
+        branches = tuple(branch for branch in branches if branch != "sel")
+    elif claim.selected_alone and own.blocks is not None:
         blocks = own.blocks()
     elif not own.run.shows_blocks and own.blocks is not None and "sel" in call.branches:
-        hidden, uncompiled = True, proof.Recorded(own.uncompiled)
+        hidden, uncompiled = True, Recorded(own.uncompiled)
         with torch.no_grad():
             uncompiled({**call.rest, **call.inputs})
         blocks = uncompiled.blocks if uncompiled.shows_blocks else own.blocks()
-    return backward, key_blocks.Differentiated(
-        claim.model, call.inputs, call.branches, blocks, hidden
-    )
+    return backward, key_blocks.Differentiated(claim.model, call.inputs, branches, blocks, hidden)
 
 
 def _with_slack(claim: Claim, line: ParityLine) -> ParityLine:
     """A library's dense kernel may sum the gradients of keys in the cell's dtype: 1.1 of the
     tolerance was seen of bf16 on a CPU.
     """
-    slack = 2.0 if claim.cell.is_dense and claim.dtype != torch.float32 else 1.0
+    library = claim.cell.is_dense or (claim.peer is not None and claim.peer.kind == "window")
+    slack = 2.0 if library and claim.dtype != torch.float32 else 1.0
     return line.model_copy(update={"tensors": {n: r / slack for n, r in line.tensors.items()}})
 
 

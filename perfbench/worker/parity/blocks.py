@@ -217,6 +217,14 @@ def _is_explained(
     scores = oracle.block_scores(q, k_cmp, rows[None], config, J, None).permute(0, 2, 1, 3)
     lost = scores.masked_fill(~(exact & ~chosen), 0.0).amax(-1)
     gained = scores.masked_fill(~(chosen & ~exact), torch.inf).amin(-1)
+    explained: Tensor = lost <= gained * closeness(q, k_cmp, config, rows)
+    return explained
+
+
+def closeness(q: Tensor, k_cmp: Tensor, config: NSAConfig, rows: Tensor) -> Tensor:
+    """[B, T, G]: how many times a score may exceed another and be taken for the smaller, where q
+    and k_cmp are rounded to config.score_dtype; derived in `_is_explained`.
+    """
     u = (
         0.0
         if str(q.dtype).removeprefix("torch.") == config.score_dtype
@@ -232,10 +240,10 @@ def _is_explained(
     size_BTG = (
         torch.where(visible_TC[:, None, None], size_BTGHC, 0.0).amax((-1, -2))
         if k_cmp.shape[1]
-        else torch.zeros_like(lost)
+        else size_BTGHC.new_zeros(*q.shape[:2], k_cmp.shape[2])
     )
-    explained: Tensor = lost <= gained * torch.exp(4 * size_BTG * (2 * u + u * u)) * (1 + NEAR_TIE)
-    return explained
+    times: Tensor = torch.exp(4 * size_BTG * (2 * u + u * u)) * (1 + NEAR_TIE)
+    return times
 
 
 def _against_chance(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nsa.config import ModelConfig
 from nsa.routing import Path, Route
-from perfbench.records import CACHED, SELECTED, Cell, torch_dtype_name
+from perfbench.records import CACHED, SELECTED, Cell, Peer, torch_dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,8 @@ class Claim:
     """``timed`` is the Route that the timed cell takes on ``device``; ``seed`` decides the inputs
     of the proof, and which rows are compared.
 
-    ``trained`` int32 [T, G, N]: the blocks of a cell with selection=trained.
+    ``trained`` int32 [T, G, N]: the blocks of a cell with selection=trained. ``peer`` serves a cell
+    whose path is one.
     """
 
     model: ModelConfig
@@ -26,6 +27,7 @@ class Claim:
     device: str
     seed: int
     trained: Tensor | None = field(default=None, compare=False)
+    peer: Peer | None = None
 
     @property
     def dtype(self) -> torch.dtype:

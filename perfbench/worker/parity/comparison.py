@@ -98,6 +98,14 @@ class ParityComparison:
             )
             self.selection = proof.report
 
+    def add_decided(self, found: int, wanted: int) -> None:
+        """How many choices of blocks no rounding can change were compared, where none was given to
+        judge; each that lacks is twice too many.
+        """
+        lacking = float(max(0, wanted - found))
+        if 2.0 * lacking >= self.ratios.get("decided", 0.0):
+            self._errors["decided"], self.ratios["decided"] = (lacking, 0.5), 2.0 * lacking
+
     def line(self, tokens: int, rows: int, *, own_length: bool) -> ParityLine:
         worst = max(self.ratios, key=lambda name: self.ratios[name])
         error, tolerance = self._errors[worst]

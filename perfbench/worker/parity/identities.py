@@ -11,7 +11,8 @@ sees (to 0 where it sees none), with the gradient dO of o, per sequence and KV h
 - ``halves``: a backward of dO is the sum of the backwards of dO on some rows and on the others.
 
 Compressed keys and values are means of tokens, through which the first three pass; of another phi
-they do not hold for the tokens, and are left out there.
+they do not hold for the tokens, and are left out there. Where all branches share one K and V, the
+first three hold for the sums over the branches.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ ROUNDINGS = 16.0
 
 class Identities:
     """``own`` maps the tensors to o [B, T, HQ, DV]; it is evaluated at ``inputs``, whose names are
-    q, gates (or none, where the only branch's gate is 1), and k_b, v_b of each of ``branches``.
+    q, gates (or none, where the only branch's gate is 1), and k_b, v_b of each of ``branches``; or
+    with ``shared`` k_sel and v_sel of all.
 
     B batch, T tokens, G kv heads, H query heads per kv head.
     """
@@ -43,8 +45,10 @@ class Identities:
         inputs: Tensors,
         branches: Sequence[str],
         nsa: NSAConfig | None,
+        *,
+        shared: bool = False,
     ) -> None:
-        self._own, self._branches, self._nsa = own, branches, nsa
+        self._own, self._branches, self._nsa, self._shared = own, branches, nsa, shared
         self._inputs = {name: x.detach() for name, x in inputs.items()}
         self._eps = torch.finfo(inputs["q"].dtype).eps
         self.ratios: dict[str, tuple[float, float]] = {}  # name -> (error, tolerance)
@@ -83,6 +87,9 @@ class Identities:
         self._check_sums(whole, upstream)
 
     def _check_sums(self, grads: Tensors, upstream: Tensor) -> None:
+        if self._shared:
+            self._check_shared_sums(grads, upstream)
+            return
         inputs, heads = self._inputs, self._heads
         linear = [branch for branch in self._branches if self._is_linear(branch)]
         for branch in linear:
@@ -108,6 +115,25 @@ class Identities:
             ]
             self._balance("q . dq", [mine], others)
 
+    def _check_shared_sums(self, grads: Tensors, upstream: Tensor) -> None:
+        """The same of one K and V, whose gradients are sums over the branches."""
+        inputs, heads = self._inputs, self._heads
+        if not all(self._is_linear(branch) for branch in self._branches):
+            return
+        seen = torch.stack([self._gate(b) * self._sees(b) for b in self._branches]).sum(0)
+        through = (upstream.double() * seen[..., None]).unflatten(2, heads)
+        dv, size = grads["v_sel"].double(), through.square().sum((1, 3)).sqrt()
+        tolerance = ROUNDINGS * self._eps * (size + dv.square().sum(1).sqrt())
+        self._add("sum dv", dv.sum(1) - through.sum((1, 3)), tolerance)
+
+        def by_head(name: str) -> Tensor:
+            x = inputs[name].double() * grads[name].double()
+            x = x.unflatten(2, heads) if x.shape[2] != heads[0] else x
+            return x.transpose(1, 2).flatten(2)
+
+        self._balance("gates . dg", [by_head("gates")], [by_head("v_sel")])
+        self._balance("q . dq", [by_head("q")], [by_head("k_sel")])
+
     def _balance(self, name: str, left: Sequence[Tensor], right: Sequence[Tensor]) -> None:
         """Terms [B, G, n] of both sides have the same sum."""
         size = torch.stack([x.square().sum(-1).sqrt() for x in (*left, *right)]).sum(0)
@@ -127,7 +153,7 @@ class Identities:
 
     @property
     def _heads(self) -> tuple[int, int]:
-        groups = self._inputs[f"k_{self._branches[0]}"].shape[2]
+        groups = self._inputs["k_sel" if self._shared else f"k_{self._branches[0]}"].shape[2]
         return groups, self._inputs["q"].shape[2] // groups
 
     def _is_linear(self, branch: str) -> bool:

@@ -10,7 +10,7 @@ length of a Route, else at the cell's own length.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,60 +18,23 @@ from torch import Tensor
 
 from nsa import dispatch, functional, oracle
 from nsa.compression import param_shapes
-from nsa.config import ModelConfig, NSAConfig
+from nsa.config import NSAConfig
 from nsa.functional import selected_attention
-from perfbench.older_nsa import collect_blocks, promise_of_sigmoid_gates
+from perfbench.older_nsa import promise_of_sigmoid_gates
 from perfbench.records import ParityLine
 from perfbench.worker.parity import cache, layer, sizes
 from perfbench.worker.parity.blocks import BlocksProof, Place, chosen, judge, num_malformed
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.comparison import ParityComparison, Tensors
 from perfbench.worker.parity.judges import Attend
+from perfbench.worker.parity.own import Own, Recorded, gated, kv_cmp, phi_of
+from perfbench.worker.parity.peers import check_peer, own_of_peer
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.workloads import block_patterns
 
 NUM_ROWS = 64
 # A cell's own function, and its blocks, as in Own.
 _Cell = tuple[Callable[[Tensors], Tensor], Callable[[], Tensor] | None]
-
-
-class Recorded:
-    """A cell's function of the tensors of a proof. ``blocks`` int [B, T, G, N]: those that its last
-    call attended to, out of a compiled graph as well; None where it needs none, and where not
-    ``shows_blocks``: before a call, and of an nsa that hides them.
-    """
-
-    def __init__(self, function: Callable[[Tensors], Tensor]) -> None:
-        self._function = function
-        self.blocks: Tensor | None = None
-        self.shows_blocks = False
-
-    def __call__(self, t: Tensors) -> Tensor:
-        with collect_blocks(compiled=True) as seen:
-            o = self._function(t)
-        self.blocks, self.shows_blocks = seen[0] if seen else None, bool(seen)
-        return o
-
-
-@dataclass(frozen=True, slots=True)
-class Own:
-    """``run``: the cell's own output o [B, T, HQ, DV] of the tensors of a proof; ``uncompiled``:
-    the same function before torch.compile.
-
-    ``blocks`` makes those int [B, T, G, N] that it attends to in all rows, but for near ties where
-    it chooses them itself; None where it is full causal attention.
-    """
-
-    uncompiled: Callable[[Tensors], Tensor]
-    blocks: Callable[[], Tensor] | None
-    run: Recorded
-
-    def last_blocks(self) -> Tensor | None:
-        """Those of the last call of ``run``, else what ``blocks`` makes: rounding flips near ties,
-        so another call may have chosen others.
-        """
-        made = self.run.blocks
-        return self.blocks() if made is None and self.blocks is not None else made
 
 
 def prove(claim: Claim) -> ParityLine:
@@ -82,14 +45,14 @@ def prove(claim: Claim) -> ParityLine:
     where no length that may be tried gives the timed Route.
 
     The proof of a cell whose steps go through a cache goes through one, too; that of the selected
-    branch alone is on blocks of the cell's kind, without a layer.
+    branch alone is on blocks of the cell's kind, without a layer; that of a peer has none either.
     """
     tokens, request = sizes.same_route_at(claim)
     rows = sampled_rows(claim.model.nsa, tokens, claim.seed)
     compare = ParityComparison(claim.dtype)
     for sequences in sizes.batches(claim, request, tokens):
         check(claim, request, inputs_of(claim, sequences, tokens), rows, compare)
-    if not claim.selected_alone:
+    if not claim.selected_alone and claim.peer is None:
         layer_tokens, layer_request = sizes.layer_at(claim)
         compare.add("layer", *layer.outputs(claim, layer_request, layer_tokens))
     standard = sizes.standard_tokens_of(claim)
@@ -103,6 +66,8 @@ def check(
     cell has a backward its gradients by an upstream gradient that is zero in other rows; return
     what was compared.
     """
+    if claim.peer is not None:
+        return check_peer(claim, claim.peer, inputs, rows, compare)
     if claim.selected_alone:
         return _check_selected(claim, request, inputs, rows, compare)
     if request.startswith("dense"):
@@ -114,6 +79,8 @@ def own_of(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> Own:
     """What ``request`` computes of such inputs, compiled where the cell is; through a cache for
     ``rows`` of a cell that has one.
     """
+    if claim.peer is not None:
+        return own_of_peer(claim, claim.peer)
     if claim.selected_alone:
         cell, blocks = _selected(claim, request, inputs["q"])
     elif request.startswith("dense"):
@@ -221,7 +188,7 @@ def _in_one_call(claim: Claim, request: str, inputs: Tensors) -> _Cell:
         return o
 
     at = Place(0, q.shape[1], is_whole_sequence=True)
-    return cell, lambda: chosen(q, *_kv_cmp(model, inputs), at=at, **options)
+    return cell, lambda: chosen(q, *kv_cmp(model, inputs), at=at, **options)
 
 
 def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, chunk: int) -> _Cell:
@@ -249,12 +216,6 @@ def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, ch
     return (lambda t: ran.o), (lambda: ran.blocks)
 
 
-def _kv_cmp(model: ModelConfig, inputs: Tensors) -> tuple[Tensor, Tensor]:
-    return layer.compressed_kv(
-        inputs["k_cmp"], inputs["k_cmp"], inputs["v_cmp"], model, phi_of(inputs)
-    )
-
-
 def _check_sparse(
     claim: Claim, request: str, inputs: Tensors, rows: Tensor, compare: ParityComparison
 ) -> Own:
@@ -265,50 +226,17 @@ def _check_sparse(
     wanted = ["q", "gates", *active, *learned] if claim.cell.has_backward else []
     got = compare.evaluated(own.run, inputs, rows, wanted)
     blocks = _on_rows(own, rows)
-    tokens, k_cmp = q.shape[1], _kv_cmp(model, inputs)[0]
+    tokens, k_cmp = q.shape[1], kv_cmp(model, inputs)[0]
     fixed = replace(nsa, num_selected=nsa.num_selected_for(tokens), adaptive_num_selected=False)
     compare.add_blocks(
         judge(q[:, rows].cpu(), k_cmp.cpu(), blocks, config=fixed, rows=rows, kv_len=tokens)
     )
 
     def judged(attend: Attend) -> Callable[[Tensors], Tensor]:
-        return lambda t: _gated(t, model, blocks, rows, attend)
+        return lambda t: gated(t, model, blocks, rows, attend)
 
     compare.attention(got, judged, inputs, rows, wanted)
     return own
-
-
-def phi_of(t: Tensors) -> layer.PhiParams:
-    """The tensors of phi for K and for V, out of those named phi_k.NAME and phi_v.NAME."""
-    k, v = (
-        {name.removeprefix(which): x for name, x in t.items() if name.startswith(which)}
-        for which in ("phi_k.", "phi_v.")
-    )
-    return k or None, v or None
-
-
-def _gated(t: Tensors, model: ModelConfig, blocks: Tensor, rows: Tensor, attend: Attend) -> Tensor:
-    """The branches over explicit masks, gated; ``attend`` is the fp64 reference or plain
-    attention in the cell's dtype.
-    """
-    nsa, S = model.nsa, t["q"].shape[1]
-    rows, blocks = rows.to(t["q"].device), blocks.to(t["q"].device)
-    compressed = layer.compressed_kv(t["k_cmp"], t["k_cmp"], t["v_cmp"], model, phi_of(t))
-    masks = {
-        "cmp": oracle.compressed_mask(
-            rows[None], compressed[0].shape[1], nsa.cmp_block, nsa.cmp_stride
-        ),
-        "sel": oracle.selected_mask(rows[None], blocks, S, nsa.sel_block),
-        "win": oracle.sliding_mask(rows[None], S, nsa.window),
-    }
-    sources = {"cmp": compressed, "sel": (t["k_sel"], t["v_sel"]), "win": (t["k_win"], t["v_win"])}
-    q, gates = t["q"][:, rows], t["gates"][:, rows]
-    outputs = [
-        gates[..., i, None] * attend(q, *sources[b], masks[b])
-        for i, b in enumerate(("cmp", "sel", "win"))
-        if b in nsa.branches
-    ]
-    return torch.stack(outputs).sum(0)
 
 
 def inputs_of(claim: Claim, batch: int, tokens: int) -> Tensors:

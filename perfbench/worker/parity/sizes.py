@@ -46,6 +46,8 @@ def same_route_at(claim: Claim) -> tuple[int, str]:
     tried, where none does.
     """
     standard, path = standard_tokens_of(claim), claim.cell.path
+    if claim.peer is not None:  # whose Route is the same at every length
+        return standard, path
     tries = [(standard, claim.request_by_name), (standard, path), (claim.cell.seq_len, path)]
     seen = []
     for tokens, request in dict.fromkeys(tries):

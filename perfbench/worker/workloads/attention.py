@@ -19,7 +19,8 @@ from nsa.config import BRANCHES, ModelConfig
 from nsa.functional import capability_of, nsa_attention, selected_attention
 from nsa.routing import Problem, route_dense
 from perfbench.older_nsa import promise_of_sigmoid_gates
-from perfbench.records import Cell
+from perfbench.records import Cell, Peer
+from perfbench.worker.peers.call import PeerAttention
 from perfbench.worker.workloads import block_patterns
 from perfbench.worker.workloads.made import Made
 
@@ -115,7 +116,13 @@ class FullAttention(nn.Module):
         return dispatch.dense(route, q, k, v, scale=self.model.head_dim**-0.5)
 
 
-def module_of(model: ModelConfig, path: str, fa2: str) -> SparseAttention | FullAttention:
+Alone = SparseAttention | FullAttention | PeerAttention
+
+
+def module_of(model: ModelConfig, path: str, fa2: str, peer: Peer | None = None) -> Alone:
+    """The attention of one layer alone; ``peer`` serves a path that is one."""
+    if peer is not None:
+        return PeerAttention(model, peer)
     return (
         FullAttention(model, path)
         if path.startswith("dense")
@@ -124,7 +131,7 @@ def module_of(model: ModelConfig, path: str, fa2: str) -> SparseAttention | Full
 
 
 def inputs(
-    module: SparseAttention | FullAttention,
+    module: Alone,
     batch: int,
     tokens: int,
     *,
@@ -213,7 +220,7 @@ def selected_inputs(
 
 
 def step_body(
-    module: SparseAttention | FullAttention,
+    module: Alone,
     run: Callable[..., Tensor],
     made: Made,
     *,

@@ -21,6 +21,7 @@ from perfbench.records import (
     SELECTED,
     CacheLine,
     Job,
+    Peer,
     torch_dtype_name,
 )
 from perfbench.worker.operators import Calls
@@ -55,7 +56,7 @@ class Workload:
     they are. ``differs()`` says how a replay differs from the same step without a graph, where that
     was not proved before. ``made`` is what the last step left, by which it is proved; ``optimizer``
     that of a training step, ``steps`` those of one that goes through a cache, ``loop`` those of
-    nsa.train. ``close()`` ends what a workload started.
+    nsa.train, ``peer`` what serves it in nsa's place. ``close()`` ends what a workload started.
     """
 
     step: Callable[[], None]
@@ -69,6 +70,7 @@ class Workload:
     optimizer: torch.optim.Optimizer | None = None
     steps: CachedSteps | None = None
     loop: LoopSteps | None = None
+    peer: Peer | None = None
     close: Callable[[], None] = lambda: None
 
     @property
@@ -96,6 +98,7 @@ class Workload:
             due,
             captured=self.captured.operators if self.captured else None,
             graph=self.compiled.operators if self.compiled else None,
+            peer=self.peer,
         )
 
 
@@ -110,8 +113,9 @@ def build(job: Job) -> Workload:
     if cell.workload == "train_loop":
         return _looped(job, config)
     if cell.workload in ATTENTION:
-        alone = attention.module_of(config, cell.path, cell.fa2).to(device=job.device, dtype=dtype)
-        return _stepped(
+        alone = attention.module_of(config, cell.path, cell.fa2, job.peer)
+        alone = alone.to(device=job.device, dtype=dtype)
+        step = _stepped(
             job,
             alone,
             lambda run: attention.step_body(alone, run, made, backward=backward),
@@ -120,6 +124,7 @@ def build(job: Job) -> Workload:
             ),
             made,
         )
+        return replace(step, peer=job.peer)
     if cell.workload in SELECTED:
         return _stepped(
             job,

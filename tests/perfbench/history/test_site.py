@@ -28,7 +28,7 @@ from perfbench.history.nouns import (
 )
 from perfbench.history.site import chart_data, chart_png, names, page_data, write_site
 from perfbench.history.site.baselines import levels_of
-from perfbench.history.site.cells_of_suite import dense_twin, families, peers_of, short_names
+from perfbench.history.site.cells_of_suite import dense_twins, families, peers_of, short_names
 from perfbench.history.site.change_lines import ChangeLine, change_line
 from perfbench.history.site.charts import AXES, chart_spec, datasets, whole_spec
 from perfbench.history.site.palette import PALETTES, Palette
@@ -532,14 +532,14 @@ def test_infinity_and_nan_are_no_values() -> None:
     ]
 
 
-def test_dense_twin_differs_in_path_and_fa2_alone() -> None:
+def test_dense_twins_differ_in_path_and_fa2_alone() -> None:
     cells = {
         "a": {"path": "triton", "fa2": "auto", "seq_len": 512},
         "b": {"path": "dense", "fa2": "n/a", "seq_len": 512},
         "c": {"path": "dense", "fa2": "n/a", "seq_len": 1024},
         "d": {"path": "v2", "fa2": "on", "seq_len": 512},
     }
-    assert dense_twin("a", cells) == "b" and dense_twin("c", cells) is None
+    assert dense_twins("a", cells) == ["b"] and dense_twins("c", cells) == []
     assert peers_of("a", cells) == ["b", "d"]
     assert short_names({"a": cells["a"], "d": cells["d"]}) == {
         "a": "path=triton, fa2=auto",
