@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
+from nsa.ops.exporting import is_exporting
 
 POSITION_STD = 0.02
 
@@ -56,7 +57,7 @@ def compress(x: Tensor, *, config: NSAConfig, params: Mapping[str, Tensor] | Non
     encoding_F = nn.functional.linear(checked["position"].to(x.dtype).flatten(), up.to(x.dtype))
     hidden_BCGF = nn.functional.silu(_project_blocks(x, up, C, config) + encoding_F)
     hidden_BCGF, down = hidden_BCGF.to(x.dtype), down.to(x.dtype)
-    if torch.compiler.is_exporting():  # a number of blocks that is not known must come last
+    if is_exporting():  # a number of blocks that is not known must come last
         return nn.functional.linear(hidden_BCGF.transpose(1, 2), down).transpose(1, 2).to(x.dtype)
     return nn.functional.linear(hidden_BCGF, down).to(x.dtype)
 

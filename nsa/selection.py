@@ -242,11 +242,7 @@ def _widened(x: Tensor) -> Tensor:
     left out.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    if (
-        x.dtype not in DROPPED_BITS
-        or not torch.compiler.is_compiling()
-        or torch.compiler.is_exporting()
-    ):
+    if x.dtype not in DROPPED_BITS or not torch.compiler.is_compiling():
         return wide
     dropped, bits = DROPPED_BITS[x.dtype], wide.view(torch.int32)
     half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)  # to nearest, ties to even

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from nsa.ops.exporting import is_exporting
+
 Grad = Tensor | list[Tensor] | list[None] | None
 Gradients = tuple[Grad, ...]
 
@@ -41,7 +43,7 @@ def check_readable(path: str, *read: object) -> None:
     """ValueError where path ``path`` cannot read tensors on the host: vmap runs over them, or
     torch.export traces the call.
     """
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise ValueError(
             f"got torch.export of path={path!r}, which reads the chosen blocks on the host; wanted"
             " masked or v2; set path"

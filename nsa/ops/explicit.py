@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa.ops.derivatives import has_transforms
+from nsa.ops.exporting import is_exporting
 from nsa.ops.interval.compressed import visible_blocks
 from nsa.ops.masks import token_mask
 from nsa.ops.positions import query_positions
@@ -51,7 +52,7 @@ def attend(
     rows = max(1, CHUNK_BYTES // max(1, B * Q * k_BSGD.shape[1] * 4))
     chunks = (
         [slice(0, T)]  # a loop over range would bind a compiled region to this T
-        if torch.compiler.is_exporting() or rows >= T
+        if is_exporting() or rows >= T
         else [slice(start, min(start + rows, T)) for start in range(0, T, rows)]
     )
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from nsa.ops.exporting import is_exporting
+
 
 def to_device(values: Sequence[int], device: torch.device) -> Tensor:
     """``values`` as int64 [N] on ``device``.
@@ -28,7 +30,7 @@ def is_symbolic(number: float) -> bool:
     """Whether torch.compile traces a number that changes from call to call. An exported program has
     its own ways, and one graph.
     """
-    if not torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if not torch.compiler.is_compiling() or is_exporting():
         return False
     # half a second of imports, which only a compiler has done already
     from torch.fx.experimental.symbolic_shapes import has_static_value

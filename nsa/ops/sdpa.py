@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from nsa.ops.exporting import is_exporting
+
 MASK_ALIGNMENT = 16
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -29,7 +31,7 @@ def grouped(
     of some lengths (PyTorch issue 191937), so those are copied per head there: O(S), where
     the mask is O(T S) already.
     """
-    if torch.compiler.is_exporting() and k_BSGD.shape[2] > 1:
+    if is_exporting() and k_BSGD.shape[2] > 1:
         # a head at a time: of a batch of unknown size, no two dimensions may be made one
         G, H = k_BSGD.shape[2], q_BTQD.shape[2] // k_BSGD.shape[2]
         masks = [mask] * G if mask.shape[1] == 1 else mask.split(1, 1)

@@ -29,8 +29,7 @@ from perfbench.records.rows import Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_RUN_FILE
 from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
 from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume
-from perfbench.records.run_file import is_compressed_run
-from perfbench.records.run_file import read_run
+from perfbench.records.run_file import is_compressed_run, read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
 from perfbench.records.peers import BUILT_IN, ENTRY_POINTS, Kind, PREFIXES, Peer, kind_of

@@ -20,7 +20,7 @@ from nsa import dispatch, oracle, selection
 from nsa.blocks import BlockGrid
 from perfbench import older_nsa
 from perfbench.records import LengthProof
-from perfbench.worker.parity import layer, proof
+from perfbench.worker.parity import layer, own, proof
 from perfbench.worker.parity.at_length import prove_at_length
 from perfbench.worker.parity.blocks import judge
 from tests.perfbench.test_parity_at_length import TINY, claim_of
@@ -86,7 +86,7 @@ def test_blocks_that_tie_may_fall_otherwise_in_a_compiled_graph(
     found = proved(workload, path)
     assert found.ok, found.worst
     monkeypatch.setattr(older_nsa, "_first", lambda *places: None)
-    monkeypatch.setattr(proof, "collect_blocks", lambda **_: nullcontext())
+    monkeypatch.setattr(own, "collect_blocks", lambda **_: nullcontext())
     hidden = proved(workload, path)
     assert hidden.tensors["o"] > 10, "the flip is there, in the rows that are compared"
 

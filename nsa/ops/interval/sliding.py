@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nsa.documents import Documents
 from nsa.ops import flash, sdpa
+from nsa.ops.exporting import is_exporting
 from nsa.ops.operator import define_formula, int_and_tensor, is_transformed
 
 # A compiled region pads its tokens to tiles of one window; of a longer one it asks whether the
@@ -168,7 +169,7 @@ def _later_tiles(
     torch.compile.
     """
     B, T = q_BTQD.shape[:2]
-    if torch.compiler.is_exporting() and B > 1:
+    if is_exporting() and B > 1:
         # a sequence at a time: of tiles of unknown number, no two dimensions may be made one
         one = partial(_later_tiles, window=window, scale=scale, documents=documents, empty=empty)
         each = zip(*(x.split(1) for x in (q_BTQD, k_BTGD, v_BTGD)), strict=True)
@@ -190,7 +191,7 @@ def _later_tiles(
             first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[0, 1:]
             mask = mask & (key >= first[:, None, :, None])
     o = sdpa.grouped(_rows_of_tiles(q[:, 1:]), pair_k, pair_v, mask, scale=scale)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         row_T = torch.arange(T - window + lead, device=o.device)
         return o[row_T // window, row_T % window][None]
     return o.unflatten(0, (B, tiles - 1)).flatten(1, 2)[:, : T - window + lead]
@@ -198,7 +199,7 @@ def _later_tiles(
 
 def _tiled(x: Tensor, window: int) -> Tensor:
     """[B, N * window, ...] -> [B, N, window, ...], a view."""
-    if torch.compiler.is_exporting():  # knows N only of this one, whose backward is slower
+    if is_exporting():  # knows N only of this one, whose backward is slower
         return x.unfold(1, window, window).movedim(-1, 2)
     return x.unflatten(1, (-1, window))
 
