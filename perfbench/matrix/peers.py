@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import BranchRoute, Capability, Rejected, Route, RouteError
+from perfbench.matrix.plugin_file import find
 from perfbench.matrix.shipped import MARK, shipped_file
 from perfbench.matrix.strict_yaml import Document, Loc
 from perfbench.records import ATTENTION, AXES, BUILT_IN, ENTRY_POINTS, PREFIXES, Cell, Peer
@@ -231,15 +232,19 @@ def _located(function: str, entry_point: str, folder: str, packages: tuple[str, 
     if lacking := first or [one for one in packages if _missing(one)]:
         names = " ".join(map(_quoted, lacking))
         return Located(absent=f"{', '.join(map(_missing, lacking))}; pip install {names}")
-    top = function.partition(":")[0].partition(".")[0]
+    module = function.partition(":")[0]
     if folder:
-        found = [Path(folder) / f"{top}.py", Path(folder) / top]
-        if not any(path.exists() for path in found):
+        try:
+            is_there = find(function, [Path(folder)]).folder is not None
+        except ValueError:
+            is_there = False
+        if not is_there:  # an installed one of that name is another's
             return Located(
-                absent=f"the checkout {folder} holds no module {top}; clone it there, or correct"
-                " `checkout:`"
+                absent=f"the checkout {folder} holds no module {module} of Python source; clone it"
+                " there, or correct `checkout:`"
             )
         return Located(function, provider or f"checkout {folder}")
+    top = module.partition(".")[0]
     if importlib.util.find_spec(top) is None:  # of a top-level name, which imports nothing
         return Located(
             absent=f"no module {top} is installed; install it, or name its folder by `checkout:`"
