@@ -33,6 +33,8 @@ _PACKAGE = re.compile(
 )
 _SM = re.compile(r"(>=)?([0-9]{1,3})\.([0-9])")
 _MAX_PATTERN = 200
+# A kernel that any step may launch: a declared name that it bears is no witness.
+_ANYBODYS = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
 _ADAPTERS = "perfbench.worker.peers"
 _EIGHTS = list(range(8, 257, 8))
 # Of the wheels that PyPI had on 2026-11-29; perfbench.worker.peers has the adapters.
@@ -142,7 +144,7 @@ def used_peers(
     """The peers of ``cells``, by name; PerfbenchError(USAGE) for a declared one that no cell
     has.
     """
-    paths = dict.fromkeys(cell.path for cell in cells)
+    paths = dict.fromkeys(cell.path for cell in cells if not cell.is_own_step)
     for name in declared:
         if name not in paths:
             document.fail(
@@ -297,6 +299,12 @@ def _parsed(document: Document, name: str, one: PeerSection, on_gpu: bool) -> Pe
             (*loc, "kernels"),
             f"got {one.kernels[:60]!r}, wanted a regular expression of at most {_MAX_PATTERN}"
             " characters",
+        )
+    if one.kernels and re.search(one.kernels, _ANYBODYS):
+        document.fail(
+            (*loc, "kernels"),
+            f"got {one.kernels[:60]!r}, as names of PyTorch's own kernels have, too, so that it"
+            " shows nothing; wanted what the peer's alone have",
         )
     if one.kind != "nsa" and (one.nsa or one.wants or one.kv != "three"):
         document.fail(loc, f"kv, nsa and wants belong to kind nsa, not to {one.kind}; remove them")

@@ -22,12 +22,23 @@ from perfbench.commands.own_code import refuse_stored_step
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline_of_run, explain_cell
 from perfbench.gate.judging import judge
-from perfbench.gate.own_steps import changed_files
+from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.history.from_run import history_run
 from perfbench.matrix import build_plan, find
 from perfbench.matrix.matrix import load_matrix, parse_matrix
 from perfbench.matrix.policy import GatePolicy
-from perfbench.records import Baseline, Cell, Replicate, Run, Status, Verdict, read_run
+from perfbench.records import (
+    AXES,
+    Baseline,
+    Cell,
+    OwnStepLine,
+    Replicate,
+    Run,
+    Status,
+    Verdict,
+    is_own_step,
+    read_run,
+)
 from perfbench.report import junit, verdict_json
 from perfbench.report.terminal import terminal_table
 from perfbench.runner.ab.checkout import Checkout
@@ -163,6 +174,12 @@ def test_only_a_matrix_of_own_steps_states_no_model_and_no_path(
 ) -> None:
     with pytest.raises(PerfbenchError, match=said):
         parse_matrix(MATRIX.replace(old, new), "m.yaml")
+
+
+def test_a_line_end_is_no_part_of_a_name() -> None:
+    assert is_own_step("a.b:c") and not is_own_step("a.b:c\n")
+    with pytest.raises(ValueError, match="wanted one of"):
+        AXES["workload"].check("a.b:c\n")
 
 
 def test_a_module_that_another_hides_is_an_error(home: Path) -> None:
@@ -370,6 +387,39 @@ def test_every_output_names_what_is_not_proved(home: Path) -> None:
     assert f"Not proved: {said}" in explain_cell(whole, judgement, cell_id, POLICY, None)
     (kept,) = history_run(whole, judgement).cells
     assert f"not proved: {said}" in kept.reason and kept.measured["tok_per_s"].value
+
+
+def test_what_one_process_does_not_declare_is_not_proved(home: Path) -> None:
+    """A function may declare by its seed: what a verdict calls proved, every process has proved."""
+    bare = measured(module(home))
+    assert bare.own_step is not None
+    whole = OwnStepLine(
+        sha256=bare.own_step.sha256,
+        proved=[
+            "parity by its own reference (1 compared, worst o 0.1 of its tolerance)",
+            "engagement: aten::mm (1 calls)",
+            "physics by its own count of work",
+        ],
+        not_proved=["cuda_graph=on (the step was asked for it)"],
+    )
+    first = bare.model_copy(update={"own_step": whole})
+    second = bare.model_copy(
+        update={
+            "replicate": 1,
+            "profile": None,
+            "own_step": whole.model_copy(
+                update={"proved": [], "not_proved": ["parity (none declared)"]}
+            ),
+        }
+    )
+    found = own_line([first, second])
+    assert found is not None
+    assert found.proved == ["engagement: aten::mm (1 calls)", "physics by its own count of work"]
+    assert found.not_proved == [
+        "cuda_graph=on (the step was asked for it)",
+        "parity (none declared)",
+    ]
+    assert own_line([first, first]) == whole and own_line([]) is None
 
 
 def test_a_row_of_another_file_is_no_number_of_this_run(home: Path) -> None:

@@ -111,6 +111,8 @@ MISTAKES = {
     "{kind: dense, function: 'my peer:attend'}": "wanted module:function",
     "{kind: dense, function: 'a:b', packages: ['x; rm']}": "wanted a package such as name",
     "{kind: dense, function: 'a:b', kernels: '('}": "wanted a regular expression",
+    "{kind: dense, function: 'a:b', kernels: '.*'}": "as names of PyTorch's own kernels have, too",
+    "{kind: dense, function: 'a:b', kernels: 'kernel|x'}": "as names of PyTorch's own kernels have, too",
     "{kind: dense, function: 'a:b', sm: hopper}": "wanted '9.0' or '>=8.0'",
     "{kind: dense, function: 'a:b', kv: one}": "belong to kind nsa, not to dense",
     "{kind: dense, function: 'a:b', kernel: x}": "unknown key; did you mean 'kernels'",
@@ -134,6 +136,16 @@ def test_a_peer_is_declared_once_and_used() -> None:
     assert "peers.flex: flex is a path already" in error_of(taken)
     on_gpu = text_of(target="{gpu: H200}")
     assert "names no kernels: a regular expression" in error_of(on_gpu)
+
+
+def test_a_users_own_step_has_no_peer(tmp_path: Path) -> None:
+    (tmp_path / "my_step.py").touch()
+    text = text_of(declared="").replace("peers:\n  dense_mine: \n", "")
+    text = text.replace("[attention, attention_forward]", '["my_step:make"]')
+    matrix = parsed(text.replace("[masked, dense_mine]", "[masked, flex]"), tmp_path)
+    assert not matrix.peers, "to which the path is a parameter"
+    cells = [one for one in matrices.cells_of(matrix) if one.path == "flex"]
+    assert cells and not any(cell.is_peer or cell.is_dense for cell in cells)
 
 
 def test_matches_and_counters_know_declared_names(tmp_path: Path, checkout: Path) -> None:
