@@ -18,7 +18,7 @@ import torch
 
 from nsa.settings import Settings
 from perfbench.commands import app, outcome
-from perfbench.commands.own_code import refuse_stored_step
+from perfbench.commands.own_code import refuse_stored_code
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline_of_run, explain_cell
 from perfbench.gate.judging import judge
@@ -466,12 +466,12 @@ def test_a_run_whose_step_has_changed_is_not_resumed(home: Path) -> None:
 
 def test_a_stored_matrix_runs_no_code_of_another_folder(tmp_path: Path) -> None:
     stored = parse_matrix(MATRIX, str(tmp_path / "mine.yaml"))
-    refuse_stored_step(stored, [ROOT, tmp_path])
+    refuse_stored_code(stored, [ROOT, tmp_path])
     with pytest.raises(PerfbenchError, match="a stored file chooses no code to run"):
-        refuse_stored_step(stored, [ROOT, tmp_path / "other"])
+        refuse_stored_code(stored, [ROOT, tmp_path / "other"])
     ours = "workload: [forward], path: [v2], fa2: [off]"
     harmless = MATRIX.replace('workload: ["my_step:make"]', ours) + "model: tiny\n"
-    refuse_stored_step(parse_matrix(harmless, str(tmp_path / "m.yaml")), [ROOT])
+    refuse_stored_code(parse_matrix(harmless, str(tmp_path / "m.yaml")), [ROOT])
 
 
 # --- by the command

@@ -13,6 +13,7 @@ import pytest
 
 from nsa.capability import assumed
 from nsa.settings import Settings
+from perfbench.commands.own_code import refuse_stored_code
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.site.cells_of_suite import dense_twins
 from perfbench.matrix import matrix as matrices
@@ -111,8 +112,8 @@ MISTAKES = {
     "{kind: dense, function: 'my peer:attend'}": "wanted module:function",
     "{kind: dense, function: 'a:b', packages: ['x; rm']}": "wanted a package such as name",
     "{kind: dense, function: 'a:b', kernels: '('}": "wanted a regular expression",
-    "{kind: dense, function: 'a:b', kernels: '.*'}": "as names of PyTorch's own kernels have, too",
-    "{kind: dense, function: 'a:b', kernels: 'kernel|x'}": "as names of PyTorch's own kernels have, too",
+    "{kind: dense, function: 'a:b', kernels: '.*'}": "as names of PyTorch's own kernels",
+    "{kind: dense, function: 'a:b', kernels: 'kernel|x'}": "as names of PyTorch's own kernels",
     "{kind: dense, function: 'a:b', sm: hopper}": "wanted '9.0' or '>=8.0'",
     "{kind: dense, function: 'a:b', kv: one}": "belong to kind nsa, not to dense",
     "{kind: dense, function: 'a:b', kernel: x}": "unknown key; did you mean 'kernels'",
@@ -327,6 +328,26 @@ def test_a_window_peer_is_asked_for_the_window_alone(tmp_path: Path, checkout: P
     text = text_of("{kind: window, function: 'my_peer:attend', checkout: here}")
     matrix = parsed(text.replace("dense_mine", "window_mine"), tmp_path)
     assert matrix.peers["window_mine"].nsa == {"branches": ["win"]}
+
+
+def test_a_stored_matrix_imports_no_peer_that_the_users_own_does_not_declare(
+    tmp_path: Path, checkout: Path
+) -> None:
+    folder, text = tmp_path / "m", text_of().replace("checkout: here", "checkout: ../here")
+    folder.mkdir()
+    stored = parsed(text, folder)
+    refuse_stored_code(stored, [checkout])  # where the user works
+    with pytest.raises(PerfbenchError, match="a stored file chooses no code to run"):
+        refuse_stored_code(stored, [folder])
+    (folder / "m.yaml").write_text(text, encoding="utf-8")
+    refuse_stored_code(stored, [folder])
+    with pytest.raises(PerfbenchError, match="my_peer:attend in .*here"):
+        refuse_stored_code(stored, [tmp_path / "other"])
+    other = text_of("{kind: dense, function: 'os:getcwd'}")
+    with pytest.raises(PerfbenchError, match="peer dense_mine, os:getcwd"):
+        refuse_stored_code(parsed(other, folder), [folder])
+    ours = parsed(text_of(path="[masked, flex]").split("peers:\n  ")[0], folder)
+    refuse_stored_code(ours, [tmp_path / "other"])
 
 
 def test_the_schema_takes_declared_peers() -> None:
