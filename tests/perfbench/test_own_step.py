@@ -24,6 +24,7 @@ from perfbench.gate import baseline_of_run, explain_cell
 from perfbench.gate.judging import judge
 from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.history.from_run import history_run
+from perfbench.history.site.cells_of_suite import dense_twins
 from perfbench.matrix import build_plan, find
 from perfbench.matrix.matrix import load_matrix, parse_matrix
 from perfbench.matrix.policy import GatePolicy
@@ -31,6 +32,7 @@ from perfbench.records import (
     AXES,
     Baseline,
     Cell,
+    OwnStepFile,
     OwnStepLine,
     Replicate,
     Run,
@@ -40,6 +42,9 @@ from perfbench.records import (
     read_run,
 )
 from perfbench.report import junit, verdict_json
+from perfbench.report.rows import is_window
+from perfbench.report.scaling import growths
+from perfbench.report.speeds import crossovers
 from perfbench.report.terminal import terminal_table
 from perfbench.runner.ab.checkout import Checkout
 from perfbench.runner.ab.own_sides import shared_steps
@@ -51,6 +56,8 @@ from tests.perfbench import builders as b
 from tests.perfbench.jobs import job
 from tests.perfbench.measure_cases import STEP_S, run
 from tests.perfbench.report_cases import alone
+from tests.perfbench.test_report_workloads import rows_in
+from tests.perfbench.test_report_workloads import run_of as run_of_cells
 
 ROOT = Path(__file__).parents[2]
 POLICY = GatePolicy(min_replicates=1)
@@ -420,6 +427,28 @@ def test_what_one_process_does_not_declare_is_not_proved(home: Path) -> None:
         "parity (none declared)",
     ]
     assert own_line([first, first]) == whole and own_line([]) is None
+
+
+def test_no_closed_form_and_no_twin_is_claimed_of_an_own_step() -> None:
+    """Its path is a parameter, and what it computes nobody knows."""
+    line = OwnStepLine(sha256="0" * 64)
+    file = OwnStepFile(workload="my_step:make", file="my_step.py", sha256=line.sha256)
+    cells = [
+        (Cell("my_step:make", tokens, path, fa2), tokens * (2.0 if path == "v2" else 1.0), {})
+        for tokens in (1024, 2048, 4096, 8192)
+        for path, fa2 in (("v2", "on"), ("dense", "n/a"))
+    ]
+    whole = run_of_cells(
+        *[(cell, ms, {"own_step": line}) for cell, ms, _ in cells], own_steps=[file]
+    )
+    rows = rows_in(whole)
+    assert all(row.tok_per_s for row in rows)
+    found = growths(whole, rows)
+    assert found and {one.closed_form for one in found} == {None}
+    assert {row.x_dense for row in rows} == {None} and crossovers(rows) == []
+    assert not is_window(Cell("my_step:make", 1024, "flex_window"))
+    axes = {cell.cell_id: cell.to_mapping() for cell, _, _ in cells}
+    assert all(dense_twins(cell_id, axes) == [] for cell_id in axes)
 
 
 def test_a_row_of_another_file_is_no_number_of_this_run(home: Path) -> None:
