@@ -35,6 +35,10 @@ def refusals(tuned: TunedRun, here: Capability, nsa_sha256: str) -> list[str]:
         found.append("it carries no digests, so it may have been edited")
     if here.sm is None or (env.device_name, tuned.sm) != (here.device_name, here.sm):
         found.append(plain(f"it is of {env.device_name}, and this machine has {here.device_name}"))
+    if given := [f"{name}={value}" for name, value in sorted(env.nsa_settings.items())]:
+        found.append(
+            plain(f"it was measured with {', '.join(given)}, which `auto` reads it without")
+        )
     if manifest.source.nsa_sha256 != nsa_sha256:
         found.append("it measured another nsa than the one that is installed here")
     if thresholds(tuned) is None:
