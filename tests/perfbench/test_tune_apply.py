@@ -167,6 +167,15 @@ def test_a_run_under_settings_of_nsa_decides_nothing(
     assert not written().exists()
 
 
+def test_a_table_that_is_named_is_written_again(
+    card: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides for auto alone, and every cell of such a run names its path."""
+    env = builders.environment(nsa_settings={"NSA_THRESHOLDS": "sha256:" + "0" * 64})
+    monkeypatch.setattr(measuring, "collect_environment", lambda device: env)
+    assert tune("--apply") == 0 and written().exists()
+
+
 @pytest.mark.parametrize(
     ("content", "variable", "said"),
     [
