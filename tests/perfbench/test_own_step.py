@@ -361,6 +361,14 @@ def test_a_comparison_is_the_largest_difference(comparison: Any, ratio: float) -
     assert ratios_of("m:f", {"x": comparison}) == {"x": ratio}
 
 
+def test_a_tensor_is_no_reference_of_its_own() -> None:
+    x = torch.ones(3)
+    for wanted in (x, x.view(3), x[:3]):
+        with pytest.raises(ValueError, match="o is compared with its own memory"):
+            ratios_of("m:f", {"o": (x, wanted, 0.1)})
+    assert ratios_of("m:f", {"o": (x, x.clone(), 0.1), "n": (1.0, 1.0, 0.1)}) == {"o": 0, "n": 0}
+
+
 def test_a_list_of_operators_wants_each_once() -> None:
     @dataclasses.dataclass
     class Made:
