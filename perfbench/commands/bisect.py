@@ -90,7 +90,7 @@ def bisect(
     """
     from perfbench.commands.measuring import measuring_context
     from perfbench.commands.outcome import CHECKOUT
-    from perfbench.commands.own_code import refuse_stored_step
+    from perfbench.commands.own_code import refuse_stored_code
     from perfbench.matrix import parse_matrix, policies
     from perfbench.runner import (
         PairMeasurer,
@@ -114,7 +114,7 @@ def bisect(
         settings.matrix_text, settings.matrix_path, trained=settings.trained_blocks
     )
     if resume is not None:
-        refuse_stored_step(loaded, [CHECKOUT, Path.cwd()])
+        refuse_stored_code(loaded, [CHECKOUT, Path.cwd()])
     context = measuring_context(loaded.target)
     if context is None:
         raise typer.Exit(Exit.OK)

@@ -68,7 +68,7 @@ def check_and_judge(
     from perfbench.commands.judging import screen
     from perfbench.commands.measuring import measure, measuring_context
     from perfbench.commands.outcome import matrix_of
-    from perfbench.commands.own_code import refuse_stored_step
+    from perfbench.commands.own_code import refuse_stored_code
     from perfbench.matrix import step_folder
 
     context = measuring_context(matrix.target, silent=silent)
@@ -78,7 +78,7 @@ def check_and_judge(
     warn_of_baseline(matrix, context, by.baseline)
     outcome = screen(measure(matrix, options, context), by.baseline, by.strict)
     if options.resume is not None:  # what follows takes the run's own matrix
-        refuse_stored_step(matrix_of(outcome.run), [step_folder(matrix.path)])
+        refuse_stored_code(matrix_of(outcome.run), [step_folder(matrix.path)])
     if outcome.judgement.to_confirm and not by.no_confirm:
         spent_s = time.monotonic() - by.began
         left_s = None if options.budget_s is None else options.budget_s - spent_s

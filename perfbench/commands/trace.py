@@ -67,7 +67,7 @@ def trace_cell(
     ``out``, by default the run's ``traces``.
     """
     from perfbench.commands.outcome import CHECKOUT, folder_of, matrix_of
-    from perfbench.commands.own_code import refuse_stored_step
+    from perfbench.commands.own_code import refuse_stored_code
     from perfbench.tracing import TRACE_FOLDER, TraceDiff, Tracing, trace_side
 
     if baseline is not None:
@@ -75,7 +75,7 @@ def trace_cell(
     cell_id, runs = _runs(run_path, cell_id, baseline)
     sides = _sides(side, runs, run_path)
     run = runs["b"] if "b" in runs else runs["a"]
-    refuse_stored_step(matrix_of(run), [CHECKOUT, Path.cwd()])
+    refuse_stored_code(matrix_of(run), [CHECKOUT, Path.cwd()])
     context, manifest = _context(run), run.manifest
     folder = out or folder_of(run_path) / TRACE_FOLDER
     tracing = Tracing(matrix_of(run), context, manifest.seed, folder, folder, manifest.injections)

@@ -14,6 +14,7 @@ from perfbench.gate.cell_sides import side_of_rows
 from perfbench.gate.comparable import environment_differences, sentinel_rates
 from perfbench.gate.coverage import rows_by_cell, selected_ids, usable
 from perfbench.gate.judging import judge
+from perfbench.gate.loaded_peers import peer_of
 from perfbench.gate.own_steps import files_of
 from perfbench.gate.strictness import joint_rules
 from perfbench.matrix import GatePolicy, JudgeRules, Policies
@@ -248,6 +249,7 @@ def _cell(run: Run, planned: PlannedCell, good: list[Replicate]) -> BaselineCell
         kernels=list(side.kernels),
         tuned=dict(side.tuned),
         own_step_sha256=files_of(run).get(planned.axes.workload),
+        peer=peer_of(good),
     )
 
 

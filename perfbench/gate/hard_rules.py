@@ -12,6 +12,7 @@ from typing import Self
 from perfbench.gate import repeats
 from perfbench.gate.clocks import clock_faults
 from perfbench.gate.judgement import Finding, severity
+from perfbench.gate.loaded_peers import peer_findings
 from perfbench.gate.own_steps import files_of, own_findings, own_path_problems
 from perfbench.matrix import expected_of
 from perfbench.records import (
@@ -105,6 +106,7 @@ def cell_findings(
     found = [finding for row in rows for finding in _row_findings(cell, row, proofs)]
     merged = _merge(found, len(rows)) + _second_witness(cell, rows, proofs)
     merged += repeats.findings(rows, proofs.resumed_utc)
+    merged += peer_findings(cell, rows)
     speeds = [
         row.tok_per_s for row in rows if row.status is Status.OK and row.tok_per_s is not None
     ]

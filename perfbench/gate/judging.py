@@ -46,6 +46,7 @@ from perfbench.gate.judgement import (
     severity,
     summarise,
 )
+from perfbench.gate.loaded_peers import changed_peers
 from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.gate.speed_rule import priors_of, screen
 from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
@@ -142,7 +143,7 @@ def judge(
     if known is not None and not mixed:
         notes += (*unwatched(run, known), *unrecorded_settings(run, known))
     if known is not None:
-        notes += tuple(changed_files(run, known))
+        notes += (*changed_files(run, known), *changed_peers(run, known))
     return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
 
 

@@ -21,10 +21,26 @@ SHOWN = 12  # characters of a digest
 
 
 def own_line(rows: Iterable[Replicate]) -> OwnStepLine | None:
-    """What a cell's processes say of its step: the word of one that was profiled, else of any."""
-    known = [row for row in rows if row.own_step is not None]
-    profiled = [row for row in known if row.profile is not None]
-    return next((row.own_step for row in [*profiled, *known]), None)
+    """What a cell's processes say of its step: the word of one that was profiled, else of any; what
+    another did not prove is not proved.
+    """
+    known = [(row.own_step, row.profile) for row in rows if row.own_step is not None]
+    if not known:
+        return None
+    line = next((line for line, profile in known if profile is not None), known[0][0])
+    not_proved = dict.fromkeys(word for one, _ in known for word in one.not_proved)
+    lacking = {_subject(word) for word in [*not_proved] if word not in line.not_proved}
+    return line.model_copy(
+        update={
+            "proved": [word for word in line.proved if _subject(word) not in lacking],
+            "not_proved": list(dict.fromkeys([*line.not_proved, *not_proved])),
+        }
+    )
+
+
+def _subject(word: str) -> str:
+    """'parity' of 'parity (none declared)', and of 'parity by its own reference ...'."""
+    return word.partition(" ")[0].rstrip(":")
 
 
 def own_findings(cell: PlannedCell, row: Replicate, files: Mapping[str, str]) -> Iterator[Finding]:

@@ -10,7 +10,8 @@ from perfbench.machine.environment import (
     environment_variable,
 )
 from perfbench.machine.environment import give, no_color, step_summary
-from perfbench.machine.environment import visible_gpu, without_users_table, without_variables
+from perfbench.machine.environment import THRESHOLDS, visible_gpu, without_users_table
+from perfbench.machine.environment import without_variables
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, refuse_busy, used_memory, uuid_sha256
 from perfbench.machine.load import load_now
 from perfbench.machine.default_branch import JudgingCommit, judging_commit

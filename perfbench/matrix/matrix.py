@@ -149,9 +149,7 @@ def parse_matrix(
         sentinels=rules.parse_sentinels(document, file),
     )
     kept = _check_cells(document, matrix)
-    declared = parse_peers(
-        document, file.peers, on_gpu=file.target.gpu.lower() not in ("none", "cpu")
-    )
+    declared = parse_peers(document, file.peers, on_gpu=not file.target.is_cpu)
     peers = used_peers(document, declared, kept)
     blocks = trained_of(document, file.trained_blocks, model, kept, trained, reads_file=to_measure)
     rules.check_aliases(document, matrix.aliases, {cell.cell_id for cell in kept})

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import BranchRoute, Capability, Rejected, Route, RouteError
+from perfbench.matrix.plugin_file import find
 from perfbench.matrix.shipped import MARK, shipped_file
 from perfbench.matrix.strict_yaml import Document, Loc
 from perfbench.records import ATTENTION, AXES, BUILT_IN, ENTRY_POINTS, PREFIXES, Cell, Peer
@@ -32,6 +33,8 @@ _PACKAGE = re.compile(
 )
 _SM = re.compile(r"(>=)?([0-9]{1,3})\.([0-9])")
 _MAX_PATTERN = 200
+# A kernel that any step may launch: a declared name that it bears is no witness.
+_ANYBODYS = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
 _ADAPTERS = "perfbench.worker.peers"
 _EIGHTS = list(range(8, 257, 8))
 # Of the wheels that PyPI had on 2026-11-29; perfbench.worker.peers has the adapters.
@@ -141,7 +144,7 @@ def used_peers(
     """The peers of ``cells``, by name; PerfbenchError(USAGE) for a declared one that no cell
     has.
     """
-    paths = dict.fromkeys(cell.path for cell in cells)
+    paths = dict.fromkeys(cell.path for cell in cells if not cell.is_own_step)
     for name in declared:
         if name not in paths:
             document.fail(
@@ -231,15 +234,19 @@ def _located(function: str, entry_point: str, folder: str, packages: tuple[str, 
     if lacking := first or [one for one in packages if _missing(one)]:
         names = " ".join(map(_quoted, lacking))
         return Located(absent=f"{', '.join(map(_missing, lacking))}; pip install {names}")
-    top = function.partition(":")[0].partition(".")[0]
+    module = function.partition(":")[0]
     if folder:
-        found = [Path(folder) / f"{top}.py", Path(folder) / top]
-        if not any(path.exists() for path in found):
+        try:
+            is_there = find(function, [Path(folder)]).folder is not None
+        except ValueError:
+            is_there = False
+        if not is_there:  # an installed one of that name is another's
             return Located(
-                absent=f"the checkout {folder} holds no module {top}; clone it there, or correct"
-                " `checkout:`"
+                absent=f"the checkout {folder} holds no module {module} of Python source; clone it"
+                " there, or correct `checkout:`"
             )
         return Located(function, provider or f"checkout {folder}")
+    top = module.partition(".")[0]
     if importlib.util.find_spec(top) is None:  # of a top-level name, which imports nothing
         return Located(
             absent=f"no module {top} is installed; install it, or name its folder by `checkout:`"
@@ -292,6 +299,12 @@ def _parsed(document: Document, name: str, one: PeerSection, on_gpu: bool) -> Pe
             (*loc, "kernels"),
             f"got {one.kernels[:60]!r}, wanted a regular expression of at most {_MAX_PATTERN}"
             " characters",
+        )
+    if one.kernels and re.search(one.kernels, _ANYBODYS):
+        document.fail(
+            (*loc, "kernels"),
+            f"got {one.kernels[:60]!r}, as names of PyTorch's own kernels have, too, so that it"
+            " shows nothing; wanted what the peer's alone have",
         )
     if one.kind != "nsa" and (one.nsa or one.wants or one.kv != "three"):
         document.fail(loc, f"kv, nsa and wants belong to kind nsa, not to {one.kind}; remove them")

@@ -21,7 +21,7 @@ from perfbench.errors import Exit, PerfbenchError
 from perfbench.records.atomic_write import check_replaceable
 from perfbench.records.digests import CONTENT_KEY, content_sha256
 from perfbench.records.regular_file import read_regular_file
-from perfbench.records.rows import Source, StoredCell
+from perfbench.records.rows import LoadedPeer, Source, StoredCell
 from perfbench.records.run_file import whole
 from perfbench.records.verdict import Verdict
 from perfbench.text import plain, shorten
@@ -64,6 +64,7 @@ class BaselineCell(BaseModel):
     kernels: list[str] = []
     tuned: dict[str, str] = {}
     own_step_sha256: str | None = None  # of the file of a user's own step
+    peer: LoadedPeer | None = None  # of a cell whose path is one
 
     @property
     def speed(self) -> float:

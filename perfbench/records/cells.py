@@ -90,7 +90,7 @@ class Axis:
             )
             raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{hint}")
         if value not in self.choices + self.recorded and not (
-            self.pattern and re.match(self.pattern, value)
+            self.pattern and re.fullmatch(self.pattern, value)
         ):
             near = nearest_name(value, list(self.choices))
             raise ValueError(f"got {show_value(value)}, wanted {self.wanted}{near}")

@@ -17,7 +17,7 @@ _OWN_STEP = re.compile(OWN_STEP_PATTERN)
 
 def is_own_step(workload: str) -> bool:
     """Whether a workload is ``module:function``, and none of the harness's own."""
-    return _OWN_STEP.match(workload) is not None
+    return _OWN_STEP.fullmatch(workload) is not None
 
 
 class OwnStepFile(BaseModel):

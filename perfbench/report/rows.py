@@ -192,14 +192,16 @@ def launch_bound(rows: Iterable[Row]) -> list[str]:
 
 def is_twin(axes: Cell) -> bool:
     """Whether a cell is what others are held against: path dense, and of attention alone every
-    dense kernel, those of peers included.
+    dense kernel, those of peers included. A user's own step is none: what it computes nobody knows.
     """
+    if axes.is_own_step:
+        return False
     return axes.is_dense if axes.workload in ATTENTION else axes.path == "dense"
 
 
 def is_window(axes: Cell) -> bool:
     """Whether a cell computes the window alone, which no whole attention is held against."""
-    return kind_of(axes.path) == "window"
+    return kind_of(axes.path) == "window" and not axes.is_own_step
 
 
 def without(axes: Cell, *names: str) -> Key:

@@ -68,7 +68,9 @@ def growths(run: Run, rows: Sequence[Row]) -> list[Growth]:
     for same in series.values():
         same.sort(key=lambda row: row.cell.axes.seq_len)
         if len({row.cell.axes.seq_len for row in same}) >= MIN_LENGTHS:
-            found.append(_growth(same, None if is_window(same[0].cell.axes) else model))
+            axes = same[0].cell.axes
+            is_known = not (is_window(axes) or axes.is_own_step)
+            found.append(_growth(same, model if is_known else None))
     return found
 
 

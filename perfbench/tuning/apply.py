@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from nsa.config import ModelConfig
 from nsa.routing import Capability, CardEntry, Request, Route, UserTable, plan
 from perfbench.errors import Exit
+from perfbench.machine import THRESHOLDS
 from perfbench.records import torch_dtype_name
 from perfbench.text import plain
 from perfbench.tuning.decide import TunedRun, thresholds
@@ -35,6 +36,12 @@ def refusals(tuned: TunedRun, here: Capability, nsa_sha256: str) -> list[str]:
         found.append("it carries no digests, so it may have been edited")
     if here.sm is None or (env.device_name, tuned.sm) != (here.device_name, here.sm):
         found.append(plain(f"it is of {env.device_name}, and this machine has {here.device_name}"))
+    # a table decides for auto, and such a run names its paths
+    given = [f"{k}={v}" for k, v in sorted(env.nsa_settings.items()) if k != THRESHOLDS]
+    if given:
+        found.append(
+            plain(f"it was measured with {', '.join(given)}, which `auto` reads it without")
+        )
     if manifest.source.nsa_sha256 != nsa_sha256:
         found.append("it measured another nsa than the one that is installed here")
     if thresholds(tuned) is None:

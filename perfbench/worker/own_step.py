@@ -157,6 +157,11 @@ def _ratio(target: str, name: str, one: object) -> float:
         raise ValueError(
             f"got {one!r:.60} as {name} from parity of {target}, wanted (got, wanted, tolerance)"
         )
+    if _is_same_memory(one[0], one[1]):
+        raise ValueError(
+            f"got {name} from parity of {target}, where {name} is compared with its own memory:"
+            " that shows nothing; wanted a reference that was computed apart"
+        )
     got, wanted = (torch.as_tensor(value).detach().to("cpu", torch.float64) for value in one[:2])
     tolerance = float(one[2])
     if got.shape != wanted.shape or got.numel() == 0:
@@ -171,6 +176,12 @@ def _ratio(target: str, name: str, one: object) -> float:
         )
     error = float((got - wanted).abs().max())
     return error / tolerance if math.isfinite(error) else math.inf
+
+
+def _is_same_memory(got: object, wanted: object) -> bool:
+    if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
+        return False
+    return got.device == wanted.device and got.data_ptr() == wanted.data_ptr() != 0
 
 
 def _kind(value: object) -> str:

@@ -31,6 +31,7 @@ from perfbench.records.rows import (
     BranchLine,
     Environment,
     Expect,
+    LoadedPeer,
     Manifest,
     ParityLine,
     Physics,
@@ -299,8 +300,14 @@ def replicate(
         "profile": profile(gpu) if number == 0 else None,
         "physics": physics(speed, tokens, gpu),
         "device_uuid_sha256": "ab" * 32 if gpu else None,
+        "peer": loaded_peer(cell.axes.path) if cell.axes.is_peer else None,
     }
     return Replicate(**{**values, **overrides})
+
+
+def loaded_peer(name: str, **changes: Any) -> LoadedPeer:
+    values = {"version": f"{name} 1.0", "file": "/x/a.py", "file_sha256": "0" * 64}
+    return LoadedPeer(name=name, **{**values, **changes})
 
 
 def failed(

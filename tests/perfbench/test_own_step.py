@@ -18,17 +18,33 @@ import torch
 
 from nsa.settings import Settings
 from perfbench.commands import app, outcome
-from perfbench.commands.own_code import refuse_stored_step
+from perfbench.commands.own_code import refuse_stored_code
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline_of_run, explain_cell
 from perfbench.gate.judging import judge
-from perfbench.gate.own_steps import changed_files
+from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.history.from_run import history_run
+from perfbench.history.site.cells_of_suite import dense_twins
 from perfbench.matrix import build_plan, find
 from perfbench.matrix.matrix import load_matrix, parse_matrix
 from perfbench.matrix.policy import GatePolicy
-from perfbench.records import Baseline, Cell, Replicate, Run, Status, Verdict, read_run
+from perfbench.records import (
+    AXES,
+    Baseline,
+    Cell,
+    OwnStepFile,
+    OwnStepLine,
+    Replicate,
+    Run,
+    Status,
+    Verdict,
+    is_own_step,
+    read_run,
+)
 from perfbench.report import junit, verdict_json
+from perfbench.report.rows import is_window
+from perfbench.report.scaling import growths
+from perfbench.report.speeds import crossovers
 from perfbench.report.terminal import terminal_table
 from perfbench.runner.ab.checkout import Checkout
 from perfbench.runner.ab.own_sides import shared_steps
@@ -40,6 +56,8 @@ from tests.perfbench import builders as b
 from tests.perfbench.jobs import job
 from tests.perfbench.measure_cases import STEP_S, run
 from tests.perfbench.report_cases import alone
+from tests.perfbench.test_report_workloads import rows_in
+from tests.perfbench.test_report_workloads import run_of as run_of_cells
 
 ROOT = Path(__file__).parents[2]
 POLICY = GatePolicy(min_replicates=1)
@@ -163,6 +181,12 @@ def test_only_a_matrix_of_own_steps_states_no_model_and_no_path(
 ) -> None:
     with pytest.raises(PerfbenchError, match=said):
         parse_matrix(MATRIX.replace(old, new), "m.yaml")
+
+
+def test_a_line_end_is_no_part_of_a_name() -> None:
+    assert is_own_step("a.b:c") and not is_own_step("a.b:c\n")
+    with pytest.raises(ValueError, match="wanted one of"):
+        AXES["workload"].check("a.b:c\n")
 
 
 def test_a_module_that_another_hides_is_an_error(home: Path) -> None:
@@ -337,6 +361,14 @@ def test_a_comparison_is_the_largest_difference(comparison: Any, ratio: float) -
     assert ratios_of("m:f", {"x": comparison}) == {"x": ratio}
 
 
+def test_a_tensor_is_no_reference_of_its_own() -> None:
+    x = torch.ones(3)
+    for wanted in (x, x.view(3), x[:3]):
+        with pytest.raises(ValueError, match="o is compared with its own memory"):
+            ratios_of("m:f", {"o": (x, wanted, 0.1)})
+    assert ratios_of("m:f", {"o": (x, x.clone(), 0.1), "n": (1.0, 1.0, 0.1)}) == {"o": 0, "n": 0}
+
+
 def test_a_list_of_operators_wants_each_once() -> None:
     @dataclasses.dataclass
     class Made:
@@ -370,6 +402,61 @@ def test_every_output_names_what_is_not_proved(home: Path) -> None:
     assert f"Not proved: {said}" in explain_cell(whole, judgement, cell_id, POLICY, None)
     (kept,) = history_run(whole, judgement).cells
     assert f"not proved: {said}" in kept.reason and kept.measured["tok_per_s"].value
+
+
+def test_what_one_process_does_not_declare_is_not_proved(home: Path) -> None:
+    """A function may declare by its seed: what a verdict calls proved, every process has proved."""
+    bare = measured(module(home))
+    assert bare.own_step is not None
+    whole = OwnStepLine(
+        sha256=bare.own_step.sha256,
+        proved=[
+            "parity by its own reference (1 compared, worst o 0.1 of its tolerance)",
+            "engagement: aten::mm (1 calls)",
+            "physics by its own count of work",
+        ],
+        not_proved=["cuda_graph=on (the step was asked for it)"],
+    )
+    first = bare.model_copy(update={"own_step": whole})
+    second = bare.model_copy(
+        update={
+            "replicate": 1,
+            "profile": None,
+            "own_step": whole.model_copy(
+                update={"proved": [], "not_proved": ["parity (none declared)"]}
+            ),
+        }
+    )
+    found = own_line([first, second])
+    assert found is not None
+    assert found.proved == ["engagement: aten::mm (1 calls)", "physics by its own count of work"]
+    assert found.not_proved == [
+        "cuda_graph=on (the step was asked for it)",
+        "parity (none declared)",
+    ]
+    assert own_line([first, first]) == whole and own_line([]) is None
+
+
+def test_no_closed_form_and_no_twin_is_claimed_of_an_own_step() -> None:
+    """Its path is a parameter, and what it computes nobody knows."""
+    line = OwnStepLine(sha256="0" * 64)
+    file = OwnStepFile(workload="my_step:make", file="my_step.py", sha256=line.sha256)
+    cells = [
+        (Cell("my_step:make", tokens, path, fa2), tokens * (2.0 if path == "v2" else 1.0), {})
+        for tokens in (1024, 2048, 4096, 8192)
+        for path, fa2 in (("v2", "on"), ("dense", "n/a"))
+    ]
+    whole = run_of_cells(
+        *[(cell, ms, {"own_step": line}) for cell, ms, _ in cells], own_steps=[file]
+    )
+    rows = rows_in(whole)
+    assert all(row.tok_per_s for row in rows)
+    found = growths(whole, rows)
+    assert found and {one.closed_form for one in found} == {None}
+    assert {row.x_dense for row in rows} == {None} and crossovers(rows) == []
+    assert not is_window(Cell("my_step:make", 1024, "flex_window"))
+    axes = {cell.cell_id: cell.to_mapping() for cell, _, _ in cells}
+    assert all(dense_twins(cell_id, axes) == [] for cell_id in axes)
 
 
 def test_a_row_of_another_file_is_no_number_of_this_run(home: Path) -> None:
@@ -416,12 +503,12 @@ def test_a_run_whose_step_has_changed_is_not_resumed(home: Path) -> None:
 
 def test_a_stored_matrix_runs_no_code_of_another_folder(tmp_path: Path) -> None:
     stored = parse_matrix(MATRIX, str(tmp_path / "mine.yaml"))
-    refuse_stored_step(stored, [ROOT, tmp_path])
+    refuse_stored_code(stored, [ROOT, tmp_path])
     with pytest.raises(PerfbenchError, match="a stored file chooses no code to run"):
-        refuse_stored_step(stored, [ROOT, tmp_path / "other"])
+        refuse_stored_code(stored, [ROOT, tmp_path / "other"])
     ours = "workload: [forward], path: [v2], fa2: [off]"
     harmless = MATRIX.replace('workload: ["my_step:make"]', ours) + "model: tiny\n"
-    refuse_stored_step(parse_matrix(harmless, str(tmp_path / "m.yaml")), [ROOT])
+    refuse_stored_code(parse_matrix(harmless, str(tmp_path / "m.yaml")), [ROOT])
 
 
 # --- by the command

@@ -13,6 +13,7 @@ import pytest
 
 from nsa.capability import assumed
 from nsa.settings import Settings
+from perfbench.commands.own_code import refuse_stored_code
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.history.site.cells_of_suite import dense_twins
 from perfbench.matrix import matrix as matrices
@@ -111,6 +112,8 @@ MISTAKES = {
     "{kind: dense, function: 'my peer:attend'}": "wanted module:function",
     "{kind: dense, function: 'a:b', packages: ['x; rm']}": "wanted a package such as name",
     "{kind: dense, function: 'a:b', kernels: '('}": "wanted a regular expression",
+    "{kind: dense, function: 'a:b', kernels: '.*'}": "as names of PyTorch's own kernels",
+    "{kind: dense, function: 'a:b', kernels: 'kernel|x'}": "as names of PyTorch's own kernels",
     "{kind: dense, function: 'a:b', sm: hopper}": "wanted '9.0' or '>=8.0'",
     "{kind: dense, function: 'a:b', kv: one}": "belong to kind nsa, not to dense",
     "{kind: dense, function: 'a:b', kernel: x}": "unknown key; did you mean 'kernels'",
@@ -134,6 +137,16 @@ def test_a_peer_is_declared_once_and_used() -> None:
     assert "peers.flex: flex is a path already" in error_of(taken)
     on_gpu = text_of(target="{gpu: H200}")
     assert "names no kernels: a regular expression" in error_of(on_gpu)
+
+
+def test_a_users_own_step_has_no_peer(tmp_path: Path) -> None:
+    (tmp_path / "my_step.py").touch()
+    text = text_of(declared="").replace("peers:\n  dense_mine: \n", "")
+    text = text.replace("[attention, attention_forward]", '["my_step:make"]')
+    matrix = parsed(text.replace("[masked, dense_mine]", "[masked, flex]"), tmp_path)
+    assert not matrix.peers, "to which the path is a parameter"
+    cells = [one for one in matrices.cells_of(matrix) if one.path == "flex"]
+    assert cells and not any(cell.is_peer or cell.is_dense for cell in cells)
 
 
 def test_matches_and_counters_know_declared_names(tmp_path: Path, checkout: Path) -> None:
@@ -315,6 +328,26 @@ def test_a_window_peer_is_asked_for_the_window_alone(tmp_path: Path, checkout: P
     text = text_of("{kind: window, function: 'my_peer:attend', checkout: here}")
     matrix = parsed(text.replace("dense_mine", "window_mine"), tmp_path)
     assert matrix.peers["window_mine"].nsa == {"branches": ["win"]}
+
+
+def test_a_stored_matrix_imports_no_peer_that_the_users_own_does_not_declare(
+    tmp_path: Path, checkout: Path
+) -> None:
+    folder, text = tmp_path / "m", text_of().replace("checkout: here", "checkout: ../here")
+    folder.mkdir()
+    stored = parsed(text, folder)
+    refuse_stored_code(stored, [checkout])  # where the user works
+    with pytest.raises(PerfbenchError, match="a stored file chooses no code to run"):
+        refuse_stored_code(stored, [folder])
+    (folder / "m.yaml").write_text(text, encoding="utf-8")
+    refuse_stored_code(stored, [folder])
+    with pytest.raises(PerfbenchError, match="my_peer:attend in .*here"):
+        refuse_stored_code(stored, [tmp_path / "other"])
+    other = text_of("{kind: dense, function: 'os:getcwd'}")
+    with pytest.raises(PerfbenchError, match="peer dense_mine, os:getcwd"):
+        refuse_stored_code(parsed(other, folder), [folder])
+    ours = parsed(text_of(path="[masked, flex]").split("peers:\n  ")[0], folder)
+    refuse_stored_code(ours, [tmp_path / "other"])
 
 
 def test_the_schema_takes_declared_peers() -> None:

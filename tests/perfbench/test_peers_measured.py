@@ -5,6 +5,7 @@ has its red.
 from __future__ import annotations
 
 import hashlib
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,15 @@ import torch
 from torch.nn.attention.flex_attention import create_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from perfbench.matrix.peers import _BUILT_IN
+from perfbench.matrix.peers import _BUILT_IN, located
+from perfbench.records.peers import Peer
 from perfbench.records.rows import Replicate, Status
 from perfbench.worker.parity import peers as proof_of_peers
 from perfbench.worker.peers import flex
 from perfbench.worker.peers.call import ascending, loaded_peer
 from perfbench.worker.peers.witness import witness_of
 from tests.perfbench.measure_cases import assert_no_speed, run
-from tests.perfbench.peer_cases import peer_job, peer_of
+from tests.perfbench.peer_cases import CODE, peer_job, peer_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "light")
 
@@ -140,7 +142,7 @@ BROKEN = [
         "its output has no gradient, wanted one by autograd; declare `backward: false`",
     ),
     ("half", r"returned \(.*\) torch.float16, wanted o \(2, 145, .*\) torch.float32"),
-    ("missing", "has no function missing"),
+    ("missing", "has no missing"),
 ]
 
 
@@ -163,6 +165,30 @@ def test_a_peer_that_fails_to_import_is_a_crash(tmp_path: Path) -> None:
     file.write_text("raise RuntimeError('needs another driver')\n", encoding="utf-8")
     with pytest.raises(RuntimeError, match="needs another driver"):
         run(peer_job(peer))
+
+
+def test_a_module_that_hides_the_checkouts_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    peer = peer_of(here, "right")
+    module, _, _ = peer.function.partition(":")
+    (there / f"{module}.py").write_text(CODE, encoding="utf-8")
+    monkeypatch.syspath_prepend(str(there))
+    importlib.import_module(module)  # as a neighbour of another peer would have
+    with pytest.raises(ValueError, match=f"wanted {here / module}"):
+        run(peer_job(peer))
+
+
+def test_a_checkout_without_the_module_is_not_served_by_an_installed_one(tmp_path: Path) -> None:
+    (tmp_path / "email").mkdir()
+    (tmp_path / "email" / "__init__.py").touch()
+    found = located(
+        Peer(name="dense_mail", kind="dense", function="email.utils:quote", folder=str(tmp_path))
+    )
+    assert f"the checkout {tmp_path} holds no module email.utils" in found.absent
 
 
 def test_a_peer_runs_by_the_kernels_that_it_declares(tmp_path: Path) -> None:

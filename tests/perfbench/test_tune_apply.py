@@ -12,10 +12,11 @@ import nsa.settings
 from nsa.config import preset
 from nsa.routing import CardEntry, Request, plan
 from nsa.thresholds_file import kernels_sha256, parse, table_text
-from perfbench.commands import app
+from perfbench.commands import app, measuring
 from perfbench.machine import environment
 from perfbench.records import Environment
 from perfbench.records.rows import Status
+from tests.perfbench import builders
 from tests.perfbench.test_tune import CARD, H100, FakeExecutor, crossing_times, machine
 
 NSA = Path(nsa.__file__).parent
@@ -152,6 +153,27 @@ def test_a_run_of_something_else_writes_nothing(
     err = capsys.readouterr().err
     assert said in err and "Next: `perfbench tune --apply` on an idle card" in err
     assert not written().exists()
+
+
+def test_a_run_under_settings_of_nsa_decides_nothing(
+    card: FakeExecutor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Everybody's `auto` reads the table, without the setting that it was measured with."""
+    env = builders.environment(nsa_settings={"NSA_STRICT_ASSERTS": "1"})
+    monkeypatch.setattr(measuring, "collect_environment", lambda device: env)
+    assert tune() == 0
+    assert app.invoke(["tune", "--from", stored(), "--apply"]) == 2
+    assert "it was measured with NSA_STRICT_ASSERTS=1" in capsys.readouterr().err
+    assert not written().exists()
+
+
+def test_a_table_that_is_named_is_written_again(
+    card: FakeExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It decides for auto alone, and every cell of such a run names its path."""
+    env = builders.environment(nsa_settings={"NSA_THRESHOLDS": "sha256:" + "0" * 64})
+    monkeypatch.setattr(measuring, "collect_environment", lambda device: env)
+    assert tune("--apply") == 0 and written().exists()
 
 
 @pytest.mark.parametrize(

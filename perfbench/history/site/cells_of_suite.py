@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from perfbench.records import ATTENTION, kind_of
+from perfbench.records import ATTENTION, is_own_step, kind_of
 
 Axes = Mapping[str, str | int]
 DENSE = ("dense", "dense_flash", "dense_cudnn")  # first; then what peers call dense, by name
@@ -62,10 +62,10 @@ def peers_of(cell_id: str, cells: Mapping[str, Axes]) -> list[str]:
 def dense_twins(cell_id: str, cells: Mapping[str, Axes]) -> list[str]:
     """The dense cells with the same other axes, of which the best is what the cell is held against;
     of a step of a model path dense alone, where there is one. None for a dense cell, and for one
-    that computes the window alone.
+    that computes the window alone, nor for a user's own step, whose path is a parameter.
     """
     mine = cells[cell_id]
-    if kind_of(str(mine.get("path", ""))) != "nsa":
+    if is_own_step(str(mine.get("workload", ""))) or kind_of(str(mine.get("path", ""))) != "nsa":
         return []
     found = [one for one in peers_of(cell_id, cells) if is_dense(cells[one])]
     plain = [one for one in found if cells[one]["path"] == DENSE[0]]

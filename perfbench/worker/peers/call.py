@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import sys
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import metadata
@@ -33,16 +32,18 @@ from nsa.config import BRANCHES, ModelConfig
 from perfbench.machine import source_of
 from perfbench.matrix import located, route_of_peer
 from perfbench.records import LoadedPeer, Peer
+from perfbench.worker.plugin_object import resolve
 
 THREE = ("q", *(f"{kind}_{branch}" for branch in BRANCHES for kind in ("k", "v")), "gates")
 
 
 @lru_cache(maxsize=16)
 def _imported(function: str, folder: str) -> Callable[..., Any]:
-    if folder and folder not in sys.path:
-        sys.path.insert(0, folder)
     module, _, name = function.partition(":")
-    found = getattr(importlib.import_module(module), name, None)
+    if folder:  # out of it, and of no other module of that name
+        found = resolve(function, [Path(folder)])
+    else:
+        found = getattr(importlib.import_module(module), name, None)
     if not callable(found):
         raise ValueError(
             f"peer {function}: {module} has no function {name}; wanted the peer's; correct"
