@@ -4,6 +4,7 @@ the oracle, and the rule that takes them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -348,8 +349,7 @@ def test_packed_documents_share_a_tile(joined: bool, taken: list[str]) -> None:
         return attend_to(*x, cu_seqlens=torch.tensor(bounds))
 
     def one_by_one(*x: Tensor) -> Tensor:
-        spans = zip(bounds, bounds[1:], strict=False)
-        parts = [[y[:, a:b] for y in x] for a, b in spans]
+        parts = [[y[:, a:b] for y in x] for a, b in pairwise(bounds)]
         # whole sequences by PyTorch, which knows no tile
         return torch.cat([nsa_attention_of(part) for part in parts], 1)
 
