@@ -122,7 +122,9 @@ def everything(
     )
     for by_row in (True, False):
         o, lse = selected.forward(q, *tokens, blocks, sel_block=64, by_row=by_row, **where)
-    selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
+    # without tiles so few rows go by dense ones
+    by_lists = selected._backward_tiles(q, DV, 64, H)
+    selected.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, tiles=by_lists, **where)
     o, lse = dense_tiles.forward(q, *tokens, blocks, sel_block=64, **where)
     dense_tiles.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
     if roles:

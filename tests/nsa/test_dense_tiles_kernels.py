@@ -4,6 +4,7 @@ the oracle, and the rule that takes them.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import log
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nsa import NSAConfig, nsa_attention
 from nsa.ops.kernels import products
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
@@ -301,5 +303,65 @@ def test_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = torch.empty(1, 1 << 17, 2, 4, dtype=torch.int32, device="meta")
     assert dense_tiles.serves(*long, slots, 64, 0.125)
     assert not dense_tiles.serves(*long, slots, 64, 0.125, backward=True), "masks of 640 MB"
+    for block, served in ((40, True), (64, True), (65, False), (256, False)):
+        assert dense_tiles.serves(q, v, blocks, block, 0.125) is served, "400 KB of shared memory"
+    many = torch.empty(1, 1024, 130, 64, dtype=torch.bfloat16)
+    assert not dense_tiles.serves(many, v, blocks, 64, 0.125), "65 heads of one query: 128 rows"
     monkeypatch.setattr(dense_tiles, "MIN_ROWS", 2049)
     assert not dense_tiles.serves(q, v, blocks, 64, 0.125)
+
+
+@pytest.mark.parametrize(("queries", "served"), [(1, False), (2, False), (64, True)])
+def test_a_tile_that_few_queries_do_not_fill_is_no_gain(
+    queries: int, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding of 1,024 sequences: of a tile's 64 rows, one query of 6 heads fills 6."""
+    monkeypatch.undo()  # the limits that were measured
+    batch = 1024 // queries
+    q = torch.empty(batch, queries, 12, 64, dtype=torch.bfloat16, device="meta")
+    v = torch.empty(batch, 2048, 2, 64, dtype=torch.bfloat16, device="meta")
+    blocks = torch.empty(batch, queries, 2, 16, dtype=torch.int32, device="meta")
+    assert dense_tiles.serves(q, v, blocks, 64, 0.125) is served
+
+
+LITTLE = NSAConfig(
+    cmp_block=4, cmp_stride=2, sel_block=4, num_selected=3, num_initial=1, num_local=1, window=5
+)
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_packed_documents_share_a_tile(joined: bool, taken: list[str]) -> None:
+    """Three documents within one tile of 32 queries, each as if it were alone; NaN of the second
+    stays there.
+    """
+    bounds = [0, 5, 9, 17]
+    q, *kv, gates = (
+        randn(1, 17, *x, seed=i) for i, x in enumerate([(2, 16), *[(2, 16)] * 6, (2, 3)])
+    )
+    given = [q, *kv, gates.sigmoid()]
+
+    def attend_to(*x: Tensor, **options: Any) -> Tensor:
+        pairs = ((x[1], x[2]), (x[3], x[4]), (x[5], x[6]))
+        options |= {"config": LITTLE, "path": "triton", "nonnegative_gates": joined}
+        return nsa_attention(x[0], *pairs, x[7], **options)
+
+    def packed(*x: Tensor) -> Tensor:
+        return attend_to(*x, cu_seqlens=torch.tensor(bounds))
+
+    def one_by_one(*x: Tensor) -> Tensor:
+        parts = [[y[:, a:b] for y in x] for a, b in pairwise(bounds)]
+        # whole sequences by PyTorch, which knows no tile
+        return torch.cat([nsa_attention_of(part) for part in parts], 1)
+
+    def nsa_attention_of(x: list[Tensor]) -> Tensor:
+        pairs = ((x[1], x[2]), (x[3], x[4]), (x[5], x[6]))
+        return nsa_attention(x[0], *pairs, x[7], config=LITTLE, path="masked")
+
+    assert_same_function(packed, one_by_one, given, ("q", *"kvkvkv", "gates"))
+    assert taken == ["forward", "backward"]
+    want = packed(*given)
+    for x in given[3:5]:
+        x[:, 7] = torch.nan
+    got = packed(*given)
+    assert torch.equal(got[:, :7], want[:, :7]) and torch.equal(got[:, 9:], want[:, 9:])
+    assert bool(got[:, 7:9].isnan().all())

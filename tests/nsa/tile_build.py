@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 from nsa.ops.interval import kernels as interval
 from nsa.ops.kernels import tiles
 from nsa.ops.scores import kernels as scores
+from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
 from tests.nsa.gpu_build import GEOMETRIES, Absent
 
@@ -42,6 +43,9 @@ TILED = (
     "nsa_selected_backward",
     "nsa_selected_forward_by_row",
 )
+# the same tiles everywhere, of the shapes that go by them
+DENSE = ("nsa_selected_forward_tiles",)
+DENSE_BACKWARD = ("nsa_selected_backward_tiles_q", "nsa_selected_backward_tiles_kv")
 
 
 def spilled(cubin: bytes) -> int:
@@ -55,12 +59,12 @@ def spilled(cubin: bytes) -> int:
 
 
 def instead_of_launching() -> None:
-    """Every launch of one of TILED builds it and prints a line; others do nothing."""
+    """Every launch of TILED or of dense tiles builds it and prints a line; others do nothing."""
     run = JITFunction.run
 
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         name = self.fn.__name__
-        if name not in TILED:
+        if name not in (*TILED, *DENSE, *DENSE_BACKWARD):
             return
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         given = dict(zip((one.name for one in self.params), args, strict=False))
@@ -89,7 +93,12 @@ def main(arch: int, shape: str) -> None:
     blocks = scores.choose(q, kv[0], lse, num_initial=1, num_local=2, first=None, **chosen, **where)
     for by_row in (True, False):
         selected.forward(q, *kv, blocks, sel_block=64, by_row=by_row, **where)
-    selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, **where)
+    by_lists = selected._backward_tiles(q, DV, 64, H)
+    selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, tiles=by_lists, **where)
+    if dense_tiles.serves(q, kv[1], blocks, 64, 0.1):
+        selected.forward(q, *kv, blocks, sel_block=64, **where)
+    if dense_tiles.serves(q, kv[1], blocks, 64, 0.1, backward=True):
+        selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, **where)
 
 
 if __name__ == "__main__":

@@ -277,11 +277,31 @@ def test_an_older_run_has_one_column_for_what_its_names_do_not_part() -> None:
     )
 
 
+def test_a_launch_of_both_branches_is_not_counted_as_one_of_them() -> None:
+    """One column more, and only in a run that has such launches."""
+    run = run_of()
+    longest = {
+        **{name: 1e-3 * ms for name, ms in KERNELS.items()},
+        "nsa_interval_backward_q_both_copy": 0.25e-3,
+        "nsa_interval_backward_kv_both": 0.125e-3,
+    }
+    profile = b.profile(kernels=longest, device_time_s=5e-3)
+    run = b.with_rows(run, [row.model_copy(update={"profile": profile}) for row in run.replicates])
+    markdown = kernels.render([run])
+    first = table(markdown, "Where the time goes")[0]
+    assert "| win | cmp and win | cmp | scores |" in markdown
+    assert first[4:7] == ["1.000 (20 %)", "0.375 (8 %)", "0.500 (10 %)"]
+
+
 @pytest.mark.parametrize(
     ("kernel", "part"),
     [
         ("nsa_interval_backward_kv_band", "win"),
         ("nsa_interval_backward_kv", "cmp"),
+        ("nsa_interval_backward_kv_both", "cmp and win"),
+        ("nsa_interval_backward_q_both_copy", "cmp and win"),
+        ("nsa_interval_sum_kv", "cmp and win"),
+        ("nsa_selected_backward_tiles_q", "sel"),
         ("nsa_gate_products", "o . dO of every branch"),
         ("nsa_row_products", "o . dO of every branch"),
     ],

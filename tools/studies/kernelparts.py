@@ -29,6 +29,14 @@ PARTS: Parts = (
     ("phi", "nsa_means"),
 )
 UNPARTED: Parts = ((TOGETHER, "nsa_interval_"), *PARTS[2:])
+BOTH = "_both"  # in the name of a kernel that computes gradients of cmp and win in one launch
+# Where such a one ran, one launch also sums the parts of every branch's dK and dV.
+JOINED: Parts = (
+    PARTS[0],
+    (TOGETHER, BOTH),
+    (TOGETHER, "nsa_interval_sum_kv"),
+    *PARTS[1:],
+)
 REST = "rest"
 # part of a floor -> its column
 FLOOR_PART = {"cmp": "cmp", "win": "win", "score": "scores", "sel": "sel"}
@@ -66,9 +74,14 @@ def where(lines: Sequence[Line]) -> list[str]:
         " traffic. A profiled step runs apart from the timed ones, so its sum may differ from"
         " their time."
     )
+    if parts is JOINED:
+        note += (
+            f" *{TOGETHER}*: launches of gradients that serve both, and sums of parts of every"
+            " branch's; the floor of that work stands under each branch."
+        )
     page = ["### Where the time goes", "", note, ""]
     if rows:
-        head = ["tokens", "path", "step", "all", *(name for name, _ in parts), REST]
+        head = ["tokens", "path", "step", "all", *dict(parts), REST]
         page += [*table(head, rows), ""]
     return [
         *page,
@@ -80,19 +93,20 @@ def where(lines: Sequence[Line]) -> list[str]:
 
 
 def parts_of(lines: Sequence[Line]) -> Parts:
-    """`PARTS`; where no kernel of these lines bears the mark of the window, `UNPARTED`."""
-    profiles = [
-        profile
+    """`PARTS`, or `JOINED`; where no kernel of these lines bears the mark of the window,
+    `UNPARTED`.
+    """
+    kernels = {
+        kernel
         for line in lines
         for timed in (line.forward, line.whole)
         if timed is not None
         for profile in timed.profiles
-    ]
-    return (
-        PARTS
-        if any(BAND in kernel for profile in profiles for kernel in profile.kernels)
-        else UNPARTED
-    )
+        for kernel in profile.kernels
+    }
+    if not any(BAND in kernel for kernel in kernels):
+        return UNPARTED
+    return JOINED if any(BOTH in kernel for kernel in kernels) else PARTS
 
 
 def _floor_row(line: Line, what: str, parts: Parts) -> list[list[str]]:
@@ -113,7 +127,7 @@ def _floor_row(line: Line, what: str, parts: Parts) -> list[list[str]]:
 
 
 def parts_ms(
-    kernels: Mapping[str, float], total_ms: float, parts: Parts = PARTS
+    kernels: Mapping[str, float], total_ms: float, parts: Parts = JOINED
 ) -> dict[str, float]:
     """Milliseconds of each of ``parts``, and what is left of ``total_ms`` as the rest."""
     found = dict.fromkeys((name for name, _ in parts), 0.0)

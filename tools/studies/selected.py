@@ -17,6 +17,7 @@ PARTS = (
     ("attention", "nsa_selected_forward"),
     ("gradients", "nsa_selected_backward"),
     ("sums of parts", "nsa_selected_sum"),
+    ("sums of parts", "nsa_interval_sum_kv"),
     ("lists and others of the branch", "nsa_selected_"),
     ("o . dO", "nsa_row_products"),
 )
@@ -140,7 +141,7 @@ def _device(lines: Sequence[Line]) -> list[str]:
         f" arithmetic, and as *{REST}* its traffic. *{REST}* of a step: sorting, copies, and what"
         " is beyond its dozen longest kernels."
     )
-    head = ["tokens", "path", "selection", "step", "all", *(name for name, _ in PARTS), REST]
+    head = ["tokens", "path", "selection", "step", "all", *dict(PARTS), REST]
     return [DEVICE, "", *table(head, rows), "", note, ""]
 
 
@@ -153,7 +154,8 @@ def _floor_row(line: Line, what: str) -> list[list[str]]:
     }
     given = [floor for floor in floors.values() if floor is not None]
     arithmetic = [
-        None if (floor := floors.get(name)) is None else floor.parts_ms["sel"] for name, _ in PARTS
+        None if (floor := floors.get(name)) is None else floor.parts_ms["sel"]
+        for name in dict(PARTS)
     ]
     cells = [
         NULL if ms is None else fixed(ms, 3)

@@ -44,6 +44,7 @@ SMALLER: Mapping[int, Mapping[str, tuple[Tile, ...]]] = {
         "selected_forward": (_KEEP, _rows(64, 8), _KEEP, _KEEP),
         "selected_backward": (_rows(64, 4), _rows(64, 8), _rows(32, 8), _KEEP),
         "by_row": (_KEEP, {"num_warps": 2}, {"num_warps": 4}, _KEEP),
+        "dense_forward": ({"max_registers": None}, _KEEP, _KEEP, _KEEP),
     },
     _LITTLE: {
         "interval_forward": (_KEEP, _tile(64, 32, 4, 2), _tile(64, 32, 8, 2), _KEEP),
@@ -57,6 +58,7 @@ SMALLER: Mapping[int, Mapping[str, tuple[Tile, ...]]] = {
         "selected_forward": (_KEEP, _rows(64, 8), _rows(32, 8), _KEEP),
         "selected_backward": (_rows(64, 4), _rows(64, 8), _rows(32, 8), _KEEP),
         "by_row": (_KEEP, {"num_warps": 2}, {"num_warps": 4}, _KEEP),
+        "dense_forward": ({"max_registers": None}, _KEEP, _KEEP, _KEEP),
     },
 }
 # Where products gather in tensor memory: a tile of 128 rows spills 352 bytes a thread with the

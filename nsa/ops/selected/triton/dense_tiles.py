@@ -7,7 +7,7 @@ a kv head, L tokens a block, M rows a tile, QT queries a tile.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa.ops.interval import parts
 from nsa.ops.kernels.common import LOG2E, cdiv, padded, precision, rows, starts, width_class
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.tiles import smaller
 from nsa.ops.selected.triton.dense_tile_kernels import (
     nsa_selected_backward_tiles_kv,
     nsa_selected_backward_tiles_q,
@@ -85,6 +86,9 @@ NEVER = TileLimits(0.0, 0)
 FORWARD_LIMITS = (TileLimits(3.96, 32768), TileLimits(2.55, 32768), NEVER, NEVER)
 BACKWARD_LIMITS = (TileLimits(2.45, 32768), NEVER, NEVER, NEVER)
 MIN_ROWS = 1024  # (b, t, kv head): fewer make too few tiles
+# Longer blocks were not measured, and their K and V of two or three stages do not fit: of 256
+# tokens, 128 wide, the forward takes 400 KB of an H200's 227; of 64, 88 of a small card's 99.
+MOST_TOKENS = 64
 KV_PROGRAMS = 512  # wanted for the gradients of keys: .092 ms at 2,048 tokens; 256 .115, 1,024 .106
 MOST_PARTS = 16
 # the masks of the backward take 12 bytes a (tile, block): at most so many times the bytes of q,
@@ -96,15 +100,23 @@ def _class(q: Tensor, DV: int) -> int:
     return min(3, width_class(q, DV) + (q.dtype == torch.float32))
 
 
+def _forward_tiles(q: Tensor, DV: int) -> DenseTiles:
+    of_class = _class(q, DV)
+    changes = smaller("dense_forward", of_class, q.device)
+    return replace(FORWARD[of_class], **changes) if changes else FORWARD[of_class]
+
+
 @lru_cache(maxsize=1024)
 def pairs_an_entry(T: int, S: int, N: int, H: int, L: int, tiles: DenseTiles) -> float:
     """(row, block) pairs that tiles compute for one that was chosen, where the last T of S queries
     choose N blocks of their past each, independently of one another.
 
     Of P blocks, QT queries choose P * (1 - (1 - N / P)^QT) at least once; neighbours that choose
-    alike make it less. The mean over 16 positions; rows that pad a tile are counted.
+    alike make it less. The mean over 16 positions; rows that pad a tile are counted, also those of
+    a tile that T queries do not fill.
     """
     M, QT = tiles.of_heads(H)
+    QT = min(QT, T)
     visited = chosen = 0.0
     for i in range(16):
         past = max(1.0, (S - T + (i + 0.5) / 16 * T) / L + 0.5)
@@ -120,7 +132,8 @@ def serves(
     """Whether a call goes by dense tiles, by its shapes alone; q [B, T, Q, D], v [B, S, G, DV],
     blocks [B, T, G, N].
 
-    Not where the scale is 0 or below: the forward takes the largest product for the largest logit.
+    Not where the scale is 0 or below: the forward takes the largest product for the largest logit;
+    nor of blocks, or of heads of one query, that make a tile larger than those that were measured.
     """
     width = _class(q, v.shape[3])
     limits = (BACKWARD_LIMITS if backward else FORWARD_LIMITS)[width]
@@ -128,6 +141,8 @@ def serves(
     if not MIN_ROWS <= B * T * G <= limits.rows or scale <= 0 or S == 0 or N == 0:
         return False
     tiles = (BACKWARD if backward else FORWARD)[width]
+    if padded(sel_block) > MOST_TOKENS or HQ // G > tiles.M:
+        return False
     if backward:
         pairs = cdiv(T, tiles.of_heads(HQ // G)[1]) * cdiv(S, sel_block)
         if 12 * B * G * pairs > MASKS_OF_Q * q.numel() * q.element_size():
@@ -152,7 +167,7 @@ def forward(
     q, k, v, blocks = rows(q), rows(k), rows(v), blocks.contiguous()
     (B, T, HQ, D), (S, G, DV) = q.shape, v.shape[1:]
     o, lse = q.new_empty(B, T, HQ, DV), q.new_empty(B, T, HQ, dtype=torch.float32)
-    t = tiles or FORWARD[_class(q, DV)]
+    t = tiles or _forward_tiles(q, DV)
     M, QT = t.of_heads(HQ // G)
     masks = TileMasks.of(blocks, S, sel_block, QT, q_start, keep=False)
     q0, Q0 = starts(q_start)
