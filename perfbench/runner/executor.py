@@ -36,7 +36,7 @@ from perfbench.worker import MEASURE, SERVER
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0  # importing torch from a cold disk
 MEMORY_BACK_S = 10.0
-TRACEBACK = "Traceback (most recent call last):"
+FRAME = '  File "'  # of a traceback
 MEMORY_SLACK_BYTES = 64 * 2**20
 
 
@@ -337,9 +337,9 @@ def _last_line(stderr: Path) -> str:
     """
     lines = tail(stderr).splitlines()
     plain = [line for line in lines if not line.startswith(" ")]
-    if TRACEBACK in lines:
-        within = max(at for at, line in enumerate(lines) if line == TRACEBACK) + 1
-        after = [at for at in range(within, len(lines)) if not lines[at].startswith(" ")]
+    frames = [at for at, line in enumerate(lines) if line.startswith(FRAME)]
+    if frames:  # the traceback's head may be before the tail
+        after = [at for at in range(frames[-1], len(lines)) if not lines[at].startswith(" ")]
         if after:
             return f": {' '.join(' '.join(lines[after[0] :]).split())[:300]}"
     return f": {plain[-1][:300]}" if plain else ""
