@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import stat
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, fields
@@ -99,11 +101,21 @@ def table_text(entries: tuple[CardEntry, ...]) -> str:
     return json.dumps({"schema": SCHEMA, "cards": cards}, indent=2) + "\n"
 
 
+def bytes_of(path: str | Path) -> bytes:
+    """What the table's file holds. OSError for none, and for a pipe or a device, of which a read
+    may never end.
+    """
+    mode = Path(path).stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "a pipe or a device", str(path))
+    return Path(path).read_bytes()
+
+
 @lru_cache(maxsize=8)
 def read(path: str) -> UserTable | None:
     """The table of a file, read once a process; None, with one warning, where it cannot be used."""
     try:
-        return parse(Path(path).read_bytes(), path)
+        return parse(bytes_of(path), path)
     except OSError as error:
         problem = f"{path}: got {error.strerror or error}, wanted a file; {AGAIN}"
     except ValueError as error:

@@ -162,11 +162,11 @@ def _own_table() -> tuple[Path, UserTable | None]:
     USAGE where there is no place for it, or where the file there is no table: it may be anything.
     """
     from nsa.settings import table_file
-    from nsa.thresholds_file import parse
+    from nsa.thresholds_file import bytes_of, parse
 
     try:
         path = table_file()
-        return path, parse(path.read_bytes(), str(path)) if path.exists() else None
+        return path, parse(bytes_of(path), str(path)) if path.exists() else None
     except OSError as error:
         problem = f"{path} cannot be read: {error.strerror or error}"
     except ValueError as error:

@@ -231,10 +231,10 @@ def thresholds_file(given: Mapping[str, str]) -> str | None:
 
 def parse_table(file: str) -> UserTable:
     """ValueError for one that cannot be read or used."""
-    from nsa.thresholds_file import parse
+    from nsa.thresholds_file import bytes_of, parse
 
     try:
-        return parse(Path(file).read_bytes(), file)
+        return parse(bytes_of(file), file)
     except OSError as error:
         raise ValueError(
             f"{THRESHOLDS}={file} cannot be read: {error.strerror or error}; wanted a table that"

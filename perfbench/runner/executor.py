@@ -36,6 +36,7 @@ from perfbench.worker import MEASURE, SERVER
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 180.0  # importing torch from a cold disk
 MEMORY_BACK_S = 10.0
+FRAME = '  File "'  # of a traceback
 MEMORY_SLACK_BYTES = 64 * 2**20
 
 
@@ -331,6 +332,14 @@ def _by_our_clock(job: Job, row: Replicate, timed_s: float | None) -> Replicate:
 
 
 def _last_line(stderr: Path) -> str:
-    """The exception's own line, which names the failure better than 'exit status 1'."""
-    lines = [line for line in tail(stderr).splitlines() if not line.startswith(" ")]
-    return f": {lines[-1][:300]}" if lines else ""
+    """The exception's own text, which names the failure better than 'exit status 1': from its type
+    on, since the last of several lines may name nothing.
+    """
+    lines = tail(stderr).splitlines()
+    plain = [line for line in lines if not line.startswith(" ")]
+    frames = [at for at, line in enumerate(lines) if line.startswith(FRAME)]
+    if frames:  # the traceback's head may be before the tail
+        after = [at for at in range(frames[-1], len(lines)) if not lines[at].startswith(" ")]
+        if after:
+            return f": {' '.join(' '.join(lines[after[0] :]).split())[:300]}"
+    return f": {plain[-1][:300]}" if plain else ""

@@ -14,8 +14,8 @@ def resolve(target: str, search: Sequence[Path] = ()) -> object:
     """What ``target`` names, out of a folder of ``search`` or as it is installed.
 
     The module's folder comes first on the search path from here on, as that of a script, so that it
-    can import its neighbours. ValueError where there is no such module or no such name in it, or
-    another module has its name; whatever its own code raises goes through.
+    can import its neighbours. ValueError where there is no such module or no such function in it,
+    or another module has its name; whatever its own code raises goes through.
     """
     module, _, name = target.partition(":")
     found = find(target, search)
@@ -32,7 +32,13 @@ def resolve(target: str, search: Sequence[Path] = ()) -> object:
         raise ValueError(
             f"got {target}, and {found.path} has no {name}; define it there, or name another"
         )
-    return getattr(loaded, name)
+    named: object = getattr(loaded, name)
+    if not callable(named):
+        raise ValueError(
+            f"got {target}, and {name} of {found.path} is of type {type(named).__name__}, wanted a"
+            " function; define it there, or name another"
+        )
+    return named
 
 
 def file_of(target: str) -> Path | None:

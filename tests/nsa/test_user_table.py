@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -274,6 +275,19 @@ def test_two_entries_of_one_card_and_a_file_that_is_not_there(tmp_path: Path) ->
         table(ENTRY, dataclasses.replace(ENTRY, triton_min_tokens=1))
     with pytest.warns(UserTableWarning, match="No such file"):
         assert read(str(tmp_path / "none.json")) is None
+
+
+def test_a_pipe_is_never_read_since_that_may_not_end(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
+    reader = "import sys; from nsa.thresholds_file import read; assert read(sys.argv[1]) is None"
+    ended = subprocess.run(
+        [sys.executable, "-c", reader, str(pipe)], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0
+    assert f"{pipe}: got a pipe or a device, wanted a file" in ended.stderr
+    with pytest.warns(UserTableWarning, match="got Is a directory, wanted a file"):
+        assert read(str(tmp_path)) is None
 
 
 def test_where_the_file_lies(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _misbehave(batch: int, waiting_peers: int) -> None:
     if batch == SEGV:
         os.kill(os.getpid(), 11)
     if batch == RAISE:
-        raise LookupError("no such weight: layer 3")
+        raise LookupError("no such weight: layer 3\nlook at the checkpoint")
     if batch == KILLED:
         os.kill(os.getpid(), 9)
     if batch == SILENT:

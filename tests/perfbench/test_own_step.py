@@ -199,6 +199,9 @@ def test_a_module_that_another_hides_is_an_error(home: Path) -> None:
         resolve("colorsys:make", [home])
     with pytest.raises(ValueError, match=r"my_step.py has no mode; define it"):
         resolve("my_step:mode", [home])
+    (home / "no_code.py").write_text("thing = 3\n")
+    with pytest.raises(ValueError, match="thing of .*no_code.py is of type int, wanted a function"):
+        resolve("no_code:thing", [home])
 
 
 # --- measuring, as far as it declares
