@@ -20,6 +20,8 @@ from perfbench.gate.speed_rule import FAR_FACTOR, HOST_NOISE_PCT, is_far_faster
 from perfbench.matrix import GatePolicy, Policies
 from perfbench.records import Run, Verdict
 
+# Of a step outside of it both sides of a pair run the file of today, and clear any drop of its own.
+IN_REPOSITORY = ", if the step's file lies in the repository; else keep it there first"
 # A base that runs this many times min_effect, or session sds, away from its stored speed was not
 # measured alike: sessions that are off by 3 % reach 15 % once in 2,500 cells.
 FAR_IN_EFFECTS = 5.0
@@ -65,8 +67,9 @@ def mark_suspects(
         else:
             return cell
         then = settle.get(cell.cell_id, "")
+        where = IN_REPOSITORY if cell.axes.is_own_step else ""
         next_ = (
-            f"`{then}` settles it"
+            f"`{then}` settles it{where}"
             if then
             else "promote a run of a clean checkout, whose commit `perfbench check` can measure"
         )

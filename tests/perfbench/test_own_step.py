@@ -21,13 +21,15 @@ from perfbench.commands import app, outcome
 from perfbench.commands.own_code import refuse_stored_code
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import baseline_of_run, explain_cell
+from perfbench.gate.judgement import CellVerdict
 from perfbench.gate.judging import judge
 from perfbench.gate.own_steps import changed_files, own_line
+from perfbench.gate.suspicion import mark_suspects
 from perfbench.history.from_run import history_run
 from perfbench.history.site.cells_of_suite import dense_twins
 from perfbench.matrix import build_plan, find
 from perfbench.matrix.matrix import load_matrix, parse_matrix
-from perfbench.matrix.policy import GatePolicy
+from perfbench.matrix.policy import GatePolicy, Policies
 from perfbench.records import (
     AXES,
     Baseline,
@@ -547,3 +549,16 @@ def test_the_example_is_measured_and_judged_again(
     app.invoke(["gate", str(folder), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert found["cells"][0]["proved"][0].startswith("parity by its own reference (2 compared")
+
+
+@pytest.mark.parametrize("workload", ["train", "own_step:train_step"])
+def test_pairs_are_advised_with_the_condition_under_which_they_settle(workload: str) -> None:
+    """Of a step outside of the repository both sides run the same file, and a drop is cleared."""
+    axes = Cell(workload, 128, "n/a" if ":" in workload else "dense")
+    cell = CellVerdict(axes.cell_id, axes, Verdict.WATCH, "", screened=True)
+    command = {axes.cell_id: "perfbench ab A . m.yaml"}
+    (found,) = mark_suspects([cell], Policies(GatePolicy()), {axes.cell_id}, command)
+    assert found.verdict is Verdict.SUSPECT
+    assert "`perfbench ab A . m.yaml` settles it" in found.suspicion
+    is_told = "if the step's file lies in the repository" in found.suspicion
+    assert is_told == (workload != "train")
