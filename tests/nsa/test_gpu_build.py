@@ -35,6 +35,8 @@ def launched() -> set[str]:
     }
 
 
+# where the best tiles of the compressed branch's dQ are not the window's, dQ takes two launches
+TWO_OF_DQ = {(90, "B"), (90, "odd")}
 Built = subprocess.CompletedProcess[str]
 BUILDS = [(90, "A"), (90, "B"), (90, "odd"), (80, "A"), (80, "B"), (89, "B")]
 
@@ -76,6 +78,9 @@ def test_everything_launched_is_built_and_fits(
     assert done.returncode == 0, done.stderr[-3000:]
     built = [line.split() for line in done.stdout.splitlines()]
     served = arch == 90 and shape in ("A", "B")
-    assert {name for name, _ in built} == launched() - (set() if served else HOPPER_ONLY)
+    not_launched = set() if served else HOPPER_ONLY
+    if (arch, shape) in TWO_OF_DQ:
+        not_launched = not_launched | {"nsa_interval_backward_q_both"}
+    assert {name for name, _ in built} == launched() - not_launched
     too_large = {name: shared for name, shared in built if int(shared) > SHARED_BYTES[arch]}
     assert not too_large, f"more shared memory than an SM {arch / 10} gives a block"

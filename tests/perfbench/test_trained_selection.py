@@ -253,7 +253,8 @@ def test_the_schema_knows_the_key() -> None:
 
 
 def test_the_example_of_the_page_is_valid(tmp_path: Path) -> None:
-    _, example = (b for b in blocks_of(ROOT / "docs" / "matrix.md") if b.language == "yaml")
+    page = blocks_of(ROOT / "docs" / "matrix.md")
+    (example,) = (b for b in page if b.language == "yaml" and "trained_blocks" in b.text)
     large = preset("m7c_125m")
     geometry = {"sel_block": 64, "num_selected": 16, "num_initial": 1, "num_local": 2}
     written(tmp_path / "blocks.npz", chosen(large, tokens=16384), layers=(0, 5, 11), **geometry)
@@ -262,14 +263,20 @@ def test_the_example_of_the_page_is_valid(tmp_path: Path) -> None:
     path.write_text(head + example.text.replace("axes:", "axes:\n  path: [v2]"))
     kinds = {cell.selection for cell in matrices.cells_of(load_matrix(path))}
     assert kinds == {"own", "trained", "local", "hot"}
+    shipped = (ROOT / "matrices" / "selections-h200.yaml").read_text()
+    assert "\n# trained_blocks: {file: blocks.npz, layer: 5}\n" in shipped
+    uncommented = shipped.replace("# trained_blocks", "trained_blocks")
+    path.write_text(uncommented.replace("hot]", "hot, trained]").replace("65536", "16384"))
+    assert load_matrix(path).trained == named(tmp_path / "blocks.npz", 5)
 
 
 def test_the_shipped_blocks_are_of_the_run_in_the_learning_report() -> None:
-    read = load_matrix(ROOT / "matrices" / "selections-h200.yaml").trained
+    folder = ROOT / "reports" / "learning"
+    read = load_matrix(folder / "selections-trained-h200.yaml").trained
     assert read is not None and (read.layer, read.tokens) == (5, 65536)
-    with np.load(ROOT / "matrices" / read.path, allow_pickle=False) as arrays:
+    with np.load(folder / read.path, allow_pickle=False) as arrays:
         run = json.loads(str(arrays["about"]))["run"]
-    report = (ROOT / "reports" / "learning" / "report.md").read_text(encoding="utf-8")
+    report = (folder / "report.md").read_text(encoding="utf-8")
     assert f"| {run['name']} | nsa | 0 |" in report
     assert f"`{run['config_sha256'][:12]}`" in report
 

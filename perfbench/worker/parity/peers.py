@@ -204,5 +204,6 @@ def _decided(proof: _Nsa, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     best = torch.searchsorted(every, kept.sort().values)
     proof.compare.add_decided(int(telling[best].sum()), int(competes.any()) * MIN_DECIDED)
     heads = proof.claim.model.num_heads // proof.claim.model.num_kv_heads
-    mask = decided[:, best].repeat_interleave(heads, -1)[..., None]
+    of_groups = decided[:, best][..., None]
+    mask = of_groups.expand(*of_groups.shape[:-1], heads).flatten(-2)[..., None]
     return every[best], blocks[:, best], mask

@@ -122,7 +122,7 @@ def test_what_is_unhealthy_ends_the_run(
     assert code == TrainExit.UNHEALTHY
     assert (halt["kind"], halt["rank"]) == (kind, 0)
     if fault not in ("below the floor", "slow path"):  # which end it before the first save
-        assert (out / "checkpoints" / "last-good").read_text().startswith("step-000000")
+        assert (out / "checkpoints" / "last-good").read_text().startswith("step-00000")
     log = (out / "log" / "rank0.jsonl").read_text().splitlines()
     assert json.loads(log[-1])["reason"] == "unhealthy"
     # A process with busy threads ended with SIGSEGV within 411 requests for its stacks.
