@@ -273,7 +273,7 @@ def test_the_example_of_the_page_is_valid(tmp_path: Path) -> None:
 def test_the_shipped_blocks_are_of_the_run_in_the_learning_report() -> None:
     folder = ROOT / "reports" / "learning"
     read = load_matrix(folder / "selections-trained-h200.yaml").trained
-    assert read is not None and (read.layer, read.tokens) == (5, 65536)
+    assert read is not None and (read.layer, read.tokens) == (5, 32768)
     with np.load(folder / read.path, allow_pickle=False) as arrays:
         run = json.loads(str(arrays["about"]))["run"]
     report = (folder / "report.md").read_text(encoding="utf-8")
