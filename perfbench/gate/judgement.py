@@ -60,7 +60,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """What a step costs beside its wall time: medians over the replicates that were profiled, null
+    """What a step costs besides wall time: medians over the replicates that were profiled, null
     where none shows it.
     """
 

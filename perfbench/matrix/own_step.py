@@ -19,7 +19,7 @@ def step_folder(matrix_path: str) -> Path:
 
 
 def own_folder_for(cell: Cell, matrix: Matrix, folder: Path | None = None) -> str | None:
-    """What the measuring process of ``cell`` is told; None where it is no own step."""
+    """The folder that the measuring process of ``cell`` is given; None where it is no own step."""
     return str(folder or step_folder(matrix.path)) if cell.is_own_step else None
 
 

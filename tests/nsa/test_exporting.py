@@ -11,7 +11,7 @@ import nsa
 from nsa.ops.exporting import is_exporting
 
 
-class Told(nn.Module):
+class AddsTenIfExported(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + (10.0 if is_exporting() else 1.0)
 
@@ -20,13 +20,15 @@ def test_a_compiled_graph_is_not_exported() -> None:
     """In torch 2.11 Dynamo takes `torch.compiler.is_exporting` for True here."""
     x = torch.zeros(3)
     assert not is_exporting()
-    assert torch.compile(Told(), fullgraph=True, backend="eager")(x).tolist() == [1.0] * 3
+    assert (
+        torch.compile(AddsTenIfExported(), fullgraph=True, backend="eager")(x).tolist() == [1.0] * 3
+    )
 
 
 def test_an_exported_graph_is() -> None:
     x = torch.zeros(3)
     for strict in (False, True):
-        program = torch.export.export(Told(), (x,), strict=strict)
+        program = torch.export.export(AddsTenIfExported(), (x,), strict=strict)
         assert program.module()(x).tolist() == [10.0] * 3, strict
 
 

@@ -1,4 +1,4 @@
-"""`auto` on cards that nobody measured: by the user's own table, which is told where it cannot be
+"""`auto` on cards that nobody measured: by the user's own table, which is reported where it is not
 used, else by an estimate.
 """
 
