@@ -1,7 +1,7 @@
 """Prints a judged run: Markdown, pictures, JSON, JUnit, GitHub, terminal; no clock and no torch."""
 
 from perfbench.report.bisect import bisect_exit, bisect_json, bisect_markdown
-from perfbench.report.comment import AbsentRun, CommentedRun, comment_text, marker
+from perfbench.report.comment import AbsentRun, CommentedRun, comment_text
 from perfbench.report.context import ReportContext
 from perfbench.report.files import render, report_text, write_ci
 from perfbench.report.frame import load

@@ -131,7 +131,7 @@ def _runs_table(every: Sequence[CommentedRun | AbsentRun]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _CommentLine:
     """A line of the table; ``alike``: what other cells may say in the same words."""
 
     order: tuple[tuple[int, int], float, str, str]
@@ -168,7 +168,7 @@ def _cells(runs: Sequence[CommentedRun], room: int, *, several: bool) -> Iterato
     yield from ("", fold, "", *head, *kept, "", "</details>")
 
 
-def _shown(rows: Sequence[_Row]) -> Iterator[_Row]:
+def _shown(rows: Sequence[_CommentLine]) -> Iterator[_CommentLine]:
     """What stands open: the cells that need a reader, where there are any; of those that tell no
     number of their own, two of a kind.
     """
@@ -196,14 +196,14 @@ def _cell_order(cell: CellLine) -> tuple[tuple[int, int], float, str]:
     return rank, cell.change_pct or 0.0, cell.cell_id
 
 
-def _row(run: CommentedRun, cell: CellLine, names: dict[str, str], several: bool) -> _Row:
+def _row(run: CommentedRun, cell: CellLine, names: dict[str, str], several: bool) -> _CommentLine:
     name = names.get(cell.cell_id, cell.cell_id)
     where = f"{cell_code(shorten(run.name, NAME_CHARS))} " if several else ""
     verdict = "MEASURED" if cell.verdict is None else cell.verdict.value
     shown = f"**{verdict}**" if _fails(cell) else verdict
     named = f"{where}{cell_code(shorten(name, NAME_CHARS))}"
     what = unlinked(shorten(cell.change or cell.reason, REASON_CHARS))
-    return _Row(
+    return _CommentLine(
         (*_cell_order(cell), run.name),
         cell.verdict in QUIET,
         None if cell.change else (run.name, cell.verdict),
