@@ -82,7 +82,8 @@ def comment_text(
     if not every:
         raise ValueError("got no run, wanted one at least")
     first = every[0]
-    name = f"{code(shorten(first.name, NAME_CHARS))}: " if len(every) > 1 else ""
+    is_named = len(every) > 1 or isinstance(first, AbsentRun)
+    name = f"{code(shorten(first.name, NAME_CHARS))}: " if is_named else ""
     lines = [marker(key), f"### {name}{_headline(first)}", ""]
     if faults := sorted({one for run in runs if run.verdict.run for one in _faults(run)}):
         shown = code(shorten(", ".join(faults), NAME_CHARS))
@@ -105,7 +106,7 @@ def _worst_first(one: CommentedRun | AbsentRun) -> tuple[int, str]:
 
 def _headline(one: CommentedRun | AbsentRun, limit: int = HEADLINE_CHARS) -> str:
     if isinstance(one, AbsentRun):
-        return unlinked(shorten(f"MISSING, exit 6: no verdict of {one.name}: {one.reason}", limit))
+        return unlinked(shorten(f"MISSING, exit 6: {one.reason}", limit))
     return unlinked(shorten(one.verdict.headline, limit))
 
 

@@ -202,9 +202,9 @@ def test_the_command_takes_a_folder_of_artifacts(
     argv = ["comment", str(tmp_path), "--expect", f"matrices/{name}.yaml", "--expect", "gone"]
     assert app.invoke(argv) == 0
     page = capsys.readouterr().out
-    assert "no verdict of gone: no run was left behind" in page
-    assert "no verdict of r2: it is no verdict of this perfbench" in page
-    assert f"no verdict of {name}" not in page and f"| `{name}` |" in page
+    assert "| `gone` | 6 | MISSING, exit 6: no run was left behind" in page
+    assert "| `r2` | 6 | MISSING, exit 6: it is no verdict of this perfbench" in page
+    assert page.count(f"| `{name}` | 4 |") == 1
     assert app.invoke(["comment", str(tmp_path / "nothing"), "--expect", "gone"]) == 0
     assert app.invoke(["comment", str(tmp_path / "nothing")]) == 2
     assert "Next: name a run's folder" in capsys.readouterr().err

@@ -268,7 +268,7 @@ def test_a_first_night_of_a_fleet(team: Team) -> None:
         done = team.step("perfbench.yml", "comment", "Comment", values, GITHUB_API_URL=github.url)
         assert done.returncode == 0, done.stderr
         (comment,) = github.comments
-        assert "NO_BASELINE, exit 9" in comment["body"] and "no verdict of x" in comment["body"]
+        assert "NO_BASELINE, exit 9" in comment["body"] and "| `x` | 6 | MISSING" in comment["body"]
 
     for again in (False, True):
         done = team.step("first-baseline.yml", "propose", "Promote", {})
