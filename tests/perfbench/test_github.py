@@ -27,6 +27,7 @@ from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
 from perfbench.report import github
 from tests.perfbench import builders as b
+from tests.perfbench.report_cases import troubled
 
 POLICY = GatePolicy()
 ROOT = Path(__file__).parents[2]
@@ -139,6 +140,26 @@ def test_pictures_are_named_because_a_summary_cannot_show_them() -> None:
         == "# x\n\n*tok/s*: `throughput.png` in the run's folder, which the workflow keeps as an"
         " artifact.\n\ntext ![no](a.png)\n"
     )
+
+
+def test_changes_are_drawn_in_letters() -> None:
+    """Where the picture of them stands: the worst first, to the left what is slower, at one scale;
+    a change of half the largest is half as long.
+    """
+    _, judgement = troubled()
+    chart = github.charts_of(judgement)["changes.png"]
+    shown = github.summary("# x\n\n![c](changes.png)\n", charts={"changes.png": chart})
+    assert shown.startswith("# x\n\n*c*: `changes.png` in the run's folder") and chart in shown
+    bars = re.findall(r"([+-] *[\d.]+) %  ( *█*)\|(█*)$", chart, re.MULTILINE)
+    changes = [float(change) for change, _, _ in bars]
+    compared = [cell for cell in judgement.cells if cell.change]
+    assert changes == sorted(changes) and len(bars) == github.MAX_BARS < len(compared)
+    assert f"and {len(compared) - len(bars)} more" in chart and changes[-1] > 10 > changes[-2]
+    per_pct = github.BAR_CHARS / max(map(abs, changes))
+    for change, slower, faster in zip(changes, *list(zip(*bars, strict=True))[1:], strict=True):
+        assert slower.count("█") == pytest.approx(max(0.0, -change) * per_pct, abs=1)
+        assert len(faster) == pytest.approx(max(0.0, change) * per_pct, abs=1)
+    assert github.charts_of(judge(b.small_run(), None, POLICY)) == {}
 
 
 def test_a_large_report_is_cut_at_a_line_and_says_so() -> None:
