@@ -37,6 +37,7 @@ ATTACKS = (
     "| a | b |\n| --- | --- |\n\n# head\n```\n~~~\n::error::boo",
     "`code` ``` [a](javascript:x) ![p](http://e/p.png) &lt; &#64;me $`x`$ </details>",
     "\u202e\x1b[31m\r::set-output name=a::b",
+    "a` ![p](https://e.example/p.png) @me `b",
     "\\@x \\`y\\` \\| \\<b>",
 )
 
@@ -78,6 +79,7 @@ def kinds(markdown: str) -> list[tuple[str, str]]:
 @example(ATTACKS[5])
 @example(ATTACKS[6])
 @example(ATTACKS[7])
+@example(ATTACKS[8])
 @example("\ud800 \x00")
 @settings(max_examples=25, deadline=None)
 @given(st.text(st.sampled_from("@#:/`|<>&$\\!*_~-[]()\n\r \tgGhHwW.1a") | st.characters()))
