@@ -59,6 +59,51 @@ printf '%s\\n' "$*" >> "$PIP_LOG"
 while [ $# -gt 0 ]; do if [ "$1" = -c ]; then test -f "$2" || exit 1; fi; shift; done
 """
 GH = '#!/bin/sh\nprintf "%s\\n" "$@" > "$GH_LOG"\n'
+# As `python` of an environment; pip and pytest are written down.
+PROGRAM = """\
+#!/bin/sh
+case "$1 $2" in
+  "-m pip") shift 2; exec pip "$@";;
+  "-m pytest") printf '%s\\n' "$*" >> "$PIP_LOG";;
+  *) exec "PYTHON" "$@";;
+esac
+"""
+# Every step with a command, by the test that runs it.
+TRIED = {
+    "test_a_first_night_of_a_fleet": (
+        "perfbench.yml routes Fleet",
+        "perfbench.yml routes Install",
+        "perfbench.yml routes Routes",
+        "perfbench.yml speed Install",
+        "perfbench.yml speed Check",
+        "perfbench.yml comment Install",
+        "perfbench.yml comment Comment",
+        "first-baseline.yml propose Install",
+        "first-baseline.yml propose Promote",
+        "first-baseline.yml propose Propose",
+        "ci.yml routes Routes",
+    ),
+    "test_a_commit_that_can_move_is_refused": ("perfbench.yml routes What is measured",),
+    "test_the_other_installations": (
+        "ci.yml routes Install",
+        "nightly.yml tests Install",
+        "nightly.yml tests GPU tests",
+        "nightly.yml changes Install",
+        "pages.yml build Install",
+        "release.yml build Build and try",
+    ),
+    "test_the_page_and_what_changed": (
+        "pages.yml build Build",
+        "nightly.yml changes What changed",
+        "nightly.yml changes The page",
+    ),
+    "test_a_tag_is_the_version": ("release.yml build The tag is the version",),
+    "tests/tools/test_ci_run.py": ("ci.yml nox .ci/run",),
+    "test_the_action_runs_what_the_workflow_runs": (
+        "action.yml action Install",
+        "action.yml action Check",
+    ),
+}
 
 
 def jobs_of(path: Path) -> dict[str, Any]:
@@ -119,6 +164,19 @@ def test_nothing_of_an_event_reaches_a_shell(path: Path) -> None:
             assert "${{" not in step.get("run", "") and "|| true" not in step.get("run", "")
 
 
+def test_every_step_with_a_command_is_run_by_a_test() -> None:
+    found = {
+        f"{path.name} {name} {step.get('name', step['run'])}"
+        for path in [*WORKFLOWS, GITHUB / "actions/check/action.yml"]
+        for name, job in jobs_of(path).items()
+        for step in job["steps"]
+        if "run" in step
+    }
+    listed = [one for steps in TRIED.values() for one in steps]
+    assert found == set(listed) and len(listed) == len(found)
+    assert {name for name in TRIED if "/" not in name} <= set(globals())
+
+
 def test_the_action_runs_what_the_workflow_runs() -> None:
     """A reusable workflow of another repository cannot use an action of its own by path."""
     named = {
@@ -177,10 +235,11 @@ class Team:
         program = f'#!/bin/sh\nexec "{sys.executable}" '
         for name, text in {
             "python3": PYTHON.replace("PYTHON", sys.executable),
-            "python": f'{program}"$@"\n',
+            "python": PROGRAM.replace("PYTHON", sys.executable),
             "perfbench": f'{program}-m perfbench "$@"\n',
             "pip": PIP,
             "gh": GH,
+            "nox": PIP,
         }.items():
             (bin_ / name).write_text(text.replace("/bin/sh", "/bin/bash"), encoding="utf-8")
             (bin_ / name).chmod(0o755)
@@ -215,6 +274,9 @@ class Team:
             check=False,
         )
 
+    def reset_log(self) -> None:
+        (self.home / "pip.log").unlink(missing_ok=True)
+
     @property
     def outputs(self) -> dict[str, str]:
         lines = (self.home / "output").read_text(encoding="utf-8").splitlines()
@@ -228,6 +290,7 @@ def team(tmp_path_factory: pytest.TempPathFactory) -> Team:
 
 def test_a_first_night_of_a_fleet(team: Team) -> None:
     """From the fleet's file to the pull request with the first baseline, and the night after."""
+    team.reset_log()
     values = {"inputs.fleet": ".github/fleet.json"}
     assert team.step("perfbench.yml", "routes", "Fleet", values).returncode == 0
     entries = team.outputs["entries"]
@@ -315,3 +378,37 @@ def test_a_tag_is_the_version(team: Team) -> None:
     for name, code in ((f"v{version[1]}", 0), ("v0.0.0-other", 1)):
         done = team.step("release.yml", "build", "The tag is the version", {}, GITHUB_REF_NAME=name)
         assert done.returncode == code, done.stderr
+
+
+def test_the_other_installations(team: Team) -> None:
+    """Of environments that no step above makes: pip gets what is there."""
+    team.reset_log()
+    (team.folder / "reports/baselines/h200").mkdir(parents=True, exist_ok=True)
+    (team.folder / "reports/baselines/h200/constraints.txt").touch()
+    for step in TRIED["test_the_other_installations"]:
+        workflow, job, name = step.split(" ", 2)
+        done = team.step(workflow, job, name, {}, CARD="h200")
+        assert done.returncode == 0, f"{step}: {done.stderr}"
+    assert (team.home / "pip.log").read_text().splitlines() == [
+        "install -c constraints.txt -e .[perfbench]",
+        "install -c reports/baselines/h200/constraints.txt -e .[dev]",
+        "-m pytest -q --require gpu tests/gpu",
+        "install -c constraints.txt -e .[postgres]",
+        "install -c constraints.txt -e .[history]",
+        "install -c constraints.txt nox",
+        "-s dist",  # of nox
+    ]
+    assert list((ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def test_the_page_and_what_changed(team: Team) -> None:
+    """Of one run, in which nothing can have changed."""
+    shutil.copytree(ROOT / "tests/data/runs/cpu", team.folder / "reports/evidence/cpu")
+    values = {"runner.temp": str(team.home)}
+    more = {"RUNNER_TEMP": str(team.home), "PERFBENCH_HISTORY": str(team.home / "history.sqlite")}
+    for step in TRIED["test_the_page_and_what_changed"]:
+        workflow, job, name = step.split(" ", 2)
+        done = team.step(workflow, job, name, values, **more)
+        assert done.returncode == 0, f"{step}: {done.stderr}"
+    for site in (team.home / "site", team.folder / "site"):
+        assert (site / "index.html").is_file()
