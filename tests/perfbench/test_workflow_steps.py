@@ -403,7 +403,7 @@ def test_the_other_installations(team: Team) -> None:
 
 def test_the_page_and_what_changed(team: Team) -> None:
     """Of one run, in which nothing can have changed."""
-    shutil.copytree(ROOT / "tests/data/runs/cpu", team.folder / "reports/evidence/cpu")
+    shutil.copytree(ROOT / "tests/data/runs/cpu", team.folder / "reports" / "evidence" / "cpu")
     values = {"runner.temp": str(team.home)}
     more = {"RUNNER_TEMP": str(team.home), "PERFBENCH_HISTORY": str(team.home / "history.sqlite")}
     for step in TRIED["test_the_page_and_what_changed"]:
