@@ -353,12 +353,23 @@ def test_a_first_night_of_a_fleet(team: Team) -> None:
     due = {"steps.fleet.outputs.entries": json.dumps([ENTRY])}
     done = team.step("perfbench.yml", "routes", "Routes", due)
     assert done.returncode == 0 and "1 of 1 cell as in the baseline" in done.stdout, done.stdout
+    retired = team.folder / "reports/baselines/cpu/old.json"
+    retired.write_text('{\n "retired": "a card that is gone"}')
     done = team.step("ci.yml", "routes", "Routes", {})
     assert done.returncode == 0 and "1 of 1 cell as in the baseline" in done.stdout, done.stderr
+    (team.folder / entry["baseline"]).unlink()
+    assert team.step("ci.yml", "routes", "Routes", {}).returncode == 9
+    git(team.folder, "checkout", "-q", "--", entry["baseline"])
     matrix = team.folder / entry["matrix"]
     matrix.write_text(TINY.replace("[dense]", "[dense, v2]").replace("[128]", "[256]"))
     done = team.step("perfbench.yml", "routes", "Routes", due)
     assert done.returncode == 6 and "MISSING" in done.stdout
+
+
+@pytest.mark.parametrize("entries", ["[]", '[{"matrix": "m.yaml"}]', "", "{}"])
+def test_a_gate_that_judges_nothing_is_red(entries: str, team: Team) -> None:
+    due = {"steps.fleet.outputs.entries": entries}
+    assert team.step("perfbench.yml", "routes", "Routes", due).returncode != 0
 
 
 @pytest.mark.parametrize(
