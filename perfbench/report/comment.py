@@ -14,13 +14,13 @@ from perfbench.errors import SEVERITY, Exit, worst
 from perfbench.gate import severity
 from perfbench.records import EXIT_OF, Verdict, short_ids
 from perfbench.report.verdict_json import CellLine, RunLine, VerdictFile
-from perfbench.text import cell_code, code, counted, plain, shorten, unlinked
+from perfbench.text import cell_code, code, counted, number, plain, shorten, unlinked
 
 MAX_BYTES = 60_000  # GitHub takes 65,536 characters
 MAX_ROWS = 10  # of a table, before the others are folded: together they fit a screen
 MOST_ALIKE = 2
 HEADLINE_CHARS, NAME_CHARS, REASON_CHARS, COMMAND_CHARS = 300, 120, 160, 400
-QUIET = (None, Verdict.SAME, Verdict.FASTER)  # nothing to do about these
+QUIET = (None, Verdict.SAME)  # nothing to do about these
 _KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -203,13 +203,22 @@ def _row(run: CommentedRun, cell: CellLine, names: dict[str, str], several: bool
     verdict = "MEASURED" if cell.verdict is None else cell.verdict.value
     shown = f"**{verdict}**" if _fails(cell) else verdict
     named = f"{where}{cell_code(shorten(name, NAME_CHARS))}"
-    what = unlinked(shorten(cell.change or cell.reason, REASON_CHARS))
+    what = _number(cell)
     return _CommentLine(
         (*_cell_order(cell), run.name),
         cell.verdict in QUIET,
-        None if cell.change else (run.name, cell.verdict),
-        f"| {shown} | {named} | {what} |",
+        None if what else (run.name, cell.verdict),
+        f"| {shown} | {named} | {unlinked(shorten(what or cell.reason, REASON_CHARS))} |",
     )
+
+
+def _number(cell: CellLine) -> str:
+    """The change; of a cell that nothing was compared with, and where nothing is wrong, its speed;
+    else ''.
+    """
+    if cell.change or cell.verdict not in (None, Verdict.NEW) or cell.cand_tok_per_s is None:
+        return cell.change
+    return f"{number(cell.cand_tok_per_s)} tok/s"
 
 
 def _fails(cell: CellLine) -> bool:

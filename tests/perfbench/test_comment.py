@@ -16,9 +16,13 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from perfbench.commands import app
+from perfbench.gate.judging import judge
+from perfbench.matrix.policy import GatePolicy
+from perfbench.records import Verdict
 from perfbench.report import AbsentRun, CommentedRun, comment_text, read_verdict, verdict_file
 from perfbench.report import verdict_text as json_text
 from perfbench.report.comment import MAX_ROWS
+from perfbench.report.verdict_json import VerdictFile
 from tests.perfbench.report_cases import TRAIN, troubled
 
 RUN, JUDGEMENT = troubled()
@@ -122,6 +126,25 @@ def test_the_number_comes_first_then_cells_then_how_to_see_it() -> None:
     assert shlex.split(explain)[3] == "runs/x y"  # one word of the shell
     assert shlex.split(explain)[4] in {cell.cell_id for cell in VERDICT.cells}
     assert page.index("### ") < page.index("| verdict |") < page.index("$ perfbench")
+
+
+def test_a_gain_stands_open_and_what_nobody_compared_has_its_speed() -> None:
+    """Among 60 cells that nobody has to read."""
+    cells = [one.model_copy(update={"verdict": Verdict.SAME}) for one in VERDICT.cells]
+    gain = {"verdict": Verdict.FASTER, "change": "+20.0 % (1 -> 2 tok/s), 8 pairs"}
+    cells[40] = cells[40].model_copy(update=gain)
+    page = page_of(VERDICT.model_copy(update={"cells": cells}))
+    assert "+20.0 %" in page.partition("<details>")[0]
+    alone = verdict_file(judge(RUN, None, GatePolicy()), RUN)
+    rows = re.findall(r"^\| MEASURED \| .* \| ([\d,.]+) tok/s \|$", page_of(alone), re.MULTILINE)
+    speeds = [one.cand_tok_per_s for one in alone.cells if one.verdict is None]
+    assert sorted(float(row.replace(",", "")) for row in rows) == pytest.approx(
+        sorted(float(speed or 0.0) for speed in speeds), rel=1e-2
+    )
+
+
+def page_of(found: VerdictFile) -> str:
+    return comment_text([CommentedRun(found, "a")])
 
 
 def test_it_fits_a_screen_and_github_whatever_the_number_of_cells() -> None:
