@@ -91,9 +91,12 @@ def dev(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 @timed
 def lint(session: nox.Session) -> None:
-    """ruff; the laws that it cannot express are in tests/test_laws.py."""
+    """ruff, and actionlint of the workflows; the laws that ruff cannot express are in
+    tests/test_laws.py.
+    """
     _run(session, "ruff", "check", ".")
     _run(session, "ruff", "format", "--check", ".")
+    _run(session, "actionlint", "-shellcheck=", "-pyflakes=")  # which a machine may have or not
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -15,6 +15,10 @@ _COLOUR = re.compile(r"(\x1b\[[0-9;]*m)")
 # GitHub's runner reads commands at the beginning of a line, after spaces, and '##[' anywhere in it.
 _COMMAND = re.compile(r"^(\s*):(?=:)|#(?=#\[)", re.MULTILINE)
 
+# Of rendered text GitHub links @name, #1, GH-1, http://x and www.x, and notifies the first.
+_LINKING = re.compile(r"@|#(?=\d)|\bgh(?=-\d)|:(?=//)|\bwww(?=\.)", re.IGNORECASE)
+NO_WIDTH = "&#8203;"  # as an entity, so that the raw text shows it
+
 _SCHEME = re.compile(r"[^/?@:]*://")
 _HOSTS = re.compile(r"[\w.,-]*(:\d{1,5})?|\[[0-9A-Fa-f:.]*\](:\d{1,5})?")
 _PASSWORD = re.compile(r"([?&][^=&?]*pass[^=&?]*=).*", re.DOTALL | re.IGNORECASE)
@@ -80,6 +84,14 @@ def escape(value: object) -> str:
     line.
     """
     return _SPECIAL.sub(r"\\\1", plain(value))
+
+
+def unlinked(value: object) -> str:
+    """`escape` for a comment on GitHub: nothing in it notifies a person, refers to an issue or
+    becomes a link. A backslash does not stop these, since GitHub looks for them in what was
+    rendered; a space of no width does.
+    """
+    return _LINKING.sub(rf"\g<0>{NO_WIDTH}", escape(value))
 
 
 def code(value: object) -> str:

@@ -21,6 +21,7 @@ from perfbench.commands.ab import ab
 from perfbench.commands.bisect import bisect
 from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
+from perfbench.commands.comment import comment
 from perfbench.commands.compare import compare
 from perfbench.commands.console import drop_stdout, print_text, say
 from perfbench.commands.detect import detect
@@ -68,6 +69,7 @@ app.command()(ab)
 app.command()(bisect)
 app.command()(compare)
 app.command()(report)
+app.command()(comment)
 app.command()(explain)
 app.command()(gap)
 app.command()(trace)

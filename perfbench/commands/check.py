@@ -34,10 +34,10 @@ def check(
     inject: opt.Inject = None,
     no_confirm: opt.NoConfirm = False,
     history: opt.HistoryUrl = None,
+    webhook: opt.WebhookUrl = None,
     as_json: opt.Json = False,
 ) -> None:
     """Measure, judge, confirm what is slower: for CI."""
-    from perfbench.commands.keeping import keep
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
@@ -46,7 +46,16 @@ def check(
     typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
     options = opt.RunOptions.parsed(loaded, opt.argv(), typed)
     by = JudgedAs(baseline, strict, no_confirm, began)
-    finish(check_and_judge(loaded, options, by), as_json, keep=partial(keep, url=history))
+    keep = partial(_keep_and_notify, history=history, webhook=webhook)
+    finish(check_and_judge(loaded, options, by), as_json, keep=keep)
+
+
+def _keep_and_notify(outcome: Outcome, history: str | None, webhook: str | None) -> None:
+    from perfbench.commands.keeping import keep
+    from perfbench.commands.notifying import notify
+
+    keep(outcome, history)
+    notify(outcome, webhook)
 
 
 @dataclass(frozen=True, slots=True)

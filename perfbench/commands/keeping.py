@@ -89,7 +89,7 @@ def runs_named(path: Path, every: bool) -> list[Path]:
     """``path``, or ``every`` run below it; USAGE for a folder without one, or that only holds
     folders of runs.
     """
-    below = list(_runs_below(path)) if path.is_dir() else [path]
+    below = list(runs_below(path)) if path.is_dir() else [path]
     if below and (every or below == [path]):
         return below
     if not below:
@@ -99,7 +99,7 @@ def runs_named(path: Path, every: bool) -> list[Path]:
     raise PerfbenchError(Exit.USAGE, f"{problem}. Next: {next_step}")
 
 
-def _runs_below(folder: Path) -> Iterator[Path]:
+def runs_below(folder: Path) -> Iterator[Path]:
     """Run and `ab` folders in ``folder``, in the order of their names. What lies in one is part of
     it, as the sides of a confirmation are; links are not followed.
     """
@@ -116,4 +116,4 @@ def _runs_below(folder: Path) -> Iterator[Path]:
             Exit.USAGE, f"{folder} cannot be read: {error.strerror or error}. Next: see its rights"
         ) from None
     for one in inside:
-        yield from _runs_below(one)
+        yield from runs_below(one)

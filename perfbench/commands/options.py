@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from perfbench.matrix import Matrix
 
 RUNS = names.RUNS
+SECRET_OPTIONS = ("--history", "--webhook")
 MatrixArg = Annotated[
     Path,
     typer.Argument(
@@ -85,6 +86,15 @@ HistoryUrl = Annotated[
         metavar="URL",
         help="A history's file or postgresql:// URL. Default: PERFBENCH_HISTORY, else"
         " reports/history.sqlite where it exists; `none`: no history.",
+        show_default=False,
+    ),
+]
+WebhookUrl = Annotated[
+    str | None,
+    typer.Option(
+        "--webhook",
+        metavar="URL",
+        help="POST verdict.json there. Default: PERFBENCH_WEBHOOK. No output and no run holds it.",
         show_default=False,
     ),
 ]
@@ -232,14 +242,14 @@ class RunOptions:
 
 
 def argv() -> list[str]:
-    """The command line as a user would type it, without --history: a URL may hold a password, and
-    where a run is kept is no part of it.
+    """The command line as a user would type it, without --history and --webhook: a URL may hold a
+    password, and where a run or its verdict goes is no part of it.
     """
     words, skip = ["perfbench"], False
     for word in sys.argv[1:]:
-        if not skip and word != "--history" and not word.startswith("--history="):
+        if not skip and word.partition("=")[0] not in SECRET_OPTIONS:
             words.append(word)
-        skip = not skip and word == "--history"
+        skip = not skip and word in SECRET_OPTIONS
     return words
 
 

@@ -54,7 +54,7 @@ class Outcome:
         return policy_of(self.run) if self.policies is None else self.policies
 
     def write_report(self, out: Path | None = None) -> list[Path]:
-        """The report, its pictures, and for machines verdict.json and junit.xml."""
+        """The report, its pictures, and for machines verdict.json, junit.xml and the badge."""
         from perfbench.report import render, write_ci
 
         to = out or self.folder
@@ -82,10 +82,16 @@ class Outcome:
         )
 
     def write_for_machines(self) -> None:
-        """verdict.json and junit.xml next to the run."""
+        """verdict.json, junit.xml and the badge next to the run."""
         from perfbench.report import write_ci
 
         write_ci(self.run, self.judgement, self.folder)
+
+    def verdict_text(self) -> str:
+        """The content of verdict.json."""
+        from perfbench.report import verdict_text
+
+        return verdict_text(self.run, self.judgement)
 
     def table(self) -> str:
         """For the terminal that stdout is, if it is one."""

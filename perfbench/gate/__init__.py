@@ -17,6 +17,7 @@ from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge
 from perfbench.gate.own_steps import files_of
 from perfbench.gate.pair_rows import MeasuredPairs
+from perfbench.gate.planned import judge_plan
 from perfbench.gate.screen import judge_by_baseline
 from perfbench.gate.sequential import EARLY_DROP_PCT, LOOKS, PAIRS_PER_BLOCK, base_first
 from perfbench.gate.sequential import decide_at, has_fresh_servers, looks_of

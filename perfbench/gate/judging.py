@@ -77,7 +77,7 @@ def judge(
     policies = Policies.over(policy)
     known = None if baseline is None or isinstance(baseline, BaselineProblem) else baseline
     rows = rows_by_cell(run)
-    base_cells = {} if known is None else _renamed(known.cells, policies)
+    base_cells = {} if known is None else renamed_cells(known.cells, policies)
     axes_of = {cell_id: cell.axes for cell_id, cell in base_cells.items()} | {
         c.cell_id: c.axes for c in run.manifest.cells
     }
@@ -144,7 +144,7 @@ def judge(
         notes += (*unwatched(run, known), *unrecorded_settings(run, known))
     if known is not None:
         notes += (*changed_files(run, known), *changed_peers(run, known))
-    return summarise(cells, findings, policies.whole, strict, _origin(known), notes)
+    return summarise(cells, findings, policies.whole, strict, origin_of(known), notes)
 
 
 def _with_intervals(
@@ -182,7 +182,7 @@ class _First:
     sides: CellSides | None = None
 
 
-def _renamed(cells: Mapping[str, BaselineCell], policies: Policies) -> dict[str, BaselineCell]:
+def renamed_cells(cells: Mapping[str, BaselineCell], policies: Policies) -> dict[str, BaselineCell]:
     """The baseline's cells under their ids of today; a cell that was promoted under its new id
     needs no alias.
     """
@@ -318,6 +318,15 @@ def _uncompared(
         return None, "not compared: the baseline cannot be used"
     if context.mixed is not None:
         return Verdict.INCOMPARABLE, "not compared: environments differ (see the run's findings)"
+    return plan_difference(cell, base, policy, same_route=context.same_route)
+
+
+def plan_difference(
+    cell: PlannedCell, base: BaselineCell | None, policy: GatePolicy, *, same_route: bool = True
+) -> tuple[Verdict | None, str]:
+    """How a planned cell differs from the baseline's in what is known before it runs; (None, '')
+    where it is the same config on the same Route.
+    """
     if base is None:
         reason = "the baseline has no such cell; promote a run that has it"
         return (
@@ -331,7 +340,7 @@ def _uncompared(
             f" {cell.config_sha256[:12]})"
         )
         return Verdict.INCOMPARABLE, f"{text}: promote a new baseline if the change was meant"
-    if context.same_route and set(base.counters) != set(cell.route.counters):
+    if same_route and set(base.counters) != set(cell.route.counters):
         ran, wanted = (" ".join(sorted(names)) for names in (cell.route.counters, base.counters))
         return (
             Verdict.WRONG_PATH,
@@ -341,7 +350,7 @@ def _uncompared(
     return None, ""
 
 
-def _origin(baseline: Baseline | None) -> BaselineOrigin | None:
+def origin_of(baseline: Baseline | None) -> BaselineOrigin | None:
     if baseline is None:
         return None
     source = baseline.source

@@ -7,7 +7,10 @@ from perfbench.machine.environment import (
     HISTORY_FILE,
     NO_HISTORY,
     configured_history,
+    configured_webhook,
     environment_variable,
+    pull_request_number,
+    workflow_page,
 )
 from perfbench.machine.environment import give, no_color, step_summary
 from perfbench.machine.environment import THRESHOLDS, visible_gpu, without_users_table

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import json
 import os
 import platform
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import nvml
 from perfbench.machine.gpu import GpuHandle, blindness, matches, visible
-from perfbench.records import Environment
+from perfbench.records import Environment, read_regular_file
 
 if TYPE_CHECKING:
     from nsa.routing import UserTable
@@ -64,14 +66,17 @@ SPEED_VARIABLES = frozenset(
 )
 HISTORY_FILE = Path("reports/history.sqlite")
 NO_HISTORY = "none"  # instead of a URL: no history, whatever else is configured
+MAX_EVENT_BYTES = 2**25  # GitHub's own limit of an event is 25 MB
+_PULL = re.compile(r"refs/pull/([1-9]\d{0,17})/(?:merge|head)")
+_PAGE = re.compile(r"https?://[\w.:-]+/[\w.-]+/[\w.-]+/actions/runs/\d+")
 ARM_KEYS = ("CPU implementer", "CPU part")
 THRESHOLDS, TABLE_OFF = "NSA_THRESHOLDS", "off"  # spelled out: an older nsa knows none
 NO_SPEED_ENDINGS = ("_DIR", "_PATH", "_HOME", "_LOG_FILE", "_LOGS", "_VERBOSE")
 
 
 def environment_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """An environment variable, or None; perfbench acts on CUDA_*, NO_COLOR, CI, GITHUB_* and
-    PERFBENCH_HISTORY only, and reads them only here.
+    """An environment variable, or None; perfbench acts on CUDA_*, NO_COLOR, CI, GITHUB_*,
+    PERFBENCH_HISTORY and PERFBENCH_WEBHOOK only, and reads them only here.
     """
     return (os.environ if environ is None else environ).get(name)
 
@@ -126,6 +131,38 @@ def configured_history(
     variable = environment_variable("PERFBENCH_HISTORY", environ) or None
     found = (variable or here) if url is None else os.fspath(url)
     return None if found == NO_HISTORY else found
+
+
+def configured_webhook(
+    url: str | None = None, environ: Mapping[str, str] | None = None
+) -> str | None:
+    """The address that verdicts are posted to, a secret: ``url``, else PERFBENCH_WEBHOOK; None
+    where there is none.
+    """
+    variable = environment_variable("PERFBENCH_WEBHOOK", environ)
+    return (variable if url is None else url) or None
+
+
+def workflow_page(environ: Mapping[str, str] | None = None) -> str:
+    """The address of the workflow run on GitHub, where summary and artifacts are; '' elsewhere."""
+    names = ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID")
+    server, repository, number = (environment_variable(name, environ) or "" for name in names)
+    page = f"{server}/{repository}/actions/runs/{number}"
+    return page if _PAGE.fullmatch(page) else ""
+
+
+def pull_request_number(environ: Mapping[str, str] | None = None) -> int | None:
+    """Of the event that GitHub runs; None where it has none, as a schedule."""
+    if path := environment_variable("GITHUB_EVENT_PATH", environ):
+        try:
+            event = json.loads(read_regular_file(Path(path), MAX_EVENT_BYTES))
+            number = event["pull_request"]["number"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            number = None
+        if isinstance(number, int):
+            return number
+    found = _PULL.fullmatch(environment_variable("GITHUB_REF", environ) or "")
+    return int(found[1]) if found else None
 
 
 def visible_gpus(

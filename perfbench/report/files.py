@@ -7,7 +7,16 @@ from pathlib import Path
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import Judgement
 from perfbench.records import Run, whole_file
-from perfbench.report import changes, junit, markdown, plots, speeds, utilisation, verdict_json
+from perfbench.report import (
+    badge,
+    changes,
+    junit,
+    markdown,
+    plots,
+    speeds,
+    utilisation,
+    verdict_json,
+)
 from perfbench.report.context import ReportContext
 from perfbench.report.rows import Row, rows_of
 from perfbench.text import plain
@@ -18,7 +27,7 @@ REPORT, THROUGHPUT, CHANGES, UTILISATION = (
     "changes.png",
     "utilisation.png",
 )
-VERDICT, JUNIT = "verdict.json", "junit.xml"
+VERDICT, JUNIT, BADGE, BADGE_PICTURE = "verdict.json", "junit.xml", "badge.json", "badge.svg"
 
 
 def render(
@@ -45,10 +54,16 @@ def report_text(run: Run, judgement: Judgement, context: ReportContext | None = 
 
 
 def write_ci(run: Run, judgement: Judgement, out_dir: Path) -> list[Path]:
-    """Write verdict.json and junit.xml into ``out_dir``; PerfbenchError(Exit.USAGE) where they
-    cannot be written.
+    """Write verdict.json, junit.xml and the badge into ``out_dir``; PerfbenchError(Exit.USAGE)
+    where they cannot be written.
     """
-    found = {VERDICT: verdict_json.text(run, judgement), JUNIT: junit.text(run, judgement)}
+    name = run.manifest.matrix_name
+    found = {
+        VERDICT: verdict_json.text(run, judgement),
+        JUNIT: junit.text(run, judgement),
+        BADGE: badge.badge_json(name, judgement),
+        BADGE_PICTURE: badge.badge_svg(name, judgement),
+    }
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
         for name, content in found.items():

@@ -5,18 +5,19 @@ workflow run.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from perfbench.errors import Exit
 from perfbench.gate import CellVerdict, Finding, Judgement, severity
 from perfbench.machine import environment_variable, step_summary
-from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Verdict
-from perfbench.text import plain, shorten
+from perfbench.records import EXIT_OF, FAIL_UNDER_STRICT, Verdict, short_ids
+from perfbench.text import block, plain, shorten
 
 MAX_ANNOTATIONS = 10  # of one kind that GitHub keeps of a step; it drops the others without a word
 SUMMARY_BYTES = 1024 * 1024  # of one step; GitHub refuses a larger one as a whole
 _MESSAGE_CHARS = 900  # of an annotation: it is read in a box, and GitHub cuts at 4 KB
+MAX_BARS, BAR_CHARS = 30, 24
 _NOTICE_BYTES = 400  # what the cut line and the closing of open blocks need at most
 _IMAGE = re.compile(r"^!\[(.*)\]\(([\w.-]+)\)$", re.MULTILINE)
 _FENCE = re.compile(r"^(`{3,})")
@@ -34,7 +35,11 @@ def announce(judgement: Judgement, page: Path | None) -> Iterator[str]:
     if (
         page is not None
         and summary is not None
-        and (problem := append_summary(summary, page.read_text(encoding="utf-8")))
+        and (
+            problem := append_summary(
+                summary, page.read_text(encoding="utf-8"), charts=charts_of(judgement)
+            )
+        )
     ):
         yield f"perfbench: warning: {problem}"
 
@@ -76,15 +81,53 @@ def escape_property(value: str) -> str:
     return escape_data(value).replace(":", "%3A").replace(",", "%2C")
 
 
-def summary(report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
-    """``report`` (Markdown) for the step summary: pictures, which only the artifact holds, by name;
-    at most ``limit_bytes``.
+def charts_of(judgement: Judgement) -> dict[str, str]:
+    """Pictures drawn in letters, by the name of the file that only the artifact holds: of
+    changes.png each change as a bar, the worst first. No entry where nothing was compared.
+    """
+    found = [
+        (cell.evidence[0].change_pct or 0.0, cell)
+        for cell in judgement.cells
+        if cell.change and cell.evidence
+    ]
+    if not found:
+        return {}
+    names = short_ids(cell.axes for _, cell in found)
+    largest = sorted(found, key=lambda one: (-abs(one[0]), one[1].cell_id))[:MAX_BARS]
+    shown = sorted(largest, key=lambda one: (one[0], one[1].cell_id))
+    texts = [shorten(names.get(cell.cell_id, cell.cell_id), 60) for _, cell in shown]
+    width = max(map(len, texts))
+    whole = max(judgement.policy.min_effect_pct, *(abs(change) for change, _ in shown))
+    lines = [
+        f"{text:<{width}} {change:+7.1f} %  {_bar(-change, whole):>{BAR_CHARS}}|"
+        f"{_bar(change, whole)}".rstrip()
+        for text, (change, _) in zip(texts, shown, strict=True)
+    ]
+    if more := len(found) - len(shown):
+        lines.append(f"and {more} more, which changed less or as little")
+    return {"changes.png": block("\n".join(lines))}
+
+
+def _bar(change: float, whole: float) -> str:
+    """As long as ``change`` is of ``whole``; '' for one to the other side."""
+    return "█" * round(BAR_CHARS * max(0.0, change) / whole)
+
+
+def summary(
+    report: str, *, limit_bytes: int = SUMMARY_BYTES, charts: Mapping[str, str] | None = None
+) -> str:
+    """``report`` (Markdown) for the step summary: pictures, which only the artifact holds, by name,
+    with what ``charts`` has for them; at most ``limit_bytes``.
 
     The last line says what was cut, with open code blocks and folds closed before it.
     """
-    shown = _IMAGE.sub(
-        r"*\1*: `\2` in the run's folder, which the workflow keeps as an artifact.", report
-    )
+
+    def picture(found: re.Match[str]) -> str:
+        chart = (charts or {}).get(found[2])
+        where = f"`{found[2]}` in the run's folder, which the workflow keeps as an artifact."
+        return f"*{found[1]}*: {where}" + (f"\n\n{chart}" if chart else "")
+
+    shown = _IMAGE.sub(picture, report)
     if len(shown.encode()) <= limit_bytes:
         return shown
     kept, fence, folds, room = [], "", 0, limit_bytes - _NOTICE_BYTES
@@ -110,7 +153,13 @@ def summary(report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
     )
 
 
-def append_summary(path: Path, report: str, *, limit_bytes: int = SUMMARY_BYTES) -> str:
+def append_summary(
+    path: Path,
+    report: str,
+    *,
+    limit_bytes: int = SUMMARY_BYTES,
+    charts: Mapping[str, str] | None = None,
+) -> str:
     """Append ``report`` to the step's summary file; return why it could not be done, or an empty
     text.
 
@@ -125,7 +174,7 @@ def append_summary(path: Path, report: str, *, limit_bytes: int = SUMMARY_BYTES)
                 " see report.md in the run's folder"
             )
         with path.open("a", encoding="utf-8", newline="\n") as file:
-            file.write(summary(report, limit_bytes=limit_bytes - held))
+            file.write(summary(report, limit_bytes=limit_bytes - held, charts=charts))
     except OSError as error:
         return (
             f"cannot append the report to {path}: {error.strerror or error}; see report.md in the"

@@ -5,15 +5,18 @@ verdict`).
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from perfbench.gate import CellVerdict, Judgement
 from perfbench.matrix import GatePolicy
-from perfbench.records import Run, StoredCell, Verdict
+from perfbench.records import Run, StoredCell, Verdict, read_regular_file
+from perfbench.text import shorten
 
 SCHEMA_VERSION: Literal[1] = 1
+MAX_BYTES = 2**26
 
 
 class _Part(BaseModel):
@@ -70,6 +73,7 @@ class CellLine(_Part):
     base_tok_per_s: float | None
     cand_tok_per_s: float | None
     change_pct: float | None
+    change: str = ""  # '-81.9 % (2,711 -> 491 tok/s), 11 pairs'; none in older files
     replicates: int
     spread_pct: float | None
     device_ms: float | None  # of a step, as the next two: null where no profiled step shows it
@@ -146,7 +150,24 @@ def text(run: Run | None, judgement: Judgement) -> str:
 
 def to_json(judgement: Judgement, run: Run | None = None) -> dict[str, Any]:
     """The judgement as plain JSON values."""
-    found = VerdictFile(
+    return verdict_file(judgement, run).model_dump(mode="json")
+
+
+def read_verdict(path: Path) -> VerdictFile:
+    """A stored verdict.json; ValueError says why it is none, without a word of what it holds."""
+    try:
+        return VerdictFile.model_validate_json(read_regular_file(path, MAX_BYTES))
+    except OSError as error:
+        raise ValueError(f"it cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        where = ".".join(str(part) for part in error.errors()[0]["loc"]) or "the whole"
+        text = f"it is no verdict of this perfbench: {shorten(where, 60)} is not as it writes it"
+        raise ValueError(text) from None
+
+
+def verdict_file(judgement: Judgement, run: Run | None = None) -> VerdictFile:
+    """The judgement as verdict.json holds it."""
+    return VerdictFile(
         exit_code=int(judgement.exit_code),
         headline=judgement.headline,
         strict=judgement.strict,
@@ -158,7 +179,6 @@ def to_json(judgement: Judgement, run: Run | None = None) -> dict[str, Any]:
         notes=list(judgement.notes),
         cells=[_cell(cell) for cell in judgement.cells],
     )
-    return found.model_dump(mode="json")
 
 
 def _cell(cell: CellVerdict) -> CellLine:
@@ -171,6 +191,7 @@ def _cell(cell: CellVerdict) -> CellLine:
         base_tok_per_s=cell.base_tok_per_s,
         cand_tok_per_s=cell.cand_tok_per_s,
         change_pct=cell.change_pct,
+        change=cell.change,
         replicates=cell.replicates,
         spread_pct=cell.spread_pct,
         device_ms=cell.step.device_ms,

@@ -30,7 +30,7 @@ from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 from perfbench.records import BaselineProblem, baseline_file, read_calibration, run_file
 from perfbench.records.rows import DIGESTS_SINCE, Run
-from perfbench.report import verdict_json
+from perfbench.report import CommentedRun, comment_text, verdict_json
 from perfbench.runner.ab import pair
 from perfbench.tuning import decide, report
 from perfbench.tuning import matrix as tuneplan
@@ -168,6 +168,18 @@ def _laid(data: bytes, path: Path) -> Path:
     return path
 
 
+def _verdict(data: bytes, folder: Path) -> None:
+    """As `perfbench comment` takes it: one that is read is shown, within GitHub's limit."""
+    path = folder / "verdict.json"
+    path.write_bytes(data)
+    try:
+        found = verdict_json.read_verdict(path)
+    except ValueError as error:
+        raise PerfbenchError(Exit.USAGE, str(error)) from None
+    page = comment_text([CommentedRun(found, "RUN")])
+    assert len(page.encode()) <= 65_536 and page.splitlines()[0].startswith("<!-- perfbench")
+
+
 # Valid files, cut small: a fuzzer learns more from many small files than from a few large ones.
 
 
@@ -255,6 +267,17 @@ def _exchange_seeds() -> list[bytes]:
     return [*seeds, exchange.data_js(runs).text.encode()]
 
 
+def _verdict_seeds() -> list[bytes]:
+    run = _green()
+    red = judging.judge(
+        builders.scale_rows(run, run.manifest.cells[0].cell_id, 0.5),
+        builders.baseline_of(run),
+        policy_of(run),
+    )
+    alone = judging.judge(run, None, policy_of(run))
+    return [verdict_json.text(run, one).encode() for one in (red, alone)]
+
+
 def _damaged_exchange(data: bytes, random: Random) -> bytes:
     """Inside the JSON of data.js, too, and of one line of many."""
     head, assigned, rest = data.partition(b"= ")
@@ -274,4 +297,5 @@ READERS: Mapping[str, Reader] = {
     "tune": Reader(_tune, cache(_tune_seeds), mutations.of_json_lines),
     "exchange": Reader(_exchange, cache(_exchange_seeds), _damaged_exchange),
     "pair": Reader(_pair, cache(_pair_seeds), mutations.of_json_lines),
+    "verdict": Reader(_verdict, cache(_verdict_seeds), mutations.of_json),
 }

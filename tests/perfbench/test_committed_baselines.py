@@ -5,6 +5,7 @@ with. A retired one says since when and why.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Callable
@@ -12,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from ruamel.yaml import YAML
 
 from nsa.capability import assumed
 from nsa.routing import Capability
 from nsa.settings import Settings
+from perfbench.commands import app
 from perfbench.matrix import Plan, build_plan, load_matrix, parse_matrix
 from perfbench.records import (
     Baseline,
@@ -34,11 +35,10 @@ from tests.perfbench import repositories
 from tests.perfbench.repositories import ROOT, git
 
 HOME = ROOT / "reports" / "baselines"
-NIGHTLY = ROOT / ".github" / "workflows" / "nightly.yml"
+FLEET = ROOT / ".github" / "fleet.json"
 FOUND = {path: load_baseline(path) for path in sorted(HOME.glob("*/*.json"))}
 USED = [path for path, found in FOUND.items() if found.retired is None]
 RETIRED = [path for path, found in FOUND.items() if found.retired is not None]
-DUE = re.compile(r"#.*first baseline due: (.*)")
 PIN = re.compile(r"^([A-Za-z0-9_.-]+)==([^\s;+]+)", re.MULTILINE)
 DATE = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(Z|\+00:00)")
 # A small cell of everything that a training step has, and one that decodes from a cache.
@@ -57,17 +57,12 @@ def name_of(path: Path) -> str:
 
 
 def nightly_files() -> tuple[dict[str, Path], set[str]]:
-    """The baseline of each matrix that the nightly runs, and the matrices whose first baseline it
-    calls due.
+    """The baseline of each matrix that the nightly runs, and the matrices whose first baseline the
+    fleet's file calls due.
     """
-    text = NIGHTLY.read_text(encoding="utf-8")
-    axes = YAML(typ="safe").load(text)["jobs"]["speed"]["strategy"]["matrix"]
-    due = {f"nightly-{name}" for line in DUE.findall(text) for name in line.split()}
-    return {
-        f"nightly-{one}-{card}": HOME / card / f"nightly-{one}-{card}.json"
-        for card in axes["card"]
-        for one in axes["set"]
-    }, due
+    fleet = json.loads(FLEET.read_text(encoding="utf-8"))
+    due = {Path(one["matrix"]).stem for one in fleet if one.get("first_baseline_due")}
+    return {Path(one["matrix"]).stem: ROOT / one["baseline"] for one in fleet}, due
 
 
 RUN_NIGHTLY, FIRST_DUE = nightly_files()
@@ -252,14 +247,17 @@ def test_its_commit_is_driven_by_this_harness(commit: str) -> None:
 @pytest.mark.parametrize(("matrix", "path"), RUN_NIGHTLY.items(), ids=RUN_NIGHTLY)
 def test_each_night_has_its_baseline_or_says_that_the_first_is_due(matrix: str, path: Path) -> None:
     assert (matrix in FIRST_DUE) != path.exists(), (
-        f"got {path} {'and' if path.exists() else 'missing, not'} 'first baseline due' in"
-        f" {NIGHTLY.name}, wanted one of the two. Next: promote it and take its name from that"
-        " comment, or name it there"
+        f"got {path} {'and' if path.exists() else 'missing, not'} 'first_baseline_due' in"
+        f" {FLEET.name}, wanted one of the two. Next: promote it and take the key from its entry,"
+        " or write it there"
     )
+    assert path.parent.parent == HOME and path.stem == matrix  # where `check` looks for it
 
 
-def test_what_is_due_is_a_set_of_the_nightly() -> None:
-    assert set(RUN_NIGHTLY) >= FIRST_DUE
+@pytest.mark.parametrize("path", USED, ids=name_of)
+def test_what_it_ran_is_planned_today(path: Path) -> None:
+    """The job `routes` of ci.yml: a route that changes on purpose changes its baseline with it."""
+    assert app.invoke(["plan", str(matrix_of(FOUND[path])), "--baseline", str(path)]) == 0
 
 
 def plan_of(found: Baseline) -> Plan:

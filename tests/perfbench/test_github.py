@@ -5,6 +5,7 @@ workflow.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from perfbench.records import BaselineProblem
 from perfbench.records.verdict import Verdict
 from perfbench.report import github
 from tests.perfbench import builders as b
+from tests.perfbench.report_cases import troubled
 
 POLICY = GatePolicy()
 ROOT = Path(__file__).parents[2]
@@ -140,6 +142,26 @@ def test_pictures_are_named_because_a_summary_cannot_show_them() -> None:
     )
 
 
+def test_changes_are_drawn_in_letters() -> None:
+    """Where the picture of them stands: the worst first, to the left what is slower, at one scale;
+    a change of half the largest is half as long.
+    """
+    _, judgement = troubled()
+    chart = github.charts_of(judgement)["changes.png"]
+    shown = github.summary("# x\n\n![c](changes.png)\n", charts={"changes.png": chart})
+    assert shown.startswith("# x\n\n*c*: `changes.png` in the run's folder") and chart in shown
+    bars = re.findall(r"([+-] *[\d.]+) %  ( *█*)\|(█*)$", chart, re.MULTILINE)
+    changes = [float(change) for change, _, _ in bars]
+    compared = [cell for cell in judgement.cells if cell.change]
+    assert changes == sorted(changes) and len(bars) == github.MAX_BARS < len(compared)
+    assert f"and {len(compared) - len(bars)} more" in chart and changes[-1] > 10 > changes[-2]
+    per_pct = github.BAR_CHARS / max(map(abs, changes))
+    for change, slower, faster in zip(changes, *list(zip(*bars, strict=True))[1:], strict=True):
+        assert slower.count("█") == pytest.approx(max(0.0, -change) * per_pct, abs=1)
+        assert len(faster) == pytest.approx(max(0.0, change) * per_pct, abs=1)
+    assert github.charts_of(judge(b.small_run(), None, POLICY)) == {}
+
+
 def test_a_large_report_is_cut_at_a_line_and_says_so() -> None:
     text = (
         "# head\n\n<details><summary>x</summary>\n\n````text\n"
@@ -200,16 +222,19 @@ def workflow(name: str) -> dict[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["ci.yml", "nightly.yml"])
+CALLED = ("perfbench.yml", "first-baseline.yml")  # by the nightly, in the same run
+
+
+@pytest.mark.parametrize("name", ["ci.yml", "nightly.yml", "gpu-pr.yml"])
 def test_workflows_have_least_permissions_a_time_limit_and_one_run_at_a_time(name: str) -> None:
+    """Steps: tests/perfbench/test_workflow_steps.py."""
     found = workflow(name)
     assert found["permissions"] == {"contents": "read"} and "group" in found["concurrency"]
     for job in found["jobs"].values():
+        if "uses" in job:
+            assert job["uses"].removeprefix("./.github/workflows/") in CALLED
+            continue
         assert 0 < job["timeout-minutes"] <= 360 and "permissions" not in job
-        for step in job["steps"]:
-            assert ("uses" in step) != ("run" in step) and "continue-on-error" not in step
-            # nothing of an event reaches a shell
-            assert "|| true" not in step.get("run", "") and "${{" not in step.get("run", "")
 
 
 def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None:
@@ -217,12 +242,13 @@ def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None
     assert set(found["on"]) == {"schedule", "workflow_dispatch"}
     for job in found["jobs"].values():
         assert "github.event.repository.fork" in job["if"] and "vars.GPU_NIGHTLY" in job["if"]
-    job = found["jobs"]["speed"]
+    assert found["jobs"]["fleet"]["uses"] == "./.github/workflows/perfbench.yml"
+    job = workflow("perfbench.yml")["jobs"]["speed"]
     # the base's commit must be there to be measured
     assert job["steps"][0]["with"]["fetch-depth"] == 0
     commands = [step["run"] for step in job["steps"] if "run" in step]
     (check,) = [command for command in commands if "perfbench check" in command]
-    assert '"matrices/nightly-$SET-$CARD.yaml"' in check and "--no-confirm" not in check
+    assert check == '.venv/bin/perfbench check "$MATRIX" --budget "$BUDGET"'
     (upload,) = [
         step for step in job["steps"] if step.get("uses", "").startswith("actions/upload-artifact@")
     ]
@@ -234,14 +260,35 @@ def test_the_nightly_never_runs_code_of_a_fork_and_keeps_the_whole_run() -> None
     assert found["concurrency"]["cancel-in-progress"] is False
 
 
+def fleet() -> list[dict[str, Any]]:
+    found = json.loads((ROOT / ".github" / "fleet.json").read_text(encoding="utf-8"))
+    assert isinstance(found, list)
+    return found
+
+
+def test_the_fleet_is_card_runner_matrix_and_baseline() -> None:
+    """As docs/ci.md explains it; names are those of artifacts, so each is one alone."""
+    needed = {"name", "card", "runner", "matrix", "baseline"}
+    optional = {"constraints", "first_baseline_due"}
+    names = [one["name"] for one in fleet()]
+    assert len(set(names)) == len(names)
+    for one in fleet():
+        assert needed <= set(one) <= needed | optional
+        assert re.fullmatch(r"[\w.-]+", one["name"]) and one["runner"][-1] == one["card"]
+        assert (ROOT / one["matrix"]).is_file()
+        assert (ROOT / one.get("constraints", one["matrix"])).is_file()
+        assert " " not in one["matrix"] + one["baseline"]  # a shell reads them as words
+
+
 def nightly_sets() -> list[tuple[str, str]]:
     """(card, set) of every job that measures."""
-    axes = workflow("nightly.yml")["jobs"]["speed"]["strategy"]["matrix"]
-    return [(card, one) for card in axes["card"] for one in axes["set"]]
+    return [(one["card"], one["name"].removesuffix(f"-{one['card']}")) for one in fleet()]
 
 
 def test_the_nightly_covers_the_sets_that_matter_and_the_gpu_tests() -> None:
     assert {one for _, one in nightly_sets()} == {"gate", "kernels", "train", "decode"}
+    for card, one in nightly_sets():
+        assert f"matrices/nightly-{one}-{card}.yaml" in {entry["matrix"] for entry in fleet()}
     tests = workflow("nightly.yml")["jobs"]["tests"]
     assert tests["strategy"]["matrix"]["card"] == sorted({card for card, _ in nightly_sets()})
     assert any(
@@ -252,7 +299,10 @@ def test_the_nightly_covers_the_sets_that_matter_and_the_gpu_tests() -> None:
 
 def test_the_nightly_reads_the_history_that_its_sets_write() -> None:
     jobs = workflow("nightly.yml")["jobs"]
-    url = jobs["speed"]["env"]["PERFBENCH_HISTORY"]
+    url = jobs["fleet"]["secrets"]["history"]
+    speed = workflow("perfbench.yml")["jobs"]["speed"]["steps"]
+    (check,) = [step for step in speed if step.get("name") == "Check"]
+    assert check["env"]["PERFBENCH_HISTORY"] == "${{ secrets.history }}"
     assert url == jobs["changes"]["env"]["PERFBENCH_HISTORY"] == "${{ secrets.PERFBENCH_HISTORY }}"
     commands = [step.get("run", "") for step in jobs["changes"]["steps"]]
     assert commands[-3:-1] == [

@@ -220,7 +220,8 @@ def problems(value: Any, schema: dict[str, Any], root: dict[str, Any], at: str =
 def test_the_verdict_file_obeys_its_schema(tmp_path: Path) -> None:
     run, judgement = mixed()
     files = report.write_ci(run, judgement, tmp_path)
-    assert [file.name for file in files] == ["verdict.json", "junit.xml"]
+    names = ["verdict.json", "junit.xml", "badge.json", "badge.svg"]
+    assert [file.name for file in files] == names
     data, schema = json.loads(files[0].read_text()), json.loads(json.dumps(report.verdict_schema()))
     assert problems(data, schema, schema) == []
     assert (
