@@ -11,11 +11,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from nsa.config import NSAConfig
 from nsa.train.config import RunConfig
 from nsa.train.data import recall
 from nsa.train.data.generated import Language
 from nsa.train.data.recall import RecallRows, guessing_nats, num_pairs_for
 from nsa.train.errors import TrainError, TrainExit
+from nsa.train.yaml_file import read_config
 from tests.nsa.train.data.cases import Small, take
 
 LANGUAGE = Language("recall", 3, held_out=False)
@@ -143,3 +145,19 @@ def test_pairs_of_other_data_are_refused_and_change_no_older_hash() -> None:
     more = replace(plain, data=replace(plain.data, pairs=4))
     assert "pairs" not in plain.identity()["data"]
     assert plain.sha256() != more.sha256()
+
+
+def test_legs_are_one_model_and_each_begins_with_the_one_before() -> None:
+    legs = [read_config(f"@needle_{name}") for name in ("64", "512", "2k", "8k", "64k")]
+    assert [one.train.seq_len for one in legs] == [64, 512, 2048, 8192, 65_536]
+    assert {one.model for one in legs} == {legs[0].model}
+    begun = [one.train.init_from for one in legs]
+    assert begun == [None, *(one.out for one in legs[:-1])]
+    sizes = NSAConfig()
+    for layer in range(legs[0].model.num_layers):
+        nsa = legs[0].model.config_of(layer)
+        assert (nsa.sel_block, nsa.num_selected, nsa.window) == (
+            sizes.sel_block,
+            sizes.num_selected,
+            sizes.window,
+        )
