@@ -58,12 +58,11 @@ def is_far(rows: RecallRows, config: NSAConfig) -> NDArray[np.bool_]:
     """bool [B, T]: questions whose pair no window holds, and no block that is read by force."""
     at = np.arange(rows.ids.shape[1])
     block, stated_block = at // config.sel_block, rows.stated // config.sel_block
-    # the key lies one token before the value
+    # the key lies one token before the value, in the same block
     return (
         (rows.stated > 0)
-        & (at - (rows.stated - 1) >= config.window)
+        & (at - rows.stated >= config.window)
         & (stated_block >= config.num_initial)
-        & ((rows.stated - 1) // config.sel_block >= config.num_initial)
         & (stated_block <= block - config.num_local)
     )
 
@@ -156,7 +155,10 @@ def evaluate(
         one = language.recall(0, 0, 1, length)
         count = -(-questions // int((one.labels >= 0).sum()))
         rows = language.recall(0, 0, count, length)
-        yield recalled(model, rows, num_pairs_for(length, config.data.pairs), device)
+        casts = config.train.precision == "autocast" and device.type == "cuda"
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=casts):
+            found = recalled(model, rows, num_pairs_for(length, config.data.pairs), device)
+        yield found
 
 
 def _line(one: Recalled) -> str:

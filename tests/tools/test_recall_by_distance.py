@@ -54,7 +54,7 @@ class Known(nn.Module):
 
 
 def test_questions_are_far_where_no_key_of_the_window_and_no_forced_block_holds_the_pair() -> None:
-    rows = rows_of()
+    rows = rows_of(60)
     far = tool.is_far(rows, GEOMETRY)
     for row, stated in enumerate(rows.stated.tolist()):
         for at, value in enumerate(stated):
