@@ -98,7 +98,10 @@ class GeneratedStream:
         self._batches += 1
         if language.kind == "recall":
             found = language.recall(*at, shape.rows, shape.length)
-            labels = np.where(found.labels < 0, IGNORED_LABEL, found.labels).reshape(-1)
+            wanted = found.labels
+            if not language.held_out:  # which measures what is recalled
+                wanted = np.maximum(wanted, found.preceding)
+            labels = np.where(wanted < 0, IGNORED_LABEL, wanted).reshape(-1)
             num_labels = int(np.count_nonzero(labels != IGNORED_LABEL))
             return PackedBatch(found.ids.reshape(-1), labels, None, num_labels, num_labels)
         if shape.packing == "rows":

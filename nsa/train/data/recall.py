@@ -31,12 +31,17 @@ LEAST_TOKENS = 2 * TOKENS_A_PAIR  # so that a row states two pairs
 @dataclass(frozen=True, slots=True)
 class RecallRows:
     """int32 [rows, length] each. ``labels``: the value at a question, else -1. ``stated``: where
-    that value stands, else -1; always before the question.
+    that value stands, else -1; always before the question. ``preceding``: the key at its value,
+    else -1.
+
+    With ``preceding`` as further labels a model learns early to carry a key to its value, without
+    which no question can find it.
     """
 
     ids: NDArray[np.int32]
     labels: NDArray[np.int32]
     stated: NDArray[np.int32]
+    preceding: NDArray[np.int32]
 
 
 def num_pairs_for(length: int, pairs: int = 0) -> int:
@@ -66,13 +71,14 @@ def recall_rows(rng: np.random.Generator, rows: int, length: int, pairs: int = 0
     num_questions = num_questions_for(length)
     row_R1 = np.arange(rows)[:, None]
     ids = rng.integers(0, NUM_NOISE, (rows, length), np.int32)
-    labels, stated = np.full_like(ids, -1), np.full_like(ids, -1)
+    labels, stated, preceding = (np.full_like(ids, -1) for _ in range(3))
 
     at_RP = PAIR_CELL * _some_of(rng, rows, (length - asking) // PAIR_CELL, num_pairs)
     at_RP += rng.integers(0, PAIR_CELL - 1, at_RP.shape)
     keys_RP = FIRST_KEY + _some_of(rng, rows, NUM_KEYS, num_pairs)
     values_RP = FIRST_VALUE + _some_of(rng, rows, NUM_VALUES, num_pairs)
     ids[row_R1, at_RP], ids[row_R1, at_RP + 1] = keys_RP, values_RP
+    preceding[row_R1, at_RP + 1] = keys_RP
 
     at_RQ = QUESTION_CELL * _some_of(rng, rows, asking // QUESTION_CELL, num_questions)
     at_RQ += length - asking + rng.integers(0, QUESTION_CELL, at_RQ.shape)
@@ -80,7 +86,7 @@ def recall_rows(rng: np.random.Generator, rows: int, length: int, pairs: int = 0
     ids[row_R1, at_RQ] = keys_RP[row_R1, asked_RQ]
     labels[row_R1, at_RQ] = values_RP[row_R1, asked_RQ]
     stated[row_R1, at_RQ] = at_RP[row_R1, asked_RQ] + 1
-    return RecallRows(ids, labels, stated)
+    return RecallRows(ids, labels, stated, preceding)
 
 
 def _some_of(rng: np.random.Generator, rows: int, of: int, count: int) -> NDArray[np.int64]:

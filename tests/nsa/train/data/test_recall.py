@@ -100,21 +100,34 @@ def test_distances_are_even_over_the_middle_of_a_row() -> None:
     assert distance.max() > 60_000
 
 
-def test_batches_hold_the_labels_and_nothing_else_and_begin_where_they_stood() -> None:
+def test_train_batches_ask_for_the_key_at_its_value_and_held_out_ones_do_not() -> None:
     small = Small({"kind": "recall", "seed": 3}, seq_len=256, batch=2)
+    for split, asks_for_keys in (("train", True), ("held_out", False)):
+        loader = small.loader(split=split)
+        batch = next(loader) if asks_for_keys else loader.batches(1)[0]
+        assert loader.entropy_floor_nats == 0.0
+        count = 0
+        for row, labels in zip(batch.ids.tolist(), batch.labels.tolist(), strict=True):
+            pairs = stated_in(row)
+            wanted = {place: row[place - 1] for _, place in pairs.values() if asks_for_keys}
+            for place, (one, after) in enumerate(zip(row, [*row[1:], 0], strict=True)):
+                if one in KEYS and after not in VALUES:
+                    wanted[place] = pairs[one][0]
+            assert labels == [wanted.get(place, -100) for place in range(256)]
+            count += len(wanted)
+        assert batch.num_labels == batch.num_bytes == count == 2 * 32 * (1 + asks_for_keys)
+
+
+def test_batches_go_on_where_they_stood() -> None:
+    small = Small({"kind": "recall", "seed": 3}, seq_len=64, batch=2)
     loader = small.loader()
-    batch = next(loader)
-    made = LANGUAGE.recall(0, 0, 2, 256)
-    assert batch.ids.tolist() == made.ids.tolist()
-    assert batch.labels.tolist() == np.where(made.labels < 0, -100, made.labels).tolist()
-    assert batch.num_labels == batch.num_bytes == 2 * 256 // 8
-    assert loader.entropy_floor_nats == 0.0
+    next(loader)
     state, after = loader.state_dict(), take(loader, 3)
     again = small.loader()
     again.load_state_dict(state)
     assert take(again, 3) == after
     held_out = small.loader(split="held_out").batches(1)[0]
-    assert held_out.ids.tolist() != batch.ids.tolist()
+    assert held_out.ids.tolist() != take(small.loader(), 1)[0][0]
 
 
 @pytest.mark.parametrize(
