@@ -139,7 +139,7 @@ def evaluate(
         raise TrainError(
             TrainExit.USAGE,
             f"{run} was trained on data.kind={config.data.kind}; wanted recall; evaluate a run of"
-            " configs/needle_2k.yaml",
+            " configs/needle_64k.yaml",
         )
     for length in lengths:
         if length < LEAST_TOKENS or most_pairs(length) < config.data.pairs:
