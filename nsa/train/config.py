@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from nsa.config import ModelConfig, nearest_name
 
-CORPORA = ("text", "parquet", "fineweb_edu", "random", "synthetic", "needle")
+CORPORA = ("text", "parquet", "fineweb_edu", "random", "synthetic", "needle", "recall")
 TOKENIZERS = ("byte", "bpe", "file", "tiktoken")
 PACKINGS = ("rows", "documents")
 PRECISIONS = ("bf16_master", "autocast", "bf16", "fp32")
@@ -26,8 +26,9 @@ COMPRESSION = ("off", "bf16")
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """``kind``: what is read. ``paths``: files, folders or globs of text or parquet; none for
-    random, synthetic and needle, and for fineweb_edu none (the hub) or local parquet of its schema.
+    """``kind``: what is read. ``paths``: files, folders or globs of text or parquet; none for what
+    is generated (random, synthetic, needle, recall), and for fineweb_edu none (the hub) or local
+    parquet of its schema.
     ``held_out_pct`` of the corpus is kept for evaluation, unless ``eval_paths`` names one.
 
     ``packing``: "rows" joins documents with the end-of-text id and cuts the stream into rows, and
@@ -36,7 +37,7 @@ class DataConfig:
     run, of ``vocab_size`` ids; a file of `tokenizers` (``tokenizer_path``); a tiktoken encoding
     (``tokenizer_path`` is its name). ``workers``: processes that prefetch, ``prefetch`` batches
     each; 0 reads in the trainer. ``shards``: streams into which the corpus is cut, 0: chosen by its
-    size; the ranks share them.
+    size; the ranks share them. ``pairs``: of kind recall, what a row states; 0: by its length.
     """
 
     kind: str = "text"
@@ -52,6 +53,7 @@ class DataConfig:
     prefetch: int = 4
     shards: int = 0
     seed: int = 0
+    pairs: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "paths", _strings("data.paths", self.paths))
@@ -59,9 +61,13 @@ class DataConfig:
         _one_of("data.kind", self.kind, CORPORA)
         _one_of("data.tokenizer", self.tokenizer, TOKENIZERS)
         _one_of("data.packing", self.packing, PACKINGS)
-        _whole("data", self, at_least=0, names=("workers", "shards", "seed"))
+        _whole("data", self, at_least=0, names=("workers", "shards", "seed", "pairs"))
         _whole("data", self, at_least=1, names=("prefetch", "vocab_size"))
         _number("data.held_out_pct", self.held_out_pct, least=0.0, most=50.0)
+        if self.pairs and self.kind != "recall":
+            raise ValueError(
+                f"data.pairs={self.pairs} is of data.kind=recall, not of {self.kind!r}; omit it"
+            )
         if self.kind in ("text", "parquet") and not self.paths:
             raise ValueError(
                 f"data.paths is empty and data.kind={self.kind!r} reads files; give files, folders"
@@ -351,6 +357,8 @@ class RunConfig:
             del mapping["train"]["steps"]
         if self.train.init_from is None:  # so that older checkpoints keep their hash
             del mapping["train"]["init_from"]
+        if not self.data.pairs:  # the same
+            del mapping["data"]["pairs"]
         return mapping
 
     def sha256(self) -> str:

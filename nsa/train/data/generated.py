@@ -10,6 +10,8 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from nsa.train.data.recall import RecallRows, recall_rows
+
 NUM_SYMBOLS = 256  # ids: bytes, all of them or those of the language
 # Bytes of the language: 64 that can be read.
 ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789 ."
@@ -67,9 +69,15 @@ class Language:
     kind: str
     seed: int
     held_out: bool
+    pairs: int = 0  # of recall: as `recall.num_pairs_for`
+
+    def recall(self, shard: int, index: int, rows: int, length: int) -> RecallRows:
+        """A batch of kind recall, whose labels are not the ids that follow."""
+        rng = np.random.default_rng([self.seed, self.held_out, shard, index])
+        return recall_rows(rng, rows, length, self.pairs)
 
     def ids(self, shard: int, index: int, rows: int, length: int) -> NDArray[np.int32]:
-        """int32 [rows, length]; rows are independent of one another."""
+        """int32 [rows, length]; rows are independent of one another. Not of kind recall."""
         rng = np.random.default_rng([self.seed, self.held_out, shard, index])
         if self.kind == "needle":
             return np.stack([_haystack(rng, length) for _ in range(rows)])

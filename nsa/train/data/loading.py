@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from nsa.train.data.packing import BatchShape, DocumentRecipe, GeneratedRecipe
     from nsa.train.data.vocabulary import Tokenizer
 
-GENERATED = ("random", "synthetic", "needle")
+GENERATED = ("random", "synthetic", "needle", "recall")
 # Every rank waits while a BPE is trained, so its sample is bounded.
 BPE_SAMPLE_BYTES = 32 * 2**20
 
@@ -171,12 +171,15 @@ def _generated(
             f"data.kind=needle with data.packing={shape.packing} and train.seq_len={shape.length};"
             f" wanted rows of {generated.LEAST_NEEDLE} tokens or more; each holds its needles"
         )
-    language = generated.Language(data.kind, data.seed, split == "held_out")
+    if data.kind == "recall":
+        _check_recall(data, shape)
+    language = generated.Language(data.kind, data.seed, split == "held_out", data.pairs)
     recipe = GeneratedRecipe(language, shape, data.shards or MAX_SHARDS)
     floors = {
         "random": generated.random_entropy_nats(),
         "synthetic": generated.synthetic_entropy_nats(),
         "needle": 0.0,  # each label is stated before
+        "recall": 0.0,
     }
     description: dict[str, object] = {
         "kind": data.kind,
@@ -184,9 +187,26 @@ def _generated(
         "documents": None,
         "bytes": None,
         "shards": recipe.num_shards,
-        "sha256": listing_sha256([data.kind, data.seed]),
+        "sha256": listing_sha256([data.kind, data.seed, *([data.pairs] if data.pairs else [])]),
     }
     return recipe, floors[data.kind], description
+
+
+def _check_recall(data: DataConfig, shape: BatchShape) -> None:
+    from nsa.train.data import recall
+    from nsa.train.data.corpora import data_error
+
+    if shape.packing != "rows" or shape.length < recall.LEAST_TOKENS:
+        raise data_error(
+            f"data.kind=recall with data.packing={shape.packing} and train.seq_len={shape.length};"
+            f" wanted rows of {recall.LEAST_TOKENS} tokens or more; each has pairs and questions"
+        )
+    most = recall.most_pairs(shape.length)
+    if data.pairs > most:
+        raise data_error(
+            f"data.pairs={data.pairs} do not fit into rows of {shape.length} tokens; wanted at most"
+            f" {most}; lower data.pairs, or raise train.seq_len"
+        )
 
 
 def _documents(

@@ -96,6 +96,14 @@ class GeneratedStream:
         language, shape = self._recipe.language, self._recipe.shape
         at = (self._shard, self._batches)
         self._batches += 1
+        if language.kind == "recall":
+            found = language.recall(*at, shape.rows, shape.length)
+            wanted = found.labels
+            if not language.held_out:  # which measures what is recalled
+                wanted = np.maximum(wanted, found.preceding)
+            labels = np.where(wanted < 0, IGNORED_LABEL, wanted).reshape(-1)
+            num_labels = int(np.count_nonzero(labels != IGNORED_LABEL))
+            return PackedBatch(found.ids.reshape(-1), labels, None, num_labels, num_labels)
         if shape.packing == "rows":
             made = language.ids(*at, shape.rows, shape.length + 1)
             ids = made[:, :-1].reshape(-1)
