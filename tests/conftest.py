@@ -29,6 +29,7 @@ KERNELS = (
     "means",
     "one_node",
     "operator",
+    "passing_keys",
     "selected",
     "warp_roles",
 )

@@ -1,4 +1,5 @@
-"""A machine on which the Gluon kernels of `nsa.ops.selected.triton.warp_roles` run on a CPU.
+"""A machine on which the Gluon kernels run on a CPU: `nsa.ops.selected.triton.warp_roles` and
+`nsa.ops.scores.passing_keys`.
 
 Triton interprets no Gluon. Here each role is a Python thread, a tensor is PyTorch's, a barrier
 counts arrivals, and shared memory is NaN until it is written. Layouts, registers and the order of
@@ -8,6 +9,7 @@ memory accesses of real warps are not modelled: only the GPU shows those.
 from __future__ import annotations
 
 import builtins
+import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,6 +55,9 @@ class Shared:
 
     def store(self, value: Tensor) -> None:
         self.data.copy_(value)
+
+    def load(self, layout: Any) -> Tensor:
+        return self.data.clone()
 
 
 class Barrier:
@@ -152,10 +157,11 @@ class Kernel:
     def __init__(self, function: Callable[..., None], language: Any) -> None:
         self.function, self.language = function, language
 
-    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+    def __getitem__(self, grid: Sequence[int]) -> Callable[..., None]:
         def launch(*args: Any, **_: Any) -> None:
             given = [Pointer(x) if isinstance(x, Tensor) else x for x in args]
-            for program in range(grid[0]):
+            self.language.grid = grid
+            for program in itertools.product(*map(range, grid)):
                 self.language.program = program
                 self.function(*given)
 
@@ -164,13 +170,14 @@ class Kernel:
 
 def language() -> Any:
     """What stands for `triton.experimental.gluon.language`."""
-    gl: Any = SimpleNamespace(program=0)
+    gl: Any = SimpleNamespace(program=(0,), grid=(1,))
 
     def nothing(*_: Any, **__: Any) -> None:
         """A layout."""
 
-    for name in ("BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"):
-        setattr(gl, name, nothing)
+    for name in ("Blocked", "Slice", "DotOperand", "NVMMADistributed", "DistributedLinear"):
+        setattr(gl, f"{name}Layout", nothing)
+    gl.SwizzledSharedLayout = nothing
     gl.NVMMASharedLayout = SimpleNamespace(get_default_for=nothing)
     for name in ("int32", "int64", "float32"):
         setattr(gl, name, getattr(torch, name))
@@ -182,20 +189,26 @@ def language() -> Any:
     gl.load, gl.store, gl.allocate_shared_memory = load, store, allocate
     gl.where, gl.exp2, gl.log2 = torch.where, torch.exp2, torch.log2
     gl.max = torch.amax
+    gl.maximum = lambda x, y: torch.fmax(x, torch.as_tensor(y))  # NaN loses
+    gl.split, gl.join = lambda x: x.unbind(-1), lambda a, b: torch.stack((a, b), -1)
+    gl.gather = lambda x, index, axis: x.gather(axis, index.long())
     gl.sum = lambda x, axis: x.sum(axis, dtype=x.dtype)
     gl.minimum = lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b))
-    gl.program_id = lambda axis: gl.program
+    gl.program_id = lambda axis: torch.tensor(gl.program[axis])
+    gl.num_programs = lambda axis: gl.grid[axis]
     gl.warp_specialize = specialize
     return gl
 
 
-def kernels(needed: Sequence[str]) -> Mapping[str, Kernel]:
+def kernels(needed: Sequence[str], source: Path = SOURCE) -> Mapping[str, Kernel]:
     """The kernels of the source file, by name, for this machine."""
     gl = language()
     hopper: Any = SimpleNamespace()
     hopper.async_copy = SimpleNamespace(
         async_copy_global_to_shared=copy,
         mbarrier_arrive=lambda barrier, increment_count: barrier.arrive(FETCHING_THREADS),
+        commit_group=lambda: None,
+        wait_group=lambda outstanding: None,
     )
     hopper.mbarrier = SimpleNamespace(
         MBarrierLayout=lambda: None,
@@ -208,7 +221,9 @@ def kernels(needed: Sequence[str]) -> Mapping[str, Kernel]:
     hopper.warpgroup_mma_wait = lambda outstanding, deps: deps[0] if len(deps) == 1 else deps
     stand_ins: dict[str, Any] = {
         "triton.experimental": SimpleNamespace(
-            gluon=SimpleNamespace(jit=lambda function: function)
+            gluon=SimpleNamespace(
+                jit=lambda function: function, constexpr_function=lambda function: function
+            )
         ),
         GLUON: SimpleNamespace(language=gl),
         f"{GLUON}.language.nvidia.hopper": hopper,
@@ -221,5 +236,5 @@ def kernels(needed: Sequence[str]) -> Mapping[str, Kernel]:
         "__name__": "warp_roles_on_a_cpu",
         "__builtins__": {**vars(builtins), "__import__": imported},
     }
-    exec(compile(SOURCE.read_text(encoding="utf-8"), str(SOURCE), "exec"), found)
+    exec(compile(source.read_text(encoding="utf-8"), str(source), "exec"), found)
     return {name: Kernel(found[name], gl) for name in needed}
