@@ -24,6 +24,7 @@ KERNELS = (
     "decode",
     "dense_tiles",
     "interval",
+    "interval_roles",
     "joint_backward",
     "lists",
     "means",
