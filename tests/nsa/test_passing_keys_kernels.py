@@ -28,7 +28,7 @@ SCALE = 0.4
 
 @pytest.fixture(autouse=True)
 def passing(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = machine.kernels(["nsa_scores_passing"], SOURCE)
+    kernels = machine.kernels(["nsa_scores_roles"], SOURCE)
     monkeypatch.setitem(sys.modules, "nsa.ops.scores.passing_keys", SimpleNamespace(**kernels))
     monkeypatch.setattr(nsa.ops.scores, "passing_keys", SimpleNamespace(**kernels), raising=False)
 

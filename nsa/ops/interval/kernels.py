@@ -35,7 +35,8 @@ from nsa.ops.kernels.common import (
 )
 from nsa.ops.kernels.launch import launch
 from nsa.ops.kernels.tiles import sm_of, smaller
-from nsa.routing.thresholds import GRID_LIMIT
+from nsa.routing.thresholds import GRID_LIMIT, SORT_MIN_ROWS
+from nsa.settings import is_off
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
 _SHOWN = {"BANDED": "_band", "COPY": "_copy"}
@@ -1353,7 +1354,11 @@ def _role_sizes(q: Tensor, k: Tensor, v: Tensor, scale: float, *, work: int) -> 
     """
     t = FORWARD_ROLES[min(3, width_class(q, v.shape[3]) + (q.dtype == torch.float32))]
     sm = sm_of(q.device)
-    if t is None or sm is None or sm[0] != 9 or not scale > 0 or q.element_size() != 2:
+    if t is None or is_off("roles") or sm is None or sm[0] != 9:
+        return None
+    # as many rows as the other steps with roles
+    few = q.shape[0] * q.shape[1] * k.shape[2] < SORT_MIN_ROWS
+    if few or not scale > 0 or q.element_size() != 2:
         return None
     if not (q.shape[3] == v.shape[3] in (64, 128)) or q.shape[2] // k.shape[2] % t.groups:
         return None

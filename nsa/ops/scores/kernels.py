@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -33,6 +32,7 @@ from nsa.ops.kernels.common import (
 from nsa.ops.kernels.launch import launch
 from nsa.ops.kernels.tiles import card_at, sm_of
 from nsa.routing.thresholds import GRID_LIMIT
+from nsa.settings import is_off
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
 # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by
@@ -66,10 +66,13 @@ class PassingTiles:
         return {"num_warps": self.BM // 16, **limit}
 
 
-# By width class, on Hopper.
-PASSING: tuple[PassingTiles | None, ...] = (PassingTiles(64, 64, 2), None, None, None)
-PASSING_MIN_TOKENS = 4096
-CHOOSE_OPTIONS: dict[str, Any] = {}
+# By width class, on Hopper, measured in bf16 (reports/kernels-log.md): 8,192 tokens of A take as
+# long either way.
+PASSING: tuple[PassingTiles | None, ...] = (PassingTiles(64, 64, 3), None, None, None)
+PASSING_MIN_ROWS = 16_384  # (b, t, kv head)
+# Registers of a thread of `nsa_choose`, by the most blocks of a row: without a limit 141, and 14
+# warps a multiprocessor instead of 32. Beyond, a thread holds more scores than that.
+CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 64, 1024
 
 
 @triton.jit
@@ -317,6 +320,7 @@ def choose(
     score_bytes: int = SCORE_BYTES,
     num_warps: int = 1,
     candidates: int = CANDIDATES,
+    choice_registers: int = CHOICE_REGISTERS,
 ) -> Tensor:
     """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N]."""
     q, k = rows(q), rows(k_cmp)
@@ -345,7 +349,7 @@ def choose(
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
         if seen and t is not None:
             launch(
-                passing_keys.nsa_scores_passing,
+                passing_keys.nsa_scores_roles,
                 (cdiv(n, BM), G * batches),
                 q,
                 k,
@@ -398,7 +402,7 @@ def choose(
                 copy,
                 **config,
             )
-        reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
+        reach = BJ if Q0 is not None else min(BJ, padded(-(-(q0 + t0 + n) // sel_block), 1))
         launch(
             nsa_choose,
             (batches * n * G,),
@@ -419,12 +423,12 @@ def choose(
             num_selected,
             padded(num_selected, 1),
             R,
-            max(min(BJ, reach), candidates),
+            max(reach, candidates),
             candidates,
             *flags,
             W > 1,
             num_warps=num_warps,
-            **CHOOSE_OPTIONS,
+            **({} if reach > CHOICE_REGISTERS_TO else {"maxnreg": choice_registers}),
         )
     return blocks
 
@@ -446,7 +450,8 @@ def passing_takes(q: Tensor, k: Tensor, t: PassingTiles) -> bool:
 
 def _passing_tiles(q: Tensor, k: Tensor) -> PassingTiles | None:
     t = PASSING[min(3, width_class(q, q.shape[3]) + (q.dtype == torch.float32))]
-    if t is None or q.shape[0] * q.shape[1] < PASSING_MIN_TOKENS or not passing_takes(q, k, t):
+    many = q.shape[0] * q.shape[1] * k.shape[2] >= PASSING_MIN_ROWS
+    if t is None or not many or is_off("roles") or not passing_takes(q, k, t):
         return None
     sm = sm_of(q.device)
     return t if sm is not None and sm[0] == 9 else None

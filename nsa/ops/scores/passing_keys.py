@@ -100,7 +100,7 @@ def _across(last, before, lay: gl.constexpr):
 
 
 @gluon.jit
-def nsa_scores_passing(
+def nsa_scores_roles(
     Q,
     K,
     LSE,
