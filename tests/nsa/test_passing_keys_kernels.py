@@ -57,11 +57,11 @@ def chosen(q: Tensor, k_cmp: Tensor, start: int, tiles: scores.PassingTiles) -> 
     ids=["heads stay", "three tiles ahead", "heads pass too"],
 )
 def test_choice_while_keys_pass(tiles: scores.PassingTiles) -> None:
-    """90 queries from token 1,300 on: two chunks, a tile of 26 rows, masked tiles and whole
+    """150 queries from token 1,300 on: two chunks, the last tile of 22 rows, masked tiles and whole
     ones, edges from a tile to the next.
     """
-    q, k_cmp = inputs(1, 90, 1300)
-    got = chosen(q, k_cmp, 1300, replace(tiles, score_bytes=64 * 2 * 96 * 4))
+    q, k_cmp = inputs(1, 150, 1300)
+    got = chosen(q, k_cmp, 1300, replace(tiles, score_bytes=128 * 2 * 96 * 4))
     want = oracle.select(q, k_cmp, config=CONFIG, q_start=1300, scale=SCALE)
     assert torch.isfinite(want[1]).any(), "blocks compete"
     assert assert_blocks(got, *want) <= 0.02
@@ -69,7 +69,7 @@ def test_choice_while_keys_pass(tiles: scores.PassingTiles) -> None:
 
 def test_choice_of_the_first_queries() -> None:
     """Rows that see no compressed block, or a tile of them whose last alone see some."""
-    q, k_cmp = inputs(1, 100, 0)
+    q, k_cmp = inputs(1, 200, 0)
     got = chosen(q, k_cmp, 0, scores.PassingTiles(64, 64, 2))
     assert_blocks(got, *oracle.select(q, k_cmp, config=CONFIG, q_start=0, scale=SCALE))
 
