@@ -80,8 +80,8 @@ PASSING: tuple[PassingTiles | None, ...] = (
 )
 PASSING_MIN_ROWS = 16_384  # (b, t, kv head)
 # Registers of a thread of `nsa_choose`, by the most blocks of a row: without a limit 141, and 14
-# warps a multiprocessor instead of 21. Beyond, a thread holds more scores than that.
-CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 96, 1024
+# warps a multiprocessor instead of 32. Beyond, a thread holds more scores than that.
+CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 64, 1024
 
 
 @triton.jit
