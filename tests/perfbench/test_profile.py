@@ -399,5 +399,5 @@ def test_every_forward_kernel_of_a_branch_bears_the_mark_that_the_witness_looks_
     assert all(any(mark in name for mark in marks) for name in forwards)
     assert (
         profile.TRITON_MARKS["win"] == profile.TRITON_MARKS["cmp"]
-        and profile.TRITON_MARKS["score"] in kernels["scores/choice"]
+        and profile.TRITON_MARKS["score"] in kernels["scores/kernels"]
     )

@@ -31,7 +31,6 @@ from nsa.ops.kernels.common import (
 )
 from nsa.ops.kernels.launch import launch
 from nsa.ops.kernels.tiles import card_at, sm_of
-from nsa.ops.scores.choice import nsa_choose, nsa_choose_of_groups, visible
 from nsa.routing.thresholds import GRID_LIMIT
 from nsa.settings import is_off
 
@@ -54,34 +53,39 @@ TILES = (
 class PassingTiles:
     """Sizes of `nsa.ops.scores.passing_keys`."""
 
-    BM: int  # queries
+    BM: int  # queries, whose heads all stay in shared memory
     BC: int  # compressed keys
     stages: int  # tiles of keys held
-    ring: int | None = None  # heads of the queries held; None: all, which then stay
-    warps: int = 4  # more than 16 rows need go across the keys
     registers: int | None = None  # of a thread; None: as many as the compiler wants
-    programs: int = 396  # that an H200 runs at a time
-    score_bytes: int = 1 << 27  # of one chunk's scores
+    score_bytes: int = 1 << 27  # of one chunk's scores: whole rows, so many to fill the GPU
 
     @property
     def options(self) -> dict[str, int]:
         """What Triton's launch takes."""
         limit = {} if self.registers is None else {"maxnreg": self.registers}
-        return {"num_warps": self.warps, **limit}
+        return {"num_warps": self.BM // 16, **limit}
 
 
 # By width class, on Hopper, measured in bf16 (reports/kernels-log.md): 8,192 tokens of A take as
 # long either way.
-PASSING: tuple[PassingTiles | None, ...] = (
-    PassingTiles(64, 64, 2, registers=168),
-    None,
-    None,
-    None,
-)
+PASSING: tuple[PassingTiles | None, ...] = (PassingTiles(64, 64, 3), None, None, None)
 PASSING_MIN_ROWS = 16_384  # (b, t, kv head)
 # Registers of a thread of `nsa_choose`, by the most blocks of a row: without a limit 141, and 14
 # warps a multiprocessor instead of 32. Beyond, a thread holds more scores than that.
 CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 64, 1024
+
+
+@triton.jit
+def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOCS: tl.constexpr):
+    """(position, first visible compressed block, one past the last)."""
+    pos = t + q0
+    if RAGGED:
+        pos = t + tl.load(Q0 + b).to(tl.int32)
+    lo = tl.zeros_like(pos)
+    if DOCS:
+        lo = tl.load(FIRST + t).to(tl.int32) // stride
+    hi = tl.where(pos + 1 < block, 0, (pos + 1 - block) // stride + 1)
+    return pos, lo, tl.minimum(hi, C)
 
 
 @triton.jit
@@ -141,7 +145,7 @@ def nsa_scores(
     live = row < n
     b = (b0 + batch).to(tl.int64)
     t = t0 + tl.minimum(row, n - 1)
-    _, lo, hi = visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
+    _, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
     if (c0 < tl.max(hi, 0)) & (c0 + BC > tl.min(lo, 0)):
         c = c0 + tl.arange(0, BC)
         d = tl.arange(0, BD)
@@ -174,6 +178,128 @@ def nsa_scores(
             tl.store(EDGE + at, _ranked(tl.sum(p * (W - own), 2)), mask=inside)
 
 
+@triton.jit
+def _score_at(AT, EDGE_AT, j, inside, first_block, hi, R: tl.constexpr, EDGED: tl.constexpr):
+    """Scores of blocks j of a row, at AT; what no visible compressed block reaches was not written,
+    and is 0.
+    """
+    score = tl.load(AT, mask=inside & (j < (hi + R - 1) // R), other=0.0)
+    if EDGED:
+        reached = (j > first_block) & (j < (hi + R) // R)
+        score += tl.load(EDGE_AT, mask=inside & reached, other=0.0)
+    return score
+
+
+# J unspecialized: were it known to be a multiple of 4, four neighbours would go to one lane, and
+# the maxima of groups would go through shared memory
+@triton.jit(do_not_specialize=["J"])
+def nsa_choose(
+    SCORE,
+    EDGE,
+    SPARE,
+    BLOCKS,
+    Q0,
+    FIRST,
+    b0,
+    t0,
+    rows_of_b,
+    T,
+    C,
+    q0,
+    block,
+    stride,
+    J,
+    L,
+    num_initial,
+    num_local,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    R: tl.constexpr,
+    BJ: tl.constexpr,
+    NC: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+    EDGED: tl.constexpr,
+):
+    """One (row, kv head) a program: forced blocks, then the best by (score descending, index
+    ascending); ascending, -1 padded.
+
+    Blocks are a matrix of NC columns, a column a lane, so that what is done by columns is done by
+    each lane alone.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    row = (at // G).to(tl.int32)
+    b = b0 + row // rows_of_b
+    t = t0 + row % rows_of_b
+    pos, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
+    first_block = lo * stride // L
+    cur = pos // L
+    SCORE += at * J
+    EDGE += at * J - 1
+    SPARE += at * NC
+    # forced: first_block .. initial_end - 1 and local_begin .. end - 1; what competes is between
+    end = tl.minimum(cur + 1, J)
+    initial_end = tl.minimum(first_block + num_initial, end)
+    local_begin = tl.minimum(tl.maximum(cur - num_local + 1, initial_end), end)
+    num_first = initial_end - first_block
+    num_forced = num_first + end - local_begin
+    need = N - num_forced
+    i = tl.arange(0, NC)
+    of_row = tl.arange(0, BJ // NC)[None, :] * NC  # constants, in an address
+    j = of_row + i[:, None]
+    competes = (j >= initial_end) & (j < local_begin)
+    score = _score_at(
+        (SCORE + i)[:, None] + of_row,
+        (EDGE + i)[:, None] + of_row,
+        j,
+        competes,
+        first_block,
+        hi,
+        R,
+        EDGED,
+    )
+    score = tl.where(competes, score, -1.0)
+    # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
+    # seldom many more.
+    best = tl.max(score, 1)
+    reach = tl.sum((best[:, None] >= best[None, :]).to(tl.int32), 0)
+    least = tl.max(tl.where(reach >= need, best, -1.0), 0)
+    least = tl.where(need > 0, tl.maximum(least, 0.0), float("inf"))
+    of_lane = tl.sum((score >= least).to(tl.int32), 1)
+    count = tl.sum(of_lane, 0)
+    if num_forced + count > NC:
+        for n in range(need):
+            highest = tl.max(tl.max(score, 1), 0)
+            hit = tl.min(tl.min(tl.where(score == highest, j, 2147483647), 1), 0)
+            tl.store(SPARE + n, hit)
+            score = tl.where(j == hit, -1.0, score)
+        count = need
+    else:
+        # in no order: each lane's one after the other
+        candidate = (score >= least).to(tl.int32)
+        spare = (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(candidate, 1) - candidate
+        tl.store(SPARE + spare, j, mask=candidate != 0)
+    tl.debug_barrier()
+    count += num_forced
+    found = (i >= num_forced) & (i < count)
+    cj = tl.load(SPARE + i - num_forced, mask=found, other=0)
+    cs = _score_at(SCORE + cj, EDGE + cj, cj, found, first_block, hi, R, EDGED)
+    own = tl.where(i < num_first, first_block + i, local_begin + i - num_first)
+    cj = tl.where(i < num_forced, own, cj)
+    cs = tl.where(i < num_forced, float("inf"), cs)
+    # a score is at least 0: its bits are in its order
+    key = (cs.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - cj).to(tl.int64)
+    key = tl.where(i < count, key, -1)
+    taken = (i < count) & (tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0) < N)
+    cj = tl.where(taken, cj, 2147483647)
+    place = tl.sum((cj[:, None] < cj[None, :]).to(tl.int32), 0)
+    out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
+    tl.store(out + place, cj, mask=taken)
+    n = tl.arange(0, NP)
+    tl.store(out + n, tl.full([NP], -1, tl.int32), mask=(n < N) & (n >= count))
+
+
 def choose(
     q: Tensor,
     k_cmp: Tensor,
@@ -203,32 +329,57 @@ def choose(
     blocks = q.new_empty(B, T, G, num_selected, dtype=torch.int32)
     q0, Q0 = starts(q_start)
     flags = (Q0 is not None, first is not None)
-    candidates = max(candidates, padded(num_selected, 1))
-    slots = (sel_block, num_initial, num_local, G, num_selected, padded(num_selected, 1), R)
+    t = None
     if tiles is None and not any(flags) and (R, W) == (4, 2) and num_local > 0:
         t = passing or _passing_tiles(q, k)
-        if t is not None:
-            _choose_passing(q, k, lse, blocks, t, (C, q0, block, stride), slots, candidates, scale)
-            return blocks
-    config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
-    BM, BC = config.pop("BM"), max(config.pop("BC"), R)
+    if t is not None:
+        from nsa.ops.scores import passing_keys  # Triton's Gluon, for it alone
+
+        BM, BC, score_bytes, J, W = t.BM, t.BC, t.score_bytes, cdiv(J, 32) * 32, 1
+    else:
+        config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
+        BM, BC = config.pop("BM"), max(config.pop("BC"), R)
+        (queries,), copy = described(BM, q, work=q.numel())
     most = max(BM, score_bytes // (J * G * 4) // BM * BM)
-    score, edge = q.new_empty(2, min(B * T, most), G, J, dtype=torch.float32)
-    BJ = padded(J, 1)
-    spare = q.new_empty(score.shape[0] * G, candidates, dtype=torch.int64)
+    score = q.new_empty(1 + (W > 1), min(B * T, most), G, J, dtype=torch.float32)
+    BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
+    spare = q.new_empty(score.shape[1] * G, candidates, dtype=torch.int32)
     geometry = (T, C, q0, block, stride, J)
-    (queries,), copy = described(BM, q, work=q.numel())
     for b0, t0, batches, n in _chunks(B, T, most, GRID_LIMIT // G):
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
-        if seen:
+        if seen and t is not None:
+            launch(
+                passing_keys.nsa_scores_roles,
+                (cdiv(n, BM), G * batches),
+                q,
+                k,
+                lse,
+                score,
+                b0,
+                t0,
+                n,
+                *geometry,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                scale * LOG2E,
+                G,
+                HQ // G,
+                D,
+                BM,
+                BC,
+                t.stages,
+                BM // 16,
+                **t.options,
+            )
+        elif seen:
             launch(
                 nsa_scores,
                 (cdiv(n, BM), cdiv(seen, BC), G * batches),
                 queries,
                 k,
                 lse,
-                score,
-                edge,
+                score[0],
+                score[-1],
                 Q0,
                 first,
                 b0,
@@ -255,8 +406,8 @@ def choose(
         launch(
             nsa_choose,
             (batches * n * G,),
-            score,
-            edge,
+            score[0],
+            score[-1],
             spare,
             blocks,
             Q0,
@@ -265,7 +416,13 @@ def choose(
             t0,
             n,
             *geometry,
-            *slots,
+            sel_block,
+            num_initial,
+            num_local,
+            G,
+            num_selected,
+            padded(num_selected, 1),
+            R,
             max(reach, candidates),
             candidates,
             *flags,
@@ -276,124 +433,16 @@ def choose(
     return blocks
 
 
-def _choose_passing(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    blocks: Tensor,
-    t: PassingTiles,
-    of_keys: tuple[int, int, int, int],
-    slots: tuple[int, ...],
-    candidates: int,
-    scale: float,
-) -> None:
-    """Fill ``blocks``. A chunk's rows of scores are as long as its last query's."""
-    from nsa.ops.scores import passing_keys  # Triton's Gluon, for it alone
-
-    (B, T, HQ, D), G, q0 = q.shape, k.shape[2], of_keys[1]
-    H = HQ // G
-    group = t.BC // (t.warps * 16 // t.BM) // 16  # blocks of a row in a thread
-    wave = t.BM * max(1, t.programs // G)
-    chunks = list(_passing_chunks(B, T, q0, slots[0], t, G=G, wave=wave))
-    size = max(batches * n * J for _, _, batches, n, J in chunks) * G
-    score, most = (q.new_empty(size // n, dtype=torch.float32) for n in (1, group))
-    rows_at_once = max(batches * n for _, _, batches, n, _ in chunks) * G
-    spare = q.new_empty(rows_at_once, candidates, dtype=torch.int64)
-    spare_group = q.new_empty(rows_at_once, candidates, dtype=torch.int32)
-    for b0, t0, batches, n, J in chunks:
-        launch(
-            passing_keys.nsa_scores_roles,
-            (cdiv(n, t.BM), G * batches),
-            q,
-            k,
-            lse,
-            score,
-            most,
-            b0,
-            t0,
-            n,
-            T,
-            *of_keys,
-            J,
-            *slots[:3],
-            *q.stride()[:3],
-            *k.stride()[:3],
-            scale * LOG2E,
-            G,
-            H,
-            D,
-            t.BM,
-            t.BC,
-            t.stages,
-            t.ring or H,
-            t.warps,
-            **t.options,
-        )
-        launch(
-            nsa_choose_of_groups,
-            (batches * n * G,),
-            score,
-            most,
-            spare,
-            spare_group,
-            blocks,
-            b0,
-            t0,
-            n,
-            T,
-            *of_keys,
-            J,
-            *slots,
-            max(padded(J // group, 1), candidates),
-            group,
-            candidates,
-            num_warps=1,
-            maxnreg=64,
-        )
-
-
-def _passing_chunks(
-    B: int, T: int, q0: int, L: int, t: PassingTiles, *, G: int, wave: int
-) -> Iterator[tuple[int, int, int, int, int]]:
-    """(first b, first t, how many b, how many t of each, blocks of a row of scores), at most
-    ``t.score_bytes`` together: whole sequences, or from the last queries on as many of one as fill
-    the GPU whole times, and at last the rest.
-    """
-    unit = max(32, t.BC // 4)
-
-    def row(end: int) -> int:
-        return cdiv(cdiv(q0 + end, L), unit) * unit
-
-    def most_rows(end: int) -> int:
-        return t.score_bytes // (row(end) * G * 4)
-
-    if most_rows(T) >= T:
-        batches = max(1, min(B, most_rows(T) // T, GRID_LIMIT // G))
-        for b0 in range(0, B, batches):
-            yield b0, 0, min(batches, B - b0), T, row(T)
-        return
-    for b in range(B):
-        end = T
-        while end:
-            n = most_rows(end)
-            n = n // wave * wave or max(t.BM, n)
-            begin = 0 if end <= most_rows(end) else cdiv(max(0, end - n), t.BM) * t.BM
-            yield b, begin, 1, end - begin, row(end)
-            end = begin
-
-
 def passing_takes(q: Tensor, k: Tensor, t: PassingTiles) -> bool:
     """Whether `nsa.ops.scores.passing_keys` computes these: rows of 64 or 128 elements of 2 bytes
     at multiples of 16 bytes, an even number of query heads a kv head, which fit.
     """
     H, D = q.shape[2] // k.shape[2], q.shape[3]
-    held = H if t.ring is None else t.ring
     return (
         q.element_size() == 2
         and D in (64, 128)
         and H % 2 == 0
-        and (held == H or (H % held == 0 and held >= 4 and t.stages == 2))
-        and 2 * D * (held * t.BM + t.stages * t.BC) + 4 * H * t.BM <= card_at(q.device).shared_bytes
+        and H * t.BM * (2 * D + 4) + t.stages * t.BC * 2 * D <= card_at(q.device).shared_bytes
         and not any(x.data_ptr() % 16 for x in (q, k))
         and not any(stride % 8 for x in (q, k) for stride in x.stride()[:-1])
     )
