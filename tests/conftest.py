@@ -24,11 +24,13 @@ KERNELS = (
     "decode",
     "dense_tiles",
     "interval",
+    "interval_roles",
     "joint_backward",
     "lists",
     "means",
     "one_node",
     "operator",
+    "passing_keys",
     "selected",
     "warp_roles",
 )

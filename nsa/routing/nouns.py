@@ -36,8 +36,9 @@ TRITON_STEPS: Mapping[str, str] = {
         " else over sorted lists of the queries that chose each"
     ),
     "roles": (
-        "warp groups with roles for the selected branch's lists on Hopper: some fetch rows, others"
-        " multiply"
+        "kernels for Hopper alone: the selected branch's lists and the compressed branch by warp"
+        " groups with roles, some fetch and others multiply; scores of queries that stay in shared"
+        " memory"
     ),
     "join": "one operator for the gated sum and the gradients of all branches",
     "split": "a decode step whose keys are split over the GPU",

@@ -41,6 +41,10 @@ FORWARD_ROLES = {
     "B": (selected.RoleTiles(64, 1, 3, 1, 16, 128), selected.RoleTiles(64, 2, 4, 2, 16, 168)),
 }
 BACKWARD_ROLES = {"A": selected.BACKWARD_ROLES[:1], "B": selected.BACKWARD_ROLES[1:2]}
+INTERVAL_ROLES = {
+    "A": (interval.RoleSizes(128, 2, 3, 128, 160), interval.RoleSizes(64, 3, 2, 80, 112)),
+    "B": (interval.RoleSizes(128, 2, 2, 168, 240),),
+}
 GEOMETRIES: tuple[dict[str, Any], ...] = (
     {"block": 32, "stride": 16, "width": None},
     {"block": 1, "stride": 1, "width": 512},
@@ -125,6 +129,12 @@ def everything(
     o, lse = dense_tiles.forward(q, *tokens, blocks, sel_block=64, **where)
     dense_tiles.backward(do, q, *tokens, blocks, lse, lse, sel_block=64, **where)
     if roles:
+        k_cmp, v_cmp = kv(G, (TOKENS - 32) // 16 + 1)
+        for sizes in INTERVAL_ROLES[shape]:
+            interval.forward(q, k_cmp, v_cmp, first=None, roles=sizes, **GEOMETRIES[0], **where)
+        for passing in filter(None, scores.PASSING):
+            if scores.passing_takes(q, k_cmp, passing):
+                scores.choose(q, k_cmp, lse, first=None, passing=passing, **chosen, **where)
         options = {"sel_block": 64, **where}
         for tiles in FORWARD_ROLES[shape]:
             selected.forward(q, *tokens, blocks, by_row=False, tiles=tiles, **options)

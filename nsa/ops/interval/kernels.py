@@ -10,6 +10,8 @@ that a tile of queries has masked key tiles at its two ends only.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ from nsa.ops.kernels.common import (
     width_class,
 )
 from nsa.ops.kernels.launch import launch
-from nsa.ops.kernels.tiles import smaller
-from nsa.routing.thresholds import GRID_LIMIT
+from nsa.ops.kernels.tiles import sm_of, smaller
+from nsa.routing.thresholds import GRID_LIMIT, SORT_MIN_ROWS
+from nsa.settings import is_off
 
 # What a profiler shows: the sliding branch's launches, and those by the copy engine.
 _SHOWN = {"BANDED": "_band", "COPY": "_copy"}
@@ -1224,6 +1227,28 @@ TILES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class RoleSizes:
+    """Sizes of `nsa.ops.interval.warp_roles`."""
+
+    BC: int  # keys of a tile
+    stages: int  # tiles of keys held
+    groups: int  # of four warps, each with 64 queries of a head
+    registers: int  # of a thread at the start
+    attend: int  # and of one that attends, but of the first group, which has the rest
+    fetch: int = 24
+
+
+# By width class, on Hopper, without a window. At 65,536 tokens .886 ms at width 64 (1.001 by
+# Triton's kernel) and 7.39 at 128 (8.72).
+FORWARD_ROLES: tuple[RoleSizes | None, ...] = (
+    RoleSizes(128, 2, 3, 128, 160),
+    RoleSizes(128, 2, 2, 168, 240),
+    None,
+    None,
+)
+
+
 def _grid_kv(parts: int, ranges: int, tiles: int) -> tuple[int, int, int]:
     """The grid of the gradients of keys: ``tiles`` in its third dimension, and where they do not
     fit there, in the first as well.
@@ -1256,6 +1281,7 @@ def forward(
     into: tuple[Tensor, Tensor] | None = None,
     work: int | None = None,
     tiles: dict[str, int] | None = None,
+    roles: RoleSizes | None = None,
 ) -> tuple[Tensor, Tensor]:
     """q [B, T, Q, D], k [B, C, G, D], v [B, C, G, DV] -> (o [B, T, Q, DV], lse to base 2 [B, T, Q]
     fp32).
@@ -1281,9 +1307,14 @@ def forward(
             scale=scale,
         )
         return o, lse
+    q0, Q0 = starts(q_start)
+    if Q0 is None and first is None and width is None and tiles is None:
+        t = roles or _role_sizes(q, k, v, scale, work=work or q.numel())
+        if t is not None:
+            _forward_by_roles(q, k, v, (o, lse), t, (q0, block, stride), scale)
+            return o, lse
     config = dict(tiles or _tiles_of("forward", q, DV, width))
     BM, BC = config.pop("BM"), config.pop("BC")
-    q0, Q0 = starts(q_start)
     keys, copy = described(BC, k, v, work=work or q.numel())
     launch(
         nsa_interval_forward,
@@ -1321,6 +1352,81 @@ def forward(
         **config,
     )
     return o, lse
+
+
+def _role_sizes(q: Tensor, k: Tensor, v: Tensor, scale: float, *, work: int) -> RoleSizes | None:
+    """Those of `nsa.ops.interval.warp_roles` where it computes these: rows of 64 or 128 elements of
+    2 bytes, groups of heads that it divides, what the copy engine takes.
+    """
+    t = FORWARD_ROLES[min(3, width_class(q, v.shape[3]) + (q.dtype == torch.float32))]
+    sm = sm_of(q.device)
+    if t is None or is_off("roles") or sm is None or sm[0] != 9:
+        return None
+    # as many rows as the other steps with roles
+    few = q.shape[0] * q.shape[1] * k.shape[2] < SORT_MIN_ROWS
+    if few or not scale > 0 or q.element_size() != 2:
+        return None
+    if not (q.shape[3] == v.shape[3] in (64, 128)) or q.shape[2] // k.shape[2] % t.groups:
+        return None
+    return t if described(t.BC, q, k, v, work=work)[1] else None
+
+
+@lru_cache(maxsize=64)
+def _layout(tile: tuple[int, ...], dtype: torch.dtype) -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(
+        tile, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16
+    )
+
+
+def _forward_by_roles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    into: tuple[Tensor, Tensor],
+    t: RoleSizes,
+    where: tuple[int, int, int],
+    scale: float,
+) -> None:
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from nsa.ops.interval import warp_roles  # Triton's Gluon, for it alone
+
+    (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
+    tensors = []
+    for x, tile_rows in ((q, 64), (k, t.BC), (v, t.BC)):
+        unit = 16 // x.element_size()
+        # the stride of a dimension of size 1 is never used, and may be anything
+        strides = [
+            unit if size == 1 else stride
+            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
+        ]
+        tile = (1, tile_rows, 1, D)
+        tensors.append(
+            TensorDescriptor(x, list(x.shape), [*strides, 1], list(tile), _layout(tile, x.dtype))
+        )
+    launch(
+        warp_roles.nsa_interval_forward_roles,
+        (cdiv(T, 64), HQ // t.groups, B),
+        *tensors,
+        *into,
+        T,
+        into[1].shape[1],
+        C,
+        *where,
+        scale * LOG2E,
+        HQ // G,
+        HQ,
+        D,
+        t.BC,
+        t.stages,
+        t.groups,
+        t.attend,
+        t.fetch,
+        num_warps=4,
+        maxnreg=t.registers,
+    )
 
 
 def backward(

@@ -11,6 +11,7 @@ its best blocks are taken, so that scores stay in the L2.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,7 +30,9 @@ from nsa.ops.kernels.common import (
     width_class,
 )
 from nsa.ops.kernels.launch import launch
+from nsa.ops.kernels.tiles import card_at, sm_of
 from nsa.routing.thresholds import GRID_LIMIT
+from nsa.settings import is_off
 
 SCORE_BYTES = 1 << 25  # of one chunk's scores
 # that are ranked by counting, or as many as there are slots; a row with more takes its slots one by
@@ -44,6 +47,32 @@ TILES = (
     {"BM": 64, "BC": 64, "num_warps": 4, "num_stages": 2},
     {"BM": 32, "BC": 32, "num_warps": 4, "num_stages": 1},
 )
+
+
+@dataclass(frozen=True, slots=True)
+class PassingTiles:
+    """Sizes of `nsa.ops.scores.passing_keys`."""
+
+    BM: int  # queries, whose heads all stay in shared memory
+    BC: int  # compressed keys
+    stages: int  # tiles of keys held
+    registers: int | None = None  # of a thread; None: as many as the compiler wants
+    score_bytes: int = 1 << 27  # of one chunk's scores: whole rows, so many to fill the GPU
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What Triton's launch takes."""
+        limit = {} if self.registers is None else {"maxnreg": self.registers}
+        return {"num_warps": self.BM // 16, **limit}
+
+
+# By width class, on Hopper, measured in bf16 (reports/kernels-log.md): 8,192 tokens of A take as
+# long either way.
+PASSING: tuple[PassingTiles | None, ...] = (PassingTiles(64, 64, 3), None, None, None)
+PASSING_MIN_ROWS = 16_384  # (b, t, kv head)
+# Registers of a thread of `nsa_choose`, by the most blocks of a row: without a limit 141, and 14
+# warps a multiprocessor instead of 32. Beyond, a thread holds more scores than that.
+CHOICE_REGISTERS, CHOICE_REGISTERS_TO = 64, 1024
 
 
 @triton.jit
@@ -150,11 +179,24 @@ def nsa_scores(
 
 
 @triton.jit
+def _score_at(AT, EDGE_AT, j, inside, first_block, hi, R: tl.constexpr, EDGED: tl.constexpr):
+    """Scores of blocks j of a row, at AT; what no visible compressed block reaches was not written,
+    and is 0.
+    """
+    score = tl.load(AT, mask=inside & (j < (hi + R - 1) // R), other=0.0)
+    if EDGED:
+        reached = (j > first_block) & (j < (hi + R) // R)
+        score += tl.load(EDGE_AT, mask=inside & reached, other=0.0)
+    return score
+
+
+# J unspecialized: were it known to be a multiple of 4, four neighbours would go to one lane, and
+# the maxima of groups would go through shared memory
+@triton.jit(do_not_specialize=["J"])
 def nsa_choose(
     SCORE,
     EDGE,
-    SPARE_J,
-    SPARE_S,
+    SPARE,
     BLOCKS,
     Q0,
     FIRST,
@@ -174,14 +216,17 @@ def nsa_choose(
     N: tl.constexpr,
     NP: tl.constexpr,
     R: tl.constexpr,
-    W: tl.constexpr,
     BJ: tl.constexpr,
     NC: tl.constexpr,
     RAGGED: tl.constexpr,
     DOCS: tl.constexpr,
+    EDGED: tl.constexpr,
 ):
     """One (row, kv head) a program: forced blocks, then the best by (score descending, index
     ascending); ascending, -1 padded.
+
+    Blocks are a matrix of NC columns, a column a lane, so that what is done by columns is done by
+    each lane alone.
     """
     at = tl.program_id(0).to(tl.int64)
     row = (at // G).to(tl.int32)
@@ -190,59 +235,67 @@ def nsa_choose(
     pos, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
     first_block = lo * stride // L
     cur = pos // L
-    j = tl.arange(0, BJ)
-    allowed = (j >= first_block) & (j <= cur) & (j < J)
-    forced = allowed & ((j < first_block + num_initial) | (j > cur - num_local))
-    # what no visible compressed block reaches was not written, and is 0
-    score = tl.load(SCORE + at * J + j, mask=allowed & (j * R < hi), other=0.0)
-    if W > 1:
-        score += tl.load(
-            EDGE + at * J + j - 1, mask=allowed & (j > first_block) & (j * R - 1 < hi), other=0.0
-        )
-    need = N - tl.sum(forced.to(tl.int32), 0)
-    score = tl.where(allowed & (forced == 0), score, -1.0)
-    out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
-    if BJ > NC:
-        # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
-        # seldom many more.
-        best = tl.max(tl.reshape(score, [BJ // NC, NC]), 0)
-        i = tl.arange(0, NC)
-        better = (best[None, :] > best[:, None]) | (
-            (best[None, :] == best[:, None]) & (i[None, :] < i[:, None])
-        )
-        least = tl.max(tl.where(tl.sum(better.to(tl.int32), 1) == need - 1, best, -1.0), 0)
-        least = tl.where(need > 0, least, float("inf"))
-        candidate = forced | ((score >= 0) & (score >= least))
-        count = tl.sum(candidate.to(tl.int32), 0)
-        if count <= NC:
-            spare = at * NC + tl.cumsum(candidate.to(tl.int32), 0) - 1
-            tl.store(SPARE_J + spare, j, mask=candidate)
-            tl.store(SPARE_S + spare, tl.where(forced, float("inf"), score), mask=candidate)
-            tl.debug_barrier()
-            cj = tl.load(SPARE_J + at * NC + i, mask=i < count, other=2147483647)
-            cs = tl.load(SPARE_S + at * NC + i, mask=i < count, other=-1.0)
-            better = (cs[None, :] > cs[:, None]) | (
-                (cs[None, :] == cs[:, None]) & (cj[None, :] < cj[:, None])
-            )
-            taken = (i < count) & (tl.sum(better.to(tl.int32), 1) < N)
-            tl.store(out + tl.cumsum(taken.to(tl.int32), 0) - 1, cj, mask=taken)
-        else:
-            candidate = forced
-            for _ in range(need):
-                highest = tl.max(score, 0)
-                hit = tl.min(tl.where((score == highest) & (score >= 0), j, 2147483647), 0)
-                candidate = candidate | (j == hit)
-                score = tl.where(j == hit, -1.0, score)
-            tl.store(out + tl.cumsum(candidate.to(tl.int32), 0) - 1, j, mask=candidate)
-            count = tl.sum(candidate.to(tl.int32), 0)
+    SCORE += at * J
+    EDGE += at * J - 1
+    SPARE += at * NC
+    # forced: first_block .. initial_end - 1 and local_begin .. end - 1; what competes is between
+    end = tl.minimum(cur + 1, J)
+    initial_end = tl.minimum(first_block + num_initial, end)
+    local_begin = tl.minimum(tl.maximum(cur - num_local + 1, initial_end), end)
+    num_first = initial_end - first_block
+    num_forced = num_first + end - local_begin
+    need = N - num_forced
+    i = tl.arange(0, NC)
+    of_row = tl.arange(0, BJ // NC)[None, :] * NC  # constants, in an address
+    j = of_row + i[:, None]
+    competes = (j >= initial_end) & (j < local_begin)
+    score = _score_at(
+        (SCORE + i)[:, None] + of_row,
+        (EDGE + i)[:, None] + of_row,
+        j,
+        competes,
+        first_block,
+        hi,
+        R,
+        EDGED,
+    )
+    score = tl.where(competes, score, -1.0)
+    # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
+    # seldom many more.
+    best = tl.max(score, 1)
+    reach = tl.sum((best[:, None] >= best[None, :]).to(tl.int32), 0)
+    least = tl.max(tl.where(reach >= need, best, -1.0), 0)
+    least = tl.where(need > 0, tl.maximum(least, 0.0), float("inf"))
+    of_lane = tl.sum((score >= least).to(tl.int32), 1)
+    count = tl.sum(of_lane, 0)
+    if num_forced + count > NC:
+        for n in range(need):
+            highest = tl.max(tl.max(score, 1), 0)
+            hit = tl.min(tl.min(tl.where(score == highest, j, 2147483647), 1), 0)
+            tl.store(SPARE + n, hit)
+            score = tl.where(j == hit, -1.0, score)
+        count = need
     else:
-        score = tl.where(forced, float("inf"), score)
-        better = (score[None, :] > score[:, None]) | (
-            (score[None, :] == score[:, None]) & (j[None, :] < j[:, None])
-        )
-        taken = allowed & (tl.sum(better.to(tl.int32), 1) < N)
-        tl.store(out + tl.cumsum(taken.to(tl.int32), 0) - 1, j, mask=taken)
-        count = tl.sum(taken.to(tl.int32), 0)
+        # in no order: each lane's one after the other
+        candidate = (score >= least).to(tl.int32)
+        spare = (tl.cumsum(of_lane, 0) - of_lane)[:, None] + tl.cumsum(candidate, 1) - candidate
+        tl.store(SPARE + spare, j, mask=candidate != 0)
+    tl.debug_barrier()
+    count += num_forced
+    found = (i >= num_forced) & (i < count)
+    cj = tl.load(SPARE + i - num_forced, mask=found, other=0)
+    cs = _score_at(SCORE + cj, EDGE + cj, cj, found, first_block, hi, R, EDGED)
+    own = tl.where(i < num_first, first_block + i, local_begin + i - num_first)
+    cj = tl.where(i < num_forced, own, cj)
+    cs = tl.where(i < num_forced, float("inf"), cs)
+    # a score is at least 0: its bits are in its order
+    key = (cs.to(tl.int32, bitcast=True).to(tl.int64) << 32) | (2147483647 - cj).to(tl.int64)
+    key = tl.where(i < count, key, -1)
+    taken = (i < count) & (tl.sum((key[:, None] > key[None, :]).to(tl.int32), 0) < N)
+    cj = tl.where(taken, cj, 2147483647)
+    place = tl.sum((cj[:, None] < cj[None, :]).to(tl.int32), 0)
+    out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
+    tl.store(out + place, cj, mask=taken)
     n = tl.arange(0, NP)
     tl.store(out + n, tl.full([NP], -1, tl.int32), mask=(n < N) & (n >= count))
 
@@ -263,35 +316,70 @@ def choose(
     first: Tensor | None,
     scale: float,
     tiles: dict[str, int] | None = None,
+    passing: PassingTiles | None = None,
     score_bytes: int = SCORE_BYTES,
     num_warps: int = 1,
     candidates: int = CANDIDATES,
+    choice_registers: int = CHOICE_REGISTERS,
 ) -> Tensor:
     """q [B, T, Q, D], k_cmp [B, C, G, D], lse to base 2 [B, T, Q] -> blocks int32 [B, T, G, N]."""
     q, k = rows(q), rows(k_cmp)
     (B, T, HQ, D), (C, G) = q.shape, k.shape[1:3]
     J, R, W = -(-kv_len // sel_block), sel_block // stride, block // stride
     blocks = q.new_empty(B, T, G, num_selected, dtype=torch.int32)
-    config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
-    BM, BC = config.pop("BM"), max(config.pop("BC"), R)
-    most = max(BM, score_bytes // (J * G * 4) // BM * BM)
-    score, edge = q.new_empty(2, min(B * T, most), G, J, dtype=torch.float32)
-    BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
-    spare = q.new_empty(2, score.shape[0] * G, candidates, dtype=torch.int32)
     q0, Q0 = starts(q_start)
-    geometry, flags = (T, C, q0, block, stride, J), (Q0 is not None, first is not None)
-    (queries,), copy = described(BM, q, work=q.numel())
+    flags = (Q0 is not None, first is not None)
+    t = None
+    if tiles is None and not any(flags) and (R, W) == (4, 2) and num_local > 0:
+        t = passing or _passing_tiles(q, k)
+    if t is not None:
+        from nsa.ops.scores import passing_keys  # Triton's Gluon, for it alone
+
+        BM, BC, score_bytes, J, W = t.BM, t.BC, t.score_bytes, cdiv(J, 32) * 32, 1
+    else:
+        config = dict(tiles or TILES[min(3, width_class(q, D) + (q.dtype == torch.float32))])
+        BM, BC = config.pop("BM"), max(config.pop("BC"), R)
+        (queries,), copy = described(BM, q, work=q.numel())
+    most = max(BM, score_bytes // (J * G * 4) // BM * BM)
+    score = q.new_empty(1 + (W > 1), min(B * T, most), G, J, dtype=torch.float32)
+    BJ, candidates = padded(J, 1), max(candidates, padded(num_selected, 1))
+    spare = q.new_empty(score.shape[1] * G, candidates, dtype=torch.int32)
+    geometry = (T, C, q0, block, stride, J)
     for b0, t0, batches, n in _chunks(B, T, most, GRID_LIMIT // G):
         seen = C if Q0 is not None else max(0, min(C, (q0 + t0 + n - block) // stride + 1))
-        if seen:
+        if seen and t is not None:
+            launch(
+                passing_keys.nsa_scores_roles,
+                (cdiv(n, BM), G * batches),
+                q,
+                k,
+                lse,
+                score,
+                b0,
+                t0,
+                n,
+                *geometry,
+                *q.stride()[:3],
+                *k.stride()[:3],
+                scale * LOG2E,
+                G,
+                HQ // G,
+                D,
+                BM,
+                BC,
+                t.stages,
+                BM // 16,
+                **t.options,
+            )
+        elif seen:
             launch(
                 nsa_scores,
                 (cdiv(n, BM), cdiv(seen, BC), G * batches),
                 queries,
                 k,
                 lse,
-                score,
-                edge,
+                score[0],
+                score[-1],
                 Q0,
                 first,
                 b0,
@@ -314,14 +402,13 @@ def choose(
                 copy,
                 **config,
             )
-        reach = BJ if Q0 is not None else padded(-(-(q0 + t0 + n) // sel_block), 1)
+        reach = BJ if Q0 is not None else min(BJ, padded(-(-(q0 + t0 + n) // sel_block), 1))
         launch(
             nsa_choose,
             (batches * n * G,),
-            score,
-            edge,
-            spare[0],
-            spare[1].view(torch.float32),
+            score[0],
+            score[-1],
+            spare,
             blocks,
             Q0,
             first,
@@ -336,13 +423,38 @@ def choose(
             num_selected,
             padded(num_selected, 1),
             R,
-            W,
-            min(BJ, reach),
+            max(reach, candidates),
             candidates,
             *flags,
+            W > 1,
             num_warps=num_warps,
+            **({} if reach > CHOICE_REGISTERS_TO else {"maxnreg": choice_registers}),
         )
     return blocks
+
+
+def passing_takes(q: Tensor, k: Tensor, t: PassingTiles) -> bool:
+    """Whether `nsa.ops.scores.passing_keys` computes these: rows of 64 or 128 elements of 2 bytes
+    at multiples of 16 bytes, an even number of query heads a kv head, which fit.
+    """
+    H, D = q.shape[2] // k.shape[2], q.shape[3]
+    return (
+        q.element_size() == 2
+        and D in (64, 128)
+        and H % 2 == 0
+        and H * t.BM * (2 * D + 4) + t.stages * t.BC * 2 * D <= card_at(q.device).shared_bytes
+        and not any(x.data_ptr() % 16 for x in (q, k))
+        and not any(stride % 8 for x in (q, k) for stride in x.stride()[:-1])
+    )
+
+
+def _passing_tiles(q: Tensor, k: Tensor) -> PassingTiles | None:
+    t = PASSING[min(3, width_class(q, q.shape[3]) + (q.dtype == torch.float32))]
+    many = q.shape[0] * q.shape[1] * k.shape[2] >= PASSING_MIN_ROWS
+    if t is None or not many or is_off("roles") or not passing_takes(q, k, t):
+        return None
+    sm = sm_of(q.device)
+    return t if sm is not None and sm[0] == 9 else None
 
 
 def _chunks(B: int, T: int, most: int, most_batches: int) -> Iterator[tuple[int, int, int, int]]:
