@@ -29,6 +29,7 @@ KERNELS = (
     "means",
     "one_node",
     "operator",
+    "phi",
     "selected",
     "warp_roles",
 )
