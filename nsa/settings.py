@@ -103,6 +103,7 @@ class Settings:
     debug_log: Setting[bool] = Setting()
     triton_copy: Setting[bool] = Setting()
     triton_lists: Setting[bool] = Setting()
+    triton_roles: Setting[bool] = Setting()
     triton_join: Setting[bool] = Setting()
     triton_split: Setting[bool] = Setting()
 

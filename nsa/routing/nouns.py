@@ -36,6 +36,10 @@ TRITON_STEPS: Mapping[str, str] = {
         "the selected forward block by block: as dense tiles where most blocks are chosen anyway,"
         " else over sorted lists of the queries that chose each"
     ),
+    "roles": (
+        "warp groups with roles for the selected branch's lists on Hopper: some fetch rows, others"
+        " multiply"
+    ),
     "join": "one operator for the gated sum and the gradients of all branches",
     "split": "a decode step whose keys are split over the GPU",
 }

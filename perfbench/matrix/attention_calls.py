@@ -25,6 +25,7 @@ from perfbench.records import (
 )
 
 GOT_LOOP = "workload=train_loop"
+_OF_LISTS = ("lists", "roles")  # steps that only a call with enough rows for lists takes
 LOOP_SYMBOLS = 256  # ids of the synthetic text, whose tokens are bytes
 
 
@@ -201,14 +202,14 @@ def _why_not_without(cell: Cell, model: ModelConfig) -> str | None:
             f"{got} workload={cell.workload}: its kernels load no tile by a descriptor; wanted"
             " another workload; leave it out"
         )
-    if cell.without == "lists" and cell.workload == "decode":
+    if cell.without in _OF_LISTS and cell.workload == "decode":
         return (
             f"{got} workload=decode: a decode step has too few queries to sort; wanted another"
             " workload; leave it out"
         )
     tokens = min(cell.chunk, cell.seq_len) if cell.workload == "chunked_prefill" else cell.seq_len
     if (
-        cell.without == "lists"
+        cell.without in _OF_LISTS
         and (rows := cell.batch * tokens * model.num_kv_heads) < sort_min_rows()
     ):
         return (

@@ -35,7 +35,7 @@ BACKWARD = (*TRAINING, "attention", "selected")
 EVERYTHING = "none"  # what a cell is without by default
 # Of path triton, each turned off by NSA_TRITON_<STEP>=0. Spelled out, since an older nsa, which
 # `ab` measures, too, names none.
-STEPS = ("copy", "lists", "join", "split")
+STEPS = ("copy", "lists", "roles", "join", "split")
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes

@@ -40,6 +40,7 @@ TRITON_MARKS: Mapping[str, str] = {
 STEP_MARKS: Mapping[str, str] = {
     "copy": "_copy",
     "lists": "nsa_selected_sum",
+    "roles": "_roles",
     "join": "nsa_gate_products",
     "split": "_split",
 }

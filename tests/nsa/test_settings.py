@@ -68,7 +68,7 @@ def test_a_prototype_variable_is_known_or_retired(name: str) -> None:
 
 
 def test_what_is_known_or_retired_is_a_prototype_variable_or_a_step_to_turn_off() -> None:
-    steps = {"NSA_TRITON_COPY", "NSA_TRITON_LISTS", "NSA_TRITON_JOIN", "NSA_TRITON_SPLIT"}
+    steps = {f"NSA_TRITON_{step}" for step in ("COPY", "LISTS", "ROLES", "JOIN", "SPLIT")}
     own = {*steps, "NSA_THRESHOLDS"}
     assert {*MEANINGS, *RETIRED} == {*FOUNDING, *own} and not steps & {*RETIRED, *FOUNDING}
 

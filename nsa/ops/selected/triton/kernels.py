@@ -32,7 +32,7 @@ from nsa.ops.kernels.common import (
     width_class,
 )
 from nsa.ops.kernels.launch import launch
-from nsa.ops.kernels.tiles import rows_that_fit, smaller
+from nsa.ops.kernels.tiles import rows_that_fit, sm_of, smaller
 from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton.block_lists import Grid, Lists
 from nsa.ops.selected.triton.by_row import forward as forward_by_row
@@ -587,9 +587,21 @@ def _entries(M: int, segments: int, H: int, E: int) -> tuple[int, int, int]:
 # By width class; the first two measured in bf16.
 FORWARD = (Tiles(64, 4, 3), Tiles(64, 4, 8, max_registers=128), Tiles(64, 8, 4), Tiles(32, 4, 4))
 BACKWARD = (Tiles(128, 4, 32, 2), Tiles(64, 4, 128), Tiles(64, 8, 32), Tiles(32, 4, 32))
-# By width class, on Hopper; None: those above. None has been measured in whole yet.
-FORWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
-BACKWARD_ROLES: tuple[RoleTiles | None, ...] = (None, None, None, None)
+# By width class, on Hopper; None: those above. At 65,536 tokens the branch takes 1.88 ms forward
+# (2.20 above) and 3.30 backward (3.59) at width 64, 28.97 backward (29.73) at 128, where no roles
+# made the forward faster (reports/evidence/kernels-h200/variants-stores.txt).
+FORWARD_ROLES: tuple[RoleTiles | None, ...] = (
+    RoleTiles(128, 1, 4, 2, 32, 128),
+    None,
+    None,
+    None,
+)
+BACKWARD_ROLES: tuple[RoleTiles | None, ...] = (
+    RoleTiles(128, 2, 3, 2, 64, 168, 96),
+    RoleTiles(128, 2, 1, 1, 32, 168),
+    None,
+    None,
+)
 # times as many rows as choose every block, up to which those are better off without lists
 FULL_WORTH = 8
 
@@ -625,9 +637,10 @@ def _role_tiles(
     table: tuple[RoleTiles | None, ...], q: Tensor, k: Tensor, v: Tensor, sel_block: int
 ) -> RoleTiles | None:
     t = table[min(3, width_class(q, v.shape[-1]) + (q.dtype == torch.float32))]
-    if t is None or not roles_take(q, k, v, sel_block=sel_block, M=t.M):
+    if t is None or is_off("roles") or not roles_take(q, k, v, sel_block=sel_block, M=t.M):
         return None
-    return t if torch.cuda.get_device_capability(q.device)[0] == 9 else None
+    sm = sm_of(q.device)
+    return t if sm is not None and sm[0] == 9 else None
 
 
 def sorts(rows: int) -> bool:
