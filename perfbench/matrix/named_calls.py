@@ -103,6 +103,8 @@ class _Calls:
         if self._has_kernel("sel") and set(problem.branches) == set(BRANCHES):
             name = "nsa::joined" if self._joins() else "nsa::gated_sum"
             self._operator(name, has_backward=True)
+            if self._joins():
+                self._backward["nsa::gate_products"] += 1
 
     def of_step(self) -> OperatorCalls:
         """All layers; a checkpointed layer's forward runs twice."""

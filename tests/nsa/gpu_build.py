@@ -138,16 +138,17 @@ def everything(
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))
     geometry = joint_backward.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
+    outputs, of_three = (o, o, o), (lse, lse, lse)
+    delta, lse_gated, _ = products.gate_products(do, gates, outputs, of_three)
     joint_backward.backward(
         do,
-        gates,
         q,
         kv(G, (TOKENS - 32) // 16 + 1),
         tokens,
         tokens,
         blocks,
-        (o, o, o),
-        (lse, lse, lse),
+        delta,
+        lse_gated,
         geometry,
     )
 

@@ -103,6 +103,7 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         [x + i for i in range(3) for x in (k, v)],
         [*(o + i for i in range(3)), *(lse + i for i in range(3)), lists],
     )
+    two = randn(2, 3, 1, 6, 4, seed=2)
     joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0], 0.25)
     tokens = [randn(1, 9, 2, n, seed=6) for n in (16, 24)]
     flat, hidden = ([randn(n, 4 * n, seed=i) for n in (16, 24)] for i in (7, 8))
@@ -126,5 +127,6 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         "phi_mlp": of_mlp,
         "phi_mlp_backward": (*compressed, *compressed, *of_mlp),
         "joined": joined,
-        "joined_backward": (o, *joined),
+        "gate_products": (o, gates.sigmoid(), left[:6]),
+        "joined_backward": (o, q, kv, blocks, two[0], two[1], lists, *joined[5:]),
     }
