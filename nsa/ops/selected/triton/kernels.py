@@ -669,6 +669,8 @@ def grid_of(q: Tensor, v: Tensor, blocks: Tensor, sel_block: int) -> Grid:
     row_bytes = N * HQ * max(D, DV) * q.element_size()
     most = torch.sym_max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes
     step = torch.sym_max(1, torch.sym_min(B * T, most))
+    # as many chunks, of one size: the fourth of 65,536 rows would have one row, others 21,845
+    step = cdiv(B * T, cdiv(B * T, step))
     return Grid(B, T, G, N, cdiv(S, sel_block), step)
 
 
