@@ -48,15 +48,15 @@ def _read(source: Path, tokenizer: Tokenizer) -> Mapping[str, Tensor]:
 
 def _check_fit(source: Path, got: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
     for name in sorted({*got, *wanted}):
-        shapes = [
-            "none" if name not in tensors else str(list(tensors[name].shape))
+        theirs, ours = (
+            f"{name} {list(tensors[name].shape)}" if name in tensors else f"no {name}"
             for tensors in (got, wanted)
-        ]
-        if shapes[0] != shapes[1]:
+        )
+        if theirs != ours:
             raise TrainError(
                 TrainExit.CHECKPOINT,
-                f"train.init_from={source} has {name} of shape {shapes[0]}, and this run's model"
-                f" {shapes[1]}; wanted one model; give its model section and train.attention",
+                f"train.init_from={source} has {theirs}, and this run's model {ours}; wanted one"
+                " model; give its model section and train.attention",
             )
 
 

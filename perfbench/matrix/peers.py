@@ -7,14 +7,14 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from nsa.config import BRANCHES, ModelConfig
+from nsa.config import BRANCHES, ModelConfig, NSAConfig, nearest_name
 from nsa.routing import BranchRoute, Capability, Rejected, Route, RouteError
 from perfbench.matrix.plugin_file import find
 from perfbench.matrix.shipped import MARK, shipped_file
@@ -33,6 +33,8 @@ _PACKAGE = re.compile(
 )
 _SM = re.compile(r"(>=)?([0-9]{1,3})\.([0-9])")
 _MAX_PATTERN = 200
+_DTYPES = [str(dtype) for dtype in AXES["dtype"].choices]
+_OPTIONS = [field.name for field in fields(NSAConfig)]
 # A kernel that any step may launch: a declared name that it bears is no witness.
 _ANYBODYS = "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>"
 _ADAPTERS = "perfbench.worker.peers"
@@ -285,6 +287,23 @@ def _parsed(document: Document, name: str, one: PeerSection, on_gpu: bool) -> Pe
             document.fail(
                 (*loc, "packages", index),
                 f"got {package[:60]!r}, wanted a package such as name or name>=1.2",
+            )
+    for index, dtype in enumerate(one.dtypes):
+        if dtype not in _DTYPES:
+            document.fail(
+                (*loc, "dtypes", index), f"no dtype {dtype[:60]!r}{nearest_name(dtype, _DTYPES)}"
+            )
+    for key in ("head_dims", "groups"):
+        for index, size in enumerate(getattr(one, key)):
+            if size < 1:
+                document.fail(
+                    (*loc, key, index), f"got {size}, wanted a whole number of at least 1"
+                )
+    for name in one.wants:
+        if name not in _OPTIONS:
+            document.fail(
+                (*loc, "wants", name),
+                f"no option {name[:60]!r} of nsa{nearest_name(name, _OPTIONS)}",
             )
     if one.sm and not _SM.fullmatch(one.sm):
         document.fail((*loc, "sm"), f"got {one.sm[:20]!r}, wanted '9.0' or '>=8.0'")

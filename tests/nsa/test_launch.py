@@ -308,6 +308,75 @@ def test_descriptors_are_described_to_the_launcher(gpu: Gpu, slow: list[Any]) ->
     assert len(slow) == 8 + 2 + 1
 
 
+def tensor_maps(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], Callable[..., None], Any]:
+    """(addresses of the tensor maps that were made, a launcher as Triton wraps it, what each call
+    gave the launcher); kernel arguments 0 and 2 are descriptors.
+    """
+    made: list[Any] = []
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        nvidia,
+        "make_tensordesc_arg",
+        lambda x, meta: [
+            made.append(x.base.data_ptr()) or ("map", x.base.data_ptr(), meta),
+            *x.shape,
+            *x.strides,
+        ],
+    )
+    signature = {"X": "tensordesc<fp16[16,16]>", "n": "i32", "Y": "tensordesc<fp16[16,16]>"}
+    wrapped = nvidia.wrap_handle_tensordesc(lambda *x: seen.append(x), signature, ["a", "b"])
+    return made, wrapped, seen
+
+
+def given(*arguments: Any) -> tuple[Any, ...]:
+    """A launcher's arguments: the kernel's own are the last one, or the last ones."""
+    if door.CHECKED[version]:
+        return (1, 1, 1, "stream", arguments)
+    return (*range(nvidia._BASE_ARGS_FORMAT_LEN), *arguments)
+
+
+def test_tensor_maps_are_kept_and_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, theirs, seen = tensor_maps(monkeypatch)
+    ours = door.with_kept_maps(theirs)
+    assert ours is not theirs
+    half = SPACE.view(torch.float16)
+    y = TensorDescriptor(half[2048:], [64, 32], [32, 1], [16, 16])
+    for start, rows, stride, wanted in (
+        (0, 64, 32, 2),
+        (1024, 64, 32, 1),  # another address
+        (0, 64, 32, 0),
+        (0, 32, 32, 1),  # other sizes
+        (0, 64, 64, 1),  # other strides
+        (1024, 64, 32, 0),
+    ):
+        x = TensorDescriptor(half[start:], [rows, 32], [stride, 1], [16, 16])
+        before = len(made)
+        ours(*given(x, 7, y, 8))
+        assert len(made) - before == wanted, (start, rows, stride)
+        theirs(*given(x, 7, y, 8))
+        assert str(seen[-1]) == str(seen[-2]) and f"('map', {x.base.data_ptr()}" in str(seen[-1])
+
+
+def test_kept_maps_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "MOST_VALUES", 3)
+    made, theirs, _ = tensor_maps(monkeypatch)
+    ours = door.with_kept_maps(theirs)
+    half = SPACE.view(torch.float16)
+    for start in (0, 8, 16, 0):
+        x = TensorDescriptor(half[start:], [4, 32], [32, 1], [4, 16])
+        ours(*given(x, 7, x, 8))
+    assert len(made) == 8  # two of each, of which the fourth call finds none
+
+
+def test_a_kernel_that_takes_descriptors_apart_keeps_no_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signature = {"X": "tensordesc<fp16[16,16]>"}
+    theirs = nvidia.wrap_handle_tensordesc(print, signature, None)
+    assert door.with_kept_maps(theirs) is theirs
+    assert door.with_kept_maps(given) is given  # type: ignore[arg-type,comparison-overlap]
+
+
 def hooked(monkeypatch: pytest.MonkeyPatch, gpu: Gpu, one: Any) -> None:
     monkeypatch.setattr(knobs.runtime.launch_enter_hook, "calls", [lambda _: None])
 

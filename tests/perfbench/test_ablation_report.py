@@ -295,7 +295,8 @@ def test_the_page_names_machine_commit_matrix_and_settings() -> None:
 def test_a_run_that_switches_nothing_is_refused() -> None:
     with pytest.raises(
         PerfbenchError,
-        match="switches nothing off and on; wanted cells without one of copy, lists, roles, join, split",
+        match="switches nothing off and on; wanted cells without one of copy, lists, roles, join,"
+        " split",
     ):
         ablation.render([b.make_run(b.h100_cells()[-1:])])
 

@@ -104,6 +104,8 @@ def test_the_kind_is_in_the_name() -> None:
 
 
 MISTAKES = {
+    "{kind: dense, function: 'a:b', dtypes: [fp8]}": "no dtype 'fp8'",
+    "{kind: dense, function: 'a:b', groups: [0]}": "got 0, wanted a whole number of at least 1",
     "{kind: nsa, function: 'my_peer:attend'}": "a name that begins with dense_ for kind dense",
     "{kind: window, function: 'my_peer:attend'}": "a name that begins with",
     "{kind: dense}": "wanted one of `function: module:function` and `entry_point: NAME`",

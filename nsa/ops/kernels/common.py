@@ -84,20 +84,27 @@ def described(
         return list(tensors), False
     made: list[Tensor | TensorDescriptor] = []
     for x in tensors:
-        unit = 16 // x.element_size()
-        # the stride of a dimension of size 1 is never used, and may be anything
-        strides = [
-            unit if size == 1 else stride
-            for size, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True)
-        ]
-        if x.numel() == 0 or x.data_ptr() % 16 or any(n % unit or n == 0 for n in strides):
+        strides = _strides_for_copies(tuple(x.shape), x.stride(), x.element_size())
+        if strides is None or x.data_ptr() % 16:
             return list(tensors), False
-        made.append(
-            TensorDescriptor(
-                x, list(x.shape), [*strides, 1], [1, tile_rows, 1, padded(x.shape[-1])]
-            )
-        )
+        one = object.__new__(TensorDescriptor)  # its checks, made above, take 10 us
+        one.base, one.shape, one.strides = x, list(x.shape), [*strides, 1]
+        one.block_shape, one.padding = [1, tile_rows, 1, padded(x.shape[-1])], "zero"
+        made.append(one)
     return made, True
+
+
+@lru_cache(maxsize=1024)
+def _strides_for_copies(
+    shape: tuple[int, ...], strides: tuple[int, ...], element_size: int
+) -> tuple[int, ...] | None:
+    """Those of all dimensions but the last, as the copy engine wants them; None where it cannot
+    take such a tensor.
+    """
+    unit = 16 // element_size
+    # the stride of a dimension of size 1 is never used, and may be anything
+    wanted = tuple(unit if n == 1 else s for n, s in zip(shape[:-1], strides[:-1], strict=True))
+    return None if 0 in shape or any(n % unit or n == 0 for n in wanted) else wanted
 
 
 @triton.jit

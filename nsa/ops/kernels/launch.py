@@ -20,6 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import itemgetter, or_
+from types import FunctionType
 from typing import Any
 
 import triton
@@ -68,6 +69,9 @@ def compiled_launch(kernel: Any, compiled: Any) -> CompiledLaunch | None:
         return None
     if launcher.global_scratch_size or launcher.profile_scratch_size:
         return None
+    launch_ = launcher.launch
+    if isinstance(launch_, FunctionType):  # around a launcher of descriptors
+        launch_ = with_kept_maps(launch_)
     how = (compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl)
     packed, hooks, scratch = compiled.packed_metadata, (None, None, None), (None, None)
     between: tuple[Any, ...] = (*how, *scratch, packed, *hooks)
@@ -76,7 +80,51 @@ def compiled_launch(kernel: Any, compiled: Any) -> CompiledLaunch | None:
         between = (*how, packed, *hooks, *scratch, *signature)
     values = kernel.used_global_vals.items()
     compiled_in = tuple((names, name, names.get(name)) for (name, _), (_, names) in values)
-    return launcher.launch, between, compiled_in, compiled
+    return launch_, between, compiled_in, compiled
+
+
+def with_kept_maps(launch_: FunctionType) -> Callable[..., None]:
+    """``launch_``, which Triton's `wrap_handle_tensordesc` returned, with the tensor maps that it
+    made for an address, sizes and strides kept: the driver takes some 8 us to make one.
+
+    ``launch_`` itself where it is another function, or its kernel takes descriptors apart.
+    """
+    if launch_.__code__.co_freevars != ("launcher", "tensordesc_indices", "tensordesc_meta"):
+        return launch_
+    raw, indices, metas = (cell.cell_contents for cell in launch_.__closure__ or ())
+    if any(meta is None for meta in metas):  # it is then passed with its tensor
+        return launch_
+    scope = launch_.__globals__
+    make, first = scope["make_tensordesc_arg"], 0 if _AS_ONE else scope["_BASE_ARGS_FORMAT_LEN"]
+    # the last one first, so that places before it stay what they are
+    places = [(first + i, meta) for i, meta in zip(sorted(indices), metas, strict=True)][::-1]
+    made: dict[Hashable, list[Any]] = {}
+
+    def expanded(arguments: Sequence[Any]) -> list[Any]:
+        found = list(arguments)
+        for at, meta in places:
+            x = arguments[at]
+            key = (at, _data_ptr(x.base), *x.shape, *x.strides, x.padding, _rounds(x))
+            tensor_map = made.get(key)
+            if tensor_map is None:
+                if len(made) >= MOST_VALUES:
+                    made.clear()
+                tensor_map = made[key] = make(x, meta)
+            found[at : at + 1] = tensor_map
+        return found
+
+    def launch_all(*arguments: Any) -> None:
+        raw(*expanded(arguments))
+
+    def launch_last(*arguments: Any) -> None:
+        raw(*arguments[:-1], expanded(arguments[-1]))
+
+    return launch_last if _AS_ONE else launch_all
+
+
+def _rounds(descriptor: Any) -> bool:
+    """Whether it rounds fp32 as it loads, which Triton 3.6 cannot say."""
+    return getattr(descriptor, "round_f32_to_tf32", False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
