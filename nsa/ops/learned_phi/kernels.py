@@ -34,9 +34,7 @@ SUM_DOWN = 1024
 @triton.jit
 def _of(k, v):
     """What a program of the second half of the grid takes instead: that of V."""
-    if k is None:
-        return k
-    return tl.where(tl.program_id(1) == 0, k, v)
+    return k if k is None else tl.where(tl.program_id(1) == 0, k, v)
 
 
 @triton.jit
