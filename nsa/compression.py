@@ -45,7 +45,7 @@ def compress(x: Tensor, *, config: NSAConfig, params: Mapping[str, Tensor] | Non
             f"compress got x of {x.dtype}; wanted a floating dtype, in which means are kept; cast"
             " it first"
         )
-    checked = _checked_params(x, config, params)
+    checked = checked_params(x, config, params)
     C = BlockGrid.of(config).num_cmp(x.shape[1])
     if config.phi == "mean":
         return _mean(x, C, config)
@@ -119,10 +119,10 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _checked_params(
+def checked_params(
     x: Tensor, config: NSAConfig, params: Mapping[str, Tensor] | None
 ) -> Mapping[str, Tensor]:
-    """``params`` if they are config.phi's for head dim D and x's device, else ValueError."""
+    """``params`` if they are config.phi's for x [B, S, G, D] and its device, else ValueError."""
     if config.phi == "mean":
         if params is not None:
             raise ValueError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -18,6 +18,7 @@ from nsa.ops import (
     gated_sum,
     interval,
     joint_backward,
+    learned_phi,
     means,
     scores,
     sdpa,
@@ -26,8 +27,9 @@ from nsa.ops.interval import compressed as compressed_formula
 from nsa.ops.interval import sliding
 from nsa.ops.operator import Plainly as Plainly
 from nsa.ops.operator import is_plain as is_plain
+from nsa.ops.precision import autocast_dtype
 from nsa.ops.selected import PATHS
-from nsa.routing import DENSE, EXPLICIT, SCORE, BranchRoute, Path, Route
+from nsa.routing import DENSE, EXPLICIT, PHI_MAX_HIDDEN, SCORE, BranchRoute, Path, Route
 
 # o [B, T, HQ, DV], lse to base 2 [B, T, HQ] where the kernel leaves one
 Output = tuple[Tensor, Tensor | None]
@@ -88,6 +90,44 @@ def means_of(k: Tensor, v: Tensor, config: NSAConfig) -> tuple[Tensor, Tensor]:
     `compressed` counts.
     """
     return means.means(k, v, block=config.cmp_block, stride=config.cmp_stride)
+
+
+def fuses_learned_phi(
+    route: Route,
+    config: NSAConfig,
+    k: Tensor,
+    params: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+) -> bool:
+    """Whether `learned_phi_of` may make the compressed K and V: path triton's, of a linear or mlp
+    phi whose ``params`` for K and for V have at most PHI_MAX_HIDDEN hidden features.
+
+    Where autocast would multiply in another dtype than k's, the formula does.
+    """
+    served = any(b.branch == "cmp" and b.kernel == Path.TRITON for b in route.branches)
+    return (
+        served
+        and config.phi != "mean"
+        and k.shape[1] >= config.cmp_block
+        and autocast_dtype(k.device) in (None, k.dtype)
+        and all(p["up"].shape[0] <= PHI_MAX_HIDDEN for p in params if "up" in p)
+    )
+
+
+def learned_phi_of(
+    k: Tensor,
+    v: Tensor,
+    params: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    config: NSAConfig,
+) -> tuple[Tensor, Tensor]:
+    """`nsa.compress` of K and V where `fuses_learned_phi`; part of the compressed branch, which
+    `compressed` counts.
+    """
+    of_k, of_v = ({name: x.to(k.dtype) for name, x in one.items()} for one in params)
+    grid = {"block": config.cmp_block, "stride": config.cmp_stride}
+    if config.phi == "linear":
+        return learned_phi.linear(k, v, (of_k["weight"], of_v["weight"]), **grid)
+    up, position, down = ((of_k[name], of_v[name]) for name in ("up", "position", "down"))
+    return learned_phi.mlp(k, v, up, position, down, **grid)
 
 
 def compressed(

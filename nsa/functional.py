@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from nsa import capability, checked, checks, dispatch, selection, settings
 from nsa.branches import Call, attend_view, attend_view_with_lse, nothing
-from nsa.compression import compress
+from nsa.compression import checked_params, compress
 from nsa.config import BRANCHES, NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents, Packing
@@ -98,6 +98,7 @@ def route_for(
         extras=extras,
         kept_tokens=None if config is None else kept_tokens_of(config),
         cmp_stride=None if config is None else config.cmp_stride,
+        phi=None if config is None else config.phi,
     )
     # the cache of `route` is opaque to the compiler, and so is reading the environment and the
     # machine
@@ -538,7 +539,7 @@ def compress_kv(
     ``first_block`` int64 [B]: its index, 0 by default.
 
     ``route``: of the call that attends to them, whose compressed branch may have a kernel for
-    means; with a cache, None.
+    phi; with a cache, None.
     """
     params_k, params_v = (None, None) if phi_params is None else phi_params
     if first_block is None and documents is None and is_symbolic(k.shape[1]):
@@ -551,6 +552,8 @@ def compress_kv(
         and dispatch.fuses_means(route, config, k.shape[1])
     ):
         k_cmp, v_cmp = dispatch.means_of(k, v, config)
+    elif (found := _learned_phi(k, v, config, phi_params, documents, route)) is not None:
+        k_cmp, v_cmp = found
     else:
         k_cmp, v_cmp = (
             compress(k, config=config, params=params_k),
@@ -566,6 +569,26 @@ def compress_kv(
         token_BC = token_BC - documents.first_BT[:, :: config.cmp_stride][:, : k_cmp.shape[1]]
     theta = angles(token_BC, k_cmp.shape[-1], base=config.rope_base, scale=config.rope_scale)
     return rotate(k_cmp, theta, kind=config.rope), v_cmp
+
+
+def _learned_phi(
+    k: Tensor,
+    v: Tensor,
+    config: NSAConfig,
+    phi_params: PhiParams,
+    documents: Documents | None,
+    route: Route | None,
+) -> KV | None:
+    """Eq. 7 of a learned phi by kernels; None where `compress` takes it."""
+    if route is None or config.phi == "mean" or phi_params is None:
+        return None
+    if documents is not None and torch.compiler.is_compiling():
+        return None  # fewer tokens than a block has would be compiled anew
+    of_k, of_v = phi_params
+    params = checked_params(k, config, of_k), checked_params(v, config, of_v)
+    if not dispatch.fuses_learned_phi(route, config, k, params):
+        return None
+    return dispatch.learned_phi_of(k, v, params, config)
 
 
 def _up_to_last_query(kv: KV, q: Tensor, q_start: int | Tensor) -> KV:

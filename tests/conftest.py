@@ -31,6 +31,7 @@ KERNELS = (
     "one_node",
     "operator",
     "passing_keys",
+    "phi",
     "selected",
     "warp_roles",
 )

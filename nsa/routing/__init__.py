@@ -16,6 +16,7 @@ from nsa.routing.nouns import DENSE as DENSE
 from nsa.routing.nouns import EXPLICIT as EXPLICIT
 from nsa.routing.nouns import FA2_CHOICES as FA2_CHOICES
 from nsa.routing.nouns import PATH_REQUESTS as PATH_REQUESTS
+from nsa.routing.nouns import PHI_MAX_HIDDEN as PHI_MAX_HIDDEN
 from nsa.routing.nouns import SCORE as SCORE
 from nsa.routing.nouns import SPECS as SPECS
 from nsa.routing.nouns import TRITON_STEPS as TRITON_STEPS

@@ -16,6 +16,7 @@ from nsa.routing.nouns import (
     AUTO,
     DENSE,
     EXPLICIT,
+    PHI_MAX_HIDDEN,
     SCORE,
     SPECS,
     TRITON_STEPS,
@@ -42,6 +43,7 @@ DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
 ALL_SELECTED = "every block is selected at this length"
 ALL_IN_WINDOW = "the window covers the whole sequence"
 TAKE_REFERENCE = "use path=reference, which is slow"
+PHI_BY_KERNEL = f"by kernels, but by its formula with a cache or over {PHI_MAX_HIDDEN} features"
 STAIRCASE = "its staircase mask is not expressible in FA-2"
 
 
@@ -240,7 +242,10 @@ def _route_compressed(
             _cannot("fa2=on for the compressed branch", [STAIRCASE], "use fa2=off or fa2=auto")
         )
     if fused:
-        return _triton("cmp", capability, f"tiles of queries over the blocks they see; {STAIRCASE}")
+        reason = f"tiles of queries over the blocks they see; {STAIRCASE}"
+        if problem.phi not in (None, "mean"):
+            reason += f"; phi={problem.phi} {PHI_BY_KERNEL}"
+        return _triton("cmp", capability, reason)
     return BranchRoute(
         "cmp",
         "sdpa",

@@ -25,6 +25,7 @@ EXPLICIT = "explicit"  # a branch whose softmax is over logits that exist (nsa.o
 SOFTCAP, SINKS, LSE = "softcap", "sinks", "return_lse"
 
 SCORE_MAX_SLOTS = 64  # candidates that the choosing kernel ranks at once
+PHI_MAX_HIDDEN = 256  # features of phi=mlp that the kernel's sums of a weight hold at once
 # What NSA_TRITON_<STEP>=0 takes from path triton, so that a measurement can show what it buys;
 # results are the same to rounding.
 TRITON_STEPS: Mapping[str, str] = {
@@ -157,6 +158,7 @@ class Problem:
     ``extras``: of SOFTCAP, SINKS and LSE, what the call wants. ``kept_tokens``: keys that the
     selected and the window branch leave a query, num_selected * sel_block + window, and
     ``cmp_stride``, tokens a compressed block further: None where a call of one branch names none.
+    ``phi`` of NSAConfig: None where the call is given compressed keys.
     """
 
     batch: int
@@ -177,6 +179,7 @@ class Problem:
     extras: tuple[str, ...] = ()
     kept_tokens: int | None = None
     cmp_stride: int | None = None
+    phi: str | None = None
 
     @classmethod
     def of(
@@ -214,6 +217,7 @@ class Problem:
             extras=extras_of(nsa, return_lse=return_lse),
             kept_tokens=kept_tokens_of(nsa),
             cmp_stride=nsa.cmp_stride,
+            phi=nsa.phi,
         )
 
     @property

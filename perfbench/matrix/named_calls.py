@@ -15,9 +15,9 @@ from types import MappingProxyType
 
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
-from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
+from nsa.routing import DENSE, PHI_MAX_HIDDEN, SCORE, BranchRoute, Path, Problem, Route
 from perfbench.matrix.attention_calls import problems
-from perfbench.records import ATTENTION, SELECTED, TRAINING, Cell
+from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
 
 NAMESPACE = "nsa::"
@@ -91,9 +91,20 @@ class _Calls:
             and problem.k_tokens >= nsa.cmp_block
         ):
             self._operator("nsa::means", has_backward=True)
+        if (
+            self._has_kernel("cmp")
+            and nsa.phi != "mean"
+            and (problem.whole or cell.compile == "on")
+            and cell.workload not in CACHED
+            and problem.k_tokens >= nsa.cmp_block
+            and (nsa.phi_hidden or 0) <= PHI_MAX_HIDDEN
+        ):
+            self._operator(f"nsa::phi_{nsa.phi}", has_backward=True)
         if self._has_kernel("sel") and set(problem.branches) == set(BRANCHES):
             name = "nsa::joined" if self._joins() else "nsa::gated_sum"
             self._operator(name, has_backward=True)
+            if self._joins():
+                self._backward["nsa::gate_products"] += 1
 
     def of_step(self) -> OperatorCalls:
         """All layers; a checkpointed layer's forward runs twice."""

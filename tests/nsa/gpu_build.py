@@ -21,6 +21,7 @@ from nsa.ops.gated_sum import kernels as combine
 from nsa.ops.interval import kernels as interval
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
+from nsa.ops.learned_phi import kernels as learned_phi
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import dense_tiles
@@ -142,22 +143,47 @@ def everything(
             selected.backward(do, q, *tokens, blocks, lse, lse, tiles=tiles, **options)
     Lists.of(blocks, TOKENS // 64, batch * TOKENS, full=0, counted=False)
     means.backward(*means.forward(*tokens, block=32, stride=16), tokens=TOKENS, block=32, stride=16)
+    learned(shape, batch)
     gates = torch.zeros(batch, TOKENS, G * H, 3, dtype=dtype)
     combine.forward(gates, (o, o, o))
     combine.backward(do, gates, (o, o, o))
     geometry = joint_backward.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
+    outputs, of_three = (o, o, o), (lse, lse, lse)
+    delta, lse_gated, _ = products.gate_products(do, gates, outputs, of_three)
     joint_backward.backward(
         do,
-        gates,
         q,
         kv(G, (TOKENS - 32) // 16 + 1),
         tokens,
         tokens,
         blocks,
-        (o, o, o),
-        (lse, lse, lse),
+        delta,
+        lse_gated,
         geometry,
     )
+
+
+def learned(shape: str, batch: int) -> None:
+    """A learned phi of so many tokens that its tiles are the largest; linear, which is less of the
+    same, of one shape.
+    """
+    G, _, DK, DV, dtype = SHAPES[shape]
+    grid, block = {"block": 32, "stride": 16}, 32
+
+    def pair(*sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        k, v = (torch.zeros(*one, dtype=dtype) for one in sizes)
+        return k, v
+
+    k, v = pair(*((batch, 64 * TOKENS, G, d) for d in (DK, DV)))
+    up, position, down = (
+        pair(*(sizes(d) for d in (DK, DV)))
+        for sizes in (lambda d: (d, block * d), lambda d: (block, d), lambda d: (d, d))
+    )
+    out, pre = learned_phi.forward(k, v, up, position, down, **grid)
+    learned_phi.backward(out, k, v, up, position, down, pre, **grid)
+    if shape == "A":
+        out, _ = learned_phi.forward(k, v, up, **grid)
+        learned_phi.backward(out, k, v, up, **grid)
 
 
 def decoding(

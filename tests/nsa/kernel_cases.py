@@ -69,9 +69,15 @@ ORDINARY_LOADS = 1 << 62
 def differentiable(name: str, device: str = "cpu") -> tuple[object, ...]:
     """The arguments of ``operator_calls()[name]``; those that have a gradient require it."""
     # the first so many arguments
-    wanted = {"interval": 3, "selected_triton": 3, "gated_sum": 4, "means": 2, "joined": 3}.get(
-        name, 0
-    )
+    wanted = {
+        "interval": 3,
+        "selected_triton": 3,
+        "gated_sum": 4,
+        "means": 2,
+        "phi_linear": 4,
+        "phi_mlp": 8,
+        "joined": 3,
+    }.get(name, 0)
 
     def prepared(x: object, wants: bool) -> object:
         if isinstance(x, list):
@@ -97,7 +103,15 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         [x + i for i in range(3) for x in (k, v)],
         [*(o + i for i in range(3)), *(lse + i for i in range(3)), lists],
     )
+    two = randn(2, 3, 1, 6, 4, seed=2)
     joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0], 0.25)
+    tokens = [randn(1, 9, 2, n, seed=6) for n in (16, 24)]
+    flat, hidden = ([randn(n, 4 * n, seed=i) for n in (16, 24)] for i in (7, 8))
+    position, down = (
+        [randn(4, n, seed=9) for n in (16, 24)],
+        [randn(n, n, seed=5) for n in (16, 24)],
+    )
+    of_mlp, compressed = (*tokens, *hidden, *position, *down, 4, 2), [x[:, :3] for x in tokens]
     return {
         "interval": (q, k, v, None, None, *window),
         "interval_backward": (o, o, lse, q, k, v, None, None, *window),
@@ -108,6 +122,11 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         "gated_sum_backward": (o, gates, o, o + 1, o + 2),
         "means": (randn(1, 9, 2, 16, seed=6), randn(1, 9, 2, 24, seed=7), 4, 2),
         "means_backward": (randn(1, 3, 2, 16, seed=8), randn(1, 3, 2, 24, seed=9), 9, 4, 2),
+        "phi_linear": (*tokens, *flat, 4, 2),
+        "phi_linear_backward": (*compressed, *tokens, *flat, 4, 2),
+        "phi_mlp": of_mlp,
+        "phi_mlp_backward": (*compressed, *compressed, *of_mlp),
         "joined": joined,
-        "joined_backward": (o, *joined),
+        "gate_products": (o, gates.sigmoid(), left[:6]),
+        "joined_backward": (o, q, kv, blocks, two[0], two[1], lists, *joined[5:]),
     }

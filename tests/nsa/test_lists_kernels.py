@@ -114,7 +114,21 @@ def gradients(lists: bool, **options: Any) -> list[Tensor]:
     return [o, lse, *selected.backward(do, q, k, v, blocks, lse, delta, lists=memory, **where)]
 
 
-@pytest.mark.parametrize("chunk", [None, 9], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 65_536), (1, 21_846), (3, 30_000), (1, 100)])
+def test_chunks_are_of_one_size_and_no_more_than_needed(batch: int, tokens: int) -> None:
+    """Of shape A, whose 65,536 rows would else be three chunks of 21,845 and one of a row."""
+    q, v = (torch.empty(batch, tokens, n, 64, dtype=torch.half, device="meta") for n in (12, 2))
+    blocks = torch.empty(batch, tokens, 2, 16, dtype=torch.int32, device="meta")
+    step, most = (
+        selected.grid_of(q, v, blocks, 64).rows_per_chunk,
+        (512 << 20) // (16 * 12 * 64 * 2),
+    )
+    chunks = -(-batch * tokens // step)
+    assert step <= most and (chunks - 1) * most < batch * tokens
+    assert chunks * step - batch * tokens < chunks
+
+
+@pytest.mark.parametrize("chunk", [None, 10], ids=["one chunk", "chunks"])
 def test_no_bit_depends_on_who_made_the_lists(
     chunk: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

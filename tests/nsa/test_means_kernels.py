@@ -122,14 +122,3 @@ def test_params_of_a_mean_are_refused_all_the_same(calls: list[str]) -> None:
             x[0], *[(x[1], x[2])] * 3, gates, config=CONFIG, path="triton", phi_params=params
         )
     assert not calls
-
-
-def test_a_learned_phi_goes_by_its_formula(calls: list[str]) -> None:
-    torch.manual_seed(0)
-    config = NSAConfig(
-        cmp_block=8, cmp_stride=4, sel_block=8, num_selected=4, window=16, phi="linear"
-    )
-    NSAAttention(32, 4, 2, 16, config=config, path="triton")(
-        randn(1, 70, 32, seed=0)
-    ).sum().backward()
-    assert not calls

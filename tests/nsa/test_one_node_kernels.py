@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -38,7 +39,12 @@ ONCE = {
     "nsa::selected_triton": 1,
     "nsa::joined": 1,
 }
-BOTH_WAYS = {**ONCE, "nsa::joined_backward": 1, "nsa::means_backward": 1}
+BOTH_WAYS = {
+    **ONCE,
+    "nsa::gate_products": 1,
+    "nsa::joined_backward": 1,
+    "nsa::means_backward": 1,
+}
 
 
 @pytest.fixture
@@ -273,6 +279,33 @@ def test_what_needs_no_gradient_runs_no_backward() -> None:
     leaves = recorded(inputs(), ("q",))
     seen = names(lambda: call(*leaves).sum().backward())
     assert seen == {n: c for n, c in BOTH_WAYS.items() if n != "nsa::means_backward"}
+
+
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize("retain", [False, True])
+def test_outputs_are_freed_before_parts_are_made(
+    retain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the branches, of q's size each, unless the graph is retained."""
+    from nsa.ops.interval import kernels as interval
+    from nsa.ops.kernels import products
+
+    outputs: list[Any] = []
+    alive: list[bool] = []
+    multiply, differentiate = products.gate_products, interval.backward_q_of_two
+
+    def multiplied(do: Tensor, gates: Tensor, o: tuple[Tensor, ...], lse: Any) -> Any:
+        outputs.extend(map(weakref.ref, o))
+        return multiply(do, gates, o, lse)  # type: ignore[arg-type]
+
+    def differentiated(*given: Any, **options: Any) -> Tensor:
+        alive.extend(one() is not None for one in outputs)
+        return differentiate(*given, **options)
+
+    monkeypatch.setattr(products, "gate_products", multiplied)
+    monkeypatch.setattr(interval, "backward_q_of_two", differentiated)
+    call(*recorded(inputs())).sum().backward(retain_graph=retain)
+    assert alive == [retain] * 3
 
 
 # Who looks at operators gets them.

@@ -13,6 +13,7 @@ from nsa.ops import (
     gated_sum,
     interval,  # noqa: F401
     joint_backward,  # noqa: F401
+    learned_phi,  # noqa: F401
     means,  # noqa: F401
     scores,  # noqa: F401
 )

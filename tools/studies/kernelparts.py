@@ -27,6 +27,7 @@ PARTS: Parts = (
     ("o . dO of every branch", "_products"),
     ("gated sum", "nsa_gated_sum"),
     ("phi", "nsa_means"),
+    ("phi", "nsa_phi"),
 )
 UNPARTED: Parts = ((TOGETHER, "nsa_interval_"), *PARTS[2:])
 BOTH = "_both"  # in the name of a kernel that computes gradients of cmp and win in one launch

@@ -1,5 +1,4 @@
-"""The gradient of the gated sum of three branches in one go: o . dO of all in one pass, gates
-folded into the lse, one dQ.
+"""The gradient of the gated sum of three branches in one go: gates folded into the lse, one dQ.
 
 B batch, T queries, Q query heads, G kv heads, D head dim.
 """
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from nsa.ops.interval import kernels as interval
 from nsa.ops.interval import parts
-from nsa.ops.kernels import products
 from nsa.ops.selected.triton import kernels as selected
 
 KV = tuple[Tensor, Tensor]
@@ -37,24 +35,24 @@ class Geometry:
 
 def backward(
     do: Tensor,
-    gates: Tensor,
     q: Tensor,
     cmp: KV,
     sel: KV,
     win: KV,
     blocks: Tensor,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    lse: tuple[Tensor, Tensor, Tensor],
+    delta: Tensor,
+    lse_gated: Tensor,
     geometry: Geometry,
     lists: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of the gates, of q, and of k and v of cmp, sel and win, each in its dtype. The
-    selected branch's dQ is added to that of the others.
+    """Gradients of q, and of k and v of cmp, sel and win, each in its dtype. The selected branch's
+    dQ is added to that of the others.
 
-    No gate may be below 0. ``lists`` as of `nsa.ops.selected.triton.kernels.backward`.
+    ``do`` is contiguous, ``delta`` and ``lse_gated`` fp32 [3, B, T, Q] as
+    `nsa.ops.kernels.products.gate_products` has them: no gate may be below 0. ``lists`` as of
+    `nsa.ops.selected.triton.kernels.backward`.
     """
-    do, gates, at = do.contiguous(), gates.contiguous(), geometry
-    delta, lse_gated, dgates = products.gate_products(do, gates, outputs, lse)
+    at = geometry
     where: dict[str, Any] = {
         "block": at.block,
         "stride": at.stride,
@@ -81,4 +79,4 @@ def backward(
         lists=lists,
         sums=sums,
     )
-    return dgates, dq, *d_cmp, *d_sel, *d_win
+    return dq, *d_cmp, *d_sel, *d_win

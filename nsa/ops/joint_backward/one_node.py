@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nsa.ops import derivatives
-from nsa.ops.joint_backward.operator import KV, Joined
+from nsa.ops.joint_backward.operator import KV, Joined, gradients
 from nsa.ops.operator import Gradients, Plainly, call, is_plain
 
 _CMP_AT = 6  # of k of the compressed branch, among the tensors that a node takes
@@ -62,29 +62,32 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        kept = ctx.saved_tensors  # once: a checkpoint gives each of them no second time
+        kept = list(ctx.saved_tensors)  # once: a checkpoint gives each of them no second time
         # a compiler of backwards sees operators
         with Plainly() if is_plain(do, *kept) else nullcontext():
             if not torch.is_grad_enabled():
+                ctx.maybe_clear_saved_tensors()  # not where the graph is retained
                 return _gradients(ctx, do, kept)
             with torch.no_grad():
-                found = _gradients(ctx, do, kept)
+                found = _gradients(ctx, do, list(kept))
         return derivatives.refusing(found, do, *kept, *_tokens_behind(ctx))
 
 
-def _gradients(ctx: Any, do: Tensor, kept: tuple[Any, ...]) -> Gradients:
-    """Of what `_Attention` takes, in that order."""
+def _gradients(ctx: Any, do: Tensor, kept: list[Any]) -> Gradients:
+    """Of what `_Attention` takes, in that order; ``kept`` is emptied, so that what is needed no
+    longer is freed on the way.
+    """
     gates, q, *kv = kept[:8]
-    blocks, q_starts, first, *saved = kept[8:]
-    dgates, dq, dk_cmp, dv_cmp, *rest = call(
-        "joined_backward", do, gates, q, kv, blocks, saved, q_starts, first, *ctx.options
-    )
+    blocks, q_starts, first, *saved, lists = kept[8:]
+    kept.clear()
+    rest = (q, kv, blocks, lists, q_starts, first)
+    dgates, dq, *d_kv = gradients(do.contiguous(), gates, saved, rest, ctx.options)
+    d_cmp: Gradients = tuple(d_kv[:2])
     if ctx.means is not None:
+        d_cmp = (None, None)
         if any(ctx.needs_input_grad[1 + _CMP_AT :]):
-            dk_cmp, dv_cmp = call("means_backward", dk_cmp, dv_cmp, *ctx.means)
-        else:
-            dk_cmp = dv_cmp = None
-    found = (None, dgates, dq, *rest, dk_cmp, dv_cmp)
+            d_cmp = call("means_backward", *d_kv[:2], *ctx.means)
+    found = (None, dgates, dq, *d_kv[2:], *d_cmp)
     wanted = zip(found, ctx.needs_input_grad, strict=True)
     return tuple(x if needed else None for x, needed in wanted)
 

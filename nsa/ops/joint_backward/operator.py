@@ -3,13 +3,16 @@ operator of ``nsa.ops.joint_backward.kernels``.
 
 The forward is the gated sum of the branches' outputs. The backward computes all three branches at
 once, so that neither each branch's share of the gradient nor the sum of three dQ goes through
-memory. B batch, T queries, Q query heads, G kv heads, N slots, D head dim.
+memory; what needs the outputs themselves is an operator of its own, after which they are dropped.
+B batch, T queries, Q query heads, G kv heads, N slots, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from nsa.ops.operator import Backward, Gradients, call, define_operator, int_and_tensor
@@ -21,7 +24,12 @@ _INPUTS = (
     "Tensor gates, Tensor q, Tensor[] kv, Tensor blocks, Tensor[] saved, Tensor? q_starts, Tensor?"
     " first, SymInt[] sizes, float scale"
 )
-_NUM_GRADIENTS = 8  # of gates, of q, of each of kv
+_OF_GATES = "Tensor do, Tensor gates, Tensor[] saved"
+_OF_REST = (
+    "Tensor do, Tensor q, Tensor[] kv, Tensor blocks, Tensor delta, Tensor lse_gated, Tensor lists,"
+    " Tensor? q_starts, Tensor? first, SymInt[] sizes, float scale"
+)
+_NUM_GRADIENTS = 7  # of q, of each of kv
 
 
 def arguments(
@@ -72,13 +80,59 @@ def _forward(
     return kernels.forward(gates.contiguous(), (o_cmp, o_sel, o_win))
 
 
+def gradients(
+    do: Tensor, gates: Tensor, saved: list[Tensor], rest: Sequence[Any], options: Sequence[Any]
+) -> list[Tensor]:
+    """Gradients of the gates, of q, and of k and v of cmp, sel and win.
+
+    ``rest``: (q, kv, blocks, lists, q_starts, first). ``saved``, outputs and lse of the branches,
+    is emptied: the first of two operators alone needs them, and at 65,536 tokens they would add
+    .3 to 3 GiB to what the second takes.
+    """
+    delta, lse_gated, dgates = call("gate_products", do, gates, saved)
+    saved.clear()
+    q, kv, blocks, lists, q_starts, first = rest
+    found = call(
+        "joined_backward",
+        do,
+        q,
+        kv,
+        blocks,
+        delta,
+        lse_gated,
+        lists,
+        q_starts,
+        first,
+        *options,
+    )
+    return [dgates, *found]
+
+
+def _gate_products(do: Tensor, gates: Tensor, saved: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    from nsa.ops.kernels import products
+
+    o_cmp, o_sel, o_win, *lse = (x.contiguous() for x in saved)
+    outputs = (o_cmp, o_sel, o_win)
+    return products.gate_products(
+        do.contiguous(), gates.contiguous(), outputs, (lse[0], lse[1], lse[2])
+    )
+
+
+def _fake_gate_products(
+    do: Tensor, gates: Tensor, saved: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    delta, lse_gated = (do.new_empty(3, *do.shape[:-1], dtype=torch.float32) for _ in range(2))
+    return delta, lse_gated, gates.new_empty(gates.shape)
+
+
 def _backward(
     do: Tensor,
-    gates: Tensor,
     q: Tensor,
     kv: list[Tensor],
     blocks: Tensor,
-    saved: list[Tensor],
+    delta: Tensor,
+    lse_gated: Tensor,
+    lists: Tensor,
     q_starts: Tensor | None,
     first: Tensor | None,
     sizes: list[int],
@@ -88,7 +142,6 @@ def _backward(
     from nsa.ops.selected.triton import kernels as selected
 
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
-    o_cmp, o_sel, o_win, *lse, lists = (x.contiguous() for x in saved)
     q_start, block, stride, sel_block, window, num_full_rows = sizes
     geometry = kernels.Geometry(
         block,
@@ -102,15 +155,14 @@ def _backward(
     )
     branches = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
     return kernels.backward(
-        do,
-        gates,
+        do.contiguous(),
         q,
         *branches,
         blocks,
-        (o_cmp, o_sel, o_win),
-        (lse[0], lse[1], lse[2]),
+        delta,
+        lse_gated,
         geometry,
-        selected.lists_left(lists, q, v_sel, blocks, sel_block, scale),
+        selected.lists_left(lists.contiguous(), q, v_sel, blocks, sel_block, scale),
     )
 
 
@@ -120,10 +172,8 @@ def _fake_forward(
     return saved[0].new_empty(saved[0].shape)
 
 
-def _fake_backward(
-    do: Tensor, gates: Tensor, q: Tensor, kv: list[Tensor], *_: object
-) -> tuple[Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in (gates, q, *kv))
+def _fake_backward(do: Tensor, q: Tensor, kv: list[Tensor], *_: object) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, *kv))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -134,20 +184,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, do: Tensor) -> Gradients:
     kept = ctx.saved_tensors  # once: a checkpoint gives each of them no second time
     gates, q, *kv, blocks = kept[:9]
-    *saved, q_starts, first = kept[9:]
-    dgates, dq, *dkv = call(
-        "joined_backward", do, gates, q, kv, blocks, saved, q_starts, first, *ctx.options
-    )
-    return dgates, dq, dkv, None, [None] * len(saved), None, None, None, None
+    *saved, lists, q_starts, first = kept[9:]
+    num_saved, rest = len(saved) + 1, (q, kv, blocks, lists, q_starts, first)
+    dgates, dq, *dkv = gradients(do, gates, saved, rest, ctx.options)
+    return dgates, dq, dkv, None, [None] * num_saved, None, None, None, None
 
 
+define_operator(
+    "gate_products",
+    f"({_OF_GATES}) -> (Tensor, Tensor, Tensor)",
+    _gate_products,
+    _fake_gate_products,
+)
 define_operator(
     "joined",
     f"({_INPUTS}) -> Tensor",
     _forward,
     _fake_forward,
     Backward(
-        f"(Tensor do, {_INPUTS}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})",
+        f"({_OF_REST}) -> ({', '.join(['Tensor'] * _NUM_GRADIENTS)})",
         _backward,
         _fake_backward,
         _save,

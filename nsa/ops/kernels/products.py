@@ -105,7 +105,8 @@ def gate_products(
     Contiguous do and outputs [B, T, Q, DV], gates [B, T, Q, 3], lse to base 2 [B, T, Q] fp32.
     """
     DV = do.shape[-1]
-    delta, lse_gated = do.new_empty(2, 3, *do.shape[:-1], dtype=torch.float32)
+    delta = do.new_empty(3, *do.shape[:-1], dtype=torch.float32)
+    lse_gated = torch.empty_like(delta)  # an operator's outputs share no memory
     dgates, num_rows, BDV = torch.empty_like(gates), do.numel() // DV, padded(DV)
     R = max(1, 4096 // BDV)
     launch(

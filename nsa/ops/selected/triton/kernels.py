@@ -669,6 +669,8 @@ def grid_of(q: Tensor, v: Tensor, blocks: Tensor, sel_block: int) -> Grid:
     row_bytes = N * HQ * max(D, DV) * q.element_size()
     most = torch.sym_max(PART_BYTES, PARTS_OF_Q * q.numel() * q.element_size()) // row_bytes
     step = torch.sym_max(1, torch.sym_min(B * T, most))
+    # as many chunks, of one size: the fourth of 65,536 rows would have one row, others 21,845
+    step = cdiv(B * T, cdiv(B * T, step))
     return Grid(B, T, G, N, cdiv(S, sel_block), step)
 
 
@@ -888,9 +890,6 @@ def backward(
             torch.empty_like(dk, dtype=torch.float32),
             torch.empty_like(dv, dtype=torch.float32),
         )
-    slots = cdiv(step * G * N, TILE) + made.num_lists
-    dq_part = q.new_empty(step * G * N * H, D)
-    dk_part, dv_part = (q.new_empty(slots, L, n, dtype=torch.float32) for n in (D, DV))
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], scale, scale * LOG2E)
     dense: tuple[Tensor | None, Tensor | None] = (None, None)
     if full:
@@ -899,7 +898,10 @@ def backward(
             do, *few, lse, delta, scale=scale, dq=dq, adds=adds, sums=sums, work=q.numel(), **FULL
         )[1:]
     if sums is not None:
-        sums.launch()
+        sums.launch()  # whose parts are freed before those of this branch are made
+    slots = cdiv(step * G * N, TILE) + made.num_lists
+    dq_part = q.new_empty(step * G * N * H, D)
+    dk_part, dv_part = (q.new_empty(slots, L, n, dtype=torch.float32) for n in (D, DV))
     for number, r0 in enumerate(range(0, B * T, step)):
         n = min(step, B * T - r0)
         e0, e1 = r0 * G * N, (r0 + n) * G * N
