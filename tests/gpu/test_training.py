@@ -61,15 +61,16 @@ def trained(config: RunConfig) -> tuple[TinyLM, TrainStep, list[float | None]]:
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_replays_are_eager_steps(precision: str) -> None:
-    """Weights, moments and losses bit for bit, each step with a learning rate of its own."""
+    """Weights, moments and losses bit for bit, each step with a learning rate of its own; in fp32,
+    where SDPA's backward adds in no fixed order, two eager runs differ by 1e-6 too.
+    """
     model, step, losses = trained(config_of(precision=precision, cuda_graph="on"))
     twin, eager, wanted = trained(config_of(precision=precision, cuda_graph="off"))
     assert step.is_captured and not eager.is_captured
-    assert losses == wanted
-    torch.testing.assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-    torch.testing.assert_close(
-        step.optimizer.state_dict(), eager.optimizer.state_dict(), rtol=0, atol=0
-    )
+    within = {"rtol": 1e-4, "atol": 1e-5} if precision == "fp32" else {"rtol": 0.0, "atol": 0.0}
+    torch.testing.assert_close(losses, wanted, **within)
+    torch.testing.assert_close(model.state_dict(), twin.state_dict(), **within)
+    torch.testing.assert_close(step.optimizer.state_dict(), eager.optimizer.state_dict(), **within)
 
 
 def test_a_replay_that_is_not_finite_changes_nothing() -> None:
