@@ -15,7 +15,7 @@ from nsa import checks
 from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.decode import KV, NSACache, View, check_cache
+from nsa.decode import KV, NSACache, Step, View, check_cache
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for, takes_means_itself
 from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
@@ -177,7 +177,7 @@ class NSAAttention(nn.Module):
                 kv_win,
                 compress=self._compress,
                 num_tokens=None if num_tokens is None else checks.counts("num_tokens", num_tokens),
-                step=layout.step,
+                step=layout.step if isinstance(layout.step, Step) else None,
             )
             route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
         call = Call(

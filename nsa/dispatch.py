@@ -15,6 +15,7 @@ from nsa.documents import Documents
 from nsa.ops import (
     derivatives,
     explicit,
+    fa3,
     gated_sum,
     interval,
     joint_backward,
@@ -365,6 +366,30 @@ def window(
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     return _full_causal(route.branch("dense"), q, k, v, scale=scale)
+
+
+def dense_cached(
+    route: Route,
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    *,
+    q_start: int | Tensor,
+    scale: float,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Full causal attention over K and V of a cache. ``new``: of the chunk, where the kernel itself
+    stores them, at ``q_start`` (int, or int32 [B]).
+    """
+    branch = route.branch("dense")
+    engagement.record(branch)
+    with _marked(branch, q):
+        if new is not None:
+            return fa3.cached(q, new, kv, position=q_start, scale=scale)
+        if branch.kernel == Path.TRITON:
+            return interval.attend(
+                q, *kv, block=1, stride=1, width=None, q_start=q_start, scale=scale
+            )[0]
+        return sdpa.cached(q, *kv, q_start=q_start, scale=scale, kernel=branch.kernel)
 
 
 def _full_causal(branch: BranchRoute, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from nsa.config import NSAConfig
     from nsa.decode import KV as KV
+    from nsa.decode import DenseCache as DenseCache
     from nsa.decode import NSACache as NSACache
     from nsa.decode import Steps as Steps
     from nsa.decode import View as View
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Name -> the modules that may have it, the newest first.
 _HOMES = {
     "KV": ("nsa.decode", "nsa.cache"),
+    "DenseCache": ("nsa.decode",),
     "NSACache": ("nsa.decode", "nsa.cache"),
     "Steps": ("nsa.decode", "nsa.steps"),
     "View": ("nsa.decode", "nsa.cache"),
@@ -72,6 +74,11 @@ def _exists(module: str) -> bool:
 def has_training_loop() -> bool:
     """Whether this nsa trains: `nsa.train`, whose loop workload train_loop is."""
     return _exists("nsa.train.step")
+
+
+def dense_keeps_a_cache() -> bool:
+    """Whether the dense twin of this nsa decodes: `nsa.decode.DenseCache`."""
+    return _exists("nsa.decode.dense_cache")
 
 
 def sort_min_rows() -> int:

@@ -33,6 +33,17 @@ class View:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseStep:
+    """As `Step`, of a layer with full causal attention: ``position_B`` int64, the same as int32,
+    and the row [B, 1, 1, 1] of K and V that takes the token.
+    """
+
+    position_B: Tensor
+    position_int32_B: Tensor
+    row_B111: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """Where the one token of each row goes, int64; the same for every layer, so a model makes it
     once a forward.

@@ -17,7 +17,7 @@ from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
 from perfbench.matrix.attention_calls import problems
-from perfbench.records import ATTENTION, SELECTED, TRAINING, Cell
+from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
 
 NAMESPACE = "nsa::"
@@ -120,7 +120,12 @@ class _Calls:
 
     def _add_branch(self, branch: BranchRoute, problem: Problem) -> None:
         grid = BlockGrid.of(self._model.nsa)
-        if branch.branch == "dense" or branch.implementation == DENSE:
+        if branch.branch == "dense" and self._cell.workload in CACHED:
+            # SDPA's own operator; FA-2 is called below it, and FA-3 is not PyTorch's
+            self._bare_sdpa += branch.kernel == "sdpa"
+            if branch.kernel == Path.TRITON:
+                self._operator("nsa::interval")
+        elif branch.branch == "dense" or branch.implementation == DENSE:
             self._bare_sdpa += 1
         elif branch.branch == SCORE:
             self._operator("nsa::choose")

@@ -32,7 +32,8 @@ from perfbench.records.run_file import create_run, has_run, new_run_id, open_for
 from perfbench.records.run_file import is_compressed_run, read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
-from perfbench.records.peers import BUILT_IN, ENTRY_POINTS, Kind, PREFIXES, Peer, kind_of
+from perfbench.records.peers import BUILT_IN, CACHED_DENSE, ENTRY_POINTS, Kind, PREFIXES, Peer
+from perfbench.records.peers import kind_of
 from perfbench.records.regular_file import read_regular_file
 from perfbench.records.own_step import OwnStepFile, OwnStepLine, is_own_step
 from perfbench.records.trained_blocks import TrainedBlocks, read_trained_blocks

@@ -193,6 +193,26 @@ def test_the_proof_is_asked_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {claim.chunk for claim in claims} == {1}
 
 
+def test_a_captured_dense_step_is_proved_and_says_what_it_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = run(captured("dense", batch=2))
+    assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
+    assert set(row.engaged) == {"dense.sdpa"}
+    assert row.step_proof is not None and row.step_proof.ok
+    assert row.cache is not None and row.cache.keys_read == {"dense": 101}
+    real = Steps.next_dense
+
+    def late(self: Steps) -> Any:
+        step = real(self)
+        return replace(step, row_B111=(step.row_B111 - 1).clamp(min=0))
+
+    monkeypatch.setattr(Steps, "next_dense", late)
+    wrong = run(captured("dense"))
+    assert wrong.status is Status.PARITY and wrong.tok_per_s is None
+    assert run(cached("dense")).status is Status.OK
+
+
 # Routes and refusals.
 
 

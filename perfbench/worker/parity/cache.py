@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa import engagement, functional
+from nsa import engagement, functional, routing
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
+from nsa.dense import DenseAttention
+from nsa.functional import capability_of
+from nsa.routing import Problem
 from perfbench import older_nsa
 from perfbench.older_nsa import KV, NSACache, Steps
 from perfbench.worker.parity.blocks import Place, chosen
@@ -104,12 +107,49 @@ def attention(
 
 
 @torch.no_grad()
+def dense_attention(
+    model: ModelConfig, t: Tensors, pieces: Pieces, *, kind: str, stepping: bool = False
+) -> tuple[Tensor, frozenset[str]]:
+    """(o of all tokens by full causal attention of ``kind``, the counters of its calls); the rest
+    as in `attention`, the K and V being the selected branch's.
+    """
+    from nsa.dense import attend_cached  # an older nsa has none
+
+    q, k, v = (t[name] for name in ("q", "k_sel", "v_sel"))
+    cache = older_nsa.DenseCache.empty(
+        *q.shape[:2],
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.value_dim,
+        dtype=q.dtype,
+        device=q.device,
+    )
+    here, outputs = capability_of(str(q.device)), []
+    problem = Problem.of(
+        model, batch=q.shape[0], tokens=1, dtype=str(q.dtype).removeprefix("torch.")
+    )
+    with engagement.collect() as counted:
+        for begin, end in pieces:
+            part, steps = slice(begin, end), stepping and end - begin == 1
+            route = routing.route_dense_cached(
+                kind, replace(problem, whole=False, ragged=steps), here
+            )
+            with _turned(cache, steps):
+                kv, step = (k[:, part], v[:, part]), cache.next_step()
+                outputs.append(
+                    attend_cached(route, q[:, part], kv, cache, step, scale=model.head_dim**-0.5)
+                )
+    return torch.cat(outputs, 1), frozenset(counted.counts)
+
+
+@torch.no_grad()
 def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = False) -> Tensor:
     """The layer's y [B, T, M], a piece at a time through a cache of its own; ``stepping`` as in
     `attention`.
     """
-    assert isinstance(layer, NSAAttention)
-    cache, parts = layer.new_cache(*x_BTM.shape[:2]), []
+    assert isinstance(layer, NSAAttention | DenseAttention)
+    cache: Any = layer.new_cache(*x_BTM.shape[:2])
+    parts = []
     for begin, end in pieces:
         with _turned(cache, stepping and end - begin == 1):
             parts.append(layer(x_BTM[:, begin:end], cache=cache))
@@ -117,7 +157,7 @@ def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = F
 
 
 @contextmanager
-def _turned(cache: NSACache, stepping: bool) -> Iterator[None]:
+def _turned(cache: Any, stepping: bool) -> Iterator[None]:
     """The cache as one that steps, while this is open."""
     steps = Steps([cache]) if stepping else None
     yield
