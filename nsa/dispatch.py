@@ -12,6 +12,7 @@ from torch import Tensor
 from nsa import engagement, settings
 from nsa.config import BRANCHES, NSAConfig
 from nsa.documents import Documents
+from nsa.ops import decode_step as step_operator
 from nsa.ops import (
     derivatives,
     explicit,
@@ -362,6 +363,21 @@ def window(
             ),
             None,
         )
+
+
+def decode_step(
+    route: Route,
+    projected: step_operator.Projected,
+    buffers: step_operator.Buffers,
+    geometry: step_operator.Geometry,
+) -> tuple[Tensor, Tensor]:
+    """(the gated sum of all branches, the blocks) of one token a row, which ``buffers`` take: one
+    operator of path triton's for every branch and the choice.
+    """
+    for branch in route.branches:
+        engagement.record(branch)
+    with _marked(route.branch("cmp"), projected.q):
+        return step_operator.attend(projected, buffers, geometry)
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa import checks
+from nsa import checks, fused_block
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig
 from nsa.decode import (
@@ -46,6 +46,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BTM: Tensor, **options: Any) -> Tensor:
+        if options.get("cache") is not None and (layout := options.get("layout")) is not None:
+            cache, num_tokens = options["cache"], options.get("num_tokens")
+            route = fused_block.route_of(
+                self, x_BTM, cache=cache, layout=layout, num_tokens=num_tokens
+            )
+            if route is not None:
+                return fused_block.step(self, x_BTM, route, cache, layout)
         x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), **options)
         return x_BTM + self.mlp(self.mlp_norm(x_BTM))
 

@@ -81,6 +81,18 @@ def dense_keeps_a_cache() -> bool:
     return _exists("nsa.decode.dense_cache")
 
 
+def is_one_step(route: Route, config: NSAConfig) -> bool:
+    """Whether a step with its positions on the device is one operator a layer."""
+    found = _first(("nsa.routing", "is_one_step"))
+    return False if found is None else bool(found(route, config))
+
+
+def is_one_block(route: Route, config: NSAConfig, batch: int) -> bool:
+    """Whether the norms and products of a block are operators of nsa, too, in such a step."""
+    found = _first(("nsa.routing", "is_one_block"))
+    return False if found is None else bool(found(route, config, batch))
+
+
 def sort_min_rows() -> int:
     """(b, t, kv head) of a call from which path triton's selected forward goes by sorted lists."""
     places = (

@@ -30,6 +30,7 @@ KERNELS = (
     "one_node",
     "operator",
     "selected",
+    "step",
     "warp_roles",
 )
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}

@@ -33,6 +33,12 @@ class TakesSteps(Protocol):
 
     def next(self, config: NSAConfig) -> Step: ...
 
+    def check_turn(
+        self, cache: NSACache, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
+    ) -> None: ...
+
+    def took(self, cache: NSACache) -> None: ...
+
     def append(
         self,
         cache: NSACache,

@@ -18,7 +18,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.decode.cache import NSACache, check_chunk
 from nsa.decode.dense_cache import DenseCache
@@ -96,19 +95,8 @@ class Steps:
     def next(self, config: NSAConfig) -> Step:
         """Where the next token goes in caches of ``config``. ValueError where no room is left."""
         self.check_room()
-        p_B = self.length_B.clone()  # the last layer's append moves length_B on while p_B is in use
-        l, d = config.cmp_block, config.cmp_stride  # noqa: E741 (the paper's)
-        w = min(config.window, self._max_len)  # rows of the ring
-        first_B = p_B + (1 - l)  # of the last l tokens
-        block_B = (first_B // d).clamp(min=0)
-        completes_none_B = (first_B < 0) | (first_B % d != 0)
-        spare = BlockGrid.of(config).num_cmp(self._max_len)  # the last row of cmp
-        rows = (p_B, p_B % w, p_B % l, block_B.masked_fill(completes_none_B, spare))
-        sel, win, raw, cmp = (x[:, None, None, None] for x in rows)
-        block_BL = (first_B[:, None] + torch.arange(l, device=p_B.device)) % l
-        return Step(
-            p_B, p_B.clamp(max=w - 1), sel, win, raw, cmp, block_BL[..., None, None], block_B
-        )
+        # the last layer's append moves length_B on while the position is in use
+        return Step(self.length_B.clone(), config, self._max_len)
 
     def next_dense(self) -> DenseStep:
         """As `next`, in caches of full causal attention."""

@@ -8,6 +8,8 @@ what `auto` makes of it, ``cards`` what a GPU gives a program, ``decide`` the de
 from nsa.routing.decide import CACHED_DENSE_KINDS as CACHED_DENSE_KINDS
 from nsa.routing.decide import DENSE_KINDS as DENSE_KINDS
 from nsa.routing.decide import STAIRCASE as STAIRCASE
+from nsa.routing.decide import is_one_block as is_one_block
+from nsa.routing.decide import is_one_step as is_one_step
 from nsa.routing.decide import plan as plan
 from nsa.routing.decide import route as route
 from nsa.routing.decide import route_dense as route_dense

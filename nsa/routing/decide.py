@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from nsa.config import BRANCHES, ModelConfig, nearest_name
+from nsa.config import BRANCHES, ModelConfig, NSAConfig, nearest_name
 from nsa.routing.nouns import (
     ADAPTIVE,
     AUTO,
@@ -37,7 +37,7 @@ from nsa.routing.support import (
     triton_lacks,
     triton_reasons,
 )
-from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS
+from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS, STEP_MAX_ROWS
 
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
 # with a cache: FA-2 and cuDNN of PyTorch take no lengths that are on the device
@@ -141,6 +141,25 @@ def route_dense_cached(kind: str, problem: Problem, capability: Capability) -> R
         "dense", kernel, kernel, provider, "full causal attention over a cache, asked for by name"
     )
     return Route((branch,), (Rejected("fa2", "n/a: a dense path names its kernel itself"),))
+
+
+def is_one_step(route: Route, config: NSAConfig) -> bool:
+    """Whether one operator (nsa.ops.decode_step) serves a step of one token a row, positions on the
+    device, of such a Route.
+    """
+    served = {b.branch for b in route.branches if Path.TRITON in (b.kernel, b.implementation)}
+    return (
+        served == {*BRANCHES, SCORE}
+        and "split" not in route.off
+        and config.phi == "mean"
+        and config.rotates_before_compression
+        and not config.qk_norm
+    )
+
+
+def is_one_block(route: Route, config: NSAConfig, batch: int) -> bool:
+    """Whether the norms and products of a whole block go with it (nsa.ops.linear_step)."""
+    return is_one_step(route, config) and config.gate == "softmax" and batch <= STEP_MAX_ROWS
 
 
 def plan(

@@ -16,6 +16,7 @@ from types import MappingProxyType
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
+from perfbench import older_nsa
 from perfbench.matrix.attention_calls import problems
 from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
@@ -79,9 +80,19 @@ class _Calls:
 
     def add(self, problem: Problem) -> None:
         """One call of attention: its branches, what compresses for them, and their gated sum."""
+        cell = self._cell
+        if (
+            cell.workload == "decode"
+            and cell.cuda_graph == "on"
+            and older_nsa.is_one_step(self._route, self._model.nsa)
+        ):
+            self._operator("nsa::decode_step")
+            if older_nsa.is_one_block(self._route, self._model.nsa, cell.batch):
+                self._forward["nsa::linear_step"] += 4  # qkv, out, and two of the MLP
+            return
         for branch in self._route.branches:
             self._add_branch(branch, problem)
-        nsa, cell = self._model.nsa, self._cell
+        nsa = self._model.nsa
         if cell.is_dense or cell.workload in SELECTED:
             return
         if (

@@ -41,6 +41,8 @@ TRITON_MARKS: Mapping[str, str] = {
     "sel": "nsa_selected_forward",
     "dense": "nsa_interval_forward",  # of every key up to the query
 }
+# A launch of this name serves the compressed branch and the window.
+BOTH = "nsa_interval_forward_both"
 # What a launch of each step of path triton that may be turned off (NSA_TRITON_<STEP>=0) has in its
 # name.
 STEP_MARKS: Mapping[str, str] = {
@@ -217,7 +219,11 @@ def testify(
     )
     for (kernel, mark), calls in sorted(marks.items()):
         due = calls * layers
-        seen = sum(count for name, count in kernels.items() if mark in name.lower())
+        seen = sum(
+            count * (2 if BOTH in name.lower() else 1)
+            for name, count in kernels.items()
+            if mark in name.lower()
+        )
         if seen < due:
             return (
                 False,

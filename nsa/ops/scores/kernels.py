@@ -60,7 +60,7 @@ def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOC
 
 
 @triton.jit
-def _ranked(score):
+def ranked(score):
     """NaN as 0 and infinity as a number. NaN compares with nothing: `nsa_choose` would take more
     than N blocks, and store them beyond the row. Asked there, this took 40 % longer.
     """
@@ -144,52 +144,36 @@ def nsa_scores(
         j = c0 // R + tl.arange(0, BC // R)
         at = ((batch * n + row).to(tl.int64) * G + g)[:, None] * J + j[None, :]
         inside = live[:, None] & (j < J)[None, :]
-        tl.store(SCORE + at, _ranked(tl.sum(p * own, 2)), mask=inside)
+        tl.store(SCORE + at, ranked(tl.sum(p * own, 2)), mask=inside)
         if W > 1:
-            tl.store(EDGE + at, _ranked(tl.sum(p * (W - own), 2)), mask=inside)
+            tl.store(EDGE + at, ranked(tl.sum(p * (W - own), 2)), mask=inside)
 
 
 @triton.jit
-def nsa_choose(
+def take_best(
     SCORE,
     EDGE,
     SPARE_J,
     SPARE_S,
-    BLOCKS,
-    Q0,
-    FIRST,
-    b0,
-    t0,
-    rows_of_b,
-    T,
-    C,
-    q0,
-    block,
-    stride,
+    out,
+    at,
+    cur,
+    hi,
+    first_block,
     J,
-    L,
     num_initial,
     num_local,
-    G: tl.constexpr,
     N: tl.constexpr,
     NP: tl.constexpr,
     R: tl.constexpr,
     W: tl.constexpr,
     BJ: tl.constexpr,
     NC: tl.constexpr,
-    RAGGED: tl.constexpr,
-    DOCS: tl.constexpr,
 ):
-    """One (row, kv head) a program: forced blocks, then the best by (score descending, index
-    ascending); ascending, -1 padded.
+    """The N blocks of row ``at`` of the scores to ``out``, ascending and -1 padded: those forced up
+    to block ``cur``, then the best by (score descending, index ascending). ``hi``: one past the
+    last compressed block that the query sees.
     """
-    at = tl.program_id(0).to(tl.int64)
-    row = (at // G).to(tl.int32)
-    b = b0 + row // rows_of_b
-    t = t0 + row % rows_of_b
-    pos, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
-    first_block = lo * stride // L
-    cur = pos // L
     j = tl.arange(0, BJ)
     allowed = (j >= first_block) & (j <= cur) & (j < J)
     forced = allowed & ((j < first_block + num_initial) | (j > cur - num_local))
@@ -201,7 +185,6 @@ def nsa_choose(
         )
     need = N - tl.sum(forced.to(tl.int32), 0)
     score = tl.where(allowed & (forced == 0), score, -1.0)
-    out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
     if BJ > NC:
         # The need-th largest maximum of NC interleaved groups: at least `need` scores reach it, and
         # seldom many more.
@@ -245,6 +228,69 @@ def nsa_choose(
         count = tl.sum(taken.to(tl.int32), 0)
     n = tl.arange(0, NP)
     tl.store(out + n, tl.full([NP], -1, tl.int32), mask=(n < N) & (n >= count))
+
+
+@triton.jit
+def nsa_choose(
+    SCORE,
+    EDGE,
+    SPARE_J,
+    SPARE_S,
+    BLOCKS,
+    Q0,
+    FIRST,
+    b0,
+    t0,
+    rows_of_b,
+    T,
+    C,
+    q0,
+    block,
+    stride,
+    J,
+    L,
+    num_initial,
+    num_local,
+    G: tl.constexpr,
+    N: tl.constexpr,
+    NP: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    BJ: tl.constexpr,
+    NC: tl.constexpr,
+    RAGGED: tl.constexpr,
+    DOCS: tl.constexpr,
+):
+    """One (row, kv head) a program: forced blocks, then the best by (score descending, index
+    ascending); ascending, -1 padded.
+    """
+    at = tl.program_id(0).to(tl.int64)
+    row = (at // G).to(tl.int32)
+    b = b0 + row // rows_of_b
+    t = t0 + row % rows_of_b
+    pos, lo, hi = _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED, DOCS)
+    first_block = lo * stride // L
+    out = BLOCKS + ((b.to(tl.int64) * T + t) * G + at % G) * N
+    take_best(
+        SCORE,
+        EDGE,
+        SPARE_J,
+        SPARE_S,
+        out,
+        at,
+        pos // L,
+        hi,
+        first_block,
+        J,
+        num_initial,
+        num_local,
+        N,
+        NP,
+        R,
+        W,
+        BJ,
+        NC,
+    )
 
 
 def choose(

@@ -93,9 +93,15 @@ def attention(
         kv_cmp, kv_sel, kv_win = (
             (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
         )
-        with _turned(cache, stepping and end - begin == 1):
-            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         options: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
+        steps = stepping and end - begin == 1
+        if steps and (one := _one_step(model, t, cache, part, **options)) is not None:
+            outputs.append(one.o)
+            blocks.append(one.blocks)
+            engaged |= one.engaged if begin in judged else frozenset()
+            continue
+        with _turned(cache, steps):
+            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         k_cmp, v_cmp = view.cmp
         at = Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
         blocks.append(chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
@@ -104,6 +110,40 @@ def attention(
         if not judged.isdisjoint(range(begin, end)):
             engaged |= counted.counts.keys()
     return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))
+
+
+def _one_step(
+    model: ModelConfig, t: Tensors, cache: NSACache, part: slice, **options: Any
+) -> Through | None:
+    """`attention` of one token by the operator that a captured step calls for all branches; None
+    where it calls one for each.
+    """
+    q, k, v = t["q"][:, part], t["k_sel"], t["v_sel"]
+    place = torch.tensor(cache.lengths, device=q.device)
+    heads = (q, k.shape[2], v.shape[3], cache.max_len)
+    route = functional.route_for(
+        *heads, branches=options["config"].branches, q_start=place, **options
+    )
+    if not older_nsa.is_one_step(route, model.nsa):
+        return None
+    from nsa import fused_step  # an older nsa has none
+    from nsa.ops.decode_step import Projected
+
+    k, v = (
+        torch.cat([t[f"{kind}_{b}"][:, part] for b in ("cmp", "sel", "win")], 2) for kind in "kv"
+    )
+    with (
+        _turned(cache, True),
+        engagement.collect() as counted,
+        older_nsa.collect_blocks() as seen,
+    ):
+        step: Any = cache.next_step()
+        turns = q.new_zeros(1, dtype=torch.float32)  # q and k are what they are
+        gates = t["gates"][:, part].contiguous()
+        x = Projected(q.contiguous(), k, v, turns, step.position_B, gates, None, None)
+        o = fused_step.attend_projected(route, cache, step, x, rope="none")
+    assert seen is not None and seen[0] is not None
+    return Through(o, seen[0], frozenset(counted.counts))
 
 
 @torch.no_grad()
