@@ -116,11 +116,13 @@ def test_a_step_is_the_branches_one_by_one(
 def test_a_step_is_the_oracles(monkeypatch: pytest.MonkeyPatch) -> None:
     """q and k as they are, gates given: the branches over what was stored, in fp64."""
     monkeypatch.setattr(decode, "LEAST_KEYS", 4)
-    layer, lengths = layer_of(SMALL), [91, 7]
+    layer, lengths = layer_of(SMALL), [91, 7, 83, 75, 91, 79]
     cache = filled(layer, lengths, 93, torch.float32)
     Steps([cache])
-    q, k, v = (randn(2, 1, n, d, seed=d) for n, d in ((4, 8), (6, 8), (6, 6)))
-    gates = randn(2, 1, 4, 3, seed=3).sigmoid()
+    B = len(lengths)
+    q, k, v = (randn(B, 1, n, d, seed=n + d) for n, d in ((4, 8), (6, 8), (6, 6)))
+    q = q * torch.tensor([1, 6, 2, 9])[:, None]  # heads whose log-sum-exps differ
+    gates = randn(B, 1, 4, 3, seed=3).sigmoid()
     step = cache.next_step()
     assert step is not None
     route = functional.route_for(
