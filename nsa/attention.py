@@ -145,7 +145,8 @@ class NSAAttention(nn.Module):
         checks.projected("v_proj", v, kv_heads, self.v_head_dim)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.v_head_dim))
-        if cache is not None and cache.steps is not None and num_tokens is None:
+        steps = cache is not None and cache.steps is not None and num_tokens is None
+        if steps and cache is not None and not torch.compiler.is_compiling():
             route = self.route_of_step(x_BTM, cache)
             if self.sinks is None and fused_step.serves(
                 route, self.config, cache, layout, q, k, v, x_BTM

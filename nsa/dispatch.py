@@ -369,7 +369,7 @@ def decode_step(
     route: Route,
     projected: step_operator.Projected,
     buffers: step_operator.Buffers,
-    geometry: step_operator.Geometry,
+    geometry: step_operator.StepGeometry,
 ) -> tuple[Tensor, Tensor]:
     """(the gated sum of all branches, the blocks) of one token a row, which ``buffers`` take: one
     operator of path triton's for every branch and the choice.

@@ -27,6 +27,8 @@ def route_of(
     modules one by one do: other modules or dtypes than a TinyLM's own, hooks, autocast, gradients,
     too many rows.
     """
+    if torch.compiler.is_compiling():  # which fuses them itself
+        return None
     attention = block.attention
     if cache is None or cache.steps is None or num_tokens is not None or not _is_own(block):
         return None

@@ -77,7 +77,7 @@ def attend_projected(
         route,
         x,
         decode_step.Buffers(*cache.sel, *cache.win, *cache.raw, *cache.cmp),
-        decode_step.Geometry(
+        decode_step.StepGeometry(
             config.cmp_block,
             config.cmp_stride,
             config.sel_block,

@@ -194,7 +194,8 @@ def stepping(shape: str) -> None:
         def zeros(*sizes: int, of: torch.dtype = dtype, batch: int = batch) -> Tensor:
             return torch.zeros(batch, *sizes, dtype=of)
 
-        counts = (TOKENS + 1, 512, 32, TOKENS // 16)  # sel, win, raw, cmp
+        held = 65_536 if batch == 1 else TOKENS
+        counts = (held + 1, 512, 32, held // 16)  # sel, win, raw, cmp
         rows = [zeros(n, G, d) for n in counts for d in (DK, DV)]
         gates = zeros(1, G * H, 3) if copies == 1 else None
         up, down = (torch.zeros(G, DK, n, dtype=dtype) for n in (DK, 3))
@@ -208,7 +209,7 @@ def stepping(shape: str) -> None:
             None if copies == 1 else up,
             None if copies == 1 else down,
         )
-        geometry = decode_step.Geometry(32, 16, 64, 16, 1, 2, 0.1, 1.0, rope)
+        geometry = decode_step.StepGeometry(32, 16, 64, 16, 1, 2, 0.1, 1.0, rope)
         buffers = decode_step.Buffers(*rows)
         q, made = step_kernels.append(projected, buffers, geometry)
         step_kernels.attend(q, made, projected.position, buffers, geometry)

@@ -5,5 +5,5 @@ launches.
 
 from nsa.ops.decode_step.operator import attend as attend
 from nsa.ops.decode_step.shapes import Buffers as Buffers
-from nsa.ops.decode_step.shapes import Geometry as Geometry
 from nsa.ops.decode_step.shapes import Projected as Projected
+from nsa.ops.decode_step.shapes import StepGeometry as StepGeometry

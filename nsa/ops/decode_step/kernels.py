@@ -28,13 +28,13 @@ from nsa.ops.decode.kernels import (
     selected_per_split,
     summed,
 )
-from nsa.ops.decode_step.shapes import Buffers, Geometry, Projected
+from nsa.ops.decode_step.shapes import Buffers, Projected, StepGeometry
 from nsa.ops.kernels.common import LOG2E, cdiv, load_rows, padded, precision, width_class
 from nsa.ops.kernels.launch import launch
 from nsa.ops.scores.kernels import CANDIDATES, ranked, take_best
 
-KEYS_AT_ONCE = 512  # compressed keys whose scores a program of `nsa_choose_step` sums at a time
-CHOOSE_WARPS = 4
+LOGITS_AT_ONCE = 8192  # that a program of `nsa_choose_step` loads, 32 a thread
+CHOOSE_WARPS = 8
 
 
 @triton.jit
@@ -466,11 +466,11 @@ def nsa_choose_step(
     own = tl.minimum(R - i, W).to(tl.float32)[None, :]
     for c0 in range(0, hi, BC):
         c = c0 + tl.arange(0, BC)
-        p = tl.zeros([BC], tl.float32)
-        for head in range(H):
-            s = tl.load(LOGITS + (at * H + head) * C + c, mask=c < hi, other=float("-inf"))
-            p += tl.exp2(s - tl.sum(tl.where(h == head, lse, 0.0), 0))
-        p = tl.reshape(tl.where(c < hi, p, 0.0), [BC // R, R])
+        # all heads at once: one after another, each would wait for its own load
+        seen = (h < H)[:, None] & (c < hi)[None, :]
+        s = tl.load(LOGITS + (at * H + h)[:, None] * C + c[None, :], mask=seen, other=float("-inf"))
+        p = tl.sum(tl.where(seen, tl.exp2(s - lse[:, None]), 0.0), 0)
+        p = tl.reshape(p, [BC // R, R])
         j = c0 // R + tl.arange(0, BC // R)
         tl.store(SCORE + at * J + j, ranked(tl.sum(p * own, 1)), mask=j < J)
         if W > 1:
@@ -530,7 +530,7 @@ def nsa_sum_step(
     tl.store(O + row * DV + dv, o.to(kind), mask=dv < DV)
 
 
-def append(x: Projected, buffers: Buffers, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def append(x: Projected, buffers: Buffers, geometry: StepGeometry) -> tuple[Tensor, Tensor]:
     """Store the token, and the compressed block that it completes; (q [B, 1, Q, D] turned, gates
     [B, 1, Q, 3]).
     """
@@ -585,7 +585,7 @@ def append(x: Projected, buffers: Buffers, geometry: Geometry) -> tuple[Tensor, 
 
 
 def attend(
-    q: Tensor, gates: Tensor, position: Tensor, buffers: Buffers, geometry: Geometry
+    q: Tensor, gates: Tensor, position: Tensor, buffers: Buffers, geometry: StepGeometry
 ) -> tuple[Tensor, Tensor]:
     """(o [B, 1, Q, DV], blocks int32 [B, 1, G, N]) of what the buffers hold."""
     (B, _, HQ, D), (G, DV) = q.shape, buffers.sel_v.shape[2:]
@@ -665,7 +665,7 @@ def attend(
         W,
         padded(H, 1),
         padded(cmp_splits, 1),
-        max(KEYS_AT_ONCE, R),
+        max(min(LOGITS_AT_ONCE // padded(H, 1), padded(C, 1)), R),
         padded(J, 1),
         candidates,
         num_warps=CHOOSE_WARPS,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.decode_step.shapes import Buffers, Geometry, Projected
+from nsa.ops.decode_step.shapes import Buffers, Projected, StepGeometry
 from nsa.ops.operator import call, define_operator
 
 _ROPES = ("none", "interleaved", "half")
@@ -18,7 +18,7 @@ _SCHEMA = (
 )
 
 
-def attend(x: Projected, buffers: Buffers, geometry: Geometry) -> tuple[Tensor, Tensor]:
+def attend(x: Projected, buffers: Buffers, geometry: StepGeometry) -> tuple[Tensor, Tensor]:
     """Store the token of each row in ``buffers``, and attend: (o [B, 1, Q, DV], the gated sum of
     the branches; blocks int32 [B, 1, G, N], those of the selected one).
     """
@@ -35,7 +35,7 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
     *projected, tensors, sizes, scale, temperature = arguments
     grid, rope = sizes[:-1], sizes[-1]
     x, buffers = Projected(*projected), Buffers(*tensors)
-    geometry = Geometry(*(*grid, scale, temperature, _ROPES[rope]))
+    geometry = StepGeometry(*(*grid, scale, temperature, _ROPES[rope]))
     q, gates = kernels.append(x, buffers, geometry)
     return kernels.attend(q, gates, x.position, buffers, geometry)
 

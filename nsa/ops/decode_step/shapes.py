@@ -27,7 +27,7 @@ class Buffers(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class StepGeometry:
     """Of NSAConfig: ``block`` and ``stride`` of compression, the rest by its name; ``scale`` of the
     logits.
     """

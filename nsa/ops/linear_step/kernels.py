@@ -70,9 +70,9 @@ def nsa_linear_step(
     scale = tl.full([BM], 1.0, tl.float32)
     if NORMS:
         squares = tl.zeros([BM], tl.float32)
-        for k0 in range(0, K, BK):
-            x = _tile(X, row, k0 + tl.arange(0, BK), K, live).to(tl.float32)
-            squares += tl.sum(x * x, 1)
+        for k0 in tl.static_range(0, K, BK):  # whose loads wait together
+            wide = _tile(X, row, k0 + tl.arange(0, BK), K, live).to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
         scale = tl.rsqrt(squares / K + eps)
     acc = tl.zeros([BM, BN], tl.float32)
     for k0 in range(0, K, BK):
