@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -62,43 +61,58 @@ class Step:
         self.position_B = position_B
         self._config, self._max_len = config, max_len
         self._ring = min(config.window, max_len)  # rows of the window's
+        self._made: dict[str, Tensor] = {}
 
-    @cached_property
+    @property
     def win_start_B(self) -> Tensor:
-        return self.position_B.clamp(max=self._ring - 1)
+        return self._once("win_start", lambda: self.position_B.clamp(max=self._ring - 1))
 
-    @cached_property
+    @property
     def sel_B111(self) -> Tensor:
         return _as_rows(self.position_B)
 
-    @cached_property
+    @property
     def win_B111(self) -> Tensor:
-        return _as_rows(self.position_B % self._ring)
+        return self._once("win", lambda: _as_rows(self.position_B % self._ring))
 
-    @cached_property
+    @property
     def raw_B111(self) -> Tensor:
-        return _as_rows(self.position_B % self._config.cmp_block)
+        return self._once("raw", lambda: _as_rows(self.position_B % self._config.cmp_block))
 
-    @cached_property
+    @property
     def cmp_B111(self) -> Tensor:
+        return self._once("cmp", self._row_of_cmp)
+
+    @property
+    def block_BL11(self) -> Tensor:
+        return self._once("slots", self._slots)
+
+    @property
+    def block_B(self) -> Tensor:
+        first_B = self._first_B
+        return self._once("block", lambda: (first_B // self._config.cmp_stride).clamp(min=0))
+
+    @property
+    def _first_B(self) -> Tensor:
+        """Of the last l tokens."""
+        return self._once("first", lambda: self.position_B + (1 - self._config.cmp_block))
+
+    def _row_of_cmp(self) -> Tensor:
         first_B, d = self._first_B, self._config.cmp_stride
         completes_none_B = (first_B < 0) | (first_B % d != 0)
         spare = BlockGrid.of(self._config).num_cmp(self._max_len)  # the last row of cmp
         return _as_rows(self.block_B.masked_fill(completes_none_B, spare))
 
-    @cached_property
-    def block_BL11(self) -> Tensor:
+    def _slots(self) -> Tensor:
         l = self._config.cmp_block  # noqa: E741 (the paper's)
         token = torch.arange(l, device=self.position_B.device)
         return ((self._first_B[:, None] + token) % l)[..., None, None]
 
-    @cached_property
-    def block_B(self) -> Tensor:
-        return (self._first_B // self._config.cmp_stride).clamp(min=0)
-
-    @cached_property
-    def _first_B(self) -> Tensor:
-        return self.position_B + (1 - self._config.cmp_block)  # of the last l tokens
+    def _once(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        # functools.cached_property takes a lock, which no compiled graph holds
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
 
 def _as_rows(x_B: Tensor) -> Tensor:
