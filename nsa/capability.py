@@ -135,9 +135,8 @@ def probe(device: str = "cpu") -> Capability:
     """
     provider, reason = fa2_provider()
     if not device.startswith("cuda"):
-        return Capability(
-            device, device, None, provider, reason, torch_version(), *triton_provider(None)
-        )
+        software = (torch_version(), *triton_provider(None), *fa3_provider(None))
+        return Capability(device, device, None, provider, reason, *software)
     import torch
 
     properties = torch.cuda.get_device_properties(device)
