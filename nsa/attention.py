@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nsa import checks
+from nsa import checks, fused_step
 from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.decode import KV, NSACache, View, check_cache
+from nsa.decode import KV, NSACache, Step, View, check_cache
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for, takes_means_itself
 from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
@@ -145,6 +145,16 @@ class NSAAttention(nn.Module):
         checks.projected("v_proj", v, kv_heads, self.v_head_dim)
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k, v = k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.v_head_dim))
+        steps = cache is not None and cache.steps is not None and num_tokens is None
+        if steps and cache is not None and not torch.compiler.is_compiling():
+            route = self.route_of_step(x_BTM, cache)
+            if self.sinks is None and fused_step.serves(
+                route, self.config, cache, layout, q, k, v, x_BTM
+            ):
+                checks.no_gradient(q, k, v)
+                kv, gate = (q, k, v), (self.gate, x_BTM)
+                o = fused_step.attend(route, cache, layout, kv, gate)
+                return self.o_proj(o.flatten(2))
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         gates = self.gate(x_BTM, q)
@@ -177,7 +187,7 @@ class NSAAttention(nn.Module):
                 kv_win,
                 compress=self._compress,
                 num_tokens=None if num_tokens is None else checks.counts("num_tokens", num_tokens),
-                step=layout.step,
+                step=layout.step if isinstance(layout.step, Step) else None,
             )
             route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
         call = Call(
@@ -198,6 +208,13 @@ class NSAAttention(nn.Module):
             o = reaching(o, self.phi_k.parameters(), self.phi_v.parameters())
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
+
+    def route_of_step(self, x_BTM: Tensor, cache: NSACache) -> Route:
+        """The Route of x [B, 1, M] with a cache that steps."""
+        assert cache.steps is not None
+        # a shape, no memory
+        q = cache.sel[0][:, :1, :1].expand(-1, x_BTM.shape[1], self.num_heads, -1)
+        return self._route(q, cache.sel[0].shape[1] - 1, q_start=cache.steps.length_B)
 
     def layout(self, x: Tensor, **options: Any) -> Layout:
         """The Layout of x [B, T, ...], for this layer and others of its config and head dim;

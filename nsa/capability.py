@@ -61,6 +61,16 @@ def fa2_provider() -> tuple[str | None, str]:
     )
 
 
+def fa3_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
+    """(package and version, '') or (None, reason): FA-3's forward, whose kernels are Hopper's."""
+    if sm is None or sm[0] != 9:
+        return None, "FA-3's kernels are of SM 9.0 alone"
+    installed = _version("fa3-fwd")
+    if installed and importlib.util.find_spec("fa3_fwd_interface"):
+        return f"fa3-fwd {installed}", ""
+    return None, "fa3-fwd is not installed; pip install fa3-fwd"
+
+
 def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
     """(package and version, '') or (None, reason).
 
@@ -82,7 +92,15 @@ def triton_provider(sm: tuple[int, int] | None) -> tuple[str | None, str]:
 
 def of_gpu(name: str, sm: tuple[int, int], device: str = "cuda") -> Capability:
     """The capability of a GPU with the software that is installed here; touches no CUDA."""
-    return Capability(device, name, sm, *fa2_provider(), torch_version(), *triton_provider(sm))
+    return Capability(
+        device,
+        name,
+        sm,
+        *fa2_provider(),
+        torch_version(),
+        *triton_provider(sm),
+        *fa3_provider(sm),
+    )
 
 
 def untried(torch: str, triton: str | None) -> str | None:
@@ -117,9 +135,8 @@ def probe(device: str = "cpu") -> Capability:
     """
     provider, reason = fa2_provider()
     if not device.startswith("cuda"):
-        return Capability(
-            device, device, None, provider, reason, torch_version(), *triton_provider(None)
-        )
+        software = (torch_version(), *triton_provider(None), *fa3_provider(None))
+        return Capability(device, device, None, provider, reason, *software)
     import torch
 
     properties = torch.cuda.get_device_properties(device)

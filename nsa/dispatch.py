@@ -12,9 +12,11 @@ from torch import Tensor
 from nsa import engagement, settings
 from nsa.config import BRANCHES, NSAConfig
 from nsa.documents import Documents
+from nsa.ops import decode_step as step_operator
 from nsa.ops import (
     derivatives,
     explicit,
+    fa3,
     gated_sum,
     interval,
     joint_backward,
@@ -403,8 +405,47 @@ def window(
         )
 
 
+def decode_step(
+    route: Route,
+    projected: step_operator.Projected,
+    buffers: step_operator.Buffers,
+    geometry: step_operator.StepGeometry,
+) -> tuple[Tensor, Tensor]:
+    """(the gated sum of all branches, the blocks) of one token a row, which ``buffers`` take: one
+    operator of path triton's for every branch and the choice.
+    """
+    for branch in route.branches:
+        engagement.record(branch)
+    with _marked(route.branch("cmp"), projected.q):
+        return step_operator.attend(projected, buffers, geometry)
+
+
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
     return _full_causal(route.branch("dense"), q, k, v, scale=scale)
+
+
+def dense_cached(
+    route: Route,
+    q: Tensor,
+    kv: tuple[Tensor, Tensor],
+    *,
+    q_start: int | Tensor,
+    scale: float,
+    new: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Full causal attention over K and V of a cache. ``new``: of the chunk, where the kernel itself
+    stores them, at ``q_start`` (int, or int32 [B]).
+    """
+    branch = route.branch("dense")
+    engagement.record(branch)
+    with _marked(branch, q):
+        if new is not None:
+            return fa3.cached(q, new, kv, position=q_start, scale=scale)
+        if branch.kernel == Path.TRITON:
+            return interval.attend(
+                q, *kv, block=1, stride=1, width=None, q_start=q_start, scale=scale
+            )[0]
+        return sdpa.cached(q, *kv, q_start=q_start, scale=scale, kernel=branch.kernel)
 
 
 def _full_causal(branch: BranchRoute, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:

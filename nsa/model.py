@@ -10,10 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from nsa import checks
+from nsa import checks, fused_block
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig, NSAConfig
-from nsa.decode import DecodeGraph, NSACache, check_cache, check_device
+from nsa.decode import (
+    DecodeGraph,
+    DenseCache,
+    NSACache,
+    check_cache,
+    check_dense_cache,
+    check_device,
+)
 from nsa.dense import DenseAttention
 from nsa.ops.positions import to_device
 from nsa.padding import Padding, call_padded
@@ -39,6 +46,13 @@ class Block(nn.Module):
         )
 
     def forward(self, x_BTM: Tensor, **options: Any) -> Tensor:
+        if options.get("cache") is not None and (layout := options.get("layout")) is not None:
+            cache, num_tokens = options["cache"], options.get("num_tokens")
+            route = fused_block.route_of(
+                self, x_BTM, cache=cache, layout=layout, num_tokens=num_tokens
+            )
+            if route is not None:
+                return fused_block.step(self, x_BTM, route, cache, layout)
         x_BTM = x_BTM + self.attention(self.attention_norm(x_BTM), **options)
         return x_BTM + self.mlp(self.mlp_norm(x_BTM))
 
@@ -60,8 +74,38 @@ class _Decoder(nn.Module):
         vocab_size = self.config.vocab_size if weight is None else weight.shape[0]
         checks.ids(ids_BT, vocab_size, weight, padded=padded)
 
+    def _check_caches(self, caches: object, check: Callable[[object, int], None]) -> None:
+        """ValueError unless ``caches`` are one a layer, each as ``check`` wants that of its layer,
+        with one history.
+        """
+        maker = f"{type(self).__name__}.new_cache"
+        if not isinstance(caches, Sequence) or isinstance(caches, str):
+            raise ValueError(
+                f"got a cache of type {type(caches).__name__}; wanted a list of one cache a"
+                f" layer; {maker} makes it"
+            )
+        if len(caches) != len(self.blocks):
+            raise ValueError(
+                f"got {len(caches)} caches for {len(self.blocks)} layers; wanted one each;"
+                f" {maker} makes them"
+            )
+        for layer, one in enumerate(caches):
+            check(one, layer)
+        # compiled, the lengths of caches that step are the device's
+        if not torch.compiler.is_compiling() and len({c.lengths for c in caches}) > 1:
+            lengths = [c.lengths for c in caches]
+            raise ValueError(
+                f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew"
+                f" with {maker}"
+            )
+        if len({id(c.steps) for c in caches}) > 1:
+            raise ValueError(
+                "got caches of which only some step, or apart; wanted all of them or none; give"
+                " Steps those of all layers"
+            )
+
     def _layouts(
-        self, x: Tensor, caches: Sequence[NSACache] | None = None, **options: Any
+        self, x: Tensor, caches: Sequence[NSACache | DenseCache] | None = None, **options: Any
     ) -> list[Layout]:
         """Each layer's Layout of x [B, T, M]; layers of one config share one."""
         made: dict[NSAConfig, Layout] = {}
@@ -128,30 +172,9 @@ class TinyLM(_Decoder):
         that are not one a layer, of its config, with one history.
         """
         self._check_ids(ids_BT, padded=attention_mask is not None)
-        if cache is not None and (not isinstance(cache, Sequence) or isinstance(cache, str)):
-            raise ValueError(
-                f"got a cache of type {type(cache).__name__}; wanted a list of one NSACache a"
-                " layer; TinyLM.new_cache makes it"
-            )
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(
-                f"got {len(cache)} caches for {len(self.blocks)} layers; wanted one each;"
-                " TinyLM.new_cache makes them"
-            )
-        for layer, one in enumerate(cache or ()):
-            check_cache(one, self.config.config_of(layer))
-        # compiled, the lengths of caches that step are the device's
-        known = None if torch.compiler.is_compiling() else cache
-        if known is not None and len({c.lengths for c in known}) > 1:
-            lengths = [c.lengths for c in known]
-            raise ValueError(
-                f"got caches that hold {lengths} tokens; wanted the same in each layer; begin anew"
-                " with TinyLM.new_cache"
-            )
-        if cache is not None and len({id(c.steps) for c in cache}) > 1:
-            raise ValueError(
-                "got caches of which only some step, or apart; wanted all of them or none; give"
-                " Steps those of all layers"
+        if cache is not None:
+            self._check_caches(
+                cache, lambda one, layer: check_cache(one, self.config.config_of(layer))
             )
         if attention_mask is not None:
             checks.mask_alone(cu_seqlens=cu_seqlens, num_tokens=num_tokens)
@@ -265,17 +288,46 @@ class TinyLM(_Decoder):
 
 
 class DenseLM(_Decoder):
-    """The same model with full causal attention; ``kind`` as in nsa.routing.DENSE_KINDS."""
+    """The same model with full causal attention; ``kind`` as in nsa.routing.DENSE_KINDS, with a
+    cache CACHED_DENSE_KINDS.
+    """
 
     def __init__(self, model: ModelConfig, kind: str = "dense") -> None:
         super().__init__(model, lambda config: DenseAttention(model, kind, config=config))
 
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """ids int64 [B, T] -> logits [B, T, vocab_size]."""
+    def forward(self, ids_BT: Tensor, *, cache: Sequence[DenseCache] | None = None) -> Tensor:
+        """ids int64 [B, T] -> logits [B, T, vocab_size]. With a ``cache`` (one a layer,
+        `new_cache`) the ids continue each row's sequence; `nsa.DecodeGraph` captures such a step.
+
+        ValueError for caches that are not one a layer, with one history.
+        """
         self._check_ids(ids_BT)
+        if cache is not None:
+            self._check_caches(cache, lambda one, layer: check_dense_cache(one))
         x_BTM = self.embedding(ids_BT)
-        layouts = self._layouts(x_BTM)
-        return self._logits(x_BTM, lambda layer: {"layout": layouts[layer]})
+        layouts = self._layouts(x_BTM, cache)
+        return self._logits(
+            x_BTM,
+            lambda layer: {
+                "cache": None if cache is None else cache[layer],
+                "layout": layouts[layer],
+            },
+        )
+
+    def new_cache(
+        self,
+        batch: int,
+        max_len: int,
+        *,
+        initial_len: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> list[DenseCache]:
+        """One empty cache a layer."""
+        layers: list[Any] = list(self.blocks)
+        return [
+            layer.attention.new_cache(batch, max_len, initial_len=initial_len, dtype=dtype)
+            for layer in layers
+        ]
 
 
 def next_token_labels(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nsa import checks
 from nsa.config import NSAConfig
-from nsa.decode import NSACache, Step
+from nsa.decode import DenseCache, DenseStep, NSACache, Step
 from nsa.documents import Documents, Packing
 from nsa.ops.positions import query_positions, to_device
 from nsa.rope import angles, turns
@@ -38,7 +38,7 @@ class Layout:
     packing: Packing | None
     absent_BT1: Tensor | None
     present_BR: Tensor | None
-    step: Step | None = None
+    step: Step | DenseStep | None = None
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class Layout:
         head_dim: int,
         *,
         dtype: torch.dtype,
-        cache: NSACache | None = None,
+        cache: NSACache | DenseCache | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
         num_tokens: Sequence[int] | Tensor | None = None,
     ) -> Self:
@@ -98,8 +98,7 @@ class Layout:
                 packing.outside_T[None, :, None],
                 packing.present_R[None],
             )
-        if cache is not None and cache.steps is not None and num_tokens is None:
-            step = cache.steps.next(config)
+        if cache is not None and num_tokens is None and (step := cache.next_step()) is not None:
             return cls(turned(step.position_B[:, None]), None, None, None, step)
         position_BT = query_positions(0 if cache is None else cache.q_start(device), T, device)
         if num_tokens is None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from nsa.config import NSAConfig
     from nsa.decode import KV as KV
+    from nsa.decode import DenseCache as DenseCache
     from nsa.decode import NSACache as NSACache
     from nsa.decode import Steps as Steps
     from nsa.decode import View as View
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 # Name -> the modules that may have it, the newest first.
 _HOMES = {
     "KV": ("nsa.decode", "nsa.cache"),
+    "DenseCache": ("nsa.decode",),
     "NSACache": ("nsa.decode", "nsa.cache"),
     "Steps": ("nsa.decode", "nsa.steps"),
     "View": ("nsa.decode", "nsa.cache"),
@@ -72,6 +74,23 @@ def _exists(module: str) -> bool:
 def has_training_loop() -> bool:
     """Whether this nsa trains: `nsa.train`, whose loop workload train_loop is."""
     return _exists("nsa.train.step")
+
+
+def dense_keeps_a_cache() -> bool:
+    """Whether the dense twin of this nsa decodes: `nsa.decode.DenseCache`."""
+    return _exists("nsa.decode.dense_cache")
+
+
+def is_one_step(route: Route, config: NSAConfig) -> bool:
+    """Whether a step with its positions on the device is one operator a layer."""
+    found = _first(("nsa.routing", "is_one_step"))
+    return False if found is None else bool(found(route, config))
+
+
+def is_one_block(route: Route, config: NSAConfig, batch: int) -> bool:
+    """Whether the norms and products of a block are operators of nsa, too, in such a step."""
+    found = _first(("nsa.routing", "is_one_block"))
+    return False if found is None else bool(found(route, config, batch))
 
 
 def sort_min_rows() -> int:

@@ -75,8 +75,10 @@ def _selected_grid(model: ModelConfig, tokens: int) -> BlockGrid:
     return replace(BlockGrid.of(model.nsa), num_selected=model.nsa.num_selected_for(tokens))
 
 
-def keys_of_query(model: ModelConfig, position: int) -> dict[str, int]:
+def keys_of_query(model: ModelConfig, position: int, *, dense: bool = False) -> dict[str, int]:
     """Keys that the query at ``position`` reads a kv head, for each branch that is computed."""
+    if dense:
+        return {"dense": position + 1}
     grid = BlockGrid.of(model.nsa)
     keys = {
         "cmp": grid.visible_cmp(position),
@@ -131,7 +133,7 @@ def step_flops(model: ModelConfig, *, workload: str, batch: int, tokens: int, de
             batch
             * (
                 2 * linear_parameters(model, dense=dense)
-                + per_pair * sum(keys_of_query(model, tokens).values())
+                + per_pair * sum(keys_of_query(model, tokens, dense=dense).values())
             )
         )
     forward = batch * (
@@ -179,7 +181,7 @@ def step_min_bytes(
         master = 6 * linear_parameters(model, dense=dense) * BYTES_OF["fp32"]
         return float(master + (0 if dtype == "fp32" else 2 * weights))
     if workload == "decode":
-        keys = keys_of_query(model, tokens)
+        keys = keys_of_query(model, tokens, dense=dense)
         # tokens of both branches need be read once
         if model.nsa.share_kv and {"sel", "win"} <= keys.keys():
             keys["sel"] = max(keys["sel"], keys.pop("win"))

@@ -33,6 +33,7 @@ KERNELS = (
     "passing_keys",
     "phi",
     "selected",
+    "step",
     "warp_roles",
 )
 KERNEL_TESTS = {Path(__file__).parent / "nsa" / f"test_{name}_kernels.py" for name in KERNELS}

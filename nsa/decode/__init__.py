@@ -7,11 +7,15 @@ host; ``graph`` captures such a step.
 
 from nsa.decode.cache import NSACache as NSACache
 from nsa.decode.cache import check_cache as check_cache
+from nsa.decode.dense_cache import DenseCache as DenseCache
+from nsa.decode.dense_cache import DenseView as DenseView
+from nsa.decode.dense_cache import check_dense_cache as check_dense_cache
 from nsa.decode.graph import DecodeGraph as DecodeGraph
 from nsa.decode.graph import capture as capture
 from nsa.decode.graph import check_device as check_device
 from nsa.decode.graph import warm_up as warm_up
 from nsa.decode.graph_cache import Steps as Steps
 from nsa.decode.views import KV as KV
+from nsa.decode.views import DenseStep as DenseStep
 from nsa.decode.views import Step as Step
 from nsa.decode.views import View as View

@@ -33,6 +33,12 @@ class TakesSteps(Protocol):
 
     def next(self, config: NSAConfig) -> Step: ...
 
+    def check_turn(
+        self, cache: NSACache, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
+    ) -> None: ...
+
+    def took(self, cache: NSACache) -> None: ...
+
     def append(
         self,
         cache: NSACache,
@@ -46,8 +52,23 @@ class TakesSteps(Protocol):
     ) -> View: ...
 
 
+class Holds(Protocol):
+    """What `check_chunk` asks of a cache, of whatever attention."""
+
+    @property
+    def batch(self) -> int: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def kv(self) -> list[Tensor]: ...
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+    @property
+    def steps(self) -> object: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _TokenShape:
+class TokenShape:
     """K and V of one token, and where they are kept."""
 
     num_kv_heads: int
@@ -56,9 +77,9 @@ class _TokenShape:
     dtype: torch.dtype
     device: torch.device | str
 
-    def buffers(self, batch: int, rows: Sequence[int]) -> list[list[Tensor]]:
-        """Zeros for K and V [batch, n, G, D] of each n of ``rows``. Where memory ends, PyTorch's
-        own kind of error says what all of them take.
+    def buffers(self, batch: int, rows: Sequence[int], *, window: int = 0) -> list[list[Tensor]]:
+        """Zeros for K and V [batch, n, G, D] of each n of ``rows``, of which the first is for all
+        tokens. Where memory ends, PyTorch's own kind of error says what all of them take.
         """
 
         def zeros(n: int, dim: int) -> Tensor:
@@ -75,7 +96,7 @@ class _TokenShape:
             kind = torch.OutOfMemoryError
             raise (kind if isinstance(error, kind) else RuntimeError)(
                 f"got no memory on {self.device} for a cache of {needed:,} bytes:"
-                f" {token:,} a token, {batch} x {rows[0] - 1:,} tokens, window {rows[2]:,};"
+                f" {token:,} a token, {batch} x {rows[0] - 1:,} tokens, window {window:,};"
                 " wanted room for them; lower batch, max_len or window, or begin with a smaller"
                 " initial_len"
             ) from error
@@ -101,7 +122,7 @@ class NSACache:
         batch: int,
         max_len: int,
         capacity: int,
-        token: _TokenShape,
+        token: TokenShape,
     ) -> None:
         self.config, self.grid, self.batch, self.max_len, self.capacity = (
             config,
@@ -120,6 +141,7 @@ class NSACache:
         self.sel, self.cmp, self.win, self.tail = token.buffers(
             batch,
             (capacity + 1, self.grid.num_cmp(capacity) + 1, self.window, config.cmp_block - 1),
+            window=self.window,
         )
         self.steps: TakesSteps | None = None
         # while it steps: the last l raw tokens in a ring, which then stand for the tail
@@ -149,26 +171,16 @@ class NSACache:
         call over the sequence.
         """
         checks.fixed_selection(config, whole=False, what="a cache")
-        capacity = max_len if initial_len is None else initial_len
-        for name, value in {"batch": batch, "max_len": max_len, "initial_len": capacity}.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                give = (
-                    "the number of sequences"
-                    if name == "batch"
-                    else "the longest sequence that you expect, in tokens"
-                )
-                raise ValueError(
-                    f"NSACache {name}={value!r}; wanted a whole number of at least 1; give {give}"
-                )
-        if capacity > max_len:
-            raise ValueError(
-                f"NSACache initial_len={capacity} exceeds max_len={max_len}; lower it, or raise"
-                " max_len"
-            )
-        token = _TokenShape(
+        capacity = room_of("NSACache", batch, max_len, initial_len)
+        token = TokenShape(
             num_kv_heads, head_dim, head_dim if v_head_dim is None else v_head_dim, dtype, device
         )
         return cls(config, batch, max_len, capacity, token)
+
+    @property
+    def kv(self) -> list[Tensor]:
+        """K and V of all tokens."""
+        return self.sel
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -304,6 +316,16 @@ class NSACache:
             )
         self.capacity = capacity
 
+    def next_step(self) -> Step | None:
+        """Where the next token goes; None unless it steps."""
+        return None if self.steps is None else self.steps.next(self.config)
+
+    def begin_steps(self, steps: TakesSteps, raw: list[Tensor]) -> None:
+        """Take one token a row from now on, with its last raw tokens in the ring ``raw``. Called by
+        `Steps`.
+        """
+        self.raw, self.steps = raw, steps
+
     def end_steps(self, lengths: Sequence[int], tail: list[Tensor]) -> None:
         """Turn back into an ordinary cache that holds ``lengths`` tokens and ``tail``.
 
@@ -372,6 +394,28 @@ class NSACache:
             tail.copy_(_rows(raw, from_BI.clamp(max=raw.shape[1] - 1)))
 
 
+def room_of(kind: str, batch: int, max_len: int, initial_len: int | None) -> int:
+    """The tokens a row for which a new cache has room at first; ValueError for sizes below 1 or
+    beyond ``max_len``. ``kind`` names the cache.
+    """
+    capacity = max_len if initial_len is None else initial_len
+    for name, value in {"batch": batch, "max_len": max_len, "initial_len": capacity}.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            give = (
+                "the number of sequences"
+                if name == "batch"
+                else "the longest sequence that you expect, in tokens"
+            )
+            raise ValueError(
+                f"{kind} {name}={value!r}; wanted a whole number of at least 1; give {give}"
+            )
+    if capacity > max_len:
+        raise ValueError(
+            f"{kind} initial_len={capacity} exceeds max_len={max_len}; lower it, or raise max_len"
+        )
+    return capacity
+
+
 def check_cache(cache: object, config: NSAConfig) -> None:
     """ValueError unless ``cache`` is an NSACache of ``config``: another one's blocks and window
     would be silently wrong.
@@ -395,20 +439,20 @@ def check_cache(cache: object, config: NSAConfig) -> None:
 
 
 def check_chunk(
-    cache: NSACache, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
+    cache: Holds, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
 ) -> list[int]:
     """The tokens that each row adds; ValueError before anything is stored.
 
     ``chunk`` holds the k and v of each branch.
     """
-    B, T = chunk["sel"][0].shape[:2]
+    B, T = next(iter(chunk.values()))[0].shape[:2]
     if cache.batch != B:
         raise ValueError(
             f"the cache holds {cache.batch} rows, the chunk {B}; wanted the same; make a cache of"
             " that batch, or split it"
         )
     for branch, kv in chunk.items():
-        for name, x, buffer in zip(("k", "v"), kv, cache.sel, strict=True):
+        for name, x, buffer in zip(("k", "v"), kv, cache.kv, strict=True):
             if (buffer.dtype, buffer.device) != (x.dtype, x.device):
                 raise ValueError(
                     f"the cache's {name} is {buffer.dtype} on {buffer.device}, the chunk {x.dtype}"

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from nsa import checks, engagement
 from nsa.decode.cache import NSACache
+from nsa.decode.dense_cache import DenseCache
 from nsa.decode.graph_cache import Steps
 from nsa.routing import EXPLICIT, SPECS, Path, RouteError
 
@@ -25,12 +26,12 @@ WARM_STEPS = 3
 
 
 class Steppable(Protocol):
-    """A TinyLM, as far as a graph needs it."""
+    """A TinyLM or DenseLM, as far as a graph needs it."""
 
     @property
     def embedding(self) -> nn.Embedding: ...
 
-    def __call__(self, ids_BT: Tensor, *, cache: Sequence[NSACache]) -> Tensor: ...
+    def __call__(self, ids_BT: Tensor, *, cache: Any) -> Tensor: ...
 
 
 class DecodeGraph:
@@ -56,7 +57,7 @@ class DecodeGraph:
     one again.
     """
 
-    def __init__(self, model: Steppable, cache: Sequence[NSACache]) -> None:
+    def __init__(self, model: Steppable, cache: Sequence[NSACache | DenseCache]) -> None:
         if not hasattr(model, "embedding"):
             raise ValueError(
                 f"model is {type(model).__name__}; wanted a TinyLM, whose step is captured; a layer"

@@ -11,17 +11,17 @@ B batch, G kv heads, D head dim, l compressed block, d its stride, w window.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.decode.cache import NSACache, check_chunk
-from nsa.decode.views import KV, CompressFn, Step, View
+from nsa.decode.dense_cache import DenseCache
+from nsa.decode.views import KV, CompressFn, DenseStep, Step, View
 from nsa.ops.positions import to_device
 
 
@@ -41,9 +41,9 @@ class Steps:
     ValueError for caches that do not hold the same, or that other Steps have already.
     """
 
-    def __init__(self, caches: Sequence[NSACache]) -> None:
-        if not caches or len({(c.lengths, c.max_len, c.sel[0].device) for c in caches}) != 1:
-            got = sorted({f"{c.lengths} of {c.max_len} on {c.sel[0].device}" for c in caches})
+    def __init__(self, caches: Sequence[NSACache | DenseCache]) -> None:
+        if not caches or len({(c.lengths, c.max_len, c.kv[0].device) for c in caches}) != 1:
+            got = sorted({f"{c.lengths} of {c.max_len} on {c.kv[0].device}" for c in caches})
             raise ValueError(
                 f"got caches that hold {got}; wanted the same of each; give those of one model,"
                 " TinyLM.new_cache makes them"
@@ -68,12 +68,15 @@ class Steps:
         self._lags = False  # compiled steps are not counted as they run
         # what steps write to must not belong to the inference_mode that they may be made in
         with torch.inference_mode(False), torch.no_grad():
-            self.length_B = to_device(self._begin, first.sel[0].device)
+            self.length_B = to_device(self._begin, first.kv[0].device)
             for cache in caches:
                 cache.grow(cache.max_len)
-            rings = [[self._ring(tail, cache) for tail in cache.tail] for cache in caches]
+            rings = [
+                [self._ring(tail, c) for tail in c.tail] if isinstance(c, NSACache) else []
+                for c in caches
+            ]
         for cache, ring in zip(caches, rings, strict=True):  # all or none, where memory ends
-            cache.raw, cache.steps = ring, self
+            cache.begin_steps(self, ring)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -81,7 +84,7 @@ class Steps:
             " the device count a step for these alone; Next: end their Steps (or DecodeGraph)"
         )
 
-    def lengths_of(self, cache: NSACache) -> tuple[int, ...]:
+    def lengths_of(self, cache: NSACache | DenseCache) -> tuple[int, ...]:
         """Tokens that each row of ``cache`` holds, known on the host: steps are counted. After
         compiled ones the device is asked.
         """
@@ -92,19 +95,14 @@ class Steps:
     def next(self, config: NSAConfig) -> Step:
         """Where the next token goes in caches of ``config``. ValueError where no room is left."""
         self.check_room()
-        p_B = self.length_B.clone()  # the last layer's append moves length_B on while p_B is in use
-        l, d = config.cmp_block, config.cmp_stride  # noqa: E741 (the paper's)
-        w = min(config.window, self._max_len)  # rows of the ring
-        first_B = p_B + (1 - l)  # of the last l tokens
-        block_B = (first_B // d).clamp(min=0)
-        completes_none_B = (first_B < 0) | (first_B % d != 0)
-        spare = BlockGrid.of(config).num_cmp(self._max_len)  # the last row of cmp
-        rows = (p_B, p_B % w, p_B % l, block_B.masked_fill(completes_none_B, spare))
-        sel, win, raw, cmp = (x[:, None, None, None] for x in rows)
-        block_BL = (first_B[:, None] + torch.arange(l, device=p_B.device)) % l
-        return Step(
-            p_B, p_B.clamp(max=w - 1), sel, win, raw, cmp, block_BL[..., None, None], block_B
-        )
+        # the last layer's append moves length_B on while the position is in use
+        return Step(self.length_B.clone(), config, self._max_len)
+
+    def next_dense(self) -> DenseStep:
+        """As `next`, in caches of full causal attention."""
+        self.check_room()
+        p_B = self.length_B.clone()
+        return DenseStep(p_B, p_B.int(), p_B[:, None, None, None])
 
     def append(
         self,
@@ -120,20 +118,7 @@ class Steps:
         """What `NSACache.append` does, of one token a row; ``step`` is that of this forward, made
         here where it is not given.
         """
-        if kv_sel[0].shape[1] != 1 or num_tokens is not None:
-            got = f"a chunk of {kv_sel[0].shape[1]} tokens" + (
-                "" if num_tokens is None else f" with num_tokens={list(num_tokens)}"
-            )
-            raise ValueError(
-                f"got {got} for a cache that steps; wanted one token for every row; end its Steps"
-                " (or DecodeGraph) first"
-            )
-        check_chunk(cache, {"cmp": kv_cmp, "sel": kv_sel, "win": kv_win}, None)
-        if id(cache) not in self._due:
-            raise ValueError(
-                "got a second token for a cache while another layer waits for the first; wanted one"
-                " each; step all layers"
-            )
+        self.check_turn(cache, {"cmp": kv_cmp, "sel": kv_sel, "win": kv_win}, num_tokens)
         step = self.next(cache.config) if step is None else step
         for buffers, row_B111, kv in (
             (cache.sel, step.sel_B111, kv_sel),
@@ -145,7 +130,7 @@ class Steps:
         raw_k, raw_v = (ring.gather(1, step.block_BL11.expand_as(ring)) for ring in cache.raw)
         for buffer, x in zip(cache.cmp, compress(raw_k, raw_v, step.block_B), strict=True):
             buffer.scatter_(1, step.cmp_B111.expand_as(x), x)
-        self._took(cache)
+        self.took(cache)
         k_cmp, v_cmp = (x[:, :-1] for x in cache.cmp)
         k, v = (x[:, :-1] for x in cache.sel)
         return View(
@@ -155,6 +140,29 @@ class Steps:
             q_start=step.position_B,
             win_start=step.win_start_B,
         )
+
+    def check_turn(
+        self,
+        cache: NSACache | DenseCache,
+        chunk: Mapping[str, KV],
+        num_tokens: Sequence[int] | None,
+    ) -> None:
+        """ValueError unless ``chunk`` is one token for every row, and ``cache`` is due for one."""
+        tokens = next(iter(chunk.values()))[0].shape[1]
+        if tokens != 1 or num_tokens is not None:
+            got = f"a chunk of {tokens} tokens" + (
+                "" if num_tokens is None else f" with num_tokens={list(num_tokens)}"
+            )
+            raise ValueError(
+                f"got {got} for a cache that steps; wanted one token for every row; end its Steps"
+                " (or DecodeGraph) first"
+            )
+        check_chunk(cache, chunk, None)
+        if id(cache) not in self._due:
+            raise ValueError(
+                "got a second token for a cache while another layer waits for the first; wanted one"
+                " each; step all layers"
+            )
 
     def check_room(self) -> None:
         """ValueError where a row is full: the host counts, so that no step writes beyond. In a
@@ -214,11 +222,14 @@ class Steps:
         self._due = set(self._ids)  # a token that only some layers took is none
         for cache in (held() for held in self._caches):
             if cache is not None and cache.steps is self:
-                with torch.inference_mode(False), torch.no_grad():
-                    tail = [self._tail(ring, cache) for ring in cache.raw]
+                tail: list[Tensor] = []
+                if isinstance(cache, NSACache):
+                    with torch.inference_mode(False), torch.no_grad():
+                        tail = [self._tail(ring, cache) for ring in cache.raw]
                 cache.end_steps(self.lengths_of(cache), tail)
 
-    def _took(self, cache: NSACache) -> None:
+    def took(self, cache: NSACache | DenseCache) -> None:
+        """Record that ``cache`` has taken the current token; the last one moves the length on."""
         self._due.discard(id(cache))
         if not self._due:  # the last layer
             self._due = set(self._ids)

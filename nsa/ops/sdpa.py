@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nsa.ops.exporting import is_exporting
+from nsa.ops.positions import query_positions
 
 MASK_ALIGNMENT = 16
 _BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
@@ -62,6 +63,48 @@ def grouped(
         q, k, v, attn_mask=_additive(mask, q).expand(B * G, H, T, S), scale=scale
     )
     return o.unflatten(0, (B, G)).permute(0, 3, 1, 2, 4).reshape(B, T, num_heads, DV)
+
+
+def cached(
+    q_BTQD: Tensor,
+    k_BSGD: Tensor,
+    v_BSGD: Tensor,
+    *,
+    q_start: int | Tensor,
+    scale: float,
+    kernel: str,
+) -> Tensor:
+    """Causal attention of T queries, the first at ``q_start`` (an int, or int64 [B]), over the keys
+    of a cache; keys beyond the last query are not read, or masked. ``kernel`` sdpa lets PyTorch
+    choose, flash demands FA-2. Returns [B, T, HQ, DV].
+
+    SDPA's kernels under a mask split no keys: a program walks all keys of a kv head.
+    """
+    (B, T, num_heads, _), (S, G) = q_BTQD.shape, k_BSGD.shape[1:3]
+    if scale <= 0:  # as in `causal`
+        q_BTQD, scale = q_BTQD * scale, 1.0
+    if kernel == "flash":  # the operator under SDPA, whose own is_causal is aligned top-left
+        q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BSGD, v_BSGD))
+        o, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q, k, v, 0.0, True, False, scale=scale
+        )
+        return o.transpose(1, 2)
+    if T > 1:
+        if isinstance(q_start, int) and q_start == 0:
+            return causal(q_BTQD, k_BSGD, v_BSGD, scale=scale, kernel=kernel)
+        key = torch.arange(S, device=q_BTQD.device)
+        keep = key <= query_positions(q_start, T, q_BTQD.device)[..., None]
+        return grouped(q_BTQD, k_BSGD, v_BSGD, keep[:, None], scale=scale)
+    # One token: the group's heads are rows of one tile, so that K and V are read once.
+    q_BGHD = q_BTQD.reshape(B, G, num_heads // G, -1)
+    mask = None
+    if isinstance(q_start, Tensor):
+        keep_BS = torch.arange(S, device=q_BTQD.device) <= q_start[:, None]
+        mask = _additive(keep_BS, q_BTQD)[:, None, None].expand(-1, G, num_heads // G, -1)
+    o_BGHD = F.scaled_dot_product_attention(
+        q_BGHD, k_BSGD.transpose(1, 2), v_BSGD.transpose(1, 2), attn_mask=mask, scale=scale
+    )
+    return o_BGHD.reshape(B, T, num_heads, -1)
 
 
 def rows(

@@ -5,11 +5,15 @@ each provider's kernels can serve, ``thresholds`` and ``user_table`` what was me
 what `auto` makes of it, ``cards`` what a GPU gives a program, ``decide`` the decision.
 """
 
+from nsa.routing.decide import CACHED_DENSE_KINDS as CACHED_DENSE_KINDS
 from nsa.routing.decide import DENSE_KINDS as DENSE_KINDS
 from nsa.routing.decide import STAIRCASE as STAIRCASE
+from nsa.routing.decide import is_one_block as is_one_block
+from nsa.routing.decide import is_one_step as is_one_step
 from nsa.routing.decide import plan as plan
 from nsa.routing.decide import route as route
 from nsa.routing.decide import route_dense as route_dense
+from nsa.routing.decide import route_dense_cached as route_dense_cached
 from nsa.routing.nouns import ADAPTIVE as ADAPTIVE
 from nsa.routing.nouns import AUTO as AUTO
 from nsa.routing.nouns import DENSE as DENSE

@@ -8,9 +8,10 @@ torch.compile a string formatted with it would compile every length anew.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
-from nsa.config import BRANCHES, ModelConfig, nearest_name
+from nsa.config import BRANCHES, ModelConfig, NSAConfig, nearest_name
 from nsa.routing.nouns import (
     ADAPTIVE,
     AUTO,
@@ -37,9 +38,11 @@ from nsa.routing.support import (
     triton_lacks,
     triton_reasons,
 )
-from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS
+from nsa.routing.thresholds import ADAPTIVE_MIN_TOKENS, MASK_LIMIT_ELEMENTS, STEP_MAX_ROWS
 
 DENSE_KINDS = ("dense", "dense_flash", "dense_cudnn")
+# with a cache: FA-2 and cuDNN of PyTorch take no lengths that are on the device
+CACHED_DENSE_KINDS = ("dense", "dense_flash", "dense_triton", "dense_fa3")
 ALL_SELECTED = "every block is selected at this length"
 ALL_IN_WINDOW = "the window covers the whole sequence"
 TAKE_REFERENCE = "use path=reference, which is slow"
@@ -103,6 +106,62 @@ def route_dense(kind: str, problem: Problem, capability: Capability) -> Route:
         repeatable=_sdpa_is_repeatable(capability),
     )
     return Route((branch,), (Rejected("fa2", "n/a: a dense path names its kernel itself"),))
+
+
+def route_dense_cached(kind: str, problem: Problem, capability: Capability) -> Route:
+    """Decide full causal attention of a chunk over a cache (`nsa.decode.DenseCache`): ``dense`` is
+    SDPA, the others name their kernel or raise RouteError. ``problem.ragged``: positions are on the
+    device, as in a captured step.
+    """
+    if kind not in CACHED_DENSE_KINDS:
+        if kind in DENSE_KINDS:
+            raise RouteError(
+                _cannot(f"path={kind}", ["it keeps no cache"], "use path=dense or dense_triton")
+            )
+        known = list(CACHED_DENSE_KINDS)
+        raise RouteError(f"dense path {kind!r} is not known{nearest_name(kind, known)}")
+    kernel = {"dense": "sdpa"}.get(kind, kind.removeprefix("dense_"))
+    provider: str | None = f"torch {capability.torch_version}"
+    reasons = sdpa_reasons(problem)
+    if kernel == "flash":
+        reasons += fused_reasons(problem, capability)
+        if problem.ragged:
+            reasons.append("FA-2 of PyTorch takes no positions that are on the device")
+    elif kernel == "triton":
+        provider, alone = capability.triton_provider, replace(problem, sel_block=None)
+        reasons = triton_reasons(alone, capability)
+    elif kernel == "fa3":
+        provider = capability.fa3_provider
+        missing = [capability.fa3_reason] if provider is None else []
+        reasons += missing + fused_reasons(problem, capability)
+        if problem.dtype != "bfloat16":
+            reasons.append(f"fa3-fwd is built for bfloat16 alone, not for {problem.dtype}")
+    if reasons:
+        raise RouteError(_cannot(f"path={kind}{_with(problem)}", reasons, "use path=dense"))
+    assert provider is not None
+    branch = BranchRoute(
+        "dense", kernel, kernel, provider, "full causal attention over a cache, asked for by name"
+    )
+    return Route((branch,), (Rejected("fa2", "n/a: a dense path names its kernel itself"),))
+
+
+def is_one_step(route: Route, config: NSAConfig) -> bool:
+    """Whether one operator (nsa.ops.decode_step) serves a step of one token a row, positions on the
+    device, of such a Route.
+    """
+    served = {b.branch for b in route.branches if Path.TRITON in (b.kernel, b.implementation)}
+    return (
+        served == {*BRANCHES, SCORE}
+        and "split" not in route.off
+        and config.phi == "mean"
+        and config.rotates_before_compression
+        and not config.qk_norm
+    )
+
+
+def is_one_block(route: Route, config: NSAConfig, batch: int) -> bool:
+    """Whether the norms and products of a whole block go with it (nsa.ops.linear_step)."""
+    return is_one_step(route, config) and config.gate == "softmax" and batch <= STEP_MAX_ROWS
 
 
 def plan(

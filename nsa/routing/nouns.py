@@ -95,7 +95,7 @@ class Capability:
 
     ``sm`` is the compute capability, None on a CPU. ``fa2_provider`` is e.g. "torch.varlen 2.13.0";
     where it is None, ``fa2_reason`` says why. ``triton_provider``, e.g. "triton 3.7.1", and
-    ``triton_reason`` likewise.
+    ``triton_reason`` likewise; so are those of FA-3, which serves a cache of full attention alone.
     """
 
     device: str
@@ -106,6 +106,8 @@ class Capability:
     torch_version: str
     triton_provider: str | None = None
     triton_reason: str = "Triton was not looked for"
+    fa3_provider: str | None = None
+    fa3_reason: str = "FA-3 was not looked for"
 
 
 def scores_of(config: NSAConfig) -> str:

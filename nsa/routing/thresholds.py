@@ -45,3 +45,6 @@ TUNED: Mapping[tuple[int, int], Tuned] = {(9, 0): Tuned(triton_min_tokens=0)}
 ESTIMATE_MARGIN = 3
 # programs in the second and the third dimension of a CUDA grid; the first holds 2^31 - 1
 GRID_LIMIT = 65_535
+# Rows of a decode step whose products of matrices path triton has a kernel for: each program reads
+# all rows for few weights, so beyond it a library is as fast. Not measured yet.
+STEP_MAX_ROWS = 64

@@ -62,7 +62,7 @@ def sample_text(
     if not isinstance(model, TinyLM):
         raise TrainError(
             TrainExit.USAGE,
-            f"{out} trained the dense twin, which keeps no cache; wanted train.attention=nsa",
+            f"{out} trained the dense twin, which does not generate; wanted train.attention=nsa",
         )
     if torch.cuda.is_available():
         model = model.to("cuda")

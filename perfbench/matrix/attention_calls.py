@@ -9,13 +9,29 @@ from dataclasses import replace
 from nsa import routing
 from nsa.blocks import BlockGrid
 from nsa.config import ModelConfig
-from nsa.routing import ADAPTIVE, DENSE, SPECS, Capability, Path, Problem, Route, RouteError
+from nsa.routing import (
+    ADAPTIVE,
+    DENSE,
+    DENSE_KINDS,
+    SPECS,
+    Capability,
+    Path,
+    Problem,
+    Route,
+    RouteError,
+)
 from nsa.settings import Settings
 from perfbench.matrix.peers import route_of_peer, why_not_peer
-from perfbench.older_nsa import copy_min_elements, has_training_loop, sort_min_rows
+from perfbench.older_nsa import (
+    copy_min_elements,
+    dense_keeps_a_cache,
+    has_training_loop,
+    sort_min_rows,
+)
 from perfbench.records import (
     ATTENTION,
     CACHED,
+    CACHED_DENSE,
     EVERYTHING,
     SELECTED,
     TRAINING,
@@ -102,10 +118,13 @@ def route_of(
     if cell.is_peer:
         return route_of_peer(peer, cell.path)
     calls = problems(cell, model)
-    if cell.is_dense:
+    if cell.is_dense and cell.workload not in CACHED:
         return routing.route_dense(cell.path, calls[0], capability)
-    request = settings.request(cell.path, cell.fa2)
-    routes = [routing.route(request, call, capability) for call in calls]
+    if cell.is_dense:
+        routes = [routing.route_dense_cached(cell.path, call, capability) for call in calls]
+    else:
+        request = settings.request(cell.path, cell.fa2)
+        routes = [routing.route(request, call, capability) for call in calls]
     for later in routes[1:]:
         if later.counters != routes[0].counters:
             raise RouteError(
@@ -153,11 +172,21 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     if cell.workload == "train_loop":
         return _why_not_loop(cell, model)
     if cell.workload not in CACHED:
+        if cell.path in CACHED_DENSE and cell.path not in DENSE_KINDS and not cell.is_peer:
+            return (
+                f"{got} with path={cell.path}: it serves a cache alone; wanted"
+                f" workload={' or '.join(CACHED)}, or path=dense; exclude it from others"
+            )
         return None
-    if cell.is_dense:
+    if cell.is_dense and cell.path not in CACHED_DENSE:
         return (
-            f"{got} with path={cell.path}: the dense twin keeps no cache; wanted a path of NSA;"
-            " exclude dense from it, with that reason"
+            f"{got} with path={cell.path}: it keeps no cache; wanted a path of NSA, or"
+            f" {', '.join(CACHED_DENSE)}; exclude it, with that reason"
+        )
+    if cell.is_dense and not dense_keeps_a_cache():
+        return (
+            f"{got} with path={cell.path}: the dense twin of this nsa keeps no cache; wanted a"
+            " newer revision; leave it out with --only"
         )
     if nsa.adaptive_num_selected:
         return (

@@ -93,6 +93,10 @@ class Matrix:
     trained: TrainedBlocks | None = None  # of the cells with selection=trained
     peers: Mapping[str, Peer] = field(default_factory=dict)  # of the cells whose path is one
 
+    def peer_of(self, cell: Cell) -> Peer | None:
+        """What serves the cell in nsa's place, if anything."""
+        return self.peers.get(cell.path) if cell.is_peer else None
+
 
 def load_matrix(path: str | pathlib.Path) -> Matrix:
     """Read and check a matrix file, or a shipped matrix (`@cpu`), which keeps that name.

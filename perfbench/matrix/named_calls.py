@@ -16,6 +16,7 @@ from types import MappingProxyType
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import DENSE, PHI_MAX_HIDDEN, SCORE, BranchRoute, Path, Problem, Route
+from perfbench import older_nsa
 from perfbench.matrix.attention_calls import problems
 from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
@@ -79,9 +80,19 @@ class _Calls:
 
     def add(self, problem: Problem) -> None:
         """One call of attention: its branches, what compresses for them, and their gated sum."""
+        cell = self._cell
+        if (
+            cell.workload == "decode"
+            and cell.cuda_graph == "on"
+            and older_nsa.is_one_step(self._route, self._model.nsa)
+        ):
+            self._operator("nsa::decode_step")
+            if older_nsa.is_one_block(self._route, self._model.nsa, cell.batch):
+                self._forward["nsa::linear_step"] += 4  # qkv, out, and two of the MLP
+            return
         for branch in self._route.branches:
             self._add_branch(branch, problem)
-        nsa, cell = self._model.nsa, self._cell
+        nsa = self._model.nsa
         if cell.is_dense or cell.workload in SELECTED:
             return
         if (
@@ -131,7 +142,12 @@ class _Calls:
 
     def _add_branch(self, branch: BranchRoute, problem: Problem) -> None:
         grid = BlockGrid.of(self._model.nsa)
-        if branch.branch == "dense" or branch.implementation == DENSE:
+        if branch.branch == "dense" and self._cell.workload in CACHED:
+            # SDPA's own operator; FA-2 is called below it, and FA-3 is not PyTorch's
+            self._bare_sdpa += branch.kernel == "sdpa"
+            if branch.kernel == Path.TRITON:
+                self._operator("nsa::interval")
+        elif branch.branch == "dense" or branch.implementation == DENSE:
             self._bare_sdpa += 1
         elif branch.branch == SCORE:
             self._operator("nsa::choose")

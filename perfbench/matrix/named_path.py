@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from nsa.routing import ADAPTIVE, DENSE, DENSE_KINDS, Path
 from perfbench.matrix.peers import BRANCH
-from perfbench.records import Cell, Expect
+from perfbench.records import CACHED_DENSE, Cell, Expect
 
 
 def expected_of(cell: Cell, stated: Expect, planned: Iterable[str]) -> Expect:
@@ -20,7 +20,7 @@ def expected_of(cell: Cell, stated: Expect, planned: Iterable[str]) -> Expect:
     if cell.is_peer:
         engaged = [f"{BRANCH}.{cell.path}"]
         allowed = set(engaged)
-    elif cell.path in DENSE_KINDS:
+    elif cell.is_dense:
         engaged = [_dense_counter(cell.path)]
         allowed = set(engaged)
     elif cell.path in tuple(Path):
@@ -40,7 +40,7 @@ def expected_of(cell: Cell, stated: Expect, planned: Iterable[str]) -> Expect:
 
 
 def _dense_counters() -> list[str]:
-    return [_dense_counter(kind) for kind in DENSE_KINDS]
+    return [_dense_counter(kind) for kind in dict.fromkeys((*DENSE_KINDS, *CACHED_DENSE))]
 
 
 def _dense_counter(kind: str) -> str:

@@ -115,7 +115,7 @@ def build_plan(
                 )
             )
             continue
-        peer = matrix.peers.get(cell.path)
+        peer = matrix.peers.get(cell.path)  # also of a cell whose package nsa itself calls
         if peer and (reason := why_skipped(peer, cell, matrix.model, capability)):
             skipped.append(Excluded(cell.cell_id, reason))
             continue
@@ -162,7 +162,7 @@ def route_cell(matrix: Matrix, cell: Cell, capability: Capability, settings: Set
     """
     own = settings_of(cell)
     settings = load({**settings.given(), **own}) if own else settings
-    peer = matrix.peers.get(cell.path)
+    peer = matrix.peer_of(cell)
     return attention_calls.route_of(cell, matrix.model, settings, capability, peer)
 
 

@@ -36,7 +36,7 @@ COUNTERS = (
     "score.triton",
     *(f"sel.{name}" for name in (*(str(p) for p in Path), "dense", "loop", "sdpa", "fa2")),
     *(f"win.{name}" for name in ("dense", "sdpa", "fa2", "triton")),
-    *(f"dense.{kernel}" for kernel in ("sdpa", "flash", "cudnn")),
+    *(f"dense.{kernel}" for kernel in ("sdpa", "flash", "cudnn", "triton", "fa3")),
 )
 
 

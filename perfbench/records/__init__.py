@@ -9,9 +9,8 @@ from perfbench.records.calibration_file import read_calibration, variance_of_cel
 from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, ProofKey, SELECTED
 from perfbench.records.cells import SELECTIONS, STEPS, TRAINED, TRAINING, Term, Value, check_axis
-from perfbench.records.cells import proof_key, with_choices
+from perfbench.records.cells import proof_key, torch_dtype_name, why_not_here, with_choices
 from perfbench.records.cells import select_cells, settings_of, show_value
-from perfbench.records.cells import torch_dtype_name, why_not_here
 from perfbench.records.digests import LINE_KEY
 from perfbench.records.measured import MEASURED
 from perfbench.records.bounds import BOUNDS, bounds_of, measured_of
@@ -32,7 +31,8 @@ from perfbench.records.run_file import create_run, has_run, new_run_id, open_for
 from perfbench.records.run_file import is_compressed_run, read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict
 from perfbench.records.atomic_write import whole_file
-from perfbench.records.peers import BUILT_IN, ENTRY_POINTS, Kind, PREFIXES, Peer, kind_of
+from perfbench.records.peers import BUILT_IN, CACHED_DENSE, ENTRY_POINTS, Kind, PREFIXES, Peer
+from perfbench.records.peers import kind_of
 from perfbench.records.regular_file import read_regular_file
 from perfbench.records.own_step import OwnStepFile, OwnStepLine, is_own_step
 from perfbench.records.trained_blocks import TrainedBlocks, read_trained_blocks

@@ -15,7 +15,7 @@ from urllib.parse import quote
 from nsa.config import nearest_name
 from nsa.routing import AUTO, DENSE_KINDS, FA2_CHOICES, PATH_REQUESTS, Path
 from perfbench.records.own_step import OWN_STEP_FORM, OWN_STEP_PATTERN, is_own_step
-from perfbench.records.peers import BUILT_IN, is_peer, kind_of
+from perfbench.records.peers import BUILT_IN, CACHED_DENSE, is_peer, kind_of
 
 # fa2 of a dense path and of a peer, which name their kernel themselves; path of a user's own step
 # that states none
@@ -121,7 +121,7 @@ AXES: Mapping[str, Axis] = {
     "path": Axis(
         str,
         None,
-        (*(str(p) for p in PATH_REQUESTS), *DENSE_KINDS, *BUILT_IN),
+        tuple(dict.fromkeys((*map(str, PATH_REQUESTS), *DENSE_KINDS, *BUILT_IN, *CACHED_DENSE))),
         recorded=(NOT_APPLICABLE,),
     ),
     "fa2": Axis(str, "auto", FA2_CHOICES, (NOT_APPLICABLE,)),
@@ -218,7 +218,7 @@ class Cell:
                 f"path={NOT_APPLICABLE} belongs to a user's own step, not to"
                 f" workload={self.workload}; name a path"
             )
-        if self.path in (*DENSE_KINDS, NOT_APPLICABLE) or is_peer(self.path):
+        if self.path in (*DENSE_KINDS, *CACHED_DENSE, NOT_APPLICABLE) or is_peer(self.path):
             object.__setattr__(self, "fa2", NOT_APPLICABLE)
         elif self.fa2 == NOT_APPLICABLE:
             raise ValueError(
@@ -270,7 +270,8 @@ class Cell:
     @property
     def is_peer(self) -> bool:
         """Whether others than nsa serve it: a path of perfbench.matrix.peers."""
-        return is_peer(self.path) and not self.is_own_step
+        of_nsa = self.workload in CACHED and self.path in CACHED_DENSE
+        return is_peer(self.path) and not of_nsa and not self.is_own_step
 
     @property
     def has_backward(self) -> bool:

@@ -28,6 +28,9 @@ BUILT_IN: Mapping[str, Kind] = MappingProxyType(
         "fla": "nsa",
     }
 )
+# What `path` may be with a cache, of full causal attention: nsa.routing.CACHED_DENSE_KINDS, which
+# an older nsa has not. With a cache nsa itself calls FA-3, which stores the token, too.
+CACHED_DENSE = ("dense", "dense_flash", "dense_triton", "dense_fa3")
 
 
 class Peer(BaseModel):
@@ -88,4 +91,4 @@ def kind_of(path: str) -> Kind:
 
 def is_peer(path: str) -> bool:
     """Whether others than nsa serve this value of the axis `path`."""
-    return path not in PATH_REQUESTS and path not in DENSE_KINDS
+    return path in BUILT_IN or path not in (*PATH_REQUESTS, *DENSE_KINDS, *CACHED_DENSE)

@@ -9,10 +9,12 @@ from importlib import resources
 from pathlib import PurePath
 from typing import Any
 
+from nsa.routing import DENSE_KINDS
 from perfbench.errors import Exit
 from perfbench.gate import EARLY_DROP_PCT, LOOKS, Judgement
 from perfbench.records import (
     BUILT_IN,
+    CACHED_DENSE,
     FAIL_UNDER_STRICT,
     LoadedPeer,
     Run,
@@ -134,7 +136,8 @@ def _context(
 def _paths(rows: list[Row]) -> list[str]:
     """The paths of nsa, and the built-in peers that this run has."""
     ran = {row.cell.axes.path for row in rows}
-    return [path for path in PATH_ORDER if path in ran or path not in BUILT_IN]
+    named = {*BUILT_IN, *CACHED_DENSE} - {*DENSE_KINDS}  # only where they ran
+    return [path for path in PATH_ORDER if path in ran or path not in named]
 
 
 def _shown(table: workloads.Table) -> workloads.Table:

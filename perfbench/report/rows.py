@@ -13,6 +13,7 @@ from perfbench.gate import Band, CellVerdict, Judgement, bands, usable
 from perfbench.records import (
     ATTENTION,
     AXES,
+    CACHED,
     SELECTED,
     TRAINING,
     CacheLine,
@@ -41,6 +42,7 @@ PATH_ORDER = (
     "dense",
     "dense_flash",
     "dense_cudnn",
+    "dense_triton",
     "dense_fa3",
     "dense_fa4",
     "flex",
@@ -191,12 +193,14 @@ def launch_bound(rows: Iterable[Row]) -> list[str]:
 
 
 def is_twin(axes: Cell) -> bool:
-    """Whether a cell is what others are held against: path dense, and of attention alone every
-    dense kernel, those of peers included. A user's own step is none: what it computes nobody knows.
+    """Whether a cell is what others are held against: path dense; of attention alone, and with a
+    cache, every dense kernel, those of peers included. A user's own step is none: what it computes
+    nobody knows.
     """
     if axes.is_own_step:
         return False
-    return axes.is_dense if axes.workload in ATTENTION else axes.path == "dense"
+    every = axes.workload in (*ATTENTION, *CACHED)
+    return axes.is_dense if every else axes.path == "dense"
 
 
 def is_window(axes: Cell) -> bool:

@@ -62,12 +62,16 @@ def model_of(run: Run) -> ModelConfig | None:
         return None
 
 
-def closed_form(model: ModelConfig, workload: str, tokens: int) -> Mapping[str, float]:
+def closed_form(
+    model: ModelConfig, workload: str, tokens: int, *, dense: bool = False
+) -> Mapping[str, float]:
     """Keys a query and kv head for each branch: of the token that a decode step adds to ``tokens``,
     or the mean of a prefill's.
     """
     if workload == "decode":
-        return keys_of_query(model, tokens)
+        return keys_of_query(model, tokens, dense=dense)
+    if dense:
+        return {"dense": (tokens + 1) / 2}
     pairs = BlockGrid.of(model.nsa).pairs(tokens)
     return {branch: pairs[branch] / tokens for branch in model.nsa.branches}
 
@@ -121,12 +125,14 @@ def _loop(rows: list[Row], trained: list[Row]) -> Table:
 def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
     decodes = workload == "decode"
     size = ["batch", "context"] if decodes else ["batch", "prompt", "chunk"]
+    branches = (*BRANCHES, *(["dense"] if any(row.is_dense for row in rows) else []))
     head = [
         "path",
         *size,
         "ms a step",
         "tok/s",
-        *(f"{branch}: keys a query" for branch in BRANCHES),
+        "x dense",
+        *(f"{branch}: keys a query" for branch in branches),
         "caches, MiB",
     ]
     several = _varying(rows)
@@ -140,8 +146,10 @@ def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
                 f"{n:,}" for n in (row.cell.axes.batch, row.cell.axes.seq_len, row.cell.axes.chunk)
             ]
         )
-        formula = {} if model is None or held is None else closed_form(model, workload, held)
-        keys = [_keys(row, branch, formula.get(branch)) for branch in BRANCHES]
+        formula: Mapping[str, float] = {}
+        if model is not None and held is not None:
+            formula = closed_form(model, workload, held, dense=row.is_dense)
+        keys = [_keys(row, branch, formula.get(branch)) for branch in branches]
         mib = None if row.cache is None else row.cache.memory_bytes / MIB
         lines.append(
             [
@@ -149,6 +157,7 @@ def _cached(workload: str, rows: list[Row], model: ModelConfig | None) -> Table:
                 *sizes,
                 number(row.step_ms),
                 number(row.tok_per_s),
+                ratio(row.x_dense),
                 *keys,
                 fixed(mib, 1),
             ]

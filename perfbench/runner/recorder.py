@@ -110,7 +110,7 @@ class Recorder:
             replicate=replicate,
             axes=cell.axes,
             config_sha256=cell.config_sha256,
-            model=model_with(self.matrix.peers.get(cell.axes.path), self.model),
+            model=model_with(self.matrix.peer_of(cell.axes), self.model),
             measure=self.matrix.measure,
             timeout_s=self.matrix.limits.timeout_s,
             plan=cell.route,
@@ -124,7 +124,7 @@ class Recorder:
             proof=self._proof(cell),
             trained_blocks=trained_for(self.matrix, cell.axes),
             own_step_folder=own_folder_for(cell.axes, self.matrix, self.own_folder),
-            peer=self.matrix.peers.get(cell.axes.path),
+            peer=self.matrix.peer_of(cell.axes),
         )
 
     def _seed(self, cell: PlannedCell, replicate: int) -> int:

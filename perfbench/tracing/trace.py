@@ -291,7 +291,7 @@ def _job(
         replicate=0,
         axes=cell.axes,
         config_sha256=cell.config_sha256,
-        model=model_with(tracing.matrix.peers.get(cell.axes.path), model),
+        model=model_with(tracing.matrix.peer_of(cell.axes), model),
         measure=tracing.matrix.measure,
         timeout_s=tracing.matrix.limits.timeout_s,
         plan=cell.route,
@@ -301,7 +301,7 @@ def _job(
         profile=False,
         injection=_fault(version, cell, tracing),
         trained_blocks=trained_for(tracing.matrix, cell.axes),
-        peer=tracing.matrix.peers.get(cell.axes.path),
+        peer=tracing.matrix.peer_of(cell.axes),
         trace=str(chrome.absolute()),  # the child has a folder of its own
     )
 

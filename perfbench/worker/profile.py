@@ -27,14 +27,22 @@ NUM_LONGEST = 12
 NAME_CHARS = 160  # template arguments can take kilobytes
 # What must appear among the names of device kernels for each kernel that a Route can name on CUDA.
 # (cuDNN's own say "flash_fprop", so plain "flash" would not distinguish them.)
-KERNEL_MARKS: Mapping[str, str] = {"fa2": "flash_fwd", "flash": "flash_fwd", "cudnn": "cudnn"}
+KERNEL_MARKS: Mapping[str, str] = {
+    "fa2": "flash_fwd",
+    "flash": "flash_fwd",
+    "cudnn": "cudnn",
+    "fa3": "flashattnfwdsm90",
+}
 # The forward kernels of nsa/ops, by the branch that they serve.
 TRITON_MARKS: Mapping[str, str] = {
     "cmp": "nsa_interval_forward",
     "win": "nsa_interval_forward",
     "score": "nsa_choose",
     "sel": "nsa_selected_forward",
+    "dense": "nsa_interval_forward",  # of every key up to the query
 }
+# A launch of this name serves the compressed branch and the window.
+BOTH = "nsa_interval_forward_both"
 # What a launch of each step of path triton that may be turned off (NSA_TRITON_<STEP>=0) has in its
 # name.
 STEP_MARKS: Mapping[str, str] = {
@@ -212,7 +220,11 @@ def testify(
     )
     for (kernel, mark), calls in sorted(marks.items()):
         due = calls * layers
-        seen = sum(count for name, count in kernels.items() if mark in name.lower())
+        seen = sum(
+            count * (2 if BOTH in name.lower() else 1)
+            for name, count in kernels.items()
+            if mark in name.lower()
+        )
         if seen < due:
             return (
                 False,

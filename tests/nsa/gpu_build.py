@@ -17,11 +17,14 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from nsa.ops import decode_step
+from nsa.ops.decode_step import kernels as step_kernels
 from nsa.ops.gated_sum import kernels as combine
 from nsa.ops.interval import kernels as interval
 from nsa.ops.joint_backward import kernels as joint_backward
 from nsa.ops.kernels import common, products, tiles
 from nsa.ops.learned_phi import kernels as learned_phi
+from nsa.ops.linear_step import kernels as linear
 from nsa.ops.means import kernels as means
 from nsa.ops.scores import kernels as scores
 from nsa.ops.selected.triton import dense_tiles
@@ -216,6 +219,44 @@ def decoding(
             )
 
 
+def stepping(shape: str) -> None:
+    """A fused decode step: with gates of its own or given ones, one K and V or three, any RoPE."""
+    G, H, DK, DV, dtype = SHAPES[shape]
+    for batch, copies, rope in ((1, 3, "interleaved"), (300, 1, "half")):
+
+        def zeros(*sizes: int, of: torch.dtype = dtype, batch: int = batch) -> Tensor:
+            return torch.zeros(batch, *sizes, dtype=of)
+
+        held = 65_536 if batch == 1 else TOKENS
+        counts = (held + 1, 512, 32, held // 16)  # sel, win, raw, cmp
+        rows = [zeros(n, G, d) for n in counts for d in (DK, DV)]
+        gates = zeros(1, G * H, 3) if copies == 1 else None
+        up, down = (torch.zeros(G, DK, n, dtype=dtype) for n in (DK, 3))
+        projected = decode_step.Projected(
+            zeros(1, G * H, DK),
+            zeros(1, copies * G, DK),
+            zeros(1, copies * G, DV),
+            zeros(1, 1, DK // 2, 2, of=torch.float32),
+            torch.zeros(batch, dtype=torch.int64),
+            gates,
+            None if copies == 1 else up,
+            None if copies == 1 else down,
+        )
+        geometry = decode_step.StepGeometry(32, 16, 64, 16, 1, 2, 0.1, 1.0, rope)
+        buffers = decode_step.Buffers(*rows)
+        q, made = step_kernels.append(projected, buffers, geometry)
+        step_kernels.attend(q, made, projected.position, buffers, geometry)
+    dim = 768  # of m7c_125m
+    for batch in (1, 64):
+        x, hidden = (torch.zeros(batch, 1, n, dtype=dtype) for n in (dim, 4 * dim))
+        wide, narrow = (torch.zeros(n, m, dtype=dtype) for n, m in ((4 * dim, dim), (dim, 4 * dim)))
+        norm = {"norm": torch.zeros(dim, dtype=dtype), "eps": 1e-7}
+        plain: dict[str, Any] = {"norm": None, "eps": 0.0}
+        linear.apply(x, [wide[:dim], wide[:384], wide[:384]], silu=False, residual=None, **norm)
+        linear.apply(x, [wide], silu=True, residual=None, **norm)
+        linear.apply(hidden, [narrow], silu=False, residual=x, **plain)
+
+
 def main(arch: int, shape: str) -> None:
     driver.set_active(Absent(arch))
     tiles.sm_of = lambda device: divmod(arch, 10)
@@ -227,6 +268,7 @@ def main(arch: int, shape: str) -> None:
     if arch >= 90:  # before Hopper nothing is loaded by descriptors
         everything(shape)
     decoding(shape)
+    stepping(shape)
     if shape == "B":
         decoding(shape, queries=4)  # a tile of 64 rows
     if (arch, shape) == (90, "A"):

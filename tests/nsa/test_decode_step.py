@@ -84,6 +84,10 @@ def assert_steps_are_decode(
                 )
                 assert torch.equal(a, b), (branch, step)
     steps.end()
+    if layer.path == Path.TRITON:  # one operator, whose RoPE and means round otherwise in fp32
+        for a, b in zip(kept(plain), kept(stepped), strict=True):
+            assert a.numel() == 0 or float((a - b).abs().max()) <= 2e-6
+        return
     assert all(map(torch.equal, kept(plain), kept(stepped))), (
         "the caches hold the same, bit for bit"
     )

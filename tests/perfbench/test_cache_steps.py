@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from nsa.config import ModelConfig
-from nsa.decode import NSACache
+from nsa.decode import DenseCache, NSACache
 from nsa.ops import key_counts
-from nsa.routing import RouteError
+from nsa.routing import CACHED_DENSE_KINDS, RouteError
 from nsa.settings import Settings
 from perfbench import roofline
 from perfbench.errors import PerfbenchError
@@ -25,7 +25,9 @@ from perfbench.matrix import matrix as matrices
 from perfbench.matrix import plan as plans
 from perfbench.records.cells import Cell
 from perfbench.records.job import Job
+from perfbench.records.peers import CACHED_DENSE
 from perfbench.records.rows import Replicate, Status
+from perfbench.report.rows import is_twin
 from perfbench.worker.parity import cache as cache_parity
 from perfbench.worker.workloads import workload
 from perfbench.worker.workloads.workload import NUM_BATCHES, Workload
@@ -341,15 +343,15 @@ measure: {processes: 3}
     ("changes", "message"),
     [
         (
-            {"PATH": "dense"},
+            {"PATH": "dense_cudnn"},
             (
-                "workload=decode with path=dense: the dense twin keeps no cache; wanted a path of"
-                " NSA; exclude"
+                "workload=decode with path=dense_cudnn: it keeps no cache; wanted a path of NSA, or"
+                " dense, dense_flash, dense_triton, dense_fa3; exclude"
             ),
         ),
         (
-            {"PATH": "dense", "KIND": "chunked_prefill"},
-            "workload=chunked_prefill with path=dense: the dense twin keeps no cache",
+            {"PATH": "dense_triton", "KIND": "forward"},
+            "workload=forward with path=dense_triton: it serves a cache alone; wanted",
         ),
         (
             {"SEQ": "31"},
@@ -438,11 +440,97 @@ def test_the_decode_matrices_are_one_but_for_the_card_and_short() -> None:
         replace(H100, triton_provider="triton 3.6.0"),
     )
     minutes = planned.estimate_s / 60
-    assert planned.warnings == [] and minutes < 7
+    assert planned.warnings == [] and minutes < 13
     decode = {(c.axes.batch, c.axes.seq_len) for c in planned.cells if c.axes.workload == "decode"}
     assert decode == {
         (batch, tokens) for batch in (1, 8, 64) for tokens in (2048, 8192, 32768, 65536)
     }
     prefill = [c for c in planned.cells if c.axes.workload == "chunked_prefill"]
-    assert [c.layers for c in prefill] == [12 * 4, 12 * 32] and matrix.model.num_layers == 12
+    assert [c.layers for c in prefill] == 2 * [12 * 4, 12 * 32] and matrix.model.num_layers == 12
+    twins = {c.axes.path for c in planned.cells if c.axes.is_dense}
+    assert twins == {"dense", "dense_flash", "dense_triton"}, "and dense_fa3 where it is installed"
     assert plans.plan_json(planned)["cells"]
+
+
+# The dense twin.
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunked_prefill"])
+def test_the_dense_twin_is_proved_and_timed_through_its_cache(kind: str) -> None:
+    row = run(cached("dense", kind, batch=2, profile=True))
+    assert (row.status, row.reason) == (Status.OK, "")
+    pieces = 3 if kind == "chunked_prefill" else 1
+    due = pieces * TINY.num_layers * row.steps_per_sample * len(row.samples_s)
+    assert row.engaged == {"dense.sdpa": due}
+    assert row.parity is not None and set(row.parity.tensors) == {"o", "layer"}
+    assert row.step_proof is not None and row.step_proof.ok
+    assert row.profile is not None and row.profile.witness_ok is True
+    assert row.profile.operators == {"aten::scaled_dot_product_attention": pieces * 2}
+    assert row.cache is not None and row.cache.tokens == 100
+    mean = 101 if kind == "decode" else sum(range(1, 101)) / 100
+    assert row.cache.keys_read == {"dense": pytest.approx(mean)}
+    rows = 112  # 100 or 101, in whole 16
+    per_token = 2 * TINY.num_kv_heads * TINY.head_dim * 4 * 2 * TINY.num_layers
+    assert row.cache.memory_bytes == rows * per_token
+
+
+def forgets_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second token of a cache is never stored: a chunk of all tokens sees it, no later one."""
+    real = DenseCache.append
+
+    def forgetful(cache: DenseCache, *args: Any, **options: Any) -> Any:
+        view = real(cache, *args, **options)
+        if len(cache.lengths) and cache.lengths[0] > 2:
+            cache.kv[1][:, 1] = 0
+        return view
+
+    monkeypatch.setattr(DenseCache, "append", forgetful)
+
+
+@pytest.mark.parametrize("kind", ["decode", "chunked_prefill"])
+def test_a_dense_cache_that_is_wrong_is_never_timed(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    forgets_a_token(monkeypatch)
+    row = run(cached("dense", kind))
+    assert row.status is Status.PARITY and row.tok_per_s is None
+
+
+def test_a_dense_step_that_is_wrong_is_seen_by_its_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its proofs pass, and the timed step attends to one key fewer."""
+    real = DenseCache.append
+
+    def short(cache: DenseCache, *args: Any, **options: Any) -> Any:
+        view = real(cache, *args, **options)
+        if cache.lengths[0] != 101:
+            return view
+        return replace(view, kv=(view.kv[0][:, 1:], view.kv[1][:, 1:]))
+
+    monkeypatch.setattr(DenseCache, "append", short)
+    job_ = cached("dense").model_copy(update={"proof": run(cached("masked")).parity})
+    row = run(job_)
+    assert row.status is Status.PARITY and "the step differs from its plain twin" in row.reason
+
+
+def test_the_dense_paths_of_a_cache_and_where_fa3_is_absent() -> None:
+    assert CACHED_DENSE == CACHED_DENSE_KINDS
+    own, elsewhere = axes("decode", 64, "dense_fa3"), axes("attention", 64, "dense_fa3")
+    assert (own.is_peer, elsewhere.is_peer) == (False, True) and own.is_dense
+    assert is_twin(own) and is_twin(axes("decode", 64, "dense_triton"))
+    assert not is_twin(axes("train", 64, "dense_flash"))
+    text = MATRIX.replace("MODEL", "m7c_125m").replace("KIND", "decode").replace("SEQ", "256")
+    text = text.replace("CHUNK", "64").replace("PATH", "dense, dense_triton, dense_fa3")
+    planned = build(
+        matrices.parse_matrix(text, "t.yaml"), replace(H100, triton_provider="triton 3.6.0")
+    )
+    assert [cell.route.counters for cell in planned.cells] == [["dense.sdpa"], ["dense.triton"]]
+    (absent,) = planned.excluded
+    assert "path=dense_fa3: package fa3-fwd is not installed" in absent.reason
+
+
+def test_the_floor_of_a_dense_decode_step_reads_every_key() -> None:
+    shape: dict[str, Any] = {"workload": "decode", "batch": 3, "tokens": 100, "dense": True}
+    weights = roofline.linear_parameters(TINY, dense=True)
+    numbers = weights + 3 * 2 * 2 * 101 * 32 + 3 * TINY.vocab_size
+    assert roofline.step_min_bytes(TINY, dtype="fp32", **shape) == 4 * numbers
+    assert roofline.step_flops(TINY, **shape) == 3 * (2 * weights + 2 * 2 * 4 * 32 * 101)

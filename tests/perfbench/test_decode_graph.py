@@ -16,14 +16,14 @@ from torch import Tensor
 from nsa.config import NSAConfig
 from nsa.decode import Steps
 from nsa.routing import RouteError
-from nsa.settings import Settings
+from nsa.settings import Settings, load
 from perfbench.errors import PerfbenchError
-from perfbench.matrix import attention_calls
+from perfbench.matrix import attention_calls, named_calls
 from perfbench.matrix import matrix as matrices
-from perfbench.records.cells import Cell, why_not_here
+from perfbench.records.cells import Cell, settings_of, why_not_here
 from perfbench.records.job import Job
 from perfbench.records.rows import Replicate, Status
-from perfbench.worker import measure
+from perfbench.worker import measure, profile
 from perfbench.worker.parity import proof
 from perfbench.worker.parity.claim import Claim
 from perfbench.worker.workloads import workload
@@ -193,6 +193,26 @@ def test_the_proof_is_asked_to_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {claim.chunk for claim in claims} == {1}
 
 
+def test_a_captured_dense_step_is_proved_and_says_what_it_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = run(captured("dense", batch=2))
+    assert (row.status, row.reason, row.engaged_by) == (Status.OK, "", "capture")
+    assert set(row.engaged) == {"dense.sdpa"}
+    assert row.step_proof is not None and row.step_proof.ok
+    assert row.cache is not None and row.cache.keys_read == {"dense": 101}
+    real = Steps.next_dense
+
+    def late(self: Steps) -> Any:
+        step = real(self)
+        return replace(step, row_B111=(step.row_B111 - 1).clamp(min=0))
+
+    monkeypatch.setattr(Steps, "next_dense", late)
+    wrong = run(captured("dense"))
+    assert wrong.status is Status.PARITY and wrong.tok_per_s is None
+    assert run(cached("dense")).status is Status.OK
+
+
 # Routes and refusals.
 
 
@@ -281,3 +301,29 @@ def test_the_decode_matrices_time_both_the_host_and_the_graph() -> None:
         == grids["off"]
         == {(b, s) for b in (1, 8, 64) for s in (2048, 8192, 32768, 65536)}
     )
+
+
+def test_one_operator_a_layer_is_due_of_a_captured_step_of_path_triton() -> None:
+    """And its kernels: a launch of both intervals vouches for two branches, and no fewer do."""
+    here = replace(H100, triton_provider="triton 3.6.0")
+    model = matrices.load_matrix(ROOT / "matrices" / "decode-h100.yaml").model
+    one = {"nsa::decode_step": 12, "nsa::linear_step": 48}
+    many = {
+        "nsa::interval": 24,
+        **dict.fromkeys(("nsa::choose", "nsa::gated_sum", "nsa::selected_triton"), 12),
+    }
+    for cell, due in (
+        (axes("triton"), one),
+        (axes("triton", batch=128), {"nsa::decode_step": 12}),
+        (replace(axes("triton"), cuda_graph="off"), many),
+        (axes("triton", without="split"), many),
+    ):
+        route = attention_calls.route_of(cell, model, load(settings_of(cell)), here)
+        calls = named_calls.operator_calls(route, cell, model, workspace_bytes=1 << 30)
+        assert calls.exact == due
+    route = attention_calls.route_of(axes("triton"), model, Settings(), here)
+    names = ("nsa_choose_step", "nsa_selected_forward_split", "nsa_sum_step")
+    kernels = {profile.BOTH + "_split": 12, **dict.fromkeys(names, 12)}
+    assert profile.testify(route, kernels, {}, True, 12)[0] is True
+    ok, why = profile.testify(route, {**kernels, profile.BOTH + "_split": 11}, {}, True, 12)
+    assert ok is False and "names triton for 24 launches" in why

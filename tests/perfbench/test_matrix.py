@@ -86,6 +86,7 @@ def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
         "auto",
         "adaptive",
         *routing.DENSE_KINDS,
+        *routing.CACHED_DENSE_KINDS,
         *BUILT_IN,
     }
     assert [torch_dtype_name(d) for d in AXES["dtype"].choices] == [

@@ -67,9 +67,14 @@ def _seen(
 
 
 @triton.jit
-def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
-    """Update the running softmax (m, l, acc) with one tile of keys."""
-    s = tl.where(kept, tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2, float("-inf"))
+def logits(q, k, kept, scale_log2, PREC: tl.constexpr):
+    """Of one tile of keys, to base 2; -inf where not ``kept``."""
+    return tl.where(kept, tl.dot(q, tl.trans(k), input_precision=PREC) * scale_log2, float("-inf"))
+
+
+@triton.jit
+def more(s, v, m, l, acc, PREC: tl.constexpr):
+    """Update the running softmax (m, l, acc) with the logits ``s`` of one tile of keys."""
     new = tl.maximum(m, tl.max(s, 1))
     safe = tl.where(new == float("-inf"), 0.0, new)
     p = tl.exp2(s - safe[:, None])
@@ -82,7 +87,7 @@ def _more(q, k, v, kept, m, l, acc, scale_log2, PREC: tl.constexpr):
 
 
 @triton.jit
-def _leave(O, LSE, row, live, m, l, acc, DV: tl.constexpr, BDV: tl.constexpr):
+def leave(O, LSE, row, live, m, l, acc, DV: tl.constexpr, BDV: tl.constexpr):
     """Store o and lse of each row: 0 and -inf where it saw nothing."""
     dv = tl.arange(0, BDV)
     some = l != 0  # NaN stays NaN
@@ -166,9 +171,9 @@ def nsa_interval_forward_split(
         k = load_rows(K, c.to(tl.int64) * sk_s, c < end, D, BD)
         v = load_rows(V, c.to(tl.int64) * sv_s, c < end, DV, BDV)
         kept = (c[None, :] >= lo[:, None]) & (c[None, :] < tl.minimum(hi, end)[:, None])
-        m, l, acc = _more(q, k, v, kept, m, l, acc, scale_log2, PREC)
+        m, l, acc = more(logits(q, k, kept, scale_log2, PREC), v, m, l, acc, PREC)
     row = ((split * tl.num_programs(2) + b) * T + t) * (tl.num_programs(1) * H) + g * H + h
-    _leave(O, LSE, row, live, m, l, acc, DV, BDV)
+    leave(O, LSE, row, live, m, l, acc, DV, BDV)
 
 
 @triton.jit(do_not_specialize=["S", "q0", "J"])
@@ -238,8 +243,8 @@ def nsa_selected_forward_split(
         kept = (block >= 0) & (block < J) & (i < L) & (c < S) & (c <= pos)
         k = load_rows(K, c.to(tl.int64) * sk_s, kept, D, BD)
         v = load_rows(V, c.to(tl.int64) * sv_s, kept, DV, BDV)
-        m, l, acc = _more(q, k, v, kept[None, :], m, l, acc, scale_log2, PREC)
-    _leave(
+        m, l, acc = more(logits(q, k, kept[None, :], scale_log2, PREC), v, m, l, acc, PREC)
+    leave(
         O,
         LSE,
         (split.to(tl.int64) * tl.num_programs(0) + at_row) * H + h,
@@ -253,18 +258,24 @@ def nsa_selected_forward_split(
 
 
 @triton.jit
-def _sum(
-    PART, LSE_PART, O, LSE, num_splits, DV: tl.constexpr, BDV: tl.constexpr, AT_ONCE: tl.constexpr
+def summed(
+    PART,
+    LSE_PART,
+    row,
+    num_rows,
+    num_splits,
+    DV: tl.constexpr,
+    BDV: tl.constexpr,
+    AT_ONCE: tl.constexpr,
 ):
-    """One row (b, t, head) a program: o = sum over splits of 2^(lse_n - lse) o_n."""
-    row = tl.program_id(0).to(tl.int64)
+    """(sum over splits of 2^(lse_n - lse) o_n, lse [1]) of one ``row`` of ``num_rows``."""
     dv = tl.arange(0, BDV)
     m = tl.full([1], float("-inf"), tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([BDV], tl.float32)
     for n0 in range(0, num_splits, AT_ONCE):
         n = n0 + tl.arange(0, AT_ONCE)
-        at = n.to(tl.int64) * tl.num_programs(0) + row
+        at = n.to(tl.int64) * num_rows + row
         lse = tl.load(LSE_PART + at, mask=n < num_splits, other=float("-inf"))
         o = tl.load(
             PART + at[:, None] * DV + dv[None, :],
@@ -280,8 +291,18 @@ def _sum(
         m = new
     some = l != 0  # NaN stays NaN
     safe = tl.where(some, l, 1.0)
-    tl.store(O + row * DV + dv, (acc / safe).to(O.dtype.element_ty), mask=dv < DV)
-    tl.store(LSE + row + tl.arange(0, 1), tl.where(some, m + tl.log2(safe), float("-inf")))
+    return acc / safe, tl.where(some, m + tl.log2(safe), float("-inf"))
+
+
+@triton.jit
+def _sum(
+    PART, LSE_PART, O, LSE, num_splits, DV: tl.constexpr, BDV: tl.constexpr, AT_ONCE: tl.constexpr
+):
+    """One row (b, t, head) a program."""
+    row, dv = tl.program_id(0).to(tl.int64), tl.arange(0, BDV)
+    o, lse = summed(PART, LSE_PART, row, tl.num_programs(0), num_splits, DV, BDV, AT_ONCE)
+    tl.store(O + row * DV + dv, o.to(O.dtype.element_ty), mask=dv < DV)
+    tl.store(LSE + row + tl.arange(0, 1), lse)
 
 
 @triton.jit(repr=named_by("nsa_interval_sum", _BRANCH), do_not_specialize=["num_splits"])
@@ -446,19 +467,64 @@ def selected(
     """As `nsa.ops.selected.triton.kernels.forward`, of `few_rows`, into contiguous (o, lse); blocks
     are contiguous, too.
     """
-    (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
-    H, J, L, block_bytes = (
-        HQ // G,
-        -(-S // sel_block),
-        sel_block,
-        padded(sel_block) * (padded(D) + padded(DV)) * k.element_size(),
-    )
-    ahead = block_bytes <= PREFETCHED_BYTES
-    per_split = per_split or min(
-        N, slots_per_split(B * T * G, N, small=2 * block_bytes <= PREFETCHED_BYTES)
-    )
+    (B, T, HQ, _), (_, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
+    per_split = per_split or selected_per_split(B * T * G, N, k, v, sel_block)
     splits = cdiv(N, per_split)
     part = _parts(*into, splits)
+    selected_parts(
+        q,
+        k,
+        v,
+        blocks,
+        part=part,
+        per_split=per_split,
+        sel_block=sel_block,
+        q_start=q_start,
+        scale=scale,
+        tiles=tiles,
+    )
+    if splits > 1:
+        launch(
+            nsa_selected_sum_splits,
+            (B * T * HQ,),
+            *part,
+            *into,
+            splits,
+            DV,
+            padded(DV),
+            AT_ONCE,
+            num_warps=SUM_WARPS,
+        )
+
+
+def _block_bytes(k: Tensor, v: Tensor, sel_block: int) -> int:
+    """Of K and V of one block, as a program loads them."""
+    return padded(sel_block) * (padded(k.shape[3]) + padded(v.shape[3])) * k.element_size()
+
+
+def selected_per_split(rows: int, N: int, k: Tensor, v: Tensor, sel_block: int) -> int:
+    """Slots that a split of `selected` takes, of ``rows`` (b, t, kv head) with N slots each."""
+    small = 2 * _block_bytes(k, v, sel_block) <= PREFETCHED_BYTES
+    return min(N, slots_per_split(rows, N, small=small))
+
+
+def selected_parts(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    part: tuple[Tensor, Tensor],
+    per_split: int,
+    sel_block: int,
+    q_start: int | Tensor,
+    scale: float,
+    tiles: tuple[int, int] | None = None,
+) -> None:
+    """Each split's o and lse of `selected` into ``part``, [P, B, T, Q, DV] and [P, B, T, Q]."""
+    (B, T, HQ, D), (S, G, DV), N = q.shape, v.shape[1:], blocks.shape[3]
+    H, J, L = HQ // G, -(-S // sel_block), sel_block
+    splits, ahead = cdiv(N, per_split), _block_bytes(k, v, L) <= PREFETCHED_BYTES
     num_warps, num_stages = tiles or (max(SELECTED_WARPS, padded(H) // 16), 2 if ahead else 1)
     q0, Q0 = starts(q_start)
     launch(
@@ -494,15 +560,3 @@ def selected(
         num_warps=num_warps,
         num_stages=num_stages,
     )
-    if splits > 1:
-        launch(
-            nsa_selected_sum_splits,
-            (B * T * HQ,),
-            *part,
-            *into,
-            splits,
-            DV,
-            padded(DV),
-            AT_ONCE,
-            num_warps=SUM_WARPS,
-        )

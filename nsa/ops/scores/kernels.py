@@ -89,7 +89,7 @@ def _visible(t, b, T, C, q0, block, stride, Q0, FIRST, RAGGED: tl.constexpr, DOC
 
 
 @triton.jit
-def _ranked(score):
+def ranked(score):
     """NaN as 0 and infinity as a number. NaN compares with nothing: `nsa_choose` would take more
     than N blocks, and store them beyond the row. Asked there, this took 40 % longer.
     """
@@ -173,9 +173,9 @@ def nsa_scores(
         j = c0 // R + tl.arange(0, BC // R)
         at = ((batch * n + row).to(tl.int64) * G + g)[:, None] * J + j[None, :]
         inside = live[:, None] & (j < J)[None, :]
-        tl.store(SCORE + at, _ranked(tl.sum(p * own, 2)), mask=inside)
+        tl.store(SCORE + at, ranked(tl.sum(p * own, 2)), mask=inside)
         if W > 1:
-            tl.store(EDGE + at, _ranked(tl.sum(p * (W - own), 2)), mask=inside)
+            tl.store(EDGE + at, ranked(tl.sum(p * (W - own), 2)), mask=inside)
 
 
 @triton.jit

@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nsa import engagement, functional
+from nsa import engagement, functional, routing
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
+from nsa.dense import DenseAttention
+from nsa.functional import capability_of
+from nsa.routing import Problem
 from perfbench import older_nsa
 from perfbench.older_nsa import KV, NSACache, Steps
 from perfbench.worker.parity.blocks import Place, chosen
@@ -90,9 +93,15 @@ def attention(
         kv_cmp, kv_sel, kv_win = (
             (t[f"k_{b}"][:, part], t[f"v_{b}"][:, part]) for b in ("cmp", "sel", "win")
         )
-        with _turned(cache, stepping and end - begin == 1):
-            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         options: dict[str, Any] = {"config": nsa, "path": path, "fa2": fa2}
+        steps = stepping and end - begin == 1
+        if steps and (one := _one_step(model, t, cache, part, **options)) is not None:
+            outputs.append(one.o)
+            blocks.append(one.blocks)
+            engaged |= one.engaged if begin in judged else frozenset()
+            continue
+        with _turned(cache, steps):
+            view = cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
         k_cmp, v_cmp = view.cmp
         at = Place(view.q_start, view.sel[0].shape[1], is_whole_sequence=False)
         blocks.append(chosen(q[:, part], k_cmp, v_cmp, at=at, **options))
@@ -103,13 +112,84 @@ def attention(
     return Through(torch.cat(outputs, 1), torch.cat(blocks, 1), frozenset(engaged))
 
 
+def _one_step(
+    model: ModelConfig, t: Tensors, cache: NSACache, part: slice, **options: Any
+) -> Through | None:
+    """`attention` of one token by the operator that a captured step calls for all branches; None
+    where it calls one for each.
+    """
+    q, k, v = t["q"][:, part], t["k_sel"], t["v_sel"]
+    place = torch.tensor(cache.lengths, device=q.device)
+    heads = (q, k.shape[2], v.shape[3], cache.max_len)
+    route = functional.route_for(
+        *heads, branches=options["config"].branches, q_start=place, **options
+    )
+    if not older_nsa.is_one_step(route, model.nsa):
+        return None
+    from nsa import fused_step  # an older nsa has none
+    from nsa.ops.decode_step import Projected
+
+    k, v = (
+        torch.cat([t[f"{kind}_{b}"][:, part] for b in ("cmp", "sel", "win")], 2) for kind in "kv"
+    )
+    with (
+        _turned(cache, True),
+        engagement.collect() as counted,
+        older_nsa.collect_blocks() as seen,
+    ):
+        step: Any = cache.next_step()
+        turns = q.new_zeros(1, dtype=torch.float32)  # q and k are what they are
+        gates = t["gates"][:, part].contiguous()
+        x = Projected(q.contiguous(), k, v, turns, step.position_B, gates, None, None)
+        o = fused_step.attend_projected(route, cache, step, x, rope="none")
+    assert seen is not None and seen[0] is not None
+    return Through(o, seen[0], frozenset(counted.counts))
+
+
+@torch.no_grad()
+def dense_attention(
+    model: ModelConfig, t: Tensors, pieces: Pieces, *, kind: str, stepping: bool = False
+) -> tuple[Tensor, frozenset[str]]:
+    """(o of all tokens by full causal attention of ``kind``, the counters of its calls); the rest
+    as in `attention`, the K and V being the selected branch's.
+    """
+    from nsa.dense import attend_cached  # an older nsa has none
+
+    q, k, v = (t[name] for name in ("q", "k_sel", "v_sel"))
+    cache = older_nsa.DenseCache.empty(
+        *q.shape[:2],
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        v_head_dim=model.value_dim,
+        dtype=q.dtype,
+        device=q.device,
+    )
+    here, outputs = capability_of(str(q.device)), []
+    problem = Problem.of(
+        model, batch=q.shape[0], tokens=1, dtype=str(q.dtype).removeprefix("torch.")
+    )
+    with engagement.collect() as counted:
+        for begin, end in pieces:
+            part, steps = slice(begin, end), stepping and end - begin == 1
+            route = routing.route_dense_cached(
+                kind, replace(problem, whole=False, ragged=steps), here
+            )
+            with _turned(cache, steps):
+                kv, step = (k[:, part], v[:, part]), cache.next_step()
+                outputs.append(
+                    attend_cached(route, q[:, part], kv, cache, step, scale=model.head_dim**-0.5)
+                )
+    return torch.cat(outputs, 1), frozenset(counted.counts)
+
+
 @torch.no_grad()
 def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = False) -> Tensor:
     """The layer's y [B, T, M], a piece at a time through a cache of its own; ``stepping`` as in
     `attention`.
     """
-    assert isinstance(layer, NSAAttention)
-    cache, parts = layer.new_cache(*x_BTM.shape[:2]), []
+    assert isinstance(layer, NSAAttention | DenseAttention)
+    cache: Any = layer.new_cache(*x_BTM.shape[:2])
+    parts = []
     for begin, end in pieces:
         with _turned(cache, stepping and end - begin == 1):
             parts.append(layer(x_BTM[:, begin:end], cache=cache))
@@ -117,7 +197,7 @@ def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = F
 
 
 @contextmanager
-def _turned(cache: NSACache, stepping: bool) -> Iterator[None]:
+def _turned(cache: Any, stepping: bool) -> Iterator[None]:
     """The cache as one that steps, while this is open."""
     steps = Steps([cache]) if stepping else None
     yield

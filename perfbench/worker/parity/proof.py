@@ -84,7 +84,11 @@ def own_of(claim: Claim, request: str, inputs: Tensors, rows: Tensor) -> Own:
     if claim.selected_alone:
         cell, blocks = _selected(claim, request, inputs["q"])
     elif request.startswith("dense"):
-        cell, blocks = _dense(claim, request, inputs["q"].shape[1])
+        cell, blocks = (
+            _dense(claim, request, inputs["q"].shape[1])
+            if claim.chunk is None
+            else _dense_through_cache(claim, request, inputs, rows, claim.chunk)
+        )
     elif claim.chunk is None:
         cell, blocks = _in_one_call(claim, request, inputs)
     else:
@@ -174,6 +178,18 @@ def _dense(claim: Claim, kind: str, tokens: int) -> _Cell:
     return cell, None
 
 
+def _dense_through_cache(
+    claim: Claim, kind: str, inputs: Tensors, rows: Tensor, chunk: int
+) -> _Cell:
+    """The same through a cache, ``chunk`` tokens at a time; RouteDiffers as `_through_cache`."""
+    pieces = cache.pieces_of(chunk, rows.tolist(), inputs["q"].shape[1])
+    o, engaged = cache.dense_attention(
+        claim.model, inputs, pieces, kind=kind, stepping=claim.stepping
+    )
+    _check_engaged(claim, chunk, engaged)
+    return (lambda t: o), None
+
+
 def _in_one_call(claim: Claim, request: str, inputs: Tensors) -> _Cell:
     """Each sequence in one call."""
     model, q = claim.model, inputs["q"]
@@ -207,13 +223,17 @@ def _through_cache(claim: Claim, request: str, inputs: Tensors, rows: Tensor, ch
         rows=rows.tolist(),
         stepping=claim.stepping,
     )
-    if ran.engaged != set(claim.timed.counters):
+    _check_engaged(claim, chunk, ran.engaged)
+    return (lambda t: ran.o), (lambda: ran.blocks)
+
+
+def _check_engaged(claim: Claim, chunk: int, engaged: frozenset[str]) -> None:
+    if engaged != set(claim.timed.counters):
         got = (
-            f"a chunk of {chunk} at the parity length engaged {sorted(ran.engaged)}, the timed"
+            f"a chunk of {chunk} at the parity length engaged {sorted(engaged)}, the timed"
             f" route is {claim.timed.counters}"
         )
         raise RouteDiffers(f"{got}: time a cell of the first, or name the path")
-    return (lambda t: ran.o), (lambda: ran.blocks)
 
 
 def _check_sparse(

@@ -4,9 +4,11 @@ timed cell.
 
 from __future__ import annotations
 
-from nsa import capability, settings
+from dataclasses import replace
+
+from nsa import capability, routing, settings
 from nsa.config import NSAConfig
-from nsa.routing import SPECS, Path, Problem, Route, route, route_dense
+from nsa.routing import SPECS, Path, Problem, Route, route
 from perfbench.matrix import of_selected
 from perfbench.older_nsa import copy_min_elements, least_keys_of_a_split, sort_min_rows
 from perfbench.records import torch_dtype_name
@@ -86,7 +88,9 @@ def route_at(claim: Claim, request: str, tokens: int) -> Route:
     )
     here = capability.probe(claim.device)
     if request.startswith("dense"):
-        return route_dense(request, problem, here)
+        if claim.chunk is None:
+            return routing.route_dense(request, problem, here)
+        return routing.route_dense_cached(request, replace(problem, ragged=claim.stepping), here)
     if claim.selected_alone:
         problem = of_selected(problem)
     return route(settings.current().request(request, claim.cell.fa2), problem, here)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from nsa.functional import (
     sliding_attention,
 )
 from nsa.routing import Path
-from perfbench.older_nsa import KV, NSACache, View
+from perfbench.older_nsa import KV, View
 from perfbench.records import Cell
 from perfbench.worker.step_proof.blocks import sampled
 from perfbench.worker.step_proof.twin_parts import compressed, masked_attention
@@ -64,7 +65,7 @@ class Attention:
     cell: Cell
     dtype: torch.dtype
     blocks: Sequence[Tensor | None] | None = None
-    caches: Sequence[NSACache] | None = None
+    caches: Sequence[Any] | None = None
     seen: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def __call__(self, layer: int, heads: Heads) -> Tensor:
@@ -74,6 +75,8 @@ class Attention:
         q = heads.q.to(inside)
         if self.cell.is_dense:
             k, v = heads.k[0].to(inside), heads.v[0].to(inside)
+            if self.caches is not None:
+                return self._dense_with_cache(layer, heads)
             if plain:
                 return masked_attention(q, k, v, causal(q, k.shape[1], 0))
             o: Tensor = FullAttention(self.model, self.cell.path)(q, k, v)
@@ -88,6 +91,22 @@ class Attention:
                 gate = heads.gates[..., column, None].to(total.dtype)
                 total = total + gate * of_branch[branch].to(total.dtype)
         return total.to(wide)
+
+    def _dense_with_cache(self, layer: int, heads: Heads) -> Tensor:
+        """Of one token a row over the cache and itself, a row at a time: so many keys at once."""
+        assert self.caches is not None
+        cache, wide = self.caches[layer], heads.q.dtype
+        k, v = (x[0].to(self.dtype) for x in (heads.k, heads.v))
+        held = cache.lengths[0]
+        rows = []
+        for b in range(heads.q.shape[0]):
+            keys, values = (
+                torch.cat([buffer[b : b + 1, :held], new[b : b + 1]], 1).to(wide)
+                for buffer, new in zip(cache.kv, (k, v), strict=True)
+            )
+            q = heads.q[b : b + 1]
+            rows.append(masked_attention(q, keys, values, causal(q, held + 1, held)))
+        return torch.cat(rows)
 
     def is_plain(self, q: Tensor) -> bool:
         """Whether all logits of a branch are few enough to be made."""

@@ -289,5 +289,5 @@ def _ordinary(cache: Any, steps: CachedSteps) -> Any:
     """
     ordinary = copy.copy(cache)
     if cache.steps is not None:
-        ordinary.end_steps([steps.tokens] * cache.batch, cache.tail)
+        ordinary.end_steps([steps.tokens] * cache.batch, getattr(cache, "tail", []))
     return ordinary

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from nsa.functional import compress_kv
-from nsa.model import TinyLM
+from nsa.model import DenseLM, TinyLM
 from perfbench.matrix import held_tokens, pieces
-from perfbench.older_nsa import KV, KeysRead, NSACache, Steps
+from perfbench.older_nsa import KV, KeysRead, Steps
 from perfbench.records import CacheLine, Job
 from perfbench.worker.workloads.made import Made
 
@@ -43,6 +43,8 @@ class CachedSteps:
     of K and V beyond the length, a slot of the ring that no window of this length reaches, a raw
     token behind those that are kept. It completes no compressed block (`held_tokens`).
 
+    The dense twin's cache holds as many tokens, and its step leaves as little.
+
     ``stepping`` (decode): the caches step with their lengths on the device (`nsa.decode`), as in
     nsa.DecodeGraph, for ``body`` to be captured: the same token at the same place, which is then
     forgotten on the device.
@@ -52,7 +54,7 @@ class CachedSteps:
         self,
         job: Job,
         config: ModelConfig,
-        model: TinyLM,
+        model: TinyLM | DenseLM,
         num_batches: int,
         *,
         stepping: bool = False,
@@ -65,7 +67,9 @@ class CachedSteps:
         self.pieces = [(0, 1)] if decodes else pieces(cell)
         new = self.pieces[-1][1]
         self.tokens_per_step = batch * new
-        self.begin = model.new_cache(batch, self.tokens + 1 if decodes else seq_len)
+        self.begin: list[Any] = list(
+            model.new_cache(batch, self.tokens + 1 if decodes else seq_len)
+        )
         if decodes:
             layers: list[Any] = list(model.blocks)
             for cache, layer in zip(self.begin, layers, strict=True):
@@ -167,10 +171,14 @@ class CachedSteps:
 
 
 @torch.no_grad()
-def fill(cache: NSACache, tokens: int, attention: NSAAttention) -> None:
-    """Append ``tokens`` random tokens a row to the cache of the layer ``attention``, compressed as
-    the layer does.
+def fill(cache: Any, tokens: int, attention: nn.Module) -> None:
+    """Append ``tokens`` random tokens a row to the cache of the layer ``attention``, an NSACache
+    compressed as the layer does, or a DenseCache.
     """
+    if not isinstance(attention, NSAAttention):
+        for begin in range(0, tokens, FILL_TOKENS):
+            cache.append(_random(cache.kv, min(FILL_TOKENS, tokens - begin)))
+        return
     phi_params = (attention.phi_k.params(), attention.phi_v.params())
 
     def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
@@ -178,12 +186,13 @@ def fill(cache: NSACache, tokens: int, attention: NSAAttention) -> None:
 
     for begin in range(0, tokens, FILL_TOKENS):
         new = min(FILL_TOKENS, tokens - begin)
-        kvs = [
-            tuple(x.new_empty(cache.batch, new, *x.shape[2:]).normal_() for x in cache.sel)
-            for _ in range(3)
-        ]
-        kv_cmp, kv_sel, kv_win = ((k, v) for k, v in kvs)
+        kv_cmp, kv_sel, kv_win = (_random(cache.sel, new) for _ in range(3))
         cache.append(kv_cmp, kv_sel, kv_win, compress=compress)
+
+
+def _random(buffers: Sequence[Tensor], tokens: int) -> KV:
+    k, v = (x.new_empty(x.shape[0], tokens, *x.shape[2:]).normal_() for x in buffers)
+    return k, v
 
 
 def mean_keys_read(counted: Sequence[Counts]) -> dict[str, float]:

@@ -144,7 +144,6 @@ def build(job: Job) -> Workload:
         DenseLM(config, cell.path) if cell.is_dense else TinyLM(config, cell.path, cell.fa2)
     ).to(device=job.device, dtype=dtype)
     if cell.workload in CACHED:
-        assert isinstance(model, TinyLM), "the plan refuses dense paths here"
         steps = CachedSteps(job, config, model, NUM_BATCHES, stepping=cell.cuda_graph == "on")
         if steps.steps is None:
             return Workload(

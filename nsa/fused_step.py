@@ -1,0 +1,120 @@
+"""The attention of one layer in a step of one token a row, as one operator: where path triton
+serves every branch and nothing looks at what lies between them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from nsa import checks, chosen_blocks, dispatch, statistics
+from nsa.config import BRANCHES, NSAConfig
+from nsa.decode import NSACache, Step
+from nsa.gate import SoftmaxGate
+from nsa.ops import decode_step, key_counts
+from nsa.ops.derivatives import has_transforms
+from nsa.routing import Route, is_one_step
+from nsa.shared_positions import Layout
+
+
+def serves(
+    route: Route, config: NSAConfig, cache: NSACache, layout: Layout, *tensors: Tensor
+) -> bool:
+    """Whether `attend` gives what the branches one by one would, of ``tensors`` that go into it."""
+    return (
+        isinstance(layout.step, Step)
+        and cache.steps is not None
+        and tensors[0].shape[1] == 1
+        and is_one_step(route, config)
+        and not checks.is_strict()
+        and not statistics.is_collecting()
+        and not torch.compiler.is_compiling()
+        and not has_transforms()
+        and all(type(x) in (Tensor, nn.Parameter) for x in (*tensors, *cache.sel))
+    )
+
+
+def attend(
+    route: Route,
+    cache: NSACache,
+    layout: Layout,
+    projected: tuple[Tensor, Tensor, Tensor],
+    gate: tuple[nn.Module, Tensor],
+) -> Tensor:
+    """o [B, 1, HQ, DV] of q [B, 1, HQ, D], k and v [B, 1, n, D or DV] as they are projected, which
+    the cache takes. ``gate``: the layer's module, and x [B, 1, M]. Errors as of NSACache.append.
+    """
+    q, k, v = (x.contiguous() for x in projected)
+    module, x = gate
+    up = down = gates = None
+    if type(module) is SoftmaxGate and module.all_on and not is_hooked(module):
+        up, down = module.up, module.down
+    else:
+        gates = module(x, q).to(q.dtype).contiguous()
+    turns = torch.view_as_real(layout.turns) if layout.turns.is_complex() else layout.turns
+    assert isinstance(layout.step, Step)
+    place = turns, layout.step.position_B
+    made = decode_step.Projected(q, k, v, *place, gates, up, down)
+    return attend_projected(route, cache, layout.step, made, rope=cache.config.rope)
+
+
+def attend_projected(
+    route: Route, cache: NSACache, step: Step, x: decode_step.Projected, *, rope: str
+) -> Tensor:
+    """`attend` of what the operator takes; ``rope`` "none" where q and k are turned already."""
+    config, steps, G = cache.config, cache.steps, cache.sel[0].shape[2]
+    assert steps is not None
+    begins = (0, G, 2 * G) if x.k.shape[2] > G else (0, 0, 0)
+    chunk = {
+        branch: (x.k[:, :, begin : begin + G], x.v[:, :, begin : begin + G])
+        for branch, begin in zip(BRANCHES, begins, strict=True)
+    }
+    steps.check_turn(cache, chunk, None)
+    kv_len = cache.sel[0].shape[1] - 1
+    o, blocks = dispatch.decode_step(
+        route,
+        x,
+        decode_step.Buffers(*cache.sel, *cache.win, *cache.raw, *cache.cmp),
+        decode_step.StepGeometry(
+            config.cmp_block,
+            config.cmp_stride,
+            config.sel_block,
+            config.num_selected_for(kv_len),
+            config.num_initial,
+            config.num_local,
+            x.q.shape[3] ** -0.5,
+            config.gate_temperature,
+            rope,
+        ),
+    )
+    steps.took(cache)
+    chosen_blocks.record(blocks)
+    _count_keys(x.q, cache, step, blocks, kv_len)
+    return o
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or nn.modules.module._has_any_global_hook()
+    )
+
+
+def _count_keys(q: Tensor, cache: NSACache, step: Step, blocks: Tensor, kv_len: int) -> None:
+    """As nsa.branches counts them."""
+    config, later = cache.config, cache.keys_read.later
+    grid = {"block": config.cmp_block, "stride": config.cmp_stride}
+    num_cmp, at = cache.cmp[0].shape[1] - 1, step.position_B
+    later("cmp", partial(key_counts.compressed, q, num_cmp, q_start=at, **grid))
+    selected = partial(key_counts.selected, blocks, kv_len, sel_block=config.sel_block)
+    later("sel", partial(selected, q_start=at))
+    later(
+        "win",
+        lambda: key_counts.sliding(
+            q, cache.win[0].shape[1], q_start=step.win_start_B, window=config.window
+        ),
+    )
