@@ -29,6 +29,7 @@ KERNELS = (
     "means",
     "one_node",
     "operator",
+    "paged",
     "selected",
     "warp_roles",
 )
