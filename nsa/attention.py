@@ -189,7 +189,7 @@ class NSAAttention(nn.Module):
                 num_tokens=None if num_tokens is None else checks.counts("num_tokens", num_tokens),
                 step=layout.step if isinstance(layout.step, Step) else None,
             )
-            route = self._route(q, view.sel[0].shape[1], q_start=view.q_start)
+            route = self._route(q, view.num_keys, q_start=view.q_start)
         call = Call(
             route,
             self.config,

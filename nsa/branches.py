@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nsa import checks, chosen_blocks, dispatch, selection, statistics
 from nsa.config import BRANCHES, NSAConfig
-from nsa.decode import View
+from nsa.decode import PagedView, View
 from nsa.documents import Documents, reached, without_poison
 from nsa.ops import joint_backward, key_counts
 from nsa.ops.derivatives import has_transforms, once
@@ -90,6 +90,10 @@ def attend_view(
     first token on that holds one in k or v, and a row whose own q or gate does; those rows pass no
     gradient on. Rows before it are exact.
     """
+    if isinstance(view, PagedView):
+        if _serves_pages(q, view, call):
+            return _attend_pages(q, gates, view, call, keys_read)
+        view = view.gathered
     return _isolated(q, gates, view, call, keys_read)[0]
 
 
@@ -298,6 +302,36 @@ def _attend_branches(
     return attended, blocks
 
 
+def _serves_pages(q: Tensor, view: PagedView, call: Call) -> bool:
+    """Whether kernels attend to pages where they lie; else they are gathered."""
+    heads = q.shape[2] // view.new_win[0].shape[2]
+    return view.by_kernels and dispatch.serves_pages(call.route, q.shape[1], heads)
+
+
+def _attend_pages(
+    q: Tensor,
+    gates: Tensor,
+    view: PagedView,
+    call: Call,
+    keys_read: key_counts.KeysRead | None,
+) -> Tensor:
+    """`attend_view` by kernels that read pages through the table; a cache's call, so without
+    gradients, packed documents or compiler.
+    """
+    config = call.config
+    statistics.observe_gates(gates, config.branches, present=call.present)
+    attended, blocks = dispatch.paged(call.route, q, view.pages, config=config, scale=call.scale)
+    if checks.is_strict():
+        checks.block_contents(blocks, view.num_keys, config.sel_block, view.q_start)
+    statistics.observe_selection(
+        blocks, q_start=view.q_start, sel_block=config.sel_block, present=call.present
+    )
+    chosen_blocks.record(blocks)
+    if keys_read is not None:
+        _count_keys(q, view, config, blocks, keys_read)
+    return dispatch.combined(call.route, gates, [o for o, _ in attended], range(len(BRANCHES)))
+
+
 def _choose(q: Tensor, view: View, call: Call, lse: Tensor | None) -> Tensor:
     """The blocks int32 [B, T, G, N] of a call; ``lse`` as the compressed branch left it."""
     config, S = call.config, view.sel[1].shape[1]
@@ -343,7 +377,7 @@ def _count_keys(
         count = partial(
             key_counts.compressed,
             q,
-            view.cmp[0].shape[1],
+            view.num_cmp,
             block=config.cmp_block,
             stride=config.cmp_stride,
             q_start=view.q_start,
@@ -353,7 +387,7 @@ def _count_keys(
         count = partial(
             key_counts.selected,
             blocks,
-            view.sel[1].shape[1],
+            view.num_keys,
             q_start=view.q_start,
             sel_block=config.sel_block,
         )
@@ -362,7 +396,7 @@ def _count_keys(
         count = partial(
             key_counts.sliding,
             q,
-            view.win[0].shape[1],
+            view.num_win,
             q_start=view.win_start,
             window=config.window,
         )

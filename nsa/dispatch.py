@@ -25,6 +25,7 @@ from nsa.ops import (
     scores,
     sdpa,
 )
+from nsa.ops import paged as pages_op
 from nsa.ops.interval import compressed as compressed_formula
 from nsa.ops.interval import sliding
 from nsa.ops.operator import Plainly as Plainly
@@ -244,6 +245,35 @@ def has_kernels_alone(route: Route) -> bool:
         if b.branch in BRANCHES and Path.TRITON in (b.kernel, b.implementation)
     ]
     return len(served) == len(BRANCHES)
+
+
+def serves_pages(route: Route, queries: int, heads: int) -> bool:
+    """Whether `paged` serves a call of so many queries a row and query heads a kv head: few of
+    them, of a Route of which kernels serve every part.
+    """
+    return (
+        has_kernels_alone(route)
+        and route.has(SCORE)
+        and not torch.compiler.is_compiling()
+        and pages_op.fits_one_tile(queries, heads)
+    )
+
+
+def paged(
+    route: Route, q: Tensor, pages: pages_op.LayerPages, *, config: NSAConfig, scale: float
+) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
+    """(o and lse of all three branches, the blocks) over keys in pages, where `serves_pages`."""
+    for name in ("cmp", SCORE, "sel", "win"):
+        engagement.record(route.branch(name))
+    geometry = pages_op.StepGeometry(
+        config.cmp_block,
+        config.cmp_stride,
+        config.window,
+        config.num_selected,
+        (config.num_initial, config.num_local),
+        scale,
+    )
+    return pages_op.attend(q, pages, geometry)
 
 
 def joins(route: Route) -> bool:

@@ -30,6 +30,7 @@ KERNELS = (
     "means",
     "one_node",
     "operator",
+    "paged",
     "passing_keys",
     "phi",
     "selected",

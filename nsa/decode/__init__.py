@@ -2,7 +2,8 @@
 as one CUDA graph.
 
 ``views`` is what attention and ``cache`` exchange; ``graph_cache`` makes caches step without the
-host; ``graph`` captures such a step.
+host; ``graph`` captures such a step. ``paged`` keeps all layers' keys in pages, for rows that join
+and leave.
 """
 
 from nsa.decode.cache import NSACache as NSACache
@@ -15,7 +16,12 @@ from nsa.decode.graph import capture as capture
 from nsa.decode.graph import check_device as check_device
 from nsa.decode.graph import warm_up as warm_up
 from nsa.decode.graph_cache import Steps as Steps
+from nsa.decode.paged import OutOfPages as OutOfPages
+from nsa.decode.paged import PagedCache as PagedCache
+from nsa.decode.paged import PagedGraph as PagedGraph
+from nsa.decode.paged import PageShape as PageShape
 from nsa.decode.views import KV as KV
 from nsa.decode.views import DenseStep as DenseStep
+from nsa.decode.views import PagedView as PagedView
 from nsa.decode.views import Step as Step
 from nsa.decode.views import View as View

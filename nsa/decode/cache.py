@@ -445,26 +445,8 @@ def check_chunk(
 
     ``chunk`` holds the k and v of each branch.
     """
+    check_kind(cache.batch, cache.kv, chunk)
     B, T = next(iter(chunk.values()))[0].shape[:2]
-    if cache.batch != B:
-        raise ValueError(
-            f"the cache holds {cache.batch} rows, the chunk {B}; wanted the same; make a cache of"
-            " that batch, or split it"
-        )
-    for branch, kv in chunk.items():
-        for name, x, buffer in zip(("k", "v"), kv, cache.kv, strict=True):
-            if (buffer.dtype, buffer.device) != (x.dtype, x.device):
-                raise ValueError(
-                    f"the cache's {name} is {buffer.dtype} on {buffer.device}, the chunk {x.dtype}"
-                    f" on {x.device} ({branch}); wanted the same; make the cache like the model:"
-                    " new_cache(dtype=...)"
-                )
-            if x.shape != (B, T, *buffer.shape[2:]):
-                raise ValueError(
-                    f"the cache's {name} holds heads {tuple(buffer.shape[2:])}, and the chunk's is"
-                    f" {tuple(x.shape)} ({branch}); wanted {(B, T, *buffer.shape[2:])}; make the"
-                    " cache with the layer's heads and head dims"
-                )
     new = [T] * B if num_tokens is None else checks.counts("num_tokens", num_tokens)
     if len(new) != B or min(new) < 0 or max(new) != T:
         raise ValueError(
@@ -481,6 +463,32 @@ def check_chunk(
             " a new one"
         )
     return new
+
+
+def check_kind(batch: int, kept: Sequence[Tensor], chunk: Mapping[str, KV]) -> None:
+    """ValueError unless the k and v of each branch of ``chunk`` are of ``batch`` rows, and of the
+    heads [..., G, D], dtype and device of ``kept`` k and v.
+    """
+    B, T = next(iter(chunk.values()))[0].shape[:2]
+    if batch != B:
+        raise ValueError(
+            f"the cache holds {batch} rows, the chunk {B}; wanted the same; make a cache of"
+            " that batch, or split it"
+        )
+    for branch, kv in chunk.items():
+        for name, x, buffer in zip(("k", "v"), kv, kept, strict=True):
+            if (buffer.dtype, buffer.device) != (x.dtype, x.device):
+                raise ValueError(
+                    f"the cache's {name} is {buffer.dtype} on {buffer.device}, the chunk {x.dtype}"
+                    f" on {x.device} ({branch}); wanted the same; make the cache like the model:"
+                    " new_cache(dtype=...)"
+                )
+            if x.shape != (B, T, *buffer.shape[2:]):
+                raise ValueError(
+                    f"the cache's {name} holds heads {tuple(buffer.shape[2:])}, and the chunk's is"
+                    f" {tuple(x.shape)} ({branch}); wanted {(B, T, *buffer.shape[2:])}; make the"
+                    " cache with the layer's heads and head dims"
+                )
 
 
 def _ring_parts(first: int, count: int, w: int) -> list[tuple[slice, slice]]:

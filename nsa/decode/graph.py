@@ -123,7 +123,7 @@ class DecodeGraph:
         contextvars.Context().run(self._counted_step)
 
     def _counted_step(self) -> None:
-        with engagement.collect() as counted, _casting_anew(self._ids_B1.device):
+        with engagement.collect() as counted, casting_anew(self._ids_B1.device):
             self._logits_BV = self._model(self._ids_B1, cache=self._cache)[:, -1]
         self.engaged = counted.counts
 
@@ -135,7 +135,7 @@ class DecodeGraph:
         self.steps.forget_last()
 
 
-def _casting_anew(device: torch.device) -> torch.autocast:
+def casting_anew(device: torch.device) -> torch.autocast:
     """Autocast as it is set, but without its cache of cast weights: the graph must cast them
     itself, since the cache is freed.
     """

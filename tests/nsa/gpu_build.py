@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from nsa.ops import decode_step
+from nsa.ops import decode_step, paged
 from nsa.ops.decode_step import kernels as step_kernels
 from nsa.ops.gated_sum import kernels as combine
 from nsa.ops.interval import kernels as interval
@@ -257,6 +257,26 @@ def stepping(shape: str) -> None:
         linear.apply(hidden, [narrow], silu=False, residual=x, **plain)
 
 
+def over_pages(shape: str, *, fp8: bool = False) -> None:
+    """A decode step of few rows over pages of 64 tokens."""
+    G, H, DK, DV, dtype = SHAPES[shape]
+    B, rows = 2, torch.zeros(2, dtype=torch.int32)
+
+    def pages(kind: torch.dtype) -> paged.Pages:
+        k, v = (torch.zeros(3, 64, G, dim, dtype=dtype).to(kind) for dim in (DK, DV))
+        scales = (torch.ones(G), torch.ones(G)) if kind != dtype else None
+        return paged.Pages(k, v, torch.zeros(B, TOKENS // 64, dtype=torch.int32), scales)
+
+    kept = pages(torch.float8_e4m3fn if fp8 else dtype)
+    own = pages(dtype)
+    layer = paged.LayerPages(own, own, kept, kept, rows.long(), rows, TOKENS)
+    q = torch.zeros(B, 1, G * H, DK, dtype=dtype)
+    kv = torch.zeros(B, 1, G, DK, dtype=dtype), torch.zeros(B, 1, G, DV, dtype=dtype)
+    paged.append(layer, kv, kv, kv)
+    paged.append_means(layer, 1, block=32, stride=16)
+    paged.attend(q, layer, paged.StepGeometry(32, 16, 512, 16, (1, 2), 0.1))
+
+
 def main(arch: int, shape: str) -> None:
     driver.set_active(Absent(arch))
     tiles.sm_of = lambda device: divmod(arch, 10)
@@ -269,11 +289,13 @@ def main(arch: int, shape: str) -> None:
         everything(shape)
     decoding(shape)
     stepping(shape)
+    over_pages(shape)
     if shape == "B":
         decoding(shape, queries=4)  # a tile of 64 rows
     if (arch, shape) == (90, "A"):
         # Ragged rows and documents change masks: the language that they are written in is the same
         # for every GPU, and their shared memory was within 512 bytes of the plain kernels' on both.
+        over_pages(shape, fp8=True)
         decoding(shape, ragged=True)
         decoding(shape, queries=4, documents=True)
         everything(shape, batch=2, ragged=True)

@@ -1,5 +1,5 @@
 """Prefill = chunked prefill = decode step by step; rows of different lengths; what is kept, counted
-and refused.
+and refused. Of both caches, contiguous rows and pages.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from torch import Tensor
 from nsa.attention import NSAAttention
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig, preset
-from nsa.decode import NSACache
+from nsa.decode import NSACache, PagedCache, PageShape
 from nsa.model import TinyLM
 from nsa.routing import Path
 from tests.cases import FP64_PATHS, PATHS_HERE, SMALL, assert_parity, cache_bytes, here, randn
 
 DIM, HEADS, KV_HEADS, KEY_DIM, VALUE_DIM = 24, 4, 2, 8, 6
+KINDS = ("contiguous", "paged")
 OPTIONS = {
     "mean": SMALL,
     "mean-after": replace(SMALL, cmp_rope="after"),
@@ -52,19 +53,45 @@ def layer_of(config: NSAConfig = SMALL, path: str = "masked", **changes: int) ->
     return NSAAttention(DIM, **heads, config=config, path=path, fa2="off").double()
 
 
+def cache_of(
+    layer: NSAAttention, kind: str, batch: int, max_len: int, *, initial_len: int | None = None
+) -> NSACache:
+    """An NSACache, or the one layer of a PagedCache whose rows have all joined."""
+    plain = layer.new_cache(batch, max_len, initial_len=initial_len)
+    if kind == "contiguous":
+        return plain
+    (k, v), weight = plain.sel, layer.q_proj.weight
+    shape = PageShape(layer.num_kv_heads, k.shape[3], v.shape[3], weight.dtype)
+    paged = PagedCache([layer.config], batch, max_len, shape)
+    for _ in range(batch):
+        paged.join()
+    return paged.layers[0]
+
+
 @torch.no_grad()
 def in_chunks(
-    layer: NSAAttention, x: Tensor, cuts: Sequence[int], *, initial_len: int | None = None
+    layer: NSAAttention,
+    x: Tensor,
+    cuts: Sequence[int],
+    *,
+    kind: str = "contiguous",
+    initial_len: int | None = None,
 ) -> Tensor:
-    cache = layer.new_cache(x.shape[0], x.shape[1], initial_len=initial_len)
+    cache = cache_of(layer, kind, x.shape[0], x.shape[1], initial_len=initial_len)
     bounds = [0, *cuts, x.shape[1]]
     return torch.cat(
         [layer(x[:, a:b], cache=cache) for a, b in itertools.pairwise(bounds) if b > a], 1
     )
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-def test_prefill_is_chunked_prefill_is_decode(option: str) -> None:
+# pages do not know what most options are about
+SPLIT = [("contiguous", option) for option in OPTIONS] + [
+    ("paged", option) for option in ("mean-after", "mlp-before", "full", "paper")
+]
+
+
+@pytest.mark.parametrize(("kind", "option"), SPLIT)
+def test_prefill_is_chunked_prefill_is_decode(kind: str, option: str) -> None:
     """NSA.md property 5, at every boundary of the small geometry, and of the paper's to 70
     tokens.
     """
@@ -83,7 +110,7 @@ def test_prefill_is_chunked_prefill_is_decode(option: str) -> None:
         [5, 60],
         range(1, x.shape[1]),
     ):
-        assert_parity(in_chunks(layer, x, cuts), whole, f"cuts {list(cuts)[:4]}")
+        assert_parity(in_chunks(layer, x, cuts, kind=kind), whole, f"cuts {list(cuts)[:4]}")
 
 
 @pytest.mark.parametrize("path", PATHS_HERE)
@@ -94,27 +121,31 @@ def test_every_path_decodes(path: Path) -> None:
     x = randn(2, tokens, DIM, seed=4, dtype=dtype)
     with torch.no_grad():
         whole = layer(x)
-    assert_parity(in_chunks(layer, x, [first, *range(tokens - here(10, 4), tokens)]), whole, path)
+    cuts = [first, *range(tokens - here(10, 4), tokens)]
+    for kind in KINDS:
+        assert_parity(in_chunks(layer, x, cuts, kind=kind), whole, f"{path} {kind}")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     st.lists(st.integers(1, 139), max_size=4, unique=True).map(sorted),
     st.sampled_from([(8, 4, 16, 24), (4, 4, 8, 1), (6, 2, 4, 7), (12, 4, 16, 200)]),
     st.integers(1, 140),
+    st.sampled_from(KINDS),
 )
 def test_any_split_of_any_geometry(
-    cuts: list[int], geometry: tuple[int, int, int, int], initial_len: int
+    cuts: list[int], geometry: tuple[int, int, int, int], initial_len: int, kind: str
 ) -> None:
     l, d, sel, w = geometry  # noqa: E741 (the paper's letters)
     layer = layer_of(replace(SMALL, cmp_block=l, cmp_stride=d, sel_block=sel, window=w))
     x = randn(1, 140, DIM, seed=5, dtype=torch.float64)
     with torch.no_grad():
         whole = layer(x)
-    assert_parity(in_chunks(layer, x, cuts, initial_len=initial_len), whole, f"cuts {cuts}")
+    got = in_chunks(layer, x, cuts, kind=kind, initial_len=initial_len)
+    assert_parity(got, whole, f"{kind}, cuts {cuts}")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=35, deadline=None)
 @given(
     st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(0, 40)),
@@ -122,9 +153,10 @@ def test_any_split_of_any_geometry(
         max_size=6,
     ),
     st.sampled_from(["mean", "mlp"]),
+    st.sampled_from(KINDS),
 )
 def test_rows_of_different_lengths_are_each_row_alone(
-    chunks: list[tuple[int, int, int]], option: str
+    chunks: list[tuple[int, int, int]], option: str, kind: str
 ) -> None:
     """Each chunk adds its own number of tokens to each of three rows; what pads a row may be
     NaN.
@@ -132,7 +164,7 @@ def test_rows_of_different_lengths_are_each_row_alone(
     layer = layer_of(OPTIONS[option])
     totals = [sum(chunk[b] for chunk in chunks) for b in range(3)]
     x = randn(3, max(1, *totals), DIM, seed=6, dtype=torch.float64)
-    cache = layer.new_cache(3, max(1, *totals))
+    cache = cache_of(layer, kind, 3, max(1, *totals))
     got: list[list[Tensor]] = [[], [], []]
     with torch.no_grad():
         for chunk in chunks:
@@ -167,19 +199,22 @@ def test_trap_21_emission_goes_on_after_any_prefill() -> None:
             assert emitted == grid.num_cmp(step)
 
 
-def test_trap_22_a_later_chunk_sees_no_future() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_trap_22_a_later_chunk_sees_no_future(kind: str) -> None:
     layer = layer_of()
     x = randn(1, 120, DIM, seed=7, dtype=torch.float64)
     changed = x.clone()
     changed[:, 100:] = 9.0
-    first, second = (in_chunks(layer, y, [40, 90]) for y in (x, changed))
+    first, second = (in_chunks(layer, y, [40, 90], kind=kind) for y in (x, changed))
     assert torch.equal(first[:, :100], second[:, :100])
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_keys_read_are_counted_and_equal_the_closed_form(ragged: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ragged"), [("contiguous", False), ("contiguous", True), ("paged", True)]
+)
+def test_keys_read_are_counted_and_equal_the_closed_form(kind: str, ragged: bool) -> None:
     layer, grid = layer_of(), BlockGrid.of(SMALL)
-    cache = layer.new_cache(2, 200)
+    cache = cache_of(layer, kind, 2, 200)
     starts = [90, 37] if ragged else [90, 90]
     with torch.no_grad():
         layer(randn(2, 90, DIM, seed=8, dtype=torch.float64), cache=cache, num_tokens=starts)
@@ -228,15 +263,17 @@ def test_growth_doubles_at_most_and_stops_at_max_len() -> None:
         assert cache.lengths == (100,)
 
 
-def test_what_a_cache_refuses() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_cache_refuses(kind: str) -> None:
     layer = layer_of()
     x = randn(2, 5, DIM, seed=0, dtype=torch.float64)
     with pytest.raises(ValueError, match="keeps none; wrap the call in torch.no_grad"):
-        layer(x, cache=layer.new_cache(2, 9))
+        layer(x, cache=cache_of(layer, kind, 2, 9))
     with torch.no_grad():
+        narrow = layer_of().float()
         for cache, words in (
-            (layer.new_cache(3, 9), "holds 3 rows, the chunk 2"),
-            (layer.new_cache(2, 9, dtype=torch.float32), "float32 on cpu, the chunk torch.float64"),
+            (cache_of(layer, kind, 3, 9), "holds 3 rows, the chunk 2"),
+            (cache_of(narrow, kind, 2, 9), "float32 on cpu, the chunk torch.float64"),
             (
                 NSACache.empty(SMALL, 2, 9, num_kv_heads=1, head_dim=8, dtype=torch.float64),
                 "holds heads",
@@ -248,7 +285,7 @@ def test_what_a_cache_refuses() -> None:
             with pytest.raises(
                 ValueError, match="wanted 2 numbers from 0 to 5, the largest being 5"
             ):
-                layer(x, cache=layer.new_cache(2, 9), num_tokens=num_tokens)
+                layer(x, cache=cache_of(layer, kind, 2, 9), num_tokens=num_tokens)
         with pytest.raises(ValueError, match="got num_tokens and cu_seqlens; wanted at most one"):
             layer(x[:1], num_tokens=[5], cu_seqlens=torch.tensor([0, 5]))
         with pytest.raises(ValueError, match="at most one"):
