@@ -5,6 +5,7 @@ from perfbench.report.context import ReportContext
 from perfbench.report.files import render, report_text, write_ci
 from perfbench.report.frame import load
 from perfbench.report.gap import gap_text, gaps
-from perfbench.report.github import announce
+from perfbench.report.github import announce, append_summary
+from perfbench.report.github import github_command, github_commands_at_most
 from perfbench.report.terminal import terminal_table
 from perfbench.report.verdict_json import to_json, verdict_schema
