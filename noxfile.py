@@ -24,6 +24,7 @@ nox.options.sessions = [
     "tests",
     "postgres",
     "interpret",
+    "codegen",
     "browser",
     "docs",
     "smoke",
@@ -159,6 +160,13 @@ def interpret(session: nox.Session) -> None:
         *session.posargs,
         env={"OMP_NUM_THREADS": "1"},
     )
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+@timed
+def codegen(session: nox.Session) -> None:
+    """Every kernel compiled for SM 8.0, 8.9, 9.0 and 10.0, judged by the baseline in git."""
+    _run(session, "perfbench", "codegen", "--check", *session.posargs)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -21,6 +21,7 @@ from perfbench.commands.ab import ab
 from perfbench.commands.bisect import bisect
 from perfbench.commands.calibrate import calibrate
 from perfbench.commands.check import check
+from perfbench.commands.codegen import codegen
 from perfbench.commands.comment import comment
 from perfbench.commands.compare import compare
 from perfbench.commands.console import drop_stdout, print_text, say
@@ -48,7 +49,7 @@ Exit codes (several at once: the first of 1 2 5 4 6 9 3 8 7):
   0 fine (warnings are printed)         6 failed or missing cells
   1 internal error                      7 a warning under --strict
   2 usage, matrix or policy             8 environment: GPU, throttling, comparability
-  3 slower than the baseline            9 baseline missing, damaged or newer
+  3 slower, or worse code               9 baseline missing, damaged or newer
   4 another path ran than planned     130 interrupted (143: terminated); --resume resumes
   5 wrong or impossible numbers
 """
@@ -77,6 +78,7 @@ app.command()(calibrate)
 app.command()(tune)
 app.command()(detect)
 app.command()(triage)
+app.command()(codegen)
 app.command()(doctor)
 app.command()(schema)
 app.command(name="import")(import_)

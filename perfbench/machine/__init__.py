@@ -6,6 +6,7 @@ from perfbench.machine.environment import TargetFit, check_target, collect_envir
 from perfbench.machine.environment import (
     HISTORY_FILE,
     NO_HISTORY,
+    compiling_environment,
     configured_history,
     configured_webhook,
     environment_variable,

@@ -110,6 +110,16 @@ def without_variables(*names: str) -> Iterator[None]:
         os.environ.update(kept)
 
 
+def compiling_environment(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """For a process that compiles what nsa launches by default: without nsa's settings and without
+    Triton's interpreter; Triton's own variables stay.
+    """
+    found = os.environ if environ is None else environ
+    kept = {name: value for name, value in found.items() if not name.startswith("NSA_")}
+    kept.pop("TRITON_INTERPRET", None)
+    return {**kept, "OMP_NUM_THREADS": "1"}
+
+
 def no_color(environ: Mapping[str, str] | None = None) -> bool:
     """https://no-color.org: set and not empty."""
     return bool(environment_variable("NO_COLOR", environ))

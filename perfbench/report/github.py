@@ -66,7 +66,10 @@ def github_commands(judgement: Judgement) -> list[str]:
     warnings = list(_open(judgement, level))
     if judgement.strict:
         errors, warnings = [*errors, *warnings], []
-    return [*_at_most(errors, "error"), *_at_most(warnings, "warning")]
+    return [
+        *github_commands_at_most(errors, "error"),
+        *github_commands_at_most(warnings, "warning"),
+    ]
 
 
 def escape_data(value: str) -> str:
@@ -211,11 +214,20 @@ def _open(judgement: Judgement, level: str) -> Iterator[str]:
 
 
 def _command(level: str, title: str, message: str, tail: str = "") -> str:
-    body = shorten(plain(message), _MESSAGE_CHARS) + tail
-    return f"::{level} title={escape_property(shorten(plain(title), 200))}::{escape_data(body)}"
+    return github_command(level, title, shorten(plain(message), _MESSAGE_CHARS) + tail)
 
 
-def _at_most(lines: list[str], level: str) -> Iterable[str]:
+def github_command(level: str, title: str, message: str, *, source: str = "") -> str:
+    """One annotation; ``source``, 'nsa/model.py:21', is the line that it is shown at."""
+    file, _, line = source.partition(":")
+    at = f"file={escape_property(file)},line={line}," if line else ""
+    return (
+        f"::{level} {at}title={escape_property(shorten(plain(title), 200))}::{escape_data(message)}"
+    )
+
+
+def github_commands_at_most(lines: list[str], level: str) -> Iterable[str]:
+    """``lines``, or the first nine and one that says how many are left out."""
     if len(lines) <= MAX_ANNOTATIONS:
         return lines
     left = len(lines) - MAX_ANNOTATIONS + 1

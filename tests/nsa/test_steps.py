@@ -122,52 +122,6 @@ def test_without_the_copy_engine_tiles_are_plain_tensors(environment: dict[str, 
     assert not copied and found[0] is x
 
 
-BUILD = """
-import torch
-from nsa.ops.interval import kernels as interval
-from nsa.ops.scores import kernels as scores
-from tests.nsa import gpu_build as gpu
-gpu.driver.set_active(gpu.Absent(90))
-found = []
-gpu.instead_of_launching(found)
-G, H, DK, DV, dtype = gpu.SHAPES["B"]
-shapes = ((G * H, DK), (G * H, DV), (G, DK), (G, DV))
-q, do, k, v = (torch.zeros(1, gpu.TOKENS, *shape, dtype=dtype) for shape in shapes)
-lse = torch.zeros(1, gpu.TOKENS, G * H)
-where = {"first": None, "q_start": 0, "scale": 0.1}
-for geometry in gpu.GEOMETRIES:
-    interval.forward(q, k, v, **geometry, **where)
-    interval.backward(do, q, k, v, lse, lse, **geometry, **where)
-chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16,
-          "num_initial": 1, "num_local": 2, "kv_len": gpu.TOKENS}
-scores.choose(q, k[:, :63], lse, **chosen, **where)
-print(*(f"{name}={shared_bytes}" for name, shared_bytes in found))
-"""
-
-
-def test_without_the_copy_engine_every_kernel_is_built_and_fits() -> None:
-    """For SM 9.0, where a block may have 227 KB of shared memory; plain loads are another variant
-    of every kernel with tiles.
-    """
-    process = {"NSA_TRITON_COPY": "0", "PATH": "/usr/bin:/bin", "HOME": str(File.home())}
-    done = subprocess.run(
-        [sys.executable, "-c", BUILD],
-        env=process,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=7200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    built = dict(one.split("=") for one in done.stdout.split())
-    interval_ = {
-        f"nsa_interval_{name}" for name in ("forward", "backward_q", "backward_kv", "sum_kv")
-    }
-    assert set(built) == interval_ | {"nsa_scores", "nsa_choose"}
-    assert all(int(shared_bytes) <= 227 * 1024 for shared_bytes in built.values()), built
-
-
 SAME = """
 import torch
 from nsa import settings

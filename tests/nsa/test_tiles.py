@@ -13,14 +13,14 @@ from nsa.ops.interval import kernels as interval
 from nsa.ops.kernels import common, tiles
 from nsa.ops.selected.triton import kernels as selected
 from nsa.routing.cards import CARDS, HOPPER, LEAST, card_class, selected_backward_bytes
-from tests.nsa.tile_build import DENSE, DENSE_BACKWARD, SHAPES, TILED
+from perfbench.codegen.baseline import read_baseline_file
+from tests.nsa.tile_build import SHAPES, TILED
 
 ROOT = Path(__file__).parents[2]
+CODE = ROOT / "reports" / "baselines" / "codegen" / "triton-3.7.1.txt"
 # CUDA C++ Programming Guide, maximum shared memory per thread block: 163 and 99 KB
 SHARED_BYTES = {80: 166_912, 89: 101_376, 100: 232_448}
 MOST_SPILLED = 128
-# shapes that dense tiles serve: forward, and backward
-DENSE_SHAPES = {"d128": DENSE, "d64": (*DENSE, *DENSE_BACKWARD)}
 SM = {80: (8, 0), 89: (8, 9), 90: (9, 0), 100: (10, 0)}
 
 
@@ -42,10 +42,12 @@ def on(monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.mark.parametrize(
     ("arch", "shape"),
-    [(89, "d64"), (89, "d128"), (89, "mla"), (80, "d256"), (100, "d64")],
+    [(89, "mla"), (80, "d256")],
 )
 def test_what_is_chosen_fits_and_spills_little(arch: int, shape: str) -> None:
-    """The largest dims of each class of shared memory; at d 256 a card of 99 KB is refused."""
+    """The largest dims of each class of shared memory; at d 256 a card of 99 KB is refused. The
+    matrices' dims are compiled by `perfbench codegen`.
+    """
     command = [sys.executable, "-m", "tests.nsa.tile_build", str(arch), shape]
     done = subprocess.run(
         ["env", "-u", "TRITON_INTERPRET", *command],
@@ -56,7 +58,7 @@ def test_what_is_chosen_fits_and_spills_little(arch: int, shape: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     built = [(name, *map(int, rest)) for name, *rest in map(str.split, done.stdout.splitlines())]
-    assert {name for name, *_ in built} == {*TILED, *DENSE_SHAPES.get(shape, ())}
+    assert {name for name, *_ in built} == {*TILED}
     too_large = [one for one in built if one[1] > SHARED_BYTES[arch]]
     assert not too_large, f"more shared memory than SM {arch / 10} gives a program"
     spilling = [one for one in built if one[2] > MOST_SPILLED]
@@ -66,6 +68,32 @@ def test_what_is_chosen_fits_and_spills_little(arch: int, shape: str) -> None:
     (shared, rows), *_ = [(one[1], one[3]) for one in built if one[0] == "nsa_selected_backward"]
     if arch < 90:  # on others the router refuses nothing by it
         assert selected_backward_bytes(rows, 64, *padded, 2) == shared
+
+
+@pytest.mark.parametrize(("arch", "shape", "dim"), [(80, "A", 64), (89, "A", 64), (89, "B", 128)])
+def test_what_was_compiled_for_the_matrices_fits_as_it_was_reckoned(
+    arch: int, shape: str, dim: int, on: object
+) -> None:
+    """By the lines that `perfbench codegen` keeps in git, and holds each build against."""
+    sm = SM[arch]
+    on(sm)  # type: ignore[operator]
+    found = read_baseline_file(CODE).code
+    (code,) = (
+        code
+        for one, code in found.items()
+        if (one.kernel, one.name) == ("nsa_selected_backward", f"{shape}.lists")
+        and one.sm == f"{sm[0]}.{sm[1]}"
+    )
+    heads = {"A": 12, "B": 64}[shape]
+    q = torch.zeros(1, 1, heads, dim, dtype=torch.bfloat16)
+    rows = selected._backward_tiles(q, dim, 64, 6 if shape == "A" else 16).M
+    assert selected_backward_bytes(rows, 64, dim, dim, 2) == code.shared <= SHARED_BYTES[arch]
+    spilling = {
+        str(one): code.stack
+        for one, code in found.items()
+        if one.kernel in TILED and one.sm == f"{sm[0]}.{sm[1]}" and code.stack > MOST_SPILLED
+    }
+    assert not spilling, f"more than {MOST_SPILLED} bytes of a thread's registers in memory"
 
 
 def test_cards_that_give_as_much_as_the_measured_one_keep_its_tiles(on: object) -> None:

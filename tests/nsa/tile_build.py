@@ -6,34 +6,29 @@ build: kernel, bytes of shared memory, bytes that a thread spills, rows of its t
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from nsa.ops.interval import kernels as interval
-from nsa.ops.kernels import tiles
 from nsa.ops.scores import kernels as scores
-from nsa.ops.selected.triton import dense_tiles
 from nsa.ops.selected.triton import kernels as selected
-from tests.nsa.gpu_build import GEOMETRIES, Absent
+from perfbench.worker.codegen.cases import GEOMETRIES, on_card
+from perfbench.worker.codegen.cubin import read_cubin
+from perfbench.worker.codegen.recording import AbsentGpu
 
-# G kv heads, H query heads of each, key and value dim
+# G kv heads, H query heads of each, key and value dim; those of the matrices are built by
+# `perfbench codegen`, too
 SHAPES = {
-    "d64": (2, 6, 64, 64),
-    "d128": (4, 16, 128, 128),
     "mla": (1, 16, 192, 128),
     "d256": (2, 8, 256, 256),
 }
 TOKENS = 1024
-# the decode kernels take the same tiles everywhere, and are built by gpu_build
+# the decode kernels take the same tiles everywhere, and are built by `perfbench codegen`
 TILED = (
     "nsa_interval_forward",
     "nsa_interval_backward_q",
@@ -43,41 +38,34 @@ TILED = (
     "nsa_selected_backward",
     "nsa_selected_forward_by_row",
 )
-# the same tiles everywhere, of the shapes that go by them
-DENSE = ("nsa_selected_forward_tiles",)
-DENSE_BACKWARD = ("nsa_selected_backward_tiles_q", "nsa_selected_backward_tiles_kv")
-
-
-def spilled(cubin: bytes) -> int:
-    """Bytes of local memory a thread, which is what does not fit its registers."""
-    with TemporaryDirectory() as folder:
-        file = Path(folder, "kernel.cubin")
-        file.write_bytes(cubin)
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(file)]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(said.split("STACK:")[1].split()[0])
 
 
 def instead_of_launching() -> None:
-    """Every launch of TILED or of dense tiles builds it and prints a line; others do nothing."""
+    """Every launch of TILED builds it and prints a line; others do nothing."""
     run = JITFunction.run
 
     def build(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         name = self.fn.__name__
-        if name not in (*TILED, *DENSE, *DENSE_BACKWARD):
+        if name not in TILED:
             return
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         given = dict(zip((one.name for one in self.params), args, strict=False))
         rows = given.get("M", given.get("BM"))
-        print(name, kernel.metadata.shared, spilled(kernel.asm["cubin"]), rows, flush=True)
+        print(name, kernel.metadata.shared, read_cubin(kernel.asm["cubin"]).stack, rows, flush=True)
 
     JITFunction.run = build
 
 
 def main(arch: int, shape: str) -> None:
-    driver.set_active(Absent(arch))
-    tiles.sm_of = lambda device: divmod(arch, 10)
+    major, minor = divmod(arch, 10)
+    driver.set_active(AbsentGpu(f"{major}.{minor}"))
     instead_of_launching()
+    with on_card((major, minor)):
+        everything(shape)
+
+
+def everything(shape: str) -> None:
+    """Forward and backward of what takes its tiles from the card."""
     G, H, DK, DV = SHAPES[shape]
 
     def zeros(heads: int, dim: int) -> Tensor:
@@ -86,7 +74,7 @@ def main(arch: int, shape: str) -> None:
     q, do, kv = zeros(G * H, DK), zeros(G * H, DV), (zeros(G, DK), zeros(G, DV))
     lse = torch.zeros(1, TOKENS, G * H)
     where: dict[str, Any] = {"q_start": 0, "scale": 0.1}
-    for geometry in GEOMETRIES:
+    for geometry in GEOMETRIES.values():
         interval.forward(q, *kv, first=None, **geometry, **where)
         interval.backward(do, q, *kv, lse, lse, first=None, **geometry, **where)
     chosen = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16, "kv_len": TOKENS}
@@ -95,10 +83,6 @@ def main(arch: int, shape: str) -> None:
         selected.forward(q, *kv, blocks, sel_block=64, by_row=by_row, **where)
     by_lists = selected._backward_tiles(q, DV, 64, H)
     selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, tiles=by_lists, **where)
-    if dense_tiles.serves(q, kv[1], blocks, 64, 0.1):
-        selected.forward(q, *kv, blocks, sel_block=64, **where)
-    if dense_tiles.serves(q, kv[1], blocks, 64, 0.1, backward=True):
-        selected.backward(do, q, *kv, blocks, lse, lse, sel_block=64, **where)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,7 @@
+"""Compiles nsa's kernels without a GPU and judges their machine code by a baseline in git."""
+
+from perfbench.codegen.baseline import find_baseline, merged
+from perfbench.codegen.baseline import write_baseline_file
+from perfbench.codegen.building import build_all, chosen_builds
+from perfbench.codegen.judging import CodeJudgement, judge_code
+from perfbench.codegen.pages import code_annotations, code_json, code_markdown, code_text

@@ -1,0 +1,227 @@
+"""Every launch of path triton, forward, backward and decoding, on tensors of zeros.
+
+`at` names the operation that follows; what is launched in it becomes a variant of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nsa.ops.gated_sum import kernels as gated_sum
+from nsa.ops.interval import kernels as interval
+from nsa.ops.joint_backward import kernels as joint_backward
+from nsa.ops.kernels import common, products, tiles
+from nsa.ops.learned_phi import kernels as learned_phi
+from nsa.ops.means import kernels as means
+from nsa.ops.scores import kernels as scores
+from nsa.ops.selected.triton import kernels as selected
+from perfbench.worker.codegen import decode_cases
+from perfbench.worker.codegen.builds import SHAPES, CodeShape
+
+At = Callable[[str], None]
+TOKENS = 1024
+# of compressed keys (blocks of 32 every 16), and of the window
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "compressed": {"block": 32, "stride": 16, "width": None},
+    "window": {"block": 1, "stride": 1, "width": 512},
+}
+CHOSEN: dict[str, Any] = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16}
+# What is in use and what else fits the registers without spills, of an SM 9.0, by the width of keys.
+FORWARD_ROLES = {
+    64: (selected.FORWARD_ROLES[0], selected.RoleTiles(128, 2, 4, 2, 16, 168)),
+    128: (selected.RoleTiles(64, 1, 3, 1, 16, 128), selected.RoleTiles(64, 2, 4, 2, 16, 168)),
+}
+BACKWARD_ROLES = {64: selected.BACKWARD_ROLES[:1], 128: selected.BACKWARD_ROLES[1:2]}
+COMPRESSED_ROLES = {
+    64: (interval.FORWARD_ROLES[0], interval.RoleSizes(64, 3, 2, 80, 112)),
+    128: interval.FORWARD_ROLES[1:2],
+}
+
+
+def launch_all(sm: str, name: str, at: At) -> None:
+    """Everything that path triton launches for the shape ``name`` on ``sm``, '9.0'; the active
+    driver and its launches are the caller's.
+    """
+    major, minor = map(int, sm.split("."))
+    shape = SHAPES[name]
+    masked = shape.ragged or shape.documents  # those are compiled as large calls take them
+    with on_card((major, minor)):
+        if not masked:
+            with copied(False):  # few queries are loaded without descriptors
+                training(shape, at)
+            if major == 9 and shape.key_dim in FORWARD_ROLES:
+                warp_roles(shape, at)
+        if major >= 9:  # before Hopper nothing is loaded by descriptors
+            with copied(True):
+                training(shape, lambda case: at(f"{case}.copy"))
+        decoding(shape, at)
+        if not masked:
+            decode_cases.stepping(shape, at)
+            decode_cases.over_pages(shape, at)
+        if sm == "9.0" and name == "A":  # below 8.9 there is no float8
+            decode_cases.over_pages(shape, lambda case: at(f"{case}.float8"), float8=True)
+
+
+@contextmanager
+def on_card(sm: tuple[int, int]) -> Iterator[None]:
+    """The kernels' tiles are those of such a card."""
+    before = tiles.sm_of
+    tiles.sm_of = lambda device: sm
+    try:
+        for known in (tiles.card_at, tiles.smaller):
+            known.cache_clear()
+        yield
+    finally:
+        tiles.sm_of = before
+        for known in (tiles.card_at, tiles.smaller):
+            known.cache_clear()
+
+
+@contextmanager
+def copied(wanted: bool) -> Iterator[None]:
+    """Whether tiles are fetched by descriptors, as where q is large."""
+    before = common.COPY_MIN_ELEMENTS
+    common.COPY_MIN_ELEMENTS = 0 if wanted else 1 << 62
+    try:
+        yield
+    finally:
+        common.COPY_MIN_ELEMENTS = before
+
+
+def training(shape: CodeShape, at: At) -> None:
+    """Forward and backward of every operation, of `TOKENS` queries and keys."""
+    batch = 2 if shape.ragged else 1
+    q, k, v, do = tensors(shape, batch)
+    first = torch.zeros(TOKENS, dtype=torch.int64) if shape.documents else None
+    where: dict[str, Any] = {
+        "q_start": torch.zeros(batch, dtype=torch.int64) if shape.ragged else 0,
+        "scale": 0.1,
+    }
+    compressed = k[:, : (TOKENS - 32) // 16 + 1].clone(), v[:, : (TOKENS - 32) // 16 + 1].clone()
+    for branch, keys in (("compressed", compressed), ("window", (k, v))):
+        at(branch)
+        given = {"first": first, **GEOMETRIES[branch], **where}
+        o, lse = interval.forward(q, *keys, **given)
+        interval.backward(do, q, *keys, lse, products.row_products(o, do), **given)
+    at("choice")
+    of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS, "first": first}
+    blocks = scores.choose(q, compressed[0], lse, **CHOSEN, **of_choice, **where)
+    options = {"sel_block": 64, **where}
+    at("rows")
+    selected.forward(q, k, v, blocks, by_row=True, **options)
+    at("lists")
+    o, lse = selected.forward(q, k, v, blocks, by_row=False, **options)
+    # without tiles so few rows go by dense ones
+    by_lists = selected._backward_tiles(q, shape.value_dim, 64, shape.heads)
+    selected.backward(do, q, k, v, blocks, lse, lse, tiles=by_lists, **options)
+    selected.Lists.of(blocks, TOKENS // 64, batch * TOKENS, full=0, counted=False)
+    at("tiles")
+    o, lse = selected.dense_tiles.forward(q, k, v, blocks, **options)
+    selected.dense_tiles.backward(do, q, k, v, blocks, lse, lse, **options)
+    at("means")
+    of_means: dict[str, Any] = {"block": 32, "stride": 16}
+    means.backward(*means.forward(k, v, **of_means), tokens=TOKENS, **of_means)
+    at("phi")
+    learned(shape, batch)
+    at("gates")
+    gates = torch.zeros(batch, TOKENS, q.shape[2], 3, dtype=q.dtype)
+    gated_sum.forward(gates, (o, o, o))
+    gated_sum.backward(do, gates, (o, o, o))
+    at("joint")
+    geometry = joint_backward.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
+    outputs, of_three = (o, o, o), (lse, lse, lse)
+    delta, lse_gated, _ = products.gate_products(do, gates, outputs, of_three)
+    joint_backward.backward(do, q, compressed, (k, v), (k, v), blocks, delta, lse_gated, geometry)
+
+
+def learned(shape: CodeShape, batch: int) -> None:
+    """A learned phi of so many tokens that its tiles are the largest."""
+    grid: dict[str, Any] = {"block": 32, "stride": 16}
+    dims = shape.key_dim, shape.value_dim
+
+    def pair(sizes: Callable[[int], tuple[int, ...]]) -> tuple[Tensor, Tensor]:
+        k, v = (torch.zeros(*sizes(d), dtype=getattr(torch, shape.dtype)) for d in dims)
+        return k, v
+
+    k, v = pair(lambda d: (batch, 64 * TOKENS, shape.groups, d))
+    up, position, down = (
+        pair(lambda d: (d, 32 * d)),
+        pair(lambda d: (32, d)),
+        pair(lambda d: (d, d)),
+    )
+    out, before = learned_phi.forward(k, v, up, position, down, **grid)
+    learned_phi.backward(out, k, v, up, position, down, before, **grid)
+    out, _ = learned_phi.forward(k, v, up, **grid)
+    learned_phi.backward(out, k, v, up, **grid)
+
+
+def warp_roles(shape: CodeShape, at: At) -> None:
+    """What Hopper alone has: branches by warps that fetch and warps that multiply, and scores of
+    queries that stay in shared memory.
+    """
+    q, k, v, do = tensors(shape, 1)
+    lse = torch.zeros(1, TOKENS, q.shape[2])
+    compressed = k[:, : (TOKENS - 32) // 16 + 1].clone(), v[:, : (TOKENS - 32) // 16 + 1].clone()
+    where: dict[str, Any] = {"q_start": 0, "first": None, "scale": 0.1}
+    for sizes in COMPRESSED_ROLES[shape.key_dim]:
+        at(f"roles.{sizes and sizes.BC}")
+        interval.forward(q, *compressed, roles=sizes, **GEOMETRIES["compressed"], **where)
+    of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
+    at("roles")
+    for passing in filter(None, scores.PASSING):
+        if scores.passing_takes(q, compressed[0], passing):
+            scores.choose(q, compressed[0], lse, passing=passing, **CHOSEN, **of_choice, **where)
+    blocks = torch.zeros(1, TOKENS, shape.groups, 16, dtype=torch.int32)
+    options: dict[str, Any] = {"sel_block": 64, "q_start": 0, "scale": 0.1}
+    for tile in FORWARD_ROLES[shape.key_dim]:
+        at(f"roles.{tile.M}x{tile.groups}")
+        selected.forward(q, k, v, blocks, by_row=False, tiles=tile, **options)
+    for tile in BACKWARD_ROLES[shape.key_dim]:
+        at(f"roles.{tile.M}x{tile.groups}")
+        selected.backward(do, q, k, v, blocks, lse, lse, tiles=tile, **options)
+
+
+def decoding(shape: CodeShape, at: At) -> None:
+    """The forwards of one query and of four; of one batch row, whose keys are split over programs,
+    and of many, where they are not.
+    """
+    for queries in (1, 4):
+        for batch in (1, 300):
+            # a tile of 64 rows; many rows of four queries are no other kernels than of one
+            if queries > 1 and (batch > 1 or (shape.key_dim < 128 and not shape.documents)):
+                continue
+            q, k, v, _ = tensors(shape, batch, queries)
+            where: dict[str, Any] = {
+                "q_start": torch.zeros(batch, dtype=torch.int64)
+                if shape.ragged
+                else TOKENS - queries,
+                "scale": 0.1,
+            }
+            first = torch.zeros(queries, dtype=torch.int64) if shape.documents else None
+            for branch, geometry in GEOMETRIES.items():
+                at(f"decode{queries}.{branch}.of{batch}")
+                interval.forward(q, k, v, first=first if batch == 1 else None, **geometry, **where)
+            for slots in (16, 512):  # one slot a split, and several
+                at(f"decode{queries}.slots{slots}.of{batch}")
+                blocks = torch.zeros(batch, queries, shape.groups, slots, dtype=torch.int32)
+                selected.forward(q, k, v, blocks, sel_block=64, **where)
+
+
+def tensors(
+    shape: CodeShape, batch: int, queries: int = TOKENS
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, k, v, dO) of ``batch`` rows of `TOKENS` keys and ``queries``."""
+    heads, dtype = shape.groups * shape.heads, getattr(torch, shape.dtype)
+    sizes = (
+        (queries, heads, shape.key_dim),
+        (TOKENS, shape.groups, shape.key_dim),
+        (TOKENS, shape.groups, shape.value_dim),
+        (queries, heads, shape.value_dim),
+    )
+    q, k, v, do = (torch.zeros(batch, *size, dtype=dtype) for size in sizes)
+    return q, k, v, do
