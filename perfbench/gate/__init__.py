@@ -7,12 +7,14 @@ from perfbench.gate.bisection import PairFound, SoughtDrop, SpeedInterval, StepF
 from perfbench.gate.bisection import StepShares, judge_step, pair_found, pairs_of_step, sought
 from perfbench.gate.bisection import decide_step, interval, step_shares
 from perfbench.gate.boundary import boundaries
+from perfbench.gate.cards import cards_of, named, on_several, sentinels_by_card
 from perfbench.gate.comparable import comparability_key, environment_differences, sentinel_rates
 from perfbench.gate.comparison import compare
 from perfbench.gate.confirmation import confirm_all, next_looks, plan_confirmation
 from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_cell, usable
 from perfbench.gate.evidence import DEVICE, HOST, Evidence
 from perfbench.gate.explain import explain_cell
+from perfbench.gate.hard_rules import WHOLE
 from perfbench.gate.judgement import CellVerdict, Finding, Judgement, severity
 from perfbench.gate.judging import judge
 from perfbench.gate.own_steps import files_of

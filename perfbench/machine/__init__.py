@@ -9,6 +9,7 @@ from perfbench.machine.environment import (
     configured_history,
     environment_variable,
 )
+from perfbench.machine.environment import adopt_settings, settings_to_adopt
 from perfbench.machine.environment import give, no_color, step_summary
 from perfbench.machine.environment import THRESHOLDS, visible_gpu, without_users_table
 from perfbench.machine.environment import without_variables

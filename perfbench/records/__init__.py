@@ -20,7 +20,8 @@ from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_pat
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
-from perfbench.records.rows import BranchLine, CacheLine, ConfirmationPlan, Environment, Expect
+from perfbench.records.rows import BranchLine, CacheLine, CardLine, ConfirmationPlan
+from perfbench.records.rows import Environment, Expect
 from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLDER
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine

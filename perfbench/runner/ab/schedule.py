@@ -15,7 +15,7 @@ import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,11 @@ from perfbench.matrix import policies, step_folder
 from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
 from perfbench.runner.ab import pair
 from perfbench.runner.ab.checkout import CannotBuild, Checkout
-from perfbench.runner.ab.pair import Pair, PairSpec
+from perfbench.runner.ab.pair import Pair, PairSpec, is_pair
 from perfbench.runner.ab.version_plan import VersionPlan, plan_of_version
 from perfbench.runner.attempts import Ledger
 from perfbench.runner.context import MeasuringContext
-from perfbench.runner.executor import Executor, ForkServerExecutor, prepared_executors
+from perfbench.runner.executor import CardLost, Executor, ForkServerExecutor, prepared_executors
 from perfbench.runner.loop import Budget, measure_all
 from perfbench.runner.progress import Progress
 from perfbench.runner.recorder import Recorder
@@ -102,8 +102,33 @@ def measure_pair(
     base, candidate = (
         plan_of_version(one, spec.matrix, spec.only, context.capability) for one in versions
     )
+    if context.fleet is not None:
+        return _on_fleet(spec, (base, candidate), context, folder, resume=resume)
     with prepared_versions(context.fit, versions) as (first, second):
         return interleave(spec, (base, candidate), (first, second), context, folder, resume=resume)
+
+
+def _on_fleet(
+    spec: PairSpec,
+    versions: tuple[VersionPlan, VersionPlan],
+    context: MeasuringContext,
+    folder: Path,
+    *,
+    resume: bool,
+) -> Pair:
+    """All pairs on one card; where it is lost, what is missing on another, both halves of each pair
+    on one. A pair's base is the commit that its checkout is named after.
+    """
+    assert context.fleet is not None
+    while True:
+        try:
+            with context.fleet.versions(versions[0].checkout.name) as found:
+                here = replace(context, environment=found.environment)
+                return interleave(
+                    spec, versions, found.executors, here, folder, resume=resume or is_pair(folder)
+                )
+        except CardLost as lost:
+            context.say(str(lost))
 
 
 def interleave(
