@@ -532,6 +532,9 @@ class Replicate(_Record):
     loaded: LoadedCode | None = None  # null in older files
     peer: LoadedPeer | None = None  # null where nsa serves the cell
     stderr_tail: str = ""
+    # of wall_s, seconds of 'setup', 'proof', 'warmup', 'timing' and 'witness'; empty in older
+    # files, and in a user's own step
+    phases_s: dict[str, float] = {}
 
     @property
     def is_throttled(self) -> bool:

@@ -113,6 +113,7 @@ def _context(
             *map(_shown, workloads.tables(run, rows)),
             *(_shown(table) for table in further if table is not None),
         ],
+        "costs": [_shown(one) for one in (cost.table(run, judgement, context.pairs),) if one],
         "pictures": pictures,
         "physics": _physics(rows) + scaling.notes(growths),
         "excluded": [

@@ -162,7 +162,8 @@ class RemoteExecutor:
         once_s = 2 * job.timeout_s + START_TIMEOUT_S + MEMORY_BACK_S
         found = self._ask("execute", 2 * once_s + SLACK_S, job=job.model_dump())
         row = Replicate.model_validate(found)
-        return row.model_copy(update={"node": self._card.node})
+        absent = {name: why for name, why in row.absent.items() if name != "node"}
+        return row.model_copy(update={"node": self._card.node, "absent": absent})
 
     def close(self) -> None:
         """Nothing: the fleet ends its cards."""
