@@ -93,6 +93,7 @@ def _check_in(
     from perfbench.matrix import step_folder
 
     warn_of_baseline(matrix, context, by.baseline)
+    options = replace(options, baseline=by.baseline)
     outcome = screen(measure(matrix, options, context), by.baseline, by.strict)
     if options.resume is not None:  # what follows takes the run's own matrix
         refuse_stored_code(matrix_of(outcome.run), [step_folder(matrix.path)])

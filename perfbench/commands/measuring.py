@@ -100,6 +100,8 @@ def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> P
         new_seed() if options.seed is None else options.seed,
         options.only,
         options.inject,
+        [] if context.fleet is None else [card.line for card in context.fleet.cards],
+        _prior(matrix, options, context),
     )
     if context.fleet is not None:
         return run_on_fleet(
@@ -120,6 +122,20 @@ def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> P
             progress=context.progress,
         )
     return finished.folder
+
+
+def _prior(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> dict[str, float]:
+    """How unsure each cell is by its baseline, where a budget may leave some out; empty without one
+    that can judge. A run that is resumed keeps its own.
+    """
+    if options.budget_s is None or options.resume is not None:
+        return {}
+    from perfbench.commands.baseline_source import judged_by
+    from perfbench.gate import prior_half_pct
+    from perfbench.records import Baseline
+
+    found = judged_by(matrix, context.environment.gpu_slug, options.baseline).found
+    return prior_half_pct(found) if isinstance(found, Baseline) else {}
 
 
 def new_seed() -> int:

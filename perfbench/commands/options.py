@@ -69,7 +69,10 @@ Resume = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        "--budget", metavar="TIME", help="Start no replicate after this time, e.g. 90s, 30m, 1.5h."
+        "--budget",
+        metavar="TIME",
+        help="Start no replicate after this time, e.g. 90s, 30m, 1.5h; what the baseline knows"
+        " least comes first.",
     ),
 ]
 Seed = Annotated[
@@ -247,6 +250,7 @@ class RunOptions:
     source_commit: str | None = None
     inject: list[str] = field(default_factory=list)
     fleet: FleetOptions | None = None  # None: this machine
+    baseline: Path | None = None  # that a budget is spent by, if not the matrix's own
 
     @classmethod
     def parsed(cls, matrix: Matrix, argv: list[str], typed: TypedOptions) -> Self:

@@ -1,6 +1,6 @@
 """Judges: rows in, verdicts out, without a file, a clock or torch."""
 
-from perfbench.gate.intervals import CONFIDENCE, Band, bands
+from perfbench.gate.intervals import CONFIDENCE, Band, bands, least_sure_first, prior_half_pct
 from perfbench.gate.baseline import baseline_of_run, promote
 from perfbench.gate.bimodality import modes
 from perfbench.gate.bisection import PairFound, SoughtDrop, SpeedInterval, StepFound, StepTurn

@@ -20,13 +20,12 @@ from perfbench.records.kernel_table import Kernel, Kernels, own_times, table_pat
 from perfbench.records.memory_table import Memory, MemoryRow, table_of_memory
 from perfbench.records.rerun import injection_words, without_resume
 from perfbench.records.rerun import revisions_to_type, source_name, typed_revisions
-from perfbench.records.rows import BranchLine, CacheLine, CardLine, ConfirmationPlan
-from perfbench.records.rows import Environment, Expect
+from perfbench.records.rows import BranchLine, CacheLine, ConfirmationPlan, Environment, Expect
 from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLDER
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell
-from perfbench.records.rows import Telemetry, build_validators
+from perfbench.records.rows import CardLine, Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_RUN_FILE
 from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
 from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume

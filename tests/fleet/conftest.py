@@ -6,14 +6,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from perfbench.machine import collect_environment, source_of
 from perfbench.records import Replicate, read_run
-from perfbench.runner import RunSpec
+from perfbench.runner import RunSpec, run_on_fleet
 from perfbench.runner.executor import ROOT
+from perfbench.runner.fleet import Fleet
+from perfbench.runner.run import Finished
 from tests.perfbench.plan_cases import planned_from
 
 STUB = "tests.fleet.stub_measure:measure"
@@ -83,6 +86,12 @@ def _is_measuring(one: psutil.Process) -> bool:
     except psutil.Error:
         return False
     return "perfbench.worker" in words and "tests.fleet" in words
+
+
+def on_fleet(spec: RunSpec, fleet: Fleet, **options: Any) -> Finished:
+    """As `perfbench run` calls it."""
+    here = replace(spec, cards=[card.line for card in fleet.cards])
+    return run_on_fleet(here, fleet, **options)
 
 
 def rows_of(folder: Path) -> dict[tuple[str, int], str]:

@@ -15,9 +15,9 @@ from ray.cluster_utils import Cluster
 from perfbench.commands.app import invoke
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import Replicate, Status, read_run
-from perfbench.runner import open_fleet, run_on_fleet
+from perfbench.runner import open_fleet
 from perfbench.runner.fleet import FleetOptions
-from tests.fleet.conftest import STUB, TEXT, Left, Watching, rows_of, spec_of
+from tests.fleet.conftest import STUB, TEXT, Left, Watching, on_fleet, rows_of, spec_of
 
 NODES: dict[str, Any] = {}
 
@@ -53,7 +53,7 @@ def test_a_killed_node_loses_no_cell(cluster: Cluster, tmp_path: Path, nothing_l
     with open_fleet(of_ray(), spec.matrix.target, said.append) as fleet:
         assert {card.node for card in fleet.cards} == {"one", "two", "three"}, said
         assert fleet.environment.settings() == spec.environment.settings()
-        done = run_on_fleet(spec, fleet, runs_dir=tmp_path, progress=progress)
+        done = on_fleet(spec, fleet, runs_dir=tmp_path, progress=progress)
         assert [card.node for card in fleet.alive] != [] and len(fleet.alive) == 2
     assert done.missing == []
     rows, cells = rows_of(done.folder), [cell.cell_id for cell in spec.plan.cells]

@@ -14,9 +14,9 @@ import pytest
 
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import Replicate, Status, read_run
-from perfbench.runner import open_fleet, run_on_fleet
+from perfbench.runner import open_fleet
 from perfbench.runner.fleet import FleetOptions
-from tests.fleet.conftest import STUB, TEXT, Left, Watching, rows_of, spec_of
+from tests.fleet.conftest import STUB, TEXT, Left, Watching, on_fleet, rows_of, spec_of
 from tests.fleet.stub_measure import HANG
 
 SILENT_S = 8.0
@@ -83,7 +83,7 @@ def test_a_job_that_ends_loses_no_cell(blow: int, tmp_path: Path, nothing_left: 
     progress = act_once(strike)
     with open_fleet(of_slurm(tmp_path, 2), spec.matrix.target, print) as fleet:
         assert len(fleet.cards) == 2
-        done = run_on_fleet(spec, fleet, runs_dir=tmp_path, progress=progress)
+        done = on_fleet(spec, fleet, runs_dir=tmp_path, progress=progress)
     rows = finished_rows(tmp_path)
     assert set(rows) == {(c.cell_id, n) for c in spec.plan.cells for n in range(5)}
     assert set(rows.values()).isdisjoint(hit) and len(set(rows.values())) == 1
@@ -98,7 +98,7 @@ def test_a_cell_that_hangs_is_a_timeout(tmp_path: Path, nothing_left: Left) -> N
     text = TEXT.replace("[64, 128, 192]", "[64]").replace("timeout_s: 60", "timeout_s: 2")
     spec = spec_of(text.replace("dtype: [fp32]", f"dtype: [fp32]\n  batch: [1, {HANG}]"))
     with open_fleet(of_slurm(tmp_path, 1), spec.matrix.target, print) as fleet:
-        done = run_on_fleet(spec, fleet, runs_dir=tmp_path)
+        done = on_fleet(spec, fleet, runs_dir=tmp_path)
     statuses = {row.axes.batch: row.status for row in done.run.replicates}
     assert statuses == {1: Status.OK, HANG: Status.TIMEOUT} and done.missing == []
     assert nothing_left() == []
@@ -109,12 +109,12 @@ def test_the_last_card_lost_is_named_and_what_was_measured_resumes(tmp_path: Pat
     with open_fleet(of_slurm(tmp_path, 1), spec.matrix.target, print) as fleet:
         strike = act_once(lambda node: agent_of(node, tmp_path).kill())
         with pytest.raises(PerfbenchError, match="every card of the fleet is lost") as caught:
-            run_on_fleet(spec, fleet, runs_dir=tmp_path, progress=strike)
+            on_fleet(spec, fleet, runs_dir=tmp_path, progress=strike)
     assert caught.value.exit_code is Exit.ENVIRONMENT and "--resume" in str(caught.value)
     (folder,) = (one.parent for one in tmp_path.glob("*/run.jsonl"))
     before = len(read_run(folder).replicates)
     with open_fleet(of_slurm(tmp_path, 1), spec.matrix.target, print) as fleet:
-        done = run_on_fleet(spec, fleet, runs_dir=tmp_path, resume=folder)
+        done = on_fleet(spec, fleet, runs_dir=tmp_path, resume=folder)
     rows = rows_of(folder)
     assert len(rows) == 15 and len(set(rows.values())) == 1
     begun = {row.cell_id for row in done.run.replicates[:before]}
@@ -130,7 +130,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, nothing_left: Left) -> None:
     with open_fleet(of_slurm(tmp_path, 2), spec.matrix.target, print) as fleet:
         refused = pytest.raises(PerfbenchError, match="interrupted with .* Next: perfbench")
         with refused as caught:
-            run_on_fleet(spec, fleet, runs_dir=tmp_path, progress=strike)
+            on_fleet(spec, fleet, runs_dir=tmp_path, progress=strike)
     assert caught.value.exit_code is Exit.INTERRUPTED
     assert nothing_left() == []
     assert gone(tmp_path)

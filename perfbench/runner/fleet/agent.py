@@ -35,7 +35,7 @@ from perfbench.machine import (
 )
 from perfbench.records import Job
 from perfbench.runner.ab.checkout import checked_out, own_checkout
-from perfbench.runner.ab.schedule import prepared_versions
+from perfbench.runner.ab.version_executor import prepared_versions
 from perfbench.runner.executor import ROOT, Executor, ForkServerExecutor, prepared_executors
 from perfbench.worker import MEASURE
 

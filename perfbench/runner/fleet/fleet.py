@@ -95,7 +95,7 @@ def greet_all(
     for card in reasons:
         card.is_lost = True
         card.close()
-    lines = [f"{card.node}: {' '.join(why.split())}" for card, why in reasons.items()]
+    lines = [f"{card.node}: {' '.join(reasons[card].split())}" for card in cards if card in reasons]
     left = [card for card in cards if card not in reasons]
     if not left:
         raise PerfbenchError(
@@ -163,7 +163,7 @@ def _unlike(cards: Sequence[FleetCard]) -> dict[FleetCard, str]:
 
 def _must_agree(card: FleetCard) -> dict[str, str]:
     environment = card.facts.environment
-    settings = environment.settings() or {}
+    settings = {**(environment.speed_variables or {}), **environment.nsa_settings}
     return {key: str(value) for key, value in environment.fingerprint().items()} | {
         "settings": " ".join(f"{name}={text}" for name, text in sorted(settings.items()))
     }

@@ -25,7 +25,7 @@ LEAVE_S = 3.0  # an agent that measures hears that it is to stop, and its childr
 LEAD, AGENT, STOP, HOST, LEFT = "lead", "agent", "stop", "host", "left"
 
 
-class Beat:
+class MailboxBeat:
     """Counts in ``file`` until it is stopped."""
 
     def __init__(self, file: Path) -> None:
@@ -72,7 +72,7 @@ class MailboxClient:
         self._number = 0
         self._closed = threading.Event()
         self._pulse: Pulse | None = None
-        self._beat = Beat(folder / LEAD)
+        self._beat = MailboxBeat(folder / LEAD)
 
     def ask(self, text: str, timeout_s: float) -> str:
         """As `CardLink.ask`."""
@@ -124,7 +124,7 @@ def serve(folder: str, silent_s: float = SILENT_S) -> None:
 
     box, number, agent = Path(folder), 0, CardAgent()
     _put(box / HOST, f"{socket.gethostname()} {os.getpid()}")
-    beat, lead = Beat(box / AGENT), Pulse(box / LEAD)
+    beat, lead = MailboxBeat(box / AGENT), Pulse(box / LEAD)
     watch = threading.Thread(target=_leave_with, args=(box, lead, silent_s))
     watch.daemon = True
     watch.start()

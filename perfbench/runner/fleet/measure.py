@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
@@ -52,7 +52,6 @@ def run_on_fleet(
     """As `run_matrix`, on every card of ``fleet``; ENVIRONMENT with the command that resumes where
     all of them are lost.
     """
-    spec = replace(spec, cards=[card.line for card in fleet.cards])
     with opened_run(spec, runs_dir, resume) as opened:
         shared = _SharedProgress(progress or SilentProgress())
         one = _FleetRun(spec, fleet, opened, shared, Budget.of(budget_s, now))

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from perfbench.errors import Exit, PerfbenchError
-from perfbench.machine.gpu import matches
+from perfbench.machine import matches
 from perfbench.runner.executor import CardLost
 from perfbench.runner.fleet.agent import CardAgent
 from perfbench.runner.fleet.wanted import CardsWanted, missing_package
