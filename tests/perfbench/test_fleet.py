@@ -18,8 +18,9 @@ from perfbench.gate.coverage import paired_rows
 from perfbench.matrix import GatePolicy
 from perfbench.records import Baseline, CardLine, Environment, Job, Run, Verdict
 from perfbench.runner.executor import CardLost
-from perfbench.runner.fleet import FleetCard, FleetOptions, run_on_fleet
+from perfbench.runner.fleet import FleetOptions, run_on_fleet
 from perfbench.runner.fleet.agent import versions_here
+from perfbench.runner.fleet.card import FleetCard
 from perfbench.runner.fleet.fleet import Fleet, greet_all
 from perfbench.runner.fleet.ray_links import num_cards
 from perfbench.runner.fleet.wanted import CardsWanted
