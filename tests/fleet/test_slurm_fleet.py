@@ -13,8 +13,18 @@ import psutil
 import pytest
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate import paired_rows
+from perfbench.machine import TargetFit
 from perfbench.records import Replicate, Status, read_run
-from perfbench.runner import open_fleet
+from perfbench.runner import (
+    MeasuringContext,
+    PairSpec,
+    checked_out,
+    measure_pair,
+    open_fleet,
+    own_checkout,
+)
+from perfbench.runner.executor import ROOT
 from perfbench.runner.fleet import FleetOptions
 from tests.fleet.conftest import STUB, TEXT, Left, Watching, on_fleet, rows_of, spec_of
 from tests.fleet.stub_measure import HANG
@@ -134,6 +144,34 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path, nothing_left: Left) -> None:
     assert caught.value.exit_code is Exit.INTERRUPTED
     assert nothing_left() == []
     assert gone(tmp_path)
+
+
+def test_pairs_lie_on_one_card_and_go_on_where_it_is_lost(tmp_path: Path) -> None:
+    """Both versions are checked out on the node; the first card dies after a pair's first half."""
+    spec = spec_of(TEXT.replace("[64, 128, 192]", "[64]"))
+    said: list[str] = []
+    with open_fleet(of_slurm(tmp_path, 2), spec.matrix.target, print) as fleet:
+        strike = act_once(lambda node: agent_of(node, tmp_path).kill())
+        facts = fleet.cards[0].facts
+        context = MeasuringContext(
+            TargetFit("cpu", None),
+            facts.capability,
+            facts.environment,
+            ROOT,
+            strike,
+            said.append,
+            fleet,
+        )
+        pairs = PairSpec(spec.matrix, [], 2, 5, ["perfbench", "ab", "HEAD", ".", "m.yaml"])
+        with checked_out("HEAD", ROOT) as base, own_checkout(ROOT, spec.source) as own:
+            found = measure_pair(pairs, (base, own), context, tmp_path / "pair")
+    (cell_id,) = (cell.cell_id for cell in spec.plan.cells)
+    sides = [run.of_cell(cell_id) for run in (found.base, found.candidate)]
+    both = paired_rows(found.base, found.candidate, *sides)
+    assert list(both) == [0, 1] and all(one.node == other.node for one, other in both.values())
+    assert {row.status for row in (*sides[0], *sides[1])} == {Status.OK}
+    assert len(said) == 1 and "its pairs go on elsewhere" in said[0]
+    assert len({one.node for one, _ in both.values()}) == 1
 
 
 def test_where_there_is_no_slurm(tmp_path: Path) -> None:
