@@ -26,6 +26,7 @@ nox.options.sessions = [
     "interpret",
     "codegen",
     "browser",
+    "fleet",
     "docs",
     "smoke",
 ]
@@ -181,6 +182,18 @@ def browser(session: nox.Session) -> None:
         session.run(*apt, "update", "-qq", external=True)
         session.run(*apt, "install", "-qq", "-y", "chromium", external=True)
     _run(session, "pytest", "-q", "--require", "browser", "tests/browser", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["dev"])
+@timed
+def fleet(session: nox.Session) -> None:
+    """Runs on a real Ray cluster of three nodes, one of which is killed, and on submitit's local
+    executor; both are installed here, and without them the tests fail.
+    """
+    pip = ("-m", "pip", "install", "--quiet", "-c", "constraints.txt", "-e", ".[ray,slurm]")
+    _run(session, "python", *pip)
+    quiet = {"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    _run(session, "pytest", "-q", "--require", "fleet", "tests/fleet", *session.posargs, env=quiet)
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -19,6 +19,7 @@ from tests.forked import TorchProcess
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 BROWSER_TESTS = Path(__file__).parent / "browser"
+FLEET_TESTS = Path(__file__).parent / "fleet"
 KERNELS = (
     "choice",
     "decode",
@@ -49,9 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "gpu: also collect tests/gpu, and fail them where there is no CUDA device; interpreter: run"
         " path triton in Triton's interpreter; postgres: run the history's tests on a PostgreSQL"
         " server, too, and fail them where it cannot be started; browser: collect tests/browser,"
-        " and fail them where there is no Chromium"
+        " and fail them where there is no Chromium; fleet: collect tests/fleet, and fail them"
+        " without ray and submitit"
     )
-    choices = ["gpu", "interpreter", "postgres", "browser"]
+    choices = ["gpu", "interpreter", "postgres", "browser", "fleet"]
     parser.addoption("--require", choices=choices, default=None, help=what)
     parser.addoption(
         "--shuffle", type=int, default=None, metavar="SEED", help="run the tests in a random order"
@@ -83,6 +85,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None if asked == "gpu" else True
     if collection_path.is_relative_to(BROWSER_TESTS):
         return None if asked == "browser" else True
+    if collection_path.is_relative_to(FLEET_TESTS):
+        return None if asked == "fleet" else True
     return True if collection_path in KERNEL_TESTS and asked != "interpreter" else None
 
 

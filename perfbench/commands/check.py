@@ -33,6 +33,9 @@ def check(
     source_commit: opt.Commit = None,
     inject: opt.Inject = None,
     no_confirm: opt.NoConfirm = False,
+    executor: opt.ExecutorName = "local",
+    cards: opt.Cards = None,
+    executor_option: opt.ExecutorOption = None,
     history: opt.HistoryUrl = None,
     webhook: opt.WebhookUrl = None,
     as_json: opt.Json = False,
@@ -43,7 +46,8 @@ def check(
 
     began = time.monotonic()
     loaded = load_matrix(matrix)
-    typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
+    where = (executor, cards, executor_option)
+    typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject, *where)
     options = opt.RunOptions.parsed(loaded, opt.argv(), typed)
     by = JudgedAs(baseline, strict, no_confirm, began)
     keep = partial(_keep_and_notify, history=history, webhook=webhook)
@@ -74,17 +78,31 @@ def check_and_judge(
     """Measure, judge by the baseline, confirm and trace; None where ``matrix`` skips this
     machine.
     """
+    from perfbench.commands.measuring import opened_context
+
+    with opened_context(matrix.target, options.fleet, silent=silent) as context:
+        if context is None:
+            refuse_loosened_skip(matrix)
+            return None
+        return _check_in(context, matrix, options, by, silent=silent)
+
+
+def _check_in(
+    context: MeasuringContext,
+    matrix: Matrix,
+    options: opt.RunOptions,
+    by: JudgedAs,
+    *,
+    silent: bool,
+) -> Outcome:
     from perfbench.commands.judging import screen
-    from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.measuring import measure
     from perfbench.commands.outcome import matrix_of
     from perfbench.commands.own_code import refuse_stored_code
     from perfbench.matrix import step_folder
 
-    context = measuring_context(matrix.target, silent=silent)
-    if context is None:
-        refuse_loosened_skip(matrix)
-        return None
     warn_of_baseline(matrix, context, by.baseline)
+    options = replace(options, baseline=by.baseline)
     outcome = screen(measure(matrix, options, context), by.baseline, by.strict)
     if options.resume is not None:  # what follows takes the run's own matrix
         refuse_stored_code(matrix_of(outcome.run), [step_folder(matrix.path)])
@@ -130,7 +148,7 @@ def warn_of_baseline(matrix: Matrix, context: MeasuringContext, named: Path | No
     from perfbench.matrix import JudgeRules, policies
     from perfbench.records import MAKE_ONE, BaselineProblem
 
-    slug = "cpu" if context.fit.gpu is None else context.fit.gpu.slug
+    slug = context.environment.gpu_slug
     by = judged_by(matrix, slug, named)
     if isinstance(by.found, BaselineProblem):
         what = by.found.message.partition(MAKE_ONE)[0]
@@ -201,6 +219,9 @@ def trace_worst(outcome: Outcome, context: MeasuringContext) -> None:
 
     cells = [cell.cell_id for cell in outcome.judgement.of(*TRACED_VERDICTS)]
     if not cells:
+        return
+    if context.fleet is not None:
+        say("no trace was taken: on a node of the fleet, `perfbench trace RUN CELL` takes one")
         return
     assert outcome.baseline is not None  # the screen judged by it
     try:

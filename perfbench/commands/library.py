@@ -5,7 +5,7 @@ print nothing and leave no process.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -86,6 +86,9 @@ def run(
     out: str | PathLike[str] = opt.RUNS,
     source_commit: str | None = None,
     inject: Words = None,
+    executor: str = "local",
+    cards: int | None = None,
+    executor_option: Words = None,
     history: str | PathLike[str] | None = None,
 ) -> RunResult:
     """`perfbench run`: measure ``matrix``, judge it by the hard gates, and write its report.
@@ -96,6 +99,7 @@ def run(
     After Ctrl-C it is a KeyboardInterrupt that says how to resume.
     """
     options = _typed(only, resume, budget, seed, out, source_commit, inject)
+    options = _with_fleet(options, executor, cards, executor_option)
     measured = partial(run_and_judge, silent=True)
     return _result(["run", str(matrix)], options, measured, history)
 
@@ -113,6 +117,9 @@ def check(
     source_commit: str | None = None,
     inject: Words = None,
     no_confirm: bool = False,
+    executor: str = "local",
+    cards: int | None = None,
+    executor_option: Words = None,
     history: str | PathLike[str] | None = None,
 ) -> RunResult:
     """`perfbench check`: measure ``matrix``, judge it by its baseline, measure what looks slower
@@ -121,6 +128,7 @@ def check(
     The arguments are the command's options; what they take and what is raised: as for `run`.
     """
     options = _typed(only, resume, budget, seed, out, source_commit, inject)
+    options = _with_fleet(options, executor, cards, executor_option)
     by = JudgedAs(None if baseline is None else Path(baseline), bool(strict), bool(no_confirm))
     words = ["check", str(matrix)]
     words += [] if by.baseline is None else ["--baseline", str(by.baseline)]
@@ -216,6 +224,17 @@ def _typed(
     )
 
 
+def _with_fleet(
+    options: opt.TypedOptions, executor: str, cards: int | None, words: Words
+) -> opt.TypedOptions:
+    return replace(
+        options,
+        executor=executor,
+        cards=cards,
+        executor_option=_words("executor_option", words) or None,
+    )
+
+
 def _words(name: str, given: Words) -> list[str]:
     if given is None or isinstance(given, str):
         return [] if given is None else [given]
@@ -238,4 +257,8 @@ def _as_typed(typed: opt.TypedOptions) -> list[str]:
             found += [f"--{name.replace('_', '-')}", str(value)]
     if typed.out != opt.RUNS:
         found += ["--out", str(typed.out)]
+    if typed.executor != "local":
+        found += ["--executor", typed.executor]
+    found += [] if typed.cards is None else ["--cards", str(typed.cards)]
+    found += [word for one in typed.executor_option or () for word in ("--executor-option", one)]
     return found + [word for one in typed.inject or () for word in ("--inject", one)]

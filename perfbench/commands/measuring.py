@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +13,7 @@ from perfbench.commands.console import say, warn
 from perfbench.commands.options import RunOptions, nsa_settings
 from perfbench.errors import PerfbenchError
 from perfbench.machine import (
+    TargetFit,
     capability_here,
     check_target,
     collect_environment,
@@ -23,13 +26,16 @@ from perfbench.runner import (
     MeasuringContext,
     RunSpec,
     SilentProgress,
+    open_fleet,
     prepared_executors,
     progress_for,
     run_matrix,
+    run_on_fleet,
 )
 
 if TYPE_CHECKING:
     from nsa.routing import Capability
+    from perfbench.runner.fleet import FleetOptions
 
 
 def measuring_context(target: Target, *, silent: bool = False) -> MeasuringContext | None:
@@ -57,6 +63,29 @@ def measuring_context(target: Target, *, silent: bool = False) -> MeasuringConte
     )
 
 
+@contextmanager
+def opened_context(
+    target: Target, fleet: FleetOptions | None, *, silent: bool = False
+) -> Iterator[MeasuringContext | None]:
+    """`measuring_context`, or the cards of ``fleet``, whose agents end with the block."""
+    if fleet is None:
+        yield measuring_context(target, silent=silent)
+        return
+    with open_fleet(fleet, target, say) as opened:
+        facts = opened.cards[0].facts
+        if not silent:
+            say(f"{len(opened.cards)} cards: {', '.join(map(str, opened.cards))}")
+        yield MeasuringContext(
+            TargetFit("cpu" if target.is_cpu else "cuda", None),
+            facts.capability,
+            facts.environment,
+            outcome.CHECKOUT,
+            SilentProgress() if silent else progress_for(no_color=no_color()),
+            say,
+            opened,
+        )
+
+
 def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> Path:
     """Measure what ``options`` select and return the run's folder."""
     plan = _complete_plan(matrix, options.only, context.capability)
@@ -71,7 +100,18 @@ def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> P
         new_seed() if options.seed is None else options.seed,
         options.only,
         options.inject,
+        [] if context.fleet is None else [card.line for card in context.fleet.cards],
+        _prior(matrix, options, context),
     )
+    if context.fleet is not None:
+        return run_on_fleet(
+            spec,
+            context.fleet,
+            runs_dir=options.out,
+            budget_s=options.budget_s,
+            resume=options.resume,
+            progress=context.progress,
+        ).folder
     with prepared_executors(context.fit) as (executor,):
         finished = run_matrix(
             spec,
@@ -82,6 +122,20 @@ def measure(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> P
             progress=context.progress,
         )
     return finished.folder
+
+
+def _prior(matrix: Matrix, options: RunOptions, context: MeasuringContext) -> dict[str, float]:
+    """How unsure each cell is by its baseline, where a budget may leave some out; empty without one
+    that can judge. A run that is resumed keeps its own.
+    """
+    if options.budget_s is None or options.resume is not None:
+        return {}
+    from perfbench.commands.baseline_source import judged_by
+    from perfbench.gate import prior_half_pct
+    from perfbench.records import Baseline
+
+    found = judged_by(matrix, context.environment.gpu_slug, options.baseline).found
+    return prior_half_pct(found) if isinstance(found, Baseline) else {}
 
 
 def new_seed() -> int:

@@ -15,6 +15,7 @@ from perfbench.errors import Exit, PerfbenchError
 if TYPE_CHECKING:
     from nsa.settings import Settings
     from perfbench.matrix import Matrix
+    from perfbench.runner.fleet import FleetOptions
 
 RUNS = names.RUNS
 SECRET_OPTIONS = ("--history", "--webhook")
@@ -69,13 +70,43 @@ Resume = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        "--budget", metavar="TIME", help="Start no replicate after this time, e.g. 90s, 30m, 1.5h."
+        "--budget",
+        metavar="TIME",
+        help="Start no replicate after this time, e.g. 90s, 30m, 1.5h; what the baseline knows"
+        " least comes first.",
     ),
 ]
 Seed = Annotated[
     int | None,
     typer.Option(
         "--seed", min=0, help="Seed of the order and the inputs; random and stored by default."
+    ),
+]
+ExecutorName = Annotated[
+    str,
+    typer.Option(
+        "--executor",
+        metavar="WHERE",
+        help="local, or the cards of a cluster that match the target: ray or slurm.",
+    ),
+]
+Cards = Annotated[
+    int | None,
+    typer.Option(
+        "--cards",
+        min=1,
+        metavar="N",
+        help="Of a fleet at most so many; by default all of Ray's, and one of Slurm's.",
+        show_default=False,
+    ),
+]
+ExecutorOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--executor-option",
+        metavar="KEY=VALUE",
+        help="For the cluster: address=HOST:PORT of Ray; of Slurm submitit's parameters, e.g."
+        " slurm_partition=gpu; wait_s=600 for a card in a queue.",
     ),
 ]
 Out = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where the run's folder is made.")]
@@ -211,6 +242,9 @@ class TypedOptions:
     out: Path = RUNS
     source_commit: str | None = None
     inject: list[str] | None = None
+    executor: str = "local"
+    cards: int | None = None
+    executor_option: list[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +259,8 @@ class RunOptions:
     out: Path = RUNS
     source_commit: str | None = None
     inject: list[str] = field(default_factory=list)
+    fleet: FleetOptions | None = None  # None: this machine
+    baseline: Path | None = None  # that a budget is spent by, if not the matrix's own
 
     @classmethod
     def parsed(cls, matrix: Matrix, argv: list[str], typed: TypedOptions) -> Self:
@@ -238,7 +274,19 @@ class RunOptions:
             typed.out,
             typed.source_commit,
             names.named_cells(matrix, typed.inject, "@"),
+            fleet_options(typed),
         )
+
+
+def fleet_options(typed: TypedOptions) -> FleetOptions | None:
+    """None for this machine; USAGE where an option is not valid, or would be ignored."""
+    words = typed.executor_option or []
+    if typed.executor == "local" and typed.cards is None and not words:
+        return None
+    from perfbench.runner.fleet import FleetOptions
+
+    found = FleetOptions.parsed(typed.executor, typed.cards, words, typed.out)
+    return found if found.is_fleet else None
 
 
 def argv() -> list[str]:

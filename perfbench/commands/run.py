@@ -21,6 +21,9 @@ def run(
     out: opt.Out = opt.RUNS,
     source_commit: opt.Commit = None,
     inject: opt.Inject = None,
+    executor: opt.ExecutorName = "local",
+    cards: opt.Cards = None,
+    executor_option: opt.ExecutorOption = None,
     history: opt.HistoryUrl = None,
     as_json: opt.Json = False,
 ) -> None:
@@ -30,7 +33,8 @@ def run(
     from perfbench.matrix import load_matrix
 
     loaded = load_matrix(matrix)
-    typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject)
+    where = (executor, cards, executor_option)
+    typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject, *where)
     outcome = run_and_judge(loaded, opt.RunOptions.parsed(loaded, opt.argv(), typed))
     finish(outcome, as_json, keep=partial(keep, url=history))
 
@@ -40,7 +44,7 @@ def run_and_judge(
 ) -> Outcome | None:
     """Measure, and judge by the hard gates; None where ``matrix`` skips this machine."""
     from perfbench.commands.judging import judge_alone
-    from perfbench.commands.measuring import measure, measuring_context
+    from perfbench.commands.measuring import measure, opened_context
 
-    context = measuring_context(matrix.target, silent=silent)
-    return None if context is None else judge_alone(measure(matrix, options, context))
+    with opened_context(matrix.target, options.fleet, silent=silent) as context:
+        return None if context is None else judge_alone(measure(matrix, options, context))

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from perfbench.errors import Exit, PerfbenchError
+from perfbench.gate.cards import cards_of, on_several
 from perfbench.gate.cell_sides import side_of_rows
 from perfbench.gate.comparable import environment_differences, sentinel_rates
 from perfbench.gate.coverage import rows_by_cell, selected_ids, usable
@@ -182,6 +183,13 @@ def _refuse(run: Run, allow_dirty: bool) -> None:
     if short:
         which = f"usable replicates, throttled ones not counted: {'; '.join(short[:3])}"
         reasons.append(f"{len(short)} cells are partial ({which}): finish it with --resume")
+    mixed = [
+        f"{cell_id}: {why}"
+        for cell_id, found in rows_by_cell(run).items()
+        if run.manifest.cards and (why := on_several(usable(found)))
+    ]
+    if mixed:
+        reasons.append(f"{len(mixed)} cells are of several cards ({'; '.join(mixed[:3])})")
     if reasons:
         raise PerfbenchError(
             Exit.USAGE, f"run {manifest.run_id} cannot become a baseline: {'; '.join(reasons)}"
@@ -250,6 +258,7 @@ def _cell(run: Run, planned: PlannedCell, good: list[Replicate]) -> BaselineCell
         tuned=dict(side.tuned),
         own_step_sha256=files_of(run).get(planned.axes.workload),
         peer=peer_of(good),
+        cards=cards_of(good),
     )
 
 

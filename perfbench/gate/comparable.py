@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import TYPE_CHECKING
 
+from perfbench.gate.cards import named, sentinels_by_card
 from perfbench.gate.clocks import clock_faults
 from perfbench.gate.coverage import clock_events, usable
 from perfbench.gate.judgement import Finding
@@ -62,7 +63,8 @@ def run_findings(run: Run, rows: Mapping[str, list[Replicate]]) -> list[Finding]
         found.append(
             Finding(Verdict.ENV, "throttled", f"{text}: cool the card, then measure again")
         )
-    return found + _absent_sentinels(run) + _clocks_of_sentinels(run)
+    absent = _absent_sentinels(run) or _absent_on_cards(run)
+    return found + absent + _clocks_of_sentinels(run)
 
 
 def _clocks_of_sentinels(run: Run) -> list[Finding]:
@@ -122,6 +124,8 @@ def incomparable(run: Run, baseline: Baseline, policy: GatePolicy) -> list[Findi
                 f"other settings than the baseline's (baseline -> now): {changed}; {hint}",
             )
         ]
+    if run.manifest.cards:  # `cards.moved_cards` looks at each
+        return []
     return _moved_sentinels(sentinel_rates(run), baseline.sentinels, policy.sentinel_band_pct)
 
 
@@ -136,14 +140,16 @@ def unrecorded_settings(run: Run, baseline: Baseline) -> list[str]:
 
 
 def sentinel_rates(run: Run) -> dict[str, list[float]]:
-    """Rates of each sentinel by block, where it finished and the card did not throttle; the last
-    row of a block counts.
+    """Rates of each sentinel by block, and in a fleet by card, where it finished and the card did
+    not throttle; the last row of a block counts.
     """
-    last: dict[tuple[str, int], SentinelLine] = {
-        (line.name, line.block): line for line in run.sentinels
+    is_fleet = bool(run.manifest.cards)
+    last: dict[tuple[str, int, str], SentinelLine] = {
+        (line.name, line.block, (line.card or "") if is_fleet else ""): line
+        for line in run.sentinels
     }
     rates: dict[str, list[float]] = {}
-    for (name, _), line in sorted(last.items()):
+    for (name, _, _), line in sorted(last.items()):
         if line.status is Status.OK and line.rate_per_s is not None and not line.is_throttled:
             rates.setdefault(name, []).append(line.rate_per_s)
     return rates
@@ -207,6 +213,22 @@ def _absent_sentinels(run: Run) -> list[Finding]:
             )
             found.append(Finding(Verdict.ENV, "sentinel", f"{text}, measure again"))
     return found
+
+
+def _absent_on_cards(run: Run) -> list[Finding]:
+    """Of a fleet: each card that measured a cell has the matrix's sentinels."""
+    rates = sentinels_by_card(run)
+    cards = sorted({row.card for row in run.replicates if row.card is not None})
+    gone = [
+        f"{name} on {named(card, run.replicates)}"
+        for card in cards
+        for name in run.manifest.sentinels
+        if name not in rates.get(card, {})
+    ]
+    if not run.manifest.cards or not gone:
+        return []
+    text = f"no rate of the sentinel {'; '.join(gone)}: whether that card is slow is not known"
+    return [Finding(Verdict.ENV, "sentinel", f"{text}; measure again")]
 
 
 def _why_absent(lines: Sequence[SentinelLine]) -> str:

@@ -47,9 +47,12 @@ def paired_rows(
     theirs, ours = ({row.replicate: row for row in usable(found)} for found in (base_rows, rows))
     resumed = [one.resumed_utc for run in (base, candidate) for one in run.resumed]
     both = {number: (theirs[number], ours[number]) for number in sorted(set(theirs) & set(ours))}
-    return {
-        number: pair for number, pair in both.items() if not interrupted_between(*pair, resumed)
-    }
+    return {number: pair for number, pair in both.items() if are_adjacent(*pair, resumed)}
+
+
+def are_adjacent(one: Replicate, other: Replicate, resumed_utc: Iterable[str]) -> bool:
+    """Whether two rows may be compared as a pair: on one card, and not interrupted between."""
+    return one.card == other.card and not interrupted_between(one, other, resumed_utc)
 
 
 def interrupted_between(one: Replicate, other: Replicate, resumed_utc: Iterable[str]) -> bool:

@@ -58,6 +58,8 @@ class ProofIndex:
     @classmethod
     def of(cls, run: Run) -> Self:
         environments = [run.manifest.environment, *(resumed.environment for resumed in run.resumed)]
+        joined = [*run.manifest.cards, *(card for resumed in run.resumed for card in resumed.cards)]
+        environments += [card.environment for card in joined]
         cells = {cell.cell_id: cell for cell in run.manifest.cells}
         proofs: dict[str, frozenset[Proven]] = {}
         for row in run.replicates:

@@ -10,13 +10,20 @@ where the policy says ``new: fail`` is FAILED: nothing proves that it is not a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import geometric_mean
 from typing import TYPE_CHECKING
 
 from perfbench.errors import Exit
 from perfbench.gate.boundary import beyond_boundary
+from perfbench.gate.cards import (
+    between_session_sd,
+    cards_of,
+    moved_cards,
+    on_other_cards,
+    on_several,
+)
 from perfbench.gate.cell_sides import CellSides, side_of_baseline, side_of_rows
 from perfbench.gate.comparable import (
     incomparable,
@@ -49,7 +56,6 @@ from perfbench.gate.judgement import (
 from perfbench.gate.loaded_peers import changed_peers
 from perfbench.gate.own_steps import changed_files, own_line
 from perfbench.gate.speed_rule import priors_of, screen
-from perfbench.gate.stats import ASSUMED_BETWEEN_SESSION_SD
 from perfbench.gate.step_bounds import bound_findings
 from perfbench.gate.suspicion import mark_suspects, settle_command
 from perfbench.matrix import GatePolicy, Policies
@@ -97,6 +103,10 @@ def judge(
     mixed = next(
         (f.reason for f in findings if f.verdict in (Verdict.ENV, Verdict.INCOMPARABLE)), None
     )
+    moved: Mapping[str, str] = {}
+    if known is not None and run.manifest.cards:
+        moved = moved_cards(run, known, policies.whole.sentinel_band_pct)
+        findings += [Finding(Verdict.ENV, "sentinel moved", why) for why in moved.values()]
 
     context = _Context(
         run,
@@ -106,6 +116,7 @@ def judge(
         _whole_speeds(planned, rows),
         ProofIndex.of(run),
         same_route,
+        moved,
     )
     first = [
         _prejudge(context, cell, rows.get(cell.cell_id, []), base_cells.get(cell.cell_id))
@@ -144,6 +155,7 @@ def judge(
         notes += (*unwatched(run, known), *unrecorded_settings(run, known))
     if known is not None:
         notes += (*changed_files(run, known), *changed_peers(run, known))
+        notes += tuple(on_other_cards(rows, known))
     return summarise(cells, findings, policies.whole, strict, origin_of(known), notes)
 
 
@@ -172,6 +184,7 @@ class _Context:
     whole_speeds: Mapping[Cell, float]  # of steps with a backward
     proofs: ProofIndex
     same_route: bool
+    moved: Mapping[str, str]  # cards of a fleet that changed -> how
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +262,7 @@ def _prejudge(
             CellVerdict(cell.cell_id, axes, Verdict.UNSTABLE, reason, base_speed, reproduce=again)
         )
     here = side_of_rows(cell, good)
-    verdict, reason = _uncompared(context, cell, len(good), discarded, base)
+    verdict, reason = _uncompared(context, cell, good, discarded, base)
     measured = CellVerdict(
         cell_id=cell.cell_id,
         axes=axes,
@@ -271,8 +284,6 @@ def _prejudge(
         return _First(_beyond_bounds(measured, bounds))
     if reason or base is None:
         return _First(measured)
-    stored = base.night_log_sd  # of ln tok/s between sessions
-    between_session_sd = ASSUMED_BETWEEN_SESSION_SD if stored is None else stored
     return _First(
         measured,
         CellSides(
@@ -280,7 +291,7 @@ def _prejudge(
             context.policies.of(cell.cell_id),
             side_of_baseline(base),
             here,
-            between_session_sd,
+            between_session_sd(base, good),
         ),
     )
 
@@ -297,13 +308,19 @@ def _beyond_bounds(measured: CellVerdict, found: list[Finding]) -> CellVerdict:
 
 
 def _uncompared(
-    context: _Context, cell: PlannedCell, usable_: int, discarded: int, base: BaselineCell | None
+    context: _Context,
+    cell: PlannedCell,
+    good: Sequence[Replicate],
+    discarded: int,
+    base: BaselineCell | None,
 ) -> tuple[Verdict | None, str]:
     """Why the speed of a cell that passed every hard gate is not compared; an empty reason where it
     can be.
     """
     policy = context.policies.of(cell.cell_id)
-    least = policy.min_replicates
+    least, usable_ = policy.min_replicates, len(good)
+    # of one machine's run, which may be resumed on another card, the report says so
+    mixed_cards = on_several(good) if context.run.manifest.cards else ""
     if discarded and usable_ < least:
         return (
             Verdict.UNSTABLE,
@@ -313,11 +330,15 @@ def _uncompared(
             ),
         )
     if context.baseline is None:
-        return None, "not compared: no baseline was asked for"
+        return None, f"not compared: {mixed_cards or 'no baseline was asked for'}"
     if isinstance(context.baseline, BaselineProblem):
         return None, "not compared: the baseline cannot be used"
     if context.mixed is not None:
         return Verdict.INCOMPARABLE, "not compared: environments differ (see the run's findings)"
+    if mixed_cards:
+        return Verdict.INCOMPARABLE, f"not compared: {mixed_cards}"
+    if changed := [context.moved[card] for card in cards_of(good) if card in context.moved]:
+        return Verdict.INCOMPARABLE, f"not compared: {changed[0]}"
     return plan_difference(cell, base, policy, same_route=context.same_route)
 
 

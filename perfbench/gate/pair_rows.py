@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from perfbench.gate.cell_sides import CellSides, side_of_rows
 from perfbench.gate.comparable import comparability_key, environment_differences
-from perfbench.gate.coverage import interrupted_between, paired_rows, rows_by_cell
+from perfbench.gate.coverage import are_adjacent, paired_rows, rows_by_cell
 from perfbench.gate.hard_rules import ProofIndex, cell_findings
 from perfbench.gate.judgement import Finding
 from perfbench.matrix import Policies
@@ -126,9 +126,7 @@ class PairRows:
         )
         resumed = [one.resumed_utc for run in self._runs for one in run.resumed]
         both = set(theirs) & set(ours) & set(range(pairs))
-        return sum(
-            not interrupted_between(theirs[number], ours[number], resumed) for number in both
-        )
+        return sum(are_adjacent(theirs[number], ours[number], resumed) for number in both)
 
     def cut_short(self, cell_id: str, pairs: int) -> str:
         """'3 of 6 planned pairs' where the others were never measured, or were interrupted

@@ -3,7 +3,7 @@ bit, of the same inputs at the timed length.
 
 Only where the path promises it (a row says why not), and among rows of one card: another card of
 the same model may sum in another order. A CPU has no number of its own, so there only rows of one
-session are compared.
+session and node are compared.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ def findings(rows: Sequence[Replicate], resumed_utc: Sequence[str]) -> list[Find
     groups: dict[tuple[str | None, int], list[Replicate]] = {}
     for row in sorted(rows, key=lambda row: row.replicate):
         if row.status is Status.OK:
-            card = row.device_uuid_sha256
-            session = 0 if card else sum(begin <= row.started_utc for begin in resumed_utc)
+            card = row.card
+            session = (
+                0
+                if row.device_uuid_sha256
+                else sum(begin <= row.started_utc for begin in resumed_utc)
+            )
             groups.setdefault((card, session), []).append(row)
     return [finding for group in groups.values() for finding in _of_one_card(group)]
 

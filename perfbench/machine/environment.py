@@ -99,6 +99,28 @@ def give(variables: Mapping[str, str]) -> None:
     os.environ.update(variables)
 
 
+def settings_to_adopt(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables of this process that decide what is measured and how fast: NSA_* and
+    `speed_variables`.
+    """
+    found = os.environ if environ is None else environ
+    nsa = {name: found[name] for name in sorted(found) if name.startswith("NSA_")}
+    return {**nsa, **speed_variables(found)}
+
+
+def adopt_settings(wanted: Mapping[str, str]) -> None:
+    """Make `settings_to_adopt` of this process be ``wanted``, before nsa reads its own: a cluster's
+    scheduler sets some (Ray OMP_NUM_THREADS), and a run has the same on every node.
+    """
+    for name in settings_to_adopt():
+        if name not in wanted:
+            del os.environ[name]
+    give(wanted)
+    from nsa import settings
+
+    settings.current.cache_clear()
+
+
 @contextmanager
 def without_variables(*names: str) -> Iterator[None]:
     """This process without these variables, which a library would read at its import."""

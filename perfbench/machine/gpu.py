@@ -285,8 +285,9 @@ def refuse_busy(gpu: GpuHandle, module: Any | None = None, *, patience_s: float 
 
 
 @contextmanager
-def gpu_lock(uuid: str, folder: Path | None = None) -> Iterator[None]:
-    """Hold the one measurement on this GPU; ENVIRONMENT while another perfbench holds it.
+def gpu_lock(uuid: str, folder: Path | None = None, *, what: str = "GPU") -> Iterator[None]:
+    """Hold the one measurement on this GPU; ENVIRONMENT while another perfbench holds it. ``what``
+    else it is, whose name stands for the UUID.
 
     It ends with the process.
     """
@@ -294,7 +295,7 @@ def gpu_lock(uuid: str, folder: Path | None = None) -> Iterator[None]:
     try:
         fd = _open_lock(path)
     except OSError as error:
-        problem = f"the lock of the GPU, {path}, cannot be opened: {error.strerror}"
+        problem = f"the lock of the {what}, {path}, cannot be opened: {error.strerror}"
         raise PerfbenchError(
             Exit.ENVIRONMENT, f"{problem}. Next: remove it, or set TMPDIR"
         ) from None
@@ -304,8 +305,8 @@ def gpu_lock(uuid: str, folder: Path | None = None) -> Iterator[None]:
         except BlockingIOError:
             raise PerfbenchError(
                 Exit.ENVIRONMENT,
-                f"another perfbench measures on this GPU (it holds {path}). Next: wait for it, or"
-                " choose another GPU",
+                f"another perfbench measures on this {what} (it holds {path}). Next: wait for it,"
+                f" or choose another {what}",
             ) from None
         yield
     finally:

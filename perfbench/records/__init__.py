@@ -24,7 +24,7 @@ from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLD
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell
-from perfbench.records.rows import Telemetry, build_validators
+from perfbench.records.rows import CardLine, Telemetry, build_validators
 from perfbench.records.run_file import COMPRESSED_RUN_FILE
 from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
 from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume

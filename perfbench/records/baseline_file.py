@@ -65,6 +65,8 @@ class BaselineCell(BaseModel):
     tuned: dict[str, str] = {}
     own_step_sha256: str | None = None  # of the file of a user's own step
     peer: LoadedPeer | None = None  # of a cell whose path is one
+    # that measured it, as the rows name them; none in older files, and of a CPU of no fleet
+    cards: list[str] = []
 
     @property
     def speed(self) -> float:

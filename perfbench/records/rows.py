@@ -187,6 +187,16 @@ class Source(_Record):
         return None if self.reason is None else "given by hand, not proved"
 
 
+class CardLine(_Record):
+    """One card of a fleet: its node, as the scheduler names it, the hash of its UUID (null: the
+    node's CPU), and that node's environment.
+    """
+
+    node: str
+    device_uuid_sha256: str | None
+    environment: Environment
+
+
 class ConfirmationPlan(_Record):
     """How the pairs of a confirmation are looked at, fixed before the first: each of ``cells``,
     worst first, after each number of pairs in ``looks`` until it is settled, as one of ``tests``
@@ -226,16 +236,27 @@ class Manifest(_Record):
     own_steps: list[OwnStepFile] = []
     # of the cells whose path is a peer; empty in older files
     peers: list[Peer] = []
+    # of a fleet; empty of one machine, and in older files
+    cards: list[CardLine] = []
+    # cell -> half the 95 % interval of its baseline, in %: a spent budget leaves out the surest
+    # first. Empty without a budget or a baseline, and in older files.
+    prior_half_pct: dict[str, float] = {}
 
 
 class Resumed(_Record):
-    """Appended when a run is resumed, perhaps on another card of the same model."""
+    """Appended when a run is resumed, perhaps on another card of the same model, and when a fleet
+    moves cells to another card.
+    """
 
     kind: Literal["resumed"] = "resumed"
     resumed_utc: str
     argv: list[str]
     environment: Environment
     only: list[str] = []
+    cards: list[CardLine] = []  # of a fleet: those that joined
+    # cells whose card was lost: all their replicates are measured again, on one other card
+    moved: list[str] = []
+    reason: str = ""  # why they moved
 
 
 class ParityLine(_Record):
@@ -443,11 +464,17 @@ class SentinelLine(_Record):
     unit: str  # FLOP | byte
     telemetry: Telemetry | None = None
     device_uuid_sha256: str | None = None
+    node: str | None = None  # of a fleet; null on one machine, and in older files
 
     @property
     def is_throttled(self) -> bool:
         """Whether the card slowed down while this was timed."""
         return _is_throttled(self.telemetry)
+
+    @property
+    def card(self) -> str | None:
+        """Which card it was, as `Replicate.card`."""
+        return self.device_uuid_sha256 or self.node
 
 
 class Replicate(_Record):
@@ -501,14 +528,25 @@ class Replicate(_Record):
     profile: Profile | None = None
     physics: Physics | None = None
     device_uuid_sha256: str | None = None
+    node: str | None = None  # of a fleet; null on one machine, and in older files
     loaded: LoadedCode | None = None  # null in older files
     peer: LoadedPeer | None = None  # null where nsa serves the cell
     stderr_tail: str = ""
+    # of wall_s, seconds of 'setup', 'proof', 'warmup', 'timing' and 'witness'; empty in older
+    # files, and in a user's own step
+    phases_s: dict[str, float] = {}
 
     @property
     def is_throttled(self) -> bool:
         """Whether the card slowed down while this was timed; such a row does not count."""
         return _is_throttled(self.telemetry)
+
+    @property
+    def card(self) -> str | None:
+        """Which card it was: the hash of its UUID; of a CPU its node; None on a CPU of no
+        fleet.
+        """
+        return self.device_uuid_sha256 or self.node
 
 
 class Run(BaseModel):

@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import shlex
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -74,6 +75,7 @@ class RunWriter:
         self.folder = folder
         self.digest = digest
         self._fd = fd
+        self._one_at_a_time = threading.Lock()  # the cards of a fleet share one file
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,6 +94,10 @@ class RunWriter:
         """Write one line and wait until it is on the disk; what a full disk cut off is taken
         back.
         """
+        with self._one_at_a_time:
+            self._append(record)
+
+    def _append(self, record: Record) -> None:
         line, digest = json.dumps(record.model_dump(), allow_nan=False).encode(), self.digest
         if digest is not None:
             line, digest = chained(line, digest)

@@ -4,19 +4,26 @@ cool.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from statistics import median
 
 from perfbench.gate import (
     Judgement,
+    cards_of,
     comparability_key,
     environment_differences,
+    named,
+    on_several,
+    rows_by_cell,
     sentinel_rates,
+    sentinels_by_card,
+    usable,
 )
 from perfbench.records import Run, SentinelLine, Status, Telemetry
 from perfbench.report.context import ReportContext
 from perfbench.report.tables import without_empty
-from perfbench.text import NULL, escape, number, signed_pct
+from perfbench.text import NULL, cell_code, escape, number, signed_pct
 
 MAX_BLOCKS = 8  # columns; more are shown as their range
 SCALES = {"FLOP": (1e12, "TFLOP/s"), "byte": (1e9, "GB/s")}
@@ -42,7 +49,39 @@ def facts(run: Run, judgement: Judgement, context: ReportContext) -> list[str]:
             f" {context.name}."
         )
     lines += [escape(note) for note in judgement.notes]
-    return lines + _telemetry(run)
+    return lines + fleet_lines(run) + _telemetry(run)
+
+
+def fleet_lines(run: Run) -> list[str]:
+    """The cards of a fleet with their cells, which moved, and which have replicates on two."""
+    joined = [*run.manifest.cards, *(card for one in run.resumed for card in one.cards)]
+    mixed = {cell_id: on_several(usable(rows)) for cell_id, rows in rows_by_cell(run).items()}
+    several = [cell_id for cell_id, why in mixed.items() if why]
+    if not joined:
+        count = f"{len(several)} of {len(mixed)} cells have replicates on two cards"
+        return [f"Resumed on another card: {count}, which no interval knows."] if several else []
+    cells: dict[str, set[str]] = {}
+    for cell_id, rows in rows_by_cell(run).items():
+        for card in cards_of(rows):
+            cells.setdefault(card, set()).add(cell_id)
+    named = {line.device_uuid_sha256 or line.node: line for line in joined}
+    shown = [
+        f"{escape(line.node)}{f' (uuid sha256 {uuid[:16]})' if uuid else ''}:"
+        f" {len(cells.get(card, ()))} cells"
+        for card, line in named.items()
+        for uuid in [line.device_uuid_sha256]
+    ]
+    lines = [f"A fleet of {len(named)} cards, each cell on one: {'; '.join(shown)}."]
+    lines += [
+        f"Moved at {one.resumed_utc}, all replicates measured again on one other card:"
+        f" {', '.join(map(cell_code, one.moved))}, because {escape(one.reason)}."
+        for one in run.resumed
+        if one.moved
+    ]
+    return lines + [
+        f"{cell_code(cell_id)} is no measurement of one card: {escape(mixed[cell_id])}."
+        for cell_id in several
+    ]
 
 
 def sentinels(
@@ -52,8 +91,11 @@ def sentinels(
     names = list(dict.fromkeys([*run.manifest.sentinels, *(line.name for line in run.sentinels)]))
     if not names:
         return [], []
-    last = {(line.name, line.block): line for line in run.sentinels}
-    blocks = sorted({block for _, block in last})
+    is_fleet = bool(run.manifest.cards)
+    last = {
+        (line.name, line.card if is_fleet else None, line.block): line for line in run.sentinels
+    }
+    blocks = sorted({block for _, _, block in last})
     single = len(blocks) <= MAX_BLOCKS
     head = [
         "sentinel",
@@ -61,19 +103,21 @@ def sentinels(
         *([f"block {block}" for block in blocks] if single else ["blocks", "least", "most"]),
     ]
     head += ["median", context.name, "change", "band", "in band"]
-    rates = sentinel_rates(run)
+    rates, by_card = sentinel_rates(run), sentinels_by_card(run)
+    cards = sorted({card or "" for _, card, _ in last}) if is_fleet else [""]
     lines = []
-    for name in names:
+    for name, card in itertools.product(names, cards):
         units = [line.unit for line in run.sentinels if line.name == name]
         scale, unit = SCALES.get(units[0], (1.0, units[0])) if units else (1.0, NULL)
-        mine = rates.get(name, [])
+        mine = by_card.get(card, {}).get(name, []) if is_fleet else rates.get(name, [])
+        shown = f"{name}, {named(card, run.sentinels)}" if card else name
         each = (
-            [_block(last.get((name, block)), scale) for block in blocks]
+            [_block(last.get((name, card or None, block)), scale) for block in blocks]
             if single
             else _range(mine, scale)
         )
         against = _against(mine, context.sentinels, name, scale, judgement)
-        lines.append([escape(name), unit, *each, *against])
+        lines.append([escape(shown), unit, *each, *against])
     head, lines = without_empty(head, lines, left=2)
     return head, [f"| {' | '.join(line)} |" for line in lines]
 

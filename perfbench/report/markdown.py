@@ -78,6 +78,12 @@ def text(
     return _squeeze(visible(rendered))
 
 
+def _costs(run: Run, judgement: Judgement, context: ReportContext) -> list[workloads.Table]:
+    """None of one side of an A/B: the card was the other side's for half of the time."""
+    found = None if context.paired else cost.table(run, judgement, context.pairs)
+    return [] if found is None else [_shown(found)]
+
+
 def _squeeze(rendered: str) -> str:
     """At most one empty line in a row, outside fenced blocks or in."""
     lines: list[str] = []
@@ -115,6 +121,7 @@ def _context(
             *map(_shown, workloads.tables(run, rows)),
             *(_shown(table) for table in further if table is not None),
         ],
+        "costs": _costs(run, judgement, context),
         "pictures": pictures,
         "physics": _physics(rows) + scaling.notes(growths),
         "excluded": [

@@ -10,9 +10,11 @@ from perfbench.runner.ab.confirm import CONFIRM_FOLDER, Confirmation, base_commi
 from perfbench.runner.ab.confirm import confirm_cells, stored_confirmation
 from perfbench.runner.ab.own_sides import shared_steps
 from perfbench.runner.ab.pair import Pair, PairSpec, are_paired, is_pair, new_pair_folder, read_pair
-from perfbench.runner.ab.schedule import measure_pair, prepared_versions
+from perfbench.runner.ab.schedule import measure_pair
+from perfbench.runner.ab.version_executor import prepared_versions
 from perfbench.runner.ab.version_plan import plan_of_version
 from perfbench.runner.context import MeasuringContext
 from perfbench.runner.executor import Executor, prepared_executors
+from perfbench.runner.fleet import open_fleet, run_on_fleet
 from perfbench.runner.progress import SilentProgress, progress_for
 from perfbench.runner.run import RunSpec, parse_injection, run_matrix

@@ -5,7 +5,7 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from perfbench.records import Cell, Replicate, SentinelLine, Status
@@ -34,7 +34,7 @@ class Ledger:
 
     def add(self, row: Replicate | SentinelLine) -> None:
         if isinstance(row, SentinelLine):
-            self._next[row.name, row.block, row.device_uuid_sha256] = self.attempt_after(row)
+            self._next[row.name, row.block, row.card] = self.attempt_after(row)
             return
         self.num_replicates += 1
         self._seen.add(row.cell_id)
@@ -51,10 +51,14 @@ class Ledger:
         return None if cell_id in self._failed else self._next.get((cell_id, replicate), 0)
 
     def next_sentinel_attempt(self, name: str, block: int, card: str | None) -> int | None:
-        """The same for a sentinel of a block on the card ``card`` (its UUID's hash; None on a
-        CPU).
-        """
+        """The same for a sentinel of a block on ``card``, as `SentinelLine.card` names it."""
         return self._next.get((name, block, card), 0)
+
+    def forget(self, cell_ids: Collection[str]) -> None:
+        """Their finished replicates are due again: on another card, which cannot complete them."""
+        gone = [key for key in self._next if key[0] in cell_ids]
+        for key in gone:
+            del self._next[key]
 
     def has_failed(self, cell_id: str) -> bool:
         return cell_id in self._failed

@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from nsa.routing import Capability
     from perfbench.machine import TargetFit
     from perfbench.records import Environment
+    from perfbench.runner.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuringContext:
     """``repository`` holds the candidate's code and knows the base's commit; ``say`` takes one line
-    for the user.
+    for the user. With a ``fleet`` its cards measure; ``fit``, ``capability`` and ``environment``
+    are then those of its first.
     """
 
     fit: TargetFit
@@ -27,3 +29,4 @@ class MeasuringContext:
     repository: Path
     progress: Progress
     say: Callable[[str], None]
+    fleet: Fleet | None = None

@@ -40,6 +40,10 @@ FRAME = '  File "'  # of a traceback
 MEMORY_SLACK_BYTES = 64 * 2**20
 
 
+class CardLost(Exception):
+    """The card of a fleet can measure no more; the message says which, and why."""
+
+
 class Executor(Protocol):
     def new_block(self) -> None:
         """Begin a block of replicates, independent of the last one."""
@@ -53,7 +57,9 @@ class Executor(Protocol):
         ...
 
     def execute(self, job: Job) -> Replicate:
-        """Measure ``job``; a failure is a status of the Replicate, never an exception."""
+        """Measure ``job``; a failure is a status of the Replicate, never an exception but
+        CardLost.
+        """
         ...
 
     def close(self) -> None:

@@ -54,6 +54,12 @@ class Schedule(Protocol):
         """The cells that still lack a row of this block, in the order of measuring."""
         ...
 
+    def rounds(self) -> list[tuple[int, list[str]]]:
+        """(block, the cells of it that are due), in the order of measuring; a block may come in
+        several rounds.
+        """
+        ...
+
     def is_due(self, cell_id: str, block: int) -> bool: ...
 
     def begin_block(self, block: int, cell_ids: Sequence[str]) -> None:
@@ -78,19 +84,19 @@ def measure_all(schedule: Schedule, progress: Progress, budget: Budget) -> list[
 
     INTERRUPTED with the command that resumes after Ctrl-C; nothing written is lost.
     """
-    blocks = {block: schedule.due(block) for block in range(schedule.num_blocks)}
-    num_due = sum(map(len, blocks.values()))
+    rounds = schedule.rounds()
+    num_due = sum(len(cell_ids) for _, cell_ids in rounds)
     total = schedule.num_cells * schedule.num_blocks
     progress.start(total * schedule.rows_per_cell, (total - num_due) * schedule.rows_per_cell)
-    later = Counter(cell_id for cell_ids in blocks.values() for cell_id in cell_ids)
+    later = Counter(cell_id for _, cell_ids in rounds for cell_id in cell_ids)
     try:
-        for block, cell_ids in blocks.items():
+        for block, cell_ids in rounds:
             _measure_block(schedule, budget, block, cell_ids, later)
         return []
     except BudgetSpent:
         missing = [
             (cell_id, block)
-            for block, cell_ids in blocks.items()
+            for block, cell_ids in rounds
             for cell_id in cell_ids
             if schedule.is_due(cell_id, block)
         ]

@@ -45,8 +45,8 @@ PAUSE_S, LONGEST_PAUSE_S = 10.0, 60.0
 class Recorder:
     """One version of the code while it is measured: its executor, its run file and what that holds.
 
-    ``card`` is the hash of the GPU's UUID in this session, None on a CPU. ``model`` is the matrix's
-    model as this version's own `nsa` resolves it.
+    ``card`` is the hash of the GPU's UUID in this session, None on a CPU; ``node`` the node of a
+    fleet. ``model`` is the matrix's model as this version's own `nsa` resolves it.
     """
 
     manifest: Manifest
@@ -62,6 +62,7 @@ class Recorder:
     pause: Callable[[float], None] = time.sleep
     proofs: dict[ProofKey, ParityLine] = field(default_factory=dict)
     own_folder: Path | None = None  # of the user's own steps; None: the matrix's
+    node: str | None = None
 
     def is_due(self, cell: PlannedCell, block: int) -> bool:
         return self.ledger.next_attempt(cell.cell_id, block) is not None
@@ -86,7 +87,7 @@ class Recorder:
         """Each sentinel that this block lacks on this card, in a process of its own."""
         measured = []
         for name in self.manifest.sentinels:
-            attempt = self.ledger.next_sentinel_attempt(name, block, self.card)
+            attempt = self.ledger.next_sentinel_attempt(name, block, self.card or self.node)
             while attempt is not None:
                 self.progress.begin(f"sentinel {name}", block)
                 if attempt > 0:
@@ -162,6 +163,7 @@ class Recorder:
             telemetry=row.telemetry,
             # A process that died did not say on which card; the session has only one.
             device_uuid_sha256=row.device_uuid_sha256 or self.card,
+            node=self.node,
         )
 
     def _cool_down(self, what: str, attempt: int) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,12 +14,15 @@ from nsa.config import nearest_name
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.matrix import Matrix, Plan
 from perfbench.records import (
+    CardLine,
     Environment,
     Injection,
     Manifest,
+    Replicate,
     Resumed,
     Run,
     RunWriter,
+    SentinelLine,
     Source,
     create_run,
     new_run_id,
@@ -63,6 +66,8 @@ class RunSpec:
     seed: int
     only: list[str] = field(default_factory=list)
     injections: list[str] = field(default_factory=list)
+    cards: list[CardLine] = field(default_factory=list)  # of a fleet
+    prior_half_pct: dict[str, float] = field(default_factory=dict)  # as the manifest has it
 
     def manifest(self) -> Manifest:
         """Of a new run that begins now."""
@@ -88,6 +93,8 @@ class RunSpec:
             trained_blocks=self.matrix.trained,
             own_steps=list(self.plan.own_steps),
             peers=list(self.matrix.peers.values()),
+            cards=self.cards,
+            prior_half_pct=self.prior_half_pct,
         )
 
 
@@ -108,45 +115,74 @@ def run_matrix(
     be monotonic: the wall clock may step back. INTERRUPTED with the command that resumes after
     Ctrl-C; nothing written is lost.
     """
-    cell_ids = {cell.cell_id for cell in selected(spec.plan.cells, spec.only)}
-    faults = _faults(spec.injections, [cell.cell_id for cell in spec.plan.cells])
-    with ExitStack() as stack:
-        if resume is None:
-            manifest, ledger = spec.manifest(), Ledger(spec.matrix.measure.throttle_retries)
-            writer = stack.enter_context(create_run(runs_dir, manifest))
-        else:
-            if faults:
-                raise PerfbenchError(
-                    Exit.USAGE, "--inject cannot join a run that has begun. Next: omit --resume"
-                )
-            writer, found = open_for_resume(resume)
-            stack.enter_context(writer)
-            ledger = _resumed(spec, writer, found)
-            manifest = found.manifest
-            faults = _faults(manifest.injections, [cell.cell_id for cell in manifest.cells])
+    with opened_run(spec, runs_dir, resume) as opened:
+        writer = opened.writer
         recorder = Recorder(
-            manifest=manifest,
+            manifest=opened.manifest,
             matrix=spec.matrix,
             executor=executor,
             writer=writer,
-            ledger=ledger,
-            faults=faults,
+            ledger=Ledger(spec.matrix.measure.throttle_retries, opened.rows),
+            faults=opened.faults,
             progress=progress or SilentProgress(),
             card=spec.environment.gpu_uuid_sha256,
             budget=Budget.of(budget_s, now),
             model=spec.matrix.model.to_mapping(),
             pause=pause,
         )
-        missing = _measure(CellSchedule(recorder, cell_ids), recorder)
+        missing = _measure(CellSchedule(recorder, opened.cell_ids), recorder)
     return Finished(writer.folder, read_run(writer.folder), missing)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRun:
+    """A run file that is being written: the cells to measure now, and what it ``found`` there
+    where it is resumed.
+    """
+
+    writer: RunWriter
+    manifest: Manifest
+    cell_ids: set[str]
+    faults: list[Injection]
+    found: Run | None = None
+
+    @property
+    def rows(self) -> list[Replicate | SentinelLine]:
+        """What the ledger begins with."""
+        return [] if self.found is None else [*self.found.replicates, *self.found.sentinels]
+
+
+@contextmanager
+def opened_run(spec: RunSpec, runs_dir: Path, resume: Path | None) -> Iterator[OpenedRun]:
+    """A new folder under ``runs_dir``, or ``resume``; USAGE or ENVIRONMENT where ``spec`` does not
+    fit what was begun there.
+    """
+    cell_ids = {cell.cell_id for cell in selected(spec.plan.cells, spec.only)}
+    faults = _faults(spec.injections, [cell.cell_id for cell in spec.plan.cells])
+    with ExitStack() as stack:
+        if resume is None:
+            manifest = spec.manifest()
+            writer = stack.enter_context(create_run(runs_dir, manifest))
+            yield OpenedRun(writer, manifest, cell_ids, faults)
+            return
+        if faults:
+            raise PerfbenchError(
+                Exit.USAGE, "--inject cannot join a run that has begun. Next: omit --resume"
+            )
+        writer, found = open_for_resume(resume)
+        stack.enter_context(writer)
+        _note_resumed(spec, writer, found)
+        manifest = found.manifest
+        faults = _faults(manifest.injections, [cell.cell_id for cell in manifest.cells])
+        yield OpenedRun(writer, manifest, cell_ids, faults, found)
 
 
 def _faults(injections: Sequence[str], cell_ids: Sequence[str]) -> list[Injection]:
     return [parse_injection(text, cell_ids) for text in injections]
 
 
-def _resumed(spec: RunSpec, writer: RunWriter, found: Run) -> Ledger:
-    """What the run file holds, once it may be resumed here; the file records that it was."""
+def _note_resumed(spec: RunSpec, writer: RunWriter, found: Run) -> None:
+    """The file records that it is resumed, once it may be resumed here."""
     # The machine first: where a setting has changed the routes, the setting is what to name.
     check_same_machine(found.manifest, spec.environment, spec.source, writer.path)
     check_cells(found.manifest, spec.plan, spec.matrix, spec.only, writer.path)
@@ -156,9 +192,9 @@ def _resumed(spec: RunSpec, writer: RunWriter, found: Run) -> Ledger:
             argv=spec.argv,
             environment=spec.environment,
             only=list(spec.only),
+            cards=spec.cards,
         )
     )
-    return Ledger(spec.matrix.measure.throttle_retries, [*found.replicates, *found.sentinels])
 
 
 def _measure(schedule: CellSchedule, recorder: Recorder) -> list[tuple[str, int]]:

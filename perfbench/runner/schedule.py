@@ -10,6 +10,8 @@ import shlex
 from collections.abc import Collection, Mapping, Sequence
 from itertools import islice
 
+from perfbench.gate import least_sure_first
+from perfbench.matrix import policies
 from perfbench.records import Cell, Job, PlannedCell, without_resume
 from perfbench.runner.attempts import family_of
 from perfbench.runner.recorder import Recorder
@@ -42,6 +44,25 @@ class CellSchedule:
             for cell_id in shuffled
             if cell_id in self._cells and self.is_due(cell_id, block)
         ]
+
+    def rounds(self) -> list[tuple[int, list[str]]]:
+        """Block by block. Of a run with a budget and a baseline every cell first has what a verdict
+        needs; what is left is measured of the least sure cells first, by the intervals of the
+        baseline. So the order, and with it how many replicates a cell has, is fixed before the
+        first of them.
+        """
+        blocks, prior = range(self.num_blocks), self._manifest.prior_half_pct
+        if not prior or self._recorder.matrix.limits.oom == "find_boundary":
+            return [(block, self.due(block)) for block in blocks]
+        rules = policies(self._recorder.matrix)
+        least = max((rules.of(cell_id).min_replicates for cell_id in self._cells), default=0)
+        found = [(block, self.due(block)) for block in blocks[:least]]
+        for group in least_sure_first(self._cells, prior):
+            found += [
+                (block, [cell_id for cell_id in self.due(block) if cell_id in group])
+                for block in blocks[least:]
+            ]
+        return found
 
     def _from_the_smallest(self, shuffled: Sequence[str]) -> list[str]:
         """The same order, but each path's cells by batch and length in the places that they had

@@ -110,8 +110,10 @@ def _measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> dict[str, 
         facts["peer"] = loaded_peer(job.peer)
     if job.trace is not None:
         return facts | _trace(job, clock, turn, Path(job.trace))
+    facts["phases_s"] = phases = Phases()
     facts["parity"] = _prove(job, model, route, facts)
     facts["length_proof"] = _prove_at_length(job, model, route, facts)
+    phases.ends("proof")
 
     with closing(workload.build(job)) as work:
         return _timed(job, clock, sampler, turn, work, facts)
@@ -128,7 +130,9 @@ def _timed(
     """``facts`` of the proofs before the model was built, and all that its steps show."""
     model = ModelConfig.from_mapping(job.model)
     route, due = actual_route(job, model), layer_calls(job.axes, model)
+    phases: Phases = facts["phases_s"]
     cold_start_s, engaged = _first_step(work, route)
+    phases.ends("setup")
     facts |= {"cold_start_s": cold_start_s, "engaged": engaged, "engaged_by": work.engaged_by}
     if fault := wrong_path(route, job, engaged, due=due):
         raise Stop(Status.WRONG_PATH, _with_reasons(fault, route), facts)
@@ -136,22 +140,27 @@ def _timed(
         raise Stop(Status.PARITY, fault, facts)
 
     facts["step_proof"], peak = _prove_step(job, model, work, facts)
+    phases.ends("proof")
 
     if job.device == "cuda":
         # what waits holds its weights only; the warm-up takes the rest again
         torch.cuda.empty_cache()
     turn()
+    phases.begins()  # it has waited for the others
 
     retries, flush = allocation_retries(job), workload.l2_flush(job)
     warmth = warm_up(work.step, clock, job.measure, flush)
+    phases.ends("warmup")
     step = slowed(work.step, warmth.step_s, job, clock)
     timed = time_samples(step, warmth.step_s, job.measure, clock, sampler, flush, turn.timing())
+    phases.ends("timing")
     facts |= {
         "steady": warmth.steady,
         "tuned": autotuner.choices(),
         **timed.facts(work.tokens_per_step),
     }
     facts["absent"] |= absent_of(job, warmth)
+    facts["absent"]["node"] = "one machine, no fleet"
     facts["absent"]["own_step"] = f"workload={job.axes.workload} is the harness's own"
     if job.peer is None:
         facts["absent"]["peer"] = "nsa serves this path itself"
@@ -206,7 +215,24 @@ def _timed(
         facts["absent"]["cache"] = f"workload={job.axes.workload} keeps no cache"
     else:
         facts["cache"] = work.cache()
+    phases.ends("witness")
     return facts
+
+
+class Phases(dict[str, float]):
+    """Seconds of this process by what they were for, each from the end of the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begins()
+
+    def begins(self) -> None:
+        self._since = time.monotonic()
+
+    def ends(self, name: str) -> None:
+        now = time.monotonic()
+        self[name] = self.get(name, 0.0) + now - self._since
+        self._since = now
 
 
 def _trace(job: Job, clock: Clock, turn: Turn, chrome: Path) -> dict[str, Any]:

@@ -144,6 +144,7 @@ def _timed(
         ("parity", "length_proof", "step_proof"), "a user's own step: own_step says what is proved"
     )
     found["absent"] |= dict.fromkeys(("cache", "loop", "peer"), "a user's own step")
+    found["absent"]["node"] = "one machine, no fleet"
     if job.waiting_peers and (again := allocation_retries(job) - retries):
         raise torch.OutOfMemoryError(
             f"memory was so scarce next to {job.waiting_peers} waiting processes that {again}"

@@ -17,7 +17,7 @@ from perfbench.matrix import matrix as matrices
 from perfbench.records import run_file
 from perfbench.records.job import Job, MeasureOptions
 from perfbench.records.rows import Run, Status
-from perfbench.runner.ab import checkout, pair, schedule, version_plan
+from perfbench.runner.ab import checkout, pair, schedule, version_executor, version_plan
 from perfbench.worker.nsa_version import NSA_WITNESS
 from tests.perfbench import repositories
 from tests.perfbench.ab_bench import LONG, MATRIX, SHORT, Bench
@@ -182,7 +182,7 @@ def test_a_server_without_its_version_yields_no_row(
     """The worst bug would be a silent A/A; here the one argument that prevents it is taken away."""
     with (
         checkout.checked_out("HEAD", template[0]) as one,
-        schedule.VersionExecutor(one, STUB) as executor,
+        version_executor.VersionExecutor(one, STUB) as executor,
     ):
         command = list(executor._command)
         assert command[-2:] == ["--nsa", str(one.folder)]
@@ -203,7 +203,9 @@ def test_a_server_whose_version_is_no_package_refuses_to_start(
     with checkout.checked_out("HEAD", template[0]) as one:
         wrong = checkout.Checkout("v0", tmp_path / "empty", one.source)
         with (
-            schedule.VersionExecutor(wrong, "tests.perfbench.stub_measure:measure") as executor,
+            version_executor.VersionExecutor(
+                wrong, "tests.perfbench.stub_measure:measure"
+            ) as executor,
             pytest.raises(checkout.CannotBuild, match="WrongSide"),
         ):
             executor.prepare([])

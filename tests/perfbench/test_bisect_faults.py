@@ -13,7 +13,7 @@ from perfbench.commands import app
 from perfbench.errors import Exit, PerfbenchError, unwritable
 from perfbench.machine.environment import TargetFit
 from perfbench.records import Status
-from perfbench.runner.ab import bisect_pairs, checkout, schedule
+from perfbench.runner.ab import bisect_pairs, checkout, schedule, version_executor
 from tests.perfbench.ab_bench import SHORT, FakeSide
 from tests.perfbench.bisect_bench import marked_sides
 from tests.perfbench.test_bisect import bisect, folder, here, history
@@ -105,7 +105,7 @@ def test_a_busy_gpu_before_a_server_starts_is_no_fault_of_the_version(tmp_path: 
     source = Source(commit=None, dirty_sha256=None, reason="a folder")
     one = checkout.Checkout("b", tmp_path, source)
     with (
-        schedule.VersionExecutor(one, before_block=refuse) as side,
+        version_executor.VersionExecutor(one, before_block=refuse) as side,
         pytest.raises(PerfbenchError) as caught,
     ):
         side.prepare([])

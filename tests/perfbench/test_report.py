@@ -51,6 +51,7 @@ def test_sections_come_in_the_order_of_urgency() -> None:
         "Every cell",
         "Pictures",
         "Excluded",
+        "Costs",
         "How to do it again",
         "Method",
     ]

@@ -14,80 +14,32 @@ import random
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from perfbench.errors import Exit, PerfbenchError
 from perfbench.gate import (
     MeasuredPairs,
     base_first,
     has_fresh_servers,
     interrupted_between,
 )
-from perfbench.machine import TargetFit
 from perfbench.matrix import policies, step_folder
-from perfbench.records import Job, PlannedCell, Replicate, Status, without_resume
+from perfbench.records import PlannedCell, Replicate, Status, without_resume
 from perfbench.runner.ab import pair
-from perfbench.runner.ab.checkout import CannotBuild, Checkout
-from perfbench.runner.ab.pair import Pair, PairSpec
+from perfbench.runner.ab.checkout import Checkout
+from perfbench.runner.ab.pair import Pair, PairSpec, is_pair
+from perfbench.runner.ab.version_executor import prepared_versions
 from perfbench.runner.ab.version_plan import VersionPlan, plan_of_version
 from perfbench.runner.attempts import Ledger
 from perfbench.runner.context import MeasuringContext
-from perfbench.runner.executor import Executor, ForkServerExecutor, prepared_executors
+from perfbench.runner.executor import CardLost, Executor
 from perfbench.runner.loop import Budget, measure_all
 from perfbench.runner.progress import Progress
 from perfbench.runner.recorder import Recorder
 from perfbench.runner.run import parse_injection
-from perfbench.worker import MEASURE, NSA_WITNESS
 
 GROUP = 12  # cells of a confirmation that are measured together: they share the servers' starts
-
-
-class VersionExecutor(ForkServerExecutor):
-    """Measures one version's `nsa`.
-
-    CannotBuild where its server does not start; a row of any other `nsa` is a bug, not a result.
-    """
-
-    def __init__(self, one: Checkout, measure: str = MEASURE, **seams: Any) -> None:
-        super().__init__(measure, arguments=["--nsa", str(one.folder)], **seams)
-        self._version = one
-
-    def prepare(self, jobs: Sequence[Job]) -> None:
-        if self._server is None:
-            self.new_block()  # a busy GPU is no fault of this version
-        try:
-            super().prepare(jobs)
-        except PerfbenchError as error:
-            raise CannotBuild(
-                f"{self._version.name} cannot be measured by this harness: {error}",
-                self._version.name,
-            ) from None
-
-    def execute(self, job: Job) -> Replicate:
-        row = super().execute(job)
-        measured_by = (row.model_extra or {}).get(NSA_WITNESS)
-        if row.status is Status.OK and measured_by != str(self._version.folder):
-            problem = (
-                f"got a row of {measured_by or 'an unknown nsa'}, wanted one of"
-                f" {self._version.folder} ({self._version.name})"
-            )
-            raise PerfbenchError(
-                Exit.INTERNAL,
-                f"{problem}. Next: report it, this A/B would have compared a version with itself",
-            )
-        return row
-
-
-def prepared_versions(
-    fit: TargetFit, versions: Sequence[Checkout], measure: str = MEASURE, *, module: Any = None
-) -> AbstractContextManager[tuple[Executor, ...]]:
-    """The executor of each version, as `prepared_executors`."""
-    makers = [partial(VersionExecutor, one, measure) for one in versions]
-    return prepared_executors(fit, makers, module=module)
 
 
 def measure_pair(
@@ -102,8 +54,33 @@ def measure_pair(
     base, candidate = (
         plan_of_version(one, spec.matrix, spec.only, context.capability) for one in versions
     )
+    if context.fleet is not None:
+        return _on_fleet(spec, (base, candidate), context, folder, resume=resume)
     with prepared_versions(context.fit, versions) as (first, second):
         return interleave(spec, (base, candidate), (first, second), context, folder, resume=resume)
+
+
+def _on_fleet(
+    spec: PairSpec,
+    versions: tuple[VersionPlan, VersionPlan],
+    context: MeasuringContext,
+    folder: Path,
+    *,
+    resume: bool,
+) -> Pair:
+    """All pairs on one card; where it is lost, what is missing on another, both halves of each pair
+    on one. A pair's base is the commit that its checkout is named after.
+    """
+    assert context.fleet is not None
+    while True:
+        try:
+            with context.fleet.versions(versions[0].checkout.name) as found:
+                here = replace(context, environment=found.environment)
+                return interleave(
+                    spec, versions, found.executors, here, folder, resume=resume or is_pair(folder)
+                )
+        except CardLost as lost:
+            context.say(str(lost))
 
 
 def interleave(
@@ -265,6 +242,9 @@ class PairSchedule:
         shuffled = list(self._wanted)
         random.Random(f"{self._manifest.seed}-{block}").shuffle(shuffled)
         return [cell_id for cell_id in shuffled if self.is_due(cell_id, block)]
+
+    def rounds(self) -> list[tuple[int, list[str]]]:
+        return [(block, self.due(block)) for block in range(self.num_blocks)]
 
     def is_due(self, cell_id: str, block: int) -> bool:
         return block < self._wanted[cell_id] and bool(self._turns(cell_id, block))

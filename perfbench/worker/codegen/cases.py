@@ -31,7 +31,7 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "window": {"block": 1, "stride": 1, "width": 512},
 }
 CHOSEN: dict[str, Any] = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16}
-# What is in use, and what else fits the registers of an SM 9.0 without spills; by the width of keys.
+# What is in use, and what else fits an SM 9.0 without spills; by the width of keys.
 FORWARD_ROLES = {
     64: (selected.FORWARD_ROLES[0], selected.RoleTiles(128, 2, 4, 2, 16, 168)),
     128: (selected.RoleTiles(64, 1, 3, 1, 16, 128), selected.RoleTiles(64, 2, 4, 2, 16, 168)),
