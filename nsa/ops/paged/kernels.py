@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nsa.ops.decode import kernels as contiguous
-from nsa.ops.decode.kernels import leave, more
+from nsa.ops.decode.kernels import leave, logits, more
 from nsa.ops.kernels.common import (
     LOG2E,
     cdiv,
@@ -285,7 +285,7 @@ def nsa_interval_forward_pages(
         k = load_rows(K, at * D, inside, D, BD).to(q.dtype)
         v = load_rows(V, at * DV, inside, DV, BDV).to(q.dtype)
         kept = inside[None, :] & (c[None, :] >= lo[:, None]) & (c[None, :] < hi[:, None])
-        m, l, acc = more(q, k, v, kept, m, l, acc, scale_log2, PREC)
+        m, l, acc = more(logits(q, k, kept, scale_log2, PREC), v, m, l, acc, PREC)
     if FP8:
         acc *= tl.load(VS + g)
     row = ((split * tl.num_programs(2) + b) * T + t) * (G * H) + g * H + h
@@ -416,7 +416,7 @@ def nsa_selected_forward_pages(
         token = (page.to(tl.int64) * L + i) * G + g
         k = load_rows(K, token * D, kept, D, BD).to(q.dtype)
         v = load_rows(V, token * DV, kept, DV, BDV).to(q.dtype)
-        m, l, acc = more(q, k, v, kept[None, :], m, l, acc, scale_log2, PREC)
+        m, l, acc = more(logits(q, k, kept[None, :], scale_log2, PREC), v, m, l, acc, PREC)
     if FP8:
         acc *= tl.load(VS + g)
     leave(
