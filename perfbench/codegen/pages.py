@@ -1,4 +1,4 @@
-"""A judgement of machine code as text, Markdown, JSON, and GitHub's annotations."""
+"""A judgement of machine code as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 from perfbench.codegen.judging import CodeFinding, CodeJudgement
 from perfbench.codegen.nouns import CompiledKernels, Toolchain
 from perfbench.errors import Exit
-from perfbench.records import EXIT_OF, Verdict
-from perfbench.report import github_command, github_commands_at_most
+from perfbench.records import EXIT_OF
 from perfbench.text import cell_code, escape
 
 _MOST = 20  # lines of one verdict in the terminal
@@ -59,29 +58,6 @@ def code_json(judgement: CodeJudgement, built: CompiledKernels) -> dict[str, Any
             for one, code in sorted(built.code.items(), key=lambda pair: pair[0].order)
         ],
     }
-
-
-def code_annotations(judgement: CodeJudgement) -> list[str]:
-    """GitHub's workflow commands: an error for each red finding, at the line of its kernel, and one
-    warning for all the others of a verdict; at most 10 of each.
-    """
-    errors, warnings = [], []
-    for one in judgement.findings:
-        if EXIT_OF[one.verdict] is not Exit.OK:
-            title = f"perfbench codegen: {one.verdict.value} {one.variant or ''}".rstrip()
-            changed = f" ({', '.join(one.changes)})" if one.changes else ""
-            errors.append(
-                github_command("error", title, one.reason + changed, source=one.source or "")
-            )
-    for verdict in (Verdict.NEW, Verdict.WATCH):
-        if found := judgement.of(verdict):
-            title = f"perfbench codegen: {verdict.value}, {len(found)} variants"
-            first = found[0]
-            changed = f" ({', '.join(first.changes)})" if first.changes else ""
-            text = f"{first.variant}: {first.reason}{changed}"
-            level = "error" if judgement.strict else "warning"
-            warnings.append(github_command(level, title, text))
-    return [*github_commands_at_most(errors, "error"), *warnings]
 
 
 def headline(judgement: CodeJudgement, toolchain: Toolchain) -> str:

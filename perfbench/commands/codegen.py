@@ -103,7 +103,7 @@ def codegen(
 
 def _announced(judged: CodeJudgement, markdown: str) -> Iterator[str]:
     """On GitHub: annotations, and the page in the step's summary."""
-    from perfbench.codegen import code_annotations
+    from perfbench.commands.codegen_annotations import code_annotations
     from perfbench.machine import environment_variable, step_summary
     from perfbench.report import append_summary
 

@@ -19,8 +19,9 @@ from perfbench.codegen.baseline import (
 )
 from perfbench.codegen.judging import judge_code, resident
 from perfbench.codegen.nouns import CompiledKernels, KernelVariant, MachineCode, Toolchain
-from perfbench.codegen.pages import code_annotations, code_markdown, code_text
+from perfbench.codegen.pages import code_markdown, code_text
 from perfbench.commands import app
+from perfbench.commands.codegen_annotations import code_annotations
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.records import Verdict
 from tests.perfbench import stub_compiler

@@ -12,7 +12,8 @@ from perfbench.codegen.baseline import CodeBaseline
 from perfbench.codegen.building import build_all
 from perfbench.codegen.judging import CodeFinding, judge_code
 from perfbench.codegen.nouns import CompiledKernels
-from perfbench.codegen.pages import code_annotations, code_markdown, code_text
+from perfbench.codegen.pages import code_markdown, code_text
+from perfbench.commands.codegen_annotations import code_annotations
 from perfbench.errors import Exit
 
 ROOT = Path(__file__).parents[2]
