@@ -33,13 +33,16 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
 CHOSEN: dict[str, Any] = {"block": 32, "stride": 16, "sel_block": 64, "num_selected": 16}
 # What is in use, and what else fits an SM 9.0 without spills; by the width of keys.
 FORWARD_ROLES = {
-    64: (selected.FORWARD_ROLES[0], selected.RoleTiles(128, 2, 4, 2, 16, 168)),
+    64: (*filter(None, selected.FORWARD_ROLES[:1]), selected.RoleTiles(128, 2, 4, 2, 16, 168)),
     128: (selected.RoleTiles(64, 1, 3, 1, 16, 128), selected.RoleTiles(64, 2, 4, 2, 16, 168)),
 }
-BACKWARD_ROLES = {64: selected.BACKWARD_ROLES[:1], 128: selected.BACKWARD_ROLES[1:2]}
+BACKWARD_ROLES = {
+    64: (*filter(None, selected.BACKWARD_ROLES[:1]),),
+    128: (*filter(None, selected.BACKWARD_ROLES[1:2]),),
+}
 COMPRESSED_ROLES = {
-    64: (interval.FORWARD_ROLES[0], interval.RoleSizes(64, 3, 2, 80, 112)),
-    128: interval.FORWARD_ROLES[1:2],
+    64: (*filter(None, interval.FORWARD_ROLES[:1]), interval.RoleSizes(64, 3, 2, 80, 112)),
+    128: (*filter(None, interval.FORWARD_ROLES[1:2]),),
 }
 
 
@@ -169,8 +172,9 @@ def warp_roles(shape: CodeShape, at: At) -> None:
     compressed = k[:, : (TOKENS - 32) // 16 + 1].clone(), v[:, : (TOKENS - 32) // 16 + 1].clone()
     where: dict[str, Any] = {"q_start": 0, "first": None, "scale": 0.1}
     for sizes in COMPRESSED_ROLES[shape.key_dim]:
-        at(f"roles.{sizes and sizes.BC}")
-        interval.forward(q, *compressed, roles=sizes, **GEOMETRIES["compressed"], **where)
+        at(f"roles.{sizes.BC}x{sizes.groups}")
+        of_keys = {**GEOMETRIES["compressed"], **where, "roles": sizes}
+        interval.forward(q, compressed[0], compressed[1], **of_keys)
     of_choice: dict[str, Any] = {"num_initial": 1, "num_local": 2, "kv_len": TOKENS}
     at("roles")
     for passing in filter(None, scores.PASSING):
