@@ -265,7 +265,7 @@ def paged(
     """(o and lse of all three branches, the blocks) over keys in pages, where `serves_pages`."""
     for name in ("cmp", SCORE, "sel", "win"):
         engagement.record(route.branch(name))
-    geometry = pages_op.StepGeometry(
+    geometry = pages_op.PagesGeometry(
         config.cmp_block,
         config.cmp_stride,
         config.window,

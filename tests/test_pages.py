@@ -27,6 +27,8 @@ PAGES = sorted(
 )
 REPORTS = sorted(name for name in TRACKED if name.startswith("reports/"))
 EVIDENCE = "reports/evidence"
+# a script of a sweep, or what one printed
+SWEEP = re.compile(r"-script\.txt\.gz$|/tiles-\d\.json\.gz$|/decode-kernels\.txt\.gz$")
 MAX_BYTES = 5_000_000  # of reports/, a clone carries them all
 _FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)")
@@ -141,4 +143,5 @@ def test_compressed_runs_carry_no_time_and_no_name() -> None:
             # a run of perfbench, what a study collected, else a log of nsa.train
             begins = {"run.jsonl.gz": '{"kind": "manifest"', "runs.json.gz": '{"about": '}
             wanted = begins.get(name.rpartition("/")[2], '{"kind": "start"')
-            assert gzip.decompress(data).startswith(wanted.encode()), name
+            if not SWEEP.search(name):
+                assert gzip.decompress(data).startswith(wanted.encode()), name

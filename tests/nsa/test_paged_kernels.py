@@ -83,7 +83,7 @@ def test_attention_over_pages(splits: int, fp8: bool, monkeypatch: pytest.Monkey
     pages = layer_pages(SMALL, kv, list(LENGTHS), fp8=fp8)
     q = randn(B, T, G * H, D, seed=9)
     scale, grid = 0.3, {"block": SMALL.cmp_block, "stride": SMALL.cmp_stride}
-    geometry = paged.StepGeometry(8, 4, SMALL.window, 5, (1, 2), scale)
+    geometry = paged.PagesGeometry(8, 4, SMALL.window, 5, (1, 2), scale)
     (cmp, sel, win), blocks = paged.attend(q, pages, geometry)
     kept = {name: getattr(pages, name).rounded(kv[name]) for name in ("sel", "win")}
     for b, n in enumerate(LENGTHS):

@@ -2,7 +2,7 @@
 attention of a decode step that reads them where they lie.
 """
 
-from nsa.ops.paged.decode import StepGeometry as StepGeometry
+from nsa.ops.paged.decode import PagesGeometry as PagesGeometry
 from nsa.ops.paged.decode import append as append
 from nsa.ops.paged.decode import append_means as append_means
 from nsa.ops.paged.decode import attend as attend

@@ -12,7 +12,7 @@ LEAST_PAGE, MOST_PAGE = 16, 128  # entries: a dot wants 16, and a tile of more t
 
 
 @dataclass(frozen=True, slots=True)
-class StepGeometry:
+class PagesGeometry:
     """Of the config, and the logits' ``scale``; ``forced``: the numbers of initial and of local
     blocks.
     """
@@ -51,7 +51,7 @@ def append_means(pages: LayerPages, T: int, *, block: int, stride: int) -> None:
     kernels.means(pages, T, block=block, stride=stride)
 
 
-def attend(q: Tensor, pages: LayerPages, geometry: StepGeometry) -> tuple[tuple[KV, ...], Tensor]:
+def attend(q: Tensor, pages: LayerPages, geometry: PagesGeometry) -> tuple[tuple[KV, ...], Tensor]:
     """((o, lse to base 2) of the compressed, the selected and the window branch, the chosen blocks
     int32 [B, T, G, N]) of q [B, T, HQ, D].
     """

@@ -75,4 +75,4 @@ def over_pages(shape: CodeShape, at: Callable[[str], None], *, float8: bool = Fa
     kv = torch.zeros(B, 1, G, DK, dtype=dtype), torch.zeros(B, 1, G, DV, dtype=dtype)
     paged.append(layer, kv, kv, kv)
     paged.append_means(layer, 1, block=32, stride=16)
-    paged.attend(q, layer, paged.StepGeometry(32, 16, 512, 16, (1, 2), 0.1))
+    paged.attend(q, layer, paged.PagesGeometry(32, 16, 512, 16, (1, 2), 0.1))
