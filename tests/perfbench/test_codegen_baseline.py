@@ -19,7 +19,12 @@ from perfbench.worker.codegen import ARCHITECTURES, BUILDS
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "reports" / "baselines" / "codegen").glob("*.txt"))
 # warp roles, of rows that a 128-byte swizzle holds
-HOPPER_ONLY = {"nsa_selected_forward_roles", "nsa_selected_backward_roles"}
+HOPPER_ONLY = {
+    "nsa_interval_forward_roles",
+    "nsa_scores_roles",
+    "nsa_selected_backward_roles",
+    "nsa_selected_forward_roles",
+}
 
 
 def kernels_of(trees: Iterable[ast.Module]) -> set[str]:
