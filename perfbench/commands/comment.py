@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -41,7 +42,8 @@ Expected = Annotated[
     typer.Option(
         "--expect",
         metavar="MATRIX",
-        help="A matrix, or its file, of which a run must be there: without one it is MISSING.",
+        help="A matrix, or its file, of which a run must be there, as often as it is named:"
+        " without one it is MISSING.",
     ),
 ]
 Key = Annotated[
@@ -71,7 +73,8 @@ def comment(
     try:
         text = comment_text(found, absent, page=workflow_page(), key=key)
     except ValueError as error:
-        text = f"{error}. Next: name a run's folder, or --expect its matrix"
+        places = ", ".join(repr(run.as_posix()) for run in runs)
+        text = f"{error}, at or below {places}. Next: name a run's folder, or --expect its matrix"
         raise PerfbenchError(Exit.USAGE, text) from None
     if not post:
         print_text(text)
@@ -122,10 +125,11 @@ def _judged(folder: Path, baseline: Path | None) -> CommentedRun:
 def _absent(expected: Sequence[str], found: Sequence[CommentedRun]) -> list[AbsentRun]:
     from perfbench.report import AbsentRun
 
-    here = {one.name for one in found}
-    names = dict.fromkeys(Path(name).name.removesuffix(".yaml").lstrip("@") for name in expected)
+    here = Counter(one.name for one in found)
+    # two runners of one card may share a matrix: each is to leave a run
+    wanted = Counter(Path(name).name.removesuffix(".yaml").lstrip("@") for name in expected)
     reason = "no run was left behind; see the log of its job"
-    return [AbsentRun(name, reason) for name in names if name not in here]
+    return [AbsentRun(name, reason) for name in (wanted - here).elements()]
 
 
 def _posted(text: str, number: int | None, author: str) -> str:

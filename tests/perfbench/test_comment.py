@@ -232,7 +232,11 @@ def test_the_command_takes_a_folder_of_artifacts(
     assert page.count(f"| `{name}` | 4 |") == 1
     assert app.invoke(["comment", str(tmp_path / "nothing"), "--expect", "gone"]) == 0
     assert app.invoke(["comment", str(tmp_path / "nothing")]) == 2
-    assert "Next: name a run's folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"at or below '{tmp_path / 'nothing'}'. Next: name a run's folder" in said
+    # of two runners that share a matrix, one left nothing
+    assert app.invoke(["comment", str(good), "--expect", name, "--expect", name]) == 0
+    assert f"| `{name}` | 6 | MISSING, exit 6: no run was left" in capsys.readouterr().out
 
 
 def test_strict_and_exit_codes_of_another_perfbench_are_internal_errors() -> None:
