@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
+    from perfbench.commands.outcome import Outcome
     from perfbench.posting import PullRequest
     from perfbench.report import AbsentRun, CommentedRun
 
@@ -119,7 +121,25 @@ def _judged(folder: Path, baseline: Path | None) -> CommentedRun:
             if baseline is None
             else judge_stored(folder, baseline, strict=False)
         )
+        _refuse_broken_off(outcome)
     return CommentedRun(verdict_file(outcome.judgement, outcome.run), folder.as_posix())
+
+
+def _refuse_broken_off(outcome: Outcome) -> None:
+    """FAILED for a run that is green so far and whose command never wrote its verdict: a job that
+    was killed is not a green one.
+    """
+    if outcome.judgement.exit_code is not Exit.OK or (outcome.folder / "verdict.json").exists():
+        return
+    run, cells = outcome.run, outcome.judgement.cells
+    due = run.manifest.replicates * len(cells)
+    done = sum(len({row.replicate for row in run.of_cell(cell.cell_id)}) for cell in cells)
+    if done < due:
+        raise PerfbenchError(
+            Exit.FAILED,
+            f"got {done} of {due} replicates and no verdict.json, wanted a run that came to its end"
+            f". Next: see the log of its job, or --resume {shlex.quote(str(outcome.folder))}",
+        )
 
 
 def _absent(expected: Sequence[str], found: Sequence[CommentedRun]) -> list[AbsentRun]:
