@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from nsa.routing.cards import card_class
 from perfbench.codegen.baseline import UPDATE, CodeBaseline
@@ -91,9 +92,10 @@ def judge_code(
     *,
     kernels: Sequence[str] = ("*",),
     strict: bool = False,
+    folder: Path | None = None,
 ) -> CodeJudgement:
     """``built`` against ``baseline``, of ``kernels`` (globs) alone, and of the architectures that
-    were built.
+    were built. ``folder`` is where the baseline was looked for.
     """
     sources = built.sources
     found = [
@@ -101,7 +103,7 @@ def judge_code(
         for one, why in built.failed.items()
     ]
     found += _beyond_the_card(built)
-    comparable, others = _comparable(built, baseline)
+    comparable, others = _comparable(built, baseline, folder)
     found += others
     before = {} if baseline is None else baseline.code
     same = 0
@@ -158,11 +160,12 @@ def _beyond_the_card(built: CompiledKernels) -> Iterator[CodeFinding]:
 
 
 def _comparable(
-    built: CompiledKernels, baseline: CodeBaseline | None
+    built: CompiledKernels, baseline: CodeBaseline | None, folder: Path | None
 ) -> tuple[set[str], list[CodeFinding]]:
     """The architectures that the same compilers made on both sides, and why others were not."""
     if baseline is None:
-        why = f"no baseline in git. Next: {UPDATE}"
+        where = "" if folder is None else f" in {folder.as_posix()}"
+        why = f"got no triton-*.txt{where}, wanted a baseline. Next: {UPDATE}"
         return set(), [CodeFinding(Verdict.NO_BASELINE, why)]
     mine, theirs = built.toolchain, baseline.toolchain
     if mine.triton != theirs.triton:

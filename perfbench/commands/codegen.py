@@ -85,7 +85,7 @@ def codegen(
         write_baseline_file(made)
         say(f"wrote {made.path}: {len(made.code)} variants. Next: git diff {made.path}")
         raise typer.Exit(Exit.OK)
-    judged = judge_code(built, before, kernels=kernels, strict=strict)
+    judged = judge_code(built, before, kernels=kernels, strict=strict, folder=baseline)
     content = json.dumps(code_json(judged, built), indent=2)
     markdown = code_markdown(judged, built.toolchain)
     files = {"codegen.md": markdown, "codegen.json": f"{content}\n"}

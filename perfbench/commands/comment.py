@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +15,7 @@ from perfbench.commands.console import print_text, say, warn
 from perfbench.errors import Exit, PerfbenchError
 
 if TYPE_CHECKING:
+    from perfbench.commands.outcome import Outcome
     from perfbench.posting import PullRequest
     from perfbench.report import AbsentRun, CommentedRun
 
@@ -41,7 +44,8 @@ Expected = Annotated[
     typer.Option(
         "--expect",
         metavar="MATRIX",
-        help="A matrix, or its file, of which a run must be there: without one it is MISSING.",
+        help="A matrix, or its file, of which a run must be there, as often as it is named:"
+        " without one it is MISSING.",
     ),
 ]
 Key = Annotated[
@@ -71,7 +75,8 @@ def comment(
     try:
         text = comment_text(found, absent, page=workflow_page(), key=key)
     except ValueError as error:
-        text = f"{error}. Next: name a run's folder, or --expect its matrix"
+        places = ", ".join(repr(run.as_posix()) for run in runs)
+        text = f"{error}, at or below {places}. Next: name a run's folder, or --expect its matrix"
         raise PerfbenchError(Exit.USAGE, text) from None
     if not post:
         print_text(text)
@@ -116,16 +121,35 @@ def _judged(folder: Path, baseline: Path | None) -> CommentedRun:
             if baseline is None
             else judge_stored(folder, baseline, strict=False)
         )
+        _refuse_broken_off(outcome)
     return CommentedRun(verdict_file(outcome.judgement, outcome.run), folder.as_posix())
+
+
+def _refuse_broken_off(outcome: Outcome) -> None:
+    """FAILED for a run that is green so far and whose command never wrote its verdict: a job that
+    was killed is not a green one.
+    """
+    if outcome.judgement.exit_code is not Exit.OK or (outcome.folder / "verdict.json").exists():
+        return
+    run, cells = outcome.run, outcome.judgement.cells
+    due = run.manifest.replicates * len(cells)
+    done = sum(len({row.replicate for row in run.of_cell(cell.cell_id)}) for cell in cells)
+    if done < due:
+        raise PerfbenchError(
+            Exit.FAILED,
+            f"got {done} of {due} replicates and no verdict.json, wanted a run that came to its end"
+            f". Next: see the log of its job, or --resume {shlex.quote(str(outcome.folder))}",
+        )
 
 
 def _absent(expected: Sequence[str], found: Sequence[CommentedRun]) -> list[AbsentRun]:
     from perfbench.report import AbsentRun
 
-    here = {one.name for one in found}
-    names = dict.fromkeys(Path(name).name.removesuffix(".yaml").lstrip("@") for name in expected)
+    here = Counter(one.name for one in found)
+    # two runners of one card may share a matrix: each is to leave a run
+    wanted = Counter(Path(name).name.removesuffix(".yaml").lstrip("@") for name in expected)
     reason = "no run was left behind; see the log of its job"
-    return [AbsentRun(name, reason) for name in names if name not in here]
+    return [AbsentRun(name, reason) for name in (wanted - here).elements()]
 
 
 def _posted(text: str, number: int | None, author: str) -> str:

@@ -32,6 +32,7 @@ from perfbench.runner import (
     run_matrix,
     run_on_fleet,
 )
+from perfbench.text import counted
 
 if TYPE_CHECKING:
     from nsa.routing import Capability
@@ -74,7 +75,7 @@ def opened_context(
     with open_fleet(fleet, target, say) as opened:
         facts = opened.cards[0].facts
         if not silent:
-            say(f"{len(opened.cards)} cards: {', '.join(map(str, opened.cards))}")
+            say(f"{counted(len(opened.cards), 'card')}: {', '.join(map(str, opened.cards))}")
         yield MeasuringContext(
             TargetFit("cpu" if target.is_cpu else "cuda", None),
             facts.capability,

@@ -139,14 +139,17 @@ def _json_of(judged: Judgement) -> dict[str, object]:
 
 def _report(judged: Judgement, *, quiet: bool) -> None:
     """The headline, each cell that is not as in the baseline, and annotations where GitHub runs."""
+    from perfbench.gate import severity
+    from perfbench.records import Verdict
     from perfbench.report import announce
 
     if not quiet:
         lines = [f"{f.verdict.value}: {f.reason}" for f in judged.findings]
         lines += [
-            f"{cell.verdict.value} {cell.cell_id}: {cell.reason}"
+            f"{verdict.value} {cell.cell_id}: {cell.reason}"
+            for verdict in sorted(Verdict, key=severity)  # what is red before what is new
             for cell in judged.cells
-            if cell.verdict is not None
+            if cell.verdict is verdict
         ]
         print_text("\n".join([judged.headline, *(f"  {line}" for line in lines)]))
     print_commands(announce(judged, None))

@@ -26,7 +26,7 @@ from perfbench.records import (
     short_ids,
     varying_axes,
 )
-from perfbench.text import number, shorten
+from perfbench.text import counted, number, shorten
 
 TOO_WIDE_PCT = 50.0  # of half the interval: twice the speed, or half of it, is then no surprise
 # What a comparison of speeds says; where anything else is wrong, no number of the cell counts.
@@ -260,17 +260,12 @@ def _headline(
         return _of_cells(FAIL_UNDER_STRICT, "exit 0 (a warning; --strict fails)", cells)
     if baseline is None:
         own = sum(cell.axes.is_own_step for cell in cells)
-        said = [
-            *(
-                [
-                    f"{len(cells) - own} cells ran as planned, each proved by parity, route and"
-                    " physics"
-                ]
-                if len(cells) > own
-                else []
-            ),
-            *([f"{own} cells of the user's own steps, by what these declare"] if own else []),
-        ]
+        said = []
+        if len(cells) > own:
+            ran = counted(len(cells) - own, "cell")
+            said.append(f"{ran} ran as planned, each proved by parity, route and physics")
+        if own:
+            said.append(f"{counted(own, 'cell')} of the user's own steps, by what these declare")
         return f"{_too_noisy(cells)}MEASURED, exit 0: {'; '.join(said)}; speed not compared"
     return _green(cells, policy)
 

@@ -219,6 +219,7 @@ def test_update_then_check(
 ) -> None:
     where = ("--baseline", str(tmp_path / "b"))
     assert stub("", *where) == Exit.BASELINE
+    assert f"got no triton-*.txt in {tmp_path / 'b'}, wanted" in capsys.readouterr().out
     assert stub("", "--update", *where) == Exit.OK
     (path,) = (tmp_path / "b").iterdir()
     assert path.name == "triton-9.9.9.txt" and len(read_baseline_file(path).code) == 10

@@ -5,6 +5,7 @@ breaks out of it. Read by a Markdown parser of another house.
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import re
 import shlex
 from pathlib import Path
@@ -23,6 +24,7 @@ from perfbench.report import AbsentRun, CommentedRun, comment_text, read_verdict
 from perfbench.report import verdict_text as json_text
 from perfbench.report.comment import MAX_ROWS
 from perfbench.report.verdict_json import VerdictFile
+from tests.perfbench import builders as b
 from tests.perfbench.report_cases import TRAIN, troubled
 
 RUN, JUDGEMENT = troubled()
@@ -232,7 +234,35 @@ def test_the_command_takes_a_folder_of_artifacts(
     assert page.count(f"| `{name}` | 4 |") == 1
     assert app.invoke(["comment", str(tmp_path / "nothing"), "--expect", "gone"]) == 0
     assert app.invoke(["comment", str(tmp_path / "nothing")]) == 2
-    assert "Next: name a run's folder" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"at or below '{tmp_path / 'nothing'}'. Next: name a run's folder" in said
+    # of two runners that share a matrix, one left nothing
+    assert app.invoke(["comment", str(good), "--expect", name, "--expect", name]) == 0
+    assert f"| `{name}` | 6 | MISSING, exit 6: no run was left" in capsys.readouterr().out
+
+
+def test_a_run_that_was_broken_off_is_not_green(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed at its last row, with rows of each cell: its command was not green."""
+    stored = ROOT / "reports/evidence/h200-gate/start-1/run.jsonl.gz"
+    lines = gzip.decompress(stored.read_bytes()).splitlines(keepends=True)
+    (tmp_path / "run.jsonl").write_bytes(b"".join(lines))
+    assert app.invoke(["comment", str(tmp_path)]) == 0
+    assert "MEASURED, exit 0: 4 cells ran as planned" in capsys.readouterr().out
+    (tmp_path / "run.jsonl").write_bytes(b"".join(lines[:-1]))
+    assert app.invoke(["comment", str(tmp_path)]) == 0
+    due = "got 7 of 8 replicates and no verdict.json, wanted a run that came to its end"
+    said = capsys.readouterr().out
+    assert f"MISSING, exit 6: {due}" in said and "exit 0" not in said
+    (tmp_path / "verdict.json").write_text(json_text(RUN, JUDGEMENT), encoding="utf-8")
+    assert app.invoke(["comment", str(tmp_path)]) == 0
+    assert due not in capsys.readouterr().out, "a budget that was spent has its verdict"
+
+
+def test_one_cell_is_one_cell() -> None:
+    run = b.make_run([b.planned_cell(b.Cell("forward", 2048, "dense", "auto"))])
+    assert judge(run, None, GatePolicy()).headline.startswith("MEASURED, exit 0: 1 cell ran as")
 
 
 def test_strict_and_exit_codes_of_another_perfbench_are_internal_errors() -> None:

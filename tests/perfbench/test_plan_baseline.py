@@ -96,6 +96,14 @@ def test_a_cell_that_is_gone_is_red_and_a_new_one_is_said(tmp_path: Path, capsys
     assert planned(MATRIX, "--baseline", more) == 6
     assert f"MISSING {gone}: in the baseline, but not in the plan" in capsys.readouterr().out
     assert planned(MATRIX, "--baseline", more, "--only", "path=auto") == 0
+    capsys.readouterr()
+    moved = edited(
+        tmp_path,
+        lambda found: {"cells": {gone if k == AUTO else k: v for k, v in found.cells.items()}},
+    )
+    assert planned(MATRIX, "--baseline", moved) == 6
+    said = capsys.readouterr().out
+    assert said.index(f"  MISSING {gone}") < said.index(f"  NEW {AUTO}"), "red first"
 
 
 def test_looser_rules_are_red(tmp_path: Path, capsys: Texts) -> None:

@@ -423,3 +423,33 @@ def test_the_page_and_what_changed(team: Team) -> None:
         assert done.returncode == 0, f"{step}: {done.stderr}"
     for site in (team.home / "site", team.folder / "site"):
         assert (site / "index.html").is_file()
+
+
+GOOD = ENTRY | {"first_baseline_due": True}
+OTHER = {"name": "other", "baseline": "reports/baselines/h200/tiny.json"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[", "got what is no JSON"),
+        ('{"name": "tiny"}', "wanted a list of entries"),
+        (json.dumps([{("runer" if k == "runner" else k): v for k, v in ENTRY.items()}]), "runer"),
+        (json.dumps([ENTRY | {"first_baseline_du": True}]), "entry 1 with"),
+        (json.dumps([ENTRY | {"name": "a/b"}]), "the name 'a/b'"),
+        (json.dumps([ENTRY, ENTRY | {"matrix": "x.yaml"}]), "the name tiny twice"),
+        (json.dumps([ENTRY | {"baseline": "base.json"}]), "where check looks"),
+        (json.dumps([GOOD, ENTRY | OTHER]), ""),
+    ],
+)
+def test_a_typo_in_a_fleet_is_one_line_before_a_gpu_is_touched(
+    text: str, said: str, team: Team, tmp_path: Path
+) -> None:
+    """`entries` is then not written, so that no job on a GPU starts."""
+    path, output = tmp_path / "fleet.json", tmp_path / "output"
+    path.write_text(text, encoding="utf-8")
+    values = {"inputs.fleet": str(path)}
+    done = team.step("perfbench.yml", "routes", "Fleet", values, GITHUB_OUTPUT=str(output))
+    assert done.returncode == (2 if said else 0), done.stderr
+    assert said in done.stderr and len(done.stderr.splitlines()) == (1 if said else 0)
+    assert output.read_text() == ("" if said else f"entries={text}\n")

@@ -143,7 +143,7 @@ def _submitter(
         why = " ".join(str(error).split())[:300]
         raise PerfbenchError(
             Exit.USAGE,
-            f"--executor-option: submitit says {why}. Next: take names from docs/fleet.md",
+            f"--executor-option: submitit says {why}. Next: name one that submitit takes",
         ) from None
 
     def submit(*words: Any) -> Any:
