@@ -41,10 +41,12 @@ def check(
     as_json: opt.Json = False,
 ) -> None:
     """Measure, judge, confirm what is slower: for CI."""
+    from perfbench.commands.notifying import check_address
     from perfbench.commands.outcome import finish
     from perfbench.matrix import load_matrix
 
     began = time.monotonic()
+    check_address(webhook)
     loaded = load_matrix(matrix)
     where = (executor, cards, executor_option)
     typed = opt.TypedOptions(only, resume, budget, seed, out, source_commit, inject, *where)

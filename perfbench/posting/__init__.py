@@ -2,4 +2,4 @@
 
 from perfbench.posting.http import CannotSend
 from perfbench.posting.pull_request import PullRequest, upsert_comment
-from perfbench.posting.webhook import shown_host, send_verdict
+from perfbench.posting.webhook import is_address, send_verdict, shown_host

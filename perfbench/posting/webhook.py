@@ -16,6 +16,15 @@ def send_verdict(url: str, verdict_json: str, timeout_s: float = TIMEOUT_S) -> N
         raise CannotSend(f"it answered {answer.status}", answer.status)
 
 
+def is_address(url: str) -> bool:
+    """Whether it has a host, and is of http or https."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
 def shown_host(url: str) -> str:
     """'hooks.example.org' of an address whose path, user and query may be secrets."""
     try:

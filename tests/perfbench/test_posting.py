@@ -236,6 +236,20 @@ def hook() -> Iterator[tuple[str, list[tuple[str, bytes]], list[int]]]:
     thread.join()
 
 
+@pytest.mark.parametrize("url", ["nohost", "ftp://x/s3cr3t", "https:///s3cr3t", "http://[s3cr3t"])
+def test_an_address_that_is_none_is_refused_before_anything_is_measured(
+    url: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[object] = []
+    monkeypatch.setattr(checking, "check_and_judge", lambda *_: measured.append(1))
+    for typed, variable in (([f"--webhook={url}"], ""), ([], url)):
+        monkeypatch.setenv("PERFBENCH_WEBHOOK", variable)
+        assert app.invoke(["check", "@cpu", "--history", "none", *typed]) == 2
+        shown = capfd.readouterr()
+        assert "wanted https://HOST/PATH" in shown.err and "s3cr3t" not in shown.out + shown.err
+    assert not measured
+
+
 def test_check_posts_its_verdict_and_keeps_its_exit_code(
     hook: tuple[str, list[tuple[str, bytes]], list[int]],
     tmp_path: Path,
