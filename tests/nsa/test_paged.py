@@ -291,6 +291,41 @@ def test_how_far_a_row_goes_back() -> None:
 
 
 @torch.no_grad()
+def test_how_far_a_row_goes_back_after_a_plan_was_cancelled() -> None:
+    """A plan releases pages, which a cancel brings not back: what a row may go back to is held."""
+    layer = layer_of()
+    x = randn(1, ROOM, DIM, seed=5, dtype=torch.float64)
+    cache = paged_of(layer, 1, rollback=10)
+    cache.join()
+    step(layer, cache, {0: x[0, :100]})
+    step(layer, cache, {0: x[0, 100:115]})
+    cache.plan(14)  # which takes another page
+    cache.cancel()
+    with pytest.raises(ValueError, match=r"length=101 .*wanted at least 103"):
+        cache.truncate(0, 101)
+    cache.truncate(0, 103)
+    other = randn(1, 15, DIM, seed=6)[0].double()
+    want = layer(torch.cat([x[0, :103], other])[None])[0, 103:]
+    assert_parity(step(layer, cache, {0: other})[0], want, "what follows")
+
+
+def test_pages_that_are_no_longer_held() -> None:
+    layer = layer_of()
+    cache, other = paged_of(layer, 2), paged_of(layer, 2)
+    with torch.no_grad():
+        step(layer, cache, {cache.join(): randn(1, 20, DIM, seed=0)[0].double()})
+    held = cache.hold(0)
+    for use in (other.join, other.drop):
+        with pytest.raises(ValueError, match="got 20 tokens that another cache holds; wanted"):
+            use(held)
+    cache.drop(held)
+    cache.drop(held)
+    with pytest.raises(ValueError, match="got 20 held tokens whose pages were dropped; wanted"):
+        cache.join(held)
+    assert cache.lengths == (20, 0)
+
+
+@torch.no_grad()
 def test_what_a_paged_cache_refuses() -> None:
     layer = layer_of()
     cache, x = paged_of(layer, 2), randn(2, 5, DIM, seed=0, dtype=torch.float64)
