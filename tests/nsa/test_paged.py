@@ -7,6 +7,7 @@ both caches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from nsa import checks
 from nsa.attention import NSAAttention
@@ -28,6 +33,7 @@ from nsa.decode import graph as one_graph
 from nsa.decode.paged import PageAllocator, PagedLayer
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
+from nsa.ops.paged import kernels
 from tests import oracle
 from tests.cases import SMALL, assert_parity, randn
 from tests.nsa.test_cache import DIM, KINDS, OPTIONS, cache_of, layer_of
@@ -381,6 +387,21 @@ def test_what_a_paged_cache_refuses() -> None:
 
 
 # float8.
+
+
+@triton.jit
+def encoded(X, S, OUT, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, W)
+    tl.store(OUT + i, kernels._encode(tl.load(X + i), S, i, i < W, True))
+
+
+def test_float8_keeps_nan_on_a_gpu() -> None:
+    """The instruction that clamps would give 448 for NaN, which the interpreter does not show."""
+    signature = {"X": "*bf16", "S": "*fp32", "OUT": "*fp8e4nv", "W": "constexpr"}
+    source = ASTSource(fn=encoded, signature=signature, constexprs={"W": 128})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    clamps = re.findall(r"\b(?:min|max)\S*f32", ptx)
+    assert clamps and all(".NaN." in name for name in clamps), clamps
 
 
 @torch.no_grad()
