@@ -295,3 +295,14 @@ def test_a_gate_that_alone_is_trained_is_refused() -> None:
     Steps([cache])
     with pytest.raises(ValueError, match="a cache was given while gradients are recorded"):
         layer(randn(1, 1, DIM, seed=0), cache=cache)
+
+
+def test_a_query_of_another_dtype_is_refused() -> None:
+    """By the check of the branches' call, before anything is stored."""
+    layer = layer_of(SMALL)
+    layer.q_proj.register_forward_hook(lambda module, given, q: q.half())
+    cache = layer.new_cache(1, 12)
+    steps = Steps([cache])
+    with torch.no_grad(), pytest.raises(ValueError, match="dtype"):
+        layer(randn(1, 1, DIM, seed=0), cache=cache)
+    assert steps.lengths_of(cache) == (0,)
