@@ -151,7 +151,7 @@ class NSAAttention(nn.Module):
             if self.sinks is None and fused_step.serves(
                 route, self.config, cache, layout, q, k, v, x_BTM
             ):
-                checks.no_gradient(q, k, v)
+                checks.no_gradient(q, k, v, *self.gate.parameters())
                 kv, gate = (q, k, v), (self.gate, x_BTM)
                 o = fused_step.attend(route, cache, layout, kv, gate)
                 return self.o_proj(o.flatten(2))

@@ -73,6 +73,11 @@ def _norm(norm: nn.RMSNorm) -> dict[str, Any]:
     return {"norm": norm.weight, "eps": wide if norm.eps is None else norm.eps}
 
 
+def _is_plain(norm: nn.Module, dim: int) -> bool:
+    """An RMSNorm that has a weight: without one, `linear_step.apply` would not normalise."""
+    return type(norm) is nn.RMSNorm and norm.weight is not None and norm.weight.shape == (dim,)
+
+
 def _is_own(block: Any) -> bool:
     """Whether the modules are those that TinyLM makes, and a call of each is its forward alone."""
     attention, mlp = block.attention, block.mlp
@@ -81,7 +86,7 @@ def _is_own(block: Any) -> bool:
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return (
         all(type(one) is nn.Linear and one.bias is None for one in (*projections, mlp[0], mlp[2]))
-        and type(block.attention_norm) is type(block.mlp_norm) is nn.RMSNorm
+        and all(_is_plain(norm, attention.dim) for norm in (block.attention_norm, block.mlp_norm))
         and type(mlp[1]) is nn.SiLU
         and not any(fused_step.is_hooked(one) for one in block.modules() if one is not block)
     )

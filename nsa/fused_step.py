@@ -5,6 +5,7 @@ serves every branch and nothing looks at what lies between them.
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ def serves(
         isinstance(layout.step, Step)
         and cache.steps is not None
         and tensors[0].shape[1] == 1
+        and len({x.dtype for x in tensors[:3]}) == 1  # else the call of branches says why
         and is_one_step(route, config)
         and not checks.is_strict()
         and not statistics.is_collecting()
@@ -49,7 +51,7 @@ def attend(
     q, k, v = (x.contiguous() for x in projected)
     module, x = gate
     up = down = gates = None
-    if type(module) is SoftmaxGate and module.all_on and not is_hooked(module):
+    if _has_kernel(module, cache.config):
         up, down = module.up, module.down
     else:
         gates = module(x, q).to(q.dtype).contiguous()
@@ -96,11 +98,27 @@ def attend_projected(
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is more than its forward."""
+    """Whether a call of ``module`` is more than its class's forward, or another: some libraries put
+    a function of their own in its place, to move weights or to add an adapter.
+    """
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
+        or "forward" in vars(module)
         or nn.modules.module._has_any_global_hook()
+    )
+
+
+def _has_kernel(module: nn.Module, config: NSAConfig) -> TypeGuard[SoftmaxGate]:
+    """Whether `nsa.ops.decode_step` makes the gates of ``module``: as the layer made it, since the
+    kernel reads weights where contiguous ones would lie, and the config's temperature.
+    """
+    return (
+        type(module) is SoftmaxGate
+        and module.all_on
+        and not is_hooked(module)
+        and module.temperature == config.gate_temperature
+        and all(type(w) is nn.Parameter and w.is_contiguous() for w in (module.up, module.down))
     )
 
 

@@ -7,6 +7,7 @@ both caches.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,9 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from nsa import checks
 from nsa.attention import NSAAttention
@@ -28,6 +33,7 @@ from nsa.decode import graph as one_graph
 from nsa.decode.paged import PageAllocator, PagedLayer
 from nsa.functional import compress_kv
 from nsa.model import TinyLM
+from nsa.ops.paged import kernels
 from tests import oracle
 from tests.cases import SMALL, assert_parity, randn
 from tests.nsa.test_cache import DIM, KINDS, OPTIONS, cache_of, layer_of
@@ -291,6 +297,41 @@ def test_how_far_a_row_goes_back() -> None:
 
 
 @torch.no_grad()
+def test_how_far_a_row_goes_back_after_a_plan_was_cancelled() -> None:
+    """A plan releases pages, which a cancel brings not back: what a row may go back to is held."""
+    layer = layer_of()
+    x = randn(1, ROOM, DIM, seed=5, dtype=torch.float64)
+    cache = paged_of(layer, 1, rollback=10)
+    cache.join()
+    step(layer, cache, {0: x[0, :100]})
+    step(layer, cache, {0: x[0, 100:115]})
+    cache.plan(14)  # which takes another page
+    cache.cancel()
+    with pytest.raises(ValueError, match=r"length=101 .*wanted at least 103"):
+        cache.truncate(0, 101)
+    cache.truncate(0, 103)
+    other = randn(1, 15, DIM, seed=6)[0].double()
+    want = layer(torch.cat([x[0, :103], other])[None])[0, 103:]
+    assert_parity(step(layer, cache, {0: other})[0], want, "what follows")
+
+
+def test_pages_that_are_no_longer_held() -> None:
+    layer = layer_of()
+    cache, other = paged_of(layer, 2), paged_of(layer, 2)
+    with torch.no_grad():
+        step(layer, cache, {cache.join(): randn(1, 20, DIM, seed=0)[0].double()})
+    held = cache.hold(0)
+    for use in (other.join, other.drop):
+        with pytest.raises(ValueError, match="got 20 tokens that another cache holds; wanted"):
+            use(held)
+    cache.drop(held)
+    cache.drop(held)
+    with pytest.raises(ValueError, match="got 20 held tokens whose pages were dropped; wanted"):
+        cache.join(held)
+    assert cache.lengths == (20, 0)
+
+
+@torch.no_grad()
 def test_what_a_paged_cache_refuses() -> None:
     layer = layer_of()
     cache, x = paged_of(layer, 2), randn(2, 5, DIM, seed=0, dtype=torch.float64)
@@ -346,6 +387,21 @@ def test_what_a_paged_cache_refuses() -> None:
 
 
 # float8.
+
+
+@triton.jit
+def encoded(X, S, OUT, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    i = tl.arange(0, W)
+    tl.store(OUT + i, kernels._encode(tl.load(X + i), S, i, i < W, True))
+
+
+def test_float8_keeps_nan_on_a_gpu() -> None:
+    """The instruction that clamps would give 448 for NaN, which the interpreter does not show."""
+    signature = {"X": "*bf16", "S": "*fp32", "OUT": "*fp8e4nv", "W": "constexpr"}
+    source = ASTSource(fn=encoded, signature=signature, constexprs={"W": 128})
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    clamps = re.findall(r"\b(?:min|max)\S*f32", ptx)
+    assert clamps and all(".NaN." in name for name in clamps), clamps
 
 
 @torch.no_grad()

@@ -225,22 +225,50 @@ def test_linear_layers_with_what_surrounds_them(dtype: torch.dtype) -> None:
     assert_parity(y, plain / (1 + (-plain).exp()), "silu", tolerance=tolerance)
 
 
-@pytest.mark.parametrize("surroundings", ["own", "hook"])
+def change(block: Any, surroundings: str, seen: list[Any]) -> None:
+    """Make one module of the block another than TinyLM's."""
+    gate, mlp = block.attention.gate, block.mlp
+    with torch.no_grad():
+        gate.up *= 4  # gates that differ
+    if surroundings == "hook":
+        mlp[1].register_forward_hook(lambda *given: seen.append(given))
+    elif surroundings == "norm without a weight":
+        block.mlp_norm = torch.nn.RMSNorm(block.attention.dim, elementwise_affine=False)
+    elif surroundings == "another forward":
+        mlp[0].forward = lambda x: 2 * (x @ mlp[0].weight.T)
+    elif surroundings == "transposed gate":
+        gate.up = torch.nn.Parameter(gate.up.detach().mT.contiguous().mT)
+    elif surroundings == "another temperature":
+        gate.temperature = 0.25
+
+
+@pytest.mark.parametrize(
+    "surroundings",
+    [
+        "own",
+        "hook",
+        "norm without a weight",
+        "another forward",
+        "transposed gate",
+        "another temperature",
+    ],
+)
 def test_a_block_is_its_modules_one_by_one(
     surroundings: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nine launches a layer; where a module has a hook, each is called."""
+    """Nine launches a layer; where a module has a hook or is another, each is called."""
     torch.manual_seed(0)
     tiny = preset("tiny")
     model = TinyLM(replace(tiny, num_layers=1, nsa=replace(tiny.nsa, gate="softmax")), "triton")
     seen: list[Any] = []
-    if surroundings == "hook":
-        model.blocks[0].mlp[1].register_forward_hook(lambda *given: seen.append(given))
+    change(model.blocks[0], surroundings, seen)
     ids, logits, named = torch.tensor([[3], [5]]), [], []
     for fused in (True, False):
         with monkeypatch.context() as patched, torch.no_grad():
             if not fused:
                 patched.setattr(fused_block, "route_of", lambda *_, **__: None)
+                if surroundings != "own":
+                    patched.setattr(fused_step, "serves", lambda *_: False)
             caches = model.new_cache(2, 40)
             for cache in caches:
                 compress = partial(compress_kv, config=cache.config)
@@ -252,8 +280,29 @@ def test_a_block_is_its_modules_one_by_one(
                 model(ids, cache=caches)
             named.append([name for name in names if name.startswith("nsa_")])
     assert_parity(*logits, "logits")
-    taken = surroundings == "own"
+    taken = surroundings in {"own", "another temperature"}
     assert named[0].count("nsa_linear_step") == (4 if taken else 0)
-    if taken:
+    if surroundings == "own":
         assert len(named[0]) == 9 and len(named[1]) == 5
     assert (len(seen) > 0) == (surroundings == "hook")
+
+
+def test_a_gate_that_alone_is_trained_is_refused() -> None:
+    """As where each branch is called: a cache keeps no gradients, those of the gate neither."""
+    layer = layer_of(SOFTMAX)
+    layer.requires_grad_(False).gate.requires_grad_(True)
+    cache = layer.new_cache(1, 12)
+    Steps([cache])
+    with pytest.raises(ValueError, match="a cache was given while gradients are recorded"):
+        layer(randn(1, 1, DIM, seed=0), cache=cache)
+
+
+def test_a_query_of_another_dtype_is_refused() -> None:
+    """By the check of the branches' call, before anything is stored."""
+    layer = layer_of(SMALL)
+    layer.q_proj.register_forward_hook(lambda module, given, q: q.half())
+    cache = layer.new_cache(1, 12)
+    steps = Steps([cache])
+    with torch.no_grad(), pytest.raises(ValueError, match="dtype"):
+        layer(randn(1, 1, DIM, seed=0), cache=cache)
+    assert steps.lengths_of(cache) == (0,)

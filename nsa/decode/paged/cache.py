@@ -218,7 +218,8 @@ class PagedCache:
 
     def join(self, held: HeldPages | None = None) -> int:
         """A place in the batch for a new row, empty or with what was ``held``, whose pages it
-        shares. ValueError where all max_batch are taken.
+        shares. ValueError where all max_batch are taken, and for what was dropped or is another
+        cache's.
         """
         self._check_idle()
         return self.rows.join(held)

@@ -49,6 +49,7 @@ class HeldPages:
     """What a row held when `PagedCache.hold` was called: its pages stay until `PagedCache.drop`."""
 
     row: PagedRow
+    owner: PagedRows
 
     @property
     def length(self) -> int:
@@ -115,8 +116,15 @@ class PagedRows:
 
     def join(self, held: HeldPages | None = None) -> int:
         """The lowest place that is free, from now on an empty row, or one that shares all pages of
-        ``held``. ValueError where all are taken.
+        ``held``. ValueError where all are taken, and for what was dropped or is another cache's.
         """
+        if held is not None:
+            self._check_own(held)
+            if held.length and not held.row.pages[TOKENS]:
+                raise ValueError(
+                    f"got {held.length} held tokens whose pages were dropped; wanted pages that are"
+                    " still held; join first, then drop, or hold a row again"
+                )
         free = [i for i, row in enumerate(self.rows) if row is None]
         if not free:
             raise ValueError(
@@ -131,9 +139,10 @@ class PagedRows:
         self._put(b, None)
 
     def hold(self, b: int) -> HeldPages:
-        return HeldPages(self._shared(self.at(b)))
+        return HeldPages(self._shared(self.at(b)), self)
 
     def drop(self, held: HeldPages) -> None:
+        self._check_own(held)
         self._release(held.row)
         # a second drop would free what others hold
         held.row.pages = {g: {} for g in GROUPS}
@@ -237,8 +246,19 @@ class PagedRows:
         for b, n in enumerate(counts):
             if n:
                 row = self.at(b)
-                row.first = dict(first[b])
                 self._cut(b, row, row.length - n)
+                # the plan may have released older pages
+                row.first = {
+                    group: max(first[b][group], min(row.pages[group], default=0) * self.page)
+                    for group in self.keep
+                }
+
+    def _check_own(self, held: HeldPages) -> None:
+        if held.owner is not self:
+            raise ValueError(
+                f"got {held.length} tokens that another cache holds; wanted this one's, whose pages"
+                " they are; hold a row of this cache"
+            )
 
     def _entries(self, group: str, tokens: int) -> int:
         return self.grid.num_cmp(tokens) if group == COMPRESSED else tokens

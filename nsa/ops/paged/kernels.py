@@ -44,7 +44,9 @@ def _ends(seen, block, stride):
 def _encode(x, S, head, inside, FP8: tl.constexpr):
     if FP8:
         s = tl.load(S + head, mask=inside, other=1.0)
-        x = tl.clamp(x.to(tl.float32) / s, -448.0, 448.0).to(tl.float8e4nv)
+        x = x.to(tl.float32) / s
+        # else NaN becomes 448 on a GPU, and what it spoilt looks sound
+        x = tl.clamp(x, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
     return x
 
 
