@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from nsa.decode import capture as capture
     from nsa.decode import warm_up as warm_up
     from nsa.ops.key_counts import KeysRead as KeysRead
-    from nsa.routing import Route
+    from nsa.routing import Capability, Route
 
 # Name -> the modules that may have it, the newest first.
 _HOMES = {
@@ -91,6 +93,26 @@ def is_one_block(route: Route, config: NSAConfig, batch: int) -> bool:
     """Whether the norms and products of a block are operators of nsa, too, in such a step."""
     found = _first(("nsa.routing", "is_one_block"))
     return False if found is None else bool(found(route, config, batch))
+
+
+def capability_of(values: Mapping[str, Any]) -> Capability:
+    """The Capability of these fields, without those that this nsa does not know yet."""
+    from nsa.routing import Capability
+
+    known = {one.name for one in fields(Capability)}
+    found = {name: value for name, value in values.items() if name in known}
+    return Capability(**{**found, "sm": tuple(found["sm"]) if found["sm"] else None})
+
+
+def products_are_an_operator() -> bool:
+    """Whether a joined backward calls `nsa::gate_products` for o . dO, which was inside it."""
+    return _exists("nsa.ops.learned_phi")  # which came with it
+
+
+def most_phi_features() -> int:
+    """Hidden features of a learned phi up to which kernels compute it; -1 where none do."""
+    most = _first(("nsa.routing", "PHI_MAX_HIDDEN"))
+    return -1 if most is None else int(most)
 
 
 def sort_min_rows() -> int:

@@ -16,6 +16,7 @@ from perfbench.commands import options as opt
 from perfbench.commands.check import JudgedAs, check_and_judge
 from perfbench.commands.console import collected
 from perfbench.commands.keeping import keep
+from perfbench.commands.notifying import check_address, notify
 from perfbench.commands.run import run_and_judge
 from perfbench.errors import Exit, PerfbenchError
 
@@ -121,19 +122,22 @@ def check(
     cards: int | None = None,
     executor_option: Words = None,
     history: str | PathLike[str] | None = None,
+    webhook: str | None = None,
 ) -> RunResult:
     """`perfbench check`: measure ``matrix``, judge it by its baseline, measure what looks slower
     again next to the baseline's commit, and write the report.
 
     The arguments are the command's options; what they take and what is raised: as for `run`.
     """
+    check_address(webhook)
     options = _typed(only, resume, budget, seed, out, source_commit, inject)
     options = _with_fleet(options, executor, cards, executor_option)
     by = JudgedAs(None if baseline is None else Path(baseline), bool(strict), bool(no_confirm))
     words = ["check", str(matrix)]
     words += [] if by.baseline is None else ["--baseline", str(by.baseline)]
     words += [*(["--strict"] if strict else []), *(["--no-confirm"] if no_confirm else [])]
-    return _result(words, options, partial(check_and_judge, by=by, silent=True), history)
+    judged = partial(check_and_judge, by=by, silent=True)
+    return _result(words, options, judged, history, partial(notify, url=webhook))
 
 
 def _result(
@@ -141,6 +145,7 @@ def _result(
     typed: opt.TypedOptions,
     measured: Callable[..., Outcome | None],
     history: str | PathLike[str] | None,
+    then: Callable[[Outcome], None] | None = None,
 ) -> RunResult:
     """What ``measured`` made of the matrix that ``words``, the command's first ones, name. The
     manifest holds the whole command line, so that reports say what to type.
@@ -155,6 +160,8 @@ def _result(
             if outcome is not None:
                 _write_report(outcome, messages)
                 keep(outcome, None if history is None else fspath(history), silent=True)
+                if then is not None:
+                    then(outcome)
         except PerfbenchError as error:
             for message in messages:
                 error.add_note(message)

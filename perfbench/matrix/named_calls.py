@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from nsa.blocks import BlockGrid
 from nsa.config import BRANCHES, ModelConfig
-from nsa.routing import DENSE, PHI_MAX_HIDDEN, SCORE, BranchRoute, Path, Problem, Route
+from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
 from perfbench import older_nsa
 from perfbench.matrix.attention_calls import problems
 from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
@@ -108,13 +108,13 @@ class _Calls:
             and (problem.whole or cell.compile == "on")
             and cell.workload not in CACHED
             and problem.k_tokens >= nsa.cmp_block
-            and (nsa.phi_hidden or 0) <= PHI_MAX_HIDDEN
+            and (nsa.phi_hidden or 0) <= older_nsa.most_phi_features()
         ):
             self._operator(f"nsa::phi_{nsa.phi}", has_backward=True)
         if self._has_kernel("sel") and set(problem.branches) == set(BRANCHES):
             name = "nsa::joined" if self._joins() else "nsa::gated_sum"
             self._operator(name, has_backward=True)
-            if self._joins():
+            if self._joins() and older_nsa.products_are_an_operator():
                 self._backward["nsa::gate_products"] += 1
 
     def of_step(self) -> OperatorCalls:

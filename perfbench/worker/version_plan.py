@@ -30,21 +30,19 @@ def main() -> None:
 
 def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     from nsa import settings
-    from nsa.routing import Capability
     from perfbench.machine import give, without_users_table
     from perfbench.matrix import build_plan, parse_matrix, plan_json
+    from perfbench.older_nsa import capability_of
     from perfbench.records import TrainedBlocks
 
     give(without_users_table())
     stored = asked["trained_blocks"]
     trained = TrainedBlocks.model_validate(stored) if stored else None
     matrix = parse_matrix(asked["text"], asked["path"], trained=trained)
-    capability = asked["capability"]
-    here = Capability(**{**capability, "sm": tuple(capability["sm"]) if capability["sm"] else None})
     built = build_plan(
         matrix,
         only=asked["only"],
-        capability=here,
+        capability=capability_of(asked["capability"]),
         settings=settings.current(),
         own_folder=Path(asked["own_folder"]),
     )

@@ -30,7 +30,7 @@ from perfbench.records import (
 )
 from perfbench.records.baseline_file import SCHEMA_VERSION
 from perfbench.runner import CannotBuild, checked_out, plan_of_version
-from perfbench.runner.ab.schedule import VersionExecutor
+from perfbench.runner.ab.version_executor import VersionExecutor
 from tests.perfbench import repositories
 from tests.perfbench.repositories import ROOT, git
 

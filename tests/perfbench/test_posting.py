@@ -15,7 +15,8 @@ from threading import Thread
 
 import pytest
 
-from perfbench.commands import app, options
+import perfbench
+from perfbench.commands import app, library, options
 from perfbench.commands import check as checking
 from perfbench.commands.judging import judge_alone
 from perfbench.commands.notifying import notify
@@ -274,6 +275,11 @@ def test_check_posts_its_verdict_and_keeps_its_exit_code(
     said = capfd.readouterr()
     assert "the webhook at 127.0.0.1 has the verdict" in said.err
     assert "it answered 500. The verdict stands" in said.err
+    statuses.append(204)
+    monkeypatch.delenv("PERFBENCH_WEBHOOK")
+    monkeypatch.setattr(library, "check_and_judge", lambda *_, **__: outcome)
+    found = perfbench.check("@cpu", history="none", webhook=url)
+    assert len(got) == 3 and any("has the verdict" in one for one in found.messages)
     assert SECRET not in said.err + said.out
 
 
