@@ -166,8 +166,10 @@ def interpret(session: nox.Session) -> None:
 @nox.session(venv_backend="none", requires=["dev"])
 @timed
 def codegen(session: nox.Session) -> None:
-    """Every kernel compiled for SM 8.0, 8.9, 9.0 and 10.0, judged by the baseline in git."""
-    _run(session, "perfbench", "codegen", "--check", *session.posargs)
+    """Every kernel compiled for SM 9.0, judged by the baseline in git; ci.yml has a job for all
+    cards, since .ci/run has few minutes. `nox -s codegen -- --arch 8.0` is another one.
+    """
+    _run(session, "perfbench", "codegen", "--check", *(session.posargs or ("--arch", "9.0")))
 
 
 @nox.session(venv_backend="none", requires=["dev"])

@@ -86,6 +86,7 @@ TRIED = {
     "test_a_commit_that_can_move_is_refused": ("perfbench.yml routes What is measured",),
     "test_the_other_installations": (
         "ci.yml routes Install",
+        "ci.yml codegen Install",
         "nightly.yml tests Install",
         "nightly.yml tests GPU tests",
         "nightly.yml changes Install",
@@ -99,6 +100,7 @@ TRIED = {
     ),
     "test_a_tag_is_the_version": ("release.yml build The tag is the version",),
     "tests/tools/test_ci_run.py": ("ci.yml nox .ci/run",),
+    "tests/perfbench/test_codegen.py": ("ci.yml codegen Machine code",),
     "test_the_action_runs_what_the_workflow_runs": (
         "action.yml action Install",
         "action.yml action Check",
@@ -401,7 +403,7 @@ def test_the_other_installations(team: Team) -> None:
         done = team.step(workflow, job, name, {}, CARD="h200")
         assert done.returncode == 0, f"{step}: {done.stderr}"
     assert (team.home / "pip.log").read_text().splitlines() == [
-        "install -c constraints.txt -e .[perfbench]",
+        *["install -c constraints.txt -e .[perfbench]"] * 2,
         "install -c reports/baselines/h200/constraints.txt -e .[dev]",
         "-m pytest -q --require gpu tests/gpu",
         "install -c constraints.txt -e .[postgres]",
