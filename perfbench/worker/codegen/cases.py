@@ -62,7 +62,8 @@ def launch_all(sm: str, name: str, at: At) -> None:
         if major >= 9:  # before Hopper nothing is loaded by descriptors
             with copied(True):
                 training(shape, lambda case: at(f"{case}.copy"))
-        decoding(shape, at)
+        if shape.dtype == "bfloat16":  # the odd shape's tiles are those of its whole sequences
+            decoding(shape, at, many_rows=major == 9)
         if name == "A":  # the one shape of a matrix that decodes
             decode_cases.stepping(shape, at)
             decode_cases.over_pages(shape, at)
@@ -192,12 +193,14 @@ def warp_roles(shape: CodeShape, at: At) -> None:
         selected.backward(do, q, k, v, blocks, lse, lse, tiles=tile, **options)
 
 
-def decoding(shape: CodeShape, at: At) -> None:
+def decoding(shape: CodeShape, at: At, *, many_rows: bool) -> None:
     """The forwards of one query and of four; of one batch row, whose keys are split over programs,
-    and of many, where they are not.
+    and of ``many_rows``, where they are not: the same kernels.
     """
     for queries in (1, 4):
         for batch in (1, 300):
+            if batch > 1 and not many_rows:
+                continue
             # a tile of 64 rows; many rows of four queries are no other kernels than of one
             if queries > 1 and (batch > 1 or (shape.key_dim < 128 and not shape.documents)):
                 continue
