@@ -1,5 +1,5 @@
 """A block of TinyLM in a step of one token a row, in nine launches: its norms, projections and MLP
-beside the attention of `nsa.fused_step`.
+next to the attention of `nsa.fused_step`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ ALONE = ("warmup", "timing", "witness")
 PARTS = ("setup", "proof", *ALONE)
 MAX_CELLS = 12  # lines; the others are one
 SETTLED = (Verdict.SAME, Verdict.FASTER, Verdict.REGRESSED)
-# Nights of reports/ and tests/data against the one before them, of the same cells: median and worst
+# Runs of reports/ and tests/data against the one before them, of the same cells: median and worst
 # of 8 (tests/perfbench/test_cost.py).
 USUAL_ERROR_PCT, WORST_ERROR_PCT = 10.0, 31.0
 

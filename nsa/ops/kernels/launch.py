@@ -85,7 +85,7 @@ def compiled_launch(kernel: Any, compiled: Any) -> CompiledLaunch | None:
 
 def with_kept_maps(launch_: FunctionType) -> Callable[..., None]:
     """``launch_``, which Triton's `wrap_handle_tensordesc` returned, with the tensor maps that it
-    made for an address, sizes and strides kept: the driver takes some 8 us to make one.
+    made for an address, sizes and strides kept.
 
     ``launch_`` itself where it is another function, or its kernel takes descriptors apart.
     """
