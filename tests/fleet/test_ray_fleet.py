@@ -103,3 +103,16 @@ def test_a_card_is_one_process_s(cluster: Cluster) -> None:
             pass
         assert caught.value.exit_code is Exit.ENVIRONMENT
         assert fleet.cards[0].ask({"op": "new_block", "slot": 0}, 60) is None
+
+
+def test_another_node_stands_in_for_one_that_has_just_died(cluster: Cluster) -> None:
+    """Ray lists a dead node as alive until it has missed its heartbeats."""
+    first = min(
+        (one for one in ray.nodes() if one["Alive"] and "CPU" in one["Resources"]),
+        key=lambda one: one["NodeID"],
+    )["NodeName"]
+    threading.Thread(target=cluster.remove_node, args=(NODES.pop(first), False)).start()
+    target, said = spec_of(TEXT).matrix.target, list[str]()
+    with open_fleet(of_ray(cards=1), target, said.append) as fleet:
+        assert [card.node for card in fleet.cards] == list(NODES), said
+    assert all(line.startswith(f"{first}: ") for line in said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,20 @@ def test_a_node_that_is_not_alike_is_left_out_by_name(facts: dict[str, Any], wor
     assert [card.node for card in fleet.cards] == ["n1", "n2"] and odd.closed
     (line,) = said
     assert line.startswith("odd: ") and words in line and "\n" not in line
+
+
+def test_the_next_card_stands_in_for_one_that_cannot_measure() -> None:
+    """As after a node's death, which its cluster has not noticed; no third card is taken."""
+    dead, taken, said = FakeLink("dead", versions={}), list[str](), list[str]()
+
+    def offered() -> Iterator[FleetCard]:
+        for link in (dead, FakeLink("n2"), FakeLink("n3")):
+            taken.append(link.node)
+            yield FleetCard(link)
+
+    fleet = greet_all(offered(), {}, 5.0, said.append, most=1)
+    assert [card.node for card in fleet.cards] == ["n2"] and taken == ["dead", "n2"]
+    assert dead.closed and [line[:5] for line in said] == ["dead:"]
 
 
 def test_no_card_at_all_names_every_reason() -> None:

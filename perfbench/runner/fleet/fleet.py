@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 from perfbench.errors import Exit, PerfbenchError
@@ -80,23 +81,33 @@ class FleetVersions:
 
 
 def greet_all(
-    cards: Sequence[FleetCard],
+    cards: Iterable[FleetCard],
     hello: Mapping[str, Any],
     wait_s: float,
     say: Callable[[str], None],
+    *,
+    most: int | None = None,
 ) -> Fleet:
-    """The cards that can measure this run; ``say`` names each other one with its reason.
+    """The cards that can measure this run, at most ``most``; ``say`` names each one that cannot,
+    with its reason. ``cards`` is read no further than needed: the next stands in for one that
+    cannot.
 
     ENVIRONMENT with all reasons where none can.
     """
-    reasons = _greeted(cards, hello, wait_s)
-    reasons |= _of_other_source([card for card in cards if card not in reasons])
-    reasons |= _unlike([card for card in cards if card not in reasons])
-    for card in reasons:
-        card.is_lost = True
-        card.close()
-    lines = [f"{card.node}: {' '.join(reasons[card].split())}" for card in cards if card in reasons]
-    left = [card for card in cards if card not in reasons]
+    offered, seen, left = iter(cards), list[FleetCard](), list[FleetCard]()
+    reasons: dict[FleetCard, str] = {}
+    while batch := list(islice(offered, None if most is None else most - len(left))):
+        seen += batch
+        left += batch
+        refused = _greeted(batch, hello, wait_s)
+        for judged in (_of_other_source, _unlike):
+            refused |= judged([card for card in left if card not in refused])
+        for card in refused:
+            card.is_lost = True
+            card.close()
+        left = [card for card in left if card not in refused]
+        reasons |= refused
+    lines = [f"{card.node}: {' '.join(reasons[card].split())}" for card in seen if card in reasons]
     if not left:
         raise PerfbenchError(
             Exit.ENVIRONMENT,

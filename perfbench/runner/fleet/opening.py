@@ -99,7 +99,8 @@ def open_fleet(
         "measure": options.measure,
     }
     with made as links:
-        yield greet_all([FleetCard(link) for link in links], hello, wait_s, say)
+        cards = (FleetCard(link) for link in links)
+        yield greet_all(cards, hello, wait_s, say, most=options.cards)
 
 
 def _seconds(text: str) -> float:

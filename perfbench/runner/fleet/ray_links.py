@@ -53,9 +53,10 @@ class RayLink:
 
 
 @contextmanager
-def ray_links(wanted: CardsWanted, options: Mapping[str, str]) -> Iterator[list[RayLink]]:
-    """An actor for each card that ``wanted`` fits, which may still wait for its resources; they end
-    with the block. ``options``: `address` of the cluster, by default the one that Ray finds.
+def ray_links(wanted: CardsWanted, options: Mapping[str, str]) -> Iterator[Iterator[RayLink]]:
+    """An actor for each card that ``wanted`` fits, which may still wait for its resources. Each is
+    made when it is asked for, since it takes its card; they end with the block. ``options``:
+    `address` of the cluster, by default the one that Ray finds.
 
     ENVIRONMENT where there is no cluster, or no node with such a card.
     """
@@ -70,12 +71,19 @@ def ray_links(wanted: CardsWanted, options: Mapping[str, str]) -> Iterator[list[
     with _connected(address) as ray:
         links: list[RayLink] = []
         try:
-            for node, name in _nodes(ray, wanted):
-                links.append(RayLink(ray, _actor(ray, node, wanted), name))
-            yield links
+            yield _made(ray, _nodes(ray, wanted), wanted, links)
         finally:
             for link in links:
                 link.close()
+
+
+def _made(
+    ray: Any, nodes: Sequence[tuple[dict[str, Any], str]], wanted: CardsWanted, links: list[RayLink]
+) -> Iterator[RayLink]:
+    """A link for each of ``nodes``, which it adds to ``links`` before anybody asks it."""
+    for node, name in nodes:
+        links.append(RayLink(ray, _actor(ray, node, wanted), name))
+        yield links[-1]
 
 
 @contextmanager
@@ -135,7 +143,7 @@ def _nodes(ray: Any, wanted: CardsWanted) -> list[tuple[dict[str, Any], str]]:
             f"no node of the Ray cluster has {wanted}: got {seen or 'no node'}. Next: start Ray on"
             " such a node, or take another matrix",
         )
-    return found[: wanted.cards]
+    return found
 
 
 def num_cards(resources: Mapping[str, float], wanted: CardsWanted) -> int:
