@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 Range = tuple[int, int]
+# torch 2.13 renamed it, and warns at each call by the old name; 2.11 knows that one alone
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def gather(own: Tensor, ranges: Sequence[Range], group: dist.ProcessGroup) -> tuple[Tensor, ...]:
@@ -78,7 +80,7 @@ def ordered_sum(parts: Tensor, wide: torch.dtype) -> Tensor:
 def _all_gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     P = dist.get_world_size(group)
     shards = own.new_empty(P, *own.shape)
-    dist.all_gather_into_tensor(shards.flatten(0, 1), own.contiguous(), group=group)
+    _gather_into(shards.flatten(0, 1), own.contiguous(), group=group)
     return shards
 
 
