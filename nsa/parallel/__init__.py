@@ -1,0 +1,7 @@
+"""One layer or model on several GPUs at once."""
+
+from __future__ import annotations
+
+from nsa.parallel.tensor import HeadParallel, tensor_parallel_plan, whole_state_dict
+
+__all__ = ["HeadParallel", "tensor_parallel_plan", "whole_state_dict"]
