@@ -15,7 +15,7 @@ from perfbench.machine.environment import (
 )
 from perfbench.machine.environment import adopt_settings, settings_to_adopt
 from perfbench.machine.environment import give, no_color, step_summary
-from perfbench.machine.environment import THRESHOLDS, visible_gpu, without_users_table
+from perfbench.machine.environment import THRESHOLDS, visible_gpu, visible_gpus, without_users_table
 from perfbench.machine.environment import without_variables
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, matches, refuse_busy, used_memory
 from perfbench.machine.gpu import uuid_sha256

@@ -390,6 +390,34 @@ class LoopLine(_Record):
     fetch_p95_s: float
 
 
+class RankLine(_Record):
+    """What one rank of a step on several ranks showed; of an untimed one the numbers are empty."""
+
+    rank: int
+    samples_s: list[float] = []  # by its own clock; the row's are the largest of all ranks
+    engaged: dict[str, int] = {}  # while timing
+    route: list[str] = []  # its counters
+    telemetry: Telemetry | None = None
+    peak_memory_bytes: int | None = None  # null on a CPU
+    device_uuid_sha256: str | None = None
+
+
+class RanksLine(_Record):
+    """Of a cell with world_size > 1: its ranks, and what their communication costs.
+
+    ``unsynchronised_step_s``: median seconds of the same step, slowest rank, with gradients left
+    where they are (``no_sync``), after the timed samples of the same processes. ``exposed_s``: the
+    timed step's seconds above those; below 0 it is noise.
+    """
+
+    parallel: str
+    backend: str  # nccl | gloo
+    ranks: list[RankLine]
+    unsynchronised_step_s: float | None = None
+    exposed_s: float | None = None
+    absent: dict[str, str] = {}  # why a value is null
+
+
 class LoadedCode(_Record):
     """What the measuring process itself had imported."""
 
@@ -514,6 +542,7 @@ class Replicate(_Record):
     peak_memory_bytes: int | None = None
     cache: CacheLine | None = None  # null in other workloads, and in older files
     loop: LoopLine | None = None  # likewise
+    ranks: RanksLine | None = None  # null of one process, and in older files
     host_bound: bool | None = None
     route: RouteLine | None = None
     engaged: dict[str, int] = {}
