@@ -13,7 +13,7 @@ from perfbench.report.rows import Row, without
 from perfbench.report.workloads import NO_NUMBER, Table
 from perfbench.text import NULL, cell_code
 
-TITLE = "Several GPUs"
+TITLE = "Several ranks"
 AXES_OF_RANKS = ("world_size", "parallel")
 NOTE = (
     "tok/s is of all ranks, by the slowest rank of each sample. Efficiency: that over world_size x"
