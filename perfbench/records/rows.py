@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from perfbench.records.cells import Cell, Value
 from perfbench.records.own_step import OwnStepFile, OwnStepLine
 from perfbench.records.peers import Peer
+from perfbench.records.ranks import RanksLine, Telemetry
 from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
@@ -316,27 +317,6 @@ class StepProof(_Record):
     seconds: float = 0.0
 
 
-class Telemetry(_Record):
-    """NVML during the timed window; every null has its reason in ``absent``."""
-
-    utilisation_pct: float | None = None
-    memory_utilisation_pct: float | None = None
-    sm_clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    memory_used_bytes: int | None = None
-    energy_j: float | None = None
-    clock_event_reasons: list[str] = []  # e.g. 'sw_power_cap', 'hw_thermal_slowdown'
-    throttled: bool | None = None  # thermal or hardware slowdown while timing
-    num_samples: int = 0
-    window_s: float = 0.0
-    sampler_cost_pct: float | None = None  # thread CPU time over wall time
-    # that CPU time by value asked for; energy_j is read outside the window
-    sampler_query_s: dict[str, float] = {}
-    absent: dict[str, str] = {}
-
-
 def _is_throttled(telemetry: Telemetry | None) -> bool:
     """False where nobody asked the card: what is not known discards no row."""
     return telemetry is not None and telemetry.throttled is True
@@ -388,34 +368,6 @@ class LoopLine(_Record):
     wait_p95_s: float
     fetch_p50_s: float  # the loader's worker took so long to make one
     fetch_p95_s: float
-
-
-class RankLine(_Record):
-    """What one rank of a step on several ranks showed; of an untimed one the numbers are empty."""
-
-    rank: int
-    samples_s: list[float] = []  # by its own clock; the row's are the largest of all ranks
-    engaged: dict[str, int] = {}  # while timing
-    route: list[str] = []  # its counters
-    telemetry: Telemetry | None = None
-    peak_memory_bytes: int | None = None  # null on a CPU
-    device_uuid_sha256: str | None = None
-
-
-class RanksLine(_Record):
-    """Of a cell with world_size > 1: its ranks, and what their communication costs.
-
-    ``unsynchronised_step_s``: median seconds of the same step, slowest rank, with gradients left
-    where they are (``no_sync``), after the timed samples of the same processes. ``exposed_s``: the
-    timed step's seconds above those; below 0 it is noise.
-    """
-
-    parallel: str
-    backend: str  # nccl | gloo
-    ranks: list[RankLine]
-    unsynchronised_step_s: float | None = None
-    exposed_s: float | None = None
-    absent: dict[str, str] = {}  # why a value is null
 
 
 class LoadedCode(_Record):

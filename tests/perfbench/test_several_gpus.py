@@ -17,7 +17,7 @@ from perfbench.matrix.attention_calls import why_not
 from perfbench.matrix.matrix import cells_of, config_sha256, parse_matrix
 from perfbench.matrix.policy import GatePolicy
 from perfbench.records import Cell, Replicate, Run, Status, StepProof, Verdict
-from perfbench.records.rows import RankLine, RanksLine
+from perfbench.records.ranks import RankLine, RanksLine
 from perfbench.report import several_gpus
 from perfbench.report.rows import rows_of
 from tests.perfbench import builders as b

@@ -23,7 +23,7 @@ from perfbench.machine import visible_gpus
 from perfbench.records import Job, RankLine, RanksLine, Replicate, Status, failed
 from perfbench.worker.ranks.board import WAITS_FOR_TURN, Board
 from perfbench.worker.ranks.model import backend_of
-from perfbench.worker.ranks.rank import Outcome, error_file, main, row_file
+from perfbench.worker.ranks.rank import RankEnd, error_file, main, row_file
 from perfbench.worker.turn import Turn
 
 LOOK_S = 0.1  # between looks at the ranks
@@ -149,7 +149,7 @@ def _died(
     """Of the rank that ended first: a red row, an exception, or a signal."""
     rank, failure = next(iter(failures.items()))
     outcomes = {
-        one: Outcome.model_validate_json(error_file(folder, one).read_bytes())
+        one: RankEnd.model_validate_json(error_file(folder, one).read_bytes())
         for one in range(board.size)
         if error_file(folder, one).exists()
     }

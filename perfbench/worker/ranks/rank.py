@@ -27,7 +27,7 @@ GRACE_S = 0.5
 GROUP_TIMEOUT = timedelta(days=1)  # the launcher's is shorter, and names the rank that hangs
 
 
-class Outcome(BaseModel):
+class RankEnd(BaseModel):
     """How a rank ended: ``at`` on the machine's monotonic clock; ``stack`` as Python prints it."""
 
     at: float
@@ -56,25 +56,35 @@ def main(
     """Ends the process with RED, or by raising, where it is not green."""
     faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=False)
     ranks = Ranks(rank, size, board, Path(folder))
+    row = None
     try:
         _connect(ranks, job)
         row = measured(job, turn)
-    except BaseException as error:
-        stack = traceback.format_exc()
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
-        is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
-        outcome = Outcome(at=time.monotonic(), text=text, stack=stack, is_oom=is_oom)
-        error_file(ranks.folder, rank).write_text(outcome.model_dump_json(), encoding="utf-8")
-        time.sleep(GRACE_S)
-        raise
-    written = row.model_dump_json()
-    row_file(ranks.folder, rank).write_text(written, encoding="utf-8")
+    finally:
+        if row is None:
+            _leave(ranks)
+            time.sleep(GRACE_S)
+    row_file(ranks.folder, rank).write_text(row.model_dump_json(), encoding="utf-8")
     if row.status is not Status.OK:
-        outcome = Outcome(at=time.monotonic(), text=row.reason)
-        error_file(ranks.folder, rank).write_text(outcome.model_dump_json(), encoding="utf-8")
+        _write(ranks, RankEnd(at=time.monotonic(), text=row.reason))
         sys.exit(RED)
     ranks.agree()
     end_group(job.device)
+
+
+def _leave(ranks: Ranks) -> None:
+    """The error that is being raised."""
+    error = sys.exc_info()[1]
+    text = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+    is_oom = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    _write(
+        ranks,
+        RankEnd(at=time.monotonic(), text=text, stack=traceback.format_exc(), is_oom=is_oom),
+    )
+
+
+def _write(ranks: Ranks, end: RankEnd) -> None:
+    error_file(ranks.folder, ranks.rank).write_text(end.model_dump_json(), encoding="utf-8")
 
 
 def _connect(ranks: Ranks, job: Job) -> None:
