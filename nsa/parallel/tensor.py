@@ -84,7 +84,7 @@ def whole_state_dict(module: nn.Module) -> dict[str, Tensor]:
     k_proj and v_proj by branch. All ranks must call it.
 
     A sharded NSAAttention's own state dict has DTensors whose rows of k_proj and v_proj go by head
-    first, whatever the number of ranks: torch.distributed.checkpoint loads it on another number.
+    first, whatever the number of ranks.
     """
     found = {
         name: value.full_tensor() if isinstance(value, DTensor) else value
