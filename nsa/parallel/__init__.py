@@ -1,5 +1,8 @@
-"""One sequence over several processes: `ContextParallel`."""
+"""One layer or model on several GPUs at once."""
 
-from nsa.parallel.context import ContextParallel as ContextParallel
+from __future__ import annotations
 
-__all__ = ["ContextParallel"]
+from nsa.parallel.context import ContextParallel
+from nsa.parallel.tensor import HeadParallel, tensor_parallel_plan, whole_state_dict
+
+__all__ = ["ContextParallel", "HeadParallel", "tensor_parallel_plan", "whole_state_dict"]
