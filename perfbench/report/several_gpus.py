@@ -9,7 +9,7 @@ from statistics import median
 
 from perfbench.gate import usable
 from perfbench.records import RankLine, Replicate, Run
-from perfbench.report.rows import Row, without
+from perfbench.report.rows import GIB, Row, without
 from perfbench.report.workloads import NO_NUMBER, Table
 from perfbench.text import NULL, cell_code
 
@@ -109,7 +109,7 @@ def _memory(good: Sequence[Replicate]) -> str:
         for rank in one.ranks.ranks
         if rank.peak_memory_bytes is not None
     ]
-    return f"{max(held) / 2**30:,.1f}" if held else NULL
+    return f"{max(held) / GIB:,.1f}" if held else NULL
 
 
 def _percent(value: float | None) -> str:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.nsa.tensor_ranks import LAYERS
+from tests.nsa.torchrun import found_by_ranks
 
 SCRIPT = Path(__file__).with_name("tensor_ranks.py")
-ROOT = Path(__file__).parents[2]
 BOUND = 1e-12  # of the largest value: sums of 2 x 64 products in fp64, in another order
 
 
@@ -21,16 +18,7 @@ BOUND = 1e-12  # of the largest value: sums of 2 x 64 products in fp64, in anoth
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found."""
     out = tmp_path_factory.mktemp("ranks") / "found.json"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command = [sys.executable, "-m", *launcher, sys.executable, str(SCRIPT), str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded: list[dict[str, Any]] = json.loads(out.read_text())
+    loaded: list[dict[str, Any]] = found_by_ranks(SCRIPT, 2, out)
     return loaded
 
 

@@ -28,20 +28,28 @@ def job(seed: int = 5, **changes: Any) -> Job:
 
 
 @pytest.fixture(scope="module")
-def executor() -> Iterator[ForkServerExecutor]:
-    with ForkServerExecutor("tests.perfbench.ranks_measure:measure", cwd=ROOT) as made:
-        yield made
+def home(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where the ranks of these tests keep their files: other tests run at the same time."""
+    return tmp_path_factory.mktemp("home")
 
 
-def left_over() -> list[str]:
-    """Ranks that still run, by the folder that each has in its command line's files."""
+@pytest.fixture(scope="module")
+def executor(home: pathlib.Path) -> Iterator[ForkServerExecutor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(home))
+        with ForkServerExecutor("tests.perfbench.ranks_measure:measure", cwd=ROOT) as made:
+            yield made
+
+
+def left_over(home: pathlib.Path) -> list[str]:
+    """Ranks that still run, by the files below ``home`` that each has open."""
     found = []
     for place in pathlib.Path("/proc").iterdir():
         try:
             links = [str(one.readlink()) for one in (place / "fd").iterdir()]
         except OSError:
             continue
-        if any("perfbench-ranks-" in link for link in links):
+        if any(link.startswith(f"{home}/perfbench-ranks-") for link in links):
             found.append(place.name)
     return found
 
@@ -81,19 +89,25 @@ def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
     ],
 )
 def test_a_fault_of_one_rank_makes_the_cell_red_by_its_number(
-    executor: ForkServerExecutor, fault: int, status: Status, words: list[str]
+    executor: ForkServerExecutor,
+    home: pathlib.Path,
+    fault: int,
+    status: Status,
+    words: list[str],
 ) -> None:
     row: Replicate = executor.execute(job(fault))
     assert row.status is status, row.reason + row.stderr_tail
     assert all(one in row.reason for one in words), row.reason
     assert row.tok_per_s is None
-    assert left_over() == []
+    assert left_over(home) == []
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack(executor: ForkServerExecutor) -> None:
+def test_a_rank_that_hangs_is_named_with_its_stack(
+    executor: ForkServerExecutor, home: pathlib.Path
+) -> None:
     row = executor.execute(job(planted.HANGS, timeout_s=8.0))
     assert row.status is Status.TIMEOUT, row.reason + row.stderr_tail
     assert row.reason.startswith("rank 1 did not go on within 6.4 s, in forward of step 3")
     assert "rank 0 in backward of step 3" in row.reason
     assert "at forward (ranks_measure.py:" in row.reason
-    assert left_over() == []
+    assert left_over(home) == []

@@ -16,7 +16,7 @@ from perfbench.worker.ranks.world import Ranks
 from perfbench.worker.step_proof.compare import LOSS_TOLERANCE, Ratios
 from perfbench.worker.step_proof.twin import TwinStep
 
-_RIGHT, _WRONG, _UNKNOWN = 0.0, 1.0, 2.0  # rank 0's gradients, as it tells the others
+_RIGHT, _WRONG, _UNKNOWN = 0.0, 1.0, 2.0  # what rank 0 found of its gradients
 # Cosine between the error and a rank's own gradient, from which that rank's share is blamed.
 ALIKE = 0.9
 Gradients = Mapping[str, Tensor | None]

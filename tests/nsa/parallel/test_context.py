@@ -4,10 +4,7 @@ the tokens lie.
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +14,16 @@ import torch
 from nsa.parallel.gather import by_rank, in_order, ordered_sum
 from nsa.parallel.zigzag import Zigzag
 from tests.nsa.parallel.four_ranks import CASES
+from tests.nsa.torchrun import found_by_ranks
 
 SCRIPT = Path(__file__).with_name("four_ranks.py")
-ROOT = Path(__file__).parents[3]
 RANKS = pytest.mark.parametrize("ranks", [4, 2])
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("ranks") / "found.json"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python"]
-    command = [sys.executable, "-m", *launcher, sys.executable, str(SCRIPT), str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded: dict[str, Any] = json.loads(out.read_text())
+    loaded: dict[str, Any] = found_by_ranks(SCRIPT, 4, out)
     return loaded
 
 
