@@ -18,7 +18,7 @@ from nsa.config import BRANCHES, ModelConfig
 from nsa.routing import DENSE, SCORE, BranchRoute, Path, Problem, Route
 from perfbench import older_nsa
 from perfbench.matrix.attention_calls import problems
-from perfbench.records import ATTENTION, CACHED, SELECTED, TRAINING, Cell
+from perfbench.records import ATTENTION, CACHED, PAGED, SELECTED, TRAINING, Cell
 from perfbench.roofline import BYTES_OF
 
 NAMESPACE = "nsa::"
@@ -81,8 +81,13 @@ class _Calls:
     def add(self, problem: Problem) -> None:
         """One call of attention: its branches, what compresses for them, and their gated sum."""
         cell = self._cell
+        pages = cell.cache == PAGED
+        if pages and older_nsa.reads_pages_in_place(self._route, self._model):
+            self._operator("nsa::gated_sum")  # the others are kernels without an operator
+            return
         if (
             cell.workload == "decode"
+            and not pages
             and cell.cuda_graph == "on"
             and older_nsa.is_one_step(self._route, self._model.nsa)
         ):

@@ -80,7 +80,7 @@ def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
         "selection": "own",
         "without": "none",
     }
-    assert set(axes) == set(AXES) - {"world_size", "parallel"}  # of a cell of several ranks alone
+    assert set(axes) == set(AXES) - {"world_size", "parallel", "cache"}  # named where a cell turns them
     assert set(AXES["path"].choices) == {
         *map(str, routing.Path),
         "auto",
