@@ -96,11 +96,10 @@ def reads_pages_in_place(route: Route, model: ModelConfig) -> bool:
     """Whether kernels attend to one query's pages where they lie; else they are copied first, and
     each branch is as without pages.
     """
-    from nsa import dispatch
-    from nsa.ops.paged import has_kernels_of
-
+    serves = _first(("nsa.dispatch", "serves_pages"))
+    has_kernels_of = _first(("nsa.ops.paged", "has_kernels_of"))
     heads = model.num_heads // model.num_kv_heads
-    return has_kernels_of(model.nsa.sel_block) and dispatch.serves_pages(route, 1, heads)
+    return bool(has_kernels_of(model.nsa.sel_block) and serves(route, 1, heads))
 
 
 def is_one_step(route: Route, config: NSAConfig) -> bool:
