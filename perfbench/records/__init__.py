@@ -6,7 +6,7 @@ from perfbench.records.baseline_file import load_baseline, baseline_path, parse_
 from perfbench.records.baseline_file import read_baseline, show_baseline
 from perfbench.records.baseline_file import retire_baseline, write_baseline
 from perfbench.records.calibration_file import read_calibration, variance_of_cells
-from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, CACHES, Cell
+from perfbench.records.cells import ATTENTION, AXES, Axis, BACKWARD, CACHED, Cell
 from perfbench.records.cells import EVERYTHING, Match, NOT_APPLICABLE, PAGED, ProofKey
 from perfbench.records.cells import SELECTED, SELECTIONS, STEPS, TRAINED, TRAINING, Term, Value
 from perfbench.records.cells import check_axis, proof_key, torch_dtype_name, why_not_here

@@ -80,7 +80,8 @@ def test_axes_of_a_cell_are_complete_and_match_the_registry() -> None:
         "selection": "own",
         "without": "none",
     }
-    assert set(axes) == set(AXES) - {"world_size", "parallel", "cache"}  # named where a cell turns them
+    # the others are named where a cell turns them
+    assert set(axes) == set(AXES) - {"world_size", "parallel", "cache"}
     assert set(AXES["path"].choices) == {
         *map(str, routing.Path),
         "auto",

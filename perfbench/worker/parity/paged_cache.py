@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,11 @@ from nsa import engagement, functional
 from nsa.attention import NSAAttention
 from nsa.config import ModelConfig
 from perfbench import older_nsa
-from perfbench.older_nsa import KV, PagedCache, PageShape
+from perfbench.older_nsa import KV
 from perfbench.worker.parity.cache import Pieces, Tensors, Through
+
+if TYPE_CHECKING:  # an older nsa has no pages, and none is asked for there
+    from perfbench.older_nsa import PagedCache
 
 
 @torch.no_grad()
@@ -38,8 +42,10 @@ def attention(
     from nsa.cached import decode_attention  # an older nsa has none
 
     nsa, q = model.nsa, t["q"]
-    shape = PageShape(model.num_kv_heads, model.head_dim, model.value_dim, q.dtype, q.device)
-    cache = _joined(PagedCache([nsa], q.shape[0], q.shape[1], shape))
+    shape = older_nsa.PageShape(
+        model.num_kv_heads, model.head_dim, model.value_dim, q.dtype, q.device
+    )
+    cache = _joined(older_nsa.PagedCache([nsa], q.shape[0], q.shape[1], shape))
 
     def compress(k: Tensor, v: Tensor, first_block: Tensor) -> KV:
         return functional.compress_kv(k, v, first_block, config=nsa, phi_params=phi)
@@ -73,9 +79,9 @@ def layer(layer: nn.Module, x_BTM: Tensor, pieces: Pieces, *, stepping: bool = F
     """As `cache.layer`."""
     assert isinstance(layer, NSAAttention)
     k, v = layer.new_cache(1, 1).sel  # of what kind they are
-    shape = PageShape(k.shape[2], k.shape[3], v.shape[3], k.dtype, k.device)
+    shape = older_nsa.PageShape(k.shape[2], k.shape[3], v.shape[3], k.dtype, k.device)
     B, T = x_BTM.shape[:2]
-    cache = _joined(PagedCache([layer.config], B, T, shape))
+    cache = _joined(older_nsa.PagedCache([layer.config], B, T, shape))
     parts = []
     for begin, end in pieces:
         with _planned(cache, end - begin, stepping):
