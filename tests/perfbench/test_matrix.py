@@ -174,6 +174,11 @@ def test_inline_model() -> None:
     assert parse().model_name == "tiny"
 
 
+def test_an_inline_model_may_checkpoint_layers() -> None:
+    matrix = parse(edited("model: tiny", "model: {preset: tiny, checkpoint_layers: [0, 1]}"))
+    assert matrix.model.checkpoint_layers == (0, 1)
+
+
 def test_the_text_is_kept_and_parses_again() -> None:
     matrix = parse()
     again = matrices.parse_matrix(matrix.text, matrix.path)
