@@ -48,7 +48,7 @@ class CachedSteps:
 
     ``stepping``: the caches step with their lengths on the device (`nsa.decode`), as in
     nsa.DecodeGraph and nsa.ChunkGraph, for ``body`` to be captured: the same tokens at the same
-    place, which are then forgotten on the device. A captured prefill is one graph of all its chunks.
+    place, which are then forgotten on the device. A captured prefill is one graph of all chunks.
     """
 
     def __init__(
