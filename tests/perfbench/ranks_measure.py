@@ -15,11 +15,12 @@ from perfbench.worker import measure as real
 from perfbench.worker.clock import Clock
 from perfbench.worker.ranks import model
 from perfbench.worker.ranks.world import current
+from perfbench.worker.step_proof import prove
 from perfbench.worker.telemetry import Sampler
 from perfbench.worker.turn import Turn
 from perfbench.worker.workloads import workload
 
-KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES = range(101, 107)
+KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY = range(101, 108)
 CALLS_BEFORE = 2  # of the model, green
 
 
@@ -32,6 +33,9 @@ def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
 
 def _plant(fault: int) -> None:
     seams: Any = workload
+    if fault == NO_MEMORY:
+        proof: Any = prove
+        proof.begin_alike = _no_memory
     if fault == OTHER_PATH:
         seams.TinyLM = lambda config, path, fa2: TinyLM(config, "masked", fa2)
     elif fault in (NOT_REDUCED, LOST):
@@ -45,6 +49,10 @@ def _plant(fault: int) -> None:
         seams.wrap = wrapped
     elif fault in (KILLED, HANGS, RAISES):
         seams.TinyLM = lambda *given: _Faulty(*given, fault)
+
+
+def _no_memory(*given: Any) -> None:
+    raise torch.OutOfMemoryError("planted")
 
 
 class _Faulty(TinyLM):

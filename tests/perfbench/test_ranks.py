@@ -85,6 +85,7 @@ def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
         (planted.RAISES, Status.CRASH, ["rank 1: RuntimeError: planted", "ranks_measure.py"]),
         (planted.OTHER_PATH, Status.WRONG_PATH, ["rank 1: engaged", "sel.masked"]),
         (planted.NOT_REDUCED, Status.PARITY, ["rank 1: ", "holds others than rank 0"]),
+        (planted.NO_MEMORY, Status.OOM, ["rank 1: the step's proof does not fit", "planted"]),
         (planted.LOST, Status.PARITY, ["rank 0: ", "like the share of rank 1"]),
     ],
 )
