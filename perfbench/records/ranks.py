@@ -45,9 +45,10 @@ class RankLine(BaseModel):
 class RanksLine(BaseModel):
     """Of a cell with world_size > 1: its ranks, and what their communication costs.
 
-    ``unsynchronised_step_s``: median seconds of the same step, slowest rank, with gradients left
-    where they are (``no_sync``), after the timed samples of the same processes. ``exposed_s``: the
-    timed step's seconds above those; below 0 it is noise.
+    ``unsynchronised_step_s``: median seconds of the same step, slowest rank, without collectives,
+    after the timed samples of the same processes: gradients stay where they are, under fsdp weights
+    are those gathered before. ``exposed_s``: the timed step's seconds above those; below 0 it is
+    noise.
     """
 
     model_config = LINE_SETTINGS

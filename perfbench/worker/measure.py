@@ -244,8 +244,11 @@ class Phases(dict[str, float]):
 def _trace(job: Job, clock: Clock, turn: Turn, chrome: Path) -> dict[str, Any]:
     """One warm step under the profiler.
 
-    Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose.
+    Publishes no speed, so it needs no proof; that it shows a wrong path may be its purpose. Of
+    several ranks, which take the same steps, the first one's is kept.
     """
+    if (ranks := current()) is not None and ranks.rank > 0:
+        chrome = ranks.folder / f"rank-{ranks.rank}-{chrome.name}"
     with closing(workload.build(job)) as work:
         return _traced(job, clock, turn, chrome, work)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ from perfbench.worker.telemetry import Sampler
 from perfbench.worker.turn import Turn
 from perfbench.worker.workloads import workload
 
-KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY = range(101, 108)
+KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY, SLOW_WIRE = range(101, 109)
+SLOW_S = 0.1  # of each reduction, more than the step computes
 CALLS_BEFORE = 2  # of the model, green
 
 
@@ -38,12 +40,16 @@ def _plant(fault: int) -> None:
         proof.begin_alike = _no_memory
     if fault == OTHER_PATH:
         seams.TinyLM = lambda config, path, fa2: TinyLM(config, "masked", fa2)
-    elif fault in (NOT_REDUCED, LOST):
+    elif fault in _HOOKS:
         wrap: Any = model.wrap
 
         def wrapped(*given: Any) -> Any:
             made = wrap(*given)
-            made.register_comm_hook(None, _not_reduced if fault == NOT_REDUCED else _lost)
+            if hasattr(made, "set_custom_reduce_scatter"):  # fsdp, of its last group
+                made.set_custom_reduce_scatter(_SlowReduceScatter())
+                dist.all_gather = _slow_gather  # by which weights are gathered once, untimed
+            else:
+                made.register_comm_hook(None, _HOOKS[fault])
             return made
 
         seams.wrap = wrapped
@@ -84,3 +90,35 @@ def _not_reduced(state, bucket):  # type: ignore[no-untyped-def]
 
 def _lost(state, bucket):  # type: ignore[no-untyped-def]
     return _reduced(torch.zeros_like(bucket.buffer())).then(lambda found: found.value()[0])
+
+
+def _slow(state, bucket):  # type: ignore[no-untyped-def]
+    time.sleep(SLOW_S)
+    return _reduced(bucket.buffer()).then(lambda found: found.value()[0])
+
+
+_HOOKS = {NOT_REDUCED: _not_reduced, LOST: _lost, SLOW_WIRE: _slow}
+
+
+def _slow_gather(parts: list[torch.Tensor], x: torch.Tensor, group: Any) -> None:
+    time.sleep(SLOW_S)
+    _GATHER(parts, x, group)
+
+
+_GATHER = dist.all_gather
+
+
+class _SlowReduceScatter:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> None:
+        time.sleep(SLOW_S)
+        dist.reduce_scatter_single(output_tensor, input_tensor, op, group)

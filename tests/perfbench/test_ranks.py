@@ -2,6 +2,7 @@
 each planted fault; no process stays.
 """
 
+import math
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -70,12 +71,24 @@ def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
     proof = row.step_proof
     assert proof is not None and proof.ok
     assert {"loss", "gradients", "optimizer", "logits", "blocks"} <= proof.tensors.keys()
-    if parallel == "ddp":
-        assert ranks.unsynchronised_step_s is not None and ranks.exposed_s is not None
-        step_s = ranks.unsynchronised_step_s + ranks.exposed_s
-        assert step_s == pytest.approx(row.tokens_per_step / (row.tok_per_s or 0))
-    else:
-        assert set(ranks.absent) == {"unsynchronised_step_s", "exposed_s"}
+    assert ranks.unsynchronised_step_s is not None and ranks.exposed_s is not None
+    step_s = ranks.unsynchronised_step_s + ranks.exposed_s
+    assert step_s == pytest.approx(row.tokens_per_step / (row.tok_per_s or 0))
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_what_a_slow_reduction_costs_is_exposed(
+    executor: ForkServerExecutor, parallel: str
+) -> None:
+    """One rank's reduction sleeps, which no other work hides: the exposed time has it, and the step
+    without collectives has not.
+    """
+    row = executor.execute(job(planted.SLOW_WIRE, parallel=parallel))
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    ranks = row.ranks
+    assert ranks is not None and ranks.exposed_s is not None
+    assert ranks.exposed_s > planted.SLOW_S / 2
+    assert ranks.exposed_s > (ranks.unsynchronised_step_s or math.inf)
 
 
 @pytest.mark.parametrize(
