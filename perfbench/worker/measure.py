@@ -44,6 +44,7 @@ from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.peers.call import loaded_peer
+from perfbench.worker.ranks.clock import own_clock
 from perfbench.worker.ranks.exposed import ranks_line
 from perfbench.worker.ranks.world import current
 from perfbench.worker.step_proof.prove import prove as prove_step
@@ -203,7 +204,7 @@ def _timed(
         facts["host_bound"] = profile.is_host_bound(facts["profile"])
         if facts["profile"].witness_ok is False:
             raise Stop(Status.WRONG_PATH, facts["profile"].witness, without_speed(facts))
-    gemm_clock = CheckedClock(clock)
+    gemm_clock = CheckedClock(own_clock(clock))
     facts["physics"] = _physics(job, model, timed.step_s, gemm_clock)
     facts["other_clocks"] = OtherClocks(
         raw_s=timed.raw_s,

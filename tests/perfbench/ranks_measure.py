@@ -21,8 +21,9 @@ from perfbench.worker.telemetry import Sampler
 from perfbench.worker.turn import Turn
 from perfbench.worker.workloads import workload
 
-KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY, SLOW_WIRE = range(101, 109)
+KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY, SLOW_WIRE, LATE = range(101, 110)
 SLOW_S = 0.1  # of each reduction, more than the step computes
+LATE_S = 0.5  # behind the other rank, as after a profile
 CALLS_BEFORE = 2  # of the model, green
 
 
@@ -35,10 +36,19 @@ def measure(job: Job, clock: Clock, sampler: Sampler, turn: Turn) -> Replicate:
 
 def _plant(fault: int) -> None:
     seams: Any = workload
-    if fault == NO_MEMORY:
+    if fault == LATE:
+        late: Any = real
+        physics = real._physics
+
+        def _physics_later(*given: Any) -> Any:
+            time.sleep(LATE_S)
+            return physics(*given)
+
+        late._physics = _physics_later
+    elif fault == NO_MEMORY:
         proof: Any = prove
         proof.begin_alike = _no_memory
-    if fault == OTHER_PATH:
+    elif fault == OTHER_PATH:
         seams.TinyLM = lambda config, path, fa2: TinyLM(config, "masked", fa2)
     elif fault in _HOOKS:
         wrap: Any = model.wrap

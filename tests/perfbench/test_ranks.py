@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from perfbench.gate.clocks import clock_faults
 from perfbench.records.cells import Cell
 from perfbench.records.job import Job
+from perfbench.records.kernel_table import Kernels, table_path
 from perfbench.records.rows import Replicate, Status
 from perfbench.runner.executor import ForkServerExecutor
 from tests.perfbench import jobs
@@ -125,3 +127,24 @@ def test_a_rank_that_hangs_is_named_with_its_stack(
     assert "rank 0 in backward of step 3" in row.reason
     assert "at forward (ranks_measure.py:" in row.reason
     assert left_over(home) == []
+
+
+def test_a_late_rank_is_not_taken_for_a_wrong_clock(executor: ForkServerExecutor) -> None:
+    """A rank times its GEMM by its own clock: the largest of all ranks' seconds would be held
+    against its raw clock, in which it waited for the late one.
+    """
+    row = executor.execute(job(planted.LATE))
+    assert row.status is Status.OK and row.other_clocks is not None, row.reason + row.stderr_tail
+    assert clock_faults(row.samples_s, row.other_clocks) == []
+
+
+def test_a_trace_is_rank_0_s_and_has_the_collectives(
+    executor: ForkServerExecutor, tmp_path: pathlib.Path
+) -> None:
+    """As `perfbench trace` asks for it; the other rank takes the same steps and leaves no file."""
+    chrome = tmp_path / "cell-b.json.gz"
+    row = executor.execute(job(trace=str(chrome)))
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    assert {one.name for one in tmp_path.iterdir()} == {chrome.name, table_path(chrome).name}
+    table = Kernels.model_validate_json(table_path(chrome).read_bytes())
+    assert "gloo:all_reduce" in table.rows and table.called_from
