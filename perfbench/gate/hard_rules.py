@@ -291,7 +291,9 @@ def _parity(row: Replicate) -> Iterator[Finding]:
             )
         return
     over = {name: ratio for name, ratio in parity.tensors.items() if ratio > 1}
-    if not parity.ok or over or row.status is Status.PARITY:
+    if parity.ok and not over and row.status is Status.PARITY and row.reason:
+        yield Finding(Verdict.PARITY, "parity", row.reason[:REASON_CHARS])
+    elif not parity.ok or over or row.status is Status.PARITY:
         worst_at = (
             f"worst at {parity.worst}, error {parity.max_error:.3g} against tolerance"
             f" {parity.tolerance:.3g}"

@@ -375,7 +375,12 @@ def _prove_step(
     """
     on_gpu = job.device == "cuda"
     peak = torch.cuda.max_memory_allocated() if on_gpu else 0
-    line = prove_step(work, job, model)
+    try:
+        line = prove_step(work, job, model)
+    except torch.OutOfMemoryError as error:  # of a rank, without which the others prove nothing
+        absent = f"no proof of the step: the twin does not fit into memory next to it: {error}"
+        line = StepProof(ok=None, absent=absent)
+        raise Stop(Status.PARITY, absent, facts | {"step_proof": line}) from error
     if line.ok is False:
         reason = f"the step differs from its plain twin: {line.worst}"
         raise Stop(Status.PARITY, reason, facts | {"step_proof": line})

@@ -183,6 +183,10 @@ def test_a_step_without_proof_has_no_number(proof: StepProof | None, words: str)
     assert cell.verdict is Verdict.PARITY and judgement.exit_code is Exit.NOT_TRUE, cell
     assert cell.cand_tok_per_s is None and "no proof of the step" in cell.reason
     assert words in cell.reason
+    stopped = {"status": Status.PARITY, "reason": "rank 1: no proof of the step: full"}
+    rows = [one.model_copy(update={**stopped, "step_proof": proof}) for one in rows]
+    (cell,) = judge(b.with_rows(good, rows), None, GatePolicy()).cells
+    assert cell.verdict is Verdict.PARITY and cell.reason.startswith(stopped["reason"]), cell
     rest = [one for one in good.replicates if one.replicate > 0]
     (cell,) = judge(b.with_rows(good, rest), None, GatePolicy()).cells
     assert cell.verdict is Verdict.PARITY and "replicate 0 is not in the run" in cell.reason

@@ -53,11 +53,9 @@ def prove(work: Workload, job: Job, model: ModelConfig) -> StepProof:
         return StepProof(ok=None, absent=why)
     try:
         line = _proved(work, job, model)
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError:
         if current() is not None:  # the others would wait for this rank, or go on one step apart
-            raise torch.OutOfMemoryError(
-                f"the step's proof does not fit into memory next to the step: {error}"
-            ) from error
+            raise
         line = StepProof(ok=None, absent="the twin does not fit into memory next to the step")
     if job.device == "cuda":
         torch.cuda.empty_cache()
