@@ -22,7 +22,7 @@ from perfbench.worker.turn import Turn
 from perfbench.worker.workloads import workload
 
 KILLED, HANGS, OTHER_PATH, NOT_REDUCED, LOST, RAISES, NO_MEMORY, SLOW_WIRE, LATE = range(101, 110)
-SLOW_S = 0.1  # of each reduction, more than the step computes
+SLOW_S = 0.3  # of each reduction, many times what the step computes
 LATE_S = 0.5  # behind the other rank, as after a profile
 CALLS_BEFORE = 2  # of the model, green
 
