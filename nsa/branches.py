@@ -6,7 +6,7 @@ B batch, T query tokens, G kv heads, N blocks a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +46,7 @@ class Call:
     nonnegative_gates: bool = False
     sinks: Tensor | None = None
     takes_means: bool = False
+    wait_for_selected: Callable[[], object] | None = None
 
     def num_full_rows(self, num_keys: int) -> int:
         """Queries at the head of each sequence that choose every block up to their own."""
@@ -140,6 +141,8 @@ def _isolated(
     statistics.observe_gates(gates, config.branches, present=call.present)
     poisoned_BT = None
     if call.documents is not None:
+        if call.wait_for_selected is not None:
+            call.wait_for_selected()
         q, gates, view, poisoned_BT = _without_poison(q, gates, view, call.documents, config)
     o, attended = _attend_and_sum(q, gates, view, call, keys_read)
     if poisoned_BT is not None:
@@ -154,17 +157,23 @@ def _without_poison(
     bool [1, T]: the rows that its own documents' values make NaN.
     """
     (q, gates), query_BT = without_poison(q, gates)
-    token_BT, block_BC = torch.zeros_like(query_BT), None
+    assert isinstance(view.q_start, int), "packed documents have no cache"
+    q_start, block_BC = view.q_start, None
+    S = q_start + q.shape[1]
+    token_BS = query_BT.new_zeros(1, S)
     if config.branches != ("win",):  # else there are no compressed keys
         (k, v), block_BC = without_poison(*view.cmp)
         view = replace(view, cmp=(k, v))
     if "sel" in config.branches:
-        (k, v), bad_BT = without_poison(*view.sel)
-        view, token_BT = replace(view, sel=(k, v)), token_BT | bad_BT
-    if "win" in config.branches:
-        (k, v), bad_BT = without_poison(*view.win)
-        view, token_BT = replace(view, win=(k, v)), token_BT | bad_BT
-    later_BT = reached(documents, token_BT, block_BC, config.cmp_block, config.cmp_stride)
+        (k, v), bad_BS = without_poison(*view.sel)
+        view, token_BS = replace(view, sel=(k, v)), token_BS | bad_BS
+    if "win" in config.branches:  # whose keys are the last of them
+        (k, v), bad_BS = without_poison(*view.win)
+        if bad_BS.shape[1] != S:
+            bad_BS = torch.nn.functional.pad(bad_BS, (S - bad_BS.shape[1], 0))
+        view, token_BS = replace(view, win=(k, v)), token_BS | bad_BS
+    grid = config.cmp_block, config.cmp_stride
+    later_BT = reached(documents, token_BS, block_BC, *grid, q_start=q_start)
     return q, gates, view, query_BT | later_BT
 
 
@@ -270,6 +279,8 @@ def _attend_branches(
     if "sel" in config.branches:
         if not _needs_no_blocks(call.route) or keys_read is not None:
             blocks = _choose(q, view, call, lse)
+        if call.wait_for_selected is not None:
+            call.wait_for_selected()
         attended.append(
             dispatch.selected(
                 call.route,
@@ -292,7 +303,7 @@ def _attend_branches(
                 size=config.window,
                 q_start=view.win_start,
                 scale=call.scale,
-                documents=call.documents,
+                documents=_documents_of_window(view, call),
                 **softmax,
             )
         )
@@ -300,6 +311,15 @@ def _attend_branches(
     if keys_read is not None:
         _count_keys(q, view, config, blocks, keys_read)
     return attended, blocks
+
+
+def _documents_of_window(view: View, call: Call) -> Documents | None:
+    """The documents, counted as the keys of the window are."""
+    if call.documents is None or view.win_start is view.q_start:
+        return call.documents
+    assert isinstance(view.q_start, int), "packed documents have no cache"
+    assert isinstance(view.win_start, int), "packed documents have no cache"
+    return call.documents.counted_from(view.q_start - view.win_start)
 
 
 def _serves_pages(q: Tensor, view: PagedView, call: Call) -> bool:

@@ -13,7 +13,7 @@ import torch
 
 from nsa.parallel.gather import by_rank, in_order, ordered_sum
 from nsa.parallel.zigzag import Zigzag
-from tests.nsa.parallel.four_ranks import CASES
+from tests.nsa.parallel.four_ranks import CASES, MODELS
 from tests.nsa.torchrun import found_by_ranks
 
 SCRIPT = Path(__file__).with_name("four_ranks.py")
@@ -39,10 +39,11 @@ def test_a_layer_is_that_of_one_process(found: dict[str, Any], case: str, ranks:
 
 
 @RANKS
+@pytest.mark.parametrize("model", MODELS)
 def test_a_model_has_the_loss_and_the_gradients_of_one_process(
-    found: dict[str, Any], ranks: int
+    found: dict[str, Any], model: str, ranks: int
 ) -> None:
-    assert worst(found[f"model, {ranks} ranks"])[0] <= 1e-13
+    assert worst(found[f"{model}, {ranks} ranks"])[0] <= 1e-13
 
 
 @RANKS
@@ -57,6 +58,14 @@ def test_a_layer_equals_the_oracle(found: dict[str, Any], ranks: int) -> None:
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 def test_equal_q_and_k_give_the_same_bits(found: dict[str, Any], phi: str, ranks: int) -> None:
     assert found[f"bits, {phi}, {ranks} ranks"] == {"compressed": True, "blocks": True}
+    packed = found[f"bits of documents, {phi}, {ranks} ranks"]
+    assert packed["blocks"]
+    assert packed["compressed"] or phi == "mlp"  # a product of other rows may round another way
+
+
+def test_a_nan_stays_in_its_document(found: dict[str, Any]) -> None:
+    """On the ranks of the document, as on one process."""
+    assert found["isolated"] == {"some": True, "same": True, "rest": True}
 
 
 def test_bf16_is_within_its_bound(found: dict[str, Any]) -> None:
@@ -75,7 +84,8 @@ def test_two_runs_are_bitwise_equal(found: dict[str, Any]) -> None:
         ("twice", "ShardedAttention; wanted NSAAttention alone, not wrapped yet"),
         ("dense", "DenseAttention; wanted NSAAttention alone"),
         ("chunk", "got 24 tokens a rank.*sel_block=16 tokens.*pad the sequence to 128 tokens"),
-        ("packed", "got cu_seqlens with context parallelism; wanted whole sequences"),
+        ("documents", "cu_seqlens \\[0, 129\\] .. 129 over 128 tokens; wanted 0 first, ascending"),
+        ("masked", "got num_tokens with context parallelism; wanted whole sequences"),
     ],
 )
 def test_what_is_not_served_says_so(found: dict[str, Any], what: str, words: str) -> None:
