@@ -451,6 +451,7 @@ def decode_step(
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Full causal attention of q [B, T, HQ, DK], the last T of S keys."""
     return _full_causal(route.branch("dense"), q, k, v, scale=scale)
 
 
@@ -479,7 +480,7 @@ def dense_cached(
 
 
 def _full_causal(branch: BranchRoute, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    assert q.shape[1] == k.shape[1], "full causal attention is of whole sequences alone"
+    assert branch.branch == "dense" or q.shape[1] == k.shape[1], "a branch is of whole sequences"
     engagement.record(branch)
     with _marked(branch, q):
         return sdpa.causal(q, k, v, scale=scale, kernel=branch.kernel)

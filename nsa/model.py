@@ -118,7 +118,7 @@ class _Decoder(nn.Module):
 
     def _layout_of(self, layer: int, x: Tensor, **options: Any) -> Layout:
         attention: Any = self.blocks[layer].attention
-        if isinstance(attention, NSAAttention):  # a rank of several has its own
+        if isinstance(attention, NSAAttention | DenseAttention):  # one of several ranks has its own
             return attention.layout(x, **options)
         return Layout.of(x, self.config.config_of(layer), self.config.head_dim, **options)
 

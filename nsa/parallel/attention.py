@@ -8,7 +8,7 @@ B batch, T tokens of this rank (two chunks of L), M model dim.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from nsa.attention import NSAAttention
 from nsa.branches import Call, attend_view, reaching
 from nsa.decode import KV, View
 from nsa.parallel.keys import ShardedKeys
-from nsa.parallel.layout import Chunk, ShardedLayout
+from nsa.parallel.layout import Chunk, ShardedLayout, check_served
 from nsa.parallel.zigzag import Zigzag
 from nsa.rope import rotate
 from nsa.routing import Route
@@ -50,7 +50,7 @@ class ShardedAttention(NSAAttention):
         ``layout`` has read it already. ValueError for a cache, num_tokens or attention_mask, none
         of which is served, and for chunks that do not begin at the border of a selection block.
         """
-        _check_served(others)
+        check_served(others)
         checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
         if not isinstance(layout, ShardedLayout):
             layout = self.layout(x_BTM, dtype=x_BTM.dtype, cu_seqlens=cu_seqlens)
@@ -89,13 +89,9 @@ class ShardedAttention(NSAAttention):
 
     def layout(self, x: Tensor, **options: Any) -> ShardedLayout:
         """The Layout of this rank's x [B, T, ...], for this layer and others of its config and head
-        dim; ``options`` are ``dtype`` and ``cu_seqlens`` of `ShardedLayout.of_shard`.
+        dim; ``options`` as in `ShardedLayout.of_shard`.
         """
-        dtype, cu_seqlens = options.pop("dtype"), options.pop("cu_seqlens", None)
-        _check_served(options)
-        return ShardedLayout.of_shard(
-            x, self.config, self.head_dim, self.place, dtype=dtype, cu_seqlens=cu_seqlens
-        )
+        return ShardedLayout.of_shard(x, self.config, self.head_dim, self.place, **options)
 
     def _route_of(self, q: Tensor, chunk: Chunk) -> Route:
         begin, end = chunk.rows
@@ -130,11 +126,3 @@ class ShardedAttention(NSAAttention):
         if packing is None:
             return attend_view(q, gates, view, call)
         return packing.restore(attend_view(packing.align(q), packing.align(gates), view, call))
-
-
-def _check_served(others: Mapping[str, object]) -> None:
-    if given := [name for name, value in others.items() if value is not None]:
-        raise ValueError(
-            f"got {' and '.join(given)} with context parallelism; wanted whole sequences of one"
-            " length, or cu_seqlens; call the layer without ContextParallel for them"
-        )

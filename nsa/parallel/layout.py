@@ -10,7 +10,7 @@ L tokens of a chunk, P ranks, N documents, l compressed block, d its stride, l' 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Self
@@ -83,11 +83,13 @@ class ShardedLayout(Layout):
         *,
         dtype: torch.dtype,
         cu_seqlens: Tensor | Sequence[int] | None = None,
+        **others: object,
     ) -> Self:
         """Of x [B, 2 L, ...], this rank's tokens; ``cu_seqlens`` of the whole sequence, read by the
-        host. ValueError for chunks that do not begin at the border of a selection block, and
-        cu_seqlens that does not fit.
+        host. ValueError for chunks that do not begin at the border of a selection block, for
+        cu_seqlens that does not fit, and for any of ``others``: those of `Layout.of` but None.
         """
+        check_served(others)
         L = place.chunk_tokens(x.shape[1], config)
         position_T = place.positions(x.shape[1], x.device)
 
@@ -127,14 +129,18 @@ class ShardedLayout(Layout):
             _rows_of(_block_rows(blocks, x.device), -(-end // config.cmp_stride), place),
         )
 
-    @property
-    def end(self) -> int:
-        """One past the last row that a query of this rank can see."""
-        return max(chunk.rows[1] for chunk in self.chunks)
-
     def keys(self) -> Wanted:
         """The rows up to each chunk's last query."""
         return Wanted(tuple((0, chunk.rows[1]) for chunk in self.chunks), self.token_rows)
+
+
+def check_served(others: Mapping[str, object]) -> None:
+    """ValueError for an argument of a layer that is not of whole sequences."""
+    if given := [name for name, value in others.items() if value is not None]:
+        raise ValueError(
+            f"got {' and '.join(given)} with context parallelism; wanted whole sequences of one"
+            " length, or cu_seqlens of NSAAttention; call the layer without ContextParallel"
+        )
 
 
 @dataclass(frozen=True, slots=True)

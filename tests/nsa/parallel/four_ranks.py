@@ -33,7 +33,11 @@ from tests.nsa.test_layer import DIM, attention, by_hand
 
 TOKENS = 128  # chunks of 16 on four ranks, of 32 on two; the window of 24 is between them
 DOCUMENTS = [0, 5, 5, 40, 41, 100, 121]
-MODELS: dict[str, dict[str, Any]] = {"model": {}, "model of documents": {"cu_seqlens": DOCUMENTS}}
+MODELS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "model of documents": {"cu_seqlens": DOCUMENTS},
+    "dense twin": {},
+}
 Result = dict[str, Tensor]
 
 
@@ -118,19 +122,19 @@ def sharded_layer(
     return {"y": cp.unshard(y.detach()), "d x": cp.unshard(own.grad), **gradients(layer), **found}
 
 
-def language(model: TinyLM, ids: Tensor, labels: Tensor, count: int, **packing: Any) -> Tensor:
+def language(model: nn.Module, ids: Tensor, labels: Tensor, count: int, **packing: Any) -> Tensor:
     logits = model(ids, **packing).flatten(0, 1)
     return cross_entropy(logits, labels.flatten(), reduction="sum") / count
 
 
-def whole_model(model: TinyLM, ids: Tensor, **packing: Any) -> Result:
+def whole_model(model: nn.Module, ids: Tensor, **packing: Any) -> Result:
     labels = next_token_labels(ids, **packing)
     loss = language(model, ids, labels, ids.shape[1] - 1, **packing)
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
 
 
-def sharded_model(cp: ContextParallel, model: TinyLM, ids: Tensor, **packing: Any) -> Result:
+def sharded_model(cp: ContextParallel, model: nn.Module, ids: Tensor, **packing: Any) -> Result:
     cp.wrap(model)
     own, labels = cp.shard(ids), cp.shard(next_token_labels(ids, **packing))
     loss = language(model, own, labels, ids.shape[1] - 1, **packing)
@@ -139,12 +143,12 @@ def sharded_model(cp: ContextParallel, model: TinyLM, ids: Tensor, **packing: An
     return {"loss": sum_over_ranks(loss.detach(), cp.group), **gradients(model)}
 
 
-def model_of() -> TinyLM:
+def model_of(kind: str) -> TinyLM | DenseLM:
     config = replace(
         preset("tiny"), vocab_size=32, num_layers=2, nsa=SMALL, checkpoint_layers=(0, 1)
     )
     torch.manual_seed(0)
-    return TinyLM(config, "masked").double()
+    return (DenseLM(config) if kind == "dense twin" else TinyLM(config, "masked")).double()
 
 
 def compared(got: Result, want: Result) -> dict[str, float]:
@@ -301,10 +305,8 @@ def main() -> None:
         for name, case in CASES.items():
             found[f"{name}, {ranks} ranks"] = in_dtype(cp, case, torch.float64)
         for name, packing in MODELS.items():
-            got, want = (
-                sharded_model(cp, model_of(), ids, **packing),
-                whole_model(model_of(), ids, **packing),
-            )
+            got = sharded_model(cp, model_of(name), ids, **packing)
+            want = whole_model(model_of(name), ids, **packing)
             found[f"{name}, {ranks} ranks"] = compared(got, want)
         found[f"oracle, {ranks} ranks"] = against_oracle(cp)
         for phi in ("mean", "linear", "mlp"):
@@ -319,7 +321,8 @@ def main() -> None:
     found["refused"] = {
         "mesh": refused(lambda: ContextParallel(grid)),
         "twice": refused(lambda: cp.wrap(layer)),
-        "dense": refused(lambda: cp.wrap(DenseLM(model_of().config))),
+        "other": refused(lambda: cp.wrap(nn.Linear(1, 1))),
+        "cudnn": refused(lambda: cp.wrap(DenseLM(preset("tiny"), "dense_cudnn"))),
         "chunk": refused(lambda: layer(randn(1, 24, DIM, seed=1))),
         "documents": refused(lambda: layer(randn(1, 32, DIM, seed=1), cu_seqlens=[0, 129])),
         "masked": refused(lambda: layer(randn(1, 32, DIM, seed=1), num_tokens=[32])),

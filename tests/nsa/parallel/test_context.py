@@ -81,8 +81,9 @@ def test_two_runs_are_bitwise_equal(found: dict[str, Any]) -> None:
     "what, words",
     [
         ("mesh", 'mesh of 2 dimensions.*wanted one; pass mesh\\["NAME"\\]'),
-        ("twice", "ShardedAttention; wanted NSAAttention alone, not wrapped yet"),
-        ("dense", "DenseAttention; wanted NSAAttention alone"),
+        ("twice", "ShardedAttention; wanted NSAAttention or DenseAttention alone, not wrapped yet"),
+        ("other", "Linear with no attention of nsa; wanted NSAAttention or DenseAttention"),
+        ("cudnn", "kind='dense_cudnn'.*wanted dense or dense_flash; set kind"),
         ("chunk", "got 24 tokens a rank.*sel_block=16 tokens.*pad the sequence to 128 tokens"),
         ("documents", "cu_seqlens \\[0, 129\\] .. 129 over 128 tokens; wanted 0 first, ascending"),
         ("masked", "got num_tokens with context parallelism; wanted whole sequences"),
