@@ -182,13 +182,14 @@ def _attend_and_sum(
 ) -> tuple[Tensor, list[dispatch.Attended]]:
     """(the gated sum, what `_attend_branches` returned)."""
     config = call.config
-    # a cache's window begins elsewhere, and keeps no gradient
-    joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
     tensors = (gates, q, *view.cmp, *view.sel, *view.win)
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # a cache's window begins elsewhere, and keeps no gradient
+    is_plain_call = view.win_start is view.q_start or (records and _win_begin(view) is not None)
+    joins = call.nonnegative_gates and is_plain_call and dispatch.joins(call.route)
     plain = dispatch.is_plain(*tensors, view.q_start)
     if joins and plain:
         return _in_one_node(q, gates, view, call, keys_read)
-    records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     with dispatch.Plainly() if plain and not records else nullcontext():
         view = _compressed(view, call)
         with torch.no_grad() if joins else nullcontext():
@@ -248,6 +249,7 @@ def _joined(
         scale=call.scale,
         documents=call.documents,
         num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+        win_begin=_win_begin(view) or 0,
     )
 
 
@@ -315,11 +317,18 @@ def _attend_branches(
 
 def _documents_of_window(view: View, call: Call) -> Documents | None:
     """The documents, counted as the keys of the window are."""
-    if call.documents is None or view.win_start is view.q_start:
-        return call.documents
-    assert isinstance(view.q_start, int), "packed documents have no cache"
-    assert isinstance(view.win_start, int), "packed documents have no cache"
-    return call.documents.counted_from(view.q_start - view.win_start)
+    if call.documents is None:
+        return None
+    begin = _win_begin(view)
+    assert begin is not None, "packed documents have no cache"
+    return call.documents.counted_from(begin)
+
+
+def _win_begin(view: View) -> int | None:
+    """The position of the first key of the window; None where it is the device's."""
+    if isinstance(view.q_start, int) and isinstance(view.win_start, int):
+        return view.q_start - view.win_start
+    return None
 
 
 def _serves_pages(q: Tensor, view: PagedView, call: Call) -> bool:

@@ -300,9 +300,10 @@ def joined(
     scale: float,
     documents: Documents | None,
     num_full_rows: int,
+    win_begin: int = 0,
 ) -> joint_backward.Joined:
     """What `join` takes of branches that ran without gradients: ``kv`` and ``attended`` in the
-    order of BRANCHES.
+    order of BRANCHES. The window's keys begin at position ``win_begin``.
     """
     outputs, lse = tuple(o for o, *_ in attended), tuple(x[1] for x in attended if x[1] is not None)
     _, _, *lists = attended[BRANCHES.index("sel")]
@@ -322,6 +323,7 @@ def joined(
         scale=scale,
         first=_first(documents),
         num_full_rows=num_full_rows,
+        win_begin=win_begin,
     )
 
 
