@@ -5,14 +5,21 @@ the tokens lie.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from nsa.documents import Packing
+from nsa.ops import flash
+from nsa.ops.interval import sliding
 from nsa.parallel.gather import by_rank, in_order, ordered_sum
 from nsa.parallel.zigzag import Zigzag
+from tests.cases import error, randn
 from tests.nsa.parallel.four_ranks import CASES, MODELS
 from tests.nsa.torchrun import found_by_ranks
 
@@ -116,3 +123,30 @@ def test_parts_are_added_up_in_rank_order_in_fp32() -> None:
     tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24])
     assert float(ordered_sum(tiny, torch.float32)) == 1.0
     assert float(ordered_sum(tiny.flip(0), torch.float32)) > 1.0
+
+
+def test_fa2_is_given_the_documents_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sequences of queries are the last of their keys: as SDPA over the same chunk, whose
+    window reaches keys of two documents, and neither rows before nor behind it.
+    """
+
+    def varlen(_: str, q: Tensor, k: Tensor, v: Tensor, *cu: Any, **options: Any) -> Tensor:
+        size = options["window"][0] + 1
+        of_q, of_k = (x.tolist() for x in cu[:2])
+        assert of_q[-1] == cu[2] == q.shape[0] and of_k[-1] == cu[3] == k.shape[0]
+        found = []
+        for (q0, q1), (k0, k1) in zip(pairwise(of_q), pairwise(of_k), strict=True):
+            key, row = torch.arange(k1 - k0), torch.arange(q1 - q0)[:, None] + (k1 - k0 - q1 + q0)
+            keep = (key <= row) & (key > row - size)
+            one = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+            found.append(scaled_dot_product_attention(*one, attn_mask=keep).transpose(0, 1))
+        return torch.cat(found)
+
+    packing = Packing.of(torch.tensor([0, 5, 5, 40, 41, 64]), 64, 16)
+    documents = packing.part((9, 50), (20, 93)).documents.counted_from(16)
+    q, k, v = randn(1, 73, 2, 8, seed=1), randn(1, 77, 2, 8, seed=2), randn(1, 77, 2, 8, seed=3)
+    options: dict[str, Any] = {"window": 12, "q_start": 4, "scale": 8**-0.5}
+    want = sliding.attend(q, k, v, fa2=None, documents=documents, **options)
+    monkeypatch.setattr(flash, "varlen", varlen)
+    got = sliding.attend(q, k, v, fa2="torch", documents=documents, **options)
+    assert error(got, want) <= 1e-6
