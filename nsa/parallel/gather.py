@@ -20,7 +20,7 @@ _gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ItemRows:
     """Where the items of all ranks go, where they do not simply follow one another: B = 1.
 
     ``at`` int64 [P, 2 n]: the row of each item of each rank, in 0 .. number - 1; ``number`` for
@@ -32,13 +32,13 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedItems:
     """What this rank wants of a gathered tensor: ``ranges`` (begin, end) of all chunks in order, or
     of their ``rows``.
     """
 
     ranges: tuple[Range, ...]
-    rows: Rows | None = None
+    rows: ItemRows | None = None
 
     def room(self, like: Tensor, shape: torch.Size, ranks: int) -> Tensor:
         """For all items in order, or for all rows and one that is dropped; ``shape`` [B, 2 n, ...]
@@ -81,7 +81,9 @@ class Gathering:
     order of their making, on every rank.
     """
 
-    def __init__(self, shards: Sequence[tuple[Tensor, Wanted]], group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, shards: Sequence[tuple[Tensor, WantedItems]], group: dist.ProcessGroup
+    ) -> None:
         P = dist.get_world_size(group)
         sent = torch.cat([own.detach().flatten() for own, _ in shards])
         received = sent.new_empty(P, sent.numel())
@@ -113,14 +115,14 @@ def gather(own: Tensor, ranges: Sequence[Range], group: dist.ProcessGroup) -> tu
     """The items ``ranges`` of all chunks in order, of one tensor: [B, R, ...] each, as `Gathering`
     has them.
     """
-    return Gathering([(own, Wanted(tuple(ranges)))], group).wait()[0]
+    return Gathering([(own, WantedItems(tuple(ranges)))], group).wait()[0]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        kinds: tuple[tuple[torch.Size, torch.dtype, Wanted], ...],
+        kinds: tuple[tuple[torch.Size, torch.dtype, WantedItems], ...],
         group: dist.ProcessGroup,
         rooms: list[Tensor],
         *own: Tensor,
@@ -157,7 +159,7 @@ class _Gather(torch.autograd.Function):
 
 def in_order(shards: Tensor) -> Tensor:
     """[P, B, 2 n, ...] of the ranks -> [B, 2P n, ...], chunk 0 first."""
-    wanted = Wanted(())
+    wanted = WantedItems(())
     room = wanted.room(shards, shards.shape[1:], shards.shape[0])
     wanted.lay_out(shards, room)
     return room

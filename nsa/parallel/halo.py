@@ -11,28 +11,28 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nsa.parallel.gather import Wanted
+from nsa.parallel.gather import WantedItems
 from nsa.parallel.zigzag import Zigzag
 
 
-def tokens_before(x: Tensor, count: int, place: Zigzag) -> tuple[Tensor, Wanted]:
+def tokens_before(x: Tensor, count: int, place: Zigzag) -> tuple[Tensor, WantedItems]:
     """What a `Gathering` takes for the ``count`` tokens before each own chunk of x [B, 2 L, G, D]
     (as many as there are). They may lie on several ranks.
     """
     chunks = x.chunk(2, 1)
     kept = min(count, chunks[0].shape[1])
     tails = torch.cat([chunk[:, chunk.shape[1] - kept :] for chunk in chunks], 1)
-    return tails, Wanted(tuple((max(0, c * kept - count), c * kept) for c in place.own))
+    return tails, WantedItems(tuple((max(0, c * kept - count), c * kept) for c in place.own))
 
 
-def tokens_behind(x: Tensor, count: int, place: Zigzag) -> tuple[Tensor, Wanted]:
+def tokens_behind(x: Tensor, count: int, place: Zigzag) -> tuple[Tensor, WantedItems]:
     """What a `Gathering` takes for the ``count`` tokens behind each own chunk of x [B, 2 L, G, D]
     (``count`` <= L; the last chunk has none).
     """
     heads = torch.cat([chunk[:, :count] for chunk in x.chunk(2, 1)], 1)
     end = place.num_chunks * count
     ranges = tuple((min(end, (c + 1) * count), min(end, (c + 2) * count)) for c in place.own)
-    return heads, Wanted(ranges)
+    return heads, WantedItems(ranges)
 
 
 def with_before(x: Tensor, halos: Sequence[Tensor]) -> list[Tensor]:

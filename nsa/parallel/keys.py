@@ -16,7 +16,7 @@ from nsa.config import NSAConfig
 from nsa.decode import KV, View
 from nsa.documents import Documents
 from nsa.ops.positions import to_device
-from nsa.parallel.gather import Gathering, Wanted
+from nsa.parallel.gather import Gathering, WantedItems
 from nsa.parallel.halo import tokens_before, tokens_behind, with_before, with_behind
 from nsa.parallel.layout import Chunk, ShardedLayout
 from nsa.parallel.zigzag import Zigzag
@@ -62,7 +62,7 @@ class ShardedKeys:
         self._cmp, self._sel, self._win = kv_cmp, kv_sel, kv_win
         self._config, self._group, self._layout = config, group, layout
         self._compresses = config.branches != ("win",)  # compressed keys serve the selection, too
-        halos: list[tuple[Tensor, Wanted]] = []
+        halos: list[tuple[Tensor, WantedItems]] = []
         if self._compresses:
             halos += [tokens_behind(x, layout.behind, place) for x in kv_cmp]
         if "win" in config.branches:
@@ -82,7 +82,7 @@ class ShardedKeys:
             ]
             grid = BlockGrid.of(self._config)
             ranges = tuple((0, grid.num_cmp(chunk.rows[1])) for chunk in chunks)
-            wanted = Wanted(ranges, self._layout.block_rows)
+            wanted = WantedItems(ranges, self._layout.block_rows)
             own = [torch.cat(blocks, 1) for blocks in zip(*made, strict=True)]
             self._blocks = Gathering([(x, wanted) for x in own], self._group)
         if "sel" in self._config.branches:

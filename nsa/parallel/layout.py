@@ -22,7 +22,7 @@ from nsa import checks
 from nsa.config import NSAConfig
 from nsa.documents import Documents, Packing
 from nsa.ops.positions import to_device
-from nsa.parallel.gather import Range, Rows, Wanted, by_rank
+from nsa.parallel.gather import ItemRows, Range, WantedItems, by_rank
 from nsa.parallel.zigzag import Zigzag
 from nsa.rope import angles, turns
 from nsa.shared_positions import Layout
@@ -70,8 +70,8 @@ class ShardedLayout(Layout):
     chunks: tuple[Chunk, ...] = ()
     behind: int = 0
     block_room: int = 0
-    token_rows: Rows | None = None
-    block_rows: Rows | None = None
+    token_rows: ItemRows | None = None
+    block_rows: ItemRows | None = None
 
     @classmethod
     def of_shard(
@@ -129,9 +129,9 @@ class ShardedLayout(Layout):
             _rows_of(_block_rows(blocks, x.device), -(-end // config.cmp_stride), place),
         )
 
-    def keys(self) -> Wanted:
+    def keys(self) -> WantedItems:
         """The rows up to each chunk's last query."""
-        return Wanted(tuple((0, chunk.rows[1]) for chunk in self.chunks), self.token_rows)
+        return WantedItems(tuple((0, chunk.rows[1]) for chunk in self.chunks), self.token_rows)
 
 
 def check_served(others: Mapping[str, object]) -> None:
@@ -214,6 +214,6 @@ def _block_rows(blocks: list[Range], device: torch.device) -> Tensor:
     return index.masked_fill(index >= last, torch.iinfo(torch.int64).max)
 
 
-def _rows_of(row: Tensor, number: int, place: Zigzag) -> Rows:
+def _rows_of(row: Tensor, number: int, place: Zigzag) -> ItemRows:
     """``row`` [2P, n] of each chunk's items; those from ``number`` on are of none."""
-    return Rows(by_rank(row.flatten()[None].clamp(max=number), place.size)[:, 0], number)
+    return ItemRows(by_rank(row.flatten()[None].clamp(max=number), place.size)[:, 0], number)

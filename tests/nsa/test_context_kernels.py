@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from nsa import NSAAttention, dispatch
 from nsa.ops import joint_backward
 from nsa.parallel import ContextParallel
-from nsa.parallel.gather import Wanted
+from nsa.parallel.gather import WantedItems
 from tests.cases import SMALL, assert_parity, randn
 
 
@@ -45,7 +45,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name in ("compressed", "choose", "selected", "window"):
         note(dispatch, name)
     note(joint_backward, "arguments")
-    note(Wanted, "lay_out")
+    note(WantedItems, "lay_out")
     return notes
 
 
