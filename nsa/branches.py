@@ -6,7 +6,7 @@ B batch, T query tokens, G kv heads, N blocks a row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -46,6 +46,7 @@ class Call:
     nonnegative_gates: bool = False
     sinks: Tensor | None = None
     takes_means: bool = False
+    wait_for_selected: Callable[[], object] | None = None
 
     def num_full_rows(self, num_keys: int) -> int:
         """Queries at the head of each sequence that choose every block up to their own."""
@@ -140,6 +141,8 @@ def _isolated(
     statistics.observe_gates(gates, config.branches, present=call.present)
     poisoned_BT = None
     if call.documents is not None:
+        if call.wait_for_selected is not None:
+            call.wait_for_selected()
         q, gates, view, poisoned_BT = _without_poison(q, gates, view, call.documents, config)
     o, attended = _attend_and_sum(q, gates, view, call, keys_read)
     if poisoned_BT is not None:
@@ -154,17 +157,23 @@ def _without_poison(
     bool [1, T]: the rows that its own documents' values make NaN.
     """
     (q, gates), query_BT = without_poison(q, gates)
-    token_BT, block_BC = torch.zeros_like(query_BT), None
+    assert isinstance(view.q_start, int), "packed documents have no cache"
+    q_start, block_BC = view.q_start, None
+    S = q_start + q.shape[1]
+    token_BS = query_BT.new_zeros(1, S)
     if config.branches != ("win",):  # else there are no compressed keys
         (k, v), block_BC = without_poison(*view.cmp)
         view = replace(view, cmp=(k, v))
     if "sel" in config.branches:
-        (k, v), bad_BT = without_poison(*view.sel)
-        view, token_BT = replace(view, sel=(k, v)), token_BT | bad_BT
-    if "win" in config.branches:
-        (k, v), bad_BT = without_poison(*view.win)
-        view, token_BT = replace(view, win=(k, v)), token_BT | bad_BT
-    later_BT = reached(documents, token_BT, block_BC, config.cmp_block, config.cmp_stride)
+        (k, v), bad_BS = without_poison(*view.sel)
+        view, token_BS = replace(view, sel=(k, v)), token_BS | bad_BS
+    if "win" in config.branches:  # whose keys are the last of them
+        (k, v), bad_BS = without_poison(*view.win)
+        if bad_BS.shape[1] != S:
+            bad_BS = torch.nn.functional.pad(bad_BS, (S - bad_BS.shape[1], 0))
+        view, token_BS = replace(view, win=(k, v)), token_BS | bad_BS
+    grid = config.cmp_block, config.cmp_stride
+    later_BT = reached(documents, token_BS, block_BC, *grid, q_start=q_start)
     return q, gates, view, query_BT | later_BT
 
 
@@ -173,13 +182,14 @@ def _attend_and_sum(
 ) -> tuple[Tensor, list[dispatch.Attended]]:
     """(the gated sum, what `_attend_branches` returned)."""
     config = call.config
-    # a cache's window begins elsewhere, and keeps no gradient
-    joins = call.nonnegative_gates and view.win_start is view.q_start and dispatch.joins(call.route)
     tensors = (gates, q, *view.cmp, *view.sel, *view.win)
+    records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    # a cache's window begins elsewhere, and keeps no gradient
+    is_plain_call = view.win_start is view.q_start or (records and _win_begin(view) is not None)
+    joins = call.nonnegative_gates and is_plain_call and dispatch.joins(call.route)
     plain = dispatch.is_plain(*tensors, view.q_start)
     if joins and plain:
         return _in_one_node(q, gates, view, call, keys_read)
-    records = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     with dispatch.Plainly() if plain and not records else nullcontext():
         view = _compressed(view, call)
         with torch.no_grad() if joins else nullcontext():
@@ -239,6 +249,7 @@ def _joined(
         scale=call.scale,
         documents=call.documents,
         num_full_rows=call.num_full_rows(view.sel[1].shape[1]),
+        win_begin=_win_begin(view) or 0,
     )
 
 
@@ -270,6 +281,8 @@ def _attend_branches(
     if "sel" in config.branches:
         if not _needs_no_blocks(call.route) or keys_read is not None:
             blocks = _choose(q, view, call, lse)
+        if call.wait_for_selected is not None:
+            call.wait_for_selected()
         attended.append(
             dispatch.selected(
                 call.route,
@@ -292,7 +305,7 @@ def _attend_branches(
                 size=config.window,
                 q_start=view.win_start,
                 scale=call.scale,
-                documents=call.documents,
+                documents=_documents_of_window(view, call),
                 **softmax,
             )
         )
@@ -300,6 +313,22 @@ def _attend_branches(
     if keys_read is not None:
         _count_keys(q, view, config, blocks, keys_read)
     return attended, blocks
+
+
+def _documents_of_window(view: View, call: Call) -> Documents | None:
+    """The documents, counted as the keys of the window are."""
+    if call.documents is None:
+        return None
+    begin = _win_begin(view)
+    assert begin is not None, "packed documents have no cache"
+    return call.documents.counted_from(begin)
+
+
+def _win_begin(view: View) -> int | None:
+    """The position of the first key of the window; None where it is the device's."""
+    if isinstance(view.q_start, int) and isinstance(view.win_start, int):
+        return view.q_start - view.win_start
+    return None
 
 
 def _serves_pages(q: Tensor, view: PagedView, call: Call) -> bool:

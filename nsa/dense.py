@@ -6,6 +6,7 @@ The baseline that NSA is compared with.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +69,7 @@ class DenseAttention(nn.Module):
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
         if layout is None:
-            layout = Layout.of(x_BTM, self.config, model.head_dim, dtype=x_BTM.dtype, cache=cache)
+            layout = self.layout(x_BTM, dtype=x_BTM.dtype, cache=cache)
         q, k = (rotate(t, layout.turns, kind=self.config.rope) for t in (q, k))
         scale = model.head_dim**-0.5
         if cache is None:
@@ -78,6 +79,12 @@ class DenseAttention(nn.Module):
         step = layout.step if isinstance(layout.step, DenseStep) else None
         route = self._route_cached(q, cache)
         return self.o_proj(attend_cached(route, q, (k, v), cache, step, scale=scale).flatten(2))
+
+    def layout(self, x: Tensor, **options: Any) -> Layout:
+        """The Layout of x [B, T, ...], for this layer and others of its config and head dim;
+        ``options`` as in `Layout.of`.
+        """
+        return Layout.of(x, self.config, self.model.head_dim, **options)
 
     def new_cache(
         self,

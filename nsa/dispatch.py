@@ -300,9 +300,10 @@ def joined(
     scale: float,
     documents: Documents | None,
     num_full_rows: int,
+    win_begin: int = 0,
 ) -> joint_backward.Joined:
     """What `join` takes of branches that ran without gradients: ``kv`` and ``attended`` in the
-    order of BRANCHES.
+    order of BRANCHES. The window's keys begin at position ``win_begin``.
     """
     outputs, lse = tuple(o for o, *_ in attended), tuple(x[1] for x in attended if x[1] is not None)
     _, _, *lists = attended[BRANCHES.index("sel")]
@@ -322,6 +323,7 @@ def joined(
         scale=scale,
         first=_first(documents),
         num_full_rows=num_full_rows,
+        win_begin=win_begin,
     )
 
 
@@ -451,6 +453,7 @@ def decode_step(
 
 
 def dense(route: Route, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
+    """Full causal attention of q [B, T, HQ, DK], the last T of S keys."""
     return _full_causal(route.branch("dense"), q, k, v, scale=scale)
 
 
@@ -479,7 +482,7 @@ def dense_cached(
 
 
 def _full_causal(branch: BranchRoute, q: Tensor, k: Tensor, v: Tensor, *, scale: float) -> Tensor:
-    assert q.shape[1] == k.shape[1], "full causal attention is of whole sequences alone"
+    assert branch.branch == "dense" or q.shape[1] == k.shape[1], "a branch is of whole sequences"
     engagement.record(branch)
     with _marked(branch, q):
         return sdpa.causal(q, k, v, scale=scale, kernel=branch.kernel)

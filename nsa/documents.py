@@ -21,11 +21,24 @@ class Documents:
 
     ``first_BT`` int64 [1, T]: position of the first token of each query's document, a multiple of
     the selection block.
-    ``bounds_N`` int32 [N + 1]: where each document begins, and where the last ends.
+    ``bounds_N`` int32 [N + 1]: where each document begins, and where the last ends. Of a part of
+    the queries, as of a rank's, the bounds are those of all rows up to the last of them.
     """
 
     first_BT: Tensor
     bounds_N: Tensor
+
+    def counted_from(self, row: int) -> Documents:
+        """The same, of rows counted from ``row`` on; what begins before it begins there."""
+        if row == 0:
+            return self
+        return Documents(*((x - row).clamp(min=0) for x in (self.first_BT, self.bounds_N)))
+
+    def first_of(self, num_rows: int) -> Tensor:
+        """``first_BT`` of the rows 0 .. num_rows - 1, int64 [1, num_rows]."""
+        row = torch.arange(num_rows, device=self.bounds_N.device)
+        document = torch.searchsorted(self.bounds_N[1:].long(), row, right=True)
+        return self.bounds_N.long()[document][None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +87,28 @@ class Packing:
             row, row.clamp(max=P - 1), inside, ~inside, aligned - first, present, P, documents
         )
 
+    def part(self, tokens: tuple[int, int], rows: tuple[int, int]) -> Packing:
+        """The way of these tokens (begin, end) to these rows, within ``num_rows``, and back; others
+        of the tokens are left out.
+        """
+        begin, end = rows
+        number = end - begin
+        row_T = self.row_T[slice(*tokens)] - begin
+        outside_T = (row_T < 0) | (row_T >= number)
+        row_T = row_T.masked_fill(outside_T, number)
+        return Packing(
+            row_T,
+            row_T.clamp(max=number - 1),
+            ~outside_T,
+            outside_T,
+            self.position_R[begin:end],
+            self.present_R[begin:end],
+            number,
+            Documents(
+                self.documents.first_BT[:, begin:end], self.documents.bounds_N.clamp(max=end)
+            ),
+        )
+
     def align(self, x: Tensor) -> Tensor:
         """[1, T, ...] -> [1, P, ...]; rows of no token are 0, whatever lies beyond the last
         document.
@@ -105,16 +140,24 @@ def without_poison(*tensors: Tensor) -> tuple[list[Tensor], Tensor]:
 
 
 def reached(
-    documents: Documents, token_BT: Tensor, block_BC: Tensor | None, block: int, stride: int
+    documents: Documents,
+    token_BS: Tensor,
+    block_BC: Tensor | None,
+    block: int,
+    stride: int,
+    *,
+    q_start: int = 0,
 ) -> Tensor:
-    """Bool [1, T]: queries of a document at or after one of its tokens in ``token_BT`` bool [1, T],
-    or the end of one of its compressed blocks in ``block_BC`` bool [1, C].
+    """Bool [1, T]: queries of a document, the first of them in row ``q_start``, at or after one of
+    its tokens in ``token_BS`` bool [1, S], or the end of one of its compressed blocks in
+    ``block_BC`` bool [1, C]. S = q_start + T.
     """
-    first_BT = documents.first_BT
+    (T, S), first_BT = (documents.first_BT.shape[1], token_BS.shape[1]), documents.first_BT
     if block_BC is not None and block_BC.shape[1] > 0:
-        begin_T = torch.arange(first_BT.shape[1], device=first_BT.device) - (block - 1)
-        i_T = (begin_T // stride).clamp(0, block_BC.shape[1] - 1)
-        ends_here = (begin_T == i_T * stride) & (begin_T >= first_BT)  # within its document
-        token_BT = token_BT | (block_BC.index_select(1, i_T) & ends_here)
-    count_BT = torch.nn.functional.pad(token_BT.long().cumsum(1), (1, 0))
-    return count_BT[:, 1:] > count_BT.gather(1, first_BT)
+        begin_S = torch.arange(S, device=first_BT.device) - (block - 1)
+        i_S = (begin_S // stride).clamp(0, block_BC.shape[1] - 1)
+        first_BS = first_BT if T == S else documents.first_of(S)
+        ends_here = (begin_S == i_S * stride) & (begin_S >= first_BS)  # within its document
+        token_BS = token_BS | (block_BC.index_select(1, i_S) & ends_here)
+    count_BS = torch.nn.functional.pad(token_BS.long().cumsum(1), (1, 0))
+    return count_BS[:, q_start + 1 :] > count_BS.gather(1, first_BT)

@@ -112,11 +112,15 @@ class _Decoder(nn.Module):
         for layer in range(len(self.blocks)):
             config = self.config.config_of(layer)
             if config not in made:
-                cache = None if caches is None else caches[layer]
-                made[config] = Layout.of(
-                    x, config, self.config.head_dim, dtype=x.dtype, cache=cache, **options
-                )
+                options["cache"] = None if caches is None else caches[layer]
+                made[config] = self._layout_of(layer, x, dtype=x.dtype, **options)
         return [made[self.config.config_of(layer)] for layer in range(len(self.blocks))]
+
+    def _layout_of(self, layer: int, x: Tensor, **options: Any) -> Layout:
+        attention: Any = self.blocks[layer].attention
+        if isinstance(attention, NSAAttention | DenseAttention):  # one of several ranks has its own
+            return attention.layout(x, **options)
+        return Layout.of(x, self.config.config_of(layer), self.config.head_dim, **options)
 
     def _logits(
         self, x: Tensor, options: Callable[[int], dict[str, Any]] = lambda layer: {}

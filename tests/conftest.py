@@ -23,6 +23,7 @@ BROWSER_TESTS = Path(__file__).parent / "browser"
 FLEET_TESTS = Path(__file__).parent / "fleet"
 KERNELS = (
     "choice",
+    "context",
     "decode",
     "dense_tiles",
     "interval",

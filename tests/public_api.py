@@ -18,6 +18,7 @@ import typer
 
 import nsa
 import nsa.huggingface
+import nsa.parallel
 import perfbench
 from nsa.cli import app as nsa_app
 from nsa.settings import Settings
@@ -25,6 +26,7 @@ from perfbench.commands.app import app as perfbench_app
 from perfbench.records import EXIT_OF, Verdict
 
 FILE = Path(__file__).parent / "data" / "public-api.txt"
+PACKAGES = (nsa, nsa.huggingface, nsa.parallel, perfbench)
 RENEW = "python -m tests.public_api"
 HEAD = f"""\
 # Public names of nsa and perfbench (docs/stability.md). Do not edit: `{RENEW}` writes it.
@@ -35,7 +37,7 @@ HEAD = f"""\
 def text() -> str:
     """The whole file."""
     parts = [
-        *(line for package in (nsa, nsa.huggingface, perfbench) for line in of_package(package)),
+        *(line for package in PACKAGES for line in of_package(package)),
         *of_command("perfbench", typer.main.get_command(perfbench_app)),
         *of_command("python -m nsa", typer.main.get_command(nsa_app)),
         *(f"environment NSA_{name.upper()}" for name in sorted(Settings.__dataclass_fields__)),

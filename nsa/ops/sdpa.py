@@ -83,12 +83,9 @@ def cached(
     (B, T, num_heads, _), (S, G) = q_BTQD.shape, k_BSGD.shape[1:3]
     if scale <= 0:  # as in `causal`
         q_BTQD, scale = q_BTQD * scale, 1.0
-    if kernel == "flash":  # the operator under SDPA, whose own is_causal is aligned top-left
+    if kernel == "flash":
         q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BSGD, v_BSGD))
-        o, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, True, False, scale=scale
-        )
-        return o.transpose(1, 2)
+        return _causal_of_last(q, k, v, scale=scale, kernel=kernel).transpose(1, 2)
     if T > 1:
         if isinstance(q_start, int) and q_start == 0:
             return causal(q_BTQD, k_BSGD, v_BSGD, scale=scale, kernel=kernel)
@@ -123,17 +120,37 @@ def _additive(mask: Tensor, q: Tensor) -> Tensor:
     return mask.new_zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
 
 
-def causal(q_BTQD: Tensor, k_BTGD: Tensor, v_BTGD: Tensor, *, scale: float, kernel: str) -> Tensor:
-    """Full causal attention of T queries over the same T keys; ``kernel`` sdpa lets PyTorch choose,
-    flash and cudnn demand.
+def causal(q_BTQD: Tensor, k_BSGD: Tensor, v_BSGD: Tensor, *, scale: float, kernel: str) -> Tensor:
+    """Full causal attention of T queries, the last of S keys; ``kernel`` sdpa lets PyTorch choose,
+    flash and cudnn demand. cudnn takes T = S alone.
     """
     # the fused kernels scale the masked scores, too: -inf times 0 or less is no mask
     if scale <= 0:
         q_BTQD, scale = q_BTQD * scale, 1.0
-    q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BTGD, v_BTGD))
+    q, k, v = (x.transpose(1, 2) for x in (q_BTQD, k_BSGD, v_BSGD))
+    if q.shape[2] != k.shape[2]:
+        return _causal_of_last(q, k, v, scale=scale, kernel=kernel).transpose(1, 2)
     chosen = sdpa_kernel(_BACKENDS[kernel]) if kernel in _BACKENDS else nullcontext()
     with chosen:  # T == S, so top-left and bottom-right alignment are one
         o = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
     return o.transpose(1, 2)
+
+
+def _causal_of_last(
+    q_BQTD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, *, scale: float, kernel: str
+) -> Tensor:
+    if kernel == "flash":  # the operator under SDPA, whose own is_causal is aligned top-left
+        o, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_BQTD, k_BGSD, v_BGSD, 0.0, True, False, scale=scale
+        )
+        return o
+    assert kernel == "sdpa", f"{kernel} is aligned top-left"
+    from torch.nn.attention.bias import causal_lower_right  # seconds of imports
+
+    bias = causal_lower_right(q_BQTD.shape[2], k_BGSD.shape[2])  # no mask where FA-2 serves it
+    is_grouped = q_BQTD.shape[1] != k_BGSD.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BQTD, k_BGSD, v_BGSD, attn_mask=bias, scale=scale, enable_gqa=is_grouped
+    )

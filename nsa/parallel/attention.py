@@ -1,30 +1,28 @@
 """NSAAttention over a rank's two chunks of a sequence.
 
 A chunk is a call of `nsa.branches` like a chunk of a cache: its queries begin at the chunk's
-start, its keys end with it.
+start, its keys end with it. Of packed documents both are counted in rows (`nsa.documents`).
 
-B batch, T tokens of this rank (two chunks of L), M model dim, G kv heads, D head dim.
+B batch, T tokens of this rank (two chunks of L), M model dim.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import pad
 
 from nsa import checks
 from nsa.attention import NSAAttention
-from nsa.blocks import BlockGrid
 from nsa.branches import Call, attend_view, reaching
-from nsa.decode import KV, NSACache, View
-from nsa.ops.positions import to_device
-from nsa.parallel.gather import gather
-from nsa.parallel.halo import with_tokens_before, with_tokens_behind
+from nsa.decode import KV, View
+from nsa.parallel.keys import ShardedKeys
+from nsa.parallel.layout import Chunk, ShardedLayout, check_served
 from nsa.parallel.zigzag import Zigzag
-from nsa.rope import angles, rotate, turns
+from nsa.rope import rotate
 from nsa.routing import Route
 from nsa.shared_positions import Layout
 
@@ -41,121 +39,90 @@ class ShardedAttention(NSAAttention):
         self,
         x_BTM: Tensor,
         *,
-        cache: NSACache | None = None,
         cu_seqlens: Tensor | Sequence[int] | None = None,
-        num_tokens: Sequence[int] | Tensor | None = None,
-        attention_mask: Tensor | None = None,
         layout: Layout | None = None,
+        **others: object,
     ) -> Tensor:
         """As NSAAttention's, of this rank's shard of whole sequences. Every rank must call it, with
         the same shape.
 
-        ``layout`` is not read: positions are those of the whole sequence. ValueError for a cache,
-        cu_seqlens, num_tokens or attention_mask, none of which is served, and for chunks that do
-        not begin at the border of a selection block.
+        ``cu_seqlens`` is that of the whole sequence, the same on every rank; the host reads it.
+        ``layout`` has read it already. ValueError for a cache, num_tokens or attention_mask, none
+        of which is served, and for chunks that do not begin at the border of a selection block.
         """
-        _check_served(
-            cache=cache,
-            cu_seqlens=cu_seqlens,
-            num_tokens=num_tokens,
-            attention_mask=attention_mask,
-        )
+        check_served(others)
         checks.states(x_BTM, self.dim, checks.plain_weight(self.q_proj))
-        chunk_tokens = self.place.chunk_tokens(x_BTM.shape[1], self.config)
+        if not isinstance(layout, ShardedLayout):
+            layout = self.layout(x_BTM, dtype=x_BTM.dtype, cu_seqlens=cu_seqlens)
+        absent = layout.absent_BT1
+        # contents of absent tokens, NaN included, must not reach a weight's gradient
+        if absent is not None:
+            x_BTM = x_BTM.masked_fill(absent, 0)
         q, k, v = self._project(x_BTM)
         if self.config.qk_norm:
             q, k = self.q_norm(q), self.k_norm(k)
-        gates = self.gate(x_BTM, q)
-        by = self._turns(x_BTM)
-        q, k_rotated = (rotate(t, by, kind=self.config.rope) for t in (q, k))
+        routes = [self._route_of(q, chunk) for chunk in layout.chunks]
+        k_rotated = rotate(k, layout.turns, kind=self.config.rope)
         k_cmp = k_rotated if self.config.rotates_before_compression else k
         kv_cmp, kv_sel, kv_win = zip(
             self._per_branch(k_cmp, k_rotated), self._per_branch(v, v), strict=True
         )
-        ends = [(c + 1) * chunk_tokens for c in self.place.own]
-        queries = q.chunk(2, 1)
-        routes = [
-            self._route(x, end, q_start=end - chunk_tokens)
-            for x, end in zip(queries, ends, strict=True)
-        ]
-        views = self._views(kv_cmp, kv_sel, kv_win, ends, routes)
-        o = torch.cat(
-            [
-                self._attend(*chunk)
-                for chunk in zip(queries, gates.chunk(2, 1), views, routes, strict=True)
-            ],
-            1,
+        keys = self._keys(kv_cmp, kv_sel, kv_win, layout)
+        q_rotated = rotate(q, layout.turns, kind=self.config.rope)
+        keys.compress(self._compress, routes)
+        gates = self.gate(x_BTM, q)
+        early, late = zip(
+            q_rotated.chunk(2, 1),
+            gates.chunk(2, 1),
+            keys.views(),
+            layout.chunks,
+            routes,
+            strict=True,
         )
+        # the late chunk's compressed branch takes longer: it hides the keys of the selected one
+        o_late = self._attend(*late, keys)
+        o = torch.cat([self._attend(*early, keys), o_late], 1)
         if "cmp" not in self.config.branches and torch.is_grad_enabled():
             o = reaching(o, self.phi_k.parameters(), self.phi_v.parameters())
-        return self.o_proj(o.flatten(2))
+        y: Tensor = self.o_proj(o.flatten(2))
+        return y if absent is None else y.masked_fill(absent, 0)
 
-    def _turns(self, x: Tensor) -> Tensor:
-        config = self.config
-        position = self.place.positions(x.shape[1], x.device)[None]
-        theta = angles(position, self.head_dim, base=config.rope_base, scale=config.rope_scale)
-        return turns(theta, x.dtype)
-
-    def _views(
-        self, kv_cmp: KV, kv_sel: KV, kv_win: KV, ends: list[int], routes: list[Route]
-    ) -> list[View]:
-        """What each own chunk attends to; ``ends`` are the positions behind its last token."""
-        chunk_tokens = kv_sel[0].shape[1] // 2
-        cmp = self._compressed(kv_cmp, ends, routes)
-        sel = [gather(x, [(0, end) for end in ends], self.group) for x in kv_sel]
-        win = [
-            with_tokens_before(x, self.config.window - 1, self.place, self.group) for x in kv_win
-        ]
-        return [
-            View(
-                cmp=(cmp[0][i], cmp[1][i]),
-                sel=(sel[0][i], sel[1][i]),
-                win=(win[0][i], win[1][i]),
-                q_start=end - chunk_tokens,
-                win_start=win[0][i].shape[1] - chunk_tokens,
-            )
-            for i, end in enumerate(ends)
-        ]
-
-    def _compressed(self, kv: KV, ends: list[int], routes: list[Route]) -> list[tuple[Tensor, ...]]:
-        """Compressed K and V of the tokens up to each of ``ends``: each rank compresses the blocks
-        that begin in its chunks, by the kernels of their Route, and they are gathered.
+    def layout(self, x: Tensor, **options: Any) -> ShardedLayout:
+        """The Layout of this rank's x [B, T, ...], for this layer and others of its config and head
+        dim; ``options`` as in `ShardedLayout.of_shard`.
         """
-        config = self.config
-        if config.branches == ("win",):
-            return [x.chunk(2, 1) for x in kv]  # nobody reads them
-        L, d = kv[0].shape[1] // 2, config.cmp_stride
-        k, v = (with_tokens_behind(x, config.cmp_block - d, self.place, self.group) for x in kv)
-        blocks: list[KV] = []
-        for c, route, *tokens in zip(self.place.own, routes, k, v, strict=True):
-            first_block = to_device([c * L // d] * tokens[0].shape[0], tokens[0].device)
-            blocks.append(self._compress(tokens[0], tokens[1], first_block, route=route))
-        grid = BlockGrid.of(config)
-        ranges = [(0, grid.num_cmp(end)) for end in ends]
-        return [
-            gather(torch.cat([_padded(x, L // d) for x in chunks], 1), ranges, self.group)
-            for chunks in zip(*blocks, strict=True)
-        ]
+        return ShardedLayout.of_shard(x, self.config, self.head_dim, self.place, **options)
 
-    def _attend(self, q: Tensor, gates: Tensor, view: View, route: Route) -> Tensor:
+    def _route_of(self, q: Tensor, chunk: Chunk) -> Route:
+        begin, end = chunk.rows
+        rows = q[:, :1].expand(-1, end - begin, -1, -1)  # a shape, no memory
+        return self._route(rows, end, q_start=begin)
+
+    def _keys(self, kv_cmp: KV, kv_sel: KV, kv_win: KV, layout: ShardedLayout) -> ShardedKeys:
+        return ShardedKeys(
+            kv_cmp,
+            kv_sel,
+            kv_win,
+            config=self.config,
+            place=self.place,
+            group=self.group,
+            layout=layout,
+        )
+
+    def _attend(
+        self, q: Tensor, gates: Tensor, view: View, chunk: Chunk, route: Route, keys: ShardedKeys
+    ) -> Tensor:
+        packing = None if chunk.packs is None else chunk.packs.queries
         call = Call(
             route,
             self.config,
             self.head_dim**-0.5,
+            documents=None if packing is None else packing.documents,
+            present=None if packing is None else packing.present_R[None],
             nonnegative_gates=True,
             sinks=self.sinks,
+            wait_for_selected=keys.wait,
         )
-        return attend_view(q, gates, view, call)
-
-
-def _padded(x_BCGD: Tensor, rows: int) -> Tensor:
-    """The sequence's last chunk begins blocks that do not end: rows of 0, which no range reads."""
-    return pad(x_BCGD, (0, 0, 0, 0, 0, rows - x_BCGD.shape[1]))
-
-
-def _check_served(**arguments: object) -> None:
-    if given := [name for name, value in arguments.items() if value is not None]:
-        raise ValueError(
-            f"got {' and '.join(given)} with context parallelism; wanted whole sequences of one"
-            " length; call the layer without ContextParallel for them"
-        )
+        if packing is None:
+            return attend_view(q, gates, view, call)
+        return packing.restore(attend_view(packing.align(q), packing.align(gates), view, call))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from nsa.attention import NSAAttention
 from nsa.dense import DenseAttention
 from nsa.parallel.attention import ShardedAttention
+from nsa.parallel.dense import ShardedDense
 from nsa.parallel.gather import gather, sum_over_ranks
 from nsa.parallel.zigzag import Zigzag
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 M = TypeVar("M", bound=nn.Module)
+_SHARDED: dict[type[nn.Module], type[nn.Module]] = {
+    NSAAttention: ShardedAttention,
+    DenseAttention: ShardedDense,
+}
 
 
 class ContextParallel:
@@ -35,26 +40,32 @@ class ContextParallel:
         self.place = Zigzag(mesh.get_local_rank(), mesh.size())
 
     def wrap(self, module: M) -> M:
-        """``module`` itself, each NSAAttention in it from now on a `ShardedAttention`, which takes
-        this rank's tokens. Parameters and their names stay.
+        """``module`` itself, each NSAAttention in it from now on a `ShardedAttention`, and each
+        DenseAttention a `ShardedDense`, which take this rank's tokens. Parameters and their names
+        stay.
 
-        All else in it must treat each token by itself, as TinyLM does. ValueError for a module
-        without an NSAAttention, one that is wrapped already, and one with the dense twin's layer.
+        All else in it must treat each token by itself, as TinyLM and DenseLM do. ValueError for a
+        module without such a layer, one that is wrapped already, one of another class, and kind
+        dense_cudnn.
         """
-        layers = [x for x in module.modules() if isinstance(x, NSAAttention)]
-        others = sorted({type(x).__name__ for x in layers if type(x) is not NSAAttention})
-        others += ["DenseAttention"] * any(isinstance(x, DenseAttention) for x in module.modules())
+        layers = [x for x in module.modules() if isinstance(x, NSAAttention | DenseAttention)]
+        others = sorted({type(x).__name__ for x in layers if type(x) not in _SHARDED})
         if others or not layers:
             raise ValueError(
-                f"got a {type(module).__name__} with {', '.join(others) or 'no NSAAttention'};"
-                " wanted NSAAttention alone, not wrapped yet; other attention would see this"
-                " rank's tokens only"
+                f"got a {type(module).__name__} with {', '.join(others) or 'no attention of nsa'};"
+                " wanted NSAAttention or DenseAttention alone, not wrapped yet; other attention"
+                " would see this rank's tokens only"
+            )
+        if any(isinstance(x, DenseAttention) and x.kind == "dense_cudnn" for x in layers):
+            raise ValueError(
+                "got kind='dense_cudnn' with context parallelism, whose causal mask takes as many"
+                " queries as keys; wanted dense or dense_flash; set kind"
             )
         for layer in layers:
+            sharded: Any = layer
             # as FSDP2 does: parameters, hooks and isinstance stay as they are
-            layer.__class__ = ShardedAttention
-            assert isinstance(layer, ShardedAttention)
-            layer.place, layer.group = self.place, self.group
+            sharded.__class__ = _SHARDED[type(layer)]
+            sharded.place, sharded.group = self.place, self.group
         return module
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:

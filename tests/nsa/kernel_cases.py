@@ -104,7 +104,7 @@ def operator_calls() -> dict[str, tuple[object, ...]]:
         [*(o + i for i in range(3)), *(lse + i for i in range(3)), lists],
     )
     two = randn(2, 3, 1, 6, 4, seed=2)
-    joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0], 0.25)
+    joined = (gates.sigmoid(), q, kv, blocks, left, None, None, [0, 1, 1, 4, 3, 0, 0], 0.25)
     tokens = [randn(1, 9, 2, n, seed=6) for n in (16, 24)]
     flat, hidden = ([randn(n, 4 * n, seed=i) for n in (16, 24)] for i in (7, 8))
     position, down = (

@@ -12,7 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from nsa import NSAAttention, nsa_attention
+from nsa import NSAAttention, functional, nsa_attention
+from nsa.branches import Call, attend_view
+from nsa.config import BRANCHES
+from nsa.decode import View
+from nsa.documents import Packing
 from nsa.ops import joint_backward
 from nsa.ops.interval import kernels as interval_kernels
 from nsa.ops.kernels import common
@@ -95,6 +99,44 @@ def test_together_is_what_each_branch_gives(
     apart = gradients(lambda *x: call(*x, **options), given)
     assert taken == ["joined"]
     for name, a, b in zip(("o", *NAMES), together, apart, strict=True):
+        assert_parity(a, b.double(), name)
+
+
+@pytest.mark.parametrize(
+    ("small", "cu_seqlens"),
+    [(True, None), (False, None), (True, [0, 16, 32])],
+    ids=["in one launch each", "large", "documents"],
+)
+def test_a_window_whose_keys_begin_later(
+    small: bool,
+    cu_seqlens: list[int] | None,
+    taken: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Queries 20 .. 31 of 32, as a rank of several has them, with the keys of their windows alone:
+    the same as in a call of all queries, whose other rows are not asked for.
+    """
+    monkeypatch.setattr(common, "COPY_MIN_ELEMENTS", ORDINARY_LOADS if small else 0)
+    config, given = replace(SMALL, window=6), inputs(1, 32, 32)
+
+    def whole(q: Tensor, *x: Tensor) -> Tensor:
+        kv = ((x[0], x[1]), (x[2], x[3]), (x[4], x[5]))
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "config": config, "path": "triton"}
+        return nsa_attention(q, *kv, x[6], nonnegative_gates=True, **options)[:, 20:]
+
+    def part(q: Tensor, *x: Tensor) -> Tensor:
+        packing = None if cu_seqlens is None else Packing.of(torch.tensor(cu_seqlens), 32, 16)
+        documents = None if packing is None else packing.part((20, 32), (20, 32)).documents
+        options: dict[str, Any] = {"branches": BRANCHES, "path": "triton", "fa2": "off"}
+        route = functional.route_for(q[:, 20:], 1, 20, 32, q_start=20, config=config, **options)
+        cmp = functional.compress_kv(x[0], x[1], config=config, route=route)
+        view = View(cmp, (x[2], x[3]), (x[4][:, 15:], x[5][:, 15:]), q_start=20, win_start=5)
+        of = Call(route, config, 12**-0.5, documents=documents, nonnegative_gates=True)
+        return attend_view(q[:, 20:], x[6][:, 20:], view, of)
+
+    got, want = gradients(part, given), gradients(whole, given)
+    assert taken == ["joined", "joined"]
+    for name, a, b in zip(("o", *NAMES), got, want, strict=True):
         assert_parity(a, b.double(), name)
 
 

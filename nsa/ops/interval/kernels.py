@@ -578,6 +578,7 @@ def nsa_interval_backward_q_both(
     block,
     stride,
     width,
+    block_band,
     sq_b,
     sq_t,
     sq_h,
@@ -609,7 +610,7 @@ def nsa_interval_backward_q_both(
     COPY: tl.constexpr,
 ):
     """dQ of a tile of queries from both of its intervals: blocks of keys (block, stride), and the
-    last ``width`` keys of another K and V.
+    last ``width`` keys of another K and V, the first of them at position ``block_band`` - 1.
     """
     t0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
     head = tl.program_id(1).to(tl.int64)  # its stride times it may exceed 2^31
@@ -655,7 +656,7 @@ def nsa_interval_backward_q_both(
         PREC,
         COPY,
     )
-    lo, hi = _bounds(t, b, T, C_BAND, q0, 1, 1, width, Q0, FIRST, RAGGED, DOCS, True)
+    lo, hi = _bounds(t, b, T, C_BAND, q0, block_band, 1, width, Q0, FIRST, RAGGED, DOCS, True)
     lse, delta = _of_rows(LSE_BAND, DELTA_BAND, row, live)
     acc = _keys_q(
         q,
@@ -1051,6 +1052,7 @@ def nsa_interval_backward_kv_both(
     block,
     stride,
     width,
+    block_band,
     per_split,
     num_splits,
     batches,
@@ -1087,7 +1089,8 @@ def nsa_interval_backward_kv_both(
     PREC: tl.constexpr,
 ):
     """`_queries_kv` of blocks of keys (block, stride) by the first ``num_programs``, whose first
-    tiles are the longest; then of another K and V, of which a query sees the last ``width``.
+    tiles are the longest; then of another K and V, of which a query sees the last ``width``, and
+    the first lies at position ``block_band`` - 1.
     """
     program = tl.program_id(0)
     of_band = program - num_programs
@@ -1164,7 +1167,7 @@ def nsa_interval_backward_kv_both(
             T,
             C_BAND,
             q0,
-            1,
+            block_band,
             1,
             width,
             T,
@@ -1537,6 +1540,7 @@ def backward_q_of_two(
     block: int,
     stride: int,
     window: int,
+    win_begin: int,
     q_start: int | Tensor,
     first: Tensor | None,
     scale: float,
@@ -1545,15 +1549,18 @@ def backward_q_of_two(
     """q's gradient from the compressed branch and the window together, rounded once: `backward_q`
     of both, in one launch where one size of tiles is the best of both.
 
-    ``lse`` and ``delta`` of (compressed, window), as in `backward_q`.
+    ``lse`` and ``delta`` of (compressed, window), as in `backward_q`. The window's keys begin at
+    position ``win_begin``.
     """
     q, *kv = (rows(x) for x in (q, *cmp, *win))
     (B, T, HQ, D), (_, G, DV) = q.shape, kv[1].shape[1:]
     config = dict(tiles or _tiles_of("backward_q", q, DV, None))
-    if tiles is None and config != _tiles_of("backward_q", q, DV, window):
-        where: dict[str, Any] = {"q_start": q_start, "first": first, "scale": scale}
-        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None}
-        band: dict[str, Any] = {"block": 1, "stride": 1, "width": window}
+    if _differ(first, win_begin) or (
+        tiles is None and config != _tiles_of("backward_q", q, DV, window)
+    ):
+        where: dict[str, Any] = {"q_start": q_start, "scale": scale}
+        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "first": first}
+        band = _band(window, win_begin, first)
         dq = backward_q(do, q, kv[0], kv[1], lse[0], delta[0], **grid, **where)
         return backward_q(do, q, kv[2], kv[3], lse[1], delta[1], dq=dq, adds=True, **band, **where)
     dq = q.new_empty(B, T, HQ, D)
@@ -1578,6 +1585,7 @@ def backward_q_of_two(
         block,
         stride,
         window,
+        1 + win_begin,
         *q.stride()[:3],
         *(n for x in kv for n in x.stride()[:3]),
         scale,
@@ -1680,6 +1688,18 @@ def backward_kv(
     return found
 
 
+def _differ(first: Tensor | None, win_begin: int) -> bool:
+    """Whether documents begin at other keys of the window than of the compressed branch."""
+    return first is not None and win_begin != 0
+
+
+def _band(window: int, win_begin: int, first: Tensor | None) -> dict[str, Any]:
+    """The window's interval, of keys that begin at position ``win_begin``: key c ends there + c."""
+    if first is not None and win_begin:
+        first = (first - win_begin).clamp(min=0)
+    return {"block": 1 + win_begin, "stride": 1, "width": window, "first": first}
+
+
 def _plan_kv(q: Tensor, k: Tensor, BM: int, BC: int, *, banded: bool) -> tuple[int, int, int]:
     """(query heads a program, queries a range, ranges) of the gradients of keys."""
     (B, T, HQ, _), (C, G) = q.shape, k.shape[1:3]
@@ -1709,6 +1729,7 @@ def backward_kv_of_two(
     block: int,
     stride: int,
     window: int,
+    win_begin: int,
     q_start: int | Tensor,
     first: Tensor | None,
     scale: float,
@@ -1722,11 +1743,12 @@ def backward_kv_of_two(
     q, *kv = (rows(x) for x in (q, *cmp, *win))
     (B, T, HQ, D), (C, G, DV) = q.shape, kv[1].shape[1:]
     config = _tiles_of("backward_kv", q, DV, None)
-    where: dict[str, Any] = {"q_start": q_start, "first": first, "scale": scale}
     is_large = q.numel() >= common.COPY_MIN_ELEMENTS
-    if is_large or config != _tiles_of("backward_kv", q, DV, window):
-        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "sums": sums}
-        band: dict[str, Any] = {"block": 1, "stride": 1, "width": window, "sums": sums}
+    apart = is_large or _differ(first, win_begin)
+    if apart or config != _tiles_of("backward_kv", q, DV, window):
+        where: dict[str, Any] = {"q_start": q_start, "scale": scale, "sums": sums}
+        grid: dict[str, Any] = {"block": block, "stride": stride, "width": None, "first": first}
+        band = _band(window, win_begin, first)
         return (
             backward_kv(do, q, kv[0], kv[1], lse[0], delta[0], **grid, **where),
             backward_kv(do, q, kv[2], kv[3], lse[1], delta[1], **band, **where),
@@ -1758,6 +1780,7 @@ def backward_kv_of_two(
         block,
         stride,
         window,
+        1 + win_begin,
         per_split,
         splits,
         B,

@@ -57,13 +57,14 @@ def _attend(
     fa2: str | None,
 ) -> Tensor:
     q_start = first_position if q_starts is None else q_starts
-    documents = None if first_BT is None or bounds_N is None else Documents(first_BT, bounds_N)
-    if fa2 is not None and documents is not None:
+    if fa2 is not None and bounds_N is not None:
         q, k, v = q_BTQD[0], k_BSGD[0], v_BSGD[0]
         # the longest document may be all of it; its length is not read
-        bounds, most = documents.bounds_N, q.shape[0]
+        bounds, most, most_k = bounds_N, q.shape[0], k.shape[0]
+        # queries may be the last of a row
+        of_q = bounds if most == most_k else (bounds - first_position).clamp(min=0)
         return flash.varlen(
-            fa2, q, k, v, bounds, bounds, most, most, scale=scale, window=(window - 1, 0)
+            fa2, q, k, v, of_q, bounds, most, most_k, scale=scale, window=(window - 1, 0)
         )[None]
     if fa2 is not None:
         assert isinstance(q_start, int)
@@ -81,9 +82,11 @@ def _attend(
             v_BSGD[:, :T],
             window=window,
             scale=scale,
-            documents=documents,
+            first_BT=first_BT,
             empty=1,
         )
+    if first_BT is not None and not is_whole:  # counted from the first query
+        first_BT = first_BT - first_position
     before_k, new_k, known = _split(k_BSGD, q_start, T, window)
     before_v, new_v, _ = _split(v_BSGD, q_start, T, window)
     head = min(T, window)
@@ -95,7 +98,7 @@ def _attend(
         torch.cat([before_v, head_v], 1),
         _band(head, before_k.shape[1], window, q_BTQD.device)
         & known
-        & _own_document(documents, slice(0, head), head),
+        & _own_document(first_BT, slice(0, head), before_k.shape[1], head),
         scale=scale,
     )
     if head == T:
@@ -103,7 +106,7 @@ def _attend(
     return torch.cat(
         [
             first,
-            _later_tiles(q_BTQD, new_k, new_v, window=window, scale=scale, documents=documents),
+            _later_tiles(q_BTQD, new_k, new_v, window=window, scale=scale, first_BT=first_BT),
         ],
         1,
     )
@@ -141,14 +144,14 @@ def _split(
     return near[:, :before], near[:, before:], known
 
 
-def _own_document(documents: Documents | None, rows: slice, keys: int) -> Tensor | bool:
-    """Boolean [1, 1, rows, keys] of a packed row: keys 0 .. at or after the first of the row's
-    document.
+def _own_document(first_BT: Tensor | None, rows: slice, before: int, keys: int) -> Tensor | bool:
+    """Boolean [1, 1, rows, before + keys] of a packed row: keys at or after the first of the row's
+    document, all counted from the first query, before which there are some.
     """
-    if documents is None:
+    if first_BT is None:
         return True
-    first_BT = documents.first_BT[:, rows]
-    return (torch.arange(keys, device=first_BT.device) >= first_BT[..., None])[:, None]
+    key = torch.arange(-before, keys, device=first_BT.device)
+    return (key >= first_BT[:, rows, None])[:, None]
 
 
 def _later_tiles(
@@ -158,7 +161,7 @@ def _later_tiles(
     *,
     window: int,
     scale: float,
-    documents: Documents | None,
+    first_BT: Tensor | None,
     empty: int = 0,
 ) -> Tensor:
     """Rows from ``window`` on: tile i of the queries over tiles i - 1 and i of the keys, all in one
@@ -171,7 +174,7 @@ def _later_tiles(
     B, T = q_BTQD.shape[:2]
     if is_exporting() and B > 1:
         # a sequence at a time: of tiles of unknown number, no two dimensions may be made one
-        one = partial(_later_tiles, window=window, scale=scale, documents=documents, empty=empty)
+        one = partial(_later_tiles, window=window, scale=scale, first_BT=first_BT, empty=empty)
         each = zip(*(x.split(1) for x in (q_BTQD, k_BTGD, v_BTGD)), strict=True)
         return torch.cat([one(*tensors) for tensors in each])
     tiles = -(-T // window) + 2 * empty
@@ -181,14 +184,14 @@ def _later_tiles(
     pair_k, pair_v = (_rows_of_tiles(torch.cat([x[:, :-1], x[:, 1:]], 2)) for x in (k, v))
     # The tile before begins one key earlier than the window reaches; the band drops it.
     mask = _band(window, window, window, q_BTQD.device)
-    if documents is not None or empty:
+    if first_BT is not None or empty:
         tile, j = (torch.arange(n, device=mask.device) for n in (tiles - 1, 2 * window))
         key = (tile[:, None] * window + j - lead)[:, None, None]  # [tiles - 1, 1, 1, 2 w]
-        if documents is None:
+        if first_BT is None:
             mask = _rows_of_tiles((mask & (key >= 0))[None].expand(B, -1, -1, -1, -1))
         else:
             # [tiles - 1, w]
-            first = F.pad(documents.first_BT, (lead, pad)).unflatten(1, (-1, window))[0, 1:]
+            first = F.pad(first_BT, (lead, pad)).unflatten(1, (-1, window))[0, 1:]
             mask = mask & (key >= first[:, None, :, None])
     o = sdpa.grouped(_rows_of_tiles(q[:, 1:]), pair_k, pair_v, mask, scale=scale)
     if is_exporting():

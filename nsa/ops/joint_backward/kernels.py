@@ -20,7 +20,7 @@ KV = tuple[Tensor, Tensor]
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """Sizes in tokens, as NSAConfig has them; ``q_start`` and ``first`` as in
-    `nsa.ops.interval.attend`.
+    `nsa.ops.interval.attend`; ``win_begin``: the position of the first key of the window.
     """
 
     block: int
@@ -31,6 +31,7 @@ class Geometry:
     q_start: int | Tensor
     first: Tensor | None
     num_full_rows: int  # as `full` of `nsa.ops.selected.triton.kernels.forward`
+    win_begin: int = 0
 
 
 def backward(
@@ -57,6 +58,7 @@ def backward(
         "block": at.block,
         "stride": at.stride,
         "window": at.window,
+        "win_begin": at.win_begin,
         "q_start": at.q_start,
         "first": at.first,
         "scale": at.scale,

@@ -51,15 +51,17 @@ def arguments(
     scale: float,
     first: Tensor | None,
     num_full_rows: int,
+    win_begin: int = 0,
 ) -> Joined:
     """What `attend` takes: gates [B, T, Q, 3] in the order cmp, sel, win, and the rest of a call.
 
     ``outputs`` [B, T, Q, DV] and ``lse`` to base 2 [B, T, Q] fp32 are what the branches left of the
     same q, k and v, as constants, and ``lists`` what the selected one did besides, or an empty
-    tensor; ``num_full_rows`` as in `nsa.ops.selected.AttendFn`.
+    tensor; ``num_full_rows`` as in `nsa.ops.selected.AttendFn`. ``win`` begins at position
+    ``win_begin``.
     """
     at, q_starts = int_and_tensor(q_start)
-    sizes = [at, block, stride, sel_block, window, num_full_rows]
+    sizes = [at, block, stride, sel_block, window, num_full_rows, win_begin]
     kv, saved = [*cmp, *sel, *win], [*outputs, *lse, lists]
     gates = gates.to(outputs[0].dtype)
     return gates, q, kv, blocks, saved, q_starts, first, sizes, scale
@@ -142,7 +144,7 @@ def _backward(
     from nsa.ops.selected.triton import kernels as selected
 
     k_cmp, v_cmp, k_sel, v_sel, k_win, v_win = kv
-    q_start, block, stride, sel_block, window, num_full_rows = sizes
+    q_start, block, stride, sel_block, window, num_full_rows, win_begin = sizes
     geometry = kernels.Geometry(
         block,
         stride,
@@ -152,6 +154,7 @@ def _backward(
         q_start if q_starts is None else q_starts,
         first,
         num_full_rows,
+        win_begin,
     )
     branches = ((k_cmp, v_cmp), (k_sel, v_sel), (k_win, v_win))
     return kernels.backward(

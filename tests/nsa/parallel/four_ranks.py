@@ -27,10 +27,17 @@ from nsa.model import DenseLM, TinyLM, next_token_labels
 from nsa.parallel import ContextParallel
 from nsa.parallel.attention import ShardedAttention
 from nsa.parallel.gather import sum_over_ranks
+from nsa.parallel.layout import ShardedLayout
 from tests.cases import SMALL, error, magnitude, randn
 from tests.nsa.test_layer import DIM, attention, by_hand
 
 TOKENS = 128  # chunks of 16 on four ranks, of 32 on two; the window of 24 is between them
+DOCUMENTS = [0, 5, 5, 40, 41, 100, 121]
+MODELS: dict[str, dict[str, Any]] = {
+    "model": {},
+    "model of documents": {"cu_seqlens": DOCUMENTS},
+    "dense twin": {},
+}
 Result = dict[str, Tensor]
 
 
@@ -40,6 +47,18 @@ class LayerCase:
     path: str = "masked"
     batch: int = 1
     heads: tuple[int, int, int, int] = (4, 2, 8, 8)  # HQ, HKV, DK, DV
+    cu_seqlens: list[int] | Tensor | None = None
+
+    @property
+    def packing(self) -> dict[str, Any]:
+        return {} if self.cu_seqlens is None else {"cu_seqlens": self.cu_seqlens}
+
+    def inputs(self, dtype: torch.dtype) -> list[Tensor]:
+        """x, and the gradient of y. Tokens of no document are NaN, which nobody may read."""
+        x, upstream = (randn(self.batch, TOKENS, DIM, seed=s).to(dtype) for s in (1, 2))
+        if self.cu_seqlens is not None:
+            x[:, int(self.cu_seqlens[-1]) :] = torch.nan
+        return [x, upstream]
 
     def layer(self) -> NSAAttention:
         torch.manual_seed(0)
@@ -59,6 +78,11 @@ CASES = {
     "no compressed branch": LayerCase({"phi": "mlp", "branches": ("sel", "win")}),
     "window alone": LayerCase({"branches": ("win",)}),
     "softcap and sinks": LayerCase({"softcap": 5.0, "sinks": True}, path="reference"),
+    "documents over borders, v2": LayerCase(path="v2", cu_seqlens=DOCUMENTS),
+    "documents, mlp": LayerCase({"phi": "mlp", "share_kv": True}, cu_seqlens=[0, 3, 77, 128]),
+    "documents, sinks": LayerCase({"sinks": True}, path="reference", cu_seqlens=[0, 55, 110]),
+    "a short document, most ranks without": LayerCase({"phi": "linear"}, cu_seqlens=[0, 13, 20]),
+    "one document": LayerCase({"window": 60}, cu_seqlens=torch.tensor([0, TOKENS])),
 }
 
 
@@ -66,57 +90,65 @@ def gradients(module: nn.Module) -> Result:
     return {f"d {name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-def whole_layer(layer: NSAAttention, x: Tensor, upstream: Tensor) -> Result:
+def whole_layer(layer: NSAAttention, x: Tensor, upstream: Tensor, **packing: Any) -> Result:
     x = x.clone().requires_grad_()
     with chosen_blocks.collect() as blocks:
-        y = layer(x)
+        y = layer(x, **packing)
     y.backward(upstream)
     assert x.grad is not None
     found = {} if blocks[0] is None else {"blocks": blocks[0]}
     return {"y": y.detach(), "d x": x.grad, **gradients(layer), **found}
 
 
-def sharded_layer(cp: ContextParallel, layer: NSAAttention, x: Tensor, upstream: Tensor) -> Result:
-    """The same of a shard, put together again."""
+def sharded_layer(
+    cp: ContextParallel, layer: NSAAttention, x: Tensor, upstream: Tensor, **packing: Any
+) -> Result:
+    """The same of a shard, put together again; blocks of packed documents are those of this rank's
+    rows.
+    """
     cp.wrap(layer)
     own = cp.shard(x).clone().requires_grad_()
     with chosen_blocks.collect() as blocks:
-        y = layer(own)
+        y = layer(own, **packing)
     y.backward(cp.shard(upstream))
     cp.sum_gradients(layer)
     assert own.grad is not None
     found = {}
     if blocks[0] is not None:
-        found["blocks"] = cp.unshard(torch.cat([b for b in blocks if b is not None], 1))
+        late, early = (b for b in blocks if b is not None)  # in the order of the calls
+        found["blocks"] = torch.cat([early, late], 1)
+        if not packing:
+            found["blocks"] = cp.unshard(found["blocks"])
     return {"y": cp.unshard(y.detach()), "d x": cp.unshard(own.grad), **gradients(layer), **found}
 
 
-def language(model: TinyLM, ids: Tensor, labels: Tensor, count: int) -> Tensor:
-    logits = model(ids).flatten(0, 1)
+def language(model: nn.Module, ids: Tensor, labels: Tensor, count: int, **packing: Any) -> Tensor:
+    logits = model(ids, **packing).flatten(0, 1)
     return cross_entropy(logits, labels.flatten(), reduction="sum") / count
 
 
-def whole_model(model: TinyLM, ids: Tensor) -> Result:
-    loss = language(model, ids, next_token_labels(ids), ids.shape[1] - 1)
+def whole_model(model: nn.Module, ids: Tensor, **packing: Any) -> Result:
+    labels = next_token_labels(ids, **packing)
+    loss = language(model, ids, labels, ids.shape[1] - 1, **packing)
     loss.backward()
     return {"loss": loss.detach(), **gradients(model)}
 
 
-def sharded_model(cp: ContextParallel, model: TinyLM, ids: Tensor) -> Result:
+def sharded_model(cp: ContextParallel, model: nn.Module, ids: Tensor, **packing: Any) -> Result:
     cp.wrap(model)
-    own, labels = cp.shard(ids), cp.shard(next_token_labels(ids))
-    loss = language(model, own, labels, ids.shape[1] - 1)
+    own, labels = cp.shard(ids), cp.shard(next_token_labels(ids, **packing))
+    loss = language(model, own, labels, ids.shape[1] - 1, **packing)
     loss.backward()
     cp.sum_gradients(model)
     return {"loss": sum_over_ranks(loss.detach(), cp.group), **gradients(model)}
 
 
-def model_of() -> TinyLM:
+def model_of(kind: str) -> TinyLM | DenseLM:
     config = replace(
         preset("tiny"), vocab_size=32, num_layers=2, nsa=SMALL, checkpoint_layers=(0, 1)
     )
     torch.manual_seed(0)
-    return TinyLM(config, "masked").double()
+    return (DenseLM(config) if kind == "dense twin" else TinyLM(config, "masked")).double()
 
 
 def compared(got: Result, want: Result) -> dict[str, float]:
@@ -131,40 +163,85 @@ def compared(got: Result, want: Result) -> dict[str, float]:
 
 
 def in_dtype(cp: ContextParallel, case: LayerCase, dtype: torch.dtype) -> dict[str, float]:
-    x, upstream = (randn(case.batch, TOKENS, DIM, seed=s).to(dtype) for s in (1, 2))
-    got = sharded_layer(cp, case.layer().to(dtype), x, upstream)
-    return compared(got, whole_layer(case.layer().to(dtype), x, upstream))
+    given, layer = case.inputs(dtype), case.layer().to(dtype)
+    got = sharded_layer(cp, layer, *given, **case.packing)
+    want = whole_layer(case.layer().to(dtype), *given, **case.packing)
+    if case.packing and "blocks" in want:
+        layout = layer.layout(cp.shard(given[0]), dtype=dtype, **case.packing)
+        assert isinstance(layout, ShardedLayout)
+        own = [want["blocks"][:, slice(*chunk.rows)] for chunk in layout.chunks]
+        want["blocks"] = torch.cat(own, 1)
+    return on_any_rank(compared(got, want))
 
 
-def same_bits(cp: ContextParallel, phi: str) -> dict[str, bool]:
+def same_bits(cp: ContextParallel, phi: str, *cu_seqlens: int) -> dict[str, bool]:
     """Of equal q, k and v in fp32: whether compressed K and V, and the blocks, are those of one
     process, bit for bit, on this rank.
     """
     layer = LayerCase({"phi": phi}).layer()
     q, k, v = (randn(1, TOKENS, n, 8, seed=n) for n in (4, 2, 1))
     v, gates = v.expand(-1, -1, 2, -1).contiguous(), torch.ones(1, TOKENS, 4, 3)
-    route = layer._route(q, TOKENS)
-    cmp = layer._compress(k, v, route=route)
-    view = View(cmp, (k, v), (k, v), 0, 0)
-    call = Call(route, layer.config, 8**-0.5)
+    packing = {"cu_seqlens": list(cu_seqlens)} if cu_seqlens else {}
+    one = layer.layout(q, dtype=q.dtype, **packing)
+    rows = [one.rows(x) for x in (q, gates, k, v)]
+    kv = rows[2], rows[3]
+    route = layer._route(rows[0], rows[0].shape[1])
+    cmp = layer._compress(*kv, documents=one.documents, route=route)
+    view = View(cmp, kv, kv, 0, 0)
+    call = Call(route, layer.config, 8**-0.5, documents=one.documents)
     cp.wrap(layer)
     assert isinstance(layer, ShardedAttention)
+    layout = layer.layout(cp.shard(q), dtype=q.dtype, **packing)
     own, kv = cp.shard(q).chunk(2, 1), (cp.shard(k), cp.shard(v))
-    ends = [(c + 1) * own[0].shape[1] for c in cp.place.own]
-    views = layer._views(kv, kv, kv, ends, [route, route])
+    keys = layer._keys(kv, kv, kv, layout)
+    keys.compress(layer._compress, [route, route])
+    views = keys.views()
     with torch.no_grad(), chosen_blocks.collect() as blocks:
-        attend_view(q, gates, view, call)
-        for part in zip(own, cp.shard(gates).chunk(2, 1), views, strict=True):
-            layer._attend(*part, route)
+        attend_view(rows[0], rows[1], view, call)
+        for part in zip(own, cp.shard(gates).chunk(2, 1), views, layout.chunks, strict=True):
+            layer._attend(*part, route, keys)
     whole, *parts = (b for b in blocks if b is not None)
+    end = torch.arange(cmp[0].shape[1]) * layer.config.cmp_stride + layer.config.cmp_block - 1
+    exists = torch.ones_like(end, dtype=torch.bool)
+    if one.packing is not None:  # what holds room between documents differs, and nobody sees it
+        exists = (
+            one.packing.present_R[end] & one.packing.present_R[end - layer.config.cmp_block + 1]
+        )
     return {
         "compressed": all(
-            torch.equal(x, y[:, : x.shape[1]])
-            for one in views
-            for x, y in zip(one.cmp, cmp, strict=True)
+            torch.equal(x[:, exists[: x.shape[1]]], y[:, : x.shape[1]][:, exists[: x.shape[1]]])
+            for seen in views
+            for x, y in zip(seen.cmp, cmp, strict=True)
         ),
-        "blocks": torch.equal(torch.cat(parts, 1), cp.shard(whole)),
+        "blocks": all(
+            torch.equal(part, whole[:, slice(*chunk.rows)])
+            for part, chunk in zip(parts, layout.chunks, strict=True)
+        ),
     }
+
+
+@torch.no_grad()
+def isolated(cp: ContextParallel) -> dict[str, bool]:
+    """Whether a NaN and an infinity of one document, which lies on several ranks, reach the rows
+    that they reach on one process, and others are finite.
+    """
+    case = LayerCase(cu_seqlens=[0, 9, 70, 128])
+    x, _ = case.inputs(torch.float64)
+    x[:, 20], x[:, 60] = torch.nan, torch.inf
+    want = case.layer().double()(x, **case.packing)
+    got = cp.unshard(cp.wrap(case.layer().double())(cp.shard(x), **case.packing))
+    bad = want.isnan()
+    return {
+        "some": bool(bad[:, 20:70].all()) and int(bad.sum()) == 50 * DIM,
+        "same": torch.equal(got.isnan(), bad),
+        "rest": error(got[~bad], want[~bad]) <= 1e-13,
+    }
+
+
+def on_any_rank(found: dict[str, float]) -> dict[str, float]:
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, found)
+    return {name: max(rank[name] for rank in ranks) for name in found}
 
 
 def on_every_rank(found: dict[str, bool]) -> dict[str, bool]:
@@ -227,11 +304,16 @@ def main() -> None:
         cp = ContextParallel(mesh)
         for name, case in CASES.items():
             found[f"{name}, {ranks} ranks"] = in_dtype(cp, case, torch.float64)
-        model = sharded_model(cp, model_of(), ids)
-        found[f"model, {ranks} ranks"] = compared(model, whole_model(model_of(), ids))
+        for name, packing in MODELS.items():
+            got = sharded_model(cp, model_of(name), ids, **packing)
+            want = whole_model(model_of(name), ids, **packing)
+            found[f"{name}, {ranks} ranks"] = compared(got, want)
         found[f"oracle, {ranks} ranks"] = against_oracle(cp)
         for phi in ("mean", "linear", "mlp"):
             found[f"bits, {phi}, {ranks} ranks"] = on_every_rank(same_bits(cp, phi))
+            bits = on_every_rank(same_bits(cp, phi, *DOCUMENTS))
+            found[f"bits of documents, {phi}, {ranks} ranks"] = bits
+    found["isolated"] = on_every_rank(isolated(cp))
     cp = ContextParallel(meshes["4"])
     found["bf16"] = bf16(cp)
     found["repeated"] = on_every_rank({"equal": repeated(cp)})["equal"]
@@ -239,9 +321,11 @@ def main() -> None:
     found["refused"] = {
         "mesh": refused(lambda: ContextParallel(grid)),
         "twice": refused(lambda: cp.wrap(layer)),
-        "dense": refused(lambda: cp.wrap(DenseLM(model_of().config))),
+        "other": refused(lambda: cp.wrap(nn.Linear(1, 1))),
+        "cudnn": refused(lambda: cp.wrap(DenseLM(preset("tiny"), "dense_cudnn"))),
         "chunk": refused(lambda: layer(randn(1, 24, DIM, seed=1))),
-        "packed": refused(lambda: layer(randn(1, 32, DIM, seed=1), cu_seqlens=[0, 32])),
+        "documents": refused(lambda: layer(randn(1, 32, DIM, seed=1), cu_seqlens=[0, 129])),
+        "masked": refused(lambda: layer(randn(1, 32, DIM, seed=1), num_tokens=[32])),
     }
     if dist.get_rank() == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))

@@ -5,15 +5,22 @@ the tokens lie.
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from nsa.documents import Packing
+from nsa.ops import flash
+from nsa.ops.interval import sliding
 from nsa.parallel.gather import by_rank, in_order, ordered_sum
 from nsa.parallel.zigzag import Zigzag
-from tests.nsa.parallel.four_ranks import CASES
+from tests.cases import error, randn
+from tests.nsa.parallel.four_ranks import CASES, MODELS
 from tests.nsa.torchrun import found_by_ranks
 
 SCRIPT = Path(__file__).with_name("four_ranks.py")
@@ -39,10 +46,11 @@ def test_a_layer_is_that_of_one_process(found: dict[str, Any], case: str, ranks:
 
 
 @RANKS
+@pytest.mark.parametrize("model", MODELS)
 def test_a_model_has_the_loss_and_the_gradients_of_one_process(
-    found: dict[str, Any], ranks: int
+    found: dict[str, Any], model: str, ranks: int
 ) -> None:
-    assert worst(found[f"model, {ranks} ranks"])[0] <= 1e-13
+    assert worst(found[f"{model}, {ranks} ranks"])[0] <= 1e-13
 
 
 @RANKS
@@ -57,6 +65,14 @@ def test_a_layer_equals_the_oracle(found: dict[str, Any], ranks: int) -> None:
 @pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
 def test_equal_q_and_k_give_the_same_bits(found: dict[str, Any], phi: str, ranks: int) -> None:
     assert found[f"bits, {phi}, {ranks} ranks"] == {"compressed": True, "blocks": True}
+    packed = found[f"bits of documents, {phi}, {ranks} ranks"]
+    assert packed["blocks"]
+    assert packed["compressed"] or phi == "mlp"  # a product of other rows may round another way
+
+
+def test_a_nan_stays_in_its_document(found: dict[str, Any]) -> None:
+    """On the ranks of the document, as on one process."""
+    assert found["isolated"] == {"some": True, "same": True, "rest": True}
 
 
 def test_bf16_is_within_its_bound(found: dict[str, Any]) -> None:
@@ -72,10 +88,12 @@ def test_two_runs_are_bitwise_equal(found: dict[str, Any]) -> None:
     "what, words",
     [
         ("mesh", 'mesh of 2 dimensions.*wanted one; pass mesh\\["NAME"\\]'),
-        ("twice", "ShardedAttention; wanted NSAAttention alone, not wrapped yet"),
-        ("dense", "DenseAttention; wanted NSAAttention alone"),
+        ("twice", "ShardedAttention; wanted NSAAttention or DenseAttention alone, not wrapped yet"),
+        ("other", "Linear with no attention of nsa; wanted NSAAttention or DenseAttention"),
+        ("cudnn", "kind='dense_cudnn'.*wanted dense or dense_flash; set kind"),
         ("chunk", "got 24 tokens a rank.*sel_block=16 tokens.*pad the sequence to 128 tokens"),
-        ("packed", "got cu_seqlens with context parallelism; wanted whole sequences"),
+        ("documents", "cu_seqlens \\[0, 129\\] .. 129 over 128 tokens; wanted 0 first, ascending"),
+        ("masked", "got num_tokens with context parallelism; wanted whole sequences"),
     ],
 )
 def test_what_is_not_served_says_so(found: dict[str, Any], what: str, words: str) -> None:
@@ -105,3 +123,30 @@ def test_parts_are_added_up_in_rank_order_in_fp32() -> None:
     tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24])
     assert float(ordered_sum(tiny, torch.float32)) == 1.0
     assert float(ordered_sum(tiny.flip(0), torch.float32)) > 1.0
+
+
+def test_fa2_is_given_the_documents_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its sequences of queries are the last of their keys: as SDPA over the same chunk, whose
+    window reaches keys of two documents, and neither rows before nor behind it.
+    """
+
+    def varlen(_: str, q: Tensor, k: Tensor, v: Tensor, *cu: Any, **options: Any) -> Tensor:
+        size = options["window"][0] + 1
+        of_q, of_k = (x.tolist() for x in cu[:2])
+        assert of_q[-1] == cu[2] == q.shape[0] and of_k[-1] == cu[3] == k.shape[0]
+        found = []
+        for (q0, q1), (k0, k1) in zip(pairwise(of_q), pairwise(of_k), strict=True):
+            key, row = torch.arange(k1 - k0), torch.arange(q1 - q0)[:, None] + (k1 - k0 - q1 + q0)
+            keep = (key <= row) & (key > row - size)
+            one = (x.transpose(0, 1) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+            found.append(scaled_dot_product_attention(*one, attn_mask=keep).transpose(0, 1))
+        return torch.cat(found)
+
+    packing = Packing.of(torch.tensor([0, 5, 5, 40, 41, 64]), 64, 16)
+    documents = packing.part((9, 50), (20, 93)).documents.counted_from(16)
+    q, k, v = randn(1, 73, 2, 8, seed=1), randn(1, 77, 2, 8, seed=2), randn(1, 77, 2, 8, seed=3)
+    options: dict[str, Any] = {"window": 12, "q_start": 4, "scale": 8**-0.5}
+    want = sliding.attend(q, k, v, fa2=None, documents=documents, **options)
+    monkeypatch.setattr(flash, "varlen", varlen)
+    got = sliding.attend(q, k, v, fa2="torch", documents=documents, **options)
+    assert error(got, want) <= 1e-6

@@ -1,0 +1,78 @@
+"""Context parallelism over a mesh of one rank, whose late chunk is a chunk as on several, by path
+triton in its interpreter (`--require interpreter`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from nsa import NSAAttention, dispatch
+from nsa.ops import joint_backward
+from nsa.parallel import ContextParallel
+from nsa.parallel.gather import WantedItems
+from tests.cases import SMALL, assert_parity, randn
+
+
+@pytest.fixture(scope="module")
+def cp() -> Iterator[ContextParallel]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield ContextParallel(init_device_mesh("cpu", (1,)))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What ran, in order: branches, the choice, uses of the joint backward, and what arrived."""
+    notes: list[str] = []
+
+    def note(owner: Any, name: str) -> None:
+        plain = getattr(owner, name)
+
+        def noted(*x: Any, **options: Any) -> Any:
+            notes.append(name)
+            return plain(*x, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("compressed", "choose", "selected", "window"):
+        note(dispatch, name)
+    note(joint_backward, "arguments")
+    note(WantedItems, "lay_out")
+    return notes
+
+
+def gradients(layer: NSAAttention, x: Tensor, upstream: Tensor, **packing: Any) -> list[Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x, **packing)
+    return [y.detach(), *torch.autograd.grad(y, [x, *layer.parameters()], upstream)]
+
+
+@pytest.mark.parametrize("packing", [{}, {"cu_seqlens": [0, 5, 29]}], ids=["one", "documents"])
+def test_kernels_serve_a_late_chunk_as_a_whole_sequence(
+    cp: ContextParallel, packing: dict[str, Any], events: list[str]
+) -> None:
+    """Its keys of the selected branch arrive after the blocks are chosen."""
+    torch.manual_seed(0)
+    layer = NSAAttention(16, 3, 1, 8, 12, config=SMALL, path="triton")
+    x, upstream = (randn(1, 32, 16, seed=seed) for seed in (1, 2))
+    want = gradients(layer, x, upstream, **packing)
+    events.clear()
+    got = gradients(cp.wrap(copy.deepcopy(layer)), cp.shard(x), cp.shard(upstream), **packing)
+    branches = ["compressed", "choose", "selected", "window", "arguments"]
+    arrived = [event for event in events if event == "lay_out"]
+    assert [event for event in events if event != "lay_out"] == branches * 2
+    assert len(arrived) == 4 + 2 + 2  # halos, compressed K and V, those of the selected branch
+    if not packing:  # which looks for NaN before it begins
+        first_branch = events.index("compressed")
+        assert events[first_branch:][:4] == ["compressed", "choose", "lay_out", "lay_out"]
+    names = ["y", "x", *dict(layer.named_parameters())]
+    for name, a, b in zip(names, got, want, strict=True):
+        assert_parity(a, b.double(), name)
