@@ -180,15 +180,19 @@ class PagedCache:
                 # the last page takes what is not kept
                 sizes = [(layers, pool.num_pages + 1, self.page, *one) for one in heads]
                 self._pools[name] = _zeros(sizes, dtype, device, name)
-            self._counts = torch.zeros(2, self.max_batch, dtype=torch.int32, device=device)
-            self._start_B = torch.zeros(self.max_batch, dtype=torch.int64, device=device)
+            self._counts = torch.zeros(3, self.max_batch, dtype=torch.int32, device=device)
+            self._positions = torch.zeros(2, self.max_batch, dtype=torch.int64, device=device)
             self._tables = torch.full(
                 (self.max_batch, rows.width), -1, dtype=torch.int32, device=device
             )
             # not pinned: a queued copy from it takes what it holds now, whatever is planned next
             host = torch.frombuffer(rows.table, dtype=torch.int32)
             self._host_tables = host.view(self.max_batch, rows.width)
-        self.seq_lens, self.num_new = self._counts
+        self.seq_lens, self.num_new, ones = self._counts
+        ones.fill_(1)
+        # of each row's first new token and of its last one; -1 where a row holds none
+        self._start_B, self._last_B = self._positions
+        self._last_B.fill_(-1)
         self.block_table, self.window_table, self.raw_table, self.compressed_table = (
             self._tables[:, rows.columns[g] : rows.columns[g] + rows.widths[g]] for g in GROUPS
         )
@@ -214,7 +218,7 @@ class PagedCache:
     def memory_bytes(self) -> int:
         """Bytes of all pages, tables and counts."""
         pools = sum(x.nbytes for pair in self._pools.values() for x in pair)
-        return pools + self._counts.nbytes + self._start_B.nbytes + self._tables.nbytes
+        return pools + self._counts.nbytes + self._positions.nbytes + self._tables.nbytes
 
     def join(self, held: HeldPages | None = None) -> int:
         """A place in the batch for a new row, empty or with what was ``held``, whose pages it
@@ -311,8 +315,9 @@ class PagedCache:
     def clear_counts(self) -> None:
         """Make the device see rows without a token until the next plan."""
         self._check_idle()
-        for x in (self._counts, self._start_B):
+        for x in (self.seq_lens, self.num_new, self._start_B):
             x.zero_()
+        self._last_B.fill_(-1)
 
     def _check_idle(self) -> None:
         if self._due:
@@ -330,8 +335,8 @@ class PagedCache:
 
     def _upload(self, changed: Sequence[int]) -> None:
         counts = torch.tensor([self.rows.lengths, self._planned], dtype=torch.int32)
-        self._counts.copy_(counts, non_blocking=True)
-        torch.sub(self.seq_lens, self.num_new, out=self._start_B)
+        self._counts[:2].copy_(counts, non_blocking=True)
+        torch.sub(self.seq_lens, self._counts[1:], out=self._positions)
         if len(changed) > FEW_ROWS:
             self._tables.copy_(self._host_tables, non_blocking=True)
             return
@@ -418,6 +423,19 @@ class PagedLayer(NSACache):
             torch.empty(0, 0, shape.num_kv_heads, dim, dtype=shape.dtype, device=owner.device)
             for dim in (shape.head_dim, shape.v_head_dim)
         ]
+
+    def begin_step(self) -> tuple[paged.LayerPages, Tensor]:
+        """The pages that one token a row goes to, each position of a row's last token int64 [B]: a
+        step of this layer for which `append` is not called. ValueError as of `append`.
+        """
+        if not self.owner.is_static:
+            self.owner.begin(self.index, 1, None)
+        return self.owner.pages_of(self.index), self.owner._last_B
+
+    @property
+    def position_B(self) -> Tensor:
+        """Of each row's next token, int64 [B] on the device, as the last plan has it."""
+        return self.owner._start_B
 
     @property
     def lengths(self) -> tuple[int, ...]:
