@@ -138,13 +138,7 @@ class NSAAttention(nn.Module):
         # contents of absent tokens, NaN included, must not reach a weight's gradient
         if absent is not None:
             x_BTM = x_BTM.masked_fill(absent, 0)
-        q, k, v = self.q_proj(x_BTM), self.k_proj(x_BTM), self.v_proj(x_BTM)
-        kv_heads = self.num_kv * self.num_kv_heads
-        checks.projected("q_proj", q, self.num_heads, self.head_dim)
-        checks.projected("k_proj", k, kv_heads, self.head_dim)
-        checks.projected("v_proj", v, kv_heads, self.v_head_dim)
-        q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k, v = k.unflatten(-1, (-1, self.head_dim)), v.unflatten(-1, (-1, self.v_head_dim))
+        q, k, v = self._project(x_BTM)
         steps = cache is not None and cache.steps is not None and num_tokens is None
         if steps and cache is not None and not torch.compiler.is_compiling():
             route = self.route_of_step(x_BTM, cache)
@@ -208,6 +202,19 @@ class NSAAttention(nn.Module):
             o = reaching(o, self.phi_k.parameters(), self.phi_v.parameters())
         y = self.o_proj(layout.tokens(o).flatten(2))
         return y if absent is None else y.masked_fill(absent, 0)
+
+    def _project(self, x_BTM: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q [B, T, HQ, DK], and k and v of all branches that have their own."""
+        q, k, v = self.q_proj(x_BTM), self.k_proj(x_BTM), self.v_proj(x_BTM)
+        kv_heads = self.num_kv * self.num_kv_heads
+        checks.projected("q_proj", q, self.num_heads, self.head_dim)
+        checks.projected("k_proj", k, kv_heads, self.head_dim)
+        checks.projected("v_proj", v, kv_heads, self.v_head_dim)
+        return (
+            q.unflatten(-1, (self.num_heads, self.head_dim)),
+            k.unflatten(-1, (-1, self.head_dim)),
+            v.unflatten(-1, (-1, self.v_head_dim)),
+        )
 
     def route_of_step(self, x_BTM: Tensor, cache: NSACache) -> Route:
         """The Route of x [B, 1, M] with a cache that steps."""

@@ -66,6 +66,14 @@ def train(
     no_watchdog: Annotated[
         bool, typer.Option("--no-watchdog", help="Halt for nothing but errors.")
     ] = False,
+    job: Annotated[
+        str | None,
+        typer.Option(
+            "--job",
+            metavar="ID",
+            help="Of ranks that torchrun did not start: each run has its own.",
+        ),
+    ] = None,
 ) -> int:
     """Train; `train` may be left out."""
     from nsa import settings
@@ -91,7 +99,7 @@ def train(
             return _show_estimate(run, machine, as_json=as_json)
         _show_head(run, machine, as_json=as_json)
         preflight.check(run, machine.capability)
-    return launch(run, rank, resume=resume)
+    return launch(run, rank, resume=resume, job=job)
 
 
 @app.command()

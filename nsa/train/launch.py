@@ -20,13 +20,14 @@ from nsa.train.run_folder import (
 )
 
 
-def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
+def launch(config: RunConfig, rank: int, *, resume: str | None, job: str | None = None) -> int:
     """Run the trainer under the watchdog until it ends: its exit code.
 
     Rank 0 makes the folder config.out, or archives the run that is in it, and writes the resolved
     config; the others wait for that. ``resume``: a checkpoint's folder, "auto" for the last good
-    one of config.out, None to begin anew. TrainError CHECKPOINT for none or another config's, USAGE
-    for train.init_from in config.out itself.
+    one of config.out, None to begin anew. ``job`` names what started the ranks, where those of a
+    host have no parent in common, as torchrun's have; no other run may have it. TrainError
+    CHECKPOINT for none or another config's, USAGE for train.init_from in config.out itself.
     """
     from nsa.train.archive import prepare_run_folder
     from nsa.train.display import show_text
@@ -50,9 +51,9 @@ def launch(config: RunConfig, rank: int, *, resume: str | None) -> int:
             folder = held.enter_context(prepare_run_folder(out, resume=continues))
             if folder.archived is not None:
                 show_text(f"the run that was in {out} is in {folder.archived} now", sys.stdout)
-            write_resolved(out, config)
+            write_resolved(out, config, job=job)
         else:
-            wait_for_resolved(out, config)
+            wait_for_resolved(out, config, job=job)
         argv = [sys.executable, "-m", "nsa.train.worker", str(out)]
         argv += [] if checkpoint is None else [str(checkpoint)]
         return supervise(argv, out, config.watchdog, rank)

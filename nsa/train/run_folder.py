@@ -85,13 +85,13 @@ def _no_checkpoint(what: str, out: Path, option: str) -> TrainError:
     )
 
 
-def write_resolved(out: Path, config: RunConfig) -> None:
-    """Write ``out``/config.json whole or not at all."""
+def write_resolved(out: Path, config: RunConfig, *, job: str | None = None) -> None:
+    """Write ``out``/config.json whole or not at all. ``job`` as in `launch.launch`."""
     text = json.dumps(
         {
             "sha256": config.sha256(),
             "config": config.to_mapping(),
-            "launcher": _launcher(),
+            "launcher": _launcher(job),
             "written_s": time.time(),
         },
         indent=2,
@@ -131,34 +131,43 @@ def read_resolved(out: Path) -> dict[str, Any]:
 
 
 def wait_for_resolved(
-    out: Path, config: RunConfig, *, timeout_s: float = WAIT_FOR_FIRST_RANK_S
+    out: Path,
+    config: RunConfig,
+    *,
+    job: str | None = None,
+    timeout_s: float = WAIT_FOR_FIRST_RANK_S,
 ) -> None:
     """Wait until rank 0 of this run has written ``out``/config.json; TrainError PEER where it does
-    not. An older run's file in the same folder is not taken for it.
+    not. An older run's file in the same folder is not taken for it. ``job`` as in `launch.launch`.
     """
     begin_s = time.time()
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if (out / CONFIG).is_file():
             read = read_resolved(out)
-            if _is_of_this_run(read, begin_s) and read.get("sha256") == config.sha256():
+            if _is_of_this_run(read, job, begin_s) and read.get("sha256") == config.sha256():
                 return
         time.sleep(_POLL_S)
     raise TrainError(
         TrainExit.PEER,
         f"rank 0 wrote no {out / CONFIG} of this config within {timeout_s:.0f} s; wanted the same"
-        " command and folder on each rank; see its log",
+        " command and folder on each rank, and one --job where not torchrun started them; see its"
+        " log",
     )
 
 
-def _is_of_this_run(read: Mapping[str, Any], begin_s: float) -> bool:
-    launcher, own = read.get("launcher"), _launcher()
+def _is_of_this_run(read: Mapping[str, Any], job: str | None, begin_s: float) -> bool:
+    launcher, own = read.get("launcher"), _launcher(job)
+    if job is not None:
+        return launcher == own
     if isinstance(launcher, dict) and launcher.get("host") == own["host"]:
         return launcher == own
     # another host: clocks of one cluster differ by less, and torchrun starts ranks together
     return float(read.get("written_s", 0.0)) > begin_s - 60.0
 
 
-def _launcher() -> dict[str, Any]:
-    """What starts all ranks of a host: torchrun's process."""
-    return {"host": platform.node(), "pid": os.getppid()}
+def _launcher(job: str | None) -> dict[str, Any]:
+    """What the ranks of this run have in common, and no other run has: a job's name, or torchrun's
+    process, which starts all ranks of a host.
+    """
+    return {"host": platform.node(), "pid": os.getppid()} if job is None else {"job": job}

@@ -7,7 +7,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -34,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         return trainer.run()
     except TrainError as error:
+        if place is not None:  # where it was when another rank's end reached it
+            _keep_stack(out, rank)
         return _fail(error.code, str(error))
     except RouteError as error:
         return _fail(TrainExit.USAGE, str(error))
@@ -43,6 +47,7 @@ def main(argv: Sequence[str]) -> int:
     except RuntimeError as error:
         if place is None or not _is_of_a_collective(error):
             raise
+        _keep_stack(out, rank)
         return _fail(
             TrainExit.PEER,
             f"a collective failed in step {trainer.step_count + 1}: {error}; another rank has ended"
@@ -50,6 +55,12 @@ def main(argv: Sequence[str]) -> int:
         )
     except KeyboardInterrupt:
         return _fail(TrainExit.INTERRUPTED, "interrupted twice; the last good checkpoint stays")
+
+
+def _keep_stack(out: Path, rank: int) -> None:
+    """Append the stack of the error that is handled to this rank's stacks, if the disk takes it."""
+    with suppress(OSError), stacks.stacks_path(out, rank).open("a", encoding="utf-8") as file:
+        traceback.print_exc(file=file)
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

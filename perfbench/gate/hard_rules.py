@@ -14,6 +14,7 @@ from perfbench.gate.clocks import clock_faults
 from perfbench.gate.judgement import Finding, severity
 from perfbench.gate.loaded_peers import peer_findings
 from perfbench.gate.own_steps import files_of, own_findings, own_path_problems
+from perfbench.gate.several_ranks import rank_findings
 from perfbench.matrix import expected_of
 from perfbench.records import (
     EVERYTHING,
@@ -230,6 +231,7 @@ def _row_findings(cell: PlannedCell, row: Replicate, proofs: ProofIndex) -> Iter
     if row.status is Status.OK:
         if problems := own_path_problems(cell, row) if own else path_problems(cell, row):
             yield Finding(Verdict.WRONG_PATH, "path", "; ".join(problems))
+        yield from rank_findings(cell, row)
         yield from _borrowed_proof(cell, row, proofs)
         yield from _incomplete(row, proofs, needs_physics=not own)
         yield from _card(row, proofs)

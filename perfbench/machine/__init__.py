@@ -15,10 +15,10 @@ from perfbench.machine.environment import (
 )
 from perfbench.machine.environment import adopt_settings, settings_to_adopt
 from perfbench.machine.environment import give, no_color, step_summary
-from perfbench.machine.environment import THRESHOLDS, visible_gpu, without_users_table
+from perfbench.machine.environment import THRESHOLDS, visible_gpu, visible_gpus, without_users_table
 from perfbench.machine.environment import without_variables
 from perfbench.machine.gpu import NVML_LAG_S, gpu_lock, matches, refuse_busy, used_memory
-from perfbench.machine.gpu import uuid_sha256
+from perfbench.machine.gpu import GpuHandle, uuid_sha256
 from perfbench.machine.load import load_now
 from perfbench.machine.default_branch import JudgingCommit, judging_commit
 from perfbench.machine.nvml import NvmlUnavailable, nvml_query, nvml_session

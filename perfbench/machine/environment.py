@@ -424,13 +424,14 @@ class TargetLike(Protocol):
 @dataclass(frozen=True, slots=True)
 class TargetFit:
     """``skip``: the matrix asks to measure nothing on this machine; ``warning`` says what differs
-    or cannot be known.
+    or cannot be known. ``others``: the further cards of a target's ``count``.
     """
 
     device: str  # 'cpu' or 'cuda'
     gpu: GpuHandle | None
     warning: str = ""
     skip: bool = False
+    others: tuple[GpuHandle, ...] = ()
 
 
 def check_target(
@@ -455,7 +456,8 @@ def check_target(
     elif len(gpus) < target.count:
         problem = f"got {len(gpus)} x {gpus[0].name}, and the matrix wants {wanted}"
     else:
-        return TargetFit("cuda", gpus[0], blindness(gpus[0], module))
+        others = tuple(gpus[1 : target.count])
+        return TargetFit("cuda", gpus[0], blindness(gpus[0], module), others=others)
     if target.on_mismatch == "skip":
         return TargetFit(
             "cuda",
@@ -465,7 +467,8 @@ def check_target(
         )
     if target.on_mismatch == "warn" and gpus:
         warnings = [f"{problem} (on_mismatch: warn)", blindness(gpus[0], module)]
-        return TargetFit("cuda", gpus[0], "; ".join(filter(None, warnings)))
+        others = tuple(gpus[1 : target.count])
+        return TargetFit("cuda", gpus[0], "; ".join(filter(None, warnings)), others=others)
     raise PerfbenchError(
         Exit.ENVIRONMENT,
         f"{problem}. Next: run it on that card, choose a GPU with CUDA_VISIBLE_DEVICES, or take"

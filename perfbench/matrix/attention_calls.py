@@ -139,6 +139,8 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
     """Why no machine can time ``cell``, whatever its route: got, wanted, next step; None where one
     can.
     """
+    if cell.world_size > 1 and (reason := _why_not_ranks(cell)):
+        return reason
     if cell.is_peer and (reason := why_not_peer(cell)):
         return reason
     nsa, got = model.nsa, f"workload={cell.workload}"
@@ -209,6 +211,22 @@ def why_not(cell: Cell, model: ModelConfig) -> str | None:
         return (
             f"{got} with chunk={cell.chunk}: more than seq_len={cell.seq_len}, one call; wanted"
             " chunk <= seq_len; lower chunk"
+        )
+    return None
+
+
+def _why_not_ranks(cell: Cell) -> str | None:
+    """Why several processes cannot run the cell's step together."""
+    got = f"world_size={cell.world_size} with"
+    if cell.workload != "train":
+        return (
+            f"{got} workload={cell.workload}: nothing there is reduced between ranks; wanted"
+            " workload=train; exclude world_size: '>1' for the others"
+        )
+    if graph := next((n for n in ("compile", "cuda_graph") if getattr(cell, n) == "on"), None):
+        return (
+            f"{got} {graph}=on: the step of several ranks is proved eagerly alone; wanted"
+            f" {graph}=off; leave it off"
         )
     return None
 

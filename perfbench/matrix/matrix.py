@@ -207,6 +207,7 @@ def _check_cells(document: Document, matrix: Matrix) -> list[Cell]:
             f"all {len(excluded)} cells are excluded, nothing would be measured, by {named}; narrow"
             " one of them",
         )
+    _refuse_more_ranks(document, matrix.target, kept)
     for index, expectation in enumerate(matrix.expect):
         if not any(expectation.match.matches(cell) for cell in kept):
             document.fail(
@@ -223,6 +224,18 @@ def _check_cells(document: Document, matrix: Matrix) -> list[Cell]:
                 " narrow a `match`",
             )
     return kept
+
+
+def _refuse_more_ranks(document: Document, target: Target, kept: Iterable[Cell]) -> None:
+    """A rank has a card to itself, and the machine is compared with the target's count."""
+    largest = max((cell.world_size for cell in kept), default=1)
+    if largest > target.count:
+        document.fail(
+            ("target",),
+            f"got count: {target.count} and a cell of world_size {largest}, wanted a count of at"
+            f" least {largest}, a card for each rank; write count: {largest}, or exclude those"
+            " cells",
+        )
 
 
 def _span(matrix: Matrix, rule: IncludeRule | None) -> dict[str, tuple[Value, ...]]:

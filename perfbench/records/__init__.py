@@ -24,9 +24,9 @@ from perfbench.records.rows import LengthProof, LoadedPeer, LoopLine, NOT_IN_OLD
 from perfbench.records.rows import LoadedCode, METHOD_VERSION, Manifest, OtherClocks, ParityLine
 from perfbench.records.rows import Physics, PlannedCell, Profile, Replicate, Resumed, RouteLine
 from perfbench.records.rows import Run, SentinelLine, Source, Status, StepProof, StoredCell
-from perfbench.records.rows import CardLine, Telemetry, build_validators
-from perfbench.records.run_file import COMPRESSED_RUN_FILE
-from perfbench.records.run_file import RUN_FILE, MAX_REPLICATES, RunWriter
+from perfbench.records.rows import CardLine, build_validators
+from perfbench.records.ranks import RankLine, RanksLine, Telemetry
+from perfbench.records.run_file import COMPRESSED_RUN_FILE, MAX_REPLICATES, RUN_FILE, RunWriter
 from perfbench.records.run_file import create_run, has_run, new_run_id, open_for_resume
 from perfbench.records.run_file import is_compressed_run, read_run
 from perfbench.records.verdict import EXIT_OF, FAIL_UNDER_STRICT, Verdict

@@ -36,6 +36,9 @@ EVERYTHING = "none"  # what a cell is without by default
 # Of path triton, each turned off by NSA_TRITON_<STEP>=0. Spelled out, since an older nsa, which
 # `ab` measures, too, names none.
 STEPS = ("copy", "lists", "roles", "join", "split")
+# How several ranks train: gradients reduced (DistributedDataParallel), or weights, gradients and
+# state sharded as well (FSDP2).
+PARALLEL = ("ddp", "fsdp")
 Value = str | int
 Term = tuple[str, Value]  # comparison and operand, e.g. ('>=', 2048)
 ProofKey = tuple[tuple[str, ...], tuple[tuple[str, Value], ...]]  # counters, axes
@@ -133,8 +136,12 @@ AXES: Mapping[str, Axis] = {
     "cuda_graph": Axis(str, "off", ("off", "on")),
     "selection": Axis(str, SELECTIONS[0], SELECTIONS),
     "without": Axis(str, EVERYTHING, (EVERYTHING, *STEPS)),
+    "world_size": Axis(int, 1),
+    "parallel": Axis(str, PARALLEL[0], PARALLEL),
 }
-_NAMES = tuple(AXES)
+# Axes that a file names only where a cell turns them: most cells are of one process.
+_OF_RANKS = ("world_size", "parallel")
+_NAMES = tuple(name for name in AXES if name not in _OF_RANKS)
 
 
 def show_value(value: object) -> str:
@@ -183,7 +190,8 @@ class Cell:
     That is fa2='n/a' on a dense path and on a peer, and the default of ``chunk`` in every workload
     but chunked_prefill and of ``selection`` in every one but those of the selected branch alone,
     and of ``without`` on every path but triton (and auto, where it is refused) and in a user's own
-    step, to which the path is a parameter, 'n/a' where none is stated.
+    step, to which the path is a parameter, 'n/a' where none is stated, and of ``parallel`` where
+    ``world_size`` is 1. ``batch`` is a rank's.
 
     A file holds the axes as a mapping: `from_mapping` and `to_mapping` are the only ways between
     the two. ``unknown`` are axes of a newer perfbench; ``named`` are the axes that the file named,
@@ -202,6 +210,8 @@ class Cell:
     cuda_graph: str = "off"
     selection: str = SELECTIONS[0]
     without: str = EVERYTHING
+    world_size: int = 1
+    parallel: str = PARALLEL[0]
     unknown: tuple[tuple[str, Value], ...] = field(default=(), repr=False)
     named: tuple[str, ...] = field(default=_NAMES, repr=False, compare=False)
     _id: str = field(default="", init=False, repr=False, compare=False)
@@ -213,6 +223,8 @@ class Cell:
             object.__setattr__(self, "selection", SELECTIONS[0])
         if self.path not in (Path.TRITON, AUTO) or self.is_own_step:
             object.__setattr__(self, "without", EVERYTHING)
+        if self.world_size == 1:
+            object.__setattr__(self, "parallel", PARALLEL[0])
         if self.path == NOT_APPLICABLE and not self.is_own_step:
             raise ValueError(
                 f"path={NOT_APPLICABLE} belongs to a user's own step, not to"
@@ -238,7 +250,7 @@ class Cell:
         """The axes as a file holds them: every axis, defaults included; of a cell that was read,
         those that were read, and what differs from a default since.
         """
-        if self.named is _NAMES:
+        if self.named is _NAMES and self.world_size == 1:
             return {name: getattr(self, name) for name in _NAMES}
         unknown = dict(self.unknown)
         found = {
@@ -326,6 +338,8 @@ def _cell_of(axes: tuple[tuple[str, Value], ...]) -> Cell:
         cuda_graph=text("cuda_graph"),
         selection=text("selection"),
         without=text("without"),
+        world_size=number("world_size"),
+        parallel=text("parallel"),
         unknown=tuple(item for item in axes if item[0] not in AXES),
         named=names if (names := tuple(values)) != _NAMES else _NAMES,
     )

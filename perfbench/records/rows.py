@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError, core_schema
 from perfbench.records.cells import Cell, Value
 from perfbench.records.own_step import OwnStepFile, OwnStepLine
 from perfbench.records.peers import Peer
+from perfbench.records.ranks import RanksLine, Telemetry
 from perfbench.records.trained_blocks import TrainedBlocks
 
 SCHEMA_VERSION = 3  # 2: sentinel lines; 3: each line carries its digest
@@ -316,27 +317,6 @@ class StepProof(_Record):
     seconds: float = 0.0
 
 
-class Telemetry(_Record):
-    """NVML during the timed window; every null has its reason in ``absent``."""
-
-    utilisation_pct: float | None = None
-    memory_utilisation_pct: float | None = None
-    sm_clock_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-    memory_used_bytes: int | None = None
-    energy_j: float | None = None
-    clock_event_reasons: list[str] = []  # e.g. 'sw_power_cap', 'hw_thermal_slowdown'
-    throttled: bool | None = None  # thermal or hardware slowdown while timing
-    num_samples: int = 0
-    window_s: float = 0.0
-    sampler_cost_pct: float | None = None  # thread CPU time over wall time
-    # that CPU time by value asked for; energy_j is read outside the window
-    sampler_query_s: dict[str, float] = {}
-    absent: dict[str, str] = {}
-
-
 def _is_throttled(telemetry: Telemetry | None) -> bool:
     """False where nobody asked the card: what is not known discards no row."""
     return telemetry is not None and telemetry.throttled is True
@@ -514,6 +494,7 @@ class Replicate(_Record):
     peak_memory_bytes: int | None = None
     cache: CacheLine | None = None  # null in other workloads, and in older files
     loop: LoopLine | None = None  # likewise
+    ranks: RanksLine | None = None  # null of one process, and in older files
     host_bound: bool | None = None
     route: RouteLine | None = None
     engaged: dict[str, int] = {}

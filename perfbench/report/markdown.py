@@ -34,6 +34,7 @@ from perfbench.report import (
     machine,
     own_steps,
     scaling,
+    several_gpus,
     tables,
     workloads,
 )
@@ -102,6 +103,7 @@ def _context(
         own_steps.table(run, rows),
         boundary.table(run, rows),
         scaling.table(growths),
+        several_gpus.table(run, rows),
         expectations.table(run, rows),
     ]
     return {

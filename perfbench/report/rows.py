@@ -52,7 +52,16 @@ GIB = 2**30
 # twice the tokens in less than 5 % more time: not the tokens are paid for
 LAUNCH_BOUND_GROWTH = 1.05
 # axes that are named only where they are not at their default
-SWITCHES = ("l2", "chunk", "compile", "cuda_graph", "selection", "without")
+SWITCHES = (
+    "l2",
+    "chunk",
+    "compile",
+    "cuda_graph",
+    "selection",
+    "without",
+    "world_size",
+    "parallel",
+)
 Key = tuple[tuple[str, str | int], ...]
 EVERY_NUMBER = "every number"  # the reason of a whole row of dashes
 

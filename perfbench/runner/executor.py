@@ -23,6 +23,7 @@ from pydantic import ValidationError
 from perfbench.errors import Exit, PerfbenchError
 from perfbench.machine import (
     NVML_LAG_S,
+    GpuHandle,
     TargetFit,
     gpu_lock,
     nvml_session,
@@ -260,8 +261,8 @@ def prepared_executors(
     *,
     module: Any | None = None,
 ) -> Iterator[tuple[Executor, ...]]:
-    """One executor of each maker, for a machine that ``check_target`` accepted: on a GPU, with its
-    lock held and no other process on it.
+    """One executor of each maker, for a machine that ``check_target`` accepted: on a GPU, with the
+    locks of all its cards held and no other process on them.
 
     Other GPU processes are looked for before each block too, since a run takes hours; the first
     executor does it, whose block begins first. ``module`` stands in for pynvml.
@@ -270,19 +271,23 @@ def prepared_executors(
         seams: dict[str, Any] = {}
         first_only: dict[str, Any] = {}
         if fit.gpu is not None:
-            stack.enter_context(gpu_lock(fit.gpu.uuid))
-            refuse_busy(fit.gpu, module)
+            for gpu in (fit.gpu, *fit.others):
+                stack.enter_context(gpu_lock(gpu.uuid))
+                refuse_busy(gpu, module)
             # Held open: without persistence mode each opening wakes the driver anew.
             stack.enter_context(nvml_session(module))
             seams["used_memory"] = partial(used_memory, fit.gpu.uuid, module)
-            first_only["before_block"] = partial(
-                refuse_busy, fit.gpu, module, patience_s=NVML_LAG_S
-            )
+            first_only["before_block"] = partial(_refuse_each, (fit.gpu, *fit.others), module)
         executors: list[Executor] = []
         for make in makers:
             executors.append(stack.enter_context(make(**seams, **first_only)))
             first_only = {}
         yield tuple(executors)
+
+
+def _refuse_each(gpus: Sequence[GpuHandle], module: Any | None) -> None:
+    for gpu in gpus:
+        refuse_busy(gpu, module, patience_s=NVML_LAG_S)
 
 
 def _key(job: Job) -> tuple[str, int]:

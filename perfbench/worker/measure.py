@@ -44,6 +44,8 @@ from perfbench.worker.parity.claim import Claim
 from perfbench.worker.parity.proof import prove
 from perfbench.worker.parity.sizes import RouteDiffers
 from perfbench.worker.peers.call import loaded_peer
+from perfbench.worker.ranks.exposed import ranks_line
+from perfbench.worker.ranks.world import current
 from perfbench.worker.step_proof.prove import prove as prove_step
 from perfbench.worker.stop import Stop, without_speed
 from perfbench.worker.telemetry import Sampler
@@ -215,6 +217,10 @@ def _timed(
         facts["absent"]["cache"] = f"workload={job.axes.workload} keeps no cache"
     else:
         facts["cache"] = work.cache()
+    if current() is None:
+        facts["absent"]["ranks"] = "world_size=1: one process"
+    else:
+        facts["ranks"] = ranks_line(job, clock, work.unsynchronised, timed)
     phases.ends("witness")
     return facts
 

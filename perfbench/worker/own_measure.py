@@ -143,7 +143,7 @@ def _timed(
     found["absent"] |= dict.fromkeys(
         ("parity", "length_proof", "step_proof"), "a user's own step: own_step says what is proved"
     )
-    found["absent"] |= dict.fromkeys(("cache", "loop", "peer"), "a user's own step")
+    found["absent"] |= dict.fromkeys(("cache", "loop", "peer", "ranks"), "a user's own step")
     found["absent"]["node"] = "one machine, no fleet"
     if job.waiting_peers and (again := allocation_retries(job) - retries):
         raise torch.OutOfMemoryError(

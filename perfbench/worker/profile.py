@@ -142,22 +142,28 @@ def observe(
     """Profile one step, and time how long the host takes for it; arguments as of `profile`."""
     on_gpu = device == "cuda"
     # A CPU computes in the call: it returns when the step is over.
-    host_time_s = _host_time_s(step, before) if on_gpu else step_s
+    host_time_s = _host_time_s(step, before, _host_steps(step_s)) if on_gpu else step_s
     recorded, wall_s = record(step, device, before)
     kernels, called, by_name = _split(recorded)
     return Observed(kernels, called, by_name, wall_s, host_time_s, step_s, on_gpu)
 
 
-def _host_time_s(step: Callable[[], None], before: Callable[[], None] | None) -> float:
-    """Median seconds until ``step`` returns, on an idle device each time.
+def _host_steps(step_s: float) -> int:
+    """As many as fit the budget: by the step's known time, the same on each of several ranks, whose
+    steps wait for one another.
+    """
+    return max(1, min(HOST_STEPS, int(HOST_BUDGET_S / step_s) if step_s > 0 else HOST_STEPS))
+
+
+def _host_time_s(
+    step: Callable[[], None], before: Callable[[], None] | None, steps: int = HOST_STEPS
+) -> float:
+    """Median seconds until ``step`` returns, on an idle device each of ``steps`` times.
 
     Steps that follow one another would wait for a full queue, and their time would be the device's.
     """
     times_s: list[float] = []
-    begin_of_all = time.perf_counter()
-    while not times_s or (
-        len(times_s) < HOST_STEPS and time.perf_counter() - begin_of_all < HOST_BUDGET_S
-    ):
+    for _ in range(steps):
         if before is not None:
             before()
         torch.cuda.synchronize()

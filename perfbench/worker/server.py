@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -269,14 +270,38 @@ def _detach(server: int, stderr: str) -> None:
     faulthandler.enable()  # a segfault leaves its Python stack
 
 
-def _measured(measure: Measure, job: Job, turn: _Turn) -> Replicate:
+def _measured(measure: Measure, job: Job, turn: Turn) -> Replicate:
+    """On one rank, or on several, each of which is a process of its own."""
+    if job.axes.world_size == 1:
+        return _on_one(measure, job, turn, clock_for(job.device))
+    from perfbench.worker.ranks.launch import launch
+
+    return launch(functools.partial(_of_rank, measure), job, turn)
+
+
+def _of_rank(measure: Measure, job: Job, turn: Turn) -> Replicate:
+    """A rank's row, with its own line of `Replicate.ranks`; a planted fault is the last rank's."""
+    from perfbench.worker.ranks.clock import CommonTurn, SlowestClock
+    from perfbench.worker.ranks.launch import with_rank
+    from perfbench.worker.ranks.world import current
+
+    ranks = current()
+    assert ranks is not None
+    if job.injection is not None and job.injection.kind != "slowdown":
+        job = job if ranks.rank == ranks.size - 1 else job.model_copy(update={"injection": None})
+    clock = SlowestClock(clock_for(job.device), ranks)
+    row = _on_one(measure, job, CommonTurn(turn, ranks, clock), clock)
+    return with_rank(row, ranks.rank, clock.own_s, job)
+
+
+def _on_one(measure: Measure, job: Job, turn: Turn, clock: Clock) -> Replicate:
     """Measure; out of memory is a status of its own, everything else that is raised is a crash."""
     begin, started_utc = time.monotonic(), utc_now()
     try:
         if job.injection is not None:
             _inject(job)
         uuid, reason = _gpu_uuid(job)
-        replicate = measure(job, clock_for(job.device), sampler_for(job.device, uuid, reason), turn)
+        replicate = measure(job, clock, sampler_for(job.device, uuid, reason), turn)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise

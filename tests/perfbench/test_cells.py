@@ -31,8 +31,20 @@ def stored(cell: PlannedCell) -> dict[str, Any]:
 
 def test_every_axis_of_a_new_cell_is_stored() -> None:
     cell = Cell("chunked_prefill", 4096, "triton", chunk=512, without="copy")
-    assert list(stored(planned(cell))) == list(AXES)
+    ranks = ["world_size", "parallel"]
+    assert list(stored(planned(cell))) == [name for name in AXES if name not in ranks]
     assert planned(stored(planned(cell))).axes == cell
+
+
+def test_a_cell_of_several_ranks_stores_that_and_a_cell_of_one_is_one_cell() -> None:
+    cell = Cell("train", 128, "v2", world_size=2, parallel="fsdp")
+    assert sorted(stored(planned(cell))) == sorted(AXES)
+    assert planned(stored(planned(cell))).axes == cell
+    assert cell.cell_id == "parallel=fsdp,path=v2,seq_len=128,workload=train,world_size=2"
+    alone = Cell("train", 128, "v2", parallel="fsdp")
+    assert alone == Cell("train", 128, "v2") and alone.cell_id == (
+        "path=v2,seq_len=128,workload=train"
+    )
 
 
 def test_what_an_older_perfbench_wrote_is_written_again_as_it_was() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 from collections import Counter
@@ -99,7 +100,7 @@ def _connected(address: str) -> Iterator[Any]:
         return
     try:
         with _own_signals():
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, RuntimeError, ValueError) as error:
         why = " ".join(str(error).split())[:300]
         raise PerfbenchError(

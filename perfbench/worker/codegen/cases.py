@@ -52,13 +52,17 @@ def launch_all(sm: str, name: str, at: At) -> None:
     """
     major, minor = map(int, sm.split("."))
     shape = SHAPES[name]
-    masked = shape.ragged or shape.documents  # those are compiled as large calls take them
+    # masks, and the card whose code takes longest to compile, are compiled as large calls take them
+    only_large = shape.ragged or shape.documents or major > 9
     with on_card((major, minor)):
-        if not masked:
+        if not only_large:
             with copied(False):  # few queries are loaded without descriptors
                 training(shape, at)
             if major == 9 and shape.key_dim in FORWARD_ROLES:
                 warp_roles(shape, at)
+        elif major > 9 and name == "A":
+            with copied(False):  # one kernel serves few queries alone
+                joint(shape, at)
         if major >= 9:  # before Hopper nothing is loaded by descriptors
             with copied(True):
                 training(shape, lambda case: at(f"{case}.copy"))
@@ -136,10 +140,20 @@ def training(shape: CodeShape, at: At) -> None:
     gates = torch.zeros(batch, TOKENS, q.shape[2], 3, dtype=q.dtype)
     gated_sum.forward(gates, (o, o, o))
     gated_sum.backward(do, gates, (o, o, o))
-    if shape.ragged or shape.documents or shape.dtype != "bfloat16":
-        return  # what is joined was compiled branch by branch, but for two kernels of A and B
+    # what is joined was compiled branch by branch, but for two kernels of A and B
+    if not shape.ragged and not shape.documents and shape.dtype == "bfloat16":
+        joint(shape, at)
+
+
+def joint(shape: CodeShape, at: At) -> None:
+    """The backward of all branches together."""
+    q, k, v, do = tensors(shape, 1)
+    compressed = k[:, : (TOKENS - 32) // 16 + 1].clone(), v[:, : (TOKENS - 32) // 16 + 1].clone()
+    blocks = torch.zeros(1, TOKENS, shape.groups, 16, dtype=torch.int32)
+    gates = torch.zeros(1, TOKENS, q.shape[2], 3, dtype=q.dtype)
+    o, lse = torch.zeros_like(do), torch.zeros(1, TOKENS, q.shape[2])
     at("joint")
-    geometry = joint_backward.Geometry(32, 16, 64, 512, 0.1, where["q_start"], first, 512)
+    geometry = joint_backward.Geometry(32, 16, 64, 512, 0.1, 0, None, 512)
     outputs, of_three = (o, o, o), (lse, lse, lse)
     delta, lse_gated, _ = products.gate_products(do, gates, outputs, of_three)
     joint_backward.backward(do, q, compressed, (k, v), (k, v), blocks, delta, lse_gated, geometry)

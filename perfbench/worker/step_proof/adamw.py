@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from perfbench.worker.ranks.model import local
+
 # Root mean square of error over unit, where a unit is half a step of the stored dtype and an fp32
 # rounding of each term: sums of two roundings come to half of it, at most all of it.
 LIMIT = 2.0
@@ -51,8 +53,17 @@ class Held:
 
 
 def held_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Held]:
-    """By the parameter's name, the live tensors."""
-    return {name: Held(p, optimizer.state.get(p, {})) for name, p in model.named_parameters()}
+    """By the parameter's name, the live tensors; of a sharded one this rank's part."""
+    return {
+        name: Held(
+            local(p),
+            {
+                key: local(x) if isinstance(x, Tensor) else x
+                for key, x in optimizer.state.get(p, {}).items()
+            },
+        )
+        for name, p in model.named_parameters()
+    }
 
 
 @torch.no_grad()
@@ -131,6 +142,8 @@ def _ratio(got: Tensor, wanted: Tensor, rounding: Tensor) -> float:
     """Root mean square of the error in units of what storing and computing may round, over
     `LIMIT`.
     """
+    if got.numel() == 0:  # of a tensor that was sharded over more ranks than it has rows
+        return 0.0
     tiny = torch.finfo(got.dtype).tiny
     unit = torch.finfo(got.dtype).eps / 2 * wanted.abs() + rounding + tiny
     error = ((got.double() - wanted) / unit).square().mean().sqrt().item() / LIMIT

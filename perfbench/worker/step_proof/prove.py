@@ -19,9 +19,12 @@ from torch import Tensor
 from nsa.config import ModelConfig
 from perfbench import older_nsa
 from perfbench.records import ATTENTION, SELECTED, TRAINING, Job, StepProof, torch_dtype_name
+from perfbench.worker.ranks.model import local, whole
+from perfbench.worker.ranks.world import Ranks, current
 from perfbench.worker.step_proof import adamw, blocks, loop_step, shapes, twin
 from perfbench.worker.step_proof.attend import Attention
 from perfbench.worker.step_proof.compare import LOSS_TOLERANCE, Ratios
+from perfbench.worker.step_proof.ranks import Reduced, Share, begin_alike, digest_of, exchange
 from perfbench.worker.workloads.attention import parameters_of
 from perfbench.worker.workloads.cache_steps import CachedSteps
 from perfbench.worker.workloads.made import Made
@@ -141,6 +144,9 @@ class _ModelStep:
     dtype: torch.dtype
 
     def compare(self, compare: Ratios) -> None:
+        if (ranks := current()) is not None:
+            self._compare_ranks(compare, ranks)
+            return
         weights = {name: p.detach().clone() for name, p in self.work.model.named_parameters()}
         run = self._run if self.work.loop is None else self._run_loop
         if (ran := run(compare)) is None:
@@ -160,18 +166,64 @@ class _ModelStep:
         compare.rows("logits", "logits", logits, wide.logits, own.logits)
         if labels is not None:
             self._compare_learning(compare, ran, labels, own, wide)
+        self._compare_blocks(compare, layers, wide_attention, own_attention, ids.shape[1])
+
+    def _compare_blocks(
+        self,
+        compare: Ratios,
+        layers: Blocks | None,
+        wide: Attention,
+        own: Attention,
+        tokens: int,
+        who: str = "",
+    ) -> None:
         for layer, mine in enumerate(layers or ()):
             if mine is not None and "sel" in self.model.nsa.branches:
                 first = 0 if self._decodes is None else self._decodes.tokens
                 ratio, what = blocks.judge(
                     mine,
-                    wide_attention.seen[layer],
-                    own_attention.seen[layer],
+                    wide.seen[layer],
+                    own.seen[layer],
                     self.model.nsa,
                     first=first,
-                    kv_len=first + ids.shape[1],
+                    kv_len=first + tokens,
                 )
-                compare.add("blocks", ratio, f"layer {layer}: {what}")
+                compare.add("blocks", ratio, f"{who}layer {layer}: {what}")
+
+    def _compare_ranks(self, compare: Ratios, ranks: Ranks) -> None:
+        """The step of all ranks, on rank 0, against one process that takes the global batch a
+        rank's sequences at a time: their gradients and losses have the same mean.
+        """
+        named = list(self.work.model.named_parameters())
+        weights = {name: whole(p.detach()).clone() for name, p in named}
+        alike = begin_alike(ranks, dict(named), weights)
+        ran = self._run(compare)
+        assert ran is not None and ran.labels is not None
+        layers = self._by_layer(ran.blocks, compare)
+        gradients = {name: None if p.grad is None else whole(p.grad) for name, p in named}
+        self._compare_loss(compare, ran, ran.labels)
+        share = Share(ran.ids, ran.labels, ran.loss, layers, digest_of(gradients), alike)
+        with exchange(ranks, share, self.job.device, compare) as shares:
+            if ranks.rank > 0:
+                return
+            reduced = Reduced(gradients)
+            for rank, one in enumerate(shares):
+                own, own_attention = self._twin(
+                    weights, self.dtype, one.layers, one.ids, one.labels
+                )
+                wide_dtype = torch.float64 if self.dtype == torch.float32 else torch.float32
+                wide, wide_attention = self._twin(
+                    weights, wide_dtype, one.layers, one.ids, one.labels
+                )
+                reduced.add(one.loss, wide, own)
+                if rank == 0:
+                    compare.tensor("logits", "logits", ran.logits, wide.logits, own.logits)
+                    compare.rows("logits", "logits", ran.logits, wide.logits, own.logits)
+                tokens = one.ids.shape[1]
+                self._compare_blocks(
+                    compare, one.layers, wide_attention, own_attention, tokens, f"rank {rank}, "
+                )
+            reduced.compare(compare)
 
     def _compare_learning(
         self,
@@ -181,12 +233,15 @@ class _ModelStep:
         own: twin.TwinStep,
         wide: twin.TwinStep,
     ) -> None:
+        self._compare_loss(compare, ran, labels)
+        compare.gradients(ran.gradients, wide.gradients, own.gradients)
+
+    def _compare_loss(self, compare: Ratios, ran: _Ran, labels: Tensor) -> None:
         loss, wanted = ran.loss, float(twin.cross_entropy(ran.logits.double(), labels))
         tolerance = LOSS_TOLERANCE * max(1.0, abs(wanted))
         compare.add(
             "loss", abs(loss - wanted) / tolerance, f"the loss is {loss:.8g}, wanted {wanted:.8g}"
         )
-        compare.gradients(ran.gradients, wide.gradients, own.gradients)
 
     def _run(self, compare: Ratios) -> _Ran | None:
         made, model, optimizer = self.work.made, self.work.model, self.work.optimizer
@@ -196,7 +251,9 @@ class _ModelStep:
         made.keep = True
         chosen = self._step()
         made.keep = False
-        gradients = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {
+            name: None if p.grad is None else local(p.grad) for name, p in model.named_parameters()
+        }
         if optimizer is not None:
             fault = adamw.settings_fault(model, optimizer, adamw.TRAIN)
             held = adamw.held_of(model, optimizer)

@@ -25,6 +25,8 @@ from perfbench.records import (
     torch_dtype_name,
 )
 from perfbench.worker.operators import Calls
+from perfbench.worker.ranks.model import unsynchronised, wrap
+from perfbench.worker.ranks.world import Ranks, current
 from perfbench.worker.workloads import attention, trained
 from perfbench.worker.workloads.cache_steps import CachedSteps
 from perfbench.worker.workloads.graphs import (
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 
 # the L2 need not evict in order, so a buffer of its own size could leave a part of the old lines
 L2_FLUSH_FACTOR = 2
+SEEDS_APART = 1_000_003  # between the data of two ranks
 NUM_BATCHES = 8  # distinct random batches, so that no step repeats the last one's inputs
 
 
@@ -56,7 +59,9 @@ class Workload:
     they are. ``differs()`` says how a replay differs from the same step without a graph, where that
     was not proved before. ``made`` is what the last step left, by which it is proved; ``optimizer``
     that of a training step, ``steps`` those of one that goes through a cache, ``loop`` those of
-    nsa.train, ``peer`` what serves it in nsa's place. ``close()`` ends what a workload started.
+    nsa.train, ``peer`` what serves it in nsa's place. ``unsynchronised()`` is the step of several
+    ranks without their reduction, after which their weights differ. ``close()`` ends what a
+    workload started.
     """
 
     step: Callable[[], None]
@@ -71,6 +76,7 @@ class Workload:
     steps: CachedSteps | None = None
     loop: LoopSteps | None = None
     peer: Peer | None = None
+    unsynchronised: Callable[[], None] | None = None
     close: Callable[[], None] = lambda: None
 
     @property
@@ -166,18 +172,38 @@ def build(job: Job) -> Workload:
             made=steps.made,
             steps=steps,
         )
+    if (ranks := current()) is not None:  # equal weights, and sequences of its own for each rank
+        torch.manual_seed(job.seed + SEEDS_APART * (ranks.rank + 1))
     ids = torch.randint(
         config.vocab_size, (NUM_BATCHES, cell.batch, cell.seq_len + 1), device=job.device
     )
     batches = itertools.cycle((one,) for one in ids.unbind(0))
     if cell.workload == "forward":
         return _stepped(job, model, lambda run: _forward_body(run, made), batches, made)
+    if ranks is not None:
+        return _on_ranks(job, model, batches, made, ranks)
     # A graph cannot count the optimizer's steps on the host.
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-4, fused=True, capturable=cell.cuda_graph == "on"
     )
     step = _stepped(job, model, lambda run: _train_body(run, optimizer, made), batches, made)
     return replace(step, optimizer=optimizer)
+
+
+def _on_ranks(job: Job, model: nn.Module, batches: Batches, made: Made, ranks: Ranks) -> Workload:
+    """The training step of one of several ranks; its tokens are those of all."""
+    cell = job.axes
+    wrapped = wrap(model, cell.parallel, ranks, job.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    step = eager(_train_body(wrapped, optimizer, made, ranks.note), batches)
+    return Workload(
+        step,
+        ranks.size * cell.batch * cell.seq_len,
+        model,
+        made=made,
+        optimizer=optimizer,
+        unsynchronised=unsynchronised(wrapped, step),
+    )
 
 
 def _looped(job: Job, config: ModelConfig) -> Workload:
@@ -253,8 +279,14 @@ def l2_flush(job: Job) -> Callable[[], None] | None:
     return flush
 
 
-def _train_body(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, made: Made) -> Body:
-    """Forward, cross-entropy in fp32, backward, fused AdamW.
+def _train_body(
+    model: Callable[..., Tensor],
+    optimizer: torch.optim.Optimizer,
+    made: Made,
+    note: Callable[[int], None] = lambda stage: None,
+) -> Body:
+    """Forward, cross-entropy in fp32, backward, fused AdamW; ``note`` hears where each begins
+    (`perfbench.worker.ranks.board.STAGES`).
 
     Gradients are dropped where the next step begins, so that each parameter has those of the last
     step; in a graph they are of its own memory, as PyTorch wants it.
@@ -263,11 +295,15 @@ def _train_body(model: Callable[..., Tensor], optimizer: torch.optim.Optimizer, 
     def body(ids_BT: Tensor) -> None:
         made.begin(ids_BT)
         optimizer.zero_grad(set_to_none=True)
+        note(1)
         logits = model(ids_BT[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids_BT[:, 1:].flatten())
+        note(2)
         loss.backward()
+        note(3)
         optimizer.step()
         made.outputs, made.loss = [logits.detach()], loss.detach()
+        note(0)
 
     return body
 

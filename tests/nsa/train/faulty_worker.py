@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,11 +121,19 @@ def plant(fault: str) -> None:
         "slow path": slow_path,
         "slow": lambda: from_bad_step(lambda *a: time.sleep(0.5), first=60),
         "memory creep": lambda: from_bad_step(lambda *a: kept.append(bytearray(b"x" * 2**26))),
-        "killed": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGKILL)),
+        "killed": lambda: from_bad_step(killed_once_saved),
         "segfault": lambda: from_bad_step(lambda *a: os.kill(os.getpid(), signal.SIGSEGV)),
         "ends early": lambda: from_bad_step(lambda *a: os._exit(0)),
     }
     simple[fault]()
+
+
+def killed_once_saved(*args: object) -> None:
+    """Checkpoints are written while steps go on, and the one of step 3 is what is resumed from."""
+    last_good, deadline = Path(sys.argv[2], "checkpoints", "last-good"), time.monotonic() + 60
+    while not last_good.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hang_in_data() -> None:

@@ -347,6 +347,12 @@ def test_a_rank_takes_no_older_run_for_its_own(tmp_path: Path) -> None:
         assert caught.value.code == TrainExit.PEER
     path.write_text(json.dumps({**plain, "launcher": {"host": "x", "pid": 1}}))
     run_folder.wait_for_resolved(tmp_path, config, timeout_s=1)
+    with pytest.raises(TrainError, match="one --job where not torchrun started them"):
+        run_folder.wait_for_resolved(tmp_path, config, job="mine", timeout_s=0.15)
+    path.write_text(json.dumps({**plain, "launcher": {"job": "mine"}, "written_s": 0.0}))
+    run_folder.wait_for_resolved(tmp_path, config, job="mine", timeout_s=1)
+    with pytest.raises(TrainError):
+        run_folder.wait_for_resolved(tmp_path, config, job="another", timeout_s=0.15)
 
 
 # errors

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +12,15 @@ from nsa.settings import LaunchedPlace
 from nsa.train import parallel
 from nsa.train.config import RunConfig
 from nsa.train.errors import TrainError, TrainExit
+from tests.nsa.torchrun import found_by_ranks
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("ranks") / "found.json"
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
-    command = [sys.executable, "-m", *launcher, sys.executable, str(SCRIPT), str(out)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        )
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded: dict[str, Any] = json.loads(out.read_text())
+    loaded: dict[str, Any] = found_by_ranks(SCRIPT, 2, out)
     return loaded
 
 

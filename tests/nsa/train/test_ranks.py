@@ -43,7 +43,10 @@ def exit_code(out: Path, rank: int) -> int:
         ("hang in save", TrainExit.STALLED, "stall"),
     ],
 )
-def test_one_rank_ends_the_job(fault: str, code: int, halted_by: str, tmp_path: Path) -> None:
+def test_one_rank_ends_the_job(
+    fault: str, code: int, halted_by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stacks, and a checkpoint that one process takes up."""
     out = tmp_path / "run"
     done = launched(fault, out)
     assert done.returncode != 0
@@ -51,11 +54,22 @@ def test_one_rank_ends_the_job(fault: str, code: int, halted_by: str, tmp_path: 
     assert (halt["kind"], halt["rank"]) == (halted_by, 1), done.stderr[-3000:]
     assert exit_code(out, 1) == code
     assert exit_code(out, 0) == TrainExit.PEER
-    if fault != "killed":  # there gloo ends rank 0 with an error before it is asked for stacks
-        assert "loop.py" in (out / "stacks" / "rank0.txt").read_text()
+    assert "loop.py" in (out / "stacks" / "rank0.txt").read_text()
+    if fault != "killed":  # there gloo ends rank 0 with an error before it is asked for its flight
         assert "faulty_worker.py" in (out / "stacks" / "rank1.txt").read_text()
         trace = json.loads((out / "stacks" / "rank0.flight.json").read_text())
         assert any("gloo" in one["profiling_name"] for one in trace["entries"])
+    if fault in ("killed", "hang in data"):
+        resumes_alone(out / "checkpoints" / "step-00000003", tmp_path, monkeypatch)
+
+
+def resumes_alone(saved: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process goes on from the step after ``saved``, to the end."""
+    given = {"from": str(saved)}
+    code, _ = ended("none", folder / "alone", monkeypatch, train={"steps": 9}, resume=given)
+    assert code == TrainExit.OK
+    log = (folder / "alone" / "log" / "rank0.jsonl").read_text().splitlines()
+    assert json.loads(log[1])["step"] == 4  # the line after the event "start"
 
 
 def test_what_two_ranks_saved_resumes_in_two_and_in_one(
@@ -69,9 +83,4 @@ def test_what_two_ranks_saved_resumes_in_two_and_in_one(
     again = launched("none", out, str(saved))
     assert again.returncode == 0, again.stderr[-3000:]
     assert exit_code(out, 0) == exit_code(out, 1) == TrainExit.OK
-    code, _ = ended(
-        "none", tmp_path / "alone", monkeypatch, train={"steps": 9}, resume={"from": str(copied)}
-    )
-    assert code == TrainExit.OK
-    log = (tmp_path / "alone" / "log" / "rank0.jsonl").read_text().splitlines()
-    assert json.loads(log[1])["step"] == 4  # the line after the event "start"
+    resumes_alone(copied, tmp_path, monkeypatch)

@@ -1,0 +1,8 @@
+"""One layer or model on several GPUs at once."""
+
+from __future__ import annotations
+
+from nsa.parallel.context import ContextParallel
+from nsa.parallel.tensor import HeadParallel, tensor_parallel_plan, whole_state_dict
+
+__all__ = ["ContextParallel", "HeadParallel", "tensor_parallel_plan", "whole_state_dict"]

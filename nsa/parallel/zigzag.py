@@ -1,0 +1,68 @@
+"""Which tokens of a sequence each rank holds: 2P chunks, of which rank r holds r and 2P - 1 - r.
+
+A causal query costs more the later it is: contiguous shards cost the last rank 1.75 x the mean at
+P = 4, and a pair of an early and a late chunk costs every rank the same.
+
+P ranks, L tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nsa.config import NSAConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Zigzag:
+    """This rank's place among ``size`` ranks."""
+
+    rank: int
+    size: int
+
+    @property
+    def num_chunks(self) -> int:
+        return 2 * self.size
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """The chunks of this rank, in the order in which its tensors hold them."""
+        return self.rank, self.num_chunks - 1 - self.rank
+
+    def shard(self, x: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a global ``x``. ValueError unless 2P divides the tokens."""
+        tokens = x.shape[dim]
+        if tokens == 0 or tokens % self.num_chunks:
+            near = max(1, tokens // self.num_chunks) * self.num_chunks
+            raise ValueError(
+                f"got {tokens} tokens in dimension {dim} of {tuple(x.shape)}; wanted a multiple of"
+                f" {self.num_chunks} for {self.size} ranks; pad or cut the sequence, to {near} say"
+            )
+        chunks = x.chunk(self.num_chunks, dim)
+        return torch.cat([chunks[c] for c in self.own], dim)
+
+    def positions(self, tokens: int, device: torch.device) -> Tensor:
+        """Positions int64 [tokens] of this rank's tokens."""
+        L = tokens // 2
+        offset = torch.arange(L, device=device)
+        return torch.cat([offset + c * L for c in self.own])
+
+    def chunk_tokens(self, tokens: int, config: NSAConfig) -> int:
+        """L of a rank that holds ``tokens``.
+
+        ValueError unless both of its chunks begin at the border of a selection block (and so of a
+        compressed one), and a compressed block spans two chunks at most.
+        """
+        L = tokens // 2
+        step, least = config.sel_block, config.cmp_block - config.cmp_stride
+        if L == 0 or tokens % 2 or L % step or least > L:
+            wanted = -(-max(least, L, 1) // step) * step
+            raise ValueError(
+                f"got {tokens} tokens a rank, of {self.size} ranks; wanted two chunks of a multiple"
+                f" of sel_block={step} tokens, at least cmp_block - cmp_stride = {least}; pad the"
+                f" sequence to {self.num_chunks * wanted} tokens before `ContextParallel.shard`"
+            )
+        return L

@@ -1,0 +1,107 @@
+"""Context parallelism over gloo on 4 and 2 processes, started once, against one process; and where
+the tokens lie.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nsa.parallel.gather import by_rank, in_order, ordered_sum
+from nsa.parallel.zigzag import Zigzag
+from tests.nsa.parallel.four_ranks import CASES
+from tests.nsa.torchrun import found_by_ranks
+
+SCRIPT = Path(__file__).with_name("four_ranks.py")
+RANKS = pytest.mark.parametrize("ranks", [4, 2])
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("ranks") / "found.json"
+    loaded: dict[str, Any] = found_by_ranks(SCRIPT, 4, out)
+    return loaded
+
+
+def worst(errors: dict[str, float]) -> tuple[float, str]:
+    return max((error, name) for name, error in errors.items())
+
+
+@RANKS
+@pytest.mark.parametrize("case", CASES)
+def test_a_layer_is_that_of_one_process(found: dict[str, Any], case: str, ranks: int) -> None:
+    """Outputs, gradients of the input and of every parameter, and the blocks, in fp64."""
+    assert worst(found[f"{case}, {ranks} ranks"])[0] <= 1e-13
+
+
+@RANKS
+def test_a_model_has_the_loss_and_the_gradients_of_one_process(
+    found: dict[str, Any], ranks: int
+) -> None:
+    assert worst(found[f"model, {ranks} ranks"])[0] <= 1e-13
+
+
+@RANKS
+def test_a_layer_equals_the_oracle(found: dict[str, Any], ranks: int) -> None:
+    """fp32 against fp64, with the bounds that tests/nsa/test_layer.py has for one process."""
+    errors = found[f"oracle, {ranks} ranks"]
+    assert errors.pop("y") <= 1e-5
+    assert worst(errors)[0] <= 2e-5
+
+
+@RANKS
+@pytest.mark.parametrize("phi", ["mean", "linear", "mlp"])
+def test_equal_q_and_k_give_the_same_bits(found: dict[str, Any], phi: str, ranks: int) -> None:
+    assert found[f"bits, {phi}, {ranks} ranks"] == {"compressed": True, "blocks": True}
+
+
+def test_bf16_is_within_its_bound(found: dict[str, Any]) -> None:
+    """NSA.md: twice the error of one process, and 2^-8 of the largest true value."""
+    assert worst(found["bf16"])[0] <= 2.0**-8
+
+
+def test_two_runs_are_bitwise_equal(found: dict[str, Any]) -> None:
+    assert found["repeated"] is True
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("mesh", 'mesh of 2 dimensions.*wanted one; pass mesh\\["NAME"\\]'),
+        ("twice", "ShardedAttention; wanted NSAAttention alone, not wrapped yet"),
+        ("dense", "DenseAttention; wanted NSAAttention alone"),
+        ("chunk", "got 24 tokens a rank.*sel_block=16 tokens.*pad the sequence to 128 tokens"),
+        ("packed", "got cu_seqlens with context parallelism; wanted whole sequences"),
+    ],
+)
+def test_what_is_not_served_says_so(found: dict[str, Any], what: str, words: str) -> None:
+    assert re.search(words, found["refused"][what])
+
+
+def test_ranks_hold_an_early_and_a_late_chunk() -> None:
+    x = torch.arange(12)[None]
+    shards = [Zigzag(rank, 3).shard(x, 1) for rank in range(3)]
+    assert torch.cat(shards).tolist() == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
+    for rank, shard in enumerate(shards):
+        assert torch.equal(Zigzag(rank, 3).positions(4, x.device), shard[0])
+    stacked = torch.stack(shards)
+    assert torch.equal(in_order(stacked), x)
+    assert torch.equal(by_rank(x, 3), stacked)
+
+
+def test_a_length_that_does_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match="got 13 tokens.*a multiple of 6 for 3 ranks.*to 12"):
+        Zigzag(0, 3).shard(torch.arange(13), 0)
+
+
+def test_parts_are_added_up_in_rank_order_in_fp32() -> None:
+    """In bf16, 1 + 2^-9 is 1; in fp32 from the other end, 2^-25 twice would move 1."""
+    small = torch.tensor([1.0, 2.0**-9, 2.0**-9, 2.0**-9, 2.0**-9]).bfloat16()
+    assert float(ordered_sum(small, torch.float32)) == 1 + 2.0**-7
+    tiny = torch.tensor([1.0, 2.0**-24, 2.0**-24])
+    assert float(ordered_sum(tiny, torch.float32)) == 1.0
+    assert float(ordered_sum(tiny.flip(0), torch.float32)) > 1.0

@@ -1,0 +1,32 @@
+"""Scripts of tests on several ranks, started by torchrun over gloo."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def found_by_ranks(script: Path, ranks: int, out: Path) -> Any:
+    """The JSON that ``script``, whose argument is ``out``, has rank 0 write there."""
+    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, "-m", *launcher, "--no-python", sys.executable]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        done = subprocess.run(
+            [*command, str(script), str(out)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(out.read_text())

@@ -1,0 +1,113 @@
+"""A cell on two ranks, through the real executor on gloo: green, and red with the rank's number for
+each planted fault; no process stays.
+"""
+
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from perfbench.records.cells import Cell
+from perfbench.records.job import Job
+from perfbench.records.rows import Replicate, Status
+from perfbench.runner.executor import ForkServerExecutor
+from tests.perfbench import jobs
+from tests.perfbench import ranks_measure as planted
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def job(seed: int = 5, **changes: Any) -> Job:
+    parallel = changes.pop("parallel", "ddp")
+    cell = Cell(
+        "train", 64, "v2", fa2="off", dtype="fp32", batch=2, world_size=2, parallel=parallel
+    )
+    made = jobs.job(batch=2, seed=seed, profile=True, **changes)
+    return made.model_copy(update={"axes": cell, "cell_id": cell.cell_id})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """Where the ranks of these tests keep their files: other tests run at the same time."""
+    return tmp_path_factory.mktemp("home")
+
+
+@pytest.fixture(scope="module")
+def executor(home: pathlib.Path) -> Iterator[ForkServerExecutor]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(home))
+        with ForkServerExecutor("tests.perfbench.ranks_measure:measure", cwd=ROOT) as made:
+            yield made
+
+
+def left_over(home: pathlib.Path) -> list[str]:
+    """Ranks that still run, by the files below ``home`` that each has open."""
+    found = []
+    for place in pathlib.Path("/proc").iterdir():
+        try:
+            links = [str(one.readlink()) for one in (place / "fd").iterdir()]
+        except OSError:
+            continue
+        if any(link.startswith(f"{home}/perfbench-ranks-") for link in links):
+            found.append(place.name)
+    return found
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_green_row_has_both_ranks_and_the_slowest_ones_samples(
+    executor: ForkServerExecutor, parallel: str
+) -> None:
+    row = executor.execute(job(parallel=parallel))
+    assert row.status is Status.OK, row.reason + row.stderr_tail
+    ranks = row.ranks
+    assert ranks is not None and (ranks.parallel, ranks.backend) == (parallel, "gloo")
+    assert [one.rank for one in ranks.ranks] == [0, 1]
+    own_s = [one.samples_s for one in ranks.ranks]
+    assert row.samples_s == [max(both) for both in zip(*own_s, strict=True)]
+    assert row.tokens_per_step == 2 * 2 * 64
+    assert all(one.engaged == row.engaged and one.engaged for one in ranks.ranks)
+    proof = row.step_proof
+    assert proof is not None and proof.ok
+    assert {"loss", "gradients", "optimizer", "logits", "blocks"} <= proof.tensors.keys()
+    if parallel == "ddp":
+        assert ranks.unsynchronised_step_s is not None and ranks.exposed_s is not None
+        step_s = ranks.unsynchronised_step_s + ranks.exposed_s
+        assert step_s == pytest.approx(row.tokens_per_step / (row.tok_per_s or 0))
+    else:
+        assert set(ranks.absent) == {"unsynchronised_step_s", "exposed_s"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "words"),
+    [
+        (planted.KILLED, Status.CRASH, ["rank 1 was killed by SIGKILL", "forward of step 3"]),
+        (planted.RAISES, Status.CRASH, ["rank 1: RuntimeError: planted", "ranks_measure.py"]),
+        (planted.OTHER_PATH, Status.WRONG_PATH, ["rank 1: engaged", "sel.masked"]),
+        (planted.NOT_REDUCED, Status.PARITY, ["rank 1: ", "holds others than rank 0"]),
+        (planted.LOST, Status.PARITY, ["rank 0: ", "like the share of rank 1"]),
+    ],
+)
+def test_a_fault_of_one_rank_makes_the_cell_red_by_its_number(
+    executor: ForkServerExecutor,
+    home: pathlib.Path,
+    fault: int,
+    status: Status,
+    words: list[str],
+) -> None:
+    row: Replicate = executor.execute(job(fault))
+    assert row.status is status, row.reason + row.stderr_tail
+    assert all(one in row.reason for one in words), row.reason
+    assert row.tok_per_s is None
+    assert left_over(home) == []
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(
+    executor: ForkServerExecutor, home: pathlib.Path
+) -> None:
+    row = executor.execute(job(planted.HANGS, timeout_s=8.0))
+    assert row.status is Status.TIMEOUT, row.reason + row.stderr_tail
+    assert row.reason.startswith("rank 1 did not go on within 6.4 s, in forward of step 3")
+    assert "rank 0 in backward of step 3" in row.reason
+    assert "at forward (ranks_measure.py:" in row.reason
+    assert left_over(home) == []
