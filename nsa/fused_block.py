@@ -30,7 +30,9 @@ def route_of(
     if torch.compiler.is_compiling():  # which fuses them itself
         return None
     attention = block.attention
-    if cache is None or cache.steps is None or num_tokens is not None or not _is_own(block):
+    if cache is None or num_tokens is not None or cache.against_step(x.shape[1]):
+        return None
+    if not _is_own(block):
         return None
     if (
         type(attention.gate) is not SoftmaxGate

@@ -32,6 +32,7 @@ KERNELS = (
     "one_node",
     "operator",
     "paged",
+    "paged_step",
     "passing_keys",
     "phi",
     "selected",

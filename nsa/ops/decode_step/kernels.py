@@ -796,12 +796,12 @@ def attend(
     into: dict[str, Any] = {"part": (part[before:], lse[before:]), "per_split": per_split}
     into["scale"] = geometry.scale
     if pages is None:
-        rows = buffers.sel_k[:, :S], buffers.sel_v[:, :S]
-        selected_parts(q, *rows, blocks, sel_block=L, q_start=position, **into)
+        k, v = buffers.sel_k[:, :S], buffers.sel_v[:, :S]
+        selected_parts(q, k, v, blocks, sel_block=L, q_start=position, **into)
     else:
         group = Pages(buffers.sel_k, buffers.sel_v, pages.sel)
-        of_rows = {"start": start, "seq_lens": pages.seq_lens, "num_pages": J}
-        selected_parts_of_pages(q, group, blocks, **of_rows, **into)
+        into |= {"start": start, "seq_lens": pages.seq_lens, "num_pages": J}
+        selected_parts_of_pages(q, group, blocks, **into)
     o = q.new_empty(B, 1, HQ, DV)
     launch(
         nsa_sum_step,

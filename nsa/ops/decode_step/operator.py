@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nsa.ops.decode_step.shapes import Buffers, Held, Projected, StepGeometry, StepPages
+from nsa.ops.decode_step.shapes import Buffers, Projected, RowRoom, StepGeometry, StepPages
 from nsa.ops.operator import call, define_operator
 
 _ROPES = ("none", "interleaved", "half")
@@ -41,7 +41,10 @@ def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
 
     *projected, tensors, tables, sizes, scale, temperature = arguments
     grid, rope = sizes[:6], sizes[6]
-    pages = StepPages(*tables, Held(*sizes[7:])) if tables else None
+    pages = None
+    if tables:
+        sel, win, raw, cmp, seq_lens, last = tables
+        pages = StepPages(sel, win, raw, cmp, seq_lens, last, RowRoom(*sizes[7:]))
     x, buffers = Projected(*projected), Buffers(*tensors)
     geometry = StepGeometry(*(*grid, scale, temperature, _ROPES[rope]))
     q, gates = kernels.append(x, buffers, geometry, pages)

@@ -28,7 +28,7 @@ class Buffers(NamedTuple):
     cmp_v: Tensor
 
 
-class Held(NamedTuple):
+class RowRoom(NamedTuple):
     """The most that a row may hold: tokens, those of its window, and compressed keys."""
 
     tokens: int
@@ -49,19 +49,19 @@ class StepPages(NamedTuple):
     cmp: Tensor
     seq_lens: Tensor
     last: Tensor
-    held: Held
+    held: RowRoom
 
     @property
     def tables(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.sel, self.win, self.raw, self.cmp
 
 
-def held(buffers: Buffers, pages: StepPages | None) -> Held:
+def held(buffers: Buffers, pages: StepPages | None) -> RowRoom:
     """Of each row."""
     if pages is not None:
         return pages.held
     sizes = (buffers.sel_k.shape[1] - 1, buffers.win_k.shape[1], buffers.cmp_k.shape[1] - 1)
-    return Held(*sizes)
+    return RowRoom(*sizes)
 
 
 @dataclass(frozen=True, slots=True)
