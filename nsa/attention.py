@@ -15,7 +15,7 @@ from nsa import checks, fused_step
 from nsa.branches import Call, attend_view, nothing, reaching
 from nsa.compression import Phi
 from nsa.config import BRANCHES, NSAConfig, check_heads
-from nsa.decode import KV, NSACache, Step, View, check_cache
+from nsa.decode import KV, NSACache, Step, View, check_cache, one_step
 from nsa.documents import Documents
 from nsa.functional import compress_kv, route_for, takes_means_itself
 from nsa.gate import NoGate, SigmoidGate, SoftmaxGate
@@ -223,7 +223,7 @@ class NSAAttention(nn.Module):
         return (
             not torch.compiler.is_compiling()
             and self.sinks is None
-            and not cache.against_step(x.shape[1])
+            and not one_step.against(cache, x.shape[1])
             and (num_tokens is None or cache.steps is None)
         )
 
@@ -233,8 +233,8 @@ class NSAAttention(nn.Module):
         """
         # a shape, no memory
         q = cache.sel[0][:, :1, :1].expand(-1, x_BTM.shape[1], self.num_heads, -1)
-        route = self._route(q, cache.max_len, q_start=cache.position_B)
-        return with_one_step(route, self.config, cache.against_step(x_BTM.shape[1]))
+        route = self._route(q, cache.max_len, q_start=one_step.position_of(cache))
+        return with_one_step(route, self.config, one_step.against(cache, x_BTM.shape[1]))
 
     def layout(self, x: Tensor, **options: Any) -> Layout:
         """The Layout of x [B, T, ...], for this layer and others of its config and head dim;

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from nsa import checks, chosen_blocks, dispatch, statistics
 from nsa.config import BRANCHES, NSAConfig
-from nsa.decode import NSACache, Step
+from nsa.decode import NSACache, Step, one_step
 from nsa.gate import SoftmaxGate
 from nsa.ops import decode_step, key_counts
 from nsa.ops.derivatives import has_transforms
@@ -26,9 +26,8 @@ def serves(
 ) -> bool:
     """Whether `attend` gives what the branches one by one would, of ``tensors`` that go into it."""
     return (
-        not cache.against_step(tensors[0].shape[1])
+        not one_step.against(cache, tensors[0].shape[1])
         and (cache.steps is None or isinstance(layout.step, Step))
-        and tensors[0].shape[1] == 1
         and len({x.dtype for x in tensors[:3]}) == 1  # else the call of branches says why
         and is_one_step(route, config)
         and not checks.is_strict()
@@ -63,7 +62,7 @@ def attend(
         turns = turns.expand(q.shape[0], *turns.shape[1:]).contiguous()
     step = layout.step
     if not isinstance(step, Step):
-        step = Step(cache.position_B, cache.config, cache.max_len)
+        step = Step(one_step.position_of(cache), cache.config, cache.max_len)
     made = decode_step.Projected(q, k, v, turns, step.position_B, gates, up, down)
     rope = cache.config.rope
     return attend_projected(route, cache, step, made, rope=rope, num_tokens=num_tokens)
@@ -85,7 +84,7 @@ def attend_projected(
         branch: (x.k[:, :, begin : begin + G], x.v[:, :, begin : begin + G])
         for branch, begin in zip(BRANCHES, begins, strict=True)
     }
-    buffers, pages = cache.begin_step(chunk, num_tokens)
+    buffers, pages = one_step.begin(cache, chunk, num_tokens)
     o, blocks = dispatch.decode_step(
         route,
         x,
@@ -103,7 +102,7 @@ def attend_projected(
         ),
         pages,
     )
-    cache.end_step()
+    one_step.end(cache)
     chosen_blocks.record(blocks)
     _count_keys(x.q, cache, step, blocks)
     return o

@@ -20,7 +20,6 @@ from nsa import checks
 from nsa.blocks import BlockGrid
 from nsa.config import NSAConfig
 from nsa.decode.views import KV, CompressFn, Step, View
-from nsa.ops import decode_step
 from nsa.ops.key_counts import KeysRead
 from nsa.ops.positions import to_device
 
@@ -320,33 +319,6 @@ class NSACache:
     def next_step(self) -> Step | None:
         """Where the next token goes; None unless it steps."""
         return None if self.steps is None else self.steps.next(self.config)
-
-    @property
-    def position_B(self) -> Tensor:
-        """Of each row's next token, int64 [B], where it is on the device: while it steps."""
-        assert self.steps is not None
-        return self.steps.length_B
-
-    def against_step(self, tokens: int) -> tuple[str, ...]:
-        """What keeps one operator (`nsa.fused_step`) from storing and attending to a chunk of
-        ``tokens`` a row; () for nothing.
-        """
-        return () if self.steps is not None else ("its cache does not step (nsa.decode.Steps)",)
-
-    def begin_step(
-        self, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
-    ) -> tuple[decode_step.Buffers, decode_step.StepPages | None]:
-        """Where one operator stores ``chunk``, k and v of each branch, instead of `append`, whose
-        errors this has; ``num_tokens`` as there. `end_step` follows.
-        """
-        assert self.steps is not None
-        self.steps.check_turn(self, chunk, num_tokens)
-        return decode_step.Buffers(*self.sel, *self.win, *self.raw, *self.cmp), None
-
-    def end_step(self) -> None:
-        """The operator is launched."""
-        assert self.steps is not None
-        self.steps.took(self)
 
     def begin_steps(self, steps: TakesSteps, raw: list[Tensor]) -> None:
         """Take one token a row from now on, with its last raw tokens in the ring ``raw``. Called by

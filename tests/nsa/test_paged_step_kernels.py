@@ -24,6 +24,7 @@ from nsa.model import TinyLM
 from nsa.ops import paged
 from nsa.ops.decode import kernels as decode
 from nsa.ops.decode_step import Projected
+from nsa.ops.decode_step import kernels as step_kernels
 from nsa.routing import ONE_STEP
 from tests import oracle
 from tests.cases import SMALL, assert_parity, randn
@@ -214,19 +215,22 @@ def test_whatever_rows_do_a_step_is_that_over_contiguous_rows(
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        (replace(SMALL, rope="half", share_kv=True), torch.float32),
+        (replace(SMALL, rope="half", share_kv=True, window=2 * PAGE), torch.float32),
         (replace(SMALL, rope="none", gate="none", cmp_block=4), torch.float16),
     ],
     ids=["half-shared-sigmoid", "no-rope-no-gate-fp16"],
 )
 def test_a_step_of_any_layer_is_that_over_contiguous_rows(
-    config: NSAConfig, dtype: torch.dtype
+    config: NSAConfig, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows that begin alike, so that the host knows one position for all; then of two lengths."""
+    """Rows that begin alike, so that the host knows one position for all; then of two lengths.
+    Tiles of a page, which a window of whole pages has in each lap of its ring.
+    """
+    monkeypatch.setattr(step_kernels, "TILES", ((PAGE, 4, 3),) * 4)
     twin = Twin(config, 2, dtype=dtype)
     twin.join(), twin.join()
     twin.step(1)
-    twin.prompt(0, 62)
+    twin.prompt(0, 71)
     twin.step(2)
 
 
@@ -260,7 +264,7 @@ def test_a_step_over_pages_is_the_oracles(monkeypatch: pytest.MonkeyPatch) -> No
     ]
     q = randn(B, 1, 4, 8, seed=7) * torch.tensor([1, 6, 2, 9])[:, None]
     gates = randn(B, 1, 4, 3, seed=8).sigmoid()
-    step = Step(of_layer.position_B, SMALL, ROOM)
+    step = Step(cache.start_B, SMALL, ROOM)
     x = Projected(q, *new, q.new_zeros(1), step.position_B, gates, None, None)
     route = layer.route_of_step(q.flatten(2), of_layer)
     taken = [1, 1, 1, 1, 0, 0]

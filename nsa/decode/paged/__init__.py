@@ -1,5 +1,6 @@
 """Keys and values in pages: ``allocator`` gives pages, ``rows`` says which row holds which,
-``pools`` makes them, ``cache`` is what layers take, and ``graph`` captures a step of the largest batch.
+``pools`` makes their tensors, ``cache`` is what layers take, and ``graph`` captures a step of the
+largest batch.
 """
 
 from nsa.decode.paged.allocator import OutOfPages as OutOfPages

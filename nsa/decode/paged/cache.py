@@ -423,36 +423,26 @@ class PagedLayer(NSACache):
         # of the pools and tables, which stay at their addresses
         self._of_step: tuple[decode_step.Buffers, decode_step.StepPages] | None = None
 
-    @property
-    def position_B(self) -> Tensor:
-        """Of each row's first new token, int64 [B], as the last plan has it."""
-        return self.owner.start_B
-
-    def against_step(self, tokens: int) -> tuple[str, ...]:
-        """As of an NSACache; one operator takes one token a row, in pages that kernels read."""
-        owner, reasons = self.owner, []
-        if tokens != 1:
-            reasons.append(f"it takes a chunk of one token a row, not of {tokens}")
+    def against_step(self) -> list[str]:
+        """What keeps one operator (`nsa.decode.one_step`) from these pages."""
+        owner = self.owner
         if owner.shape.scales is not None:
-            reasons.append("it reads no float8")
-        elif not owner.has_kernels:
+            return ["it reads no float8"]
+        if not owner.has_kernels:
             of = f"pages of {owner.page} entries of {owner.shape.dtype} on {owner.device}"
-            reasons.append(f"no kernel reads {of}")
-        return tuple(reasons)
+            return [f"no kernel reads {of}"]
+        return []
 
     def begin_step(
         self, chunk: Mapping[str, KV], num_tokens: Sequence[int] | None
     ) -> tuple[decode_step.Buffers, decode_step.StepPages | None]:
-        """As of an NSACache. A row that takes no token stores none."""
+        """What `nsa.decode.one_step.begin` gives; a row that takes no token stores none."""
         check_kind(self.batch, self.sel, chunk)
         if not self.owner.is_static:
             self.owner.begin(self.index, 1, num_tokens)
         if self._of_step is None:
             self._of_step = self.owner.step_of(self.index)
         return self._of_step
-
-    def end_step(self) -> None:
-        """Nothing: `begin_step` has counted the step."""
 
     @property
     def lengths(self) -> tuple[int, ...]:

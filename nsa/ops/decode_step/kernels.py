@@ -465,11 +465,13 @@ def nsa_interval_forward_both_split(
     BDV: tl.constexpr,
     PREC: tl.constexpr,
     PAGE: tl.constexpr,
+    TILED: tl.constexpr,
 ):
     """One (b, kv head) over one split of the compressed keys, or of the window's ring, whose splits
     come behind: an equal share, in tiles, of the keys that the token sees. Of compressed keys the
     logits are left, too, fp32 to base 2 [B, Q, C]. Of pages, the window's keys are those of the
-    ring of as many rows, in its order.
+    ring of as many rows, in its order. TILED: a tile lies within a page, and a lap of the ring is
+    whole pages.
     """
     split = tl.program_id(0)
     g_ = tl.program_id(1)
@@ -494,19 +496,29 @@ def nsa_interval_forward_both_split(
     K = tl.where(is_cmp, CMP_K, WIN_K)
     V = tl.where(is_cmp, CMP_V, WIN_V)
     if PAGE:
-        TABLE = tl.where(is_cmp, CMP_TABLE, WIN_TABLE)
-        newest = pos % num_win
-        lap = pos - pos % num_win
+        TABLE = tl.where(is_cmp, CMP_TABLE, WIN_TABLE) + b * st_b
+        # slots of the ring behind the newest token's hold the lap before
+        newest = tl.where(is_cmp, C, pos % num_win)
+        lap = tl.where(is_cmp, 0, pos - pos % num_win)
     else:
         first = b * tl.where(is_cmp, num_cmp, num_win) * G + g
     for c0 in range(begin, end, BC):
         c = c0 + tl.arange(0, BC)
         kept = c < end
         if PAGE:
-            # slots behind the newest token's hold the ring's lap before
-            ring = c + tl.where(c <= newest, lap, lap - num_win)
-            i = tl.where(is_cmp, c, ring)
-            at, kept = _at(TABLE, st_b, b, g, 0, i, kept, kept, G, PAGE)
+            if TILED:
+                # one load a lap, not one a key, through which no key is fetched ahead
+                behind = (c0 + BC > newest + 1) & (lap > 0)
+                here = tl.load(TABLE + (c0 + lap) // PAGE, mask=c0 <= newest, other=-1)
+                before = tl.load(TABLE + (c0 + lap - num_win) // PAGE, mask=behind, other=-1)
+                page = tl.where(c <= newest, here, before)
+                slot = c % PAGE
+            else:
+                i = c + tl.where(c <= newest, lap, lap - num_win)
+                page = tl.load(TABLE + i // PAGE, mask=kept, other=-1)
+                slot = i % PAGE
+            kept = kept & (page >= 0)
+            at = (page.to(tl.int64) * PAGE + slot) * G + g
         else:
             at = first + c.to(tl.int64) * G
         k = load_rows(K, at * D, kept, D, BD)
@@ -721,6 +733,7 @@ def attend(
     lse = q.new_empty(before + sel_splits, B, 1, HQ, dtype=torch.float32)
     left = q.new_empty(B, HQ, max(1, C), dtype=torch.float32)
     BC, num_warps, num_stages = TILES[min(3, width_class(q, DV) + (precision(q) == "ieee"))]
+    page = 0 if pages is None else buffers.cmp_k.shape[1]
     launch(
         nsa_interval_forward_both_split,
         (before, G, B),
@@ -751,7 +764,8 @@ def attend(
         padded(D),
         padded(DV),
         precision(q),
-        0 if pages is None else buffers.cmp_k.shape[1],
+        page,
+        page > 0 and page % BC == 0 and w % page == 0,
         num_warps=num_warps,
         num_stages=num_stages,
     )
