@@ -162,19 +162,18 @@ class PagedCache:
                 # the last page takes what is not kept
                 sizes = [(layers, pool.num_pages + 1, self.page, *one) for one in heads]
                 self._pools[name] = zeros(sizes, dtype, device, name)
-            self._counts = torch.zeros(3, self.max_batch, dtype=torch.int32, device=device)
-            self._positions = torch.zeros(2, self.max_batch, dtype=torch.int64, device=device)
+            # one copy writes what a step is, of which two int32 are a number
+            self._of_step = torch.zeros(3, self.max_batch, dtype=torch.int64, device=device)
             self._tables = torch.full(
                 (self.max_batch, rows.width), -1, dtype=torch.int32, device=device
             )
             # not pinned: a queued copy from it takes what it holds now, whatever is planned next
             host = torch.frombuffer(rows.table, dtype=torch.int32)
             self._host_tables = host.view(self.max_batch, rows.width)
-        self.seq_lens, self.num_new, ones = self._counts
-        ones.fill_(1)
-        # of each row's first new token and of its last one; -1 where a row holds none
-        self.start_B, self._last_B = self._positions
+        # positions of each row's first new token and of its last one; -1 where a row holds none
+        self.start_B, self._last_B, counts = self._of_step
         self._last_B.fill_(-1)
+        self.seq_lens, self.num_new = counts.view(torch.int32).view(2, self.max_batch)
         self.block_table, self.window_table, self.raw_table, self.compressed_table = (
             self._tables[:, rows.columns[g] : rows.columns[g] + rows.widths[g]] for g in GROUPS
         )
@@ -200,7 +199,7 @@ class PagedCache:
     def memory_bytes(self) -> int:
         """Bytes of all pages, tables and counts."""
         pools = sum(x.nbytes for pair in self._pools.values() for x in pair)
-        return pools + self._counts.nbytes + self._positions.nbytes + self._tables.nbytes
+        return pools + self._of_step.nbytes + self._tables.nbytes
 
     def join(self, held: HeldPages | None = None) -> int:
         """A place in the batch for a new row, empty or with what was ``held``, whose pages it
@@ -297,8 +296,7 @@ class PagedCache:
     def clear_counts(self) -> None:
         """Make the device see rows without a token until the next plan."""
         self._check_idle()
-        for x in (self.seq_lens, self.num_new, self.start_B):
-            x.zero_()
+        self._of_step.zero_()
         self._last_B.fill_(-1)
 
     def _check_idle(self) -> None:
@@ -316,9 +314,11 @@ class PagedCache:
                 moved[:, to] = moved[:, source]
 
     def _upload(self, changed: Sequence[int]) -> None:
-        counts = torch.tensor([self.rows.lengths, self._planned], dtype=torch.int32)
-        self._counts[:2].copy_(counts, non_blocking=True)
-        torch.sub(self.seq_lens, self._counts[1:], out=self._positions)
+        lengths, new = self.rows.lengths, self._planned
+        counts = torch.tensor([*lengths, *new], dtype=torch.int32).view(torch.int64)
+        positions = [a - n for a, n in zip(lengths, new, strict=True)] + [a - 1 for a in lengths]
+        of_step = torch.cat([torch.tensor(positions), counts]).view(3, -1)
+        self._of_step.copy_(of_step, non_blocking=True)
         if len(changed) > FEW_ROWS:
             self._tables.copy_(self._host_tables, non_blocking=True)
             return
@@ -421,7 +421,7 @@ class PagedLayer(NSACache):
             for dim in (shape.head_dim, shape.v_head_dim)
         ]
         # of the pools and tables, which stay at their addresses
-        self._of_step: tuple[decode_step.Buffers, decode_step.StepPages] | None = None
+        self._place: tuple[decode_step.Buffers, decode_step.StepPages] | None = None
 
     def against_step(self) -> list[str]:
         """What keeps one operator (`nsa.decode.one_step`) from these pages."""
@@ -440,9 +440,9 @@ class PagedLayer(NSACache):
         check_kind(self.batch, self.sel, chunk)
         if not self.owner.is_static:
             self.owner.begin(self.index, 1, num_tokens)
-        if self._of_step is None:
-            self._of_step = self.owner.step_of(self.index)
-        return self._of_step
+        if self._place is None:
+            self._place = self.owner.step_of(self.index)
+        return self._place
 
     @property
     def lengths(self) -> tuple[int, ...]:
